@@ -22,7 +22,7 @@ import attrs
 
 from colofunc.compiler.microbatches import check_number, equal_parts, loops_over, on_rows, rows_of
 from colofunc.compiler.step_compiler import stage
-from colofunc.compiler.transform import Build, Rewrite, Transform, Variant
+from colofunc.compiler.transform import Build, Transform, Variant
 from colofunc.errors import PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
@@ -30,17 +30,13 @@ from colofunc.planner.sharding.constraints import Constraints
 from colofunc.planner.stages.assignment import WEIGHTS, CutProblem, Cuts, Held, cuts_at
 from colofunc.planner.stages.bound import Bound
 from colofunc.planner.stages.cuts import Device
-from colofunc.planner.stages.simulate import simulate
-from colofunc.program.actions import Action, ActionTable
-from colofunc.program.cost import RuleOf, node_s
-from colofunc.program.editor import Editor
-from colofunc.program.ir import Loop, Node, Program, Timetable
-from colofunc.program.passes.cut import cut
+from colofunc.planner.stages.orders import Order, best_order, least_order, roomiest_first
+from colofunc.planner.stages.timetables import Scheduled, by_timetable
+from colofunc.program.cost import node_s
+from colofunc.program.ir import Program
 from colofunc.program.passes.loop import MIXING
-from colofunc.program.pipeline_schedule import Schedule, StageCosts
-from colofunc.program.places import SEND
+from colofunc.program.pipeline_schedule import Schedule
 from colofunc.program.placing import StagesOf
-from colofunc.program.stage_costs import one_trip, stage_costs
 
 Globs = Mapping[str, int]
 AUTO = "auto"
@@ -85,7 +81,7 @@ def pipeline(
 @attrs.frozen
 class _Asked:
     """What the pipeline was asked for. microbatches: None: that is open. ends: where the forward pass is cut (`Cuts`); None: where stages
-    take equally long."""
+    take equally long. order: of each rank of the schedule, its index on the axis; None: the same."""
 
     axis: str
     microbatches: int | None
@@ -94,6 +90,7 @@ class _Asked:
     batch: int | str | None
     mixing: str
     ends: tuple[int, ...] | None = None
+    order: Order | None = None
 
     def transform(self, variants: bool = True) -> Transform:
         """variants: whether what is open is to be chosen."""
@@ -111,17 +108,28 @@ class _Asked:
         )
 
     def variants(self, build: Build) -> Sequence[Variant]:
-        """Numbers of microbatches, and behind each, under a budget, cuts; () where neither is open."""
+        """Numbers of microbatches, orders of devices that differ, and behind each, under a budget, cuts; () where none of them is open."""
         schedule, ranks = self._schedule(build), self._ranks(build.mesh)
         count = schedule.stages(ranks)
-        cuts_open = self.stages is None and count > 1 and build.budget_bytes is not None
-        if self.microbatches is not None and not cuts_open:
+        cuts_open = self.stages is None and count > 1
+        problem = self._problem(build, schedule, ranks) if cuts_open else None
+        leaner = cuts_open and build.budget_bytes is not None
+        orders = _Way(self, build, schedule, ranks, problem, leaner).orders()
+        if self.microbatches is not None and not orders and not leaner:
             return ()
-        problem = None if self.stages is not None or count == 1 else self._problem(build, schedule, ranks)
-        way = _Way(self, build, schedule, ranks, problem, cuts_open)
-        return [way.variant(number) for number in self._numbers(build, schedule, ranks)]
+        ways = [_Way(self, build, schedule, ranks, problem, leaner)]
+        for order in orders:
+            asked = attrs.evolve(self, order=order)
+            there = None if problem is None else problem.on(asked._devices(build, schedule, ranks))
+            ways.append(_Way(asked, build, schedule, ranks, there, leaner))
+        return [way.variant(number) for number in self.numbers(build, schedule, ranks) for way in ways]
 
-    def _numbers(self, build: Build, schedule: Schedule, ranks: int) -> list[int]:
+    def indices(self, schedule: Schedule, ranks: int) -> list[int]:
+        """Per stage, the index of the axis that has it."""
+        order = range(ranks) if self.order is None else self.order
+        return [order[schedule.rank_of(stage, ranks)] for stage in range(schedule.stages(ranks))]
+
+    def numbers(self, build: Build, schedule: Schedule, ranks: int) -> list[int]:
         """Of microbatches."""
         if self.microbatches is not None:
             return [self.microbatches]
@@ -139,14 +147,17 @@ class _Asked:
         """Where the forward pass may be cut."""
         seconds = partial(node_s, values=build.program.values, mesh=build.mesh, rule_of=build.registry.rule)
         count = schedule.stages(ranks)
-        devices = [_device(build.mesh, self.axis, schedule.rank_of(stage, ranks), schedule.stages_per_rank) for stage in range(count)]
+        devices = self._devices(build, schedule, ranks)
         return CutProblem(build.program, count, seconds, lambda nbytes: build.mesh.collective_s("send", nbytes, (self.axis,)), devices)
+
+    def _devices(self, build: Build, schedule: Schedule, ranks: int) -> list[Device]:
+        """Per stage, what it has of its ranks."""
+        return [_device(build.mesh, self.axis, index, schedule.stages_per_rank) for index in self.indices(schedule, ranks)]
 
     def constrained(self, build: Build) -> Build:
         """Parameters exist on the ranks of their stages, and every rank's rows come in equal microbatches."""
         schedule, ranks = self._schedule(build), self._ranks(build.mesh)
-        of_stage = tuple(schedule.rank_of(stage, ranks) for stage in range(ranks * schedule.stages_per_rank))
-        stages = StagesOf(self.axis, of_stage, self._assigned(build, schedule, ranks))
+        stages = StagesOf(self.axis, tuple(self.indices(schedule, ranks)), self._assigned(build, schedule, ranks))
         at = {position: stages.at(position) for position in stages.inputs}
         at = {position: here for position, here in at.items() if len(here[1]) < ranks}
         if self.number > 1:
@@ -163,9 +174,9 @@ class _Asked:
             if len(found) == 1:
                 stages[build.program.values[build.program.inputs[position]].name] = found[0]
         backward = any(node.phase == "backward" for node in build.program.nodes)
-        scheduled = _Scheduled(self.axis, self.number, schedule, stages, backward, build.registry.rule)
+        scheduled = Scheduled(self.axis, self.number, schedule, stages, backward, build.registry.rule, self.indices(schedule, ranks))
         written = loops_over(self.number, self.batch, self.mixing, build)
-        loops = [partial(_by_timetable, loop, scheduled) for loop in written]
+        loops = [partial(by_timetable, loop, scheduled) for loop in written]
         if schedule.looks_at_costs and build.budget_bytes is not None:
             # Less in flight is one way to keep to a budget, to make values again in the fastest order is another, and both go together.
             leaner = [attrs.evolve(scheduled, share=share) for share in SHARES]
@@ -173,7 +184,7 @@ class _Asked:
             for other in build.registry.schedules.values():
                 if other.alike(schedule) and not other.splits_backward:
                     leaner.append(attrs.evolve(scheduled, schedule=other))
-            loops += [partial(_by_timetable, written[0], each) for each in leaner]
+            loops += [partial(by_timetable, written[0], each) for each in leaner]
         return build.evolve(alternatives=(*build.alternatives, loops))
 
     @property
@@ -235,6 +246,8 @@ class _Way:
     def variant(self, number: int) -> Variant:
         """So many microbatches, cut where stages take equally long."""
         words = f"{number} microbatches" if number > 1 else "1 microbatch"
+        if self.asked.order is not None:
+            words += f", ranks in the order {self.asked.axis}={','.join(map(str, self.asked.order))}"
         transform = attrs.evolve(self.asked, microbatches=number).transform(False)
         if self.problem is None:
             return Variant(transform, words, lambda: self.bound.of_any_cut(number))
@@ -256,11 +269,35 @@ class _Way:
     def _at_least_s(self, cuts: Cuts, number: int) -> float:
         return self.bound.at(cuts, number)
 
+    def orders(self) -> list[Order]:
+        """Other orders of the ranks that may be better: of the fastest slowest stage, of the least bound, and the roomiest first under a
+        budget. [] where ranks are alike."""
+        if not self.build.mesh.topology.ranks or self.problem is None:
+            return []
+        problem, several = self.problem, self.schedule.stages_per_rank
+        devices = [_device(self.build.mesh, self.asked.axis, index, several) for index in range(self.ranks)]
+        where = self.asked.indices(self.schedule, self.ranks)
+        numbers = self.asked.numbers(self.build, self.schedule, self.ranks)
+        middle = numbers[len(numbers) // 2]
+
+        def problem_of(order: Order) -> CutProblem:
+            return problem.on([devices[order[rank]] for rank in where])
+
+        def at_least_s(order: Order) -> float:
+            indices = [order[rank] for rank in where]
+            bound = attrs.evolve(self.bound, rank_of=indices, speeds=[devices[index].speed for index in indices])
+            return bound.at(problem_of(order).balanced(), middle)
+
+        found = [best_order(devices, several, problem_of), least_order(devices, at_least_s)]
+        if self.build.budget_bytes is not None:
+            found.append(roomiest_first(devices))
+        return list(dict.fromkeys(order for order in found if order is not None))
+
     @cached_property
     def bound(self) -> Bound:
         """On a step's time; it is computed where several ways are compared."""
         build, mesh, kernels = self.build, self.build.mesh, self.build.registry.kernels
-        rank_of = [self.schedule.rank_of(stage, self.ranks) for stage in range(self.schedule.stages(self.ranks))]
+        rank_of = self.asked.indices(self.schedule, self.ranks)
         return Bound.of(
             build.program,
             on_rows(self.asked.batch, build),
@@ -291,101 +328,6 @@ def _device(mesh: Mesh, axis: str, index: int, stages: int) -> Device:
     capacities = [mesh.device_bytes(rank) for rank in ranks]
     capacity_bytes = sum(inf if each is None else each for each in capacities)
     return Device(mesh.speed(ranks), capacity_bytes / stages)
-
-
-def _in_parts(table: ActionTable) -> ActionTable:
-    """A table that has I and W somewhere has them everywhere: a whole backward is one behind the other."""
-    if not any(action.kind == "W" for action in table.actions):
-        return table
-    rows = []
-    for row in table.rows:
-        actions: list[Action] = []
-        for action in row:
-            parts = ("I", "W") if action.kind == "B" else (action.kind,)
-            actions += [attrs.evolve(action, kind=kind) for kind in parts]
-        rows.append(tuple(actions))
-    return ActionTable(tuple(rows))
-
-
-def _forward_only(table: ActionTable) -> ActionTable:
-    """What is left of a schedule where nothing is differentiated."""
-    return ActionTable(tuple(tuple(action for action in row if action.kind == "F") for row in table.rows))
-
-
-@attrs.frozen(eq=False)
-class _Scheduled:
-    """What makes the timetable of a loop. stages: names of inputs -> stage. backward: whether anything is differentiated.
-
-    share: how much a rank may keep in flight, between one microbatch (0) and what the fastest table keeps (1).
-    """
-
-    axis: str
-    microbatches: int
-    schedule: Schedule
-    stages: Mapping[str, int]
-    backward: bool
-    rule_of: RuleOf
-    share: float = 1.0
-
-    def timetable(self, program: Program, index: int, mesh: Mesh) -> Timetable:
-        """For the loop that is node `index` of one rank's program."""
-        ranks = mesh.axis_size(self.axis)
-        if not self.schedule.looks_at_costs:
-            return self._of(self.schedule.table(ranks, self.microbatches))
-        rank_of = [self.schedule.rank_of(stage, ranks) for stage in range(self.schedule.stages(ranks))]
-        trip = Timetable(self.axis, one_trip(rank_of, forward_only=not self.backward), self.stages)
-        loop = _cut_loop(cut(_with_timetable(program, index, trip)))
-        costs = stage_costs(loop, mesh, partial(node_s, mesh=mesh, rule_of=self.rule_of))
-        fastest = self.schedule.table(ranks, self.microbatches, costs)
-        if self.share == 1.0:
-            return self._of(fastest)
-        most = max(simulate(fastest, costs).peak_bytes)
-        least = max(_least_bytes(costs, fastest, rank) for rank in range(ranks))
-        cap_bytes = least + self.share * max(0.0, most - least)
-        return self._of(self.schedule.table(ranks, self.microbatches, costs, cap_bytes))
-
-    def _of(self, table: ActionTable) -> Timetable:
-        table = _in_parts(table) if self.backward else _forward_only(table)
-        return Timetable(self.axis, table, self.stages, schedule=self.schedule.name)
-
-
-def _least_bytes(costs: StageCosts, table: ActionTable, rank: int) -> float:
-    """Bytes that one microbatch keeps on a rank: what its forwards keep, and by how much that grows until weights are done."""
-    here = [stage for stage in range(costs.stages) if table.rank_of[stage] == rank]
-    grows = max(max(0.0, costs.weight_kept_bytes[stage] - costs.kept_bytes[stage]) for stage in here)
-    return sum(costs.kept_bytes[stage] for stage in here) + grows
-
-
-def _by_timetable(loop: Rewrite, scheduled: _Scheduled, program: Program, mesh: Mesh) -> Program:
-    """One rank's program with its loop over microbatches run by a timetable: the largest loop in which stages send to one another."""
-    program = loop(program, mesh)
-    sizes = {k: _size(node) for k, node in enumerate(program.nodes) if node.loop is not None and _sends(node.loop)}
-    if not sizes:
-        return program
-    index = max(sizes, key=lambda k: sizes[k])
-    return _with_timetable(program, index, scheduled.timetable(program, index, mesh))
-
-
-def _with_timetable(program: Program, index: int, timetable: Timetable) -> Program:
-    node = program.nodes[index]
-    assert node.loop is not None, "a loop"
-    edit = Editor(program)
-    edit.change(index, loop=attrs.evolve(node.loop, timetable=timetable))
-    return edit.done()
-
-
-def _cut_loop(program: Program) -> Loop:
-    """The loop that was cut."""
-    loops = [node.loop for node in program.nodes if node.loop is not None and node.loop.cut_by is not None]
-    return loops[0]
-
-
-def _sends(loop: Loop) -> bool:
-    return any(node.target == SEND for node in loop.body.nodes)
-
-
-def _size(node: Node) -> int:
-    return 0 if node.loop is None else len(node.loop.body.nodes)
 
 
 __all__ = ["pipeline"]

@@ -15,6 +15,7 @@ have to fit there. The optimum is exact for the ranks in their order: dynamic pr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from math import inf
 
 import attrs
@@ -79,9 +80,15 @@ class CutProblem:
         self.until = np.concatenate([[0.0], np.cumsum(seconds)])
         self.begins = [0, *places[1:]]
         self.received_s = np.array([0.0, *(send_s(self.reading.crossing_bytes(place)) for place in places[1:])])
-        self.devices = devices or [Device(1.0, inf)] * stages
+        self.devices: Sequence[Device] = devices or [Device(1.0, inf)] * stages
         self.work_s = self.until[[*self.begins, len(program.nodes)]]
         self.kept = self.reading.kept_bytes(self.begins)
+
+    def on(self, devices: Sequence[Device]) -> CutProblem:
+        """The same, on other devices."""
+        other = copy(self)
+        other.devices = devices
+        return other
 
     def balanced(self) -> Cuts:
         """The cuts whose slowest stage is the fastest."""
@@ -131,9 +138,22 @@ class CutProblem:
         pieces = [*(self.begins.index(first) for first in firsts), len(self.begins)]
         return max(float(need[pieces[k], pieces[k + 1]]) for k, need in enumerate(needs))
 
-    def _over_capacity(self) -> list[np.ndarray | None]:
+    @property
+    def pieces(self) -> int:
+        """How many there are to be dealt out."""
+        return len(self.begins)
+
+    def over(self, capacity_bytes: float) -> np.ndarray:
+        """[i, j]: whether weights, gradients and optimizer state of the pieces i..j-1 are too much for a device."""
         kept = self.kept[None, :] - self.kept[:-1, None]
-        return [kept > device.capacity_bytes for device in self.devices]
+        return np.asarray(kept > capacity_bytes)
+
+    def step(self, before: Step, over: np.ndarray, speed: float) -> Step:
+        """One more stage, on a device of some speed."""
+        return _stepped(before, self.work_s, self.received_s, over, speed)
+
+    def _over_capacity(self) -> list[np.ndarray | None]:
+        return [self.over(device.capacity_bytes) for device in self.devices]
 
     def _fastest(self, over: Sequence[np.ndarray | None]) -> list[int]:
         speeds = [device.speed for device in self.devices]
@@ -162,31 +182,59 @@ def _fastest_bottleneck(
     over: of each stage (pieces, pieces + 1), whether the pieces i..j-1 are too much for it; None: whatever fits. speeds: of each stage.
     """
     pieces = len(received_s)
-    # worst[j]: of the best way to cut pieces 0..j-1 in the stages so far, (slowest stage, seconds of all sends).
-    worst = np.full(pieces + 1, np.inf)
-    sends = np.full(pieces + 1, np.inf)
-    worst[0] = sends[0] = 0.0
+    step = Step.begin(pieces)
     begins: list[np.ndarray] = []
     for too_much, speed in zip(over, speeds, strict=True):
-        # last[i, j]: seconds of a stage of the pieces i..j-1
-        last = (until[None, :] - until[:-1, None]) / speed + received_s[:, None]
-        slowest = np.maximum(worst[:-1, None], last)
-        if too_much is not None:
-            slowest[too_much] = np.inf
-        slowest[np.tril_indices(pieces, 0, pieces + 1)] = np.inf  # a stage has a piece at least
-        total = sends[:-1, None] + received_s[:, None]
-        best = slowest.min(axis=0)
-        ties = np.where(slowest <= best[None, :] * (1 + 1e-9), total, np.inf)
-        first = ties.argmin(axis=0)
-        worst, sends = best, ties.min(axis=0)
-        begins.append(first)
-    if np.isinf(worst[pieces]):
+        step = _stepped(step, until, received_s, too_much, speed)
+        begins.append(step.begins)
+    if np.isinf(step.slowest_s[pieces]):
         return []
     found, end = list[int](), pieces
     for first in reversed(begins):
         end = int(first[end])
         found.append(end)
     return found[::-1]
+
+
+@attrs.frozen(eq=False)
+class Step:
+    """Of the best way to cut the pieces 0..j-1 in the stages so far, each (pieces + 1,): the slowest stage, the seconds of all sends, and
+    the piece that begins the last stage."""
+
+    slowest_s: np.ndarray
+    sends_s: np.ndarray
+    begins: np.ndarray
+
+    @staticmethod
+    def begin(pieces: int) -> Step:
+        """No stage yet."""
+        slowest = np.full(pieces + 1, np.inf)
+        sends = np.full(pieces + 1, np.inf)
+        slowest[0] = sends[0] = 0.0
+        return Step(slowest, sends, np.full(pieces + 1, -1))
+
+    def where(self, better: np.ndarray, other: Step) -> Step:
+        """With another way for some prefixes."""
+        return Step(
+            np.where(better, other.slowest_s, self.slowest_s),
+            np.where(better, other.sends_s, self.sends_s),
+            np.where(better, other.begins, self.begins),
+        )
+
+
+def _stepped(before: Step, until: np.ndarray, received_s: np.ndarray, too_much: np.ndarray | None, speed: float) -> Step:
+    """One more stage."""
+    pieces = len(received_s)
+    # last[i, j]: seconds of a stage of the pieces i..j-1
+    last = (until[None, :] - until[:-1, None]) / speed + received_s[:, None]
+    slowest = np.maximum(before.slowest_s[:-1, None], last)
+    if too_much is not None:
+        slowest[too_much] = np.inf
+    slowest[np.tril_indices(pieces, 0, pieces + 1)] = np.inf  # a stage has a piece at least
+    total = before.sends_s[:-1, None] + received_s[:, None]
+    best = slowest.min(axis=0)
+    ties = np.where(slowest <= best[None, :] * (1 + 1e-9), total, np.inf)
+    return Step(best, ties.min(axis=0), ties.argmin(axis=0))
 
 
 class _Reading:
