@@ -36,7 +36,7 @@ from colofunc.program.cost import node_s
 from colofunc.program.ir import Program
 from colofunc.program.passes.loop import MIXING
 from colofunc.program.pipeline_schedule import Schedule
-from colofunc.program.placing import StagesOf
+from colofunc.program.placing import StagesOf, placing_of
 
 Globs = Mapping[str, int]
 AUTO = "auto"
@@ -158,8 +158,7 @@ class _Asked:
         """Parameters exist on the ranks of their stages, and every rank's rows come in equal microbatches."""
         schedule, ranks = self._schedule(build), self._ranks(build.mesh)
         stages = StagesOf(self.axis, tuple(self.indices(schedule, ranks)), self._assigned(build, schedule, ranks))
-        at = {position: stages.at(position) for position in stages.inputs}
-        at = {position: here for position, here in at.items() if len(here[1]) < ranks}
+        at = stages.apart(ranks)
         if self.number > 1:
             build = equal_parts(self.number, self.batch, self.mixing, build)
         return build.evolve(constraints=build.constraints | Constraints(at=at, stages=stages))
@@ -253,7 +252,7 @@ class _Way:
             return Variant(transform, words, lambda: self.bound.of_any_cut(number))
         balanced = self.problem.balanced()
         leaner = partial(self._leaner, self.problem, number, words)
-        by_time = Variant(transform, f"{words}, cut by time", lambda: self.bound.at(balanced, number))
+        by_time = Variant(transform, f"{words}, cut by time", partial(self._at_least_s, balanced, number))
         return attrs.evolve(by_time, leaner=leaner) if self.cuts_open else by_time
 
     def _leaner(self, problem: CutProblem, number: int, words: str) -> list[Variant]:
@@ -267,7 +266,13 @@ class _Way:
         return found
 
     def _at_least_s(self, cuts: Cuts, number: int) -> float:
-        return self.bound.at(cuts, number)
+        program, ranks = self.build.program, self.ranks
+        inputs = {position: found for position in range(len(program.inputs)) if (found := cuts.stages_of(position))}
+        stages = StagesOf(self.asked.axis, tuple(self.asked.indices(self.schedule, ranks)), inputs)
+        placing = placing_of(program, stages.apart(ranks), self.build.mesh, stages)
+        if placing is None:
+            return 0.0
+        return self.bound.at(cuts, number, [at[1][0] if at is not None and len(at[1]) == 1 else None for at in placing.nodes])
 
     def orders(self) -> list[Order]:
         """Other orders of the ranks that may be better: of the fastest slowest stage, of the least bound, and the roomiest first under a

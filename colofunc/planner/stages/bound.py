@@ -6,6 +6,9 @@
 Sound for every sharding of a stage and every order of actions: operators take as long as the clock says of them alone (`node_s`), shared
 evenly by the ranks of a stage, but each launch once a microbatch. Sends, collectives, the optimizer and what is made again come on top.
 Operators for which there are kernels count by their launch alone.
+
+Which stage has an operator of backward follows from its module; exactly, where somebody says what runs where (`placed`), since what stands
+at a cut may run on either side of it.
 """
 
 from __future__ import annotations
@@ -71,9 +74,9 @@ class Bound:
             seconds[index] = (0.0 if has_kernel(node.target) else took_s - launch, launch)
         return Bound(program, seconds, rank_of, speeds, sharing, splits)
 
-    def at(self, cuts: Cuts, microbatches: int) -> float:
-        """Seconds that a step takes at least, cut so."""
-        forward, backward = self._parts(cuts)
+    def at(self, cuts: Cuts, microbatches: int, placed: Sequence[int | None] | None = None) -> float:
+        """Seconds that a step takes at least, cut so. placed: per node the rank that runs it, None: several do; without it, an estimate."""
+        forward, backward = self._parts(cuts, placed)
         first = [min(stage for stage, rank in enumerate(self.rank_of) if rank == each) for each in range(max(self.rank_of) + 1)]
         longest_s = 0.0
         for rank, begin in enumerate(first):
@@ -94,26 +97,34 @@ class Bound:
         ranks = max(self.rank_of) + 1
         return (work_s + microbatches * launches_s) / (ranks * max(self.speeds))
 
-    def _parts(self, cuts: Cuts) -> tuple[list[Part], list[Part]]:
-        """Forward and backward of each stage. A backward operator is of the stage of its module; one of no module, or of several, is left
-        out."""
+    def _parts(self, cuts: Cuts, placed: Sequence[int | None] | None) -> tuple[list[Part], list[Part]]:
+        """Forward and backward of each stage, without operators of which nobody knows the stage."""
+        stages = len(self.rank_of)
+        forward, backward = [Part()] * stages, [Part()] * stages
+        of_path = self._stages_of_modules(cuts)
+        for index, (work_s, launch_s) in self.seconds.items():
+            node = self.program.nodes[index]
+            there = {_stage(index, cuts)} if node.phase == "forward" else of_path.get(node.path, set())
+            if placed is not None:
+                there = self._on_rank(there, placed[index])
+            if len(there) != 1:
+                continue
+            (stage,) = there
+            parts = forward if node.phase == "forward" else backward
+            parts[stage] = parts[stage].plus(work_s / self.sharing / self.speeds[stage], launch_s / self.speeds[stage])
+        return forward, backward
+
+    def _stages_of_modules(self, cuts: Cuts) -> dict[str, set[int]]:
         of_path: dict[str, set[int]] = {}
         for index, node in enumerate(self.program.nodes):
             if node.phase == "forward":
                 of_path.setdefault(node.path, set()).add(_stage(index, cuts))
-        stages = len(self.rank_of)
-        forward, backward = [Part()] * stages, [Part()] * stages
-        for index, (work_s, launch_s) in self.seconds.items():
-            node = self.program.nodes[index]
-            if node.phase == "forward":
-                stage, parts = _stage(index, cuts), forward
-            else:
-                there = of_path.get(node.path, set())
-                if len(there) != 1:
-                    continue
-                (stage,), parts = there, backward
-            parts[stage] = parts[stage].plus(work_s / self.sharing / self.speeds[stage], launch_s / self.speeds[stage])
-        return forward, backward
+        return of_path
+
+    def _on_rank(self, stages: set[int], rank: int | None) -> set[int]:
+        """Of some stages those of a rank; where it has only one, that one."""
+        mine = {stage for stage, here in enumerate(self.rank_of) if here == rank}
+        return mine if len(mine) == 1 else mine & stages
 
 
 def _stage(index: int, cuts: Cuts) -> int:
