@@ -85,7 +85,7 @@ def fit(program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | Non
     whole = tried(program)
     if budget_bytes is None or (whole.fits(budget_bytes) and whole.more_s <= 0):
         return whole, whole
-    proposed = _Found.of(program, node_s)
+    proposed = _Proposals.of(program, node_s)
     orders = list(proposed.orders())
     ranks_differ = whole.hint is None and len(whole.peaks) > 1
     if len(program.nodes) <= FEW:
@@ -226,7 +226,7 @@ def _expected(orders: Orders, peaks: Mapping[int, int], budget: int) -> int:
 
 
 @attrs.frozen(eq=False)
-class _Found:
+class _Proposals:
     """Chains of a program and of the bodies of its loops, and their orders from fast to lean, by `id` of the program."""
 
     program: Program
@@ -234,9 +234,9 @@ class _Found:
     sweeps: Mapping[int, Sequence[Sweep]]
 
     @staticmethod
-    def of(program: Program, node_s: NodeS) -> _Found:
+    def of(program: Program, node_s: NodeS) -> _Proposals:
         chains = {id(p): measured(chain_of(p, node_s)) for p in program.with_bodies()}
-        return _Found(program, chains, {key: list(_sweeps(chain)) for key, chain in chains.items() if chain.parts})
+        return _Proposals(program, chains, {key: list(_sweeps(chain)) for key, chain in chains.items() if chain.parts})
 
     def orders(self) -> Iterator[Order]:
         """Of the whole program from fast to lean, by how much memory they may use."""
