@@ -46,7 +46,7 @@ from colofunc.ops.native import prebuild
 from colofunc.planner.plan_table import time_text
 from colofunc.transforms.checkpoint import checkpoint
 from colofunc.transforms.offload import offload, with_disk
-from colofunc.transforms.pipeline import pipeline
+from colofunc.transforms.pipeline import AUTO, pipeline
 from colofunc.transforms.shard import shard
 from colofunc.version import __version__
 
@@ -86,7 +86,7 @@ def plan(
     within: Annotated[str, typer.Option(help="what may be done to meet the budget")] = "checkpoint,offload",
     pp: Annotated[int, typer.Option(help="ranks of a pipeline: an axis pp beside those of the mesh")] = 0,
     schedule: Annotated[str, typer.Option(help="the pipeline's schedule, such as 1f1b, zb-h1, zb-v or auto")] = "",
-    microbatches: Annotated[int, typer.Option(help="parts of a batch that follow one another through the pipeline")] = 0,
+    microbatches: Annotated[str, typer.Option(help="parts of a batch that follow one another through the pipeline, or auto")] = "",
     example: Annotated[str, typer.Option(help="the function that returns (state, batch); default: example or inputs")] = "",
     picture: Annotated[str, typer.Option(help="draw memory and lanes to this file (.png, .svg, .pdf)")] = "",
     trace: Annotated[str, typer.Option(help="write a Chrome trace to this .json file")] = "",
@@ -315,7 +315,7 @@ def _with_disk(topology: Topology, disk: str) -> Topology:
     return attrs.evolve(_with_room(topology, "disk", parse_bytes(size, "--disk")), links=tuple(links))
 
 
-def in_stages(step: Any, axes: dict[str, int], ranks: int, schedule: str, microbatches: int) -> tuple[Any, dict[str, int]]:
+def in_stages(step: Any, axes: dict[str, int], ranks: int, schedule: str, microbatches: str) -> tuple[Any, dict[str, int]]:
     """The step as a pipeline on an axis `pp` in front of the mesh's others, as the options say. ranks: 0 for none."""
     if not ranks:
         if schedule or microbatches:
@@ -334,7 +334,16 @@ def in_stages(step: Any, axes: dict[str, int], ranks: int, schedule: str, microb
         axes = {name: mesh.axis_size(name) for name in mesh.axis_names}
     if "pp" in axes:
         raise InputError(f"--pp {ranks}: the mesh has an axis 'pp' of {axes['pp']} already; leave it out of --mesh")
-    return pipeline(step, "pp", microbatches or MICROBATCHES * ranks, schedule or "1f1b"), {"pp": ranks, **axes}
+    return pipeline(step, "pp", _number(microbatches, MICROBATCHES * ranks), schedule or "1f1b"), {"pp": ranks, **axes}
+
+
+def _number(microbatches: str, default: int) -> int | str:
+    """Of microbatches, or "auto"."""
+    if not microbatches:
+        return default
+    if microbatches != AUTO and not microbatches.isdecimal():
+        raise InputError(f"--microbatches {microbatches!r}: write a number of microbatches, or auto")
+    return microbatches if microbatches == AUTO else int(microbatches)
 
 
 def placed(step: Any, axes: dict[str, int], on: Callable[[Mesh], Mesh], within: list[str], disk: str | bool | None = None) -> Staged:

@@ -7,6 +7,10 @@ works: the device, the links, the host.
     low = step.lower(state, batch)
     memory_picture(low, "plan.png", budget_bytes=40 * 2**30)
 
+A pipeline has the picture of the papers: a lane per rank, actions as cells with the number of their microbatch.
+
+    pipeline_picture(low.pipeline(), "pipeline.svg")
+
 Needs matplotlib: `pip install matplotlib`.
 """
 
@@ -23,12 +27,15 @@ from colofunc import owned
 from colofunc.compiler.lowered import Lowered
 from colofunc.errors import InputError
 from colofunc.mesh.sizes import size_text
+from colofunc.planner.stages.simulate import Simulated, Span
 from colofunc.program.lanes import LANES, Busy, Lanes
 from colofunc.program.memory_report import KINDS, MemoryReport
 
 try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
     from matplotlib.ticker import FuncFormatter, MultipleLocator
 except ImportError as error:
     raise InputError("colofunc.pictures needs matplotlib, which is not installed. Try: pip install matplotlib") from error
@@ -40,6 +47,12 @@ COLOURS = {
     "parameters": "#3b6fb6", "parameter copies": "#9dbfe8", "optimizer state": "#7b5aa6", "gradients": "#e08a3c",
     "activations": "#58a55c", "temporaries": "#b9d8a7", "collective buffers": "#e7c94f", "other": "#b8b8b8",
 }  # fmt: skip
+ACTIONS = {"F": "#4472c4", "B": "#2ca8a0", "I": "#5fc4d6", "W": "#8bb84a"}
+"""As in the papers: forward blue, the whole backward and its input gradients blue-green, weight gradients green."""
+ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
+LIGHTER = 0.55
+"""So far towards white is the colour of each further stage of a rank."""
+_POINTS_PER_DIGIT = 4.5
 PHASES = {"forward": "#58a55c", "backward": "#e08a3c", "update": "#7b5aa6"}
 _BUDGET = "#d62728"
 FAR = 4
@@ -66,12 +79,64 @@ def memory_picture(low: Lowered, path: str | PathLike[str], budget_bytes: int | 
     plots[-1].set_xlim(0, played.end_s or 1)
     plots[-1].set_xlabel("seconds of one step, as planned")
     figure.suptitle(fill(title or str(low.plan), 150), fontsize=10)
-    where = owned.given(path, "the picture", InputError, "a file such as plan.png")
+    _save(figure, path, "plan.png")
+
+
+def pipeline_picture(simulated: Simulated, path: str | PathLike[str], title: str = "") -> None:
+    """Draw the schedule of a pipeline to a file whose ending says the format (.png, .svg, .pdf).
+
+    simulated: `low.pipeline()` of a step, or what `cf.ext.simulate` gives. In an SVG each cell is a group whose id is the rank and the
+    action, such as `rank0-0F3`. Numbers that have no room in their cell are left out. Raises InputError where the file cannot be written.
+    """
+    ranks = len(simulated.rows)
+    width = 14.0
+    figure = Figure(figsize=(width, 0.42 * ranks + 1.3), layout="constrained")
+    FigureCanvasAgg(figure)
+    plot: Axes = figure.subplots()
+    end_s = simulated.makespan_s or 1.0
+    points_per_s = 0.85 * width * 72 / end_s
+    for rank, row in enumerate(simulated.rows):
+        stages = sorted({span.action.stage for span in row})
+        for span in row:
+            _draw_action(plot, span, ranks - 1 - rank, stages.index(span.action.stage), points_per_s)
+    kinds = [kind for kind in ACTIONS if any(span.action.kind == kind for row in simulated.rows for span in row)]
+    for kind in kinds:
+        plot.plot([], [], color=ACTIONS[kind], linewidth=6, label=f"{kind}: {ACTION_NAMES[kind]}")
+    plot.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=len(kinds), fontsize=8, frameon=False)
+    plot.set_yticks([ranks - 1 - rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
+    plot.set_ylim(0, ranks)
+    plot.set_xlim(0, end_s)
+    plot.set_xlabel("seconds")
+    figure.suptitle(fill(title or f"{ranks} ranks, bubble {simulated.bubble:.1%}", 150), fontsize=10)
+    _save(figure, path, "pipeline.svg")
+
+
+def _draw_action(plot: Axes, span: Span, row: int, place: int, points_per_s: float) -> None:
+    """One cell. place: of its stage among those of the rank; later ones are lighter."""
+    action = span.action
+    took_s = span.end_s - span.start_s
+    colour = _towards_white(ACTIONS[action.kind], 1 - (1 - LIGHTER) ** place)
+    cell = Rectangle((span.start_s, row + 0.06), took_s, 0.88, facecolor=colour, edgecolor="white", linewidth=0.5)
+    cell.set_gid(f"rank{span.rank}-{action}")
+    plot.add_patch(cell)
+    number = str(action.microbatch)
+    if took_s * points_per_s >= _POINTS_PER_DIGIT * len(number):
+        ink = "black" if place else "white"
+        plot.text(span.start_s + took_s / 2, row + 0.48, number, ha="center", va="center", fontsize=7, color=ink)
+
+
+def _towards_white(colour: str, part: float) -> tuple[float, float, float]:
+    red, green, blue = to_rgb(colour)
+    return red + (1 - red) * part, green + (1 - green) * part, blue + (1 - blue) * part
+
+
+def _save(figure: Figure, path: str | PathLike[str], such: str) -> None:
+    where = owned.given(path, "the picture", InputError, f"a file such as {such}")
     check_replaceable(where)
     try:
         figure.savefig(where, dpi=140, metadata=_marked(where))
     except (OSError, ValueError) as error:
-        raise InputError(f"the picture cannot be written to {str(path)!r}: {error}; name a file such as plan.png") from error
+        raise InputError(f"the picture cannot be written to {str(path)!r}: {error}; name a file such as {such}") from error
 
 
 def check_ending(path: str | PathLike[str]) -> None:

@@ -34,6 +34,12 @@ def gpt2(layers: int = 2, width: int = 16) -> tuple[Any, Any, Any]:
     return step, state, {"input_ids": ids, "labels": ids}
 
 
+def cut_as(low: Any) -> dict[str, int]:
+    """Stages to give to `cf.pipeline`, so that it cuts as a lowered step is cut. A tied weight is left to be where it is read."""
+    leaves = [leaf for leaf in low.plan.inputs if leaf.role == "param" and leaf.at is not None]
+    return {leaf.name: leaf.at[1][0] for leaf in leaves if len(leaf.at[1]) == 1}
+
+
 def loop_of(program: Program) -> Loop:
     """The loop that a schedule runs."""
     (loop,) = (node.loop for node in program.nodes if node.loop is not None and node.loop.timetable is not None)

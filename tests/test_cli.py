@@ -265,6 +265,12 @@ def test_a_pipeline_by_options(script):
     assert "pp stages weights and states peak computes waits" in said and "rank 0 0" in said and "rank 1 0F" in said
 
 
+def test_microbatches_are_chosen(script):
+    code, said = run(f"{script}:step", "--device", "a100-40g", "--pp", 2, "--microbatches", "auto")
+    assert code == 0, said
+    assert "chosen: 1 microbatch, cut by time not 2 microbatches, cut by time: " in said, said
+
+
 def test_a_pipeline_beside_the_mesh_of_the_step(script):
     code, said = run(f"{script}:staged", "--device", "a100-40g", "--pp", 2)
     assert code == 0, said
@@ -276,6 +282,7 @@ def test_a_pipeline_beside_the_mesh_of_the_step(script):
     [
         (("--schedule", "zb-v"), "--schedule zb-v is of a pipeline; say with --pp how many ranks it has"),
         (("--microbatches", 4), "--microbatches 4 is of a pipeline; say with --pp how many ranks it has"),
+        (("--pp", 2, "--microbatches", "most"), "--microbatches 'most': write a number of microbatches, or auto"),
         (("--pp", 2, "--mesh", "pp=2"), "--pp 2: the mesh has an axis 'pp' of 2 already; leave it out of --mesh"),
         (("--pp", 2, "--schedule", "1f2b"), "unknown schedule '1f2b'; did you mean '1f1b'?"),
         (("--pp", 4), "4 stages, and the forward pass has 2 operators with weights of their own"),

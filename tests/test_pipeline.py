@@ -393,10 +393,10 @@ def test_messages_that_are_received_in_another_order_are_named() -> None:
 # ---- real ranks ----
 
 
-def train(schedule: str, ranks: int) -> list[float]:
+def train(schedule: str, ranks: int, microbatches: int | str = 8) -> list[float]:
     step, state, batch = mlp(8)
     with cf.testing.float64():
-        chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=ranks)), microbatches=8, schedule=schedule)
+        chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=ranks)), microbatches=microbatches, schedule=schedule)
         state = chain.init(state, batch)
         losses = []
         for _ in range(2):
@@ -406,7 +406,9 @@ def train(schedule: str, ranks: int) -> list[float]:
 
 
 def train_all(ranks: int) -> dict[str, list[float]]:
-    return {schedule: train(schedule, ranks) for schedule in ("1f1b", "interleaved-1f1b", "zb-v")}
+    losses = {schedule: train(schedule, ranks) for schedule in ("1f1b", "interleaved-1f1b", "zb-v")}
+    # How many microbatches there are is chosen on one rank, and told to the others.
+    return {**losses, "auto": train("1f1b", ranks, "auto")}
 
 
 @pytest.mark.dist

@@ -1,16 +1,19 @@
 """What a pipeline knows of its stages: costs by the clock, `auto` by these costs and a budget, what the plan says, pictures."""
 
+import re
 from functools import partial
 from typing import Any
+from xml.etree import ElementTree
 
 import attrs
 import pytest
 import torch
 from colofunc_plugins import zero
-from pipelined import loop_of, mlp
+from pipelined import cut_as, gpt2, loop_of, mlp
 
 import colofunc as cf
 from colofunc.ext import StageCosts, simulate
+from colofunc.pictures import ACTIONS, pipeline_picture
 from colofunc.planner.plan import Plan
 from colofunc.program.cost import node_s
 from colofunc.program.lanes import rows_by_timetable
@@ -18,14 +21,19 @@ from colofunc.program.places import SEND
 from colofunc.program.stage_costs import stage_costs
 from colofunc.testing import check
 
+SVG = "{http://www.w3.org/2000/svg}"
 RANKS, MICROBATCHES = 4, 8
 NAMED = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 MANY_ROWS = (torch.zeros(2048, 8, dtype=torch.float64), torch.zeros(2048, 4, dtype=torch.float64))
 
 
+STAGES = {"0.*": 0, "2.*": 0, "4.*": 0, "6.*": 1, "8.*": 2, "10.*": 3}
+"""Where the six layers are cut by time: a budget may lead to other cuts, which are not what these tests are about."""
+
+
 def lowered(schedule: str, budget: int | None = None, batch: Any = MANY_ROWS) -> Any:
     step, state, _ = mlp(6)
-    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=RANKS)), microbatches=MICROBATCHES, schedule=schedule)
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=RANKS)), microbatches=MICROBATCHES, schedule=schedule, stages=STAGES)
     chain = chain if budget is None else cf.checkpoint(chain, budget=budget)
     return chain.lower(state, batch)
 
@@ -84,8 +92,10 @@ def test_a_pipeline_within_a_budget_trains_as_one_device_does(schedule: str) -> 
     step, state, _ = mlp(4)
     batch = (torch.randn(256, 8, dtype=torch.float64), torch.randn(256, 4, dtype=torch.float64))
     free = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule=schedule)
-    budget = int(0.9 * free.lower(state, batch).plan.peak_bytes)
-    chain = cf.checkpoint(free, budget=budget)
+    alone = free.lower(state, batch)
+    budget = int(0.9 * alone.plan.peak_bytes)
+    there = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule=schedule, stages=cut_as(alone))
+    chain = cf.checkpoint(there, budget=budget)
     low = chain.lower(state, batch)
     assert low.plan.memory and low.memory().peak_bytes["device"] <= budget
     with cf.testing.float64():
@@ -125,9 +135,70 @@ def test_a_picture_has_a_lane_per_rank() -> None:
     assert named == {"rank 0", "rank 1", "rank 2", "rank 3"}
 
 
+def cells(path: Any) -> dict[str, tuple[str, float, float]]:
+    """Of a picture: id -> (colour, left, right)."""
+    found = {}
+    for group in ElementTree.parse(path).iter(f"{SVG}g"):
+        if group.get("id", "").startswith("rank"):
+            (cell,) = group.iter(f"{SVG}path")
+            edges = [float(x) for x, _ in re.findall(r"([\d.]+) ([\d.]+)", cell.get("d"))]
+            colour = re.search(r"fill: (#\w+)", cell.get("style")).group(1)
+            found[group.get("id")] = colour, min(edges), max(edges)
+    return found
+
+
+def test_the_picture_of_the_papers(tmp_path: Any) -> None:
+    """A cell per action, in the colour of its kind, as long as it takes and where it stands; later stages of a rank are lighter."""
+    for name in ("zb-h1", "1f1b", "interleaved-1f1b"):
+        schedule = cf.ext.schedule(name)
+        simulated = simulate(schedule.table(2, 4), StageCosts.uniform(schedule.stages(2), f=1, i=2, w=1))
+        pipeline_picture(simulated, tmp_path / "pipeline.svg")
+        drawn = cells(tmp_path / "pipeline.svg")
+        spans = {f"rank{span.rank}-{span.action}": span for row in simulated.rows for span in row}
+        assert drawn.keys() == spans.keys()
+        scale = (drawn["rank0-0F1"][1] - drawn["rank0-0F0"][1]) / spans["rank0-0F1"].start_s
+        for id, (colour, left, right) in drawn.items():
+            span = spans[id]
+            begin = drawn["rank0-0F0"][1] + span.start_s * scale
+            assert (left, right) == pytest.approx((begin, begin + (span.end_s - span.start_s) * scale), abs=0.01)
+            assert (colour == ACTIONS[span.action.kind]) == (span.action.stage == span.rank)
+    text = (tmp_path / "pipeline.svg").read_text()
+    assert "<!-- rank 0 -->" in text and "<!-- F: forward -->" in text and "<!-- 3 -->" in text
+    assert "<!-- W: weight gradients -->" not in text
+
+
+def test_a_planned_pipeline_is_drawn(tmp_path: Any) -> None:
+    low = lowered("1f1b")
+    pipeline_picture(low.pipeline(), tmp_path / "pipeline.svg", title="my schedule")
+    assert len(cells(tmp_path / "pipeline.svg")) == 2 * RANKS * MICROBATCHES
+    assert "<!-- my schedule -->" in (tmp_path / "pipeline.svg").read_text()
+    pipeline_picture(low.pipeline(), tmp_path / "pipeline.png")
+    with pytest.raises(cf.InputError, match=r"the picture cannot be written to .*: .*; name a file such as pipeline\.svg"):
+        pipeline_picture(low.pipeline(), tmp_path / "pipeline.nothing")
+
+
 def test_a_step_without_a_pipeline_has_no_picture_of_one() -> None:
     step, state, batch = mlp(2)
     low = cf.shard(step, cf.Mesh(dp=2)).lower(state, batch)
     assert low.plan.pipeline is None
     with pytest.raises(cf.PlanError, match=r"this step has no pipeline; write cf\.pipeline"):
         low.pipeline()
+
+
+def test_each_rank_makes_again_what_it_must() -> None:
+    """A transformer whose stages are alike: one order for all of them would make values again on ranks that have room."""
+    step, state, _ = gpt2(layers=4, width=16)
+    ids = torch.randint(32, (32, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    free = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4)
+    alone = free.lower(state, batch)
+    before = alone.plan.pipeline.ranks
+    budget = int(0.7 * before[0].peak_bytes)
+    there = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, stages=cut_as(alone))
+    chain = cf.checkpoint(there, budget=budget)
+    after = chain.lower(state, batch).plan.pipeline.ranks
+    assert max(use.peak_bytes for use in after) <= budget
+    again = [has.compute_s > had.compute_s for had, has in zip(before, after, strict=True)]
+    assert again == [had.peak_bytes > budget for had in before] and not all(again)
+    with cf.testing.float64():
+        check(chain, state, batch, steps=1)

@@ -112,6 +112,33 @@ def test_auto_is_never_behind_a_named_one(seed: int) -> None:
                     assert ours.makespan_s <= theirs.makespan_s
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_longest_span_is_never_behind_a_named_one(seed: int) -> None:
+    ranks, microbatches = 2 + seed % 3, 8
+    costs = costs_by_chance(ranks, seed)
+    ours, theirs = SCHEDULES["auto-span"].table(ranks, microbatches, costs), SCHEDULES["auto"].table(ranks, microbatches, costs)
+    assert max(simulate(ours, costs).spans_s) <= max(simulate(theirs, costs).spans_s)
+    for other in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
+        assert max(simulate(ours, costs).spans_s) <= max(played(other, ranks, microbatches, costs).spans_s)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "times", "published"),
+    [
+        (8, 24, (18.522, 18.086, 9.337, 0.601), 0.0433 + 0.0012),  # not quite
+        (8, 32, (18.513, 18.086, 9.331, 0.626), 0.0039),
+        (8, 64, (18.546, 18.097, 9.321, 0.762), 0.0026),
+        (8, 24, (29.718, 29.444, 19.927, 0.527), 0.0029),
+    ],
+)
+def test_the_searched_column_of_the_zero_bubble_paper(ranks: int, microbatches: int, times: tuple[float, ...], published: float) -> None:
+    """Within twice the memory of 1F1B, by the longest span of one rank."""
+    f, i, w, send = times
+    costs = StageCosts.uniform(ranks, f, i, w, send=send, weight_kept=0.37)
+    simulated = simulate(SCHEDULES["auto-span"].table(ranks, microbatches, costs, 2 * ranks), costs)
+    assert simulated.bubble <= published + 5e-5 and max(simulated.peak_bytes) <= 2 * ranks
+
+
 def test_memory_that_a_microbatch_does_not_have() -> None:
     message = r"one microbatch keeps 2 bytes on rank 0 of the pipeline, more than the 1.5 that it may; give more memory, or more and"
     with pytest.raises(cf.PlanError, match=message):

@@ -12,7 +12,7 @@ from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Transform
 from colofunc.planner.candidate import Finish, Fitted
 from colofunc.planner.recompute import relaxed as solver
-from colofunc.planner.recompute.fastest import _bisect, _proposals, _seconds, fit
+from colofunc.planner.recompute.fastest import _bisect, _Proposals, _seconds, fit
 from colofunc.planner.recompute.relaxed import Piece, Rounds, relaxed, rounds_of, solve
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.ir import Program
@@ -140,7 +140,7 @@ def test_on_a_u_shaped_net_less_memory_is_enough_than_with_stages_alone(local: C
     whole, plain_s = counted(program).peak_bytes, _seconds(program, node_s)
     again_s = lambda one: _seconds(one, node_s) - plain_s  # noqa: E731
     tried = lambda one: Fitted((done := counted(one)).program, done.peak_bytes, again_s(one))  # noqa: E731
-    stages, gained, below = list(_proposals(program, node_s)), 0, 0
+    stages, gained, below = list(_Proposals.of(program, node_s).orders()), 0, 0
     for share in (0.75, 0.72, 0.45):
         budget = int(whole * share)
         alone = min((one.more_s for one in _bisect(stages, tried, budget, again_s) if one.fits(budget)), default=None)

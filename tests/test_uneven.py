@@ -1,7 +1,8 @@
 """Ranks whose devices differ: what a topology says of them, and pipelines whose stages are cut for them."""
 
 import json
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, permutations
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -16,8 +17,9 @@ import colofunc as cf
 from colofunc.compiler.observation import arguments_of
 from colofunc.errors import CapacityError
 from colofunc.executors.measure import measure
-from colofunc.planner.stages.assignment import _fastest_bottleneck
+from colofunc.planner.stages.assignment import CutProblem, _fastest_bottleneck
 from colofunc.planner.stages.cuts import Device
+from colofunc.planner.stages.orders import best_order
 from colofunc.testing import check
 from colofunc.testing.check import doubled_inside
 
@@ -75,11 +77,52 @@ def test_the_slowest_stage_is_as_fast_as_any_cut_makes_it(pieces: list[tuple[int
         devices = devices[: len(pieces)]
     pieces[0] = (pieces[0][0], 0, pieces[0][2])  # the first stage receives nothing
     work, received, nbytes = zip(*pieces, strict=True)
-    found = _fastest_bottleneck(
-        np.cumsum([0.0, *work]), np.array(received, dtype=float), np.cumsum([0.0, *nbytes]), devices
-    )  # fmt: skip
+    kept = np.cumsum([0.0, *nbytes])
+    over = [kept[None, :] - kept[:-1, None] > device.capacity_bytes for device in devices]
+    speeds = [device.speed for device in devices]
+    found = _fastest_bottleneck(np.cumsum([0.0, *work]), np.array(received, dtype=float), over, speeds)
     best = min(slowest(pieces, devices, (0, *way)) for way in combinations(range(1, len(pieces)), len(devices) - 1))
     assert (slowest(pieces, devices, tuple(found)) if found else float("inf")) == best
+
+
+@given(PIECES, st.lists(st.sampled_from([Device(1.0, 40.0), Device(0.5, 60.0), Device(2.0, 25.0)]), min_size=2, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_the_order_is_as_good_as_any(pieces: list[tuple[int, int, int]], devices: list[Device]) -> None:
+    """Of all permutations, with one stage a device by dynamic programming, and with several by arrangements."""
+    devices = devices[: len(pieces)]
+    pieces[0] = (pieces[0][0], 0, pieces[0][2])
+    problem = Problem(pieces)
+    every = {order: best_slowest(pieces, [devices[k] for k in order]) for order in permutations(range(len(devices)))}
+    given_s, least_s = every[tuple(range(len(devices)))], min(every.values())
+    for several in (1, 2):
+        found = best_order(devices, several, lambda order: problem.on([devices[k] for k in order]))
+        if found is None:
+            assert given_s <= least_s * (1 + 1e-6) or given_s == least_s
+        else:
+            assert every[found] == pytest.approx(least_s) and least_s < given_s
+
+
+class Problem(CutProblem):
+    """Pieces whose seconds, sends and bytes are given."""
+
+    def __init__(self, pieces: list[tuple[int, int, int]]) -> None:
+        work, received, nbytes = zip(*pieces, strict=True)
+        self.begins = list(range(len(pieces)))
+        self.work_s = np.cumsum([0.0, *work])
+        self.until = self.work_s
+        self.received_s = np.array(received, dtype=float)
+        self.kept = np.cumsum([0.0, *nbytes])
+        self.program = SimpleNamespace(nodes=pieces)
+        self.reading = SimpleNamespace(uses={})
+
+
+def best_slowest(pieces: list[tuple[int, int, int]], devices: list[Device]) -> float:
+    """Of all cuts, by hand; where none fits, by speeds alone."""
+    ways = [(0, *way) for way in combinations(range(1, len(pieces)), len(devices) - 1)]
+    best = min(slowest(pieces, devices, way) for way in ways)
+    if best < float("inf"):
+        return best
+    return min(slowest(pieces, [Device(device.speed, float("inf")) for device in devices], way) for way in ways)
 
 
 # ---- pipelines ----
@@ -126,10 +169,50 @@ def test_a_slow_rank_gets_fewer_layers_and_the_plan_says_so() -> None:
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v", "auto"])
 def test_placements_of_several_stages_look_at_speeds_too(schedule: str) -> None:
     chain, low = lowered(SLOW.with_rank(0, speed=1 / 3), schedule)
-    assert stage_of(low).count((0,)) == 2 and stage_of(low).count((1,)) == 6
+    # For `auto` the slow rank is the last, and has the loss beside its layer.
+    assert stage_of(low).count((0,)) == (1 if schedule == "auto" else 2)
     _, state, batch = layers()
     with cf.testing.float64():
         check(chain, *doubled_inside((state, batch)))
+
+
+def test_the_order_of_the_ranks_is_chosen() -> None:
+    """In a V the first rank has the first layer and the last; the slow one is put where it has less, and the plan says so."""
+    step, state, batch = layers()
+    mesh = cf.Mesh(pp=4, topology=SLOW.with_rank(0, speed=1 / 3))
+    chain = cf.pipeline(cf.shard(step, mesh), microbatches=4, schedule="zb-v")
+    low = chain.lower(state, batch)
+    assert low.plan.way == "4 microbatches, ranks in the order pp=1,0,2,3, cut by time"
+    assert stage_of(low) == [(1,), (0,), (2,), (3,), (3,), (2,), (0,), (1,)]
+    assert [use.stages for use in low.plan.pipeline.ranks] == [(1, 6), (0, 7), (2, 5), (3, 4)]
+    as_it_stands = {f"{2 * layer}.*": layer for layer in range(8)}
+    given = cf.pipeline(cf.shard(step, mesh), microbatches=4, schedule="zb-v", stages=as_it_stands).lower(state, batch)
+    assert stage_of(given)[0] == (0,) and low.plan.cost_s < 0.9 * given.plan.cost_s
+    with cf.testing.float64():
+        check(chain, *doubled_inside((state, batch)))
+
+
+def test_an_order_that_is_slower_by_the_clock_is_not_taken() -> None:
+    step, state, batch = layers()
+    topology = SLOW.with_rank(1, speed=1 / 3).with_rank(2, speed=0.5)
+    low = cf.pipeline(cf.shard(step, cf.Mesh(pp=4, topology=topology)), microbatches=4, schedule="auto").lower(state, batch)
+    assert low.plan.way == "4 microbatches, cut by time" and "order" in low.plan.others[0].words
+    assert all(other.cost_s is not None and other.cost_s > low.plan.cost_s for other in low.plan.others)
+    assert "ranks in the order pp=" in low.plan.why_not("ranks in the order")
+
+
+def test_the_roomiest_rank_comes_first_under_a_budget() -> None:
+    """The first stage keeps most microbatches; the device with little memory is put behind."""
+    step, state, batch = layers(16, 2048)
+    free = cf.pipeline(cf.shard(step, cf.Mesh(pp=2, topology=SLOW)), microbatches=8)
+    peaks = [use.peak_bytes for use in free.lower(state, batch).plan.pipeline.ranks]
+    assert peaks[0] > peaks[1]
+    room_bytes = (peaks[0] + peaks[1]) // 2 + SLOW.reserved_bytes
+    mesh = cf.Mesh(pp=2, topology=SLOW.with_rank(0, capacity_bytes=room_bytes))
+    chain = cf.checkpoint(cf.pipeline(cf.shard(step, mesh), microbatches=8))
+    low = chain.lower(state, batch)
+    assert "ranks in the order pp=1,0" in low.plan.way and not low.plan.memory
+    assert low.plan.pipeline.ranks[0].peak_bytes <= room_bytes < low.plan.pipeline.ranks[1].peak_bytes
 
 
 def test_a_rank_with_little_memory_gets_fewer_weights() -> None:

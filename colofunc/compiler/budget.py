@@ -40,6 +40,14 @@ Sharding = Callable[[], Decided]
 """Who computes what, its plan written at the first call."""
 
 
+class DoesNotFit(PlanError):
+    """No plan was found within the budget, and the least was not looked for. peak_bytes: of the leanest that was tried."""
+
+    def __init__(self, peak_bytes: int) -> None:
+        super().__init__(f"the leanest plan that was tried has a peak of {said(peak_bytes)}")
+        self.peak_bytes = peak_bytes
+
+
 def within(
     completion: Completion,
     candidates: Candidates,
@@ -49,11 +57,13 @@ def within(
     axes: tuple[str, ...],
     parts: int = 1,
     tries: int = 4,
+    says_least: bool = True,
 ) -> tuple[Decided, Program]:
     """Plan and complete so that the accountant agrees that the peak is within the budget.
 
     The planner knows nothing of microbatches: a step in `parts` may hold so many times less than it says. Where a step may
     make values again or copy them, that and the sharding are decided together (`planner/joint.py`).
+    says_least: whether the least budget is looked for where nothing fits, for the error; otherwise this raises DoesNotFit, sooner.
     """
     make = partial(decide, completion.program, completion.mesh, candidates, constraints, named, axes)
     assign = partial(assigned, completion.program, completion.mesh, candidates, constraints, axes)
@@ -68,6 +78,8 @@ def within(
     found, leanest = search(completion, budget_bytes)
     if found is not None:
         return _told(completion, found.decided, found.done)
+    if not says_least:
+        raise DoesNotFit(leanest.done.peak_bytes)
     refused = partial(_too_little, completion, budget_bytes, needs=needs())
     candidates.memo = attrs.evolve(candidates.memo, fits={})
 

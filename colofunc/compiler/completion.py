@@ -28,11 +28,11 @@ from colofunc.planner.candidate import Finish, Finishing, Fitted
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.recompute.stages import NodeS
-from colofunc.planner.stages.report import Count, Pipelined, pipelined
+from colofunc.planner.stages.report import Count, Pipelined, pipeline_loop, pipelined
 from colofunc.program.check import Checker
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.facts import is_copy
-from colofunc.program.ir import Node, Program, Value
+from colofunc.program.ir import Loop, Node, Program, Value
 from colofunc.program.lanes import Lanes, played
 from colofunc.program.lower import lower
 from colofunc.program.passes.buckets import buckets
@@ -45,6 +45,7 @@ from colofunc.program.places import distinct_ranks, same_as
 from colofunc.program.placing import Placing
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.trace import record_local
+from colofunc.spec.layout import At
 
 SHARE = 32
 """Under a budget, a bucket of collectives may use at most 1/SHARE of it."""
@@ -223,13 +224,16 @@ class Completion:
             stages = (Stage("searches", local, 0.0), *stages)
         if not self.moves or not moves:
             uncounted = budget_bytes is None and not self.searches
-            return Fitted(done, 0 if uncounted else self._peak(done), 0.0, stages=stages)
+            peaks = {} if uncounted else self._peaks(done)
+            return Fitted(done, max(peaks.values(), default=0), 0.0, peaks=_by_place(peaks), stages=stages)
         began = time.perf_counter()
         moved = self._moved(self.order(done, piece), budget_bytes)
         self.check(moved.program)
         if self.keeps:
             stages = (*stages, Stage("moves", moved.program, time.perf_counter() - began))
-        return Fitted(moved.program, self._peak(moved.program), moved.exposed_s, moved.words, moved.short, moved.hint, stages)
+        peaks = self._peaks(moved.program)
+        peak_bytes = max(peaks.values())
+        return Fitted(moved.program, peak_bytes, moved.exposed_s, moved.words, moved.short, moved.hint, _by_place(peaks), stages)
 
     def _moved(self, done: Program, budget_bytes: int | None, like: Hint | None = None) -> Offloaded:
         """With the copies of all that write some, one behind the other."""
@@ -268,16 +272,37 @@ class Completion:
         """What the plan says of a pipeline that runs as `done`."""
         return pipelined(done, self.mesh, self._node_s, self.count)
 
-    def _peak(self, done: Program) -> int:
-        """Bytes of the rank that has least left. Where ranks differ, what one lacks to the roomiest counts as if it were taken."""
-        if not self.mesh.topology.ranks or self.room_bytes is None:
-            return self.count(done).peak_bytes["device"]
+    def _peaks(self, done: Program) -> dict[At | None, int]:
+        """Bytes by where ranks are on the axis of a pipeline; None: without one, of the rank that has least left.
+
+        Where ranks differ, what one lacks to the roomiest counts as if it were taken.
+        """
+        loop = pipeline_loop(done)
+        differ = bool(self.mesh.topology.ranks) and self.room_bytes is not None
+        if not differ and loop is None:
+            return {None: self.count(done).peak_bytes["device"]}
         lacks = dict.fromkeys(distinct_ranks(done, self.mesh), 0)
-        for rank in range(self.mesh.size):
+        for rank in range(self.mesh.size) if differ else ():
             capacity_bytes, like = self.mesh.device_bytes(rank), same_as(rank, done, self.mesh)
-            if capacity_bytes is not None:
+            if capacity_bytes is not None and self.room_bytes is not None:
                 lacks[like] = max(lacks[like], self.room_bytes - capacity_bytes)
-        return max(self.count(done, rank=rank).peak_bytes["device"] + lacking for rank, lacking in lacks.items())
+        peaks: dict[At | None, int] = {}
+        for rank, lacking in lacks.items():
+            place = self._place(loop, rank)
+            held_bytes = self.count(done, rank=rank).peak_bytes["device"] + lacking
+            peaks[place] = max(peaks.get(place, 0), held_bytes)
+        return peaks
+
+    def _place(self, loop: Loop | None, rank: int) -> At | None:
+        if loop is None or loop.cut_by is None:
+            return None
+        axis = loop.cut_by.along
+        return axis, (self.mesh.index(rank, (axis,)),)
+
+
+def _by_place(peaks: Mapping[At | None, int]) -> dict[At, int]:
+    """Those of the ranks of a pipeline."""
+    return {place: peak_bytes for place, peak_bytes in peaks.items() if place is not None}
 
 
 def _found_by(

@@ -25,7 +25,7 @@ from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Strategy
 
 
-def check_number(microbatches: int, transform: str) -> None:
+def check_number(microbatches: int | str, transform: str) -> None:
     """Raises PlanError for what is no number of microbatches."""
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise PlanError(f"microbatches={microbatches!r} is no whole number above 0; write cf.{transform}(step, microbatches=4)")
@@ -50,6 +50,29 @@ def _mixes(leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, 
     except PlanError:
         return True
     return False
+
+
+def rows_of(batch: int | str | None, build: Build) -> int:
+    """How many rows the batch has."""
+    leaves = _leaves(_argument(build.traced, batch), build.traced)
+    return next(iter(leaves.values()))[0]
+
+
+def on_rows(batch: int | str | None, build: Build) -> frozenset[int]:
+    """Positions of the nodes of the global program that read rows of the batch: each microbatch runs them."""
+    leaves = _leaves(_argument(build.traced, batch), build.traced)
+    rows = rows_of(batch, build)
+    if rows == 1:
+        return frozenset()
+    parts = next(number for number in range(2, rows + 1) if rows % number == 0)
+    rules = Rules(build.registry.rule, build.registry.extra_strategies, record_local)
+    _, places_of, _ = _places(leaves, parts, rules, build.program)
+    found = set()
+    inputs = len(build.program.inputs)
+    for item, places in places_of.items():
+        if item >= inputs and any(places[: len(build.program.nodes[item - inputs].refs)]):
+            found.add(item - inputs)
+    return frozenset(found)
 
 
 def equal_parts(microbatches: int, batch: int | str | None, mixing: str, build: Build) -> Build:

@@ -119,21 +119,21 @@ class Planning:
     hooks: tuple[Hook, ...]
     asked: tuple[Any, ...]
 
-    def search(self, say: Callable[[str], None]) -> Outcome:
-        """The plan that the cache has, else the best that is found."""
+    def search(self, say: Callable[[str], None], says_least: bool = True) -> Outcome:
+        """The plan that the cache has, else the best that is found. says_least: see `budget.within`."""
         key = key_of(self.program, self.mesh, self.registry, self.constraints, self.hooks, self.asked)
-        from_nothing = partial(retried, self._under, self.constraints, self.program)
+        from_nothing = partial(retried, partial(self._under, says_least=says_least), self.constraints, self.program)
         return remembered(key, from_nothing, self._rebuilt, say)
 
-    def near(self, before: Sequence[Lowered], say: Callable[[str], None]) -> Outcome:
+    def near(self, before: Sequence[Lowered], say: Callable[[str], None], says_least: bool = True) -> Outcome:
         """Searched from where the plan of a like batch is, if there is one; else from nothing."""
         like = nearest(before, self.program)
         if like is None:
-            return self.search(say)
+            return self.search(say, says_least)
         try:
             return retried(partial(self._from, like), self.constraints, self.program)
         except PlanError:  # what it decided cannot be done with these sizes, or nothing near it keeps to the budget
-            return self.search(say)
+            return self.search(say, says_least)
 
     def measured(self, plan: Plan) -> Outcome:
         """The sharding of `plan`, completed anew."""
@@ -146,9 +146,11 @@ class Planning:
         last = Pass("one_call", lambda _: completion.ended(done)), Pass("order", lambda program: completion.order(program, inf))
         return (*done.stages, *run_passes(last, done.program, keep=True)[1])
 
-    def _under(self, constraints: Constraints) -> Outcome:
+    def _under(self, constraints: Constraints, says_least: bool = True) -> Outcome:
         self.candidates.memo = Memo()
-        return within(self.completion, self.candidates, constraints, self.named, self.budget_bytes, self.axes, self.parts)
+        return within(
+            self.completion, self.candidates, constraints, self.named, self.budget_bytes, self.axes, self.parts, says_least=says_least
+        )
 
     def _from(self, like: Lowered, constraints: Constraints) -> Outcome:
         """Searched from what `like` decides. Raises PlanError where that cannot be."""
@@ -189,7 +191,7 @@ def gathered(
     constraints, named = wanted(
         program, seen.traced, priced, sharding, placed.fixed, placed.movable, staged.plan, candidates.rule_of, candidates.extra_of
     )
-    budget_bytes = _least_budget(staged, priced)
+    budget_bytes = least_budget_of(staged, priced)
     build = Build(staged.build.transforms, priced, program=program, traced=seen.traced, registry=registry, constraints=constraints)
     build = build.evolve(budget_bytes=budget_bytes)
     build = through("candidates", through("constrain", build))
@@ -247,7 +249,7 @@ def _asked(transforms: Sequence[Transform]) -> list[tuple[str, list[tuple[str, s
     return asked
 
 
-def _least_budget(staged: Staged, priced: Mesh) -> int | None:
+def least_budget_of(staged: Staged, priced: Mesh) -> int | None:
     """The smallest of what the device has and what transforms were given; None: without limit.
 
     Where ranks differ: what the roomiest has, and what the others lack to it counts as taken (`Completion`).

@@ -24,10 +24,11 @@ from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.machine import as_measured
 from colofunc.compiler.passes import Pass, Stage, Stages, check_interface, left_out, run_passes
 from colofunc.compiler.plan_reuse import is_again
-from colofunc.compiler.planning import Placed, Planning, Seen, can_be_left_out, gathered, rewrites
-from colofunc.compiler.rank_agreement import equal_captured, from_main, same, share
+from colofunc.compiler.planning import Outcome, Placed, Planning, Seen, can_be_left_out, gathered, least_budget_of, rewrites
+from colofunc.compiler.rank_agreement import equal_captured, same, share
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.transform import Build
+from colofunc.compiler.variants import Ways, planned
 from colofunc.dtensor.roles import role_of
 from colofunc.errors import PlanError
 from colofunc.executors.distributed import program_hash
@@ -91,10 +92,20 @@ def prepare(
                 return attrs.evolve(low, traced=seen.traced, hidden=seen.hidden)
     priced = as_measured(mesh, watch, say)
     real = staged.executor == "distributed" or watch is not None
-    planning = gathered(staged, seen, priced, registry, placed, before, None if measured is None else measured[1], real)
-    recall = partial(planning.near, before, say) if measured is None else partial(planning.measured, measured[0])
+    timed = None if measured is None else measured[1]
+
+    def planned_by(way: Staged) -> Planning:
+        return gathered(way, seen, priced, registry, placed, before, timed, real)
+
+    def recall(planning: Planning, says_least: bool) -> Outcome:
+        return planning.near(before, say, says_least) if measured is None else planning.measured(measured[0])
+
+    traced_build = build.evolve(
+        mesh=priced, program=seen.program, traced=seen.traced, budget_bytes=least_budget_of(staged, priced)
+    )
+    ways = Ways.of(staged, traced_build, staged.plan if measured is None else measured[0])
     with fewer_collections():
-        made = from_main(watch, recall)
+        planning, made = planned(ways, planned_by, recall, watch)
         choices, plan, local = share(watch, made, planning.program, planning.candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s
     if traced_s + planned_s > SLOW_S and mesh.is_main:

@@ -76,6 +76,15 @@ def from_main(watch: Watch | None, make: Callable[[], T]) -> T | None:
     return made
 
 
+def told(watch: Watch | None, value: T | None) -> T:
+    """Rank 0's value on every rank; the others give None. Collective."""
+    if watch is not None:
+        with watch:
+            value = broadcast_object(value)
+    assert value is not None, "rank 0 has one"
+    return value
+
+
 def _told(error: Exception) -> Exception:
     """An error that survives the journey: the same type where one message makes it, else CollectiveError."""
     text = str(error)

@@ -37,6 +37,25 @@ from colofunc.program.tracing.trace import Traced
 Rewrite = Callable[[Program, Mesh], Program]
 
 
+def _none() -> Sequence[Variant]:
+    return ()
+
+
+@attrs.frozen(eq=False)
+class Variant:
+    """One way to write a transform that leaves something open: a record with everything said.
+
+    words: what it says, such as "8 microbatches, cut by time"; no two of a step are alike. at_least_s: gives seconds that a step takes at
+    least in this way. leaner: gives further ways, which are tried only where this one fits a budget with help alone (values made again,
+    copies), or not at all.
+    """
+
+    transform: Transform
+    words: str
+    at_least_s: Callable[[], float]
+    leaner: Callable[[], Sequence[Variant]] = _none
+
+
 class Search(Protocol):
     """Looks for an order of one rank's program that fits: what is made again, and when.
 
@@ -113,6 +132,7 @@ class Build:
 
 
 Hook = Callable[[Build], Build]
+Variants = Callable[[Build], Sequence[Variant]]
 
 
 @attrs.frozen(eq=False)
@@ -151,6 +171,8 @@ class Transform:
     `disk`: the directory for what is kept on disk (True: a temporary one). `measure`: so many first steps are timed, and then what
     moves when is planned again.
     `wider`: what to write instead where its policy forbids what would need less memory.
+    `variants`: of a traced step, the ways to write this transform where it leaves something open; () where it does not. Each is planned
+    as if it had been written so, and the fastest that fits is taken. One transform of a chain may have some.
     """
 
     name: str
@@ -169,6 +191,7 @@ class Transform:
     disk: str | bool | None = attrs.field(default=None, kw_only=True)
     measure: int = attrs.field(default=0, kw_only=True)
     wider: str = attrs.field(default="", kw_only=True)
+    variants: Variants | None = attrs.field(default=None, kw_only=True)
 
     @property
     def auto_budget(self) -> bool:

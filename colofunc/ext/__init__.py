@@ -12,7 +12,7 @@ What people type who train a model is in `cf` itself.
 """
 
 from colofunc.compiler.step_compiler import stage
-from colofunc.compiler.transform import Build, Lies, Sharding, Transform
+from colofunc.compiler.transform import Build, Lies, Sharding, Transform, Variant
 from colofunc.ops import collectives
 from colofunc.ops.kernels import Kernel
 from colofunc.ops.quantized import Quantized
@@ -79,6 +79,7 @@ __all__ = [
     "Strategy",
     "Transform",
     "Value",
+    "Variant",
     "Wish",
     "bytes_of",
     "check_program",

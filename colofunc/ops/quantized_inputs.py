@@ -74,7 +74,8 @@ class LinearCalls(TorchFunctionMode):
     """Inside, linear layers of some weights are `instead(input, weight, bias, key)`.
 
     `key(weight)`: what is known of a weight, asked of tensors as the step's code has them; None where its layers stay as they are. What
-    such a tensor is cast to counts as the tensor. `lookup(ids, rows, key)`: what is taken for the rows that are found in a table; None: the rows.
+    such a tensor is cast to counts as the tensor. `lookup(ids, rows, key)`: what is taken for the rows that are found in a table; None: the
+    rows.
     """
 
     def __init__(

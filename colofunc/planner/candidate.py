@@ -6,18 +6,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 from typing import Any, Protocol
 
 import attrs
 
 from colofunc.program.ir import Program
+from colofunc.spec.layout import At
 
 
 @attrs.frozen(eq=False)
 class Fitted:
     """A finished program, its peak in bytes, the seconds that keeping to a budget costs it (values made again, copies that
-    nothing hides), and in words what was done for it. `hint`: what was chosen for its copies; None where there is no choice."""
+    nothing hides), and in words what was done for it. `hint`: what was chosen for its copies; None where there is no choice.
+    `peaks`: of a pipeline, by where ranks are on its axis."""
 
     program: Program
     peak_bytes: int
@@ -25,6 +28,7 @@ class Fitted:
     words: tuple[str, ...] = ()
     short: str = ""  # what another tier lacks
     hint: object = None
+    peaks: Mapping[At, int] = attrs.field(factory=dict)
     stages: tuple[Any, ...] = ()  # the programs on the way here, where somebody wants to see them
 
     def fits(self, budget_bytes: int) -> bool:

@@ -96,6 +96,31 @@ class AxisUse:
 
 
 @attrs.frozen
+class OtherWay:
+    """A way to write an open transform that was not taken: what it says, seconds a step, peak, and what there is to say of it.
+
+    cost_s: None where no plan was found. peak_bytes: 0 where it was not planned, because it takes at least `cost_s`.
+    """
+
+    words: str
+    cost_s: float | None
+    peak_bytes: int
+    why: str = ""
+
+    def line(self, plan: Plan) -> str:
+        """Beside the plan that was taken."""
+        if self.cost_s is None:
+            return f"{self.words}: {self.why}"
+        if not self.peak_bytes:
+            return f"{self.words}: at least {time_text(self.cost_s)} per step in place of {time_text(plan.cost_s)}, so not planned"
+        figures = (
+            f"{self.words}: {time_text(self.cost_s)} per step in place of {time_text(plan.cost_s)}, "
+            f"peak {size_text(self.peak_bytes)} in place of {size_text(plan.peak_bytes)}"
+        )
+        return f"{figures} ({self.why})" if self.why else figures
+
+
+@attrs.frozen
 class Plan:
     """All decisions of one step on one mesh. Build with `make_plan`, or `Plan.load`."""
 
@@ -114,6 +139,8 @@ class Plan:
     notes: tuple[str, ...] = ()  # what a reader should know of the program itself, as a dense mask of many bytes
     card: tuple[str, ...] = ()  # what a CUDA card holds of it, a line a part, and whether that fits
     pipeline: Pipelined | None = None  # its schedule, and what each stage holds, computes and waits for
+    way: str = ""  # of a transform that left something open, the way that was taken, and the others
+    others: tuple[OtherWay, ...] = ()
 
     def __str__(self) -> str:
         """One sentence."""
@@ -172,7 +199,15 @@ class Plan:
         return "\n".join([*lines, LEGEND] if decisions else lines)
 
     def why_not(self, what: str, glob: str = "*") -> str:
-        """What another choice would cost: a strategy "{tp: i}", any with an axis on a factor "tp: i", or a name."""
+        """What another choice would cost: a strategy "{tp: i}", any with an axis on a factor "tp: i", or a name.
+
+        Of a pipeline whose microbatches or cuts were chosen, words such as "16 microbatches" or "cut by memory".
+        """
+        ways = [other.line(self) for other in self.others if _says(what, other.words)]
+        if _says(what, self.way):
+            ways.insert(0, f"{self.way} is what was chosen")
+        if ways:
+            return "\n".join(ways)
         lines = []
         for d in self.find(glob):
             found = [a for a in d.alternatives if _is(what, a)]
@@ -268,6 +303,11 @@ def _is(what: str, choice: Decision | Alternative) -> bool:
     if what.startswith("{") and pairs:
         return set(pairs) == set(choice.axes) or what == choice.strategy
     return set(pairs) <= set(choice.axes) if pairs else what in choice.strategy
+
+
+def _says(what: str, way: str) -> bool:
+    """Whether a way has these words: "6 microbatches" are not among "16 microbatches"."""
+    return f" {what}" in f" {way}"
 
 
 def _choices(decisions: Iterable[Decision], what: str) -> set[str]:

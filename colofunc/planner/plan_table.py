@@ -43,6 +43,8 @@ def plan_table(plan: Plan, decisions: Sequence[Decision], costly: int | None) ->
         text.append(f"and {len(lines) - len(shown)} more lines, {share:.0%} of the operators' time: plan.table(costly=None)")
     if plan.pipeline is not None:
         text.append(pipeline_table(plan.pipeline))
+    if plan.way:
+        text += [f"chosen: {plan.way}", *(f"  not {other.line(plan)}" for other in plan.others)]
     return "\n".join([*text, *plan.memory, *plan.notes, *plan.card])
 
 

@@ -116,6 +116,19 @@ class ActionTable:
         return found
 
     @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """Per stage, the most microbatches at once whose forward has begun and whose backward (B or I) has not ended."""
+        most = [0] * self.stages
+        now = [0] * self.stages
+        for action in self.actions:
+            if action.kind == "F":
+                now[action.stage] += 1
+                most[action.stage] = max(most[action.stage], now[action.stage])
+            elif action.kind != "W":
+                now[action.stage] -= 1
+        return tuple(most)
+
+    @cached_property
     def place_of(self) -> Mapping[Action, tuple[int, int]]:
         """Action -> (rank, position in its row); the first one of an action that is repeated."""
         found: dict[Action, tuple[int, int]] = {}

@@ -124,6 +124,12 @@ class Schedule:
         """How many microbatches it needs on so many ranks."""
         return max(1, self.least_per_rank * ranks)
 
+    def admitted(self, rows: int, ranks: int) -> list[int]:
+        """The divisors of a batch's rows that are numbers of microbatches for it on so many ranks, ascending."""
+        least = self.least_microbatches(ranks)
+        numbers = [number for number in range(least, rows + 1) if rows % number == 0]
+        return [number for number in numbers if not (self.whole_groups and number % ranks)]
+
     def table(self, ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
         """The checked table. Raises PlanError where there are too few microbatches, or the schedule's own table cannot be run."""
         least = self.least_microbatches(ranks)

@@ -56,6 +56,11 @@ class StagesOf:
         """Where an input exists."""
         return self.axis, tuple(sorted({self.ranks[stage] for stage in self.inputs[position]}))
 
+    def apart(self, ranks: int) -> dict[int, At]:
+        """Where the inputs exist that do not exist on all of so many ranks."""
+        found = {position: self.at(position) for position in self.inputs}
+        return {position: at for position, at in found.items() if len(at[1]) < ranks}
+
     def on(self, indices: Iterable[int]) -> Indices:
         """All stages of the ranks at some indices."""
         some = set(indices)

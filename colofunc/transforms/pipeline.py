@@ -13,35 +13,35 @@ Source: GPipe (1811.06965); PipeDream-Flush or 1F1B (2104.04473); Zero Bubble (2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from math import inf
 from typing import Any
 
 import attrs
 
-from colofunc.compiler.microbatches import check_number, equal_parts, loops_over
+from colofunc.compiler.microbatches import check_number, equal_parts, loops_over, on_rows, rows_of
 from colofunc.compiler.step_compiler import stage
-from colofunc.compiler.transform import Build, Rewrite, Transform
+from colofunc.compiler.transform import Build, Transform, Variant
 from colofunc.errors import PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.constraints import Constraints
-from colofunc.planner.stages.assignment import WEIGHTS, balanced_cuts
+from colofunc.planner.stages.assignment import WEIGHTS, CutProblem, Cuts, Held, cuts_at
+from colofunc.planner.stages.bound import Bound
 from colofunc.planner.stages.cuts import Device
-from colofunc.planner.stages.simulate import simulate
-from colofunc.program.actions import Action, ActionTable
-from colofunc.program.cost import RuleOf, node_s
-from colofunc.program.editor import Editor
-from colofunc.program.ir import Loop, Node, Program, Timetable
-from colofunc.program.passes.cut import cut
+from colofunc.planner.stages.orders import Order, best_order, least_order, roomiest_first
+from colofunc.planner.stages.timetables import Scheduled, by_timetable
+from colofunc.program.cost import node_s
+from colofunc.program.ir import Program
 from colofunc.program.passes.loop import MIXING
-from colofunc.program.pipeline_schedule import Schedule, StageCosts
-from colofunc.program.places import SEND
-from colofunc.program.placing import StagesOf
-from colofunc.program.stage_costs import one_trip, stage_costs
+from colofunc.program.pipeline_schedule import Schedule
+from colofunc.program.placing import StagesOf, placing_of
 
 Globs = Mapping[str, int]
+AUTO = "auto"
+LEVELS = 3
+"""Under a budget so many cuts are looked at beside the balanced one: from the one whose fullest stage holds least on."""
 SHARES = (0.75, 0.5, 0.25, 0.0)
 """Under a budget, a schedule that looks at costs is tried with less in flight too: from the least (0) to what the fastest keeps (1)."""
 
@@ -49,7 +49,7 @@ SHARES = (0.75, 0.5, 0.25, 0.0)
 def pipeline(
     step_fn: Callable[..., Any] | None = None,
     axis: str = "pp",
-    microbatches: int = 8,
+    microbatches: int | str = 8,
     schedule: str = "1f1b",
     stages: Globs | None = None,
     batch: int | str | None = None,
@@ -57,56 +57,115 @@ def pipeline(
 ) -> Any:
     """The step with its layers on the ranks of `axis`, and its batch in `microbatches` that follow one another through them.
 
+    microbatches: how many, or "auto": of all divisors of the batch that the schedule admits, the one with the fastest plan that fits.
     schedule: a name of `colofunc_schedules`, such as "gpipe", "1f1b", "zb-h1". stages: glob over names of parameters -> stage (the first
-    that matches counts); None: the forward pass is cut where its stages take equally long. batch: the argument whose leaves are split on
-    dim 0, by position or name (None: argument 1, or 0 if it is the only one). mixing: what to do with operators that mix samples, as under
-    `cf.accumulate`: "error", or "per-microbatch" (the numbers change). Otherwise the numbers are those of one device.
+    that matches counts); None: the forward pass is cut where its stages take equally long, or, where that fits a budget with help only
+    (values made again, copies), where the plan is fastest of a few cuts from equally long to equally full. batch: the argument whose
+    leaves are split on dim 0, by position or name (None: argument 1, or 0 if it is the only one). mixing: what to do with operators that
+    mix samples, as under `cf.accumulate`: "error", or "per-microbatch" (the numbers change). Otherwise the numbers are those of one device.
 
     Raises PlanError for an axis that the mesh does not have, a schedule that nobody gives, more stages than there are layers, microbatches
     that do not divide the batch, and an operator that mixes samples.
     """
-    check_number(microbatches, "pipeline")
+    if microbatches != AUTO:
+        check_number(microbatches, "pipeline")
     if mixing not in MIXING:
         raise PlanError(f"unknown mixing {mixing!r}{near(str(mixing), MIXING, 'ways')}")
     if stages is not None and (not stages or not all(isinstance(k, int) and k >= 0 for k in stages.values())):
         raise PlanError(f"stages={stages!r} names no stages; write stages={{'layers.0.*': 0, 'layers.1.*': 1}}, or None for balanced ones")
-    asked = _Asked(axis, microbatches, schedule, None if stages is None else tuple(stages.items()), batch, mixing)
-    transform = Transform(
-        "pipeline",
-        attrs.asdict(asked, recurse=False),
-        constrain=asked.constrained,
-        candidates=asked.loops,
-        microbatches=microbatches,
-        clashes={"accumulate": "a pipeline has microbatches of its own; write cf.pipeline(step, microbatches=8) without cf.accumulate"},
-    )
-    return stage(step_fn, transform)
+    number = None if isinstance(microbatches, str) else microbatches
+    asked = _Asked(axis, number, schedule, None if stages is None else tuple(stages.items()), batch, mixing)
+    return stage(step_fn, asked.transform())
 
 
 @attrs.frozen
 class _Asked:
-    """What the pipeline was asked for."""
+    """What the pipeline was asked for. microbatches: None: that is open. ends: where the forward pass is cut (`Cuts`); None: where stages
+    take equally long. order: of each rank of the schedule, its index on the axis; None: the same."""
 
     axis: str
-    microbatches: int
+    microbatches: int | None
     schedule: str
     stages: tuple[tuple[str, int], ...] | None
     batch: int | str | None
     mixing: str
+    ends: tuple[int, ...] | None = None
+    order: Order | None = None
+
+    def transform(self, variants: bool = True) -> Transform:
+        """variants: whether what is open is to be chosen."""
+        clashes = {"accumulate": "a pipeline has microbatches of its own; write cf.pipeline(step, microbatches=8) without cf.accumulate"}
+        if self.microbatches is None:
+            clashes["local_stats"] = "its numbers depend on how many microbatches there are; write cf.pipeline(step, microbatches=8)"
+        return Transform(
+            "pipeline",
+            attrs.asdict(self, recurse=False),
+            constrain=self.constrained,
+            candidates=self.loops,
+            microbatches=self.microbatches or 1,
+            clashes=clashes,
+            variants=self.variants if variants else None,
+        )
+
+    def variants(self, build: Build) -> Sequence[Variant]:
+        """Numbers of microbatches, orders of devices that differ, and behind each, under a budget, cuts; () where none of them is open."""
+        schedule, ranks = self._schedule(build), self._ranks(build.mesh)
+        count = schedule.stages(ranks)
+        cuts_open = self.stages is None and count > 1
+        problem = self._problem(build, schedule, ranks) if cuts_open else None
+        leaner = cuts_open and build.budget_bytes is not None
+        orders = _Way(self, build, schedule, ranks, problem, leaner).orders()
+        if self.microbatches is not None and not orders and not leaner:
+            return ()
+        ways = [_Way(self, build, schedule, ranks, problem, leaner)]
+        for order in orders:
+            asked = attrs.evolve(self, order=order)
+            there = None if problem is None else problem.on(asked._devices(build, schedule, ranks))
+            ways.append(_Way(asked, build, schedule, ranks, there, leaner))
+        return [way.variant(number) for number in self.numbers(build, schedule, ranks) for way in ways]
+
+    def indices(self, schedule: Schedule, ranks: int) -> list[int]:
+        """Per stage, the index of the axis that has it."""
+        order = range(ranks) if self.order is None else self.order
+        return [order[schedule.rank_of(stage, ranks)] for stage in range(schedule.stages(ranks))]
+
+    def numbers(self, build: Build, schedule: Schedule, ranks: int) -> list[int]:
+        """Of microbatches."""
+        if self.microbatches is not None:
+            return [self.microbatches]
+        rows = rows_of(self.batch, build)
+        numbers = schedule.admitted(rows, ranks)
+        if not numbers:
+            raise PlanError(
+                f"microbatches='auto': no divisor of the {rows} rows of the batch is a number of microbatches that the schedule "
+                f"{self.schedule!r} takes on {ranks} ranks; pad the batch to a multiple of "
+                f"{ranks if schedule.whole_groups else schedule.least_microbatches(ranks)}"
+            )
+        return numbers
+
+    def _problem(self, build: Build, schedule: Schedule, ranks: int) -> CutProblem:
+        """Where the forward pass may be cut."""
+        seconds = partial(node_s, values=build.program.values, mesh=build.mesh, rule_of=build.registry.rule)
+        count = schedule.stages(ranks)
+        devices = self._devices(build, schedule, ranks)
+        return CutProblem(build.program, count, seconds, lambda nbytes: build.mesh.collective_s("send", nbytes, (self.axis,)), devices)
+
+    def _devices(self, build: Build, schedule: Schedule, ranks: int) -> list[Device]:
+        """Per stage, what it has of its ranks."""
+        return [_device(build.mesh, self.axis, index, schedule.stages_per_rank) for index in self.indices(schedule, ranks)]
 
     def constrained(self, build: Build) -> Build:
         """Parameters exist on the ranks of their stages, and every rank's rows come in equal microbatches."""
         schedule, ranks = self._schedule(build), self._ranks(build.mesh)
-        of_stage = tuple(schedule.rank_of(stage, ranks) for stage in range(ranks * schedule.stages_per_rank))
-        stages = StagesOf(self.axis, of_stage, self._assigned(build, schedule, ranks))
-        at = {position: stages.at(position) for position in stages.inputs}
-        at = {position: here for position, here in at.items() if len(here[1]) < ranks}
-        if self.microbatches > 1:
-            build = equal_parts(self.microbatches, self.batch, self.mixing, build)
+        stages = StagesOf(self.axis, tuple(self.indices(schedule, ranks)), self._assigned(build, schedule, ranks))
+        at = stages.apart(ranks)
+        if self.number > 1:
+            build = equal_parts(self.number, self.batch, self.mixing, build)
         return build.evolve(constraints=build.constraints | Constraints(at=at, stages=stages))
 
     def loops(self, build: Build) -> Build:
         """The loop over microbatches, with the schedule's timetable."""
-        if self.microbatches == 1:
+        if self.number == 1:
             return build
         schedule, ranks = self._schedule(build), self._ranks(build.mesh)
         stages = {}
@@ -114,9 +173,9 @@ class _Asked:
             if len(found) == 1:
                 stages[build.program.values[build.program.inputs[position]].name] = found[0]
         backward = any(node.phase == "backward" for node in build.program.nodes)
-        scheduled = _Scheduled(self.axis, self.microbatches, schedule, stages, backward, build.registry.rule)
-        written = loops_over(self.microbatches, self.batch, self.mixing, build)
-        loops = [partial(_by_timetable, loop, scheduled) for loop in written]
+        scheduled = Scheduled(self.axis, self.number, schedule, stages, backward, build.registry.rule, self.indices(schedule, ranks))
+        written = loops_over(self.number, self.batch, self.mixing, build)
+        loops = [partial(by_timetable, loop, scheduled) for loop in written]
         if schedule.looks_at_costs and build.budget_bytes is not None:
             # Less in flight is one way to keep to a budget, to make values again in the fastest order is another, and both go together.
             leaner = [attrs.evolve(scheduled, share=share) for share in SHARES]
@@ -124,8 +183,14 @@ class _Asked:
             for other in build.registry.schedules.values():
                 if other.alike(schedule) and not other.splits_backward:
                     leaner.append(attrs.evolve(scheduled, schedule=other))
-            loops += [partial(_by_timetable, written[0], each) for each in leaner]
+            loops += [partial(by_timetable, written[0], each) for each in leaner]
         return build.evolve(alternatives=(*build.alternatives, loops))
+
+    @property
+    def number(self) -> int:
+        """Microbatches, which are known once a variant is taken."""
+        assert self.microbatches is not None, "a variant says how many"
+        return self.microbatches
 
     def _ranks(self, mesh: Mesh) -> int:
         if self.axis not in mesh.axis_names:
@@ -146,9 +211,7 @@ class _Asked:
         if count == 1:
             return {}
         program = build.program
-        seconds = partial(node_s, values=program.values, mesh=build.mesh, rule_of=build.registry.rule)
-        devices = [_device(build.mesh, self.axis, schedule.rank_of(stage, ranks), schedule.stages_per_rank) for stage in range(count)]
-        cuts = balanced_cuts(program, count, seconds, lambda nbytes: build.mesh.collective_s("send", nbytes, (self.axis,)), devices)
+        cuts = self._problem(build, schedule, ranks).balanced() if self.ends is None else cuts_at(program, self.ends)
         return {position: found for position in range(len(program.inputs)) if (found := cuts.stages_of(position))}
 
     def _by_globs(self, program: Program, count: int) -> dict[int, tuple[int, ...]]:
@@ -168,6 +231,97 @@ class _Asked:
         return found
 
 
+@attrs.frozen(eq=False)
+class _Way:
+    """What is open, written in every way. problem: of the cuts; None: they are given."""
+
+    asked: _Asked
+    build: Build
+    schedule: Schedule
+    ranks: int
+    problem: CutProblem | None
+    cuts_open: bool
+
+    def variant(self, number: int) -> Variant:
+        """So many microbatches, cut where stages take equally long."""
+        words = f"{number} microbatches" if number > 1 else "1 microbatch"
+        if self.asked.order is not None:
+            words += f", ranks in the order {self.asked.axis}={','.join(map(str, self.asked.order))}"
+        transform = attrs.evolve(self.asked, microbatches=number).transform(False)
+        if self.problem is None:
+            return Variant(transform, words, lambda: self.bound.of_any_cut(number))
+        balanced = self.problem.balanced()
+        leaner = partial(self._leaner, self.problem, number, words)
+        by_time = Variant(transform, f"{words}, cut by time", partial(self._at_least_s, balanced, number))
+        return attrs.evolve(by_time, leaner=leaner) if self.cuts_open else by_time
+
+    def _leaner(self, problem: CutProblem, number: int, words: str) -> list[Variant]:
+        """Cut so that the fullest stage holds less."""
+        cuts = problem.leaner(_held(self.schedule, self.build.mesh.size, self.ranks, number), LEVELS)
+        found = []
+        for level, there in enumerate(cuts):
+            how = f"between memory and time, {level} of {len(cuts) - 1}" if level else "by memory"
+            transform = attrs.evolve(self.asked, microbatches=number, ends=there.ends).transform(False)
+            found.append(Variant(transform, f"{words}, cut {how}", partial(self._at_least_s, there, number)))
+        return found
+
+    def _at_least_s(self, cuts: Cuts, number: int) -> float:
+        program, ranks = self.build.program, self.ranks
+        inputs = {position: found for position in range(len(program.inputs)) if (found := cuts.stages_of(position))}
+        stages = StagesOf(self.asked.axis, tuple(self.asked.indices(self.schedule, ranks)), inputs)
+        placing = placing_of(program, stages.apart(ranks), self.build.mesh, stages)
+        if placing is None:
+            return 0.0
+        return self.bound.at(cuts, number, [at[1][0] if at is not None and len(at[1]) == 1 else None for at in placing.nodes])
+
+    def orders(self) -> list[Order]:
+        """Other orders of the ranks that may be better: of the fastest slowest stage, of the least bound, and the roomiest first under a
+        budget. [] where ranks are alike."""
+        if not self.build.mesh.topology.ranks or self.problem is None:
+            return []
+        problem, several = self.problem, self.schedule.stages_per_rank
+        devices = [_device(self.build.mesh, self.asked.axis, index, several) for index in range(self.ranks)]
+        where = self.asked.indices(self.schedule, self.ranks)
+        numbers = self.asked.numbers(self.build, self.schedule, self.ranks)
+        middle = numbers[len(numbers) // 2]
+
+        def problem_of(order: Order) -> CutProblem:
+            return problem.on([devices[order[rank]] for rank in where])
+
+        def at_least_s(order: Order) -> float:
+            indices = [order[rank] for rank in where]
+            bound = attrs.evolve(self.bound, rank_of=indices, speeds=[devices[index].speed for index in indices])
+            return bound.at(problem_of(order).balanced(), middle)
+
+        found = [best_order(devices, several, problem_of), least_order(devices, at_least_s)]
+        if self.build.budget_bytes is not None:
+            found.append(roomiest_first(devices))
+        return list(dict.fromkeys(order for order in found if order is not None))
+
+    @cached_property
+    def bound(self) -> Bound:
+        """On a step's time; it is computed where several ways are compared."""
+        build, mesh, kernels = self.build, self.build.mesh, self.build.registry.kernels
+        rank_of = self.asked.indices(self.schedule, self.ranks)
+        return Bound.of(
+            build.program,
+            on_rows(self.asked.batch, build),
+            partial(node_s, values=build.program.values, mesh=mesh, rule_of=build.registry.rule),
+            mesh.topology.device.launch_s,
+            lambda target: (target, "cuda") in kernels,
+            rank_of,
+            [_device(mesh, self.asked.axis, rank, 1).speed for rank in rank_of],
+            mesh.size // self.ranks,
+            self.schedule.splits_backward,
+        )
+
+
+def _held(schedule: Schedule, size: int, ranks: int, microbatches: int) -> Held:
+    """What stages keep by the schedule's table. size: of the mesh."""
+    in_flight = schedule.table(ranks, microbatches).in_flight if microbatches > 1 else (1,) * schedule.stages(ranks)
+    return Held(in_flight, ranks / (microbatches * size))
+
+
 def _device(mesh: Mesh, axis: str, index: int, stages: int) -> Device:
     """What a stage has of the ranks at an index: the speed of the slowest, and its part of their memory together.
 
@@ -179,101 +333,6 @@ def _device(mesh: Mesh, axis: str, index: int, stages: int) -> Device:
     capacities = [mesh.device_bytes(rank) for rank in ranks]
     capacity_bytes = sum(inf if each is None else each for each in capacities)
     return Device(mesh.speed(ranks), capacity_bytes / stages)
-
-
-def _in_parts(table: ActionTable) -> ActionTable:
-    """A table that has I and W somewhere has them everywhere: a whole backward is one behind the other."""
-    if not any(action.kind == "W" for action in table.actions):
-        return table
-    rows = []
-    for row in table.rows:
-        actions: list[Action] = []
-        for action in row:
-            parts = ("I", "W") if action.kind == "B" else (action.kind,)
-            actions += [attrs.evolve(action, kind=kind) for kind in parts]
-        rows.append(tuple(actions))
-    return ActionTable(tuple(rows))
-
-
-def _forward_only(table: ActionTable) -> ActionTable:
-    """What is left of a schedule where nothing is differentiated."""
-    return ActionTable(tuple(tuple(action for action in row if action.kind == "F") for row in table.rows))
-
-
-@attrs.frozen(eq=False)
-class _Scheduled:
-    """What makes the timetable of a loop. stages: names of inputs -> stage. backward: whether anything is differentiated.
-
-    share: how much a rank may keep in flight, between one microbatch (0) and what the fastest table keeps (1).
-    """
-
-    axis: str
-    microbatches: int
-    schedule: Schedule
-    stages: Mapping[str, int]
-    backward: bool
-    rule_of: RuleOf
-    share: float = 1.0
-
-    def timetable(self, program: Program, index: int, mesh: Mesh) -> Timetable:
-        """For the loop that is node `index` of one rank's program."""
-        ranks = mesh.axis_size(self.axis)
-        if not self.schedule.looks_at_costs:
-            return self._of(self.schedule.table(ranks, self.microbatches))
-        rank_of = [self.schedule.rank_of(stage, ranks) for stage in range(self.schedule.stages(ranks))]
-        trip = Timetable(self.axis, one_trip(rank_of, forward_only=not self.backward), self.stages)
-        loop = _cut_loop(cut(_with_timetable(program, index, trip)))
-        costs = stage_costs(loop, mesh, partial(node_s, mesh=mesh, rule_of=self.rule_of))
-        fastest = self.schedule.table(ranks, self.microbatches, costs)
-        if self.share == 1.0:
-            return self._of(fastest)
-        most = max(simulate(fastest, costs).peak_bytes)
-        least = max(_least_bytes(costs, fastest, rank) for rank in range(ranks))
-        cap_bytes = least + self.share * max(0.0, most - least)
-        return self._of(self.schedule.table(ranks, self.microbatches, costs, cap_bytes))
-
-    def _of(self, table: ActionTable) -> Timetable:
-        table = _in_parts(table) if self.backward else _forward_only(table)
-        return Timetable(self.axis, table, self.stages, schedule=self.schedule.name)
-
-
-def _least_bytes(costs: StageCosts, table: ActionTable, rank: int) -> float:
-    """Bytes that one microbatch keeps on a rank: what its forwards keep, and by how much that grows until weights are done."""
-    here = [stage for stage in range(costs.stages) if table.rank_of[stage] == rank]
-    grows = max(max(0.0, costs.weight_kept_bytes[stage] - costs.kept_bytes[stage]) for stage in here)
-    return sum(costs.kept_bytes[stage] for stage in here) + grows
-
-
-def _by_timetable(loop: Rewrite, scheduled: _Scheduled, program: Program, mesh: Mesh) -> Program:
-    """One rank's program with its loop over microbatches run by a timetable: the largest loop in which stages send to one another."""
-    program = loop(program, mesh)
-    sizes = {k: _size(node) for k, node in enumerate(program.nodes) if node.loop is not None and _sends(node.loop)}
-    if not sizes:
-        return program
-    index = max(sizes, key=lambda k: sizes[k])
-    return _with_timetable(program, index, scheduled.timetable(program, index, mesh))
-
-
-def _with_timetable(program: Program, index: int, timetable: Timetable) -> Program:
-    node = program.nodes[index]
-    assert node.loop is not None, "a loop"
-    edit = Editor(program)
-    edit.change(index, loop=attrs.evolve(node.loop, timetable=timetable))
-    return edit.done()
-
-
-def _cut_loop(program: Program) -> Loop:
-    """The loop that was cut."""
-    loops = [node.loop for node in program.nodes if node.loop is not None and node.loop.cut_by is not None]
-    return loops[0]
-
-
-def _sends(loop: Loop) -> bool:
-    return any(node.target == SEND for node in loop.body.nodes)
-
-
-def _size(node: Node) -> int:
-    return 0 if node.loop is None else len(node.loop.body.nodes)
 
 
 __all__ = ["pipeline"]

@@ -30,10 +30,13 @@ class Rules:
 
     forward_first: whether an F that is ready goes before an I.
     patience: a W is begun only where the wait until the next I or F that is under way is at least so many parts of the W.
+    warmup: before its first I a stage runs the F that fit until the earliest moment at which that I can arrive, and so many more, in parts
+    of an F. An F too many keeps that I waiting, and with it those of all earlier stages.
     """
 
     forward_first: bool = False
     patience: float = 0.0
+    warmup: float = INF
 
 
 def schedule_list(
@@ -62,6 +65,30 @@ class _Play:
         self.gradient_at = [[INF] * microbatches for _ in range(costs.stages)]
         self.forward_at[0] = [0.0] * microbatches
         self.reserve_bytes = self._reserves()
+        self.most_before = self._most_before() if rules.warmup < INF else [microbatches] * costs.stages
+
+    def _most_before(self) -> list[int]:
+        """Per stage, forwards that fit between the arrival of its first input and that of its first gradient, where nothing waits."""
+        forward_at = 0.0
+        arrives = [0.0]
+        for stage in range(self.last):
+            forward_at += self.costs.forward_s[stage] + self._apart(stage, self.costs.send_s[stage])
+            arrives.append(forward_at)
+        gradient_at = forward_at + self.costs.forward_s[self.last]
+        most = [1] * self.costs.stages
+        for stage in range(self.last, -1, -1):
+            forward_s = self.costs.forward_s[stage]
+            most[stage] = self.microbatches
+            if forward_s > 0:
+                fit = (gradient_at - arrives[stage]) / forward_s
+                most[stage] = max(1, int(fit + self.rules.warmup + _NEAR))
+            if stage:
+                gradient_at += self.costs.input_s[stage] + self._apart(stage - 1, self.costs.send_back_s[stage - 1])
+        return most
+
+    def _apart(self, stage: int, send_s: float) -> float:
+        """Seconds from a stage to the next, which may be on the same rank."""
+        return 0.0 if self.rank_of[stage] == self.rank_of[stage + 1] else send_s
 
     def _reserves(self) -> list[float]:
         """Per stage, bytes that its F leaves: for one F of each later stage of its rank, and for an I that leaves more than it frees."""
@@ -126,7 +153,7 @@ class _Play:
             microbatch = following["F"]
             if microbatch < self.microbatches and self.forward_at[stage][microbatch] < INF:
                 fits = self.held_bytes[rank] + kept + self.reserve_bytes[stage] <= self.cap_bytes * (1 + _NEAR)
-                if fits:
+                if fits and (following["I"] or microbatch < self.most_before[stage]):
                     forwards.append((self.forward_at[stage][microbatch], Action(stage, "F", microbatch)))
             microbatch = following["I"]
             if microbatch < following["F"] and self.gradient_at[stage][microbatch] < INF:

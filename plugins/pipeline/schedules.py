@@ -196,9 +196,15 @@ def _alike_v(ranks: int, microbatches: int, most_kept: int) -> ActionTable:
     return min(tables, key=lambda table: cf.ext.simulate(table, alike).bubble)
 
 
-def automatic(name: str, stages_per_rank: int, placement: str, others: tuple[cf.ext.Schedule, ...]) -> cf.ext.Schedule:
-    """A schedule that looks at costs: the fastest within the cap of `others`, which have the same stages, and of lists by several rules."""
-    make = partial(_fastest, stages_per_rank, placement, others)
+def automatic(
+    name: str, stages_per_rank: int, placement: str, others: tuple[cf.ext.Schedule, ...], by_span: bool = False
+) -> cf.ext.Schedule:
+    """A schedule that looks at costs: the fastest within the cap of `others`, which have the same stages, and of lists by several rules.
+
+    by_span: fastest is the one whose longest span of one rank is shortest, not the one that ends first. That is the time of a step where
+    each rank goes on to the next step by itself, as with a post-validated optimizer (2401.10241, section 4).
+    """
+    make = partial(_fastest, stages_per_rank, placement, others, by_span)
     return cf.ext.Schedule(name, make, stages_per_rank, placement, splits_backward=True, looks_at_costs=True)
 
 
@@ -206,6 +212,7 @@ def _fastest(
     stages_per_rank: int,
     placement: str,
     others: tuple[cf.ext.Schedule, ...],
+    by_span: bool,
     ranks: int,
     microbatches: int,
     costs: StageCosts | None = None,
@@ -223,17 +230,21 @@ def _fastest(
     for table in tables:
         simulated = cf.ext.simulate(table, costs)
         if cap_bytes is None or max(simulated.peak_bytes) <= cap_bytes * (1 + 1e-9):
-            played.append((simulated.makespan_s, max(simulated.peak_bytes), len(played), table))
+            seconds = (max(simulated.spans_s), simulated.makespan_s) if by_span else (simulated.makespan_s,)
+            played.append((*seconds, max(simulated.peak_bytes), len(played), table))
     return min(played)[-1]
 
 
-RULES = tuple(Rules(first, patience=patience) for first in (False, True) for patience in (0.0, 0.25, 0.5, 0.75, 1.0))
+RULES = (
+    *(Rules(first, patience=patience) for first in (False, True) for patience in (0.0, 0.25, 0.5, 0.75, 1.0)),
+    *(Rules(patience=patience, warmup=warmup) for patience in (0.0, 0.25, 0.5) for warmup in (0.0, 0.75)),
+)
 """What the list scheduler of `auto` tries."""
 
 
 @cf.hookimpl
 def colofunc_schedules() -> dict[str, cf.ext.Schedule]:
-    """The schedules that ship with colofunc, by name. `auto` has one stage a rank, `auto-v` two in the shape of a V."""
+    """The schedules that ship with colofunc, by name. `auto` and `auto-span` have one stage a rank, `auto-v` two in the shape of a V."""
     split = partial(cf.ext.Schedule, splits_backward=True)
     one = (
         cf.ext.Schedule("gpipe", gpipe),
@@ -247,5 +258,6 @@ def colofunc_schedules() -> dict[str, cf.ext.Schedule]:
         split("v-min", v_min, 2, "v"),
         split("dualpipev", dual_pipe_v, 2, "v", least_per_rank=2),
     )
-    records = (*one, interleaved(), *vee, automatic("auto", 1, "loop", one), automatic("auto-v", 2, "v", vee))
+    chosen = (automatic("auto", 1, "loop", one), automatic("auto-span", 1, "loop", one, by_span=True), automatic("auto-v", 2, "v", vee))
+    records = (*one, interleaved(), *vee, *chosen)
     return {record.name: record for record in records}

@@ -22,7 +22,7 @@ Source: Beaumont et al., Optimal checkpointing for heterogeneous chains (1911.13
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import attrs
 import numpy as np
@@ -86,7 +86,7 @@ class Sweep:
     given_bytes: int
     trace: Callable[[], Sequence[Run | Back]]
 
-    @property
+    @cached_property
     def order(self) -> tuple[Run | Back, ...]:
         return tuple(self.trace())
 

@@ -22,6 +22,7 @@ from math import inf
 import attrs
 
 from colofunc.planner.candidate import Finish, Fitted
+from colofunc.planner.recompute.by_rank import Levels, fastest_by_rank, put_together
 from colofunc.planner.recompute.chain import Back, Run, Stage, Sweep, Table
 from colofunc.planner.recompute.exhaustive import late
 from colofunc.planner.recompute.needs import measured
@@ -92,16 +93,22 @@ def fit(
     whole = tried(program)
     if budget_bytes is None or (whole.fits(budget_bytes) and whole.more_s <= 0):
         return whole, whole
-    orders = list(_proposals(program, node_s))
+    proposed = _Proposals.of(program, node_s)
+    orders = list(proposed.orders())
+    ranks_differ = whole.hint is None and len(whole.peaks) > 1
     if len(program.nodes) <= FEW:
         few: list[Callable[[], Program]] = [*orders, *late(program)]
         found = _all(few, tried, again_s, whole, budget_bytes, below_s)
+    elif ranks_differ:
+        found = _rounded(program, node_s, tried, budget_bytes, again_s, below_s)
     elif whole.hint is None:
         found = [*_bisect(orders, tried, budget_bytes, again_s, below_s), *_rounded(program, node_s, tried, budget_bytes, again_s, below_s)]
     else:
         found = fastest(orders, again_s, tried, whole, budget_bytes, plain_s, below_s)
         best_s = min((f.more_s for f in (whole, *found) if f.fits(budget_bytes)), default=below_s)
         found += _unmoved(orders, program, node_s, again_s, tried, budget_bytes, best_s)
+    if ranks_differ:
+        found += fastest_by_rank(proposed.of_ranks, len(orders), tried, whole, budget_bytes)
     found += _named(program, node_s, again_s, tried, (whole, *found), budget_bytes, below_s)
     leanest = min((whole, *found), key=lambda f: f.peak_bytes)
     fits = [f for f in (whole, *found) if f.fits(budget_bytes)]
@@ -236,21 +243,39 @@ def _expected(orders: Orders, peaks: Mapping[int, int], budget: int) -> int:
     return next((k for k, order in enumerate(orders) if order.given_bytes <= room), len(orders) - 1)
 
 
-def _proposals(program: Program, node_s: NodeS) -> Iterator[Order]:
-    """Orders of work from fast to lean, of the program or of the bodies of its loops, by how much memory they may use."""
-    chains = {id(p): measured(joined(chain_of(p, node_s))) for p in program.with_bodies()}
-    sweeps = {key: list(_sweeps(chain)) for key, chain in chains.items() if chain.parts}
-    if not sweeps:
-        return
-    for k in range(max(map(len, sweeps.values()))):
-        mine = {key: some[min(k, len(some) - 1)] for key, some in sweeps.items()}
+@attrs.frozen(eq=False)
+class _Proposals:
+    """Chains of a program and of the bodies of its loops, and their orders from fast to lean, by `id` of the program."""
 
-        def change(part: Program, mine: Mapping[int, Sweep] = mine) -> Program:
-            sweep = mine.get(id(part))
-            return part if sweep is None else chains[id(part)].replay(sweep.order)
+    program: Program
+    chains: Mapping[int, Chain]
+    sweeps: Mapping[int, Sequence[Sweep]]
 
-        seconds = sum(sweep.seconds for sweep in mine.values())
-        yield Order(partial(_changed, program, change), sum(sweep.given_bytes for sweep in mine.values()), seconds)
+    @staticmethod
+    def of(program: Program, node_s: NodeS) -> _Proposals:
+        chains = {id(p): measured(joined(chain_of(p, node_s))) for p in program.with_bodies()}
+        return _Proposals(program, chains, {key: list(_sweeps(chain)) for key, chain in chains.items() if chain.parts})
+
+    def orders(self) -> Iterator[Order]:
+        """Of the whole program from fast to lean, by how much memory they may use."""
+        for k in range(max(map(len, self.sweeps.values()), default=0)):
+            mine = {key: some[min(k, len(some) - 1)] for key, some in self.sweeps.items()}
+
+            def change(part: Program, mine: Mapping[int, Sweep] = mine) -> Program:
+                sweep = mine.get(id(part))
+                return part if sweep is None else self.chains[id(part)].replay(sweep.order)
+
+            given_bytes = sum(sweep.given_bytes for sweep in mine.values())
+            yield Order(partial(_changed, self.program, change), given_bytes, sum(sweep.seconds for sweep in mine.values()))
+
+    def of_ranks(self, levels: Levels) -> Program:
+        """The program in which each rank of a pipeline works in an order of its own; 0: nothing is made again."""
+
+        def change(part: Program) -> Program:
+            sweeps = self.sweeps.get(id(part))
+            return part if sweeps is None else put_together(self.chains[id(part)], sweeps, levels)
+
+        return _changed(self.program, change)
 
 
 def _changed(program: Program, change: Callable[[Program], Program]) -> Program:

@@ -115,11 +115,12 @@ def joined(chain: Chain) -> Chain:
     """Of a long chain, parts that keep nothing and hand nothing on are one with what follows: a search has less to tell apart."""
     if len(chain.parts) <= LONG:
         return chain
-    parts, before = list[Part](), list[Part]()
-    for part in chain.parts:
+    parts, before, nodes = list[Part](), list[Part](), chain.program.nodes
+    for part, later in zip(chain.parts, (*chain.parts[1:], None), strict=True):
         before.append(part)
         nothing = not part.out and part.stage.out_bytes == 0 and all(way.nbytes == 0 and way.again_s == 0 for way in part.stage.ways)
-        if not nothing or part is chain.parts[-1]:
+        alike = later is not None and nodes[part.nodes[0]].on == nodes[later.nodes[0]].on  # ranks of a pipeline have orders of their own
+        if not nothing or not alike:
             parts.append(_one(before))
             before = []
     return attrs.evolve(chain, parts=tuple(parts))

@@ -15,6 +15,7 @@ have to fit there. The optimum is exact for the ranks in their order: dynamic pr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from math import inf
 
 import attrs
@@ -22,8 +23,11 @@ import numpy as np
 
 from colofunc.errors import PlanError
 from colofunc.planner.stages.cuts import Device
+from colofunc.program.aliases import aliases
 from colofunc.program.ir import Node, Program
 
+BISECTIONS = 40
+"""So often the least cap that some cut keeps to is halved."""
 WEIGHTS = frozenset({"param", "frozen", "buffer"})
 """Roles of inputs that lie where they are read."""
 
@@ -45,72 +49,192 @@ class Cuts:
         return tuple(sorted(found))
 
 
-def balanced_cuts(
-    program: Program, stages: int, node_s: Callable[[Node], float], send_s: Callable[[int], float], devices: Sequence[Device] = ()
-) -> Cuts:
-    """The cuts of a global program's forward pass in so many stages.
+@attrs.frozen
+class Held:
+    """What a stage keeps for backwards: of each stage, so many microbatches at once, each this part of the batch's rows on a rank."""
+
+    in_flight: tuple[int, ...]
+    part: float
+
+
+class CutProblem:
+    """A global program's forward pass, to be cut in so many stages.
 
     node_s: seconds of a node on one device. send_s: seconds to hand on so many bytes. devices: of each stage, where they differ; where
     no cut fits their memory, as without recomputation or offload, they are told apart by their speeds alone. Raises PlanError where there
     are fewer places to cut than stages need.
     """
-    reading = _Reading(program)
-    places = reading.narrow_places(stages)
-    if len(places) < stages:
-        raise PlanError(
-            f"{stages} stages, and the forward pass has {len(places)} operators with weights of their own to begin one at; "
-            f"use at most {max(1, len(places))} stages"
-        )
-    seconds = np.array([node_s(node) if node.phase == "forward" else 0.0 for node in program.nodes])
-    until = np.concatenate([[0.0], np.cumsum(seconds)])
-    begins = [0, *places[1:]]
-    received_s = np.array([0.0, *(send_s(reading.crossing_bytes(place)) for place in places[1:])])
-    devices = devices or [Device(1.0, inf)] * stages
-    work_s = until[[*begins, len(program.nodes)]]
-    chosen = _fastest_bottleneck(work_s, received_s, reading.kept_bytes(begins), devices)
-    if not chosen:
-        chosen = _fastest_bottleneck(work_s, received_s, np.zeros(len(begins) + 1), devices)
-    firsts = [begins[k] for k in chosen]
-    ends = (*firsts[1:], len(program.nodes))
-    taken = []
-    for first, end, k, device in zip(firsts, ends, chosen, devices, strict=True):
-        taken.append(float((until[end] - until[first]) / device.speed + received_s[k]))
-    return Cuts(ends, tuple(taken), reading.uses)
+
+    def __init__(
+        self, program: Program, stages: int, node_s: Callable[[Node], float], send_s: Callable[[int], float], devices: Sequence[Device] = ()
+    ) -> None:
+        self.program = program
+        self.reading = _Reading(program)
+        places = self.reading.narrow_places(stages)
+        if len(places) < stages:
+            raise PlanError(
+                f"{stages} stages, and the forward pass has {len(places)} operators with weights of their own to begin one at; "
+                f"use at most {max(1, len(places))} stages"
+            )
+        seconds = np.array([node_s(node) if node.phase == "forward" else 0.0 for node in program.nodes])
+        self.until = np.concatenate([[0.0], np.cumsum(seconds)])
+        self.begins = [0, *places[1:]]
+        self.received_s = np.array([0.0, *(send_s(self.reading.crossing_bytes(place)) for place in places[1:])])
+        self.devices: Sequence[Device] = devices or [Device(1.0, inf)] * stages
+        self.work_s = self.until[[*self.begins, len(program.nodes)]]
+        self.kept = self.reading.kept_bytes(self.begins)
+
+    def on(self, devices: Sequence[Device]) -> CutProblem:
+        """The same, on other devices."""
+        other = copy(self)
+        other.devices = devices
+        return other
+
+    def balanced(self) -> Cuts:
+        """The cuts whose slowest stage is the fastest."""
+        chosen = self._fastest(self._over_capacity())
+        return self._cuts(chosen or self._fastest([None] * len(self.devices)))
+
+    def leaner(self, held: Held, levels: int) -> list[Cuts]:
+        """The cuts whose fullest stage holds least, then faster ones that hold more, up to `balanced`, which is left out.
+
+        Each is the fastest within a cap on what a stage holds: weights, gradients, optimizer state, and for so many microbatches what
+        backward reads. Where recomputation or offload help this is an estimate, as is the part of a rank where other axes split layers.
+        """
+        needs = self._needs(held)
+        balanced = self.balanced()
+        most = self._peak(balanced, needs)
+        low, high = 0.0, most
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            if self._fastest([need > middle for need in needs]):
+                high = middle
+            else:
+                low = middle
+        found: list[Cuts] = []
+        for level in range(levels):
+            cap_bytes = high + (most - high) * level / levels
+            chosen = self._fastest([need > cap_bytes for need in needs])
+            cuts = self._cuts(chosen)
+            if cuts.ends != balanced.ends and all(cuts.ends != other.ends for other in found):
+                found.append(cuts)
+        return found
+
+    def _needs(self, held: Held) -> list[np.ndarray]:
+        """Of each stage [i, j]: bytes where it has the pieces i..j-1, in parts of its device's memory where devices differ."""
+        saved = self.reading.saved_bytes(self.begins)
+        crossing = np.array([0.0, *(self.reading.crossing_bytes(place) for place in self.begins[1:])])
+        rooms = [device.capacity_bytes for device in self.devices]
+        needs = []
+        for in_flight, room in zip(held.in_flight, rooms, strict=True):
+            kept = self.kept[None, :] - self.kept[:-1, None]
+            activations = saved[None, :] - saved[:-1, None] + crossing[:, None]
+            scale = max(rooms) / room if room < inf else 1.0
+            needs.append((kept + in_flight * held.part * activations) * scale)
+        return needs
+
+    def _peak(self, cuts: Cuts, needs: Sequence[np.ndarray]) -> float:
+        firsts = [0, *cuts.ends[:-1]]
+        pieces = [*(self.begins.index(first) for first in firsts), len(self.begins)]
+        return max(float(need[pieces[k], pieces[k + 1]]) for k, need in enumerate(needs))
+
+    @property
+    def pieces(self) -> int:
+        """How many there are to be dealt out."""
+        return len(self.begins)
+
+    def over(self, capacity_bytes: float) -> np.ndarray:
+        """[i, j]: whether weights, gradients and optimizer state of the pieces i..j-1 are too much for a device."""
+        kept = self.kept[None, :] - self.kept[:-1, None]
+        return np.asarray(kept > capacity_bytes)
+
+    def step(self, before: Step, over: np.ndarray, speed: float) -> Step:
+        """One more stage, on a device of some speed."""
+        return _stepped(before, self.work_s, self.received_s, over, speed)
+
+    def _over_capacity(self) -> list[np.ndarray | None]:
+        return [self.over(device.capacity_bytes) for device in self.devices]
+
+    def _fastest(self, over: Sequence[np.ndarray | None]) -> list[int]:
+        speeds = [device.speed for device in self.devices]
+        return _fastest_bottleneck(self.work_s, self.received_s, over, speeds)
+
+    def _cuts(self, chosen: Sequence[int]) -> Cuts:
+        firsts = [self.begins[k] for k in chosen]
+        ends = (*firsts[1:], len(self.program.nodes))
+        taken = []
+        for first, end, k, device in zip(firsts, ends, chosen, self.devices, strict=True):
+            taken.append(float((self.until[end] - self.until[first]) / device.speed + self.received_s[k]))
+        return Cuts(ends, tuple(taken), self.reading.uses)
+
+
+def cuts_at(program: Program, ends: tuple[int, ...]) -> Cuts:
+    """Cuts that are known by where they are; nobody has timed them."""
+    return Cuts(ends, (), _Reading(program).uses)
 
 
 def _fastest_bottleneck(
-    until: np.ndarray, received_s: np.ndarray, kept_bytes: np.ndarray, devices: Sequence[Device]
+    until: np.ndarray, received_s: np.ndarray, over: Sequence[np.ndarray | None], speeds: Sequence[float]
 ) -> list[int]:
     """Indices of the pieces that begin a stage, the first being 0. The slowest stage is as fast as can be; [] where none fits.
 
     until: (pieces + 1,) seconds in front of each piece, and of all. received_s: (pieces,) seconds to receive what piece k reads.
-    kept_bytes: (pieces + 1,) as `until`, of what stays on the device. devices: of each stage.
+    over: of each stage (pieces, pieces + 1), whether the pieces i..j-1 are too much for it; None: whatever fits. speeds: of each stage.
     """
     pieces = len(received_s)
-    # worst[j]: of the best way to cut pieces 0..j-1 in the stages so far, (slowest stage, seconds of all sends).
-    worst = np.full(pieces + 1, np.inf)
-    sends = np.full(pieces + 1, np.inf)
-    worst[0] = sends[0] = 0.0
+    step = Step.begin(pieces)
     begins: list[np.ndarray] = []
-    for device in devices:
-        # last[i, j]: seconds of a stage of the pieces i..j-1
-        last = (until[None, :] - until[:-1, None]) / device.speed + received_s[:, None]
-        slowest = np.maximum(worst[:-1, None], last)
-        slowest[kept_bytes[None, :] - kept_bytes[:-1, None] > device.capacity_bytes] = np.inf
-        slowest[np.tril_indices(pieces, 0, pieces + 1)] = np.inf  # a stage has a piece at least
-        total = sends[:-1, None] + received_s[:, None]
-        best = slowest.min(axis=0)
-        ties = np.where(slowest <= best[None, :] * (1 + 1e-9), total, np.inf)
-        first = ties.argmin(axis=0)
-        worst, sends = best, ties.min(axis=0)
-        begins.append(first)
-    if np.isinf(worst[pieces]):
+    for too_much, speed in zip(over, speeds, strict=True):
+        step = _stepped(step, until, received_s, too_much, speed)
+        begins.append(step.begins)
+    if np.isinf(step.slowest_s[pieces]):
         return []
     found, end = list[int](), pieces
     for first in reversed(begins):
         end = int(first[end])
         found.append(end)
     return found[::-1]
+
+
+@attrs.frozen(eq=False)
+class Step:
+    """Of the best way to cut the pieces 0..j-1 in the stages so far, each (pieces + 1,): the slowest stage, the seconds of all sends, and
+    the piece that begins the last stage."""
+
+    slowest_s: np.ndarray
+    sends_s: np.ndarray
+    begins: np.ndarray
+
+    @staticmethod
+    def begin(pieces: int) -> Step:
+        """No stage yet."""
+        slowest = np.full(pieces + 1, np.inf)
+        sends = np.full(pieces + 1, np.inf)
+        slowest[0] = sends[0] = 0.0
+        return Step(slowest, sends, np.full(pieces + 1, -1))
+
+    def where(self, better: np.ndarray, other: Step) -> Step:
+        """With another way for some prefixes."""
+        return Step(
+            np.where(better, other.slowest_s, self.slowest_s),
+            np.where(better, other.sends_s, self.sends_s),
+            np.where(better, other.begins, self.begins),
+        )
+
+
+def _stepped(before: Step, until: np.ndarray, received_s: np.ndarray, too_much: np.ndarray | None, speed: float) -> Step:
+    """One more stage."""
+    pieces = len(received_s)
+    # last[i, j]: seconds of a stage of the pieces i..j-1
+    last = (until[None, :] - until[:-1, None]) / speed + received_s[:, None]
+    slowest = np.maximum(before.slowest_s[:-1, None], last)
+    if too_much is not None:
+        slowest[too_much] = np.inf
+    slowest[np.tril_indices(pieces, 0, pieces + 1)] = np.inf  # a stage has a piece at least
+    total = before.sends_s[:-1, None] + received_s[:, None]
+    best = slowest.min(axis=0)
+    ties = np.where(slowest <= best[None, :] * (1 + 1e-9), total, np.inf)
+    return Step(best, ties.min(axis=0), ties.argmin(axis=0))
 
 
 class _Reading:
@@ -179,6 +303,22 @@ class _Reading:
             piece = int(np.searchsorted(begins, uses[0], side="right"))
             kept[piece] += value.nbytes * (times if value.role == "param" else 1.0)
         return np.cumsum(kept)
+
+    def saved_bytes(self, begins: Sequence[int]) -> np.ndarray:
+        """(pieces + 1,) bytes that pieces in front of each make of the batch and that backward reads; views count as what they look at."""
+        program, memory = self.program, aliases(self.program)
+        sizes: dict[int, int] = {}
+        made_in: dict[int, int] = {}
+        for id in self.computed:
+            if any(program.nodes[k].phase == "backward" for k in program.readers.get(id, ())):
+                group = memory.group(id)
+                sizes[group] = max(sizes.get(group, 0), program.values[id].nbytes)
+                made_in[group] = min(made_in.get(group, len(program.nodes)), program.made_at[id])
+        saved = np.zeros(len(begins) + 1)
+        for group, nbytes in sizes.items():
+            piece = int(np.searchsorted(begins, made_in[group], side="right"))
+            saved[piece] += nbytes
+        return np.cumsum(saved)
 
     def crossing_bytes(self, place: int) -> int:
         return int(self._crossing[place])

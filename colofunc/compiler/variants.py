@@ -1,0 +1,196 @@
+"""Variants: a transform that leaves something open is planned in each way to write it, and the fastest that fits is taken.
+
+Problem: how many microbatches a pipeline has, and where it is cut, decides what a rank holds and how long a step takes, and both are known
+only of a finished program. Idea: each way is a chain of its own (`transform.Variant`), planned as if it had been written so: the accountant
+counts it, the clock plays it. Ways are planned in the order of a bound on their time, and those whose bound is above the best plan so far
+are not planned at all. What became of each is in the plan.
+
+    8 microbatches, cut by time      1.20 s, fits with values made again
+    8 microbatches, cut by memory    1.15 s                                     taken
+    4 microbatches, cut by time      at least 1.31 s: not planned
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import attrs
+
+from colofunc.compiler.budget import DoesNotFit
+from colofunc.compiler.planning import Outcome, Planning
+from colofunc.compiler.rank_agreement import from_main, told
+from colofunc.compiler.staged import Staged, in_place_of
+from colofunc.compiler.transform import Build, Transform, Variant
+from colofunc.errors import CapacityError, PlanError
+from colofunc.executors.watch import Watch
+from colofunc.planner.plan import OtherWay, Plan
+
+As = Callable[[Staged], Planning]
+"""All that a chain is planned by."""
+Recall = Callable[[Planning, bool], Outcome]
+"""(what to plan, whether an error has to say the least budget) -> its plan."""
+
+
+Way = tuple[int, ...]
+"""The number of a variant, and of one of those that are leaner."""
+
+
+@attrs.frozen(eq=False)
+class Ways:
+    """The ways to write the open transform of a step; none where its chain leaves nothing open. only: the one that is to be taken."""
+
+    staged: Staged
+    open: Transform | None
+    variants: tuple[Variant, ...]
+    only: Way | None = None
+    leaner: dict[int, Sequence[Variant]] = attrs.field(factory=dict, init=False)
+
+    @staticmethod
+    def of(staged: Staged, build: Build, plan: Plan | None) -> Ways:
+        """build: with the traced program. plan: one to follow, which says its way; None: there is none."""
+        for transform in staged.transforms:
+            variants = () if transform.variants is None else tuple(transform.variants(build))
+            if variants:
+                ways = Ways(staged, transform, variants)
+                return ways if plan is None or not plan.way else attrs.evolve(ways, only=ways.called(plan.way))
+        return Ways(staged, None, (), only=())
+
+    def called(self, words: str) -> Way | None:
+        """The way with these words; None where there is none."""
+        for number, variant in enumerate(self.variants):
+            if variant.words == words:
+                return (number,)
+            if words.startswith(variant.words.partition(",")[0]):
+                for way in self.behind((number,)):
+                    if self.variant(way).words == words:
+                        return way
+        return None
+
+    def behind(self, way: Way) -> list[Way]:
+        """Those that are tried where a way needs help."""
+        if len(way) > 1:
+            return []
+        (number,) = way
+        if number not in self.leaner:
+            self.leaner[number] = self.variants[number].leaner()
+        return [(number, k) for k in range(len(self.leaner[number]))]
+
+    def variant(self, way: Way) -> Variant:
+        if len(way) == 1:
+            return self.variants[way[0]]
+        self.behind(way[:1])
+        return self.leaner[way[0]][way[1]]
+
+    def written(self, way: Way) -> Staged:
+        """The chain in one way."""
+        if self.open is None:
+            return self.staged
+        return in_place_of(self.staged, self.open, self.variant(way).transform)
+
+
+@attrs.frozen(eq=False)
+class Planned:
+    """The way that was taken, what it was planned by, and its plan."""
+
+    way: Way
+    planning: Planning
+    outcome: Outcome
+
+
+def planned(ways: Ways, planned_by: As, recall: Recall, watch: Watch | None) -> tuple[Planning, Outcome | None]:
+    """What the fastest way that fits is planned by, and on rank 0 its plan. Collective.
+
+    Raises PlanError where no way fits: that of the leanest.
+    """
+    if ways.only is not None:
+        planning = planned_by(ways.written(ways.only))
+        outcome = from_main(watch, partial(recall, planning, True))
+        if outcome is not None and ways.only:
+            outcome = _saying(outcome, ways.variant(ways.only).words, ())
+        return planning, outcome
+    taken = from_main(watch, _Search(ways, planned_by, recall).run)
+    way = told(watch, None if taken is None else taken.way)
+    if taken is None:
+        return planned_by(ways.written(way)), None
+    return taken.planning, taken.outcome
+
+
+def _saying(outcome: Outcome, way: str, others: tuple[OtherWay, ...]) -> Outcome:
+    """A plan that says which way it goes, and what became of the others."""
+    decided, program = outcome
+    return attrs.evolve(decided, plan=attrs.evolve(decided.plan, way=way, others=others)), program
+
+
+class _Search:
+    def __init__(self, ways: Ways, planned_by: As, recall: Recall) -> None:
+        self.ways, self.planned_by, self.recall = ways, planned_by, recall
+        self.best: Planned | None = None
+        self.others: dict[Way, OtherWay] = {}
+        self.refused: dict[Way, PlanError | CapacityError] = {}
+        self.bounds: dict[Way, float] = {}
+
+    def run(self) -> Planned:
+        left: list[Way] = [(number,) for number in range(len(self.ways.variants))]
+        while left:
+            # A single way needs no bound, and has one only for the time that it takes to compute.
+            way = left[0] if len(left) == 1 and self.best is None else min(left, key=lambda each: (self._bound_s(each), each))
+            left.remove(way)
+            if self.best is not None and self._bound_s(way) >= self._best_s():
+                self._lose(way, self._bound_s(way), 0, "")
+            elif self._try(way):
+                left += self.ways.behind(way)
+        best = self._leanest() if self.best is None else self.best
+        others = tuple(self.others[way] for way in sorted(self.others))
+        return attrs.evolve(best, outcome=_saying(best.outcome, self.ways.variant(best.way).words, others))
+
+    def _bound_s(self, way: Way) -> float:
+        if way not in self.bounds:
+            self.bounds[way] = self.ways.variant(way).at_least_s()
+        return self.bounds[way]
+
+    def _try(self, way: Way) -> bool:
+        """Plan one way; whether it fits with help only, or not at all."""
+        try:
+            planning = self.planned_by(self.ways.written(way))
+            outcome = self.recall(planning, False)
+        except (PlanError, CapacityError) as error:
+            self.refused[way] = error
+            peak_bytes = error.peak_bytes if isinstance(error, DoesNotFit) else 0
+            self._lose(way, None, peak_bytes, str(error).splitlines()[0])
+            return isinstance(error, (DoesNotFit, CapacityError))
+        found = Planned(way, planning, outcome)
+        if self.best is None or _seconds(found) < self._best_s():
+            self.best, found = found, self.best
+        if found is not None:
+            plan = found.outcome[0].plan
+            self._lose(found.way, plan.cost_s, plan.peak_bytes, "; ".join(plan.memory))
+        return bool(outcome[0].plan.memory)
+
+    def _best_s(self) -> float:
+        assert self.best is not None, "one was found"
+        return _seconds(self.best)
+
+    def _lose(self, way: Way, cost_s: float | None, peak_bytes: int, why: str) -> None:
+        self.others[way] = OtherWay(self.ways.variant(way).words, cost_s, peak_bytes, why)
+
+    def _leanest(self) -> Planned:
+        """The way whose leanest plan holds least, planned with all that may make it fit. Raises what that raises, or what the first did."""
+        lean = {way: error.peak_bytes for way, error in self.refused.items() if isinstance(error, DoesNotFit)}
+        if not lean:
+            raise self.refused[min(self.refused)]
+        way = min(lean, key=lambda each: (lean[each], each))
+        planning = self.planned_by(self.ways.written(way))
+        try:
+            outcome = self.recall(planning, True)
+        except PlanError as error:
+            if len(self.others) > 1:
+                words = [self.ways.variant(each).words for each in sorted(self.others)]
+                error.add_note(f"tried: {'; '.join(words)}. The leanest is {self.ways.variant(way).words}")
+            raise
+        self.others.pop(way)
+        return Planned(way, planning, outcome)
+
+
+def _seconds(planned: Planned) -> float:
+    return planned.outcome[0].plan.cost_s

@@ -1,0 +1,187 @@
+"""What a pipeline leaves open: how many microbatches, and where it is cut under a budget."""
+
+from itertools import combinations, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pipelined import gpt2, mlp
+
+import colofunc as cf
+from colofunc.compiler.staged import in_place_of
+from colofunc.compiler.transform import Build, Variant
+from colofunc.planner.plan import Plan
+from colofunc.planner.stages.assignment import CutProblem, Held
+from colofunc.testing import check
+
+Way = tuple[Variant, float]
+
+
+def example(layers: int = 4, rows: int = 12) -> tuple[Any, Any, Any]:
+    step, state, _ = mlp(layers)
+    return step, state, (torch.randn(rows, 8, dtype=torch.float64), torch.randn(rows, 4, dtype=torch.float64))
+
+
+def every_way(chain: Any, low: Any, budget: int | None, arguments: tuple[Any, ...]) -> dict[str, Way]:
+    """Words -> the variant and its seconds, planned as if it had been written by hand; inf where it does not fit."""
+    known = {"program": low.global_program, "traced": low.traced, "registry": low.registry}
+    build = Build(chain.build.transforms, low.priced, budget_bytes=budget, **known)
+    asked = chain.transform("pipeline")
+    found = {}
+    for each in asked.variants(build):
+        for variant in (each, *each.leaner()):
+            try:
+                seconds = in_place_of(chain, asked, variant.transform).lower(*arguments).plan.cost_s
+            except cf.PlanError:
+                seconds = float("inf")
+            found[variant.words] = variant, seconds
+    return found
+
+
+def compared(chain: Any, budget: int | None, arguments: tuple[Any, ...]) -> tuple[Any, dict[str, Way]]:
+    """A lowered step and every way to write it: none is faster, and what the plan says of each is so."""
+    low = chain.lower(*arguments)
+    ways = every_way(chain, low, budget, arguments)
+    assert low.plan.cost_s == min(seconds for _, seconds in ways.values()) == ways[low.plan.way][1]
+    assert all(variant.at_least_s() <= seconds for variant, seconds in ways.values())
+    assert budget is None or low.memory().peak_bytes["device"] <= budget
+    for other in low.plan.others:
+        variant, seconds = ways[other.words]
+        if other.peak_bytes and other.cost_s is not None:
+            assert other.cost_s == seconds
+        elif other.cost_s is not None:
+            assert other.cost_s == variant.at_least_s() >= low.plan.cost_s
+    return low, ways
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_no_number_of_microbatches_is_faster(schedule: str) -> None:
+    step, state, batch = example()
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches="auto", schedule=schedule)
+    low, ways = compared(chain, None, (state, batch))
+    assert [words.split()[0] for words in ways] == ["1", "2", "3", "4", "6", "12"]
+    assert len(low.plan.others) == 5
+
+
+def test_no_way_is_faster_within_a_budget() -> None:
+    step, state, batch = example(4, 4)
+    free = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches="auto")
+    budget = int(0.95 * free.lower(state, batch).plan.peak_bytes)
+    _, ways = compared(cf.checkpoint(free, budget=budget), budget, (state, batch))
+    assert len(ways) > 3 and any("cut by memory" in words for words in ways)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "auto"])
+@pytest.mark.parametrize("share", [0.9, 0.75])
+@pytest.mark.parametrize("model", ["mlp", "gpt2"])
+def test_no_way_is_faster_in_many_settings(schedule: str, share: float, model: str) -> None:
+    step, state, batch = example(6, 32) if model == "mlp" else gpt2(4)
+    free = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches="auto", schedule=schedule)
+    low = free.lower(state, batch)
+    budget = int(share * low.plan.peak_bytes)
+    chain = cf.checkpoint(free, budget=budget)
+    try:
+        _, ways = compared(chain, budget, (state, batch))
+    except cf.PlanError:
+        ways = every_way(chain, low, budget, (state, batch))
+        assert all(seconds == float("inf") for _, seconds in ways.values())
+    fits = sum(seconds < float("inf") for _, seconds in ways.values())
+    print(f"{model} {schedule} {share}: {len(ways)} ways, {fits} fit")
+
+
+def test_cuts_are_chosen_with_the_budget() -> None:
+    """Where the stage that is full is not the one that is slow: a cut that is not balanced needs nothing made again."""
+    step, state, batch = example(4, 256)
+    free = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4)
+    alone = free.lower(state, batch).plan
+    budget = int(0.9 * alone.peak_bytes)
+    low = cf.checkpoint(free, budget=budget).lower(state, batch)
+    assert alone.way == "" and low.plan.way.startswith("4 microbatches, cut b")
+    assert low.plan.way != "4 microbatches, cut by time" and not low.plan.memory
+    assert low.memory().peak_bytes["device"] <= budget
+    (by_time,) = (other for other in low.plan.others if other.words == "4 microbatches, cut by time")
+    assert by_time.cost_s is not None and by_time.cost_s > low.plan.cost_s and "made again" in by_time.why
+
+
+def test_the_best_of_all_cuts_is_found() -> None:
+    """Every cut of four layers in two stages, by hand."""
+    step, state, batch = example(4, 256)
+    mesh = cf.Mesh(pp=2)
+    budget = int(0.9 * cf.pipeline(cf.shard(step, mesh), microbatches=4).lower(state, batch).plan.peak_bytes)
+    seconds = []
+    for first in (1, 2, 3):
+        stages = {f"{2 * layer}.*": int(layer >= first) for layer in range(4)}
+        chain = cf.checkpoint(cf.pipeline(cf.shard(step, mesh), microbatches=4, stages=stages), budget=budget)
+        seconds.append(chain.lower(state, batch).plan.cost_s)
+    low = cf.checkpoint(cf.pipeline(cf.shard(step, mesh), microbatches=4), budget=budget).lower(state, batch)
+    assert low.plan.cost_s == pytest.approx(min(seconds), rel=1e-12)
+
+
+def test_the_leanest_cut_holds_least_of_all_cuts() -> None:
+    step, state, batch = gpt2(6)
+    program = cf.pipeline(cf.shard(step, cf.Mesh(pp=3)), microbatches=4).lower(state, batch).global_program
+    problem = CutProblem(program, 3, lambda node: float(len(node.outs)), lambda nbytes: 0.0)
+    held = Held((3, 2, 1), 0.25)
+    lean, *others = problem.leaner(held, 3)
+    needs, last = problem._needs(held), len(problem.begins)
+    peaks = {}
+    for way in combinations(range(1, last), 2):
+        ends = (0, *way, last)
+        peaks[way] = max(float(need[first, end]) for need, (first, end) in zip(needs, pairwise(ends), strict=True))
+    assert problem._peak(lean, needs) == pytest.approx(min(peaks.values()))
+    slowest = [max(cuts.seconds) for cuts in (lean, *others, problem.balanced())]
+    assert slowest == sorted(slowest, reverse=True)
+    assert np.all(np.diff([problem._peak(cuts, needs) for cuts in (lean, *others, problem.balanced())]) >= 0)
+
+
+def test_a_plan_says_which_way_it_goes_and_is_followed() -> None:
+    step, state, batch = example()
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches="auto")
+    plan = chain.lower(state, batch).plan
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert plan.why_not(plan.way) == f"{plan.way} is what was chosen"
+    assert plan.why_not("12 microbatches").startswith("12 microbatches, cut by time: at least ")
+    assert "2 microbatches, cut by time" in plan.why_not("2 micro") and "12" not in plan.why_not("2 micro")
+    assert f"chosen: {plan.way}\n  not " in plan.table()
+    # Of two plans the other way is taken, and none is searched for.
+    other = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4).lower(state, batch).plan
+    asked = Plan.from_dict({**other.to_dict(), "way": "4 microbatches, cut by time"})
+    followed = chain.with_plan(asked).lower(state, batch).plan
+    assert (followed.way, followed.others) == ("4 microbatches, cut by time", ()) and followed.pipeline == other.pipeline
+
+
+def test_a_step_with_what_was_chosen_trains_as_one_device_does() -> None:
+    step, state, batch = example(4, 64)
+    free = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches="auto", schedule="zb-h1")
+    chain = cf.checkpoint(free, budget=int(0.8 * free.lower(state, batch).plan.peak_bytes))
+    with cf.testing.float64():
+        check(chain, state, batch, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "says"),
+    [
+        (7, {"schedule": "interleaved-1f1b"}, "microbatches='auto': no divisor of the 7 rows of the batch is a number of microbatches"),
+        (4, {"microbatches": "most"}, "microbatches='most' is no whole number above 0"),
+    ],
+)
+def test_what_cannot_be_chosen_is_an_error(rows: int, options: dict[str, Any], says: str) -> None:
+    step, state, batch = example(4, rows)
+    with pytest.raises(cf.PlanError, match=says):
+        cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), **{"microbatches": "auto", **options}).lower(state, batch)
+
+
+def test_where_no_way_fits_the_least_of_the_leanest_is_named() -> None:
+    step, state, batch = example(4, 2)
+    chain = cf.checkpoint(cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches="auto"), budget=1000)
+    with pytest.raises(cf.PlanError, match=r"no plan found within 1,000 B a rank: the least found has a peak of") as refused:
+        chain.lower(state, batch)
+    assert "tried: 1 microbatch, cut by time" in refused.value.__notes__[0]
+
+
+def test_numbers_that_depend_on_microbatches_are_not_left_open() -> None:
+    step, _, _ = example()
+    with pytest.raises(cf.PlanError, match="its numbers depend on how many microbatches there are"):
+        cf.local_stats(cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches="auto"))
