@@ -26,6 +26,7 @@ SOURCE = Path(compat.__file__).read_text()
 # Private name -> the test of what stands in for it; None where nothing can, and this file only says that it is there.
 TESTED = {
     "_grouped_mm": "test_grouped_mm",
+    "_scaled_mm": "test_scaled_mm",
     "_current_autograd_node": "test_without_the_current_node",
     "_current_graph_task_id": "test_in_backward",
     "_sequence_nr": "test_without_sequence_numbers",
@@ -123,6 +124,14 @@ def test_grouped_mm() -> None:
     x, w, ends = torch.randn(6, 16).bfloat16(), torch.randn(2, 16, 8).bfloat16(), torch.tensor([2, 6], dtype=torch.int32)
     want = torch.cat([x[:2] @ w[0], x[2:] @ w[1]])
     assert torch.allclose(compat.grouped_mm(x, w, offs=ends).float(), want.float(), atol=0.1)
+
+
+def test_scaled_mm() -> None:
+    """Small integers are exact in float8."""
+    a, b = (torch.arange(256.0).reshape(16, 16) * k % 7 - 3 for k in (1, 5))
+    x, y = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()  # the second in columns
+    out = compat.scaled_mm(x, y, torch.tensor(0.5), torch.tensor(4.0), torch.float32, None)
+    assert torch.equal(out, 2 * (a @ b))
 
 
 # ---- modes ----

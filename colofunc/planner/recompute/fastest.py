@@ -130,7 +130,7 @@ def _all(
 
 def _named(
     program: Program, node_s: NodeS, again_s: Callable[[Program], float], tried: Finish, found: Sequence[Fitted], budget: int,
-    below_s: float,
+    below_s: float = inf,
 ) -> list[Fitted]:  # fmt: skip
     """What policies with a name keep, as far as it may be faster than what was found; all of them where nothing fits so far."""
     named = list[Fitted]()
