@@ -152,6 +152,27 @@ def test_a_plan_says_which_way_it_goes_and_is_followed() -> None:
     assert (followed.way, followed.others) == ("4 microbatches, cut by time", ()) and followed.pipeline == other.pipeline
 
 
+@pytest.mark.parametrize("microbatches", [4, "auto"])
+def test_a_followed_plan_keeps_its_cut_without_its_budget(microbatches: int | str) -> None:
+    step, state, batch = example(4, 256)
+    fixed = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4)
+    plan = cf.checkpoint(fixed, budget=int(0.9 * fixed.lower(state, batch).plan.peak_bytes)).lower(state, batch).plan
+    assert plan.way not in ("", "4 microbatches, cut by time")
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=microbatches)
+    followed = chain.with_plan(plan).lower(state, batch).plan
+    assert (followed.way, followed.others) == (plan.way, ())
+    assert [leaf.at for leaf in followed.inputs] == [leaf.at for leaf in plan.inputs]
+
+
+def test_a_way_that_a_step_does_not_have_cannot_be_followed() -> None:
+    step, state, batch = example()
+    plan = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches="auto").lower(state, batch).plan
+    asked = Plan.from_dict({**plan.to_dict(), "way": "5 microbatches, cut by time"})
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4)
+    with pytest.raises(cf.PlanError, match="the plan to follow goes the way '5 microbatches, cut by time', which this step does not have"):
+        chain.with_plan(asked).lower(state, batch)
+
+
 def test_a_step_with_what_was_chosen_trains_as_one_device_does() -> None:
     step, state, batch = example(4, 64)
     free = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches="auto", schedule="zb-h1")

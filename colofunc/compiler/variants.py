@@ -22,7 +22,7 @@ from colofunc.compiler.planning import Outcome, Planning
 from colofunc.compiler.rank_agreement import from_main, told
 from colofunc.compiler.staged import Staged, in_place_of
 from colofunc.compiler.transform import Build, Transform, Variant
-from colofunc.errors import CapacityError, PlanError
+from colofunc.errors import CapacityError, PlanError, near
 from colofunc.executors.watch import Watch
 from colofunc.planner.plan import OtherWay, Plan
 
@@ -48,16 +48,21 @@ class Ways:
 
     @staticmethod
     def of(staged: Staged, build: Build, plan: Plan | None) -> Ways:
-        """build: with the traced program. plan: one to follow, which says its way; None: there is none."""
+        """build: with the traced program. plan: one to follow, which says its way; None: there is none.
+
+        Raises PlanError where a step that leaves something open has no such way.
+        """
+        way = "" if plan is None else plan.way
+        build = build.evolve(way=way)
         for transform in staged.transforms:
             variants = () if transform.variants is None else tuple(transform.variants(build))
             if variants:
                 ways = Ways(staged, transform, variants)
-                return ways if plan is None or not plan.way else attrs.evolve(ways, only=ways.called(plan.way))
+                return attrs.evolve(ways, only=ways.called(way)) if way else ways
         return Ways(staged, None, (), only=())
 
-    def called(self, words: str) -> Way | None:
-        """The way with these words; None where there is none."""
+    def called(self, words: str) -> Way:
+        """The way with these words. Raises PlanError where there is none."""
         for number, variant in enumerate(self.variants):
             if variant.words == words:
                 return (number,)
@@ -65,7 +70,10 @@ class Ways:
                 for way in self.behind((number,)):
                     if self.variant(way).words == words:
                         return way
-        return None
+        raise PlanError(
+            f"the plan to follow goes the way {words!r}, which this step does not have{near(words, [v.words for v in self.variants], 'ways')}; "
+            f"write the step as it was when the plan was made, or plan it without with_plan"
+        )
 
     def behind(self, way: Way) -> list[Way]:
         """Those that are tried where a way needs help."""
