@@ -25,6 +25,7 @@ from colofunc.compiler.transform import Build, Transform, Variant
 from colofunc.errors import CapacityError, PlanError, near
 from colofunc.executors.watch import Watch
 from colofunc.planner.plan import OtherWay, Plan
+from colofunc.program.passes.loop import Mixes
 
 As = Callable[[Staged], Planning]
 """All that a chain is planned by."""
@@ -70,8 +71,9 @@ class Ways:
                 for way in self.behind((number,)):
                     if self.variant(way).words == words:
                         return way
+        hint = near(words, [variant.words for variant in self.variants], "ways")
         raise PlanError(
-            f"the plan to follow goes the way {words!r}, which this step does not have{near(words, [v.words for v in self.variants], 'ways')}; "
+            f"the plan to follow goes the way {words!r}, which this step does not have{hint}; "
             f"write the step as it was when the plan was made, or plan it without with_plan"
         )
 
@@ -148,6 +150,7 @@ class _Search:
                 self._lose(way, self._bound_s(way), 0, "")
             elif self._try(way):
                 left += self.ways.behind(way)
+        self._check_mixing()
         best = self._leanest() if self.best is None else self.best
         others = tuple(self.others[way] for way in sorted(self.others))
         return attrs.evolve(best, outcome=_saying(best.outcome, self.ways.variant(best.way).words, others))
@@ -174,6 +177,17 @@ class _Search:
             plan = found.outcome[0].plan
             self._lose(found.way, plan.cost_s, plan.peak_bytes, "; ".join(plan.memory))
         return bool(outcome[0].plan.memory)
+
+    def _check_mixing(self) -> None:
+        """Raises where one microbatch is all that is left because an operator mixes samples: what was asked for is a pipeline."""
+        if self.best is not None and self._several(self.best.way):
+            return
+        tried = [way for way, other in self.others.items() if self._several(way) and (way in self.refused or other.peak_bytes)]
+        if tried and all(isinstance(self.refused.get(way), Mixes) for way in tried):
+            raise self.refused[min(tried)]
+
+    def _several(self, way: Way) -> bool:
+        return self.ways.variant(way).transform.microbatches > 1
 
     def _best_s(self) -> float:
         assert self.best is not None, "one was found"

@@ -65,7 +65,7 @@ def pipeline(
     mix samples, as under `cf.accumulate`: "error", or "per-microbatch" (the numbers change). Otherwise the numbers are those of one device.
 
     Raises PlanError for an axis that the mesh does not have, a schedule that nobody gives, more stages than there are layers, microbatches
-    that do not divide the batch, and an operator that mixes samples.
+    that do not divide the batch, and an operator that mixes samples ("auto": where it leaves one microbatch only).
     """
     if microbatches != AUTO:
         check_number(microbatches, "pipeline")
