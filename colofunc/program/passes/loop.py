@@ -162,8 +162,7 @@ class Mixes(PlanError):
 
 
 OTHERWISE = {
-    "fp8_scale": 'give cf.fp8 scaling="delayed" or "rowwise_with_gw_hp", which need no other rows (the numbers stay those of the whole batch), '
-    "or ",
+    "fp8_scale": 'give cf.fp8 scaling="delayed" or "rowwise_with_gw_hp" to keep the numbers of the whole batch, or ',
 }
 """Operator that mixes samples -> what to write in its place."""
 
