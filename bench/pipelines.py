@@ -12,6 +12,7 @@ import random
 import statistics
 from typing import Any
 
+import attrs
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -168,18 +169,20 @@ def orders() -> Row:
     batch = cf.abstract((8192, 512))
     words = []
     worst = 0.0
+    as_it_stands = f"{MICROBATCHES} microbatches, cut by time"
     for schedule in ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v"):
         parts = []
         for slow in range(RANKS):
             mesh = cf.Mesh(pp=RANKS, topology=cf.topology("4xa100-80g").with_rank(slow, speed=1 / 3))
-            plan = cf.pipeline(cf.shard(step, mesh), microbatches=MICROBATCHES, schedule=schedule).lower(state, batch).plan
-            # A way that was not planned takes at least what its bound says.
-            as_it_stands = [other.cost_s for other in plan.others if "order" not in other.words]
-            parts.append(plan.cost_s / as_it_stands[0] if as_it_stands else 1.0)
+            chain = cf.pipeline(cf.shard(step, mesh), microbatches=MICROBATCHES, schedule=schedule)
+            plan = chain.lower(state, batch).plan
+            # Planned whatever its bound says, so that a bound that is too high shows here.
+            beside = chain.with_plan(attrs.evolve(plan, way=as_it_stands)).lower(state, batch).plan if plan.others else plan
+            parts.append(plan.cost_s / beside.cost_s)
         worst = max(worst, *parts)
         words.append(f"{schedule} {', '.join(f'{part:.2f}' for part in parts)}")
     what = "step with the chosen order of ranks beside the mesh's, rank 0, 1, 2 or 3 of four a third as fast, 8 equal layers"
-    return Row(what, "; ".join(words), "at most 1", worst <= 1)
+    return Row(what, "; ".join(words), "at most 1", worst <= 1 + 1e-9)
 
 
 def held(schedule: str) -> Row:

@@ -3,6 +3,7 @@
 from itertools import combinations, pairwise
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -145,11 +146,36 @@ def test_a_plan_says_which_way_it_goes_and_is_followed() -> None:
     assert plan.why_not("12 microbatches").startswith("12 microbatches, cut by time: at least ")
     assert "2 microbatches, cut by time" in plan.why_not("2 micro") and "12" not in plan.why_not("2 micro")
     assert f"chosen: {plan.way}\n  not " in plan.table()
+    # A letter is a strategy, though words of the ways begin with it.
+    for letter in "bcm":
+        assert plan.why_not(letter) == attrs.evolve(plan, way="", others=()).why_not(letter)
+    assert plan.why_not("") == attrs.evolve(plan, way="", others=()).why_not("")
     # Of two plans the other way is taken, and none is searched for.
     other = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4).lower(state, batch).plan
     asked = Plan.from_dict({**other.to_dict(), "way": "4 microbatches, cut by time"})
     followed = chain.with_plan(asked).lower(state, batch).plan
     assert (followed.way, followed.others) == ("4 microbatches, cut by time", ()) and followed.pipeline == other.pipeline
+
+
+@pytest.mark.parametrize("microbatches", [4, "auto"])
+def test_a_followed_plan_keeps_its_cut_without_its_budget(microbatches: int | str) -> None:
+    step, state, batch = example(4, 256)
+    fixed = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4)
+    plan = cf.checkpoint(fixed, budget=int(0.9 * fixed.lower(state, batch).plan.peak_bytes)).lower(state, batch).plan
+    assert plan.way not in ("", "4 microbatches, cut by time")
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=microbatches)
+    followed = chain.with_plan(plan).lower(state, batch).plan
+    assert (followed.way, followed.others) == (plan.way, ())
+    assert [leaf.at for leaf in followed.inputs] == [leaf.at for leaf in plan.inputs]
+
+
+def test_a_way_that_a_step_does_not_have_cannot_be_followed() -> None:
+    step, state, batch = example()
+    plan = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches="auto").lower(state, batch).plan
+    asked = Plan.from_dict({**plan.to_dict(), "way": "5 microbatches, cut by time"})
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4)
+    with pytest.raises(cf.PlanError, match="the plan to follow goes the way '5 microbatches, cut by time', which this step does not have"):
+        chain.with_plan(asked).lower(state, batch)
 
 
 def test_a_step_with_what_was_chosen_trains_as_one_device_does() -> None:
@@ -171,6 +197,14 @@ def test_what_cannot_be_chosen_is_an_error(rows: int, options: dict[str, Any], s
     step, state, batch = example(4, rows)
     with pytest.raises(cf.PlanError, match=says):
         cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), **{"microbatches": "auto", **options}).lower(state, batch)
+
+
+def test_microbatches_that_mix_samples_are_an_error_and_not_one_microbatch() -> None:
+    step, state, batch = example(4, 8)
+    chain = cf.fp8(cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches="auto"), where="*.weight", scaling="rowwise")
+    with pytest.raises(cf.PlanError, match=r"fp8_scale in .* mixes the samples of the batch") as refused:
+        chain.lower(state, batch)
+    assert 'give cf.fp8 scaling="delayed" or "rowwise_with_gw_hp" to keep the numbers of the whole batch' in str(refused.value)
 
 
 def test_where_no_way_fits_the_least_of_the_leanest_is_named() -> None:

@@ -96,6 +96,7 @@ class Build:
     `program`: the global one (`rewrite_global`), or in `rewrite_local` one rank's. `traced`: names and trees of arguments and results.
     `registry`: what plugins bring.
     `budget_bytes`: the device memory that a plan keeps to; None: no limit, or before anything is planned.
+    `way`: the words of the variant that a followed plan took; "": it took none, or no plan is followed.
     `constraints`: what the planner may not decide otherwise (`constrain`).
     `alternatives`, `searches`, `moves`: ways to finish a program (`candidates`). Each transform adds to them: several ways to write
     one rank's program, the fastest first; a search for an order that fits; what writes copies between tiers. What they give is finished
@@ -114,6 +115,7 @@ class Build:
     alternatives: tuple[Sequence[Rewrite], ...] = ()
     searches: tuple[Search, ...] = ()
     moves: tuple[Move, ...] = ()
+    way: str = ""
 
     def evolve(self, **changes: Any) -> Build:
         """The same build, but for `changes`."""
@@ -172,7 +174,8 @@ class Transform:
     moves when is planned again.
     `wider`: what to write instead where its policy forbids what would need less memory.
     `variants`: of a traced step, the ways to write this transform where it leaves something open; () where it does not. Each is planned
-    as if it had been written so, and the fastest that fits is taken. One transform of a chain may have some.
+    as if it had been written so, and the fastest that fits is taken; of a plan that is followed (`Build.way`) the one with its words, which
+    variants have to include whatever the budget is now. One transform of a chain may have some.
     """
 
     name: str

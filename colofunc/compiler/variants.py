@@ -22,9 +22,10 @@ from colofunc.compiler.planning import Outcome, Planning
 from colofunc.compiler.rank_agreement import from_main, told
 from colofunc.compiler.staged import Staged, in_place_of
 from colofunc.compiler.transform import Build, Transform, Variant
-from colofunc.errors import CapacityError, PlanError
+from colofunc.errors import CapacityError, PlanError, near
 from colofunc.executors.watch import Watch
 from colofunc.planner.plan import OtherWay, Plan
+from colofunc.program.passes.loop import Mixes
 
 As = Callable[[Staged], Planning]
 """All that a chain is planned by."""
@@ -48,16 +49,21 @@ class Ways:
 
     @staticmethod
     def of(staged: Staged, build: Build, plan: Plan | None) -> Ways:
-        """build: with the traced program. plan: one to follow, which says its way; None: there is none."""
+        """build: with the traced program. plan: one to follow, which says its way; None: there is none.
+
+        Raises PlanError where a step that leaves something open has no such way.
+        """
+        way = "" if plan is None else plan.way
+        build = build.evolve(way=way)
         for transform in staged.transforms:
             variants = () if transform.variants is None else tuple(transform.variants(build))
             if variants:
                 ways = Ways(staged, transform, variants)
-                return ways if plan is None or not plan.way else attrs.evolve(ways, only=ways.called(plan.way))
+                return attrs.evolve(ways, only=ways.called(way)) if way else ways
         return Ways(staged, None, (), only=())
 
-    def called(self, words: str) -> Way | None:
-        """The way with these words; None where there is none."""
+    def called(self, words: str) -> Way:
+        """The way with these words. Raises PlanError where there is none."""
         for number, variant in enumerate(self.variants):
             if variant.words == words:
                 return (number,)
@@ -65,7 +71,11 @@ class Ways:
                 for way in self.behind((number,)):
                     if self.variant(way).words == words:
                         return way
-        return None
+        hint = near(words, [variant.words for variant in self.variants], "ways")
+        raise PlanError(
+            f"the plan to follow goes the way {words!r}, which this step does not have{hint}; "
+            f"write the step as it was when the plan was made, or plan it without with_plan"
+        )
 
     def behind(self, way: Way) -> list[Way]:
         """Those that are tried where a way needs help."""
@@ -140,6 +150,7 @@ class _Search:
                 self._lose(way, self._bound_s(way), 0, "")
             elif self._try(way):
                 left += self.ways.behind(way)
+        self._check_mixing()
         best = self._leanest() if self.best is None else self.best
         others = tuple(self.others[way] for way in sorted(self.others))
         return attrs.evolve(best, outcome=_saying(best.outcome, self.ways.variant(best.way).words, others))
@@ -166,6 +177,17 @@ class _Search:
             plan = found.outcome[0].plan
             self._lose(found.way, plan.cost_s, plan.peak_bytes, "; ".join(plan.memory))
         return bool(outcome[0].plan.memory)
+
+    def _check_mixing(self) -> None:
+        """Raises where one microbatch is all that is left because an operator mixes samples: what was asked for is a pipeline."""
+        if self.best is not None and self._several(self.best.way):
+            return
+        tried = [way for way, other in self.others.items() if self._several(way) and (way in self.refused or other.peak_bytes)]
+        if tried and all(isinstance(self.refused.get(way), Mixes) for way in tried):
+            raise self.refused[min(tried)]
+
+    def _several(self, way: Way) -> bool:
+        return self.ways.variant(way).transform.microbatches > 1
 
     def _best_s(self) -> float:
         assert self.best is not None, "one was found"

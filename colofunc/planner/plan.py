@@ -201,7 +201,7 @@ class Plan:
     def why_not(self, what: str, glob: str = "*") -> str:
         """What another choice would cost: a strategy "{tp: i}", any with an axis on a factor "tp: i", or a name.
 
-        Of a pipeline whose microbatches or cuts were chosen, words such as "16 microbatches" or "cut by memory".
+        Of a pipeline whose microbatches or cuts were chosen, whole words such as "16 microbatches" or "cut by memory".
         """
         ways = [other.line(self) for other in self.others if _says(what, other.words)]
         if _says(what, self.way):
@@ -306,8 +306,18 @@ def _is(what: str, choice: Decision | Alternative) -> bool:
 
 
 def _says(what: str, way: str) -> bool:
-    """Whether a way has these words: "6 microbatches" are not among "16 microbatches"."""
-    return f" {what}" in f" {way}"
+    """Whether a way has these words one after another; the last of several may be its beginning only.
+
+    "2 micro" is among "2 microbatches", "6 microbatches" are not among "16 microbatches", and "b", a strategy, is not among "cut by time".
+    """
+    asked, said = ([word.rstrip(",") for word in words.split()] for words in (what, way))
+    for first in range(len(said) - len(asked) + 1):
+        there = said[first : first + len(asked)]
+        if there == asked:
+            return bool(asked)
+        if len(asked) > 1 and there[:-1] == asked[:-1] and there[-1].startswith(asked[-1]):
+            return True
+    return False
 
 
 def _choices(decisions: Iterable[Decision], what: str) -> set[str]:

@@ -65,7 +65,7 @@ def pipeline(
     mix samples, as under `cf.accumulate`: "error", or "per-microbatch" (the numbers change). Otherwise the numbers are those of one device.
 
     Raises PlanError for an axis that the mesh does not have, a schedule that nobody gives, more stages than there are layers, microbatches
-    that do not divide the batch, and an operator that mixes samples.
+    that do not divide the batch, and an operator that mixes samples ("auto": where it leaves one microbatch only).
     """
     if microbatches != AUTO:
         check_number(microbatches, "pipeline")
@@ -108,12 +108,14 @@ class _Asked:
         )
 
     def variants(self, build: Build) -> Sequence[Variant]:
-        """Numbers of microbatches, orders of devices that differ, and behind each, under a budget, cuts; () where none of them is open."""
+        """Numbers of microbatches, orders of devices that differ, and behind each, under a budget or for a plan that is followed, cuts; ()
+        where none of them is open."""
         schedule, ranks = self._schedule(build), self._ranks(build.mesh)
         count = schedule.stages(ranks)
         cuts_open = self.stages is None and count > 1
         problem = self._problem(build, schedule, ranks) if cuts_open else None
-        leaner = cuts_open and build.budget_bytes is not None
+        # A plan that was made under a budget is followed without one too.
+        leaner = cuts_open and (build.budget_bytes is not None or bool(build.way))
         orders = _Way(self, build, schedule, ranks, problem, leaner).orders()
         if self.microbatches is not None and not orders and not leaner:
             return ()
@@ -276,7 +278,7 @@ class _Way:
 
     def orders(self) -> list[Order]:
         """Other orders of the ranks that may be better: of the fastest slowest stage, of the least bound, and the roomiest first under a
-        budget. [] where ranks are alike."""
+        budget, or for a plan that is followed and may have had one. [] where ranks are alike."""
         if not self.build.mesh.topology.ranks or self.problem is None:
             return []
         problem, several = self.problem, self.schedule.stages_per_rank
@@ -294,7 +296,7 @@ class _Way:
             return bound.at(problem_of(order).balanced(), middle)
 
         found = [best_order(devices, several, problem_of), least_order(devices, at_least_s)]
-        if self.build.budget_bytes is not None:
+        if self.build.budget_bytes is not None or self.build.way:
             found.append(roomiest_first(devices))
         return list(dict.fromkeys(order for order in found if order is not None))
 

@@ -157,6 +157,16 @@ class RowsMove(PlanError):
     """The plan moves rows of the batch between ranks where microbatches cannot follow; another plan may not."""
 
 
+class Mixes(PlanError):
+    """An operator of the step mixes samples that are in different microbatches."""
+
+
+OTHERWISE = {
+    "fp8_scale": 'give cf.fp8 scaling="delayed" or "rowwise_with_gw_hp" to keep the numbers of the whole batch, or ',
+}
+"""Operator that mixes samples -> what to write in its place."""
+
+
 def _mixes(node: Node, trips: int, mixing: str) -> PlanError:
     who = node.note.split(" needs ")[0].split(": ")[-1] if " needs " in node.note else node.note.split(" {")[0]
     where = f" in {node.path!r}" if node.path else ""
@@ -166,11 +176,12 @@ def _mixes(node: Node, trips: int, mixing: str) -> PlanError:
             f"the plan moves rows of the batch between ranks ({who.removeprefix('colofunc.')}{where}{line}), which {trips} microbatches "
             f"of so few rows cannot follow; use fewer microbatches or a larger batch, or name the batch's axes in in_specs"
         )
-    said = f"{who.removeprefix('aten.').removeprefix('colofunc.')}{where}{line} mixes the samples of the batch"
+    name = who.removeprefix("aten.").removeprefix("colofunc.")
+    said = f"{name}{where}{line} mixes the samples of the batch"
     if mixing == "per-microbatch":
-        return PlanError(f"{said}: it needs all rows at once, so it cannot be computed per microbatch; take it out of the accumulated step")
-    return PlanError(
-        f"{said}, so {trips} microbatches cannot be computed one after another; "
+        return Mixes(f"{said}: it needs all rows at once, so it cannot be computed per microbatch; take it out of the accumulated step")
+    return Mixes(
+        f"{said}, so {trips} microbatches cannot be computed one after another; {OTHERWISE.get(name, '')}"
         f'write mixing="per-microbatch" to treat each microbatch by itself (the numbers change), or take one microbatch'
     )
 
