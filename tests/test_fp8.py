@@ -56,7 +56,10 @@ def test_casts_round_to_the_nearest_and_do_not_overflow(format: torch.dtype, dty
     levels = [level for level in every.tolist() if level < float("inf")]  # in order of bits, and of size
     assert levels == sorted(levels) and levels[-1] == LARGEST[format]
     between = [(a + b) / 2 for a, b in pairwise(levels)]
-    sizes = [*levels, *between, *(level * 1.01 for level in levels), LARGEST[format] * 3, 1e-9]
+    halves = torch.tensor(between, dtype=dtype)
+    # What is next to a half is beside it in its own dtype, and need not be in a narrower one.
+    above, below = (torch.nextafter(halves, torch.full_like(halves, end)).tolist() for end in (math.inf, 0.0))
+    sizes = [*levels, *between, *above, *below, *(level * 1.01 for level in levels), LARGEST[format] * 3, 1e-9]
     x = torch.tensor([*sizes, *(-size for size in sizes)], dtype=dtype)
     scale = torch.tensor(0.25, dtype=torch.promote_types(dtype, torch.float32))
     got = fp8_cast(x * 0.25, scale, format).view(format).double()
