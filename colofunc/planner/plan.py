@@ -201,7 +201,8 @@ class Plan:
     def why_not(self, what: str, glob: str = "*") -> str:
         """What another choice would cost: a strategy "{tp: i}", any with an axis on a factor "tp: i", or a name.
 
-        Of a pipeline whose microbatches or cuts were chosen, words such as "16 microbatches" or "cut by memory".
+        Of a pipeline whose microbatches or cuts were chosen, whole words such as "16 microbatches" or "cut by memory"; the last one of
+        several may be a beginning, as in "16 micro".
         """
         ways = [other.line(self) for other in self.others if _says(what, other.words)]
         if _says(what, self.way):
@@ -306,8 +307,19 @@ def _is(what: str, choice: Decision | Alternative) -> bool:
 
 
 def _says(what: str, way: str) -> bool:
-    """Whether a way has these words: "6 microbatches" are not among "16 microbatches"."""
-    return f" {what}" in f" {way}"
+    """Whether a way has these words one behind the other, of which the last may be a beginning where it is not the only one."""
+    asked, words = _words(what), _words(way)
+    for first in range(len(words) - len(asked) + 1):
+        run = words[first : first + len(asked)]
+        if run == asked:
+            return True
+        if len(asked) > 1 and run[:-1] == asked[:-1] and run[-1].startswith(asked[-1]):
+            return True
+    return False
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip(",") for word in text.split()]
 
 
 def _choices(decisions: Iterable[Decision], what: str) -> set[str]:
