@@ -519,6 +519,26 @@ def test_what_delayed_scaling_has_no_place_for_is_named() -> None:
         cf.fp8(adapters, where="up.weight", scaling="delayed")(lora_state, tokens())
 
 
+OWN = {
+    "dict": ({"w": torch.ones(2, 2)}, r"keys \['w'\]"),
+    "empty": ({}, r"keys \[\]"),
+    "tensor": (torch.ones(2, 2), "type Tensor"),
+}
+
+
+@pytest.mark.parametrize(("own", "has"), OWN.values(), ids=OWN)
+def test_a_state_with_something_else_under_the_key_is_named(own: Any, has: str) -> None:
+    def inner(state: Any, x: torch.Tensor) -> Any:
+        return state, F.linear(x, state["w"]).sum()
+
+    keys = r"where a transform keeps a record with the keys \['amax_history'\]\. Try: another key than 'fp8'"
+    with pytest.raises(cf.InputError, match=rf"the state has a 'fp8' of its own, of {has}, {keys}"):
+        cf.fp8(inner, where="w", scaling="delayed")({"w": draw(16, 16), "fp8": own}, draw(8, 16))
+    keys = r"where a transform keeps a record with the keys \['scale', 'good', 'skipped'\]\. Try: another key than 'loss_scale'"
+    with pytest.raises(cf.InputError, match=rf"the state has a 'loss_scale' of its own, of {has}, {keys}"):
+        cf.precision(inner, "fp16")({"w": draw(16, 16, dtype=torch.float32), "loss_scale": own}, draw(8, 16, dtype=torch.float32))
+
+
 # ---- on a card ----
 
 
