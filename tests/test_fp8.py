@@ -56,7 +56,10 @@ def test_casts_round_to_the_nearest_and_do_not_overflow(format: torch.dtype, dty
     levels = [level for level in every.tolist() if level < float("inf")]  # in order of bits, and of size
     assert levels == sorted(levels) and levels[-1] == LARGEST[format]
     between = [(a + b) / 2 for a, b in pairwise(levels)]
-    sizes = [*levels, *between, *(level * 1.01 for level in levels), LARGEST[format] * 3, 1e-9]
+    halves = torch.tensor(between, dtype=dtype)
+    # What is next to a half is beside it in its own dtype, and need not be in a narrower one.
+    above, below = (torch.nextafter(halves, torch.full_like(halves, end)).tolist() for end in (math.inf, 0.0))
+    sizes = [*levels, *between, *above, *below, *(level * 1.01 for level in levels), LARGEST[format] * 3, 1e-9]
     x = torch.tensor([*sizes, *(-size for size in sizes)], dtype=dtype)
     scale = torch.tensor(0.25, dtype=torch.promote_types(dtype, torch.float32))
     got = fp8_cast(x * 0.25, scale, format).view(format).double()
@@ -514,6 +517,26 @@ def test_what_delayed_scaling_has_no_place_for_is_named() -> None:
     said = r"'up\.weight' is no weight of the state, which keeps .* Try: globs in where= that leave it out"
     with pytest.raises(cf.InputError, match=said):
         cf.fp8(adapters, where="up.weight", scaling="delayed")(lora_state, tokens())
+
+
+OWN = {
+    "dict": ({"w": torch.ones(2, 2)}, r"keys \['w'\]"),
+    "empty": ({}, r"keys \[\]"),
+    "tensor": (torch.ones(2, 2), "type Tensor"),
+}
+
+
+@pytest.mark.parametrize(("own", "has"), OWN.values(), ids=OWN)
+def test_a_state_with_something_else_under_the_key_is_named(own: Any, has: str) -> None:
+    def inner(state: Any, x: torch.Tensor) -> Any:
+        return state, F.linear(x, state["w"]).sum()
+
+    keys = r"where a transform keeps a record with the keys \['amax_history'\]\. Try: another key than 'fp8'"
+    with pytest.raises(cf.InputError, match=rf"the state has a 'fp8' of its own, of {has}, {keys}"):
+        cf.fp8(inner, where="w", scaling="delayed")({"w": draw(16, 16), "fp8": own}, draw(8, 16))
+    keys = r"where a transform keeps a record with the keys \['scale', 'good', 'skipped'\]\. Try: another key than 'loss_scale'"
+    with pytest.raises(cf.InputError, match=rf"the state has a 'loss_scale' of its own, of {has}, {keys}"):
+        cf.precision(inner, "fp16")({"w": draw(16, 16, dtype=torch.float32), "loss_scale": own}, draw(8, 16, dtype=torch.float32))
 
 
 # ---- on a card ----

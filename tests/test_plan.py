@@ -16,7 +16,7 @@ import colofunc as cf
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.describe import Shares, words
-from colofunc.planner.plan import Plan, matches, parse_axes
+from colofunc.planner.plan import OtherWay, Plan, matches, parse_axes
 from colofunc.planner.sharding.assign import Assignment, assign
 from colofunc.planner.sharding.constraints import NONE, Constraints
 from colofunc.planner.sharding.explain import constraints_from, make_plan, node_keys
@@ -144,6 +144,18 @@ def test_why_not_gives_the_price_or_the_reason() -> None:
     assert f"{other} instead of {chosen.strategy}" in plan.why_not(other, "*.fc1")
     assert "no strategy 'ring'; its rule is" in plan.why_not("ring", "*.fc1")
     assert f"did you mean {chosen.strategy!r}" in plan.why_not(chosen.strategy.replace("}", "]"), "*.fc1")
+
+
+def test_a_question_about_strategies_is_not_taken_for_one_about_ways() -> None:
+    plan = plan_of(mlp())
+    lost = ("2 microbatches, cut by memory", "12 microbatches, cut by time")
+    others = tuple(OtherWay(way, None, 0, "too large") for way in lost)
+    piped = attrs.evolve(plan, way="4 microbatches, cut by time", others=others)
+    for what in ("b", "c", "m", "i", "{}", "tp: i"):
+        assert piped.why_not(what, "*.fc1") == plan.why_not(what, "*.fc1")
+    assert piped.why_not("2 micro") == piped.why_not("cut by memory") == "2 microbatches, cut by memory: too large"
+    assert piped.why_not("4 microbatches, cut by ti") == "4 microbatches, cut by time is what was chosen"
+    assert len(piped.why_not("cut").splitlines()) == 3 and len(piped.why_not("by time").splitlines()) == 2
 
 
 def test_find_takes_real_paths_of_folded_layers() -> None:

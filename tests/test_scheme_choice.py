@@ -222,6 +222,17 @@ def test_a_choice_prints_what_was_chosen_and_why() -> None:
     )
 
 
+def test_a_choice_that_was_not_looked_for_claims_no_least_error() -> None:
+    table = SchemeErrors(tuple(attrs.evolve(weight, options=tuple(map(rounded, weight.options))) for weight in errors().weights))
+    assert str(table.uniform("nf4")) == (
+        "42.5 KiB of 264 KiB within 42.5 KiB; the loss rises by 2.10e-05 by the estimate\n"
+        "weight        scheme     bytes    error  why\n"
+        "table.weight  as it is   8,192  0.0e+00  nothing was measured of it\n"
+        "up.weight     nf4       17,920  1.1e-05  int4-g128 has less error in no more bytes\n"
+        "down.weight   nf4       17,408  1.0e-05  int4-g128 takes 256 B more for 5.0e-06 less; 0 B are free"
+    )
+
+
 def rounded(option: Any) -> Any:
     """Errors to millionths, so that a text does not depend on last places; seconds are not asked for."""
     return attrs.evolve(option, error=math.ceil(option.error * 1e6 - 0.1) * 1e-6)
@@ -249,6 +260,11 @@ def test_a_budget_for_all_leaves_all_as_they_are() -> None:
     step = cf.quantize(forward, "auto", budget="1GB", errors=errors())
     assert all(isinstance(leaf, torch.Tensor) for leaf in step.init(params, tokens()).values())
     torch.testing.assert_close(step(params, tokens()).full(), forward(params, tokens()))
+
+
+def test_one_scheme_need_not_be_in_a_list() -> None:
+    for schemes in ("int8", BUILT_IN["int8"]):
+        assert cf.scheme_errors(loss_of()[1], measured(), schemes).weights == errors(("int8",)).weights
 
 
 def test_calibrated_schemes_are_chosen_too() -> None:
@@ -430,6 +446,41 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         cf.InputError,
         "cf.scheme_errors: there is no scheme 'int7'; did you mean 'int8'",
         lambda: cf.scheme_errors(loss_of()[1], measured(), ["int7"]),
+    ),
+    "no schemes": (
+        cf.InputError,
+        "cf.scheme_errors(schemes=()): there is nothing to choose from. Try: schemes=('int8', 'fp8')",
+        lambda: cf.scheme_errors(loss_of()[1], measured(), ()),
+    ),
+    "no name of a scheme": (
+        cf.InputError,
+        "cf.scheme_errors: 3 in schemes= is of type int. Try: names of schemes (int8, fp8, mxfp8, nvfp4, int4-g128, nf4), cf.gptq(moments)",
+        lambda: cf.scheme_errors(loss_of()[1], measured(), (3,)),
+    ),
+    "a model": (
+        cf.InputError,
+        "cf.scheme_errors: weights are of type Tied. Try: a dict of them by name, such as model.params",
+        lambda: cf.scheme_errors(Tied(), measured()),
+    ),
+    "other rows": (
+        cf.InputError,
+        "cf.scheme_errors: 'up.weight' has 64 rows, and its squares of gradients are (256,). Try: sensitivities of this model",
+        lambda: cf.scheme_errors({"up.weight": torch.ones(64, 128)}, measured()),
+    ),
+    "other rows of a table": (
+        cf.InputError,
+        "cf.scheme_errors: 'table.weight' has 8 rows, and its squares of gradients of rows are (16, 128). Try: sensitivities of this model",
+        lambda: cf.scheme_errors({"table.weight": torch.ones(8, 128)}, cf.sensitivities(loss_of()[0])(loss_of()[1], tokens())),
+    ),
+    "a choice and a budget": (
+        cf.InputError,
+        "cf.quantize(scheme=a choice for 3 weights): budget, keep and errors are for scheme 'auto'. Try: where= for which weights",
+        lambda: cf.quantize(len, errors().within("60KB"), budget="60KB"),
+    ),
+    "a scheme of one's own and a budget": (
+        cf.InputError,
+        "cf.quantize(scheme=the scheme 'gptq'): budget, keep and errors are for scheme 'auto'. Try: where= for which weights",
+        lambda: cf.quantize(len, cf.gptq(measured()["inputs"]), budget="60KB"),
     ),
     "inputs": (
         cf.InputError,

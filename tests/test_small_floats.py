@@ -11,7 +11,7 @@ import torch
 import colofunc as cf
 from colofunc.ops.quantized import fp8_bits, unpacked
 from colofunc.ops.quantizers import BUILT_IN
-from colofunc.ops.small_floats import E2M1_LEVELS, E4M3_LEVELS, e2m1_values, e4m3_bits
+from colofunc.ops.small_floats import E2M1_LEVELS, E4M3_LEVELS, E5M2_INFINITY, FLOAT8_LEVELS, e2m1_values, e4m3_bits
 from colofunc.transforms.quantize import packed
 
 POWERS = [Fraction(2) ** k for k in range(-127, 128)]
@@ -43,6 +43,8 @@ LEVELS = {name: [Fraction(level) for level in levels] for name, levels in (("e4m
 
 def test_levels_are_those_of_torch_and_of_the_table() -> None:
     assert torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist() == list(E4M3_LEVELS)
+    finite = torch.arange(E5M2_INFINITY + 1, dtype=torch.uint8).view(torch.float8_e5m2).to(torch.float64).tolist()
+    assert finite == [*FLOAT8_LEVELS[torch.float8_e5m2], math.inf]
     assert E2M1_LEVELS == (0, 0.5, 1, 1.5, 2, 3, 4, 6)
     assert e2m1_values(torch.arange(16), torch.float32).tolist() == [*E2M1_LEVELS, *(-level for level in E2M1_LEVELS)]
 

@@ -167,7 +167,7 @@ def sensitivities(loss_fn: Callable[..., Any], where: str | Iterable[str] = "*.w
 def scheme_errors(
     weights: Mapping[str, Any],
     measured: Sensitivities | Sequence[Sensitivities],
-    schemes: Iterable[str | Quantizer] = SCHEMES,
+    schemes: str | Quantizer | Iterable[str | Quantizer] = SCHEMES,
     where: str | Iterable[str] = "*.weight",
     step: Any = None,
     args: Sequence[Any] = (),
@@ -176,13 +176,16 @@ def scheme_errors(
 
     weights: name -> tensor, `model.params` or `{**model.params, **model.frozen}`; lazy ones are made one at a time, of those on ranks all
     rows are gathered. measured: what a step of `cf.sensitivities` returns, or a list of such of several batches, which are averaged.
-    schemes: names of built-in schemes, or quantizers such as `cf.gptq(moments)`. where: globs as in `cf.quantize`; weights that they
-    match and of which nothing was measured stay as they are, and count as bytes. step, args: the step to be quantized, staged or not, and
-    its arguments; then each option has seconds too, on the clock by which plans are made: of all that reads the weight, added up.
-    Raises InputError where something measured is not finite, and for a scheme that is unknown or rounds inputs too.
+    schemes: names of built-in schemes, or quantizers such as `cf.gptq(moments)`, one or several. where: globs as in `cf.quantize`; weights
+    that they match and of which nothing was measured stay as they are, and count as bytes. step, args: the step to be quantized, staged or
+    not, and its arguments; then each option has seconds too, on the clock by which plans are made: of all that reads the weight, added up.
+    Raises InputError where something measured is not finite or of other weights, and for a scheme that is unknown or rounds inputs too.
     """
+    if not isinstance(weights, Mapping):
+        kind = type(weights).__name__
+        raise InputError(f"cf.scheme_errors: weights are of type {kind}. Try: a dict of them by name, such as model.params")
     globs = (where,) if isinstance(where, str) else tuple(where)
-    quantizers = [_quantizer(scheme) for scheme in schemes]
+    quantizers = _quantizers(schemes)
     known = _averaged(measured)
     found = []
     for name, weight in weights.items():
@@ -196,7 +199,21 @@ def scheme_errors(
     return SchemeErrors(tuple(found) if step is None else _timed(found, quantizers, step, tuple(args)))
 
 
-def _quantizer(scheme: str | Quantizer) -> Quantizer:
+def _quantizers(schemes: str | Quantizer | Iterable[str | Quantizer]) -> list[Quantizer]:
+    if isinstance(schemes, (str, Quantizer)):
+        schemes = (schemes,)
+    found = [_quantizer(scheme) for scheme in schemes]
+    if not found:
+        raise InputError(f"cf.scheme_errors(schemes={schemes!r}): there is nothing to choose from. Try: schemes={SCHEMES[:2]}")
+    return found
+
+
+def _quantizer(scheme: Any) -> Quantizer:
+    if not isinstance(scheme, (str, Quantizer)):
+        raise InputError(
+            f"cf.scheme_errors: {scheme!r} in schemes= is of type {type(scheme).__name__}. Try: names of schemes ({', '.join(SCHEMES)}), "
+            "cf.gptq(moments)"
+        )
     if isinstance(scheme, str):
         if scheme not in BUILT_IN:
             raise InputError(f"cf.scheme_errors: there is no scheme {scheme!r}{near(scheme, BUILT_IN, 'schemes')}")
@@ -223,6 +240,7 @@ class _Known:
 
     def rise(self, name: str, found: Quantized, weight: Tensor) -> float:
         """By how much the loss rises with a quantized weight, by the formulas above, some rows after the others."""
+        self._check_rows(name, weight)
         wide = found.dequantize(torch.float64)
         rise, step = 0.0, rows_at_once(weight.shape)
         for first in range(0, weight.shape[0], step):
@@ -234,6 +252,16 @@ class _Known:
             if self.lookups.has(name):
                 rise += float((off.square() * self.lookups.of(name, weight.shape[1])[rows]).sum()) / 2
         return max(0.0, rise)
+
+    def _check_rows(self, name: str, weight: Tensor) -> None:
+        """Raises InputError where what was measured is of a weight with other rows."""
+        for part in (self.outputs, self.lookups):
+            if not part.has(name):
+                continue
+            shape = tuple(part.values[part.known(name)].shape)
+            if shape[0] != weight.shape[0]:
+                has = f"{name!r} has {weight.shape[0]} rows, and its {part.what} are {shape}"
+                raise InputError(f"cf.scheme_errors: {has}. Try: sensitivities of this model")
 
 
 def _averaged(measured: Sensitivities | Sequence[Sensitivities]) -> _Known:

@@ -36,6 +36,7 @@ from colofunc import compat
 from colofunc.errors import RuleError
 from colofunc.ops.define import define
 from colofunc.ops.kernels import Kernel, KernelCall, Rates
+from colofunc.ops.small_floats import float8_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -90,7 +91,7 @@ def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     numbers = numbers.clamp_(-LARGEST[dtype], LARGEST[dtype])
     # What is not finite has to be seen behind a product: by a loss scale, and by who looks for the operator that made it.
     numbers.masked_fill_(x.isinf(), torch.nan)
-    return numbers.to(dtype).view(torch.uint8)
+    return float8_bits(numbers, dtype)
 
 
 def _cast_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,9 +27,10 @@ from torch import Tensor
 
 from colofunc.ops.define import define
 
-E4M3 = torch.float8_e4m3fn
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E8M0 = torch.float8_e8m0fnu
 E4M3_LARGEST, E4M3_EXPONENT, E4M3_NAN = 448.0, 8, 0x7F
+E5M2_INFINITY = 0x7C
 E2M1_LARGEST = 6.0
 E8M0_BIAS, E8M0_NAN = 127, 0xFF
 MX_BLOCK, NV_BLOCK = 32, 16
@@ -47,6 +48,8 @@ def _positive(exponent_bits: int, mantissa_bits: int, count: int) -> tuple[float
 
 E4M3_LEVELS = _positive(4, 3, E4M3_NAN)
 E2M1_LEVELS = _positive(2, 1, 8)
+FLOAT8_LEVELS = {E4M3: E4M3_LEVELS, E5M2: _positive(5, 2, E5M2_INFINITY)}
+FLOAT8_NAN = 0x7F  # in either format
 
 
 def nearest_codes(size: Tensor, levels: Sequence[float]) -> Tensor:
@@ -59,13 +62,18 @@ def nearest_codes(size: Tensor, levels: Sequence[float]) -> Tensor:
     return torch.bucketize(size.contiguous(), halves)
 
 
-def e4m3_bits(x: Tensor) -> Tensor:
-    """The bits of the nearest numbers in e4m3, uint8; NaN stays NaN."""
+def float8_bits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bits of the nearest numbers in e4m3 or e5m2, uint8, of numbers up to the format's largest; NaN stays NaN."""
     if x.dtype is not torch.float64:
-        return x.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(E4M3).view(torch.uint8)
+        return x.to(dtype).view(torch.uint8)
     # Torch's cast goes through float32, and rounds twice.
-    codes = torch.where(x.isnan(), E4M3_NAN, nearest_codes(x.abs(), E4M3_LEVELS))
+    codes = torch.where(x.isnan(), FLOAT8_NAN, nearest_codes(x.abs(), FLOAT8_LEVELS[dtype]))
     return (codes | (x.signbit().to(torch.int64) << 7)).to(torch.uint8)
+
+
+def e4m3_bits(x: Tensor) -> Tensor:
+    """The bits of the nearest numbers in e4m3, uint8, too large to the largest; NaN stays NaN."""
+    return float8_bits(x.clamp(-E4M3_LARGEST, E4M3_LARGEST), E4M3)
 
 
 def e4m3_values(bits: Tensor, dtype: torch.dtype) -> Tensor:

@@ -201,7 +201,8 @@ class Plan:
     def why_not(self, what: str, glob: str = "*") -> str:
         """What another choice would cost: a strategy "{tp: i}", any with an axis on a factor "tp: i", or a name.
 
-        Of a pipeline whose microbatches or cuts were chosen, whole words such as "16 microbatches" or "cut by memory".
+        Of a pipeline whose microbatches or cuts were chosen, whole words such as "16 microbatches" or "cut by memory"; the last one of
+        several may be a beginning, as in "16 micro".
         """
         ways = [other.line(self) for other in self.others if _says(what, other.words)]
         if _says(what, self.way):

@@ -111,7 +111,7 @@ class SchemeErrors:
             raise InputError(f"there are no errors of the scheme {scheme!r}{near(scheme, names, 'schemes')}")
         chosen = [Chosen(weight, weight.option(scheme) or weight.options[0]) for weight in self.weights]
         nbytes = sum(one.option.nbytes for one in chosen)
-        return SchemeChoice(tuple(chosen), nbytes, None, sum(one.option.error for one in chosen))
+        return SchemeChoice(tuple(chosen), nbytes)
 
     def _check_seconds(self) -> None:
         if any(option.seconds is None for weight in self.weights for option in weight.options):
@@ -160,8 +160,10 @@ class Chosen:
             return "nothing has less error"
         nearest = min(better, key=lambda option: (option.nbytes, option.error))
         more = nearest.nbytes - self.option.nbytes
-        if more <= choice.free_bytes:  # then it is seconds that have no room
+        if choice.limit_s is not None and more <= choice.free_bytes:  # then it is seconds that have no room
             return f"{nearest.name} takes {time_text((nearest.seconds or 0.0) - (self.option.seconds or 0.0))} more"
+        if more <= 0:  # of a choice that is not the one of least error
+            return f"{nearest.name} has less error in no more bytes"
         gain = self.option.error - nearest.error
         return f"{nearest.name} takes {size_text(more)} more for {gain:.1e} less; {size_text(choice.free_bytes)} are free"
 
@@ -181,14 +183,14 @@ class Tried:
 class SchemeChoice:
     """The scheme of each weight, for `cf.quantize(step, choice)`. `print` shows a line for each weight: what was chosen, and why.
 
-    `budget_bytes`, `limit_s`: what it was to keep to. `bound`: the error that any choice within them has at least. `tried`: the choices
-    that a whole step was finished with, where `cf.schemes_that_fit` made this one.
+    `budget_bytes`, `limit_s`: what it was to keep to. `bound`: the error that any choice within them has at least, None where it was not
+    looked for. `tried`: the choices that a whole step was finished with, where `cf.schemes_that_fit` made this one.
     """
 
     weights: tuple[Chosen, ...]
     budget_bytes: int
     limit_s: float | None = None
-    bound: float = 0.0
+    bound: float | None = None
     tried: tuple[Tried, ...] = ()
 
     @property
@@ -250,8 +252,11 @@ class SchemeChoice:
     def _sentence(self) -> str:
         before = sum(chosen.weight.options[0].nbytes for chosen in self.weights)
         said = f"{size_text(self.nbytes)} of {size_text(before)} within {size_text(self.budget_bytes)}; the loss rises by {self.error:.2e}"
+        said = f"{said} by the estimate"
+        if self.bound is None:
+            return said
         least = "the least possible" if self.error <= self.bound * (1 + CLOSE) else f"at least {self.bound:.2e} is possible"
-        return f"{said} by the estimate, {least}"
+        return f"{said}, {least}"
 
     def _tries(self) -> list[str]:
         if not self.tried:

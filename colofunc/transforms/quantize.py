@@ -107,7 +107,8 @@ def _chosen(budget: str | int | None, keep: str | Iterable[str], errors: SchemeE
 
 def _quantizer(scheme: Any, plugins: Sequence[Any], budget: object, keep: object, errors: object) -> Schemes:
     if budget is not None or keep != () or errors is not None:
-        raise InputError(f"cf.quantize(scheme={scheme!r}): budget, keep and errors are for scheme 'auto'. Try: where= for which weights")
+        given = _short(scheme)
+        raise InputError(f"cf.quantize(scheme={given}): budget, keep and errors are for scheme 'auto'. Try: where= for which weights")
     if isinstance(scheme, SchemeChoice):
         return scheme
     known = build_registry(tuple(plugins)).quantizers
@@ -118,6 +119,15 @@ def _quantizer(scheme: Any, plugins: Sequence[Any], budget: object, keep: object
     if scheme not in known:
         raise InputError(f"cf.quantize: there is no scheme {scheme!r}{near(scheme, known, 'schemes')}")
     return known[scheme]
+
+
+def _short(scheme: Any) -> str:
+    """A scheme in an error: without the weights of a choice, or what a quantizer has measured."""
+    if isinstance(scheme, SchemeChoice):
+        return f"a choice for {len(scheme.weights)} weights"
+    if isinstance(scheme, Quantizer):
+        return f"the scheme {scheme.name!r}"
+    return repr(scheme)
 
 
 # ---- which weights, and what they are packed to ----

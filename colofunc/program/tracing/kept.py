@@ -11,15 +11,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from colofunc.errors import InputError
 from colofunc.program.tracing.tree import container, rebuild
 
 
 def split_kept(state: Any, key: str, fields: Collection[str]) -> tuple[Any, Any]:
-    """(the record, None where there is none yet; the state without it). Raises LookupError where a record has no place.
+    """(the record, None where there is none yet; the state without it).
 
-    fields: keys of the record, by which it is known among the items of a tuple or list.
+    fields: keys of the record, by which it is known among the items of a tuple or list. Raises LookupError where a record has no place,
+    InputError where a dict has something else there.
     """
     if isinstance(state, Mapping):
+        _check(state.get(key), key, fields)
         return state.get(key), {k: v for k, v in state.items() if k != key}
     parts = container(state)
     kind, keys, items, context = parts if parts is not None else ("", (), (), None)
@@ -32,6 +35,17 @@ def split_kept(state: Any, key: str, fields: Collection[str]) -> tuple[Any, Any]
         bare = rebuild(kind, type(state), keys, [None if k == key else v for k, v in zip(keys, items, strict=True)], context)
         return items[list(keys).index(key)], bare
     raise LookupError(key)
+
+
+def _check(record: Any, key: str, fields: Collection[str]) -> None:
+    """Raises InputError where a record has other keys than these."""
+    if record is None or (isinstance(record, Mapping) and set(record) == set(fields)):
+        return
+    has = f"keys {list(record)[:5]}" if isinstance(record, Mapping) else f"type {type(record).__name__}"
+    raise InputError(
+        f"the state has a {key!r} of its own, of {has}, where a transform keeps a record with the keys {list(fields)}. Try: another key "
+        f"than {key!r} for it"
+    )
 
 
 def join_kept(bare: Any, key: str, record: Any) -> Any:
