@@ -31,7 +31,7 @@ from colofunc.ops.gptq import DAMPING, calibrated
 from colofunc.ops.linear import linear_dw
 from colofunc.ops.measured import Measured
 from colofunc.ops.quantized_frozen import reading
-from colofunc.ops.quantized_inputs import linear_inputs
+from colofunc.ops.quantized_inputs import WeightNames, linear_inputs
 from colofunc.ops.quantizers import Quantizer
 from colofunc.planner.plan import matches
 from colofunc.program.tracing.tree import walk
@@ -130,13 +130,13 @@ def _measuring(statistic: Statistic, step_fn: Callable[..., Any], where: str | I
     return measured
 
 
-class Seen:
+class Seen(WeightNames):
     """Weights of one run by name, and what was measured of their inputs."""
 
     def __init__(self, statistic: Statistic, globs: tuple[str, ...]) -> None:
+        super().__init__(lambda name: any(matches(name, glob) for glob in globs))
         self.statistic = statistic
         self.globs = globs
-        self.names: dict[int, tuple[Tensor, str]] = {}  # id of a weight -> itself, its name
         self.values: dict[str, Tensor] = {}
 
     def note_all(self, state: Any) -> None:
@@ -144,20 +144,6 @@ class Seen:
         for name, leaf in walk(state):
             if isinstance(leaf, Tensor):
                 self.note(name, leaf)
-
-    def note(self, name: str, leaf: Tensor) -> None:
-        self.names[id(leaf)] = leaf, name
-
-    def frozen(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        for name, weight in weights.items():
-            self.note(name, weight)
-        return weights
-
-    def name(self, weight: Tensor) -> str | None:
-        known = self.names.get(id(weight))
-        if known is None or not any(matches(known[1], glob) for glob in self.globs):
-            return None
-        return known[1]
 
     def see(self, x: Tensor, weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
         with torch.no_grad():

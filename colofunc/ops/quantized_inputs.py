@@ -14,7 +14,7 @@ were not there. Source: Dettmers et al. 2022, "LLM.int8()" (2208.07339), section
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from colofunc import compat
 from colofunc.ops.canonical import opened
 from colofunc.ops.define import define
 
@@ -68,6 +69,27 @@ def divided(x: Tensor, scale: Tensor) -> Tensor:
 
 
 rounded_rows = define("rounded_rows(Tensor x, float threshold) -> Tensor", _rounded_rows, _fake, (_save_nothing, _straight_through))
+
+
+class WeightNames:
+    """The weights of one run of a step by name. `name` is the key of `LinearCalls`: of those that are asked for."""
+
+    def __init__(self, is_asked: Callable[[str], bool]) -> None:
+        self.is_asked = is_asked
+        self.names: dict[int, tuple[Tensor, str]] = {}  # id of a weight -> itself, its name
+
+    def note(self, name: str, leaf: Tensor) -> None:
+        self.names[id(leaf)] = leaf, name
+
+    def frozen(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Notes those that a model captures, for `reading`."""
+        for name, weight in weights.items():
+            self.note(name, weight)
+        return weights
+
+    def name(self, weight: Tensor) -> str | None:
+        known = self.names.get(id(compat.unwrap_functorch(weight)))  # inside torch.func.grad weights are wrapped
+        return known[1] if known is not None and self.is_asked(known[1]) else None
 
 
 class LinearCalls(TorchFunctionMode):

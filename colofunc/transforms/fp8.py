@@ -37,7 +37,7 @@ from colofunc.ops.fp8 import LARGEST, fp8_scale
 from colofunc.ops.fp8_linear import FORMATS, OPERANDS, RECIPES, Delayed, Recipe, fp8_linear
 from colofunc.ops.linear import linear
 from colofunc.ops.quantized_frozen import reading
-from colofunc.ops.quantized_inputs import LinearCalls
+from colofunc.ops.quantized_inputs import LinearCalls, WeightNames
 from colofunc.planner.plan import matches
 from colofunc.program.tracing.kept import join_kept, split_kept, state_of
 from colofunc.program.tracing.meta import phase
@@ -171,28 +171,16 @@ def _run(layers: _Layers, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return out
 
 
-class _Layers:
+class _Layers(WeightNames):
     """Weights of one run of a step by name, which of them linear layers have read, and how large the numbers there were."""
 
     def __init__(self, asked: _Asked, known: Mapping[str, Tensor]) -> None:
+        super().__init__(asked.matches)
         self.asked = asked
         self.known = known  # name of a history -> (3, history)
-        self.names: dict[int, tuple[Tensor, str]] = {}  # id of a weight -> itself, its name
         self.read: dict[str, None] = {}
         self.scales: dict[str, list[Tensor]] = {}  # weight -> those of `OPERANDS`
         self.seen: dict[str, dict[int, Tensor]] = {}  # weight -> number of an operand -> its largest number, 0-dim
-
-    def note(self, name: str, leaf: Tensor) -> None:
-        self.names[id(leaf)] = leaf, name
-
-    def frozen(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        for name, weight in weights.items():
-            self.note(name, weight)
-        return weights
-
-    def name(self, weight: Tensor) -> str | None:
-        known = self.names.get(id(compat.unwrap_functorch(weight)))  # inside torch.func.grad weights are wrapped
-        return known[1] if known is not None and self.asked.matches(known[1]) else None
 
     def multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> Tensor:
         """What a linear layer with a weight of this name gives."""
