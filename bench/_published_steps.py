@@ -91,13 +91,12 @@ def _keeps_layers(node: Node, readers: Sequence[Node]) -> bool:
 
 
 def with_attention(topology: Topology, kernel: Attention) -> Topology:
-    """A machine whose flash attention is another kernel."""
-    if kernel not in TIMES_FLASH:
-        return topology
-    ahead, back = TIMES_FLASH[kernel]
+    """A machine whose attention is by one kernel, flash or another one."""
+    ahead, back = TIMES_FLASH.get(kernel, (1.0, 1.0))
     rates = [
         attrs.evolve(one, points=tuple((keys, forward * ahead, backward * back) for keys, forward, backward in one.points))
         for one in topology.device.attention
+        if one.kernel == "flash"
     ]
     return attrs.evolve(topology, device=attrs.evolve(topology.device, attention=tuple(rates)))
 

@@ -6,6 +6,7 @@ import attrs
 import pytest
 import torch
 from einops import rearrange
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from colofunc.errors import ProgramError
 from colofunc.executors import kernels
@@ -354,6 +355,36 @@ def test_statistics_of_a_norm_that_are_a_view():
     assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
+OF_GROUPS = ("aten.native_group_norm.default", "aten.native_group_norm_backward.default")
+
+
+def test_a_group_norm_is_given_what_lies_one_behind_another():
+    """torch's kernels for CUDA refuse other operands, or read them without strides."""
+    def strided(*shape):
+        return torch.randn(*reversed(shape)).permute(*range(len(shape))[::-1])
+
+    x, grad, w, mean, rstd = strided(2, 6, 3, 3), strided(2, 6, 3, 3), torch.randn(6), torch.randn(2, 2), torch.rand(2, 2)
+    calls = {
+        OF_GROUPS[0]: ((x, w, w, 2, 6, 9, 2, 1e-5), (0,)),
+        OF_GROUPS[1]: ((grad, x, mean, rstd, w, 2, 6, 9, 2, [True] * 3), (0, 1)),
+    }
+    for target, (args, dense) in calls.items():
+        with Seen() as seen:
+            got = callable_of(target)(*args)
+        assert all(seen.contiguous[k] for k in dense)
+        want = resolve(target)(*(a.contiguous() if k in dense else a for k, a in enumerate(args)))
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+class Seen(TorchDispatchMode):
+    """Which operands of a group norm were contiguous."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "group_norm" in str(func):
+            self.contiguous = [isinstance(a, torch.Tensor) and a.is_contiguous() for a in args]
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("view", [False, True], ids=["whole", "view"])
 def test_what_lanes_share_is_written_for_each_by_whatever_name_it_is_read_later(view):
     """As where memory is copied to the host behind the last write to it, by the name of its first value."""
@@ -424,4 +455,5 @@ def test_every_call_for_matrices_is_compared():
 
 
 def test_every_quick_way_is_compared():
-    assert {name for name in kernels._FAST if name.startswith("aten.")} - QUICK.keys() == {"aten.native_layer_norm_backward.default"}
+    by_strides = {"aten.native_layer_norm_backward.default", *OF_GROUPS}
+    assert {name for name in kernels._FAST if name.startswith("aten.")} - QUICK.keys() == by_strides

@@ -54,7 +54,8 @@ def grads(fn, args):
     tensors = [a.detach().clone().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
     out = fn(*tensors)
     wanted = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
-    found = torch.autograd.grad(out, wanted, torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape), allow_unused=True)
+    grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape)
+    found = torch.autograd.grad(out, wanted, grad, allow_unused=True)
     return out, [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
 
 

@@ -61,6 +61,7 @@ def test_the_kernels_are_compiled_for_a_card(arch: int, monkeypatch: pytest.Monk
     if arch == 90:
         random_kernels.dropout(x, SEED, 3, 0.1, ((64, 1024), (2048, 1), torch.tensor(8)))
         random_kernels.numbers("normal", SEED, 3, (64,), torch.float32, ((), (), None))
+        random_kernels.dropout(torch.zeros(2, 3, 5, 7).permute(3, 1, 0, 2), SEED, 3, 0.1, ((), (), None))
     assert made and all(kernel.asm["cubin"] for kernel in made)
     text = made[0].asm["ptx"]
     assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text

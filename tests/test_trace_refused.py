@@ -17,6 +17,24 @@ def test_a_random_operator_without_a_counter_based_form_is_refused() -> None:
         trace(lambda x: torch._standard_gamma(x), (torch.ones(3),))
 
 
+@pytest.mark.parametrize("name", ["lt", "le", "gt", "ge"])
+@pytest.mark.parametrize("bound", [-0.5, -0.0, 0, 0.5, 1, 1.5])
+def test_a_branch_on_a_random_number_is_taken_where_none_decides_otherwise(name: str, bound: float) -> None:
+    """As transformers ask for each layer whether it is left out, also where none is. A uniform number may be 0, and is below 1."""
+    compare = getattr(torch, name)
+    ends = {bool(compare(torch.tensor(x), bound)) for x in (0.0, 0.5 - 2**-24, 0.5, 0.5 + 2**-24, 1 - 2**-24)}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if compare(torch.rand([]), bound) else x + 2
+
+    if len(ends) == 2:
+        with pytest.raises(TraceError, match="data-dependent"):
+            trace(step, (torch.zeros(2),))
+        return
+    program = trace(step, (torch.zeros(2),)).program
+    assert [node.args[1] for node in program.nodes if node.target == "aten.add.Tensor"] == [1 if ends == {True} else 2]
+
+
 def test_data_dependent_branch() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         if x.sum() > 0:

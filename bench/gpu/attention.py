@@ -133,6 +133,54 @@ def beside(what: str, runs: dict[str, Run | None], why: str, setup: Setup) -> li
     return [*rows, Row(ratio, f"{taken[first] / taken[second]:.3f}")]
 
 
+RATED = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+RATED_HEADS = (64, 128)
+
+
+def rates(setup: Setup) -> list[Row]:
+    """Operations a second of torch's kernels for causal rows, what a device's file has under `attention`: forward and backward apart."""
+    why = setup.without("eager")
+    if why:
+        return [not_run("rates of kernels", why)]
+    rows = []
+    for name, backend in RATED.items():
+        for head in RATED_HEADS:
+            found = [rate_of(backend, head, tokens, setup) for tokens in setup.sizes.rated]
+            points = ", ".join(f"[{tokens / 2:g}, {1e-12 * f:.0f}e12, {1e-12 * b:.0f}e12]" for tokens, (f, b) in found)
+            rows.append(Row(f"{name}, heads of {head}: [keys of a row, forward, backward]", points))
+    return rows
+
+
+def rate_of(backend: SDPBackend, head: int, tokens: int, setup: Setup) -> tuple[int, tuple[float, float]]:
+    """(tokens, (forward, backward)); as many heads, and rows, as fill a card."""
+    width = setup.sizes.rated_width
+    rows, heads = max(1, width // tokens), max(1, 2048 // head)
+    q, k, v = (torch.randn(rows, heads, tokens, head, device="cuda", dtype=setup.sizes.dtype, requires_grad=True) for _ in range(3))
+    flops = 2.0 * rows * heads * tokens * tokens * head  # 4 s² h e, of which causality leaves half
+    with sdpa_kernel(backend):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        grad = torch.randn_like(out)
+        runs = {
+            "forward": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+            "backward": lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True),
+        }
+        taken = {name: on_the_card(run, setup.sizes.repeats) for name, run in runs.items()}
+    return tokens, (flops / taken["forward"], 2.5 * flops / taken["backward"])
+
+
+def on_the_card(run: Run, repeats: int) -> float:
+    """Seconds of a run on the card alone, the host ahead of it."""
+    for _ in range(3):
+        run()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return 1e-3 * begin.elapsed_time(end) / repeats
+
+
 def dense(run: Callable[[], Any]) -> Run:
     """Without flash, FlexAttention is not taken either: the efficient kernel is, with a mask of all pairs."""
 
@@ -162,5 +210,5 @@ def flex(of: Tensor, compiler: Callable[..., Any] = torch.compile) -> Attend:
 
 SLICE = Slice(5, "Attention beside flash, 32 query and 8 key heads of 128, bfloat16, causal", (
     *(Part(f"{n} tokens", partial(length, k)) for k, n in enumerate(REAL.lengths)), Part("documents", documents),
-    Part("kernels beside one another", kernels),
+    Part("kernels beside one another", kernels), Part("rates", rates),
 ))  # fmt: skip

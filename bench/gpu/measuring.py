@@ -181,7 +181,7 @@ def eager(module: torch.nn.Module, batch: Any, call: Callable[..., Any] | None =
 
     def step() -> Any:
         optimizer.zero_grad()
-        loss = (call or module)(**batch)
+        loss = module(**batch) if call is None else call(**batch)  # a compiled module has a length, and so no truth of its own
         loss.backward()
         optimizer.step()
         return loss.detach()

@@ -49,6 +49,8 @@ class Sizes:
     llama: Training
     heads: tuple[int, int, int]  # query heads, key heads, width of one
     lengths: tuple[int, ...]  # of attention
+    rated: tuple[int, ...]  # lengths whose rates a device's file has
+    rated_width: int  # tokens of a call, in rows of such lengths
     numbers: tuple[int, int]  # random numbers drawn at once
     memory: Training
     grouped: tuple[int, int, int, int]  # tokens, experts, width, width of an expert
@@ -79,6 +81,8 @@ REAL = Sizes(
     llama=Training(LLAMA, rows=1, length=8192),
     heads=(32, 8, 128),
     lengths=(1024, 4096, 8192),
+    rated=(512, 1024, 2048, 4096, 8192, 16384),
+    rated_width=16384,
     numbers=(8192, 4096),
     memory=Training(attrs.evolve(LLAMA, layers=4, vocabulary=32000), rows=4, length=4096),
     grouped=(16384, 8, 4096, 14336),
@@ -109,6 +113,8 @@ TINY = Sizes(
     llama=_SHORT,
     heads=(2, 1, 16),
     lengths=(32,),
+    rated=(32,),
+    rated_width=32,
     numbers=(64, 32),
     # Two layers: of one, its attention's workspace is all that a budget could save on.
     memory=attrs.evolve(_SHORT, rows=8, shape=attrs.evolve(_TINY, layers=2)),

@@ -12,15 +12,17 @@ On the CPU there is nothing to choose.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import attrs
 import torch
 
+from colofunc.mesh.detection import found_topology
 from colofunc.ops.built_in import CUDA_KERNELS
-from colofunc.ops.kernels import Kernel, bound, capability_at, choose, signature, table_of
+from colofunc.ops.kernels import Kernel, Rates, bound, capability_at, choose, signature, table_of
 from colofunc.program.ir import Node, Program, Ref, Value
-from colofunc.program.passes.kernels import call_of_node
+from colofunc.program.passes.kernels import call_of_node, rates_of
 from colofunc.program.positions import Positions
 
 BUILT_IN = table_of(CUDA_KERNELS)
@@ -58,7 +60,7 @@ class Choices:
             return None
         known = self._positions(lane)
         call = call_of_node(node, values, known, capability_at(self._device))
-        kernel = choose(candidates, call)
+        kernel = choose(candidates, call, _rates(self._device))
         if kernel is None:
             return None
         every = zip(signature(node.target), bound(node.target, node.args, dict(node.kwargs)), strict=True)
@@ -72,6 +74,12 @@ class Choices:
                 found = found.inside(_same(node, found.program))
             self._known[key] = found
         return self._known[key]
+
+
+@cache
+def _rates(device: torch.device) -> Rates | None:
+    """What the device that runs the step can do; None where there is none to ask."""
+    return rates_of(found_topology(1, 1, device)) if device.type == "cuda" and torch.cuda.is_available() else None
 
 
 def _same(loop: Node, program: Program) -> Node:

@@ -68,7 +68,8 @@ def _abs_max_fake(x: Tensor, dims: Sequence[int] | None) -> Tensor:
 
 
 def _scale(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
-    scale = amax.to(_wide(amax.dtype)) / largest
+    wide = amax.to(_wide(amax.dtype))
+    scale = wide / torch.full_like(wide, largest)  # by a tensor: divided by a number, a card multiplies by its rounded inverse
     if power_of_2:
         scale = _rounded_up(scale)
     # Numbers of a tensor of zeros, or of one too small to divide, are 0 whatever they are divided by.

@@ -221,7 +221,8 @@ def rows_at_once(shape: Sequence[int]) -> int:
 
 def _steps(largest: Tensor, most: float) -> Tensor:
     """The scale at which `largest` becomes `most`, as it is kept. A row of zeros has the scale 0."""
-    return (largest / most).to(torch.float32)
+    # By a tensor: divided by a number, a card multiplies by its rounded inverse, and would give other bits than the host.
+    return (largest / torch.full_like(largest, most)).to(torch.float32)
 
 
 def _divided(weight: Tensor, scale: Tensor) -> Tensor:

@@ -87,11 +87,11 @@ def _places(position, sizes, strides, x_strides, ATOMS: tl.constexpr):
     at = tl.zeros_like(position).to(tl.int64)
     rest = position
     for back in tl.static_range(ATOMS - 1):
-        k: tl.constexpr = ATOMS - 1 - back
-        c = (rest % sizes[k]).to(tl.int64)
-        rest = rest // sizes[k]
-        index += c * strides[k]
-        at += c * x_strides[k]
+        # Written out: Triton takes a second value for a `tl.constexpr` name as an error.
+        c = (rest % sizes[ATOMS - 1 - back]).to(tl.int64)
+        rest = rest // sizes[ATOMS - 1 - back]
+        index += c * strides[ATOMS - 1 - back]
+        at += c * x_strides[ATOMS - 1 - back]
     rest = rest.to(tl.int64)
     return index + rest * strides[0], at + rest * x_strides[0]
 

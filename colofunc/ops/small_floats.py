@@ -119,7 +119,8 @@ def _over(x: Tensor, scale: Tensor) -> Tensor:
 
 def _nvfp4(weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.float64
-    outer = (largest.to(wide) / (E2M1_LARGEST * E4M3_LARGEST)).to(torch.float32)
+    # By a tensor: divided by a number, a card multiplies by its rounded inverse.
+    outer = (largest.to(wide) / torch.full_like(largest, E2M1_LARGEST * E4M3_LARGEST, dtype=wide)).to(torch.float32)
     blocks = weight.to(wide).unflatten(1, (-1, NV_BLOCK))
     scale = e4m3_bits(_over(blocks.abs().amax(2), E2M1_LARGEST * outer.to(wide)))
     codes = e2m1_codes(_over(blocks, (e4m3_values(scale, wide) * outer.to(wide)).unsqueeze(2)))

@@ -15,7 +15,7 @@ import torch
 from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.ops.targets import target_of
-from colofunc.program.ir import Ref
+from colofunc.program.ir import Node, Ref
 from colofunc.program.tracing.infer import build, slots
 from colofunc.program.tracing.meta import inside_file, inside_folder, user_line
 from colofunc.program.tracing.record import PLACEMENT, Recorder, refs_of
@@ -60,7 +60,37 @@ def item_of(rec: Recorder, tensor: torch.Tensor) -> Any:
             )
         rec.unchecked = True
         return True
+    known = _outside_its_range(rec, vid)
+    if known is not None:
+        return known
     raise data_dependent("Python asks for the value of a tensor")
+
+
+ALWAYS_BELOW = {"aten.lt.Scalar": True, "aten.le.Scalar": True, "aten.gt.Scalar": False, "aten.ge.Scalar": False}
+"""Comparison of a uniform number with one of 1 or more -> what it gives; with one below 0 it gives the opposite."""
+
+
+def _outside_its_range(rec: Recorder, vid: int) -> bool | None:
+    """What a comparison of a uniform number with one outside of [0, 1) gives, whatever is drawn; None for everything else.
+
+    Transformers ask so for each layer whether it is left out, also where none is: `torch.rand([]) < self.layerdrop`, with 0.
+    """
+    compared = _maker(rec, vid)
+    if compared is None or compared.target not in ALWAYS_BELOW:
+        return None
+    number, bound = compared.args
+    drawn = _maker(rec, number.id)
+    if drawn is None or drawn.target != "colofunc.random_uniform":
+        return None
+    below = ALWAYS_BELOW[compared.target]
+    if bound >= 1:
+        return below
+    # Nothing drawn is below 0, and 0 itself may be.
+    return not below if bound < 0 or (bound == 0 and compared.target in ("aten.lt.Scalar", "aten.ge.Scalar")) else None
+
+
+def _maker(rec: Recorder, vid: int) -> Node | None:
+    return next((node for node in reversed(rec.nodes) if vid in node.outs), None)
 
 
 def data_dependent(what: str) -> TraceError:
