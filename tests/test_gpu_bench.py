@@ -36,7 +36,7 @@ from bench.gpu.record import GPU, NOTHING, Record
 from bench.gpu.runner import AGAIN, measure, open_parts, run
 from bench.gpu.sizes import TINY, Training
 from bench.gpu.slices import SLICES
-from colofunc.mesh import profile
+from colofunc.mesh import device_profile
 
 PRETENDED = {
     "a card": "the card is pretended: these tests want a real one",
@@ -102,7 +102,7 @@ def check(of: Slice, folder: Path) -> None:
 
 @pytest.mark.parametrize("of", SLICES, ids=lambda of: f"slice {of.number}")
 def test_a_slice_ends_on_a_pretended_card(of: Slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "_CARD_BYTES", 1 << 20)
+    monkeypatch.setattr(device_profile, "COPIED_CARD_BYTES", 1 << 20)
     parts = tuple(part for part in of.parts if part.name not in SWEPT.get(of.number, ()))
     check(attrs.evolve(of, parts=parts), tmp_path)
 

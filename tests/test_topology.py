@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from colofunc import env
 from colofunc.errors import MeshError, TopologyError
 from colofunc.executors.launch import launch
-from colofunc.mesh import KINDS, PRESETS, TIERS, Level, Mesh, Topology, profile, resolve_topology
+from colofunc.mesh import KINDS, PRESETS, TIERS, Level, Mesh, Topology, profile, resolve_topology, stopwatch
+from colofunc.mesh.curves import KINDS as KERNELS
+from colofunc.mesh.curves import WorkRate
 from colofunc.mesh.profile import fit, profile_mesh
 from colofunc.mesh.topology import Rate
 
@@ -202,10 +204,34 @@ def test_profile_of_one_process_keeps_the_collectives(tmp_path: Path) -> None:
         assert 1e6 < rate.flops_per_s < 1e15
     speeds = [found.device.memory_bytes_per_s, *(link.bandwidth_bytes_per_s for link in found.links)]
     assert all(1e6 < speed < 2e12 for speed in speeds)
-    assert 0.0 < found.device.launch_s < 0.1
+    assert 0.0 < found.device.launch_s < 0.1 and 0.0 < found.device.host_view_s < 0.1 and found.device.sustained == 1.0
+    assert {curve.kind for curve in found.device.work} == set(KERNELS) and {one.head for one in found.device.attention} == {64, 128}
     assert found.tier("host").capacity_bytes == env.memory_limit_bytes()
     found.save(tmp_path / "t.json")
     assert Mesh(dp=2, tp=2, topology=tmp_path / "t.json", device="cpu") == mesh.with_topology(found)
+
+
+def test_measured_figures_stand_beside_those_of_a_preset() -> None:
+    """In the sizes that were measured; the preset has no curve of its own for them."""
+    preset = PRESETS["8xh100"]
+    curve, rates = WorkRate("elementwise", "bfloat16", ((1 << 20, 1e12), (1 << 24, 2e12)), "measured"), (Rate("bfloat16", 6e14),)
+    found = attrs.evolve(preset, name="mine", device=attrs.evolve(preset.device, rates=rates, sustained=0.75, work=(curve,)))
+    text = found.diff(preset)
+    assert text.startswith("mine beside 8xh100:\n") and found.figures()["bfloat16 elementwise of 1 MiB, GB/s"] == 1000
+    assert "  bfloat16 products at best, TFLOP/s: 800, 989.5 there (0.81)" in text
+    assert "  part of products' rate that steps have left: 0.75, 1 there (0.75)" in text
+    assert "  bfloat16 elementwise of 16 MiB, GB/s: 2000, 3350 there (0.60)" in text
+    mesh = Mesh(topology=found)
+    between_s = mesh.compute_s(0.0, 1 << 22, "bfloat16", "elementwise") - found.device.launch_s
+    assert math.isclose(between_s, (1 << 22) / 1.5e12)  # half way between both sizes, by their logarithms
+    assert mesh.compute_s(0.0, 1 << 22, "bfloat16", "softmax") == mesh.compute_s(0.0, 1 << 22, "bfloat16")  # nothing is known of these
+
+
+def test_rates_of_kernels_say_what_is_wrong() -> None:
+    with pytest.raises(TopologyError, match=r"WorkRate\.kind is 'softmx'; did you mean 'softmax'"):
+        WorkRate("softmx", "float32", ((1.0, 1.0),), "measured")
+    with pytest.raises(TopologyError, match="least work first"):
+        WorkRate("softmax", "float32", ((2.0, 1.0), (1.0, 1.0)), "measured")
 
 
 def test_what_was_said_of_ranks_that_are_not_measured_stays() -> None:
@@ -219,8 +245,8 @@ def test_a_run_that_another_program_interrupts_counts_for_nothing(monkeypatch: p
     def run() -> None:
         clock[0] += 0.001 + next(slices)
 
-    monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    assert math.isclose(profile._seconds(run, torch.device("cpu"), 5), 0.001)
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    assert math.isclose(stopwatch.least_s(run, torch.device("cpu"), 5), 0.001)
 
 
 def machine(name: str, flops_per_s: float, capacity_bytes: int) -> Topology:
@@ -263,6 +289,10 @@ def test_profile_of_a_gpu() -> None:
     rates = {rate.dtype: rate.flops_per_s for rate in found.device.rates}
     assert rates["bfloat16"] > rates["float32"] > 1e12
     assert found.device.memory_bytes_per_s > found.links[0].bandwidth_bytes_per_s
+    assert 0.5 < found.device.sustained <= 1.0 and found.device.launch_s < found.device.host_launch_s < 1e-4
+    assert {(one.kernel, one.head) for one in found.device.attention} == {("flash", 64), ("flash", 128)}
+    assert all(1e13 < rate < 1e15 for one in found.device.attention for point in one.points for rate in point[1:])
+    assert {curve.kind for curve in found.device.work} == set(KERNELS)
     assert math.isclose(found.tier("device").capacity_bytes or 0, torch.cuda.mem_get_info()[1], rel_tol=0.05)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -14,21 +15,10 @@ from bench.gpu.parts import Part, Setup, Slice, not_run
 from bench.gpu.sizes import REAL
 from colofunc.mesh.detection import found_topology
 from colofunc.mesh.profile import profile_mesh
+from colofunc.mesh.stopwatch import least_s
 from colofunc.mesh.topology import Topology
 
 NEAR = 0.1
-
-
-def figures(topology: Topology) -> dict[str, float]:
-    """What plans read of one device."""
-    device = topology.device
-    found = {f"{rate.dtype} products, TFLOP/s": rate.flops_per_s / 1e12 for rate in device.rates}
-    found["its memory, GB/s"] = device.memory_bytes_per_s / 1e9
-    found["a launch, microseconds"] = device.launch_s * 1e6
-    for link in topology.links:
-        if {link.src, link.dst} == {"host", "device"}:
-            found[f"{link.src} to {link.dst}, GB/s"] = link.bandwidth_bytes_per_s / 1e9
-    return found
 
 
 def preset() -> Topology:
@@ -45,11 +35,35 @@ def profiled(setup: Setup) -> Topology:
 
 
 def profile(setup: Setup) -> list[Row]:
-    said, measured = figures(preset()), figures(profiled(setup))
-    rows = [Row("topology that a mesh finds", preset().name)]
+    """Every figure that plans read, as measured beside the preset."""
+    measured = profiled(setup).figures()
+    said, rows = preset().figures(profiled(setup).device), [Row("topology that a mesh finds", preset().name)]
     for name, found in measured.items():
+        if found == said.get(name):
+            rows.append(Row(name, f"{found:.4g} of the preset, not measured"))
+            continue
         beside = f", {said[name]:.4g} preset ({found / said[name]:.2f})" if said.get(name) else ""
         rows.append(Row(name, f"{found:.4g} measured{beside}"))
+    return rows
+
+
+def products(setup: Setup) -> list[Row]:
+    """Products of many shapes on the card, beside what the clock says of them by the preset and by the profile."""
+    device, rows = torch.device("cuda", torch.cuda.current_device()), []
+    meshes = {name: cf.Mesh(topology=topology) for name, topology in (("preset", preset()), ("profile", profiled(setup)))}
+    logs: dict[str, list[float]] = {name: [] for name in meshes}
+    for m, n, k in setup.sizes.products:
+        a, b = (torch.randn(*shape, device=device).to(torch.bfloat16) for shape in ((m, k), (k, n)))
+        taken_s = least_s(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
+        flops, moved, text = 2.0 * m * n * k, 2.0 * (m * k + k * n + m * n), []
+        for name, mesh in meshes.items():
+            expected_s = mesh.compute_s(flops, moved, "bfloat16", "product")
+            logs[name].append(math.log(expected_s / taken_s))
+            text.append(f"{1e6 * expected_s:.4g} by the {name} ({expected_s / taken_s:.2f})")
+        rows.append(Row(f"bfloat16 product of {m} x {k} and {k} x {n}, microseconds", f"{1e6 * taken_s:.4g} measured, {', '.join(text)}"))
+    for name, found in logs.items():
+        off = math.sqrt(sum(x * x for x in found) / len(found))
+        rows.append(Row(f"products by the {name}: root mean square of the logarithms' error", f"{off:.1%}"))
     return rows
 
 
@@ -75,5 +89,5 @@ def planned(k: int, setup: Setup) -> list[Row]:
 
 
 SLICE = Slice(9, "The clock: profile against preset, planned against measured", (
-    Part("profile", profile), *(Part(f"model {k + 1}", partial(planned, k)) for k in range(len(REAL.clock))),
+    Part("profile", profile), Part("products", products), *(Part(f"model {k + 1}", partial(planned, k)) for k in range(len(REAL.clock))),
 ))  # fmt: skip

@@ -56,6 +56,7 @@ class Sizes:
     grouped: tuple[int, int, int, int]  # tokens, experts, width, width of an expert
     clock: tuple[Training, ...]
     profile_s: float
+    products: tuple[tuple[int, int, int], ...]  # m, n, k
     offload: Training
     offload_budget: str
     disk: Training
@@ -92,6 +93,11 @@ REAL = Sizes(
         Training(attrs.evolve(OPT_6_7B, layers=4), rows=8, length=2048),
     ),
     profile_s=20.0,
+    products=(
+        (512, 256, 256), (1024, 256, 1024), (256, 1024, 4096), (4096, 512, 512), (256, 4096, 2048), (1024, 1024, 2048), (4096, 4096, 256),
+        (4096, 2048, 512), (1024, 2048, 2048), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 4096, 4096), (8192, 14336, 4096),
+        (8192, 128256, 4096),
+    ),  # the first eleven are of XLA's table, from which the preset was fitted
     offload=Training(OPT_6_7B, rows=24, length=1024),
     offload_budget="40GB",
     disk=Training(OPT_13B, rows=16, length=1024),
@@ -121,6 +127,7 @@ TINY = Sizes(
     grouped=(32, 2, 16, 16),
     clock=(_SHORT,),
     profile_s=0.2,
+    products=((32, 16, 16),),
     offload=attrs.evolve(_SHORT, shape=attrs.evolve(_TINY, kv_heads=2)),
     offload_budget="96KiB",
     disk=attrs.evolve(_SHORT, shape=attrs.evolve(_TINY, kv_heads=2)),

@@ -51,6 +51,7 @@ def attainable(topology: Topology) -> Topology:
     else:
         memory = device.memory_bytes_per_s * curves.memory.share
         device = attrs.evolve(device, rates=rates, memory_bytes_per_s=memory, launch_s=curves.launch_s, attention=curves.attention)
+        device = attrs.evolve(device, sustained=curves.sustained.share)
     return attrs.evolve(topology, device=device, levels=tuple(levels), links=tuple(links))
 
 

@@ -195,10 +195,18 @@ def without_starts(topology: Topology) -> Topology:
     return attrs.evolve(topology, levels=levels, measured=measured)
 
 
-def compute_s(topology: Topology, flops: float, nbytes: float, dtype_name: str) -> float:
-    """Roofline: the longer of computing and moving `nbytes` through device memory, plus one launch."""
+def compute_s(topology: Topology, flops: float, nbytes: float, dtype_name: str, kind: str = "") -> float:
+    """Roofline: the longer of computing and moving `nbytes` through device memory, plus one launch.
+
+    kind: see `Device.work_rate`; kernels of a kind that the device has no rates of are those of the roofline alone.
+    """
     device = topology.device
-    return max(flops / rate(topology, dtype_name), nbytes / device.memory_bytes_per_s) + device.launch_s
+    known = device.work_rate(kind, dtype_name.removeprefix("torch.")) if kind and device.work else None
+    if known is None:
+        return max(flops / rate(topology, dtype_name), nbytes / device.memory_bytes_per_s) + device.launch_s
+    if kind == "product":
+        return max(flops / known.at(flops), nbytes / device.memory_bytes_per_s) + device.launch_s
+    return nbytes / known.at(nbytes) + device.launch_s
 
 
 def rate(topology: Topology, dtype_name: str) -> float:

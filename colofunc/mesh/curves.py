@@ -17,6 +17,7 @@ are published for causal masks, where a row of a sequence of s has s/2 keys on a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -25,11 +26,14 @@ from typing import Any
 import attrs
 
 from colofunc import untrusted
-from colofunc.errors import TopologyError
+from colofunc.errors import TopologyError, near
 
 FORMAT = 1
 FOLDER = Path(__file__).parent / "devices"
 MOST_BYTES = 1 << 20
+KINDS = ("product", "elementwise", "transcendental", "normalisation", "softmax", "reduction", "gather")
+"""Kernels that a machine's own rates tell apart: matrix products; sums, products and copies of elements; exponentials and the like of
+each; norms of rows; softmax of rows; sums over rows; rows that are looked up."""
 
 
 def _above_zero(instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
@@ -59,6 +63,30 @@ class AttentionRate:
         keys = [point[0] for point in self.points]
         if not keys or sorted(set(keys)) != keys or min(map(min, self.points)) <= 0:
             raise TopologyError(f"AttentionRate of {self.kernel!r}: points {self.points!r:.80}; give numbers above 0, fewest keys first")
+
+
+@attrs.frozen
+class WorkRate:
+    """Rates of one kind of kernels by their size: (work of a call, work a second), least work first; beside a launch.
+
+    kind: one of `KINDS`. The work of a product is operations, that of all others bytes read and written.
+    """
+
+    kind: str
+    dtype: str
+    points: tuple[tuple[float, float], ...]
+    source: str
+
+    def __attrs_post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise TopologyError(f"WorkRate.kind is {self.kind!r}{near(self.kind, KINDS)}")
+        works = [point[0] for point in self.points]
+        if not works or sorted(set(works)) != works or min(map(min, self.points)) <= 0:
+            raise TopologyError(f"WorkRate of {self.kind!r}: points {self.points!r:.80}; give numbers above 0, least work first")
+
+    def at(self, work: float) -> float:
+        """Work a second of a call of so much."""
+        return _between(self.points, work)
 
 
 @attrs.frozen
@@ -105,7 +133,7 @@ def attention_flops_per_s(known: tuple[AttentionRate, ...], kernel: str, head: i
     return _between([(float(one.head), _between([(p[0], p[column]) for p in one.points], keys)) for one in heads], head)
 
 
-def _between(points: list[tuple[float, float]], at: float) -> float:
+def _between(points: Sequence[tuple[float, float]], at: float) -> float:
     """Straight between neighbours by the logarithm of the place; beyond the ends what the ends have."""
     if at <= points[0][0]:
         return points[0][1]

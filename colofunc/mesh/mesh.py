@@ -300,9 +300,12 @@ class Mesh:
         alpha_s, beta_s = self.alpha_beta(kind, axes)
         return alpha_s + beta_s * nbytes if nbytes else 0.0
 
-    def compute_s(self, flops: float, nbytes: float, dtype_name: str) -> float:
-        """Roofline seconds of one kernel that reads and writes `nbytes` of device memory."""
-        return cost.compute_s(self.topology, flops, nbytes, dtype_name)
+    def compute_s(self, flops: float, nbytes: float, dtype_name: str, kind: str = "") -> float:
+        """Roofline seconds of one kernel that reads and writes `nbytes` of device memory.
+
+        kind: of `colofunc.mesh.curves.KINDS`; where the machine has rates of such kernels by size, they count.
+        """
+        return cost.compute_s(self.topology, flops, nbytes, dtype_name, kind)
 
     def capacity_bytes(self, tier: str) -> int | None:
         """What one rank may hold in a tier ("device", "host", "disk"); None is unlimited.

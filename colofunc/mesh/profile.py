@@ -7,12 +7,8 @@ ranks end with the figures of rank 0, and with what other devices measure otherw
 >>> profile_mesh(mesh, seconds=5).save("mybox.json")        # then Mesh(dp=2, tp=4, topology="mybox.json")
 
 The fit minimises squared *relative* errors under alpha, beta >= 0 (Lawson and Hanson's NNLS): plain least squares
-would let the largest size decide alone, and a negative latency would break the planner.
-
-Note [As in a step]. A plan compares seconds of operators with seconds of collectives, so all are measured alike: the least of a
-few short runs, because a run that another program interrupts says nothing of the machine (at ten programs on two cores the
-middle of three copies of 32 MiB was six times the least), and each behind a write to other memory, because what a step reads
-lay elsewhere a moment ago (in a loop of nothing else a collective starts in a fifth of the time that it takes between layers).
+would let the largest size decide alone, and a negative latency would break the planner. How one run is timed says `stopwatch`, what of a
+device is measured `device_profile`.
 """
 
 from __future__ import annotations
@@ -30,18 +26,14 @@ from colofunc import env
 from colofunc.errors import MeshError
 from colofunc.mesh.detection import found_topology
 from colofunc.mesh.device import device_of, node_devices
+from colofunc.mesh.device_profile import copies_s, measured_device
 from colofunc.mesh.mesh import Mesh
-from colofunc.mesh.topology import KINDS, Device, Link, Measured, Rate, Tier, Topology
+from colofunc.mesh.stopwatch import REPEATS, least_s
+from colofunc.mesh.topology import KINDS, Device, Link, Measured, Tier, Topology
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-_REPEATS = 5
 _OFTEN, _SMALL_BYTES = 20, 1 << 16  # small collectives are timed so often: a start is short, and easily interrupted on some rank
-_LONG_S = 0.005  # longer runs are seldom left alone by others
-_COLD_BYTES = 1 << 22  # what is written between two runs: more than a core keeps for itself
-_COPIED_BYTES = 1 << 22  # of a copy within a CPU's memory: beyond what a core keeps, and done before anybody interrupts
-_CARD_BYTES = 1 << 28  # of a copy within a GPU's memory, and from and to the host
 _ITEM_BYTES = 4  # collectives are timed on float32
 _SAYS = " (measured)"
 _SAME = 1.1
@@ -130,25 +122,6 @@ def _device(mesh: Mesh) -> torch.device:
     return device_of(mesh if joined or mesh.device is not None else Mesh())
 
 
-def _sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
-    """Least seconds of one run, after one to warm up. See Note [As in a step]."""
-    run()
-    elsewhere, taken = torch.zeros(_COLD_BYTES, dtype=torch.uint8, device=device), []
-    for _ in range(repeats):
-        elsewhere.add_(1)
-        _sync(device)
-        start = time.perf_counter()
-        run()
-        _sync(device)
-        taken.append(time.perf_counter() - start)
-    return max(min(taken), 1e-9)
-
-
 # --- collectives
 
 
@@ -159,13 +132,13 @@ def _time_collectives(mesh: Mesh, device: torch.device, sizes: Sequence[int], de
     # Sizes outermost: when time is up, every axis and kind has the same sizes.
     for place, size in enumerate(sizes):
         for (axis, kind), points in samples.items():
-            repeats = _OFTEN if size <= _SMALL_BYTES else _REPEATS
+            repeats = _OFTEN if size <= _SMALL_BYTES else REPEATS
             expected_s = points[-1][1] * max(1.0, size / points[-1][0]) * (repeats + 1) if points else 0.0
             if place >= 2 and not _agreed(time.perf_counter() + expected_s < deadline, device):
                 continue
             nbytes, run = _collective(kind, mesh.group_of(dist.get_rank(), (axis,)), groups[axis], size, device)
             dist.barrier()
-            slowest = torch.tensor([_seconds(run, device, repeats)], dtype=torch.float64, device=device)
+            slowest = torch.tensor([least_s(run, device, repeats, by_host=True)], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             points.append((nbytes, float(slowest)))
     for group in groups.values():
@@ -228,30 +201,10 @@ def _time_device(mesh: Mesh, device: torch.device, deadline: float) -> Topology:
     if device.type == "cuda":
         found = found_topology(node_devices(), mesh.size, device)
         base = found if mesh.assumed else attrs.evolve(base, reserved_bytes=found.reserved_bytes)
-    rates = {rate.dtype: rate.flops_per_s for rate in base.device.rates}
-    rates.update(_matmul_rates(device, deadline))
-    tiny = torch.zeros(1, device=device)
-
-    def launches() -> None:
-        for _ in range(100):
-            tiny.add_(1)
-
-    big = torch.ones(_CARD_BYTES if device.type == "cuda" else _COPIED_BYTES, dtype=torch.uint8)
-    here, there = torch.empty_like(big, device=device), torch.zeros_like(big, device=device)
-    record = Device(
-        name=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        rates=tuple(Rate(name, flops) for name, flops in rates.items()),
-        memory_bytes_per_s=2 * big.nbytes / _seconds(lambda: here.copy_(there), device),  # read and written
-        launch_s=_seconds(launches, device) / 100,
-    )
-    pinned = big.pin_memory() if device.type == "cuda" else big
-    seconds = {
-        ("host", "device"): _seconds(lambda: here.copy_(pinned), device),
-        ("device", "host"): _seconds(lambda: pinned.copy_(there), device),
-    }
     # All ranks copy at once, so contention is already in the figures: they count per device.
+    copied_bytes, seconds = copies_s(device)
     links = tuple(
-        attrs.evolve(link, bandwidth_bytes_per_s=big.nbytes / seconds[link.src, link.dst], shared=False)
+        attrs.evolve(link, bandwidth_bytes_per_s=copied_bytes / seconds[link.src, link.dst], shared=False)
         if (link.src, link.dst) in seconds
         else link
         for link in base.links
@@ -259,38 +212,14 @@ def _time_device(mesh: Mesh, device: torch.device, deadline: float) -> Topology:
     launch = env.launched()
     sharing = launch.local_world_size if launch else base.node_devices
     tiers = tuple(_capacities(base, device, min(sharing, mesh.size)))
-    return attrs.evolve(base, device=record, links=_with_both(links, seconds, big.nbytes), tiers=tiers, node_devices=sharing)
+    record = measured_device(base.device, device, deadline)
+    return attrs.evolve(base, device=record, links=_with_both(links, seconds, copied_bytes), tiers=tiers, node_devices=sharing)
 
 
 def _with_both(links: tuple[Link, ...], seconds: dict[tuple[str, str], float], nbytes: int) -> tuple[Link, ...]:
     have = {(link.src, link.dst) for link in links}
     new = (Link(*ends, nbytes / s, 0.0, shared=False) for ends, s in seconds.items() if ends not in have)
     return (*links, *new)
-
-
-def _matmul_rates(device: torch.device, deadline: float) -> Iterator[tuple[str, float]]:
-    """(dtype, operations per second) of square matrix products, grown until one is long or time is up.
-
-    On a CPU the middle of all sizes: a step has products of every size and shape, and none does better than these. On a GPU small
-    ones are nothing but launches, which count by themselves, so there the best is the rate.
-    """
-    for place, dtype in enumerate(DTYPES):
-        n, rates = 128, list[float]()
-        # A share of what is left, so that a dtype that is slow here does not starve the ones after it.
-        until = time.perf_counter() + max(0.0, deadline - time.perf_counter()) / (len(DTYPES) - place + 1)
-        while n <= 8192:
-            try:
-                a = torch.ones(n, n, dtype=dtype, device=device)
-                taken_s = _seconds(lambda a=a: a @ a, device)  # type: ignore[misc]
-            except RuntimeError:  # no kernel for this dtype here: the planner uses the nearest that has one
-                break
-            rates.append(2.0 * n**3 / taken_s)
-            # The next size takes eight times as long, and runs once more than it counts.
-            if taken_s > _LONG_S or time.perf_counter() + 8 * (_REPEATS + 1) * taken_s > until:
-                break
-            n *= 2
-        if rates:
-            yield str(dtype).removeprefix("torch."), max(rates) if device.type == "cuda" else statistics.median(rates)
 
 
 def _capacities(base: Topology, device: torch.device, node_ranks: int) -> Iterator[Tier]:

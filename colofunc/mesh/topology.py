@@ -22,13 +22,17 @@ import attrs
 
 from colofunc import owned, untrusted
 from colofunc.errors import TopologyError, near
-from colofunc.mesh.curves import AttentionRate
+from colofunc.mesh.curves import AttentionRate, WorkRate, attention_flops_per_s
+from colofunc.mesh.sizes import size_text
 
 FORMAT_VERSION = 1
 MARK = "colofunc_topology"
 INFINITY = "unlimited"
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 TIERS = ("device", "host", "disk")
+
+_NOT_IN_OLDER_FILES = (("attention", ()), ("sustained", 1.0), ("work", ()), ("host_launch_s", 0.0), ("host_view_s", 0.0))
+"""Fields of a device, and what they are where a file has none."""
 
 Sharing = Literal["device", "uplink", "medium"]
 """Whose a level's bandwidth is: each device's own link · one uplink per inner domain (a node's network card), shared
@@ -68,18 +72,34 @@ class Rate:
 
 @attrs.frozen
 class Device:
-    """One device: how fast it computes and how fast it reads its own memory. `attention`: rates of kernels, where they are known."""
+    """One device: how fast it computes and how fast it reads its own memory.
+
+    sustained: `rates` are this part of what single products reach, because that much is left where whole steps of them run.
+    attention, work: rates of kernels by size, where they are known. host_launch_s, host_view_s: in which the host hands out a kernel, and
+    makes a view; 0 where that is not known.
+    """
 
     name: str
     rates: tuple[Rate, ...]
     memory_bytes_per_s: float = attrs.field(validator=_positive, converter=float)
     launch_s: float = attrs.field(validator=_not_negative, converter=float)
     attention: tuple[AttentionRate, ...] = ()
+    sustained: float = attrs.field(default=1.0, validator=_positive, converter=float)
+    work: tuple[WorkRate, ...] = ()
+    host_launch_s: float = attrs.field(default=0.0, validator=_not_negative, converter=float)
+    host_view_s: float = attrs.field(default=0.0, validator=_not_negative, converter=float)
 
     @cached_property
     def flops_per_s(self) -> Mapping[str, float]:
         """Operations a second by dtype."""
         return {one.dtype: one.flops_per_s for one in self.rates}
+
+    def work_rate(self, kind: str, dtype: str) -> WorkRate | None:
+        """Of kernels of a kind; those of another dtype than products are alike by their bytes."""
+        for one in self.work:
+            if one.kind == kind and (kind != "product" or one.dtype == dtype):
+                return one
+        return None
 
 
 @attrs.frozen
@@ -215,6 +235,47 @@ class Topology:
                 return tier
         raise TopologyError(f"no memory tier {name!r}{near(name, TIERS, 'tiers')}")
 
+    def figures(self, like: Device | None = None) -> dict[str, float]:
+        """What plans read of a device, in the units that the names say.
+
+        like: attention and kernels by size are given in the sizes that are known of this other device; None: of this one.
+        """
+        device, sizes = self.device, like or self.device
+        found = {}
+        for rate in device.rates:
+            found[f"{rate.dtype} products at best, TFLOP/s"] = rate.flops_per_s / device.sustained / 1e12
+        found["part of products' rate that steps have left"] = device.sustained
+        found["its memory, GB/s"] = device.memory_bytes_per_s / 1e9
+        found["a kernel beside its work, microseconds"] = device.launch_s * 1e6
+        found["a kernel that the host hands out, microseconds"] = device.host_launch_s * 1e6
+        found["a view that the host makes, microseconds"] = device.host_view_s * 1e6
+        for one in sizes.attention:
+            for keys, _, _ in one.points:
+                for backward, word in ((False, "forward"), (True, "backward")):
+                    name = f"{one.kernel} attention {word}, heads of {one.head}, {keys:g} keys a row, TFLOP/s"
+                    found[name] = (attention_flops_per_s(device.attention, one.kernel, one.head, keys, backward) or 0.0) / 1e12
+        for curve in sizes.work:
+            known, is_product = device.work_rate(curve.kind, curve.dtype), curve.kind == "product"
+            for work, _ in curve.points:
+                size, unit, scale = (f"{work / 1e9:.3g} GFLOP", "TFLOP/s", 1e12) if is_product else (size_text(work), "GB/s", 1e9)
+                if known is not None:
+                    per_s = known.at(work)
+                else:
+                    per_s = device.flops_per_s.get(curve.dtype, 0.0) if is_product else device.memory_bytes_per_s
+                found[f"{curve.dtype} {curve.kind} of {size}, {unit}"] = per_s / scale
+        for link in self.links:
+            if {link.src, link.dst} == {"host", "device"}:
+                found[f"{link.src} to {link.dst}, GB/s"] = link.bandwidth_bytes_per_s / 1e9
+        return {name: figure for name, figure in found.items() if figure}
+
+    def diff(self, other: Topology) -> str:
+        """This machine's figures of a device beside another's, such as what was measured beside a preset: a line a figure."""
+        others, lines = other.figures(self.device), [f"{self.name} beside {other.name}:"]
+        for name, figure in self.figures().items():
+            beside = f", {others[name]:.4g} there ({figure / others[name]:.2f})" if name in others else ""
+            lines.append(f"  {name}: {figure:.4g}{beside}")
+        return "\n".join(lines)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a readable, versioned JSON file. Raises TopologyError where the path is a file that is no topology."""
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
@@ -225,8 +286,9 @@ class Topology:
         data = {"colofunc_topology": FORMAT_VERSION, **_encode(self)}
         if not self.reserved_bytes:  # a field that files of older versions do not have
             del data["reserved_bytes"]
-        if not self.device.attention:  # neither this one
-            del data["device"]["attention"]
+        for name, absent in _NOT_IN_OLDER_FILES:
+            if getattr(self.device, name) == absent:
+                del data["device"][name]
         if not self.ranks:
             del data["ranks"]
         return data

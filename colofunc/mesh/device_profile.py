@@ -1,0 +1,308 @@
+"""What one device reaches, measured: products, attention, kernels by their bytes, memory, launches, copies.
+
+Problem: the file of a device says what others have measured of cards of its name, and this one may have other clocks, other limits of
+power and another host; a CPU has no file at all. Idea: measure the figures that a plan reads, in the sizes in which steps have them, each
+as Note [As in a step] of `stopwatch` says, and give them back as a `Device`, which a topology's file holds.
+
+    device, links_s = measured_device(base, torch.device("cuda", 0), deadline)
+
+Numbers are random: products of ones take less power than those of a step, and a card that has reached its limit runs slower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colofunc import compat
+from colofunc.mesh.curves import AttentionRate, WorkRate
+from colofunc.mesh.stopwatch import REPEATS, card_s, least_s, wait
+from colofunc.mesh.topology import Device, Rate
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
+"""The dtypes of most steps first: what is left of the time shrinks."""
+FLOAT8 = "float8"
+SOURCE = "measured"
+
+COPIED_BYTES = 1 << 22
+"""Of a copy within a CPU's memory: beyond what a core keeps, and done before anybody interrupts."""
+COPIED_CARD_BYTES = 1 << 28
+"""Of a copy within a GPU's memory, and from and to the host."""
+LONG_S = 0.005
+"""Longer runs are seldom left alone by others."""
+LAUNCHES = 20
+"""Kernels in a row, of which the middle distance is a launch; on a card fewer than the host hands out while it writes elsewhere."""
+HOST_CALLS = 200
+"""Calls in a row that the host hands out; fewer than a card's queue holds."""
+MOST_WIDE, LEAST_WIDE = 8192, 128
+"""Rows and columns of the largest and the smallest product."""
+SUSTAINED_S = 2.0
+"""For so long products run one behind the other, to see what is left of their rate; at most a `SUSTAINED_PART` of the time."""
+SUSTAINED_PART = 0.15
+CHUNK_S = 0.1
+"""Products are handed out for so long at once, and their rate is that of the last."""
+ROW = 1024
+"""Elements of a row that a norm, a softmax or a sum goes over."""
+HEADS, LENGTHS, CARD_LENGTHS = (64, 128), (128, 256, 512, 1024), (512, 1024, 2048, 4096, 8192, 16384)
+"""Of attention. As in the published tables, heads have 2,048 elements together, and sequences 16,384 rows; on a CPU an 8th of both."""
+CARD_WIDTH, CARD_ROWS, WIDTH, ROWS = 2048, 16384, 256, 2048
+CARD_BYTES_OF_WORK = tuple(1 << k for k in range(22, 29, 2))
+BYTES_OF_WORK = tuple(1 << k for k in range(14, 25, 2))
+"""Bytes of the operand of the kernels that are measured by bytes."""
+
+aten = torch.ops.aten
+
+
+def measured_device(base: Device, device: torch.device, deadline: float) -> Device:
+    """`base` with this device's figures; those of dtypes and kernels that it has not, or for which there was no time, stay."""
+    began = time.perf_counter()
+    left_s = max(0.0, deadline - began)
+    is_card = device.type == "cuda"
+    launch_s = _launch_s(device)
+    found = attrs.evolve(
+        base,
+        name=torch.cuda.get_device_name(device) if is_card else "cpu",
+        memory_bytes_per_s=_memory_bytes_per_s(device, launch_s),
+        launch_s=launch_s,
+        host_launch_s=_host_s(lambda tiny: aten.add.Tensor(tiny, tiny), device) if is_card else 0.0,
+        host_view_s=_host_s(lambda tiny: aten.view.default(tiny, [1]), device),
+        sustained=1.0,
+    )
+    products = product_rates(device, launch_s, began + 0.45 * left_s)
+    best = {rate.dtype: rate.flops_per_s / base.sustained for rate in base.rates}
+    best |= {dtype: _rate_of(points, device) for dtype, points in products.items()}
+    name = str(DTYPES[0]).removeprefix("torch.")
+    if is_card and name in products:
+        part = sustained_part(products[name], device, min(SUSTAINED_S, SUSTAINED_PART * left_s))
+        found = attrs.evolve(found, sustained=part)
+    attention = attention_rates(device, began + 0.75 * left_s)
+    work = work_rates(device, launch_s, began + left_s)
+    return attrs.evolve(
+        found,
+        rates=tuple(Rate(dtype, flops * found.sustained) for dtype, flops in best.items()),
+        attention=attention or base.attention,
+        work=(*_product_curves(products, launch_s, found.sustained), *work),
+    )
+
+
+# ---- memory, launches, the host
+
+
+def _memory_bytes_per_s(device: torch.device, launch_s: float) -> float:
+    """Of elementwise kernels on a card, of a copy on a host."""
+    if device.type == "cuda":
+        x = torch.randn(COPIED_CARD_BYTES // 2, dtype=torch.bfloat16, device=device)
+        y = torch.randn_like(x)
+        return _beside(3 * x.nbytes, least_s(lambda: x + y, device), launch_s)
+    here, there = torch.empty(COPIED_BYTES, dtype=torch.uint8), torch.zeros(COPIED_BYTES, dtype=torch.uint8)
+    return 2 * here.nbytes / least_s(lambda: here.copy_(there), device)
+
+
+def _launch_s(device: torch.device) -> float:
+    """Of a kernel that does nothing, in a row of such; on a card without what the host takes."""
+    tiny = torch.zeros(1, device=device)
+
+    def launches() -> None:
+        for _ in range(LAUNCHES):
+            tiny.add_(1)
+
+    return least_s(launches, device) / LAUNCHES
+
+
+def _host_s(call: Callable[[Tensor], object], device: torch.device) -> float:
+    """Seconds in which the host hands out a call of an operator, least of some rows of them."""
+    tiny, taken = torch.zeros(1, device=device), []
+    for _ in range(REPEATS + 1):
+        wait(device)
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call(tiny)
+        taken.append((time.perf_counter() - start) / HOST_CALLS)
+    wait(device)
+    return min(taken)
+
+
+def copies_s(device: torch.device) -> tuple[int, dict[tuple[str, str], float]]:
+    """(bytes, seconds by ends) of copies between device and host, pinned where there is a card."""
+    is_card = device.type == "cuda"
+    big = torch.ones(COPIED_CARD_BYTES if is_card else COPIED_BYTES, dtype=torch.uint8)
+    here, there = torch.empty_like(big, device=device), torch.zeros_like(big, device=device)
+    pinned = big.pin_memory() if is_card else big
+    seconds = {
+        ("host", "device"): least_s(lambda: here.copy_(pinned, non_blocking=True), device),
+        ("device", "host"): least_s(lambda: pinned.copy_(there, non_blocking=True), device),
+    }
+    return big.nbytes, seconds
+
+
+# ---- products
+
+Points = list[tuple[int, float]]
+"""(rows and columns of a product, seconds), smallest first."""
+
+
+def product_rates(device: torch.device, launch_s: float, deadline: float) -> dict[str, Points]:
+    """By dtype, what square products take, grown until one is long or time is up. What the device does not multiply is not there."""
+    found: dict[str, Points] = {}
+    makers: list[tuple[str, Callable[[int], Callable[[], object]]]] = []
+    for dtype in DTYPES:
+        makers.append((str(dtype).removeprefix("torch."), lambda n, dtype=dtype: _product(n, dtype, device)))  # type: ignore[misc]
+    if device.type == "cuda":
+        makers.insert(1, (FLOAT8, lambda n: _float8_product(n, device)))
+    for place, (name, make) in enumerate(makers):
+        # A share of what is left, so that a dtype that is slow here does not starve the ones after it.
+        now = time.perf_counter()
+        points = list(_grown(make, device, now + max(0.0, deadline - now) / (len(makers) - place)))
+        if points:
+            found[name] = points
+    return found
+
+
+def _grown(make: Callable[[int], Callable[[], object]], device: torch.device, until: float) -> Iterator[tuple[int, float]]:
+    n = LEAST_WIDE
+    while n <= MOST_WIDE:
+        try:
+            taken_s = least_s(make(n), device)
+        except RuntimeError:  # no kernel for this dtype here: the planner uses the nearest that has one
+            return
+        yield n, taken_s
+        # The next size takes eight times as long, and runs once more than it counts.
+        if taken_s > LONG_S or time.perf_counter() + 8 * (REPEATS + 1) * taken_s > until:
+            return
+        n *= 2
+
+
+def _product(n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    a = torch.randn(n, n, device=device).to(dtype)
+    return lambda: a @ a
+
+
+def _float8_product(n: int, device: torch.device) -> Callable[[], object]:
+    a = torch.randn(n, n, device=device).to(torch.float8_e4m3fn)
+    scale = torch.ones((), device=device)
+    return lambda: compat.scaled_mm(a, a.t(), scale, scale, torch.bfloat16, None)
+
+
+def _rate_of(points: Points, device: torch.device) -> float:
+    """Operations a second. On a CPU the middle of all sizes: a step has products of every size and shape, and none does better than
+    these. On a GPU small ones are nothing but launches, which count by themselves, so there the best is the rate.
+    """
+    rates = sorted(2.0 * n**3 / taken_s for n, taken_s in points)
+    if device.type == "cuda":
+        return rates[-1]
+    middle = len(rates) // 2
+    return rates[middle] if len(rates) % 2 else (rates[middle - 1] + rates[middle]) / 2
+
+
+def sustained_part(points: Points, device: torch.device, seconds: float) -> float:
+    """What is left of the best rate where products run one behind the other for some time."""
+    n, taken_s = min(points, key=lambda point: point[1] / point[0] ** 3)
+    run, count = _product(n, DTYPES[0], device), max(1, round(min(CHUNK_S, seconds) / taken_s))
+
+    def chunk() -> None:
+        for _ in range(count):
+            run()
+
+    until, last_s = time.perf_counter() + seconds, taken_s * count
+    while time.perf_counter() < until:
+        last_s = max(card_s(chunk, device), 1e-9)
+    return min(1.0, taken_s * count / last_s)
+
+
+def _product_curves(products: Mapping[str, Points], launch_s: float, part: float) -> Iterator[WorkRate]:
+    for dtype, measured in products.items():
+        points = []
+        for n, taken_s in measured:
+            flops = 2.0 * n**3
+            points.append((flops, part * _beside(flops, taken_s, launch_s)))
+        yield WorkRate("product", dtype, tuple(points), SOURCE)
+
+
+def _beside(work: float, taken_s: float, launch_s: float) -> float:
+    """Work a second beside a launch, which is at most half of what a call takes: a timer of another device says no less."""
+    return work / max(taken_s - launch_s, taken_s / 2)
+
+
+# ---- attention
+
+
+def attention_rates(device: torch.device, deadline: float) -> tuple[AttentionRate, ...]:
+    """Forward and backward of causal attention by length, of each size of a head; none where no kernel takes it."""
+    is_card = device.type == "cuda"
+    kernel, lengths = ("flash", CARD_LENGTHS) if is_card else ("cpu", LENGTHS)
+    found: dict[int, list[tuple[float, float, float]]] = {head: [] for head in HEADS}
+    for length in lengths:
+        for head, points in found.items():
+            if points and time.perf_counter() > deadline:
+                continue
+            try:
+                forward_s, backward_s = _attention_s(length, head, device)
+            except RuntimeError:  # no such kernel on this device
+                return ()
+            flops = 4.0 * length * length / 2 * (CARD_WIDTH if is_card else WIDTH) * max(1, _rows(device) // length)
+            points.append((length / 2, flops / forward_s, 2.5 * flops / backward_s))
+    return tuple(AttentionRate(kernel, head, tuple(points), SOURCE) for head, points in found.items() if points)
+
+
+def _rows(device: torch.device) -> int:
+    return CARD_ROWS if device.type == "cuda" else ROWS
+
+
+def _attention_s(length: int, head: int, device: torch.device) -> tuple[float, float]:
+    """(forward, backward) seconds."""
+    is_card = device.type == "cuda"
+    heads, batch = (CARD_WIDTH if is_card else WIDTH) // head, max(1, _rows(device) // length)
+    dtype = torch.bfloat16 if is_card else torch.float32
+    q, k, v, grad = (torch.randn(batch, length, heads, head, device=device).to(dtype) for _ in range(4))
+    if is_card:
+        sizes = (None, None, length, length)
+        out, lse = aten._flash_attention_forward(q, k, v, *sizes, 0.0, True, False)[:2]
+        unused = (torch.empty(2, dtype=torch.uint64, device=device), torch.empty((), dtype=torch.uint64, device=device))
+        return (
+            least_s(lambda: aten._flash_attention_forward(q, k, v, *sizes, 0.0, True, False), device),
+            least_s(lambda: aten._flash_attention_backward(grad, q, k, v, out, lse, *sizes, 0.0, True, *unused), device),
+        )
+    q, k, v, grad = (x.transpose(1, 2) for x in (q, k, v, grad))
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    return (
+        least_s(lambda: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True), device),
+        least_s(lambda: aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True), device),
+    )
+
+
+# ---- kernels by their bytes
+
+
+def work_rates(device: torch.device, launch_s: float, deadline: float) -> tuple[WorkRate, ...]:
+    """Bytes a second of kinds of kernels by the bytes that they read and write."""
+    dtype, sizes = (torch.bfloat16, CARD_BYTES_OF_WORK) if device.type == "cuda" else (torch.float32, BYTES_OF_WORK)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for size in sizes:
+        x = torch.randn(max(1, size // ROW // dtype.itemsize), ROW, device=device).to(dtype)
+        for kind, (moved, run) in _kernels(x).items():
+            points = found.setdefault(kind, [])
+            if points and time.perf_counter() > deadline:
+                continue
+            points.append((float(moved), _beside(moved, least_s(run, device), launch_s)))
+    name = str(dtype).removeprefix("torch.")
+    return tuple(WorkRate(kind, name, tuple(points), SOURCE) for kind, points in found.items())
+
+
+def _kernels(x: Tensor) -> dict[str, tuple[int, Callable[[], object]]]:
+    """Kind -> (bytes that it moves, a call) of kernels that steps have."""
+    y = torch.randn_like(x)
+    weight = torch.ones(ROW, dtype=x.dtype, device=x.device)
+    where = torch.randperm(x.shape[0], device=x.device)
+    return {
+        "elementwise": (3 * x.nbytes, lambda: x + y),
+        "transcendental": (2 * x.nbytes, lambda: F.gelu(x)),
+        "normalisation": (2 * x.nbytes, lambda: F.layer_norm(x, (ROW,), weight)),
+        "softmax": (2 * x.nbytes, lambda: torch.softmax(x, 1)),
+        "reduction": (x.nbytes, lambda: x.sum(0)),
+        "gather": (2 * x.nbytes, lambda: x.index_select(0, where)),
+    }
