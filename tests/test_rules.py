@@ -188,6 +188,10 @@ NORMS = {
     "layer norm backward": ("aten.native_layer_norm_backward.default", r(4, 30), x34, (30,), *ln[1:], w30, w30, mask3),
     "rms norm": ("aten._fused_rms_norm.default", x34, (30,), w30, 1e-5),
     "rms norm backward": ("aten._fused_rms_norm_backward.default", r(4, 30), x34, (30,), rms[1], w30, (True, True)),
+    "our rms norm": ("colofunc.rms_norm", x34, (30,), w30, 1e-5),
+    "our rms norm plain": ("colofunc.rms_norm", x34, (30,), None, 1e-5),
+    "our rms norm dx": ("colofunc.rms_norm_dx", r(4, 30), x34, (30,), rms[1], w30),
+    "our rms norm dx plain": ("colofunc.rms_norm_dx", r(4, 30), x34, (30,), rms[1], None),
     "batch norm": ("aten._native_batch_norm_legit_functional.default", *bn, True, 0.1, 1e-5),
     "batch norm without state": ("aten._native_batch_norm_legit.no_stats", *bn[:3], True, 0.1, 1e-5),
     "batch norm backward": (
@@ -205,6 +209,7 @@ NORMS = {
     "vector norm 3": ("aten.linalg_vector_norm.default", x34, 3, (1,), True),
 }
 PLAIN = {
+    "our rms norm dw": ("colofunc.rms_norm_dw", r(4, 30), x34, (30,), rms[1]),
     "group norm": ("aten.native_group_norm.default", gn_x, w30, w30, 4, 30, 2, 5, 1e-5),
     "group norm backward": (
         "aten.native_group_norm_backward.default",

@@ -36,6 +36,7 @@ from colofunc.ops.ctc import reduced_ctc_loss
 from colofunc.ops.grouped import grouped_mm
 from colofunc.ops.linear import linear
 from colofunc.ops.lstm import layer as lstm_layer
+from colofunc.ops.norms import rms_norm
 from colofunc.ops.seeds import draw_seed, stream
 
 # Functions written in Python that call what is replaced: their bodies run under the mode again.
@@ -203,6 +204,10 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     )
 
 
+def _in_autocast() -> bool:
+    return any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+
+
 def _linear(mode: Canonical, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if compat.in_forward_mode():
         return NotImplemented  # torch's own operators have forward-mode derivatives
@@ -260,6 +265,15 @@ def _mask(mask: Tensor, lead: torch.Size, dims: int) -> Tensor:
     return mask if mask.dim() == 4 else mask.reshape(mask.shape[-4:])
 
 
+def _rms_norm(mode: Canonical, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+    shape = tuple(normalized_shape)
+    like = input.is_floating_point() and not input.is_sparse and (weight is None or (weight.dtype, weight.shape) == (input.dtype, shape))
+    if compat.in_forward_mode() or _in_autocast() or not like or not shape or input.shape[-len(shape) :] != shape or not input.numel():
+        return NotImplemented  # torch's own operators have forward-mode derivatives, and say what is wrong
+    eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps if eps is None else eps
+    return rms_norm.apply(input, shape, weight, eps)[0]
+
+
 def _grouped_mm(mode: Canonical, mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, **more: Any) -> Any:
     if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None or any(v is not None for v in more.values()):
         return NotImplemented
@@ -273,7 +287,7 @@ def _ctc_loss(
     as_tensors = [isinstance(given, Tensor) for given in (input_lengths, target_lengths)]
     if log_probs.dim() not in (2, 3) or targets.dim() not in (1, 2) or (any(as_tensors) and not all(as_tensors)):
         return NotImplemented  # torch says what is wrong
-    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+    if _in_autocast():
         log_probs = log_probs.float() if log_probs.dtype in (torch.float16, torch.bfloat16) else log_probs
     return reduced_ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
 
@@ -312,6 +326,8 @@ HANDLERS: dict[Any, Handler] = {
     F.grouped_mm: _grouped_mm,
     compat.grouped_mm: _grouped_mm,
     F.linear: _linear,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
     F.scaled_dot_product_attention: _attention,
     **RANDOM_HANDLERS,
 }

@@ -63,10 +63,15 @@ class Registry:
             for strategy in _given(fn, call, mesh):
                 if not isinstance(strategy, Strategy):
                     raise PluginError(
-                        f"strategies of {call.target} from {fn.__module__}.{fn.__name__} gave {strategy!r}; yield cf.Strategy records"
+                        f"strategies of {call.target} from {_name_of(fn)} gave {strategy!r}; yield cf.Strategy records"
                     )
                 found.append(strategy)
         return tuple(found)
+
+
+def _name_of(fn: Any) -> str:
+    written = getattr(fn, "func", fn)  # of a functools.partial
+    return f"{written.__module__}.{written.__qualname__}"
 
 
 def _given(fn: StrategyFn, call: Call, mesh: Mesh) -> list[Any]:
@@ -76,7 +81,7 @@ def _given(fn: StrategyFn, call: Call, mesh: Mesh) -> list[Any]:
     except ColofuncError:
         raise
     except Exception as error:
-        what = f"strategies of {call.target} from {fn.__module__}.{fn.__name__} failed"
+        what = f"strategies of {call.target} from {_name_of(fn)} failed"
         raise PluginError(f"{what}: {type(error).__name__}: {error}; yield cf.Strategy records, or none") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,9 +27,30 @@ def log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
     return aten.log_sigmoid_backward.default(grad, x, aten.log_sigmoid_forward.default(x)[1])
 
 
+def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    assert weight is None or weight.dtype == x.dtype
+    wide, dims = x.to(torch.promote_types(x.dtype, torch.float32)), list(range(-len(shape), 0))
+    rstd = torch.rsqrt((wide * wide).mean(dims, keepdim=True) + (torch.finfo(wide.dtype).eps if eps is None else eps))
+    return torch.rms_norm(wide, shape, None if weight is None else weight.to(wide.dtype), eps).to(x.dtype), rstd
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None, wanted: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """What is not wanted is not there."""
+    assert all(t.is_contiguous() for t in (grad, x, rstd)) and rstd.dtype == torch.promote_types(x.dtype, torch.float32)
+    g, wide, n, rows = grad.double(), x.double(), math.prod(shape), list(range(x.dim() - len(shape)))
+    gw = g if weight is None else g * weight.double()
+    along = (gw * wide).sum(list(range(-len(shape), 0)), keepdim=True)
+    dx, dw = gw * rstd.double() - wide * rstd.double() ** 3 * along / n, g * wide * rstd.double()
+    return dx.to(x.dtype) if wanted[0] else None, dw.sum(rows).to(x.dtype) if wanted[1] else None
+
+
 EMULATED: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm_backward.default: layer_norm_backward,
     aten.log_sigmoid_backward.default: log_sigmoid_backward,
+    aten._fused_rms_norm.default: rms_norm,
+    aten._fused_rms_norm_backward.default: rms_norm_backward,
     **ATTENTION,
 }
 """Operator -> a function of tensors of the host with the same signature and results."""

@@ -23,6 +23,7 @@ from colofunc.spec.strategies import build, lay_out, place, placements, usable
 
 FREE_ROWS = (
     "aten._log_softmax", "aten._softmax", "aten.nll_loss", "aten.embedding", "aten.native_layer_norm", "aten._fused_rms_norm",
+    "colofunc.rms_norm",
     "colofunc.linear", "colofunc.scaled_linear", "aten.mm", "aten.addmm", "colofunc.experts",
     *sorted(quantized.PRODUCTS),
 )  # fmt: skip

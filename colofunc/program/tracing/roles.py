@@ -37,6 +37,7 @@ WEIGHTS = {
     "aten.native_layer_norm.default": (1, 2),
     "aten.native_group_norm.default": (1, 2),
     "aten._fused_rms_norm.default": (1,),
+    "colofunc.rms_norm": (1,),
 }
 """Operator -> which of its tensor operands are weights."""
 PRODUCTS = {"aten.mm.default": 1, "aten.bmm.default": 1, "aten.addmm.default": 2}

@@ -15,7 +15,7 @@ import torch
 from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.ops.targets import target_of
-from colofunc.program.ir import Node, Ref
+from colofunc.program.ir import Ref
 from colofunc.program.tracing.infer import build, slots
 from colofunc.program.tracing.meta import inside_file, inside_folder, user_line
 from colofunc.program.tracing.record import PLACEMENT, Recorder, refs_of
@@ -75,11 +75,11 @@ def _outside_its_range(rec: Recorder, vid: int) -> bool | None:
 
     Transformers ask so for each layer whether it is left out, also where none is: `torch.rand([]) < self.layerdrop`, with 0.
     """
-    compared = _maker(rec, vid)
+    compared = rec.producer.get(vid)
     if compared is None or compared.target not in ALWAYS_BELOW:
         return None
     number, bound = compared.args
-    drawn = _maker(rec, number.id)
+    drawn = rec.producer.get(number.id)
     if drawn is None or drawn.target != "colofunc.random_uniform":
         return None
     below = ALWAYS_BELOW[compared.target]
@@ -87,10 +87,6 @@ def _outside_its_range(rec: Recorder, vid: int) -> bool | None:
         return below
     # Nothing drawn is below 0, and 0 itself may be.
     return not below if bound < 0 or (bound == 0 and compared.target in ("aten.lt.Scalar", "aten.ge.Scalar")) else None
-
-
-def _maker(rec: Recorder, vid: int) -> Node | None:
-    return next((node for node in reversed(rec.nodes) if vid in node.outs), None)
 
 
 def data_dependent(what: str) -> TraceError:

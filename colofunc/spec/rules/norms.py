@@ -58,7 +58,7 @@ def _layer_dims(call: Call, at: int) -> tuple[Operand, Operand, Operand, dict[st
 
 
 def layer_norm(call: Call) -> Rule | None:
-    """native_layer_norm(x, shape, w, b, eps) and _fused_rms_norm(x, shape, w, eps)."""
+    """native_layer_norm(x, shape, w, b, eps); rms_norm(x, shape, w, eps), ours and torch's."""
     x, stat, z, sizes = _layer_dims(call, 1)
     tensors = {call.args[0]: x, call.args[2]: z}
     if "layer" in call.target:
@@ -69,7 +69,7 @@ def layer_norm(call: Call) -> Rule | None:
 
 
 def layer_norm_backward(call: Call) -> Rule | None:
-    """native_layer_norm_backward(g, x, shape, mean, rstd, w, b, mask); that of rms norm has no mean and b."""
+    """native_layer_norm_backward(g, x, shape, mean, rstd, w, b, mask); that of rms norm has no mean and b, and ours gives dx alone."""
     x, stat, z, sizes = _layer_dims(call, 2)
     args = call.args
     if "layer" in call.target:
@@ -77,10 +77,19 @@ def layer_norm_backward(call: Call) -> Rule | None:
         outs: tuple[Operand, ...] = (x, z, z)
     else:
         tensors = {args[0]: x, args[1]: x, args[3]: stat, args[4]: z}
-        outs = (x, z)
+        outs = (x, z)[: len(call.outs)]
     batch = dict.fromkeys(factors(x) - factors(z), "sum")
     more = dict(whole=frozenset(factors(z)), linear=(frozenset({args[0].id}),), localize=_local_shape(2))
     return _rule(call, tensors, outs, sizes, reduce=batch, **more)
+
+
+def rms_norm_dw(call: Call) -> Rule | None:
+    """rms_norm_dw(g, x, shape, rstd): a sum over b*, with nothing whole."""
+    x, stat, z, sizes = _layer_dims(call, 2)
+    args = call.args
+    batch = dict.fromkeys(factors(x) - factors(z), "sum")
+    more = dict(linear=(frozenset({args[0].id}),), localize=_local_shape(2))
+    return _rule(call, {args[0]: x, args[1]: x, args[3]: stat}, (z,), sizes, reduce=batch, **more)
 
 
 def _local_shape(at: int) -> Callable[..., Args]:
@@ -137,7 +146,9 @@ def _layer_backward(call: Call, split: Split) -> Local:
         dx = gw - normal * inner
         if mean is not None:
             dx = dx - all_reduce(gw.sum(dims, keepdim=True), axes, mesh) / count
-        results = [dx * rstd, (g * normal).sum(batch) if batch else g * normal]
+        results = [dx * rstd]
+        if len(types) > 1:
+            results.append((g * normal).sum(batch) if batch else g * normal)
         if is_layer:
             results.append(g.sum(batch) if batch else g)
         return tuple(None if t is None else r.to(t.dtype) for t, r in zip(types, results, strict=True))
@@ -147,8 +158,8 @@ def _layer_backward(call: Call, split: Split) -> Local:
 
 def _stat_bytes(call: Call, split: Split) -> float:
     """Two numbers per normalised group."""
-    x = split.ins[call.args[1 if "backward" in call.target else 0].id]
-    n = len(call.args[2 if "backward" in call.target else 1])
+    shape_at = 2 if isinstance(call.args[1], Ref) else 1  # behind x
+    x, n = split.ins[call.args[shape_at - 1].id], len(call.args[shape_at])
     return 2.0 * prod(x.local_shape[: len(x.local_shape) - n]) * wide(call.ins[0].dtype).itemsize
 
 
@@ -368,8 +379,11 @@ _BATCH_FORWARD = (
 RULES: dict[str, RuleFn] = {
     "aten.native_layer_norm": layer_norm,
     "aten._fused_rms_norm": layer_norm,
+    "colofunc.rms_norm": layer_norm,
     "aten.native_layer_norm_backward": layer_norm_backward,
     "aten._fused_rms_norm_backward": layer_norm_backward,
+    "colofunc.rms_norm_dx": layer_norm_backward,
+    "colofunc.rms_norm_dw": rms_norm_dw,
     "aten.native_group_norm": group_norm,
     "aten.native_group_norm_backward": group_norm_backward,
     **{f"aten.{name}": batch_norm for name in _BATCH_FORWARD},
@@ -378,8 +392,10 @@ RULES: dict[str, RuleFn] = {
 STRATEGIES = {
     "aten.native_layer_norm": partial(_open_layer, layer_norm, _layer_forward),
     "aten._fused_rms_norm": partial(_open_layer, layer_norm, _layer_forward),
+    "colofunc.rms_norm": partial(_open_layer, layer_norm, _layer_forward),
     "aten.native_layer_norm_backward": partial(_open_layer, layer_norm_backward, _layer_backward),
     "aten._fused_rms_norm_backward": partial(_open_layer, layer_norm_backward, _layer_backward),
+    "colofunc.rms_norm_dx": partial(_open_layer, layer_norm_backward, _layer_backward),
     **{f"aten.{name}": partial(_open_batch, batch_norm, _batch_forward) for name in _BATCH_FORWARD},
     "aten.native_batch_norm_backward": partial(_open_batch, batch_norm_backward, _batch_backward),
     "aten.linalg_vector_norm": _open_norm,
