@@ -55,6 +55,7 @@ SWEPT = {
     7: ("LLaMA", "OPT with dropout", "LLaMA, recomputed, 90 %", "OPT with dropout, offloaded, 60 %"),
     10: ("exposed copies", "disk"),
     12: ("speed",),
+    14: ("numbers, rowwise", "numbers, rowwise_with_gw_hp", "numbers, delayed", "speed"),
 }  # fmt: skip
 """Slice -> parts that take seconds and whose kind another part has."""
 
