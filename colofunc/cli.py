@@ -122,7 +122,7 @@ def devices() -> None:
 
 @app.command()
 def native(
-    kinds: Annotated[list[str] | None, typer.Argument(metavar="[cpu] [cuda]", help="Kinds of devices; the CPU where none is named.")] = None,
+    kinds: Annotated[list[str] | None, typer.Argument(metavar="[cpu] [cuda]", help="kinds of devices, of none given the CPU")] = None,
 ) -> None:
     """Compile kernels into the cache folder, as the first use of one would: for images and clusters."""
     try:

@@ -114,8 +114,8 @@ def test_other_parts_end_on_a_pretended_card(number: int, name: str, tmp_path: P
     check(attrs.evolve(of, parts=tuple(part for part in of.parts if part.name == name)), tmp_path)
 
 
-def test_slices_are_twelve_and_their_parts_have_names_of_their_own() -> None:
-    assert [of.number for of in SLICES] == list(range(1, 13))
+def test_slices_are_thirteen_and_their_parts_have_names_of_their_own() -> None:
+    assert [of.number for of in SLICES] == list(range(1, 14))
     for of in SLICES:
         assert len({part.name for part in of.parts}) == len(of.parts)
         assert set(SWEPT.get(of.number, ())) <= {part.name for part in of.parts}

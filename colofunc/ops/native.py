@@ -32,8 +32,8 @@ _FAILED: dict[tuple[str, str, str], str] = {}
 _LOCK = Lock()
 
 WITHOUT = {
-    "cpu": "Random numbers, dropout and products with int8 and int4 weights on the CPU run in Python, some times slower, updates that read a "
-    "narrow gradient by torch's kernels, and Lion's by several operators",
+    "cpu": "Random numbers, dropout and products with int8 and int4 weights on the CPU run in Python, some times slower, updates that read "
+    "a narrow gradient by torch's kernels, and Lion's by several operators",
     "cuda": "Products of few rows with int8 and int4 weights on GPUs widen the weight, updates cast a narrow gradient, and Lion's and sums "
     "over experts take several operators",
 }
@@ -141,7 +141,8 @@ def _check_device(loaded: ctypes.CDLL) -> None:
     loaded.colofunc_device_lacks.restype = ctypes.c_char_p
     lacks = loaded.colofunc_device_lacks()
     if lacks is not None:
-        raise NativeError(f"this GPU cannot run the compiled kernels: {lacks.decode()}. Try: a CUDA toolkit as old as the driver, in CUDA_HOME")
+        said = lacks.decode()
+        raise NativeError(f"this GPU cannot run the compiled kernels: {said}. Try: a CUDA toolkit as old as the driver, in CUDA_HOME")
 
 
 def _say(text: str) -> None:

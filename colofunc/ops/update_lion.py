@@ -13,8 +13,8 @@ elementwise over the parameter, of which a kernel makes one pass: on the host in
 The sign of NaN is NaN here. torch's is 0, with which a gradient of NaN would leave the parameter where it is and nobody would know.
 
 Numbers: every operation above rounds once, in Python and in the kernels, so that a float32 parameter has the same bits with a compiler and
-without, at every instruction set and on a GPU, by a gradient in float32, bfloat16 or float16. `lr` is a 0-dim tensor; no count of steps is needed.
-`finite`: as in `colofunc.ops.update`.
+without, at every instruction set and on a GPU, by a gradient in float32, bfloat16 or float16. `lr` is a 0-dim tensor; no count of steps
+is needed. `finite`: as in `colofunc.ops.update`.
 Source: Chen et al., Symbolic discovery of optimization algorithms (2023, 2302.06675), algorithm 2.
 """
 
