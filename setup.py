@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 core = find_packages(include=["colofunc", "colofunc.*"])
 plugins = ["colofunc_" + name for name in find_packages(include=["plugins", "plugins.*"])]
 
-sources = ["colofunc.native_sources", "colofunc.native_sources.cpu"]
+sources = ["colofunc.native_sources", "colofunc.native_sources.cpu", "colofunc.native_sources.cuda"]
 
 setup(
     packages=core + plugins + sources,

@@ -146,7 +146,7 @@ def decoding() -> list[Row]:
 
 def bench() -> Section:
     os.environ["COLOFUNC_NATIVE"] = "require"  # what runs where there is a compiler
-    native.ready()
+    native.ready("cpu")
     level = native.limit_level(9)
     rows = [*products("int8"), *products("int4-g128"), *decoding()]
     return Section(

@@ -159,7 +159,7 @@ def rows_of(numel: int) -> list[Row]:
 
 def bench() -> Section:
     os.environ["COLOFUNC_NATIVE"] = "require"  # what runs where there is a compiler
-    native.ready()
+    native.ready("cpu")
     rows = [row for numel in SIZES for row in rows_of(numel)]
     return Section(
         "Updates on the host",

@@ -63,7 +63,7 @@ def operators() -> list[Row]:
 
 def bench() -> Section:
     os.environ["COLOFUNC_NATIVE"] = "require"  # what runs where there is a compiler
-    native.ready()
+    native.ready("cpu")
     rows = operators()
     for p in (0.0, P):
         torch.manual_seed(0)

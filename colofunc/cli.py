@@ -121,10 +121,14 @@ def devices() -> None:
 
 
 @app.command()
-def native() -> None:
-    """Compile the kernels of the CPU into the cache folder, as the first use of one would: for images and clusters."""
+def native(
+    kinds: Annotated[list[str] | None, typer.Argument(metavar="[cpu] [cuda]", help="kinds of devices, of none given the CPU")] = None,
+) -> None:
+    """Compile kernels into the cache folder, as the first use of one would: for images and clusters."""
     try:
-        typer.echo(prebuild())
+        for kind in kinds or ["cpu"]:
+            for path in prebuild(kind):
+                typer.echo(path)
     except ColofuncError as error:
         _complain(f"colofunc: {error}")
         raise typer.Exit(1) from error

@@ -153,6 +153,12 @@ def compilers() -> tuple[str, ...]:
     return (asked,) if asked else ("c++", "g++", "clang++")
 
 
+def cuda_compilers() -> tuple[str, ...]:
+    """Commands that may be a CUDA compiler: of the toolkit in CUDA_HOME, else the one on the path, else of the usual folder."""
+    asked = os.environ.get("CUDA_HOME", "").strip()
+    return (str(Path(asked, "bin", "nvcc")),) if asked else ("nvcc", "/usr/local/cuda/bin/nvcc")
+
+
 def cache_bytes() -> int:
     """The most that the cache folder may hold. Raises SwitchError where the variable is no number."""
     asked = switch("COLOFUNC_CACHE_MIB") or str(CACHE_MIB)

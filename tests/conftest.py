@@ -121,8 +121,8 @@ def required(kernels_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """A test that runs with those kernels."""
     monkeypatch.setenv("COLOFUNC_CACHE", str(kernels_folder))
     monkeypatch.setenv("COLOFUNC_NATIVE", "require")
-    monkeypatch.setattr(native, "_LIBRARY", [])  # tests behind these run without it, whatever process they are in
-    assert native.ready()
+    monkeypatch.setattr(native, "_LIBRARIES", {})  # tests behind these run without it, whatever process they are in
+    assert native.ready("cpu")
     yield monkeypatch
     native.limit_level(9)
 

@@ -179,6 +179,11 @@ TRIED_ELSEWHERE = {
     "colofunc.adamw_narrow_": "test_update_narrow.py",  # on the host
     "colofunc.sgd_narrow_": "test_update_narrow.py",
     "colofunc.lion_host_": "test_lion_lamb.py",
+    "colofunc.adamw_device_": "test_native_cuda.py",  # on a card that there is
+    "colofunc.sgd_device_": "test_native_cuda.py",
+    "colofunc.lion_device_": "test_native_cuda.py",
+    "colofunc.sort_choices_": "test_native_cuda.py",
+    "colofunc.add_choices_": "test_native_cuda.py",
     "colofunc.update": "test_device.py",
     "colofunc.update_": "test_device.py",
     "colofunc.ctc_loss_backward": "below",  # torch has no fake of it, without which no card can be pretended

@@ -146,7 +146,7 @@ def tried(**variables: str) -> "subprocess.CompletedProcess[str]":
     code = (
         "import torch; from colofunc.ops import native, random as R\n"
         "x = [float(R.dropout.kernel(torch.ones(64), torch.tensor(5), 3, 0.5).sum()) for _ in range(2)]\n"
-        "print(native.ready(), *x)"
+        "print(native.ready('cpu'), *x)"
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **variables})
 
@@ -187,7 +187,7 @@ def test_without_a_cache_nothing_is_compiled(tmp_path: Path) -> None:
 def test_a_mode_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLOFUNC_NATIVE", "on")
     with pytest.raises(env.SwitchError, match="COLOFUNC_NATIVE='on' is none of auto, off, require; write COLOFUNC_NATIVE=auto"):
-        native.ready()
+        native.ready("cpu")
 
 
 @needs_compiler
@@ -208,7 +208,7 @@ def test_a_killed_build_and_a_library_of_others_are_built_over(
     assert not (cache / "build-killed").exists()
     (cache / name).write_text("half a file")
     children = [subprocess.Popen(
-        [sys.executable, "-c", "from colofunc.ops import native; print(native.ready())"], stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", "from colofunc.ops import native; print(native.ready('cpu'))"], stdout=subprocess.PIPE, text=True,
         env={**os.environ, "COLOFUNC_CACHE": str(cache.parent), "COLOFUNC_NATIVE": "require"},
     ) for _ in range(2)]  # fmt: skip
     assert [child.communicate()[0].strip() for child in children] == ["True", "True"]

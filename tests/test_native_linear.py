@@ -105,7 +105,7 @@ def test_parts_of_a_weight_are_read_where_they_lie(required: pytest.MonkeyPatch)
 def test_what_the_kernel_is_not_written_for_runs_as_before(required: pytest.MonkeyPatch) -> None:
     w = weight("int8", 12, 256)
     required.setattr(quantized, "_by_kernel", lambda *args: pytest.fail("the kernel was called"))
-    many = torch.randn(quantized.KERNEL_ROWS + 1, 256, dtype=torch.bfloat16)
+    many = torch.randn(quantized.KERNEL_ROWS["cpu"] + 1, 256, dtype=torch.bfloat16)
     for x in (torch.randn(2, 256, dtype=torch.float64), many):
         wide = w.dequantize(torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
         torch.testing.assert_close(product(w, x), nn.functional.linear(x, wide))

@@ -48,8 +48,8 @@ def operands(numel: int, dtype: torch.dtype, size: float = 1.0) -> tuple[Tensor,
     return torch.randn(numel), grad, size * torch.randn(numel) / 3, (size * torch.rand(numel)).square()
 
 
-def step_of(number: int, lr: float) -> tuple[Tensor, Tensor]:
-    return torch.tensor(float(number)), torch.tensor(lr, dtype=F64)
+def step_of(number: int, lr: float, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    return torch.tensor(float(number), device=device), torch.tensor(lr, dtype=F64, device=device)
 
 
 # ---- against float64 ----
@@ -60,23 +60,23 @@ def assert_within(found: Tensor, want: Tensor, bound: Tensor) -> None:
     assert float(worst) <= 0.0
 
 
-@settings(max_examples=40)
-@given(st.data())
-def adam_is_within_its_bound(data: st.DataObject) -> None:
+def check_adam(data: st.DataObject, device: str = "cpu") -> None:
     """The bound of `update_narrow`'s docstring; what an error of v moves of the step is half of it, relative."""
     draw = data.draw
     torch.manual_seed(draw(st.integers(0, 1 << 20)))
     size = draw(st.sampled_from([1e-3, 1.0, 1e3]))
-    p, g, m, v = operands(draw(st.integers(0, 3000)), draw(st.sampled_from([BF16, F16])), size)
+    p, g, m, v = (x.to(device) for x in operands(draw(st.integers(0, 3000)), draw(st.sampled_from([BF16, F16])), size))
     if fresh := draw(st.booleans()):
         m, v = torch.zeros_like(m), torch.zeros_like(v)
     lr, eps = draw(st.sampled_from([1e-5, 1e-2])), draw(st.sampled_from([1e-8, 1e-3]))
     beta1, beta2 = draw(st.sampled_from([(0.9, 0.999), (0.5, 0.95), (0.0, 0.9)]))
     decoupled, maximize, decay = draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([0.0, 0.1]))
     number = 1 if fresh else draw(st.integers(2, 10_000))
-    start = [x.double() for x in (p, g, m, v)]
-    adamw_.kernel(p, g, m, v, *step_of(number, lr), beta1, beta2, eps, decay, decoupled, maximize=maximize)
+    start = [x.double().cpu() for x in (p, g, m, v)]
+    numbers = step_of(number, lr, draw(st.sampled_from(["cpu", device])))
+    adamw_.kernel(p, g, m, v, *numbers, beta1, beta2, eps, decay, decoupled, maximize=maximize)
 
+    p, m, v = (x.cpu() for x in (p, m, v))
     p0, g0, m0, v0 = start
     l2 = 0.0 if decoupled else decay
     gradient = (-g0 if maximize else g0) + l2 * p0
@@ -95,16 +95,16 @@ def adam_is_within_its_bound(data: st.DataObject) -> None:
     assert_within(p, p0 * (1 - lr * decay * decoupled) - moved, param_bound)
 
 
-@settings(max_examples=30)
-@given(st.data())
-def sgd_is_within_its_bound(data: st.DataObject) -> None:
+def check_sgd(data: st.DataObject, device: str = "cpu") -> None:
     draw = data.draw
     torch.manual_seed(draw(st.integers(0, 1 << 20)))
-    p, g, b, _ = operands(draw(st.integers(0, 3000)), draw(st.sampled_from([BF16, F16])))
+    p, g, b, _ = (x.to(device) for x in operands(draw(st.integers(0, 3000)), draw(st.sampled_from([BF16, F16]))))
     lr, momentum, decay = draw(st.sampled_from([1e-4, 0.1])), draw(st.sampled_from([0.0, 0.9])), draw(st.sampled_from([0.0, 0.1]))
     nesterov, maximize = momentum != 0.0 and draw(st.booleans()), draw(st.booleans())
-    p0, g0, b0 = (x.double() for x in (p, g, b))
-    sgd_.kernel(p, g, b if momentum else None, *step_of(3, lr), momentum, 0.0, decay, nesterov, maximize)
+    p0, g0, b0 = (x.double().cpu() for x in (p, g, b))
+    numbers = step_of(3, lr, draw(st.sampled_from(["cpu", device])))
+    sgd_.kernel(p, g, b if momentum else None, *numbers, momentum, 0.0, decay, nesterov, maximize)
+    p, b = p.cpu(), b.cpu()
     gradient = (-g0 if maximize else g0) + decay * p0
     parts = g0.abs() + decay * p0.abs()
     buffer = b0 * momentum + gradient
@@ -113,6 +113,18 @@ def sgd_is_within_its_bound(data: st.DataObject) -> None:
         assert_within(b, buffer, bound)
     moved = gradient + momentum * buffer if nesterov else buffer
     assert_within(p, p0 - lr * moved, 4 * U * (p0.abs() + lr * moved.abs()) + 2 * lr * (1 + momentum) * bound)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def adam_is_within_its_bound(data: st.DataObject) -> None:
+    check_adam(data)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def sgd_is_within_its_bound(data: st.DataObject) -> None:
+    check_sgd(data)
 
 
 @pytest.mark.parametrize("one", [adam_is_within_its_bound, sgd_is_within_its_bound])

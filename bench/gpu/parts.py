@@ -12,6 +12,7 @@ import torch
 
 from bench import Row
 from bench.gpu.sizes import Sizes
+from colofunc.ops import native
 
 Need = Callable[[], str]
 """Empty, or why something is not here."""
@@ -78,6 +79,7 @@ def lacks_here() -> dict[str, str]:
         "a card": lambda: "" if torch.cuda.is_available() else "there is no usable GPU",
         "compute-sanitizer": lambda: "" if shutil.which("compute-sanitizer") else "compute-sanitizer is not on the path",
         "CUPTI": _no_cupti,
+        "CUDA kernels": lambda: "" if native.ready("cuda") else "the kernels in CUDA could not be compiled, or are switched off",
         "inductor": lambda: _module("triton"),
         "nccl": lambda: "" if torch.distributed.is_available() and torch.distributed.is_nccl_available() else "this torch has no NCCL",
         "grouped_mm": lambda: "" if hasattr(torch.nn.functional, "grouped_mm") else "this torch has no F.grouped_mm",

@@ -54,6 +54,8 @@ class Sizes:
     numbers: tuple[int, int]  # random numbers drawn at once
     memory: Training
     grouped: tuple[int, int, int, int]  # tokens, experts, width, width of an expert
+    updated: int  # elements of a parameter
+    packed: tuple[int, int]  # rows and columns of a packed weight
     clock: tuple[Training, ...]
     profile_s: float
     products: tuple[tuple[int, int, int], ...]  # m, n, k
@@ -87,6 +89,8 @@ REAL = Sizes(
     numbers=(8192, 4096),
     memory=Training(attrs.evolve(LLAMA, layers=4, vocabulary=32000), rows=4, length=4096),
     grouped=(16384, 8, 4096, 14336),
+    updated=1 << 26,
+    packed=(14336, 4096),
     clock=(
         Training(attrs.evolve(LLAMA, layers=4), rows=1, length=8192),
         Training(Shape(layers=12, width=768, heads=12, kv_heads=12, ffn=3072, vocabulary=50304), rows=8, length=1024),
@@ -125,6 +129,8 @@ TINY = Sizes(
     # Two layers: of one, its attention's workspace is all that a budget could save on.
     memory=attrs.evolve(_SHORT, rows=8, shape=attrs.evolve(_TINY, layers=2)),
     grouped=(32, 2, 16, 16),
+    updated=64,
+    packed=(16, 128),
     clock=(_SHORT,),
     profile_s=0.2,
     products=((32, 16, 16),),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bench.gpu import attention, checks, clock, compiled, experts, fp8, host, llama, memory, nccl, offload, randomness, zoo
+from bench.gpu import attention, checks, clock, compiled, experts, fp8, host, llama, memory, native, nccl, offload, randomness, zoo
 from bench.gpu.parts import Slice
 
 SLICES: tuple[Slice, ...] = (
     checks.SLICE, zoo.SLICE, host.SLICE, llama.SLICE, attention.SLICE, randomness.SLICE, memory.SLICE, experts.SLICE, clock.SLICE,
-    offload.SLICE, compiled.SLICE, nccl.SLICE, fp8.SLICE,
+    offload.SLICE, compiled.SLICE, nccl.SLICE, native.SLICE, fp8.SLICE,
 )  # fmt: skip

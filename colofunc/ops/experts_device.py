@@ -20,6 +20,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from colofunc.ops.experts_native import add_choices, adds, sorted_choices
 from colofunc.ops.experts_parts import Weights, wide
 from colofunc.ops.grouped_device import GROUPED, TILED, Products
 
@@ -30,7 +31,8 @@ LEAST_CHOICES = 1 << 12
 class Run:
     """Some choices in the order of experts: positions in the flat (tokens, k) index, tokens, experts, ends of experts among them.
 
-    `nobodys`: (rows, 1), the choices of no expert; their `expert` is the last one.
+    `nobodys`: (rows, 1), the choices of no expert; their `expert` is the last one. `place`: (tokens, k), where all choices stand in that
+    order, of which `first` is the first one here; None where `experts_native` has no kernel.
     """
 
     choices: Tensor
@@ -38,20 +40,20 @@ class Run:
     expert: Tensor
     nobodys: Tensor
     ends: Tensor
+    place: Tensor | None
+    first: int
 
 
 def runs(index: Tensor, w: Weights) -> Iterator[Run]:
     """All choices, as many at a time as memory is meant to hold."""
-    experts, flat = w.gate_up.shape[0], index.reshape(-1)
-    key = torch.where((flat >= 0) & (flat < experts), flat, experts)
-    sorted_key, order = torch.sort(key, stable=True)
-    ends = torch.searchsorted(sorted_key, torch.arange(experts, device=key.device, dtype=key.dtype), right=True)
+    experts = w.gate_up.shape[0]
+    order, sorted_key, ends, place = sorted_choices(index, experts)
     k, length = max(index.shape[-1], 1), at_once(w.gate_up.numel() + w.down.numel(), w.width, w.hidden_width)
-    for first in range(0, flat.shape[0], length):
+    for first in range(0, order.shape[0], length):
         choices, key = order[first : first + length], sorted_key[first : first + length]
         tokens = torch.div(choices, k, rounding_mode="floor")
         nobodys = (key == experts).unsqueeze(1)
-        yield Run(choices, tokens, key.clamp(max=experts - 1), nobodys, (ends - first).clamp(0, choices.shape[0]))
+        yield Run(choices, tokens, key.clamp(max=experts - 1), nobodys, (ends - first).clamp(0, choices.shape[0]), place, first)
 
 
 def at_once(weights: int, d: int, hidden: int) -> int:
@@ -86,6 +88,9 @@ def _add_run(by: Products, w: Weights, run: Run, rows: Tensor, scale: Tensor, do
     y = by.product(w.activated(_hidden(w, rows[run.tokens].to(w.gate_up.dtype), run, by)), down, run.ends)
     if w.down_bias is not None:
         y = y + w.down_bias[run.expert]
+    if run.place is not None and adds(total, scale, y.dtype):
+        add_choices(total, y, run.place, scale, run.first)
+        return
     term = (y.to(total.dtype) * scale[run.choices, None].to(total.dtype)).masked_fill_(run.nobodys, 0)
     total.index_put_((run.tokens,), term, accumulate=True)
 
@@ -121,8 +126,11 @@ def _add_gradients(
         dot = dot + (gs.to(dot.dtype) * w.down_bias[run.expert].to(dot.dtype)).sum(-1)
     dweight.index_put_((run.choices,), dot.masked_fill_(run.nobodys.squeeze(1), 0))
     dh = w.activated_backward(da * s, h)
-    term = by.product(dh, up_back, run.ends).to(dx.dtype)
-    dx.index_put_((run.tokens,), term, accumulate=True)
+    term = by.product(dh, up_back, run.ends)
+    if run.place is not None and adds(dx, None, term.dtype):
+        add_choices(dx, term, run.place, None, run.first)
+    else:
+        dx.index_put_((run.tokens,), term.to(dx.dtype), accumulate=True)
     if of_weights is not None:
         of_weights.add(run, dh, xs, gs * s, a)
 

@@ -1,15 +1,15 @@
-"""Kernels in C++ for operators that are defined in Python: there where they could be compiled, never needed.
+"""Kernels in C++ and CUDA for operators that are defined in Python: there where they could be compiled, never needed.
 
 Problem: some operators are several times slower in torch's own than they have to be, and a machine may have no compiler.
-Idea: an operator has a schema, a Python reference and a fake kernel from the start; a library that is compiled at the first
-use adds kernels to the same operators. Who runs one asks first, and else runs the reference.
+Idea: an operator has a schema, a Python reference and a fake kernel from the start; a library for the CPU and one for GPUs, each
+compiled at the first use on such a device, add kernels to the same operators. Who runs one asks first, and else runs the reference.
 
-    if native.ready():                                   # loads or compiles the library, once
+    if native.ready("cpu"):                              # loads or compiles the library, once
         torch.ops.colofunc.random_fill_(out, ...)        # its kernel
 
 First use is a call with real tensors: neither `import` nor tracing nor planning compiles, and a step without such an operator
-never does. COLOFUNC_NATIVE says whether this is wanted: auto, off or require. With COLOFUNC_CACHE=off, where the library could
-not be kept, auto does without, and require compiles it for this process alone.
+never does; where there is no GPU nothing is compiled for one. COLOFUNC_NATIVE says whether this is wanted: auto, off or require. With
+COLOFUNC_CACHE=off, where a library could not be kept, auto does without, and require compiles it for this process alone.
 """
 
 from __future__ import annotations
@@ -25,30 +25,40 @@ from colofunc import env
 from colofunc.errors import NativeError
 from colofunc.ops import native_build
 
-# The library of this process. Its kernels are registered with torch for as long as the process lives.
-_LIBRARY: list[ctypes.CDLL] = []
-# (mode, folder) -> why the library could not be had: asked once.
-_FAILED: dict[tuple[str, str], str] = {}
+# Device -> the library of this process. Its kernels are registered with torch for as long as the process lives.
+_LIBRARIES: dict[str, ctypes.CDLL] = {}
+# (device, mode, folder) -> why its library could not be had: asked once.
+_FAILED: dict[tuple[str, str, str], str] = {}
 _LOCK = Lock()
 
+WITHOUT = {
+    "cpu": "Random numbers, dropout and products with int8 and int4 weights on the CPU run in Python, some times slower, updates that read "
+    "a narrow gradient by torch's kernels, and Lion's by several operators",
+    "cuda": "Products of few rows with int8 and int4 weights on GPUs widen the weight, updates cast a narrow gradient, and Lion's and sums "
+    "over experts take several operators",
+}
+"""What a process does that has no library."""
 
-def ready() -> bool:
-    """Whether kernels of the CPU are there; the first call loads or compiles them.
 
-    Raises NativeError where COLOFUNC_NATIVE=require and they are not.
+def ready(device: str) -> bool:
+    """Whether kernels for a kind of device are there, "cpu" or "cuda"; the first call loads or compiles them.
+
+    Raises NativeError where COLOFUNC_NATIVE=require and they are not, though there is such a device.
     """
     mode = env.native_mode()
-    if mode == "off":
+    if mode == "off" or device not in WITHOUT:
         return False
-    if _LIBRARY:
+    if device in _LIBRARIES:
         return True
-    wanted = mode, env.switch("COLOFUNC_CACHE")
+    wanted = device, mode, env.switch("COLOFUNC_CACHE")
     if wanted not in _FAILED:
+        if device == "cuda" and not native_build.architectures():
+            return False
         with _LOCK:
-            _try(mode, wanted)
-    if mode == "require" and not _LIBRARY:
+            _try(wanted)
+    if mode == "require" and device not in _LIBRARIES:
         raise NativeError(f"COLOFUNC_NATIVE=require, and {_FAILED[wanted]}")
-    return bool(_LIBRARY)
+    return device in _LIBRARIES
 
 
 def limit_level(most: int) -> int:
@@ -56,58 +66,83 @@ def limit_level(most: int) -> int:
 
     Returns the one in use.
     """
-    return int(_LIBRARY[0].colofunc_limit_level(most))
+    return int(_LIBRARIES["cpu"].colofunc_limit_level(most))
 
 
-def prebuild() -> Path:
-    """Compile the library into the cache folder, unless it is there. Raises NativeError where that cannot be done."""
+def prebuild(device: str) -> list[Path]:
+    """Compile libraries into the cache folder, unless they are there. Raises NativeError where that cannot be done.
+
+    For GPUs: the one for those that are here; where there are none, one each for `PREBUILT`.
+    """
     folder = env.native_folder()
     if folder is None:
         raise NativeError("COLOFUNC_CACHE=off keeps nothing, and compiled kernels neither. Try: name a folder in it")
-    return native_build.build(folder)
+    if device == "cpu":
+        return [native_build.build(folder)]
+    if device != "cuda":
+        raise NativeError(f"there are kernels for cpu and cuda, not for {device!r:.80}. Try: python -m colofunc native cpu")
+    here = native_build.architectures()
+    return [native_build.build(folder, native_build.cuda(some)) for some in ([here] if here else [(one,) for one in PREBUILT])]
 
 
-def _try(mode: str, wanted: tuple[str, str]) -> None:
-    """Load the library, or say once why it is not there."""
-    if _LIBRARY or wanted in _FAILED:
+PREBUILT = ("80", "90")
+"""Compute capabilities of GPUs that libraries are compiled for where nobody knows which there will be: A100, H100."""
+
+
+def _try(wanted: tuple[str, str, str]) -> None:
+    """Load a library, or say once why it is not there."""
+    device, mode, _ = wanted
+    if device in _LIBRARIES or wanted in _FAILED:
         return
     folder = env.native_folder()
     if folder is None and mode == "auto":
         _FAILED[wanted] = "COLOFUNC_CACHE=off keeps no compiled kernels"
         return
     try:
+        library = native_build.CPU if device == "cpu" else native_build.cuda(native_build.architectures())
         if folder is not None:
-            _LIBRARY.append(_loaded(folder))
+            _LIBRARIES[device] = _loaded(folder, library)
             return
         with tempfile.TemporaryDirectory(prefix="colofunc-native-") as passing:
-            _LIBRARY.append(_loaded(Path(passing)))
+            _LIBRARIES[device] = _loaded(Path(passing), library)
     except NativeError as error:
         _FAILED[wanted] = str(error)
         if mode == "auto":
             warnings.warn(
-                f"{error}. Random numbers, dropout and products with int8 and int4 weights on the CPU run in Python, some times slower, "
-                "updates that read a narrow gradient by torch's kernels, and Lion's by several operators; COLOFUNC_NATIVE=off says that "
-                "this is meant, COLOFUNC_NATIVE=require makes it an error",
+                f"{error}. {WITHOUT[device]}; COLOFUNC_NATIVE=off says that this is meant, COLOFUNC_NATIVE=require makes it an error",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
 
-def _loaded(folder: Path) -> ctypes.CDLL:
+def _loaded(folder: Path, library: native_build.Library) -> ctypes.CDLL:
     """The library in `folder`. One that cannot be loaded, as after a full disk, is compiled anew, once."""
-    path = folder / native_build.library_name()
+    path = folder / native_build.library_name(library)
     if not native_build.is_trusted(path):
-        _say(f"compiling kernels for the CPU into {folder}, once (some seconds)")
-    path = native_build.build(folder)
+        kind = "the CPU" if library.kind == "cpu" else "GPUs"
+        _say(f"compiling kernels for {kind} into {folder}, once (some seconds)")
+    path = native_build.build(folder, library)
     try:
-        return ctypes.CDLL(str(path))
+        loaded = ctypes.CDLL(str(path))
     except OSError:
         path.unlink(missing_ok=True)
-    path = native_build.build(folder)
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NativeError(f"the compiled kernels cannot be loaded: {error}. Try: another compiler in CXX") from error
+        path = native_build.build(folder, library)
+        try:
+            loaded = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise NativeError(f"the compiled kernels cannot be loaded: {error}. Try: {library.another}") from error
+    if library.kind == "cuda":
+        _check_device(loaded)
+    return loaded
+
+
+def _check_device(loaded: ctypes.CDLL) -> None:
+    """Raises NativeError where the GPU cannot run the kernels, as with a driver that is older than the compiler."""
+    loaded.colofunc_device_lacks.restype = ctypes.c_char_p
+    lacks = loaded.colofunc_device_lacks()
+    if lacks is not None:
+        said = lacks.decode()
+        raise NativeError(f"this GPU cannot run the compiled kernels: {said}. Try: a CUDA toolkit as old as the driver, in CUDA_HOME")
 
 
 def _say(text: str) -> None:

@@ -1,14 +1,16 @@
-"""Compiles the kernels in `ext/cuda/` to one library, once for all processes of a machine.
+"""Compiles the kernels in `ext/cuda/` to a library for each kind of device, once for all processes of a machine.
 
 Problem: a library that is built at install needs a compiler and the right torch there, and several processes that build at
 once, a build that is killed, or a cache that cannot be written must not stop a step. Idea: plain compiler commands into a
 folder of the cache. The name of a library is a hash of all that it is made of; whoever holds the lock builds beside it and
 renames, so that the others find a whole file, and a lock whose holder died is free again.
 
-    path = build(folder)               # ~/.cache/colofunc/native/cpu-5f0c....so, at once where it is there
-    library = ctypes.CDLL(path)        # torch has to be imported first
+    path = build(folder, CPU)                   # ~/.cache/colofunc/native/cpu-5f0c....so, at once where it is there
+    path = build(folder, cuda(("90",)))         # .../cuda-90-71b2....so, for GPUs of compute capability 9.0, by nvcc
+    library = ctypes.CDLL(path)                 # torch has to be imported first
 
-Only the stable ABI of torch 2.10 is used: one library serves every later torch and every Python. No Python.h, no pybind.
+Only the stable ABI of torch 2.10 is used: one library serves every later torch and every Python. No Python.h, no pybind. Of the GPU's
+sources `register.cpp` alone knows torch, and all are compiled side by side.
 Source: https://docs.pytorch.org/docs/stable/notes/libtorch_stable_abi.html
 """
 
@@ -23,10 +25,12 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import attrs
 import torch
 
 from colofunc import env
@@ -35,10 +39,11 @@ from colofunc.errors import NativeError
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel, and in the tree.
 SOURCES = (PACKAGE / "native_sources", PACKAGE.parent / "ext" / "cuda")
-FLAGS = (
-    "-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fvisibility=hidden", "-w",
-    "-DTORCH_TARGET_VERSION=0x020a000000000000ULL",
-)  # fmt: skip
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000ULL"
+FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fvisibility=hidden", "-w", STABLE_ABI)
+# No product is contracted with a sum: updates have the bits of the CPU's.
+CUDA_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden,-w", STABLE_ABI, "-DUSE_CUDA")
+LEAST_ARCHITECTURE = 80  # tensor cores that multiply bfloat16
 BUILD_S = 300.0  # a compiler that takes longer is ended
 WAIT_S = 2 * BUILD_S  # for another process that builds
 LOCK_POLL_S = 0.05
@@ -53,37 +58,95 @@ def source_folder() -> Path:
     raise NativeError(f"the sources of the kernels are neither in {SOURCES[0]} nor in {SOURCES[1]}. Try: install colofunc again")
 
 
-def source_files() -> list[Path]:
-    """Headers and sources of the library of the CPU, in a fixed order."""
+@attrs.frozen
+class Library:
+    """What is compiled: for a kind of device, and of GPUs for which architectures ("90": compute capability 9.0)."""
+
+    kind: str
+    architectures: tuple[str, ...] = ()
+
+    @property
+    def prefix(self) -> str:
+        """How names of its files begin."""
+        return f"{self.kind}-{'_'.join(self.architectures)}" if self.architectures else self.kind
+
+    @property
+    def another(self) -> str:
+        """What to try where its compiler fails."""
+        return "another compiler in CXX" if self.kind == "cpu" else "another CUDA toolkit in CUDA_HOME"
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Of the compiler, for all its sources."""
+        if self.kind == "cpu":
+            return FLAGS
+        return (*CUDA_FLAGS, *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in self.architectures))
+
+
+CPU = Library("cpu")
+
+
+def cuda(architectures: Sequence[str]) -> Library:
+    """The library for GPUs. Raises NativeError where the kernels are not for one of them, or torch is not."""
+    if torch.version.cuda is None:
+        raise NativeError("this torch was built without CUDA, so that it registers no kernels for GPUs. Try: another build of torch")
+    for architecture in architectures:
+        if int(architecture) < LEAST_ARCHITECTURE:
+            raise NativeError(
+                f"kernels for GPUs take compute capability {LEAST_ARCHITECTURE / 10:.1f} or later, not {int(architecture) / 10:.1f}. "
+                "Try: COLOFUNC_NATIVE=off, which says that this is meant"
+            )
+    return Library("cuda", tuple(architectures))
+
+
+def architectures() -> tuple[str, ...]:
+    """Of all GPUs that this process may use; empty where there is none."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return ()
+    found = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
+    return tuple(f"{major}{minor}" for major, minor in sorted(found))
+
+
+def source_files(library: Library = CPU) -> list[Path]:
+    """Headers and sources of a library, in a fixed order."""
     folder = source_folder()
-    return sorted([*folder.glob("*.h"), *(folder / "cpu").glob("*.cpp")])
+    own = [path for path in (folder / library.kind).iterdir() if path.suffix in (".h", ".cuh", ".cpp", ".cu")]
+    return sorted([*folder.glob("*.h"), *own])
 
 
-def library_name() -> str:
+def library_name(library: Library = CPU) -> str:
     """Of what it is made of. Neither torch nor the compiler is in it: any of them makes a library that serves."""
-    content = hashlib.sha256(repr((FLAGS, platform.machine(), platform.libc_ver())).encode())
-    for path in source_files():
+    content = hashlib.sha256(repr((library.flags, platform.machine(), platform.libc_ver())).encode())
+    for path in source_files(library):
         content.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return f"cpu-{content.hexdigest()[:40]}.so"
+    return f"{library.prefix}-{content.hexdigest()[:40]}.so"
 
 
-def compiler() -> str:
-    """The command of a C++ compiler. Raises NativeError where there is none."""
-    for command in env.compilers():
+def compiler(library: Library = CPU) -> str:
+    """The command of a compiler. Raises NativeError where there is none."""
+    commands = env.compilers() if library.kind == "cpu" else env.cuda_compilers()
+    for command in commands:
         found = shutil.which(command)
         if found is not None:
             return found
-    raise NativeError(f"there is no C++ compiler ({', '.join(env.compilers())}). Try: apt-get install g++, or name one in CXX")
+    if library.kind == "cpu":
+        raise NativeError(f"there is no C++ compiler ({', '.join(commands)}). Try: apt-get install g++, or name one in CXX")
+    raise NativeError(f"there is no CUDA compiler ({', '.join(commands)}). Try: install the CUDA toolkit, or name its folder in CUDA_HOME")
 
 
-def command(compiler_path: str, target: Path) -> list[str]:
-    """The one command that compiles and links the library."""
+def commands(library: Library, compiler_path: str, target: Path) -> list[list[str]]:
+    """The commands that compile and link a library: all but the last one may run side by side."""
     root = Path(torch.__file__).parent
-    sources = [str(path) for path in source_files() if path.suffix == ".cpp"]
-    return [
-        compiler_path, *FLAGS, "-isystem", str(root / "include"), *sources, "-shared", "-o", str(target), "-L", str(root / "lib"),
-        "-ltorch_cpu",
-    ]  # fmt: skip
+    include, link = ("-isystem", str(root / "include")), ("-L", str(root / "lib"), "-ltorch_cpu")
+    sources = [path for path in source_files(library) if path.suffix in (".cpp", ".cu")]
+    if library.kind == "cpu":
+        return [[compiler_path, *library.flags, *include, *map(str, sources), "-shared", "-o", str(target), *link]]
+    objects = [target.with_name(f"{path.name}.o") for path in sources]
+    compiled = [
+        [compiler_path, *library.flags, *(include if path.suffix == ".cpp" else ()), "-c", str(path), "-o", str(made)]
+        for path, made in zip(sources, objects, strict=True)
+    ]
+    return [*compiled, [compiler_path, "-shared", "-cudart", "static", "-o", str(target), *map(str, objects), *link, "-ltorch_cuda"]]
 
 
 def is_trusted(path: Path) -> bool:
@@ -95,39 +158,44 @@ def is_trusted(path: Path) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_uid in (os.getuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, library: Library = CPU) -> Path:
     """The library in `folder`, compiled unless it is there. Raises NativeError where that cannot be done."""
     try:
-        path = folder / library_name()
+        path = folder / library_name(library)
         if is_trusted(path):
             return path
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(folder / "lock"):
             if not is_trusted(path):
-                _compile(folder, path)
+                _compile(folder, path, library)
         return path
     except OSError as error:
         raise NativeError(f"kernels cannot be kept in {folder}: {error}. Try: name another folder in COLOFUNC_CACHE") from error
 
 
-def _compile(folder: Path, path: Path) -> None:
+def _compile(folder: Path, path: Path, library: Library) -> None:
     """Build beside `path`, then rename. The lock is held, so that folders of other builds are those of killed ones."""
     for left in folder.glob("build-*"):
         shutil.rmtree(left, ignore_errors=True)
-    compiler_path = compiler()
+    compiler_path = compiler(library)
+    log = folder / "build.log"
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as beside:
         target = Path(beside, path.name)
-        _run(command(compiler_path, target), folder / "build.log")
+        *first, last = commands(library, compiler_path, target)
+        log.write_text("")
+        with ThreadPoolExecutor(max(1, len(first))) as threads:
+            list(threads.map(lambda arguments: _run(arguments, log, library), first))  # raises what one has raised
+        _run(last, log, library)
         target.chmod(0o700)
         os.replace(target, path)
-    libraries = sorted(folder.glob("cpu-*.so"), key=lambda found: found.stat().st_mtime, reverse=True)
-    for old in libraries[KEPT:]:
+    others = sorted(folder.glob(f"{library.prefix}-*.so"), key=lambda found: found.stat().st_mtime, reverse=True)
+    for old in others[KEPT:]:
         old.unlink(missing_ok=True)
 
 
-def _run(arguments: list[str], log: Path) -> None:
+def _run(arguments: list[str], log: Path, library: Library) -> None:
     """Run a compiler with all that it says in `log`. Raises NativeError where it fails."""
-    with open(log, "w") as file:
+    with open(log, "a") as file:
         file.write(" ".join(arguments) + "\n")
         file.flush()
         try:
@@ -135,9 +203,9 @@ def _run(arguments: list[str], log: Path) -> None:
         except subprocess.TimeoutExpired:
             status = None
     if status is None:
-        raise NativeError(f"{arguments[0]} took more than {BUILD_S:.0f} s to compile the kernels. Try: another compiler in CXX")
+        raise NativeError(f"{arguments[0]} took more than {BUILD_S:.0f} s to compile the kernels. Try: {library.another}")
     if status != 0:
-        raise NativeError(f"{arguments[0]} could not compile the kernels; what it said is in {log}. Try: another compiler in CXX")
+        raise NativeError(f"{arguments[0]} could not compile the kernels; what it said is in {log}. Try: {library.another}")
 
 
 @contextmanager

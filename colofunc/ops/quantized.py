@@ -27,8 +27,9 @@ and nvfp4 are named in `colofunc/ops/small_floats.py`.
 Products widen a few rows (or columns) at a time, `WIDENED_BYTES` at most, so that no whole weight is held beside the packed one. They
 compute as `dequantize`, a cast to the dtype of x, and a product would: in the wider of the scales' and x's dtype, then in that of x.
 
-On the CPU `int8_linear` and `int4_linear` of few rows have a kernel in C++ (`packed_linear_`, `ext/cuda/cpu/linear.cpp`), which widens
-in registers. For x in float32, float16 and bfloat16 it sums products in float32 and rounds the result once, so for each element of y
+`int8_linear` and `int4_linear` of few rows have a kernel (`packed_linear_`; on the CPU in C++, `ext/cuda/cpu/linear.cpp`, on GPUs in CUDA,
+`ext/cuda/cuda/linear.cu`), which widens in registers. For x in float32, float16 and bfloat16 it sums products in float32 and rounds the
+result once, so for each element of y
 
     |y - exact| <= ((i + 4) 2^-24 + r) sum |x w| + u |exact|
 
@@ -172,26 +173,26 @@ FORMATS: Mapping[str, Format] = {
 }
 
 
-# ---- products in C++ ----
+# ---- products by kernels of our own ----
 
-KERNEL_ROWS = 256
-"""Rows of x up to which the kernel is used: with more, widening is a small part and torch's product is the faster one."""
+KERNEL_ROWS: Mapping[str, int] = {"cpu": 256, "cuda": 16}
+"""Rows of x up to which a device's kernel is used: with more, widening is a small part and torch's product is the faster one."""
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of x for which `ext/cuda/cpu/linear.cpp` is written."""
+"""Dtypes of x for which the kernels are written."""
 
 
 def _has_kernel(form: Format, x: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether the kernel on the CPU takes this product, and is there. It reads rows whose numbers lie side by side."""
-    if form.name not in ("int8", "int4") or x.device.type != "cpu" or x.dtype not in KERNEL_DTYPES:
+    """Whether the kernel of a device takes this product, and is there. It reads rows whose numbers lie side by side."""
+    if form.name not in ("int8", "int4") or x.device.type not in KERNEL_ROWS or x.dtype not in KERNEL_DTYPES:
         return False
     columns = form.columns(parts)
-    if x.numel() == 0 or parts[0].numel() == 0 or x.numel() > KERNEL_ROWS * columns:
+    if x.numel() == 0 or parts[0].numel() == 0 or x.numel() > KERNEL_ROWS[x.device.type] * columns:
         return False
     if form.name == "int4" and columns != parts[1].shape[1] * form.group:
         return False
     if any(part.dim() == 2 and part.stride(1) != 1 for part in parts):
         return False
-    return native.ready()
+    return native.ready(x.device.type)
 
 
 def _by_kernel(out: Tensor, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> None:

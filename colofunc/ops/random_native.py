@@ -32,7 +32,7 @@ KINDS = ("bits", "uniform", "normal", "keep")
 
 def able(dtype: torch.dtype) -> bool:
     """Whether the kernel makes tensors of `dtype` in the memory of the host."""
-    return dtype in DTYPES and native.ready()
+    return dtype in DTYPES and native.ready("cpu")
 
 
 def fill(out: Tensor, x: Tensor | None, seed: int, offset: int, draw: Draw) -> None:

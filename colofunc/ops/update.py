@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from colofunc.ops.define import define, nothing
+from colofunc.ops.update_device import adamw_there, reads_narrow_there, sgd_there
 from colofunc.ops.update_fused import beside, fusable, fused_adamw_, fused_sgd_, is_exact, sgd_is_fused
 from colofunc.ops.update_narrow import adamw_on_host, reads_narrow, sgd_on_host
 
@@ -55,6 +56,9 @@ def _adamw_(
         if not maxima and reads_narrow(param, grad):
             if finite is None or bool(finite):
                 adamw_on_host(param, grad, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize)
+            return
+        if not maxima and reads_narrow_there(param, grad):
+            adamw_there(param, grad, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize, finite)
             return
         fused_adamw_(
             [param], [_aligned(grad, param)], [exp_avg], [exp_avg_sq], maxima, step, lr, beta1, beta2, eps, weight_decay, decoupled,
@@ -111,6 +115,9 @@ def _sgd_(
         if reads_narrow(param, grad):
             if finite is None or bool(finite):
                 sgd_on_host(param, grad, buffers[0] if buffers else None, lr, momentum, weight_decay, nesterov, maximize)
+            return
+        if reads_narrow_there(param, grad):
+            sgd_there(param, grad, buffers[0] if buffers else None, lr, momentum, weight_decay, nesterov, maximize, finite)
             return
         fused_sgd_([param], [_aligned(grad, param)], buffers, lr, momentum, weight_decay, nesterov, maximize, finite)
         return

@@ -1,7 +1,8 @@
 """Lion as one operator, `colofunc.lion`, with its in-place twin and the form that runs on the host.
 
 Problem: torch has no Lion, and its pieces pass over the parameter seven times to read and write three tensors. Idea: one operator,
-elementwise over the parameter, whose host form is one pass by a kernel in C++ (`ext/cuda/cpu/update.cpp`).
+elementwise over the parameter, of which a kernel makes one pass: on the host in C++ (`ext/cuda/cpu/update.cpp`), on a GPU in CUDA
+(`ext/cuda/cuda/update.cu`).
 
     param, exp_avg = lion(param, grad, exp_avg, lr, 0.9, 0.99, 0.1)
     lion_(param, grad, exp_avg, lr, 0.9, 0.99, 0.1)                       # same numbers, no allocation
@@ -11,9 +12,9 @@ elementwise over the parameter, whose host form is one pass by a kernel in C++ (
 
 The sign of NaN is NaN here. torch's is 0, with which a gradient of NaN would leave the parameter where it is and nobody would know.
 
-Numbers: every operation above rounds once, in Python and in the kernel, so that a float32 parameter has the same bits with a compiler and
-without, at every instruction set, by a gradient in float32, bfloat16 or float16. `lr` is a 0-dim tensor; no count of steps is needed.
-`finite`: as in `colofunc.ops.update`.
+Numbers: every operation above rounds once, in Python and in the kernels, so that a float32 parameter has the same bits with a compiler and
+without, at every instruction set and on a GPU, by a gradient in float32, bfloat16 or float16. `lr` is a 0-dim tensor; no count of steps
+is needed. `finite`: as in `colofunc.ops.update`.
 Source: Chen et al., Symbolic discovery of optimization algorithms (2023, 2302.06675), algorithm 2.
 """
 
@@ -33,9 +34,9 @@ from colofunc.ops.update_narrow import BLOCK, GRADS, check_operands, in_blocks, 
 HOST_GRADS = (torch.float32, *GRADS)
 
 
-def _on_host(param: Tensor, grad: Tensor, exp_avg: Tensor) -> bool:
-    """Whether `lion_host_` takes these: float32 on the host, which lie alike."""
-    if param.device.type != "cpu" or param.dtype != torch.float32 or grad.dtype not in HOST_GRADS:
+def _in_one_pass(param: Tensor, grad: Tensor, exp_avg: Tensor) -> bool:
+    """Whether `lion_host_` and `lion_device_` take these: float32, which lie alike."""
+    if param.dtype != torch.float32 or grad.dtype not in HOST_GRADS:
         return False
     return param.shape == grad.shape and fusable(param, exp_avg)
 
@@ -58,10 +59,15 @@ def _lion_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, lr: Tensor, beta1: float, beta2: float, weight_decay: float, maximize: bool = False,
     finite: Tensor | None = None,
 ) -> None:  # fmt: skip
-    if _on_host(param, grad, exp_avg):
+    one_pass = _in_one_pass(param, grad, exp_avg)
+    if one_pass and param.device.type == "cpu":
         if finite is None or bool(finite):
-            update = lion_host_ if native.ready() else lion_host_.kernel
+            update = lion_host_ if native.ready("cpu") else lion_host_.kernel
             update(*in_memory_order(param, grad, exp_avg), float(lr), beta1, beta2, weight_decay, maximize)
+        return
+    if one_pass and param.device.type == "cuda" and native.ready("cuda"):
+        flag = None if finite is None else beside(finite, param)
+        lion_device_(*in_memory_order(param, grad, exp_avg), lr, beta1, beta2, weight_decay, maximize, flag)
         return
     wide = torch.promote_types(param.dtype, torch.float32)
     rate = beside(lr, param).to(torch.float64)
@@ -100,6 +106,19 @@ def _lion_host_(
         _move_(p, g, m, toward[: len(p)], part[: len(p)], lr, 1 - lr * weight_decay, beta1, beta2, maximize)
 
 
+def _lion_device_(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, lr: Tensor, beta1: float, beta2: float, weight_decay: float, maximize: bool,
+    finite: Tensor | None,
+) -> None:  # fmt: skip
+    check_operands("lion_device_", param, grad, exp_avg, grads=HOST_GRADS, takes_any="colofunc.lion_, which takes any")
+    rate = beside(lr, param).to(torch.float64)
+    keep = (1 - rate * weight_decay).to(param.dtype)
+    p, m = param.clone(), exp_avg.clone()
+    _move_(p, grad.to(p.dtype), m, torch.empty_like(p), torch.empty_like(p), rate.to(p.dtype), keep, beta1, beta2, maximize)
+    for old, new in ((param, p), (exp_avg, m)):
+        old.copy_(new if finite is None else torch.where(finite, new, old))
+
+
 def _schema(p: str = "", m: str = "") -> str:
     tensors = f"Tensor{p} param, Tensor grad, Tensor{m} exp_avg, Tensor lr"
     return f"({tensors}, float beta1, float beta2, float weight_decay, bool maximize=False, Tensor? finite=None)"
@@ -111,4 +130,9 @@ lion_host_ = define(
     "lion_host_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, float lr, float beta1, float beta2, float weight_decay, "
     "bool maximize) -> ()",
     _lion_host_, nothing,
+)  # fmt: skip
+lion_device_ = define(
+    "lion_device_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor lr, float beta1, float beta2, float weight_decay, "
+    "bool maximize, Tensor? finite) -> ()",
+    _lion_device_, nothing,
 )  # fmt: skip

@@ -47,7 +47,7 @@ def reads_narrow(param: Tensor, grad: Tensor) -> bool:
     """Whether an update reads this gradient as it is: on the host, and without the kernel where it is more than one block."""
     if not is_narrow(param.dtype, grad.dtype) or param.device.type != "cpu" or param.shape != grad.shape:
         return False
-    return native.ready() or param.numel() > BLOCK
+    return native.ready("cpu") or param.numel() > BLOCK
 
 
 def adamw_on_host(
@@ -56,7 +56,7 @@ def adamw_on_host(
 ) -> None:  # fmt: skip
     """An update of tensors that `reads_narrow` and `fusable` have agreed to."""
     p, g, m, v = in_memory_order(param, grad, exp_avg, exp_avg_sq)
-    update = adamw_narrow_ if native.ready() else adamw_narrow_.kernel
+    update = adamw_narrow_ if native.ready("cpu") else adamw_narrow_.kernel
     update(p, g, m, v, float(step), float(lr), beta1, beta2, eps, weight_decay, decoupled, maximize)
 
 
@@ -65,7 +65,7 @@ def sgd_on_host(
 ) -> None:
     """As `adamw_on_host`. No buffer: no momentum."""
     p, g, *buffers = in_memory_order(param, grad, *([] if buffer is None else [buffer]))
-    update = sgd_narrow_ if native.ready() else sgd_narrow_.kernel
+    update = sgd_narrow_ if native.ready("cpu") else sgd_narrow_.kernel
     update(p, g, buffers[0] if buffers else None, float(lr), momentum, weight_decay, nesterov, maximize)
 
 

@@ -8,6 +8,7 @@
 
 #include "../common.h"
 #include "../packed.h"
+#include "../packed_operands.h"
 
 #include <algorithm>
 #include <cstring>
@@ -17,8 +18,6 @@
 namespace colofunc {
 namespace {
 
-// Numbers of a row of an int4 weight that share a scale and a zero.
-constexpr int64_t GROUP = 128;
 // Bytes of a line of the cache.
 constexpr int64_t LINE = 64;
 // Rows of the weight that are worked on at a time.
@@ -327,46 +326,15 @@ void by_level(const Problem& problem) {
 
 // ---- the operator ----
 
-void check(bool right, const char* what) {
-  STD_TORCH_CHECK(right, "packed_linear_: ", what);
-}
-
-void check_parts(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero) {
-  const bool int4 = zero.has_value();
-  const int64_t k = x.size(1);
-  check(data.dim() == 2 && data.stride(1) == 1, "data is a matrix whose columns lie side by side");
-  check(data.scalar_type() == (int4 ? ScalarType::Byte : ScalarType::Char), "data is int8, or uint8 where there is a zero");
-  check(scale.scalar_type() == ScalarType::Float, "scale is float32");
-  check(scale.size(0) == data.size(0), "scale has as many rows as data");
-  if (!int4) {
-    check(scale.dim() == 1 && data.size(1) == k, "an int8 weight has data (n, k) and scale (n)");
-    return;
-  }
-  check(k % GROUP == 0 && data.size(1) * 2 == k, "an int4 weight has data (n, k/2) and groups of 128 columns");
-  check(scale.dim() == 2 && scale.size(1) == k / GROUP && scale.stride(1) == 1, "scale is (n, k/128), columns side by side");
-  check(zero->scalar_type() == ScalarType::Byte && zero->dim() == 2 && zero->stride(1) == 1, "zero is uint8, columns side by side");
-  check(zero->size(0) == data.size(0) && zero->size(1) == k / GROUP, "zero is (n, k/128)");
-}
-
 void packed_linear(
     Tensor out, Tensor x, Tensor data, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> bias) {
-  check(x.dim() == 2 && x.is_contiguous(), "x is a contiguous matrix");
-  check_parts(x, data, scale, zero);
-  check(out.dim() == 2 && out.is_contiguous() && out.size(0) == x.size(0) && out.size(1) == data.size(0), "out is (m, n)");
-  const ScalarType dtype = x.scalar_type();
-  check(
-      dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16, "x is float32, float16 or bfloat16");
-  check(out.scalar_type() == dtype, "out has the dtype of x");
-  if (bias) {
-    check(bias->dim() == 1 && bias->size(0) == data.size(0) && bias->is_contiguous(), "bias is (n), contiguous");
-    check(bias->scalar_type() == dtype, "bias has the dtype of x");
-  }
+  check_packed(out, x, data, scale, zero, bias);
   if (out.numel() == 0) return;
   const Problem problem{
       x.size(0), data.size(0), x.size(1), static_cast<const uint8_t*>(data.data_ptr()), data.stride(0),
       static_cast<const float*>(scale.data_ptr()), scale.stride(0),
       zero.has_value(), zero ? static_cast<const uint8_t*>(zero->data_ptr()) : nullptr, zero ? zero->stride(0) : 0,
-      dtype, x.data_ptr(), bias ? bias->data_ptr() : nullptr, out.data_ptr()};
+      x.scalar_type(), x.data_ptr(), bias ? bias->data_ptr() : nullptr, out.data_ptr()};
   by_level(problem);
 }
 

@@ -10,6 +10,7 @@
 #endif
 
 #include "../common.h"
+#include "../rules.h"
 
 #include <algorithm>
 #include <cmath>
@@ -23,76 +24,6 @@ namespace {
 constexpr int64_t GRAIN = 32768;
 // Elements of a gradient that are widened at a time: they stay in the first-level cache.
 constexpr int64_t BLOCK = 1024;
-
-struct Adam {
-  static constexpr int states = 2;
-  static constexpr bool takes_wide = false;
-  float sign, decay, keep, toward_first, keep_second, toward_second, rate, inverse_root, eps;
-
-  Adam(double step, double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize)
-      : sign(maximize ? -1.0f : 1.0f),
-        decay(decoupled ? 0.0 : weight_decay),
-        keep(decoupled ? 1.0 - lr * weight_decay : 1.0),
-        toward_first(1.0 - beta1),
-        keep_second(beta2),
-        toward_second(1.0 - beta2),
-        rate(lr / (1.0 - std::pow(beta1, step))),
-        inverse_root(1.0 / std::sqrt(1.0 - std::pow(beta2, step))),
-        eps(eps) {}
-
-  COLOFUNC_INLINE float next(float param, float grad, float& first, float& second) const {
-    // Not a product with zero: a parameter that is infinite is no gradient.
-    const float g = decay == 0.0f ? grad * sign : grad * sign + param * decay;
-    first = first + (g - first) * toward_first;
-    second = second * keep_second + toward_second * g * g;
-    return param * keep - rate * first / (std::sqrt(second) * inverse_root + eps);
-  }
-};
-
-template <bool has_buffer>
-struct Sgd {
-  static constexpr int states = has_buffer ? 1 : 0;
-  static constexpr bool takes_wide = false;
-  float sign, decay, momentum, rate;
-  bool nesterov;
-
-  Sgd(double lr, double momentum, double weight_decay, bool nesterov, bool maximize)
-      : sign(maximize ? -1.0f : 1.0f), decay(weight_decay), momentum(momentum), rate(lr), nesterov(nesterov) {}
-
-  COLOFUNC_INLINE float next(float param, float grad, float& buffer, float&) const {
-    const float g = decay == 0.0f ? grad * sign : grad * sign + param * decay;
-    if constexpr (!has_buffer) return param - rate * g;
-    buffer = buffer * momentum + g;
-    return param - rate * (nesterov ? g + buffer * momentum : buffer);
-  }
-};
-
-struct Lion {
-  static constexpr int states = 1;
-  static constexpr bool takes_wide = true;
-  float sign, keep, keep_toward, toward, keep_mean, mean, rate;
-
-  Lion(double lr, double beta1, double beta2, double weight_decay, bool maximize)
-      : sign(maximize ? -1.0f : 1.0f),
-        keep(1.0 - lr * weight_decay),
-        keep_toward(beta1),
-        toward(1.0 - beta1),
-        keep_mean(beta2),
-        mean(1.0 - beta2),
-        rate(lr) {}
-
-  COLOFUNC_INLINE float next(float param, float grad, float& average, float&) const {
-    const float g = grad * sign;
-    const float way = average * keep_toward + g * toward;
-    average = average * keep_mean + g * mean;
-    // Numbers, not members: a choice between loads would be a branch.
-    const float up = rate, down = -rate;
-    // 0 and NaN as they are: a parameter that stood still at NaN would hide it.
-    float step = way > 0.0f ? up : way;
-    step = way < 0.0f ? down : step;
-    return param * keep - step;
-  }
-};
 
 // `first` and `second` are nullptr where a rule has no such state.
 template <class Rule, class Narrow>
