@@ -29,8 +29,8 @@ SWITCHES: dict[str, str] = {
     "COLOFUNC_CACHE_MIB": "most MiB of cached plans (default: 512); the ones that were not used for longest go first",
     "COLOFUNC_MEASURE": "'off': on real ranks a mesh without a topology is planned for 'gloo-cpu' and not for the measured machine; 'on': "
     "ranks on GPUs, which are planned for by what a GPU says of itself, are measured too",
-    "COLOFUNC_NATIVE": "kernels in C++: 'auto' (default) compiles them at their first use, keeps them in the cache folder, and does "
-    "without where that fails; 'off' never uses them; 'require' makes it an error that they cannot be used",
+    "COLOFUNC_NATIVE": "kernels in C++ and CUDA: 'auto' (default) compiles them at their first use, keeps them in the cache folder, and "
+    "does without where that fails; 'off' never uses them; 'require' makes it an error that they cannot be used",
     "COLOFUNC_PASSES": "passes that are left out, by name, as '-pack,-in_place' (`low.passes` lists them): to find the one at fault",
     "COLOFUNC_QUIET": "1: no live progress lines",
 }
@@ -134,7 +134,7 @@ def plan_folder() -> Path | None:
 
 
 def native_mode() -> str:
-    """Whether kernels in C++ are used: one of `NATIVE_MODES`. Raises SwitchError where the variable is none of them."""
+    """Whether kernels in C++ and CUDA are used: one of `NATIVE_MODES`. Raises SwitchError where the variable is none of them."""
     asked = switch("COLOFUNC_NATIVE").lower() or "auto"
     if asked not in NATIVE_MODES:
         raise SwitchError(f"COLOFUNC_NATIVE={asked!r:.80} is none of {', '.join(NATIVE_MODES)}; write COLOFUNC_NATIVE=auto")

@@ -135,9 +135,10 @@ class DiskError(ColofuncError, OSError):
 
 
 class NativeError(ColofuncError, RuntimeError):
-    """Kernels in C++ that COLOFUNC_NATIVE=require or `python -m colofunc native` asked for and that are not there.
+    """Kernels in C++ or CUDA that COLOFUNC_NATIVE=require or `python -m colofunc native` asked for and that are not there.
 
-    The message says why: no compiler, one that failed (and the file with what it said), a folder that cannot be written.
+    The message says why: no compiler, one that failed (and the file with what it said), a folder that cannot be written, a GPU that cannot
+    run them.
     Otherwise the same is a warning, once, and operators run in Python.
     """
 

@@ -24,7 +24,8 @@ from colofunc.ops.update_narrow import BLOCK, adamw_narrow_, sgd_narrow_
 from colofunc.planner.offload import fastest
 from colofunc.planner.offload.policies import HOST
 from colofunc.program.ir import Program, Ref
-from colofunc.program.passes.narrow_gradients import narrow_gradients
+from colofunc.program.passes import narrow_gradients as narrow_pass
+from colofunc.program.passes.narrow_gradients import narrow_gradients, narrow_updates
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, env.compilers())), reason="there is no C++ compiler")
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -313,17 +314,43 @@ def test_a_cast_stays_where(why: str) -> None:
     assert narrow_gradients(KEPT[why]).nodes == KEPT[why].nodes
 
 
+def on_a_card(dampening: float = 0.0) -> Program:
+    """The same on a device."""
+    made = cast_and_update(dampening=dampening)
+    return attrs.evolve(made, values={i: value.in_tier("device") for i, value in made.values.items()})
+
+
+A100, V100 = (cf.Mesh(dp=1, topology=f"1x{card}") for card in ("a100-80g", "v100"))
+
+
+def test_the_cast_of_a_large_gradient_goes_on_a_card_with_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = on_a_card()
+    assert narrow_updates(made, A100) is made  # three elements
+    monkeypatch.setattr(narrow_pass, "LARGE", 3)
+    first, update = narrow_updates(made, A100).nodes
+    assert (first.target, update.target, update.args[1]) == ("aten.exp.default", "colofunc.sgd_", Ref(4))
+    # Where nvcc is missing the update makes a float32 copy of the gradient: 3 times 4 bytes.
+    assert update.kernel is not None and update.kernel.workspace_bytes == 12
+    moved_bytes = 3 * (2 + 2 * (4 + 4))
+    device = A100.topology.device
+    assert update.kernel.seconds == pytest.approx(device.launch_s + moved_bytes / device.memory_bytes_per_s, rel=1e-12)
+    for mesh in (V100, cf.Mesh(dp=1)):
+        assert narrow_updates(made, mesh) is made
+    for other in (on_a_card(dampening=0.5), cast_and_update()):
+        assert narrow_updates(other, A100) is other
+
+
 # ---- steps ----
 
 ALL_THERE = attrs.evolve(HOST, name="all there", update="host")
 
 
-def training(cls: type = torch.optim.AdamW, device: str | None = None, **options: Any) -> tuple[Any, Any, Any]:
+def training(cls: type = torch.optim.AdamW, device: str | None = None, topology: str | None = None, **options: Any) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     layers = (layer for _ in range(3) for layer in (nn.Linear(48, 48), nn.Tanh()))
     optimizer = cf.adapt(cls, lr=1e-2, **options)
     step, state = cf.train_step(cf.functional(nn.Sequential(*layers)), optimizer, loss=lambda out: out.float().square().mean())
-    return cf.precision(cf.shard(step, cf.Mesh(dp=1, device=device)), "bf16"), state, torch.randn(4, 48)
+    return cf.precision(cf.shard(step, cf.Mesh(dp=1, device=device, topology=topology)), "bf16"), state, torch.randn(4, 48)
 
 
 def casts_on_host(low: Any) -> int:
@@ -388,3 +415,33 @@ def test_host_memory_and_time_are_counted_as_they_are(monkeypatch: pytest.Monkey
     busy = [low.lanes().busy_s()["host"] for low in (narrow, wide)]
     elements = sum(value.numel() for value in state["params"].values())
     assert busy[0] == pytest.approx(busy[1] - narrow.mesh.host_s((2 + 4 + 4 - 2) * elements), rel=1e-9)
+
+
+def wide_and_narrow(monkeypatch: pytest.MonkeyPatch, device: str | None = None) -> tuple[Any, Any]:
+    """A step planned for a card, lowered with updates that read wide gradients, and with those that read narrow ones."""
+    step, state, batch = training(device=device, topology="1xa100-80g")
+    wide = step.lower(state, batch)
+    monkeypatch.setattr(narrow_pass, "LARGE", 48 * 48)
+    step, state, batch = training(device=device, topology="1xa100-80g")
+    return wide, step.lower(state, batch)
+
+
+def test_a_step_on_a_card_updates_large_parameters_by_narrow_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, narrow = wide_and_narrow(monkeypatch)
+    casts = [sum(node.target == "aten._to_copy.default" for node in low.program.nodes) for low in (wide, narrow)]
+    assert casts[1] == casts[0] - 3
+    assert narrow.memory().peak_bytes["device"] <= wide.memory().peak_bytes["device"]
+    assert narrow.cost().seconds < wide.cost().seconds
+    step, state, batch = training(topology="1xa100-80g")
+    cf.testing.check(step, state, batch, steps=2)
+
+
+def test_a_card_that_is_pretended_has_no_kernel_and_the_numbers_of_a_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = after(*training())
+    monkeypatch.setattr(narrow_pass, "LARGE", 48 * 48)
+    with Machine(seed=1):
+        step, state, batch = training(device="cuda", topology="1xa100-80g")
+        low = step.lower(state, batch)
+        assert any(node.kernel is not None and node.kernel.name == "narrow gradient" for node in low.program.nodes)
+        found = after(step, step.init(state, batch), batch)
+    assert all(torch.equal(found[n], want[n]) for n in want)

@@ -242,7 +242,7 @@ def environment_page() -> str:
         "| variable | what it does |", "|---|---|", *rows, "",
         "Set by a launcher, such as `torchrun`: `RANK` and `WORLD_SIZE` (a process of several if both are there), `LOCAL_RANK`, "
         "`LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_USE_AGENT_STORE`, `TORCHELASTIC_RESTART_COUNT`. "
-        "By whoever builds: `CXX`, the C++ compiler for kernels.\n",
+        "By whoever builds: `CXX`, the C++ compiler for kernels, and `CUDA_HOME`, the toolkit whose nvcc compiles those for GPUs.\n",
         "## The cache folder\n",
         _code(inspect.getdoc(cache) or "") + "\n",
         "It is `~/.cache/colofunc`, or `colofunc` in `XDG_CACHE_HOME`, or what `COLOFUNC_CACHE` names; `COLOFUNC_CACHE=off` keeps nothing. "

@@ -1,6 +1,7 @@
 """Completion: from what was decided to the program that one rank runs, finished and counted.
 
-    lower -> passes -> alternatives -> kernels -> searches -> cut, reduce_early, views_late, pack, in_place -> moves -> one_call
+    lower -> passes -> alternatives -> kernels -> searches -> cut, reduce_early, views_late, pack, in_place -> moves
+        -> narrow_updates, one_call
 
 Problem: whether a sharding fits, and how long it takes, is known only once its program is finished: collectives packed, values made
 again, copies written, everything counted. Idea: one record has all that happens to a program once its plan is made, so that whoever
@@ -40,6 +41,7 @@ from colofunc.program.passes.chunks import chunked
 from colofunc.program.passes.coalesce import reduces_early, views_late
 from colofunc.program.passes.cut import cut, to_be_cut
 from colofunc.program.passes.inplace import in_place
+from colofunc.program.passes.narrow_gradients import narrow_updates
 from colofunc.program.passes.one_call import calls_saved, updates_in_one_call
 from colofunc.program.places import distinct_ranks, same_as
 from colofunc.program.placing import Placing
@@ -247,18 +249,28 @@ class Completion:
         return attrs.evolve(moved[-1], words=words, short=short)
 
     def ended(self, done: Fitted) -> Program:
-        """What runs of a program that was chosen: its updates side by side, where that holds no more and takes no longer.
+        """What runs of a program that was chosen: updates that read narrow gradients, and updates side by side, where that holds no more
+        and takes no longer.
 
         They are not compiled, and one between two operators would keep a compiler from fusing these. But one may fill the time until
         a copy has come, so where there are copies the clock decides.
         """
+        program = done.program if "narrow_updates" in self.left_out else self._narrowed(done.program)
         if "one_call" in self.left_out:
-            return done.program
-        program, moved = done.program, updates_in_one_call(done.program, self.count)
+            return program
+        moved = updates_in_one_call(program, self.count)
         if moved is program or not any(map(is_copy, program.nodes)):
             return moved
         saved_s = (calls_saved(moved) - calls_saved(program)) * self.mesh.topology.device.launch_s  # which the clock counts one by one
         return moved if self.lanes(moved).end_s - saved_s <= self.lanes(program).end_s else program
+
+    def _narrowed(self, program: Program) -> Program:
+        """With updates on a GPU that read narrow gradients, where that holds no more."""
+        narrow = narrow_updates(program, self.mesh)
+        if narrow is program:
+            return program
+        before, after = self.count(program).peak_bytes, self.count(narrow).peak_bytes
+        return narrow if all(after.get(tier, 0) <= peak_bytes for tier, peak_bytes in before.items()) else program
 
     def lanes(self, done: Program) -> Lanes:
         """How long what is done takes, in the order in which the executor runs it."""

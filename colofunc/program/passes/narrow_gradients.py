@@ -1,45 +1,83 @@
-"""Narrow gradients: an update on the host reads a gradient in the dtype in which it was computed.
+"""Narrow gradients: an update reads a gradient in the dtype in which it was computed.
 
-Problem: in mixed precision a gradient arrives on the host in bfloat16, is cast to float32 there, and only then updates a float32
-parameter: six bytes an element are read and written, and four held, for a number that the update could widen itself. Idea: where the
-update is the only reader of the cast, it reads what was cast.
+Problem: in mixed precision a gradient in bfloat16 is cast to float32, and only then updates a float32 parameter: six bytes an element
+are read and written, and four held, for a number that the update could widen itself. Idea: where the update is the only reader of the
+cast, it reads what was cast.
 
     %9 = _to_copy(%8: bf16 @host, dtype=f32)   adamw_(%1, %9, %2, %3, ...)     ->     adamw_(%1, %8: bf16 @host, %2, %3, ...)
 
 Updates that run so say it where they are defined (`narrow_where`): Adam and AdamW without amsgrad, SGD without dampening, Lion, LAMB's
-direction. On a device the cast stays: torch's fused kernels read one dtype.
+direction. On a GPU those of `ON_DEVICE` do by a kernel of ours, and only large parameters gain: small ones are updated in one call, which
+reads one dtype (`one_call`). A machine where that kernel could not be compiled casts within the update, so it counts as a workspace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import attrs
 
+from colofunc.mesh import Mesh
 from colofunc.ops.define import OPERATORS
-from colofunc.ops.kernels import bound, signature
+from colofunc.ops.kernels import Planned, bound, signature
 from colofunc.ops.update_narrow import is_narrow
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
 from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program
+from colofunc.program.passes.kernels import capability_on
 
 CAST = "aten._to_copy.default"
+ON_DEVICE = ("colofunc.adamw_", "colofunc.sgd_", "colofunc.lion_")
+"""Updates that have a kernel in CUDA (`ext/cuda/cuda/update.cu`)."""
+LEAST_CAPABILITY = (8, 0)
+LARGE = 1 << 20
+"""Elements of a parameter from which on memory takes longer than a call of its own."""
 
 
 def narrow_gradients(program: Program) -> Program:
     """`program` without the casts on the host that `droppable_casts` finds."""
     edit = Editor(program)
     for index, cast in droppable_casts(program).items():
-        node = program.nodes[cast]
-        (source,), (wide,) = node.refs, node.results
-        if any(program.values[i].tier != "host" for i in (source, wide, *program.nodes[index].refs)):
-            continue
-        gradient = program.values[wide]
-        edit.values[source] = attrs.evolve(program.values[source], name=gradient.name, role=gradient.role)
-        edit.rename(wide, source)
-        edit.drop(cast)
+        if _all_in(program, "host", index, cast):
+            _drop(edit, cast)
     return edit.done()
+
+
+def narrow_updates(program: Program, mesh: Mesh) -> Program:
+    """`program` without the casts of large gradients on a GPU, or itself where there are none."""
+    capability = capability_on(mesh.topology)
+    if capability is None or capability < LEAST_CAPABILITY:
+        return program
+    device, edit = mesh.topology.device, Editor(program)
+    found = [pair for pair in droppable_casts(program).items() if _all_in(program, "device", *pair)]
+    large = [(index, cast) for index, cast in found if program.nodes[index].target in ON_DEVICE and _elements(program, index) >= LARGE]
+    for index, cast in large:
+        (narrow,), (wide,) = (map(program.values.__getitem__, ids) for ids in (program.nodes[cast].refs, program.nodes[cast].results))
+        written_bytes = sum(program.values[i].nbytes for i in written(program.nodes[index]))
+        seconds = device.launch_s + (narrow.nbytes + 2 * written_bytes) / device.memory_bytes_per_s
+        edit.change(index, kernel=Planned("narrow gradient", seconds, wide.nbytes))
+        _drop(edit, cast)
+    return edit.done() if large else program
+
+
+def _elements(program: Program, update: int) -> int:
+    return prod(program.values[program.nodes[update].refs[0]].shape)
+
+
+def _all_in(program: Program, tier: str, update: int, cast: int) -> bool:
+    return all(program.values[i].tier == tier for node in (program.nodes[update], program.nodes[cast]) for i in (*node.refs, *node.results))
+
+
+def _drop(edit: Editor, cast: int) -> None:
+    """Whoever reads what a node casts reads what was cast, under the same name."""
+    program, node = edit.program, edit.program.nodes[cast]
+    (source,), (wide,) = node.refs, node.results
+    gradient = program.values[wide]
+    edit.values[source] = attrs.evolve(program.values[source], name=gradient.name, role=gradient.role)
+    edit.rename(wide, source)
+    edit.drop(cast)
 
 
 def droppable_casts(program: Program) -> Mapping[int, int]:
