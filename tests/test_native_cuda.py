@@ -278,10 +278,13 @@ def test_updates_have_the_bits_of_the_cpus_kernel(numel: int, dtype: torch.dtype
     lion_.kernel(p, g, m, lr.cpu(), 0.9, 0.99, 0.1, maximize=True)
     assert torch.equal(p2.cpu(), p) and torch.equal(m2.cpu(), m)
     if dtype != F32:
-        for buffers, momentum, nesterov in (((v, v2), 0.9, True), ((v, v2), 0.9, False), ((None, None), 0.0, False)):
+        buffer, buffer2 = v.clone(), lies(v)
+        for buffers, momentum, nesterov in (
+            ((buffer, buffer2), 0.9, True), ((buffer, buffer2), 0.9, False), ((None, None), 0.0, False),
+        ):  # fmt: skip
             sgd_.kernel(p2, g2, buffers[1], *step_of(3, 1e-2, "cuda"), momentum, 0.0, 0.1, nesterov)
             sgd_.kernel(p, g, buffers[0], *step_of(3, 1e-2), momentum, 0.0, 0.1, nesterov)
-            assert torch.equal(p2.cpu(), p) and torch.equal(v2.cpu(), v)
+            assert torch.equal(p2.cpu(), p) and torch.equal(buffer2.cpu(), buffer)
         adamw_.kernel(p2, g2, m2, v2, *step_of(7, 1e-2, "cuda"), 0.9, 0.999, 1e-8, 0.1, True)
         adamw_.kernel(p, g, m, v, *step_of(7, 1e-2), 0.9, 0.999, 1e-8, 0.1, True)
         assert torch.equal(m2.cpu(), m) and torch.equal(v2.cpu(), v)

@@ -167,7 +167,7 @@ def laid(x: Tensor, how: str) -> Tensor:
     if how == "transposed":
         return x.t().contiguous().t()
     if how == "gaps":
-        return torch.zeros(*x.shape, 2, dtype=x.dtype)[..., 0].copy_(x)
+        return x.new_zeros(*x.shape, 2)[..., 0].copy_(x)
     return x
 
 

@@ -10,7 +10,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import monotonic as now
 
@@ -77,7 +79,8 @@ def run(of: Slice, record: Record, where: str, say: Say, limit_s: float = LIMIT_
     until = now() + limit_s
     first = True
     while (left := open_parts(of, record, where)) and now() < until:
-        status = _child(command or (sys.executable, "-m", "bench.gpu.one"), of, record, until)
+        with kept() as folder:
+            status = _child(command or (sys.executable, "-m", "bench.gpu.one"), of, record, until, folder)
         rest = open_parts(of, record, where)
         if status is None and first and limit_s >= LIMIT_S and rest and rest == left:  # it had the time of a whole slice
             record.add(of, rest[0].name, [failed(rest[0].name, f"stopped after {limit_s:.0f} s")], where)
@@ -92,10 +95,16 @@ def run(of: Slice, record: Record, where: str, say: Say, limit_s: float = LIMIT_
     return not still
 
 
-def _child(command: tuple[str, ...], of: Slice, record: Record, until: float) -> int | None:
+def kept() -> AbstractContextManager[str]:
+    """The folder of compiled kernels and of plans: what COLOFUNC_CACHE says, else an empty one, so that nothing old counts."""
+    said = os.environ.get("COLOFUNC_CACHE", "off")
+    return tempfile.TemporaryDirectory() if said == "off" else nullcontext(said)
+
+
+def _child(command: tuple[str, ...], of: Slice, record: Record, until: float, cache: str) -> int | None:
     """The exit status of a process that measures a slice; None where it was stopped at the limit."""
     paths = [str(ROOT), str(ROOT / "tools" / "inplace"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), "COLOFUNC_CACHE": "off"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), "COLOFUNC_CACHE": cache}
     seconds = until - now()
     words = [*command, str(of.number), str(record.path.resolve()), f"{seconds:.0f}"]
     child = subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True)
