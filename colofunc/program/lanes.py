@@ -4,7 +4,8 @@ Problem: a sum of seconds says what a step costs, not what hides what. Idea: the
 order. The device computes; a collective, and a copy in each direction, has an engine of its own that works first in, first
 out, and so has the disk, for both; what lies on the host is computed there. A plain collective or copy holds the device up, a
 started one only at its wait. Work of the host holds up nobody who has his work: it runs in the thread that hands work out, so
-that what comes behind it in the order begins when it has ended, and what came before goes on.
+that what comes behind it in the order begins when it has ended, and what came before goes on. Where it is known how long
+that thread takes to hand out an operator (`Device.host_launch_s`), none begins before: many short kernels take what the host does.
 
     device     |linear|linear|        |linear|
     wires      |all_gather   |reduce_scatter|
@@ -215,6 +216,9 @@ class _Player:
         self.busy: list[Busy] = []
         self.bodies: dict[int, Lanes] = {}
         self.clock = 0.0  # when the device may go on
+        device = mesh.topology.device
+        self.hands_out = device.host_launch_s > 0  # where it is known how long that takes
+        self.launch_s, self.view_s = device.host_launch_s, device.host_view_s
         self.starts: list[float] = []
 
     def play(self) -> Lanes:
@@ -280,6 +284,8 @@ class _Player:
             return self._trips(index, node, node.loop, trip, max(clock, needs, self.free["host"]))
         lane = self._lane(node, kind)
         seconds = self._seconds(node, lane)
+        if self.hands_out and lane != "host":
+            self.free["host"] += self._handed_s(node, seconds)
         begin = max(self.free["host"], needs)
         if lane != "host":
             begin = max(begin, clock, self.free[lane])
@@ -290,6 +296,12 @@ class _Player:
         if apart or lane in COPY_LANES:
             self._made(node, begin + seconds)
         return clock if apart else begin + seconds
+
+    def _handed_s(self, node: Node, seconds: float) -> float:
+        """In which the host hands out a node; of what a compiler has fused the first alone."""
+        if seconds:
+            return self.launch_s
+        return self.view_s if node.kernel is None else 0.0
 
     def _made(self, node: Node, when_s: float) -> None:
         for i in (*written(node), *node.results):
