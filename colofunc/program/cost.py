@@ -138,7 +138,7 @@ def node_s(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf)
     if node.kernel is not None:
         return node.kernel.seconds
     if _is_free(node.target):
-        return mesh.view_s if node.target.rsplit(".", 1)[0] in FREE else 0.0
+        return mesh.view_s if _is_view(node.target) else 0.0
     work = node_work(node, values, rule_of)
     return _kernel_s(node, values, mesh, work) if work[0] or work[1] else 0.0
 
@@ -162,6 +162,11 @@ def _kernel_s(node: Node, values: Mapping[int, Value], mesh: Mesh, work: Work) -
 def _is_free(target: str) -> bool:
     """Views, and what only executors do: no work, whatever the shapes."""
     return target.rsplit(".", 1)[0] in FREE or target.removeprefix("colofunc.") in LOCAL_ONLY
+
+
+@cache
+def _is_view(target: str) -> bool:
+    return target.rsplit(".", 1)[0] in FREE
 
 
 Work = tuple[float, float, str]

@@ -231,7 +231,9 @@ class _Player:
 
     def step(self, node: Node) -> None:
         index = self._begin()
-        self.clock = max(self.clock, self._node(index, node, self.clock))
+        on_s = self._node(index, node, self.clock)
+        if on_s > self.clock:
+            self.clock = on_s
 
     def _begin(self) -> int:
         """The position of the next node."""
@@ -286,9 +288,15 @@ class _Player:
         seconds = self._seconds(node, lane)
         if self.hands_out and lane != "host":
             self.free["host"] += self._handed_s(node, seconds)
-        begin = max(self.free["host"], needs)
+        # Comparisons and no `max`: this runs for every node of every candidate.
+        begin = self.free["host"]
+        if needs > begin:
+            begin = needs
         if lane != "host":
-            begin = max(begin, clock, self.free[lane])
+            if clock > begin:
+                begin = clock
+            if self.free[lane] > begin:
+                begin = self.free[lane]
         if seconds:
             self.busy.append(Busy(lane, begin, begin + seconds, operator(node.target), index, node))
             self.free[lane] = begin + seconds
@@ -325,11 +333,14 @@ class _Player:
             if "disk" in (source, target):
                 return "disk"
             return "to device" if target == "device" else "to host"
-        values, ids = self.program.values, (*node.refs, *node.results)
-        for i in ids:
+        values = self.program.values
+        for i in node.refs:  # of most nodes the first says it
             if values[i].tier != "host":
                 return "compute"
-        return "host" if ids else "compute"
+        for i in node.results:
+            if values[i].tier != "host":
+                return "compute"
+        return "host" if node.refs or node.results else "compute"
 
     def _ends(self, node: Node) -> tuple[str, str]:
         """The tiers that a copy leads from and to."""
