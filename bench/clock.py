@@ -23,7 +23,7 @@ from colofunc.program.lanes import lanes
 
 PLAYS = 15
 MOST_US = 5.0
-MESHES = {"gpt2": dict(dp=2, tp=2), "4 of its layers on 64 ranks": LLAMAS["4 of its layers on 64 ranks"][1]}
+MESHES = {"gpt2": dict(dp=2, tp=2), "4 of its layers on 64 ranks": LLAMAS["4 of its layers on 64 ranks"][-1]}
 
 
 def lowered(name: str) -> Lowered:

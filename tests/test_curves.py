@@ -10,11 +10,12 @@ import torch
 import colofunc as cf
 from colofunc.errors import TopologyError
 from colofunc.mesh import PRESETS, Mesh, Rate
-from colofunc.mesh.curves import FOLDER, attention_flops_per_s, curves_of, read_curves
+from colofunc.mesh.curves import FOLDER, HOST_KERNEL, KINDS, AttentionRate, attention_flops_per_s, curves_of, read_curves
 from colofunc.ops import attention_cuda as cuda
 from colofunc.ops.attention_guards import BACKWARD, FORWARD, FUSED
 from colofunc.ops.kernels import KernelCall, Like
 from colofunc.program.passes.kernels import rates_of
+from colofunc.program.work_kinds import work_kind
 
 FILES = sorted(FOLDER.glob("*.json"))
 # XLA, matmul_interpolator_data.h, sm_90, bfloat16: (m, n, k) -> TFLOP/s.
@@ -105,3 +106,26 @@ def test_a_damaged_file_is_an_error_that_names_the_place(tmp_path, place, value,
     with pytest.raises(TopologyError) as error:
         read_curves(path)
     assert says in str(error.value) and str(path) in str(error.value) and "docs/devices.md says what it holds" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [
+        ("aten.mm.default", "product"), ("colofunc.linear", "product"), ("aten.gelu_backward.grad_input", "transcendental"),
+        ("aten.tanh_backward.default", "elementwise"), ("aten.exp_.default", "transcendental"), ("aten.mul.out", "elementwise"),
+        ("aten.native_layer_norm_backward.default", "normalisation"), ("aten._softmax_backward_data.default", "softmax"),
+        ("aten.embedding_dense_backward.default", "gather"), ("aten.sum.dim_IntList", "reduction"), ("colofunc.adamw_", "update"),
+    ],
+)  # fmt: skip
+def test_kinds_of_kernels(target, kind):
+    assert work_kind(target) == kind and kind in KINDS
+
+
+def test_attention_of_a_host_takes_what_was_measured_of_it():
+    known = (AttentionRate(HOST_KERNEL, 64, ((128.0, 2e10, 4e10),), "measured"),)
+    base = Mesh(topology="gloo-cpu").topology
+    mesh = Mesh(topology=attrs.evolve(base, device=attrs.evolve(base.device, attention=known)))
+    q, k, v = (torch.zeros(2, 4, 256, 64) for _ in range(3))
+    step = cf.shard(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), mesh)
+    flops = 4 * 64 * 2 * 4 * 256 * 256 / 2
+    assert step.lower(q, k, v).lanes().end_s == pytest.approx(flops / 2e10 + base.device.launch_s)

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import attrs
 import pytest
 import torch
 from colofunc_plugins import zero
@@ -161,3 +162,24 @@ def test_microbatches_follow_one_another_and_the_picture_has_each(tmp_path):
     body = len(low.ordered().nodes[at].loop.body.nodes)
     assert len(times) >= len(found.starts_s) - 1 + 4 * body
     memory_picture(low, tmp_path / "plan.png")
+
+
+def test_kernels_begin_when_the_host_has_handed_them_out():
+    """Where it is known how long the host takes, short kernels follow it, long ones hide it, and views are its work alone."""
+    card = attrs.evolve(MESH.topology.device, launch_s=1e-6, host_launch_s=1e-3, host_view_s=4e-4)
+    mesh = MESH.with_topology(attrs.evolve(MESH.topology, device=card))
+    nodes = [("aten.neg.default", (R(0),), (1,)), ("aten.view.default", (R(1), [4]), (2,)), ("aten.neg.default", (R(2),), (3,))]
+    short_s = mesh.compute_s(4, 64, "float64")
+    found = lanes(program([0], nodes, [], [(4,)] * 4), mesh, no_rule)
+    assert spans(found) == [("compute", 1e-3, 1e-3 + short_s), ("compute", pytest.approx(2.4e-3), pytest.approx(2.4e-3 + short_s))]
+    wide = 1 << 28
+    long_s = mesh.compute_s(wide, 16 * wide, "float64")
+    nodes[1] = ("aten.view.default", (R(1), [wide]), (2,))
+    assert long_s > 2e-3 and lanes(program([0], nodes, [], [(wide,)] * 4), mesh, no_rule).end_s == pytest.approx(1e-3 + 2 * long_s)
+
+
+def test_views_take_time_where_the_host_computes():
+    host = attrs.evolve(MESH.topology.device, host_view_s=4e-4)
+    mesh = MESH.with_topology(attrs.evolve(MESH.topology, device=host))
+    nodes = [("aten.view.default", (R(0), [4]), (1,)), ("aten.neg.default", (R(1),), (2,))]
+    assert lanes(program([0], nodes, [], [(4,)] * 3), mesh, no_rule).end_s == pytest.approx(4e-4 + mesh.compute_s(4, 64, "float64"))

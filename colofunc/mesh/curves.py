@@ -31,9 +31,11 @@ from colofunc.errors import TopologyError, near
 FORMAT = 1
 FOLDER = Path(__file__).parent / "devices"
 MOST_BYTES = 1 << 20
-KINDS = ("product", "elementwise", "transcendental", "normalisation", "softmax", "reduction", "gather")
+HOST_KERNEL = "cpu"
+"""The name of torch's attention on a host among kernels of attention."""
+KINDS = ("product", "elementwise", "transcendental", "normalisation", "softmax", "reduction", "gather", "update")
 """Kernels that a machine's own rates tell apart: matrix products; sums, products and copies of elements; exponentials and the like of
-each; norms of rows; softmax of rows; sums over rows; rows that are looked up."""
+each; norms of rows; softmax of rows; sums over rows; rows that are looked up; AdamW and the like, in one kernel."""
 
 
 def _above_zero(instance: object, attribute: attrs.Attribute[Any], value: float) -> None:

@@ -11,8 +11,10 @@ Numbers are random: products of ones take less power than those of a step, and a
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import attrs
 import torch
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colofunc import compat
-from colofunc.mesh.curves import AttentionRate, WorkRate
+from colofunc.mesh.curves import HOST_KERNEL, AttentionRate, WorkRate
 from colofunc.mesh.stopwatch import REPEATS, card_s, least_s, wait
 from colofunc.mesh.topology import Device, Rate
 
@@ -59,35 +61,62 @@ aten = torch.ops.aten
 
 
 def measured_device(base: Device, device: torch.device, deadline: float) -> Device:
-    """`base` with this device's figures; those of dtypes and kernels that it has not, or for which there was no time, stay."""
+    """`base` with this device's figures; those of dtypes and kernels that it has not, or for which there was no time, stay.
+
+    All is measured in rounds while there is time, and the best of each figure counts: what another program does lasts longer than a run.
+    """
     began = time.perf_counter()
     left_s = max(0.0, deadline - began)
     is_card = device.type == "cuda"
     launch_s = _launch_s(device)
-    found = attrs.evolve(
-        base,
-        name=torch.cuda.get_device_name(device) if is_card else "cpu",
-        memory_bytes_per_s=_memory_bytes_per_s(device, launch_s),
-        launch_s=launch_s,
-        host_launch_s=_host_s(lambda tiny: aten.add.Tensor(tiny, tiny), device) if is_card else 0.0,
-        host_view_s=_host_s(lambda tiny: aten.view.default(tiny, [1]), device),
-        sustained=1.0,
-    )
-    products = product_rates(device, launch_s, began + 0.45 * left_s)
-    best = {rate.dtype: rate.flops_per_s / base.sustained for rate in base.rates}
-    best |= {dtype: _rate_of(points, device) for dtype, points in products.items()}
-    name = str(DTYPES[0]).removeprefix("torch.")
+    products, attention, work = _round(device, launch_s, began, left_s)
+    round_s = time.perf_counter() - began
+    part, name = 1.0, str(DTYPES[0]).removeprefix("torch.")
     if is_card and name in products:
         part = sustained_part(products[name], device, min(SUSTAINED_S, SUSTAINED_PART * left_s))
-        found = attrs.evolve(found, sustained=part)
-    attention = attention_rates(device, began + 0.75 * left_s)
-    work = work_rates(device, launch_s, began + left_s)
+    while time.perf_counter() + round_s < deadline:
+        more = _round(device, launch_s, time.perf_counter(), round_s)
+        products, attention, work = (_best(first, second) for first, second in zip((products, attention, work), more, strict=True))
+    best = {rate.dtype: rate.flops_per_s / base.sustained for rate in base.rates}
+    best |= {dtype: _rate_of(points, device) for dtype, points in products.items()}
     return attrs.evolve(
-        found,
-        rates=tuple(Rate(dtype, flops * found.sustained) for dtype, flops in best.items()),
-        attention=attention or base.attention,
-        work=(*_product_curves(products, launch_s, found.sustained), *work),
+        base,
+        name=torch.cuda.get_device_name(device) if is_card else "cpu",
+        rates=tuple(Rate(dtype, flops * part) for dtype, flops in best.items()),
+        memory_bytes_per_s=_memory_bytes_per_s(device, launch_s),
+        launch_s=launch_s,
+        attention=tuple(_attention_curves(attention, device)) or base.attention,
+        sustained=part,
+        work=(*_product_curves(products, launch_s, part), *_work_curves(work, device)),
+        host_launch_s=_host_s(lambda tiny: aten.add.Tensor(tiny, tiny), device) if is_card else 0.0,
+        host_view_s=_host_s(lambda tiny: aten.view.default(tiny, [1]), device),
     )
+
+
+Point = tuple[float, ...]
+"""(size, rates of it)."""
+Rates = dict[Any, tuple[Point, ...]]
+"""By what they are of; points with the smallest size first."""
+
+
+def _round(device: torch.device, launch_s: float, began: float, seconds: float) -> tuple[Rates, Rates, Rates]:
+    """Products by dtype, attention by the size of a head, other kernels by their kind."""
+    return (
+        product_rates(device, began + 0.45 * seconds),
+        attention_rates(device, began + 0.7 * seconds),
+        work_rates(device, launch_s, began + seconds),
+    )
+
+
+def _best(first: Rates, second: Rates) -> Rates:
+    """The better of both at each size."""
+    found: Rates = {}
+    for key in {**first, **second}:
+        points: dict[float, Point] = {}
+        for size, *rates in (*first.get(key, ()), *second.get(key, ())):
+            points[size] = tuple(map(max, points.get(size, (0.0,) * len(rates)), rates))
+        found[key] = tuple((size, *rates) for size, rates in sorted(points.items()))
+    return found
 
 
 # ---- memory, launches, the host
@@ -142,13 +171,13 @@ def copies_s(device: torch.device) -> tuple[int, dict[tuple[str, str], float]]:
 
 # ---- products
 
-Points = list[tuple[int, float]]
-"""(rows and columns of a product, seconds), smallest first."""
 
+def product_rates(device: torch.device, deadline: float) -> Rates:
+    """By dtype, operations a second of square products by their operations, launches included, grown until one is long or time is up.
 
-def product_rates(device: torch.device, launch_s: float, deadline: float) -> dict[str, Points]:
-    """By dtype, what square products take, grown until one is long or time is up. What the device does not multiply is not there."""
-    found: dict[str, Points] = {}
+    What the device does not multiply is not there.
+    """
+    found: Rates = {}
     makers: list[tuple[str, Callable[[int], Callable[[], object]]]] = []
     for dtype in DTYPES:
         makers.append((str(dtype).removeprefix("torch."), lambda n, dtype=dtype: _product(n, dtype, device)))  # type: ignore[misc]
@@ -157,20 +186,20 @@ def product_rates(device: torch.device, launch_s: float, deadline: float) -> dic
     for place, (name, make) in enumerate(makers):
         # A share of what is left, so that a dtype that is slow here does not starve the ones after it.
         now = time.perf_counter()
-        points = list(_grown(make, device, now + max(0.0, deadline - now) / (len(makers) - place)))
+        points = tuple(_grown(make, device, now + max(0.0, deadline - now) / (len(makers) - place)))
         if points:
             found[name] = points
     return found
 
 
-def _grown(make: Callable[[int], Callable[[], object]], device: torch.device, until: float) -> Iterator[tuple[int, float]]:
+def _grown(make: Callable[[int], Callable[[], object]], device: torch.device, until: float) -> Iterator[tuple[float, float]]:
     n = LEAST_WIDE
     while n <= MOST_WIDE:
         try:
             taken_s = least_s(make(n), device)
         except RuntimeError:  # no kernel for this dtype here: the planner uses the nearest that has one
             return
-        yield n, taken_s
+        yield 2.0 * n**3, 2.0 * n**3 / taken_s
         # The next size takes eight times as long, and runs once more than it counts.
         if taken_s > LONG_S or time.perf_counter() + 8 * (REPEATS + 1) * taken_s > until:
             return
@@ -188,39 +217,33 @@ def _float8_product(n: int, device: torch.device) -> Callable[[], object]:
     return lambda: compat.scaled_mm(a, a.t(), scale, scale, torch.bfloat16, None)
 
 
-def _rate_of(points: Points, device: torch.device) -> float:
+def _rate_of(points: tuple[Point, ...], device: torch.device) -> float:
     """Operations a second. On a CPU the middle of all sizes: a step has products of every size and shape, and none does better than
     these. On a GPU small ones are nothing but launches, which count by themselves, so there the best is the rate.
     """
-    rates = sorted(2.0 * n**3 / taken_s for n, taken_s in points)
-    if device.type == "cuda":
-        return rates[-1]
-    middle = len(rates) // 2
-    return rates[middle] if len(rates) % 2 else (rates[middle - 1] + rates[middle]) / 2
+    rates = [rate for _, rate in points]
+    return max(rates) if device.type == "cuda" else statistics.median(rates)
 
 
-def sustained_part(points: Points, device: torch.device, seconds: float) -> float:
+def sustained_part(points: tuple[Point, ...], device: torch.device, seconds: float) -> float:
     """What is left of the best rate where products run one behind the other for some time."""
-    n, taken_s = min(points, key=lambda point: point[1] / point[0] ** 3)
-    run, count = _product(n, DTYPES[0], device), max(1, round(min(CHUNK_S, seconds) / taken_s))
+    flops, rate = max(points, key=lambda point: point[1])
+    run = _product(round((flops / 2) ** (1 / 3)), DTYPES[0], device)
+    count = max(1, round(min(CHUNK_S, seconds) * rate / flops))
 
     def chunk() -> None:
         for _ in range(count):
             run()
 
-    until, last_s = time.perf_counter() + seconds, taken_s * count
+    until, last_s = time.perf_counter() + seconds, count * flops / rate
     while time.perf_counter() < until:
         last_s = max(card_s(chunk, device), 1e-9)
-    return min(1.0, taken_s * count / last_s)
+    return min(1.0, count * flops / rate / last_s)
 
 
-def _product_curves(products: Mapping[str, Points], launch_s: float, part: float) -> Iterator[WorkRate]:
-    for dtype, measured in products.items():
-        points = []
-        for n, taken_s in measured:
-            flops = 2.0 * n**3
-            points.append((flops, part * _beside(flops, taken_s, launch_s)))
-        yield WorkRate("product", dtype, tuple(points), SOURCE)
+def _product_curves(products: Rates, launch_s: float, part: float) -> Iterator[WorkRate]:
+    for dtype, points in products.items():
+        yield WorkRate("product", dtype, tuple((flops, part * _beside(flops, flops / rate, launch_s)) for flops, rate in points), SOURCE)
 
 
 def _beside(work: float, taken_s: float, launch_s: float) -> float:
@@ -231,22 +254,30 @@ def _beside(work: float, taken_s: float, launch_s: float) -> float:
 # ---- attention
 
 
-def attention_rates(device: torch.device, deadline: float) -> tuple[AttentionRate, ...]:
-    """Forward and backward of causal attention by length, of each size of a head; none where no kernel takes it."""
+def attention_rates(device: torch.device, deadline: float) -> Rates:
+    """By the elements of a head: keys of a row, and operations a second of causal attention forward and backward.
+
+    Empty where no kernel takes it.
+    """
     is_card = device.type == "cuda"
-    kernel, lengths = ("flash", CARD_LENGTHS) if is_card else ("cpu", LENGTHS)
-    found: dict[int, list[tuple[float, float, float]]] = {head: [] for head in HEADS}
-    for length in lengths:
-        for head, points in found.items():
-            if points and time.perf_counter() > deadline:
+    found: Rates = {}
+    for length in CARD_LENGTHS if is_card else LENGTHS:
+        for head in HEADS:
+            if head in found and time.perf_counter() > deadline:
                 continue
             try:
                 forward_s, backward_s = _attention_s(length, head, device)
             except RuntimeError:  # no such kernel on this device
-                return ()
+                return {}
             flops = 4.0 * length * length / 2 * (CARD_WIDTH if is_card else WIDTH) * max(1, _rows(device) // length)
-            points.append((length / 2, flops / forward_s, 2.5 * flops / backward_s))
-    return tuple(AttentionRate(kernel, head, tuple(points), SOURCE) for head, points in found.items() if points)
+            found[head] = (*found.get(head, ()), (length / 2, flops / forward_s, 2.5 * flops / backward_s))
+    return found
+
+
+def _attention_curves(attention: Rates, device: torch.device) -> Iterator[AttentionRate]:
+    kernel = "flash" if device.type == "cuda" else HOST_KERNEL
+    for head, points in attention.items():
+        yield AttentionRate(kernel, head, tuple((keys, forward, backward) for keys, forward, backward in points), SOURCE)
 
 
 def _rows(device: torch.device) -> int:
@@ -278,24 +309,30 @@ def _attention_s(length: int, head: int, device: torch.device) -> tuple[float, f
 # ---- kernels by their bytes
 
 
-def work_rates(device: torch.device, launch_s: float, deadline: float) -> tuple[WorkRate, ...]:
-    """Bytes a second of kinds of kernels by the bytes that they read and write."""
+def work_rates(device: torch.device, launch_s: float, deadline: float) -> Rates:
+    """By kind of kernels, bytes a second by the bytes that they read and write, beside a launch."""
     dtype, sizes = (torch.bfloat16, CARD_BYTES_OF_WORK) if device.type == "cuda" else (torch.float32, BYTES_OF_WORK)
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: Rates = {}
     for size in sizes:
         x = torch.randn(max(1, size // ROW // dtype.itemsize), ROW, device=device).to(dtype)
         for kind, (moved, run) in _kernels(x).items():
-            points = found.setdefault(kind, [])
-            if points and time.perf_counter() > deadline:
+            if kind in found and time.perf_counter() > deadline:
                 continue
-            points.append((float(moved), _beside(moved, least_s(run, device), launch_s)))
-    name = str(dtype).removeprefix("torch.")
-    return tuple(WorkRate(kind, name, tuple(points), SOURCE) for kind, points in found.items())
+            found[kind] = (*found.get(kind, ()), (float(moved), _beside(moved, least_s(run, device), launch_s)))
+    return found
+
+
+def _work_curves(work: Rates, device: torch.device) -> Iterator[WorkRate]:
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    for kind, points in work.items():
+        yield WorkRate(kind, dtype, tuple((moved, rate) for moved, rate in points), SOURCE)
 
 
 def _kernels(x: Tensor) -> dict[str, tuple[int, Callable[[], object]]]:
     """Kind -> (bytes that it moves, a call) of kernels that steps have."""
     y = torch.randn_like(x)
+    first, second, step = torch.zeros_like(x), torch.zeros_like(x), torch.ones((), device=x.device)
+    options = dict(lr=1e-4, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False)
     weight = torch.ones(ROW, dtype=x.dtype, device=x.device)
     where = torch.randperm(x.shape[0], device=x.device)
     return {
@@ -304,5 +341,6 @@ def _kernels(x: Tensor) -> dict[str, tuple[int, Callable[[], object]]]:
         "normalisation": (2 * x.nbytes, lambda: F.layer_norm(x, (ROW,), weight)),
         "softmax": (2 * x.nbytes, lambda: torch.softmax(x, 1)),
         "reduction": (x.nbytes, lambda: x.sum(0)),
+        "update": (7 * x.nbytes, lambda: aten._fused_adamw_([x], [y], [first], [second], [], [step], **options)),
         "gather": (2 * x.nbytes, lambda: x.index_select(0, where)),
     }

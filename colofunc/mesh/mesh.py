@@ -307,6 +307,12 @@ class Mesh:
         """
         return cost.compute_s(self.topology, flops, nbytes, dtype_name, kind)
 
+    @property
+    def view_s(self) -> float:
+        """Seconds of a view where the host computes; on a card they are those of the host, which runs ahead."""
+        device = self.topology.device
+        return 0.0 if device.host_launch_s else device.host_view_s
+
     def capacity_bytes(self, tier: str) -> int | None:
         """What one rank may hold in a tier ("device", "host", "disk"); None is unlimited.
 

@@ -19,7 +19,9 @@ import torch
 
 REPEATS = 5
 COLD_BYTES = 1 << 22
-"""What a CPU writes between two runs: more than a core keeps for itself."""
+"""What a host writes between two collectives: more than a core keeps for itself."""
+COLD_HOST_BYTES = 1 << 25
+"""What a CPU writes between two kernels: about what all of its cores keep, because between two steps an update has touched all state."""
 COLD_CARD_BYTES = 1 << 28
 """What a card writes between two runs: more than its caches hold, and long enough (0.2 ms on an H100) to hand out some kernels."""
 LEAST_S = 1e-9
@@ -36,11 +38,15 @@ def wait(device: torch.device) -> None:
 def least_s(run: Run, device: torch.device, repeats: int = REPEATS, by_host: bool = False) -> float:
     """Least seconds of one run, after one to warm up. See Note [As in a step].
 
-    by_host: until the host has seen the end of it, on a card too: for what is more than kernels of one stream, such as collectives.
+    by_host: for what is more than kernels of one device, such as collectives: until the host has seen the end of it, on a card too.
     """
     run()
     by_events = device.type == "cuda" and not by_host
-    elsewhere, taken = torch.zeros(COLD_CARD_BYTES if by_events else COLD_BYTES, dtype=torch.uint8, device=device), []
+    if by_host:
+        cold_bytes = COLD_BYTES
+    else:
+        cold_bytes = COLD_CARD_BYTES if by_events else COLD_HOST_BYTES
+    elsewhere, taken = torch.zeros(cold_bytes, dtype=torch.uint8, device=device), []
     for _ in range(repeats):
         elsewhere.add_(1)
         taken.append(card_s(run, device) if by_events else _on_host_s(run, device))

@@ -18,12 +18,14 @@ import torch
 
 from colofunc.errors import InputError, near
 from colofunc.mesh import Mesh, wire_bytes
+from colofunc.mesh.curves import HOST_KERNEL, attention_flops_per_s
 from colofunc.ops.scatter import TOUCH_A_PART
 from colofunc.ops.twins import functional_of
 from colofunc.program import facts
 from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import call_of
+from colofunc.program.work_kinds import work_kind
 from colofunc.spec.rule import Call, Rule
 from colofunc.spec.strategies import FREE
 
@@ -120,7 +122,7 @@ def program_cost(program: Program, mesh: Mesh, rule_of: RuleOf) -> CostReport:
         if node.kernel is not None:
             compute_s += node.kernel.seconds
         elif work or moved:
-            compute_s += mesh.compute_s(work, moved, dtype)
+            compute_s += _kernel_s(node, program.values, mesh, (work, moved, dtype))
     return CostReport(compute_s, communication_s, flops, memory, Tally(nbytes), Tally(calls))
 
 
@@ -136,9 +138,24 @@ def node_s(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf)
     if node.kernel is not None:
         return node.kernel.seconds
     if _is_free(node.target):
-        return 0.0
-    work, moved, dtype = node_work(node, values, rule_of)
-    return mesh.compute_s(work, moved, dtype) if work or moved else 0.0
+        return mesh.view_s if _is_view(node.target) else 0.0
+    work = node_work(node, values, rule_of)
+    return _kernel_s(node, values, mesh, work) if work[0] or work[1] else 0.0
+
+
+def _kernel_s(node: Node, values: Mapping[int, Value], mesh: Mesh, work: Work) -> float:
+    """Seconds of a kernel that nobody has chosen among several."""
+    flops, moved, dtype = work
+    attention = mesh.topology.device.attention
+    if attention and node.target in ATTENTION:
+        q, _, v = (values[i].shape for i in node.refs[ATTENTION[node.target] : ATTENTION[node.target] + 3])
+        is_backward = node.target == "colofunc.attention_backward"
+        products = 5 if is_backward else 2
+        keys = flops / max(1, products * prod(q[:3]) * (q[3] + v[3]))
+        attained = attention_flops_per_s(attention, HOST_KERNEL, max(q[3], v[3]), max(1.0, keys), is_backward)
+        if attained is not None:
+            return flops / attained + mesh.topology.device.launch_s
+    return mesh.compute_s(flops, moved, dtype, work_kind(node.target))
 
 
 @cache
@@ -147,8 +164,15 @@ def _is_free(target: str) -> bool:
     return target.rsplit(".", 1)[0] in FREE or target.removeprefix("colofunc.") in LOCAL_ONLY
 
 
+@cache
+def _is_view(target: str) -> bool:
+    return target.rsplit(".", 1)[0] in FREE
+
+
 Work = tuple[float, float, str]
 """(flops, bytes read and written, dtype name)"""
+ATTENTION = {"colofunc.attention": 0, "colofunc.attention_backward": 1}
+"""Operators of attention, and which of their operands is q; k and v come behind it."""
 MOST_CALLS = 1 << 15
 """Calls of which the work is kept, of one set of rules."""
 

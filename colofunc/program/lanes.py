@@ -4,7 +4,8 @@ Problem: a sum of seconds says what a step costs, not what hides what. Idea: the
 order. The device computes; a collective, and a copy in each direction, has an engine of its own that works first in, first
 out, and so has the disk, for both; what lies on the host is computed there. A plain collective or copy holds the device up, a
 started one only at its wait. Work of the host holds up nobody who has his work: it runs in the thread that hands work out, so
-that what comes behind it in the order begins when it has ended, and what came before goes on.
+that what comes behind it in the order begins when it has ended, and what came before goes on. Where it is known how long
+that thread takes to hand out an operator (`Device.host_launch_s`), none begins before: many short kernels take what the host does.
 
     device     |linear|linear|        |linear|
     wires      |all_gather   |reduce_scatter|
@@ -215,6 +216,9 @@ class _Player:
         self.busy: list[Busy] = []
         self.bodies: dict[int, Lanes] = {}
         self.clock = 0.0  # when the device may go on
+        device = mesh.topology.device
+        self.hands_out = device.host_launch_s > 0  # where it is known how long that takes
+        self.launch_s, self.view_s = device.host_launch_s, device.host_view_s
         self.starts: list[float] = []
 
     def play(self) -> Lanes:
@@ -227,7 +231,9 @@ class _Player:
 
     def step(self, node: Node) -> None:
         index = self._begin()
-        self.clock = max(self.clock, self._node(index, node, self.clock))
+        on_s = self._node(index, node, self.clock)
+        if on_s > self.clock:
+            self.clock = on_s
 
     def _begin(self) -> int:
         """The position of the next node."""
@@ -280,9 +286,17 @@ class _Player:
             return self._trips(index, node, node.loop, trip, max(clock, needs, self.free["host"]))
         lane = self._lane(node, kind)
         seconds = self._seconds(node, lane)
-        begin = max(self.free["host"], needs)
+        if self.hands_out and lane != "host":
+            self.free["host"] += self._handed_s(node, seconds)
+        # Comparisons and no `max`: this runs for every node of every candidate.
+        begin = self.free["host"]
+        if needs > begin:
+            begin = needs
         if lane != "host":
-            begin = max(begin, clock, self.free[lane])
+            if clock > begin:
+                begin = clock
+            if self.free[lane] > begin:
+                begin = self.free[lane]
         if seconds:
             self.busy.append(Busy(lane, begin, begin + seconds, operator(node.target), index, node))
             self.free[lane] = begin + seconds
@@ -290,6 +304,12 @@ class _Player:
         if apart or lane in COPY_LANES:
             self._made(node, begin + seconds)
         return clock if apart else begin + seconds
+
+    def _handed_s(self, node: Node, seconds: float) -> float:
+        """In which the host hands out a node; of what a compiler has fused the first alone."""
+        if seconds:
+            return self.launch_s
+        return self.view_s if node.kernel is None else 0.0
 
     def _made(self, node: Node, when_s: float) -> None:
         for i in (*written(node), *node.results):
@@ -313,11 +333,14 @@ class _Player:
             if "disk" in (source, target):
                 return "disk"
             return "to device" if target == "device" else "to host"
-        values, ids = self.program.values, (*node.refs, *node.results)
-        for i in ids:
+        values = self.program.values
+        for i in node.refs:  # of most nodes the first says it
             if values[i].tier != "host":
                 return "compute"
-        return "host" if ids else "compute"
+        for i in node.results:
+            if values[i].tier != "host":
+                return "compute"
+        return "host" if node.refs or node.results else "compute"
 
     def _ends(self, node: Node) -> tuple[str, str]:
         """The tiers that a copy leads from and to."""
