@@ -79,8 +79,7 @@ def run(of: Slice, record: Record, where: str, say: Say, limit_s: float = LIMIT_
     until = now() + limit_s
     first = True
     while (left := open_parts(of, record, where)) and now() < until:
-        with kept() as folder:
-            status = _child(command or (sys.executable, "-m", "bench.gpu.one"), of, record, until, folder)
+        status = _child(command or (sys.executable, "-m", "bench.gpu.one"), of, record, until)
         rest = open_parts(of, record, where)
         if status is None and first and limit_s >= LIMIT_S and rest and rest == left:  # it had the time of a whole slice
             record.add(of, rest[0].name, [failed(rest[0].name, f"stopped after {limit_s:.0f} s")], where)
@@ -101,8 +100,13 @@ def kept() -> AbstractContextManager[str]:
     return tempfile.TemporaryDirectory() if said == "off" else nullcontext(said)
 
 
-def _child(command: tuple[str, ...], of: Slice, record: Record, until: float, cache: str) -> int | None:
+def _child(command: tuple[str, ...], of: Slice, record: Record, until: float) -> int | None:
     """The exit status of a process that measures a slice; None where it was stopped at the limit."""
+    with kept() as folder:
+        return _waited_for(command, of, record, until, folder)
+
+
+def _waited_for(command: tuple[str, ...], of: Slice, record: Record, until: float, cache: str) -> int | None:
     paths = [str(ROOT), str(ROOT / "tools" / "inplace"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), "COLOFUNC_CACHE": cache}
     seconds = until - now()
