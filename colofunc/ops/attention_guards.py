@@ -149,7 +149,8 @@ def _band_pairs(call: KernelCall) -> int:
 
 # ---- seconds and bytes ----
 
-# Shares of a device's peak rate that kernels reach on long rows. cuDNN's and FlexAttention's are not measured yet: they stand behind flash.
+# Shares of a device's peak rate that kernels reach on long rows, where its file has no rates of theirs: there cuDNN's and FlexAttention's
+# stand behind flash. On Hopper they do not (`python -m bench gpu --slice 5`).
 SHARES = {"flash": 0.6, "cudnn": 0.55, "flex": 0.5, "efficient": 0.35, "blockwise": 0.3}
 # Kernels that make the lists of blocks, as inductor writes them: forward, and backward, which wants them by columns too.
 FLEX_LAUNCHES = {FORWARD: 12, BACKWARD: 20}
