@@ -27,7 +27,7 @@ endif
 test sweep: export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test oldest oldest-part check sweep bench gpu docs wheel clean
+.PHONY: help setup demo test oldest oldest-part check sweep sanitize bench gpu docs wheel clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -68,6 +68,9 @@ check: $(READY)  ## lint, strict types, import order
 
 sweep: $(READY)  ## the longer sweeps over models, operators and meshes
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m sweep $(ARGS)
+
+sanitize: $(READY)  ## tests of the kernels in C++ under the sanitizers of addresses and undefined behaviour
+	@$(PY) tools/sanitize.py $(ARGS)
 
 bench: $(READY)  ## the benchmark table
 	@$(PY) -m bench $(ARGS)

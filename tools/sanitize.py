@@ -1,0 +1,47 @@
+"""The tests of the kernels in C++ under the sanitizers of addresses and of undefined behaviour: `make sanitize`.
+
+The library is compiled by a command that adds the sanitizers to the real compiler's, into a folder that goes with this process. What the
+address sanitizer needs stands before all else in the process that loads it, so the tests run in one of their own. Memory that is never
+given back is not looked for: Python and torch keep some for good.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1"
+TESTS = ("test_native.py", "test_native_linear.py", "test_update_narrow.py", "test_lion_lamb.py")
+RUNTIMES = ("libasan.so", "libubsan.so")
+
+
+def where(runtime: str, compiler: str) -> str:
+    """The path of a library that comes with the compiler."""
+    return subprocess.run([compiler, f"-print-file-name={runtime}"], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main() -> int:
+    compiler = shutil.which(os.environ.get("CXX") or "g++")
+    if compiler is None:
+        print("make sanitize: there is no g++. Try: apt-get install g++, or name one in CXX", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        wrapped = Path(folder, "c++")
+        wrapped.write_text(f'#!/bin/sh\nexec {compiler} "$@" {SANITIZERS}\n')
+        wrapped.chmod(0o700)
+        env = {
+            **os.environ, "CXX": str(wrapped), "COLOFUNC_CACHE": folder, "COLOFUNC_NATIVE": "require",
+            "LD_PRELOAD": " ".join(where(name, compiler) for name in RUNTIMES),
+            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1", "UBSAN_OPTIONS": "print_stacktrace=1", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        paths = [str(ROOT / "tests" / name) for name in TESTS]
+        return subprocess.run([sys.executable, "-m", "pytest", "-q", *paths, *sys.argv[1:]], cwd=ROOT, env=env).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
