@@ -6,9 +6,11 @@ the devices' `sustained` shares, the others only test them. The split, the confi
 `bench/_published_rows.py`. Runs with pipelines, float8, asynchronous tensor parallelism, chunked losses or batches that nobody wrote
 down are not among them.
 
-Note [Missed]. What was found out about the runs that are missed, and one that nearly is (M1):
-- M4: collectives are not hidden behind backward in our plan. Measured with unsustained rates, a network of 0.7 times the bandwidth makes
-  the prediction 1.50 times the published seconds, in place of 1.30. The published run overlaps gradients and parameters. M3 in part.
+Two terms came of looking for the reason of a miss (M4, M3), and count wherever they hold: collectives over other links run beside one
+another, as each group has a stream of its own (`program.lanes`); and Megatron's runs with tensor parallelism were published with gathers
+and reduce-scatters in chunks beside the products, which is a fact of their rows (`Run.chunked`).
+
+Note [Missed]. What was found out about the run that is missed, and one that nearly is (M1):
 - P5: 30 B parameters and sequences of 8,192 on 8 cards of 80 GB, of which 78 GiB are alive by our count. An allocator that has to give
   memory back in every step would be slow so; whether it had to is not published.
 - M1: logits of 131,072 words beside 24 layers of 2,048, which a compiler fuses here. Neither the loss of the published run nor the rows of
