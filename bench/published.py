@@ -11,9 +11,9 @@ another, as each group has a stream of its own (`program.lanes`); and Megatron's
 and reduce-scatters in chunks beside the products, which is a fact of their rows (`Run.chunked`).
 
 Note [Missed]. What was found out about the run that is missed, and one that nearly is (M1):
-- The order: T33 and T34 (which recompute every second layer, and every second product) are 2 % apart and stand the other way round; D1 and D2
-  (one box and two) are predicted within 0.1 %: in one box the ring of context parallelism waits for gradients, because collectives over
-  links of one level follow one another in the clock, where they really share the links.
+- The order: T33 and T34 (which recompute every second layer, and every second product) are 2 % apart and stand the other way round. D1
+  and D2 (one box and two) are predicted within 0.1 %: in one box the ring of context parallelism waits for gradients, because collectives
+  over links of one level follow one another in the clock, where they really share the links.
 - P5: 30 B parameters and sequences of 8,192 on 8 cards of 80 GB, of which 78 GiB are alive by our count. An allocator that has to give
   memory back in every step would be slow so; whether it had to is not published.
 - M1: logits of 131,072 words beside 24 layers of 2,048, which a compiler fuses here. Neither the loss of the published run nor the rows of
