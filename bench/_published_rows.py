@@ -45,7 +45,8 @@ class Run:
     """One published run. `sequences`: of a step, all ranks; `microbatches`: one after another. `zero`: stage over dp, 0 for none.
 
     `measured_s`: of a step. `fused`: compiled, or kernels by hand that leave out what a compiler leaves out. `masters`: float32 copies of
-    parameters. `attention`: the kernel that the run used, see `ATTENTION`. `unknown`: what of the configuration had to be assumed.
+    parameters. `attention`: the kernel that the run used, see `ATTENTION`. `chunked`: gathers and reduce-scatters of tensor parallelism run
+    in chunks beside the products that they feed or follow. `unknown`: what of the configuration had to be assumed.
     """
 
     id: str
@@ -62,6 +63,7 @@ class Run:
     fused: bool = True
     masters: bool = True
     attention: Attention = "flash"
+    chunked: bool = False
     peak_gib: float | None = None
     unknown: str = ""
 
@@ -102,7 +104,8 @@ def _megatron(id: str, heads: int, hidden: int, layers: int, tp: int, sequences:
     each = 72 * layers * hidden**2 * (1 + tokens / (6 * hidden) + model.vocabulary / (12 * layers * hidden))  # Megatron's own formula
     seconds = each * tokens * sequences / (tflops * 1e12 * 48 * tp)
     axes = {"dpo": 3, "dp": 16, "tp": tp}  # 48 ranks divide no vocabulary
-    more = dict(zero=1, attention="hopper", unknown="rows of a microbatch: all 4 of a rank")
+    # "We perform fine-grained overlapping of ... tensor-parallel (--tp-comm-overlap)": Megatron-LM's README, above its table of models.
+    more = dict(zero=1, attention="hopper", chunked=tp > 1, unknown="rows of a microbatch: all 4 of a rank")
     return Run(id, "M", model, "8xh100", axes, tokens, sequences, seconds, **more)  # type: ignore[arg-type]
 
 

@@ -6,7 +6,8 @@ difference to a step of `FEW[1]` layers says what a layer takes. `python -m benc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -23,9 +24,10 @@ from colofunc.executors.backend import ordered
 from colofunc.executors.fused import fused
 from colofunc.mesh import Topology
 from colofunc.planner.recompute.policies import Policy
+from colofunc.program.cost import collective_of, node_s
 from colofunc.program.facts import is_product
-from colofunc.program.ir import Node, Program
-from colofunc.program.lanes import lanes
+from colofunc.program.ir import Node, Program, Value
+from colofunc.program.lanes import Seconds, played
 from colofunc.program.passes.kernels import with_kernels
 
 FEW = (2, 4)
@@ -101,6 +103,49 @@ def with_attention(topology: Topology, kernel: Attention) -> Topology:
     return attrs.evolve(topology, device=attrs.evolve(topology.device, attention=tuple(rates)))
 
 
+class Chunked:
+    """Seconds of operators where collectives of tensor parallelism run in chunks beside products. See Note [In chunks].
+
+    Note [In chunks]. A gather over n ranks whose result a product reads, and a reduce-scatter of what a product makes, are cut in n pieces
+    of which each runs beside the product of another: one piece has nothing to run beside, and what takes longer than the product has not
+    either. So the device waits for max(t / n, t - product) in place of t, as Transformer Engine's user buffers do it and as `async_tp` of
+    torch does (2105.05720, section 3, tells the idea).
+    """
+
+    MOST_STEPS = 4
+    """Views, changes of layout and casts may stand between a collective and its product, so many one behind the other."""
+
+    def __init__(self, program: Program, seconds: Seconds) -> None:
+        self.whole_s, self.readers = seconds, dict[int, list[Node]]()
+        self.makers = {i: node for node in program.nodes for i in node.results}
+        for node in program.nodes:
+            for i in node.refs:
+                self.readers.setdefault(i, []).append(node)
+
+    def seconds(self, node: Node, values: Mapping[int, Value]) -> float:
+        whole_s = self.whole_s(node, values)
+        known = collective_of(node, values)
+        if known is None or known[1] != ("tp",) or known[0] not in ("all_gather", "reduce_scatter"):
+            return whole_s
+        products_s = [self.whole_s(product, values) for product in self._products(node, known[0] == "all_gather")]
+        return max(whole_s / known[2], whole_s - max(products_s)) if products_s else whole_s
+
+    def _products(self, node: Node, behind: bool) -> list[Node]:
+        """The nearest products that read a result, or make an operand."""
+        near = [node]
+        for _ in range(self.MOST_STEPS):
+            near = [other for one in near for other in self._next(one, behind)]
+            found = [one for one in near if is_product(one.target)]
+            if found:
+                return found
+        return []
+
+    def _next(self, node: Node, behind: bool) -> list[Node]:
+        if not behind:
+            return [self.makers[i] for i in node.refs if i in self.makers]
+        return [reader for i in node.results for reader in self.readers.get(i, [])]
+
+
 @attrs.frozen(eq=False)
 class Planned:
     """Two steps of few layers, as the executor orders them."""
@@ -113,7 +158,9 @@ class Planned:
         """Seconds of one of the steps on a machine."""
         mesh, rule = low.mesh.with_topology(with_attention(topology, self.run.attention)), low.registry.rule
         on_it = with_kernels(program, mesh, low.registry.kernels)
-        return lanes(fused(on_it, mesh, rule) if is_fused else on_it, mesh, rule).end_s
+        on_it = fused(on_it, mesh, rule) if is_fused else on_it
+        seconds = partial(node_s, mesh=mesh, rule_of=rule)
+        return played(on_it, mesh, Chunked(on_it, seconds).seconds if self.run.chunked else seconds).end_s
 
     def seconds(self, topology: Topology, is_fused: bool | None = None) -> float:
         """Of a step with all layers."""

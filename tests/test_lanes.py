@@ -183,3 +183,18 @@ def test_views_take_time_where_the_host_computes():
     mesh = MESH.with_topology(attrs.evolve(MESH.topology, device=host))
     nodes = [("aten.view.default", (R(0), [4]), (1,)), ("aten.neg.default", (R(1),), (2,))]
     assert lanes(program([0], nodes, [], [(4,)] * 3), mesh, no_rule).end_s == pytest.approx(4e-4 + mesh.compute_s(4, 64, "float64"))
+
+
+def test_collectives_over_other_links_run_beside_one_another():
+    """In a box and between boxes; over links of one level they follow one another, also of other axes."""
+    mesh = cf.Mesh(dp=2, cp=2, tp=4, topology="8xa100-40g")
+    assert [mesh.link_level((axis,)) for axis in ("dp", "cp", "tp")] == [1, 0, 0]
+    assert mesh.link_level(("dp", "tp")) == 1 and cf.Mesh(dp=2).link_level(("dp",)) == 0
+
+    def begins(*axes):
+        nodes = [("colofunc.all_reduce_start", (R(0), (axis,), mesh.axis_size(axis), "sum"), (k + 1,)) for k, axis in enumerate(axes)]
+        return [b.start_s for b in lanes(program([0], nodes, [], [(N,)] * 4), mesh, no_rule).busy]
+
+    first_s = mesh.collective_s("all_reduce", 8 * N, ("tp",))
+    assert begins("tp", "dp", "cp") == [0.0, 0.0, first_s]
+    assert begins("dp", "cp", "tp") == [0.0, 0.0, mesh.collective_s("all_reduce", 8 * N, ("cp",))]

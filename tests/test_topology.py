@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from colofunc import env
 from colofunc.errors import MeshError, TopologyError
 from colofunc.executors.launch import launch
-from colofunc.mesh import KINDS, PRESETS, TIERS, Level, Mesh, Topology, profile, resolve_topology, stopwatch
+from colofunc.mesh import KINDS, PRESETS, TIERS, Level, Mesh, Topology, device_profile, profile, resolve_topology, stopwatch
 from colofunc.mesh.curves import KINDS as KERNELS
 from colofunc.mesh.curves import WorkRate
 from colofunc.mesh.profile import fit, profile_mesh
@@ -205,10 +205,27 @@ def test_profile_of_one_process_keeps_the_collectives(tmp_path: Path) -> None:
     speeds = [found.device.memory_bytes_per_s, *(link.bandwidth_bytes_per_s for link in found.links)]
     assert all(1e6 < speed < 2e12 for speed in speeds)
     assert 0.0 < found.device.launch_s < 0.1 and 0.0 < found.device.host_view_s < 0.1 and found.device.sustained == 1.0
-    assert {curve.kind for curve in found.device.work} == set(KERNELS) and {one.head for one in found.device.attention} == {64, 128}
+    assert {curve.kind for curve in found.device.work} <= set(KERNELS) and found.device.work_rate("product", "float32") is not None
     assert found.tier("host").capacity_bytes == env.memory_limit_bytes()
     found.save(tmp_path / "t.json")
     assert Mesh(dp=2, tp=2, topology=tmp_path / "t.json", device="cpu") == mesh.with_topology(found)
+
+
+def test_all_kinds_of_kernels_are_measured_where_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_profile, "BYTES_OF_WORK", (1 << 16, 1 << 14))
+    monkeypatch.setattr(device_profile, "LENGTHS", (32, 64))
+    cpu = torch.device("cpu")
+    found = device_profile.work_rates(cpu, 1e-6, math.inf)
+    assert {"product", *found} == set(KERNELS) and all(len(points) == 2 for points in found.values())
+    assert all(points[0] < points[1] and 1e6 < rate < 1e13 for points in found.values() for _, rate in points)
+    attention = device_profile.attention_rates(cpu, math.inf)
+    assert {head: [keys for keys, *_ in points] for head, points in attention.items()} == {64: [16.0, 32.0], 128: [16.0, 32.0]}
+    assert not device_profile.attention_rates(cpu, 0.0) and not device_profile.work_rates(cpu, 1e-6, 0.0)
+
+
+def test_the_best_of_all_rounds_counts() -> None:
+    first, second = {"softmax": ((1.0, 5.0), (2.0, 7.0))}, {"softmax": ((2.0, 9.0), (4.0, 1.0)), "gather": ((1.0, 3.0),)}
+    assert device_profile._best(first, second) == {"softmax": ((1.0, 5.0), (2.0, 9.0), (4.0, 1.0)), "gather": ((1.0, 3.0),)}
 
 
 def test_measured_figures_stand_beside_those_of_a_preset() -> None:

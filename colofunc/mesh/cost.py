@@ -110,6 +110,18 @@ def _domains(homes: NDArray[np.int64], one: bool) -> NDArray[np.int64]:
     return np.stack([counts, np.minimum.reduceat(lengths, first)], axis=1)
 
 
+def outermost(ways: Sequence[GroupShape]) -> int:
+    """The outermost level at which some group joins several domains; 0 where none does."""
+    found = 0
+    for way in ways:
+        outside = way.size
+        for level, (domains, _) in enumerate(way.domains):
+            if domains < outside:
+                found = max(found, level)
+            outside = domains
+    return found
+
+
 def alpha_beta(topology: Topology, kind: str, ways: Sequence[GroupShape], mesh_size: int) -> tuple[float, float]:
     """(seconds, seconds per byte) of the slowest group of one collective; bytes as in `wire_bytes`."""
     check_kind(kind)

@@ -291,6 +291,13 @@ class Mesh:
             found = self._costs[key] = self._alpha_beta(*key)
         return found
 
+    def link_level(self, axes: Iterable[str]) -> int:
+        """The outermost of the topology's levels whose links a collective over `axes` crosses; 0 where there is none to cross."""
+        names = tuple(name for name in self.ordered(axes) if self.part_size(name) > 1)
+        if not names or len(self.topology.levels) < 2:
+            return 0
+        return cost.outermost(self._ways_of(names))
+
     def collective_s(self, kind: str, nbytes: float, axes: Iterable[str]) -> float:
         """Seconds of a collective that every group over `axes` runs at once.
 
@@ -367,10 +374,14 @@ class Mesh:
 
     def _of_links(self, kind: str, names: tuple[str, ...]) -> tuple[float, float]:
         """What the links between the ranks of each group give."""
+        return cost.alpha_beta(self.topology, kind, self._ways_of(names), self.size)
+
+    def _ways_of(self, names: tuple[str, ...]) -> tuple[cost.GroupShape, ...]:
+        """How the groups along parts of axes lie."""
         ways = self._ways.get(names)
         if ways is None:
             ways = self._ways[names] = cost.shapes(self.topology, self.groups(names))
-        return cost.alpha_beta(self.topology, kind, ways, self.size)
+        return ways
 
     def _measured(self, kind: str, named: tuple[str, int]) -> tuple[float, float] | None:
         """What was measured along an axis; a part of one has the axis' own links, and fewer ranks on them."""

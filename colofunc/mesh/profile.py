@@ -48,7 +48,7 @@ def profile_mesh(mesh: Mesh, sizes: Sequence[int] = SIZES, seconds: float = 5.0,
     With a process group (every rank must call), times each collective along each axis at `sizes` (bytes of the full
     buffer, at least two different ones) and the device; without one, the device only. The two smallest sizes are always
     measured, everything else stays inside `seconds`. Rates of dtypes that cannot be timed, disk figures and links
-    between other levels stay as they are.
+    between other levels stay as they are. `Topology.diff` says how far another topology's figures, such as a preset's, are from these.
 
     ranks: True compares the ranks: the topology says which of them compute faster or slower than rank 0 or have other memory
     (`Topology.with_rank`), so that `cf.pipeline` gives each what it can do. None does so where devices have other names or other
