@@ -216,6 +216,11 @@ class Program:
         return {out: index for index, node in enumerate(self.nodes) for out in node.results}
 
     @cached_property
+    def targets(self) -> frozenset[str]:
+        """The operators that it calls; those in loops are not among them."""
+        return frozenset(node.target for node in self.nodes)
+
+    @cached_property
     def readers(self) -> Mapping[int, tuple[int, ...]]:
         """Value id -> positions of the nodes that read it, ascending, each once; absent if no node does."""
         found: dict[int, list[int]] = {}
@@ -234,7 +239,8 @@ class Program:
         """Value id -> position of the last node that reads it; len(nodes) for outputs; absent if never read."""
         last: dict[int, int] = {}
         for index, node in enumerate(self.nodes):
-            last.update(dict.fromkeys(node.refs, index))
+            for ref in node.refs:
+                last[ref] = index
         last.update(dict.fromkeys(self.outputs, len(self.nodes)))
         return last
 

@@ -39,6 +39,9 @@ class Replay:
 
     def run(self, index: int) -> None:
         """Run a node, and before it whatever made the operands that are not there."""
+        if all(map(self.there.__contains__, self.program.nodes[index].refs)):  # as nearly always
+            self._write(index)
+            return
         todo = [index]
         while todo:
             k = todo[-1]
@@ -67,21 +70,19 @@ class Replay:
 
     def _write(self, index: int) -> None:
         node = self.program.nodes[index]
-        again = index in self.ran
-        self.ran.add(index)
         changes: dict[str, Any] = {}
-        if again:
-            changes["outs"] = tuple(None if o is None else self.edit.new(self.program.values[o]) for o in node.outs)
-            changes["phase"], changes["note"] = "backward", f"{AGAIN}; {node.note}".rstrip("; ")
         if not self.renamed.isdisjoint(node.refs):
             changes["args"], changes["kwargs"] = map_refs((node.args, node.kwargs), lambda i: Ref(self.there[i]))
+        if index in self.ran:
+            fresh = {o: self.edit.new(self.program.values[o]) for o in node.results}
+            self.there.update(fresh)
+            self.renamed.update(fresh)
+            changes["outs"] = tuple(None if o is None else fresh[o] for o in node.outs)
+            changes["phase"], changes["note"] = "backward", f"{AGAIN}; {node.note}".rstrip("; ")
+        else:
+            self.ran.add(index)
+            self.there.update(zip(node.results, node.results))
         self.nodes.append(attrs.evolve(node, **changes) if changes else node)
-        for old, new in zip(node.outs, changes.get("outs", node.outs), strict=True):
-            if old is None:
-                continue
-            self.there[old] = new
-            if again:
-                self.renamed.add(old)
 
     def finish(self) -> Program:
         """The program; what was made again for nobody is left out."""
