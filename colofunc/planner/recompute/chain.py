@@ -29,8 +29,6 @@ import numpy as np
 
 INF = float("inf")
 LEAST_SLOTS = 250
-EPSILON = 1e-12
-"""Relative error of a sum of seconds."""
 
 
 @attrs.frozen
@@ -108,7 +106,6 @@ class Table:
             slots = min(slots, max(LEAST_SLOTS, most_entries // len(pieces)))
         self.stages, self.unit, self.size = tuple(stages), max(memory / slots, 1e-9), slots + 1
         self.forward_s = np.array([s.forward_s for s in stages])
-        self.work_s = np.array([s.forward_s + s.backward_s for s in stages])
         self.left = np.array([s.left_bytes for s in stages], dtype=np.int64)
         self.outs = np.array([self._slots(s.out_bytes) for s in stages]).clip(max=self.size)
         self.kept = [[self._slots(way.nbytes) for way in s.ways] for s in stages]
@@ -174,17 +171,15 @@ class Table:
         best = self.cost[row, self.size :]
         for seconds in self._keeping(i, j, 0, self.size):
             np.minimum(best, seconds, out=best)
-        # A split makes something again, so it is no faster where nothing needs to be: only slots with which something does are looked at.
-        count = np.count_nonzero(best > self.work_s[i : j + 1].sum() * (1 + EPSILON))
-        if i == j or not count:
+        if i == j:
             return
         behind = zip(self.rows[i + 1 : j + 1, j].tolist(), (self.size - self.outs[i:j]).tolist(), strict=True)
         ahead = zip(self.rows[i, i:j].tolist(), (self.size - self._left(i + 1, j)).tolist(), strict=True)
-        splits = some[: j - i, :count]
-        for seconds, (later, a), (earlier, b) in zip(splits, behind, ahead, strict=True):
-            np.add(self.cost[later, a : a + count], self.cost[earlier, b : b + count], out=seconds)
+        for seconds, (later, a), (earlier, b) in zip(some, behind, ahead, strict=False):
+            np.add(self.cost[later, a : a + self.size], self.cost[earlier, b : b + self.size], out=seconds)
+        splits = some[: j - i]
         splits += np.cumsum(self.forward_s[i:j])[:, None]
-        np.minimum(best[:count], splits.min(axis=0), out=best[:count])
+        np.minimum(best, splits.min(axis=0), out=best)
 
     def _left(self, first: int, last: int) -> np.ndarray:
         """Slots of what stages k..last leave, for k from `first` to `last`."""
