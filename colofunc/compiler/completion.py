@@ -88,7 +88,7 @@ class Completion:
     placing: Placing | None = None
     room_bytes: int | None = None
     keeps: bool = False
-    known: dict[int, tuple[Node, tuple[Value, ...], float]] = attrs.field(factory=dict, init=False)
+    known: dict[int, tuple[Node, tuple[int, ...], tuple[Value, ...], float]] = attrs.field(factory=dict, init=False)
     check: Checker = attrs.field(init=False, default=attrs.Factory(lambda self: Checker(self.mesh), takes_self=True))
 
     def finish(self, decided: Decided, budget_bytes: int | None, below_s: float = inf) -> Fitted:
@@ -182,11 +182,12 @@ class Completion:
     def _node_s(self, node: Node, values: Mapping[int, Value]) -> float:
         """Orders of the same work have most of their nodes in common, so those that came by are `known`, with what they read and make."""
         took = self.known.get(id(node))
-        if took is not None and took[0] is node and all(values[value.id] is value for value in took[1]):
-            return took[2]
+        if took is not None and took[0] is node and tuple(map(values.__getitem__, took[1])) == took[2]:
+            return took[3]
         model = partial(node_s, mesh=self.mesh, rule_of=self.rule_of)
         seconds = model(node, values) if self.timed is None else self.timed.node_s(node, values, model)
-        self.known[id(node)] = node, tuple(values[i] for i in (*node.refs, *node.outs) if i is not None), seconds
+        ids = (*node.refs, *node.results)
+        self.known[id(node)] = node, ids, tuple(map(values.__getitem__, ids)), seconds
         return seconds
 
     def _lowered(self, decided: Decided) -> tuple[Program, Stages]:

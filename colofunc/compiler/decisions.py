@@ -54,6 +54,8 @@ class Candidates:
     _rules: dict[Call, Rule | None] = attrs.field(factory=dict)
     _extra: dict[Call, tuple[Strategy, ...]] = attrs.field(factory=dict)
     _seen: dict[Any, tuple[Strategy, ...]] = attrs.field(factory=dict)
+    _following: dict[tuple[Call, int, Layout], Strategy | None] = attrs.field(factory=dict)
+    _wishes: Constraints | None = None  # that were followed last
     _made: frozenset[str] | None = None
     memo: Memo = attrs.field(factory=Memo)  # of the planner, for a second try with another budget
 
@@ -98,6 +100,9 @@ class Candidates:
         Enumeration offers only layouts in which axes are major; a wish may be for another one, and without this the
         first operator would convert it away.
         """
+        if constraints is self._wishes:  # a search at each price of memory asks for the same
+            return
+        self._wishes = constraints
         layouts: dict[int, tuple[Layout, ...]] = {}
         for position, given in constraints.items.items():
             offers = [offer for constraint in given for offer in constraint.offers] if position < len(self.program.inputs) else []
@@ -122,12 +127,25 @@ class Candidates:
             odd = [k for k, i in enumerate(ids) if i in layouts]
             if rule is None or not odd:
                 continue
-            options = {s: None for k in odd for lay in layouts[ids[k]] if (s := follow(call, rule, k, lay)) is not None}
+            options: dict[Strategy, None] = {}
+            for k in odd:
+                for layout in layouts[ids[k]]:
+                    strategy = self.following(call, k, layout)
+                    if strategy is not None:
+                        options[strategy] = None
             self.followed[id(node)] = tuple(options)
             for j, o in enumerate(node.outs):
                 made = dict.fromkeys(lay for s in options if (lay := s.outs[j]) is not None and not is_major(lay))
                 if o is not None and made:
                     layouts.setdefault(o, tuple(made))
+
+    def following(self, call: Call, operand: int, layout: Layout) -> Strategy | None:
+        """The strategy of a call's rule that takes an operand as it lies, or None; memoised, because identical layers ask the same."""
+        key = call, operand, layout
+        if key not in self._following:
+            rule = self.rule(call)
+            self._following[key] = None if rule is None else follow(call, rule, operand, layout)
+        return self._following[key]
 
     def _all(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Sequence[Strategy]:
         mine = self._over(item, axes, fixed)
@@ -175,7 +193,6 @@ def rows_along(candidates: Candidates) -> dict[int, tuple[tuple[str, Strategy], 
     rows from the batch through the whole step.
     """
     program, mesh, found = candidates.program, candidates.mesh, dict[int, tuple[tuple[str, Strategy], ...]]()
-    known: dict[tuple[Call, int, Layout], Strategy | None] = {}
     batch = [i for i in program.inputs if program.values[i].role == "batch" and program.values[i].shape]
     for axis in mesh.axis_names:
         size = mesh.axis_size(axis)
@@ -184,7 +201,8 @@ def rows_along(candidates: Candidates) -> dict[int, tuple[tuple[str, Strategy], 
             if not any(i in lies for i in node.refs):
                 continue
             call, ids = call_of(node, program.values)
-            strategy = _follow_any(candidates, call, [(k, lies[i]) for k, i in enumerate(ids) if i in lies], known)
+            strategies = (candidates.following(call, k, lies[i]) for k, i in enumerate(ids) if i in lies)
+            strategy = next((each for each in strategies if each is not None), None)
             if strategy is None:
                 continue
             for o, layout in zip(node.outs, strategy.outs, strict=True):
@@ -198,21 +216,6 @@ def rows_along(candidates: Candidates) -> dict[int, tuple[tuple[str, Strategy], 
 def _rows_on(axis: str, size: int, shape: tuple[int, ...]) -> Layout:
     rows = ((size, axis), (shape[0] // size, None))
     return make_layout((rows, *(((n, None),) for n in shape[1:])), shape)
-
-
-def _follow_any(
-    candidates: Candidates, call: Call, lies: Sequence[tuple[int, Layout]], known: dict[tuple[Call, int, Layout], Strategy | None]
-) -> Strategy | None:
-    """The strategy that takes one of its operands as it lies; `known`: of calls alike."""
-    rule = candidates.rule(call)
-    for k, layout in lies if rule is not None else ():
-        key = call, k, layout
-        if key not in known:
-            assert rule is not None
-            known[key] = follow(call, rule, k, layout)
-        if known[key] is not None:
-            return known[key]
-    return None
 
 
 def _wanted(strategy: Strategy) -> set[str]:

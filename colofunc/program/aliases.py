@@ -6,7 +6,7 @@ memory is counted, `memory.lies` knows exactly.
 
 from __future__ import annotations
 
-from colofunc.program.facts import lifetimes, may_alias, written
+from colofunc.program.facts import aliasing, lifetimes, written
 from colofunc.program.ir import Program, computed_once
 
 
@@ -16,8 +16,9 @@ class Aliases:
     def __init__(self, program: Program) -> None:
         self._leader: dict[int, int] = {}
         self._last: dict[int, int] = {}
+        shares = aliasing(program)
         for node in program.nodes:
-            if may_alias(node) and node.refs:
+            if node.target in shares and node.refs:
                 leader = self.group((written(node) or node.refs)[0])
                 self._leader.update(dict.fromkeys(node.results, leader))
         for id, at in lifetimes(program).items():

@@ -22,7 +22,7 @@ from typing import Any
 
 import attrs
 
-from colofunc.program.ir import Node, Program, Ref, Value, map_refs
+from colofunc.program.ir import Node, Program, Ref, Value, made_in_order, map_refs
 
 
 class Editor:
@@ -103,7 +103,6 @@ class Editor:
             kept = tuple(self.with_names(node) for node in kept)
         outputs = tuple(self.name_of(id) for id in (self.program.outputs if outputs is None else outputs))
         inputs = self.program.inputs if inputs is None else tuple(inputs)
-        there = {*inputs, *(out for node in kept for out in node.results)}
+        there = made_in_order(inputs, kept, outputs)
         values = {id: value for id, value in self.values.items() if id in there}
-        changed = attrs.evolve(self.program, inputs=inputs, nodes=kept, outputs=outputs, values=values, **changes)
-        return changed.in_order()
+        return attrs.evolve(self.program, inputs=inputs, nodes=kept, outputs=outputs, values=values, **changes)

@@ -163,6 +163,11 @@ def _may_alias(target: str) -> bool:
     return any(r.alias_info is not None for r in schema.returns)
 
 
+def aliasing(program: Program) -> frozenset[str]:
+    """The operators of a program of which a result may share memory with an operand."""
+    return frozenset(filter(_may_alias, program.targets))
+
+
 def may_alias(node: Node) -> bool:
     """Whether a result of `node` may share memory with one of its operands."""
     return _may_alias(node.target)
@@ -226,10 +231,12 @@ def rearrange_steps(pattern: str, names: tuple[str, ...], sizes: tuple[int, ...]
 def lifetimes(program: Program) -> Mapping[int, int]:
     """Value id -> position of the last node that needs it, as `Program.last_uses`; a started collective needs its operand
     until it is waited for."""
+    started = set(filter(is_started, program.targets))
+    if not started:
+        return program.last_uses
     last = dict(program.last_uses)
     for node in program.nodes:
-        kind = kind_of(node)
-        if kind is not None and kind[1]:
+        if node.target in started:
             (out,) = node.outs
             ready = last.get(out, -1) if out is not None else -1
             for ref in node.refs:

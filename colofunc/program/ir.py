@@ -21,6 +21,7 @@ torch.memory_format, torch.layout). Nodes never mutate their inputs unless their
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, wraps
 from typing import Any, TypeVar
@@ -215,6 +216,11 @@ class Program:
         return {out: index for index, node in enumerate(self.nodes) for out in node.results}
 
     @cached_property
+    def targets(self) -> frozenset[str]:
+        """The operators that it calls; those in loops are not among them."""
+        return frozenset(node.target for node in self.nodes)
+
+    @cached_property
     def readers(self) -> Mapping[int, tuple[int, ...]]:
         """Value id -> positions of the nodes that read it, ascending, each once; absent if no node does."""
         found: dict[int, list[int]] = {}
@@ -224,11 +230,17 @@ class Program:
         return {id: tuple(positions) for id, positions in found.items()}
 
     @cached_property
+    def times_returned(self) -> Mapping[int, int]:
+        """Value id -> how often it is an output; absent if it is none."""
+        return Counter(self.outputs)
+
+    @cached_property
     def last_uses(self) -> Mapping[int, int]:
         """Value id -> position of the last node that reads it; len(nodes) for outputs; absent if never read."""
         last: dict[int, int] = {}
         for index, node in enumerate(self.nodes):
-            last.update(dict.fromkeys(node.refs, index))
+            for ref in node.refs:
+                last[ref] = index
         last.update(dict.fromkeys(self.outputs, len(self.nodes)))
         return last
 
@@ -259,16 +271,25 @@ class Program:
 
     def in_order(self) -> Program:
         """The program itself. Raises ProgramError where a node reads, or the program returns, what no node before it has made."""
-        defined = set(self.inputs)
-        for index, node in enumerate(self.nodes):
-            if not defined.issuperset(node.refs):
-                ref = next(ref for ref in node.refs if ref not in defined)
-                raise ProgramError(f"node {index}, {node.target} at {node.line or 'no line'}, was moved before what makes its %{ref}")
-            defined.update(node.results)
-        if not defined.issuperset(self.outputs):
-            out = next(out for out in self.outputs if out not in defined)
-            raise ProgramError(f"a pass that moves nodes has lost what makes the output %{out}")
+        made_in_order(self.inputs, self.nodes, self.outputs)
         return self
+
+
+def made_in_order(inputs: Iterable[int], nodes: Iterable[Node], outputs: Iterable[int]) -> set[int]:
+    """The ids of all values that nodes make, and of inputs.
+
+    Raises ProgramError where a node reads, or `outputs` have, what no node before it has made.
+    """
+    defined = set(inputs)
+    for index, node in enumerate(nodes):
+        if not defined.issuperset(node.refs):
+            ref = next(ref for ref in node.refs if ref not in defined)
+            raise ProgramError(f"node {index}, {node.target} at {node.line or 'no line'}, was moved before what makes its %{ref}")
+        defined.update(node.results)
+    missing = next((out for out in outputs if out not in defined), None)
+    if missing is not None:
+        raise ProgramError(f"a pass that moves nodes has lost what makes the output %{missing}")
+    return defined
 
 
 class Facts(dict[Any, Any]):

@@ -60,6 +60,7 @@ class Builder:
     def __init__(self, program: Program, mesh: Mesh, record_local: RecordLocal, regather: frozenset[int] = frozenset()) -> None:
         self.program, self.mesh, self.record_local = program, mesh, record_local
         self.regather = regather  # values whose conversions are made anew in every phase, so that they can die between
+        self.recorded: dict[tuple[int, tuple[TensorType, ...]], tuple[Program, Strategy]] = {}  # by id of a strategy, kept here
         self.made_in: dict[int, str] = {}  # new id of a converted copy of such a value -> phase
         self.nodes: list[Node] = []
         self.values: dict[int, Value] = {}
@@ -161,8 +162,11 @@ class Builder:
     def _splice(self, node: Node, strategy: Strategy, operands: Sequence[int], at: At | None) -> None:
         """The local code of a strategy in place of a node."""
         assert strategy.local is not None, "a strategy with local code"
-        types = [TensorType(self.values[id].shape, self.values[id].dtype) for id in operands]
-        body = self.record_local(partial(strategy.local, mesh=self.mesh), types)
+        types = tuple(TensorType(self.values[id].shape, self.values[id].dtype) for id in operands)
+        key = id(strategy), types  # identical layers share the strategy
+        if key not in self.recorded:
+            self.recorded[key] = self.record_local(partial(strategy.local, mesh=self.mesh), types), strategy
+        body, _ = self.recorded[key]
         if body.constants:
             raise ProgramError(f"local code of {node.target} {strategy.name} captures tensors; create them inside the function")
         here: dict[int, int] = dict(zip(body.inputs, operands, strict=True))

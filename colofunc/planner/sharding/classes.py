@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 import attrs
 
-from colofunc.program.ir import Node, Program, Ref, Value, map_refs
+from colofunc.program.ir import Node, Program, Ref, Value, computed_once, map_refs
 
 SMALL = 96
 """Programs of at most this many nodes are decided call by call."""
@@ -70,7 +70,7 @@ def tie(
     if not enabled:
         return _ties(range(total), n)
     producers, consumers = _links(program)
-    colours = _number([(_what(program, item), extra(item)) for item in range(total)])
+    colours = _number((kind, extra(item)) for item, kind in enumerate(_kinds(program)))
     count = max(colours, default=-1) + 1
     for _ in range(rounds):
         colours = _number(
@@ -90,6 +90,12 @@ def tie(
     return _ties(colours, n)
 
 
+@computed_once
+def _kinds(program: Program) -> list[int]:
+    """What each item is by itself, as numbers."""
+    return _number(_what(program, item) for item in range(len(program.inputs) + len(program.nodes)))
+
+
 def _what(program: Program, item: int) -> Hashable:
     thing = item_of(program, item)
     if isinstance(thing, Value):
@@ -102,6 +108,7 @@ def _what(program: Program, item: int) -> Hashable:
     return thing.target, repr(args), types, outs, thing.phase, starred(thing.path)
 
 
+@computed_once
 def _links(program: Program) -> tuple[list[list[tuple[int, int]]], list[list[tuple[int, int, int]]]]:
     """Per item: (producer item, its result) of each operand; (consumer item, result, operand) of each use."""
     n = len(program.inputs)
@@ -128,20 +135,20 @@ def _links(program: Program) -> tuple[list[list[tuple[int, int]]], list[list[tup
 def _places(node: Node) -> tuple[int, ...]:
     """Per operand the number that tells its role: its own, or that of the first of a long list it stands in."""
     places: list[int] = []
-
-    def walk(arg: object) -> None:
-        if type(arg) is tuple:
-            first = len(places)
-            for item in arg:
-                walk(item)
-            if len(places) - first > LONG:
-                places[first:] = [first] * (len(places) - first)
-        elif type(arg) is Ref:
-            places.append(len(places))
-
     for item in (*node.args, *(item for _, item in node.kwargs)):
-        walk(item)
+        _add_places(item, places)
     return tuple(places)
+
+
+def _add_places(arg: object, places: list[int]) -> None:
+    if type(arg) is tuple:
+        first = len(places)
+        for item in arg:
+            _add_places(item, places)
+        if len(places) - first > LONG:
+            places[first:] = [first] * (len(places) - first)
+    elif type(arg) is Ref:
+        places.append(len(places))
 
 
 def _number(keys: Iterable[Hashable]) -> list[int]:

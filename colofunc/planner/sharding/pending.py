@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from colofunc.planner.sharding.classes import Ties
-from colofunc.program.ir import Node, Program
+from colofunc.program.ir import Program
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Strategy
 
@@ -31,13 +31,16 @@ def reachable(program: Program, ties: Ties, options: Sequence[tuple[Strategy, ..
     passed = [[_passed(s) for s in some] for some in options]
     there = [{(s.ins, s.outs) for s in some} for some in options]
     kept: list[set[int]] = [set() for _ in options]
+    known: dict[tuple[int, tuple[frozenset[str], ...]], list[int]] = {}  # members of a class mostly have operands alike
     for index, node in enumerate(program.nodes):
         c = ties.of_node(index)
-        mine = [o for o, s in enumerate(options[c]) if not passed[c][o] or _useful(s, passed[c][o], node, kinds, there[c])]
-        kept[c].update(mine)
+        key = c, tuple(kinds[ref] for ref in node.refs)
+        if key not in known:
+            known[key] = [o for o, s in enumerate(options[c]) if not passed[c][o] or _useful(s, passed[c][o], key[1], there[c])]
+            kept[c].update(known[key])
         for j, out in enumerate(node.outs):
             if out is not None:
-                kinds[out] = _kinds([options[c][o] for o in mine], j)
+                kinds[out] = _kinds([options[c][o] for o in known[key]], j)
     return [tuple(s for o, s in enumerate(some) if o in here) if here else some for some, here in zip(options, kept, strict=True)]
 
 
@@ -59,9 +62,9 @@ def _passed(strategy: Strategy) -> Passed:
     return tuple((pending, operands) for pending, operands in found if operands)
 
 
-def _useful(strategy: Strategy, passed: Passed, node: Node, kinds: dict[int, frozenset[str]], there: set[Ends]) -> bool:
-    """Whether some operand can have each reduction that passes, or nothing does the same with copies."""
-    idle = {p for p, operands in passed if not any(p[1] in kinds[node.refs[k]] for k in operands)}
+def _useful(strategy: Strategy, passed: Passed, kinds: Sequence[frozenset[str]], there: set[Ends]) -> bool:
+    """Whether some operand can have each reduction that passes, or nothing does the same with copies. kinds: by operand."""
+    idle = {p for p, operands in passed if not any(p[1] in kinds[k] for k in operands)}
     if not idle:
         return True
     ins = tuple(_without(layout, idle) for layout in strategy.ins)

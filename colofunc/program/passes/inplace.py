@@ -186,7 +186,7 @@ class _Overwrite:
 
     def _may_overwrite(self, index: int, node: Node, into: int, out: int) -> bool:
         """Whether the new value `out` may be written over `into` at node `index`."""
-        if into not in self.paired.get(out, ()) or self.program.outputs.count(out) != 1 or not self._alike(out, into):
+        if into not in self.paired.get(out, ()) or self.program.times_returned[out] != 1 or not self._alike(out, into):
             return False
         if not self._is_free(into, index):
             return False
@@ -197,7 +197,7 @@ class _Overwrite:
 
     def changes(self, new: int, old: int) -> list[_Change]:
         """What makes `new` in the memory of `old`; nothing where that cannot be."""
-        if new == old or not self.program.values[new].shape or self.program.outputs.count(new) != 1 or not self._alike(new, old):
+        if new == old or not self.program.values[new].shape or self.program.times_returned[new] != 1 or not self._alike(new, old):
             return []
         return self._made_in(new, old, frozenset()) or []
 
@@ -283,7 +283,7 @@ def _written_over(program: Program, every_state: bool) -> Program:
     for out, position in program.aliases:
         new, old = program.outputs[out], program.inputs[position]
         a, b = program.values[new], program.values[old]
-        alike = (a.shape, a.dtype) == (b.shape, b.dtype) and a.layout is b.layout and program.outputs.count(new) == 1
+        alike = (a.shape, a.dtype) == (b.shape, b.dtype) and a.layout is b.layout and program.times_returned[new] == 1
         if new == old or not alike or memory.is_output(memory.group(old)):
             continue
         if not _from_wire(new, makers) and not (every_state and a.shape and _is_fresh(new, memory, program)):
@@ -318,4 +318,4 @@ def _only_reshapes(node: Node, program: Program) -> bool:
 
 
 def _is_read(program: Program, id: int) -> bool:
-    return id in program.outputs or any(id in node.refs for node in program.nodes)
+    return id in program.times_returned or any(id in node.refs for node in program.nodes)

@@ -13,7 +13,8 @@ from what is there, so every order is right, and a bad one only slow. Random ope
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import attrs
 
@@ -31,12 +32,16 @@ class Replay:
         self.program = program
         self.edit = Editor(program)
         self.there = {i: i for i in program.inputs}  # value -> the id that its last making has
+        self.renamed: set[int] = set()  # values for which that is another one
         self.nodes: list[Node] = []
         self.ran: set[int] = set()
         self.sent = {out for node in program.nodes if node.target == SEND for out in node.results}
 
     def run(self, index: int) -> None:
         """Run a node, and before it whatever made the operands that are not there."""
+        if all(map(self.there.__contains__, self.program.nodes[index].refs)):  # as nearly always
+            self._write(index)
+            return
         todo = [index]
         while todo:
             k = todo[-1]
@@ -65,38 +70,36 @@ class Replay:
 
     def _write(self, index: int) -> None:
         node = self.program.nodes[index]
-        again = index in self.ran
-        self.ran.add(index)
-        outs = tuple(None if o is None else self._made(o, again) for o in node.outs)
-        if outs != node.outs or any(self.there[i] != i for i in node.refs):
-            args, kwargs = (map_refs(tree, lambda i: Ref(self.there[i])) for tree in (node.args, node.kwargs))
-            node = attrs.evolve(node, args=args, kwargs=kwargs, outs=outs)
-        if again:
-            node = attrs.evolve(node, phase="backward", note=f"{AGAIN}; {node.note}".rstrip("; "))
-        self.nodes.append(node)
-        for old, new in zip(self.program.nodes[index].outs, outs, strict=True):
-            if old is not None and new is not None:
-                self.there[old] = new
-
-    def _made(self, id: int, again: bool) -> int:
-        return self.edit.new(self.program.values[id]) if again else id
+        changes: dict[str, Any] = {}
+        if not self.renamed.isdisjoint(node.refs):
+            changes["args"], changes["kwargs"] = map_refs((node.args, node.kwargs), lambda i: Ref(self.there[i]))
+        if index in self.ran:
+            fresh = {o: self.edit.new(self.program.values[o]) for o in node.results}
+            self.there.update(fresh)
+            self.renamed.update(fresh)
+            changes["outs"] = tuple(None if o is None else fresh[o] for o in node.outs)
+            changes["phase"], changes["note"] = "backward", f"{AGAIN}; {node.note}".rstrip("; ")
+        else:
+            self.ran.add(index)
+            self.there.update(zip(node.results, node.results))
+        self.nodes.append(attrs.evolve(node, **changes) if changes else node)
 
     def finish(self) -> Program:
         """The program; what was made again for nobody is left out."""
         outputs = [self.there[out] for out in self.program.outputs]
-        return without_dead(self.edit.written(self.nodes, outputs))
+        return self.edit.written(_without_dead(self.nodes, outputs), outputs)
 
 
-def without_dead(program: Program) -> Program:
-    """`program` without nodes that were made again and whose results nobody reads."""
-    edit, read = Editor(program), set(program.outputs)
-    for index in range(len(program.nodes) - 1, -1, -1):
-        node = program.nodes[index]
-        if node.note.startswith(AGAIN) and not read.intersection(node.results):
-            edit.drop(index)
-        else:
-            read.update(node.refs)
-    return edit.done()
+def _without_dead(nodes: Sequence[Node], outputs: Iterable[int]) -> list[Node]:
+    """`nodes` without those that were made again and whose results nobody reads."""
+    read, kept = set(outputs), list[Node]()
+    for node in reversed(nodes):
+        if node.note.startswith(AGAIN) and read.isdisjoint(node.results):
+            continue
+        read.update(node.refs)
+        kept.append(node)
+    kept.reverse()
+    return kept
 
 
 def made_again(program: Program) -> Collection[int]:

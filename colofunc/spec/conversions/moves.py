@@ -60,8 +60,16 @@ def moves_from(pieces: tuple[Piece, ...], state: Locations) -> Iterator[Step]:
             after[k] = loc
         return tuple(after)
 
+    known: dict[int, list[int]] = {}
+
     def targets(k: int) -> list[int]:
-        """Free slots for piece k: its goal, else its scratch slot, or the goal of one to exchange roles with later."""
+        """Free slots for piece k, which many subsets ask for."""
+        if k not in known:
+            known[k] = slots_for(k)
+        return known[k]
+
+    def slots_for(k: int) -> list[int]:
+        """Its goal, else its scratch slot, or the goal of one to exchange roles with later."""
         p = pieces[k]
         if p.goal >= 0 and p.goal not in held:
             return [p.goal]
@@ -102,7 +110,7 @@ def moves_from(pieces: tuple[Piece, ...], state: Locations) -> Iterator[Step]:
         or not roomy
     ]
     for who in _subsets(movers):
-        for slots in product(*(targets(k) for k in who)):
+        for slots in product(*[targets(k) for k in who]):
             if len(set(slots)) == len(slots):
                 yield "all_to_all", who, with_(who, slots)
     yield from _exchanges(pieces, state, with_)

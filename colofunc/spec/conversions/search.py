@@ -62,7 +62,7 @@ _PRICES: dict[tuple[object, ...], Prices] = {}
 @lru_cache(maxsize=1 << 14)
 def prices(mesh: Mesh | None, names: tuple[str, ...]) -> Prices:
     """Prices over parts of axes with these names; without a mesh communication is free and only bytes count."""
-    sets = [tuple(name for k, name in enumerate(names) if bits >> k & 1) for bits in range(1 << len(names))]
+    sets = [tuple(sorted(name for k, name in enumerate(names) if bits >> k & 1)) for bits in range(1 << len(names))]  # a mesh knows them so
     table = tuple(tuple((0.0, 0.0) if mesh is None else mesh.alpha_beta(kind, some) for some in sets) for kind in KINDS)
     return _PRICES.setdefault(table, Prices(table))
 
@@ -155,7 +155,7 @@ def _search(q: Question, start: Locations, goal: Locations, known: tuple[Step, .
     sizes = tuple(p.size for p in pieces)
     whole = float(q.nbytes * prod(p.size for p in q.pieces if p.start >= 0))
     bound = _bound(q, sizes, goal, whole)
-    price = _pricer(q)
+    terms = _terms(q)
     best: dict[Locations, Cost] = {start: (0.0, 0.0, 0)}
     came: dict[Locations, tuple[Locations, str, tuple[int, ...]]] = {}
     queue = [(bound(start), 0, start)]
@@ -176,11 +176,13 @@ def _search(q: Question, start: Locations, goal: Locations, known: tuple[Step, .
         haste = _haste(tried, known is not None)
         for kind, who, after in moves_from(pieces, state):
             tried += 1
-            nbytes = whole / (held * _more_held(kind, [sizes[k] for k in who]))
-            if q.limit is not None and 2 * max(before, nbytes) > q.limit:
+            more, share, alpha_s, beta_s = terms(kind, who)
+            nbytes = max(before, whole / (held * more))
+            if q.limit is not None and 2 * nbytes > q.limit:
                 continue
-            move_s, move_bytes = price(kind, who, max(before, nbytes))
-            cost = (seconds + move_s, wire + move_bytes, moves + 1)
+            cost = (seconds + (alpha_s + beta_s * nbytes), wire + share * nbytes, moves + 1)
+            if most is not None and cost >= most:
+                continue
             before_it = best.get(after)
             if before_it is None or cost < before_it:
                 left_s, left_bytes, left = bound(after)
@@ -195,20 +197,14 @@ def _search(q: Question, start: Locations, goal: Locations, known: tuple[Step, .
     return known
 
 
-def _more_held(kind: str, sizes: list[int]) -> float:
-    """Into how many times as many parts a tensor is split behind a move of pieces of these sizes."""
-    if kind == "all_gather":
-        return 1 / prod(sizes)
-    return prod(sizes) if kind in ("reduce_scatter", "take_shard") else 1.0
-
-
 def _cost(q: Question, start: Locations, steps: tuple[Step, ...]) -> Cost:
     """What a way costs, in the units of the search."""
-    price, held = _pricer(q), start
+    terms, held = _terms(q), start
     seconds, wire = 0.0, 0.0
     for kind, who, after in steps:
-        move_s, move_bytes = price(kind, who, max(_part_bytes(q, held), _part_bytes(q, after)))
-        seconds, wire, held = seconds + move_s, wire + move_bytes, after
+        nbytes = max(_part_bytes(q, held), _part_bytes(q, after))
+        _, share, alpha_s, beta_s = terms(kind, who)
+        seconds, wire, held = seconds + (alpha_s + beta_s * nbytes), wire + share * nbytes, after
     return seconds, wire, len(steps)
 
 
@@ -231,22 +227,24 @@ def _trace_back(
     return tuple(reversed(steps))
 
 
-def _pricer(q: Question) -> Callable[[str, tuple[int, ...], float], tuple[float, float]]:
-    """(seconds, bytes received) of a move over some pieces; nbytes: the larger of a rank's parts before and after."""
-    sizes = [p.size for p in q.pieces]
-    factors: dict[tuple[str, tuple[int, ...]], tuple[float, float, float]] = {}
+def _terms(q: Question) -> Callable[[str, tuple[int, ...]], tuple[float, float, float, float]]:
+    """What there is to know of a move over some pieces, whatever the size of the tensor.
 
-    def price(kind: str, who: tuple[int, ...], nbytes: float) -> tuple[float, float]:
-        if kind in FREE:
-            return 0.0, 0.0
-        found = factors.get((kind, who))
+    Into how many times as many parts it is split behind it; bytes received, seconds, and seconds per byte, of the larger of a rank's
+    parts before and after.
+    """
+    sizes = [p.size for p in q.pieces]
+    known: dict[tuple[str, tuple[int, ...]], tuple[float, float, float, float]] = {}
+
+    def terms(kind: str, who: tuple[int, ...]) -> tuple[float, float, float, float]:
+        found = known.get((kind, who))
         if found is None:
             n = prod(sizes[k] for k in who)
-            found = factors[kind, who] = (_share(kind, n), *q.prices.at(kind, who))
-        share, alpha_s, beta_s = found
-        return alpha_s + beta_s * nbytes, share * nbytes
+            priced = (0.0, 0.0, 0.0) if kind in FREE else (_share(kind, n), *q.prices.at(kind, who))
+            found = known[kind, who] = (_more_held(kind, n), *priced)
+        return found
 
-    return price
+    return terms
 
 
 def _bound(
@@ -313,6 +311,13 @@ def _least(found: Prices, sizes: tuple[int, ...]) -> tuple[tuple[float, ...], tu
 
     permute_s = min(least["permute"].values(), default=0.0)
     return either("all_gather", "all_to_all"), either("reduce_scatter", "all_reduce"), permute_s, min(rates, default=0.0)
+
+
+def _more_held(kind: str, n: int) -> float:
+    """Into how many times as many parts a tensor is split behind a move over `n` ranks."""
+    if kind == "all_gather":
+        return 1 / n
+    return n if kind in ("reduce_scatter", "take_shard") else 1.0
 
 
 def _share(kind: str, n: int) -> float:
