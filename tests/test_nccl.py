@@ -116,7 +116,7 @@ def overlapped_copies(_: Nccl | None) -> Any:
 
 def measured(nccl: Nccl) -> Any:
     """The figures of a step's plan where somebody wants them measured."""
-    with mock.patch.dict(os.environ, COLOFUNC_MEASURE="on"), mock.patch.multiple(profile, _OFTEN=1, _REPEATS=1):
+    with mock.patch.dict(os.environ, COLOFUNC_MEASURE="on"), mock.patch.multiple(profile, _OFTEN=1, REPEATS=1):
         with mock.patch.object(machines, "SECONDS", 0.0), mock.patch.dict(machines._FOUND, clear=True):
             topology = cf.shard(lambda x: x * 2, cf.Mesh(**DP)).lower(torch.ones(4, 4)).priced.topology
     return topology.name, {one.kind for one in topology.measured if one.alpha_s >= 0 and one.axis == "dp"}
