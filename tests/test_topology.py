@@ -21,7 +21,7 @@ from colofunc.errors import MeshError, TopologyError
 from colofunc.executors.launch import launch
 from colofunc.mesh import KINDS, PRESETS, TIERS, Level, Mesh, Topology, device_profile, profile, resolve_topology, stopwatch
 from colofunc.mesh.curves import KINDS as KERNELS
-from colofunc.mesh.curves import WorkRate
+from colofunc.mesh.curves import AttentionRate, WorkRate
 from colofunc.mesh.profile import fit, profile_mesh
 from colofunc.mesh.topology import Rate
 
@@ -221,6 +221,13 @@ def test_all_kinds_of_kernels_are_measured_where_there_is_time(monkeypatch: pyte
     attention = device_profile.attention_rates(cpu, math.inf)
     assert {head: [keys for keys, *_ in points] for head, points in attention.items()} == {64: [16.0, 32.0], 128: [16.0, 32.0]}
     assert not device_profile.attention_rates(cpu, 0.0) and not device_profile.work_rates(cpu, 1e-6, 0.0)
+
+
+def test_kernels_of_attention_that_are_not_measured_keep_their_rates() -> None:
+    given = (("flash", 2.0), ("flash", 1.0), ("cudnn", 3.0))
+    flash, old, cudnn = (AttentionRate(kernel, 64, ((1.0, rate, rate),), "x") for kernel, rate in given)
+    assert device_profile._beside_known((flash,), (old, cudnn)) == (flash, cudnn)
+    assert device_profile._beside_known((), (old, cudnn)) == (old, cudnn)
 
 
 def test_the_best_of_all_rounds_counts() -> None:

@@ -85,7 +85,7 @@ def measured_device(base: Device, device: torch.device, deadline: float) -> Devi
         rates=tuple(Rate(dtype, flops * part) for dtype, flops in best.items()),
         memory_bytes_per_s=_memory_bytes_per_s(device, launch_s),
         launch_s=launch_s,
-        attention=tuple(_attention_curves(attention, device)) or base.attention,
+        attention=_beside_known(tuple(_attention_curves(attention, device)), base.attention),
         sustained=part,
         work=(*_product_curves(products, launch_s, part), *_work_curves(work, device)),
         host_launch_s=_host_s(lambda tiny: aten.add.Tensor(tiny, tiny), device) if is_card else 0.0,
@@ -278,6 +278,12 @@ def _attention_curves(attention: Rates, device: torch.device) -> Iterator[Attent
     kernel = "flash" if device.type == "cuda" else HOST_KERNEL
     for head, points in attention.items():
         yield AttentionRate(kernel, head, tuple((keys, forward, backward) for keys, forward, backward in points), SOURCE)
+
+
+def _beside_known(measured: tuple[AttentionRate, ...], known: tuple[AttentionRate, ...]) -> tuple[AttentionRate, ...]:
+    """What was measured, and what is known of other kernels, which are not measured here: cuDNN's on a card."""
+    kernels = {one.kernel for one in measured}
+    return (*measured, *(one for one in known if one.kernel not in kernels))
 
 
 def _rows(device: torch.device) -> int:
