@@ -52,6 +52,18 @@ def test_linear_of_tokens_before_rows_is_one_product(shape: tuple[int, ...]) -> 
     assert out.is_contiguous() and "aten::bmm" not in {event.name for event in seen.events()}
 
 
+@pytest.mark.parametrize("lies", ["rows", "tokens before rows", "a matrix"])
+def test_results_of_linear_may_be_written_to(lies: str) -> None:
+    """As an activation in place behind it does; a view of what a function made may not be written to under autograd."""
+    w, b = (torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((5, 4), (5,)))
+    x = torch.randn(*((3, 4) if lies == "a matrix" else (3, 2, 4)), dtype=torch.float64)
+    x = (x.transpose(0, 1) if lies == "tokens before rows" else x).requires_grad_()
+    results = linear.apply(x, w, b), linear.apply(x, w, None), linear_dx.apply(x, w.T)
+    found = torch.autograd.grad(sum(F.relu(y, inplace=True).sum() for y in results), (x, w))
+    want = torch.autograd.grad(F.relu(F.linear(x, w, b)).sum() + 2 * F.relu(F.linear(x, w)).sum(), (x, w))
+    assert all(torch.allclose(a, b) for a, b in zip(found, want, strict=True))
+
+
 def test_linear_is_differentiable_twice() -> None:
     args = rand(2, 3, 4, grad=True), rand(5, 4, grad=True), rand(5, grad=True)
     assert torch.autograd.gradgradcheck(linear.op, args)

@@ -19,6 +19,8 @@ from typing import Any
 import attrs
 import torch
 
+from colofunc import compat
+
 NAMESPACE = "colofunc"
 # Fragments live as long as these objects: they are the registration itself.
 LIBRARIES: dict[str, torch.library.Library] = {}
@@ -115,7 +117,7 @@ def define(
     if gradient is not None:
         save, backward = gradient
         torch.library.register_autograd(f"{namespace}::{name}", backward, setup_context=save, lib=library)
-        function = _function(f"{namespace}_{name}", op, save, backward)
+        function = _function(f"{namespace}_{name}", op, save, backward, own_memory)
     KERNELS[f"{namespace}.{name}"] = kernel
     if for_compilers is not None:
         FOR_COMPILERS[f"{namespace}.{name}"] = for_compilers
@@ -142,11 +144,20 @@ def of_kind(*kinds: str) -> frozenset[str]:
     return frozenset(name.partition(".")[2] for name, operator in OPERATORS.items() if operator.kind in kinds)
 
 
+def _no_view(out: Any) -> Any:
+    """A result in memory of its own is no view, also where the kernel made it by one, as torch's linear layer does of three dims: autograd
+    lets nobody write to a view that a function made.
+    """
+    if not isinstance(out, torch.Tensor) or compat.view_base(out) is None:
+        return out
+    return torch.ops.aten._unsafe_view(out, out.shape)
+
+
 def _function(
-    name: str, op: Any, save: Callable[..., None], backward: Callable[..., Any]
+    name: str, op: Any, save: Callable[..., None], backward: Callable[..., Any], own_memory: bool
 ) -> type[torch.autograd.Function]:
     def forward(*args: Any) -> Any:
-        return op(*args)
+        return _no_view(op(*args)) if own_memory else op(*args)
 
     body = {
         "forward": staticmethod(forward),
