@@ -20,6 +20,7 @@ from bench import Row
 from bench.gpu.measuring import Run, side_by_side
 from bench.gpu.parts import Part, Setup, Slice, at_most, not_run
 from bench.gpu.sizes import REAL
+from colofunc.mesh.stopwatch import card_s
 
 CALLS = 8
 PUBLISHED = {1024: 221, 4096: 294, 8192: 308}
@@ -172,13 +173,12 @@ def on_the_card(run: Run, repeats: int) -> float:
     """Seconds of a run on the card alone, the host ahead of it."""
     for _ in range(3):
         run()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    end.synchronize()
-    return 1e-3 * begin.elapsed_time(end) / repeats
+
+    def in_a_row() -> None:
+        for _ in range(repeats):
+            run()
+
+    return card_s(in_a_row, torch.device("cuda", torch.cuda.current_device())) / repeats
 
 
 def dense(run: Callable[[], Any]) -> Run:

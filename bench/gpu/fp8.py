@@ -15,7 +15,7 @@ from bench.gpu.parts import Part, Setup, Slice, at_least, at_most
 
 SCALINGS = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 NEAR = 0.02
-"""Of the largest number of a leaf: results are bfloat16, and sums are taken in another order."""
+"""Of a loss: results are bfloat16, and sums are taken in another order."""
 
 
 def staged(scaling: str, device: str, fn: Any) -> Any:
@@ -24,7 +24,7 @@ def staged(scaling: str, device: str, fn: Any) -> Any:
 
 
 def numbers(scaling: str, setup: Setup) -> list[Row]:
-    """Two steps of a narrow LLaMA in bfloat16: the loss and every gradient's trace in the state, on the card and on the host."""
+    """The losses of three steps of a narrow LLaMA in bfloat16, on the card and on the host: those behind the first tell of gradients."""
     of = setup.sizes.narrow
     step_fn, state = training(lambda: Llama(of.shape, torch.bfloat16))
     losses = {}
