@@ -51,7 +51,7 @@ SLOW_TO_IMPORT = (
     "rich.table",
     "torch.distributed.tensor", "torch.distributed.device_mesh", "colofunc.spec.placements",
     "torch.distributed.checkpoint", "colofunc.functional.checkpoint.dcp_planner",
-    "colofunc.ops.random_triton", "torch.nn.attention.flex_attention",
+    "colofunc.ops.random_triton", "colofunc.ops.fp8_triton", "colofunc.ops.experts_triton", "torch.nn.attention.flex_attention",
 )  # fmt: skip
 
 # Private torch names that may stand outside compat.py: a stable tree library, and operators named in traced graphs.

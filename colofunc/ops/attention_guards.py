@@ -20,8 +20,7 @@ from colofunc.ops.attention_bands import Comb, Cut, combs, visible_pairs
 from colofunc.ops.attention_cuda import bias_heads, bias_rows, head_width, multiple
 from colofunc.ops.attention_flex import BLOCK, flex, flex_backward
 from colofunc.ops.attention_parts import OTHER_MAX_SCORES
-from colofunc.ops.kernels import Kernel, KernelCall, Like, Rates
-from colofunc.ops.random_kernels import has_triton
+from colofunc.ops.kernels import Kernel, KernelCall, Like, Rates, has_triton
 
 FORWARD, BACKWARD = "colofunc.attention", "colofunc.attention_backward"
 HALVES = (torch.bfloat16, torch.float16)

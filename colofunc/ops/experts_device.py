@@ -20,6 +20,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from colofunc.ops import kernels
 from colofunc.ops.experts_native import add_choices, adds, sorted_choices
 from colofunc.ops.experts_parts import Weights, wide
 from colofunc.ops.grouped_device import GROUPED, TILED, Products
@@ -85,7 +86,7 @@ def _experts(by: Products, x: Tensor, index: Tensor, weight: Tensor, *given: Any
 
 def _add_run(by: Products, w: Weights, run: Run, rows: Tensor, scale: Tensor, down: Tensor, total: Tensor) -> None:
     """What one run adds; all that it makes goes with it."""
-    y = by.product(w.activated(_hidden(w, rows[run.tokens].to(w.gate_up.dtype), run, by)), down, run.ends)
+    y = by.product(_activated(w, _hidden(w, rows[run.tokens].to(w.gate_up.dtype), run, by)), down, run.ends)
     if w.down_bias is not None:
         y = y + w.down_bias[run.expert]
     if run.place is not None and adds(total, scale, y.dtype):
@@ -119,13 +120,11 @@ def _add_gradients(
     (xs, gs, s), (dx, dweight, of_weights) = operands, sums
     up_back, down_back = (t.transpose(1, 2) if w.transposed else t for t in (w.gate_up, w.down))
     h = _hidden(w, xs, run, by)
-    a = w.activated(h)
     da = by.product(gs, down_back, run.ends)  # of the expert's result with weight 1
-    dot = (da.to(dweight.dtype) * a.to(dweight.dtype)).sum(-1)
+    a, dh, dot = _through_activations(w, h, da, s, dweight.dtype)
     if w.down_bias is not None:
         dot = dot + (gs.to(dot.dtype) * w.down_bias[run.expert].to(dot.dtype)).sum(-1)
     dweight.index_put_((run.choices,), dot.masked_fill_(run.nobodys.squeeze(1), 0))
-    dh = w.activated_backward(da * s, h)
     term = by.product(dh, up_back, run.ends)
     if run.place is not None and adds(dx, None, term.dtype):
         add_choices(dx, term, run.place, None, run.first)
@@ -133,6 +132,30 @@ def _add_gradients(
         dx.index_put_((run.tokens,), term.to(dx.dtype), accumulate=True)
     if of_weights is not None:
         of_weights.add(run, dh, xs, gs * s, a)
+
+
+def _activated(w: Weights, h: Tensor) -> Tensor:
+    """Units of experts, (rows, f)."""
+    if not _is_one_pass(w, h):
+        return w.activated(h)
+    from colofunc.ops.experts_triton import gated  # Triton is not there everywhere
+
+    return gated(h)
+
+
+def _through_activations(w: Weights, h: Tensor, da: Tensor, s: Tensor, sums: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Units (rows, f), the gradient of h, and sum(da * units) of each row in the dtype `sums`; the units' gradient is da * s."""
+    if sums is torch.float32 and da.is_contiguous() and _is_one_pass(w, h):
+        from colofunc.ops.experts_triton import gated_backward
+
+        return gated_backward(da, s.contiguous(), h)
+    a = w.activated(h)
+    return a, w.activated_backward(da * s, h), (da.to(sums) * a.to(sums)).sum(-1)
+
+
+def _is_one_pass(w: Weights, h: Tensor) -> bool:
+    """Whether a kernel computes the activations."""
+    return w.gated and w.act == "silu" and h.dtype in kernels.NARROW and h.is_contiguous() and kernels.takes_triton(h)
 
 
 class Sums:

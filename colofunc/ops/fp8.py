@@ -18,7 +18,8 @@ float64 where it is that), what is above the largest number of the format become
 ties to even; what is not finite is NaN. Products are summed in float32 (float64 for results in float64) and multiplied by x's scale, then
 by the other one's; a bias is added; that is rounded to the result's dtype. The bits are kept as uint8, which every backend can send.
 
-`CUDA_KERNELS` are `torch._scaled_mm` where it takes the shapes. Their code has run on torch's product for the CPU, and not on a card.
+`CUDA_KERNELS` are `torch._scaled_mm` where it takes the shapes, and around it the passes of `fp8_triton`: a maximum, a cast, and operands
+turned around, for torch multiplies rows by columns alone.
 
 Source: Micikevicius et al. 2022, "FP8 formats for deep learning" (2209.05433).
 """
@@ -34,8 +35,9 @@ from torch import Tensor
 
 from colofunc import compat
 from colofunc.errors import RuleError
+from colofunc.ops import kernels
 from colofunc.ops.define import define
-from colofunc.ops.kernels import Kernel, KernelCall, Rates
+from colofunc.ops.kernels import NARROW, Kernel, KernelCall, Rates
 from colofunc.ops.small_floats import float8_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -254,6 +256,15 @@ def _multiplied(
     return compat.scaled_mm(a, b, *scales, dtype, None) + bias  # it takes no bias in float32
 
 
+def _turned(bits: Tensor) -> Tensor:
+    """bits (r, c) -> (c, r), contiguous."""
+    if bits.t().is_contiguous() or not (bits.is_contiguous() and kernels.takes_triton(bits)):
+        return bits.t().contiguous()
+    from colofunc.ops.fp8_triton import transposed  # Triton is not there everywhere
+
+    return transposed(bits)
+
+
 def _linear_cuda(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, b: Tensor | None, dtype: torch.dtype) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous().view(E4M3)
     out = _multiplied(rows, w.contiguous().view(E4M3).t(), x_scale, w_scale, dtype, b)
@@ -262,17 +273,78 @@ def _linear_cuda(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, b: Tens
 
 def _linear_dx_cuda(g: Tensor, w: Tensor, g_scale: Tensor, w_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
     rows = g.reshape(-1, g.shape[-1]).contiguous().view(g_dtype)
-    out = _multiplied(rows, w.t().contiguous().view(E4M3).t(), g_scale, w_scale, dtype)
+    out = _multiplied(rows, _turned(w).view(E4M3).t(), g_scale, w_scale, dtype)
     return out.view(*g.shape[:-1], w.shape[1])
 
 
 def _linear_dw_cuda(g: Tensor, x: Tensor, g_scale: Tensor, x_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
-    rows = g.reshape(-1, g.shape[-1]).t().contiguous().view(g_dtype)
-    features = x.reshape(-1, x.shape[-1]).t().contiguous().view(E4M3).t()
+    rows = _turned(g.reshape(-1, g.shape[-1])).view(g_dtype)
+    features = _turned(x.reshape(-1, x.shape[-1])).view(E4M3).t()
     return _multiplied(rows, features, g_scale, x_scale, dtype)
 
 
+def _maximum_is_one_pass(call: KernelCall) -> bool:
+    """Whether a maximum is of all dims, of the last one, or of all but the last."""
+    x, dims = call["x"], call["dims"]
+    return x.dtype in NARROW and (dims is None or _reduced(x.shape, dims) in _one_pass(len(x.shape)))
+
+
+def _reduced(shape: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(dim % len(shape) for dim in dims))
+
+
+def _one_pass(dims: int) -> tuple[tuple[int, ...], ...]:
+    return (dims - 1,), tuple(range(dims - 1))
+
+
+def _abs_max_cuda(x: Tensor, dims: Sequence[int] | None) -> Tensor:
+    if not kernels.takes_triton(x):
+        return _abs_max(x, dims)
+    from colofunc.ops.fp8_triton import abs_max as in_one_pass  # Triton is not there everywhere
+
+    return in_one_pass(x.contiguous(), None if dims is None else _reduced(x.shape, dims))
+
+
+def scales_of(x: Sequence[int], scale: Sequence[int]) -> str | None:
+    """What scales are of, by shapes: "one", "rows" or "columns" of x (..., columns); None: something else."""
+    if prod(scale) == 1:
+        return "one"
+    if len(scale) != len(x):
+        return None
+    if tuple(scale) == (*x[:-1], 1):
+        return "rows"
+    return "columns" if prod(scale) == scale[-1] == x[-1] else None
+
+
+def _cast_is_one_pass(call: KernelCall) -> bool:
+    x, scale = call["x"], call["scale"]
+    return x.dtype in NARROW and scale.dtype is torch.float32 and scales_of(x.shape, scale.shape) is not None
+
+
+def _cast_cuda(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    of = scales_of(x.shape, scale.shape)
+    if of is None or not kernels.takes_triton(x):
+        return _cast(x, scale, dtype)
+    from colofunc.ops.fp8_triton import cast
+
+    return cast(x.contiguous(), scale.contiguous(), dtype, of)
+
+
+def _one_pass_seconds(call: KernelCall, rates: Rates) -> float:
+    """A maximum reads its tensor, a cast writes a byte for each number besides."""
+    x = call["x"]
+    moved = x.nbytes + (x.numel if call.target == CAST else 0)
+    return moved / rates.bytes_per_s + rates.launch_s
+
+
+def _no_bytes(call: KernelCall) -> int:
+    """Maxima of parts are few, and most operands are contiguous."""
+    return 0
+
+
 def _kernels() -> Iterator[Kernel]:
+    yield Kernel(MAXIMUM, "cuda", _maximum_is_one_pass, _one_pass_seconds, _no_bytes, _abs_max_cuda)
+    yield Kernel(CAST, "cuda", _cast_is_one_pass, _one_pass_seconds, _no_bytes, _cast_cuda)
     on_a_card: tuple[Callable[..., Tensor], ...] = (_linear_cuda, _linear_dx_cuda, _linear_dw_cuda)
     widened: tuple[Callable[..., Tensor], ...] = (_linear, _linear_dx, _linear_dw)
     for target, fast, slow in zip(PRODUCTS, on_a_card, widened, strict=True):

@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from colofunc.ops import kernels
+
 # Rows of a tile: as many as a group has if all have equally many, within these.
 LEAST_ROWS, MOST_ROWS = 16, 256
 # Elements of bfloat16 that torch's kernel reads at a time: what rows have to be a multiple of.
@@ -57,6 +59,10 @@ def grouped(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         return x.new_zeros((x.shape[0], w.shape[2]))
     out = F.grouped_mm(_rows(x), _matrices(w), offs=ends)
     # Rows of no group are not written, and hold what was in that memory before.
+    if _has_zeros_kernel(out):
+        from colofunc.ops.experts_triton import zero_rows  # Triton is not there everywhere
+
+        return zero_rows(out, ends)
     nobodys = torch.arange(x.shape[0], device=x.device) >= ends[-1]
     return out.masked_fill_(nobodys.unsqueeze(1), 0)
 
@@ -67,8 +73,16 @@ def grouped_of_groups(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
     if not x.numel() or not g.numel() or not ends.numel():
         return x.new_zeros((offs.shape[0], x.shape[1], g.shape[1]))
     out = F.grouped_mm(_rows(x).t(), _rows(g), offs=ends)
+    if _has_zeros_kernel(out):
+        from colofunc.ops.experts_triton import zero_groups
+
+        return zero_groups(out, ends)
     empty = ends.diff(prepend=ends.new_zeros(1)) == 0
     return out.masked_fill_(empty[:, None, None], 0)
+
+
+def _has_zeros_kernel(out: Tensor) -> bool:
+    return out.is_contiguous() and kernels.takes_triton(out)
 
 
 def tiled(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:

@@ -14,7 +14,9 @@ Plugins give theirs through the hook `colofunc_kernels`; those of this project c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from importlib.util import find_spec
 from math import prod
 from typing import Any
 
@@ -24,6 +26,8 @@ import torch
 
 from colofunc.ops.targets import overload
 
+NARROW = (torch.float32, torch.float16, torch.bfloat16)
+"""What kernels in Triton read as float32 without a loss."""
 # Positions on the host: element i is first + i * step; the step of a single number is 0.
 Run = tuple[int, int]
 
@@ -104,6 +108,22 @@ class Planned:
     name: str
     seconds: float
     workspace_bytes: int
+
+
+@cache
+def has_triton() -> bool:
+    """Whether kernels that are written in Triton can be compiled: it comes with torch for CUDA."""
+    return find_spec("triton") is not None
+
+
+def takes_triton(x: torch.Tensor) -> bool:
+    """Whether a kernel in Triton may be launched on x where it lies."""
+    return x.is_cuda and x.numel() > 0 and has_triton()
+
+
+def on_card_of(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Where a kernel in Triton that reads x is launched; in Triton's interpreter x lies on the host."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
 def table_of(kernels: Iterable[Kernel]) -> Table:

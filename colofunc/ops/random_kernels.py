@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from importlib.util import find_spec
 from math import prod
 
 import attrs
@@ -24,7 +22,7 @@ from torch import Tensor
 from colofunc.ops import random_native
 from colofunc.ops.draws import UNIFORM_BITS, Threshold
 from colofunc.ops.indices import Index, atoms, atoms_of_dims
-from colofunc.ops.kernels import Kernel, KernelCall, Rates
+from colofunc.ops.kernels import Kernel, KernelCall, Rates, has_triton
 
 ALWAYS = Threshold(256, 0)
 # (count, stride in the global index, stride in the operand)
@@ -72,11 +70,6 @@ class Draw:
     def scale_bits(self) -> int:
         """A kernel would be given a Python float in 32 bits."""
         return int(struct.unpack("<q", struct.pack("<d", self.scale))[0])
-
-
-@cache
-def has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def able(like: Tensor, dtype: torch.dtype) -> bool:

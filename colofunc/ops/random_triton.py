@@ -22,15 +22,14 @@ This module is imported where a kernel is launched: Triton is there with torch f
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from colofunc.ops.draws import UNIFORM_BITS
+from colofunc.ops.kernels import on_card_of
 
 if TYPE_CHECKING:
     from colofunc.ops.random_kernels import Draw
@@ -265,7 +264,7 @@ def fill(out: Tensor, x: Tensor | None, seed: Tensor | int, offset: Tensor | int
         "WIDE": n > 2**31 - 1 - BLOCK, "SIZE": BLOCK, "enable_fp_fusion": True,
     }  # fmt: skip
     grid = (triton.cdiv(n, BLOCK),)
-    with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
+    with on_card_of(out):
         if draw.kind in ("bits", "uniform", "normal"):
             bits = UNIFORM_BITS[out.dtype] if draw.kind == "uniform" else 64
             numbers_kernel[grid](out, seed, offset, n, draw.site + 1, sizes, strides, x_strides, KIND=draw.kind, BITS=bits, **shared)

@@ -31,7 +31,7 @@ from colofunc.executors.disk import tensors as disk_tensors
 from colofunc.executors.pages import give_back, let_go
 from colofunc.executors.pages_in_use import IN_USE
 from colofunc.mesh import device_profile, stopwatch
-from colofunc.ops import attention_flex, native, plain, random_kernels
+from colofunc.ops import attention_flex, kernels, native, plain, random_kernels
 from pretended import flex, random_numbers
 from pretended.memory import SPOILED, Allocator
 from pretended.streams import Engine, Event, Stream
@@ -274,6 +274,7 @@ class Machine:
             around.enter_context(mock.patch.object(where, name, value))
         around.enter_context(mock.patch.object(Event, "current", staticmethod(self.current_stream), create=True))
         around.enter_context(mock.patch.object(random_kernels, "launch", partial(random_numbers.launch, self)))
+        around.enter_context(mock.patch.object(kernels, "takes_triton", lambda x: False))
         ready = native.ready  # kernels in CUDA are for a card that there is
         around.enter_context(mock.patch.object(native, "ready", lambda device: device != "cuda" and ready(device)))
         around.enter_context(mock.patch.object(attention_flex, "launch", flex.as_written))
