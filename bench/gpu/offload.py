@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import colofunc as cf
 from bench import Row
-from bench.gpu.measuring import Run, Step, eager, ids, seconds_in, staged_run, steps, training
+from bench.gpu.measuring import Run, Step, eager, ids, seconds_in, side_by_side, staged_run, steps, training
 from bench.gpu.models import Opt
 from bench.gpu.parts import Part, Setup, Slice, at_least, not_run
 from bench.gpu.sizes import Training
@@ -71,6 +71,25 @@ def that_fits(tries: dict[str, Callable[[], Step]]) -> tuple[str, Step]:
         except torch.OutOfMemoryError:  # its tensors are let go of with it
             continue
     return last, tries[last]()
+
+
+def host(setup: Setup) -> list[Row]:
+    """What an update on the host reads and writes a second, with as many threads as torch has here, and what plans count on."""
+    count, dtype = setup.sizes.updated, setup.sizes.dtype
+    param, grad, mean, square = (torch.rand(count).to(dtype) for _ in range(4))
+    step = torch.tensor(3.0)
+
+    def update() -> None:
+        torch._fused_adamw_(
+            [param], [grad], [mean], [square], [], [step], lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False,
+            maximize=False,
+        )  # fmt: skip
+
+    seconds = side_by_side({"host": update}, setup.sizes.repeats)["host"]
+    nbytes = 7 * param.nbytes  # of the parameter and both moments reads and writes, of the gradient a read
+    planned = cf.Mesh(device="cuda").topology.host_bytes_per_s
+    text = f"{nbytes / seconds / 1e9:.1f} GB/s with {torch.get_num_threads()} threads, {planned / 1e9:.1f} planned"
+    return [Row("AdamW on the host", text)]
 
 
 def on_the_device(setup: Setup) -> list[Row]:
@@ -173,6 +192,6 @@ def disk(setup: Setup) -> list[Row]:
 
 
 SLICE = Slice(10, "Offload: OPT-6.7B in 40 GB, OPT-13B with disk", (
-    Part("on the device", on_the_device), Part("in 40 GB", within_budget), Part("exposed copies", exposed),
+    Part("the host", host), Part("on the device", on_the_device), Part("in 40 GB", within_budget), Part("exposed copies", exposed),
     Part("FSDP2", fsdp2, ("eager", "nccl")), Part("disk", disk),
 ))  # fmt: skip

@@ -153,9 +153,13 @@ def _through_activations(w: Weights, h: Tensor, da: Tensor, s: Tensor, sums: tor
     return a, w.activated_backward(da * s, h), (da.to(sums) * a.to(sums)).sum(-1)
 
 
+def is_one_pass(act: str, gated: bool, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for activations."""
+    return gated and act == "silu" and dtype in kernels.NARROW
+
+
 def _is_one_pass(w: Weights, h: Tensor) -> bool:
-    """Whether a kernel computes the activations."""
-    return w.gated and w.act == "silu" and h.dtype in kernels.NARROW and h.is_contiguous() and kernels.takes_triton(h)
+    return is_one_pass(w.act, w.gated, h.dtype) and h.is_contiguous() and kernels.takes_triton(h)
 
 
 class Sums:

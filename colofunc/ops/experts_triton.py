@@ -26,6 +26,8 @@ from torch import Tensor
 from colofunc.ops.kernels import on_card_of
 
 BLOCK = 1024
+ZEROS = 8192
+"""Elements of a program that writes zeros, or mostly nothing."""
 
 
 @triton.jit
@@ -126,5 +128,5 @@ def zero_groups(out: Tensor, ends: Tensor) -> Tensor:
 
 def _zeros(out: Tensor, ends: Tensor, columns: int, behind: bool) -> Tensor:
     with on_card_of(out):
-        zero_kernel[(out.shape[0] * triton.cdiv(columns, BLOCK),)](out, ends, ends.shape[0], columns, BEHIND=behind, BLOCK=BLOCK)
+        zero_kernel[(out.shape[0] * triton.cdiv(columns, ZEROS),)](out, ends, ends.shape[0], columns, BEHIND=behind, BLOCK=ZEROS)
     return out
