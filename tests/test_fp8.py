@@ -98,6 +98,10 @@ def test_maxima_are_of_all_dims_or_of_some_that_are_kept(dims: tuple[int, ...] |
     assert abs_max(x[:0], dims).numel() == 0 or float(abs_max(x[:0], dims).max()) == 0.0
 
 
+def test_over_no_dim_each_number_is_the_largest_of_its_own() -> None:
+    assert torch.equal(abs_max(draw(5), ()), draw(5).abs())
+
+
 def test_operators_are_registered_right() -> None:
     x, w, one = draw(2, 3, 16, dtype=torch.float32), draw(8, 16, seed=1, dtype=torch.float32), torch.tensor(1.0)
     bits, weight = fp8_cast(x, one, E4M3), fp8_cast(w, one, E4M3)

@@ -59,6 +59,8 @@ def _abs_max(x: Tensor, dims: Sequence[int] | None) -> Tensor:
     if dims is None:
         least, largest = x.aminmax()  # which makes no copy of x
         return torch.maximum(-least, largest)
+    if not dims:  # torch would reduce all
+        return x.abs()
     return x.abs().amax(tuple(dims), keepdim=True)
 
 
@@ -294,7 +296,9 @@ def _reduced(shape: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def _one_pass(dims: int) -> tuple[tuple[int, ...], ...]:
-    return (dims - 1,), tuple(range(dims - 1))
+    """The last dim, and all others where there are some."""
+    last = (dims - 1,)
+    return (last, tuple(range(dims - 1))) if dims > 1 else (last,)
 
 
 def _abs_max_cuda(x: Tensor, dims: Sequence[int] | None) -> Tensor:
