@@ -343,10 +343,15 @@ def test_donations_that_cannot_be_met() -> None:
     staged = cf.shard(lambda state, batch: batch["x"].sum(), MESH, donate=(0,))
     refuses(
         cf.PlanError,
-        "donate=(0,) cannot be met: output 0 has not the tree, shapes and dtypes of argument 0 ('state')",
-        'return the new state first, or use donate="auto"',
+        "donate=(0,) cannot be met: no output has the tree, shapes and dtypes of argument 0 ('state')",
+        'return its new value, or use donate="auto"',
         call=lambda: staged(state_of(), batch_of()),
     )
+    other = cf.shard(lambda state, batch: batch["x"].sum(), MESH, donate=(2,))
+    refuses(cf.PlanError, "donate=(2,): the step has 2 arguments by position", call=lambda: other(state_of(), batch_of()))
+    for donate in ((0, 0), (True,), ("state",), 1):
+        words = f"donate={donate!r}: give positions of arguments, each once"
+        refuses(cf.InputError, words, call=lambda d=donate: cf.shard(len, MESH, donate=d))
 
 
 def test_transforms_twice_and_unknown_executors() -> None:

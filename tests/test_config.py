@@ -304,7 +304,7 @@ MISTAKES = [
     ("shard:\n  aut: false", "run.yaml:2: shard has no option 'aut'; did you mean 'auto'?"),
     ("shard:\n  auto: maybe", "run.yaml:2: shard: auto is 'maybe'; allowed: true or false"),
     ("shard:\n  donate: maybe", "run.yaml:2: shard: donate is 'maybe'; allowed: 'auto' or true or false or a list or nothing (null)"),
-    ("shard:\n  auto: true\n  donate: [1]", "run.yaml:3: shard: donate=(1,): only argument 0, the state, can be consumed"),
+    ("shard:\n  auto: true\n  donate: [-1]", "run.yaml:3: shard: donate=(-1,): give positions of arguments, each once"),
     ("mesh: {dp: 2}\nshard:\n  in_specs:\n    - null\n    - '(dq b)'", "run.yaml:5: shard: in_specs: (dq b) has 2 factors of unknown size"),
     ("shard:\n  out_specs: [null, 3]", "run.yaml:2: shard: out_specs: 3 is no spec; allowed: '(dp b) ...'"),
     ("precision:\n  compute: bf16\n  reduce: 3", "run.yaml:3: precision: policy: precision=3 is no dtype"),

@@ -189,6 +189,29 @@ def test_donation_by_hand() -> None:
     assert first["params"]["fc1.weight"].is_consumed
 
 
+@pytest.mark.parametrize(("donate", "consumed"), [("auto", ()), ((1,), (1,)), ((1, 2), (1, 2)), ((2,), (2,))])
+def test_any_argument_is_consumed_for_an_output_of_its_kind(donate: Any, consumed: tuple[int, ...]) -> None:
+    """A decode step: weights stay the caller's, the cache and the length are written where they lie."""
+
+    def decode(params: Any, cache: torch.Tensor, length: torch.Tensor, x: torch.Tensor) -> Any:
+        keys = x @ params["k"]
+        cache = cache.index_copy(1, length, keys[:, None])
+        return (x[:, None] @ params["q"] @ cache.transpose(1, 2)).sum(), length + 1, cache
+
+    params = {name: torch.randn(6, 6, dtype=torch.float64) for name in ("q", "k")}
+    cache, length, x = torch.randn(4, 8, 6, dtype=torch.float64), torch.tensor([2]), torch.randn(4, 6, dtype=torch.float64)
+    step = cf.shard(decode, cf.Mesh(dp=2), donate=donate)
+    low = step.lower(params, cache, length, x)
+    assert low.donated == tuple(k + 1 for k in consumed)  # two leaves of weights come before the cache and the length
+    assert ("index_copy_(" in low.text()) == (1 in consumed)
+    _, next_length, next_cache = step(params, cache, length, x)
+    got = step(params, next_cache, next_length, x)
+    want = decode(params, decode(params, cache, length, x)[2], length + 1, x)
+    for mine, right in zip(got, want, strict=True):
+        torch.testing.assert_close(mine.full(), right)
+    assert (next_cache.is_consumed, next_length.is_consumed) == (1 in consumed, 2 in consumed)
+
+
 # ---- plans ----
 
 

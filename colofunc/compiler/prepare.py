@@ -47,8 +47,9 @@ from colofunc.program.passes.narrow_captures import as_read
 from colofunc.program.passes.simplify import simplify
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.lift import lift
-from colofunc.program.tracing.roles import comes_back, first_result
+from colofunc.program.tracing.roles import comes_back, results_of
 from colofunc.program.tracing.trace import Traced, trace
+from colofunc.program.tracing.tree import Tree
 from colofunc.spec.layout import Layout
 
 MUCH_BYTES = 4 << 30
@@ -253,28 +254,68 @@ def layouts_of(program: Program, ids: Sequence[int]) -> tuple[Layout, ...]:
 def donation(traced: Traced, program: Program, donate: Any) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
     """(positions of consumed input leaves, pairs (output, input) of leaves that may share memory).
 
-    "auto": argument 0 is consumed where output 0 has the same tree, shapes and dtypes, and is no batch. `()` or None: nothing is.
+    "auto": argument 0 is consumed where output 0 has the same tree, shapes and dtypes, and is no batch. (k, ...): these arguments are, each
+    for the first output that has its tree, shapes and dtypes, and that no other has taken. `()` or None: nothing is.
     """
     if donate in ((), None, False):
         return (), ()
-    args_tree = traced.in_tree.children[0]
-    if not args_tree.children:
-        return (), ()
-    first, result = args_tree.children[0], first_result(traced.out_tree)
-    n = len(first.names())
-    before = [program.values[i] for i in program.inputs[:n]]
-    after = [program.values[i] for i in program.outputs[:n]]
-    if donate == "auto" and _is_batch(before, program):
-        return (), ()
-    matched = comes_back(first, result, before, after)
-    if not matched:
-        if donate != "auto":
+    arguments = _leaves_of(traced.in_tree.children[0].children, program.inputs)
+    outputs = _leaves_of(results_of(traced.out_tree), program.outputs)
+    if donate == "auto":
+        first = arguments[:1]
+        if not first or not _goes_to(first[0], outputs[0], program) or _is_batch([program.values[i] for i in first[0].ids], program):
+            return (), ()
+        return _shared([(first[0], outputs[0])])
+    return _shared(_asked(donate, arguments, outputs, program))
+
+
+def _asked(
+    donate: tuple[int, ...], arguments: Sequence[_Leaves], outputs: Sequence[_Leaves], program: Program
+) -> list[tuple[_Leaves, _Leaves]]:
+    """Arguments at these positions, and an output for each. Raises PlanError where there is none."""
+    pairs: list[tuple[_Leaves, _Leaves]] = []
+    for k in donate:
+        if k >= len(arguments):
+            raise PlanError(f"donate={donate!r}: the step has {len(arguments)} arguments by position. Try: a number below that")
+        taken = [output for _, output in pairs]
+        free = [output for output in outputs if output not in taken]
+        found = next((output for output in free if _goes_to(arguments[k], output, program)), None)
+        if found is None:
             raise PlanError(
-                f"donate={donate!r} cannot be met: output 0 has not the tree, shapes and dtypes of argument 0 ({first.name!r}); "
-                'return the new state first, or use donate="auto"'
+                f"donate={donate!r} cannot be met: no output has the tree, shapes and dtypes of argument {k} ({arguments[k].tree.name!r}); "
+                'return its new value, or use donate="auto"'
             )
-        return (), ()
-    return tuple(range(n)), tuple((i, i) for i in range(n))
+        pairs.append((arguments[k], found))
+    return pairs
+
+
+@attrs.frozen(eq=False)
+class _Leaves:
+    """An argument or an output of a step: its tree, and where its leaves begin among all of them."""
+
+    tree: Tree
+    first: int
+    ids: tuple[int, ...]
+
+
+def _leaves_of(trees: Sequence[Tree], ids: Sequence[int]) -> list[_Leaves]:
+    found, first = [], 0
+    for tree in trees:
+        count = len(tree.names())
+        found.append(_Leaves(tree, first, tuple(ids[first : first + count])))
+        first += count
+    return found
+
+
+def _goes_to(argument: _Leaves, output: _Leaves, program: Program) -> bool:
+    before, after = ([program.values[i] for i in leaves.ids] for leaves in (argument, output))
+    return comes_back(argument.tree, output.tree, before, after)
+
+
+def _shared(pairs: Sequence[tuple[_Leaves, _Leaves]]) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """Consumed leaves, and (output, input) of leaves, of arguments and their outputs."""
+    both = [(output.first + k, argument.first + k) for argument, output in pairs for k in range(len(argument.ids))]
+    return tuple(sorted(into for _, into in both)), tuple(both)
 
 
 def _is_batch(leaves: Sequence[Value], program: Program) -> bool:

@@ -142,7 +142,7 @@ class Sharding:
     """How a step is asked to lie on a mesh, as the user said it.
 
     `plans`: what pins names to specs, in the order of their say. `in_specs`, `out_specs`: trees of specs for arguments and results.
-    `donate`: "auto", (0,) or (): which arguments are consumed. `auto`: whether axes that no plan names are searched. `plugins`: modules
+    `donate`: "auto", or positions: which arguments are consumed. `auto`: whether axes that no plan names are searched. `plugins`: modules
     asked beside the installed ones. `agree_every`: after so many steps ranks compare their copies; 0: never.
     """
 

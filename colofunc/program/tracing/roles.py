@@ -229,10 +229,15 @@ def comes_back(argument: Tree, result: Tree, before: Sequence[Value], after: Seq
     return all((old.shape, old.dtype) == (new.shape, new.dtype) for old, new in pairs)
 
 
-def first_result(out: Tree) -> Tree:
-    """Output 0 of a step: the first of a tuple, else all that it returns."""
+def results_of(out: Tree) -> Sequence[Tree]:
+    """The outputs of a step: the items of a tuple, else all that it returns."""
     several = out.kind in ("sequence", "namedtuple") and out.type is not list and out.children
-    return out.children[0] if several else out
+    return out.children if several else (out,)
+
+
+def first_result(out: Tree) -> Tree:
+    """Output 0 of a step."""
+    return results_of(out)[0]
 
 
 def _structure(tree: Tree) -> Any:
