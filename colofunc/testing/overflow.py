@@ -20,10 +20,10 @@ import torch
 from colofunc.compiler.staged import Staged
 from colofunc.errors import CheckError
 from colofunc.ops.dtypes import Policy
-from colofunc.program.tracing.kept import state_of
+from colofunc.program.tracing.kept import join_kept, state_of
 from colofunc.program.tracing.tree import walk_keys
 from colofunc.testing.trees import compare
-from colofunc.transforms.precision import join_scale, next_scale, split_scale
+from colofunc.transforms.precision import KEY, next_scale, split_scale
 
 Run = Callable[[Any], Any]  # a step of a plain state
 Pair = tuple[Any, Any, Any]  # what the mesh gave, what is expected, the state that this began with
@@ -46,12 +46,12 @@ def comparable(policy: Policy, state: Any, got: Any, expected: Any, ranks: int, 
         return got, expected, state
     record, bare = split_scale(state)
     small = record["scale"] / 2 ** (ranks.bit_length() + 1)
-    smaller = join_scale(bare, {**record, "scale": small})
+    smaller = join_kept(bare, KEY, {**record, "scale": small})
     expected = device_run(smaller)
     if _taken(got):
         mesh_took = got
     else:
-        skipped = join_scale(bare, next_scale(policy, record, torch.tensor(False)))
+        skipped = join_kept(bare, KEY, next_scale(policy, record, torch.tensor(False)))
         compare(state_of(got)[0], skipped, f"{where}the state of a step that was skipped", tolerance=0.0)
         mesh_took = mesh_run(smaller)
     if not (_taken(mesh_took) and _taken(expected)):
@@ -64,7 +64,7 @@ def comparable(policy: Policy, state: Any, got: Any, expected: Any, ranks: int, 
     # What the mesh took with the scale as it was: the numbers are those of the smaller one, the record is not.
     new, back = state_of(expected)
     after = next_scale(policy, record, torch.tensor(True))
-    return got, back(join_scale(split_scale(new)[1], after)), smaller
+    return got, back(join_kept(split_scale(new)[1], KEY, after)), smaller
 
 
 def _returns(out: Any, state: Any) -> bool:
