@@ -8,8 +8,8 @@ from colofunc_plugins import zero
 
 import colofunc as cf
 from colofunc.program.tracing.kept import join_kept
+from colofunc.testing.check import comparable, policy_of
 from colofunc.testing.models import Language
-from colofunc.testing.overflow import comparable, policy_of
 from colofunc.transforms.precision import KEY, split_scale
 
 

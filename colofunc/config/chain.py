@@ -23,9 +23,8 @@ import attrs
 from colofunc.compiler.staged import EXECUTORS, Staged
 from colofunc.config import parallel
 from colofunc.config.options import bind, parameters
-from colofunc.config.parallel import Wanted, check_specs, not_installed, plan_name, read_plan, read_plans
+from colofunc.config.parallel import Wanted, check_specs, not_installed, plan_name, read_plan, read_plans, with_policies
 from colofunc.config.part import Part
-from colofunc.config.policies import with_policies
 from colofunc.config.source import Node, read
 from colofunc.errors import ColofuncError, InputError, near
 from colofunc.functional.modules import Model

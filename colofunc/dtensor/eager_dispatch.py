@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 
 from colofunc import compat
 from colofunc.dtensor.eager import check_shape_known, convert_shards, functional, is_view, reshapes, run_eager, written_argument
-from colofunc.dtensor.eager_views import write_back
 from colofunc.errors import InputError, MeshError
 from colofunc.executors.backend import Backend
 from colofunc.mesh import Mesh
@@ -163,3 +162,33 @@ def _common_mesh(cls: Any, func: Any, leaves: Sequence[Any]) -> tuple[Mesh, Back
 def _as_operand(cls: Any, x: torch.Tensor, mesh: Mesh, backend: Backend) -> Any:
     """A plain tensor counts as the global value: it is an index, or torch's own (`eager_functions` refused the user's)."""
     return x if isinstance(x, cls) else cls([x] * len(backend.ranks(mesh)), replicated(tuple(x.shape)), mesh, backend)
+
+
+# ---- writing through views ----
+# Eager results are values of their own, so `x[0] = 5` (a view, then a write to it) has to be carried back to `x`. Each
+# view operator has an inverse: a slice is scattered, a reshape is reshaped back, a transpose is transposed again.
+#
+#     write_back(aten.select.int, (0, 3), base, row)   # base with row 3 replaced
+
+
+aten = torch.ops.aten
+
+_RESHAPED = frozenset({aten.view, aten.unsqueeze, aten.squeeze, aten._unsafe_view, aten.alias})
+_SCATTERED: dict[Any, Any] = {aten.select: torch.select_scatter, aten.slice: torch.slice_scatter, aten.diagonal: torch.diagonal_scatter}
+
+
+def write_back(func: Any, args: tuple[Any, ...], base: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """`base` after `view = func(base, *args)` got a new value. Raises InputError where the view has no inverse."""
+    packet = func.overloadpacket
+    if packet in _RESHAPED:
+        return view.reshape(base.shape)
+    if packet in _SCATTERED:
+        return _SCATTERED[packet](base, view, *args)
+    if packet is aten.t:
+        return view.t()
+    if packet is aten.transpose:
+        return view.transpose(*args)
+    if packet is aten.permute:
+        order = [d % base.dim() for d in args[0]]
+        return view.permute([order.index(d) for d in range(base.dim())])
+    raise InputError(f"a write to a view made by {func} cannot be carried back to its base; write to the base itself, or clone() first")

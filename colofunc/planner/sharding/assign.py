@@ -29,8 +29,7 @@ from colofunc.planner.sharding.enumeration import others as choices
 from colofunc.planner.sharding.flows import ConvertS, copies_of, settled
 from colofunc.planner.sharding.memory import Liveness, liveness
 from colofunc.planner.sharding.model import KernelS, Model, build_model
-from colofunc.planner.sharding.option_filter import lean
-from colofunc.planner.sharding.pending import reachable
+from colofunc.planner.sharding.option_filter import lean, reachable
 from colofunc.planner.sharding.problem import NORMAL, Effort
 from colofunc.planner.sharding.search import search
 from colofunc.program.ir import Node, Program, Value

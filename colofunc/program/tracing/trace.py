@@ -24,19 +24,18 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from colofunc import compat
-from colofunc.errors import InputError, TraceError
+from colofunc.errors import ColofuncError, InputError, TraceError
 from colofunc.ops import canonical
 from colofunc.ops.autocast import honoured_autocast
 from colofunc.program.ir import Program, Value
 from colofunc.program.tracing.function import TraceFunctions
 from colofunc.program.tracing.infer import contiguous
 from colofunc.program.tracing.leaks import put_back_attributes, refuse_leaks, warn_of_put_back
-from colofunc.program.tracing.meta import activate, module_path, phase, watch_modules
+from colofunc.program.tracing.meta import activate, module_path, phase, raised_line, watch_modules
 from colofunc.program.tracing.modules_used import HasFrozen, noted, noting
 from colofunc.program.tracing.ops import handler_of
 from colofunc.program.tracing.record import Recorder, Storage
 from colofunc.program.tracing.roles import Observed, comes_back, first_result
-from colofunc.program.tracing.torch_errors import in_words
 from colofunc.program.tracing.tree import Tree, flatten, join, unflatten
 from colofunc.spec.rule import TensorType
 
@@ -327,3 +326,40 @@ def _assemble(
     defined = set(inputs) | {o for node in rec.nodes for o in node.results}
     kept = {vid: values[vid] for vid in values if vid in defined}
     return Program(inputs, tuple(rec.nodes), tuple(outputs), kept, constants), bool(seed)
+
+
+# ---- errors of torch ----
+# Problem: TorchScript drops what Python said, and some errors name a mechanism that the user never asked for. Idea: a table of
+# how such messages begin; each has what is true of a step, and one thing to try.
+#
+#     RuntimeError: The following operation failed in the TorchScript interpreter. ...
+#     TraceError: random operator aten.bernoulli_ at model.py:3 ... This operator was called by TorchScript. Try: ...
+
+
+SCRIPT = "The following operation failed in the TorchScript interpreter"
+SCRIPT_ADVICE = "This operator was called by TorchScript. Try: the Python module or function that was compiled, as it is"
+# Part of the message -> what is true; {} is the user's line.
+WORDS = {
+    "You must implement the jvp function for custom autograd.Function": (
+        "forward-mode derivatives (torch.func.jvp, jacfwd, hessian) at {} reach an operator that has none: attention and dropout "
+        "stay whole in a step, and have gradients only. Try: torch.func.jacrev in place of jacfwd, jacrev(jacrev(f)) for a hessian"
+    ),
+    "_apply(): Couldn't swap": (
+        "a module that the step makes for itself is converted at {} (.cuda(), .double(), .half()), which would change tensors of the "
+        "trace in place. Try: nn.Linear(3, 2, dtype=torch.float64), or the module made outside of the step (cf.functional)"
+    ),
+}
+
+
+def in_words(error: Exception, operator: Exception | None) -> Exception | None:
+    """The error to raise in place of `error`, None where that says it well. `operator`: what the last failed operator raised."""
+    text = str(error)
+    if text.startswith(SCRIPT) and operator is not None:
+        if isinstance(operator, ColofuncError):
+            return TraceError(f"{operator}. {SCRIPT_ADVICE}")
+        operator.add_note(SCRIPT_ADVICE)
+        return operator
+    for part, words in WORDS.items():
+        if part in text:
+            return TraceError(words.format(raised_line(error)))
+    return None
