@@ -15,7 +15,7 @@ from saved import MESH, bits, tensors
 import colofunc as cf
 from colofunc.executors.disk import files as disk_files
 from colofunc.functional.checkpoint import disk, files, index
-from colofunc.functional.checkpoint.fetch import fetch
+from colofunc.functional.checkpoint.disk import fetch
 from colofunc.functional.checkpoint.parts import Ranks, assign
 from colofunc.spec import regions
 from colofunc.spec.parts import parts

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 
 from colofunc.errors import CheckpointError
-from colofunc.functional.checkpoint.disk import Stream, stream
-from colofunc.functional.checkpoint.fetch import fetch
+from colofunc.functional.checkpoint.disk import Stream, fetch, stream
 from colofunc.functional.checkpoint.pages import empty
 from colofunc.spec.regions import Pick, Region, extent, take
 
