@@ -6,7 +6,7 @@ seconds divided by the device's speed, and a prefix is as slow as its slowest st
 
     best(d, j) = min over i of max(best(d-1, i), received(i) + seconds(i, j) / speed(d))       where the bytes of i..j fit on d
 
-Of cuts that are as fast the one that sends least is taken (`Line`; the layers of `cut` send nothing that counts). In free order the
+Of cuts that are as fast the one that sends least is taken; the layers of `cut` send nothing that counts. In free order the
 devices used are a multiset: as many states as there are ways to take some of each kind of device.
 
 >>> cut([1, 1, 1, 1, 1, 1], [10] * 6, [Device(1, 100), Device(2, 100)])
@@ -24,6 +24,8 @@ import attrs
 import numpy as np
 
 from colofunc.errors import PlanError
+
+__all__ = ["Cut", "Device", "balanced_cut", "cut", "cut_in_any_order"]
 
 INF = float("inf")
 MOST_STATES = 200_000
