@@ -5,12 +5,12 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
+from live_bytes import measure
 from microbatches import MESHES, loops, regression
 
 import colofunc as cf
 from colofunc.errors import PlanError
 from colofunc.executors.compiled import compile_segments
-from colofunc.executors.measure import measure
 from colofunc.executors.simulated import SimulatedProgram, run_simulated
 from colofunc.plugins import build_registry
 from colofunc.program.check import check_program

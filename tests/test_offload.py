@@ -7,13 +7,13 @@ import attrs
 import pytest
 import torch
 from colofunc_plugins import tensor, zero
+from live_bytes import measure
 from test_kinds import NAMES as KINDS
 from test_kinds import kinds
 from torch import nn
 
 import colofunc as cf
 from colofunc.executors.launch import launch
-from colofunc.executors.measure import measure
 from colofunc.executors.simulated import run_simulated
 from colofunc.planner.offload import fastest as offload
 from colofunc.program.facts import is_copy

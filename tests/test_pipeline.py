@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 from colofunc_plugins import experts, stages, tensor, zero
+from live_bytes import measure
 from pipelined import gpt2, loop_of, mlp
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
@@ -18,7 +19,6 @@ import colofunc as cf
 from colofunc.compiler.observation import arguments_of
 from colofunc.executors.faults import FaultError
 from colofunc.executors.launch import launch
-from colofunc.executors.measure import measure
 from colofunc.program.check import check_program
 from colofunc.program.places import SEND, on_rank, out_of_order
 from colofunc.testing import check

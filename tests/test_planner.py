@@ -7,6 +7,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from interpreter import run_reference
 
 from colofunc.errors import PlanError
 from colofunc.executors.simulated import run_simulated
@@ -21,7 +22,6 @@ from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import Choice, call_of, lower
 from colofunc.program.memory import memory
 from colofunc.program.passes.inplace import in_place
-from colofunc.program.reference import run_reference
 from colofunc.program.tracing.trace import record_local, trace
 from colofunc.spec.conversions.conversion import conversion_s
 from colofunc.spec.layout import Layout

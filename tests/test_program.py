@@ -7,6 +7,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import run_reference
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,7 +18,6 @@ from colofunc.program.check import Checker, check_program
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.passes.simplify import drop_dead, fold_masks, simplify, tidy
 from colofunc.program.passes.simplify_known import _runs_of_mask, classify_runs
-from colofunc.program.reference import run_reference
 from colofunc.program.text import text
 from colofunc.program.tracing.trace import phase, trace, watch_modules
 from colofunc.spec.layout import make_layout, replicated

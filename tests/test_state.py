@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from live_bytes import measure
 from torch import nn
 
 import colofunc as cf
@@ -14,7 +15,6 @@ from colofunc.dtensor.placed import SHELF, place
 from colofunc.errors import InputError
 from colofunc.executors.backend import backend_for
 from colofunc.executors.launch import launch
-from colofunc.executors.measure import measure
 from colofunc.testing import check
 from colofunc.testing.models import Language, Mlp
 

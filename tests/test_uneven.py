@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live_bytes import measure
 from torch import nn
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
 from colofunc.errors import CapacityError
-from colofunc.executors.measure import measure
 from colofunc.planner.stages.assignment import CutProblem
 from colofunc.planner.stages.cuts import Device, Line
 from colofunc.planner.stages.orders import best_order

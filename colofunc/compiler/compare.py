@@ -193,7 +193,7 @@ class _Look:
         """All values agree: so must those of the program that really runs."""
         low = self.low
         self.reference = Reference(low.global_program, inputs, looked_at(low.program, low.global_program), self.allowed.ran)
-        tap = program_tap(low.program, low.global_program, self.ran_value)
+        tap = program_tap(low.global_program, self.ran_value)
         arguments.backend.observe(low.program, low.mesh, tap)(arguments.copies(range(len(arguments.shards))))
 
     def ran_value(self, seen: Seen, lanes: Lanes) -> None:
@@ -201,9 +201,9 @@ class _Look:
         value, mesh = seen.value, self.low.mesh
         assert value.of is not None and value.layout is not None, "only copies of global values are looked at"
         whole = self.reference.take(value.of)
-        (expected, layout), allowed = seen.part(whole, mesh), self.allowed.of(value.of, whole)
+        (expected, layout), allowed = seen.part(whole), self.allowed.of(value.of, whole)
         if isinstance(allowed, torch.Tensor):
-            allowed, _ = seen.part(allowed, mesh)
+            allowed, _ = seen.part(allowed)
         worst, ranks = differing(everyones(lanes, mesh.size), layout, mesh, expected, allowed)
         self.values, self.ran = self.values + 1, self.ran + 1
         if not ranks:
@@ -262,7 +262,7 @@ class Seen:
     node: Node
     trips: tuple[tuple[str, int, int], ...]  # per loop, outermost first: axis, trip, of how many
 
-    def part(self, x: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, Layout]:
+    def part(self, x: torch.Tensor) -> tuple[torch.Tensor, Layout]:
         """(what this trip has of the whole value, how that lies on the mesh)."""
         layout, at = self.value.layout, {axis: trip for axis, trip, _ in self.trips}
         assert layout is not None, "only values with layouts are looked at"
@@ -279,8 +279,8 @@ CLONE = "aten.clone.default"
 Look = Callable[[Seen, Lanes], None]
 
 
-def program_tap(program: Program, whole: Program, look: Look) -> Tap:
-    """A tap that hands every comparable value of `program` to `look`. `whole`: the global program."""
+def program_tap(whole: Program, look: Look) -> Tap:
+    """A tap that hands every comparable value of the program that runs to `look`. `whole`: the global program."""
 
     def tap(writer: Writer, index: int, node: Node) -> None:
         axes = [(loop.axis, loop.trips) for loop, _ in writer.loops]

@@ -247,7 +247,7 @@ def decided_by(plan: Plan, program: Program, mesh: Mesh, candidates: Candidates,
     outputs = tuple(bind(spec, mesh, program.values[id_].shape) for id_, spec in zip(program.outputs, plan.outputs, strict=True))
     names = set(plan.regather)
     regather = copies_of(program, [id_ for id_ in program.inputs if program.values[id_].name in names])
-    return Decided(None, tuple(choices), layouts, outputs, plan, regather)
+    return Decided(tuple(choices), layouts, outputs, plan, regather)
 
 
 def _axes(decision: Decision, mesh: Mesh) -> tuple[str, ...]:

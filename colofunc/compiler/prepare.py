@@ -127,7 +127,7 @@ def prepare(
         donated=seen.donated,
         executor=staged.executor,
         hidden=seen.hidden,
-        stages_of=partial(_stages, build, seen, planning, plan, None if made is None else attrs.evolve(made[0], assignment=None)),
+        stages_of=partial(_stages, build, seen, planning, plan, None if made is None else made[0]),
     )
     if mesh.size > 1 and mesh.is_main:
         _warn_of_idle_ranks(low)

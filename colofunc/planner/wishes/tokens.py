@@ -96,7 +96,7 @@ def exchanged(program: Program, mesh: Mesh, axis: str, tokens: str, name: str) -
         made = program.makers
         for role, nodes, place in (("q", each.first, -2), ("k", each.first, -1), ("p", each.second, -2), ("v", each.second, -1)):
             for node in nodes:
-                roles.setdefault(root(program, made, node.refs[place]), []).append((role, each))
+                roles.setdefault(root(made, node.refs[place]), []).append((role, each))
     for node in program.nodes:
         if node.phase == "backward" and node.target in PRODUCTS:
             found |= _backward(program, mesh, axis, tokens, node, roles, name)
@@ -108,7 +108,7 @@ def _backward(
 ) -> dict[int, Layout]:
     """What a product of backward reads and gives, by the operand of forward that it reads; nothing where that is not clear."""
     made = program.makers
-    known = [pair for ref in node.refs[-2:] for pair in roles.get(root(program, made, ref), ())]
+    known = [pair for ref in node.refs[-2:] for pair in roles.get(root(made, ref), ())]
     if len(known) != 1:
         return {}
     ((role, each),) = known

@@ -49,8 +49,8 @@ class Traced:
     """A traced function: its program and how to pack its arguments and unpack its results.
 
     `in_tree` is the tree of (args, kwargs) with leaves named as the function names its parameters; program inputs are
-    those leaves in order, then the seed where `uses_seed`, then the constants. `static`: (name, value) of the leaves
-    that are no tensors. `captured`: value id -> the tensor that the function took from outside, as it stands there.
+    those leaves in order, then the seed where `uses_seed`, then the constants.
+    `captured`: value id -> the tensor that the function took from outside, as it stands there.
     `modules`, `models`: those that the function has called, and whose modes and frozen weights are part of the program.
     `guessed`: nothing said which of the arguments has the weights (see `roles`).
     """
@@ -60,7 +60,6 @@ class Traced:
     out_tree: Tree
     names: tuple[str, ...]
     out_names: tuple[str, ...]
-    static: tuple[tuple[str, Any], ...]
     uses_seed: bool
     captured: Mapping[int, torch.Tensor] = attrs.field(factory=dict, eq=False)
     modules: tuple[torch.nn.Module, ...] = attrs.field(default=(), eq=False, repr=False)
@@ -118,10 +117,9 @@ def trace(
             carried[name] = role
     values, guessed = _with_roles(rec, tree, out_tree, out_ids, differentiated, given, carried)
     program, uses_seed = _assemble(rec, values, len(leaves), out_ids)
-    static = tuple((leaf.name, leaf.value) for leaf in tree.statics())
     captured = {cell.vid: real for real, cell in rec.captured.values()}
     modules, models = noted(rec.where)
-    return Traced(program, tree, out_tree, tree.names(), out_tree.names(), static, uses_seed, captured, modules, models, guessed)
+    return Traced(program, tree, out_tree, tree.names(), out_tree.names(), uses_seed, captured, modules, models, guessed)
 
 
 def _observe(
