@@ -30,8 +30,7 @@ from colofunc.planner.sharding.flows import ConvertS, copies_of, settled
 from colofunc.planner.sharding.memory import Liveness, liveness
 from colofunc.planner.sharding.model import KernelS, Model, build_model
 from colofunc.planner.sharding.option_filter import lean, reachable
-from colofunc.planner.sharding.problem import NORMAL, Effort
-from colofunc.planner.sharding.search import search
+from colofunc.planner.sharding.search import NORMAL, Effort, search
 from colofunc.program.ir import Node, Program, Value
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Strategy

@@ -19,8 +19,7 @@ import numpy as np
 from colofunc.planner.sharding.eliminate import Array
 from colofunc.planner.sharding.memory import Liveness, Peak
 from colofunc.planner.sharding.model import Model
-from colofunc.planner.sharding.problem import Effort
-from colofunc.planner.sharding.search import lighter, search
+from colofunc.planner.sharding.search import Effort, lighter, search
 
 Measure = Callable[[Sequence[int]], int]
 

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from colofunc.planner.sharding.eliminate import BIG, Array, Graph, eliminate_all, exact_order, partial_order
 from colofunc.planner.sharding.flows import Coded
 from colofunc.planner.sharding.model import Model
-from colofunc.planner.sharding.problem import NORMAL, Effort, improve
 
 EXACT = 63
 """Models with at most this many classes may be solved exactly: a table has an axis for each of them, and numpy indexes 63 at once."""
@@ -29,6 +28,20 @@ EVEN = 0.5
 """What each use pays of a conversion that may be shared, in the model by which a search leaves a local optimum."""
 TRIES = 3
 """The best of them is polished this many times, each time around other cuts: where that ends depends on them."""
+
+
+@attrs.frozen
+class Effort:
+    """How far a search goes, in units of work (never in time, so that all ranks find the same)."""
+
+    exact_elements: int = 1 << 22  # largest table of an exact solution
+    pass_elements: int = 1 << 15  # largest table of one step of the neighbourhood search
+    passes: int = 64
+    sweeps: bool = True  # also try moves of single variables and whole flows under the true cost
+    patience: int = 8  # passes without gain before a search ends
+
+
+NORMAL = Effort()
 
 
 def search(
@@ -93,6 +106,25 @@ def _exact(model: Model, effort: Effort) -> list[int] | None:
     if graph is None or order is None:
         return None
     return eliminate_all(graph, order, (), [0] * graph.size)
+
+
+def improve(graph: Graph, x: list[int], rng: np.random.Generator, effort: Effort) -> list[int]:
+    """Large neighbourhood search: fix a random cut at its present options, solve all the rest exactly, repeat."""
+    best = graph.cost(x)
+    stale = 0
+    for _ in range(effort.passes):
+        order, fixed = partial_order(graph, effort.pass_elements, rng)
+        found = eliminate_all(graph, order, fixed, x)
+        cost_s = graph.cost(found)
+        gain = best - cost_s
+        if gain > 1e-12 * abs(best):
+            x, best, stale = found, cost_s, 0
+        else:
+            stale += 1
+            x = found if gain >= 0 else x  # an equal one moves along the plateau
+        if not fixed or stale >= effort.patience:
+            break
+    return x
 
 
 def polish(here: Position, x: list[int], rng: np.random.Generator, effort: Effort) -> list[int]:
