@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import colofunc as cf
 from bench import Row, Section
 from colofunc.compiler.observation import arguments_of
-from colofunc.executors.measure import measure
+from tests.live_bytes import measure
 
 SEARCHED = (0.0433, 0.0039, 0.0026, 0.0029, 0.0022, 0.0010)
 """Bubbles of ZB-2p, which the paper's search found within twice the memory of 1F1B."""

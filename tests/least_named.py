@@ -12,8 +12,8 @@ from typing import Any, cast
 import attrs
 
 import colofunc as cf
+from colofunc.compiler.budget import Tried
 from colofunc.compiler.decisions import Decided
-from colofunc.compiler.least_budget import Tried
 from colofunc.planner.candidate import Fitted
 from colofunc.program.ir import Program
 

@@ -25,11 +25,11 @@ from typing import Any
 import attrs
 import matrix
 import narrow
+from live_bytes import measure
 from matrix import Cell, signature, staged, step_of
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
-from colofunc.executors.measure import measure
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Program
 from colofunc.testing import check

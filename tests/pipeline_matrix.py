@@ -26,12 +26,12 @@ import matrix
 import torch
 from colofunc_plugins import experts, tensor, zero
 from colofunc_plugins.sequence import ring, ulysses
+from live_bytes import measure
 from pipelined import loop_of
 from torch import nn
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
-from colofunc.executors.measure import measure
 from colofunc.program.check import check_program
 from colofunc.testing import check
 from colofunc.testing.check import doubled_inside

@@ -9,7 +9,7 @@ read them packed, and when the rows of scales lie where the rows of numbers do. 
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -288,3 +288,26 @@ def parts_on_mesh(cell: Cell, step: cf.Staged, low: Any, state: Any) -> dict[str
         whole = cf.distribute(x, layout.text().split("@")[0].strip() if layout.axes else "...", low.mesh).full()
         found[value.name.removeprefix("frozen.")] = whole, layout
     return found
+
+
+def tried(
+    cells: Iterable[Any],
+    run: Callable[[Any], float],
+    to_refuse: Collection[Any] = (),
+    refused: Callable[[Any, Exception], bool] | None = None,
+) -> None:
+    """Fails once, with every cell that is not equal. to_refuse: the cells that raise an error instead, which `refused` knows."""
+    count, errors, broken = 0, 0, []
+    for cell in cells:
+        count += 1
+        try:
+            print(f"{cell}: {run(cell):.1e}", flush=True)
+            if cell in to_refuse:
+                broken.append(f"{cell}: no error, and there should be one")
+        except (AssertionError, cf.ColofuncError) as error:
+            if cell in to_refuse and refused is not None and refused(cell, error):
+                errors += 1
+            else:
+                broken.append(f"{cell}: {type(error).__name__}: {str(error)[:600]}")
+    print(f"\n{count} combinations tried, {count - errors - len(broken)} equal, {errors} refused as they should be")
+    assert not broken, "\n\n".join(broken)

@@ -8,7 +8,7 @@ from colofunc_plugins import zero
 
 import colofunc as cf
 from colofunc.errors import CheckError
-from colofunc.testing.bounds import Bounds
+from colofunc.testing.check import Bounds
 from colofunc.testing.models import Language
 
 MESH = cf.Mesh(dp=2)

@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 from colofunc_plugins import tensor, zero
+from live_bytes import measure
 from test_executors import program
 from test_zero import DP2, DP4, language, mlp, nbytes, wires
 from torch import nn
@@ -20,7 +21,6 @@ from colofunc.compiler.decisions import Decided, decide
 from colofunc.executors import distributed
 from colofunc.executors.distributed import overlapped
 from colofunc.executors.launch import launch
-from colofunc.executors.measure import measure
 from colofunc.executors.simulated import own_memory, run_simulated
 from colofunc.ops.flat import are_adjacent, flat_of, together
 from colofunc.program.check import check_program

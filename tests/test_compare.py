@@ -11,8 +11,8 @@ import torch
 from colofunc_plugins import zero
 
 import colofunc as cf
+from colofunc.compiler.compare import looked_at
 from colofunc.compiler.tolerance import Allowed, Reference, bounds_of
-from colofunc.compiler.value_map import looked_at
 from colofunc.executors import simulated
 from colofunc.executors.launch import launch
 from colofunc.program.ir import Node, Program

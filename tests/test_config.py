@@ -334,7 +334,7 @@ MISTAKES = [
 def test_mistakes_have_their_line(
     tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch, text: str, says: str
 ) -> None:
-    monkeypatch.setattr("colofunc.config.parallel.NAMED", ("teleport", "zero"))
+    monkeypatch.setattr("colofunc.config.chain.NAMED", ("teleport", "zero"))
     with pytest.raises(cf.ConfigError) as caught:
         cf.configure(written(tmp_path, text), plugins=[plugin])
     assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(says)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import run_reference
 
 import colofunc as cf
 from colofunc.executors.compiled import compile_segments
 from colofunc.executors.launch import launch
 from colofunc.executors.simulated import SimulatedProgram
-from colofunc.program.reference import run_reference
 from colofunc.program.tracing.trace import trace
 
 MESHES = [cf.Mesh(dp=2, topology="ideal"), cf.Mesh(dp=2, tp=2, topology="ideal")]

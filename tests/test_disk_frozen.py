@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from colofunc_plugins import zero
+from live_bytes import measure
 from test_disk_state import files
 from test_offload import one, peak
 from torch.utils import _pytree as pytree
@@ -17,7 +18,6 @@ from colofunc.errors import DiskError
 from colofunc.executors.backend import backend_for
 from colofunc.executors.disk.store import DiskStore
 from colofunc.executors.disk.tensors import OnDisk
-from colofunc.executors.measure import measure
 from colofunc.testing import check
 
 

@@ -4,12 +4,12 @@ import pickle
 
 import pytest
 import torch
+from interpreter import run_reference
 
 import colofunc as cf
 from colofunc.program.editor import Editor
 from colofunc.program.facts import lifetimes
 from colofunc.program.ir import Node, Ref
-from colofunc.program.reference import run_reference
 from colofunc.program.tracing.trace import trace
 
 X = torch.arange(6.0).reshape(2, 3)

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from colofunc.functional.checkpoint import fetch as module
-from colofunc.functional.checkpoint.fetch import fetch
+from colofunc.functional.checkpoint import disk as module
+from colofunc.functional.checkpoint.disk import fetch
 
 SIZE = 3 * 4096 + 77
 

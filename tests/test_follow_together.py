@@ -9,7 +9,7 @@ import torch
 from colofunc_plugins import experts
 
 import colofunc as cf
-from colofunc.planner.wishes.combined import _refined
+from colofunc.planner.wishes.flow_constraints import _refined
 from colofunc.planner.wishes.layout_equality import alike
 from colofunc.testing import check
 

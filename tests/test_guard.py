@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import colofunc as cf
-from colofunc.compiler.guard import Guard
+from colofunc.compiler.guard import Guard, reader
 from colofunc.compiler.surroundings import look_around
 from colofunc.program.tracing.tree import flatten, unflatten
-from colofunc.program.tracing.tree_reader import reader
 
 State = dict[str, Any]
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from colofunc.planner.knapsack import Item, Picked, least_cost
+from colofunc.planner.schemes import Item, Picked, least_cost
 
 
 def by_search(groups: list[list[Item]], limits: tuple[float, ...]) -> float:

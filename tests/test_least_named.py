@@ -11,7 +11,7 @@ from least_named import named, peak, tried
 from torch import nn
 
 import colofunc as cf
-from colofunc.compiler.least_budget import Tried, least_budget
+from colofunc.compiler.budget import Tried, least_budget
 from colofunc.planner.recompute.policies import NAMED, Policy
 
 POLICIES: tuple[str | Policy, ...] = (*NAMED, cf.every(2), cf.every(4))

@@ -3,6 +3,7 @@
 import attrs
 import pytest
 import torch
+from live_bytes import measure
 from test_executors import MESH, adamw_inputs, adamw_program, per_rank, program
 
 import colofunc as cf
@@ -10,7 +11,6 @@ from colofunc.errors import PlanError
 from colofunc.executors.backend import backend_for
 from colofunc.executors.distributed import overlapped
 from colofunc.executors.launch import launch
-from colofunc.executors.measure import measure
 from colofunc.program.ir import Ref
 from colofunc.program.memory import _run_meta, memory
 from colofunc.program.passes.inplace import in_place

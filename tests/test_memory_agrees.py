@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from colofunc_plugins import ring, tensor, ulysses, zero
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live_bytes import measure
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
 from colofunc.errors import CapacityError, PlanError
 from colofunc.executors.distributed import overlapped
-from colofunc.executors.measure import measure
 from colofunc.program.memory import memory
 from colofunc.program.memory_report import KINDS
 from colofunc.testing import programs

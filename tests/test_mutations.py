@@ -21,10 +21,7 @@ from saved import state, tensors
 import colofunc as cf
 from colofunc.cache import Cache
 from colofunc.compiler import plan_cache
-from colofunc.executors.backend import Simulated
 from colofunc.executors.disk.store import DiskStore
-from colofunc.program import serialize
-from colofunc.program.check import check_program
 from colofunc.testing import programs
 
 COUNT, MANY = 40, 1000
@@ -95,22 +92,6 @@ def topology(path: Path) -> None:
     cf.Mesh(dp=2, topology="8xa100-80g").topology.save(path / "box.json")
 
 
-def program(path: Path) -> None:
-    step, *args = programs.NAMED["mlp"]()
-    serialize.save(cf.shard(step, cf.Mesh(dp=2)).lower(*args).program, path)
-
-
-def read_program(path: Path, _: Any) -> None:
-    """Checked or not, nothing of it is run that is no operator: errors of torch are its own."""
-    found = serialize.load(path)
-    with_inputs = [tuple(torch.ones(found.values[id].shape, dtype=found.values[id].dtype) for _ in range(2)) for id in found.inputs[:40]]
-    try:
-        Simulated().run(found, cf.Mesh(dp=2), with_inputs)
-    except Exception as error:
-        assert not isinstance(error, (SyntaxError, NameError)), error
-    check_program(found)
-
-
 def load_all(path: Path, _: Any) -> None:
     cf.load(path)
     cf.load(path, mesh=cf.Mesh(dp=2))
@@ -164,8 +145,6 @@ KINDS = {
     "cache": Kind(cache, "*.json", entry, read_cache),
     "configuration": Kind(config, "run.yaml", mutated_bytes, lambda path, _: cf.configure(path / "run.yaml")),
     "topology": Kind(topology, "box.json", mutated_json, lambda path, _: cf.Topology.load(path / "box.json")),
-    "program": Kind(program, "program.json", mutated_json, read_program),
-    "constants": Kind(program, "constants.safetensors", header, read_program),
     "checkpoint": Kind(checkpoint, "c/colofunc.json", index, lambda path, _: load_all(path / "c", _)),
     "weights": Kind(weights, "model.safetensors", header, load_all),
     "dcp": Kind(by_torch, ".metadata", mutated_bytes, load_all),

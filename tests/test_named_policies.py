@@ -15,9 +15,8 @@ from least_named import named, peak, tried
 from torch import nn
 
 import colofunc as cf
-from colofunc.compiler.budget import _fastest_of
+from colofunc.compiler.budget import Tried, _fastest_of, least_budget
 from colofunc.compiler.decisions import Decided
-from colofunc.compiler.least_budget import Tried, least_budget
 from colofunc.planner.candidate import Fitted
 from colofunc.planner.recompute import fastest
 from colofunc.planner.recompute.policies import NAMED, Policy

@@ -7,18 +7,17 @@ import attrs
 import pytest
 import torch
 from colofunc_plugins import tensor, zero
+from live_bytes import measure
 from test_kinds import NAMES as KINDS
 from test_kinds import kinds
 from torch import nn
 
 import colofunc as cf
 from colofunc.executors.launch import launch
-from colofunc.executors.measure import measure
 from colofunc.executors.simulated import run_simulated
 from colofunc.planner.offload import fastest as offload
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Ref, map_refs
-from colofunc.program.serialize import from_dict, to_dict
 from colofunc.testing import check
 
 
@@ -270,13 +269,6 @@ def test_compare_looks_at_the_program_with_copies() -> None:
     for chain in (cf.shard(step, one()), cf.accumulate(cf.shard(step, one()), 2)):
         low = cf.offload(chain, budget=int(peak(chain, *args) * 0.6)).lower(*args)
         assert copies(low) and low.compare(*args).first is None and low.check_finite(*args).first is None
-
-
-def test_the_program_is_saved_with_its_tiers() -> None:
-    step, *args = training()
-    low = cf.offload(cf.shard(step, one()), policy="host").lower(*args)
-    again = from_dict(to_dict(low.program), dict(low.program.constants))
-    assert again == low.program and [v.tier for v in again.values.values()] == [v.tier for v in low.program.values.values()]
 
 
 def test_saved_and_loaded_state_goes_on(tmp_path: Any) -> None:

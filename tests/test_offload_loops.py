@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from colofunc_plugins import zero
+from live_bytes import measure
 from torch import nn
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
-from colofunc.executors.measure import measure
 from colofunc.program.memory import lies
 from colofunc.program.passes.tiered import Tiered
 from colofunc.program.tracing.trace import trace

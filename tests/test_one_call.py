@@ -19,7 +19,6 @@ from colofunc.program.ir import Ref
 from colofunc.program.memory import memory
 from colofunc.program.passes import one_call
 from colofunc.program.passes.one_call import kind_of_update, runs_of_updates, small_updates_in_one_call, updates_in_one_call
-from colofunc.program.serialize import load, save
 
 R = Ref
 D = torch.float64
@@ -383,16 +382,13 @@ def test_the_plan_says_what_is_held_and_a_step_holds_no_more_than_with_updates_e
         assert compiled.program.stage == "inplace"
 
 
-def test_a_tap_sees_every_update_and_a_saved_program_is_called_the_same(tmp_path) -> None:
+def test_a_tap_sees_every_update() -> None:
     step_fn, state = step_of(net(), torch.optim.AdamW)
     step, x = cf.shard(step_fn, ONE), torch.randn(64, 6)
     low = step.lower(state, x)
     assert [n.target for n in low.program.nodes].count("colofunc.adamw_") == 8
     assert low.text().count("adamw_(") >= 8
     assert not low.compare(state, x).differences
-    save(low.program, tmp_path / "program.json")
-    again = load(tmp_path / "program.json")
-    assert again.nodes == low.program.nodes and runs_of_updates(again) == runs_of_updates(low.program)
 
 
 @pytest.mark.parametrize("change", ["offload", "checkpoint", "accumulate"])

@@ -1,10 +1,7 @@
 """cf.operator: one node in a trace, differentiable, proven, the same eagerly, on simulated and on real ranks, and saved."""
 
 import re
-import subprocess
-import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +9,6 @@ import torch
 import torch.nn.functional as F
 
 import colofunc as cf
-from colofunc.executors.backend import backend_for
-from colofunc.program.serialize import load, save
 from colofunc.testing import check, check_strategies, sample
 
 MESH = cf.Mesh(dp=2, tp=2)
@@ -362,44 +357,6 @@ def test_results_have_memory_of_their_own() -> None:
     x = randn(4, 4)
     same(x).zero_()
     assert torch.equal(x, randn(4, 4))
-
-
-LOADS = """
-import sys
-import torch
-import colofunc as cf
-from colofunc.executors.backend import backend_for
-from colofunc.program.serialize import load
-
-def run():
-    mesh, x = cf.Mesh(dp=2), torch.arange(8.0).view(4, 2)
-    return [part.tolist() for part in backend_for(mesh).run(load(sys.argv[1]), mesh, [[x[:2], x[2:]]])[0]]
-
-try:
-    run()
-except cf.ProgramError as error:
-    print(error)
-
-@cf.operator("opstest.gated", rule="b* d, b* d -> b* d")
-def gated(x: torch.Tensor, gate: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    return x * torch.sigmoid(scale * gate)
-
-print(run())
-"""
-
-
-def test_a_saved_program_runs_where_the_operator_is_registered(tmp_path: Path, subprocess_env: dict[str, str]) -> None:
-    mesh, x = cf.Mesh(dp=2), torch.arange(8.0).view(4, 2)
-    low = cf.shard(lambda x: gated(x, x), mesh, in_specs="(dp b) d", out_specs="(dp b) d").lower(x)
-    save(low.program, tmp_path / "program")
-    again = load(tmp_path / "program")
-    here = backend_for(mesh).run(again, mesh, [[x[:2], x[2:]]])[0]
-    torch.testing.assert_close(torch.cat(here), gated.reference(x, x))
-    run = [sys.executable, "-c", LOADS, str(tmp_path / "program")]
-    done = subprocess.run(run, env=subprocess_env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    refusal = "operator 'opstest.gated' is not registered; import the module that defines it"
-    assert done.stdout.splitlines()[-2:] == [refusal, str([p.tolist() for p in here])]
 
 
 def on_a_rank() -> Any:

@@ -61,12 +61,12 @@ def check(seed: int) -> bool:
     for mine, expected in zip(got.shards, want.shards, strict=True):
         assert torch.equal(mine, expected), (seed, spec, other_spec)
     plan = Transfer(source.sharding, mesh, want.sharding, other)
-    received = [piece for rank in range(other.size) for piece in plan.received(rank)]
-    sent = [piece for rank in range(mesh.size) for piece in plan.sent(rank)]
-    between = {(piece.source, piece.target, piece.shape) for piece in received if piece.source != piece.target}
-    assert between == {(piece.source, piece.target, tuple(map(count, piece.there))) for piece in sent} and len(between) == len(sent)
+    received = [(rank, piece) for rank in range(other.size) for piece in plan.received(rank)]
+    sent = [(rank, target, piece) for rank in range(mesh.size) for target, piece in plan.sent(rank).items()]
+    between = {(piece.source, target, piece.shape) for target, piece in received if piece.source != target}
+    assert between == {(rank, target, tuple(map(count, piece.there))) for rank, target, piece in sent} and len(between) == len(sent)
     for rank in range(other.size):
-        mine = [piece for piece in received if piece.target == rank]
+        mine = [piece for target, piece in received if target == rank]
         assert sum(bytes_of(piece, 1) for piece in mine) == region_of(want.sharding, other, rank).numel
         if rank < mesh.size and holds(source.sharding.at, mesh, rank):  # what it holds already does not travel
             assert all(region_of(source.sharding, mesh, piece.source) != region_of(source.sharding, mesh, rank) for piece in mine

@@ -21,7 +21,6 @@ from colofunc.errors import CheckpointError, DiskError
 from colofunc.executors.disk.store import DiskStore
 from colofunc.functional.checkpoint import folder, index
 from colofunc.pictures import memory_picture
-from colofunc.program import serialize
 
 SOURCES = {"train.py": "print(1)\n", "data/words.txt": "words", ".git/HEAD": "ref"}
 
@@ -264,7 +263,6 @@ def writers(tmp_path: Path) -> dict[str, Callable[[object], object]]:
         "Topology.save": low.mesh.topology.save,
         "profile": lambda path: step.profile(path, torch.ones(2), steps=1),
         "picture": lambda path: memory_picture(low, path),
-        "program": lambda path: serialize.save(low.program, path),
         "--trace": lambda path: cli.written(Console(quiet=True), low, "step", "", path, ""),
         "disk": lambda path: DiskStore(path, [16], rank=0).close(),
     }
@@ -274,7 +272,6 @@ READERS: dict[str, Callable[[object], object]] = {
     "cf.load": cf.load,
     "Plan.load": cf.Plan.load,
     "Topology.load": cf.Topology.load,
-    "program": serialize.load,
     "configure": cf.configure,
     "disk": DiskStore.open,
 }
@@ -316,7 +313,7 @@ def test_a_tilde_is_the_home_folder_everywhere(tmp_path, monkeypatch) -> None:
     assert os.listdir(tmp_path / "here") == []
 
 
-@pytest.mark.parametrize("name", ["Plan.save", "Topology.save", "profile", "picture", "program", "--trace"])
+@pytest.mark.parametrize("name", ["Plan.save", "Topology.save", "profile", "picture", "--trace"])
 def test_single_files_replace_their_own_kind_only(tmp_path, name) -> None:
     kinds = writers(tmp_path)
     kinds[name](str(tmp_path / "own.png"))
@@ -324,13 +321,10 @@ def test_single_files_replace_their_own_kind_only(tmp_path, name) -> None:
     texts = {"text": b"import colofunc", "json": b'{"traceEvents": []}', "png": b"\x89PNG\r\n\x1a\n" + bytes(100)}
     for other, content in texts.items():
         path = tmp_path / other
-        if name == "program":
-            path.mkdir()
-            path /= "constants.safetensors"
         path = path.with_suffix(".png") if name == "picture" else path
         path.write_bytes(content)
         with pytest.raises(cf.ColofuncError, match="was not touched"):
-            kinds[name](str(path.parent if name == "program" else path))
+            kinds[name](str(path))
         assert path.read_bytes() == content
 
 

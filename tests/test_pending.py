@@ -9,7 +9,7 @@ from colofunc.planner.sharding import assign as module
 from colofunc.planner.sharding.assign import assign
 from colofunc.planner.sharding.classes import tie
 from colofunc.planner.sharding.constraints import NONE
-from colofunc.planner.sharding.pending import reachable
+from colofunc.planner.sharding.option_filter import reachable
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.spec.conversions.conversion import conversion_s
 

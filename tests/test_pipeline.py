@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 from colofunc_plugins import experts, stages, tensor, zero
+from live_bytes import measure
 from pipelined import gpt2, loop_of, mlp
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
@@ -18,10 +19,8 @@ import colofunc as cf
 from colofunc.compiler.observation import arguments_of
 from colofunc.executors.faults import FaultError
 from colofunc.executors.launch import launch
-from colofunc.executors.measure import measure
 from colofunc.program.check import check_program
 from colofunc.program.places import SEND, on_rank, out_of_order
-from colofunc.program.serialize import load, save
 from colofunc.testing import check
 from colofunc.testing.check import doubled_inside
 
@@ -257,15 +256,6 @@ def test_state_is_on_its_stage_and_loads_onto_fewer_stages(tmp_path: Any) -> Non
         loaded = cf.load(str(tmp_path / "run"), mesh=mesh)
         for name, x in loaded["params"].items():
             assert torch.equal(x.full() if isinstance(x, cf.DTensor) else x, placed["params"][name].full())
-
-
-def test_a_scheduled_program_is_saved(tmp_path: Any) -> None:
-    step, state, batch = mlp()
-    program = cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), microbatches=4).lower(state, batch).program
-    save(program, tmp_path / "program")
-    again = load(tmp_path / "program")
-    mine, saved = loop_of(program).timetable, loop_of(again).timetable
-    assert attrs.asdict(mine) == attrs.asdict(saved) and again.nodes[0] == program.nodes[0]
 
 
 def test_the_text_says_who_does_what() -> None:

@@ -7,6 +7,8 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from choice_problem import Problem, cost, solve
+from interpreter import run_reference
 
 from colofunc.errors import PlanError
 from colofunc.executors.simulated import run_simulated
@@ -16,12 +18,11 @@ from colofunc.planner.sharding.assign import Assignment, assign
 from colofunc.planner.sharding.by_axes import assign_by_axes
 from colofunc.planner.sharding.classes import starred, tie
 from colofunc.planner.sharding.constraints import Constraint, Constraints, leaf_strategy
-from colofunc.planner.sharding.problem import Edge, Effort, Factor, Option, Problem, Variable, cost, solve
+from colofunc.planner.sharding.search import Effort
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import Choice, call_of, lower
 from colofunc.program.memory import memory
 from colofunc.program.passes.inplace import in_place
-from colofunc.program.reference import run_reference
 from colofunc.program.tracing.trace import record_local, trace
 from colofunc.spec.conversions.conversion import conversion_s
 from colofunc.spec.layout import Layout
@@ -33,10 +34,10 @@ from colofunc.spec.strategies import enumerate_layouts, enumerate_strategies
 GREEDY = Effort(exact_elements=1)  # never exact: the neighbourhood search alone
 
 
-def brute_force(problem: Problem, memory_price: float = 0.0) -> tuple[int, ...]:
+def brute_force(problem: Problem) -> tuple[int, ...]:
     """The best of all choices by trying each."""
-    choices = itertools.product(*(range(len(v.options)) for v in problem.variables))
-    return min(choices, key=lambda choice: cost(problem, choice, memory_price))
+    choices = itertools.product(*(range(len(costs)) for costs in problem.costs))
+    return min(choices, key=lambda choice: cost(problem, choice))
 
 
 MESH = Mesh(dp=2, tp=4, topology="8xa100-80g")
@@ -45,28 +46,22 @@ MESH = Mesh(dp=2, tp=4, topology="8xa100-80g")
 # ---- the pure problem ----
 
 
-def random_problem(seed: int, most: int = 7, factors: bool = True) -> Problem:
+def random_problem(seed: int, most: int = 7) -> Problem:
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 5, int(rng.integers(2, most)))
-    variables = tuple(
-        Variable(f"v{i}", tuple(Option(float(c), int(b)) for c, b in zip(rng.random(n), rng.integers(0, 9, n))))
-        for i, n in enumerate(sizes)
-    )
-    edges = []
+    costs = tuple(rng.random(n) for n in sizes)
+    tables = []
     for _ in range(int(rng.integers(0, 2 * len(sizes)))):
-        a, b = rng.integers(0, len(sizes), 2)
-        edges.append(Edge(int(a), int(b), 2 * rng.random((sizes[a], sizes[b])), int(rng.integers(1, 4))))
+        a, b = (int(v) for v in rng.integers(0, len(sizes), 2))
+        tables.append(((a, b), int(rng.integers(1, 4)) * 2 * rng.random((sizes[a], sizes[b]))))
     three = tuple(int(v) for v in rng.permutation(len(sizes))[:3])
-    more = (Factor(three, rng.random(tuple(sizes[list(three)]))),) if factors else ()
-    return Problem(variables, tuple(edges), more)
+    return Problem(costs, (*tables, (three, rng.random(tuple(sizes[list(three)])))))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_solve_is_exact(seed: int) -> None:
     problem = random_problem(seed)
-    for price in (0.0, 0.1):
-        best = cost(problem, brute_force(problem, price), price)
-        assert cost(problem, solve(problem, price), price) == pytest.approx(best, rel=1e-12)
+    assert cost(problem, solve(problem)) == pytest.approx(cost(problem, brute_force(problem)), rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -80,31 +75,19 @@ def test_solve_is_the_same_twice_and_for_large_problems() -> None:
     rng = np.random.default_rng(0)
     table = rng.random((12, 12))
     n = 120
-    variables = tuple(Variable(f"v{i}", tuple(Option(float(c)) for c in rng.random(12))) for i in range(n))
-    edges = tuple(Edge(i, int(j), table) for i in range(n) for j in rng.integers(0, n, 2))
-    problem = Problem(variables, edges)
-    first = solve(problem, effort=Effort(passes=10))
-    assert first == solve(problem, effort=Effort(passes=10))
+    costs = tuple(rng.random(12) for _ in range(n))
+    problem = Problem(costs, tuple(((i, int(j)), table) for i in range(n) for j in rng.integers(0, n, 2)))
+    first = solve(problem)
+    assert first == solve(problem)
     # no single change improves what the search returns
     for v in range(n):
         for i in range(12):
             assert cost(problem, (*first[:v], i, *first[v + 1 :])) >= cost(problem, first) - 1e-9
 
 
-def test_memory_price_moves_the_choice() -> None:
-    x = Variable("x", (Option(1.0, state_bytes=100), Option(2.0, state_bytes=10)))
-    assert solve(Problem((x,))) == (0,)
-    assert solve(Problem((x,)), memory_price=0.1) == (1,)
-
-
-def test_forbidden_choices_are_avoided_and_said() -> None:
-    x = Variable("x", (Option(0.0), Option(5.0)))
-    never = np.array([[np.inf, 0.0], [np.inf, np.inf]])
-    assert solve(Problem((x, x), (Edge(0, 1, never),))) == (0, 1)
-    with pytest.raises(PlanError, match="every choice is forbidden"):
-        solve(Problem((x, x), (Edge(0, 1, np.full((2, 2), np.inf)),)))
-    with pytest.raises(PlanError, match="y has no option left"):
-        solve(Problem((x, Variable("y", ()))))
+def test_forbidden_choices_are_avoided() -> None:
+    either, never = np.array([0.0, 5.0]), np.array([[np.inf, 0.0], [np.inf, np.inf]])
+    assert solve(Problem((either, either), (((0, 1), never),))) == (0, 1)
 
 
 # ---- small programs against all assignments ----

@@ -9,8 +9,7 @@ import torch
 import colofunc as cf
 from colofunc.planner.sharding import assign
 from colofunc.planner.sharding.model import Model
-from colofunc.planner.sharding.position import Position
-from colofunc.planner.sharding.search import _sweep
+from colofunc.planner.sharding.search import Position, _sweep
 from colofunc.testing import models
 
 

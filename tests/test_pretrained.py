@@ -15,7 +15,7 @@ import colofunc as cf
 from colofunc.errors import CheckpointError, InputError
 from colofunc.executors.launch import launch
 from colofunc.functional.checkpoint import files
-from colofunc.functional.checkpoint.fetch import fetch
+from colofunc.functional.checkpoint.disk import fetch
 from colofunc.program.lazy import make, make_parts
 
 SMALL = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64, max_position_embeddings=32)

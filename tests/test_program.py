@@ -1,13 +1,13 @@
 """Programs as data: checking, printing, saving, simplifying, running."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import run_reference
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,8 +18,6 @@ from colofunc.program.check import Checker, check_program
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.passes.simplify import drop_dead, fold_masks, simplify, tidy
 from colofunc.program.passes.simplify_known import _runs_of_mask, classify_runs
-from colofunc.program.reference import run_reference
-from colofunc.program.serialize import decode, encode, load, save
 from colofunc.program.text import text
 from colofunc.program.tracing.trace import phase, trace, watch_modules
 from colofunc.spec.layout import make_layout, replicated
@@ -167,61 +165,6 @@ def test_check_aliases() -> None:
     check_program(program)
     with pytest.raises(ProgramError, match="cannot be updated in place"):
         check_program(attrs.evolve(program, aliases=((1, 0),)))
-
-
-# ---- save and load ----
-
-
-def test_a_saved_program_is_equal_and_runs(tmp_path: Path) -> None:
-    table = torch.randn(3, dtype=f64)
-
-    def step(x: torch.Tensor) -> Any:
-        y = (x * table).masked_fill(x > 0, float("-inf"))
-        return y.to(torch.float32), y.clone(memory_format=torch.contiguous_format)
-
-    program = program_of(step, torch.randn(3, dtype=f64))
-    save(program, tmp_path / "p")
-    again = load(tmp_path / "p")
-    assert again == program and text(again) == text(program)
-    x = torch.randn(3, dtype=f64)
-    for a, b in zip(run_reference(program, [x]), run_reference(again, [x]), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_layouts_survive(tmp_path: Path) -> None:
-    layout = make_layout((((2, "dp"), (4, None)),), (8,), (("tp", "max"),), "host", "int8")
-    program = Program(
-        (0,), (), (0,), {0: Value(0, (4,), f64, "w", "state", layout)}, aliases=((0, 0),), stage="inplace"
-    )
-    save(program, tmp_path)
-    assert load(tmp_path) == program and load(tmp_path).values[0].layout is layout
-
-
-@pytest.mark.parametrize(
-    "arg",
-    [
-        1,
-        1.5,
-        float("inf"),
-        True,
-        None,
-        "x",
-        (1, (Ref(3), None)),
-        torch.float32,
-        torch.channels_last,
-        torch.strided,
-        torch.device("cpu"),
-        1 + 2j,
-    ],
-)
-def test_arguments_survive(arg: Any) -> None:
-    back = decode(encode(arg))
-    assert back == arg and type(back) is type(arg)
-
-
-def test_load_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(ProgramError, match="holds no saved program"):
-        load(tmp_path / "nothing")
 
 
 # ---- simplify ----

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import random_programs
 import torch
+from interpreter import run_reference
 from random_programs import RandomProgram
 
 import colofunc as cf
 from colofunc.program.passes.simplify import simplify
-from colofunc.program.reference import run_reference
 from colofunc.program.tracing.trace import trace
 
 f64 = torch.float64

@@ -15,10 +15,10 @@ from saved import MESH, bits, tensors
 import colofunc as cf
 from colofunc.executors.disk import files as disk_files
 from colofunc.functional.checkpoint import disk, files, index
-from colofunc.functional.checkpoint.fetch import fetch
+from colofunc.functional.checkpoint.disk import fetch
 from colofunc.functional.checkpoint.parts import Ranks, assign
 from colofunc.spec import regions
-from colofunc.spec.parts import parts, unpadded
+from colofunc.spec.parts import parts
 
 # ---- the folder ----
 
@@ -126,7 +126,7 @@ def test_regions_are_the_elements_of_parts() -> None:
         for rank, part in enumerate(parts(x + 1, layout, MESH)):
             region = regions.region_of(layout, MESH, rank)
             rows, cols = (span.indices() for span in region.spans)
-            assert torch.equal(unpadded(part, layout, MESH, rank), (x + 1)[rows][:, cols])
+            assert torch.equal(regions.unpadded(part, layout, MESH, rank), (x + 1)[rows][:, cols])
             assert regions.Region.from_json(json.loads(json.dumps(region.to_json()))) == region
             filled = torch.zeros_like(part)
             regions.put(filled, regions.positions(layout, MESH, rank), (x + 1)[rows][:, cols])

@@ -17,7 +17,6 @@ from colofunc.executors.launch import launch
 from colofunc.program.check import check_program
 from colofunc.program.memory import memory
 from colofunc.program.places import on_rank
-from colofunc.program.serialize import load, save
 from colofunc.spec.conversions.conversion import conversion
 from colofunc.testing import check
 
@@ -275,17 +274,6 @@ def test_state_lies_on_its_stage_and_is_saved_and_loaded_onto_any_mesh(tmp_path:
         if mesh is MESH:
             assert loaded["2.weight"].sharding is placed["params"]["2.weight"].sharding
             assert loaded["2.weight"].shards[0].numel() == 0
-
-
-def test_programs_with_places_are_saved(tmp_path: Any) -> None:
-    step, state, batch = mlp()
-    for name in ("zero3", "microbatches"):
-        program = CHAINS[name](step).lower(state, batch).program
-        save(program, tmp_path / name)
-        again = load(tmp_path / name)
-        assert again.nodes == program.nodes or name == "microbatches"  # loops are compared by identity
-        assert [node.on for node in again.nodes] == [node.on for node in program.nodes]
-        assert all(again.values[i].layout is program.values[i].layout for i in program.values)
 
 
 def test_a_plan_says_where_leaves_are_and_is_given_back() -> None:

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import run_reference
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from traced import close, f64, same, targets
 
-from colofunc.program.reference import run_reference
 from colofunc.program.tracing.trace import phase, record_local, trace, watch_modules
 from colofunc.spec.rule import TensorType
 

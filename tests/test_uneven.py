@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live_bytes import measure
 from torch import nn
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
 from colofunc.errors import CapacityError
-from colofunc.executors.measure import measure
-from colofunc.planner.stages.assignment import CutProblem, _fastest_bottleneck
-from colofunc.planner.stages.cuts import Device
+from colofunc.planner.stages.assignment import CutProblem
+from colofunc.planner.stages.cuts import Device, Line
 from colofunc.planner.stages.orders import best_order
 from colofunc.testing import check
 from colofunc.testing.check import doubled_inside
@@ -77,10 +77,8 @@ def test_the_slowest_stage_is_as_fast_as_any_cut_makes_it(pieces: list[tuple[int
         devices = devices[: len(pieces)]
     pieces[0] = (pieces[0][0], 0, pieces[0][2])  # the first stage receives nothing
     work, received, nbytes = zip(*pieces, strict=True)
-    kept = np.cumsum([0.0, *nbytes])
-    over = [kept[None, :] - kept[:-1, None] > device.capacity_bytes for device in devices]
-    speeds = [device.speed for device in devices]
-    found = _fastest_bottleneck(np.cumsum([0.0, *work]), np.array(received, dtype=float), over, speeds)
+    line = Line(np.cumsum([0.0, *work]), np.array(received, dtype=float), np.cumsum([0.0, *nbytes]))
+    found, _ = line.in_order([line.over(device.capacity_bytes) for device in devices], [device.speed for device in devices])
     best = min(slowest(pieces, devices, (0, *way)) for way in combinations(range(1, len(pieces)), len(devices) - 1))
     assert (slowest(pieces, devices, tuple(found)) if found else float("inf")) == best
 
@@ -108,10 +106,8 @@ class Problem(CutProblem):
     def __init__(self, pieces: list[tuple[int, int, int]]) -> None:
         work, received, nbytes = zip(*pieces, strict=True)
         self.begins = list(range(len(pieces)))
-        self.work_s = np.cumsum([0.0, *work])
-        self.until = self.work_s
-        self.received_s = np.array(received, dtype=float)
-        self.kept = np.cumsum([0.0, *nbytes])
+        self.line = Line(np.cumsum([0.0, *work]), np.array(received, dtype=float), np.cumsum([0.0, *nbytes]))
+        self.until = self.line.until
         self.program = SimpleNamespace(nodes=pieces)
         self.reading = SimpleNamespace(uses={})
 

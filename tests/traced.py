@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from interpreter import run_reference
 
 from colofunc.ops import canonical
-from colofunc.program.reference import run_reference
 from colofunc.program.tracing.trace import Traced, trace
 from colofunc.program.tracing.tree import flatten
 

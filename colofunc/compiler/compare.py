@@ -10,31 +10,37 @@ side, with one seed, and look at every value as it is made, in every layout that
     #   made at net.py:14 in forward, ...
 
 Values die as in the step: the global program runs just ahead of the local one. Where all of them agree, the program that
-really runs is compared too, in whatever of it still is a value of the step (see `value_map`), microbatch by microbatch.
+really runs is compared too, in whatever of it still is a value of the step (`Seen`), microbatch by microbatch.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import chain, product
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from colofunc.compiler.observation import Arguments, Plain, arguments_of, collective_text, history, name_of, plain_program, whole
-from colofunc.compiler.replica_differences import differing, judged
 from colofunc.compiler.tolerance import Allowed, Reference
-from colofunc.compiler.value_map import Seen, looked_at, program_tap
 from colofunc.executors.copies import COPIER
+from colofunc.executors.source import Tap, Writer
 from colofunc.executors.tap import Lanes, everyones, values_tap
+from colofunc.mesh import Mesh
 from colofunc.ops import canonical
 from colofunc.ops.debug import quiet
-from colofunc.program.ir import Node
+from colofunc.program.closeness import apart, scaled_difference
+from colofunc.program.facts import written
+from colofunc.program.ir import Node, Program, Value
 from colofunc.program.text import columns
 from colofunc.program.tracing.tree import flatten, unflatten
+from colofunc.spec.layout import Layout, make_layout
+from colofunc.spec.parts import join
 
 if TYPE_CHECKING:
     from colofunc.compiler.lowered import Lowered
@@ -187,7 +193,7 @@ class _Look:
         """All values agree: so must those of the program that really runs."""
         low = self.low
         self.reference = Reference(low.global_program, inputs, looked_at(low.program, low.global_program), self.allowed.ran)
-        tap = program_tap(low.program, low.global_program, self.ran_value)
+        tap = program_tap(low.global_program, self.ran_value)
         arguments.backend.observe(low.program, low.mesh, tap)(arguments.copies(range(len(arguments.shards))))
 
     def ran_value(self, seen: Seen, lanes: Lanes) -> None:
@@ -195,9 +201,9 @@ class _Look:
         value, mesh = seen.value, self.low.mesh
         assert value.of is not None and value.layout is not None, "only copies of global values are looked at"
         whole = self.reference.take(value.of)
-        (expected, layout), allowed = seen.part(whole, mesh), self.allowed.of(value.of, whole)
+        (expected, layout), allowed = seen.part(whole), self.allowed.of(value.of, whole)
         if isinstance(allowed, torch.Tensor):
-            allowed, _ = seen.part(allowed, mesh)
+            allowed, _ = seen.part(allowed)
         worst, ranks = differing(everyones(lanes, mesh.size), layout, mesh, expected, allowed)
         self.values, self.ran = self.values + 1, self.ran + 1
         if not ranks:
@@ -236,3 +242,151 @@ class _Look:
                 made.append(order.get(id(self.makers.get(owner)), -1))
         self.found = [found for _, found in sorted(zip(made, self.found, strict=True), key=lambda pair: pair[0])]
 
+
+# ---- the program that runs, value by value ----
+# Problem: behind the lowering come passes (microbatches, order, chunks, buckets, fusion, updates in place), and a mistake in one of
+# them shows at the end only. Idea: a local value remembers which global one it is a copy of (`Value.of`), through every pass
+# that keeps it; where it still has a layout it can be compared. In a loop over microbatches the layout has the time axis as
+# well, so that a trip's value is the part of the whole at that index:
+#
+#     (dp time a) b, trip 1        ->        the rows of microbatch 1, lying as (dp a) b
+#
+# Not comparable are values inside of fused operators and buckets, and sums over microbatches before they are complete.
+
+
+@attrs.frozen(eq=False)
+class Seen:
+    """One comparable value of the program that runs, in one trip of the loops around it."""
+
+    value: Value
+    node: Node
+    trips: tuple[tuple[str, int, int], ...]  # per loop, outermost first: axis, trip, of how many
+
+    def part(self, x: torch.Tensor) -> tuple[torch.Tensor, Layout]:
+        """(what this trip has of the whole value, how that lies on the mesh)."""
+        layout, at = self.value.layout, {axis: trip for axis, trip, _ in self.trips}
+        assert layout is not None, "only values with layouts are looked at"
+        if not at.keys() & set(layout.axes):
+            return x, layout
+        atoms = [atom for dim in layout.dims for atom in dim]
+        cut = x.reshape([size for size, _ in atoms])[tuple(at[a] if a in at else slice(None) for _, a in atoms)]
+        dims = tuple(tuple((size, a) for size, a in dim if a not in at) for dim in layout.dims)
+        shape = tuple(prod(size for size, _ in dim) for dim in dims)
+        return cut.reshape(shape), make_layout(dims, shape, layout.pending, layout.tier, layout.scheme, layout.at)
+
+
+CLONE = "aten.clone.default"
+Look = Callable[[Seen, Lanes], None]
+
+
+def program_tap(whole: Program, look: Look) -> Tap:
+    """A tap that hands every comparable value of the program that runs to `look`. `whole`: the global program."""
+
+    def tap(writer: Writer, index: int, node: Node) -> None:
+        axes = [(loop.axis, loop.trips) for loop, _ in writer.loops]
+        counters = "".join(f"{counter}, " for _, counter in writer.loops)
+        for value in comparable(node, writer.program, whole, [axis for axis, _ in axes]):
+            writer.settle([name for lane in range(writer.lanes) for name in writer.on_host([value.id], lane)], [])
+            seen = partial(_told, look, value, node, tuple(axes))
+            writer.line(f"{writer.bind(seen, 'look')}(({counters}), ({', '.join(writer.everywhere(value.id))},))")
+
+    return tap
+
+
+def _told(look: Look, value: Value, node: Node, axes: tuple[tuple[str, int], ...], trips: tuple[int, ...], lanes: Lanes) -> None:
+    look(Seen(value, node, tuple((axis, trip, n) for (axis, n), trip in zip(axes, trips, strict=True))), lanes)
+
+
+def comparable(node: Node, program: Program, whole: Program, times: list[str]) -> Iterator[Value]:
+    """What is a copy of a global value, as its layout says, when a node has run: its results, and what it has written to a copy."""
+    ids = [o for o in node.results if not _is_written_later(o, program, whole)]
+    ids += [i for i in written(node) if _is_written_later(i, program, whole)]
+    for value in map(program.value, ids):
+        layout = value.layout
+        if value.of is None or layout is None or layout.shape != whole.values[value.of].shape:
+            continue
+        if any(axis in times for axis, _ in layout.pending) or (times and (layout.is_padded or 0 in layout.shape)):
+            continue
+        if layout.local_shape == value.shape:
+            yield value
+
+
+def _is_written_later(id: int, program: Program, whole: Program) -> bool:
+    """Whether a value is a copy of what an update reads until that has been written into it: then it is what the update makes."""
+    maker, of = program.makers.get(id), program.values[id].of
+    if maker is None or of is None or maker.target != CLONE:
+        return False
+    theirs = whole.makers.get(of)
+    return theirs is not None and theirs.target != CLONE
+
+
+def looked_at(program: Program, whole: Program, times: Mapping[str, int] | None = None) -> Counter[int]:
+    """Global value -> how often `program_tap` will ask for it."""
+    times = times or {}
+    found: Counter[int] = Counter()
+    for node in program.nodes:
+        if node.loop is not None:
+            found += looked_at(node.loop.body, whole, {**times, node.loop.axis: node.loop.trips})
+        for value in comparable(node, program, whole, list(times)):
+            assert value.of is not None, "comparable values are copies"
+            found[value.of] += prod(times.values())
+    return found
+
+
+# ---- copies that differ ----
+# Problem: a value lies in parts, some of them several times, and one wrong copy is enough to spoil a step. Idea: the ranks
+# that hold one whole tensor between them are joined and compared; what is pending is reduced first.
+#
+#     worst, ranks = differing(shards, layout, mesh, expected, 1e-10)      # ranks: those of the copies that are off
+#
+# What a copy may be off by is a share of max(1, max|expected|), or an absolute difference for each element.
+
+
+def differing(
+    shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, expected: torch.Tensor, allowed: float | torch.Tensor
+) -> tuple[float, tuple[int, ...]]:
+    """(largest scaled difference, ranks of the copies that are further off than `allowed`; () if all are within)."""
+    worst = 0.0
+    wrong: list[int] = []
+    seen: dict[tuple[int, ...], tuple[float, bool]] = {}
+    for ranks, order in copies_of(layout, mesh):
+        mine = [shards[r] for r in order]
+        key = tuple(id(x) for x in mine)
+        if key not in seen:
+            seen[key] = judged(join(mine, layout, mesh).cpu(), expected, allowed)
+        worst = max(worst, seen[key][0])
+        if not seen[key][1]:
+            wrong += ranks
+    return worst, tuple(sorted(wrong))
+
+
+def judged(a: torch.Tensor, b: torch.Tensor, allowed: float | torch.Tensor) -> tuple[float, bool]:
+    """(scaled difference, whether it is allowed)."""
+    far = distance(a, b)
+    if isinstance(allowed, float | int):
+        return far, far <= allowed
+    return far, math.isfinite(far) and bool((apart(a, b) <= allowed)[torch.isfinite(b)].all())
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    if b.dtype.is_floating_point or b.dtype.is_complex:
+        return scaled_difference(a.to(b.dtype), b)
+    return float((a != b).sum())
+
+
+@lru_cache(maxsize=1 << 12)
+def copies_of(layout: Layout, mesh: Mesh) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """The whole tensors that a layout holds: (ranks that hold one, per rank: whose part stands for its own)."""
+    tied = {*layout.axes, *(a for a, _ in layout.pending)}
+    free: dict[str, Sequence[int]] = {a: range(mesh.axis_size(a)) for a in mesh.axis_names if a not in tied}
+    if layout.at is not None:
+        free[layout.at[0]] = layout.at[1]
+    return tuple(_copies(free, mesh))
+
+
+def _copies(free: Mapping[str, Sequence[int]], mesh: Mesh) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    everyone = range(mesh.size)
+    for index in product(*free.values()):
+        here = dict(zip(free, index, strict=True))
+        members = tuple(r for r in everyone if all(mesh.coordinates(r)[a] == i for a, i in here.items()))
+        yield members, tuple(mesh.rank_at({**mesh.coordinates(r), **here}) for r in everyone)

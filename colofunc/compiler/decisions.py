@@ -34,7 +34,6 @@ SLACK = 0.1
 class Decided:
     """Parallel to the program: a choice per node, layouts of inputs (by id) and outputs (by position)."""
 
-    assignment: Assignment | None  # None: from a plan, without a search
     choices: tuple[Choice, ...]
     input_layouts: Mapping[int, Layout]
     output_layouts: tuple[Layout, ...]
@@ -270,4 +269,4 @@ def decide(
         call, _ = call_of(node, program.values)
         choices.append(Choice(strategy, candidates.rule(call)))
     plan = make_plan(program, mesh, found, candidates.rule_of, named, constraints, budget_bytes)
-    return Decided(found, tuple(choices), found.inputs, found.outputs, plan, found.regather)
+    return Decided(tuple(choices), found.inputs, found.outputs, plan, found.regather)

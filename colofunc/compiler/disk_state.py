@@ -22,8 +22,8 @@ from colofunc.executors.backend import Backend
 from colofunc.executors.disk.tensors import OnDisk, Room, in_memory
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
-from colofunc.program.lazy import part_key
 from colofunc.spec.layout import Layout
+from colofunc.spec.parts import part_key, shared_parts
 
 
 class Shelves:
@@ -45,23 +45,19 @@ class Shelves:
         new = [(leaf, layout) for leaf, layout, copy in every if layout.tier == "disk" and (copy or not _is_there(leaf))]
         if any(directory is True or not isinstance(leaf, DTensor) for leaf, _ in new):
             named(directory)
-        sizes = [_part_bytes(leaf, layout) for leaf, layout in new for _ in range(len(self._keys(layout)))]
+        sizes = [_part_bytes(leaf, layout) for leaf, layout in new for _ in self._distinct(layout)]
         self._room = None if directory is None or not new else Room(named(directory), sizes, self._ranks[0], once)
 
-    def _keys(self, layout: Layout) -> dict[tuple[int, ...], int]:
-        """The distinct parts of the ranks in this process: a rank that has each."""
-        return {part_key(layout, self._mesh, rank): rank for rank in reversed(self._ranks)}
+    def _distinct(self, layout: Layout) -> set[tuple[int, ...]]:
+        """The distinct parts of the ranks in this process."""
+        return {part_key(layout, self._mesh, rank) for rank in self._ranks}
 
     def keep(self, parts: list[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
         """The parts, on disk where their layout says so and a directory is named."""
         if self._room is None or layout.tier != "disk" or all(map(_has_place, parts)):
             return parts
-        done: dict[tuple[int, ...], torch.Tensor] = {}
-        for rank, part in zip(self._ranks, parts, strict=True):
-            key = part_key(layout, self._mesh, rank)
-            if key not in done:
-                done[key] = self._room.keep(in_memory(part))
-        return [done[part_key(layout, self._mesh, rank)] for rank in self._ranks]
+        room, of_rank = self._room, dict(zip(self._ranks, parts, strict=True))
+        return shared_parts(layout, self._mesh, self._ranks, lambda rank: room.keep(in_memory(of_rank[rank])))
 
     def commit(self) -> None:
         """What was kept counts from now on, whatever happens to the step."""

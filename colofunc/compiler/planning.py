@@ -27,8 +27,7 @@ from colofunc.compiler.completion import Completion, ways_of
 from colofunc.compiler.decisions import Candidates, Decided, assigned
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.passes import REWRITES, Pass, Stages, run_passes
-from colofunc.compiler.plan_cache import decided_by, key_of, remembered
-from colofunc.compiler.plan_reuse import nearest
+from colofunc.compiler.plan_cache import decided_by, key_of, nearest, remembered
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.transform import Build, Hook, Lies, Move, Rewrite, Transform, through
 from colofunc.compiler.user_constraints import pin, wanted, wished_axes, without_places, without_tiers

@@ -23,7 +23,7 @@ from colofunc.compiler.decisions import Decided
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.machine import as_measured
 from colofunc.compiler.passes import Pass, Stage, Stages, check_interface, left_out, run_passes
-from colofunc.compiler.plan_reuse import is_again
+from colofunc.compiler.plan_cache import is_again
 from colofunc.compiler.planning import Outcome, Placed, Planning, Seen, can_be_left_out, gathered, least_budget_of, rewrites
 from colofunc.compiler.rank_agreement import equal_captured, same, share
 from colofunc.compiler.staged import Staged
@@ -46,7 +46,7 @@ from colofunc.program.passes.kernels import capability_on
 from colofunc.program.passes.narrow_captures import as_read
 from colofunc.program.passes.simplify import simplify
 from colofunc.program.timed import Timed
-from colofunc.program.tracing.lift import lift
+from colofunc.program.tracing.captured import lift
 from colofunc.program.tracing.roles import comes_back, results_of
 from colofunc.program.tracing.trace import Traced, trace
 from colofunc.program.tracing.tree import Tree
@@ -77,7 +77,7 @@ def prepare(
     """Trace, plan and lower for one signature. `leaves`: those that lie somewhere already stay there.
 
     `measured`: a plan whose sharding stands, and how long its operators take: what is kept, copied and made again is decided anew.
-    `before`: what was prepared of this step for other signatures; see `plan_reuse`.
+    `before`: what was prepared of this step for other signatures; see `plan_cache`.
     """
     mesh, sharding = staged.mesh, staged.sharding
     registry = build_registry((*sharding.plugins, *bringing(sharding.plans)))
@@ -128,7 +128,7 @@ def prepare(
         donated=seen.donated,
         executor=staged.executor,
         hidden=seen.hidden,
-        stages_of=partial(_stages, build, seen, planning, plan, None if made is None else attrs.evolve(made[0], assignment=None)),
+        stages_of=partial(_stages, build, seen, planning, plan, None if made is None else made[0]),
     )
     if mesh.size > 1 and mesh.is_main:
         _warn_of_idle_ranks(low)

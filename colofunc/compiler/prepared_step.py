@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from colofunc import compat
-from colofunc.compiler.captured_names import reads_of
 from colofunc.compiler.disk_state import Shelves, named, scratch_sizes, shelves_of_hidden
 from colofunc.compiler.guard import Given, Guard
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.rank_agreement import equal_leaves
 from colofunc.compiler.replica_check import Alike, state_names
+from colofunc.compiler.surroundings import reads_of
 from colofunc.compiler.warmup import Warmup
 from colofunc.dtensor.placed import SHELF, place, side_by_side
 from colofunc.dtensor.roles import LASTING

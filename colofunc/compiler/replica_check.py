@@ -27,9 +27,9 @@ from colofunc.executors.tap import everyones
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
-from colofunc.program.lazy import part_key
 from colofunc.spec.layout import Layout
-from colofunc.spec.parts import unpadded
+from colofunc.spec.parts import part_key
+from colofunc.spec.regions import unpadded
 
 Shards = list[torch.Tensor]
 

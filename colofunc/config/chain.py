@@ -15,29 +15,247 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
 from colofunc.compiler.staged import EXECUTORS, Staged
-from colofunc.config import parallel
-from colofunc.config.options import bind, parameters
-from colofunc.config.parallel import Wanted, check_specs, not_installed, plan_name, read_plan, read_plans
-from colofunc.config.part import Part
-from colofunc.config.policies import with_policies
+from colofunc.config.options import alternatives, bind, parameters
+from colofunc.config.part import Part, checked
 from colofunc.config.source import Node, read
 from colofunc.errors import ColofuncError, InputError, near
 from colofunc.functional.modules import Model
 from colofunc.functional.optimizers import Optimizer
 from colofunc.functional.train import train_step
 from colofunc.mesh import Mesh
+from colofunc.planner.offload.policies import MemoryPolicy
+from colofunc.planner.recompute.policies import Policy, every, save_only
+from colofunc.planner.wishes.wish import NamedPlan
 from colofunc.plugins import Registry, build_registry
+from colofunc.spec.spec import bind as bind_spec
+from colofunc.spec.spec import parse
 from colofunc.transforms.shard import shard
+
+# ---- plans and policies of memory ----
+#     parallel: {tensor: {mode: 2.5d, depth: 1, size: 4}, ring: {axis: cp, size: 2}, "*.norm.weight": "(tp o)"}
+#
+# Problem: which modes there are is for plugins to say, and their axes should not have to be counted twice, in `mesh` and in
+# the plan. Idea: a name is that of an installed plan, its options are the ones of its signature, and `size` is how many
+# ranks its axes have, so that `mesh` need not name them. A plan that takes `size` itself gets it, too, and may say how
+# it divides (`SizedPlan`): a grid of 4 ranks is 2 by 2.
+
+
+# What other frameworks call the same thing.
+PLAN_ALIASES = {
+    "zero_optimization": "zero", "tensor_parallel": "tensor", "expert_parallel": "experts", "sequence_parallel": "sequence",
+    "context_parallel": "sequence",
+}  # fmt: skip
+# One name for several plans: its `mode` is the plan, the first one if it has none.
+FAMILIES = {"sequence": ("ring", "ulysses", "gather_kv")}
+# Modes that have a name before they have an implementation: a better word than "unknown" where one is not installed.
+NAMED = (
+    "precision", "accumulate", "offload", "checkpoint", "quantize", "pipeline", "zero", "tensor", "sequence", "ulysses", "ring",
+    "gather_kv", "experts", "gemini",
+)  # fmt: skip
+
+
+@runtime_checkable
+class SizedPlan(Protocol):
+    """A plan that knows how many ranks each of its axes has; `sizes` is None where nobody has said."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...] | None
+
+
+@attrs.frozen(eq=False)
+class Wanted:
+    """A plan, or globs with specs. `sizes`: axis -> ranks, as far as they were said."""
+
+    plan: Any
+    text: str
+    node: Node
+    globs: Mapping[str, Node] = attrs.field(factory=dict)
+    sizes: Mapping[str, int] = attrs.field(factory=dict)
+
+    def check(self, registry: Registry, mesh: Mesh) -> Wanted:
+        """With specs in place of nodes. Raises ConfigError where the mesh is another than this one asks for."""
+        if self.globs:
+            specs = {glob: _spec(glob, node, registry, mesh) for glob, node in self.globs.items()}
+            return attrs.evolve(self, plan=specs, text=", ".join(f"{glob}: {spec}" for glob, spec in specs.items()))
+        if isinstance(self.plan, NamedPlan):
+            checked(self.node, self.text.split("(")[0], mesh.atoms, self.plan.axes)  # raises on unknown axes
+        for axis, size in self.sizes.items():
+            if axis in mesh and size not in (-1, mesh.axis_size(axis)):
+                at = self.node.entries["size"]
+                raise at.error(f"{self.text} wants {size} ranks on {axis!r}, and {mesh!r} has {mesh.axis_size(axis)}")
+        return self
+
+
+def read_plans(node: Node, registry: Registry) -> Iterator[Wanted]:
+    """The plans under `parallel`, in order: a list, or one mapping."""
+    for item in node.items if node.value is not None else []:
+        if isinstance(item.value, str):
+            item = attrs.evolve(item, value={item.value: attrs.evolve(item, value=None)})
+        globs = {}
+        for key, child in item.entries.items():
+            if child.value is False:
+                continue
+            if plan_name(key, child, registry) is not None:
+                yield read_plan(key, child, registry)
+            elif PLAN_ALIASES.get(key, key) in NAMED:
+                raise not_installed(PLAN_ALIASES.get(key, key), child)
+            else:
+                globs[key] = child
+        if globs:
+            yield Wanted(None, "", item, globs)
+
+
+def plan_name(key: str, node: Node, registry: Registry) -> str | None:
+    """The installed plan that a key means; None where it means none."""
+    name = PLAN_ALIASES.get(key, key)
+    if name in registry.plans:
+        return name
+    if name not in FAMILIES or not set(FAMILIES[name]) & set(registry.plans):
+        return None
+    mode = None
+    if isinstance(node.value, dict):
+        mode = node.value.get("mode")
+    elif isinstance(node.value, str):
+        mode = node
+    if mode is None:
+        return next(plan for plan in FAMILIES[name] if plan in registry.plans)
+    if mode.value not in FAMILIES[name]:
+        raise mode.error(f"{key}: mode is {mode.text()}; allowed: {', '.join(map(repr, FAMILIES[name]))}")
+    if mode.value not in registry.plans:
+        raise not_installed(str(mode.value), mode)
+    return str(mode.value)
+
+
+def read_plan(key: str, node: Node, registry: Registry) -> Wanted:
+    """A plan from a plugin's constructor, and how many ranks it wants."""
+    name = plan_name(key, node, registry)
+    assert name is not None, "asked before"
+    fn, given = registry.plans[name], node
+    allowed = parameters(fn)
+    if name != PLAN_ALIASES.get(key, key):  # one of a family
+        rest = {k: v for k, v in node.value.items() if k != "mode"} if isinstance(node.value, dict) else None
+        given = attrs.evolve(node, value=rest)
+    size = given.value.get("size") if isinstance(given.value, dict) else None
+    if size is not None and (isinstance(size.value, dict | list) or "size" not in allowed):
+        given = attrs.evolve(given, value={k: v for k, v in given.value.items() if k != "size"})
+    part = Part(name, fn, *bind(given, name, allowed), given)
+    plan = part.call()
+    return Wanted(plan, part.text(), node, sizes={} if size is None else _sizes(name, plan, size))
+
+
+def _sizes(name: str, plan: Any, node: Node) -> dict[str, int]:
+    """Axis -> ranks, as `size` says: one number, one per axis in order, or by name."""
+    if not isinstance(plan, NamedPlan):
+        raise node.error(f"{name}: this plan does not say its axes, so `size` has none to speak of; give the sizes under `mesh`")
+    said = node.plain()
+    if not isinstance(said, dict | list) and isinstance(plan, SizedPlan) and plan.sizes is not None:
+        return dict(zip(plan.axes, plan.sizes, strict=True))
+    if isinstance(said, dict):
+        named, count = said, len(said)
+    else:
+        sizes = said if isinstance(said, list) else [said]
+        named, count = dict(zip(plan.axes, sizes)), len(sizes)
+    if set(named) != set(plan.axes) or count != len(plan.axes):
+        axes, example = ", ".join(map(repr, plan.axes)), ", ".join(f"{axis}: ..." for axis in plan.axes)
+        raise node.error(f"{name}: size is {said!r}, and the plan has the axes {axes}; write size: {{{example}}}")
+    for size in named.values():
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise node.error(f"{name}: size is {size!r}; allowed: a whole number of ranks, at least 1 (-1 under torchrun: what is left)")
+    return named
+
+
+def not_installed(name: str, node: Node) -> ColofuncError:
+    return node.error(f"{name!r} is not installed: neither colofunc nor a plugin brings it. Try: a plugin that does, or drop the key")
+
+
+# ---- specs ----
+
+
+def _spec(glob: str, node: Node, registry: Registry, mesh: Mesh) -> str:
+    """The spec or strategy that a glob is given; `{tp: o}` may stand without quotes."""
+    value = node.plain()
+    if isinstance(value, dict) and value and all(isinstance(v, str) for v in value.values()):
+        value = "{" + ", ".join(f"{axis}: {factor}" for axis, factor in value.items()) + "}"
+    if isinstance(value, str):
+        axes = re.findall(r"(\w+)\s*:", value) if value.lstrip().startswith("{") else None
+        fits, args = (fits_mesh, (value, mesh)) if axes is None else (mesh.atoms, (tuple(axes),))
+        checked(node, f"parallel: {glob!r}", fits, *args)
+        return value
+    raise node.error(
+        f"parallel: {glob!r} is no plan that is installed{near(glob, (*registry.plans, *NAMED), 'plans')}; parameters of "
+        f"that name take a spec such as '(tp o) i', not {value!r}"
+    )
+
+
+def fits_mesh(text: str, mesh: Mesh) -> None:
+    """Raises SpecError where a spec names axes that the mesh has not: bound to a tensor that its groups divide."""
+    groups = [dim for dim in parse(text).dims if dim is not None]
+    bind_spec(text, mesh, [prod(f.size or (mesh.axis_size(f.name) if f.name in mesh else 1) for f in dim) for dim in groups])
+
+
+def check_specs(node: Node, name: str, mesh: Mesh) -> None:
+    """A tree of specs, as `in_specs` and `out_specs` are."""
+    if isinstance(node.value, dict | list):
+        for child in node.value.values() if isinstance(node.value, dict) else node.value:
+            check_specs(child, name, mesh)
+    elif isinstance(node.value, str):
+        checked(node, name, fits_mesh, node.value, mesh)
+    elif node.value is not None:
+        raise node.error(f"{name}: {node.text()} is no spec; allowed: '(dp b) ...' and its like, null for automatic, lists and mappings")
+
+
+# ---- policies of memory ----
+#     offload:
+#       budget: 6GiB
+#       policy: {gemini: {placement: auto, warmup: 2}}        # as `policy: gemini`, with options of its constructor
+#     checkpoint:
+#       policy: {save_only: ["*.attn", "*.mlp"]}              # cf.save_only("*.attn", "*.mlp"); {every: 2} is cf.every(2)
+#
+# Problem: a policy is a record with a function in it, which no file can say. Idea: as with plans, the name is that of a
+# constructor, of a plugin or of ours, and its options are the ones of the constructor's signature.
+
+
+def with_policies(node: Node, allowed: Mapping[str, inspect.Parameter], registry: Registry) -> Node:
+    """The options of a transform, with the policies in them made. Raises ConfigError with the line of what is refused."""
+    if not isinstance(node.value, dict):
+        return node
+    known: dict[type, Mapping[str, Any]] = {
+        MemoryPolicy: registry.memory_policies,
+        Policy: {"save_only": save_only, "every": every},
+    }
+    options = dict(node.value)
+    for key, child in node.value.items():
+        for kind, constructors in known.items():
+            if key in allowed and kind in alternatives(allowed[key].annotation):
+                options[key] = _made(child, constructors)
+    return attrs.evolve(node, value=options)
+
+
+def _made(node: Node, constructors: Mapping[str, Any]) -> Node:
+    """The node of a policy with its options as one of the policy itself; any other as it is."""
+    if not isinstance(node.value, dict) or len(node.value) != 1:
+        return node
+    name, options = next(iter(node.value.items()))
+    constructor = constructors.get(name)
+    if constructor is None:
+        return node
+    if isinstance(constructor, MemoryPolicy):
+        raise options.error(f"policy {name!r} takes no options; write policy: {name}")
+    args, named = bind(options, name, parameters(constructor))
+    return attrs.evolve(node, value=Part(name, constructor, args, named, options).call())
+
 
 OWN_KEYS = ("mesh", "parallel", "shard", "clip", "executor")
 # What other frameworks call the same thing.
-ALIASES = parallel.ALIASES | {
+ALIASES = PLAN_ALIASES | {
     "gradient_clipping": "clip", "max_grad_norm": "clip", "gradient_clip_val": "clip", "gradient_accumulation_steps": "accumulate",
     "mixed_precision": "precision", "activation_checkpointing": "checkpoint", "activation_checkpoint": "checkpoint",
 }  # fmt: skip
@@ -155,9 +373,9 @@ def _without_aliases(root: Node) -> dict[str, Node]:
 
 
 def _unknown(key: str, node: Node, names: Sequence[str]) -> ColofuncError:
-    if key in parallel.NAMED:
+    if key in NAMED:
         return not_installed(key, node)
-    close = near(key, (*names, *parallel.NAMED, *ALIASES))
+    close = near(key, (*names, *NAMED, *ALIASES))
     return node.error(f"unknown key {key!r}{close if close.startswith('; did') else near(key, names, 'keys')}")
 
 

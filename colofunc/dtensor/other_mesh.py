@@ -20,8 +20,7 @@ from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
 from colofunc.program.lazy import Box
 from colofunc.spec.layout import Layout, replicated
-from colofunc.spec.parts import part
-from colofunc.spec.regions import Region, region_of
+from colofunc.spec.parts import part, shared_parts
 from colofunc.spec.transfer import Piece, Transfer
 
 
@@ -45,8 +44,12 @@ def parts_on(x: Laid, target: Layout, other: Mesh) -> Shards:
     if target.pending or (len(mine) < x.mesh.size and wanted != mine):
         whole = convert_shards(parts, source, replicated(source.shape), x.mesh, x._backend, "a change of mesh")[0]
         made = [part(whole, target, other, rank).clone() for rank in wanted]
-    elif len(mine) == x.mesh.size:
-        made = _within(plan, parts, wanted)
+    elif len(mine) == x.mesh.size:  # all ranks that there were are in this process
+
+        def value(piece: Piece[int]) -> torch.Tensor:
+            return plan.taken(parts[piece.source], piece)
+
+        made = shared_parts(target, other, wanted, lambda rank: plan.made(rank, value, parts[0]))
     else:
         made = [_exchanged(plan, parts[0], mine[0], x._backend)]
     return settled(made, target, other)
@@ -72,29 +75,15 @@ class FromOtherMesh:
         return parts_on(self.tensor, layout, mesh)
 
 
-def _within(plan: Transfer, parts: Shards, wanted: tuple[int, ...]) -> Shards:
-    """All ranks that there were are in this process. Ranks that are to hold the same share it."""
-    made: dict[Region | None, torch.Tensor] = {}
-    out = Shards()
-    for rank in wanted:
-        pieces = plan.received(rank)
-        key = region_of(plan.target, plan.other, rank) if pieces else None
-        if key not in made:
-            made[key] = plan.made(rank, pieces, lambda piece: plan.taken(parts[piece.source], piece), parts[0])
-        out.append(made[key])
-    return out
-
-
 def _exchanged(plan: Transfer, mine: torch.Tensor, rank: int, backend: Backend) -> torch.Tensor:
     """This process is one rank of both meshes."""
     mine = to_compute([mine], device_of(plan.mesh))[0]
-    pieces = plan.received(rank)
-    sent = {piece.target: plan.taken(mine, piece).contiguous() for piece in plan.sent(rank)}
-    received = {piece.source: mine.new_empty(piece.shape) for piece in pieces if piece.source != rank}
+    sent = {target: plan.taken(mine, piece).contiguous() for target, piece in plan.sent(rank).items()}
+    received = {piece.source: mine.new_empty(piece.shape) for piece in plan.received(rank) if piece.source != rank}
     what = f"a change of mesh of a DTensor {plan.source.shape} {plan.source.text()!r}"
     backend.exchange(what, sent, received)
 
-    def value(piece: Piece) -> torch.Tensor:
+    def value(piece: Piece[int]) -> torch.Tensor:
         return plan.taken(mine, piece) if piece.source == rank else received[piece.source]
 
-    return plan.made(rank, pieces, value, mine)
+    return plan.made(rank, value, mine)

@@ -30,9 +30,9 @@ from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
 from colofunc.ops.flat import are_adjacent, together
 from colofunc.ops.plain import refuse_unlike
-from colofunc.program.lazy import LazyTensor, make_parts, part_key
+from colofunc.program.lazy import LazyTensor, make_parts
 from colofunc.spec.layout import Layout
-from colofunc.spec.parts import part
+from colofunc.spec.parts import part, shared_parts
 
 Shards = list[torch.Tensor]
 ToDisk = Callable[[Shards, Layout], Shards]
@@ -100,13 +100,12 @@ def _placed(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy:
     plain = x.detach().resolve_conj().resolve_neg()
     if mesh.size == 1 and not layout.is_padded and layout.local_shape == layout.shape and not layout.pending:
         return [plain.clone() if copy or not plain.is_contiguous() else plain]
-    done: dict[tuple[int, ...], torch.Tensor] = {}
-    for rank in backend.ranks(mesh):
-        key = part_key(layout, mesh, rank)
-        if key not in done:
-            piece = part(plain, layout, mesh, rank)
-            done[key] = piece.clone() if copy or not piece.is_contiguous() else piece
-    return [done[part_key(layout, mesh, rank)] for rank in backend.ranks(mesh)]
+
+    def made(rank: int) -> torch.Tensor:
+        piece = part(plain, layout, mesh, rank)
+        return piece.clone() if copy or not piece.is_contiguous() else piece
+
+    return shared_parts(layout, mesh, backend.ranks(mesh), made)
 
 
 def side_by_side(inputs: Sequence[Shards], buffers: Sequence[Sequence[int]]) -> list[Shards]:

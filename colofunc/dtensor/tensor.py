@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from colofunc import compat
-from colofunc.dtensor import eager_functions
 from colofunc.dtensor.eager import convert_shards, settled
-from colofunc.dtensor.eager_dispatch import Held, Origin, dispatch
+from colofunc.dtensor.eager_dispatch import Held, Origin, call_function, dispatch
 from colofunc.dtensor.other_mesh import parts_on
 from colofunc.errors import ConsumedError, InputError, SpecError
 from colofunc.executors.backend import Backend, backend_for
@@ -300,7 +299,7 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = eager_functions.call(DTensor, func, args, kwargs or {})
+        result = call_function(DTensor, func, args, kwargs or {})
         return compat.no_torch_function(func, types, args, kwargs or {}) if result is NotImplemented else result
 
     @classmethod

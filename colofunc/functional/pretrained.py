@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, near
 from colofunc.functional.adapters import Adapter, global_value
-from colofunc.functional.checkpoint import hf, peft_files, peft_read, plainfile
+from colofunc.functional.checkpoint import hf, peft_files, plainfile
 from colofunc.functional.checkpoint.files import dtype_name
 from colofunc.functional.checkpoint.folder import Writing, sync
 from colofunc.functional.checkpoint.index import PLAIN, write_index
@@ -81,19 +81,19 @@ def load_model(
 
 def _found(folder: Path, model: Model, held: Mapping[str, Tensor], strict: bool) -> dict[str, Entry]:
     """What the folder has for the model: weights, or adapters of `cf.lora`, or both where adapters lie beside their base."""
-    if not peft_read.holds_adapters(folder) or hf.is_peft(model.module):
+    if not peft_files.holds_adapters(folder) or hf.is_peft(model.module):
         entries = hf.entries_for(model.module, plainfile.entries(folder))
         return _fitting(model.module, entries, held, str(folder), strict)
     whole = plainfile.holds_whole(folder)
     if not model.adapters and not whole:
-        raise peft_read.without_adapters(folder)
+        raise peft_files.without_adapters(folder)
     found: dict[str, Entry] = {}
     if whole:
         own = {name for adapter in model.adapters for name in adapter.names}
         entries = hf.entries_for(model.module, plainfile.entries(folder))
         found = _fitting(model.module, entries, {name: x for name, x in held.items() if name not in own}, str(folder), strict)
     if model.adapters:
-        found |= {name: hf.cast(entry, held[name].dtype) for name, entry in peft_read.entries(folder, model.adapters, strict).items()}
+        found |= {name: hf.cast(entry, held[name].dtype) for name, entry in peft_files.entries(folder, model.adapters, strict).items()}
         _check_shapes(found, held, folder)
     return found
 

@@ -2,7 +2,7 @@
 
 One record serves two views. The *global* view comes from the tracer: every value has its global shape and no layout.
 The *local* view is what one rank does: every value also has a `Layout`, its `shape` is the rank's part, and
-collectives and copies are nodes like any other. Both are printed, checked, saved and executed by the same code.
+collectives and copies are nodes like any other. Both are printed, checked and executed by the same code.
 
     Value   one tensor in single assignment: id, shape, dtype, name, role, layout
     Node    one operator call: target name, args in which `Ref(id)` stands for a value, the ids it defines

@@ -30,8 +30,9 @@ from torch.utils import _pytree as pytree
 from colofunc import compat
 from colofunc.errors import InputError, TraceError
 from colofunc.mesh import Mesh
-from colofunc.spec.layout import Layout, is_major
-from colofunc.spec.parts import holds, part
+from colofunc.spec.layout import Layout
+from colofunc.spec.parts import holds, part, shared_parts
+from colofunc.spec.regions import region_of
 
 Box = tuple[slice, ...]
 # Zeros of a tensor with data are lazy from this size on; smaller ones are easier to look at as what they are.
@@ -194,22 +195,20 @@ def make_parts(t: torch.Tensor, layout: Layout, mesh: Mesh, ranks: Sequence[int]
     """
     if isinstance(t, LazyTensor) and isinstance(t.source, PartSource):
         return t.source.parts(layout, mesh)
-    pieces: dict[tuple[int, ...], torch.Tensor] = {}
     whole: torch.Tensor | None = None
-    for rank in ranks:
-        key = part_key(layout, mesh, rank)
-        if key in pieces:
-            continue
-        if key == NOTHING:
-            pieces[key] = torch.empty(0, dtype=t.dtype)
-            continue
+
+    def made(rank: int) -> torch.Tensor:
+        nonlocal whole
+        if not holds(layout.at, mesh, rank):
+            return torch.empty(0, dtype=t.dtype)
         read = None if whole is not None else _read(t, box_of(layout, mesh, rank))
         if read is None:
             whole = make(t) if whole is None else whole
             cut = part(whole, layout, mesh, rank)
             read = cut if cut is whole and whole is not t else cut.clone(memory_format=torch.contiguous_format)
-        pieces[key] = read.contiguous()
-    return [pieces[part_key(layout, mesh, rank)] for rank in ranks]
+        return read.contiguous()
+
+    return shared_parts(layout, mesh, ranks, made)
 
 
 def _read(t: torch.Tensor, box: Box | None) -> torch.Tensor | None:
@@ -219,30 +218,12 @@ def _read(t: torch.Tensor, box: Box | None) -> torch.Tensor | None:
         return t.source.read(box)
 
 
-NOTHING = (-1,)
-"""The key of a part of a value that does not exist on a rank."""
-
-
-def part_key(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Equal for ranks that hold the same part."""
-    if not holds(layout.at, mesh, rank):
-        return NOTHING
-    where = mesh.coordinates(rank)
-    return tuple(where[a] for a in (*layout.axes, *(a for a, _ in layout.pending)))
-
-
 def box_of(layout: Layout, mesh: Mesh, rank: int) -> Box | None:
     """The range of every dim that `rank` holds; None where its part is no box of the whole."""
-    if layout.is_padded or layout.pending or not is_major(layout):
+    if layout.is_padded or layout.pending:
         return None
-    where = mesh.coordinates(rank)
-    box = []
-    for dim, size, local in zip(layout.dims, layout.shape, layout.local_shape, strict=True):
-        index = 0
-        for count, axis in dim:
-            index = index * count + where[axis] if axis is not None else index
-        box.append(slice(index * local, (index + 1) * local) if local < size else slice(0, size))
-    return tuple(box)
+    bounds = [span.bounds for span in region_of(layout, mesh, rank).spans]
+    return None if None in bounds else tuple(slice(*ends) for ends in bounds if ends is not None)
 
 
 def zeros_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

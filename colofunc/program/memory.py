@@ -10,7 +10,7 @@ depends on strides, so each distinct call is run once on tensors without data (`
     print(report)                                                 # what is alive at the peak, and which line made it
 
 Inputs and constants count from beginning to end, because the caller holds them. What an operator holds for itself is counted
-where its kernel says it, on the machine that the plan is made for (`passes.kernels`). `executors.measure` measures the same numbers
+where its kernel says it, on the machine that the plan is made for (`passes.kernels`). `tests/live_bytes.py` measures the same numbers
 on the simulated mesh, but for these. A collective between its start and its wait holds its operand and its result; on real ranks
 (`sent=True`) also a copy of an operand that is not contiguous.
 """

@@ -57,18 +57,28 @@ def part(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor
     return out
 
 
-def unpadded(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    """A rank's part without its padding, which lies behind the elements of each dim; a copy where there is some. x: (local_shape)."""
+NOTHING = (-1,)
+"""The key of a part of a value that does not exist on a rank."""
+
+
+def part_key(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """Equal for ranks that hold the same part."""
     if not holds(layout.at, mesh, rank):
-        return x
-    given = x
+        return NOTHING
     where = mesh.coordinates(rank)
-    for d, (dim, size, padded) in enumerate(zip(layout.dims, layout.shape, layout.padded_shape, strict=True)):
-        if size != padded:
-            index = tuple(slice(None) if axis is None else where[axis] for _, axis in dim)
-            places = torch.arange(padded).reshape([n for n, _ in dim])[index]
-            x = x.narrow(d, 0, int((places < size).sum()))
-    return given if x.shape == given.shape else x.clone(memory_format=torch.contiguous_format)
+    return tuple(where[a] for a in (*layout.axes, *(a for a, _ in layout.pending)))
+
+
+def shared_parts(layout: Layout, mesh: Mesh, ranks: Sequence[int], make: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of some ranks. Each distinct part is made once, for the first rank that holds it, and shared by the others."""
+    done: dict[tuple[int, ...], torch.Tensor] = {}
+    out = []
+    for rank in ranks:
+        key = part_key(layout, mesh, rank)
+        if key not in done:
+            done[key] = make(rank)
+        out.append(done[key])
+    return out
 
 
 def parts(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:

@@ -166,7 +166,9 @@ def common(a: Region, b: Region) -> tuple[tuple[Pick, ...], tuple[Pick, ...]] | 
 
 def unpadded(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
     """The elements of `region_of` in a rank's part; a view where they are evenly spaced."""
-    return x if not layout.is_padded else take(x, positions(layout, mesh, rank))
+    if not layout.is_padded or not holds(layout.at, mesh, rank):
+        return x
+    return take(x, positions(layout, mesh, rank))
 
 
 def padded(value: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:

@@ -9,12 +9,15 @@ and each of them comes from one rank that holds it: the same rank if it can, whi
     plan = Transfer(source, mesh, target, other)
     plan.received(rank)        # the pieces that rank's part in `target` is made of
     plan.sent(rank)            # the pieces of its part in `source` that other ranks want
+
+What lies in files is brought to a mesh in the same way: there a piece comes from a stored region (`pieces_of`, `assembled`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from typing import Generic, TypeVar
 
 import attrs
 import torch
@@ -24,19 +27,42 @@ from colofunc.spec.layout import Layout
 from colofunc.spec.parts import holds
 from colofunc.spec.regions import Pick, Region, carrier, common, count, owners, padded, put, region_of, take, unpadded
 
+Source = TypeVar("Source")
+
 
 @attrs.frozen(eq=False)
-class Piece:
-    """Elements that one rank has and another wants: where they lie in the region of each."""
+class Piece(Generic[Source]):
+    """Elements that a source has and a part wants: where they lie in the region of each. `source`: a rank, or what is stored."""
 
-    source: int
-    target: int
+    source: Source
     there: tuple[Pick, ...]
     here: tuple[Pick, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(count(pick) for pick in self.here)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether it lies in the part as one box."""
+        return all(isinstance(pick, slice) and pick.step == 1 for pick in self.here)
+
+
+def pieces_of(wanted: Region, sources: Iterable[tuple[Region, Source]]) -> list[Piece[Source]]:
+    """The pieces that a region is made of, in the order of the sources, which overlap nowhere."""
+    found = []
+    for region, source in sources:
+        picks = common(region, wanted)
+        if picks is not None:
+            found.append(Piece(source, *picks))
+    return found
+
+
+def assembled(out: torch.Tensor, pieces: Iterable[Piece[Source]], value: Callable[[Piece[Source]], torch.Tensor]) -> torch.Tensor:
+    """`out` with the value of every piece written into it, one after another: beside it, memory holds one piece at a time."""
+    for piece in pieces:
+        put(carrier(out), piece.here, carrier(value(piece).contiguous()))
+    return out
 
 
 @attrs.frozen(eq=False)
@@ -52,50 +78,37 @@ class Transfer:
     def _owners(self) -> dict[Region, list[int]]:
         return owners(self.source, self.mesh)
 
-    def received(self, rank: int) -> list[Piece]:
+    def received(self, rank: int) -> list[Piece[int]]:
         """The pieces of a rank's new part, by who sends them."""
-        found, wanted = list[Piece](), self._wanted(rank)
-        if wanted is None:
-            return found
-        for region, ranks in self._owners.items():
-            picks = common(region, wanted)
-            if picks is not None:
-                found.append(Piece(_sender(ranks, rank), rank, *picks))
-        return sorted(found, key=lambda piece: piece.source)
-
-    def sent(self, rank: int) -> list[Piece]:
-        """The pieces of a rank's old part that other ranks get from it, by who gets them."""
-        if not holds(self.source.at, self.mesh, rank):
+        if not holds(self.target.at, self.other, rank):
             return []
-        mine, found = region_of(self.source, self.mesh, rank), list[Piece]()
+        senders = ((region, _sender(ranks, rank)) for region, ranks in self._owners.items())
+        return sorted(pieces_of(region_of(self.target, self.other, rank), senders), key=lambda piece: piece.source)
+
+    def sent(self, rank: int) -> dict[int, Piece[int]]:
+        """The pieces of a rank's old part that other ranks get from it, by who gets them."""
+        found: dict[int, Piece[int]] = {}
+        if not holds(self.source.at, self.mesh, rank):
+            return found
+        mine = region_of(self.source, self.mesh, rank)
+        holders = self._owners.get(mine, [rank])
         for target in range(self.other.size):
-            wanted = self._wanted(target)
-            if target == rank or wanted is None or _sender(self._owners.get(mine, [rank]), target) != rank:
+            if target == rank or _sender(holders, target) != rank or not holds(self.target.at, self.other, target):
                 continue
-            picks = common(mine, wanted)
-            if picks is not None:
-                found.append(Piece(rank, target, *picks))
+            for piece in pieces_of(region_of(self.target, self.other, target), [(mine, rank)]):
+                found[target] = piece
         return found
 
-    def taken(self, part: torch.Tensor, piece: Piece) -> torch.Tensor:
+    def taken(self, part: torch.Tensor, piece: Piece[int]) -> torch.Tensor:
         """A piece out of its sender's part; a view where it can be."""
         return take(unpadded(part, self.source, self.mesh, piece.source), piece.there)
 
-    def made(self, rank: int, pieces: Sequence[Piece], value: Callable[[Piece], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    def made(self, rank: int, value: Callable[[Piece[int]], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """A rank's new part, in memory of its own. `value`: what a piece holds; `like`: dtype and device."""
         if not holds(self.target.at, self.other, rank):
             return like.new_empty(0)
         out = like.new_empty(region_of(self.target, self.other, rank).shape)
-        for piece in pieces:
-            put(carrier(out), piece.here, carrier(value(piece).contiguous()))
-        return padded(out, self.target, self.other, rank)
-
-    def _wanted(self, rank: int) -> Region | None:
-        """What a rank is to hold; None where that is nothing."""
-        if not holds(self.target.at, self.other, rank):
-            return None
-        region = region_of(self.target, self.other, rank)
-        return region if region.numel else None
+        return padded(assembled(out, self.received(rank), value), self.target, self.other, rank)
 
 
 def _sender(ranks: Sequence[int], target: int) -> int:

@@ -11,21 +11,27 @@ leaf that is an integer must be equal.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import attrs
 import torch
 
 from colofunc.compiler.lowered import Lowered
+from colofunc.compiler.observation import arguments_of
 from colofunc.compiler.staged import Staged
+from colofunc.compiler.tolerance import Allowed, Reference
 from colofunc.errors import CheckError, InputError
 from colofunc.ops import canonical
+from colofunc.ops.dtypes import Policy
+from colofunc.ops.updates import UPDATES
+from colofunc.program.ir import Program, Ref
+from colofunc.program.tracing.kept import join_kept, state_of
 from colofunc.program.tracing.tree import map_tensors, walk_keys
-from colofunc.testing.bounds import Bounds
-from colofunc.testing.overflow import comparable, policy_of
 from colofunc.testing.trees import NARROW, compare, plain_copy
+from colofunc.transforms.precision import KEY, next_scale, split_scale
 
 FIRST_SEED = 1234
 
@@ -126,3 +132,126 @@ def _type(x: Any) -> Any:
 
 
 __all__ = ["CheckError", "Checked", "check", "run_reference", "seeded"]
+
+
+# ---- steps that one side skips ----
+# Problem: a float16 gradient is finite up to 65504. The mesh adds the parts of its ranks in float32 (`Policy.reduce`), so it takes a
+# step whose sum one device cannot hold; parts that cancel may overflow where their sum does not. Neither is a mistake, and the two
+# states have nothing in common. Idea: a loss scale changes nothing but what overflows and underflows. Parts that are finite on
+# R ranks have a sum of at most R times 65504, so with 1/(2R) of the scale one device takes the step as well, and what the mesh
+# made of it is compared with that. Where the mesh skips, its state has to be the old one to the last bit, and the step of both
+# is compared with the smaller scale.
+#
+#     one device: 2 x 50272 = inf, skipped      mesh: 50272 + 50272 in float32, taken      one device at a quarter: 25136, taken
+
+
+Run = Callable[[Any], Any]  # a step of a plain state
+Pair = tuple[Any, Any, Any]  # what the mesh gave, what is expected, the state that this began with
+
+
+def policy_of(step: Staged) -> Policy | None:
+    """The policy of a step that has a loss scale, None for other steps."""
+    precision = step.transform("precision")
+    policy: Policy | None = precision.options["policy"] if precision is not None else None
+    return policy if policy is not None and policy.scales is not None else None
+
+
+def comparable(policy: Policy, state: Any, got: Any, expected: Any, ranks: int, mesh_run: Run, device_run: Run, where: str) -> Pair:
+    """`got`, `expected` and `state` where both took the step or both skipped it, else as the module says.
+
+    state: plain, with its loss scale; mesh_run and device_run: a step of such a state. Raises CheckError where the mesh returns
+    another state than the one of a step that it skipped, or where the two decide differently with the smaller scale too.
+    """
+    if not _returns(expected, state) or _taken(got) == _taken(expected):
+        return got, expected, state
+    record, bare = split_scale(state)
+    small = record["scale"] / 2 ** (ranks.bit_length() + 1)
+    smaller = join_kept(bare, KEY, {**record, "scale": small})
+    expected = device_run(smaller)
+    if _taken(got):
+        mesh_took = got
+    else:
+        skipped = join_kept(bare, KEY, next_scale(policy, record, torch.tensor(False)))
+        compare(state_of(got)[0], skipped, f"{where}the state of a step that was skipped", tolerance=0.0)
+        mesh_took = mesh_run(smaller)
+    if not (_taken(mesh_took) and _taken(expected)):
+        raise CheckError(
+            f"{where}one device and the mesh do not skip the same steps, with a loss scale of {float(record['scale']):g} nor with "
+            f"{float(small):g}\nTry: step.lower(...).check_finite(...), which names the operator that overflows"
+        )
+    if mesh_took is not got:
+        return mesh_took, expected, smaller
+    # What the mesh took with the scale as it was: the numbers are those of the smaller one, the record is not.
+    new, back = state_of(expected)
+    after = next_scale(policy, record, torch.tensor(True))
+    return got, back(join_kept(split_scale(new)[1], KEY, after)), smaller
+
+
+def _returns(out: Any, state: Any) -> bool:
+    """Whether a step returned a state with its loss scale."""
+    return [keys for keys, _ in walk_keys(state_of(out)[0])] == [keys for keys, _ in walk_keys(state)]
+
+
+def _taken(out: Any) -> bool:
+    """Whether a step was taken, from the loss scale in what it returned."""
+    return int(split_scale(state_of(out)[0])[0]["skipped"]) == 0
+
+
+# ---- bounds of one call ----
+# A bound per dtype is false in both directions: half of a small gradient is within 0.02 of nothing, and Adam moves a weight by its
+# whole rate, this way or that, where only rounding is left of a gradient. See `compiler/tolerance.py`. It costs one more run of the
+# step on one device (three where there are half precisions), so it is worked out when somebody asks.
+
+
+class Bounds:
+    """Of the outputs of one call. args: plain values; seed: torch's, with which the call draws its random numbers.
+
+    where: what a name begins with in an error. goes_on: output 0 is the next argument 0, so that it has the names of that.
+    """
+
+    def __init__(self, low: Lowered, args: tuple[Any, ...], seed: int, where: str = "", goes_on: bool = False) -> None:
+        self._low = low
+        self._where = where
+        self._goes_on = goes_on
+        self._args = args
+        self._seed = seed
+
+    def of(self, position: int, expected: torch.Tensor) -> float | torch.Tensor | None:
+        """As a share of max(1, max|expected|), or for every element; None where the step has no such output."""
+        outputs = self._low.global_program.outputs
+        if position >= len(outputs):
+            return None
+        return self._allowed.of(outputs[position], expected)
+
+    def name(self, position: int) -> str | None:
+        """What the plan calls an output: that of a state by the name of the argument that it comes back as."""
+        traced = self._low.traced
+        if position >= len(traced.out_names):
+            return None
+        first = traced.in_tree.children[0].children[0]
+        if self._goes_on and position < len(first.names()):
+            return f"{self._where}{traced.names[position]}"
+        return f"{self._where}{traced.out_names[position]}"
+
+    @cached_property
+    def _allowed(self) -> Allowed:
+        program = self._low.global_program
+        torch.manual_seed(self._seed)
+        inputs = arguments_of(self._low, self._args).whole()
+        asked = Counter({*program.outputs, *_gradients(program)})
+        allowed = Allowed(program, inputs, tuple(asked), None)
+        reference = Reference(program, inputs, asked, allowed.ran)
+        with torch.no_grad():
+            for output in program.outputs:
+                reference.value(output)
+        return allowed
+
+
+def _gradients(program: Program) -> list[int]:
+    """What updates read, whose own bounds say how far the update may be off."""
+    found = []
+    for node in program.nodes:
+        place = UPDATES.get(node.target)
+        if place is not None and isinstance(node.args[place], Ref):
+            found.append(node.args[place].id)
+    return found

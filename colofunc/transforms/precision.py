@@ -103,7 +103,7 @@ class _Grow:
             return state
         first = FIRST if self.policy.scales == "dynamic" else float(self.policy.scales)
         zero = torch.zeros((), dtype=torch.int64)
-        return join_scale(bare, {"scale": torch.tensor(first), "good": zero, "skipped": zero.clone()})
+        return join_kept(bare, KEY, {"scale": torch.tensor(first), "good": zero, "skipped": zero.clone()})
 
     def _look(self, record: Any) -> None:
         self.calls += 1
@@ -132,11 +132,6 @@ def split_scale(state: Any) -> tuple[Any, Any]:
         f"the loss scale is kept in the state, which is of type {kind} here; make argument 0 of the step a dict or tuple, "
         f"such as {{'params': ..., 'opt': ...}}, give a record the field `{KEY}: Any = None`, or compute in bf16, which needs no scale"
     )
-
-
-def join_scale(bare: Any, record: Any) -> Any:
-    """The state with this loss scale, from what `split_scale` gives."""
-    return join_kept(bare, KEY, record)
 
 
 # ---- the step ----
@@ -191,9 +186,9 @@ def _scaled(policy: Policy, record: Any, state: Any, out: Any, mixed: Mixed) -> 
         return out  # evaluates, and returns no state
     finite = mixed.all_finite()
     if finite is None:
-        return back(join_scale(new, record))
+        return back(join_kept(new, KEY, record))
     kept = [mixed.chosen(b, a) for a, b in zip(old_leaves, leaves, strict=True)]
-    return back(join_scale(unflatten(tree, kept), next_scale(policy, record, finite)))
+    return back(join_kept(unflatten(tree, kept), KEY, next_scale(policy, record, finite)))
 
 
 def next_scale(policy: Policy, record: Any, finite: Tensor) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ Some schemes round the inputs of linear layers too, or divide them by a scale: a
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
@@ -97,8 +98,8 @@ Schemes = Quantizer | SchemeChoice
 def _chosen(budget: str | int | None, keep: str | Iterable[str], errors: SchemeErrors | None) -> SchemeChoice:
     if not isinstance(errors, SchemeErrors):
         raise InputError(
-            f"cf.quantize(scheme='auto', errors={errors!r}): a choice is made by what was measured. Try: errors=cf.scheme_errors(weights, "
-            "cf.sensitivities(loss_fn)(params, batch))"
+            f"cf.quantize(scheme='auto', errors={reprlib.repr(errors)}): a choice is made by what was measured. "
+            "Try: errors=cf.scheme_errors(weights, cf.sensitivities(loss_fn)(params, batch))"
         )
     if budget is None:
         raise InputError("cf.quantize(scheme='auto', budget=None): give the bytes that all weights may take. Try: budget='2GiB'")
@@ -115,7 +116,7 @@ def _quantizer(scheme: Any, plugins: Sequence[Any], budget: object, keep: object
     if isinstance(scheme, Quantizer):
         return scheme
     if not isinstance(scheme, str):
-        raise InputError(f"cf.quantize(scheme={scheme!r}): give the name of a scheme ({', '.join(known)}), or a cf.ext.Quantizer")
+        raise InputError(f"cf.quantize(scheme={_short(scheme)}): give the name of a scheme ({', '.join(known)}), or a cf.ext.Quantizer")
     if scheme not in known:
         raise InputError(f"cf.quantize: there is no scheme {scheme!r}{near(scheme, known, 'schemes')}")
     return known[scheme]
@@ -127,7 +128,7 @@ def _short(scheme: Any) -> str:
         return f"a choice for {len(scheme.weights)} weights"
     if isinstance(scheme, Quantizer):
         return f"the scheme {scheme.name!r}"
-    return repr(scheme)
+    return reprlib.repr(scheme)
 
 
 # ---- which weights, and what they are packed to ----

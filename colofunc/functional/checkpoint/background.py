@@ -23,7 +23,7 @@ from colofunc.executors.disk.kept_versions import Held, Reader
 from colofunc.executors.disk.tensors import OnDisk
 from colofunc.functional.checkpoint.files import Item
 from colofunc.functional.checkpoint.parts import Leaf
-from colofunc.spec.parts import unpadded
+from colofunc.spec.regions import unpadded
 
 
 @attrs.frozen(eq=False)
@@ -59,7 +59,8 @@ class Beside:
         self.taken.set()
         flat = held.read()
         held.release()
-        return unpadded(flat.view(part.dtype).as_strided(part.shape, part.stride()), x.sharding, x.mesh, rank)
+        whole = flat.view(part.dtype).as_strided(part.shape, part.stride())
+        return unpadded(whole, x.sharding, x.mesh, rank).contiguous()
 
     def let_go(self) -> None:
         """Nothing is read any more."""

@@ -1,4 +1,4 @@
-"""Writing a large file at the pace of the disk.
+"""Writing and reading a large file at the pace of the disk.
 
 Problem: written the usual way, bytes are copied to the page cache, which costs more than summing them, and the flush at
 the end waits for the disk with nothing else to do. Idea: bytes are gathered in a few aligned buffers, and two threads
@@ -15,13 +15,17 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, local
 from typing import Any
 
 import numpy as np
+import torch
 
 from colofunc.executors.disk.files import set_direct
 
@@ -131,3 +135,152 @@ def write_at(fd: int, data: memoryview, at: int) -> None:
             buffered = True
             continue
         data, at = data[count:], at + count
+
+
+# ---- reading ----
+# Problem: one thread that reads and then sums leaves the disk idle half of the time, and what is read the usual way is copied
+# from the page cache by the same thread. Idea: a few threads, each with a block of its own: while one sums, others wait for
+# the disk. What is in the page cache is taken from there; what is not goes past it (`O_DIRECT`), which costs the processor
+# next to nothing and pushes nothing else out. Several processes read the usual way, so that what one has read serves the others.
+#
+#     fetch(path, [(offset, memoryview), ...], lambda k, count: ...)     # called when the k-th has `count` of its bytes
+
+
+DEEP = 8  # threads that keep a disk busy
+FROM_BYTES = 4 << 20  # less is read by the thread that asks
+PAGE = 4096  # a multiple of any block size of a disk
+PROBES = 4  # pages of the file that are looked up in the page cache
+DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has no such thing
+NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+Block = tuple[int, memoryview]  # where in the file, where to
+
+
+def fetch(path: Path, blocks: Sequence[Block], done: Callable[[int, int], None]) -> None:
+    """Read every block to its memory; `done(k, count)` follows the k-th, with the bytes that the file had for it, in any thread.
+
+    Raises OSError of the file, and what `done` raises: of several errors that of the first block.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in the place of a file is an error, not a wait
+    direct = None
+    try:
+        few = sum(len(memory) for _, memory in blocks) < FROM_BYTES
+        direct = None if few or _shared() or _cached(path, blocks) else _open_direct(path)
+        threads = DEEP if direct is not None else os.cpu_count() or 1
+        if few:
+            threads = 1
+        _together(min(threads, DEEP), len(blocks), lambda k: done(k, _one(fd, direct, blocks[k])))
+    finally:
+        os.close(fd)
+        if direct is not None:
+            os.close(direct)
+
+
+def _together(threads: int, count: int, work: Callable[[int], None]) -> None:
+    """work(0) to work(count - 1) by this thread and others of the pool. All have ended on return; the first error in order is raised."""
+    left = iter(range(count))  # a thread that takes the next holds the interpreter lock
+    errors: list[tuple[int, BaseException]] = []
+
+    def some() -> None:
+        for k in left:
+            try:
+                work(k)
+            except BaseException as error:
+                errors.append((k, error))
+            if errors:
+                return
+
+    others = [_pool().submit(some) for _ in range(threads - 1)]
+    some()
+    for other in others:
+        other.result()
+    if errors:
+        raise min(errors, key=lambda each: each[0])[1]
+
+
+def _one(fd: int, direct: int | None, block: Block) -> int:
+    at, memory = block
+    count = _read_direct(direct, memory, at) if direct is not None else None
+    return read(fd, memory, at) if count is None else count
+
+
+def read(fd: int, memory: memoryview, at: int) -> int:
+    """Fill `memory` from byte `at` on; how much of it the file had."""
+    count = 0
+    while count < len(memory):
+        got = os.preadv(fd, [memory[count:]], at + count)
+        if got == 0:
+            break
+        count += got
+    return count
+
+
+def _read_direct(fd: int, memory: memoryview, at: int) -> int | None:
+    """The same past the page cache, by way of a buffer that begins at a page; None where the file system refuses."""
+    skip = at % PAGE
+    length = -(-(skip + len(memory)) // PAGE) * PAGE
+    buffer = _buffer(length)
+    count = 0
+    while count < skip + len(memory):
+        try:
+            got = os.preadv(fd, [buffer[count:length]], at - skip + count)
+        except OSError:
+            return None  # the usual way finds out whether it is the file or the way of reading
+        count += got
+        if got == 0 or got % PAGE:
+            break
+    count = min(max(count - skip, 0), len(memory))
+    np.copyto(np.frombuffer(memory, dtype=np.uint8)[:count], np.frombuffer(buffer, dtype=np.uint8)[skip : skip + count])
+    return count
+
+
+_held = local()
+
+
+def _buffer(nbytes: int) -> memoryview:
+    """This thread's, at least so large."""
+    found: memoryview | None = getattr(_held, "buffer", None)
+    if found is None or len(found) < nbytes:
+        found = _held.buffer = memoryview(mmap.mmap(-1, nbytes))
+    return found
+
+
+@lru_cache(maxsize=1)
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(DEEP, thread_name_prefix="colofunc-read")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its parent's threads
+
+
+def _shared() -> bool:
+    """Whether other processes may be about to read the same file."""
+    group: Any = torch.distributed
+    return bool(group.is_available() and group.is_initialized() and group.get_world_size() > 1)
+
+
+def _cached(path: Path, blocks: Sequence[Block]) -> bool:
+    """Whether a few pages of what is wanted are all in the page cache; where the system cannot tell, yes."""
+    if not NOWAIT:
+        return True
+    page = bytearray(1)
+    step = max(1, (len(blocks) - 1) // (PROBES - 1))
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a look brings no more than the page
+        for at, _ in blocks[::step]:
+            os.preadv(fd, [page], at, NOWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return True
+
+
+def _open_direct(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | DIRECT) if DIRECT else None
+    except OSError:
+        return None

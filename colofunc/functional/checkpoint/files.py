@@ -25,8 +25,7 @@ import numpy as np
 import torch
 
 from colofunc.errors import CheckpointError
-from colofunc.functional.checkpoint.disk import Stream, stream
-from colofunc.functional.checkpoint.fetch import fetch
+from colofunc.functional.checkpoint.disk import Stream, fetch, stream
 from colofunc.functional.checkpoint.pages import empty
 from colofunc.spec.regions import Pick, Region, extent, take
 
@@ -105,6 +104,8 @@ def dtype_of(name: str) -> torch.dtype:
 def bytes_of(x: torch.Tensor) -> memoryview:
     """The elements of a tensor as bytes in row-major order; a view where it lies so in host memory."""
     plain = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    if plain.stride() != (1,):  # a single element counts as contiguous with any stride, and cannot be viewed as bytes
+        plain = plain.clone(memory_format=torch.contiguous_format)
     return memory(plain.view(torch.uint8))
 
 

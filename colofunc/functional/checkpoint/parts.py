@@ -24,8 +24,7 @@ from colofunc.functional.checkpoint.files import Item, dtype_name
 from colofunc.mesh import Mesh
 from colofunc.program.lazy import make
 from colofunc.spec.layout import Layout
-from colofunc.spec.parts import unpadded
-from colofunc.spec.regions import Region, owners
+from colofunc.spec.regions import Region, owners, unpadded
 
 
 @attrs.frozen
@@ -87,7 +86,9 @@ class Leaf:
 
     def _value(self, held: int) -> torch.Tensor:
         x = self.tensor
-        return unpadded(in_memory(self.part(held)), x.sharding, x.mesh, held) if isinstance(x, DTensor) else make(x)
+        if not isinstance(x, DTensor):
+            return make(x)
+        return unpadded(in_memory(self.part(held)), x.sharding, x.mesh, held).contiguous()
 
     def part(self, held: int) -> torch.Tensor:
         """The part of a mesh rank of this process, of a tensor that is distributed."""

@@ -23,9 +23,10 @@ from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of, gpu_of_process
 from colofunc.planner.plan import matches
 from colofunc.spec.layout import At, Atom, Layout, make_layout, replicated
-from colofunc.spec.parts import holds
-from colofunc.spec.regions import Pick, Region, carrier, common, padded, put, region_of
+from colofunc.spec.parts import holds, shared_parts
+from colofunc.spec.regions import Pick, Region, padded, region_of
 from colofunc.spec.spec import Spec, bind
+from colofunc.spec.transfer import Piece, assembled, pieces_of
 
 SpecLike = str | Spec | Layout
 Read = Callable[[Any, Sequence[Pick]], torch.Tensor]
@@ -46,26 +47,20 @@ class Entry:
 
     def region(self, wanted: Region) -> torch.Tensor:
         """These elements, in order. Raises CheckpointError where the pieces do not hold all of them."""
-        target: torch.Tensor | None = None
-        left = wanted.numel
-        for have, piece in self.pieces:
-            picks = common(have, wanted)
-            if picks is None:
-                continue
-            value = self.read(piece, picks[0])
-            if value.numel() == left and target is None and value.numel() == wanted.numel and _in_order(picks[1]):
-                return _own(value.reshape(wanted.shape))
-            if target is None:
-                target = torch.empty(wanted.shape, dtype=self.dtype)
-            put(carrier(target), picks[1], carrier(value))
-            left -= value.numel()
+        pieces = pieces_of(wanted, self.pieces)
+        left = wanted.numel - sum(prod(piece.shape) for piece in pieces)
         if left:
             raise CheckpointError(f"{self.name!r}: {left} of {wanted.numel} elements {wanted.text()} are in no file; it is incomplete")
-        return target if target is not None else torch.empty(wanted.shape, dtype=self.dtype)
+        if len(pieces) == 1 and pieces[0].in_order:
+            return _own(self._read(pieces[0]).reshape(wanted.shape))
+        return assembled(torch.empty(wanted.shape, dtype=self.dtype), pieces, self._read)
 
+    def part(self, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+        """A rank's part: no more of the files is read."""
+        return padded(self.region(region_of(layout, mesh, rank)), layout, mesh, rank)
 
-def _in_order(picks: Sequence[Pick]) -> bool:
-    return all(isinstance(pick, slice) and pick.step == 1 for pick in picks)
+    def _read(self, piece: Piece[Any]) -> torch.Tensor:
+        return self.read(piece.source, piece.there)
 
 
 def _own(x: torch.Tensor) -> torch.Tensor:
@@ -82,24 +77,17 @@ def plain(entry: Entry, device: torch.device | str | None = None) -> torch.Tenso
 def placed(entry: Entry, layout: Layout, mesh: Mesh, device: torch.device) -> DTensor:
     """The tensor in a layout: only what this process's ranks hold is read. device: where the tier of that name is."""
     backend = backend_for(mesh)
-    done: dict[Region, torch.Tensor] = {}
-    parts = []
     where = device if layout.tier == "device" else torch.device("cpu")
-    for rank in backend.ranks(mesh):
+
+    def made(rank: int) -> torch.Tensor:
         if not holds(layout.at, mesh, rank):
-            parts.append(torch.empty(0, dtype=entry.dtype, device=where))
-            continue
-        region = region_of(layout, mesh, rank)
-        if region not in done and layout.tier == "disk":  # too large for memory: read when a step puts it on its own disk
-            done[region] = unread(layout.local_shape, entry.dtype, partial(_part, entry, region, layout, mesh, rank))
-        elif region not in done:
-            done[region] = _part(entry, region, layout, mesh, rank).to(where)
-        parts.append(done[region])
+            return torch.empty(0, dtype=entry.dtype, device=where)
+        if layout.tier == "disk":  # too large for memory: read when a step puts it on its own disk
+            return unread(layout.local_shape, entry.dtype, partial(entry.part, layout, mesh, rank))
+        return entry.part(layout, mesh, rank).to(where)
+
+    parts = shared_parts(layout, mesh, backend.ranks(mesh), made)
     return DTensor(parts, layout, mesh, backend, owned=True)
-
-
-def _part(entry: Entry, region: Region, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    return padded(entry.region(region), layout, mesh, rank)
 
 
 def device_for(mesh: Mesh | None, device: torch.device | str | None) -> torch.device:

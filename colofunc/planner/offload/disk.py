@@ -37,12 +37,11 @@ NOTHING: frozenset[int] = frozenset()
 
 @attrs.frozen(eq=False)
 class Lowered:
-    """A program with part of the host's tier on disk. `end_s`: when its step ends, `longer_s`: what the disk adds to that. short:
-    what the disk lacks."""
+    """A program with part of the host's tier on disk. `end_s`: when its step ends. short: what the disk
+    lacks."""
 
     program: Program
     end_s: float
-    longer_s: float
     words: tuple[str, ...]
     short: str = ""
 
@@ -70,7 +69,7 @@ def on_disk(
     done = write(ground, NOTHING, items, trace, found)
     end_s = played(done, mesh, node_s).end_s
     longer_s = end_s - before.end_s
-    return Lowered(done, end_s, longer_s, tuple(_words(ground, items, trace, found, longer_s)), _short(done, mesh, captured))
+    return Lowered(done, end_s, tuple(_words(ground, items, trace, found, longer_s)), _short(done, mesh, captured))
 
 
 def as_disk(links: Links, mesh: Mesh, part: float) -> Links:

@@ -29,10 +29,8 @@ from colofunc.planner.sharding.enumeration import others as choices
 from colofunc.planner.sharding.flows import ConvertS, copies_of, settled
 from colofunc.planner.sharding.memory import Liveness, liveness
 from colofunc.planner.sharding.model import KernelS, Model, build_model
-from colofunc.planner.sharding.option_filter import lean
-from colofunc.planner.sharding.pending import reachable
-from colofunc.planner.sharding.problem import NORMAL, Effort
-from colofunc.planner.sharding.search import search
+from colofunc.planner.sharding.option_filter import lean, reachable
+from colofunc.planner.sharding.search import NORMAL, Effort, search
 from colofunc.program.ir import Node, Program, Value
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Strategy
@@ -193,7 +191,7 @@ def _fastest(
     options = lean(program, ties, options) if few else options
     always = copies_of(program, [program.inputs[k] for k, said in constraints.regather.items() if said])
     model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), always, sums=constraints.sums, kernel_s=kernel_s)
-    begin = [*(_choice_of(a, program, ties, options) for a in starts), *(_starts(program, ties, model) if fresh else ())]
+    begin = [*(_choice_of(a, ties, options) for a in starts), *(_starts(program, ties, model) if fresh else ())]
     choice = search(model, begin, seed, effort, fresh, restarts)
     if model.true_cost(choice) >= BIG:
         raise PlanError(
@@ -207,7 +205,7 @@ def in_model_of(found: Assignment, known: Assignment, program: Program) -> Assig
 
     None: it is none of the choices there.
     """
-    choice = _choice_of(known, program, found.ties, found.model.options)
+    choice = _choice_of(known, found.ties, found.model.options)
     alive = liveness(program, found.model, found.ties)
     again = _assignment(program, found.model, found.ties, alive, found.regather, choice)
     pairs = zip(again.strategies, known.strategies, strict=True)
@@ -248,9 +246,7 @@ def strategy_of(assignment: Assignment, item: int) -> Strategy:
     return assignment.model.options[c][assignment.choice[c]]
 
 
-def _choice_of(
-    assignment: Assignment, program: Program, ties: Ties, options: Sequence[tuple[Strategy, ...]]
-) -> list[int]:
+def _choice_of(assignment: Assignment, ties: Ties, options: Sequence[tuple[Strategy, ...]]) -> list[int]:
     """Another assignment of the same program as option indices here (the first option where it is not offered)."""
     out = []
     for members, strategies in zip(ties.members, options, strict=True):

@@ -19,8 +19,7 @@ import numpy as np
 from colofunc.planner.sharding.eliminate import Array
 from colofunc.planner.sharding.memory import Liveness, Peak
 from colofunc.planner.sharding.model import Model
-from colofunc.planner.sharding.problem import Effort
-from colofunc.planner.sharding.search import lighter, search
+from colofunc.planner.sharding.search import Effort, lighter, search
 
 Measure = Callable[[Sequence[int]], int]
 
@@ -33,7 +32,6 @@ class Fit:
     least_bytes: int
     least_roles: Mapping[str, int]
     least_choice: list[int]
-    price_s_per_byte: float = 0.0
 
 
 @attrs.frozen(eq=False)
@@ -65,10 +63,10 @@ def fit(
     peak = live.peak(start)
     charge = _Charge(dict(peak.alive_outs), dict(peak.alive_copies))
     light = lighter(effort)
-    best: tuple[float, list[int], float] | None = None
+    best: tuple[float, list[int]] | None = None
     least: tuple[int, Mapping[str, int], list[int]] = (measure(start), peak.by_role, list(start))
     if least[0] <= budget_bytes:
-        best = (model.true_cost(start), list(start), 0.0)
+        best = (model.true_cost(start), list(start))
     x = list(start)
     low, high = 0.0, None
     price = model.true_cost(start) / max(1, peak.nbytes)
@@ -83,7 +81,7 @@ def fit(
         if nbytes <= budget_bytes:
             high = price
             if best is None or seconds < best[0]:
-                best = (seconds, x, price)
+                best = (seconds, x)
         else:
             low = price
         if high is None:
@@ -96,7 +94,7 @@ def fit(
             price = (low * high) ** 0.5 if low else high / 8
     if best is None:
         return Fit(None, *least)
-    return Fit(_give_back(model, best[1], measure, budget_bytes), *least, best[2])
+    return Fit(_give_back(model, best[1], measure, budget_bytes), *least)
 
 
 TURNS = 3

@@ -114,40 +114,6 @@ class Graph:
             done.add(v)
         return x
 
-    def prune(self, largest: int = 64, rounds: int = 3) -> list[NDArray[np.intp]]:
-        """Drop options that another one beats whatever the neighbours do; returns the kept ones per variable."""
-        kept = [np.arange(len(u)) for u in self.unary]
-        around = self.around()
-        todo = set(self.alive)
-        for _ in range(rounds):
-            again: set[int] = set()
-            for v in sorted(todo):
-                keep = self._undominated(v, around[v]) if 1 < len(self.unary[v]) <= largest else None
-                if keep is None or len(keep) == len(self.unary[v]):
-                    continue
-                kept[v] = kept[v][keep]
-                self.unary[v] = self.unary[v][keep]
-                for scope in around[v]:
-                    self.tables[scope] = np.take(self.tables[scope], keep, axis=scope.index(v))
-                    again.update(u for u in scope if u != v)
-            todo = again
-        return kept
-
-    def _undominated(self, v: int, scopes: Sequence[Scope]) -> NDArray[np.intp]:
-        # margin[i, j] >= 0: option j costs no more than i whatever the neighbours take.
-        unary = self.unary[v]
-        margin = unary[:, None] - unary[None, :]
-        for scope in scopes:
-            rows = np.moveaxis(self.tables[scope], scope.index(v), 0).reshape(len(unary), -1)
-            if rows.size * len(unary) > 1 << 20:
-                return np.arange(len(unary))
-            margin += (rows[:, None, :] - rows[None, :, :]).min(axis=2)
-        worse = margin >= 0
-        np.fill_diagonal(worse, False)
-        first = np.arange(len(unary))
-        worse &= ~worse.T | (first[:, None] > first[None, :])  # of two equal ones keep the first
-        return np.flatnonzero(~worse.any(axis=1))
-
     def reduce(self) -> tuple[Graph, Callable[[Sequence[int]], list[int]]]:
         """Apply R0, R1 and R2 until none applies: the irreducible core (same numbering) and the way back."""
         work = _Work(self, {}, [0] * self.size)

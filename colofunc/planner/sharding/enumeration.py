@@ -24,10 +24,8 @@ import numpy as np
 
 from colofunc.planner.sharding.classes import Ties
 from colofunc.planner.sharding.eliminate import BIG, Array, Graph, Scope, eliminate_all, exact_order
-from colofunc.planner.sharding.exact import exact_graph
 from colofunc.planner.sharding.model import Model
-from colofunc.planner.sharding.problem import NORMAL
-from colofunc.planner.sharding.search import search
+from colofunc.planner.sharding.search import NORMAL, exact_graph, search
 from colofunc.program.ir import Program
 from colofunc.spec.rule import Strategy
 

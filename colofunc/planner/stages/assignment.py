@@ -22,7 +22,7 @@ import attrs
 import numpy as np
 
 from colofunc.errors import PlanError
-from colofunc.planner.stages.cuts import Device
+from colofunc.planner.stages.cuts import Device, Line
 from colofunc.program.aliases import aliases
 from colofunc.program.ir import Node, Program
 
@@ -79,10 +79,9 @@ class CutProblem:
         seconds = np.array([node_s(node) if node.phase == "forward" else 0.0 for node in program.nodes])
         self.until = np.concatenate([[0.0], np.cumsum(seconds)])
         self.begins = [0, *places[1:]]
-        self.received_s = np.array([0.0, *(send_s(self.reading.crossing_bytes(place)) for place in places[1:])])
         self.devices: Sequence[Device] = devices or [Device(1.0, inf)] * stages
-        self.work_s = self.until[[*self.begins, len(program.nodes)]]
-        self.kept = self.reading.kept_bytes(self.begins)
+        received_s = np.array([0.0, *(send_s(self.reading.crossing_bytes(place)) for place in places[1:])])
+        self.line = Line(self.until[[*self.begins, len(program.nodes)]], received_s, self.reading.kept_bytes(self.begins))
 
     def on(self, devices: Sequence[Device]) -> CutProblem:
         """The same, on other devices."""
@@ -127,7 +126,7 @@ class CutProblem:
         rooms = [device.capacity_bytes for device in self.devices]
         needs = []
         for in_flight, room in zip(held.in_flight, rooms, strict=True):
-            kept = self.kept[None, :] - self.kept[:-1, None]
+            kept = self.line.kept[None, :] - self.line.kept[:-1, None]
             activations = saved[None, :] - saved[:-1, None] + crossing[:, None]
             scale = max(rooms) / room if room < inf else 1.0
             needs.append((kept + in_flight * held.part * activations) * scale)
@@ -138,103 +137,25 @@ class CutProblem:
         pieces = [*(self.begins.index(first) for first in firsts), len(self.begins)]
         return max(float(need[pieces[k], pieces[k + 1]]) for k, need in enumerate(needs))
 
-    @property
-    def pieces(self) -> int:
-        """How many there are to be dealt out."""
-        return len(self.begins)
-
-    def over(self, capacity_bytes: float) -> np.ndarray:
-        """[i, j]: whether weights, gradients and optimizer state of the pieces i..j-1 are too much for a device."""
-        kept = self.kept[None, :] - self.kept[:-1, None]
-        return np.asarray(kept > capacity_bytes)
-
-    def step(self, before: Step, over: np.ndarray, speed: float) -> Step:
-        """One more stage, on a device of some speed."""
-        return _stepped(before, self.work_s, self.received_s, over, speed)
-
     def _over_capacity(self) -> list[np.ndarray | None]:
-        return [self.over(device.capacity_bytes) for device in self.devices]
+        return [self.line.over(device.capacity_bytes) for device in self.devices]
 
     def _fastest(self, over: Sequence[np.ndarray | None]) -> list[int]:
         speeds = [device.speed for device in self.devices]
-        return _fastest_bottleneck(self.work_s, self.received_s, over, speeds)
+        return self.line.in_order(over, speeds)[0]
 
     def _cuts(self, chosen: Sequence[int]) -> Cuts:
         firsts = [self.begins[k] for k in chosen]
         ends = (*firsts[1:], len(self.program.nodes))
         taken = []
         for first, end, k, device in zip(firsts, ends, chosen, self.devices, strict=True):
-            taken.append(float((self.until[end] - self.until[first]) / device.speed + self.received_s[k]))
+            taken.append(float((self.until[end] - self.until[first]) / device.speed + self.line.received_s[k]))
         return Cuts(ends, tuple(taken), self.reading.uses)
 
 
 def cuts_at(program: Program, ends: tuple[int, ...]) -> Cuts:
     """Cuts that are known by where they are; nobody has timed them."""
     return Cuts(ends, (), _Reading(program).uses)
-
-
-def _fastest_bottleneck(
-    until: np.ndarray, received_s: np.ndarray, over: Sequence[np.ndarray | None], speeds: Sequence[float]
-) -> list[int]:
-    """Indices of the pieces that begin a stage, the first being 0. The slowest stage is as fast as can be; [] where none fits.
-
-    until: (pieces + 1,) seconds in front of each piece, and of all. received_s: (pieces,) seconds to receive what piece k reads.
-    over: of each stage (pieces, pieces + 1), whether the pieces i..j-1 are too much for it; None: whatever fits. speeds: of each stage.
-    """
-    pieces = len(received_s)
-    step = Step.begin(pieces)
-    begins: list[np.ndarray] = []
-    for too_much, speed in zip(over, speeds, strict=True):
-        step = _stepped(step, until, received_s, too_much, speed)
-        begins.append(step.begins)
-    if np.isinf(step.slowest_s[pieces]):
-        return []
-    found, end = list[int](), pieces
-    for first in reversed(begins):
-        end = int(first[end])
-        found.append(end)
-    return found[::-1]
-
-
-@attrs.frozen(eq=False)
-class Step:
-    """Of the best way to cut the pieces 0..j-1 in the stages so far, each (pieces + 1,): the slowest stage, the seconds of all sends, and
-    the piece that begins the last stage."""
-
-    slowest_s: np.ndarray
-    sends_s: np.ndarray
-    begins: np.ndarray
-
-    @staticmethod
-    def begin(pieces: int) -> Step:
-        """No stage yet."""
-        slowest = np.full(pieces + 1, np.inf)
-        sends = np.full(pieces + 1, np.inf)
-        slowest[0] = sends[0] = 0.0
-        return Step(slowest, sends, np.full(pieces + 1, -1))
-
-    def where(self, better: np.ndarray, other: Step) -> Step:
-        """With another way for some prefixes."""
-        return Step(
-            np.where(better, other.slowest_s, self.slowest_s),
-            np.where(better, other.sends_s, self.sends_s),
-            np.where(better, other.begins, self.begins),
-        )
-
-
-def _stepped(before: Step, until: np.ndarray, received_s: np.ndarray, too_much: np.ndarray | None, speed: float) -> Step:
-    """One more stage."""
-    pieces = len(received_s)
-    # last[i, j]: seconds of a stage of the pieces i..j-1
-    last = (until[None, :] - until[:-1, None]) / speed + received_s[:, None]
-    slowest = np.maximum(before.slowest_s[:-1, None], last)
-    if too_much is not None:
-        slowest[too_much] = np.inf
-    slowest[np.tril_indices(pieces, 0, pieces + 1)] = np.inf  # a stage has a piece at least
-    total = before.sends_s[:-1, None] + received_s[:, None]
-    best = slowest.min(axis=0)
-    ties = np.where(slowest <= best[None, :] * (1 + 1e-9), total, np.inf)
-    return Step(best, ties.min(axis=0), ties.argmin(axis=0))
 
 
 class _Reading:

@@ -4,9 +4,10 @@ Problem: a pipeline is as fast as its slowest stage, layers differ, devices may 
 dynamic programming over (devices used, layers done) gives the exact optimum: a stage of layers i..j on a device takes the sum of their
 seconds divided by the device's speed, and a prefix is as slow as its slowest stage.
 
-    best(d, j) = min over i of max(best(d-1, i), seconds(i, j) / speed(d))       where the bytes of i..j fit on d
+    best(d, j) = min over i of max(best(d-1, i), received(i) + seconds(i, j) / speed(d))       where the bytes of i..j fit on d
 
-In free order the devices used are a multiset: as many states as there are ways to take some of each kind of device.
+Of cuts that are as fast the one that sends least is taken; the layers of `cut` send nothing that counts. In free order the
+devices used are a multiset: as many states as there are ways to take some of each kind of device.
 
 >>> cut([1, 1, 1, 1, 1, 1], [10] * 6, [Device(1, 100), Device(2, 100)])
 Cut(ends=(2, 6), devices=(0, 1), slowest_s=2.0)
@@ -17,12 +18,14 @@ Source: the problem is that of pipeline stages on heterogeneous devices (PipeDre
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, product
 from math import prod
 
 import attrs
+import numpy as np
 
 from colofunc.errors import PlanError
+
+__all__ = ["Cut", "Device", "balanced_cut", "cut", "cut_in_any_order"]
 
 INF = float("inf")
 MOST_STATES = 200_000
@@ -50,46 +53,133 @@ class Cut:
     slowest_s: float
 
 
-class _Sums:
-    """Seconds and bytes of layers i..j from sums over prefixes."""
+@attrs.frozen(eq=False)
+class Step:
+    """Of the best way to cut the pieces 0..j-1 in the stages so far, each (pieces + 1,): the slowest stage, the seconds of all sends, and
+    the piece that begins the last stage."""
 
-    def __init__(self, seconds: Sequence[float], nbytes: Sequence[float]) -> None:
-        if len(seconds) != len(nbytes):
-            raise PlanError(f"{len(seconds)} layers have seconds and {len(nbytes)} have bytes; give both for each layer")
-        if any(value < 0 for value in (*seconds, *nbytes)):
-            raise PlanError(f"a layer has {min(*seconds, *nbytes)} seconds or bytes; give figures of at least 0")
-        self.layers = len(seconds)
-        self.seconds = list(accumulate(seconds, initial=0.0))
-        self.nbytes = list(accumulate(nbytes, initial=0.0))
+    slowest_s: np.ndarray
+    sends_s: np.ndarray
+    begins: np.ndarray
 
-    def first(self, end: int, device: Device) -> int:
-        """The first layer of the longest stage that ends at `end` and fits on a device."""
-        low = 0
-        high = end
-        while low < high:
-            middle = (low + high) // 2
-            if self.nbytes[end] - self.nbytes[middle] <= device.capacity_bytes:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+    @staticmethod
+    def begin(pieces: int) -> Step:
+        """No stage yet."""
+        slowest = np.full(pieces + 1, np.inf)
+        sends = np.full(pieces + 1, np.inf)
+        slowest[0] = sends[0] = 0.0
+        return Step(slowest, sends, np.full(pieces + 1, -1))
 
-    def step(self, before: Sequence[float], end: int, device: Device) -> tuple[float, int]:
-        """(slowest stage, begin of the last stage) of the best way to end at `end` on a device, behind the prefixes `before`.
+    def where(self, better: np.ndarray, other: Step) -> Step:
+        """With another way for some prefixes."""
+        return Step(
+            np.where(better, other.slowest_s, self.slowest_s),
+            np.where(better, other.sends_s, self.sends_s),
+            np.where(better, other.begins, self.begins),
+        )
 
-        The last stage gets quicker as it begins later. `before` need not get slower: a prefix of few layers has to give each of its
-        devices one.
+
+@attrs.frozen(eq=False)
+class Line:
+    """Pieces that stand next to each other, to be dealt out in stages.
+
+    until: (pieces + 1,) seconds in front of each piece, and of all. received_s: (pieces,) seconds to receive what a piece reads. kept:
+    (pieces + 1,) bytes that pieces in front of each keep.
+    """
+
+    until: np.ndarray
+    received_s: np.ndarray
+    kept: np.ndarray
+
+    @property
+    def pieces(self) -> int:
+        """How many there are."""
+        return len(self.received_s)
+
+    def over(self, capacity_bytes: float) -> np.ndarray:
+        """[i, j]: whether the pieces i..j-1 keep too much for a device."""
+        return np.asarray(self.kept[None, :] - self.kept[:-1, None] > capacity_bytes)
+
+    def in_order(self, over: Sequence[np.ndarray | None], speeds: Sequence[float]) -> tuple[list[int], float]:
+        """(the pieces that begin a stage, the first being 0; seconds of the slowest stage, which is as fast as can be).
+
+        over: of each stage (pieces, pieces + 1), whether the pieces i..j-1 are too much for it; None: whatever fits. speeds: of each
+        stage. ([], inf) where none fits.
         """
-        best = INF
-        begin = -1
-        for start in range(end - 1, self.first(end, device) - 1, -1):
-            last_s = (self.seconds[end] - self.seconds[start]) / device.speed
-            if last_s >= best:
-                break  # an earlier begin is slower still
-            slowest = max(before[start], last_s)
-            if slowest < best:
-                best, begin = slowest, start
-        return best, begin
+        step = Step.begin(self.pieces)
+        begins: list[np.ndarray] = []
+        for too_much, speed in zip(over, speeds, strict=True):
+            step = self._next(step, too_much, speed)
+            begins.append(step.begins)
+        slowest_s = float(step.slowest_s[self.pieces])
+        if slowest_s == INF:
+            return [], INF
+        found, end = list[int](), self.pieces
+        for first in reversed(begins):
+            end = int(first[end])
+            found.append(end)
+        return found[::-1], slowest_s
+
+    def in_any_order(
+        self, counts: Sequence[int], over: Sequence[np.ndarray | None], speeds: Sequence[float]
+    ) -> tuple[list[int], list[int], float]:
+        """(the pieces that begin a stage, the kind of its device, seconds of the slowest) in the best order of so many of each kind.
+
+        over, speeds: of each kind. ([], [], inf) where none fits. steps[used]: the best with so many of each kind, and per prefix the
+        kind of its last stage.
+        """
+        steps: dict[tuple[int, ...], tuple[Step, np.ndarray]] = {}
+        for used in np.ndindex(*(count + 1 for count in counts)):
+            best = Step.begin(self.pieces) if not any(used) else None
+            last = np.full(self.pieces + 1, -1)
+            for number, count in enumerate(used):
+                if not count:
+                    continue
+                before, _ = steps[(*used[:number], count - 1, *used[number + 1 :])]
+                step = self._next(before, over[number], speeds[number])
+                if best is None:
+                    best = step
+                    last[:] = number
+                    continue
+                better = (step.slowest_s < best.slowest_s) | ((step.slowest_s == best.slowest_s) & (step.sends_s < best.sends_s))
+                best = best.where(better, step)
+                last[better] = number
+            assert best is not None, "some kind is used"
+            steps[used] = best, last
+        used = tuple(counts)
+        slowest_s = float(steps[used][0].slowest_s[self.pieces])
+        if slowest_s == INF:
+            return [], [], INF
+        begins: list[int] = []
+        kinds: list[int] = []
+        end = self.pieces
+        while any(used):
+            step, last = steps[used]
+            number = int(last[end])
+            end = int(step.begins[end])
+            begins.append(end)
+            kinds.append(number)
+            used = (*used[:number], used[number] - 1, *used[number + 1 :])
+        return begins[::-1], kinds[::-1], slowest_s
+
+    def _next(self, before: Step, too_much: np.ndarray | None, speed: float) -> Step:
+        """One more stage."""
+        # last[i, j]: seconds of a stage of the pieces i..j-1
+        last = (self.until[None, :] - self.until[:-1, None]) / speed + self.received_s[:, None]
+        slowest = np.maximum(before.slowest_s[:-1, None], last)
+        if too_much is not None:
+            slowest[too_much] = np.inf
+        slowest[np.tril_indices(self.pieces, 0, self.pieces + 1)] = np.inf  # a stage has a piece at least
+        total = before.sends_s[:-1, None] + self.received_s[:, None]
+        best = slowest.min(axis=0)
+        ties = np.where(slowest <= best[None, :] * (1 + 1e-9), total, np.inf)
+        return Step(best, ties.min(axis=0), ties.argmin(axis=0))
+
+
+def standing(arrangement: Sequence[int], devices: Sequence[Device], kinds: Sequence[Device]) -> tuple[int, ...]:
+    """The devices of an arrangement of kinds; of those that are alike the first comes first."""
+    left = {number: [k for k, device in enumerate(devices) if device == kind] for number, kind in enumerate(kinds)}
+    return tuple(left[number].pop(0) for number in arrangement)
 
 
 def balanced_cut(seconds: Sequence[float], nbytes: Sequence[float], stages: int, capacity_bytes: float = INF) -> Cut:
@@ -102,22 +192,12 @@ def cut(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequence[Dev
 
     seconds, nbytes: per layer. Raises PlanError where there are more devices than layers, or where no cut fits.
     """
-    sums = _Sums(seconds, nbytes)
-    _check_counts(sums, devices)
-    before = [0.0] + [INF] * sums.layers
-    begins = []
-    for device in devices:
-        steps = [(INF, -1)] + [sums.step(before, end, device) for end in range(1, sums.layers + 1)]
-        begins.append([begin for _, begin in steps])
-        before = [slowest for slowest, _ in steps]
-    if before[-1] == INF:
-        raise PlanError(_does_not_fit(sums, devices))
-    ends = []
-    end = sums.layers
-    for column in reversed(begins):
-        ends.append(end)
-        end = column[end]
-    return Cut(tuple(reversed(ends)), tuple(range(len(devices))), before[-1])
+    line = _line_of(seconds, nbytes, devices)
+    over = [line.over(device.capacity_bytes) for device in devices]
+    begins, slowest_s = line.in_order(over, [device.speed for device in devices])
+    if not begins:
+        raise PlanError(_does_not_fit(line, devices))
+    return Cut((*begins[1:], line.pieces), tuple(range(len(devices))), slowest_s)
 
 
 def cut_in_any_order(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequence[Device]) -> Cut:
@@ -126,79 +206,41 @@ def cut_in_any_order(seconds: Sequence[float], nbytes: Sequence[float], devices:
     Exact: devices that are alike are one kind, and states are (how many of each kind are used, layers). Raises PlanError as `cut` does,
     and where there are more than `MOST_STATES` states: then give an order.
     """
-    sums = _Sums(seconds, nbytes)
-    _check_counts(sums, devices)
+    line = _line_of(seconds, nbytes, devices)
     kinds = list(dict.fromkeys(devices))
     counts = [sum(device == kind for device in devices) for kind in kinds]
-    states = prod(count + 1 for count in counts) * (sums.layers + 1)
+    states = prod(count + 1 for count in counts) * (line.pieces + 1)
     if states > MOST_STATES:
         raise PlanError(
-            f"{len(devices)} devices of {len(kinds)} kinds for {sums.layers} layers are {states:,} states, more than {MOST_STATES:,}; "
+            f"{len(devices)} devices of {len(kinds)} kinds for {line.pieces} layers are {states:,} states, more than {MOST_STATES:,}; "
             "use `cut` with the devices in an order"
         )
-    used = _all_counts(sums, kinds, counts)
-    full = tuple(counts)
-    if used[full][sums.layers][0] == INF:
-        raise PlanError(_does_not_fit(sums, devices))
-    return _read(sums, used, full, devices, kinds)
+    over = [line.over(kind.capacity_bytes) for kind in kinds]
+    begins, arrangement, slowest_s = line.in_any_order(counts, over, [kind.speed for kind in kinds])
+    if not begins:
+        raise PlanError(_does_not_fit(line, devices))
+    return Cut((*begins[1:], line.pieces), standing(arrangement, devices, kinds), slowest_s)
 
 
-State = tuple[int, ...]
-Best = tuple[float, int, int]
-"""(slowest stage, begin of the last stage, kind of its device)"""
-
-
-def _all_counts(sums: _Sums, kinds: Sequence[Device], counts: Sequence[int]) -> dict[State, list[Best]]:
-    """For every number of devices of each kind, per prefix of layers, the best. In the order of `product` fewer devices come first."""
-    nothing: Best = (INF, -1, -1)
-    table: dict[State, list[Best]] = {}
-    for used in product(*(range(count + 1) for count in counts)):
-        best = [nothing] * (sums.layers + 1)
-        if not any(used):
-            best[0] = (0.0, 0, -1)
-        for number, kind in enumerate(kinds):
-            if not used[number]:
-                continue
-            fewer = (*used[:number], used[number] - 1, *used[number + 1 :])
-            before = [slowest for slowest, _, _ in table[fewer]]
-            for end in range(1, sums.layers + 1):
-                slowest, begin = sums.step(before, end, kind)
-                if slowest < best[end][0]:
-                    best[end] = (slowest, begin, number)
-        table[used] = best
-    return table
-
-
-def _read(
-    sums: _Sums, table: dict[State, list[Best]], used: State, devices: Sequence[Device], kinds: Sequence[Device]
-) -> Cut:
-    """The cut from its end to its begin; of devices that are alike the last one comes last."""
-    slowest_s = table[used][sums.layers][0]
-    left = {number: [k for k, device in enumerate(devices) if device == kind] for number, kind in enumerate(kinds)}
-    ends: list[int] = []
-    order: list[int] = []
-    end = sums.layers
-    while end:
-        _, begin, number = table[used][end]
-        ends.append(end)
-        order.append(left[number].pop())
-        used = (*used[:number], used[number] - 1, *used[number + 1 :])
-        end = begin
-    return Cut(tuple(reversed(ends)), tuple(reversed(order)), slowest_s)
-
-
-def _check_counts(sums: _Sums, devices: Sequence[Device]) -> None:
+def _line_of(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequence[Device]) -> Line:
+    """Layers, which hand nothing on that counts. Raises PlanError where they are no layers, or fewer than devices."""
+    if len(seconds) != len(nbytes):
+        raise PlanError(f"{len(seconds)} layers have seconds and {len(nbytes)} have bytes; give both for each layer")
+    if any(value < 0 for value in (*seconds, *nbytes)):
+        raise PlanError(f"a layer has {min(*seconds, *nbytes)} seconds or bytes; give figures of at least 0")
     if not devices:
         raise PlanError("layers are to be cut for no device; give at least one")
-    if len(devices) > sums.layers:
-        raise PlanError(f"{len(devices)} stages for {sums.layers} layers: a stage has at least one layer; give fewer stages")
+    if len(devices) > len(seconds):
+        raise PlanError(f"{len(devices)} stages for {len(seconds)} layers: a stage has at least one layer; give fewer stages")
+    until, kept = (np.concatenate([[0.0], np.cumsum(figures)]) for figures in (seconds, nbytes))
+    return Line(until, np.zeros(len(seconds)), kept)
 
 
-def _does_not_fit(sums: _Sums, devices: Sequence[Device]) -> str:
-    largest = max(after - before for before, after in zip(sums.nbytes, sums.nbytes[1:]))
+def _does_not_fit(line: Line, devices: Sequence[Device]) -> str:
+    largest = np.diff(line.kept).max()
     room = sum(device.capacity_bytes for device in devices)
     smallest = min(device.capacity_bytes for device in devices)
     return (
-        f"no cut of {sums.layers} layers fits: they keep {sums.nbytes[-1]:g} bytes, the largest {largest:g}, and "
+        f"no cut of {line.pieces} layers fits: they keep {line.kept[-1]:g} bytes, the largest {largest:g}, and "
         f"{len(devices)} devices have {room:g}, the smallest {smallest:g}; give more devices, or recompute or offload"
     )

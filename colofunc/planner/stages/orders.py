@@ -14,12 +14,10 @@ time, by which arrangements are compared too (`least_order`). An order that is n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from math import factorial, inf, prod
+from math import factorial, prod
 
-import numpy as np
-
-from colofunc.planner.stages.assignment import CutProblem, Step
-from colofunc.planner.stages.cuts import MOST_STATES, Device
+from colofunc.planner.stages.assignment import CutProblem
+from colofunc.planner.stages.cuts import MOST_STATES, Device, standing
 
 MOST_ARRANGEMENTS = 256
 """At most so many arrangements are compared one by one; where there are more, only dynamic programming looks for an order."""
@@ -58,7 +56,7 @@ def least_order(devices: Sequence[Device], cost_s: Callable[[Order], float]) -> 
     given = tuple(range(len(devices)))
     best, best_s = given, cost_s(given)
     for arrangement in arrangements(counts):
-        order = _standing(arrangement, devices, kinds)
+        order = standing(arrangement, devices, kinds)
         this_s = cost_s(order)
         if this_s < best_s * (1 - GAIN):
             best, best_s = order, this_s
@@ -83,59 +81,12 @@ def arrangements(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
                 yield (kind, *rest)
 
 
-def _standing(arrangement: Sequence[int], devices: Sequence[Device], kinds: Sequence[Device]) -> Order:
-    """The devices of an arrangement; of those that are alike the first comes first."""
-    left = {number: [k for k, device in enumerate(devices) if device == kind] for number, kind in enumerate(kinds)}
-    return tuple(left[number].pop(0) for number in arrangement)
-
-
 def _by_counts(problem: CutProblem, devices: Sequence[Device], kinds: Sequence[Device]) -> Order | None:
     counts = [sum(device == kind for device in devices) for kind in kinds]
-    if prod(count + 1 for count in counts) * len(problem.begins) > MOST_STATES:
+    line, speeds = problem.line, [kind.speed for kind in kinds]
+    if prod(count + 1 for count in counts) * line.pieces > MOST_STATES:
         return None
-    rooms = [kind.capacity_bytes for kind in kinds]
-    found = _arranged(problem, counts, [kind.speed for kind in kinds], rooms)
-    if found is None:  # no cut fits, as in `CutProblem.balanced`
-        found = _arranged(problem, counts, [kind.speed for kind in kinds], [inf] * len(kinds))
-    return None if found is None else _standing(found, devices, kinds)
-
-
-def _arranged(problem: CutProblem, counts: Sequence[int], speeds: Sequence[float], rooms: Sequence[float]) -> tuple[int, ...] | None:
-    """The kinds in the best order, None where none fits.
-
-    steps[used]: per prefix of pieces the best with so many of each kind, and for each the begin of its last stage and the kind of that.
-    """
-    over = [problem.over(room) for room in rooms]
-    steps: dict[tuple[int, ...], tuple[Step, np.ndarray]] = {}
-    for used in np.ndindex(*(count + 1 for count in counts)):
-        if not any(used):
-            steps[used] = Step.begin(problem.pieces), np.full(problem.pieces + 1, -1)
-            continue
-        best: Step | None = None
-        last = np.full(problem.pieces + 1, -1)
-        for number, count in enumerate(used):
-            if not count:
-                continue
-            before, _ = steps[(*used[:number], count - 1, *used[number + 1 :])]
-            step = problem.step(before, over[number], speeds[number])
-            if best is None:
-                best = step
-                last[:] = number
-                continue
-            better = (step.slowest_s < best.slowest_s) | ((step.slowest_s == best.slowest_s) & (step.sends_s < best.sends_s))
-            best = best.where(better, step)
-            last[better] = number
-        assert best is not None, "some kind is used"
-        steps[used] = best, last
-    used = tuple(counts)
-    if np.isinf(steps[used][0].slowest_s[problem.pieces]):
-        return None
-    found: list[int] = []
-    end = problem.pieces
-    while any(used):
-        step, last = steps[used]
-        number = int(last[end])
-        found.append(number)
-        end = int(step.begins[end])
-        used = (*used[:number], used[number] - 1, *used[number + 1 :])
-    return tuple(reversed(found))
+    _, found, _ = line.in_any_order(counts, [line.over(kind.capacity_bytes) for kind in kinds], speeds)
+    if not found:  # no cut fits, as in `CutProblem.balanced`
+        _, found, _ = line.in_any_order(counts, [None] * len(kinds), speeds)
+    return standing(found, devices, kinds) if found else None

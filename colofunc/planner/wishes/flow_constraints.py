@@ -12,23 +12,26 @@ and where flows of several plans meet in one operator, one way that is all of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import attrs
 
+from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
+from colofunc.ops import quantized
 from colofunc.planner.plan import parse_axes
 from colofunc.planner.sharding.constraints import Constraint
-from colofunc.planner.wishes.combined import combined, with_open_axes
 from colofunc.planner.wishes.layout_equality import alike, usual
 from colofunc.planner.wishes.propagation import follow
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
 from colofunc.program.ir import Node, Program
 from colofunc.program.lower import call_of
-from colofunc.spec.layout import Layout
-from colofunc.spec.rule import Rule, Strategy
+from colofunc.spec.layout import Atom, Dim, Layout
+from colofunc.spec.rule import Call, Rule, Strategy
+from colofunc.spec.strategies import build, lay_out, place, placements, usable
 
 RuleOf = Callable[[Node], Rule | None]
 ExtraOf = Callable[[Node], Iterable[Strategy]]
@@ -114,3 +117,188 @@ def meeting(
         node = program.nodes[item - len(program.inputs)]
         if len(some) > 1 and (offers := combined(call_of(node, program.values)[0], rule_of(node), some, mesh, extra_of(node))):
             yield item, Constraint(("together", *(s.name for s in some)), lambda s: True, "", offers)
+
+
+# ---- axes of several flows ----
+# Problem: stripes of a fused weight come from one plan, rows of a flat batch from another, sequences that two plans cut from a third. An
+# operator that two of them reach has to lie as both say, and enumeration offers no such strategy. Idea: lay the axes of all flows on the
+# factors of the operator's rule, where each has room, and offer the result beside every way to place the axes that stay open.
+#
+#     (16 tp 8) of one flow, (128 cp) of another, of the same factor          (16 tp 4 cp)
+
+
+FREE_ROWS = (
+    "aten._log_softmax", "aten._softmax", "aten.nll_loss", "aten.embedding", "aten.native_layer_norm", "aten._fused_rms_norm",
+    "colofunc.rms_norm",
+    "colofunc.linear", "colofunc.scaled_linear", "aten.mm", "aten.addmm", "colofunc.experts",
+    *sorted(quantized.PRODUCTS),
+)  # fmt: skip
+"""Operators to which it is all the same in which order their rows lie, whoever wrote the local code."""
+
+DEALT_ROWS = ("colofunc.experts",)
+"""Those of them whose patterns do not care either how rows are dealt to the ranks of their own axes."""
+
+MAX_OPEN_AXES = 3
+"""At most this many axes beside a followed one are searched."""
+
+
+def with_open_axes(call: Call, rule: Rule | None, strategy: Strategy, mesh: Mesh, extra: Iterable[Strategy] = ()) -> tuple[Strategy, ...]:
+    """A strategy that enumeration does not offer, alone and together with every way to place the axes that it leaves open.
+
+    `extra`: strategies with local code of their own, which may work on rows that lie so, too.
+    """
+    if rule is None:
+        return (strategy,)
+    placement = _placement(rule, strategy)
+    offers: dict[Strategy, None] = {strategy: None}  # in order, each once
+    if call.target.startswith(FREE_ROWS):
+        for other in extra:
+            offers.update(dict.fromkeys(_relaid(call, rule, other, strategy, placement, mesh)))
+    local_code = any(word not in rule.sizes for _, word in strategy.axes)
+    if local_code or any(factor not in usable(rule) for factor in placement):
+        return tuple(offers)
+    own = {axis for axis, _ in strategy.axes}
+    open_axes = tuple(axis for axis in mesh.axis_names if axis not in own and mesh.axis_size(axis) > 1)
+    if len(open_axes) > MAX_OPEN_AXES:
+        raise PlanError(
+            f"a striped layout beside {len(open_axes)} open axes ({', '.join(open_axes)}) is not searched; name plans for them"
+        )
+    for inside, rest in _among(placement, open_axes, mesh):
+        for outside, passing in placements(rule, mesh, rest, orders=False):
+            if not set(outside) & set(placement):
+                offers.setdefault(build(call, rule, {**inside, **outside}, passing), None)
+    return tuple(offers)
+
+
+def combined(
+    call: Call, rule: Rule | None, strategies: Sequence[Strategy], mesh: Mesh, extra: Iterable[Strategy] = ()
+) -> tuple[Strategy, ...]:
+    """Strategies of several flows as one, where each has its axes where the others leave room, and beside open axes."""
+    if rule is None:
+        return ()
+    merged: dict[str, Dim] = {}
+    for strategy in strategies:
+        placement = _placement(rule, strategy) if strategy.local is None else {}
+        split = {factor: dim for factor, dim in placement.items() if _axes(dim)}
+        taken = _axes_of(merged.values())
+        if not split or taken & _axes_of(split.values()):
+            return ()
+        for factor, dim in split.items():
+            refined = _refined(merged[factor], dim) if factor in merged else dim
+            if refined is None:
+                return ()
+            merged[factor] = refined
+    return with_open_axes(call, rule, build(call, rule, merged), mesh, extra)
+
+
+def _axes(dim: Dim) -> set[str]:
+    return {axis for _, axis in dim if axis is not None}
+
+
+def _axes_of(dims: Iterable[Dim]) -> set[str]:
+    return {axis for dim in dims for axis in _axes(dim)}
+
+
+def _refined(one: Dim, other: Dim) -> Dim | None:
+    """One factor with the axes of both: (16 tp 8) and (128 cp) are (16 tp 4 cp); None where they do not fit."""
+    atoms: list[Atom] = []
+    parts = 1  # that the atoms so far make
+    for before, n, axis in sorted([*_cuts(one), *_cuts(other)], key=lambda cut: cut[0]):
+        if before > parts:
+            if before % parts:
+                return None
+            atoms.append((before // parts, None))
+            parts = before
+        atoms.append((n, axis))
+        parts *= n
+    rest, odd = divmod(prod(n for n, _ in one), parts)
+    if odd:
+        return None
+    if rest > 1:
+        atoms.append((rest, None))
+    return tuple(atoms)
+
+
+def _cuts(dim: Dim) -> Iterator[tuple[int, int, str]]:
+    """(parts before it, its size, axis) of every axis in a dim."""
+    for k, (n, axis) in enumerate(dim):
+        if axis is not None:
+            yield prod(size for size, _ in dim[:k]), n, axis
+
+
+def _placement(rule: Rule, strategy: Strategy) -> dict[str, Dim]:
+    """Factor -> how it lies, of a strategy that puts each factor the same way in all operands."""
+    placement: dict[str, Dim] = {}
+    for operand, layout in zip((*rule.ins, *rule.outs), (*strategy.ins, *strategy.outs), strict=True):
+        if operand is not None and layout is not None:
+            placement.update(place(operand, rule, layout.with_pending(())) or {})
+    return placement
+
+
+def _among(placement: Mapping[str, Dim], axes: tuple[str, ...], mesh: Mesh) -> Iterator[tuple[Mapping[str, Dim], tuple[str, ...]]]:
+    """(placement with some axes inside its factors, the axes left); where two share a local part they stand in their order."""
+    if not axes:
+        yield placement, ()
+        return
+    *first, last = axes
+    for inside, rest in _among(placement, tuple(first), mesh):
+        yield inside, (*rest, last)
+        for factor, dim in inside.items():
+            for refined in _within(dim, last, mesh.axis_size(last)):
+                yield {**inside, factor: refined}, rest
+
+
+def _within(dim: Dim, axis: str, n: int) -> Iterator[Dim]:
+    """The dim with `axis` as the major part of each local atom that it divides."""
+    for k, (size, owner) in enumerate(dim):
+        if owner is None and size % n == 0:
+            rest = ((size // n, None),) if size > n else ()
+            yield (*dim[:k], (n, axis), *rest, *dim[k + 1 :])
+
+
+def _relaid(call: Call, rule: Rule, other: Strategy, like: Strategy, placement: Mapping[str, Dim], mesh: Mesh) -> Iterator[Strategy]:
+    """`other` on operands whose factors lie as those of `like`: it has the same axes on them, in blocks."""
+    own = dict(like.axes)
+    if not own or any((axis, factor) not in other.axes or factor not in placement for axis, factor in own.items()):
+        return
+    operands = [*zip(rule.ins, other.ins, call.ins, strict=True), *zip(rule.outs, other.outs, call.outs, strict=True)]
+    placed: list[dict[str, Dim] | None] = []  # per operand: factor -> how `other` has it
+    for operand, layout, _ in operands:
+        lies = None
+        if operand is not None and layout is not None:
+            lies = place(operand, rule, layout.with_pending(()))
+        if lies is None and layout is not None:
+            return
+        placed.append(lies)
+    # Axes of `other` alone on the factors that both split: there they may stand inside what `like` leaves.
+    guests = {factor: tuple(axis for axis, g in other.axes if g == factor and axis not in own) for factor in own.values()}
+    there = set[str]()
+    for lies in placed:
+        if lies is not None:
+            there |= _axes_of(lies[factor] for factor in own.values() if factor in lies)
+    if call.target.startswith(DEALT_ROWS):
+        guests = dict.fromkeys(guests, tuple(sorted(there - set(own), key=mesh.axis_names.index)))
+    all_guests = tuple(axis for axes in guests.values() for axis in axes)
+    if there - set(own) - set(all_guests):
+        return  # axes of a pattern of its own lie there as well
+    for inside, rest in _among({factor: placement[factor] for factor in guests}, all_guests, mesh):
+        if rest or _has_guest_of_another(inside, guests):
+            continue
+        laid: list[Layout | None] = []
+        for lies, (operand, layout, typ) in zip(placed, operands, strict=True):
+            if lies is None or operand is None or layout is None or typ is None:
+                laid.append(layout)
+            else:
+                moved = {factor: inside.get(factor, dim) for factor, dim in lies.items()}
+                laid.append(lay_out(operand, typ, rule, moved, layout.pending))
+        ins = tuple(layout for layout in laid[: len(rule.ins)] if layout is not None)
+        yield attrs.evolve(other, ins=ins, outs=tuple(laid[len(rule.ins) :]))
+
+
+def _has_guest_of_another(inside: Mapping[str, Dim], guests: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether some factor has an axis that is the guest of another factor."""
+    for factor, dim in inside.items():
+        for host, axes in guests.items():
+            if host != factor and _axes(dim) & set(axes):
+                return True
+    return False

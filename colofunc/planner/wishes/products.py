@@ -380,11 +380,11 @@ def gradients(program: Program, product: Product, targets: Sequence[str]) -> tup
     weight's shape from what it read."""
     made = program.makers
     forward = program.nodes[product.index]
-    reads = {root(program, made, ref) for ref in forward.refs}
+    reads = {root(made, ref) for ref in forward.refs}
     weight, found = program.values[product.leaf].shape, []
     for node in program.nodes:
         if node.phase == "backward" and node.path == product.path and node.target in targets and node.outs[0] is not None:
-            roots = {root(program, made, ref) for ref in node.refs}
+            roots = {root(made, ref) for ref in node.refs}
             shape = program.values[node.outs[0]].shape
             if product.leaf in roots or (roots & reads and sorted(shape) == sorted(weight)):
                 found.append(node.outs[0])
@@ -409,7 +409,7 @@ def wishes(program: Program, mesh: Mesh, patterns: Mapping[Product, Words], sour
                 yield attrs.evolve(wish, targets=backward, phases=("backward",), optional=True, values=made[1])
 
 
-def root(program: Program, made: Mapping[int, Node], id: int) -> int:
+def root(made: Mapping[int, Node], id: int) -> int:
     """The value that an id is, but for how its dims are cut and in which order they stand, and for casts."""
     while id in made and made[id].target.startswith((*_TRANSPOSES, *_VIEWS)):
         id = made[id].refs[0]

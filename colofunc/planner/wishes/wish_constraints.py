@@ -22,10 +22,9 @@ from colofunc.mesh import Mesh
 from colofunc.planner.plan import parse_axes
 from colofunc.planner.sharding.constraints import Constraint, Constraints, leaf_strategy
 from colofunc.planner.wishes.flow_constraints import ExtraOf, Flow, RuleOf, along, meeting
-from colofunc.planner.wishes.gradients import worked_on
 from colofunc.planner.wishes.layout_equality import alike, orders
-from colofunc.planner.wishes.ranks import Ranks, heard, highest
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
+from colofunc.program.facts import is_pointwise
 from colofunc.program.ir import Program, Value
 from colofunc.spec.layout import At, Layout, at_text, is_major, make_layout
 from colofunc.spec.rule import Rule, Strategy
@@ -326,3 +325,56 @@ def _casts(program: Program, item: int) -> list[int]:
     """Items of the nodes that cast an input leaf."""
     n, id = len(program.inputs), program.inputs[item]
     return [n + k for k, node in enumerate(program.nodes) if node.refs == (id,) and node.target.startswith("aten._to_copy")]
+
+
+# ---- gradients ----
+# Problem: a parameter's update is pinned by where its state lies, and a gradient passes through others before (clipping, the
+# squares of its norm, a loss scale). Left free, they may ask for other layouts, and the gradient travels twice. Idea: follow a
+# gradient from where it is made, through elementwise operators that keep its shape.
+#
+#     grad.w -> mul(g, g)          squares of the norm: here, and no further, its sum has another shape
+#            -> mul(g, factor)     what the update reads
+
+
+def worked_on(program: Program, meets: Callable[[str], bool]) -> Iterator[tuple[int, Value]]:
+    """(index of a node of the update, the gradient that it works on) for gradients whose name meets a test."""
+    from_: dict[int, Value] = {v.id: v for v in program.values.values() if v.role == "grad" and meets(v.name)}
+    for index, node in enumerate(program.nodes):
+        if node.phase != "update" or len(node.outs) != 1 or node.outs[0] is None or not is_pointwise(node.target):
+            continue
+        out = program.values[node.outs[0]]
+        grads = {from_[i].id: from_[i] for i in node.refs if i in from_ and from_[i].shape == out.shape}
+        if len(grads) == 1:
+            (grad,) = grads.values()
+            from_[out.id] = grad
+            yield index, grad
+
+
+# ---- wishes of different rank ----
+#     zero(3, ("dp", "ep"))    layers.0.experts.up  (dp ep d0) ...   rank 0      heard for dp
+#     experts("ep")            layers.0.experts.up  (ep e) ...       rank 1      heard for ep
+#     experts("ep")            layers.0.q_proj      whole            rank -1     not heard: zero speaks for ep here
+#
+# Problem: "states over all ranks" and "experts over these" are both what the field says, of different tensors, and as
+# wishes they clash. Idea: who speaks of few tensors in particular outranks who speaks of all; what a plan says only so that
+# nothing is left open yields to everybody. Wishes of equal rank still clash.
+
+
+Ranks = Mapping[int, Mapping[str, int]]  # item -> axis -> the highest rank that speaks for it
+
+
+def highest(said: Iterable[tuple[int, int, Iterable[str]]]) -> Ranks:
+    """From (item, rank of a wish, axes it speaks for)."""
+    found: dict[int, dict[str, int]] = {}
+    for item, rank, axes in said:
+        mine = found.setdefault(item, {})
+        mine.update({axis: max(rank, mine.get(axis, rank)) for axis in axes})
+    return found
+
+
+def heard(
+    ranks: Ranks, item: int, rank: int, where: Mapping[str, object], constraint: Constraint
+) -> tuple[dict[str, object], Constraint | None]:
+    """What is left of a wish: the axes for which none outranks it, and its constraint on these; None: nothing."""
+    mine = {axis: place for axis, place in where.items() if ranks.get(item, {}).get(axis, rank) <= rank}
+    return mine, constraint if len(mine) == len(where) else attrs.evolve(constraint, room=None).on(tuple(mine))

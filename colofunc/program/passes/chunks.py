@@ -100,7 +100,7 @@ def chunked(program: Program, wanted: Mapping[int, int | str]) -> tuple[Program,
     chunk_of, members = _packed(scopes, wanted)
     if not chunk_of:
         return program, {}
-    order = _orders(scopes, members, chunk_of)
+    order = _orders(scopes, members)
     edit = Editor(program)
     apart: dict[tuple[int | None, ...], frozenset[int]] = {}
     for at, scope in scopes.items():
@@ -237,7 +237,7 @@ def _packed(scopes: Mapping[int, _Scope], wanted: Mapping[int, int | str]) -> tu
     return {id: k for k, some in enumerate(members) for id in some}, members
 
 
-def _orders(scopes: Mapping[int, _Scope], members: Sequence[Sequence[int]], chunk_of: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+def _orders(scopes: Mapping[int, _Scope], members: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
     """Donated parameter -> (chunk, place in its buffer): first those that are gathered in most phases, so that runs are whole."""
     top = scopes[-1].program
     donated = {top.inputs[into] for _, into in top.aliases}

@@ -310,11 +310,10 @@ def _joined(node: Node, known: Mapping[int, Known], shape: tuple[int, ...]) -> B
             bands[ref] = value
     if not bands:
         raise NoBand
-    choices = list(product((False, True), repeat=len(bands)))
     results = []
-    for choice in choices:
+    for choice in product((False, True), repeat=len(bands)):
         results.append(_chosen(node, known, dict(zip(bands, choice, strict=True)), bands))
-    return _runs_of_equal(list(bands.values()), choices, results, shape)
+    return _runs_of_equal(list(bands.values()), results, shape)
 
 
 def _chosen(node: Node, known: Mapping[int, Known], inside: Mapping[int, bool], bands: Mapping[int, Band]) -> Tensor:
@@ -330,8 +329,11 @@ def _chosen(node: Node, known: Mapping[int, Known], inside: Mapping[int, bool], 
     return result.reshape(1)
 
 
-def _runs_of_equal(bands: Sequence[Band], choices: Sequence[tuple[bool, ...]], results: Sequence[Tensor], shape: tuple[int, ...]) -> Band:
-    """The band whose value is results[k] where the bands are inside as choices[k] says; NoBand if it has no such form."""
+def _runs_of_equal(bands: Sequence[Band], results: Sequence[Tensor], shape: tuple[int, ...]) -> Band:
+    """The band whose value is results[k] where the bands are inside as the k-th choice says; NoBand if it has no such form.
+
+    Choices are all of (outside, inside) for each band, those of the last band varying first.
+    """
     values: list[Tensor] = []
     kinds: list[int] = []
     for result in results:
@@ -437,12 +439,11 @@ def _triangle(lower: bool) -> Callable[[Band, tuple[Any, ...], tuple[int, ...]],
             lo, hi = here.clamp(0, columns), torch.full_like(here, columns)
         kept = Band(shape, lo, hi, band.inside, band.inside)
         zero = torch.zeros_like(band.inside)
-        choices = list(product((False, True), repeat=2))
         results = []
-        for inside, keep in choices:
+        for inside, keep in product((False, True), repeat=2):
             value = band.inside if inside else band.outside
             results.append(value if keep else zero)
-        return _runs_of_equal([band, kept], choices, results, shape)
+        return _runs_of_equal([band, kept], results, shape)
 
     return apply
 

@@ -20,12 +20,128 @@ from typing import Any
 
 import attrs
 
+from colofunc.ops.shift import shift
 from colofunc.ops.targets import overload
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref, Value
-from colofunc.program.passes.simplify_backward import whole_backward
 from colofunc.program.passes.simplify_known import fold_constants, fold_masks
-from colofunc.program.passes.simplify_shifts import shifted
+
+# ---- shifts ----
+# constant_pad_nd(x, (0, 1), c)[:, 1:]                   ->   shift(x, 1, -1, c)       labels of a causal model
+# full(c); out[:, 1:] = x[:, :-1]                        ->   shift(x, 1, 1, c)        inputs of a decoder
+# shift(x, 1, 1, c); out[:, 0] = e                       ->   shift(x, 1, 1, e)
+# cat([full(c), x[:, :-1]], 1)                           ->   shift(x, 1, 1, c)
+
+
+Values = Mapping[int, Value]
+SLICE, FULL = "aten.slice.Tensor", "aten.full.default"
+
+
+def shifted(node: Node, makers: Makers, values: Values) -> Node | None:
+    """The node as a shift; None where it is none."""
+    find = FORMS.get(node.target)
+    found = find(node, makers, values) if find is not None else None
+    if found is None:
+        return None
+    x, dim, by, fill = found
+    out = values[node.outs[0]] if node.outs[0] is not None else None
+    if out is None or (values[x.id].shape, values[x.id].dtype) != (out.shape, out.dtype):
+        return None
+    return attrs.evolve(node, target=shift.name, args=(x, dim, by, fill), kwargs=())
+
+
+Found = tuple[Ref, int, int, Any]
+
+
+def _made(arg: Any, makers: Makers, target: str) -> Node | None:
+    node = makers.get(arg.id) if type(arg) is Ref else None
+    return node if node is not None and node.target == target else None
+
+
+def _slice(node: Node, makers: Makers, values: Values) -> Found | None:
+    """A pad at one end, cut at the other."""
+    pad = _made(node.args[0], makers, "aten.constant_pad_nd.default")
+    if pad is None:
+        return None
+    source, dim, low, high = _cut(node, values)
+    rank, widths = len(values[source.id].shape), tuple(pad.args[1])
+    pairs = {rank - 1 - k // 2: widths[k : k + 2] for k in range(0, len(widths), 2) if any(widths[k : k + 2])}
+    if list(pairs) != [dim] or min(pairs[dim]) < 0:
+        return None
+    (before, behind), n = pairs[dim], values[pad.args[0].id].shape[dim]
+    fill = pad.args[2] if len(pad.args) > 2 else 0
+    if (before and behind) or high - low != n:
+        return None
+    return pad.args[0], dim, before - low, fill
+
+
+def _cut(node: Node, values: Values) -> tuple[Ref, int, int, int]:
+    """(operand, dim, start, end) of a slice; end < start where it has a step."""
+    args = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    shape = values[args[0].id].shape
+    dim = args[1] % len(shape)
+    low, high, step = slice(args[2], args[3], args[4]).indices(shape[dim])
+    return args[0], dim, low, high if step == 1 else -1
+
+
+def _first_rows(arg: Any, dim: int, makers: Makers, values: Values) -> tuple[Ref, int] | None:
+    """(x, how many rows are left out) where the operand is x without its last rows along `dim`."""
+    node = _made(arg, makers, SLICE)
+    if node is None:
+        return None
+    source, along, low, high = _cut(node, values)
+    left = values[source.id].shape[along] - high
+    return (source, left) if along == dim and low == 0 and high > 0 and left > 0 else None
+
+
+def _number(arg: Any, makers: Makers) -> Any:
+    """The value of a tensor that is full of it; None where it is not."""
+    node = _made(arg, makers, FULL)
+    return None if node is None else node.args[1]
+
+
+def _slice_scatter(node: Node, makers: Makers, values: Values) -> Found | None:
+    """All but the last rows, put behind the first rows of a tensor of fill."""
+    base, part, *rest = node.args
+    args = (*rest, *(0, None, None, 1)[len(rest) :])
+    shape = values[base.id].shape
+    dim = args[0] % len(shape)
+    source, fill = _first_rows(part, dim, makers, values), _number(base, makers)
+    low, high, step = slice(*args[1:]).indices(shape[dim])
+    if source is None or fill is None or step != 1 or high != shape[dim] or low != source[1]:
+        return None
+    return source[0], dim, low, fill
+
+
+def _select_scatter(node: Node, makers: Makers, values: Values) -> Found | None:
+    """A shift by one row, whose first row is set."""
+    base, part, dim, index = node.args
+    inner, fill = _made(base, makers, shift.name), _number(part, makers)
+    if inner is None or fill is None or index != 0:
+        return None
+    x, along, by, _ = inner.args
+    return (x, along, by, fill) if along == dim % len(values[x.id].shape) and by == 1 else None
+
+
+def _joined_rows(node: Node, makers: Makers, values: Values) -> Found | None:
+    """Rows of fill, and all but the last rows."""
+    parts = node.args[0]
+    if len(parts) != 2 or not values[parts[0].id].shape:
+        return None
+    dim = (node.args[1] if len(node.args) > 1 else 0) % len(values[parts[0].id].shape)
+    source, fill = _first_rows(parts[1], dim, makers, values), _number(parts[0], makers)
+    if source is None or fill is None or values[parts[0].id].shape[dim] != source[1]:
+        return None
+    return source[0], dim, source[1], fill
+
+
+FORMS: dict[str, Callable[[Node, Makers, Values], Found | None]] = {
+    SLICE: _slice,
+    "aten.slice_scatter.default": _slice_scatter,
+    "aten.select_scatter.default": _select_scatter,
+    "aten.cat.default": _joined_rows,
+}
+
 
 __all__ = ["drop_dead", "fold_constants", "fold_masks", "simplify", "tidy"]
 
@@ -238,3 +354,69 @@ REWRITES: dict[str, Rewrite] = {
     "aten.mul.Tensor": lambda node, scope: whole_backward(node, scope.makers, scope.values),
     "aten.slice_scatter.default": _scatter,
 }
+
+
+# ---- backward of silu and mish ----
+# Problem: on tensors without data torch takes the backward of some activations apart into six or ten elementwise operators,
+# each with a buffer of its own: in a UNet or a LLaMA they are the peak of a layer's backward. Idea: the product that ends such
+# a group is recognised by what made its operands, and becomes the operator again; what nobody else reads goes as dead code.
+#
+#     s = sigmoid(x);  g * (s * (1 + x * (1 - s)))          ->          silu_backward(g, x)
+#
+# Source: `math_silu_backward` and `math_mish_backward` of ATen (native/Activation.cpp). The kernels compute the same formula.
+
+
+Makers = Mapping[int, Node]
+
+
+def whole_backward(node: Node, makers: Makers, values: Mapping[int, Value]) -> Node | None:
+    """The activation's backward that a product `g * factor` is the end of, if it is one."""
+    if node.phase != "backward" or len(node.args) != 2 or not all(isinstance(arg, Ref) for arg in node.args):
+        return None
+    grad, factor = node.args
+    for name, argument in (("silu", _silu), ("mish", _mish)):
+        x = argument(factor, makers)
+        if x is not None and (values[x].shape, values[x].dtype) == (values[grad.id].shape, values[grad.id].dtype):
+            return attrs.evolve(node, target=f"aten.{name}_backward.default", args=(grad, Ref(x)))
+    return None
+
+
+def _silu(factor: Ref, makers: Makers) -> int | None:
+    """x of s * (1 + x * (1 - s)), s = sigmoid(x)."""
+    s, more = _operands(factor, "aten.mul.Tensor", makers)
+    x = _argument(s, "aten.sigmoid.default", makers)
+    product, one = _operands(more, "aten.add.Scalar", makers)
+    value, rest = _operands(product, "aten.mul.Tensor", makers)
+    fits = x is not None and one == 1 and value == x and _one_minus(rest, makers) == s
+    return x.id if x is not None and fits else None
+
+
+def _mish(factor: Ref, makers: Makers) -> int | None:
+    """x of t + x * sigmoid(x) * (1 - t * t), t = tanh(softplus(x))."""
+    t, more = _operands(factor, "aten.add.Tensor", makers)
+    x = _argument(_argument(t, "aten.tanh.default", makers), "aten.softplus.default", makers)
+    product, rest = _operands(more, "aten.mul.Tensor", makers)
+    value, sigmoid = _operands(product, "aten.mul.Tensor", makers)
+    square = _operands(_one_minus(rest, makers), "aten.mul.Tensor", makers)
+    fits = x is not None and value == x and _argument(sigmoid, "aten.sigmoid.default", makers) == x and square == (t, t)
+    return x.id if x is not None and fits else None
+
+
+def _operands(arg: Any, target: str, makers: Makers) -> tuple[Any, Any]:
+    """The two arguments of the node that made a value, if it is `target` with no other arguments."""
+    node = makers.get(arg.id) if isinstance(arg, Ref) else None
+    fits = node is not None and node.target == target and len(node.args) == 2 and not node.kwargs
+    return (node.args[0], node.args[1]) if node is not None and fits else (None, None)
+
+
+def _argument(arg: Any, target: str, makers: Makers) -> Ref | None:
+    """The only argument of the node that made a value, if it is `target` with none that differ from their defaults."""
+    node = makers.get(arg.id) if isinstance(arg, Ref) else None
+    return node.args[0] if node is not None and node.target == target and len(node.args) == 1 and not node.kwargs else None
+
+
+def _one_minus(arg: Any, makers: Makers) -> Any:
+    """y of 1 - y."""
+    ones, y = _operands(arg, "aten.sub.Tensor", makers)
+    node = makers.get(ones.id) if isinstance(ones, Ref) else None
+    return y if node is not None and node.target == "aten.full.default" and node.args[1] == 1 else None

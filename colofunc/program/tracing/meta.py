@@ -142,7 +142,7 @@ def name_frozen(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 @contextmanager
-def watch_modules(module: torch.nn.Module, prefix: str = "") -> Iterator[None]:
+def watch_modules(module: torch.nn.Module) -> Iterator[None]:
     """While a trace is active, operators inside `module` carry the dotted name of the submodule that called them."""
     here = active()
     if here is None:
@@ -161,9 +161,8 @@ def watch_modules(module: torch.nn.Module, prefix: str = "") -> Iterator[None]:
     for name, sub in module.named_modules():
         if isinstance(sub, torch.jit.ScriptModule):
             continue  # takes no hooks, or never calls those of its submodules
-        path = f"{prefix}.{name}" if prefix and name else prefix or name
         # The enter hook runs after the module's own pre-hooks have been registered but must see every call: prepend.
-        handles.append(sub.register_forward_pre_hook(enter(path), prepend=True))
+        handles.append(sub.register_forward_pre_hook(enter(name), prepend=True))
         handles.append(sub.register_forward_hook(leave, always_call=True))
     try:
         yield

@@ -30,9 +30,8 @@ from colofunc.program.ir import Node, Ref, Value, map_refs
 from colofunc.program.lazy import make
 from colofunc.program.on_host import OnHost
 from colofunc.program.tracing import views as trace_views
-from colofunc.program.tracing.captured import refuse_computed
+from colofunc.program.tracing.captured import SMALL_BYTES, refuse_computed
 from colofunc.program.tracing.infer import Meta, Results, TraceTensor, remembered
-from colofunc.program.tracing.lift import SMALL_BYTES
 from colofunc.program.tracing.meta import Whereabouts, user_line
 from colofunc.program.tracing.numbers import as_numbers, promotes
 

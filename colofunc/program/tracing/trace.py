@@ -24,19 +24,18 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from colofunc import compat
-from colofunc.errors import InputError, TraceError
+from colofunc.errors import ColofuncError, InputError, TraceError
 from colofunc.ops import canonical
 from colofunc.ops.autocast import honoured_autocast
 from colofunc.program.ir import Program, Value
 from colofunc.program.tracing.function import TraceFunctions
 from colofunc.program.tracing.infer import contiguous
 from colofunc.program.tracing.leaks import put_back_attributes, refuse_leaks, warn_of_put_back
-from colofunc.program.tracing.meta import activate, module_path, phase, watch_modules
+from colofunc.program.tracing.meta import activate, module_path, phase, raised_line, watch_modules
 from colofunc.program.tracing.modules_used import HasFrozen, noted, noting
 from colofunc.program.tracing.ops import handler_of
 from colofunc.program.tracing.record import Recorder, Storage
 from colofunc.program.tracing.roles import Observed, comes_back, first_result
-from colofunc.program.tracing.torch_errors import in_words
 from colofunc.program.tracing.tree import Tree, flatten, join, unflatten
 from colofunc.spec.rule import TensorType
 
@@ -50,8 +49,8 @@ class Traced:
     """A traced function: its program and how to pack its arguments and unpack its results.
 
     `in_tree` is the tree of (args, kwargs) with leaves named as the function names its parameters; program inputs are
-    those leaves in order, then the seed where `uses_seed`, then the constants. `static`: (name, value) of the leaves
-    that are no tensors. `captured`: value id -> the tensor that the function took from outside, as it stands there.
+    those leaves in order, then the seed where `uses_seed`, then the constants.
+    `captured`: value id -> the tensor that the function took from outside, as it stands there.
     `modules`, `models`: those that the function has called, and whose modes and frozen weights are part of the program.
     `guessed`: nothing said which of the arguments has the weights (see `roles`).
     """
@@ -61,7 +60,6 @@ class Traced:
     out_tree: Tree
     names: tuple[str, ...]
     out_names: tuple[str, ...]
-    static: tuple[tuple[str, Any], ...]
     uses_seed: bool
     captured: Mapping[int, torch.Tensor] = attrs.field(factory=dict, eq=False)
     modules: tuple[torch.nn.Module, ...] = attrs.field(default=(), eq=False, repr=False)
@@ -119,10 +117,9 @@ def trace(
             carried[name] = role
     values, guessed = _with_roles(rec, tree, out_tree, out_ids, differentiated, given, carried)
     program, uses_seed = _assemble(rec, values, len(leaves), out_ids)
-    static = tuple((leaf.name, leaf.value) for leaf in tree.statics())
     captured = {cell.vid: real for real, cell in rec.captured.values()}
     modules, models = noted(rec.where)
-    return Traced(program, tree, out_tree, tree.names(), out_tree.names(), static, uses_seed, captured, modules, models, guessed)
+    return Traced(program, tree, out_tree, tree.names(), out_tree.names(), uses_seed, captured, modules, models, guessed)
 
 
 def _observe(
@@ -327,3 +324,40 @@ def _assemble(
     defined = set(inputs) | {o for node in rec.nodes for o in node.results}
     kept = {vid: values[vid] for vid in values if vid in defined}
     return Program(inputs, tuple(rec.nodes), tuple(outputs), kept, constants), bool(seed)
+
+
+# ---- errors of torch ----
+# Problem: TorchScript drops what Python said, and some errors name a mechanism that the user never asked for. Idea: a table of
+# how such messages begin; each has what is true of a step, and one thing to try.
+#
+#     RuntimeError: The following operation failed in the TorchScript interpreter. ...
+#     TraceError: random operator aten.bernoulli_ at model.py:3 ... This operator was called by TorchScript. Try: ...
+
+
+SCRIPT = "The following operation failed in the TorchScript interpreter"
+SCRIPT_ADVICE = "This operator was called by TorchScript. Try: the Python module or function that was compiled, as it is"
+# Part of the message -> what is true; {} is the user's line.
+WORDS = {
+    "You must implement the jvp function for custom autograd.Function": (
+        "forward-mode derivatives (torch.func.jvp, jacfwd, hessian) at {} reach an operator that has none: attention and dropout "
+        "stay whole in a step, and have gradients only. Try: torch.func.jacrev in place of jacfwd, jacrev(jacrev(f)) for a hessian"
+    ),
+    "_apply(): Couldn't swap": (
+        "a module that the step makes for itself is converted at {} (.cuda(), .double(), .half()), which would change tensors of the "
+        "trace in place. Try: nn.Linear(3, 2, dtype=torch.float64), or the module made outside of the step (cf.functional)"
+    ),
+}
+
+
+def in_words(error: Exception, operator: Exception | None) -> Exception | None:
+    """The error to raise in place of `error`, None where that says it well. `operator`: what the last failed operator raised."""
+    text = str(error)
+    if text.startswith(SCRIPT) and operator is not None:
+        if isinstance(operator, ColofuncError):
+            return TraceError(f"{operator}. {SCRIPT_ADVICE}")
+        operator.add_note(SCRIPT_ADVICE)
+        return operator
+    for part, words in WORDS.items():
+        if part in text:
+            return TraceError(words.format(raised_line(error)))
+    return None

@@ -18,7 +18,7 @@ from colofunc.mesh import Mesh
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Rule
 from colofunc.spec.rules.attention_call import AttentionCall
-from colofunc.spec.rules.build import Local, StrategyFn, Texts, at, bind
+from colofunc.spec.rules.build import Local, Texts, at, bind
 from colofunc.spec.rules.pattern import RuleFn
 
 
@@ -141,4 +141,3 @@ RULES: dict[str, RuleFn] = {
     "aten._scaled_dot_product_flash_attention_for_cpu": cpu_flash,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": cpu_flash_backward,
 }
-STRATEGIES: dict[str, StrategyFn] = {}

@@ -18,7 +18,7 @@ import attrs
 
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Rule
-from colofunc.spec.rules.build import StrategyFn, Texts, at, bind, local_sizes
+from colofunc.spec.rules.build import Texts, at, bind, local_sizes
 from colofunc.spec.rules.pattern import Args, RuleFn, with_arg
 
 Shape = tuple[int, ...]
@@ -132,4 +132,3 @@ RULES: dict[str, RuleFn] = {
     "aten.convolution": convolution,
     "aten.convolution_backward": convolution_backward,
 }
-STRATEGIES: dict[str, StrategyFn] = {}

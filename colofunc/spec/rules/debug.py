@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from colofunc.spec.rule import Call, Operand, Rule
-from colofunc.spec.rules.build import StrategyFn
 from colofunc.spec.rules.pattern import RuleFn
 
 
@@ -19,4 +18,3 @@ def shown(call: Call) -> Rule:
 
 
 RULES: dict[str, RuleFn] = {"colofunc.debug": shown}
-STRATEGIES: dict[str, StrategyFn] = {}

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from colofunc.spec.rule import Call, Rule
-from colofunc.spec.rules.build import StrategyFn, along
+from colofunc.spec.rules.build import along
 from colofunc.spec.rules.pattern import RuleFn
 
 
@@ -15,4 +15,3 @@ def transform(call: Call) -> Rule | None:
 
 
 RULES: dict[str, RuleFn] = dict.fromkeys(("aten._fft_c2c", "aten._fft_r2c", "aten._fft_c2r"), transform)
-STRATEGIES: dict[str, StrategyFn] = {}

@@ -10,7 +10,7 @@ Splitting one factorisation over ranks is an algorithm of its own (SUMMA-like); 
 from __future__ import annotations
 
 from colofunc.spec.rule import Call, Rule
-from colofunc.spec.rules.build import StrategyFn, Texts, along, batched, bind, names, numbered
+from colofunc.spec.rules.build import Texts, along, batched, bind, names, numbered
 from colofunc.spec.rules.pattern import RuleFn
 
 
@@ -112,4 +112,3 @@ RULES: dict[str, RuleFn] = {
     "aten._cdist_forward": cdist,
     "aten._cdist_backward": cdist_backward,
 }
-STRATEGIES: dict[str, StrategyFn] = {}

@@ -14,7 +14,7 @@ import torch
 from colofunc.mesh import Mesh
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Rule
-from colofunc.spec.rules.build import Local, StrategyFn, at, bind, names
+from colofunc.spec.rules.build import Local, at, bind, names
 from colofunc.spec.rules.local import place_of, rerun
 from colofunc.spec.rules.pattern import RuleFn
 
@@ -54,4 +54,3 @@ RULES: dict[str, RuleFn] = {
     "colofunc.random_bernoulli": placed(5, shape_at=2),
     "colofunc.dropout": placed(4, shape_at=None),
 }
-STRATEGIES: dict[str, StrategyFn] = {}

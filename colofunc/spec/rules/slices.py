@@ -21,9 +21,9 @@ from colofunc.spec.rules.pattern import Args, RuleFn, dims_of, sizes_from_out, w
 from colofunc.spec.rules.views import ONE, moves, out_shape
 
 
-def split_dim(call: Call, index: int, operand: int = 0) -> tuple[int, Operand, dict[str, int]]:
-    """(dim, factors, sizes) of the operand whose dim argument is at `index`."""
-    shape = call.ins[operand].shape
+def split_dim(call: Call, index: int) -> tuple[int, Operand, dict[str, int]]:
+    """(dim, factors, sizes) of operand 0, whose dim argument is at `index`."""
+    shape = call.ins[0].shape
     return wrap(call.arg(index, "dim", 0), len(shape)), *dims_of(shape)
 
 

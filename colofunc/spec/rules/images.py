@@ -4,6 +4,10 @@
     pixel_shuffle          n (c [r s]) h w -> n c (h r) (w s)                   linear, pixels free
     grid_sampler_2d        n c [h] [w], n p q [2] -> n c p q                    linear in the image, points free
     im2col                 n c [h] [w] -> n (c [k]) [l]                         linear
+    max_pool2d             b0 b1 [h] [w] -> b0 b1 [oh] [ow], b0 b1 [oh] [ow]
+    avg_pool2d             b0 b1 [h] [w] -> b0 b1 [oh] [ow]                     linear
+
+Pooled dims are whole, for windows overlap and indices count in a plane.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from math import prod
 
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Rule
-from colofunc.spec.rules.build import StrategyFn, bind, leading, names, whole
+from colofunc.spec.rules.build import bind, leading, names, whole
 from colofunc.spec.rules.pattern import Args, RuleFn, with_arg
 
 
@@ -101,7 +105,41 @@ def affine_grid(call: Call) -> Rule:
     return bind(call, {0: "n [j] [k]"}, [f"n {' '.join(whole('p', n))} [j]"], linear=[{0}], localize=localize)
 
 
+def _fractional(n: int) -> RuleFn:
+    """Fractional pooling: one random sample per image and channel, `b0 b1 [n]` beside `b0 b1 [h] [w]`."""
+
+    def rule(call: Call) -> Rule | None:
+        if len(call.ins[0].shape) != n + 2:
+            return None
+        planes = [" ".join(["b0", "b1", *whole(f"x{k}_", n)]) for k in range(3)]
+        return bind(call, {0: planes[0], 1: "b0 b1 [s]"}, planes[1:])
+
+    return rule
+
+
+def _pools() -> dict[str, RuleFn]:
+    rules: dict[str, RuleFn] = {}
+    for n in (1, 2, 3):
+        rules |= {
+            f"aten.max_pool{n}d_with_indices": leading(n),
+            f"aten.max_pool{n}d_with_indices_backward": leading(n, linear=[{0}]),
+            f"aten.max_pool{n}d": leading(n),
+            f"aten.avg_pool{n}d": leading(n, linear=[{0}]),
+            f"aten.avg_pool{n}d_backward": leading(n, linear=[{0}]),
+            f"aten._adaptive_avg_pool{n}d": leading(n, linear=[{0}]),
+            f"aten.adaptive_avg_pool{n}d": leading(n, linear=[{0}]),
+            f"aten._adaptive_avg_pool{n}d_backward": leading(n, linear=[{0}]),
+            f"aten.adaptive_max_pool{n}d": leading(n),
+            f"aten.adaptive_max_pool{n}d_backward": leading(n, linear=[{0}]),
+            f"aten.max_unpool{n}d": leading(n),
+            f"aten.fractional_max_pool{n}d": _fractional(n),
+            f"aten.fractional_max_pool{n}d_backward": leading(n, linear=[{0}]),
+        }
+    return rules
+
+
 RULES: dict[str, RuleFn] = {
+    **_pools(),
     **_upsampling(),
     "aten.pixel_shuffle": _shuffle(back=False),
     "aten.pixel_unshuffle": _shuffle(back=True),
@@ -116,4 +154,3 @@ RULES: dict[str, RuleFn] = {
     "aten.grid_sampler_3d_backward": grid_sampler_backward,
     "aten.affine_grid_generator": affine_grid,
 }
-STRATEGIES: dict[str, StrategyFn] = {}
