@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -37,16 +37,18 @@ LANES = ("compute", "collectives", "to device", "to host", "host", "disk")
 COPY_LANES = frozenset({"to device", "to host", "disk"})
 
 
-@attrs.frozen
-class Busy:
-    """One operator on one lane; `index`: its position in the program, or that of the loop that it is in."""
+class Busy(NamedTuple):
+    """One operator on one lane; `index`: its position in the program, or that of the loop that it is in.
+
+    A tuple and no record of attrs: one is made for every node of every candidate, and a frozen record takes three times as long.
+    """
 
     lane: str
     start_s: float
     end_s: float
     label: str
-    index: int
-    node: Node = attrs.field(repr=False, eq=False)
+    index: int  # type: ignore[assignment]  # in place of a tuple's method, which nobody calls
+    node: Node
 
 
 @attrs.frozen
@@ -94,7 +96,7 @@ def _union(program: Program, mesh: Mesh, by_rank: Mapping[int, Lanes]) -> Lanes:
         starts.append(max(by_rank[rank].starts_s[at[rank]] for rank in here))
         where[here[0], at[here[0]]] = index
         at.update({rank: at[rank] + 1 for rank in here})
-    busy = [attrs.evolve(b, index=where[r, b.index]) for r, lanes in by_rank.items() for b in lanes.busy if (r, b.index) in where]
+    busy = [b._replace(index=where[r, b.index]) for r, lanes in by_rank.items() for b in lanes.busy if (r, b.index) in where]
     bodies = {where[r, k]: body for r, lanes in by_rank.items() for k, body in lanes.bodies.items() if (r, k) in where}
     busy.sort(key=lambda b: b.index)
     return Lanes(tuple(busy), tuple(starts), max(lanes.end_s for lanes in by_rank.values()), bodies)
@@ -331,7 +333,7 @@ class _Player:
         self.bodies[index] = trip
         for k in range(loop.trips):
             now = begin + k * trip.end_s
-            self.busy += [attrs.evolve(b, start_s=b.start_s + now, end_s=b.end_s + now, index=index) for b in trip.busy]
+            self.busy += [b._replace(start_s=b.start_s + now, end_s=b.end_s + now, index=index) for b in trip.busy]
         end = begin + loop.trips * trip.end_s
         self.free = {lane: max(free, end) for lane, free in self.free.items()}
         self._made(node, end)
