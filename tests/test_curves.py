@@ -33,6 +33,7 @@ def test_a_file_speaks_of_presets_and_every_figure_has_a_source(path):
     curves = read_curves(path)
     assert curves.devices and set(curves.devices) <= set(PRESETS)
     sources = [one.source for one in (*curves.products, *curves.attention, curves.sustained, curves.memory, curves.links, curves.copies)]
+    sources += [curves.contention.source] if curves.contention is not None else []
     assert all(len(source) > 10 for source in (*sources, curves.launch_source, curves.latency_source))
     assert 0.5 < curves.sustained.share <= 1.0 and curves_of(curves.devices[0]) == curves
 

@@ -263,6 +263,25 @@ def test_a_card_has_three_kernels_of_attention() -> None:
     assert all([keys for keys, *_ in points] == [8.0, 16.0] for points in found.values())
 
 
+def test_devices_that_are_joined_in_pairs_use_the_links_to_their_peers() -> None:
+    """Two of four have a third of a device's links; a shift has one peer, however many take part; between boxes nothing changes."""
+    switched, pairs = PRESETS["8xh100"].levels[0], PRESETS["4xh100-hgx"]
+    assert (pairs.levels[0].size, pairs.node_devices) == (4, 4) and pairs.levels[0].bandwidth_bytes_per_s == switched.bandwidth_bytes_per_s
+    board, box = Mesh(pp=2, dp=2, tp=2, topology="4xh100-hgx"), Mesh(pp=2, dp=2, tp=2, topology="4xh100")
+    times = {("tp",): 3.0, ("dp",): 3.0, ("dp", "tp"): 1.0, ("pp",): 1.0}
+    for axes, longer in times.items():
+        for kind in ("all_gather", "all_to_all"):
+            (alpha_s, beta_s), (alpha_board_s, beta_board_s) = box.alpha_beta(kind, axes), board.alpha_beta(kind, axes)
+            assert alpha_board_s == alpha_s and beta_board_s == pytest.approx(longer * beta_s)
+    assert board.alpha_beta("permute", ("dp", "tp"))[1] == pytest.approx(3 * box.alpha_beta("permute", ("dp", "tp"))[1])
+
+
+def test_what_programs_attain_counts_contention_and_a_data_sheet_does_not() -> None:
+    for name in ("8xh100", "8xl40s"):  # with a file of its own, and without
+        assert PRESETS[name].device.contention == 0.0 and resolve_topology(f"{name}:attainable").device.contention == 0.189
+    assert "contention" not in PRESETS["8xh100"].to_dict()["device"]
+
+
 def test_kernels_of_attention_that_are_not_measured_keep_their_rates() -> None:
     given = (("flash", 2.0), ("flash", 1.0), ("cudnn", 3.0))
     flash, old, cudnn = (AttentionRate(kernel, 64, ((1.0, rate, rate),), "x") for kernel, rate in given)

@@ -12,6 +12,10 @@ long that thread takes to hand out an operator (`Device.host_launch_s`), none be
     to device         |copy  |
 
 The trips of a loop follow one another. Seconds are those of the planner: roofline compute, alpha-beta links.
+
+Note [Contention with compute]. A collective's kernels keep some of the device's processors and of its memory's bandwidth. Where a machine
+says by how much (`Device.contention`), an operator takes so much longer for as long as a collective runs beside it; the collective itself
+takes what it takes alone, and it makes no difference how many there are.
 """
 
 from __future__ import annotations
@@ -222,6 +226,7 @@ class _Player:
         device = mesh.topology.device
         self.hands_out = device.host_launch_s > 0  # where it is known how long that takes
         self.launch_s, self.view_s = device.host_launch_s, device.host_view_s
+        self.contention, self.wired_s = device.contention, 0.0  # until when collectives run, beside which kernels take longer
         self.starts: list[float] = []
 
     def play(self) -> Lanes:
@@ -250,6 +255,8 @@ class _Player:
         begin = max(self.clock, needs, self.free["host"], self.free[wire])
         self.busy.append(Busy("collectives", begin, begin + seconds, operator(node.target), index, node))
         self.free[wire] = begin + seconds
+        if self.contention and begin + seconds > self.wired_s:
+            self.wired_s = begin + seconds
         return begin + seconds
 
     def receives(self, node: Node, sent_s: float) -> None:
@@ -302,13 +309,22 @@ class _Player:
                 begin = clock
             if self.free[engine] > begin:
                 begin = self.free[engine]
+        if lane == "compute" and begin < self.wired_s:
+            seconds = self._beside_collectives_s(seconds, self.wired_s - begin)
         if seconds:
             self.busy.append(Busy(lane, begin, begin + seconds, operator(node.target), index, node))
             self.free[engine] = begin + seconds
         apart = lane == "host" or (kind is not None and kind[1])
         if apart or lane in COPY_LANES:
             self._made(node, begin + seconds)
+        if self.contention and lane == "collectives" and begin + seconds > self.wired_s:
+            self.wired_s = begin + seconds
         return clock if apart else begin + seconds
+
+    def _beside_collectives_s(self, seconds: float, wired_s: float) -> float:
+        """Of an operator, `seconds` long alone, while collectives run for `wired_s`. See Note [Contention with compute]."""
+        longer_s = seconds * (1 + self.contention)
+        return longer_s if longer_s <= wired_s else seconds + wired_s * self.contention / (1 + self.contention)
 
     def _wire(self, node: Node) -> str:
         """Which collectives follow one another: those whose slowest links are of one level. Each group has a stream of its own."""
