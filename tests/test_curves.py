@@ -9,7 +9,8 @@ import torch
 
 import colofunc as cf
 from colofunc.errors import TopologyError
-from colofunc.mesh import PRESETS, Mesh, Rate
+from colofunc.mesh import PRESETS, Mesh, Rate, presets
+from colofunc.mesh import curves as curves_module
 from colofunc.mesh.curves import FOLDER, HOST_KERNEL, KINDS, AttentionRate, attention_flops_per_s, curves_of, read_curves
 from colofunc.ops import attention_cuda as cuda
 from colofunc.ops.attention_guards import BACKWARD, FORWARD, FUSED
@@ -36,6 +37,23 @@ def test_a_file_speaks_of_presets_and_every_figure_has_a_source(path):
     sources += [curves.contention.source] if curves.contention is not None else []
     assert all(len(source) > 10 for source in (*sources, curves.launch_source, curves.latency_source))
     assert 0.5 < curves.sustained.share <= 1.0 and curves_of(curves.devices[0]) == curves
+
+
+def test_a_device_that_is_not_there_yet_is_added_as_the_docs_say(tmp_path, monkeypatch):
+    """An entry of `DEVICES` and of `_BOXES`, and a copied file with another name."""
+    device, capacity_bytes = presets.DEVICES["h200"]
+    old = Mesh(topology="8xh200:attainable").topology.device
+    monkeypatch.setitem(presets.DEVICES, "h300", (attrs.evolve(device, name="h300"), 2 * capacity_bytes))
+    monkeypatch.setitem(presets._BOXES, "h300", presets._BOXES["h200"])
+    assert Mesh(topology="8xh300:attainable").topology.device.attention == ()  # as it has no file
+    data = json.loads((FOLDER / "h200.json").read_text())
+    data |= {"devices": ["h300"], "sustained": {"share": 1.0, "source": "no whole step was measured"}}
+    (tmp_path / "h300.json").write_text(json.dumps(data))
+    monkeypatch.setattr(curves_module, "_shipped", curves_module._shipped.__wrapped__)  # which has kept what it read
+    monkeypatch.setattr(curves_module, "FOLDER", tmp_path)
+    new = Mesh(topology="8xh300:attainable").topology.device
+    assert new.attention == old.attention and new.contention == old.contention and new.sustained == 1.0
+    assert new.flops_per_s["bfloat16"] == pytest.approx(old.flops_per_s["bfloat16"] / old.sustained)
 
 
 def test_products_of_many_sizes_take_what_was_measured():
