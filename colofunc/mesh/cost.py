@@ -221,7 +221,7 @@ def compute_s(topology: Topology, flops: float, nbytes: float, dtype_name: str, 
         return max(flops / rate(topology, dtype_name), nbytes / device.memory_bytes_per_s) + device.launch_s
     if kind == "product":
         return max(flops / known.at(flops), nbytes / device.memory_bytes_per_s) + device.launch_s
-    return nbytes / known.at(nbytes) + device.launch_s
+    return (known.seconds(nbytes) if nbytes else 0.0) + device.launch_s
 
 
 def rate(topology: Topology, dtype_name: str) -> float:

@@ -90,6 +90,13 @@ class WorkRate:
         """Work a second of a call of so much."""
         return _between(self.points, work)
 
+    def seconds(self, nbytes: float) -> float:
+        """Of a kernel that moves so many bytes, beside a launch. Smaller ones than were measured take what the smallest does: some kinds
+        have more to do than a launch before they begin, such as an update that looks at seven tensors.
+        """
+        counted = max(nbytes, self.points[0][0])
+        return counted / self.at(counted)
+
 
 @attrs.frozen
 class Share:
