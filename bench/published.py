@@ -14,17 +14,17 @@ Terms that came of looking for the reason of a miss count wherever they hold:
   and up, one by one, another fact of their rows.
 - K2, K3: boards of four have NVLink in pairs and no switch, so that two of four devices have a third of the links (`4xh200-hgx`).
 
-Note [Missed]. What was found out about the run that is missed, and one that nearly is (M1):
+Note [Missed]. What was found out about the order that is missed, and two runs that nearly are:
 - The order: both pairs that stand the other way round are closer than the clock is right. T33 and T34 (which recompute every second
   layer, and every second product) are 2.3 % apart, and predicted 0.9 % the other way. D1 and D2 (one box and two) are 1.6 % apart and
-  predicted equal within 0.1 %: what the second box costs is gathers and reduce-scatters of 8 ms a step, which hide behind those along
-  the other axis. Letting collectives along several axes share the links of one box, as their streams do, in place of one after the other
-  was tried, and changes neither.
-- P5: 30 B parameters and sequences of 8,192 on 8 cards of 80 GB. The other rows of its table say that the reason is its own (`OTHERS`): the
-  same model on the same cards with 4,096 tokens, and models of 7 B and 13 B with 8,192 and 16,384, are within 12 %. By its own table it
-  falls from 51 % of the cards' peak to 39 % where the sequence doubles, and 13 B parameters do not (58 % and 56 %). Its 16 bytes a
-  parameter take 56 GiB of a card before anything is computed; an allocator that has to give memory back in every layer would be slow so.
-  Whether it had to is not published.
+  predicted equal within 0.1 %: all that a second box changes is where gradients and parameters travel once a step, 3.6 ms a layer in one
+  box, where both axes have the same links, and 3.3 in two, where each has its own. Letting the axes share the links of one box, as their
+  streams do, in place of one behind the other was tried, and changes neither pair.
+- P5, within the bound by 0.3 %: 30 B parameters and sequences of 8,192 on 8 cards of 80 GB. The other rows of its table say that the reason
+  is its own (`OTHERS`): the same model on the same cards with 1,024 and 4,096 tokens, and models of 7 B and 13 B with 8,192 and 16,384, are
+  within 8 %. By its own table it falls from 51 % of the cards' peak to 39 % where the sequence doubles, and 13 B parameters do not (58 and
+  56 %). Its 16 bytes a parameter take 56 GiB of a card before anything is computed; an allocator that has to give memory back in every
+  layer would be slow so. Whether it had to is not published.
 - M1: logits of 131,072 words beside 24 layers of 2,048, which a compiler fuses here. Neither the loss of the published run nor the rows of
   its microbatches are known.
 Of peaks only what is alive is counted here; published ones are what an allocator has reserved.

@@ -11,7 +11,7 @@ import colofunc as cf
 from colofunc.errors import TopologyError
 from colofunc.mesh import PRESETS, Mesh, Rate, presets
 from colofunc.mesh import curves as curves_module
-from colofunc.mesh.curves import FOLDER, HOST_KERNEL, KINDS, AttentionRate, attention_flops_per_s, curves_of, read_curves
+from colofunc.mesh.curves import FOLDER, HOST_KERNEL, KINDS, AttentionRate, WorkRate, attention_flops_per_s, curves_of, read_curves
 from colofunc.ops import attention_cuda as cuda
 from colofunc.ops.attention_guards import BACKWARD, FORWARD, FUSED
 from colofunc.ops.kernels import KernelCall, Like
@@ -138,6 +138,16 @@ def test_a_damaged_file_is_an_error_that_names_the_place(tmp_path, place, value,
 )  # fmt: skip
 def test_kinds_of_kernels(target, kind):
     assert work_kind(target) == kind and kind in KINDS
+
+
+def test_a_kernel_takes_no_less_than_the_smallest_that_was_measured():
+    """An update of a norm's weights has seven tensors to look at, however small they are."""
+    curve = WorkRate("update", "float32", ((1e4, 1e9), (1e6, 4e9)), "measured")
+    device = attrs.evolve(PRESETS["gloo-cpu"].device, work=(curve,))
+    mesh = Mesh(topology=attrs.evolve(PRESETS["gloo-cpu"], device=device))
+    taken_s = [mesh.compute_s(nbytes, nbytes, "float32", "update") - device.launch_s for nbytes in (1, 1e4, 1e5, 1e7)]
+    assert taken_s == pytest.approx([1e-5, 1e-5, 1e5 / 2.5e9, 1e7 / 4e9])
+    assert mesh.compute_s(0, 0, "float32", "update") == device.launch_s
 
 
 def test_attention_of_a_host_takes_what_was_measured_of_it():
