@@ -20,6 +20,9 @@ Again = Literal["none", "full", "operators", "layers"]
 
 Attention = Literal["flash", "triton", "hopper"]
 """flash: FlashAttention-2, which torch has · triton: FlashAttention as llm-foundry's `attn_impl: triton` · hopper: cuDNN's for sm_90."""
+Collectives = Literal["whole", "chunked", "apart"]
+"""Of tensor parallelism. whole: as planned here · chunked: gathers and reduce-scatters run in chunks beside the products that they feed or
+follow · apart: each product has the gradient of its input reduced and scattered by itself."""
 TIMES_FLASH: Mapping[Attention, tuple[float, float]] = {"triton": (0.5, 0.5), "hopper": (1.88, 1.6)}
 """How many times FlashAttention-2's rate kernels reach, forward and backward. triton: arXiv 2307.08691, abstract (twice as fast as its
 predecessor). hopper: forward the ratio of FlashAttention-3's published curve to FlashAttention-2's for 8k tokens and heads of 128 (602 and
@@ -45,8 +48,8 @@ class Run:
     """One published run. `sequences`: of a step, all ranks; `microbatches`: one after another. `zero`: stage over dp, 0 for none.
 
     `measured_s`: of a step. `fused`: compiled, or kernels by hand that leave out what a compiler leaves out. `masters`: float32 copies of
-    parameters. `attention`: the kernel that the run used, see `ATTENTION`. `chunked`: gathers and reduce-scatters of tensor parallelism run
-    in chunks beside the products that they feed or follow. `unknown`: what of the configuration had to be assumed.
+    parameters. `attention`: the kernel that the run used, see `ATTENTION`. `collectives`: how those of tensor parallelism run. `unknown`:
+    what of the configuration had to be assumed.
     """
 
     id: str
@@ -63,7 +66,7 @@ class Run:
     fused: bool = True
     masters: bool = True
     attention: Attention = "flash"
-    chunked: bool = False
+    collectives: Collectives = "whole"
     peak_gib: float | None = None
     unknown: str = ""
 
@@ -105,8 +108,16 @@ def _megatron(id: str, heads: int, hidden: int, layers: int, tp: int, sequences:
     seconds = each * tokens * sequences / (tflops * 1e12 * 48 * tp)
     axes = {"dpo": 3, "dp": 16, "tp": tp}  # 48 ranks divide no vocabulary
     # "We perform fine-grained overlapping of ... tensor-parallel (--tp-comm-overlap)": Megatron-LM's README, above its table of models.
-    more = dict(zero=1, attention="hopper", chunked=tp > 1, unknown="rows of a microbatch: all 4 of a rank")
+    collectives = "chunked" if tp > 1 else "whole"
+    more = dict(zero=1, attention="hopper", collectives=collectives, unknown="rows of a microbatch: all 4 of a rank")
     return Run(id, "M", model, "8xh100", axes, tokens, sequences, seconds, **more)  # type: ignore[arg-type]
+
+
+def _kempner(id: str, dp: int, sequences: int, seconds: float, peak_gib: float) -> Run:
+    """With tensor parallelism, whose plan gives each of q, k, v, gate and up its input as a part of the sequence (KempnerForge,
+    kempnerforge/distributed/tensor_parallel.py)."""
+    more = dict(again="full", masters=False, collectives="apart", peak_gib=peak_gib)
+    return Run(id, "K15", K15, "4xh200-hgx", {"dp": dp, "tp": 4}, 4096, sequences, seconds, 4, **more)  # type: ignore[arg-type]
 
 
 _D_S = {8: 12.78, 16: 12.99, 32: 13.00, 64: 13.00, 128: 13.16}
@@ -120,13 +131,13 @@ RUNS: tuple[Run, ...] = (
     _titan("T34", L8, "8xa100-80g", {"dp": 64}, 64, 2973, 64, again="operators", fused=False),
     _titan("T35", L70, "8xa100-80g", {"dp": 64}, 64, 331, 64, again="full", fused=False),
     _titan("T42", L8, _TITAN_CARD, {"dp": 8}, 8, 6150, 8, again="operators", peak_gib=47.7, unknown="which H100: as the other rows"),
-    Run("K1", "K8", L8, "4xh200", {"dp": 1}, 4096, 8, 3.13, 2, again="full", masters=False, peak_gib=80.7),
-    Run("K2", "K8", L8, "4xh200", {"dp": 2}, 4096, 16, 3.50, 2, again="full", masters=False, peak_gib=62.4),
-    Run("K3", "K8", L8, "4xh200", {"dp": 4}, 4096, 32, 3.36, 2, again="full", masters=False, peak_gib=61.1),
-    Run("K10", "K15", K15, "4xh200", {"dp": 8}, 4096, 128, 14.81, 4, again="full", fused=False, masters=False, peak_gib=88.5),
-    Run("K11", "K15", K15, "4xh200", {"dp": 2, "tp": 4}, 4096, 32, 4.79, 4, again="full", masters=False, peak_gib=45.1),
-    Run("K12", "K15", K15, "4xh200", {"dp": 4, "tp": 4}, 4096, 64, 4.87, 4, again="full", masters=False, peak_gib=39.2),
-    Run("K13", "K15", K15, "4xh200", {"dp": 8, "tp": 4}, 4096, 128, 5.03, 4, again="full", masters=False, peak_gib=36.3),
+    Run("K1", "K8", L8, "4xh200-hgx", {"dp": 1}, 4096, 8, 3.13, 2, again="full", masters=False, peak_gib=80.7),
+    Run("K2", "K8", L8, "4xh200-hgx", {"dp": 2}, 4096, 16, 3.50, 2, again="full", masters=False, peak_gib=62.4),
+    Run("K3", "K8", L8, "4xh200-hgx", {"dp": 4}, 4096, 32, 3.36, 2, again="full", masters=False, peak_gib=61.1),
+    Run("K10", "K15", K15, "4xh200-hgx", {"dp": 8}, 4096, 128, 14.81, 4, again="full", fused=False, masters=False, peak_gib=88.5),
+    _kempner("K11", 2, 32, 4.79, 45.1),
+    _kempner("K12", 4, 64, 4.87, 39.2),
+    _kempner("K13", 8, 128, 5.03, 36.3),
     Run("U1", "U", L3, "a100-80g", {"dp": 1}, 4096, 2, 8192 / 7075, fused=False, masters=False),
     Run("U2", "U", L3, "a100-80g", {"dp": 1}, 4096, 2, 8192 / 8998, masters=False),
     _mosaic("P1", _opt(32, 4096, 32, 50368), 2048, 6, 2, 4641),
@@ -146,3 +157,14 @@ RUNS: tuple[Run, ...] = (
     Run("E2", "E", E13, "8xa100-80g", {"dp": 32, "tp": 2}, 2048, 2048, 29.7, 32, 1),
     Run("E4", "E", E13, "8xa100-80g", {"dp": 32, "tp": 2}, 2048, 2048, 31.3, 64, 1),
 )
+
+OTHERS: tuple[Run, ...] = (
+    _mosaic("P101", _opt(48, 7168, 56, 50368), 1024, 6, 21, 946, "full"),
+    _mosaic("P102", _opt(48, 7168, 56, 50368), 4096, 1, 21, 814, "full"),
+    _mosaic("P103", _opt(40, 5120, 40, 50368), 4096, 10, 3, 2060, "full"),
+    _mosaic("P104", _opt(40, 5120, 40, 50368), 8192, 5, 3, 1795, "full"),
+    _mosaic("P105", _opt(40, 5120, 40, 50368), 16384, 3, 3, 1431, "full"),
+    _mosaic("P106", _opt(32, 4096, 32, 50368), 8192, 8, 2, 3206, "full"),
+)
+"""Rows of the table that P1 to P5 are from, looked up when all else was settled: they neither calibrate nor test, and say what a run is
+worth that nobody has looked at before."""

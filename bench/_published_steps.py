@@ -18,7 +18,7 @@ from colofunc_plugins.sequence import ring
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 import colofunc as cf
-from bench._published_rows import TIMES_FLASH, Attention, Model, Run
+from bench._published_rows import TIMES_FLASH, Attention, Collectives, Model, Run
 from colofunc.compiler.lowered import Lowered
 from colofunc.executors.backend import ordered
 from colofunc.executors.fused import fused
@@ -103,7 +103,35 @@ def with_attention(topology: Topology, kernel: Attention) -> Topology:
     return attrs.evolve(topology, device=attrs.evolve(topology.device, attention=tuple(rates)))
 
 
-class Chunked:
+class Alone:
+    """Seconds of operators as the clock has them, and what products stand around a collective of tensor parallelism."""
+
+    MOST_STEPS = 4
+    """Views, changes of layout, casts and sums may stand between a collective and its product, so many one behind the other."""
+
+    def __init__(self, program: Program, seconds: Seconds) -> None:
+        self.whole_s = seconds
+        self.known = {id(each.values): each for each in program.with_bodies()}  # of a loop too, whose values have numbers of their own
+
+    def seconds(self, node: Node, values: Mapping[int, Value]) -> float:
+        return self.whole_s(node, values)
+
+    def products(self, node: Node, values: Mapping[int, Value], behind: bool) -> list[Node]:
+        """The products that read a result, or make an operand, with none in between."""
+        near, found, program = [node], dict[int, Node](), self.known[id(values)]
+        for _ in range(self.MOST_STEPS):
+            near = [other for one in near for other in self._next(one, program, behind)]
+            found |= {id(one): one for one in near if is_product(one.target)}
+            near = [one for one in near if not is_product(one.target)]
+        return list(found.values())
+
+    def _next(self, node: Node, program: Program, behind: bool) -> list[Node]:
+        if not behind:
+            return [program.makers[i] for i in node.refs if i in program.makers]
+        return [program.nodes[k] for i in node.results for k in program.readers.get(i, ())]
+
+
+class Chunked(Alone):
     """Seconds of operators where collectives of tensor parallelism run in chunks beside products. See Note [In chunks].
 
     Note [In chunks]. A gather over n ranks whose result a product reads, and a reduce-scatter of what a product makes, are cut in n pieces
@@ -112,38 +140,31 @@ class Chunked:
     torch does (2105.05720, section 3, tells the idea).
     """
 
-    MOST_STEPS = 4
-    """Views, changes of layout and casts may stand between a collective and its product, so many one behind the other."""
-
-    def __init__(self, program: Program, seconds: Seconds) -> None:
-        self.whole_s, self.readers = seconds, dict[int, list[Node]]()
-        self.makers = {i: node for node in program.nodes for i in node.results}
-        for node in program.nodes:
-            for i in node.refs:
-                self.readers.setdefault(i, []).append(node)
-
     def seconds(self, node: Node, values: Mapping[int, Value]) -> float:
         whole_s = self.whole_s(node, values)
         known = collective_of(node, values)
         if known is None or known[1] != ("tp",) or known[0] not in ("all_gather", "reduce_scatter"):
             return whole_s
-        products_s = [self.whole_s(product, values) for product in self._products(node, known[0] == "all_gather")]
+        products_s = [self.whole_s(product, values) for product in self.products(node, values, known[0] == "all_gather")]
         return max(whole_s / known[2], whole_s - max(products_s)) if products_s else whole_s
 
-    def _products(self, node: Node, behind: bool) -> list[Node]:
-        """The nearest products that read a result, or make an operand."""
-        near = [node]
-        for _ in range(self.MOST_STEPS):
-            near = [other for one in near for other in self._next(one, behind)]
-            found = [one for one in near if is_product(one.target)]
-            if found:
-                return found
-        return []
 
-    def _next(self, node: Node, behind: bool) -> list[Node]:
-        if not behind:
-            return [self.makers[i] for i in node.refs if i in self.makers]
-        return [reader for i in node.results for reader in self.readers.get(i, [])]
+class Apart(Alone):
+    """Seconds of operators where each product of tensor parallelism has the gradient of its input summed and scattered by itself.
+
+    The plans of torch's DTensor say so where each of several products that read one input is given it as a part of the sequence; the
+    plans here sum the gradients first. Forward gathers of the one input are alike, and a compiler makes them once.
+    """
+
+    def seconds(self, node: Node, values: Mapping[int, Value]) -> float:
+        whole_s = self.whole_s(node, values)
+        known = collective_of(node, values)
+        if known is None or known[:2] != ("reduce_scatter", ("tp",)):
+            return whole_s
+        return whole_s * max(1, len(self.products(node, values, False)))
+
+
+COLLECTIVES: Mapping[Collectives, type[Alone]] = {"whole": Alone, "chunked": Chunked, "apart": Apart}
 
 
 @attrs.frozen(eq=False)
@@ -160,7 +181,7 @@ class Planned:
         on_it = with_kernels(program, mesh, low.registry.kernels)
         on_it = fused(on_it, mesh, rule) if is_fused else on_it
         seconds = partial(node_s, mesh=mesh, rule_of=rule)
-        return played(on_it, mesh, Chunked(on_it, seconds).seconds if self.run.chunked else seconds).end_s
+        return played(on_it, mesh, COLLECTIVES[self.run.collectives](on_it, seconds).seconds).end_s
 
     def seconds(self, topology: Topology, is_fused: bool | None = None) -> float:
         """Of a step with all layers."""

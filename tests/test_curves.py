@@ -9,8 +9,9 @@ import torch
 
 import colofunc as cf
 from colofunc.errors import TopologyError
-from colofunc.mesh import PRESETS, Mesh, Rate
-from colofunc.mesh.curves import FOLDER, HOST_KERNEL, KINDS, AttentionRate, attention_flops_per_s, curves_of, read_curves
+from colofunc.mesh import PRESETS, Mesh, Rate, presets
+from colofunc.mesh import curves as curves_module
+from colofunc.mesh.curves import FOLDER, HOST_KERNEL, KINDS, AttentionRate, WorkRate, attention_flops_per_s, curves_of, read_curves
 from colofunc.ops import attention_cuda as cuda
 from colofunc.ops.attention_guards import BACKWARD, FORWARD, FUSED
 from colofunc.ops.kernels import KernelCall, Like
@@ -33,8 +34,26 @@ def test_a_file_speaks_of_presets_and_every_figure_has_a_source(path):
     curves = read_curves(path)
     assert curves.devices and set(curves.devices) <= set(PRESETS)
     sources = [one.source for one in (*curves.products, *curves.attention, curves.sustained, curves.memory, curves.links, curves.copies)]
+    sources += [curves.contention.source] if curves.contention is not None else []
     assert all(len(source) > 10 for source in (*sources, curves.launch_source, curves.latency_source))
     assert 0.5 < curves.sustained.share <= 1.0 and curves_of(curves.devices[0]) == curves
+
+
+def test_a_device_that_is_not_there_yet_is_added_as_the_docs_say(tmp_path, monkeypatch):
+    """An entry of `DEVICES` and of `_BOXES`, and a copied file with another name."""
+    device, capacity_bytes = presets.DEVICES["h200"]
+    old = Mesh(topology="8xh200:attainable").topology.device
+    monkeypatch.setitem(presets.DEVICES, "h300", (attrs.evolve(device, name="h300"), 2 * capacity_bytes))
+    monkeypatch.setitem(presets._BOXES, "h300", presets._BOXES["h200"])
+    assert Mesh(topology="8xh300:attainable").topology.device.attention == ()  # as it has no file
+    data = json.loads((FOLDER / "h200.json").read_text())
+    data |= {"devices": ["h300"], "sustained": {"share": 1.0, "source": "no whole step was measured"}}
+    (tmp_path / "h300.json").write_text(json.dumps(data))
+    monkeypatch.setattr(curves_module, "_shipped", curves_module._shipped.__wrapped__)  # which has kept what it read
+    monkeypatch.setattr(curves_module, "FOLDER", tmp_path)
+    new = Mesh(topology="8xh300:attainable").topology.device
+    assert new.attention == old.attention and new.contention == old.contention and new.sustained == 1.0
+    assert new.flops_per_s["bfloat16"] == pytest.approx(old.flops_per_s["bfloat16"] / old.sustained)
 
 
 def test_products_of_many_sizes_take_what_was_measured():
@@ -119,6 +138,16 @@ def test_a_damaged_file_is_an_error_that_names_the_place(tmp_path, place, value,
 )  # fmt: skip
 def test_kinds_of_kernels(target, kind):
     assert work_kind(target) == kind and kind in KINDS
+
+
+def test_a_kernel_takes_no_less_than_the_smallest_that_was_measured():
+    """An update of a norm's weights has seven tensors to look at, however small they are."""
+    curve = WorkRate("update", "float32", ((1e4, 1e9), (1e6, 4e9)), "measured")
+    device = attrs.evolve(PRESETS["gloo-cpu"].device, work=(curve,))
+    mesh = Mesh(topology=attrs.evolve(PRESETS["gloo-cpu"], device=device))
+    taken_s = [mesh.compute_s(nbytes, nbytes, "float32", "update") - device.launch_s for nbytes in (1, 1e4, 1e5, 1e7)]
+    assert taken_s == pytest.approx([1e-5, 1e-5, 1e5 / 2.5e9, 1e7 / 4e9])
+    assert mesh.compute_s(0, 0, "float32", "update") == device.launch_s
 
 
 def test_attention_of_a_host_takes_what_was_measured_of_it():

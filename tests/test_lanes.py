@@ -53,6 +53,23 @@ def test_what_was_started_is_hidden_until_it_is_waited_for():
     assert spans(found) == [("collectives", 0.0, wire), ("compute", 0.0, neg), ("compute", max(neg, wire), max(neg, wire) + neg)]
 
 
+@pytest.mark.parametrize("contention", [0.0, 0.25, 3.0])
+@pytest.mark.parametrize("count", [1, 40])
+def test_an_operator_takes_longer_beside_a_collective_where_the_machine_says_so(contention, count):
+    """Of what is left to do when the collective ends nothing is slowed; what is waited for has nothing beside it."""
+    device = attrs.evolve(MESH.topology.device, contention=contention)
+    slower = MESH.with_topology(attrs.evolve(MESH.topology, device=device))
+    begun = ("colofunc.all_reduce_start", (R(0), ("dp",), 2, "sum"), (1,))
+    nodes = [begun, *[("aten.neg.default", (R(0),), (2,))] * count, ("colofunc.wait", (R(1),), (3,)), ("aten.neg.default", (R(3),), (4,))]
+    found = lanes(program([0], nodes, [], [(N,)] * 5), slower, no_rule)
+    neg, wire = MESH.compute_s(N, 16 * N, "float64"), MESH.collective_s("all_reduce", 8 * N, ("dp",))
+    # A second of the device does 1 / (1 + contention) of a second's work while the collective runs.
+    beside = min(wire, count * neg * (1 + contention))
+    compute = beside + count * neg - beside / (1 + contention)
+    assert found.busy[count].end_s == pytest.approx(compute)
+    assert found.end_s == pytest.approx(max(compute, wire) + neg)
+
+
 def test_copies_have_an_engine_for_each_direction_and_queue_on_it():
     nodes = [
         ("colofunc.to_device_start", (R(0),), (1,)),

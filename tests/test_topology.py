@@ -15,15 +15,30 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from pretended import Machine
 
 from colofunc import env
 from colofunc.errors import MeshError, TopologyError
 from colofunc.executors.launch import launch
-from colofunc.mesh import KINDS, PRESETS, TIERS, Level, Mesh, Topology, device_profile, profile, resolve_topology, stopwatch
+from colofunc.mesh import (
+    KINDS,
+    PRESETS,
+    TIERS,
+    Level,
+    Mesh,
+    Topology,
+    attention_profile,
+    device_profile,
+    profile,
+    resolve_topology,
+    stopwatch,
+)
+from colofunc.mesh.curves import HOST_KERNEL, AttentionRate, WorkRate
 from colofunc.mesh.curves import KINDS as KERNELS
-from colofunc.mesh.curves import AttentionRate, WorkRate
 from colofunc.mesh.profile import fit, profile_mesh
 from colofunc.mesh.topology import Rate
+
+CARD = torch.device("cuda", 0)
 
 # --- presets and names
 
@@ -213,21 +228,65 @@ def test_profile_of_one_process_keeps_the_collectives(tmp_path: Path) -> None:
 
 def test_all_kinds_of_kernels_are_measured_where_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_profile, "BYTES_OF_WORK", (1 << 16, 1 << 14))
-    monkeypatch.setattr(device_profile, "LENGTHS", (32, 64))
     cpu = torch.device("cpu")
     found = device_profile.work_rates(cpu, 1e-6, math.inf)
     assert {"product", *found} == set(KERNELS) and all(len(points) == 2 for points in found.values())
     assert all(points[0] < points[1] and 1e6 < rate < 1e13 for points in found.values() for _, rate in points)
-    attention = device_profile.attention_rates(cpu, math.inf)
-    assert {head: [keys for keys, *_ in points] for head, points in attention.items()} == {64: [16.0, 32.0], 128: [16.0, 32.0]}
-    assert not device_profile.attention_rates(cpu, 0.0) and not device_profile.work_rates(cpu, 1e-6, 0.0)
+    assert not device_profile.work_rates(cpu, 1e-6, 0.0)
+
+
+def test_each_kernel_of_attention_that_the_device_runs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host: its own, and one that looks at all pairs; a card's kernels are not there, which leaves them out."""
+    cpu, attends = torch.device("cpu"), torch.nn.functional.scaled_dot_product_attention
+
+    def dense(batch: int, heads: int, length: int, head: int, device: torch.device) -> attention_profile.Calls:
+        q = torch.ones(batch, heads, length, head, requires_grad=True)
+        out = attends(q, q, q, torch.ones(length, length).tril().log())
+        return lambda: attends(q, q, q), lambda: torch.autograd.grad(out.sum(), q, retain_graph=True)
+
+    kernels = attention_profile.KERNELS["cuda"] | attention_profile.KERNELS["cpu"] | {"dense": dense}
+    monkeypatch.setattr(attention_profile, "KERNELS", {"cpu": kernels})
+    monkeypatch.setattr(attention_profile, "LENGTHS", (32, 64))
+    found = attention_profile.attention_rates(cpu, math.inf)
+    keys = {key: [keys for keys, *_ in points] for key, points in found.items()}
+    assert keys == {(kernel, head): [16.0, 32.0] for kernel in (HOST_KERNEL, "dense") for head in (64, 128)}
+    assert all(1e6 < rate < 1e13 for points in found.values() for _, *rates in points for rate in rates)
+    curves = tuple(attention_profile.attention_curves(found, "measured"))
+    assert [(one.kernel, one.head, one.points) for one in curves] == [(*key, points) for key, points in found.items()]
+    assert not attention_profile.attention_rates(cpu, 0.0)
+
+
+def test_a_card_has_three_kernels_of_attention() -> None:
+    with Machine(cards=1):
+        found = attention_profile.attention_rates(CARD, math.inf)
+    assert {kernel for kernel, _ in found} == {"flash", "cudnn", "efficient"} and len(found) == 6
+    assert all([keys for keys, *_ in points] == [8.0, 16.0] for points in found.values())
+
+
+def test_devices_that_are_joined_in_pairs_use_the_links_to_their_peers() -> None:
+    """Two of four have a third of a device's links; a shift has one peer, however many take part; between boxes nothing changes."""
+    switched, pairs = PRESETS["8xh100"].levels[0], PRESETS["4xh100-hgx"]
+    assert (pairs.levels[0].size, pairs.node_devices) == (4, 4) and pairs.levels[0].bandwidth_bytes_per_s == switched.bandwidth_bytes_per_s
+    board, box = Mesh(pp=2, dp=2, tp=2, topology="4xh100-hgx"), Mesh(pp=2, dp=2, tp=2, topology="4xh100")
+    times = {("tp",): 3.0, ("dp",): 3.0, ("dp", "tp"): 1.0, ("pp",): 1.0}
+    for axes, longer in times.items():
+        for kind in ("all_gather", "all_to_all"):
+            (alpha_s, beta_s), (alpha_board_s, beta_board_s) = box.alpha_beta(kind, axes), board.alpha_beta(kind, axes)
+            assert alpha_board_s == alpha_s and beta_board_s == pytest.approx(longer * beta_s)
+    assert board.alpha_beta("permute", ("dp", "tp"))[1] == pytest.approx(3 * box.alpha_beta("permute", ("dp", "tp"))[1])
+
+
+def test_what_programs_attain_counts_contention_and_a_data_sheet_does_not() -> None:
+    for name in ("8xh100", "8xl40s"):  # with a file of its own, and without
+        assert PRESETS[name].device.contention == 0.0 and resolve_topology(f"{name}:attainable").device.contention == 0.189
+    assert "contention" not in PRESETS["8xh100"].to_dict()["device"]
 
 
 def test_kernels_of_attention_that_are_not_measured_keep_their_rates() -> None:
     given = (("flash", 2.0), ("flash", 1.0), ("cudnn", 3.0))
     flash, old, cudnn = (AttentionRate(kernel, 64, ((1.0, rate, rate),), "x") for kernel, rate in given)
-    assert device_profile._beside_known((flash,), (old, cudnn)) == (flash, cudnn)
-    assert device_profile._beside_known((), (old, cudnn)) == (old, cudnn)
+    assert attention_profile.beside_known((flash,), (old, cudnn)) == (flash, cudnn)
+    assert attention_profile.beside_known((), (old, cudnn)) == (old, cudnn)
 
 
 def test_the_best_of_all_rounds_counts() -> None:
@@ -314,7 +373,8 @@ def test_profile_of_a_gpu() -> None:
     assert rates["bfloat16"] > rates["float32"] > 1e12
     assert found.device.memory_bytes_per_s > found.links[0].bandwidth_bytes_per_s
     assert 0.5 < found.device.sustained <= 1.0 and found.device.launch_s < found.device.host_launch_s < 1e-4
-    assert {(one.kernel, one.head) for one in found.device.attention} == {("flash", 64), ("flash", 128)}
+    measured = {(one.kernel, one.head) for one in found.device.attention if one.source == "measured"}
+    assert measured >= {(kernel, head) for kernel in ("flash", "efficient") for head in (64, 128)}
     assert all(1e13 < rate < 1e15 for one in found.device.attention for point in one.points for rate in point[1:])
     assert {curve.kind for curve in found.device.work} == set(KERNELS)
     assert math.isclose(found.tier("device").capacity_bytes or 0, torch.cuda.mem_get_info()[1], rel_tol=0.05)

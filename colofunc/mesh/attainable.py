@@ -23,6 +23,9 @@ PCIE_PART = 0.88
 NETWORK_PART = 0.95
 """Share of network cards that a collective attains: 382 of 400 GB/s for 32 B200 (stas00/ml-engineering), 96 of 100 for 24 A100
 (NVIDIA/nccl-tests#119)."""
+CONTENTION = 0.189
+"""By what part of its time a kernel takes longer beside a collective (arXiv 2507.03114), where a device has no file, or its file does not
+say."""
 BITS_8 = ("float8", "int8")
 
 
@@ -52,6 +55,8 @@ def attainable(topology: Topology) -> Topology:
         memory = device.memory_bytes_per_s * curves.memory.share
         device = attrs.evolve(device, rates=rates, memory_bytes_per_s=memory, launch_s=curves.launch_s, attention=curves.attention)
         device = attrs.evolve(device, sustained=curves.sustained.share)
+    known = None if curves is None else curves.contention
+    device = attrs.evolve(device, contention=CONTENTION if known is None else known.share)
     return attrs.evolve(topology, device=device, levels=tuple(levels), links=tuple(links))
 
 

@@ -13,8 +13,9 @@ messages. Stages do not overlap. An all-to-all reaches the peers outside its own
 fractions of peers that are new at each level.
 
 Note [Contention]. SPMD: all groups of a collective run at once. A "device" link is each device's own. An "uplink"
-carries the traffic of all devices of its inner domain. A "medium" carries that of all devices of its domain. A permute
-is priced as a ring shift: of each group only one rank in an inner domain crosses its uplink.
+carries the traffic of all devices of its inner domain. A "medium" carries that of all devices of its domain. Links in
+"pairs" lead from each device to each other one: two of four devices use a third of theirs.
+A permute is priced as a ring shift: of each group only one rank in an inner domain crosses its uplink.
 
 Source: alpha-beta model (Hockney 1994); Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication
 Operations in MPICH", 2005, for the byte counts.
@@ -143,7 +144,9 @@ def _group_cost(
                 messages, share = math.ceil(outside / d) - 1, (ranks - near_ranks) / n
             else:
                 messages, share = math.ceil(outside / d) - 1, (outside - d) / n
-            together = _together(level, inner_size, mesh_size)
+            together: float = _together(level, inner_size, mesh_size)
+            if level.sharing == "pairs" and level.size is not None:  # of links to as many others, those to peers are of use
+                together = (level.size - 1) / (1 if kind == "permute" else max(1, ranks - 1))
             if kind == "permute" and level.sharing == "uplink":
                 together = max(1, together // near_ranks)
             alpha_s += messages * level.latency_s
@@ -155,7 +158,7 @@ def _group_cost(
 
 def _together(level: Level, inner_size: int, mesh_size: int) -> int:
     """How many devices use one link of this level at once. See Note [Contention]."""
-    if level.sharing == "device":
+    if level.sharing in ("device", "pairs"):
         return 1
     return min(mesh_size, inner_size if level.sharing == "uplink" else level.size or mesh_size)
 
@@ -218,7 +221,7 @@ def compute_s(topology: Topology, flops: float, nbytes: float, dtype_name: str, 
         return max(flops / rate(topology, dtype_name), nbytes / device.memory_bytes_per_s) + device.launch_s
     if kind == "product":
         return max(flops / known.at(flops), nbytes / device.memory_bytes_per_s) + device.launch_s
-    return nbytes / known.at(nbytes) + device.launch_s
+    return (known.seconds(nbytes) if nbytes else 0.0) + device.launch_s
 
 
 def rate(topology: Topology, dtype_name: str) -> float:

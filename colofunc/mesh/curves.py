@@ -90,6 +90,13 @@ class WorkRate:
         """Work a second of a call of so much."""
         return _between(self.points, work)
 
+    def seconds(self, nbytes: float) -> float:
+        """Of a kernel that moves so many bytes, beside a launch. Smaller ones than were measured take what the smallest does: some kinds
+        have more to do than a launch before they begin, such as an update that looks at seven tensors.
+        """
+        counted = max(nbytes, self.points[0][0])
+        return counted / self.at(counted)
+
 
 @attrs.frozen
 class Share:
@@ -106,6 +113,7 @@ class Curves:
 
     `memory`: of the device's memory, by elementwise kernels. `launch_s`: of a kernel, beside its work. `links`: of those in a box, by
     collectives; `latency_s`: of one of their messages. `copies`: of the link between device and host.
+    `contention`: by what part of its time a kernel takes longer while a collective runs beside it; None where that is not known.
     """
 
     devices: tuple[str, ...]
@@ -119,6 +127,7 @@ class Curves:
     latency_source: str
     copies: Share
     attention: tuple[AttentionRate, ...] = ()
+    contention: Share | None = None
 
     def product_flops_per_s(self, dtype: str) -> float | None:
         """Of large products of a dtype in a step; None where nothing is known."""

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colofunc import compat
-from colofunc.mesh.curves import HOST_KERNEL, AttentionRate, WorkRate
+from colofunc.mesh.attention_profile import attention_curves, attention_rates, beside_known
+from colofunc.mesh.curves import WorkRate
 from colofunc.mesh.stopwatch import REPEATS, card_s, least_s, wait
 from colofunc.mesh.topology import Device, Rate
 
@@ -50,12 +51,11 @@ CHUNK_S = 0.1
 """Products are handed out for so long at once, and their rate is that of the last."""
 ROW = 1024
 """Elements of a row that a norm, a softmax or a sum goes over."""
-HEADS, LENGTHS, CARD_LENGTHS = (64, 128), (128, 256, 512, 1024), (512, 1024, 2048, 4096, 8192, 16384)
-"""Of attention. As in the published tables, heads have 2,048 elements together, and sequences 16,384 rows; on a CPU an 8th of both."""
-CARD_WIDTH, CARD_ROWS, WIDTH, ROWS = 2048, 16384, 256, 2048
-CARD_BYTES_OF_WORK = (1 << 26, 1 << 24, 1 << 28, 1 << 22)
-BYTES_OF_WORK = (1 << 20, 1 << 16, 1 << 24, 1 << 18, 1 << 22, 1 << 14)
-"""Bytes of the operand of the kernels that are measured by bytes, middle ones first: where there is little time they are all there is."""
+CARD_BYTES_OF_WORK = (1 << 26, 1 << 24, 1 << 16, 1 << 28, 1 << 22, 1 << 20)
+BYTES_OF_WORK = (1 << 20, 1 << 16, 1 << 12, 1 << 24, 1 << 18, 1 << 22, 1 << 14)
+"""Bytes of the operand of the kernels that are measured by bytes, middle ones first: where there is little time they are all there is. The
+smallest says what each kind takes before it begins.
+"""
 
 aten = torch.ops.aten
 
@@ -85,7 +85,7 @@ def measured_device(base: Device, device: torch.device, deadline: float) -> Devi
         rates=tuple(Rate(dtype, flops * part) for dtype, flops in best.items()),
         memory_bytes_per_s=_memory_bytes_per_s(device, launch_s),
         launch_s=launch_s,
-        attention=_beside_known(tuple(_attention_curves(attention, device)), base.attention),
+        attention=beside_known(tuple(attention_curves(attention, SOURCE)), base.attention),
         sustained=part,
         work=(*_product_curves(products, launch_s, part), *_work_curves(work, device)),
         host_launch_s=_host_s(lambda tiny: aten.add.Tensor(tiny, tiny), device) if is_card else 0.0,
@@ -100,7 +100,7 @@ Rates = dict[Any, tuple[Point, ...]]
 
 
 def _round(device: torch.device, launch_s: float, began: float, seconds: float) -> tuple[Rates, Rates, Rates]:
-    """Products by dtype, attention by the size of a head, other kernels by their kind."""
+    """Products by dtype, attention by its kernel and the size of a head, other kernels by their kind."""
     return (
         product_rates(device, began + 0.45 * seconds),
         attention_rates(device, began + 0.7 * seconds),
@@ -207,14 +207,15 @@ def _grown(make: Callable[[int], Callable[[], object]], device: torch.device, un
 
 
 def _product(n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    a = torch.randn(n, n, device=device).to(dtype)
-    return lambda: a @ a
+    """Of two matrices: the square of one reads a third less, which counts where products are small."""
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    return lambda: a @ b
 
 
 def _float8_product(n: int, device: torch.device) -> Callable[[], object]:
-    a = torch.randn(n, n, device=device).to(torch.float8_e4m3fn)
+    a, b = (torch.randn(n, n, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     scale = torch.ones((), device=device)
-    return lambda: compat.scaled_mm(a, a.t(), scale, scale, torch.bfloat16, None)
+    return lambda: compat.scaled_mm(a, b.t(), scale, scale, torch.bfloat16, None)
 
 
 def _rate_of(points: tuple[Point, ...], device: torch.device) -> float:
@@ -249,67 +250,6 @@ def _product_curves(products: Rates, launch_s: float, part: float) -> Iterator[W
 def _beside(work: float, taken_s: float, launch_s: float) -> float:
     """Work a second beside a launch, which is at most half of what a call takes: a timer of another device says no less."""
     return work / max(taken_s - launch_s, taken_s / 2)
-
-
-# ---- attention
-
-
-def attention_rates(device: torch.device, deadline: float) -> Rates:
-    """By the elements of a head: keys of a row, and operations a second of causal attention forward and backward.
-
-    Empty where no kernel takes it, or time is up.
-    """
-    is_card = device.type == "cuda"
-    found: Rates = {}
-    for length in CARD_LENGTHS if is_card else LENGTHS:
-        for head in HEADS:
-            if time.perf_counter() > deadline:
-                return found
-            try:
-                forward_s, backward_s = _attention_s(length, head, device)
-            except RuntimeError:  # no such kernel on this device
-                return {}
-            flops = 4.0 * length * length / 2 * (CARD_WIDTH if is_card else WIDTH) * max(1, _rows(device) // length)
-            found[head] = (*found.get(head, ()), (length / 2, flops / forward_s, 2.5 * flops / backward_s))
-    return found
-
-
-def _attention_curves(attention: Rates, device: torch.device) -> Iterator[AttentionRate]:
-    kernel = "flash" if device.type == "cuda" else HOST_KERNEL
-    for head, points in attention.items():
-        yield AttentionRate(kernel, head, tuple((keys, forward, backward) for keys, forward, backward in points), SOURCE)
-
-
-def _beside_known(measured: tuple[AttentionRate, ...], known: tuple[AttentionRate, ...]) -> tuple[AttentionRate, ...]:
-    """What was measured, and what is known of other kernels, which are not measured here: cuDNN's on a card."""
-    kernels = {one.kernel for one in measured}
-    return (*measured, *(one for one in known if one.kernel not in kernels))
-
-
-def _rows(device: torch.device) -> int:
-    return CARD_ROWS if device.type == "cuda" else ROWS
-
-
-def _attention_s(length: int, head: int, device: torch.device) -> tuple[float, float]:
-    """(forward, backward) seconds."""
-    is_card = device.type == "cuda"
-    heads, batch = (CARD_WIDTH if is_card else WIDTH) // head, max(1, _rows(device) // length)
-    dtype = torch.bfloat16 if is_card else torch.float32
-    q, k, v, grad = (torch.randn(batch, length, heads, head, device=device).to(dtype) for _ in range(4))
-    if is_card:
-        sizes = (None, None, length, length)
-        out, lse = aten._flash_attention_forward(q, k, v, *sizes, 0.0, True, False)[:2]
-        unused = (torch.empty(2, dtype=torch.uint64, device=device), torch.empty((), dtype=torch.uint64, device=device))
-        return (
-            least_s(lambda: aten._flash_attention_forward(q, k, v, *sizes, 0.0, True, False), device),
-            least_s(lambda: aten._flash_attention_backward(grad, q, k, v, out, lse, *sizes, 0.0, True, *unused), device),
-        )
-    q, k, v, grad = (x.transpose(1, 2) for x in (q, k, v, grad))
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-    return (
-        least_s(lambda: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True), device),
-        least_s(lambda: aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True), device),
-    )
 
 
 # ---- kernels by their bytes

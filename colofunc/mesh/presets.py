@@ -381,11 +381,23 @@ _NODES = (
     "8xa100-40g", "8xa100-80g", "8xh100", "8xh200", "8xb200", "4xgb200", "8xl40s", "8xmi300x", "8xv100", "8xv100-16g",
     "8xh100-pcie", "8xh100-nvl", "8xh800", "8xh20", "8xl4", "8xa10g",
 )  # fmt: skip
+BOARDS = ("4xa100-40g", "4xa100-80g", "4xh100", "4xh200")
+"""HGX boards of four devices: NVLink joins each pair of them by a third of its links, and there is no switch (NVIDIA, HGX A100 and HGX H100
+4-GPU; Lenovo ThinkSystem SD665-N V3 product guide)."""
+
+
+def _board(name: str) -> Topology:
+    box = node(f"{name}-hgx", name[2:], int(name[0]))
+    inner, *outer = box.levels
+    return attrs.evolve(box, levels=(attrs.evolve(inner, sharing="pairs"), *outer))
+
+
 PRESETS: dict[str, Topology] = {
     "gloo-cpu": _gloo_cpu(),
     "ideal": _ideal(),
     **{name: node(name, name, _SLOTS.get(name, 1)) for name in DEVICES},
     **{name: node(name, name[2:], int(name[0])) for name in _NODES},
+    **{f"{name}-hgx": _board(name) for name in BOARDS},
 }
 
 

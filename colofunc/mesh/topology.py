@@ -31,12 +31,15 @@ INFINITY = "unlimited"
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 TIERS = ("device", "host", "disk")
 
-_NOT_IN_OLDER_FILES = (("attention", ()), ("sustained", 1.0), ("work", ()), ("host_launch_s", 0.0), ("host_view_s", 0.0))
+_NOT_IN_OLDER_FILES = (
+    ("attention", ()), ("sustained", 1.0), ("work", ()), ("host_launch_s", 0.0), ("host_view_s", 0.0), ("contention", 0.0)
+)  # fmt: skip
 """Fields of a device, and what they are where a file has none."""
 
-Sharing = Literal["device", "uplink", "medium"]
-"""Whose a level's bandwidth is: each device's own link · one uplink per inner domain (a node's network card), shared
-by its devices · one medium per domain (a bus, the memory of a CPU box), shared by all devices in it."""
+Sharing = Literal["device", "pairs", "uplink", "medium"]
+"""Whose a level's bandwidth is: each device's own link, through a switch to any other · each device's own, an equal part of it to each
+other device of its domain · one uplink per inner domain (a node's network card), shared by its devices · one medium per domain (a bus, the
+memory of a CPU box), shared by all devices in it."""
 
 
 def _positive(instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
@@ -76,7 +79,8 @@ class Device:
 
     sustained: `rates` are this part of what single products reach, because that much is left where whole steps of them run.
     attention, work: rates of kernels by size, where they are known. host_launch_s, host_view_s: in which the host hands out a kernel, and
-    makes a view; 0 where that is not known.
+    makes a view; 0 where that is not known. contention: by how much longer an operator takes while a collective runs beside it, 0.2 for a
+    fifth; 0 where the clock is not to count that (`program.lanes`, Note [Contention with compute]).
     """
 
     name: str
@@ -88,6 +92,7 @@ class Device:
     work: tuple[WorkRate, ...] = ()
     host_launch_s: float = attrs.field(default=0.0, validator=_not_negative, converter=float)
     host_view_s: float = attrs.field(default=0.0, validator=_not_negative, converter=float)
+    contention: float = attrs.field(default=0.0, validator=_not_negative, converter=float)
 
     @cached_property
     def flops_per_s(self) -> Mapping[str, float]:
@@ -113,7 +118,7 @@ class Level:
     size: int | None = attrs.field(validator=_positive_or_none)
     bandwidth_bytes_per_s: float = attrs.field(validator=_positive, converter=float)
     latency_s: float = attrs.field(validator=_not_negative, converter=float)
-    sharing: Sharing = attrs.field(default="device", validator=_one_of("device", "uplink", "medium"))
+    sharing: Sharing = attrs.field(default="device", validator=_one_of("device", "pairs", "uplink", "medium"))
 
 
 @attrs.frozen
@@ -247,6 +252,7 @@ class Topology:
         found["part of products' rate that steps have left"] = device.sustained
         found["its memory, GB/s"] = device.memory_bytes_per_s / 1e9
         found["a kernel beside its work, microseconds"] = device.launch_s * 1e6
+        found["how much longer a kernel takes beside a collective"] = device.contention
         found["a kernel that the host hands out, microseconds"] = device.host_launch_s * 1e6
         found["a view that the host makes, microseconds"] = device.host_view_s * 1e6
         for one in sizes.attention:

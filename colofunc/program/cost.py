@@ -131,14 +131,32 @@ def node_s(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf)
     if node.loop is not None:
         inner = program_cost(node.loop.body, mesh, rule_of)
         return inner.seconds * node.loop.trips
-    collective = collective_of(node, values)
-    if collective is not None:
+    sort = _sort_of(node.target)
+    if sort == WIRED:
+        collective = collective_of(node, values)
+        assert collective is not None, "an operator that is wired has a collective"
         kind, axes, _, full = collective
         return mesh.collective_s(kind, full, axes) if full else 0.0
     if node.kernel is not None:
         return node.kernel.seconds
-    if _is_free(node.target):
-        return mesh.view_s if _is_view(node.target) else 0.0
+    if sort != WORK:
+        return mesh.view_s if sort == VIEW else 0.0
+    known, key = _seconds_known(mesh, rule_of), _key_of(node, values)
+    seconds = known.get(key)
+    if seconds is None:
+        if len(known) >= MOST_CALLS:
+            known.clear()
+        seconds = known[key] = _alone_s(node, values, mesh, rule_of)
+    return seconds
+
+
+@lru_cache(maxsize=64)
+def _seconds_known(mesh: Mesh, rule_of: RuleOf) -> dict[Any, float]:
+    """Call -> seconds on a machine, as `node_work` keeps the work of calls."""
+    return {}
+
+
+def _alone_s(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf) -> float:
     work = node_work(node, values, rule_of)
     return _kernel_s(node, values, mesh, work) if work[0] or work[1] else 0.0
 
@@ -158,15 +176,17 @@ def _kernel_s(node: Node, values: Mapping[int, Value], mesh: Mesh, work: Work) -
     return mesh.compute_s(flops, moved, dtype, work_kind(node.target))
 
 
-@cache
-def _is_free(target: str) -> bool:
-    """Views, and what only executors do: no work, whatever the shapes."""
-    return target.rsplit(".", 1)[0] in FREE or target.removeprefix("colofunc.") in LOCAL_ONLY
+WIRED, VIEW, UNCOUNTED, WORK = "wired", "view", "uncounted", "work"
 
 
 @cache
-def _is_view(target: str) -> bool:
-    return target.rsplit(".", 1)[0] in FREE
+def _sort_of(target: str) -> str:
+    """How an operator counts: as a collective, as a view, not at all (what only executors do), or by its work."""
+    if _collective_kind(target) is not None:
+        return WIRED
+    if target.rsplit(".", 1)[0] in FREE:
+        return VIEW
+    return UNCOUNTED if target.removeprefix("colofunc.") in LOCAL_ONLY else WORK
 
 
 Work = tuple[float, float, str]
@@ -228,7 +248,7 @@ def _work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> Work:
     call, _ = call_of(node, values)
     types = [t for t in (*call.ins, *call.outs) if t is not None]
     dtype = str(types[0].dtype if types else torch.float32).removeprefix("torch.")
-    if _is_free(call.target):
+    if _sort_of(call.target) in (VIEW, UNCOUNTED):
         return 0.0, 0.0, dtype
     rule = rule_of(call) if not call.target.startswith("colofunc.all_") else None
     biggest = max((prod(t.shape) for t in types), default=0)

@@ -12,13 +12,17 @@ long that thread takes to hand out an operator (`Device.host_launch_s`), none be
     to device         |copy  |
 
 The trips of a loop follow one another. Seconds are those of the planner: roofline compute, alpha-beta links.
+
+Note [Contention with compute]. A collective's kernels keep some of the device's processors and of its memory's bandwidth. Where a machine
+says by how much (`Device.contention`), an operator takes so much longer for as long as a collective runs beside it; the collective itself
+takes what it takes alone, and it makes no difference how many there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -37,16 +41,18 @@ LANES = ("compute", "collectives", "to device", "to host", "host", "disk")
 COPY_LANES = frozenset({"to device", "to host", "disk"})
 
 
-@attrs.frozen
-class Busy:
-    """One operator on one lane; `index`: its position in the program, or that of the loop that it is in."""
+class Busy(NamedTuple):
+    """One operator on one lane; `index`: its position in the program, or that of the loop that it is in.
+
+    A tuple and no record of attrs: one is made for every node of every candidate, and a frozen record takes three times as long.
+    """
 
     lane: str
     start_s: float
     end_s: float
     label: str
-    index: int
-    node: Node = attrs.field(repr=False, eq=False)
+    index: int  # type: ignore[assignment]  # in place of a tuple's method, which nobody calls
+    node: Node
 
 
 @attrs.frozen
@@ -94,7 +100,7 @@ def _union(program: Program, mesh: Mesh, by_rank: Mapping[int, Lanes]) -> Lanes:
         starts.append(max(by_rank[rank].starts_s[at[rank]] for rank in here))
         where[here[0], at[here[0]]] = index
         at.update({rank: at[rank] + 1 for rank in here})
-    busy = [attrs.evolve(b, index=where[r, b.index]) for r, lanes in by_rank.items() for b in lanes.busy if (r, b.index) in where]
+    busy = [b._replace(index=where[r, b.index]) for r, lanes in by_rank.items() for b in lanes.busy if (r, b.index) in where]
     bodies = {where[r, k]: body for r, lanes in by_rank.items() for k, body in lanes.bodies.items() if (r, k) in where}
     busy.sort(key=lambda b: b.index)
     return Lanes(tuple(busy), tuple(starts), max(lanes.end_s for lanes in by_rank.values()), bodies)
@@ -220,6 +226,7 @@ class _Player:
         device = mesh.topology.device
         self.hands_out = device.host_launch_s > 0  # where it is known how long that takes
         self.launch_s, self.view_s = device.host_launch_s, device.host_view_s
+        self.contention, self.wired_s = device.contention, 0.0  # until when collectives run, beside which kernels take longer
         self.starts: list[float] = []
 
     def play(self) -> Lanes:
@@ -248,6 +255,8 @@ class _Player:
         begin = max(self.clock, needs, self.free["host"], self.free[wire])
         self.busy.append(Busy("collectives", begin, begin + seconds, operator(node.target), index, node))
         self.free[wire] = begin + seconds
+        if self.contention and begin + seconds > self.wired_s:
+            self.wired_s = begin + seconds
         return begin + seconds
 
     def receives(self, node: Node, sent_s: float) -> None:
@@ -300,13 +309,22 @@ class _Player:
                 begin = clock
             if self.free[engine] > begin:
                 begin = self.free[engine]
+        if lane == "compute" and begin < self.wired_s:
+            seconds = self._beside_collectives_s(seconds, self.wired_s - begin)
         if seconds:
             self.busy.append(Busy(lane, begin, begin + seconds, operator(node.target), index, node))
             self.free[engine] = begin + seconds
         apart = lane == "host" or (kind is not None and kind[1])
         if apart or lane in COPY_LANES:
             self._made(node, begin + seconds)
+        if self.contention and lane == "collectives" and begin + seconds > self.wired_s:
+            self.wired_s = begin + seconds
         return clock if apart else begin + seconds
+
+    def _beside_collectives_s(self, seconds: float, wired_s: float) -> float:
+        """Of an operator, `seconds` long alone, while collectives run for `wired_s`. See Note [Contention with compute]."""
+        longer_s = seconds * (1 + self.contention)
+        return longer_s if longer_s <= wired_s else seconds + wired_s * self.contention / (1 + self.contention)
 
     def _wire(self, node: Node) -> str:
         """Which collectives follow one another: those whose slowest links are of one level. Each group has a stream of its own."""
@@ -331,7 +349,7 @@ class _Player:
         self.bodies[index] = trip
         for k in range(loop.trips):
             now = begin + k * trip.end_s
-            self.busy += [attrs.evolve(b, start_s=b.start_s + now, end_s=b.end_s + now, index=index) for b in trip.busy]
+            self.busy += [b._replace(start_s=b.start_s + now, end_s=b.end_s + now, index=index) for b in trip.busy]
         end = begin + loop.trips * trip.end_s
         self.free = {lane: max(free, end) for lane, free in self.free.items()}
         self._made(node, end)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -155,6 +156,7 @@ def place_text(program: Program, at: int) -> str:
     return f"operator {at} of {len(program.nodes)}, {operator(node.target)} ({said}{', ' * bool(node.line)}{node.line})"
 
 
+@cache
 def operator(target: str) -> str:
     return target.removeprefix("aten.").removeprefix("colofunc.").removesuffix(".default")
 

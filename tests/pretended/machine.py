@@ -30,7 +30,7 @@ from colofunc.executors.copies import COPIER
 from colofunc.executors.disk import tensors as disk_tensors
 from colofunc.executors.pages import give_back, let_go
 from colofunc.executors.pages_in_use import IN_USE
-from colofunc.mesh import detection, device_profile, stopwatch
+from colofunc.mesh import attention_profile, detection, device_profile, stopwatch
 from colofunc.ops import attention_flex, kernels, native, plain, random_kernels
 from pretended import flex, random_numbers
 from pretended.memory import SPOILED, Allocator
@@ -43,9 +43,8 @@ HOST_THREADS = 64
 GIB = 1 << 30
 COPIED_BYTES = 1 << 16
 """Of a copy that is timed."""
-SMALL_PROFILE = dict(
-    COPIED_CARD_BYTES=COPIED_BYTES, CARD_BYTES_OF_WORK=(COPIED_BYTES,), CARD_LENGTHS=(16, 32), CARD_ROWS=32, CARD_WIDTH=128, MOST_WIDE=256,
-)  # fmt: skip
+SMALL_PROFILE = dict(COPIED_CARD_BYTES=COPIED_BYTES, CARD_BYTES_OF_WORK=(COPIED_BYTES,), MOST_WIDE=256)
+SMALL_ATTENTION = dict(CARD_LENGTHS=(16, 32), CARD_ROWS=32, CARD_WIDTH=128)
 """What `profile_mesh` measures where the host computes what a card would."""
 aten = torch.ops.aten
 SIZED_BY_NUMBERS = (
@@ -287,6 +286,7 @@ class Machine:
         around.enter_context(mock.patch.object(plain, "has_operators", lambda kind: kind is not OnCard and has_operators(kind)))
         # To time copies of a quarter of a GiB takes a card milliseconds, and takes the host, which copies here, minutes.
         around.enter_context(mock.patch.multiple(device_profile, **SMALL_PROFILE))
+        around.enter_context(mock.patch.multiple(attention_profile, **SMALL_ATTENTION))
         around.enter_context(mock.patch.object(stopwatch, "COLD_CARD_BYTES", COPIED_BYTES))
         around.enter_context(mock.patch.dict(COPIER._streams, clear=True))
         around.enter_context(mock.patch.dict(IN_USE._flights, clear=True))
