@@ -4,7 +4,8 @@ Problem: a person says where parameters are (`o i @pp=1`), and everything else i
 Where these are apart, the fewest bytes travel: a parameter never does, views are taken again where what they look at has come (which is
 sent in their place unless it is larger), and what was sent once is there for all that follow. So stage 1's products run at 1, the
 gradient that leaves it is sent to 0 once, and what neither reads, such as a mask, is made on all ranks. A gradient is made where its
-parameter is. In a pipeline no byte is saved against the order of its stages: what is small and made of a weight alone, such as its cast,
+parameter is. Scalars that are computed of gradients of several stages (a joint norm, whether all are finite) are computed on all ranks:
+each stage sends its parts once, and no rank waits for another to answer. In a pipeline no byte is saved against the order of its stages: what is small and made of a weight alone, such as its cast,
 could be sent to an earlier stage, and what is computed with it would have to come back.
 
     placing_of(program, {0: ("pp", (0,)), 3: ("pp", (1,))}, mesh).nodes       # per node ("pp", (0,)), ("pp", (1,)), or None: all ranks
@@ -107,6 +108,7 @@ class _Run:
         self.gradient_of = gradients(program)
         self.feeds = self._feeds() if in_order else {}
         self.of_weights = self._of_weights() if in_order else set[int]()
+        self.of_gradients = self._of_gradients() if in_order else set[int]()
         self.nodes: list[Indices] = []
 
     def all(self) -> _Run:
@@ -127,6 +129,8 @@ class _Run:
         for id in node.results:
             if id in self.gradient_of:
                 return self.home[self.gradient_of[id]]
+        if len(homes) > 1 and self._joins_scalars(node):
+            return self.everywhere
         options = set(homes)
         if node.phase != "update":  # an update keeps all copies of what it updates equal
             options |= {frozenset((index,)) for home in homes for index in home}
@@ -153,6 +157,20 @@ class _Run:
     def _takes_weights(self, node: Node, at: Indices) -> bool:
         """Whether, in a pipeline, what is made of weights alone (a cast of one) would leave its stage: work goes where weights are."""
         return self.in_order and any(id in self.of_weights and not at <= self.there[id] for id in node.refs)
+
+    def _joins_scalars(self, node: Node) -> bool:
+        """Whether a node puts scalars of gradients together, such as the squares of a joint norm."""
+        if not any(id in self.of_gradients for id in node.results):
+            return False
+        return all(self.program.values[id].shape == () for id in node.refs)
+
+    def _of_gradients(self) -> set[int]:
+        """What is computed of parameters' gradients."""
+        found = set(self.gradient_of)
+        for node in self.program.nodes:
+            if any(ref in found for ref in node.refs):
+                found.update(node.results)
+        return found - set(self.gradient_of)
 
     def _of_weights(self) -> set[int]:
         """Weights, and what is computed of them and of nothing else."""
