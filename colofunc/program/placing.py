@@ -5,8 +5,8 @@ Where these are apart, the fewest bytes travel: a parameter never does, views ar
 sent in their place unless it is larger), and what was sent once is there for all that follow. So stage 1's products run at 1, the
 gradient that leaves it is sent to 0 once, and what neither reads, such as a mask, is made on all ranks. A gradient is made where its
 parameter is. Scalars that are computed of gradients of several stages (a joint norm, whether all are finite) are computed on all ranks:
-each stage sends its parts once, and no rank waits for another to answer. In a pipeline no byte is saved against the order of its stages: what is small and made of a weight alone, such as its cast,
-could be sent to an earlier stage, and what is computed with it would have to come back.
+each stage sends its parts once, and no rank waits for another to answer. In a pipeline no byte is saved against the order of its stages:
+what is small and made of a weight alone, such as its cast, could be sent to an earlier stage, and what is computed with it would have to come back.
 
     placing_of(program, {0: ("pp", (0,)), 3: ("pp", (1,))}, mesh).nodes       # per node ("pp", (0,)), ("pp", (1,)), or None: all ranks
 
