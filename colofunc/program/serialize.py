@@ -90,7 +90,7 @@ _LoopNode = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...], tuple[int |
 _PlacedNode = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...], tuple[int | None, ...], str, str, str, str, Any, At]
 _Loop = tuple[dict, int, str, tuple[str, ...]]  # type: ignore[type-arg]
 _PlannedLoop = tuple[dict, int, str, tuple[str, ...], Any]  # type: ignore[type-arg]
-_Timetable = tuple[str, tuple[str, ...], dict[str, int], tuple[tuple[int, str], ...], tuple[int, ...], str]
+_Timetable = tuple[str, tuple[str, ...], dict[str, int], tuple[tuple[int, str], ...], tuple[int, ...], str, bool]
 _Layout = tuple[tuple[tuple[tuple[int, str | None], ...], ...], tuple[int, ...], tuple[tuple[str, str], ...], str, str | None]
 _PlacedLayout = tuple[
     tuple[tuple[tuple[int, str | None], ...], ...], tuple[int, ...], tuple[tuple[str, str], ...], str, str | None, At
@@ -175,12 +175,12 @@ def _loop_from(data: Any, where: str) -> Loop:
 def _timetable_to(timetable: Timetable) -> list[Any]:
     rows = str(timetable.table).splitlines()
     parts = [list(part) for part in timetable.parts]
-    return [timetable.along, rows, dict(timetable.stages), parts, list(timetable.ends), timetable.schedule]
+    return [timetable.along, rows, dict(timetable.stages), parts, list(timetable.ends), timetable.schedule, timetable.validate_late]
 
 
 def _timetable_from(data: Any, where: str) -> Timetable:
-    along, rows, stages, parts, ends, schedule = untrusted.check(_Timetable, data, f"{where}.loop.timetable")
-    return Timetable(along, ActionTable.parse(rows), stages, parts, ends, schedule)
+    along, rows, stages, parts, ends, schedule, late = untrusted.check(_Timetable, data, f"{where}.loop.timetable")
+    return Timetable(along, ActionTable.parse(rows), stages, parts, ends, schedule, late)
 
 
 def _layout_to(layout: Layout | None) -> Any:
