@@ -185,7 +185,7 @@ class Later:
 
 
 def _around_receives(program: Program) -> tuple[Program, Program]:
-    """What a rank can do before anything has come, and the rest, whose inputs are those of the program, what the first gives and what comes."""
+    """(What a rank can do before anything has come, the rest). Inputs of the rest: the program's, what the first gives, what comes."""
     came = [out for node in program.nodes if node.target == RECEIVE for out in node.results]
     late = set(came)
     first: list[Node] = []

@@ -3,11 +3,11 @@
     run = PostValidated(program, parts, backend, mesh)       # parts: `program.post_validation.deferred(program)`
     outs = run(inputs)                                       # perhaps speculated: `backend.unsettled` knows
 
-Problem: see `program.post_validation`. Idea: a call runs `main`, sends what others want to know, updates by the scalars of the last step and
-returns. What the others have sent is looked at in the next call behind its `main`, or as soon as anybody reads a tensor. If it is what was
-guessed, copies of the old state are let go of. If not, they are put back, the update is done by the right scalars, and a `main` that has
-run on the wrong state runs once more. A step is speculated only where the two before it had the same scalars, so that clipping that goes
-on for many steps costs nothing but the wait.
+Problem: see `program.post_validation`. Idea: a call runs `main`, sends what others want to know, updates by the scalars of the last step
+and returns. What the others have sent is looked at in the next call behind its `main`, or as soon as anybody reads a tensor. If it is what
+was guessed, copies of the old state are let go of. If not, they are put back, the update is done by the right scalars, and a `main` that
+has run on the wrong state runs once more. A step is speculated only where the two before it had the same scalars, so that clipping that
+goes on for many steps costs nothing but the wait.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ KINDS = (
 )  # fmt: skip
 """`parameter copies`: gathered or cast for use. `activations`: made by forward, or made again. `temporaries`: made by backward
 and update, and nobody's gradient. `collective buffers`: what is sent or received. `workspaces`: what kernels hold while they
-run. `kept copies`: what is put back where a guess was wrong (`cf.pipeline(validate="next step")`). `other`: the batch, buffers of modules, constants."""
+run. `kept copies`: what is put back where a guess was wrong (`cf.pipeline(validate="next step")`). `other`: the batch, buffers of
+modules, constants."""
 
 _OF_INPUT = {"param": "parameters", "frozen": "parameters", "state": "optimizer state", "grad": "gradients"}
 _MOVES = frozenset(f"colofunc.{name}" for name in ("pack", "rearrange", "wait")) | frozenset(

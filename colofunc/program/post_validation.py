@@ -200,15 +200,20 @@ def _part(program: Program, nodes: Sequence[Node], inputs: Sequence[int], output
     return Editor(program).written(nodes, outputs, ordered, aliases=(), constants=constants)
 
 
+def copied_bytes(program: Program) -> int:
+    """What one rank copies in each step before it updates on a guess."""
+    parts = deferred(program)
+    return 0 if isinstance(parts, str) else sum(program.values[id].nbytes for id in parts.kept)
+
+
 def kept_bytes(program: Program) -> int:
     """What one rank keeps from one step to the next beside its state: copies of what the update writes to, and gradients."""
     parts = deferred(program)
-    if isinstance(parts, str) or not parts.speculates:
+    if isinstance(parts, str):
         return 0
-    copies = sum(program.values[id].nbytes for id in parts.kept)
-    made = {id for node in parts.main.nodes for id in node.results}
     read = {id for node in parts.update.nodes for id in node.refs}
-    return copies + sum(program.values[id].nbytes for id in made & read)
+    gradients = read & {id for node in parts.main.nodes for id in node.results}
+    return copied_bytes(program) + sum(program.values[id].nbytes for id in gradients)
 
 
-__all__ = ["Deferred", "deferred", "kept_bytes", "validates_late"]
+__all__ = ["Deferred", "copied_bytes", "deferred", "kept_bytes", "validates_late"]
