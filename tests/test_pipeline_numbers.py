@@ -11,11 +11,23 @@ from torch import nn
 
 import colofunc as cf
 from colofunc.errors import PlanError
+from colofunc.program.places import SEND
 from colofunc.testing import check
 from colofunc.testing.check import doubled_inside
 
 MESH = cf.Mesh(pp=2, dp=2)
 SCHEDULES = ("1f1b", "zb-h1", "zb-v")
+
+
+def clipped() -> tuple[Any, Any, Any]:
+    """Four layers in float64, whose gradients have a joint norm of more than 0.01."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))).double()
+    step, state = cf.train_step(
+        cf.functional(net), cf.adapt(torch.optim.AdamW, lr=1e-2), lambda out, b: (out - b[1]).pow(2).mean(),
+        inputs=lambda b: ((b[0],), {}), clip=0.01,
+    )  # fmt: skip
+    return step, state, (torch.randn(16, 8, dtype=torch.float64), torch.randn(16, 8, dtype=torch.float64))
 
 
 def narrow(schedule: str) -> tuple[Any, Any, Any]:
@@ -74,6 +86,17 @@ def test_a_nan_is_where_one_device_has_it(schedule: str) -> None:
     assert torch.isnan(metrics["loss"].full())
     for name, x in flat(want).items():
         assert torch.equal(torch.isnan(flat(got)[name].full()), torch.isnan(x)), name
+
+
+def test_a_joint_norm_takes_one_message_of_each_stage_and_no_answer() -> None:
+    """The squares of a stage travel together, and all ranks add up all of them, in the order of one device."""
+    step, state, batch = clipped()
+    low = cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), microbatches=4, schedule="zb-h1").lower(state, batch)
+    sends = [node for node in low.program.nodes if node.target == SEND]
+    assert [node.args[3] for node in sends] == [0, 1, 2, 3, 3]  # the last one sends the loss
+    assert all(node.args[4] == (0, 1, 2, 3) for node in sends)
+    many = low.after("pack").program
+    assert sum(node.target == SEND for node in many.nodes) == 9  # a square per parameter, and the loss
 
 
 # ---- ZeRO-3 ----

@@ -41,6 +41,7 @@ from colofunc.program.passes.chunks import chunked
 from colofunc.program.passes.coalesce import reduces_early, views_late
 from colofunc.program.passes.cut import cut, to_be_cut
 from colofunc.program.passes.inplace import in_place
+from colofunc.program.passes.messages import scalars_in_one_message
 from colofunc.program.passes.narrow_gradients import narrow_updates
 from colofunc.program.passes.one_call import calls_saved, updates_in_one_call
 from colofunc.program.places import distinct_ranks, same_as
@@ -211,6 +212,7 @@ class Completion:
             Pass("reduce_early", reduces_early),
             Pass("views_late", views_late),
             Pass("pack", packed),
+            Pass("messages", scalars_in_one_message),
             Pass("in_place", partial(in_place, temporaries=self.temporaries, every_state=bool(self.moves))),
         )
         return run_passes(passes, local, self.left_out, self.keeps)

@@ -27,7 +27,7 @@ from colofunc.executors.distributed import program_hash
 from colofunc.executors.fused import fused
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Plan
-from colofunc.planner.stages.report import clocked
+from colofunc.planner.stages.report import clocked, period_s
 from colofunc.planner.stages.simulate import Simulated
 from colofunc.plugins import Registry
 from colofunc.program.cost import CostReport, node_s, node_work, program_cost
@@ -185,6 +185,14 @@ class Lowered:
         if played is None:
             raise PlanError("this step has no pipeline; write cf.pipeline(step, microbatches=8) with an axis of the mesh that has ranks")
         return played
+
+    def period_s(self) -> float:
+        """Seconds of one step in a row of steps, by the clock. It is less than that of a step alone where ranks end one after another.
+
+        With `cf.pipeline(validate="next step")` a rank begins the next step while others end this one. `low.plan.cost_s` is of one alone.
+        """
+        seconds = partial(node_s, mesh=self.priced, rule_of=self.registry.rule)
+        return period_s(self._clocked(self.ordered()), self.priced, seconds)
 
     def _clocked(self, program: Program) -> Program:
         """A program with the seconds of fused operators, where the executor fuses them."""

@@ -29,16 +29,18 @@ from colofunc.compiler.warmup import Warmup
 from colofunc.dtensor.placed import SHELF, place, side_by_side
 from colofunc.dtensor.roles import LASTING
 from colofunc.dtensor.tensor import DTensor, Home, Maker, consume_all, home_of, parts_of
-from colofunc.errors import ConsumedError
+from colofunc.errors import ConsumedError, PlanError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import Scratch, Together
 from colofunc.executors.distributed import main_seed
+from colofunc.executors.post_validated import PostValidated
 from colofunc.executors.watch import Watch
 from colofunc.mesh.device import device_of, idle_gpus
 from colofunc.ops.seeds import draw_seed
 from colofunc.plugins.operators import OPERATORS
 from colofunc.program.passes.chunks import buffers_of
+from colofunc.program.post_validation import deferred, validates_late
 from colofunc.program.tracing.modules_used import Used
 from colofunc.spec.layout import Layout
 
@@ -146,6 +148,11 @@ class Ready:
 
     @cached_property
     def run(self) -> Callable[[Sequence[Shards]], list[Shards]]:
+        if validates_late(self.low.program):
+            parts = deferred(self.low.program)
+            if isinstance(parts, str):
+                raise PlanError(f'cf.pipeline(validate="next step"): {parts}. Try: validate="step", or another plan')
+            return PostValidated(self.low.program, parts, self.backend, self.low.mesh)
         return self.backend.compile(self.low.program, self.low.mesh)
 
     @cached_property
@@ -177,6 +184,10 @@ class Ready:
         agree_every: after so many steps, which this one ends, the ranks compare their copies; 0: they do not.
         """
         low = self.low
+        unsettled = self.backend.unsettled
+        if unsettled is not None and (agree_every or self.warmup is not None or unsettled.run is not self.run):
+            unsettled.settle()
+            self.backend.unsettled = None
         inputs = self._placed(given, name)
         lent = [x for x in map(given.leaves.__getitem__, given.away) if type(x) is DTensor and x.lent]
         if low.traced.uses_seed:

@@ -7,7 +7,7 @@ one tensor per *owned* rank, in rank order, so code above never asks which backe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from colofunc import env
 from colofunc.errors import InputError, MeshError, near
 from colofunc.executors.compiled import compile_segments
 from colofunc.executors.distributed import Distributed, init_from_env, overlapped, watch_of_group
+from colofunc.executors.post_validated import Unsettled
 from colofunc.executors.presence import Limits
 from colofunc.executors.program_cache import Kept
 from colofunc.executors.simulated import SimulatedProgram, compile_program
@@ -30,6 +31,8 @@ from colofunc.program.places import distinct_ranks, has_places, on_rank
 
 Shards = list[torch.Tensor]
 Run = Callable[[Sequence[Shards]], list[Shards]]
+Finish = Callable[[], list[Shards]]
+Begin = Callable[[Sequence[Shards]], Finish]
 EXECUTORS = ("simulated", "distributed", "compiled")
 
 
@@ -38,12 +41,16 @@ class Backend(Protocol):
 
     name: str
     watch: Watch | None  # the tie to other processes; None where all ranks are in this one
+    unsettled: Unsettled | None  # the step whose update is to be validated yet
 
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
         """The ranks of `mesh` whose tensors live in this process."""
 
     def compile(self, program: Program, mesh: Mesh) -> Run:
         """`program` as a function of its inputs' shards (constants excluded). Keep it: making one costs time."""
+
+    def later(self, program: Program, mesh: Mesh) -> Begin:
+        """`program`, which sends scalars, in two steps: what is known is sent when it is called, results come when that is called."""
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         """Outputs of `program` per owned rank; compiled programs are kept by identity."""
@@ -65,6 +72,7 @@ class Simulated:
 
     def __init__(self) -> None:
         self.watch: Watch | None = None
+        self.unsettled: Unsettled | None = None
         self._kept = Kept(self.compile)
 
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
@@ -72,6 +80,10 @@ class Simulated:
 
     def compile(self, program: Program, mesh: Mesh) -> SimulatedProgram:
         return compile_program(program, mesh)
+
+    def later(self, program: Program, mesh: Mesh) -> Begin:
+        run = self.compile(program, mesh)
+        return lambda inputs: partial(run, inputs)
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         return self._kept.get(program, mesh)(inputs)
@@ -94,6 +106,7 @@ class Compiled:
     def __init__(self, inner: Simulated | Distributed, compiler: str = "inductor") -> None:
         self._inner = inner
         self.watch = inner.watch
+        self.unsettled: Unsettled | None = None
         self._compiler = compiler
         self._kept = Kept(self.compile)
 
@@ -105,6 +118,10 @@ class Compiled:
         if isinstance(self._inner, Simulated):
             return SimulatedProgram(segmented, mesh, bound, whole=program)
         return self._inner.compile(segmented, mesh, bound, program)
+
+    def later(self, program: Program, mesh: Mesh) -> Begin:
+        """Not compiled: it is a handful of scalars."""
+        return self._inner.later(program, mesh)
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         return self._kept.get(program, mesh)(inputs)

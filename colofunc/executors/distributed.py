@@ -9,6 +9,7 @@ program runs for the first time all ranks compare a hash of it; a rank that fail
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,9 @@ from colofunc.executors.flight import Flight, mark
 from colofunc.executors.gpus import adopt_gpu, own_gpu
 from colofunc.executors.groups import Groups, Start, Started, exchange
 from colofunc.executors.kernels import HostCount, first_rows, with_zeros
+from colofunc.executors.launch import before_end
 from colofunc.executors.pools import accelerator, in_tier, pool_of, reads_host_only
+from colofunc.executors.post_validated import Unsettled
 from colofunc.executors.presence import Limits
 from colofunc.executors.program_cache import Kept
 from colofunc.executors.rendezvous import Meeting
@@ -39,6 +42,7 @@ from colofunc.executors.watch import Watch, meet
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of, group_moves_gpu_memory, use_gpu
 from colofunc.mesh.transport import MIXED, carriers, make_group
+from colofunc.program.editor import Editor
 from colofunc.program.facts import COPIES, PEERS, has_wires, is_copy, is_peer, is_wire, written
 from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.memory import memory
@@ -46,7 +50,7 @@ from colofunc.program.passes.coalesce import outputs_late, updates_late, views_l
 from colofunc.program.passes.loop import within
 from colofunc.program.passes.one_call import small_updates_in_one_call, updates_side_by_side
 from colofunc.program.passes.schedule import overlap
-from colofunc.program.places import OnRank, has_places, on_rank, out_of_order
+from colofunc.program.places import RECEIVE, OnRank, has_places, on_rank, out_of_order
 from colofunc.spec.layout import At
 from colofunc.spec.parts import holds
 
@@ -64,12 +68,15 @@ class RankProgram:
         whole: Program | None = None,
         union: Program | None = None,
         mine: OnRank | None = None,
+        begins: bool = False,
     ) -> None:
         """`whole`: the program before it was compiled. Under a `tap` copies allocate: whoever looks may hold on to them.
 
-        `union`: what all ranks run, where `program` is only this one's part of it; `mine`: which part.
+        `union`: what all ranks run, where `program` is only this one's part of it; `mine`: which part. begins: its results are
+        those of `program`, and nobody waits until what it sends has come.
         """
         self.program = program
+        self._begins = begins
         self._union = union or program
         self._mine = mine
         self.pool = pool_of(program, 1, whole) if tap is None else None
@@ -127,7 +134,7 @@ class RankProgram:
 
     def _outputs(self, mine: list[Shards], device: torch.device) -> list[Shards]:
         """The outputs of the whole: empty where they do not exist on this rank."""
-        if self._mine is None:
+        if self._mine is None or self._begins:
             return mine
         self._groups.delivered()
         here = dict(zip(self._mine.outputs, mine, strict=True))
@@ -144,6 +151,58 @@ def in_flight(flight: Flight, device: torch.device, step: StepFunction, inputs: 
         raise
     flight.end(mark(device))
     return outs
+
+
+class Later:
+    """An exchange of messages in two steps: what this rank knows is sent when it is called, the rest is done when that is called."""
+
+    def __init__(self, program: Program, mine: OnRank, groups: Groups, watch: Watch | None) -> None:
+        self._groups = groups
+        self._first, self._rest = _around_receives(mine.program)
+        self._receives = [node for node in mine.program.nodes if node.target == RECEIVE]
+        self._mine, self._outputs = mine, program
+        self._sends = RankProgram(self._first, groups, watch, union=program, mine=mine, begins=True)
+        self._ends = RankProgram(self._rest, groups, watch)
+
+    def __call__(self, inputs: Sequence[Shards]) -> Callable[[], list[Shards]]:
+        device = device_of(self._groups.mesh)
+        waits = []
+        for node in self._receives:
+            axes, _, source, shape, dtype = node.args
+            begin = self._groups.awaiter(axes, source, shape, dtype, device)
+            waits.append(begin(int(dict(node.kwargs).get("tag", 0))))
+        here = [inputs[k] for k in self._mine.inputs]
+        known = self._sends(inputs)
+
+        def finish() -> list[Shards]:
+            found = self._ends([*here, *known, *([wait()] for wait in waits)])
+            by_place = dict(zip(self._mine.outputs, found, strict=True))
+            values = [self._outputs.values[id] for id in self._outputs.outputs]
+            missing = {k: [torch.empty(0, dtype=value.dtype, device=device)] for k, value in enumerate(values)}
+            return list((missing | by_place).values())
+
+        return finish
+
+
+def _around_receives(program: Program) -> tuple[Program, Program]:
+    """(What a rank can do before anything has come, the rest). Inputs of the rest: the program's, what the first gives, what comes."""
+    came = [out for node in program.nodes if node.target == RECEIVE for out in node.results]
+    late = set(came)
+    first: list[Node] = []
+    rest: list[Node] = []
+    for node in program.nodes:
+        if node.target == RECEIVE:
+            continue
+        waits = any(ref in late for ref in node.refs)
+        (rest if waits else first).append(node)
+        if waits:
+            late.update(node.results)
+    read = {ref for node in rest for ref in node.refs} | set(program.outputs)
+    known = [out for node in first for out in node.results if out in read]
+    edit = Editor(program)
+    given = [id for id in program.inputs if id not in program.constants]
+    constants = [id for id in program.inputs if id in program.constants]
+    return edit.written(first, known), edit.written(rest, program.outputs, [*given, *known, *came, *constants])
 
 
 class RankWires:
@@ -309,6 +368,7 @@ class Distributed:
         self._carriers = carriers()
         self.watch = watch_of_group()
         adopt_gpu(self.watch)
+        self.unsettled: Unsettled | None = None
         self._groups: dict[Mesh, Groups] = {}
         self._kept = Kept(self.compile)
 
@@ -323,6 +383,13 @@ class Distributed:
         `bound`: callables of targets that are no registered operators. `whole`: the program before it was compiled.
         """
         return self._prepared(program, mesh, bound, whole=whole)
+
+    def later(self, program: Program, mesh: Mesh) -> Later:
+        groups = self._groups_of(mesh)
+        # A process that ends takes along what it has not sent yet.
+        before_end(groups.delivered)
+        atexit.register(groups.delivered)
+        return Later(program, on_rank(program, mesh, self.rank), groups, self.watch)
 
     def order(self, program: Program) -> Program:
         return overlapped(program, grouped=True)

@@ -151,18 +151,31 @@ class Groups:
         self, axes: Sequence[str], source: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Callable[[int], torch.Tensor]:
         """A function that waits for what a member sends with a tag."""
+        start = self.awaiter(axes, source, shape, dtype, device)
+        return lambda tag: start(tag)()
+
+    def awaiter(
+        self, axes: Sequence[str], source: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Callable[[int], Callable[[], torch.Tensor]]:
+        """A function that makes room for what a member sends with a tag, and gives a function that waits for it."""
         group = self.of(axes)
         through_host = self.carriers.get("cuda") == "gloo"
 
-        def receive(tag: int) -> torch.Tensor:
+        def begin(tag: int) -> Callable[[], torch.Tensor]:
             out = torch.empty(tuple(shape), dtype=dtype, device="cpu" if through_host else device)
+            work = None
             if out.numel():
                 work = dist.irecv(_bytes(out), group.members[source], group=group.pg, tag=tag)
                 assert work is not None, "a member of the group receives"
-                work.wait()
-            return out.to(device)
 
-        return receive
+            def wait() -> torch.Tensor:
+                if work is not None:
+                    work.wait()
+                return out.to(device)
+
+            return wait
+
+        return begin
 
     def start(self, kind: str, axes: Sequence[str], *options: Any) -> Start:
         """The function that starts one collective; `options`: the node's arguments after the group size."""

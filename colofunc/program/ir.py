@@ -153,7 +153,8 @@ class Timetable:
 
     `table`: per index of `along`, actions (stage, kind, microbatch) in order. `stages`: names of inputs of the step -> the stage that
     they belong to, where a rank has several. `schedule`: the name of what made the table. `parts`: what the body consists of, part after
-    part, and `ends[k]`: the position behind the nodes of part k; both are empty until `passes.cut` has cut the body.
+    part, and `ends[k]`: the position behind the nodes of part k; both are empty until `passes.cut` has cut the body. `validate_late`:
+    whether updates behind the loop may run before other stages have said how (`post_validation`).
     """
 
     along: str
@@ -162,6 +163,7 @@ class Timetable:
     parts: tuple[Part, ...] = ()
     ends: tuple[int, ...] = ()
     schedule: str = ""
+    validate_late: bool = False
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """(first position, position behind the last) of the nodes of each part."""

@@ -33,6 +33,7 @@ from colofunc.program.memory_report import KINDS, Live, kinds_of, place_text
 from colofunc.program.memory_report import MemoryReport as MemoryReport
 from colofunc.program.passes.loop import gathered_at, last_uses, parts_that_read
 from colofunc.program.passes.reuse import own_outputs_of_parts
+from colofunc.program.post_validation import kept_bytes, validates_late
 
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 # Losses that write every element's into the memory of the result before they reduce it: it keeps that size.
@@ -65,6 +66,9 @@ def memory(program: Program, sent: bool = False) -> MemoryReport:
     storages, makers, metas = _storages(program, last, sent=sent)
     storages += _sent(program, last, metas) if sent else []
     _gathered_inside(program, storages)
+    if validates_late(program):
+        nbytes, value = kept_bytes(program), program.inputs[0]
+        storages.append(Storage(nbytes, "device", value, -1, len(program.nodes), kind="kept copies"))
     return _report(program, storages, makers)
 
 

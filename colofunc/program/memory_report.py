@@ -29,11 +29,12 @@ from colofunc.program.ir import Node, Program
 
 KINDS = (
     "parameters", "parameter copies", "optimizer state", "gradients", "activations", "temporaries", "collective buffers", "workspaces",
-    "other",
+    "kept copies", "other",
 )  # fmt: skip
 """`parameter copies`: gathered or cast for use. `activations`: made by forward, or made again. `temporaries`: made by backward
 and update, and nobody's gradient. `collective buffers`: what is sent or received. `workspaces`: what kernels hold while they
-run. `other`: the batch, buffers of modules, constants."""
+run. `kept copies`: what is put back where a guess was wrong (`cf.pipeline(validate="next step")`). `other`: the batch, buffers of
+modules, constants."""
 
 _OF_INPUT = {"param": "parameters", "frozen": "parameters", "state": "optimizer state", "grad": "gradients"}
 _MOVES = frozenset(f"colofunc.{name}" for name in ("pack", "rearrange", "wait")) | frozenset(
@@ -47,6 +48,7 @@ _ADVICE = {
     "activations": "make them again: cf.checkpoint(step, budget=...); on the host: cf.offload; fewer: cf.accumulate(step, ...)",
     "temporaries": "fewer: cf.accumulate(step, microbatches=...), a smaller batch",
     "collective buffers": "smaller pieces: zero(..., chunk=...)",
+    "kept copies": 'validate in the step itself: cf.pipeline(validate="step")',
     "workspaces": "fewer rows at once: cf.accumulate(step, microbatches=...); bfloat16 where kernels for it need less",
 }
 _SHADES, _WIDTH = "▁▂▃▄▅▆▇█", 72

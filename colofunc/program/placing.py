@@ -4,8 +4,11 @@ Problem: a person says where parameters are (`o i @pp=1`), and everything else i
 Where these are apart, the fewest bytes travel: a parameter never does, views are taken again where what they look at has come (which is
 sent in their place unless it is larger), and what was sent once is there for all that follow. So stage 1's products run at 1, the
 gradient that leaves it is sent to 0 once, and what neither reads, such as a mask, is made on all ranks. A gradient is made where its
-parameter is. In a pipeline no byte is saved against the order of its stages: what is small and made of a weight alone, such as its cast,
-could be sent to an earlier stage, and what is computed with it would have to come back.
+parameter is. Scalars that are computed of gradients of several stages (a joint norm, whether all are finite) are computed on all ranks:
+each stage sends its parts once, and no rank waits for another to answer. In a pipeline no byte is saved against the order of its stages:
+what is small and made of a weight alone, such as its cast, could be sent to an earlier stage, and what is computed with it would have to
+come back. What only the gradients of one stage are made of, such as the sum for a bias, runs there where the gradient that it reads comes
+anyway: sent from a later stage, it would be waited for behind the last microbatch.
 
     placing_of(program, {0: ("pp", (0,)), 3: ("pp", (1,))}, mesh).nodes       # per node ("pp", (0,)), ("pp", (1,)), or None: all ranks
 
@@ -106,7 +109,9 @@ class _Run:
         self.stays = {i for i in program.inputs if program.values[i].role in STATE}
         self.gradient_of = gradients(program)
         self.feeds = self._feeds() if in_order else {}
+        self.feeds_first = self._feeds_first() if in_order else {}
         self.of_weights = self._of_weights() if in_order else set[int]()
+        self.of_gradients = self._of_gradients() if in_order else set[int]()
         self.nodes: list[Indices] = []
 
     def all(self) -> _Run:
@@ -127,6 +132,11 @@ class _Run:
         for id in node.results:
             if id in self.gradient_of:
                 return self.home[self.gradient_of[id]]
+        if len(homes) > 1 and self._joins_scalars(node):
+            return self.everywhere
+        own = self._own_stage(node)
+        if own is not None:
+            return frozenset((own,))
         options = set(homes)
         if node.phase != "update":  # an update keeps all copies of what it updates equal
             options |= {frozenset((index,)) for home in homes for index in home}
@@ -154,6 +164,20 @@ class _Run:
         """Whether, in a pipeline, what is made of weights alone (a cast of one) would leave its stage: work goes where weights are."""
         return self.in_order and any(id in self.of_weights and not at <= self.there[id] for id in node.refs)
 
+    def _joins_scalars(self, node: Node) -> bool:
+        """Whether a node puts scalars of gradients together, such as the squares of a joint norm."""
+        if not any(id in self.of_gradients for id in node.results):
+            return False
+        return all(self.program.values[id].shape == () for id in node.refs)
+
+    def _of_gradients(self) -> set[int]:
+        """What is computed of parameters' gradients."""
+        found = set(self.gradient_of)
+        for node in self.program.nodes:
+            if any(ref in found for ref in node.refs):
+                found.update(node.results)
+        return found - set(self.gradient_of)
+
     def _of_weights(self) -> set[int]:
         """Weights, and what is computed of them and of nothing else."""
         found = set(self.stays)
@@ -174,6 +198,41 @@ class _Run:
                 for ref in node.refs:
                     found[ref] = max(found.get(ref, 0), leads)
         return found
+
+    def _feeds_first(self) -> dict[int, int]:
+        """Value of the backward pass -> the first stage to whose parameters' gradients it leads."""
+        found = {out: min(self.home[weight]) for out, weight in self.gradient_of.items()}
+        for node in reversed(self.program.nodes):
+            leads = [found[out] for out in node.results if out in found]
+            if node.phase == "backward" and leads:
+                for ref in node.refs:
+                    found[ref] = min(found.get(ref, leads[0]), *leads)
+        return found
+
+    def _own_stage(self, node: Node) -> int | None:
+        """The stage whose weights' gradients alone a sum leads to, where all that it reads is there or comes there anyway."""
+        if not self.in_order or node.phase != "backward" or not self._is_sum(node):
+            return None
+        if not all(id in self.feeds_first for id in node.results):
+            return None
+        stages = {self.feeds_first[id] for id in node.results} | {self.feeds.get(id, 0) for id in node.results}
+        if len(stages) != 1:
+            return None
+        (stage,) = stages
+        foreign = [id for id in node.refs if stage not in self.there[id]]
+        return stage if all(self._comes_anyway(id, stage, node) for id in foreign) else None
+
+    def _is_sum(self, node: Node) -> bool:
+        values = self.program.values
+        return node.target.startswith("aten.sum.") and all(values[id].nbytes < values[node.refs[0]].nbytes for id in node.results)
+
+    def _comes_anyway(self, id: int, stage: int, reader: Node) -> bool:
+        """Whether a gradient is read beside something that only a stage has."""
+        maker = self.program.makers.get(id)
+        if maker is None or maker.phase != "backward":
+            return False
+        readers = [self.program.nodes[k] for k in self.program.readers[id]]
+        return any(self.home.get(ref) == {stage} for other in readers if other is not reader for ref in other.refs)
 
     def _moved(self, id: int, at: Indices) -> float:
         """Bytes that travel so that a value is there."""

@@ -40,6 +40,7 @@ from colofunc.program.placing import StagesOf, placing_of
 
 Globs = Mapping[str, int]
 AUTO = "auto"
+VALIDATE = ("step", "next step")
 LEVELS = 3
 """Under a budget so many cuts are looked at beside the balanced one: from the one whose fullest stage holds least on."""
 SHARES = (0.75, 0.5, 0.25, 0.0)
@@ -54,6 +55,7 @@ def pipeline(
     stages: Globs | None = None,
     batch: int | str | None = None,
     mixing: str = "error",
+    validate: str = "step",
 ) -> Any:
     """The step with its layers on the ranks of `axis`, and its batch in `microbatches` that follow one another through them.
 
@@ -71,10 +73,12 @@ def pipeline(
         check_number(microbatches, "pipeline")
     if mixing not in MIXING:
         raise PlanError(f"unknown mixing {mixing!r}{near(str(mixing), MIXING, 'ways')}")
+    if validate not in VALIDATE:
+        raise PlanError(f"unknown validate {validate!r}{near(str(validate), VALIDATE, 'ways')}")
     if stages is not None and (not stages or not all(isinstance(k, int) and k >= 0 for k in stages.values())):
         raise PlanError(f"stages={stages!r} names no stages; write stages={{'layers.0.*': 0, 'layers.1.*': 1}}, or None for balanced ones")
     number = None if isinstance(microbatches, str) else microbatches
-    asked = _Asked(axis, number, schedule, None if stages is None else tuple(stages.items()), batch, mixing)
+    asked = _Asked(axis, number, schedule, None if stages is None else tuple(stages.items()), batch, mixing, validate)
     return stage(step_fn, asked.transform())
 
 
@@ -89,6 +93,7 @@ class _Asked:
     stages: tuple[tuple[str, int], ...] | None
     batch: int | str | None
     mixing: str
+    validate: str = "step"
     ends: tuple[int, ...] | None = None
     order: Order | None = None
 
@@ -175,7 +180,9 @@ class _Asked:
             if len(found) == 1:
                 stages[build.program.values[build.program.inputs[position]].name] = found[0]
         backward = any(node.phase == "backward" for node in build.program.nodes)
-        scheduled = Scheduled(self.axis, self.number, schedule, stages, backward, build.registry.rule, self.indices(schedule, ranks))
+        indices = self.indices(schedule, ranks)
+        late = self.validate == "next step"
+        scheduled = Scheduled(self.axis, self.number, schedule, stages, backward, build.registry.rule, indices, validate_late=late)
         written = loops_over(self.number, self.batch, self.mixing, build)
         loops = [partial(by_timetable, loop, scheduled) for loop in written]
         if schedule.looks_at_costs and build.budget_bytes is not None:

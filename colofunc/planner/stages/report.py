@@ -14,11 +14,14 @@ import attrs
 from colofunc.mesh import Mesh
 from colofunc.planner.stages.simulate import Simulated, Span
 from colofunc.program.ir import Loop, Program
-from colofunc.program.lanes import Seconds, rows_by_timetable
+from colofunc.program.lanes import Seconds, played, rows_by_timetable
 from colofunc.program.memory_report import MemoryReport
 from colofunc.program.places import distinct_ranks, on_rank
+from colofunc.program.post_validation import copied_bytes, deferred, validates_late
 from colofunc.program.stage_costs import stage_costs
 
+STEPS = (3, 7)
+"""A step in a row is timed between the end of so many steps, when no rank is ahead of others as at the first one, and of so many."""
 KEPT = frozenset({"param", "frozen", "buffer", "state"})
 """Roles of what a rank holds between steps."""
 
@@ -80,6 +83,20 @@ def clocked(program: Program, mesh: Mesh, seconds: Seconds) -> Simulated | None:
     for rank, row in enumerate(rows_by_timetable(loop, loop.cut_by, mesh, seconds)):
         rows.append(tuple(Span(rank, did.action, did.start_s, did.end_s) for did in row))
     return Simulated(stage_costs(loop, mesh, seconds), tuple(rows))
+
+
+def period_s(program: Program, mesh: Mesh, seconds: Seconds) -> float:
+    """Seconds of one step in a row of steps: a rank goes on to the next one as soon as it has ended, and waits for what it needs there."""
+    nodes, copies_s = program.nodes, 0.0
+    parts = deferred(program) if validates_late(program) else ""
+    if not isinstance(parts, str):
+        # What the exchange says comes while the next step's schedule runs.
+        nodes = (*parts.main.nodes, *parts.update.nodes)
+        copied = max(copied_bytes(on_rank(program, mesh, rank).program) for rank in distinct_ranks(program, mesh))
+        copies_s = 2 * copied / mesh.topology.device.memory_bytes_per_s  # read and written
+    few, many = STEPS
+    short, long = (played(attrs.evolve(program, nodes=nodes * count), mesh, seconds).end_s for count in STEPS)
+    return (long - short) / (many - few) + copies_s
 
 
 def pipelined(program: Program, mesh: Mesh, seconds: Seconds, count: Count) -> Pipelined | None:

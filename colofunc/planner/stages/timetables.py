@@ -65,6 +65,7 @@ class Scheduled:
     rule_of: RuleOf
     indices: Sequence[int]
     share: float = 1.0
+    validate_late: bool = False
 
     def timetable(self, program: Program, index: int, mesh: Mesh) -> Timetable:
         """For the loop that is node `index` of one rank's program."""
@@ -84,7 +85,7 @@ class Scheduled:
 
     def _of(self, table: ActionTable) -> Timetable:
         table = _at(self.indices, _in_parts(table) if self.backward else _forward_only(table))
-        return Timetable(self.axis, table, self.stages, schedule=self.schedule.name)
+        return Timetable(self.axis, table, self.stages, schedule=self.schedule.name, validate_late=self.validate_late)
 
 
 def _least_bytes(costs: StageCosts, table: ActionTable, rank: int) -> float:

@@ -1,0 +1,168 @@
+"""Post-validated steps: an update that runs before other stages have said what it has to be, and is put right where they say otherwise.
+
+    run = PostValidated(program, parts, backend, mesh)       # parts: `program.post_validation.deferred(program)`
+    outs = run(inputs)                                       # perhaps speculated: `backend.unsettled` knows
+
+Problem: see `program.post_validation`. Idea: a call runs `main`, sends what others want to know, updates by the scalars of the last step
+and returns. What the others have sent is looked at in the next call behind its `main`, or as soon as anybody reads a tensor. If it is what
+was guessed, copies of the old state are let go of. If not, they are put back, the update is done by the right scalars, and a `main` that
+has run on the wrong state runs once more. A step is speculated only where the two before it had the same scalars, so that clipping that
+goes on for many steps costs nothing but the wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from colofunc.mesh import Mesh
+from colofunc.program.ir import Program
+from colofunc.program.post_validation import Deferred
+
+if TYPE_CHECKING:
+    from colofunc.executors.backend import Backend, Finish
+
+Shards = list[torch.Tensor]
+
+
+class PostValidated:
+    """A step of which each call may return what is validated later. `redone`: how many updates were done again."""
+
+    def __init__(self, program: Program, parts: Deferred, backend: Backend, mesh: Mesh) -> None:
+        self.program, self.parts, self.backend = program, parts, backend
+        self._given = [id for id in program.inputs if id not in program.constants]
+        self._main = backend.compile(parts.main, mesh)
+        self._exchange = backend.later(parts.exchange, mesh)
+        self._update = backend.compile(parts.update, mesh) if parts.speculates else None
+        self._last: dict[int, Shards] = {}  # what the exchange of the last step gave
+        self._steady = False  # whether the two last steps had the same scalars
+        self.redone = 0
+
+    def __call__(self, inputs: Sequence[Shards]) -> list[Shards]:
+        if self.backend.unsettled is not None and self.backend.unsettled.is_read_by(inputs):
+            self.backend.unsettled.settle()
+        pending = self.backend.unsettled
+        values = self._forward_and_backward(inputs)
+        if pending is not None:
+            pending.settle()
+            if pending.redone:  # it ran on a state that was put back, if not here then on ranks that had not settled yet
+                values = self._forward_and_backward(inputs)
+        self.backend.unsettled = None
+        finish = self._exchange(_of(values, self.parts.exchange))
+        if not self._last or (self._update is not None and not self._steady):
+            found = self.named(self.parts.exchange, finish())
+            self.heard(found)
+            values |= found
+            return self._outputs(values | self.updated(values))
+        late = {id: [torch.empty_like(x) for x in self._last[id]] for id in self.parts.late}
+        kept = [(x, x.clone()) for x in distinct(values[id] for id in self.parts.kept)]
+        guess = {id: [x.clone() for x in self._last[id]] for id in self.parts.judged}
+        made = self.updated(values | guess)
+        self.backend.unsettled = Unsettled(self, finish, values, kept, made, late)
+        return self._outputs(values | late | made)
+
+    def updated(self, values: Mapping[int, Shards]) -> dict[int, Shards]:
+        """Parameters and moments, updated in place by the scalars that are among `values`."""
+        return {} if self._update is None else self.named(self.parts.update, self._update(_of(values, self.parts.update)))
+
+    def heard(self, found: dict[int, Shards]) -> bool:
+        """Take note of what an exchange gave; whether that is what the one before gave."""
+        same = bool(self._last) and all(_equal(found[id], self._last[id]) for id in self.parts.judged)
+        # The update may write over what it reads.
+        self._last = {id: [x.clone() for x in shards] for id, shards in found.items()}
+        self._steady = same
+        return same
+
+    def named(self, program: Program, outs: Sequence[Shards]) -> dict[int, Shards]:
+        """What a part gives, by value."""
+        return dict(zip(program.outputs, outs, strict=True))
+
+    def _forward_and_backward(self, inputs: Sequence[Shards]) -> dict[int, Shards]:
+        return dict(zip(self._given, inputs, strict=True)) | self.named(self.parts.main, self._main(inputs))
+
+    def _outputs(self, values: Mapping[int, Shards]) -> list[Shards]:
+        given = set(self._given)
+        changed = set(self.parts.update.outputs)
+        return [list(values[id]) if id in given and id not in changed else values[id] for id in self.program.outputs]
+
+
+class Unsettled:
+    """A step whose update was speculated, until what the other stages said is looked at. late: outputs that are filled then.
+
+    `redone`: whether the guess was wrong, once that is known. A rank may settle before others do, since somebody reads there. It does not
+    know of them, so that this stays the backend's until a call that all ranks take part in.
+    """
+
+    def __init__(
+        self,
+        run: PostValidated,
+        finish: Finish,
+        values: dict[int, Shards],
+        kept: list[tuple[torch.Tensor, torch.Tensor]],
+        made: dict[int, Shards],
+        late: dict[int, Shards],
+    ) -> None:
+        self.run = run
+        self._finish, self._values, self._kept, self._made, self._late = finish, values, kept, made, late
+        self._empty = {id(x) for x in distinct(late.values())}
+        self.redone = False
+        self._begun = False
+        self._error: BaseException | None = None
+
+    def is_read_by(self, inputs: Sequence[Shards]) -> bool:
+        """Whether what has not come yet is among the inputs."""
+        return any(id(x) in self._empty for shards in inputs for x in shards)
+
+    def settle(self) -> None:
+        """Wait for what the others sent, and put right what was guessed wrongly. Where that fails, so does every later read."""
+        if self._error is not None:
+            raise self._error
+        if self._begun:
+            return
+        self._begun = True
+        try:
+            self._put_right()
+        except BaseException as error:
+            self._error = error
+            raise
+        if self.run.backend.watch is None:  # all ranks are here
+            self.run.backend.unsettled = None
+
+    def _put_right(self) -> None:
+        run = self.run
+        found = run.named(run.parts.exchange, self._finish())
+        self.redone = not run.heard(found)
+        if self.redone:
+            run.redone += 1
+            for x, copy in self._kept:
+                x.copy_(copy)
+            again = run.updated(self._values | found)
+            for id, shards in again.items():
+                self._made[id][:] = shards  # the lists that the tensors of the call hold
+        for id, shards in self._late.items():
+            shards[:] = found[id]
+        self._kept.clear()
+        self._values.clear()
+
+
+def distinct(some: Iterable[Shards]) -> list[torch.Tensor]:
+    """Each tensor once, whichever lanes hold it."""
+    found: dict[int, torch.Tensor] = {}
+    for shards in some:
+        found.update({id(x): x for x in shards})
+    return list(found.values())
+
+
+def _of(values: Mapping[int, Shards], program: Program) -> list[Shards]:
+    return [values[id] for id in program.inputs if id not in program.constants]
+
+
+def _equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether they are the same bit for bit, so that NaN is NaN."""
+    pairs = zip(some, others, strict=True)
+    return all(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) for a, b in pairs)
+
+
+__all__ = ["PostValidated", "Unsettled"]

@@ -1,0 +1,219 @@
+"""Post-validation: a pipelined step in three parts, so that no stage waits for the others at its end.
+
+Problem: how gradients are clipped, and whether a step is skipped, follows from all stages, and what a rank returns (a loss, a norm) comes
+from others. A rank that waits for it at the end of each step makes the pipeline empty between two steps. Idea: what waits is apart.
+
+    main        forward, backward, squares of each stage: no message of another stage's end is read
+    exchange    scalars that stages send to one another behind the schedule, and what follows from them: the norm, the factor, the loss
+    update      parameters and moments, by the scalars of the exchange that it reads (`judged`)
+
+The update may run before the exchange has come, by the scalars of the step before. Where these turn out to be others, what it wrote to is
+put back from copies and the update is done again by the right ones: numbers are those of one device in every case.
+
+    parts = deferred(program)        # Deferred, or the reason why this program cannot be taken apart, as a str
+
+Source: Zero Bubble Pipeline Parallelism (2401.10241, section 4), where a stage steps by what the stages before it say and later rolls back.
+Here the scalars of the last step are what is speculated on, so that all ranks speculate alike and come to one verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import attrs
+
+from colofunc.program.aliases import aliases
+from colofunc.program.editor import Editor
+from colofunc.program.facts import has_wires, is_copy, written
+from colofunc.program.ir import Node, Program, computed_once
+from colofunc.program.places import RECEIVE, SEND
+
+
+@attrs.frozen(eq=False)
+class Deferred:
+    """A step in parts. The inputs of `exchange` and `update` are values of the step's inputs, of what `main` and `exchange` give.
+
+    judged: scalars of the exchange that the update reads. late: outputs of the step that the exchange makes. kept: what the update
+    writes to.
+    """
+
+    main: Program
+    exchange: Program
+    update: Program
+    judged: tuple[int, ...]
+    late: tuple[int, ...]
+    kept: tuple[int, ...]
+
+    @property
+    def speculates(self) -> bool:
+        """Whether an update waits for other stages, so that it has to be guessed what they say."""
+        return bool(self.update.nodes)
+
+
+def validates_late(program: Program) -> bool:
+    """Whether a pipeline's timetable asks for validation in the next step."""
+    timetables = [node.loop.cut_by for node in program.nodes if node.loop is not None]
+    return any(timetable is not None and timetable.validate_late for timetable in timetables)
+
+
+@computed_once
+def deferred(program: Program) -> Deferred | str:
+    """The parts of one rank's program, or of the union of all; a str that says why there are none."""
+    ends = [index for index, node in enumerate(program.nodes) if node.loop is not None and node.loop.cut_by is not None]
+    if not ends:
+        return "it has no pipeline"
+    if any(is_copy(node) for each in program.with_bodies() for node in each.nodes):
+        return "values are moved between tiers of memory"
+    sorted_out = _Sorted(program, ends[-1])
+    main, exchange, update = sorted_out.main, sorted_out.exchange, sorted_out.update
+    if not exchange:
+        return "no stage waits for another behind the schedule"
+    if any(has_wires(attrs.evolve(program, nodes=(node,))) for node in update):
+        return "the update itself communicates, as that of zero(1, axis) and zero(2, axis) does"
+    if update and _writes_inputs(program, main):
+        return "the step writes to its inputs before the update"
+    return _parts(program, main, exchange, update)
+
+
+class _Sorted:
+    """The nodes of a program by part, each part in the program's order."""
+
+    def __init__(self, program: Program, end: int) -> None:
+        self.program, self.memory = program, aliases(program)
+        self.main: list[Node] = list(program.nodes[: end + 1])
+        self.exchange: list[Node] = []
+        self.update: list[Node] = []
+        self._made: dict[int, list[Node]] = {}  # value -> the part that makes it
+        self._touched: set[int] = set()  # memory that late nodes read or write
+        self._written: set[int] = set()
+        self._by_update: set[int] = set()  # memory that the update touches
+        self._own: set[int] = set()  # memory of what the exchange makes
+        for node in program.nodes[end + 1 :]:
+            self._add(node)
+        self._state_last()
+
+    def _add(self, node: Node) -> None:
+        reads = {self.memory.group(id) for id in node.refs}
+        writes = {self.memory.group(id) for id in written(node)}
+        follows = any(id in self._made for id in node.refs)
+        clashes = not writes.isdisjoint(self._touched) or not reads.isdisjoint(self._written)
+        if not (follows or clashes or self._is_message(node)):
+            self.main.append(node)
+            return
+        part = self.exchange if self._is_exchanged(node, reads, writes) else self.update
+        part.append(node)
+        self._made.update(dict.fromkeys(node.results, part))
+        groups = reads | writes | {self.memory.group(id) for id in node.results}
+        self._touched |= groups
+        self._written |= writes
+        if part is self.update:
+            self._by_update |= groups
+        else:
+            self._own |= {self.memory.group(id) for id in node.results}
+
+    def _is_message(self, node: Node) -> bool:
+        """Whether a node sends scalars, or puts them together to be sent."""
+        values = self.program.values
+        if node.target == RECEIVE:  # of what one rank runs
+            readers = {self.program.nodes[k].target for id in node.results for k in self.program.readers.get(id, ())}
+            return values[node.results[0]].shape == () or readers == {"aten.select.int"}
+        if node.target == SEND:
+            source = self.program.makers.get(node.refs[0])
+            return values[node.refs[0]].shape == () or (source is not None and self._is_stack_to_send(source))
+        return self._is_stack_to_send(node)
+
+    def _is_stack_to_send(self, node: Node) -> bool:
+        if node.target != "aten.stack.default" or any(self.program.values[id].shape != () for id in node.refs):
+            return False
+        readers = {self.program.nodes[k].target for id in node.results for k in self.program.readers.get(id, ())}
+        return readers == {SEND}
+
+    def _is_exchanged(self, node: Node, reads: Collection[int], writes: Collection[int]) -> bool:
+        """Whether a late node is part of the exchange: it is of scalars alone, runs on all ranks and needs nothing of the update."""
+        if self._is_message(node):
+            return True
+        if node.on is not None or not self._by_update.isdisjoint({*reads, *writes}):
+            return False
+        if not self._own.issuperset(writes):
+            return False
+        return all(self._made.get(id) is self.exchange or self.program.values[id].shape == () for id in node.refs)
+
+    def _state_last(self) -> None:
+        """Scalars that take the place of inputs are part of the update, unless the update reads them."""
+        into = {self.program.outputs[out] for out, _ in self.program.aliases}
+        while True:
+            made = {id for node in self.exchange for id in node.results}
+            read = {id for node in self.update for id in node.refs if id in made}
+            state = self._behind(into & made) - self._behind(read)
+            moved = [node for node in self.exchange if not state.isdisjoint(node.results) and not self._is_message(node)]
+            if not moved:
+                return
+            self.exchange = [node for node in self.exchange if node not in moved]
+            late = {*map(id, self.update), *map(id, moved)}
+            self.update = [node for node in self.program.nodes if id(node) in late]
+
+    def _behind(self, ids: Iterable[int]) -> set[int]:
+        """Values of the exchange that these are computed of, and themselves."""
+        found = set(ids)
+        for node in reversed(self.exchange):
+            if not found.isdisjoint([*node.results, *written(node)]):
+                found.update(node.refs)
+        return found & {id for node in self.exchange for id in node.results}
+
+
+def _writes_inputs(program: Program, nodes: Iterable[Node]) -> bool:
+    memory = aliases(program)
+    inputs = {memory.group(id) for id in program.inputs}
+    return any(memory.group(id) in inputs for node in nodes for id in written(node))
+
+
+def _parts(program: Program, main: Sequence[Node], exchange: Sequence[Node], update: Sequence[Node]) -> Deferred | str:
+    made = [{id for node in part for id in node.results} for part in (main, exchange, update)]
+    by_main, by_exchange, by_update = made
+    inputs, outputs = set(program.inputs), set(program.outputs)
+    own = {id for node in update for id in written(node)}
+    memory = aliases(program)
+    outside = inputs | by_main
+    kept = {id if id in outside else memory.group(id) for id in own} & outside
+    read_late = {id for node in exchange for id in node.refs}
+    read = {id for node in update for id in node.refs} | kept
+    passed_on = by_main & (read_late | read | outputs)
+    without = [id for id in sorted(passed_on) if program.values[id].layout is None and program.makers[id].on is not None]
+    if without:
+        return f"%{without[0]} is passed on and no layout says where it is"
+    judged = by_exchange & read
+    late = by_exchange & outputs
+    changed = inputs & outputs & own
+    return Deferred(
+        _part(program, main, program.inputs, sorted(passed_on)),
+        _part(program, exchange, sorted(outside & read_late), sorted(judged | late)),
+        _part(program, update, sorted((outside | judged) & read), sorted(changed | (by_update & outputs))),
+        tuple(sorted(judged)),
+        tuple(sorted(late)),
+        tuple(sorted(kept)),
+    )
+
+
+def _part(program: Program, nodes: Sequence[Node], inputs: Sequence[int], outputs: Sequence[int]) -> Program:
+    constants = {id: program.constants[id] for id in inputs if id in program.constants}
+    ordered = [id for id in inputs if id not in constants] + list(constants)
+    return Editor(program).written(nodes, outputs, ordered, aliases=(), constants=constants)
+
+
+def copied_bytes(program: Program) -> int:
+    """What one rank copies in each step before it updates on a guess."""
+    parts = deferred(program)
+    return 0 if isinstance(parts, str) else sum(program.values[id].nbytes for id in parts.kept)
+
+
+def kept_bytes(program: Program) -> int:
+    """What one rank keeps from one step to the next beside its state: copies of what the update writes to, and gradients."""
+    parts = deferred(program)
+    if isinstance(parts, str):
+        return 0
+    read = {id for node in parts.update.nodes for id in node.refs}
+    gradients = read & {id for node in parts.main.nodes for id in node.results}
+    return copied_bytes(program) + sum(program.values[id].nbytes for id in gradients)
+
+
+__all__ = ["Deferred", "copied_bytes", "deferred", "kept_bytes", "validates_late"]

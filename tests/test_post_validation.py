@@ -1,0 +1,278 @@
+"""Post-validation: a pipeline whose updates are guessed, checked and put right, beside one that waits and beside one device."""
+
+from typing import Any
+
+import pytest
+import torch
+from colofunc_plugins import zero
+from torch import nn
+
+import colofunc as cf
+from colofunc.errors import PlanError
+from colofunc.executors.backend import backend_for
+from colofunc.executors.launch import launch
+from colofunc.program.places import SEND
+from colofunc.program.post_validation import Deferred, deferred
+
+MESH = cf.Mesh(pp=4)
+CALM = None
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Layers(nn.Module):
+    """Four layers, one a stage. Each has a parameter whose gradient is as large as the batch says, and which nobody before it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.extra = nn.ParameterList(nn.Parameter(torch.zeros(8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x)) + size[:, k : k + 1] * self.extra[k]
+        return x
+
+
+STAGES = {f"{what}.{k}*": k for k in range(4) for what in ("layers", "extra")}
+
+
+def staged(schedule: str, validate: str, fp16: bool = False, clip: float | None = 0.9, mesh: cf.Mesh = MESH, plans: Any = ()) -> Any:
+    """(chain, state): momentum, so that a step that is done twice shows."""
+    torch.manual_seed(0)
+    net = Layers() if fp16 else Layers().double()
+    step, state = cf.train_step(
+        cf.functional(net), cf.adapt(torch.optim.SGD, lr=1e-3, momentum=0.9), lambda out, b: (out.to(b[2].dtype) - b[2]).pow(2).mean(),
+        inputs=lambda b: ((b[0], b[1]), {}), clip=clip,
+    )  # fmt: skip
+    stages = STAGES if mesh.axis_size("pp") == 4 and schedule != "zb-v" else None
+    chain = cf.pipeline(cf.shard(step, mesh, *plans), microbatches=8, schedule=schedule, stages=stages, validate=validate)
+    return (cf.precision(chain, "fp16") if fp16 else chain), state
+
+
+def batches(wild: list[int | None], size: float, dtype: torch.dtype = torch.float64) -> list[Batch]:
+    """A batch per entry: of a stage whose gradient is large, or calm."""
+    torch.manual_seed(1)
+    found = []
+    for stage in wild:
+        sizes = torch.ones(16, 4, dtype=dtype)
+        if stage is not CALM:
+            sizes[3, stage] = size
+        found.append((torch.randn(16, 8, dtype=dtype), sizes, torch.randn(16, 8, dtype=dtype)))
+    return found
+
+
+def flat(tree: Any, path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, x in tree.items():
+        found |= flat(x, f"{path}{name}.") if isinstance(x, dict) else {path + name: x}
+    return found
+
+
+def whole(tree: Any) -> dict[str, torch.Tensor]:
+    return {name: x.full().clone() for name, x in flat(tree).items()}
+
+
+def unsettled(mesh: cf.Mesh = MESH) -> Any:
+    """The step that waits for its validation."""
+    return backend_for(mesh).unsettled
+
+
+def trained(chain: Any, state: Any, given: list[Batch], calm: int = 4) -> tuple[dict[str, torch.Tensor], list[float], int]:
+    """(state, losses, how many updates were done again behind some calm steps), where nobody reads anything before the end."""
+    placed = chain.init(state, given[0])
+    losses = []
+    run, before = None, 0
+    for count, batch in enumerate(given, 1):
+        placed, metrics = chain(placed, batch)
+        losses.append(metrics["loss"])
+        if count == calm and unsettled() is not None:
+            run = unsettled().run
+            before = run.redone
+    found = whole(placed)
+    assert unsettled() is None
+    return found, [float(loss) for loss in losses], 0 if run is None else run.redone - before
+
+
+def alone(chain: Any, state: Any, given: list[Batch]) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """(state, losses) of one device."""
+    losses = []
+    for batch in given:
+        state, metrics = chain.reference(state, batch)
+        losses.append(float(metrics["loss"]))
+    return flat(state), losses
+
+
+def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    """Whether they are equal bit for bit, NaN where NaN is."""
+    nan = all(torch.equal(x.isnan(), others[name].isnan()) for name, x in some.items())
+    return nan and all(torch.equal(x.nan_to_num(), others[name].nan_to_num()) for name, x in some.items())
+
+
+@pytest.fixture(scope="module", params=["zb-h2", "zb-v"])
+def chains(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
+    """(one that guesses, one that waits, state) of a schedule."""
+    guessing, state = staged(request.param, "next step")
+    return guessing, staged(request.param, "step")[0], state
+
+
+@pytest.mark.parametrize("what", ["clipped", "nan"])
+@pytest.mark.parametrize("stage", range(4))
+def test_numbers_are_those_of_one_device_whichever_stage_was_wrong(chains: tuple[Any, Any, Any], stage: int, what: str) -> None:
+    """The gradient of one stage is too large once and then three times in a row, or no number: each is guessed wrongly at first."""
+    guessing, waiting, state = chains
+    given = batches([CALM] * 4 + [stage] + [CALM] * 4 + [stage] * 3 + [CALM] * 3, 300.0)
+    if what == "nan":
+        given = given[:6]
+        given[4][1][5, stage] = torch.nan
+    with cf.testing.float64():
+        found, losses, redone = trained(guessing, state, given)
+        expected, wanted = alone(guessing, state, given)
+        waited, _, never = trained(waiting, state, given)
+    assert redone == (2 if what == "clipped" else 1) and never == 0
+    assert same(found, waited)
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10, equal_nan=True, msg=name)
+    assert losses == pytest.approx(wanted, rel=1e-10, nan_ok=True)
+
+
+def test_what_is_read_between_steps_is_validated(chains: tuple[Any, Any, Any]) -> None:
+    """A wrong guess is put right before anybody sees it, and the next step goes on from there."""
+    guessing, _, state = chains
+    given = batches([CALM] * 4 + [2] + [CALM] * 2, 300.0)
+    with cf.testing.float64():
+        placed = guessing.init(state, given[0])
+        for count, batch in enumerate(given, 1):
+            placed, metrics = guessing(placed, batch)
+            guessed = unsettled()
+            state, wanted = guessing.reference(state, batch)
+            if count >= 4:  # what is read settles a step, as the next step does
+                assert (guessed is not None) == (count in (4, 5))
+                before = 0 if guessed is None else guessed.run.redone
+                assert float(metrics["grad_norm"]) == pytest.approx(float(wanted["grad_norm"]), rel=1e-10)
+                assert guessed is None or guessed.run.redone == before + (count == 5)
+                for name, x in flat(state).items():
+                    torch.testing.assert_close(flat(placed)[name].full(), x, rtol=1e-10, atol=1e-10)
+
+
+def test_another_step_on_the_same_state_sees_what_is_validated(chains: tuple[Any, Any, Any]) -> None:
+    guessing, waiting, state = chains
+    given = batches([CALM] * 4 + [1] + [CALM], 300.0)
+    with cf.testing.float64():
+        placed = guessing.init(state, given[0])
+        for batch in given[:-1]:
+            placed, _ = guessing(placed, batch)
+        assert unsettled() is not None
+        placed, _ = waiting(placed, given[-1])
+        expected, _ = alone(guessing, state, given)
+        for name, x in whole(placed).items():
+            torch.testing.assert_close(x, expected[name], rtol=1e-10, atol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def narrow() -> tuple[Any, Any, Any]:
+    """(one that guesses, one that waits, state) in fp16."""
+    guessing, state = staged("zb-h2", "next step", fp16=True)
+    return guessing, staged("zb-h2", "step", fp16=True)[0], state
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("size", [3e3, torch.nan])
+def test_a_step_that_overflows_in_one_stage_is_skipped_by_all(narrow: tuple[Any, Any, Any], stage: int, size: float) -> None:
+    """In fp16: the scale falls, the step is skipped, and later steps are those of a pipeline that waits, bit for bit."""
+    guessing, waiting, state = narrow
+    given = batches([CALM] * 6 + [stage] + [CALM] * 2, size, torch.float32)
+    found, losses, redone = trained(guessing, state, given, calm=6)
+    waited, wanted, _ = trained(waiting, state, given)
+    assert redone == 1 and losses == pytest.approx(wanted, nan_ok=True, abs=0)
+    assert same(found, waited) and float(found["loss_scale.scale"]) == 2.0**14  # one of the first batches overflows too
+
+
+# ---- what a step is made of ----
+
+
+def test_parts_wait_for_nobody_but_the_exchange() -> None:
+    """The scalars that decide are the factor of clipping and, in fp16, whether all gradients are finite."""
+    for fp16, targets in ((False, {"aten.clamp.out"}), (True, {"aten.clamp.out", "aten.mul.out"})):
+        chain, state = staged("zb-h2", "next step", fp16=fp16)
+        low = chain.lower(state, batches([CALM], 1.0, torch.float32 if fp16 else torch.float64)[0])
+        parts = deferred(low.program)
+        assert isinstance(parts, Deferred) and parts.speculates
+        assert {low.program.makers[id].target for id in parts.judged} == targets
+        assert sum(node.target.startswith("colofunc.sgd") for node in parts.update.nodes) == 12
+
+
+def test_kept_copies_are_counted() -> None:
+    """A rank keeps what its update writes to until the next step: parameter, momentum and gradient of its layer."""
+    peaks = {}
+    for validate in ("step", "next step"):
+        chain, state = staged("zb-h2", validate)
+        low = chain.lower(state, batches([CALM], 1.0)[0])
+        peaks[validate] = [low.memory(rank).peak_bytes["device"] for rank in range(4)]
+    elements = 8 * 8 + 8 + 8
+    more = [late - now for late, now in zip(peaks["next step"], peaks["step"], strict=True)]
+    assert all(each >= 3 * 8 * elements for each in more), more
+
+
+def test_without_clipping_only_results_come_later() -> None:
+    chain, state = staged("zb-h2", "next step", clip=None)
+    given = batches([CALM] * 3, 1.0)
+    parts = deferred(chain.lower(state, given[0]).program)
+    assert isinstance(parts, Deferred) and not parts.speculates and not parts.kept and len(parts.late) == 1
+    with cf.testing.float64():
+        found, losses, _ = trained(chain, state, given)
+        expected, wanted = alone(chain, state, given)
+    assert losses == pytest.approx(wanted, rel=1e-10)
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10)
+
+
+def test_an_update_that_communicates_is_refused() -> None:
+    chain, state = staged("zb-h2", "next step", mesh=cf.Mesh(pp=4, dp=2), plans=(zero(1, "dp"),))
+    given = batches([CALM], 1.0)
+    with pytest.raises(PlanError, match=r'validate="next step"\): the update itself communicates.*Try: validate="step"'):
+        chain(chain.init(state, given[0]), given[0])
+    with pytest.raises(PlanError, match="unknown validate 'never'"):
+        staged("zb-h2", "never")
+
+
+def test_beside_zero_3() -> None:
+    mesh = cf.Mesh(pp=4, dp=2)
+    chain, state = staged("zb-h2", "next step", mesh=mesh, plans=(zero(3, "dp"),))
+    given = batches([CALM] * 4 + [1, CALM, CALM], 300.0)
+    with cf.testing.float64():
+        found, losses, redone = trained(chain, state, given)
+        expected, wanted = alone(chain, state, given)
+    assert redone == 1 and losses == pytest.approx(wanted, rel=1e-10)
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10)
+
+
+# ---- real ranks ----
+
+
+def train() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Rank 0 alone reads a loss between two steps, once of a step that was guessed wrongly."""
+    mesh = cf.Mesh(pp=2)
+    given = batches([CALM] * 4 + [1] + [CALM] * 4 + [0] + [CALM] * 4, 300.0)
+    with cf.testing.float64():
+        chain, state = staged("zb-h1", "next step", mesh=mesh)
+        placed = chain.init(state, given[0])
+        losses = []
+        for count, batch in enumerate(given, 1):
+            placed, metrics = chain(placed, batch)
+            losses.append(metrics["loss"])
+            if mesh.rank == 0 and count in (4, 5, 7):
+                float(metrics["loss"])
+        return [float(loss) for loss in losses], whole(placed)
+
+
+@pytest.mark.dist
+def test_real_ranks_compute_what_one_device_does() -> None:
+    given = batches([CALM] * 4 + [1] + [CALM] * 4 + [0] + [CALM] * 4, 300.0)
+    with cf.testing.float64():
+        chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
+        expected, wanted = alone(chain, state, given)
+    for losses, found in launch(train, 2, timeout_s=60):
+        assert losses == pytest.approx(wanted, rel=1e-10)
+        for name, x in expected.items():
+            torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10)
