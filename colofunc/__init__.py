@@ -33,13 +33,13 @@ from colofunc.errors import (
 )
 from colofunc.executors.backend import join
 from colofunc.executors.launch import launch
-from colofunc.functional import LAMB as LAMB
-from colofunc.functional import Lion as Lion
-from colofunc.functional import Model as Model
-from colofunc.functional import Optimizer as Optimizer
-from colofunc.functional import abstract, adapt, clip_by_global_norm, functional, train_step, value_and_grad
-from colofunc.functional import lazy as lazy
-from colofunc.functional import schedule as schedule
+from colofunc.functional.gradients import clip_by_global_norm, value_and_grad
+from colofunc.functional.lazy import lazy as lazy
+from colofunc.functional.lion_lamb import LAMB, Lion
+from colofunc.functional.modules import Model, abstract, functional
+from colofunc.functional.optimizers import Optimizer, adapt
+from colofunc.functional.schedule import schedule as schedule
+from colofunc.functional.train import train_step
 from colofunc.mesh import Mesh, Topology
 from colofunc.ops import collectives, debug
 from colofunc.ops import moe as moe

@@ -157,6 +157,12 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     return None if _top_hooks is None else _top_hooks(False)
 
 
+def under_checkpoint() -> bool:
+    """Whether what runs is inside `torch.utils.checkpoint`, by the hooks that it sets."""
+    hooks = saved_tensor_hooks()
+    return hooks is not None and str(getattr(hooks[0], "__module__", "")) == "torch.utils.checkpoint"
+
+
 _has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
 
 

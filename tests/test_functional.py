@@ -9,7 +9,10 @@ from torch import nn
 
 import colofunc as cf
 from colofunc.errors import InputError
-from colofunc.functional import abstract, adapt, clip_by_global_norm, functional, train_step, value_and_grad
+from colofunc.functional.gradients import clip_by_global_norm, value_and_grad
+from colofunc.functional.modules import abstract, functional
+from colofunc.functional.optimizers import adapt
+from colofunc.functional.train import train_step
 from colofunc.ops import canonical
 
 D = torch.float64

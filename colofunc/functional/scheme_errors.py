@@ -4,17 +4,19 @@
     errors = cf.scheme_errors(model.params, [measuring(model.params, batch) for batch in batches])
     step = cf.quantize(step, "auto", budget="2GiB", errors=errors)
 
-Problem: how far a weight W moves says little: what counts is what its inputs make of that, and what the loss makes of its outputs. Trying
-each weight in each scheme takes a run over the calibration data for each of them. Idea: near a minimum the loss rises by half of the
-change's second-order form, and for a linear layer that is, with inputs x and outputs y over rows of the calibration batch,
+Problem: how far a weight W moves says little: what counts is what its inputs make of that, and what the loss makes of
+its outputs. Trying each weight in each scheme takes a run over the calibration data for each of them. Idea: near a
+minimum the loss rises by half of the change's second-order form, and for a linear layer that is, with inputs x and
+outputs y over rows of the calibration batch,
 
     rise = 1/2 sum_r  G_r  d_r M d_r^T         d = W' - W, row by row    M = sum x x^T, (i, i)    G_r = sum (dloss/dy_r)^2, (o,)
 
-so that one forward and backward pass measures all weights, and any scheme is judged by its numbers alone. Why this one: it is in units of
-the loss, so errors of different layers can be compared and added, which errors of products cannot. It is a Kronecker-factored empirical
-Fisher (the average over rows of gradients and that of inputs, each by itself) of which only the diagonal is taken on the side of outputs:
-what is left out are correlations between outputs, between the two factors and between weights, and the first-order term, which is nothing
-at a minimum. Losses are means over rows, as they usually are. A weight that several layers read counts once for each, by sums.
+so that one forward and backward pass measures all weights, and any scheme is judged by its numbers alone. Why this one:
+it is in units of the loss, so errors of different layers can be compared and added, which errors of products cannot. It
+is a Kronecker-factored empirical Fisher (the average over rows of gradients and that of inputs, each by itself) of
+which only the diagonal is taken on the side of outputs: what is left out are correlations between outputs, between the
+two factors and between weights, and the first-order term, which is nothing at a minimum. Losses are means over rows, as
+they usually are. A weight that several layers read counts once for each, by sums.
 
 A table that rows are looked up in is measured number by number, which takes as much as the table: with n lookups,
 
@@ -22,7 +24,8 @@ A table that rows are looked up in is measured number by number, which takes as 
 
 Rows that the batch does not have count for nothing. A tied table is the sum of both.
 
-Sources: Martens and Grosse 2015, "K-FAC" (1503.05671), section 3; LeCun et al. 1990, "Optimal Brain Damage", for second-order saliencies.
+Sources: Martens and Grosse 2015, "K-FAC" (1503.05671), section 3; LeCun et al. 1990, "Optimal Brain Damage", for
+second-order saliencies.
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ STEPS_TRIED = 12
 
 
 class _Squares(torch.autograd.Function):
-    """A layer's output as it is; what `sums` gets as its gradient is the sum over rows of the squares of the output's gradient."""
+    """A layer's output as it is; what `sums` gets as its gradient is the sum over rows of the squares of the output's
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, sums: Tensor) -> Tensor:
@@ -84,7 +88,8 @@ class _Squares(torch.autograd.Function):
 
 
 class _SquaresOfRows(torch.autograd.Function):
-    """Rows of a table as they are; the gradient of `sums` is, for each row of the table, the sum of squares of its lookups' gradients."""
+    """Rows of a table as they are; the gradient of `sums` is, for each row of the table, the sum of squares of its
+    lookups' gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ids: Tensor, sums: Tensor) -> Tensor:
@@ -100,7 +105,8 @@ class _SquaresOfRows(torch.autograd.Function):
 
 
 class _Gradients(Seen):
-    """What a run has measured of inputs, and what its gradients are going to be summed in: of outputs, and of rows of tables."""
+    """What a run has measured of inputs, and what its gradients are going to be summed in: of outputs, and of rows of
+    tables."""
 
     def __init__(self, globs: tuple[str, ...]) -> None:
         super().__init__(SEEN, globs)
@@ -139,11 +145,12 @@ class _Gradients(Seen):
 def sensitivities(loss_fn: Callable[..., Any], where: str | Iterable[str] = "*.weight") -> Callable[..., dict[str, dict[str, Tensor]]]:
     """A step with the arguments of `loss_fn` that returns what `cf.scheme_errors` needs of a calibration batch.
 
-    loss_fn: a function such as loss(params, batch), a mean over rows, (). The step returns {"inputs": {weight: sum of x x^T over all rows
-    x of its linear layers' inputs, (i, i)}, "outputs": {weight: sum of squares of the loss's gradients for their outputs, (o,)}, "lookups":
-    {table: for each of its numbers the sum of squares of the gradients for what was looked up there, times the lookups, (v, c)}}.
-    where: globs over the names of weights, in argument 0 or frozen in a model, as in `cf.quantize`. Raises InputError where a glob matches
-    no weight of a linear layer and no table, and where the function returns no loss.
+    loss_fn: a function such as loss(params, batch), a mean over rows, (). The step returns {"inputs": {weight: sum of x
+    x^T over all rows x of its linear layers' inputs, (i, i)}, "outputs": {weight: sum of squares of the loss's
+    gradients for their outputs, (o,)}, "lookups": {table: for each of its numbers the sum of squares of the gradients
+    for what was looked up there, times the lookups, (v, c)}}. where: globs over the names of weights, in argument 0 or
+    frozen in a model, as in `cf.quantize`. Raises InputError where a glob matches no weight of a linear layer and no
+    table, and where the function returns no loss.
     """
     globs = globs_of(MAKER, loss_fn, where)
 
@@ -174,12 +181,14 @@ def scheme_errors(
 ) -> SchemeErrors:
     """Of each weight and scheme: bytes, and by how much the loss rises, estimated from sensitivities.
 
-    weights: name -> tensor, `model.params` or `{**model.params, **model.frozen}`; lazy ones are made one at a time, of those on ranks all
-    rows are gathered. measured: what a step of `cf.sensitivities` returns, or a list of such of several batches, which are averaged.
-    schemes: names of built-in schemes, or quantizers such as `cf.gptq(moments)`, one or several. where: globs as in `cf.quantize`; weights
-    that they match and of which nothing was measured stay as they are, and count as bytes. step, args: the step to be quantized, staged or
-    not, and its arguments; then each option has seconds too, on the clock by which plans are made: of all that reads the weight, added up.
-    Raises InputError where something measured is not finite or of other weights, and for a scheme that is unknown or rounds inputs too.
+    weights: name -> tensor, `model.params` or `{**model.params, **model.frozen}`; lazy ones are made one at a time, of
+    those on ranks all rows are gathered. measured: what a step of `cf.sensitivities` returns, or a list of such of
+    several batches, which are averaged. schemes: names of built-in schemes, or quantizers such as `cf.gptq(moments)`,
+    one or several. where: globs as in `cf.quantize`; weights that they match and of which nothing was measured stay as
+    they are, and count as bytes. step, args: the step to be quantized, staged or not, and its arguments; then each
+    option has seconds too, on the clock by which plans are made: of all that reads the weight, added up. Raises
+    InputError where something measured is not finite or of other weights, and for a scheme that is unknown or rounds
+    inputs too.
     """
     if not isinstance(weights, Mapping):
         kind = type(weights).__name__
@@ -350,15 +359,18 @@ def schemes_that_fit(
     keep: str | Iterable[str] = (),
     limit_s: float | None = None,
 ) -> SchemeChoice:
-    """The choice of least error with which the whole step fits `budget` bytes of device memory a rank, recomputation and offload included.
+    """The choice of least error with which the whole step fits `budget` bytes of device memory a rank, recomputation
+    and offload included.
 
-    staged: a choice -> the step with it, such as `lambda choice: cf.offload(cf.checkpoint(cf.quantize(step, choice)), budget="48GB")`.
-    args: the step's arguments, abstract ones too. keep: as in `errors.within`. limit_s: at most so many seconds of a step, as planned.
+    staged: a choice -> the step with it, such as `lambda choice: cf.offload(cf.checkpoint(cf.quantize(step, choice)),
+    budget="48GB")`. args: the step's arguments, abstract ones too. keep: as in `errors.within`. limit_s: at most so
+    many seconds of a step, as planned.
 
-    How: choices differ in the bytes of all weights; the more bytes, the less error. Between the most and the least bytes, the step is
-    finished with a choice and counted by the accountant, halving what is left to look at, `STEPS_TRIED` times at most. That more bytes of
-    weights make a higher peak is taken for granted, and checked of those that were tried: what is returned was finished, and fits.
-    `choice.tried` lists all of them. Raises PlanError where the step does not fit with the smallest weights either.
+    How: choices differ in the bytes of all weights; the more bytes, the less error. Between the most and the least
+    bytes, the step is finished with a choice and counted by the accountant, halving what is left to look at,
+    `STEPS_TRIED` times at most. That more bytes of weights make a higher peak is taken for granted, and checked of
+    those that were tried: what is returned was finished, and fits. `choice.tried` lists all of them. Raises PlanError
+    where the step does not fit with the smallest weights either.
     """
     limit = parse_bytes(budget, "budget")
     weights = errors.kept(keep)

@@ -35,10 +35,6 @@ class Band:
     low: int | None = None
     high: int | None = None
 
-    @property
-    def everything(self) -> bool:
-        return self.low is None and self.high is None
-
 
 @attrs.frozen
 class Cut:

@@ -86,8 +86,7 @@ class Canonical(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        hooks = compat.saved_tensor_hooks()
-        if hooks is not None and _is_checkpoint(hooks):
+        if compat.under_checkpoint():
             with compat.identity_saved_hooks():
                 return self._run(func, args, kwargs)
         return self._run(func, args, kwargs)
@@ -155,10 +154,6 @@ def _never(*args: Any) -> bool:
 
 
 NEVER = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never)
-
-
-def _is_checkpoint(hooks: tuple[Any, Any]) -> bool:
-    return str(getattr(hooks[0], "__module__", "")) == "torch.utils.checkpoint"
 
 
 def opened(func: Any) -> Any:

@@ -1,8 +1,9 @@
 """Quantized weights: plain tensors that stand for a matrix, and the operators that read them.
 
-Problem: a weight in 8 or 4 bits is numbers and scales that belong together, while sharding, copies and files know single tensors.
-Idea: a *format* says which tensors a matrix (o, i) becomes and how it is made of them again; all of them have the rows as dim 0, so that
-a split of rows splits all of them. `Quantized` is one weight in a format. Each format has three operators:
+Problem: a weight in 8 or 4 bits is numbers and scales that belong together, while sharding, copies and files know
+single tensors. Idea: a *format* says which tensors a matrix (o, i) becomes and how it is made of them again; all of
+them have the rows as dim 0, so that a split of rows splits all of them. `Quantized` is one weight in a format. Each
+format has three operators:
 
     int8_linear(x, data, scale, bias)      x (..., i) -> (..., o), as `linear` with the widened weight
     int8_linear_dx(g, data, scale)         its gradient: g (..., o) -> (..., i)
@@ -16,25 +17,27 @@ a split of rows splits all of them. `Quantized` is one weight in a format. Each 
     mxfp8   uint8 (o, i), bits of e4m3fn    uint8 (o, i/32), bits of e8m0                           8.25
     nvfp4   uint8 (o, i/2), two in a byte   uint8 (o, i/16), bits of e4m3fn         float32 (o)     4.51
 
-A weight in any of them may have an `input_scale` (i) beside these parts: its columns were multiplied by it before they were rounded, so
-inputs are divided by it in front of the product (`colofunc/ops/input_scales.py`), and a widened weight is divided by it.
+A weight in any of them may have an `input_scale` (i) beside these parts: its columns were multiplied by it before they
+were rounded, so inputs are divided by it in front of the product (`colofunc/ops/input_scales.py`), and a widened weight
+is divided by it.
 
-The first of two numbers in a byte is its low half. Source of nf4 and of scales that are quantized themselves: QLoRA (2305.14314),
-section 3 and appendix E; here the second scale is one of a row, so that rows are independent of one another. The second scale of nvfp4 is
-one of the whole tensor; each row has a copy of it, so that rows may lie on ranks, and are read, as those of other formats. Sources of mxfp8
-and nvfp4 are named in `colofunc/ops/small_floats.py`.
+The first of two numbers in a byte is its low half. Source of nf4 and of scales that are quantized themselves: QLoRA
+(2305.14314), section 3 and appendix E; here the second scale is one of a row, so that rows are independent of one
+another. The second scale of nvfp4 is one of the whole tensor; each row has a copy of it, so that rows may lie on ranks,
+and are read, as those of other formats. Sources of mxfp8 and nvfp4 are named in `colofunc/ops/small_floats.py`.
 
-Products widen a few rows (or columns) at a time, `WIDENED_BYTES` at most, so that no whole weight is held beside the packed one. They
-compute as `dequantize`, a cast to the dtype of x, and a product would: in the wider of the scales' and x's dtype, then in that of x.
+Products widen a few rows (or columns) at a time, `WIDENED_BYTES` at most, so that no whole weight is held beside the
+packed one. They compute as `dequantize`, a cast to the dtype of x, and a product would: in the wider of the scales' and
+x's dtype, then in that of x.
 
-`int8_linear` and `int4_linear` of few rows have a kernel (`packed_linear_`; on the CPU in C++, `ext/cuda/cpu/linear.cpp`, on GPUs in CUDA,
-`ext/cuda/cuda/linear.cu`), which widens in registers. For x in float32, float16 and bfloat16 it sums products in float32 and rounds the
-result once, so for each element of y
+`int8_linear` and `int4_linear` of few rows have a kernel (`packed_linear_`; on the CPU in C++,
+`ext/cuda/cpu/linear.cpp`, on GPUs in CUDA, `ext/cuda/cuda/linear.cu`), which widens in registers. For x in float32,
+float16 and bfloat16 it sums products in float32 and rounds the result once, so for each element of y
 
     |y - exact| <= ((i + 4) 2^-24 + r) sum |x w| + u |exact|
 
-u: 2^-24, 2^-11, 2^-8, half a unit in the last place of the dtype of x. r: 0 for int8, whose numbers are exact in all of them; u for int4,
-whose weight may be rounded to the dtype of x as above. Numbers below 2^-126 may be taken as zero.
+u: 2^-24, 2^-11, 2^-8, half a unit in the last place of the dtype of x. r: 0 for int8, whose numbers are exact in all of
+them; u for int4, whose weight may be rounded to the dtype of x as above. Numbers below 2^-126 may be taken as zero.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ from colofunc.ops.small_floats import E4M3_NAN, E8M0_NAN, MX_BLOCK, NV_BLOCK, e2
 PARTS = ("data", "scale", "zero", "outer")
 """Names of the tensors that a weight may consist of, in the order in which operators take them."""
 WIDENED_BYTES = 1 << 20
-"""At most this much of a weight is widened at a time, where a single row (or group of columns) is not more. It stays in a core's cache."""
+"""At most this much of a weight is widened at a time, where a single row (or group of columns) is not more. It stays in
+a core's cache."""
 # The 16 levels of NF4, at which a normal variable has equal mass between neighbours; 0 and both ends are among them (QLoRA, appendix E).
 NF4_LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -68,9 +72,10 @@ NF4_LEVELS = (
 class Format:
     """How some tensors stand for a matrix (o, i).
 
-    `parts`: which of `PARTS` there are. `group`: columns that share a scale, 1 where all of a row do: columns are cut between groups only.
-    `packed`: numbers in an element of `data`. `widen(parts, dtype)`: the matrix in `dtype`, from parts with these rows and columns.
-    `nan`: what stands for NaN in `scale`, where that is bits of floating-point numbers.
+    `parts`: which of `PARTS` there are. `group`: columns that share a scale, 1 where all of a row do: columns are cut
+    between groups only. `packed`: numbers in an element of `data`. `widen(parts, dtype)`: the matrix in `dtype`, from
+    parts with these rows and columns. `nan`: what stands for NaN in `scale`, where that is bits of floating-point
+    numbers.
     """
 
     name: str
@@ -176,7 +181,8 @@ FORMATS: Mapping[str, Format] = {
 # ---- products by kernels of our own ----
 
 KERNEL_ROWS: Mapping[str, int] = {"cpu": 256, "cuda": 16}
-"""Rows of x up to which a device's kernel is used: with more, widening is a small part and torch's product is the faster one."""
+"""Rows of x up to which a device's kernel is used: with more, widening is a small part and torch's product is the
+faster one."""
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of x for which the kernels are written."""
 
@@ -339,13 +345,15 @@ DEQUANTIZE: Mapping[str, str] = {f"colofunc.{name}_dequantize": name for name in
 
 @attrs.frozen(eq=False, repr=False)
 class Quantized:
-    """A weight in the parts of a format. What a tree holds in a weight's place: one container, whose tensors are the parts.
+    """A weight in the parts of a format. What a tree holds in a weight's place: one container, whose tensors are the
+    parts.
 
     Of a weight with more than two dims (a convolution's) the parts are those of the matrix of its rows.
 
-    `scheme`: how its numbers were chosen ("int8", "nf4", ...). `form`: the name of its format. `dtype`: that it had. `data` has the
-    weight's own name in a program, so that globs of plans and specs that are meant for the weight are about it; the others follow.
-    `input_scale`: (i,) float32, by which its columns were multiplied before they were rounded; None: by nothing.
+    `scheme`: how its numbers were chosen ("int8", "nf4", ...). `form`: the name of its format. `dtype`: that it had.
+    `data` has the weight's own name in a program, so that globs of plans and specs that are meant for the weight are
+    about it; the others follow. `input_scale`: (i,) float32, by which its columns were multiplied before they were
+    rounded; None: by nothing.
     """
 
     scheme: str

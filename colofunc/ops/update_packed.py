@@ -1,27 +1,30 @@
 """Adam and AdamW whose moments are kept in 8 bits: codes of one byte, and a scale for each block of elements.
 
-Problem: two float32 moments are twice the memory of the parameters. Idea: an element of a moment is a byte that says which share of the
-largest of its block it is, and the update reads and writes bytes; a moment is wide for some blocks at a time only.
+Problem: two float32 moments are twice the memory of the parameters. Idea: an element of a moment is a byte that says
+which share of the largest of its block it is, and the update reads and writes bytes; a moment is wide for some blocks
+at a time only.
 
     param, m, m_scale, v, v_scale = adamw8(param, grad, m, m_scale, v, v_scale, step, lr, 0.9, 0.999, 1e-8, 0.01, True)
 
     m   int8, v   uint8, of the parameter's shape       m_scale, v_scale   float32, (..., blocks): the largest of each block
 
-Blocks are runs of at most `BLOCK` elements in row-major order, which never go beyond the dim that they cut: `block_of` says which one
-that is, from the shape alone. A parameter that is split between blocks has the codes and scales of one device, bit for bit: each
-operation below is one operator of torch that rounds once, so that no element's result depends on where it lies.
+Blocks are runs of at most `BLOCK` elements in row-major order, which never go beyond the dim that they cut: `block_of`
+says which one that is, from the shape alone. A parameter that is split between blocks has the codes and scales of one
+device, bit for bit: each operation below is one operator of torch that rounds once, so that no element's result depends
+on where it lies.
 
-Codes: of the first moment, shares of the largest between 1 and 1e-6 lie in decades, and a decade has twice as many levels as the one below
-it, evenly spaced. The code k with leading bit j stands for the level k - 2^j of the decade j. The square's moment is divided by, so that
-what counts is its relative error: its levels lie at equal ratios, 255 in seven decades.
+Codes: of the first moment, shares of the largest between 1 and 1e-6 lie in decades, and a decade has twice as many
+levels as the one below it, evenly spaced. The code k with leading bit j stands for the level k - 2^j of the decade j.
+The square's moment is divided by, so that what counts is its relative error: its levels lie at equal ratios, 255 in
+seven decades.
 
     first    share(k) = 10^(j - 6) (0.1 + 0.9 (k - 2^j + 1) / 2^j),  k = 1 to 127        share(0) = 0        share(-k) = -share(k)
     square   share(k) = 10^(7 (k - 255) / 254),  k = 1 to 255                            share(0) = 0
 
-A first moment near the largest is within 1 %, and what is a thousandth of it still has some levels; a square is within 3.3 %, and a
-positive one is never rounded to 0. Squares move so slowly that they are rounded up or down in turns (Note [Dither]), first moments to
-the nearest. Source: Dettmers et al. 2022, "8-bit optimizers via block-wise quantization" (2110.02861), section 2, which has a code like
-the first one for both moments.
+A first moment near the largest is within 1 %, and what is a thousandth of it still has some levels; a square is within
+3.3 %, and a positive one is never rounded to 0. Squares move so slowly that they are rounded up or down in turns (Note
+[Dither]), first moments to the nearest. Source: Dettmers et al. 2022, "8-bit optimizers via block-wise quantization"
+(2110.02861), section 2, which has a code like the first one for both moments.
 """
 
 from __future__ import annotations
@@ -38,9 +41,11 @@ from colofunc.ops.define import define, nothing
 from colofunc.ops.update_fused import beside
 
 BLOCK = 128
-"""At most so many elements share a scale, which is 8.25 bits an element. Rows of most models are cut into blocks of just this size."""
+"""At most so many elements share a scale, which is 8.25 bits an element. Rows of most models are cut into blocks of
+just this size."""
 LEAST_BLOCK = 32
-"""A parameter whose blocks would be smaller (of a prime number of columns, say) keeps wide moments: scales would be too many."""
+"""A parameter whose blocks would be smaller (of a prime number of columns, say) keeps wide moments: scales would be too
+many."""
 LEAST_ELEMENTS = 4096
 """A smaller parameter (a bias, a norm) keeps wide moments: there is nothing to win."""
 WIDENED_ELEMENTS = 1 << 18
@@ -57,7 +62,8 @@ def code_dtype(signed: bool) -> torch.dtype:
 
 @attrs.frozen
 class Blocks:
-    """How a shape is cut: dim `dim` in `count` pieces, each of which is a block with all dims behind it. `size`: its elements."""
+    """How a shape is cut: dim `dim` in `count` pieces, each of which is a block with all dims behind it. `size`: its
+    elements."""
 
     dim: int
     count: int
@@ -97,17 +103,19 @@ def _shares(signed: bool) -> list[float]:
         return shares + [10.0 ** (DECADES * (code - 255) / 254) for code in range(1, 256)]
     for decade in range(SIGNED_DECADES):
         levels = 2**decade
-        shares += [10.0 ** (decade - SIGNED_DECADES + 1) * (0.1 + 0.9 * (level + 1) / levels) for level in range(levels)]
+        largest = 10.0 ** (decade - SIGNED_DECADES + 1)
+        shares += [largest * (0.1 + 0.9 * (level + 1) / levels) for level in range(levels)]
     return shares
 
 
 @attrs.frozen(eq=False)
 class _Code:
-    """Tables of a code in one dtype. The float of a share is cut behind 7 bits of its mantissa, which is finer than any two levels lie.
+    """Tables of a code in one dtype. The float of a share is cut behind 7 bits of its mantissa, which is finer than any
+    two levels lie.
 
-    `shares`: what codes stand for, from the least on. `code`: that of the level at or below the first share with these bits. `next`: the
-    level above it, so that the level at or below a share with these bits is this one or that. `per_gap`: of a code, 1 over the distance
-    to the next level.
+    `shares`: what codes stand for, from the least on. `code`: that of the level at or below the first share with these
+    bits. `next`: the level above it, so that the level at or below a share with these bits is this one or that.
+    `per_gap`: of a code, 1 over the distance to the next level.
     """
 
     shares: Tensor
@@ -117,7 +125,8 @@ class _Code:
     per_gap: Tensor
 
 
-_BITS = {torch.float32: (torch.int32, 16, 127), torch.float64: (torch.int64, 45, 1023)}  # as whole numbers, bits cut, exponent of 1
+_BITS = {torch.float32: (torch.int32, 16, 127), torch.float64: (torch.int64, 45, 1023)}
+"""The dtype as whole numbers, how many bits are cut, the exponent of 1."""
 _OCTAVES = 27  # below 1, of which the last is below the first level
 
 
@@ -141,7 +150,8 @@ def widen(codes: Tensor, scale: Tensor, signed: bool, dtype: torch.dtype) -> Ten
     at = codes.to(torch.int32).view(-1)
     if signed:
         at += 2**SIGNED_DECADES - 1
-    return _tables(signed, dtype, codes.device).shares.index_select(0, at).view(codes.shape) * scale.to(dtype).unsqueeze(1)
+    shares = _tables(signed, dtype, codes.device).shares.index_select(0, at).view(codes.shape)
+    return shares * scale.to(dtype).unsqueeze(1)
 
 
 def pack(numbers: Tensor, signed: bool, dtype: torch.dtype, upward: float | Tensor = 0.5) -> tuple[Tensor, Tensor]:
@@ -160,7 +170,8 @@ def pack(numbers: Tensor, signed: bool, dtype: torch.dtype, upward: float | Tens
     codes = tables.code.index_select(0, at).view(share.shape)
     codes += share >= tables.next.index_select(0, at).view(share.shape)
     below = codes.to(torch.int32).view(-1)
-    part = (share - tables.levels.index_select(0, below).view(share.shape)) * tables.per_gap.index_select(0, below).view(share.shape)
+    level, per_gap = (table.index_select(0, below).view(share.shape) for table in (tables.levels, tables.per_gap))
+    part = (share - level) * per_gap
     codes += part > upward
     if signed:
         codes = codes.copysign(numbers)
@@ -170,12 +181,13 @@ def pack(numbers: Tensor, signed: bool, dtype: torch.dtype, upward: float | Tens
 
 
 def dither(step: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Where numbers of a block are rounded up at a step, (size,): over steps, each part of a way between levels as often as any other.
+    """Where numbers of a block are rounded up at a step, (size,): over steps, each part of a way between levels as
+    often as any other.
 
-    Note [Dither]: the square's moment moves by a thousandth of itself at a step, and levels lie further apart than that: rounded to the
-    nearest one it would never move. Here a number is rounded up as often as it is near to the level above. The sequence is that of
-    Weyl, multiples of an irrational number without their whole part; it depends on the step and on the place in the block only, both of
-    which are the same on every mesh.
+    Note [Dither]: the square's moment moves by a thousandth of itself at a step, and levels lie further apart than
+    that: rounded to the nearest one it would never move. Here a number is rounded up as often as it is near to the
+    level above. The sequence is that of Weyl, multiples of an irrational number without their whole part; it depends on
+    the step and on the place in the block only, both of which are the same on every mesh.
     """
     place = torch.arange(1, size + 1, dtype=torch.float64, device=step.device)
     return ((step.to(torch.float64) * GOLDEN + place * ROOT) % 1.0).to(dtype)

@@ -5,13 +5,13 @@
     print(choice)                                                # a line for each weight: what was chosen, and why
     step = cf.quantize(step, choice)                             # or cf.quantize(step, "auto", budget="2GiB", keep=..., errors=errors)
 
-Problem: one scheme for all weights spends as much on those that hardly matter as on those that do. Idea: the errors of different weights
-add up (`colofunc/functional/scheme_errors.py` says what they are), and so do bytes and seconds; so the choice is a knapsack
-(at the end of this file), which is solved exactly, or with a bound that says how far off it may be. Not to quantize a weight is one
-of its options, with no error.
+Problem: one scheme for all weights spends as much on those that hardly matter as on those that do. Idea: the errors of
+different weights add up (`colofunc/functional/scheme_errors.py` says what they are), and so do bytes and seconds; so
+the choice is a knapsack (at the end of this file), which is solved exactly, or with a bound that says how far off it
+may be. Not to quantize a weight is one of its options, with no error.
 
-Decided together are the schemes of all weights. A whole step's peak, with recomputation and offload, is decided around that:
-`cf.schemes_that_fit` finishes the step with several choices and counts them.
+Decided together are the schemes of all weights. A whole step's peak, with recomputation and offload, is decided around
+that: `cf.schemes_that_fit` finishes the step with several choices and counts them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ CLOSE = 1e-6
 
 @attrs.frozen
 class Option:
-    """One way to keep a weight. `scheme`: None leaves it as it is. `error`: rise of the loss, by the estimate. `seconds`: None: unknown."""
+    """One way to keep a weight. `scheme`: None leaves it as it is. `error`: rise of the loss, by the estimate.
+    `seconds`: None: unknown."""
 
     scheme: Quantizer | None
     nbytes: int
@@ -54,7 +55,8 @@ class Option:
 
 @attrs.frozen
 class WeightOptions:
-    """The ways in which one weight may be kept, the first as it is. `stays`: why there is no other, "" where there is."""
+    """The ways in which one weight may be kept, the first as it is. `stays`: why there is no other, "" where there
+    is."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,16 +70,18 @@ class WeightOptions:
 
 @attrs.frozen(eq=False)
 class SchemeErrors:
-    """Of each weight and scheme: bytes, error, and seconds where they were asked for. `print` shows a line for each weight."""
+    """Of each weight and scheme: bytes, error, and seconds where they were asked for. `print` shows a line for each
+    weight."""
 
     weights: tuple[WeightOptions, ...]
 
     def within(self, budget: str | int, keep: str | Iterable[str] = (), limit_s: float | None = None) -> SchemeChoice:
         """The scheme of each weight with the least error together, within `budget` bytes of all these weights.
 
-        budget: "2GiB" or a number of bytes, of whole weights, not of a rank's part; weights that stay count. keep: globs over names of
-        weights that stay as they are. limit_s: at most so many seconds of all that reads these weights, where seconds were asked for.
-        Raises PlanError with the least that is possible, InputError for a glob that matches nothing.
+        budget: "2GiB" or a number of bytes, of whole weights, not of a rank's part; weights that stay count. keep:
+        globs over names of weights that stay as they are. limit_s: at most so many seconds of all that reads these
+        weights, where seconds were asked for. Raises PlanError with the least that is possible, InputError for a glob
+        that matches nothing.
         """
         limit, weights = parse_bytes(budget, "budget"), self.kept(keep)
         limits: tuple[float, ...] = (limit,)
@@ -172,7 +176,8 @@ class Chosen:
 
 @attrs.frozen
 class Tried:
-    """A choice with which a step was finished, and what it came to on a rank; `why`: that it cannot be within the budget."""
+    """A choice with which a step was finished, and what it came to on a rank; `why`: that it cannot be within the
+    budget."""
 
     nbytes: int
     error: float
@@ -183,10 +188,12 @@ class Tried:
 
 @attrs.frozen(eq=False)
 class SchemeChoice:
-    """The scheme of each weight, for `cf.quantize(step, choice)`. `print` shows a line for each weight: what was chosen, and why.
+    """The scheme of each weight, for `cf.quantize(step, choice)`. `print` shows a line for each weight: what was
+    chosen, and why.
 
-    `budget_bytes`, `limit_s`: what it was to keep to. `bound`: the error that any choice within them has at least, None where it was not
-    looked for. `tried`: the choices that a whole step was finished with, where `cf.schemes_that_fit` made this one.
+    `budget_bytes`, `limit_s`: what it was to keep to. `bound`: the error that any choice within them has at least, None
+    where it was not looked for. `tried`: the choices that a whole step was finished with, where `cf.schemes_that_fit`
+    made this one.
     """
 
     weights: tuple[Chosen, ...]
@@ -222,7 +229,8 @@ class SchemeChoice:
         return {chosen.weight.name: chosen.option.name for chosen in self.weights}
 
     def known(self, name: str) -> Chosen | None:
-        """What was chosen for the weight of this name in a step, whose state may have further words in front; None: nothing."""
+        """What was chosen for the weight of this name in a step, whose state may have further words in front; None:
+        nothing."""
         fitting = []
         for chosen in self.weights:
             if chosen.weight.name == name:
@@ -232,7 +240,8 @@ class SchemeChoice:
         return fitting[0] if len(fitting) == 1 else None
 
     def scheme(self, name: str) -> Quantizer | None:
-        """The scheme of a weight of a step; None: it stays as it is. Raises InputError where nothing was chosen for it."""
+        """The scheme of a weight of a step; None: it stays as it is. Raises InputError where nothing was chosen for
+        it."""
         chosen = self.known(name)
         if chosen is None:
             names = list(self.schemes)

@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colofunc.functional import adapt, functional, value_and_grad
+from colofunc.functional.gradients import value_and_grad
+from colofunc.functional.modules import functional
+from colofunc.functional.optimizers import adapt
 from colofunc.testing import models
 
 Loss = Callable[[Any, Mapping[str, Tensor]], Tensor]

@@ -3,14 +3,15 @@
     step = cf.quantize(step_fn, "int8")
     step = cf.quantize(cf.shard(step_fn, mesh, zero(3, "dp")), "nf4", where="*.q_proj.weight")       # in any order
 
-Problem: a quantized weight is a tensor of another kind in most libraries, so nothing that works on tensors works on it. Idea: it is two
-or three plain tensors (`colofunc/ops/quantized.py`), which a plan, a checkpoint or a copy treats like any other. The step's own code is
-given the widened weight; in the traced program a product that reads it reads the packed tensors instead, forward and backward, so that
-no widened weight is left. Another use (a table of embeddings, a convolution, a transposed product) has it widened in front.
+Problem: a quantized weight is a tensor of another kind in most libraries, so nothing that works on tensors works on it.
+Idea: it is two or three plain tensors (`colofunc/ops/quantized.py`), which a plan, a checkpoint or a copy treats like
+any other. The step's own code is given the widened weight; in the traced program a product that reads it reads the
+packed tensors instead, forward and backward, so that no widened weight is left. Another use (a table of embeddings, a
+convolution, a transposed product) has it widened in front.
 
-Which weights: those of argument 0 that `where` matches (`grow`; the state has a `Quantized` in their place from then on), and the frozen
-weights of a model that the step captures (`wrap`), which are read packed and stay what they are in the model. A weight that the step
-changes is an error: what is trained are adapters beside it (`cf.lora`).
+Which weights: those of argument 0 that `where` matches (`grow`; the state has a `Quantized` in their place from then
+on), and the frozen weights of a model that the step captures (`wrap`), which are read packed and stay what they are in
+the model. A weight that the step changes is an error: what is trained are adapters beside it (`cf.lora`).
 
 Some schemes round the inputs of linear layers too, or divide them by a scale: a function mode around the step does
 (`colofunc/ops/quantized_inputs.py`), so that the trace and the one-device reference compute the same.
@@ -66,12 +67,12 @@ def quantize(
 ) -> Any:
     """The step with quantized weights, which it reads and does not train.
 
-    scheme: "int8", "int8-dynamic", "fp8", "int4-g128", "nf4", "mxfp8", "nvfp4", a name that a plugin brings, `cf.gptq(moments)`,
-    `cf.awq(moments)`, `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, or a choice of one for each weight: "auto", which is that of
-    `errors.within(budget, keep)`, or what that returned. budget, keep, errors: for "auto", where `errors` comes from `cf.scheme_errors`.
-    where: globs over the weights' own dotted names; of what they match, vectors stay (norms, biases). plugins: further plugins with
-    schemes. As a decorator: `@cf.quantize("int8")`. Raises InputError, at once or when the step is traced, where scheme, globs or shapes
-    do not fit.
+    scheme: "int8", "int8-dynamic", "fp8", "int4-g128", "nf4", "mxfp8", "nvfp4", a name that a plugin brings,
+    `cf.gptq(moments)`, `cf.awq(moments)`, `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, or a choice of one for each
+    weight: "auto", which is that of `errors.within(budget, keep)`, or what that returned. budget, keep, errors: for
+    "auto", where `errors` comes from `cf.scheme_errors`. where: globs over the weights' own dotted names; of what they
+    match, vectors stay (norms, biases). plugins: further plugins with schemes. As a decorator: `@cf.quantize("int8")`.
+    Raises InputError, at once or when the step is traced, where scheme, globs or shapes do not fit.
     """
     if isinstance(step_fn, (str, Quantizer, SchemeChoice)):
         return partial(quantize, scheme=step_fn, where=where, plugins=plugins, budget=budget, keep=keep, errors=errors)
@@ -157,7 +158,8 @@ class _Weights:
         return any(matches(name, glob) for glob in self.globs)
 
     def meant(self, name: str, weight: Tensor) -> bool:
-        """Whether a glob matches a tensor that can be a weight, neither a vector nor a buffer or state, and that was not chosen to stay."""
+        """Whether a glob matches a tensor that can be a weight, neither a vector nor a buffer or state, and that was
+        not chosen to stay."""
         if not weight.is_floating_point() or weight.dim() < 2 or role_of(weight) in ("state", "buffer"):
             return False
         return self.matched(name) and self.scheme(name) is not None
@@ -233,7 +235,8 @@ class _Weights:
 def packed(quantizer: Quantizer, weight: Tensor, name: str = "weight") -> Quantized:
     """A weight in a scheme. Of one that is lazy the parts are lazy too: each is made of the rows that are asked for.
 
-    Raises InputError where the weight has NaN or infinite numbers, a lazy one when it is made, or the quantizer breaks its format.
+    Raises InputError where the weight has NaN or infinite numbers, a lazy one when it is made, or the quantizer breaks
+    its format.
     """
     if isinstance(weight, DTensor) and (quantizer.by_name is not None or quantizer.input_scale is not None):
         weight = weight.full()  # columns one after the other, or something of all rows: not where they lie on several ranks
@@ -278,7 +281,8 @@ Walked = Callable[[str, Any], Any]
 
 
 def mapped(fn: Walked, obj: Any, name: str = "") -> Any:
-    """A tree with `fn(name, leaf)` for every tensor and every quantized weight; the same object where nothing changes."""
+    """A tree with `fn(name, leaf)` for every tensor and every quantized weight; the same object where nothing
+    changes."""
     if isinstance(obj, (Tensor, Quantized)):
         return fn(name, obj)
     parts = container(obj)

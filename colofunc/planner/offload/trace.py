@@ -1,8 +1,10 @@
-"""A program as a trace of uses: what may be copied between tiers, when it is needed where, and the program with the copies.
+"""A program as a trace of uses: what may be copied between tiers, when it is needed where, and the program with the
+copies.
 
 Problem: residency is decided on items and positions, a program has values, views and memory that they share. Idea: the
-storage is the item. Whatever reads or writes a value in it uses it; a view is no use, because it is taken again from where
-the storage lies; what has no value that covers it, leaves the program, or is small stays where it is and counts as ground.
+storage is the item. Whatever reads or writes a value in it uses it; a view is no use, because it is taken again from
+where the storage lies; what has no value that covers it, leaves the program, or is small stays where it is and counts
+as ground.
 
     ground = ground_of(program, mesh, node_s)
     items, trace = trace_of(ground, on_host, states, limit_bytes)     # item k of the trace is storage items[k]
@@ -32,19 +34,22 @@ from colofunc.program.passes.tiered import TIERS, Tiered, Tiers, is_view, reader
 
 NodeS = Callable[[Node, Mapping[int, Any]], float]
 SMALL, LITTLE = 1000, 50
-"""A storage of less than a 1000th of the budget stays where it is, as long as all such together are less than a 50th of it."""
+"""A storage of less than a 1000th of the budget stays where it is, as long as all such together are less than a 50th of
+it."""
 WORK = 2.0
 """An operator that takes so many times longer than the memory that it touches is bound by its arithmetic."""
 FEW = 1 << 12
-"""Of what one tier makes and the other reads, so many bytes are copied right before they are read, which nobody plans."""
+"""Of what one tier makes and the other reads, so many bytes are copied right before they are read, which nobody
+plans."""
 
 
 @attrs.frozen(eq=False)
 class Ground:
-    """What does not change from candidate to candidate. `held`: bytes of the near tier at each node, everything in place.
+    """What does not change from candidate to candidate. `held`: bytes of the near tier at each node, everything in
+    place.
 
-    given: storage of an input -> the tier that it is given in. host_reads: position of a loop -> the storages that its body
-    takes or makes on the host.
+    given: storage of an input -> the tier that it is given in. host_reads: position of a loop -> the storages that its
+    body takes or makes on the host.
     """
 
     program: Program
@@ -77,18 +82,22 @@ def _held(found: Lies, count: int) -> list[int]:
     return held
 
 
-def of_lies(program: Program, found: Lies, held: Sequence[int], mesh: Mesh, node_s: NodeS, given: Mapping[int, str]) -> Ground:
+def of_lies(
+    program: Program, found: Lies, held: Sequence[int], mesh: Mesh, node_s: NodeS, given: Mapping[int, str]
+) -> Ground:
     alone_s = tuple(node_s(node, program.values) for node in program.nodes)
     host_s = [_host_s(node, program, mesh, seconds) for node, seconds in zip(program.nodes, alone_s, strict=True)]
     for update, cast in droppable_casts(program).items():
-        widened = program.values[program.nodes[cast].results[0]].nbytes - program.values[program.nodes[cast].refs[0]].nbytes
+        wide, narrow = program.nodes[cast].results[0], program.nodes[cast].refs[0]
+        widened = program.values[wide].nbytes - program.values[narrow].nbytes
         host_s[cast], host_s[update] = 0.0, mesh.host_s(_touched(program.nodes[update], program) - widened)
     device_s = _held_up_s(program, mesh, node_s) if any(map(_is_started, program.nodes)) else alone_s
     return Ground(program, found, tuple(held), readers(program, found), device_s, tuple(host_s), links_of(mesh), given)
 
 
 def _held_up_s(program: Program, mesh: Mesh, node_s: NodeS) -> tuple[float, ...]:
-    """Seconds that the device spends at each node, where collectives run beside it: they hide no copies, the work beside them does."""
+    """Seconds that the device spends at each node, where collectives run beside it: they hide no copies, the work
+    beside them does."""
     lanes = played(program, mesh, node_s)
     return tuple(later - now for now, later in pairwise((*lanes.starts_s, lanes.end_s)))
 
@@ -98,7 +107,8 @@ def _is_started(node: Node) -> bool:
 
 
 def links_of(mesh: Mesh, tiers: Tiers = TIERS) -> Links:
-    """Bandwidths and latency between two tiers, as every rank has them at once. A disk has one queue for both directions."""
+    """Bandwidths and latency between two tiers, as every rank has them at once. A disk has one queue for both
+    directions."""
     near, far = tiers
     up, down = mesh.copy_s(1 << 30, far, near), mesh.copy_s(1 << 30, near, far)
     latency = min(mesh.copy_s(1, far, near), up)
@@ -117,9 +127,11 @@ def _touched(node: Node, program: Program) -> int:
 
 
 def _host_s(node: Node, program: Program, mesh: Mesh, device_s: float) -> float:
-    """Seconds of a node on the host, where the time of its arithmetic is to that of its memory as it is on the device."""
+    """Seconds of a node on the host, where the time of its arithmetic is to that of its memory as it is on the
+    device."""
     touched, device = _touched(node, program), mesh.topology.device
-    if node.target in IN_PLACE or is_pointwise(node.target):  # bound by memory, however slow it was measured on the device
+    # Bound by memory, however slow it was measured on the device.
+    if node.target in IN_PLACE or is_pointwise(node.target):
         return mesh.host_s(touched)
     moved_s = touched / device.memory_bytes_per_s
     work_s = device_s - device.launch_s
@@ -136,9 +148,11 @@ def trace_of(
     activations: bool = True,
     leave: frozenset[int] = frozenset(),
 ) -> tuple[list[int], Trace]:
-    """(storages that may move, the trace with an item for each). states: of inputs that last -> their tier, where it is said.
+    """(storages that may move, the trace with an item for each). states: of inputs that last -> their tier, where it is
+    said.
 
-    leave: storages of results that are wanted on the host; the trace has one more position then, behind all, which reads them there.
+    leave: storages of results that are wanted on the host; the trace has one more position then, behind all, which
+    reads them there.
     """
     program, storages, (near, far) = ground.program, ground.lies.storages, ground.tiers
     count = len(program.nodes)
@@ -154,8 +168,12 @@ def trace_of(
     for s in dict.fromkeys(ground.lies.home.values()):
         storage, value = storages[s], program.values[storages[s].value]
         uses, home, tier = ground.uses.get(s, []), s in states, states.get(s)
-        there = {k for k in uses if k in on_host or s in ground.host_reads.get(k, ())} | ({count} if s in leave else set())
-        if storage.tier != near or value.id in program.constants or s in shared or storage.nbytes not in (value.nbytes, 0):
+        there = {k for k in uses if k in on_host or s in ground.host_reads.get(k, ())}
+        if s in leave:
+            there.add(count)
+        if storage.tier != near or value.id in program.constants:
+            continue
+        if s in shared or storage.nbytes not in (value.nbytes, 0):
             continue
         if not home and (storage.born < 0 or ((s in outputs or not activations) and not there)):
             continue  # what the caller holds stays; a copy of it that the host needs is one more
@@ -164,7 +182,8 @@ def trace_of(
         if home and tier == near and not there:
             continue
         if not home and value.nbytes < min(floor, FEW) and there:
-            base[min(storage.dies, count - 1) + 1 :] += storage.nbytes  # a scalar that the host reads: counted as if it stayed
+            # A scalar that the host reads: counted as if it stayed.
+            base[min(storage.dies, count - 1) + 1 :] += storage.nbytes
             continue
         begin, end = (0, count) if home else (storage.born, min(storage.dies, count - 1) + 1)
         base[begin:end] -= storage.nbytes
@@ -195,7 +214,8 @@ def _shared(found: Lies) -> set[int]:
 
 
 def _in_flight(ground: Ground, changed: dict[int, set[int]]) -> dict[int, set[int]]:
-    """Storage -> positions at which a started collective or copy reads or fills it; its result is `changed` where it is waited for."""
+    """Storage -> positions at which a started collective or copy reads or fills it; its result is `changed` where it is
+    waited for."""
     program, busy, started = ground.program, dict[int, set[int]](), dict[int, int]()
     for k, node in enumerate(program.nodes):
         if (is_wire(node) or is_copy(node)) and node.target.endswith("_start"):
@@ -218,10 +238,11 @@ def write(
     leave: frozenset[int] = frozenset(),
     late: bool = True,
 ) -> Program:
-    """The program with the copies in it. stay: what the host made stays there where it is a result; so do results that `leave`.
+    """The program with the copies in it. stay: what the host made stays there where it is a result; so do results that
+    `leave`.
 
-    late: what the host does comes where it has ended, and copies are begun before others are waited for, so that nobody waits, and
-    the host holds more meanwhile.
+    late: what the host does comes where it has ended, and copies are begun before others are waited for, so that nobody
+    waits, and the host holds more meanwhile.
     """
     home = {s for k, s in enumerate(items) if trace.items[k].home and k not in found.residents}
     home |= {s for s, tier in ground.given.items() if tier != ground.tiers[0]}
@@ -235,9 +256,14 @@ def write(
             waits.setdefault(_awaited(move), []).append(move)
     count = len(ground.program.nodes)
     for k in range(len(trace.seconds) + 1):
-        # What is fetched lies where something was, and waits for nothing that was not begun; but then both lie on the host as well.
-        due = ((starts, out.start, "store"), (waits, out.wait, "store"), (starts, out.start, "fetch"), (waits, out.wait, "fetch"))
-        for moves, step, kind in due if late else (due[1], due[3], due[0], due[2]):
+        # What is fetched lies where something was, and waits for nothing that was not begun; but then both lie on the host
+        # as well.
+        store_starts, store_waits = (starts, out.start, "store"), (waits, out.wait, "store")
+        fetch_starts, fetch_waits = (starts, out.start, "fetch"), (waits, out.wait, "fetch")
+        due = (store_waits, fetch_waits, store_starts, fetch_starts)
+        if late:
+            due = (store_starts, store_waits, fetch_starts, fetch_waits)
+        for moves, step, kind in due:
             for move in moves.get(k, ()):
                 if move.kind == kind:
                     step(move)
@@ -264,8 +290,8 @@ def _ended(trace: Trace, found: Residency, links: Links) -> dict[int, int]:
 class _Writer:
     """Nodes in their order, but those of the host, which come where the device is when they have ended.
 
-    The thread that hands work to the device does the host's, and what comes behind it waits for both: for a copy that is behind
-    all others of its engine, and for the host.
+    The thread that hands work to the device does the host's, and what comes behind it waits for both: for a copy that
+    is behind all others of its engine, and for the host.
     """
 
     def __init__(self, ground: Ground, on_host: frozenset[int], items: Sequence[int], tiered: Tiered, ended: Mapping[int, int]) -> None:
@@ -273,7 +299,8 @@ class _Writer:
         self.flying = set[int]()  # storages that are being stored
         self.soon = self._small()  # storages that nobody plans: stored when they are made
         self.copy(s for s in self.soon if ground.lies.storages[s].born < 0)
-        self.late: list[tuple[int, set[int], set[int]]] = []  # nodes of the host that have not been written down, what they read and write
+        # Nodes of the host that have not been written down, what they read and write.
+        self.late: list[tuple[int, set[int], set[int]]] = []
 
     def start(self, move: Move) -> None:
         storage = self.items[move.item]
@@ -299,8 +326,11 @@ class _Writer:
 
     def flush(self, position: int) -> None:
         """Write down what of the host has ended when the device comes to a position."""
-        while self.late and not (self.late[0][1] & self.flying) - self.soon and self.ended.get(self.late[0][0], 0) <= position:
-            k, touched, _ = self.late.pop(0)
+        while self.late:
+            k, touched, _ = self.late[0]
+            if (touched & self.flying) - self.soon or self.ended.get(k, 0) > position:
+                break
+            self.late.pop(0)
             self._stored(touched)
             self.tiered.run(k)
 
@@ -322,23 +352,32 @@ class _Writer:
             self.flying.add(storage)
 
     def drain(self, touched: Collection[int] | None = None, changed: Collection[int] = ()) -> None:
-        """Write down what is late, behind the copies that it reads: all, or as much as has to come before who touches these."""
-        behind = [i for i, (_, mine, made) in enumerate(self.late) if touched is None or made & set(touched) or mine & set(changed)]
-        late, self.late = self.late[: max(behind, default=-1) + 1], self.late[max(behind, default=-1) + 1 :]
+        """Write down what is late, behind the copies that it reads: all, or as much as has to come before who touches
+        these."""
+        end = 0
+        for i, (_, mine, made) in enumerate(self.late):
+            if touched is None or made & set(touched) or mine & set(changed):
+                end = i + 1
+        late, self.late = self.late[:end], self.late[end:]
         for k, mine, _ in late:
             self._stored(mine)
             self.tiered.run(k)
 
     def _small(self) -> set[int]:
-        """Storages of the device that are whole once they are made, small, and read on the host, without being items."""
+        """Storages of the device that are whole once they are made, small, and read on the host, without being
+        items."""
         program, found = self.ground.program, self.ground.lies
-        read = {found.home[i] for k in self.on_host for i in program.nodes[k].refs if not is_view(program.nodes[k], found)}
+        read = set[int]()
+        for node in (program.nodes[k] for k in self.on_host):
+            if not is_view(node, found):
+                read |= {found.home[i] for i in node.refs}
         later = {found.home[i] for node in program.nodes for i in written(node)} | _shared(found)
         made = {s: found.storages[s].born for s in read if found.storages[s].born >= 0}
         later |= {s for s, k in made.items() if k in self.on_host or program.nodes[k].target.endswith("_start")}
         later |= {s for s, k in made.items() if s in self.ground.host_reads.get(k, ())}  # by a loop, on the host
         later |= {*self.items, *self.tiered.home}
-        return {s for s in read - later if found.storages[s].tier == self.tiered.near and found.storages[s].nbytes < FEW}
+        small = {s for s in read - later if found.storages[s].nbytes < FEW}
+        return {s for s in small if found.storages[s].tier == self.tiered.near}
 
     def _touches(self, k: int) -> tuple[set[int], set[int]]:
         """Storages that a node reads or writes, and those that it writes or makes."""
@@ -349,8 +388,10 @@ class _Writer:
         return changed | {home[i] for i in node.refs}, changed
 
     def _planned(self, k: int) -> bool:
-        """Whether all that a node of the host reads is there or on its way: what nobody plans would be held until it is copied."""
+        """Whether all that a node of the host reads is there or on its way: what nobody plans would be held until it is
+        copied."""
         far, home = self.tiered.have[self.ground.tiers[1]], self.ground.lies.home
         made = set().union(*(changed for _, _, changed in self.late))
-        refs = {home[i] for i in self.ground.program.nodes[k].refs if self.ground.program.values[i].tier == self.ground.tiers[0]}
+        program, near = self.ground.program, self.ground.tiers[0]
+        refs = {home[i] for i in program.nodes[k].refs if program.values[i].tier == near}
         return all(s in far or s in self.flying or s in made for s in refs)

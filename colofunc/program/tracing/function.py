@@ -46,8 +46,7 @@ class TraceFunctions(TorchFunctionMode):
             kwargs = {**kwargs, "device": _CPU}
         if torch.is_autocast_enabled("cuda") != self._cuda:
             self._follow_autocast()
-        hooks = compat.saved_tensor_hooks()
-        if hooks is not None and _is_checkpoint(hooks):
+        if compat.under_checkpoint():
             # Activation checkpointing is a hint: what to recompute is the planner's choice, so nothing is thrown away.
             with compat.identity_saved_hooks():
                 out = func(*args, **kwargs)
@@ -129,10 +128,6 @@ def _cell_of(tensor: Tensor) -> Cell | None:
     """The cell of a tensor of the trace, through the wrappers of `torch.func`."""
     found: Cell | None = compat.unwrap_functorch(tensor).__dict__.get("_colofunc_cell")
     return found
-
-
-def _is_checkpoint(hooks: tuple[Any, Any]) -> bool:
-    return str(getattr(hooks[0], "__module__", "")) == "torch.utils.checkpoint"
 
 
 def _one_device(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

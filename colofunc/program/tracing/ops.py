@@ -290,13 +290,8 @@ def unsupported(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     )
 
 
-def foreach(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operator over lists of tensors, as one operator per tensor."""
-    with rec:
-        return compat.run_composite(func, args, kwargs)
-
-
 def composite(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operator as those that it is made of; one over lists of tensors as one per tensor."""
     with rec:
         return compat.run_composite(func, args, kwargs)
 
@@ -444,7 +439,7 @@ def handler_of(func: Any) -> Handler:
     if not ours and torch.Tag.nondeterministic_seeded in func.tags:
         return random
     if func.namespace == "aten" and schema.name.startswith("aten::_foreach_"):
-        return foreach
+        return composite
     if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
         return dynamic
     if not ours and compat.composite_kernel(func):

@@ -33,7 +33,7 @@ from colofunc.ops.collectives import Axes, all_gather, all_to_all, axis_index, p
 from colofunc.ops.targets import resolve
 from colofunc.spec.layout import Atom
 from colofunc.spec.rule import Call, Ref
-from colofunc.spec.rules.opened import Split
+from colofunc.spec.rules.opened import Split, wide
 
 __all__ = [
     "among_zeros", "clear", "collected", "exchanged", "first_of", "gathered", "inside", "part", "passing", "place_of", "positions", "rerun",
@@ -125,11 +125,6 @@ def positions(atoms: tuple[Atom, ...], mesh: Mesh, at: Mapping[str, torch.Tensor
     for n, stride in zip(sizes, far, strict=True):
         total = (total.unsqueeze(1) + torch.arange(n) * stride).flatten()
     return total + offset
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are kept in: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 # ---- collectives along a dim ----

@@ -70,7 +70,7 @@ def opened(
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are kept in."""
+    """The dtype that sums are kept in: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
