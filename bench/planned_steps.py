@@ -128,8 +128,8 @@ def quiet_flops_per_s(topology: cf.Topology) -> float:
 
 
 def product_flops_per_s() -> float:
-    a = torch.randn(WIDE, WIDE)
-    return 2.0 * WIDE**3 / least_s(lambda: a @ a, torch.device("cpu"), repeats=3)
+    a, b = torch.randn(WIDE, WIDE), torch.randn(WIDE, WIDE)
+    return 2.0 * WIDE**3 / least_s(lambda: a @ b, torch.device("cpu"), repeats=3)
 
 
 def measured_s(case: Case, topology: cf.Topology) -> tuple[float, int]:

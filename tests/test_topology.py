@@ -322,14 +322,22 @@ def test_what_was_said_of_ranks_that_are_not_measured_stays() -> None:
     assert profile_mesh(mesh, seconds=0.1).ranks == mesh.topology.ranks
 
 
-def test_a_run_that_another_program_interrupts_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, slices = [0.0], iter([0.0, 0.3, 0.0, 0.7, 2.0, 0.1])  # of others, the first while it warms up
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_run_that_another_program_interrupts_counts_for_nothing(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread by its own seconds, whoever interrupts it; several by the wall, and the least of some runs. Collectives by the wall."""
+    wall, own = [0.0], [0.0]
+    others = iter([0.0, 0.3, 0.0, 0.7, 2.0, 0.1] + 6 * [0.5])  # seconds of other programs in each run, the first while it warms up
 
     def run() -> None:
-        clock[0] += 0.001 + next(slices)
+        own[0] += 0.001
+        wall[0] += 0.001 + next(others)
 
-    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: wall[0], thread_time=lambda: own[0]))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert math.isclose(stopwatch.least_s(run, torch.device("cpu"), 5), 0.001)
+    always_s = 0.001 if threads == 1 else 0.501
+    assert math.isclose(stopwatch.least_s(run, torch.device("cpu"), 1), always_s)
+    assert math.isclose(stopwatch.least_s(run, torch.device("cpu"), 1, by_host=True), 0.501)
 
 
 def machine(name: str, flops_per_s: float, capacity_bytes: int) -> Topology:

@@ -4,6 +4,8 @@ Note [As in a step]. A plan compares seconds of operators with seconds of collec
 few short runs, because a run that another program interrupts says nothing of the machine (at ten programs on two cores the
 middle of three copies of 32 MiB was six times the least), and each behind a write to other memory, because what a step reads
 lay elsewhere a moment ago (in a loop of nothing else a collective starts in a fifth of the time that it takes between layers).
+Where one thread of the host does all the work its own CPU seconds count, which an interruption does not lengthen; collectives, and work of
+several threads, are timed by the wall.
 On a card that write is long, so that the host hands out what is measured while the card is still busy, as in a step that keeps
 its card busy; and the card's own events tell the time, so that no wait of the host is in it.
 
@@ -49,16 +51,18 @@ def least_s(run: Run, device: torch.device, repeats: int = REPEATS, by_host: boo
     elsewhere, taken = torch.zeros(cold_bytes, dtype=torch.uint8, device=device), []
     for _ in range(repeats):
         elsewhere.add_(1)
-        taken.append(card_s(run, device) if by_events else _on_host_s(run, device))
+        taken.append(card_s(run, device) if by_events else _on_host_s(run, device, by_host))
     return max(min(taken), LEAST_S)
 
 
-def _on_host_s(run: Run, device: torch.device) -> float:
+def _on_host_s(run: Run, device: torch.device, by_host: bool) -> float:
+    is_alone = device.type == "cpu" and not by_host and torch.get_num_threads() == 1
+    clock = time.thread_time if is_alone else time.perf_counter
     wait(device)
-    start = time.perf_counter()
+    start = clock()
     run()
     wait(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def card_s(run: Run, device: torch.device) -> float:
