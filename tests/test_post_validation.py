@@ -11,7 +11,6 @@ import colofunc as cf
 from colofunc.errors import PlanError
 from colofunc.executors.backend import backend_for
 from colofunc.executors.launch import launch
-from colofunc.program.places import SEND
 from colofunc.program.post_validation import Deferred, deferred
 
 MESH = cf.Mesh(pp=4)

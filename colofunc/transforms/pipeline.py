@@ -8,7 +8,7 @@ stage (`@pp=1`), and operators run where their parameters are; what leaves a sta
 `cf.accumulate`, with the same numbers, and a schedule says which rank does what of which microbatch: `passes.cut` cuts a trip of the
 loop in forward, backward, or input gradient and weight gradient of each stage.
 
-Source: GPipe (1811.06965); PipeDream-Flush or 1F1B (2104.04473); Zero Bubble (2401.10241).
+Source: GPipe (1811.06965); PipeDream-Flush or 1F1B (2104.04473); Zero Bubble (2401.10241), also for validation in the next step.
 """
 
 from __future__ import annotations
@@ -65,6 +65,9 @@ def pipeline(
     (values made again, copies), where the plan is fastest of a few cuts from equally long to equally full. batch: the argument whose
     leaves are split on dim 0, by position or name (None: argument 1, or 0 if it is the only one). mixing: what to do with operators that
     mix samples, as under `cf.accumulate`: "error", or "per-microbatch" (the numbers change). Otherwise the numbers are those of one device.
+    validate: when a rank looks at what other stages say of its update (the factor of clipping by the joint norm, whether fp16 overflowed
+    anywhere) and of results (the loss): at the end of the "step", or in the "next step", or when somebody reads a tensor before that. Then
+    it updates by the scalars of the last step meanwhile, keeps copies of what it writes to, and puts right what was guessed wrongly.
 
     Raises PlanError for an axis that the mesh does not have, a schedule that nobody gives, more stages than there are layers, microbatches
     that do not divide the batch, and an operator that mixes samples ("auto": where it leaves one microbatch only).
