@@ -45,7 +45,7 @@ Globs = Mapping[str, int]
 AUTO = "auto"
 VALIDATE = ("step", "next step")
 LEVELS = 3
-"""At most this many cuts are tried beside the balanced one under a budget: from the one whose fullest stage is least."""
+"""At most this many cuts are tried beside the balanced one under a budget, from that with the least full stage on."""
 SHARES = (0.75, 0.5, 0.25, 0.0)
 """Under a budget, a schedule that looks at costs is tried with less in flight too: from the least (0) to what the
 fastest keeps (1)."""
@@ -310,8 +310,8 @@ class _Way:
         return self.bound.at(cuts, number, rank_of)
 
     def orders(self) -> list[Order]:
-        """Other orders of the ranks that may be better: of the fastest slowest stage, of the least bound, and the roomiest
-        first under a budget, or for a plan that is followed and may have had one. [] where ranks are alike."""
+        """Other orders of the ranks that may be better: of the fastest slowest stage, of the least bound, and the
+        roomiest first under a budget, or for a plan that is followed and may have had one. [] where ranks are alike."""
         if not self.build.mesh.topology.ranks or self.problem is None:
             return []
         problem, several = self.problem, self.schedule.stages_per_rank
