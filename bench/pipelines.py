@@ -2,7 +2,8 @@
 
 Bubbles: the profiles of Zero Bubble Pipeline Parallelism (2401.10241, table 9) played by `cf.ext.simulate`, against its table 5.
 `auto`: random costs of four stages and eight microbatches, within the memory that 1F1B takes: how much faster than the best named
-schedule. Bytes: GPT-2 of 4 layers on four simulated ranks, as the plan says and as the ranks hold. What is left open: microbatches, cuts
+schedule. Bytes: GPT-2 of 4 layers on four simulated ranks, as the plan says and as the ranks hold. Validation: steps in a row that clip by
+the joint norm, where ranks wait for it and where they validate in the next step. What is left open: microbatches, cuts
 and the order of ranks beside all ways by hand, and what budgets cost. Nothing is timed: seconds are those of the clock.
 """
 
@@ -36,6 +37,9 @@ PAPER = (
     (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091, 0.0554, 0.0294),
 )
 NAMED = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+STAGGERED = ("zb-h2", "auto-span")
+"""Schedules whose ranks end one after another."""
+VALIDATED = ("1f1b", "zb-h1", "zb-v", *STAGGERED)
 PROFILES = 100
 RANKS, MICROBATCHES = 4, 8
 
@@ -201,8 +205,31 @@ def held(schedule: str) -> Row:
     return Row(f"peak of GPT-2, 4 layers, 4 stages, {schedule}", figure, "equal", low.plan.peak_bytes == measured)
 
 
+def validated(schedule: str) -> Row:
+    """A step in a row of steps by the clock: where each waits for the joint norm, and where it is validated in the next one."""
+    dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    config = GPT2Config(n_layer=8, n_embd=1024, n_head=16, vocab_size=2048, n_positions=1024, tie_word_embeddings=False, **dropout)
+    model = cf.functional(cf.lazy(lambda: GPT2LMHeadModel(config)))
+    step, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-3), clip=1.0)
+    ids = cf.abstract((64, 1024), torch.int64)
+    seconds = []
+    peaks = []
+    for validate in ("step", "next step"):
+        mesh = cf.Mesh(pp=RANKS, topology="4xa100-80g")
+        chain = cf.pipeline(cf.shard(step, mesh), microbatches=16, schedule=schedule, validate=validate)
+        low = chain.lower(state, {"input_ids": ids, "labels": ids})
+        seconds.append(low.period_s())
+        peaks.append(low.memory().peak_bytes["device"])
+    waits_s, validates_s = seconds
+    more = f"{validates_s / waits_s - 1:+.2%}"
+    figure = f"{waits_s * 1e3:.1f} and {validates_s * 1e3:.1f} ms a step ({more}); copies {peaks[1] - peaks[0]:,} B"
+    what = f"a step in a row, {schedule}, GPT-2 of 8 layers of 1024, 16 microbatches, clipped: validated in the step and in the next one"
+    staggered = schedule in STAGGERED
+    return Row(what, figure, "faster" if staggered else "", validates_s < waits_s if staggered else None)
+
+
 def bench() -> Section:
     schedules = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "auto")
-    rows = [*bubbles(), *searched(), automatic(), *map(held, schedules), *budgets(), ways(), orders()]
+    rows = [*bubbles(), *searched(), automatic(), *map(held, schedules), *map(validated, VALIDATED), *budgets(), ways(), orders()]
     setting = f"simulated from costs, and on a simulated mesh of 4 CPU ranks; torch {torch.__version__}"
     return Section("Pipelines", setting, tuple(rows))

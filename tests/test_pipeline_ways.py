@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from pipelined import gpt2, mlp
+from pipelined import cut_as, gpt2, mlp
 
 import colofunc as cf
 from colofunc.compiler.staged import in_place_of
@@ -176,6 +176,10 @@ def test_a_way_that_a_step_does_not_have_cannot_be_followed() -> None:
     chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4)
     with pytest.raises(cf.PlanError, match="the plan to follow goes the way '5 microbatches, cut by time', which this step does not have"):
         chain.with_plan(asked).lower(state, batch)
+    low = chain.lower(state, batch)
+    given = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, stages=cut_as(low))
+    with pytest.raises(cf.PlanError, match=r"and this step leaves nothing open.*Try: stages=None"):
+        given.with_plan(plan).lower(state, batch)
 
 
 def test_a_step_with_what_was_chosen_trains_as_one_device_does() -> None:

@@ -11,7 +11,6 @@ import colofunc as cf
 from colofunc.errors import PlanError
 from colofunc.executors.backend import backend_for
 from colofunc.executors.launch import launch
-from colofunc.program.places import SEND
 from colofunc.program.post_validation import Deferred, deferred
 
 MESH = cf.Mesh(pp=4)
@@ -202,15 +201,27 @@ def test_parts_wait_for_nobody_but_the_exchange() -> None:
 
 
 def test_kept_copies_are_counted() -> None:
-    """A rank keeps what its update writes to until the next step: parameter, momentum and gradient of its layer."""
-    peaks = {}
+    """A rank keeps what its update writes to until the next step, parameter, momentum and gradient of its layer, and gradients."""
+    low = {}
     for validate in ("step", "next step"):
         chain, state = staged("zb-h2", validate)
-        low = chain.lower(state, batches([CALM], 1.0)[0])
-        peaks[validate] = [low.memory(rank).peak_bytes["device"] for rank in range(4)]
-    elements = 8 * 8 + 8 + 8
-    more = [late - now for late, now in zip(peaks["next step"], peaks["step"], strict=True)]
-    assert all(each >= 3 * 8 * elements for each in more), more
+        low[validate] = chain.lower(state, batches([CALM], 1.0)[0])
+    planned = []
+    for rank in range(4):
+        kept = low["next step"].memory(rank).by_kind["device"]["kept copies"][0]
+        planned.append(kept)
+        peaks = [low[validate].memory(rank).peak_bytes["device"] for validate in ("step", "next step")]
+        assert peaks[1] - peaks[0] == kept
+    given = batches([CALM] * 4, 1.0)
+    placed = chain.init(state, given[0])
+    for batch in given:
+        placed, _ = chain(placed, batch)
+    waits = unsettled()
+    copies = [copy for _, copy in waits._kept]
+    read = {id for node in waits.run.parts.update.nodes for id in node.refs}
+    gradients = [x for id in waits.run.parts.main.outputs if id in read for x in waits._values[id]]
+    assert sum(planned) == sum(x.nbytes for x in (*copies, *gradients)) > 0
+    float(flat(placed)["params.layers.0.bias"].full().sum())
 
 
 def test_without_clipping_only_results_come_later() -> None:

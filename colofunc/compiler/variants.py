@@ -51,7 +51,7 @@ class Ways:
     def of(staged: Staged, build: Build, plan: Plan | None) -> Ways:
         """build: with the traced program. plan: one to follow, which says its way; None: there is none.
 
-        Raises PlanError where a step that leaves something open has no such way.
+        Raises PlanError where a step has no such way, or leaves nothing open.
         """
         way = "" if plan is None else plan.way
         build = build.evolve(way=way)
@@ -60,6 +60,11 @@ class Ways:
             if variants:
                 ways = Ways(staged, transform, variants)
                 return attrs.evolve(ways, only=ways.called(way)) if way else ways
+        if way:
+            raise PlanError(
+                f"the plan to follow goes the way {way!r}, and this step leaves nothing open: its microbatches and stages are given. "
+                f"Try: stages=None and what else was open when the plan was made, or plan it without with_plan"
+            )
         return Ways(staged, None, (), only=())
 
     def called(self, words: str) -> Way:

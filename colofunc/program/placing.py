@@ -232,7 +232,7 @@ class _Run:
         if maker is None or maker.phase != "backward":
             return False
         readers = [self.program.nodes[k] for k in self.program.readers[id]]
-        return any(self.home.get(ref) == {stage} for other in readers if other is not reader for ref in other.refs)
+        return any(self.home.get(ref) == frozenset((stage,)) for other in readers if other is not reader for ref in other.refs)
 
     def _moved(self, id: int, at: Indices) -> float:
         """Bytes that travel so that a value is there."""

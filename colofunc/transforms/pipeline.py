@@ -1,14 +1,17 @@
 """pipeline: layers on ranks of their own, microbatches that follow one another through them.
 
-    step = cf.pipeline(cf.shard(step_fn, cf.Mesh(pp=4, dp=2), zero(1, "dp")), axis="pp", microbatches=8, schedule="1f1b")
+    sharded = cf.shard(step_fn, cf.Mesh(pp=4, dp=2), zero(1, "dp"))
+    step = cf.pipeline(sharded, axis="pp", microbatches=8, schedule="1f1b")
 
-Problem: a model is too large for the ranks that share a layer, and pipelines are where composition ends elsewhere: models cut by hand,
-schedules that forbid ZeRO. Idea: the step is one traced program. Its forward pass is cut in stages; a parameter exists on the ranks of its
-stage (`@pp=1`), and operators run where their parameters are; what leaves a stage is sent. The batch comes in microbatches, as under
-`cf.accumulate`, with the same numbers, and a schedule says which rank does what of which microbatch: `passes.cut` cuts a trip of the
-loop in forward, backward, or input gradient and weight gradient of each stage.
+Problem: a model is too large for the ranks that share a layer, and pipelines are where composition ends elsewhere:
+models cut by hand, schedules that forbid ZeRO. Idea: the step is one traced program. Its forward pass is cut in stages;
+a parameter exists on the ranks of its stage (`@pp=1`), and operators run where their parameters are; what leaves a
+stage is sent. The batch comes in microbatches, as under `cf.accumulate`, with the same numbers, and a schedule says
+which rank does what of which microbatch: `passes.cut` cuts a trip of the loop in forward, backward, or input gradient
+and weight gradient of each stage.
 
-Source: GPipe (1811.06965); PipeDream-Flush or 1F1B (2104.04473); Zero Bubble (2401.10241).
+Source: GPipe (1811.06965); PipeDream-Flush or 1F1B (2104.04473); Zero Bubble (2401.10241), also for validation in the
+next step.
 """
 
 from __future__ import annotations
@@ -42,9 +45,10 @@ Globs = Mapping[str, int]
 AUTO = "auto"
 VALIDATE = ("step", "next step")
 LEVELS = 3
-"""Under a budget so many cuts are looked at beside the balanced one: from the one whose fullest stage holds least on."""
+"""At most this many cuts are tried beside the balanced one under a budget, from that with the least full stage on."""
 SHARES = (0.75, 0.5, 0.25, 0.0)
-"""Under a budget, a schedule that looks at costs is tried with less in flight too: from the least (0) to what the fastest keeps (1)."""
+"""Under a budget, a schedule that looks at costs is tried with less in flight too: from the least (0) to what the
+fastest keeps (1)."""
 
 
 def pipeline(
@@ -57,17 +61,24 @@ def pipeline(
     mixing: str = "error",
     validate: str = "step",
 ) -> Any:
-    """The step with its layers on the ranks of `axis`, and its batch in `microbatches` that follow one another through them.
+    """The step with its layers on the ranks of `axis`, and its batch in `microbatches` that follow one another there.
 
-    microbatches: how many, or "auto": of all divisors of the batch that the schedule admits, the one with the fastest plan that fits.
-    schedule: a name of `colofunc_schedules`, such as "gpipe", "1f1b", "zb-h1". stages: glob over names of parameters -> stage (the first
-    that matches counts); None: the forward pass is cut where its stages take equally long, or, where that fits a budget with help only
-    (values made again, copies), where the plan is fastest of a few cuts from equally long to equally full. batch: the argument whose
-    leaves are split on dim 0, by position or name (None: argument 1, or 0 if it is the only one). mixing: what to do with operators that
-    mix samples, as under `cf.accumulate`: "error", or "per-microbatch" (the numbers change). Otherwise the numbers are those of one device.
+    microbatches: how many, or "auto": of all divisors of the batch that the schedule admits, the one with the fastest
+    plan that fits. schedule: a name of `colofunc_schedules`, such as "gpipe", "1f1b", "zb-h1". stages: glob over names
+    of parameters -> stage (the first that matches counts); None: the forward pass is cut where its stages take equally
+    long, or, where that fits a budget with help only (values made again, copies), where the plan is fastest of a few
+    cuts from equally long to equally full. batch: the argument whose leaves are split on dim 0, by position or name
+    (None: argument 1, or 0 if it is the only one). mixing: what to do with operators that mix samples, as under
+    `cf.accumulate`: "error", or "per-microbatch" (the numbers change). Otherwise the numbers are those of one device.
+    validate: when a rank looks at what other stages say of its update (the factor of clipping by the joint norm,
+    whether fp16 overflowed anywhere) and of results (the loss): at the end of the "step", or in the "next step", or
+    when somebody reads a tensor before that. Then it updates by the scalars of the last step meanwhile, keeps copies of
+    what it writes to, and puts right what was guessed wrongly.
 
-    Raises PlanError for an axis that the mesh does not have, a schedule that nobody gives, more stages than there are layers, microbatches
-    that do not divide the batch, and an operator that mixes samples ("auto": where it leaves one microbatch only).
+    Raises PlanError for an axis that the mesh does not have, a schedule that nobody gives, more stages than there are
+    layers, microbatches that do not divide the batch, and an operator that mixes samples ("auto": where it leaves one
+    microbatch only); in the first call with validate="next step" where the update itself communicates (`zero(1, axis)`,
+    `zero(2, axis)`) or values are moved between tiers of memory.
     """
     if microbatches != AUTO:
         check_number(microbatches, "pipeline")
@@ -76,7 +87,10 @@ def pipeline(
     if validate not in VALIDATE:
         raise PlanError(f"unknown validate {validate!r}{near(str(validate), VALIDATE, 'ways')}")
     if stages is not None and (not stages or not all(isinstance(k, int) and k >= 0 for k in stages.values())):
-        raise PlanError(f"stages={stages!r} names no stages; write stages={{'layers.0.*': 0, 'layers.1.*': 1}}, or None for balanced ones")
+        raise PlanError(
+            f"stages={stages!r} names no stages; "
+            "write stages={'layers.0.*': 0, 'layers.1.*': 1}, or None for balanced ones"
+        )
     number = None if isinstance(microbatches, str) else microbatches
     asked = _Asked(axis, number, schedule, None if stages is None else tuple(stages.items()), batch, mixing, validate)
     return stage(step_fn, asked.transform())
@@ -84,8 +98,8 @@ def pipeline(
 
 @attrs.frozen
 class _Asked:
-    """What the pipeline was asked for. microbatches: None: that is open. ends: where the forward pass is cut (`Cuts`); None: where stages
-    take equally long. order: of each rank of the schedule, its index on the axis; None: the same."""
+    """What the pipeline was asked for. microbatches: None: that is open. ends: where the forward pass is cut (`Cuts`);
+    None: where stages take equally long. order: of each rank of the schedule, its index on the axis; None: the same."""
 
     axis: str
     microbatches: int | None
@@ -99,9 +113,10 @@ class _Asked:
 
     def transform(self, variants: bool = True) -> Transform:
         """variants: whether what is open is to be chosen."""
-        clashes = {"accumulate": "a pipeline has microbatches of its own; write cf.pipeline(step, microbatches=8) without cf.accumulate"}
+        write = "write cf.pipeline(step, microbatches=8)"
+        clashes = {"accumulate": f"a pipeline has microbatches of its own; {write} without cf.accumulate"}
         if self.microbatches is None:
-            clashes["local_stats"] = "its numbers depend on how many microbatches there are; write cf.pipeline(step, microbatches=8)"
+            clashes["local_stats"] = f"its numbers depend on how many microbatches there are; {write}"
         return Transform(
             "pipeline",
             attrs.asdict(self, recurse=False),
@@ -113,8 +128,8 @@ class _Asked:
         )
 
     def variants(self, build: Build) -> Sequence[Variant]:
-        """Numbers of microbatches, orders of devices that differ, and behind each, under a budget or for a plan that is followed, cuts; ()
-        where none of them is open."""
+        """Numbers of microbatches, orders of devices that differ, and behind each, under a budget or for a plan that is
+        followed, cuts; () where none of them is open."""
         schedule, ranks = self._schedule(build), self._ranks(build.mesh)
         count = schedule.stages(ranks)
         cuts_open = self.stages is None and count > 1
@@ -144,8 +159,8 @@ class _Asked:
         numbers = schedule.admitted(rows, ranks)
         if not numbers:
             raise PlanError(
-                f"microbatches='auto': no divisor of the {rows} rows of the batch is a number of microbatches that the schedule "
-                f"{self.schedule!r} takes on {ranks} ranks; pad the batch to a multiple of "
+                f"microbatches='auto': no divisor of the {rows} rows of the batch is a number of microbatches that the "
+                f"schedule {self.schedule!r} takes on {ranks} ranks; pad the batch to a multiple of "
                 f"{ranks if schedule.whole_groups else schedule.least_microbatches(ranks)}"
             )
         return numbers
@@ -155,11 +170,16 @@ class _Asked:
         seconds = partial(node_s, values=build.program.values, mesh=build.mesh, rule_of=build.registry.rule)
         count = schedule.stages(ranks)
         devices = self._devices(build, schedule, ranks)
-        return CutProblem(build.program, count, seconds, lambda nbytes: build.mesh.collective_s("send", nbytes, (self.axis,)), devices)
+
+        def send_s(nbytes: float) -> float:
+            return build.mesh.collective_s("send", nbytes, (self.axis,))
+
+        return CutProblem(build.program, count, seconds, send_s, devices)
 
     def _devices(self, build: Build, schedule: Schedule, ranks: int) -> list[Device]:
         """Per stage, what it has of its ranks."""
-        return [_device(build.mesh, self.axis, index, schedule.stages_per_rank) for index in self.indices(schedule, ranks)]
+        each = schedule.stages_per_rank
+        return [_device(build.mesh, self.axis, index, each) for index in self.indices(schedule, ranks)]
 
     def constrained(self, build: Build) -> Build:
         """Parameters exist on the ranks of their stages, and every rank's rows come in equal microbatches."""
@@ -182,11 +202,13 @@ class _Asked:
         backward = any(node.phase == "backward" for node in build.program.nodes)
         indices = self.indices(schedule, ranks)
         late = self.validate == "next step"
-        scheduled = Scheduled(self.axis, self.number, schedule, stages, backward, build.registry.rule, indices, validate_late=late)
+        rule_of = build.registry.rule
+        scheduled = Scheduled(self.axis, self.number, schedule, stages, backward, rule_of, indices, validate_late=late)
         written = loops_over(self.number, self.batch, self.mixing, build)
         loops = [partial(by_timetable, loop, scheduled) for loop in written]
         if schedule.looks_at_costs and build.budget_bytes is not None:
-            # Less in flight is one way to keep to a budget, to make values again in the fastest order is another, and both go together.
+            # Less in flight is one way to keep to a budget, to make values again in the fastest order is another, and
+            # both go together.
             leaner = [attrs.evolve(scheduled, share=share) for share in SHARES]
             # A whole backward keeps nothing for weights: of the same stages, orders without I and W may need the least.
             for other in build.registry.schedules.values():
@@ -203,7 +225,8 @@ class _Asked:
 
     def _ranks(self, mesh: Mesh) -> int:
         if self.axis not in mesh.axis_names:
-            raise PlanError(f"cf.pipeline(axis={self.axis!r}): {mesh!r} has no such axis{near(self.axis, mesh.axis_names, 'axes')}")
+            hint = near(self.axis, mesh.axis_names, "axes")
+            raise PlanError(f"cf.pipeline(axis={self.axis!r}): {mesh!r} has no such axis{hint}")
         return mesh.axis_size(self.axis)
 
     def _schedule(self, build: Build) -> Schedule:
@@ -228,7 +251,9 @@ class _Asked:
         leaves = {k: program.values[i].name for k, i in enumerate(program.inputs) if program.values[i].role in WEIGHTS}
         for glob, index in self.stages:
             if index >= count:
-                raise PlanError(f"stages={{{glob!r}: {index}}}: the schedule {self.schedule!r} has {count} stages on {self.axis!r}")
+                raise PlanError(
+                    f"stages={{{glob!r}: {index}}}: the schedule {self.schedule!r} has {count} stages on {self.axis!r}"
+                )
             if not any(matches(name, glob) for name in leaves.values()):
                 some = ", ".join(list(leaves.values())[:3])
                 raise PlanError(f"stages={{{glob!r}: {index}}} matches no parameter; the first are {some}")
@@ -281,11 +306,12 @@ class _Way:
         placing = placing_of(program, stages.apart(ranks), self.build.mesh, stages)
         if placing is None:
             return 0.0
-        return self.bound.at(cuts, number, [at[1][0] if at is not None and len(at[1]) == 1 else None for at in placing.nodes])
+        rank_of = [at[1][0] if at is not None and len(at[1]) == 1 else None for at in placing.nodes]
+        return self.bound.at(cuts, number, rank_of)
 
     def orders(self) -> list[Order]:
-        """Other orders of the ranks that may be better: of the fastest slowest stage, of the least bound, and the roomiest first under a
-        budget, or for a plan that is followed and may have had one. [] where ranks are alike."""
+        """Other orders of the ranks that may be better: of the fastest slowest stage, of the least bound, and the
+        roomiest first under a budget, or for a plan that is followed and may have had one. [] where ranks are alike."""
         if not self.build.mesh.topology.ranks or self.problem is None:
             return []
         problem, several = self.problem, self.schedule.stages_per_rank
@@ -334,7 +360,8 @@ def _held(schedule: Schedule, size: int, ranks: int, microbatches: int) -> Held:
 def _device(mesh: Mesh, axis: str, index: int, stages: int) -> Device:
     """What a stage has of the ranks at an index: the speed of the slowest, and its part of their memory together.
 
-    They hold a stage's weights together at best (ZeRO, tensor parallelism), so that a stage that does not fit in this fits nowhere there.
+    They hold a stage's weights together at best (ZeRO, tensor parallelism), so that a stage that does not fit in this
+    fits nowhere there.
     """
     ranks = mesh.at(**{axis: index})
     if not mesh.topology.ranks:

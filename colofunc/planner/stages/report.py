@@ -119,4 +119,5 @@ def pipelined(program: Program, mesh: Mesh, seconds: Seconds, count: Count) -> P
         work_s = played.work_s[index]
         speed = mesh.speed(mesh.at(**{timetable.along: index}))
         uses.append(StageUse(stages, kept[index], peaks[index], work_s, played.makespan_s - work_s, speed))
-    return Pipelined(timetable.along, timetable.schedule, loop.trips, played.bubble, tuple(uses))
+    schedule = f"{timetable.schedule} validated in the next step" if timetable.validate_late else timetable.schedule
+    return Pipelined(timetable.along, schedule, loop.trips, played.bubble, tuple(uses))
