@@ -11,8 +11,9 @@
     else           g_idx (i): the group of each                                     weight_shape (2): o, i
                    input
 
-Bits count from the lowest. With `checkpoint_format` "gptq_v2" in the configuration, GPTQ's zeros are what they are. In "gptq", zeros of 0
-and of 16 are not told apart by all readers: such weights are refused.
+Bits count from the lowest. With `checkpoint_format` "gptq_v2" in the configuration, GPTQ's zeros are what they are; otherwise 1 is added to
+each, in one sum of the int32, as GPTQModel does and undoes it: a zero of 0 takes a one from its neighbour there, which other readers do not
+know. Weights with such zeros are read so, and not written.
 
 Sources: AutoGPTQ and GPTQModel (`QuantLinear.pack`, `convert_gptq_v1_to_v2_format`), AutoAWQ (`WQLinear_GEMM`), compressed-tensors
 (`pack_to_int32`); transformers saves all three as they are.
@@ -38,6 +39,8 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs stands at each place of an int32, from the lowest bits on."""
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """At which place each of eight outputs stands."""
+ONES = 0x11111111
+"""1 in each of the eight numbers of an int32."""
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 MIDDLE = 8
 """The zero of numbers that are symmetric around it."""
@@ -111,12 +114,12 @@ def _transposed_scales(tensors: Tensors, entry: Entry, each: int, box: Box) -> T
     return tensors.finite("scales", _of_groups(each, box[1], read))
 
 
-def _transposed_zeros(entry: Entry, each: int, box: Box, places: Sequence[int] | None) -> Tensor:
-    """Zeros as they are written, of (g, o / 8)."""
+def _transposed_zeros(entry: Entry, each: int, box: Box, places: Sequence[int] | None = None, add: int = 0) -> Tensor:
+    """Zeros of (g, o / 8). places: where eight outputs stand in an int32; add: to each int32."""
     words, inside = _eighths(box[0])
 
     def read(theirs: slice) -> Tensor:
-        numbers = _nibbles(boxed(entry, (theirs, words)))
+        numbers = _nibbles(boxed(entry, (theirs, words)) + add)
         if places is not None:
             numbers = _placed(numbers, places)
         return numbers[:, inside].T
@@ -152,12 +155,7 @@ def _read_gptq(tensors: Tensors) -> Quantized:
         return ours[:, box[1].start - 4 * first : box[1].stop - 4 * first]
 
     def zero(box: Box) -> Tensor:
-        held = _transposed_zeros(qzeros, each, box, None)
-        if version == "gptq_v2":
-            return held
-        if bool((held == 15).any()):
-            raise tensors.wrong("qzeros", "has zeros that are 0 for some readers and 16 for others", "checkpoint_format 'gptq_v2'")
-        return held + 1
+        return _transposed_zeros(qzeros, each, box, add=0 if version == "gptq_v2" else ONES)
 
     return _weight((rows, columns), data, partial(_transposed_scales, tensors, scales, each), zero)
 
