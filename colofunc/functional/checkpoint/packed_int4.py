@@ -41,6 +41,8 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """At which place each of eight outputs stands."""
 ONES = 0x11111111
 """1 in each of the eight numbers of an int32."""
+WORDS = 16
+"""So many int32 of each row are unpacked at a time where they are turned."""
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 MIDDLE = 8
 """The zero of numbers that are symmetric around it."""
@@ -240,7 +242,11 @@ def _read_awq(tensors: Tensors) -> Quantized:
     def data(box: Box) -> Tensor:
         words, inside = _eighths(box[0])
         held = boxed(qweight, (slice(2 * box[1].start, 2 * box[1].stop), words))
-        return packed(_placed(_nibbles(held), AWQ_PLACES)[:, inside].T)
+        out = torch.empty((8 * held.shape[1], len(held) // 2), dtype=torch.uint8)
+        for first in range(0, held.shape[1], WORDS):  # a few, as single numbers take the room of two
+            few = held[:, first : first + WORDS]
+            out[8 * first : 8 * (first + few.shape[1])] = packed(_placed(_nibbles(few), AWQ_PLACES).T)
+        return out[inside]
 
     def zero(box: Box) -> Tensor:
         return _transposed_zeros(qzeros, each, box, AWQ_PLACES)
