@@ -242,6 +242,31 @@ def test_a_cast_weight_is_still_known(tmp_path: Path) -> None:
     assert found.dtype is torch.bfloat16 and found.form == "nf4_g64"
 
 
+def test_tensors_of_a_layer_in_two_files_and_experts_that_are_stacked(tmp_path: Path) -> None:
+    config = tr.MixtralConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, num_local_experts=2,
+        vocab_size=16, max_position_embeddings=8,
+    )  # fmt: skip
+    tr.MixtralForCausalLM(config).save_pretrained(tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    weights = dict(tensors)
+    for name in [key.removesuffix(".weight") for key in tensors if "experts" in key or "_proj" in key]:
+        made, weights[f"{name}.weight"] = nf4(name, tuple(tensors.pop(f"{name}.weight").shape))
+        tensors |= made
+    save_file(weights, tmp_path / "plain" / "model.safetensors")
+    (tmp_path / "packed").mkdir()
+    files_of = {key: f"{number % 2}.safetensors" for number, key in enumerate(sorted(tensors))}
+    for file in set(files_of.values()):
+        save_file({key: x for key, x in tensors.items() if files_of[key] == file}, tmp_path / "packed" / file)
+    (tmp_path / "packed" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files_of}))
+    packed_model, plain = (
+        cf.load(tmp_path / folder, model=cf.functional(cf.lazy(partial(tr.MixtralForCausalLM, config)))) for folder in ("packed", "plain")
+    )
+    assert all(torch.equal(make(x), make(plain.params[key])) for key, x in packed_model.params.items())
+    kept = [key for key, x in packed_model.params.items() if stored_in(x) is not None]
+    assert [key.split(".")[-2] for key in kept] == ["q_proj", "k_proj", "v_proj", "o_proj"]  # experts are stacked from several
+
+
 def test_adapters_are_trained_beside_it(tmp_path: Path) -> None:
     written(CASES["nf4 twice"], tmp_path / "a")
     losses = []
