@@ -389,8 +389,8 @@ class Mistake:
 MISTAKES = {
     "scheme": Mistake("cf.quantize: there is no scheme 'int7'; did you mean 'int8'?", scheme="int7"),
     "no scheme": Mistake(
-        "cf.quantize(scheme=None): give the name of a scheme (int8, int8-dynamic, int4-g128, nf4, fp8, mxfp8, nvfp4), or a "
-        "cf.ext.Quantizer",
+        "cf.quantize(scheme=None): give the name of a scheme (int8, int8-dynamic, int4-g128, nf4, nf4-g64, fp8, mxfp8, nvfp4), or "
+        "a cf.ext.Quantizer",
         scheme=None,
     ),
     "no glob": Mistake("cf.quantize(where=[]): give a glob over names of weights, or several. Try: where='*.weight'", {"where": []}),

@@ -24,10 +24,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, near
 from colofunc.functional.adapters import Adapter, global_value
-from colofunc.functional.checkpoint import hf, peft_files, plainfile
+from colofunc.functional.checkpoint import hf, packed_layouts, packed_writing, peft_files, plainfile
 from colofunc.functional.checkpoint.files import dtype_name
 from colofunc.functional.checkpoint.folder import Writing, sync
 from colofunc.functional.checkpoint.index import PLAIN, write_index
@@ -35,6 +34,7 @@ from colofunc.functional.checkpoint.parts import Ranks
 from colofunc.functional.checkpoint.place import Entry, device_for, layout_for, placed, plain, specs_by_name
 from colofunc.functional.modules import Model, functional
 from colofunc.mesh import Mesh
+from colofunc.ops.quantized import Quantized
 from colofunc.program.lazy import LazyTensor, lazy_tensor, make
 from colofunc.spec.regions import Region
 
@@ -72,6 +72,8 @@ def load_model(
         if mesh is not None:
             return placed(entry, layout_for(entry, mesh, chosen.get(name)), mesh, there)
         if isinstance(own, LazyTensor) and device is None:
+            if entry.packed is not None:
+                return packed_layouts.lazily(entry)
             return lazy_tensor(entry.shape, entry.dtype, partial(plain, entry), partial(_box, entry))
         return plain(entry, there)
 
@@ -82,7 +84,7 @@ def load_model(
 def _found(folder: Path, model: Model, held: Mapping[str, Tensor], strict: bool) -> dict[str, Entry]:
     """What the folder has for the model: weights, or adapters of `cf.lora`, or both where adapters lie beside their base."""
     if not peft_files.holds_adapters(folder) or hf.is_peft(model.module):
-        entries = hf.entries_for(model.module, plainfile.entries(folder))
+        entries = hf.entries_for(model.module, packed_layouts.entries(folder))
         return _fitting(model.module, entries, held, str(folder), strict)
     whole = plainfile.holds_whole(folder)
     if not model.adapters and not whole:
@@ -90,7 +92,7 @@ def _found(folder: Path, model: Model, held: Mapping[str, Tensor], strict: bool)
     found: dict[str, Entry] = {}
     if whole:
         own = {name for adapter in model.adapters for name in adapter.names}
-        entries = hf.entries_for(model.module, plainfile.entries(folder))
+        entries = hf.entries_for(model.module, packed_layouts.entries(folder))
         found = _fitting(model.module, entries, {name: x for name, x in held.items() if name not in own}, str(folder), strict)
     if model.adapters:
         found |= {name: hf.cast(entry, held[name].dtype) for name, entry in peft_files.entries(folder, model.adapters, strict).items()}
@@ -170,6 +172,7 @@ def save_pretrained(
     shard_bytes: int = SHARD_BYTES,
     adapters: str = "merged",
     overwrite: bool = False,
+    layout: str | None = None,
 ) -> None:
     """Write the model with the values of `state` as its library reads them. Collective on real ranks.
 
@@ -178,15 +181,18 @@ def save_pretrained(
     worth of weights is held at a time, on rank 0. Other files in the folder (a tokenizer) stay. Adapters of peft are
     written alone, as peft does; modules without a configuration give `model.safetensors`.
     adapters: those of `cf.lora` are "merged" into the weights that they adapt, or written alone in "peft"'s format.
-    overwrite: replace weights and configurations that something else wrote there; without it they are an error.
+    overwrite: replace weights and configurations that something else wrote there; without it they are an error. layout: how another
+    library keeps quantized weights ("bitsandbytes-nf4", "bitsandbytes-int8", "gptq", "awq", "pack-quantized"); None: they are widened.
     """
-    values = _values(model, state)
+    given = _values(model, state)
+    values = {name: packed_writing.unopened(value) for name, value in given.items()}
     module = model.plain
     form = _format(model, adapters)
+    packing = packed_writing.Packing.of(layout, module, values, [name for group in form.groups(values) for name in group], form.merges)
     cast = hf.config_dtype(module) if dtype == "config" else dtype
     if isinstance(cast, str):
         raise InputError(f"save_pretrained: dtype={cast!r}; give a torch.dtype, 'config' or None")
-    ranks = Ranks.of({x.mesh for x in values.values() if isinstance(x, DTensor)})
+    ranks = Ranks.of(packed_writing.meshes(given.values()))
     writing = Writing(path, overwrite, form.kin)
     error: BaseException | None = None
     shards: _Shards | None = None
@@ -200,12 +206,17 @@ def save_pretrained(
     try:
         for files in _split(values, groups, cast, shard_bytes):
             # Every rank takes part in every gather, also when writing has failed (the library's errors are no OSErrors).
-            gathered = {name: _whole(form.value(values, name), cast) for group in files for name in group}
+            names = [name for group in files for name in group]
+            gathered = {name: _whole(form.value(values, name), cast) for name in names if name not in packing.weights}
+            packed = {name: packing.gathered(name, cast) for name in names if name in packing.weights}
             if shards is not None and error is None:
                 stored: dict[str, Tensor] = {}
                 try:
                     for group in files:
-                        stored |= form.to_stored({name: gathered[name] for name in group})
+                        if group[0] in packed:
+                            stored |= packing.to_stored(group, packed[group[0]], form.to_stored)
+                        else:
+                            stored |= form.to_stored({name: gathered[name] for name in group})
                     shards.add(stored)
                 except Exception as problem:
                     error = problem
@@ -213,6 +224,7 @@ def save_pretrained(
             try:
                 shards.finish()
                 form.save_config(writing.folder, cast)
+                packing.save_config(writing.folder, cast or hf.config_dtype(module))
                 _flushed(writing.folder)
                 write_index(writing.folder, {"format": PLAIN}, writing.kept())
                 writing.commit()
@@ -288,9 +300,9 @@ def _end(writing: Writing, ranks: Ranks, error: BaseException | None) -> None:
     raise CheckpointError(f"{what} failed: {error}; the weights that were there are intact") from error
 
 
-def _values(model: Model, state: Mapping[str, Any] | None) -> dict[str, Tensor]:
+def _values(model: Model, state: Mapping[str, Any] | None) -> dict[str, Tensor | Quantized]:
     """Parameter and buffer names -> values; frozen ones are the model's."""
-    own: dict[str, Tensor] = {**model.frozen, **model.params, **model.buffers}
+    own: dict[str, Tensor | Quantized] = {**model.frozen, **model.params, **model.buffers}
     if state is None:
         return own
     given = {**state["params"], **state.get("frozen", {}), **state.get("buffers", {})} if "params" in state else dict(state)

@@ -14,6 +14,7 @@ format has three operators:
     fp8     uint8 (o, i), bits of e4m3fn    float32 (o)                                             8.01
     int4    uint8 (o, i/2), two in a byte   float32 (o, i/128)      uint8 (o, i/128)                4.31
     nf4     uint8 (o, i/2), two in a byte   uint8 (o, i/64)                         float32 (o)     4.13
+    nf4_g64 uint8 (o, i/2), two in a byte   float32 (o, i/64)                                       4.50
     mxfp8   uint8 (o, i), bits of e4m3fn    uint8 (o, i/32), bits of e8m0                           8.25
     nvfp4   uint8 (o, i/2), two in a byte   uint8 (o, i/16), bits of e4m3fn         float32 (o)     4.51
 
@@ -23,7 +24,8 @@ is divided by it.
 
 The first of two numbers in a byte is its low half. Source of nf4 and of scales that are quantized themselves: QLoRA
 (2305.14314), section 3 and appendix E; here the second scale is one of a row, so that rows are independent of one
-another. The second scale of nvfp4 is one of the whole tensor; each row has a copy of it, so that rows may lie on ranks,
+another. `nf4_g64` has the scales of blocks as they are: those that bitsandbytes keeps, or computes of its own second
+scales. The second scale of nvfp4 is one of the whole tensor; each row has a copy of it, so that rows may lie on ranks,
 and are read, as those of other formats. Sources of mxfp8 and nvfp4 are named in `colofunc/ops/small_floats.py`.
 
 Products widen a few rows (or columns) at a time, `WIDENED_BYTES` at most, so that no whole weight is held beside the
@@ -148,11 +150,21 @@ def nf4_scales(scale: Tensor, outer: Tensor, dtype: torch.dtype) -> Tensor:
     return scale.to(dtype) * (outer.to(dtype) / 255.0).unsqueeze(1)
 
 
+def _nf4_values(data: Tensor, scale: Tensor) -> Tensor:
+    """Levels times the scale of each block, in the dtype of the scales."""
+    levels = torch.tensor(NF4_LEVELS, dtype=scale.dtype, device=data.device)
+    numbers = levels[unpacked(data).to(torch.int64)].unflatten(1, (scale.shape[1], -1))
+    return (numbers * scale.unsqueeze(2)).flatten(1)
+
+
 def _widen_nf4(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     data, scale, outer = parts
-    levels = torch.tensor(NF4_LEVELS, dtype=dtype, device=data.device)
-    numbers = levels[unpacked(data).to(torch.int64)].unflatten(1, (scale.shape[1], -1))
-    return (numbers * nf4_scales(scale, outer, dtype).unsqueeze(2)).flatten(1)
+    return _nf4_values(data, nf4_scales(scale, outer, dtype))
+
+
+def _widen_nf4_g64(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    data, scale = parts
+    return _nf4_values(data, scale.to(dtype))
 
 
 def _widen_mxfp8(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -173,6 +185,7 @@ FORMATS: Mapping[str, Format] = {
     "fp8": Format("fp8", ("data", "scale"), 1, 1, _widen_fp8),
     "int4": Format("int4", ("data", "scale", "zero"), 128, 2, _widen_int4),
     "nf4": Format("nf4", ("data", "scale", "outer"), 64, 2, _widen_nf4),
+    "nf4_g64": Format("nf4_g64", ("data", "scale"), 64, 2, _widen_nf4_g64),
     "mxfp8": Format("mxfp8", ("data", "scale"), MX_BLOCK, 1, _widen_mxfp8, nan=E8M0_NAN),
     "nvfp4": Format("nvfp4", ("data", "scale", "outer"), NV_BLOCK, 2, _widen_nvfp4, nan=E4M3_NAN),
 }

@@ -6,6 +6,7 @@
     fp8          a row's largest is 448, the largest of e4m3fn
     int4-g128    groups of 128 columns: 0 to 15 between their least and largest, with 0 exact
     nf4          blocks of 64 columns: the nearest of the 16 levels of a normal variable; the blocks' scales in 8 bits
+    nf4-g64      the same blocks and levels, with their scales in float32, as bitsandbytes rounds without double quantization
     mxfp8        blocks of 32 columns: e4m3fn times a power of two (`colofunc/ops/small_floats.py`)
     nvfp4        blocks of 16 columns: e2m1 times a scale in e4m3fn, times one of the whole weight
 
@@ -54,8 +55,9 @@ class Quantizer:
     """A scheme: which format its weights have, and how their numbers are chosen.
 
     `quantize(weight)`: (o, i) of float32 or float64 -> the parts of the format by name ("data", "scale", ...); a row's result may depend on
-    this row only. `form`: "int8", "fp8", "int4", "nf4", "mxfp8" or "nvfp4" (see `colofunc/ops/quantized.py`). `outliers`: inputs of linear
-    layers are rounded to int8 too, row by row while the step runs, but for those that are at least so large; None: inputs stay as they are.
+    this row only. `form`: "int8", "fp8", "int4", "nf4", "nf4_g64", "mxfp8" or "nvfp4" (see `colofunc/ops/quantized.py`). `outliers`: inputs
+    of linear layers are rounded to int8 too, row by row while the step runs, but for those that are at least so large; None: inputs stay as
+    they are.
     `input_scale(blocks)`: a weight as blocks of its rows, (some, i) each in order -> (i,) float32, positive: columns are multiplied by it
     before `quantize`, and inputs divided by it; None: by nothing. `by_largest`: `quantize(weight, largest)` is given max |w| of the whole
     weight too, () in the dtype of its rows. `by_name`: weight's name -> the scheme for it, of the same name and form,
@@ -271,9 +273,21 @@ def nf4(weight: Tensor) -> dict[str, Tensor]:
     outer = largest.amax(1).to(torch.float32)
     scale = (_divided(largest, outer.unsqueeze(1)) * 255.0).round().clamp(0, 255).to(torch.uint8)
     relative = _divided(blocks, nf4_scales(scale, outer, weight.dtype).unsqueeze(2))
-    levels = torch.tensor(NF4_LEVELS, dtype=weight.dtype)
+    return {"data": _nearest_levels(relative), "scale": scale, "outer": outer}
+
+
+def nf4_g64(weight: Tensor) -> dict[str, Tensor]:
+    """Per block of columns, whose largest is 1."""
+    blocks = weight.unflatten(1, (-1, FORMATS["nf4_g64"].group))
+    scale = blocks.abs().amax(2).to(torch.float32)
+    return {"data": _nearest_levels(_divided(blocks, scale.unsqueeze(2))), "scale": scale}
+
+
+def _nearest_levels(relative: Tensor) -> Tensor:
+    """Which of the levels of NF4 are nearest to numbers (o, blocks, columns), two in a byte."""
+    levels = torch.tensor(NF4_LEVELS, dtype=relative.dtype)
     between = (levels[1:] + levels[:-1]) / 2
-    return {"data": packed(torch.bucketize(relative.contiguous(), between).flatten(1)), "scale": scale, "outer": outer}
+    return packed(torch.bucketize(relative.contiguous(), between).flatten(1))
 
 
 def mxfp8(weight: Tensor) -> dict[str, Tensor]:
@@ -295,6 +309,7 @@ BUILT_IN: Mapping[str, Quantizer] = {
         Quantizer("int8-dynamic", form="int8", quantize=int8, outliers=OUTLIERS),
         Quantizer("int4-g128", form="int4", quantize=int4),
         Quantizer("nf4", form="nf4", quantize=nf4),
+        Quantizer("nf4-g64", form="nf4_g64", quantize=nf4_g64),
         Quantizer("fp8", form="fp8", quantize=fp8),
         Quantizer("mxfp8", form="mxfp8", quantize=mxfp8),
         Quantizer("nvfp4", form="nvfp4", quantize=nvfp4, by_largest=True),

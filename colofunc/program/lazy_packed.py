@@ -8,6 +8,9 @@ block: read, packed, cut to the columns that are asked for, forgotten. The parts
 beside its numbers (scales, zeros: a few hundredths of them) is kept from the first to the others, so that rows are read once. A scheme
 that asks something of all rows (awq, smoothquant: scales of inputs; nvfp4: the largest number) has them read once more in front, by every
 rank.
+
+A file may hold a weight in a format already. Its lazy tensor has a `Stored` as source: asked for values it widens what it holds, and a
+scheme of the same format takes the stored parts, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,16 +23,23 @@ import attrs
 import torch
 from torch import Tensor
 
+from colofunc.errors import InputError
 from colofunc.ops.quantized import Quantized
-from colofunc.ops.quantizers import Quantizer, Whole, rows_at_once, whole_of, widened
-from colofunc.program.lazy import Box, LazyTensor, lazy_tensor, make
+from colofunc.ops.quantizers import BUILT_IN, Quantizer, Whole, rows_at_once, whole_of, widened
+from colofunc.program.lazy import Applied, Box, LazyTensor, lazy_tensor, make
 
 Check = Callable[[Quantized], Quantized]
 Rows = tuple[int, int]  # first, end
 
 
 def packed_lazily(quantizer: Quantizer, weight: LazyTensor, check: Check) -> Quantized:
-    """`check` sees what some rows were packed to, and raises where that cannot be."""
+    """`check` sees what some rows were packed to, and raises where that cannot be.
+
+    Raises InputError where the weight is stored in a format, and the scheme has another one or measures weights anew.
+    """
+    stored = stored_in(weight)
+    if stored is not None:
+        return stored.taken(quantizer, weight.dtype)
     like = quantizer.pack(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
     packing = _Packing(quantizer, weight, check)
     parts: dict[str, Any] = {}
@@ -38,6 +48,83 @@ def packed_lazily(quantizer: Quantizer, weight: LazyTensor, check: Check) -> Qua
     if like.input_scale is not None:
         parts["input_scale"] = lazy_tensor(like.input_scale.shape, like.input_scale.dtype, packing.input_scale)
     return attrs.evolve(like, **parts)
+
+
+@attrs.frozen(eq=False)
+class Stored:
+    """The source of a weight that is stored in a format: what its parts stand for. `weight`: of lazy parts. `where`: for errors."""
+
+    weight: Quantized
+    where: str
+
+    def make(self) -> Tensor:
+        """The whole weight."""
+        size = self.weight.shape
+        rows = self._rows(slice(0, size[0]), slice(0, prod(size[1:])))
+        return rows.reshape(size)
+
+    def read(self, box: Box) -> Tensor | None:
+        """A box of a matrix; of a weight with more dims None, as its parts are those of a matrix."""
+        return self._rows(*box) if len(box) == 2 else None
+
+    def token(self) -> int:
+        """As of other values that come from files."""
+        return 0
+
+    def taken(self, quantizer: Quantizer, dtype: torch.dtype) -> Quantized:
+        """The weight in a scheme of its own format. Raises InputError for another one, which would round numbers a second time."""
+        calibrated = quantizer.by_name is not None or quantizer.asks_all_rows
+        if calibrated or quantizer.form != self.weight.form:
+            names = [repr(one.name) for one in BUILT_IN.values() if one.form == self.weight.form]
+            raise InputError(
+                f"cf.quantize: {self.where} holds a weight in the format {self.weight.form!r}, and the scheme {quantizer.name!r} would "
+                f"round it a second time. Try: the scheme {' or '.join(names)}, which takes its numbers as they are; cf.load(..., "
+                "device='cpu') for widened weights"
+            )
+        return attrs.evolve(self.weight, scheme=quantizer.name, dtype=dtype)
+
+    def _rows(self, rows: slice, columns: slice) -> Tensor:
+        """Some rows and columns, widened a few rows at a time from parts that are read once."""
+        form, total = self.weight.format, prod(self.weight.shape[1:])
+        # Columns are cut between groups.
+        first, end = columns.start // form.group * form.group, -(-columns.stop // form.group) * form.group
+        parts: dict[str, Tensor] = {}
+        for name, part in zip(form.parts, self.weight.parts, strict=True):
+            width = prod(part.shape[1:])
+            cut = (slice(first * width // total, end * width // total),) if part.dim() == 2 else ()
+            parts[name] = _box_of(part, (rows, *cut))
+        scale = self.weight.input_scale
+        if scale is not None:
+            scale = _box_of(scale, (slice(first, end),))
+        out = torch.empty((rows.stop - rows.start, columns.stop - columns.start), dtype=self.weight.dtype)
+        step = rows_at_once(out.shape)
+        for row in range(0, len(out), step):
+            few: dict[str, Any] = {name: part[row : row + step] for name, part in parts.items()}
+            shape = (len(few["data"]), end - first)
+            wide = attrs.evolve(self.weight, shape=shape, input_scale=scale, **few).dequantize()
+            out[row : row + step] = wide[:, columns.start - first : columns.stop - first]
+        return out
+
+
+def _box_of(part: Tensor, box: Box) -> Tensor:
+    """A box of a part, of a lazy one without the rest where that is possible."""
+    found = part.source.read(box) if isinstance(part, LazyTensor) else None
+    return make(part)[box] if found is None else found
+
+
+def stored_in(weight: Tensor) -> Stored | None:
+    """What holds the weight in a format, where it is such a weight, or one in another dtype; else None."""
+    while isinstance(weight, LazyTensor):
+        source = weight.source
+        if isinstance(source, Stored):
+            return source
+        if not isinstance(source, Applied) or source.func not in SAME_NUMBERS:
+            return None
+        weight = source.args[0]
+    return None
+
+
+SAME_NUMBERS = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
 
 
 @attrs.frozen(eq=False)

@@ -67,7 +67,7 @@ def quantize(
 ) -> Any:
     """The step with quantized weights, which it reads and does not train.
 
-    scheme: "int8", "int8-dynamic", "fp8", "int4-g128", "nf4", "mxfp8", "nvfp4", a name that a plugin brings,
+    scheme: "int8", "int8-dynamic", "fp8", "int4-g128", "nf4", "nf4-g64", "mxfp8", "nvfp4", a name that a plugin brings,
     `cf.gptq(moments)`, `cf.awq(moments)`, `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, or a choice of one for each
     weight: "auto", which is that of `errors.within(budget, keep)`, or what that returned. budget, keep, errors: for
     "auto", where `errors` comes from `cf.scheme_errors`. where: globs over the weights' own dotted names; of what they

@@ -22,6 +22,7 @@ from colofunc.functional.checkpoint.tree import names
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of, gpu_of_process
 from colofunc.planner.plan import matches
+from colofunc.program.lazy_packed import Stored
 from colofunc.spec.layout import At, Atom, Layout, make_layout, replicated
 from colofunc.spec.parts import holds, shared_parts
 from colofunc.spec.regions import Pick, Region, padded, region_of
@@ -34,7 +35,10 @@ Read = Callable[[Any, Sequence[Pick]], torch.Tensor]
 
 @attrs.frozen
 class Entry:
-    """A stored tensor: what it is, its pieces with their regions, and how to read from one."""
+    """A stored tensor: what it is, its pieces with their regions, and how to read from one.
+
+    `packed`: where a weight lies in a quantized format, its parts; the entry itself is then what they stand for.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -44,6 +48,7 @@ class Entry:
     dims: tuple[tuple[Atom, ...], ...] | None = None  # of the layout it was saved in
     tier: str = "device"
     at: At | None = None
+    packed: Stored | None = None
 
     def region(self, wanted: Region) -> torch.Tensor:
         """These elements, in order. Raises CheckpointError where the pieces do not hold all of them."""

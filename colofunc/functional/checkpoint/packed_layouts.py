@@ -1,0 +1,121 @@
+"""Quantized weights as other libraries save them: which tensors of a file are one weight, and in which of our formats.
+
+    entries(folder)["model.layers.0.mlp.up_proj.weight"].packed     # a weight in "nf4_g64", from six tensors of bitsandbytes
+
+Problem: libraries that quantize save a weight as several tensors, under names and in an order of bits of their own. Idea: a table. A layout
+says by which names its weights are known, how its tensors are read as the parts of a format, and how the parts are written. What comes out
+is an entry like any other, for the weight as it would be unquantized: names are converted, shapes compared and parts of ranks read as of
+plain weights. A lazy weight keeps what it was made of (`Stored`), so that `cf.quantize` takes the numbers as they are.
+
+    layout            tensors of the layer "x"                                          format
+    bitsandbytes-nf4  x.weight and x.weight.{absmax, quant_map, quant_state..., nested_...}  nf4_g64
+    bitsandbytes-int8 x.weight, x.SCB, x.weight_format                                  int8
+    gptq              x.{qweight, qzeros, scales, g_idx}                                int4
+    awq               x.{qweight, qzeros, scales}                                       int4
+    pack-quantized    x.{weight_packed, weight_scale, weight_shape, weight_zero_point}  int4
+
+The layouts themselves are in `packed_bitsandbytes.py` and `packed_int4.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from colofunc import untrusted
+from colofunc.errors import CheckpointError
+from colofunc.functional.checkpoint import plainfile
+from colofunc.functional.checkpoint.packed_bitsandbytes import INT8, NF4
+from colofunc.functional.checkpoint.packed_int4 import AWQ, GPTQ, PACK_QUANTIZED
+from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors
+from colofunc.functional.checkpoint.place import Entry
+from colofunc.program.lazy import LazyTensor
+from colofunc.program.lazy_packed import Stored
+from colofunc.spec.regions import Pick, Region, extent, take
+
+LAYOUTS: Mapping[str, PackedLayout] = {one.name: one for one in (NF4, INT8, GPTQ, AWQ, PACK_QUANTIZED)}
+
+
+def entries(folder: Path) -> dict[str, Entry]:
+    """Name -> tensor of a folder of plain safetensors; tensors that are one quantized weight are one entry.
+
+    Raises CheckpointError that names key and file where tensors of such a weight are missing or do not fit.
+    """
+    found = plainfile.entries(folder)
+    layers = _layers(found)
+    if not layers:
+        return found
+    config = _quantization_config(folder)
+    for layer, kin in layers.items():
+        tensors = Tensors(folder, layer, _of_layer(found, layer), config)
+        layout = next((one for one in kin if one.claims(tensors)), kin[0])
+        entry = _entry(layout, tensors)
+        for suffix in layout.keys:
+            found.pop(f"{layer}.{suffix}", None)
+        found[entry.name] = entry
+    return found
+
+
+def _layers(found: Mapping[str, Entry]) -> dict[str, list[PackedLayout]]:
+    """Layers with a tensor that only quantized weights have -> the layouts that know it."""
+    layers: dict[str, list[PackedLayout]] = {}
+    for name in found:
+        for layout in LAYOUTS.values():
+            for mark in layout.marks:
+                if name.endswith(f".{mark}"):
+                    kin = layers.setdefault(name.removesuffix(f".{mark}"), [])
+                    kin += [layout] if layout not in kin else []
+    return layers
+
+
+def _of_layer(found: Mapping[str, Entry], layer: str) -> dict[str, Entry]:
+    keys = dict.fromkeys(key for layout in LAYOUTS.values() for key in layout.keys)
+    return {key: found[f"{layer}.{key}"] for key in keys if f"{layer}.{key}" in found}
+
+
+def _quantization_config(folder: Path) -> Mapping[str, Any]:
+    """What the folder's configuration says about quantization; nothing where it has none."""
+    path = (folder.parent if folder.is_file() else folder) / "config.json"
+    if not path.exists():
+        return {}
+    try:
+        said = untrusted.read_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Try: a copy of the folder that is whole") from error
+    config = said.get("quantization_config") if isinstance(said, dict) else None
+    return config if isinstance(config, dict) else {}
+
+
+def _entry(layout: PackedLayout, tensors: Tensors) -> Entry:
+    """The weight as an entry of float32 values."""
+    missing = [key for key in layout.needs if key not in tensors.entries]
+    if missing:
+        raise tensors.wrong(missing[0], f"is missing, without which {layout.name} weights cannot be read")
+    packed = layout.read(tensors)
+    stored = Stored(packed, f"{tensors.layer!r} in {tensors.file}, as {layout.name} keeps it,")
+    whole = Region.whole(packed.shape)
+    return Entry(f"{tensors.layer}.weight", packed.shape, packed.dtype, ((whole, stored),), _read, packed=stored)
+
+
+def _read(stored: Stored, picks: Any) -> Tensor:
+    """The widened weight at some rows and columns."""
+    (first, end), (left, right) = extent(picks[0]), extent(picks[1])
+    box = stored.read((slice(first, end), slice(left, right)))
+    assert box is not None
+    return take(box, [_shifted(picks[0], first), _shifted(picks[1], left)])
+
+
+def _shifted(pick: Pick, by: int) -> Pick:
+    return slice(pick.start - by, pick.stop - by, pick.step) if isinstance(pick, slice) else pick - by
+
+
+def lazily(entry: Entry) -> LazyTensor:
+    """The weight as a lazy tensor in the entry's dtype, which knows that it is stored packed."""
+    assert entry.packed is not None
+    weight = attrs.evolve(entry.packed.weight, dtype=entry.dtype)
+    return LazyTensor(attrs.evolve(entry.packed, weight=weight), torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
