@@ -10,21 +10,50 @@ gradient from where it is made, through elementwise operators that keep its shap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from heapq import heapify, heappop, heappush
 
 from colofunc.program.facts import is_pointwise
-from colofunc.program.ir import Program, Value
+from colofunc.program.ir import Program, Value, computed_once
 
 
-def worked_on(program: Program, meets: Callable[[str], bool]) -> Iterator[tuple[int, Value]]:
-    """(index of a node of the update, the gradient that it works on) for gradients whose name meets a test."""
-    from_: dict[int, Value] = {v.id: v for v in program.values.values() if v.role == "grad" and meets(v.name)}
-    for index, node in enumerate(program.nodes):
-        if node.phase != "update" or len(node.outs) != 1 or node.outs[0] is None or not is_pointwise(node.target):
+@computed_once
+def gradients(program: Program) -> tuple[Value, ...]:
+    """All gradients of a program."""
+    return tuple(value for value in program.values.values() if value.role == "grad")
+
+
+def worked_on(program: Program, grads: Iterable[Value]) -> Iterator[tuple[int, Value]]:
+    """(index of a node of the update, the gradient that it works on) for these gradients.
+
+    Plans ask for one parameter at a time, so only what reads a gradient is looked at, and what reads that.
+    """
+    from_ = {grad.id: grad for grad in grads}
+    readers = _elementwise_readers(program)
+    ahead = [index for id in from_ for index in readers.get(id, ())]
+    heapify(ahead)
+    last = -1
+    while ahead:
+        index = heappop(ahead)
+        if index == last:
             continue
-        out = program.values[node.outs[0]]
-        grads = {from_[i].id: from_[i] for i in node.refs if i in from_ and from_[i].shape == out.shape}
-        if len(grads) == 1:
-            (grad,) = grads.values()
-            from_[out.id] = grad
+        last, node = index, program.nodes[index]
+        (out,) = node.results
+        read = {from_[i].id: from_[i] for i in node.refs if i in from_ and from_[i].shape == program.values[out].shape}
+        if len(read) == 1:
+            (grad,) = read.values()
+            from_[out] = grad
             yield index, grad
+            for reader in readers.get(out, ()):
+                heappush(ahead, reader)
+
+
+@computed_once
+def _elementwise_readers(program: Program) -> Mapping[int, list[int]]:
+    """Value -> positions of the elementwise operators of the update that read it."""
+    found: dict[int, list[int]] = {}
+    for index, node in enumerate(program.nodes):
+        if node.phase == "update" and len(node.outs) == 1 == len(node.results) and is_pointwise(node.target):
+            for id in dict.fromkeys(node.refs):
+                found.setdefault(id, []).append(index)
+    return found
