@@ -39,3 +39,18 @@ def test_backward_of_what_a_stage_reads_is_its_own() -> None:
     nodes = made.program.nodes
     heads = [k for k, node in enumerate(nodes) if node.phase == "backward" and node.path == "lm_head"]
     assert len(heads) >= 2 and all(k in made.parts[-1].back for k in heads)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_seconds_of_an_order_are_those_of_the_program_that_it_becomes(name: str) -> None:
+    """Whatever an order makes again for nobody is in neither."""
+    made = chain(name)
+    last, took = len(made.parts) - 1, {node.target: 1.0 + k for k, node in enumerate(made.program.nodes)}
+    back = [Back(s) for s in range(last, -1, -1)]
+    again = [step for s in range(last, -1, -1) for step in (*(Run(t, None) for t in range(s)), Run(s, 0), Back(s))]
+    orders = [[*(Run(s, way) for s in range(last + 1)), *back] for way in (0, -1)]
+    for order in (*orders, [*(Run(s, None) for s in range(last + 1)), *again]):
+        replay = made.replayed(order)
+        seconds = replay.seconds([took[node.target] for node in made.program.nodes])
+        assert seconds == sum(took[node.target] for node in replay.finish().nodes)
+    assert len(replay.finish().nodes) > len(made.program.nodes)

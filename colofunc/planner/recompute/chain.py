@@ -12,6 +12,10 @@ come back. Or the first stage keeps what its backward reads (all of it, or part,
 Each backward leaves something behind, gradients of parameters first of all, which the backward of earlier stages has to leave
 room for. `m` is what is left for stages i..j when later ones are done, so that equal pieces of a chain are one problem.
 
+Note [Splits that cannot pay]. A split runs the stages in front of it twice and all others at least once, whatever memory there is. Where
+a way to keep the first stage takes no longer than that, the split need not be looked at; nor where either piece has too little memory to
+be done at all. Seconds fall as memory grows, so what is left of a split is one range of slots, and of most splits none.
+
 Source: Beaumont et al., Optimal checkpointing for heterogeneous chains (1911.13214), there with one way v to keep.
 
 >>> unit, loss = Stage(1, 1, 1, (Kept(1, 0),)), Stage(0, 0, 0, (Kept(0, 0),))
@@ -26,9 +30,14 @@ from functools import cached_property, partial
 
 import attrs
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 INF = float("inf")
 LEAST_SLOTS = 250
+BOUNDS = 2
+"""So often it is asked which splits may be faster, each time by a closer bound."""
+ROUNDED = 1e-9
+"""More than what sums of seconds lose to rounding, as a part of them."""
 
 
 @attrs.frozen
@@ -106,14 +115,17 @@ class Table:
             slots = min(slots, max(LEAST_SLOTS, most_entries // len(pieces)))
         self.stages, self.unit, self.size = tuple(stages), max(memory / slots, 1e-9), slots + 1
         self.forward_s = np.array([s.forward_s for s in stages])
+        self.plain_s = self.forward_s + np.array([s.backward_s for s in stages])
         self.left = np.array([s.left_bytes for s in stages], dtype=np.int64)
         self.outs = np.array([self._slots(s.out_bytes) for s in stages]).clip(max=self.size)
         self.kept = [[self._slots(way.nbytes) for way in s.ways] for s in stages]
         self.cost = np.full((len(pieces), 2 * self.size), INF)  # seconds
         self.picked: dict[tuple[int, int], int] = {}
-        some = np.empty((len(stages), self.size))
+        self.least = np.empty(len(pieces), dtype=np.int64)  # the first slot with which a piece can be done; `size`: none
+        room = np.empty(self.size)
         for row, (i, j) in enumerate(pieces):
-            self._solve(row, i, j, some)
+            self._solve(row, i, j, room)
+            self.least[row] = self.size - np.count_nonzero(self.cost[row, self.size :] < INF)
 
     def distinct(self) -> Iterator[Sweep]:
         """From fast to lean, the least for every number of slots with which less is possible than with fewer."""
@@ -166,20 +178,42 @@ class Table:
     def _slots(self, nbytes: int) -> int:
         return int(-(-nbytes // self.unit))
 
-    def _solve(self, row: int, i: int, j: int, some: np.ndarray) -> None:
-        """The row of stages i..j; those of all shorter pieces are there. `some`: room for as many rows as there are stages."""
+    def _solve(self, row: int, i: int, j: int, room: np.ndarray) -> None:
+        """The row of stages i..j; those of all shorter pieces are there. `room`: for the seconds of one split."""
         best = self.cost[row, self.size :]
         for seconds in self._keeping(i, j, 0, self.size):
             np.minimum(best, seconds, out=best)
         if i == j:
             return
-        behind = zip(self.rows[i + 1 : j + 1, j].tolist(), (self.size - self.outs[i:j]).tolist(), strict=True)
-        ahead = zip(self.rows[i, i:j].tolist(), (self.size - self._left(i + 1, j)).tolist(), strict=True)
-        for seconds, (later, a), (earlier, b) in zip(some, behind, ahead, strict=False):
-            np.add(self.cost[later, a : a + self.size], self.cost[earlier, b : b + self.size], out=seconds)
-        splits = some[: j - i]
-        splits += np.cumsum(self.forward_s[i:j])[:, None]
-        np.minimum(best, splits.min(axis=0), out=best)
+        again_s, later, earlier, first, stop = self._splits(i, j, best)
+        if not len(again_s):
+            return
+        windows = as_strided(self.cost.reshape(-1)[first:], (self.cost.size - stop + 1, stop - first), 2 * self.cost.strides[1:])
+        seconds = windows[later]
+        seconds += windows[earlier]
+        seconds += again_s[:, None]
+        np.minimum(best[first:stop], seconds.min(axis=0), out=best[first:stop])
+
+    def _splits(self, i: int, j: int, best: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, int]:
+        """Of the splits of stages i..j those that may be faster than `best`: Note [Splits that cannot pay].
+
+        (seconds to get to each, where in `cost` what is behind it has no slot and where what is ahead of it, the first slot with which
+        one may pay and that behind the last)
+        """
+        again_s = np.cumsum(self.forward_s[i:j])
+        behind, ahead = self.rows[i + 1 : j + 1, j], self.rows[i, i:j]
+        outs, left = self.outs[i:j], self._left(i + 1, j)
+        starts = np.maximum(outs + self.least[behind], left + self.least[ahead])
+        width = self.cost.shape[1]
+        splits = np.stack([starts, width * behind + self.size - outs, width * ahead + self.size - left])
+        bound_s = self.plain_s[i : j + 1].sum() * (1 - ROUNDED) + again_s
+        for _ in range(BOUNDS):
+            stops = self.size - np.searchsorted(best[::-1], bound_s, side="right")
+            pays = splits[0] < stops
+            splits, again_s, stops = splits[:, pays], again_s[pays], stops[pays]
+            bound_s = self.cost.take(splits[1] + stops - 1) + self.cost.take(splits[2] + stops - 1) + again_s
+        starts, later, earlier = splits
+        return again_s, later, earlier, int(starts.min(initial=self.size)), int(stops.max(initial=0))
 
     def _left(self, first: int, last: int) -> np.ndarray:
         """Slots of what stages k..last leave, for k from `first` to `last`."""

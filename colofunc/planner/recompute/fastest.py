@@ -26,13 +26,14 @@ from colofunc.planner.recompute.by_rank import Levels, fastest_by_rank, put_toge
 from colofunc.planner.recompute.chain import Back, Run, Stage, Sweep, Table
 from colofunc.planner.recompute.exhaustive import late
 from colofunc.planner.recompute.needs import measured
-from colofunc.planner.recompute.orders import Order, Orders, fastest
+from colofunc.planner.recompute.orders import AgainS, Order, Orders, fastest
 from colofunc.planner.recompute.policies import NAMED, Policy, every
 from colofunc.planner.recompute.stages import Chain, NodeS, chain_of, joined
 from colofunc.program.aliases import aliases
 from colofunc.program.ir import Program
 from colofunc.program.memory import memory
 from colofunc.program.passes.loop import within
+from colofunc.program.passes.recompute import Replay
 
 SLOTS, ENTRIES = 2000, 6_000_000
 """Memory is divided into SLOTS, fewer where tables would have more than so many entries. What a stage keeps is rounded up to slots, so
@@ -66,13 +67,29 @@ def _with_again(made: Program, finish: Finish, node_s: NodeS, plain_s: float, li
 
 
 def _by_policy_everywhere(program: Program, node_s: NodeS, policy: Policy) -> Program:
-    return _changed(program, partial(_by_policy, node_s=node_s, policy=policy))
+    def change(part: Program) -> Program:
+        replay = _by_policy(part, node_s, policy)
+        return part if replay is None else replay.finish()
+
+    return _changed(program, change)
 
 
-def _by_policy(program: Program, node_s: NodeS, policy: Policy) -> Program:
+def _by_policy(program: Program, node_s: NodeS, policy: Policy) -> Replay | None:
+    """None: without a backward there is one order of work."""
     chain = chain_of(program, node_s, policy.keeps, policy.every)
     n = len(chain.parts)
-    return chain.replay([*(Run(s, 1) for s in range(n)), *(Back(s) for s in reversed(range(n)))]) if n else program
+    return chain.replayed([*(Run(s, 1) for s in range(n)), *(Back(s) for s in reversed(range(n)))]) if n else None
+
+
+def _order_by_policy(program: Program, node_s: NodeS, policy: Policy) -> Order:
+    replay = None if _has_loops(program) else _by_policy(program, node_s, policy)
+    if replay is None:
+        return Order(partial(_by_policy_everywhere, program, node_s, policy), 0, inf)
+    return Order(replay.finish, 0, inf, lambda: replay)
+
+
+def _has_loops(program: Program) -> bool:
+    return any(node.loop is not None for node in program.nodes)
 
 
 def fit(
@@ -87,8 +104,14 @@ def fit(
     def tried(one: Program, like: Fitted | None = None, /, moves: bool = True) -> Fitted:
         return _with_again(one, partial(finish, moves=moves), node_s, plain_s, like)
 
-    def again_s(one: Program) -> float:
-        return _seconds(one, node_s) - plain_s
+    seconds = [] if _has_loops(program) else [node_s(node, program.values) for node in program.nodes]
+
+    def again_s(one: Program | Order) -> float:
+        if isinstance(one, Program):
+            return _seconds(one, node_s) - plain_s
+        if one.replayed is None:
+            return again_s(one())
+        return one.replayed().seconds(seconds) - plain_s
 
     whole = tried(program)
     if budget_bytes is None or (whole.fits(budget_bytes) and whole.more_s <= 0):
@@ -116,7 +139,7 @@ def fit(
 
 
 def _all(
-    orders: Sequence[Callable[[], Program]], tried: Finish, again_s: Callable[[Program], float], whole: Fitted, budget: int,
+    orders: Sequence[Callable[[], Program]], tried: Finish, again_s: AgainS, whole: Fitted, budget: int,
     below_s: float,
 ) -> list[Fitted]:  # fmt: skip
     """Every order, but those that make again what costs more than the best that is known does in all."""
@@ -129,13 +152,13 @@ def _all(
 
 
 def _named(
-    program: Program, node_s: NodeS, again_s: Callable[[Program], float], tried: Finish, found: Sequence[Fitted], budget: int,
+    program: Program, node_s: NodeS, again_s: AgainS, tried: Finish, found: Sequence[Fitted], budget: int,
     below_s: float = inf,
 ) -> list[Fitted]:  # fmt: skip
     """What policies with a name keep, as far as it may be faster than what was found; all of them where nothing fits so far."""
     named = list[Fitted]()
     for policies in (CANDIDATES, MORE):
-        orders = sorted((_by_policy_everywhere(program, node_s, policy) for policy in policies), key=again_s)
+        orders = sorted((_order_by_policy(program, node_s, policy) for policy in policies), key=again_s)
         named += _faster(orders, again_s, tried, (*found, *named), budget, below_s)
         if below_s < inf or any(one.fits(budget) for one in (*found, *named)):
             break
@@ -143,15 +166,16 @@ def _named(
 
 
 def _faster(
-    orders: Sequence[Program], again_s: Callable[[Program], float], tried: Finish, found: Sequence[Fitted], budget: int, below_s: float
+    orders: Orders, again_s: AgainS, tried: Finish, found: Sequence[Fitted], budget: int, below_s: float
 ) -> list[Fitted]:
     """Of orders from fast to lean, those counted that may be faster than what was found."""
     counted = list[Fitted]()
     best_s = min([below_s, *(one.more_s for one in found if one.fits(budget))])
     whole = found[0]
-    for one in orders:
-        if again_s(one) >= best_s:
+    for order in orders:
+        if again_s(order) >= best_s:
             break
+        one = order()
         # Where copies have to be searched for, a sketch says whether that is worth it.
         if whole.hint is not None and best_s < inf and tried(one, whole).more_s >= best_s:
             continue
@@ -162,7 +186,7 @@ def _faster(
 
 
 def _unmoved(
-    orders: Orders, program: Program, node_s: NodeS, again_s: Callable[[Program], float], tried: Finish,
+    orders: Orders, program: Program, node_s: NodeS, again_s: AgainS, tried: Finish,
     budget: int, best_s: float,
 ) -> list[Fitted]:  # fmt: skip
     """What is fastest where nothing is copied, if it may be faster than `best_s`: whoever may copy loses nothing by it."""
@@ -178,7 +202,7 @@ def _unmoved(
 
 
 def _rounded(
-    program: Program, node_s: NodeS, tried: Callable[[Program], Fitted], budget: int, again_s: Callable[[Program], float], below_s: float
+    program: Program, node_s: NodeS, tried: Callable[[Program], Fitted], budget: int, again_s: AgainS, below_s: float
 ) -> list[Fitted]:
     """Where stages do not own what is kept (skips, dense features), orders that linear programs propose: the fastest that fits last."""
     if len(program.nodes) > MIDDLE:
@@ -209,13 +233,13 @@ def _leaner(plans: Sequence[Program], node_s: NodeS) -> Iterator[Order]:
 
 
 def _bisect(
-    orders: Orders, tried: Callable[[Program], Fitted], budget: int, again_s: Callable[[Program], float], below_s: float = inf
+    orders: Orders, tried: Callable[[Program], Fitted], budget: int, again_s: AgainS, below_s: float = inf
 ) -> list[Fitted]:
     """Those that were counted on the way to the fastest that fits; the leanest that makes less than `below_s` again is among them.
 
     Counting is dear, so what is counted next is what is expected to fit just so; after GUESSES of these, what halves the rest.
     """
-    quick = len(orders) if below_s == inf else bisect_left(range(len(orders)), below_s, key=lambda k: again_s(orders[k]()))
+    quick = len(orders) if below_s == inf else bisect_left(range(len(orders)), below_s, key=lambda k: again_s(orders[k]))
     if not quick:
         return []
     last = quick - 1
@@ -266,7 +290,14 @@ class _Proposals:
                 return part if sweep is None else self.chains[id(part)].replay(sweep.order)
 
             given_bytes = sum(sweep.given_bytes for sweep in mine.values())
-            yield Order(partial(_changed, self.program, change), given_bytes, sum(sweep.seconds for sweep in mine.values()))
+            replayed = None
+            if len(self.chains) == 1 and mine:
+                (sweep,) = mine.values()
+                replayed = partial(self._replayed, sweep)
+            yield Order(partial(_changed, self.program, change), given_bytes, sum(sweep.seconds for sweep in mine.values()), replayed)
+
+    def _replayed(self, sweep: Sweep) -> Replay:
+        return self.chains[id(self.program)].replayed(sweep.order)
 
     def of_ranks(self, levels: Levels) -> Program:
         """The program in which each rank of a pipeline works in an order of its own; 0: nothing is made again."""

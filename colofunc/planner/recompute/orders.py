@@ -21,6 +21,7 @@ import attrs
 
 from colofunc.planner.candidate import Finish, Fitted
 from colofunc.program.ir import Program
+from colofunc.program.passes.recompute import Replay
 
 FULL, MOST = 2, 4
 """At most FULL orders that fit are searched in full, where a sketch promises to be faster; MOST with those that turn out not to fit."""
@@ -33,22 +34,26 @@ class Order:
     """An order of work that was proposed; a call makes the program.
 
     `given_bytes`: the memory that it was found for. The peak is something else, but from order to order the two go alike.
-    `at_most_s`: seconds of its work; what nobody reads may be left out when the program is made.
+    `at_most_s`: seconds of its work; what nobody reads may be left out when the program is made. `replayed`: the order of nodes, where
+    there is no loop: it says what the program does again, for less than writing it.
     """
 
     make: Callable[[], Program]
     given_bytes: int
     at_most_s: float
+    replayed: Callable[[], Replay] | None = None
 
     def __call__(self) -> Program:
         return self.make()
 
 
 Orders = Sequence[Order]
+AgainS = Callable[[Program | Order], float]
+"""Seconds of what an order makes again."""
 
 
 def fastest(
-    orders: Orders, again_s: Callable[[Program], float], tried: Finish, whole: Fitted, budget: int, work_s: float, below_s: float = inf
+    orders: Orders, again_s: AgainS, tried: Finish, whole: Fitted, budget: int, work_s: float, below_s: float = inf
 ) -> list[Fitted]:
     """Those that were searched in full; the fastest that fits is among them where one does, else the leanest.
 
@@ -60,7 +65,7 @@ def fastest(
 
 class _Among:
     def __init__(
-        self, orders: Orders, again_s: Callable[[Program], float], tried: Finish, whole: Fitted, budget: int, work_s: float,
+        self, orders: Orders, again_s: AgainS, tried: Finish, whole: Fitted, budget: int, work_s: float,
         below_s: float,
     ) -> None:  # fmt: skip
         self.orders, self.tried, self.whole, self.budget, self.work_s = orders, tried, whole, budget, work_s
@@ -120,7 +125,7 @@ class _Among:
 
     def again_s(self, k: int) -> float:
         if k not in self.again:
-            self.again[k] = self.again_of(self.orders[k]())
+            self.again[k] = self.again_of(self.orders[k])
         return self.again[k]
 
     def _rank(self, k: int) -> tuple[bool, float, int]:

@@ -13,7 +13,7 @@ What every stage reads (masks, positions, the output of an encoder) is held all 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 
 import attrs
@@ -21,7 +21,7 @@ import attrs
 from colofunc.ops.debug import DEBUG
 from colofunc.planner.recompute.chain import Back, Kept, Run, Stage
 from colofunc.program.aliases import aliases
-from colofunc.program.ir import Node, Program, Value
+from colofunc.program.ir import Node, Program, Value, computed_once
 from colofunc.program.passes.recompute import Replay
 
 SMALL = 1 << 10
@@ -67,6 +67,10 @@ class Chain:
 
     def replay(self, order: Iterable[Run | Back]) -> Program:
         """The program that does the stages' work in this order."""
+        return self.replayed(order).finish()
+
+    def replayed(self, order: Iterable[Run | Back]) -> Replay:
+        """The order of nodes in which the stages' work is done in this order."""
         made = Replay(self.program)
         seen: set[int] = set()
         for step in order:
@@ -89,7 +93,7 @@ class Chain:
                 made.drop(self.parts[step.stage - 1].out)
         for k in range(self.parts[0].back.stop, len(self.program.nodes)):
             made.run(k)
-        return made.finish()
+        return made
 
 
 def chain_of(program: Program, node_s: NodeS, keeps: Keeps | None = None, every: int = 1) -> Chain:
@@ -97,10 +101,10 @@ def chain_of(program: Program, node_s: NodeS, keeps: Keeps | None = None, every:
 
     `every`: so many stages are one.
     """
-    facts = _Facts(program)
+    facts = _facts(program)
     if facts.first is None:
         return Chain(program, ())
-    cuts = _cuts(facts)
+    cuts = facts.cuts
     cuts = cuts[every - 1 :: every] if every > 1 else cuts
     ends = [0, *(c + 1 for c in cuts), facts.first]
     ranges = [range(a, b) for a, b in pairwise(ends) if b > a]
@@ -154,6 +158,11 @@ class _Facts:
         self.maker = program.made_at
         self.readers: Mapping[int, tuple[int, ...]] = program.readers
 
+    @cached_property
+    def cuts(self) -> list[int]:
+        """Nodes behind which forward may be cut."""
+        return _cuts(self)
+
     def group(self, value: int) -> int:
         return self.memory.group(value)
 
@@ -194,6 +203,12 @@ class _Facts:
         every = self.forward()
         found = [v for v in every if v in batch and v in params]
         return found or every
+
+
+@computed_once
+def _facts(program: Program) -> _Facts:
+    """What chains by several policies have in common."""
+    return _Facts(program)
 
 
 def _cuts(facts: _Facts) -> list[int]:

@@ -78,6 +78,7 @@ class Memo:
     """What does not depend on the budget: the fastest assignment, models with their liveness by what is regathered.
 
     `like`: an assignment of the same program, in which other constraints held, that all searches begin from and from nothing else.
+    `around_fastest`: the same of the problem in which all but the largest axes lie as in `fastest`, where axes are decided by turns.
     """
 
     fastest: Assignment | None = None
@@ -85,6 +86,7 @@ class Memo:
     models: dict[frozenset[int], tuple[Model, Liveness]] = attrs.field(factory=dict)
     fits: dict[frozenset[int], list[list[int]]] = attrs.field(factory=dict)  # choices that met some budget
     misses: dict[frozenset[int], tuple[list[list[int]], Fit]] = attrs.field(factory=dict)  # (`fits` before, a search that met none)
+    around_fastest: Memo | None = None
 
     def missed(self, regather: frozenset[int], budget_bytes: int) -> Fit | None:
         """What a search for so many bytes ends with, where one like it met no budget: it goes the same way for every smaller one."""

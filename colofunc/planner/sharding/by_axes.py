@@ -67,9 +67,12 @@ def assign_by_axes(
     if memo.fastest is None:  # nothing of it depends on a budget
         memo.fastest = turns.fastest(memo.like)
     current, largest = memo.fastest, turns.open_axes[:MOST_AXES]
+    around = memo.around_fastest = memo.around_fastest or Memo()
+    for known in (around.fits, around.misses):  # one budget does not lead to what another finds
+        known.clear()
     if budget_bytes is not None and current.peak_bytes > budget_bytes:
-        current = turns.solve(largest, current, budget_bytes)
-    return turns.solve(largest, current, price_s=price_s) if price_s else current
+        current, around = turns.solve(largest, current, budget_bytes, around), Memo()
+    return turns.solve(largest, current, memo=around, price_s=price_s) if price_s else current
 
 
 def _largest_first(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:

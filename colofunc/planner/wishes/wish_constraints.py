@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 from math import prod
 
 import attrs
@@ -25,7 +26,7 @@ from colofunc.planner.wishes.flow_constraints import ExtraOf, Flow, RuleOf, alon
 from colofunc.planner.wishes.layout_equality import alike, orders
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
 from colofunc.program.facts import is_pointwise
-from colofunc.program.ir import Program, Value
+from colofunc.program.ir import Program, Value, computed_once
 from colofunc.spec.layout import At, Layout, at_text, is_major, make_layout
 from colofunc.spec.rule import Rule, Strategy
 from colofunc.spec.spec import bind, parse
@@ -42,12 +43,13 @@ def constraints_of(
     extra_of: ExtraOf = lambda node: (),
 ) -> Constraints:
     """All wishes as constraints; raises PlanError on clashes, on wishes that match nothing or cannot be done."""
-    named = _by_name(program)
+    leaves = _Named.of([program.values[i] for i in program.inputs])
+    grads = _Named.of(gradients(program))
 
     def found_by(wish: Wish) -> list[tuple[int, Where, Constraint]]:
         if wish.on_operator:
             return list(_on_operators(wish, program, mesh, rule_of, extra_of))
-        return list(_on_leaves(wish, program, mesh, named))
+        return list(_on_leaves(wish, program, mesh, leaves, grads))
 
     told = [(wish, found_by(wish)) for wish in wishes]
     some = _Heard(program, mesh, highest((item, wish.rank, where) for wish, found in told for item, where, _ in found))
@@ -146,32 +148,41 @@ def _say(place: object) -> str:
     return f"dim {place}" if isinstance(place, int) else str(place)
 
 
-def _by_name(program: Program) -> Mapping[str, Sequence[int]]:
-    """Numbers of inputs by all that may be written for them: "layers.0.weight", "0.weight" and "weight" are one leaf's."""
-    named = defaultdict[str, list[int]](list)
-    for k, i in enumerate(program.inputs):
-        rest: str | None = program.values[i].name
-        while rest is not None:
-            named[rest].append(k)
-            _, dot, behind = rest.partition(".")
-            rest = behind if dot else None
-    return named
+@attrs.frozen
+class _Named:
+    """Values, and their numbers by all that may be written for them: "layers.0.weight", "0.weight" and "weight" are one leaf's."""
+
+    values: Sequence[Value]
+    numbers: Mapping[str, Sequence[int]]
+
+    @staticmethod
+    def of(values: Sequence[Value]) -> _Named:
+        numbers = defaultdict[str, list[int]](list)
+        for k, value in enumerate(values):
+            rest: str | None = value.name
+            while rest is not None:
+                numbers[rest].append(k)
+                _, dot, behind = rest.partition(".")
+                rest = behind if dot else None
+        return _Named(values, numbers)
+
+    def met(self, wish: Wish) -> list[tuple[int, Value]]:
+        """Those that a wish is about, with their numbers."""
+        # Plans wish for one leaf at a time by its name: a look at all names for each would take minutes for a deep model.
+        if isinstance(wish.match, str) and not any(c in wish.match for c in "*?["):
+            return [(k, self.values[k]) for k in self.numbers.get(wish.match, ())]
+        return [(k, value) for k, value in enumerate(self.values) if wish.meets(value.name)]
 
 
-def _on_leaves(
-    wish: Wish, program: Program, mesh: Mesh, named: Mapping[str, Sequence[int]]
-) -> Iterator[tuple[int, Where, Constraint]]:
+def _on_leaves(wish: Wish, program: Program, mesh: Mesh, leaves: _Named, grads: _Named) -> Iterator[tuple[int, Where, Constraint]]:
     if wish.values:
         return
-    # Plans wish for one leaf at a time by its name: a look at all names for each would take minutes for a deep model.
-    plain = isinstance(wish.match, str) and not any(c in wish.match for c in "*?[")
-    numbers = named.get(str(wish.match), ()) if plain else range(len(program.inputs))
-    hits = [(k, program.values[program.inputs[k]]) for k in numbers]
-    hits = [(k, value) for k, value in hits if plain or wish.meets(value.name)]
+    hits = leaves.met(wish)
     roles = wish.roles or PARAMETERS
     chosen = [(k, v) for k, v in hits if v.role in roles] or ([] if wish.roles else hits)
     if "grad" in roles:
-        chosen += [(len(program.inputs) + index, grad) for index, grad in worked_on(program, wish.meets)]
+        met = [grad for _, grad in grads.met(wish)]
+        chosen += [(len(program.inputs) + index, grad) for index, grad in worked_on(program, met)]
     for k, value in chosen:
         layouts = _bounds(wish, value, mesh)
         axes = wish.axes if wish.axes is not None else (_named(wish, mesh) or mesh.axis_names)
@@ -336,18 +347,46 @@ def _casts(program: Program, item: int) -> list[int]:
 #            -> mul(g, factor)     what the update reads
 
 
-def worked_on(program: Program, meets: Callable[[str], bool]) -> Iterator[tuple[int, Value]]:
-    """(index of a node of the update, the gradient that it works on) for gradients whose name meets a test."""
-    from_: dict[int, Value] = {v.id: v for v in program.values.values() if v.role == "grad" and meets(v.name)}
-    for index, node in enumerate(program.nodes):
-        if node.phase != "update" or len(node.outs) != 1 or node.outs[0] is None or not is_pointwise(node.target):
+@computed_once
+def gradients(program: Program) -> tuple[Value, ...]:
+    """All gradients of a program."""
+    return tuple(value for value in program.values.values() if value.role == "grad")
+
+
+def worked_on(program: Program, grads: Iterable[Value]) -> Iterator[tuple[int, Value]]:
+    """(index of a node of the update, the gradient that it works on) for these gradients.
+
+    Plans ask for one parameter at a time, so only what reads a gradient is looked at, and what reads that.
+    """
+    from_ = {grad.id: grad for grad in grads}
+    readers = _elementwise_readers(program)
+    ahead = [index for id in from_ for index in readers.get(id, ())]
+    heapify(ahead)
+    last = -1
+    while ahead:
+        index = heappop(ahead)
+        if index == last:
             continue
-        out = program.values[node.outs[0]]
-        grads = {from_[i].id: from_[i] for i in node.refs if i in from_ and from_[i].shape == out.shape}
-        if len(grads) == 1:
-            (grad,) = grads.values()
-            from_[out.id] = grad
+        last, node = index, program.nodes[index]
+        (out,) = node.results
+        read = {from_[i].id: from_[i] for i in node.refs if i in from_ and from_[i].shape == program.values[out].shape}
+        if len(read) == 1:
+            (grad,) = read.values()
+            from_[out] = grad
             yield index, grad
+            for reader in readers.get(out, ()):
+                heappush(ahead, reader)
+
+
+@computed_once
+def _elementwise_readers(program: Program) -> Mapping[int, list[int]]:
+    """Value -> positions of the elementwise operators of the update that read it."""
+    found: dict[int, list[int]] = {}
+    for index, node in enumerate(program.nodes):
+        if node.phase == "update" and len(node.outs) == 1 == len(node.results) and is_pointwise(node.target):
+            for id in dict.fromkeys(node.refs):
+                found.setdefault(id, []).append(index)
+    return found
 
 
 # ---- wishes of different rank ----

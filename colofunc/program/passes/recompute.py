@@ -26,21 +26,21 @@ AGAIN = "made again"
 
 
 class Replay:
-    """A program being written down in another order. Values keep their ids where they are made for the first time."""
+    """An order of work, found node by node; the program that does it is written at the end, if somebody wants it.
+
+    Values keep their ids where they are made for the first time.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.edit = Editor(program)
-        self.there = {i: i for i in program.inputs}  # value -> the id that its last making has
-        self.renamed: set[int] = set()  # values for which that is another one
-        self.nodes: list[Node] = []
-        self.ran: set[int] = set()
+        self.there = set(program.inputs)
+        self.order: list[int] = []  # positions of nodes; one that stands there again is run again
         self.sent = {out for node in program.nodes if node.target == SEND for out in node.results}
 
     def run(self, index: int) -> None:
         """Run a node, and before it whatever made the operands that are not there."""
-        if all(map(self.there.__contains__, self.program.nodes[index].refs)):  # as nearly always
-            self._write(index)
+        if self.there.issuperset(self.program.nodes[index].refs):  # as nearly always
+            self._run(index)
             return
         todo = [index]
         while todo:
@@ -50,8 +50,8 @@ class Replay:
                 todo += dict.fromkeys(missing)
                 continue
             todo.pop()
-            if k == index or any(o is not None and o not in self.there for o in self.program.nodes[k].outs):  # not on the way
-                self._write(k)
+            if k == index or not self.there.issuperset(self.program.nodes[k].results):  # not on the way
+                self._run(k)
 
     def want(self, ids: Iterable[int]) -> None:
         """Have these values there."""
@@ -64,42 +64,50 @@ class Replay:
 
         That one would have to make it again and send it again, and a stage does not go back to a microbatch for another one's sake.
         """
-        for id in ids:
-            if id not in self.sent:
-                self.there.pop(id, None)
+        self.there.difference_update(ids if not self.sent else (id for id in ids if id not in self.sent))
 
-    def _write(self, index: int) -> None:
-        node = self.program.nodes[index]
-        changes: dict[str, Any] = {}
-        if not self.renamed.isdisjoint(node.refs):
-            changes["args"], changes["kwargs"] = map_refs((node.args, node.kwargs), lambda i: Ref(self.there[i]))
-        if index in self.ran:
-            fresh = {o: self.edit.new(self.program.values[o]) for o in node.results}
-            self.there.update(fresh)
-            self.renamed.update(fresh)
-            changes["outs"] = tuple(None if o is None else fresh[o] for o in node.outs)
-            changes["phase"], changes["note"] = "backward", f"{AGAIN}; {node.note}".rstrip("; ")
-        else:
-            self.ran.add(index)
-            self.there.update(zip(node.results, node.results))
-        self.nodes.append(attrs.evolve(node, **changes) if changes else node)
+    def _run(self, index: int) -> None:
+        self.order.append(index)
+        self.there.update(self.program.nodes[index].results)
+
+    def steps(self) -> list[tuple[int, bool, bool]]:
+        """(position of a node, whether it is run again, whether it is left out: made again for nobody) in order."""
+        ran, found = set[int](), list[tuple[int, bool, bool]]()
+        for index in self.order:
+            found.append((index, index in ran, False))
+            ran.add(index)
+        read, nodes = set(self.program.outputs), self.program.nodes
+        for k in range(len(found) - 1, -1, -1):
+            index, again, _ = found[k]
+            node = nodes[index]
+            if (again or node.note.startswith(AGAIN)) and read.isdisjoint(node.results):
+                found[k] = index, again, True
+                continue
+            read.difference_update(node.results)
+            read.update(node.refs)
+        return found
+
+    def seconds(self, seconds: Sequence[float]) -> float:
+        """Of all that is done, where each node takes so many."""
+        return sum(seconds[index] for index, _, left_out in self.steps() if not left_out)
 
     def finish(self) -> Program:
         """The program; what was made again for nobody is left out."""
-        outputs = [self.there[out] for out in self.program.outputs]
-        return self.edit.written(_without_dead(self.nodes, outputs), outputs)
-
-
-def _without_dead(nodes: Sequence[Node], outputs: Iterable[int]) -> list[Node]:
-    """`nodes` without those that were made again and whose results nobody reads."""
-    read, kept = set(outputs), list[Node]()
-    for node in reversed(nodes):
-        if node.note.startswith(AGAIN) and read.isdisjoint(node.results):
-            continue
-        read.update(node.refs)
-        kept.append(node)
-    kept.reverse()
-    return kept
+        edit, nodes = Editor(self.program), list[Node]()
+        names: dict[int, int] = {}  # value -> the id that its last making has, where that is another one
+        for index, again, left_out in self.steps():
+            node = self.program.nodes[index]
+            changes: dict[str, Any] = {}
+            if not names.keys().isdisjoint(node.refs):
+                changes["args"], changes["kwargs"] = map_refs((node.args, node.kwargs), lambda i: Ref(names.get(i, i)))
+            if again:
+                fresh = {o: edit.new(self.program.values[o]) for o in node.results}
+                names.update(fresh)
+                changes["outs"] = tuple(None if o is None else fresh[o] for o in node.outs)
+                changes["phase"], changes["note"] = "backward", f"{AGAIN}; {node.note}".rstrip("; ")
+            if not left_out:
+                nodes.append(attrs.evolve(node, **changes) if changes else node)
+        return edit.written(nodes, [names.get(out, out) for out in self.program.outputs])
 
 
 def made_again(program: Program) -> Collection[int]:
