@@ -36,6 +36,8 @@ LONG = 100
 
 NodeS = Callable[[Node, Mapping[int, Value]], float]
 Keeps = Callable[[Node, Sequence[Node]], bool]
+Divided = tuple[list[range], dict[int, int], frozenset[int], list[range]]
+"""The nodes of each stage, the stage of each node, values that are never dropped, the part of backward of each stage."""
 
 
 @attrs.frozen(eq=False)
@@ -104,13 +106,7 @@ def chain_of(program: Program, node_s: NodeS, keeps: Keeps | None = None, every:
     facts = _facts(program)
     if facts.first is None:
         return Chain(program, ())
-    cuts = facts.cuts
-    cuts = cuts[every - 1 :: every] if every > 1 else cuts
-    ends = [0, *(c + 1 for c in cuts), facts.first]
-    ranges = [range(a, b) for a, b in pairwise(ends) if b > a]
-    stage_of = {k: s for s, nodes in enumerate(ranges) for k in nodes}
-    rests = facts.resting(stage_of)
-    backs = _backs(facts, ranges, rests)
+    ranges, stage_of, rests, backs = facts.divided(every)
     parts = [_part(facts, nodes, s, stage_of, rests, backs[s], node_s, keeps) for s, nodes in enumerate(ranges)]
     return Chain(program, tuple(parts))
 
@@ -157,11 +153,22 @@ class _Facts:
         self.last = back[-1] if back else 0
         self.maker = program.made_at
         self.readers: Mapping[int, tuple[int, ...]] = program.readers
+        self._divided: dict[int, Divided] = {}
 
     @cached_property
     def cuts(self) -> list[int]:
         """Nodes behind which forward may be cut."""
         return _cuts(self)
+
+    def divided(self, every: int) -> Divided:
+        """Forward in stages, where so many of those between cuts are one."""
+        if every not in self._divided:
+            ends = [0, *(cut + 1 for cut in self.cuts[every - 1 :: every]), self.first or 0]
+            ranges = [range(a, b) for a, b in pairwise(ends) if b > a]
+            stage_of = {k: s for s, nodes in enumerate(ranges) for k in nodes}
+            rests = self.resting(stage_of)
+            self._divided[every] = ranges, stage_of, rests, _backs(self, ranges, rests)
+        return self._divided[every]
 
     def group(self, value: int) -> int:
         return self.memory.group(value)
