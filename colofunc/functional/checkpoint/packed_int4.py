@@ -346,7 +346,7 @@ def _config_packed(skipped: Sequence[str], dtype: torch.dtype) -> dict[str, Any]
     weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP, "dynamic": False}
     return {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "ignore": list(skipped),
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}},
     }  # fmt: skip
 
 

@@ -73,7 +73,8 @@ def _config(kind: str) -> Callable[[Sequence[str], torch.dtype], dict[str, Any]]
         weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False}
         return {
             "quant_method": "compressed-tensors", "format": f"{kind}-quantized", "quantization_status": "compressed",
-            "ignore": list(skipped), "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "ignore": list(skipped),
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": f"{kind}-quantized"}},
         }  # fmt: skip
 
     return config
