@@ -132,6 +132,15 @@ def pack_quantized(name: str, shape: tuple[int, int], symmetric: bool = False) -
     return found, weight
 
 
+def rows_in_8_bits(name: str, shape: tuple[int, int], dtype: torch.dtype = torch.int8, whole: bool = False) -> Made:
+    made = generator(name)
+    numbers = integers(-127, 128, shape, made).to(torch.int8)
+    if dtype is not torch.int8:
+        numbers = (numbers.float() / 16).to(dtype)
+    scale = torch.rand(() if whole else (shape[0], 1), generator=made).to(torch.bfloat16)
+    return {f"{name}.weight": numbers, f"{name}.weight_scale": scale}, numbers.float() * scale.float()
+
+
 @attrs.frozen
 class Case:
     make: Any
@@ -152,6 +161,11 @@ CASES = {
     "awq": Case(awq, "int4-g128", "awq"),
     "pack-quantized": Case(pack_quantized, "int4-g128", "pack-quantized"),
     "pack-quantized, symmetric": Case(partial(pack_quantized, symmetric=True), "int4-g128", "pack-quantized", as_written=False),
+    "int-quantized": Case(rows_in_8_bits, "int8", "int-quantized", as_written=False),  # scales are written in float32
+    "float-quantized": Case(partial(rows_in_8_bits, dtype=torch.float8_e4m3fn), "fp8", "float-quantized", as_written=False),
+    "float-quantized, one scale": Case(
+        partial(rows_in_8_bits, dtype=torch.float8_e4m3fn, whole=True), "fp8", "float-quantized", as_written=False
+    ),
 }
 
 
@@ -308,7 +322,14 @@ def test_it_is_written_as_it_was(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "layout"), [("nf4", "bitsandbytes-nf4"), ("int8", "bitsandbytes-int8"), ("int4-g128", "pack-quantized")]
+    ("scheme", "layout"),
+    [
+        ("nf4", "bitsandbytes-nf4"),
+        ("int8", "bitsandbytes-int8"),
+        ("int8", "int-quantized"),
+        ("fp8", "float-quantized"),
+        ("int4-g128", "pack-quantized"),
+    ],
 )
 def test_what_was_quantized_here_is_written(tmp_path: Path, scheme: str, layout: str) -> None:
     model = cf.functional(net())
@@ -408,6 +429,11 @@ MISTAKES = {
     "marlin": Mistake("gptq", "'down.qweight' is in the format 'marlin'", None, {"checkpoint_format": "marlin"}),
     "gemv": Mistake("awq", "'down.qweight' is of the version 'gemv'", None, {"quant_method": "awq", "version": "gemv"}),
     "no scale": Mistake("pack-quantized", "'up.weight_scale' is missing", without("up.weight_scale")),
+    "no words": Mistake("pack-quantized", "'up.weight_packed' is missing, without which pack-quantized", without("up.weight_packed")),
+    "zeros of int8": Mistake("int-quantized", "'up.weight_zero_point' shifts numbers, which no format in 8 bits here has. Try: symmetric",
+                             lambda tensors: tensors.update({"up.weight_zero_point": torch.zeros(256, 1, dtype=torch.int8)})),
+    "groups of int8": Mistake("int-quantized", "'up.weight_scale' has shape (256, 2), and should have (256, 1). Try: strategy='channel'",
+                              with_("up.weight_scale", lambda x: x.repeat(1, 2))),
     "no shape": Mistake("pack-quantized", "'up.weight_shape' is missing", without("up.weight_shape")),
     "another shape": Mistake("pack-quantized", "'up.weight_packed' has shape (256, 16), and a weight of shape (256, 256) in 4 bits",
                              with_("up.weight_shape", lambda x: torch.tensor([256, 256]))),
@@ -429,7 +455,7 @@ def test_it_says_what_is_wrong_with_a_folder(tmp_path: Path, name: str) -> None:
     assert said.startswith(f"{path}: {mistake.says}") and ". Try: " in said, said
 
 
-SCALES_OF = {"nf4": "weight.absmax", "int8": "SCB", "gptq": "scales", "pack-quantized": "weight_scale"}
+SCALES_OF = {"nf4": "weight.absmax", "int8": "SCB", "gptq": "scales", "pack-quantized": "weight_scale", "float-quantized": "weight_scale"}
 
 
 @pytest.mark.parametrize(("name", "key"), SCALES_OF.items())

@@ -182,7 +182,8 @@ def save_pretrained(
     written alone, as peft does; modules without a configuration give `model.safetensors`.
     adapters: those of `cf.lora` are "merged" into the weights that they adapt, or written alone in "peft"'s format.
     overwrite: replace weights and configurations that something else wrote there; without it they are an error. layout: how another
-    library keeps quantized weights ("bitsandbytes-nf4", "bitsandbytes-int8", "gptq", "awq", "pack-quantized"); None: they are widened.
+    library keeps quantized weights ("bitsandbytes-nf4", "bitsandbytes-int8", "gptq", "awq", "pack-quantized", "int-quantized",
+    "float-quantized"); None: they are widened. Raises InputError where it cannot hold them.
     """
     given = _values(model, state)
     values = {name: packed_writing.unopened(value) for name, value in given.items()}

@@ -281,6 +281,10 @@ AWQ = PackedLayout(
 # ---- compressed-tensors ----
 
 
+def _is_packed(tensors: Tensors) -> bool:
+    return "weight_packed" in tensors.entries or "weight_shape" in tensors.entries
+
+
 def _read_packed(tensors: Tensors) -> Quantized:
     shape = tensors.whole("weight_shape", (torch.int64, torch.int32), (2,))
     rows, columns = (int(size) for size in shape)
@@ -342,12 +346,13 @@ def _config_packed(skipped: Sequence[str], dtype: torch.dtype) -> dict[str, Any]
     weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP, "dynamic": False}
     return {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "ignore": list(skipped),
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}},
     }  # fmt: skip
 
 
 PACK_QUANTIZED = PackedLayout(
-    "pack-quantized", form="int4", forms=("int4",), marks=("weight_packed",), needs=("weight_packed", "weight_scale", "weight_shape"),
+    "pack-quantized", form="int4", forms=("int4",), marks=("weight_packed", "weight_shape"),
+    needs=("weight_packed", "weight_scale", "weight_shape"),
     keys=("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"), read=_read_packed, write=_write_packed,
-    config=_config_packed,
+    config=_config_packed, claims=_is_packed,
 )  # fmt: skip

@@ -7,14 +7,16 @@ says by which names its weights are known, how its tensors are read as the parts
 is an entry like any other, for the weight as it would be unquantized: names are converted, shapes compared and parts of ranks read as of
 plain weights. A lazy weight keeps what it was made of (`Stored`), so that `cf.quantize` takes the numbers as they are.
 
-    layout            tensors of the layer "x"                                          format
-    bitsandbytes-nf4  x.weight and x.weight.{absmax, quant_map, quant_state..., nested_...}  nf4_g64
-    bitsandbytes-int8 x.weight, x.SCB, x.weight_format                                  int8
-    gptq              x.{qweight, qzeros, scales, g_idx}                                int4
-    awq               x.{qweight, qzeros, scales}                                       int4
-    pack-quantized    x.{weight_packed, weight_scale, weight_shape, weight_zero_point}  int4
+    layout             tensors of the layer "x"                                                  format
+    bitsandbytes-nf4   x.weight and x.weight.{absmax, quant_map, quant_state..., nested_...}    nf4_g64
+    bitsandbytes-int8  x.weight, x.SCB, x.weight_format                                         int8
+    gptq               x.{qweight, qzeros, scales, g_idx}                                       int4
+    awq                x.{qweight, qzeros, scales}                                              int4
+    pack-quantized     x.{weight_packed, weight_scale, weight_shape, weight_zero_point}         int4
+    int-quantized      x.weight, x.weight_scale                                                 int8
+    float-quantized    x.weight, x.weight_scale                                                 fp8
 
-The layouts themselves are in `packed_bitsandbytes.py` and `packed_int4.py`.
+The layouts themselves are in `packed_bitsandbytes.py`, `packed_int4.py` and `packed_rows.py`.
 """
 
 from __future__ import annotations
@@ -32,13 +34,14 @@ from colofunc.errors import CheckpointError
 from colofunc.functional.checkpoint import plainfile
 from colofunc.functional.checkpoint.packed_bitsandbytes import INT8, NF4
 from colofunc.functional.checkpoint.packed_int4 import AWQ, GPTQ, PACK_QUANTIZED
+from colofunc.functional.checkpoint.packed_rows import FLOAT_QUANTIZED, INT_QUANTIZED
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.program.lazy import LazyTensor
 from colofunc.program.lazy_packed import Stored
 from colofunc.spec.regions import Pick, Region, extent, take
 
-LAYOUTS: Mapping[str, PackedLayout] = {one.name: one for one in (NF4, INT8, GPTQ, AWQ, PACK_QUANTIZED)}
+LAYOUTS: Mapping[str, PackedLayout] = {one.name: one for one in (NF4, INT8, GPTQ, AWQ, PACK_QUANTIZED, INT_QUANTIZED, FLOAT_QUANTIZED)}
 
 
 def entries(folder: Path) -> dict[str, Entry]:
