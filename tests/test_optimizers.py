@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import lr_scheduler as L
 
 import colofunc as cf
+from colofunc import adapt, clip_by_global_norm, functional, schedule, train_step
 from colofunc.errors import InputError
-from colofunc.functional import adapt, clip_by_global_norm, functional, schedule, train_step
 from colofunc.program.tracing.trace import trace
 
 D = torch.float64

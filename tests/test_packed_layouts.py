@@ -14,7 +14,6 @@ import attrs
 import pytest
 import torch
 import transformers as tr
-from colofunc.functional.checkpoint.fetch import fetch
 from colofunc_plugins import tensor, zero
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 import colofunc as cf
 from colofunc.errors import CheckpointError
 from colofunc.functional.checkpoint import files
+from colofunc.functional.checkpoint.disk import fetch
 from colofunc.ops.quantized import NF4_LEVELS
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.program.lazy import make, make_parts
