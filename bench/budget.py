@@ -174,19 +174,12 @@ def rows(model: Model) -> list[Row]:
     return out
 
 
-CLOCK = (
-    "With the clock of November the steps take the seconds recorded before (445.3 and 209.2 ms with all kept): one device has "
-    "no collectives, and this one's preset has no kernels by size. Peaks and times of single budgets moved by up to 1.6 % "
-    "with the search, which was changed in between."
-)
-
-
 def bench() -> Section:
     setting = (
         f"Training steps (AdamW, float32) planned for {DEVICE}: seconds by the roofline of each operator, peaks by the accountant, both of "
         "the finished program. The partitioner is torch's (min-cut with activation_memory_budget, of 21 budgets the fastest that fits), "
         "given the same nodes and, for its knapsack, the same seconds; it counts on a compiler that fuses what it makes again, which this "
         "model of time does not. checkpoint_sequential: of all numbers of segments the fastest that fits. "
-        f"Equal: within {EQUAL:.1%} of the step. torch {torch.__version__}. {CLOCK}"
+        f"Equal: within {EQUAL:.1%} of the step. torch {torch.__version__}."
     )
     return Section("Time against memory", setting, [row for model in MODELS for row in rows(model)])

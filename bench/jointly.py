@@ -103,7 +103,6 @@ def section(rows: Sequence[Row]) -> Section:
         "Decided together",
         "Seeded random steps of two shardings a layer; the least by a search over shardings, making again, copies and the places of "
         "updates (`bench/_joint_oracle.py`). As of a larger step: not all shardings are looked at. Denied: called not to be done "
-        "within the budget, and can be. `python -m bench jointly`. With the clock of November every figure is the one recorded before: "
-        "these steps have seconds of their own and no collectives.",
+        "within the budget, and can be. `python -m bench jointly`.",
         rows,
     )

@@ -177,16 +177,9 @@ def gb(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB"
 
 
-CLOCK = (
-    "With the clock that has kernels' own seconds and collectives of several links beside one another seconds and peaks are "
-    "those recorded before, within 2 %, and so are the plans: these steps run on one device, or on one box of eight along one "
-    "axis. What fell, by other changes, are operators: 210 ms for 214 where all of the bf16 UNet is kept."
-)
-
-
 def bench() -> Section:
     setting = f"Training steps (AdamW, float32 masters under bf16) planned without the machine, torch {torch.__version__}."
-    setting = f"{setting} {UNCOUNTED} {CLOCK}"
+    setting = f"{setting} {UNCOUNTED}"
     return Section("Plans in memory", setting, [row for case in CASES for row in rows(case)])
 
 

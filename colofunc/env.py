@@ -111,9 +111,14 @@ def measures_gpus() -> bool:
     return switched_on("COLOFUNC_MEASURE")
 
 
+def cores() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def machine() -> str:
     """What tells this machine from others: its name, and how many processors this process may use."""
-    return f"{platform.node()} {platform.machine()} {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
+    return f"{platform.node()} {platform.machine()} {cores()}"
 
 
 def passes_left_out() -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import colofunc as cf
 from colofunc.compiler import completion
-from colofunc.spec.conversions import search
+from colofunc.spec.conversions import conversion, search
 
 
 def lowered(layers: int) -> None:
@@ -46,6 +46,7 @@ def test_local_code_of_identical_layers_is_recorded_once(monkeypatch: pytest.Mon
 
 def test_conversions_between_identical_layers_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other sums of gradients are no new puzzles: a second step asks for nothing that the first has not asked for."""
-    search.answer.cache_clear()
-    lowered(2)
+    for known in (search.answer, conversion._route, conversion.conversion, conversion.conversion_curve):
+        known.cache_clear()
+    assert counted(search, "_search", monkeypatch, 2) > 0
     assert counted(search, "_search", monkeypatch, 8) == 0

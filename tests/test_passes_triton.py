@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from colofunc.ops import fp8, grouped_device
+from colofunc.ops import fp8, grouped_device, triton_use
 from colofunc.ops.experts_parts import Weights
 from colofunc.ops.kernels import KernelCall, Like, choose
 
@@ -33,15 +33,16 @@ def test_the_kernels_are_compiled_for_a_card(arch: int, monkeypatch: pytest.Monk
 
     from colofunc.ops import experts_triton, fp8_triton
 
-    kernels = {name: found for module in (experts_triton, fp8_triton) for name, found in vars(module).items() if name.endswith("_kernel")}
-    if any(kernel.__class__.__name__ != "JITFunction" for kernel in kernels.values()):
+    all_names = [(module, name) for module in (experts_triton, fp8_triton) for name in vars(module) if name.endswith("_kernel")]
+    written = {name: getattr(module, name) for module, name in all_names}
+    if any(kernel.__class__.__name__ != "JITFunction" for kernel in written.values()):
         pytest.skip("Triton's interpreter is on")
     card = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", arch, 32), get_current_device=lambda: arch, get_current_stream=lambda device: 0
     )  # fmt: skip
     monkeypatch.setattr(triton.runtime.driver, "_active", card)
     made = {}
-    for name, kernel in kernels.items():
+    for name, kernel in written.items():
 
         def compiled(*args: Any, name: str = name, run: Any = kernel.run, **options: Any) -> None:
             made[name] = run(*args, **{**options, "warmup": True})
@@ -56,7 +57,21 @@ def test_the_kernels_are_compiled_for_a_card(arch: int, monkeypatch: pytest.Monk
     experts_triton.gated(x)
     experts_triton.gated_backward(x[:, :128].contiguous(), x[:, :1].contiguous(), x)
     experts_triton.zero_rows(x, ends)
-    assert made.keys() == kernels.keys() and all(kernel.asm["cubin"] for kernel in made.values())
+    assert made.keys() == written.keys() and all(kernel.asm["cubin"] for kernel in made.values())
+
+
+def test_without_a_compiler_torch_computes_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = pytest.importorskip("colofunc.ops.fp8_triton")
+
+    def fails(bits: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("Failed to find C compiler.\nMore words")
+
+    monkeypatch.setattr(module, "transposed", fails)
+    triton_use._compiles.cache_clear()
+    with pytest.warns(UserWarning, match=r"no kernel on cpu \(RuntimeError: Failed to find C compiler\.\).*Try: a C compiler"):
+        assert not triton_use._compiles(torch.device("cpu"))
+    assert not triton_use._compiles(torch.device("cpu"))  # and says nothing more
+    triton_use._compiles.cache_clear()
 
 
 def call_of(target: str, shape: tuple[int, ...], dtype: torch.dtype, **options: Any) -> KernelCall:
@@ -75,8 +90,8 @@ def call_of(target: str, shape: tuple[int, ...], dtype: torch.dtype, **options: 
     ],
 )
 def test_a_maximum_is_one_pass_of_all_dims_the_last_or_all_others(dtype: torch.dtype, dims: Any, taken: bool) -> None:
-    kernels = [kernel for kernel in fp8.CUDA_KERNELS if kernel.target == MAXIMUM]
-    assert (choose(kernels, call_of(MAXIMUM, (2, 3, 4), dtype, dims=dims)) is not None) == taken
+    maxima = [kernel for kernel in fp8.CUDA_KERNELS if kernel.target == MAXIMUM]
+    assert (choose(maxima, call_of(MAXIMUM, (2, 3, 4), dtype, dims=dims)) is not None) == taken
 
 
 @pytest.mark.parametrize(
@@ -84,9 +99,9 @@ def test_a_maximum_is_one_pass_of_all_dims_the_last_or_all_others(dtype: torch.d
 )
 def test_a_cast_takes_scales_of_rows_of_columns_or_one(scale: tuple[int, ...], of: str | None) -> None:
     assert fp8.scales_of((2, 3, 4), scale) == of
-    kernels = [kernel for kernel in fp8.CUDA_KERNELS if kernel.target == CAST]
+    casts = [kernel for kernel in fp8.CUDA_KERNELS if kernel.target == CAST]
     call = call_of(CAST, (2, 3, 4), torch.bfloat16, scale=Like(scale, torch.float32))
-    assert (choose(kernels, call) is not None) == (of is not None)
+    assert (choose(casts, call) is not None) == (of is not None)
 
 
 # ---- on a card that there is ----

@@ -85,7 +85,7 @@ def _flash(batch: int, heads: int, length: int, head: int, device: torch.device)
     q, k, v, grad = (x.transpose(1, 2) for x in _operands(batch, heads, length, head, device))
     sizes = (None, None, q.shape[1], k.shape[1])
     out, lse = aten._flash_attention_forward(q, k, v, *sizes, 0.0, True, False)[:2]
-    unused = (q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64))  # the state of a dropout that there is not
+    unused = (q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64))  # the state of dropout, which is 0
     return (
         lambda: aten._flash_attention_forward(q, k, v, *sizes, 0.0, True, False),
         lambda: aten._flash_attention_backward(grad, q, k, v, out, lse, *sizes, 0.0, True, *unused),

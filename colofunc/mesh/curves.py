@@ -32,6 +32,8 @@ FORMAT = 1
 FOLDER = Path(__file__).parent / "devices"
 MOST_BYTES = 1 << 20
 HOST_KERNEL = "cpu"
+SMALL_BYTES = 1 << 20
+"""Kernels that move less have seconds that hardly depend on how much: what they do beside it counts."""
 """The name of torch's attention on a host among kernels of attention."""
 KINDS = ("product", "elementwise", "transcendental", "normalisation", "softmax", "reduction", "gather", "update")
 """Kernels that a machine's own rates tell apart: matrix products; sums, products and copies of elements; exponentials and the like of
@@ -91,10 +93,11 @@ class WorkRate:
         return _between(self.points, work)
 
     def seconds(self, nbytes: float) -> float:
-        """Of a kernel that moves so many bytes, beside a launch. Smaller ones than were measured take what the smallest does: some kinds
-        have more to do than a launch before they begin, such as an update that looks at seven tensors.
+        """Of a kernel that moves so many bytes, beside a launch. Smaller ones than were measured take what the smallest does, where that
+        is small itself: some kinds have more to do than a launch before they begin, such as an update that looks at seven tensors.
         """
-        counted = max(nbytes, self.points[0][0])
+        least = self.points[0][0]
+        counted = max(nbytes, least) if least <= SMALL_BYTES else nbytes
         return counted / self.at(counted)
 
 

@@ -10,7 +10,6 @@ published of programs; and a margin that is stated, or what is taken already whe
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any
 
@@ -80,8 +79,7 @@ def found_topology(node_devices: int, ranks: int, device: torch.device) -> Topol
 
 def host_threads(processes: int) -> int:
     """Threads of the host that work on updates at once, where each process of a node has as many as this one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(processes * torch.get_num_threads(), cores)
+    return min(processes * torch.get_num_threads(), env.cores())
 
 
 def assumed_topology(ranks: int) -> Topology:

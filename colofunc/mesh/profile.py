@@ -201,7 +201,7 @@ def _time_device(mesh: Mesh, device: torch.device, deadline: float) -> Topology:
     if device.type == "cuda":
         found = found_topology(node_devices(), mesh.size, device)
         base = found if mesh.assumed else attrs.evolve(base, reserved_bytes=found.reserved_bytes)
-    # All ranks copy at once, so contention is already in the figures: they count per device.
+    # All ranks copy at once, so contention for memory is already in the figures: they count per device.
     copied_bytes, seconds = copies_s(device)
     links = tuple(
         attrs.evolve(link, bandwidth_bytes_per_s=copied_bytes / seconds[link.src, link.dst], shared=False)

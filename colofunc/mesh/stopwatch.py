@@ -4,8 +4,8 @@ Note [As in a step]. A plan compares seconds of operators with seconds of collec
 few short runs, because a run that another program interrupts says nothing of the machine (at ten programs on two cores the
 middle of three copies of 32 MiB was six times the least), and each behind a write to other memory, because what a step reads
 lay elsewhere a moment ago (in a loop of nothing else a collective starts in a fifth of the time that it takes between layers).
-Where one thread of the host does all the work its own CPU seconds count, which an interruption does not lengthen; collectives, and work of
-several threads, are timed by the wall.
+Where one thread of the host does all the work, and there are as many cores as ranks, its own CPU seconds count, which an interruption does
+not lengthen; collectives, and all else, are timed by the wall.
 On a card that write is long, so that the host hands out what is measured while the card is still busy, as in a step that keeps
 its card busy; and the card's own events tell the time, so that no wait of the host is in it.
 
@@ -18,6 +18,9 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
+
+from colofunc import env
 
 REPEATS = 5
 COLD_BYTES = 1 << 22
@@ -56,13 +59,19 @@ def least_s(run: Run, device: torch.device, repeats: int = REPEATS, by_host: boo
 
 
 def _on_host_s(run: Run, device: torch.device, by_host: bool) -> float:
-    is_alone = device.type == "cpu" and not by_host and torch.get_num_threads() == 1
+    is_alone = device.type == "cpu" and not by_host and torch.get_num_threads() == 1 and _has_cores()
     clock = time.thread_time if is_alone else time.perf_counter
     wait(device)
     start = clock()
     run()
     wait(device)
     return clock() - start
+
+
+def _has_cores() -> bool:
+    """Whether each rank may have a core to itself; where not, waiting for one is a part of every step."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return ranks <= env.cores()
 
 
 def card_s(run: Run, device: torch.device) -> float:

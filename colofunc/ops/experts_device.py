@@ -20,10 +20,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from colofunc.ops import kernels
+from colofunc.ops import triton_use
 from colofunc.ops.experts_native import add_choices, adds, sorted_choices
 from colofunc.ops.experts_parts import Weights, wide
 from colofunc.ops.grouped_device import GROUPED, TILED, Products
+from colofunc.ops.kernels import NARROW
 
 LEAST_CHOICES = 1 << 12
 
@@ -155,11 +156,11 @@ def _through_activations(w: Weights, h: Tensor, da: Tensor, s: Tensor, sums: tor
 
 def is_one_pass(act: str, gated: bool, dtype: torch.dtype) -> bool:
     """Whether there is a kernel for activations."""
-    return gated and act == "silu" and dtype in kernels.NARROW
+    return gated and act == "silu" and dtype in NARROW
 
 
 def _is_one_pass(w: Weights, h: Tensor) -> bool:
-    return is_one_pass(w.act, w.gated, h.dtype) and h.is_contiguous() and kernels.takes_triton(h)
+    return is_one_pass(w.act, w.gated, h.dtype) and h.is_contiguous() and triton_use.takes_triton(h)
 
 
 class Sums:

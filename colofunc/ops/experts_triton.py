@@ -8,7 +8,7 @@ read once, and one that reads the ends of groups and then writes only what nobod
     gated_backward(da, scale, h)          # units, gradient of h, and sum(da * units) of each row in float32
     zero_rows(out, ends), zero_groups(out, ends)
 
-Each product is rounded as torch's operators round it, one by one; sums are in float32.
+Each product is rounded to the dtype one by one, as torch's operators do it; exponentials are Triton's, and sums are in float32.
 
 This module is imported where a kernel is launched: Triton is there with torch for CUDA, and not elsewhere.
 """

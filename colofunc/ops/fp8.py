@@ -35,7 +35,7 @@ from torch import Tensor
 
 from colofunc import compat
 from colofunc.errors import RuleError
-from colofunc.ops import kernels
+from colofunc.ops import triton_use
 from colofunc.ops.define import define
 from colofunc.ops.kernels import NARROW, Kernel, KernelCall, Rates
 from colofunc.ops.small_floats import float8_bits
@@ -260,7 +260,7 @@ def _multiplied(
 
 def _turned(bits: Tensor) -> Tensor:
     """bits (r, c) -> (c, r), contiguous."""
-    if bits.t().is_contiguous() or not (bits.is_contiguous() and kernels.takes_triton(bits)):
+    if bits.t().is_contiguous() or not (bits.is_contiguous() and triton_use.takes_triton(bits)):
         return bits.t().contiguous()
     from colofunc.ops.fp8_triton import transposed  # Triton is not there everywhere
 
@@ -302,7 +302,7 @@ def _one_pass(dims: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _abs_max_cuda(x: Tensor, dims: Sequence[int] | None) -> Tensor:
-    if not kernels.takes_triton(x):
+    if not triton_use.takes_triton(x):
         return _abs_max(x, dims)
     from colofunc.ops.fp8_triton import abs_max as in_one_pass  # Triton is not there everywhere
 
@@ -327,7 +327,7 @@ def _cast_is_one_pass(call: KernelCall) -> bool:
 
 def _cast_cuda(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     of = scales_of(x.shape, scale.shape)
-    if of is None or not kernels.takes_triton(x):
+    if of is None or not triton_use.takes_triton(x):
         return _cast(x, scale, dtype)
     from colofunc.ops.fp8_triton import cast
 

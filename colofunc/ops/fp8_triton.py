@@ -8,7 +8,8 @@ copies transposed bytes one by one. All of it takes longer than products in floa
     transposed(bits)               # (r, c) -> (c, r), contiguous
 
 Magnitudes are compared by their bits, whose order is that of the numbers, with NaN above all. A cast rounds by integers: halves go to the
-even neighbour, and what is below the least normal number is rounded by adding a power of two. So both are the same on every card.
+even neighbour, and what is below the least normal number is rounded by adding a power of two. So both are the same on every card, as on the
+host; a cast of what is not a number is 0x7F, whatever its sign.
 
 This module is imported where a kernel is launched: Triton is there with torch for CUDA, and not elsewhere.
 """
@@ -62,8 +63,8 @@ def row_max_kernel(x, out, n, length, BLOCK: tl.constexpr):
 @triton.jit
 def column_max_kernel(x, out, rows, columns, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """out (parts, columns): the bits of the largest magnitude of each column in `SPLIT` rows of x (rows, columns)."""
-    part = tl.program_id(1)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.program_id(0)  # of these there may be more than a grid's second dim holds
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     most = tl.zeros((ROWS, COLUMNS), tl.int32)
     start = 0
     while start < SPLIT:
@@ -135,7 +136,7 @@ def abs_max(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
             row_max_kernel[(parts,)](x, most, x.numel(), length, BLOCK=BLOCK)
         else:
             most = torch.empty((parts, columns), dtype=torch.int32, device=x.device)
-            column_max_kernel[(grid, parts)](x, most, rows, columns, SPLIT=SPLIT, ROWS=ROWS, COLUMNS=COLUMNS)
+            column_max_kernel[(parts, grid)](x, most, rows, columns, SPLIT=SPLIT, ROWS=ROWS, COLUMNS=COLUMNS)
     if dims is None:
         return most.amax().view(torch.float32).to(x.dtype)
     shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from colofunc.ops import kernels
+from colofunc.ops import triton_use
 
 # Rows of a tile: as many as a group has if all have equally many, within these.
 LEAST_ROWS, MOST_ROWS = 16, 256
@@ -82,7 +82,7 @@ def grouped_of_groups(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
 
 
 def _has_zeros_kernel(out: Tensor) -> bool:
-    return out.is_contiguous() and kernels.takes_triton(out)
+    return out.is_contiguous() and triton_use.takes_triton(out)
 
 
 def tiled(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:

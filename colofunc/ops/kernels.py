@@ -116,11 +116,6 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def takes_triton(x: torch.Tensor) -> bool:
-    """Whether a kernel in Triton may be launched on x where it lies."""
-    return x.is_cuda and x.numel() > 0 and has_triton()
-
-
 def on_card_of(x: torch.Tensor) -> AbstractContextManager[Any]:
     """Where a kernel in Triton that reads x is launched; in Triton's interpreter x lies on the host."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()

@@ -31,7 +31,7 @@ from colofunc.executors.disk import tensors as disk_tensors
 from colofunc.executors.pages import give_back, let_go
 from colofunc.executors.pages_in_use import IN_USE
 from colofunc.mesh import attention_profile, detection, device_profile, stopwatch
-from colofunc.ops import attention_flex, kernels, native, plain, random_kernels
+from colofunc.ops import attention_flex, native, plain, random_kernels, triton_use
 from pretended import flex, random_numbers
 from pretended.memory import SPOILED, Allocator
 from pretended.streams import Engine, Event, Stream
@@ -276,7 +276,7 @@ class Machine:
             around.enter_context(mock.patch.object(where, name, value))
         around.enter_context(mock.patch.object(Event, "current", staticmethod(self.current_stream), create=True))
         around.enter_context(mock.patch.object(random_kernels, "launch", partial(random_numbers.launch, self)))
-        around.enter_context(mock.patch.object(kernels, "takes_triton", lambda x: False))
+        around.enter_context(mock.patch.object(triton_use, "takes_triton", lambda x: False))
         around.enter_context(mock.patch.object(detection, "host_threads", lambda processes: HOST_THREADS))
         ready = native.ready  # kernels in CUDA are for a card that there is
         around.enter_context(mock.patch.object(native, "ready", lambda device: device != "cuda" and ready(device)))

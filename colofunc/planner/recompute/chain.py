@@ -35,9 +35,9 @@ from numpy.lib.stride_tricks import as_strided
 INF = float("inf")
 LEAST_SLOTS = 250
 BOUNDS = 2
-"""So often it is asked which splits may be faster, each time by a closer bound."""
+"""Rounds of a closer and closer bound on which splits can pay."""
 ROUNDED = 1e-9
-"""More than what sums of seconds lose to rounding, as a part of them."""
+"""More than the relative rounding error of a sum of seconds."""
 
 
 @attrs.frozen
@@ -122,9 +122,8 @@ class Table:
         self.cost = np.full((len(pieces), 2 * self.size), INF)  # seconds
         self.picked: dict[tuple[int, int], int] = {}
         self.least = np.empty(len(pieces), dtype=np.int64)  # the first slot with which a piece can be done; `size`: none
-        room = np.empty(self.size)
         for row, (i, j) in enumerate(pieces):
-            self._solve(row, i, j, room)
+            self._solve(row, i, j)
             self.least[row] = self.size - np.count_nonzero(self.cost[row, self.size :] < INF)
 
     def distinct(self) -> Iterator[Sweep]:
@@ -178,8 +177,8 @@ class Table:
     def _slots(self, nbytes: int) -> int:
         return int(-(-nbytes // self.unit))
 
-    def _solve(self, row: int, i: int, j: int, room: np.ndarray) -> None:
-        """The row of stages i..j; those of all shorter pieces are there. `room`: for the seconds of one split."""
+    def _solve(self, row: int, i: int, j: int) -> None:
+        """The row of stages i..j; those of all shorter pieces are there."""
         best = self.cost[row, self.size :]
         for seconds in self._keeping(i, j, 0, self.size):
             np.minimum(best, seconds, out=best)
@@ -188,6 +187,7 @@ class Table:
         again_s, later, earlier, first, stop = self._splits(i, j, best)
         if not len(again_s):
             return
+        # Each row of `cost` from each of its slots on: the seconds of a piece for all numbers of slots, shifted by what else needs some.
         windows = as_strided(self.cost.reshape(-1)[first:], (self.cost.size - stop + 1, stop - first), 2 * self.cost.strides[1:])
         seconds = windows[later]
         seconds += windows[earlier]
@@ -207,11 +207,12 @@ class Table:
         width = self.cost.shape[1]
         splits = np.stack([starts, width * behind + self.size - outs, width * ahead + self.size - left])
         bound_s = self.plain_s[i : j + 1].sum() * (1 - ROUNDED) + again_s
-        for _ in range(BOUNDS):
+        for k in range(BOUNDS):
             stops = self.size - np.searchsorted(best[::-1], bound_s, side="right")
             pays = splits[0] < stops
             splits, again_s, stops = splits[:, pays], again_s[pays], stops[pays]
-            bound_s = self.cost.take(splits[1] + stops - 1) + self.cost.take(splits[2] + stops - 1) + again_s
+            if k < BOUNDS - 1:  # as fast as both pieces are with the most slots that may pay
+                bound_s = self.cost.take(splits[1] + stops - 1) + self.cost.take(splits[2] + stops - 1) + again_s
         starts, later, earlier = splits
         return again_s, later, earlier, int(starts.min(initial=self.size)), int(stops.max(initial=0))
 

@@ -21,7 +21,7 @@ from colofunc.program.post_validation import copied_bytes, deferred, validates_l
 from colofunc.program.stage_costs import stage_costs
 
 STEPS = (3, 7)
-"""A step in a row is timed between the end of so many steps, when no rank is ahead of others as at the first one, and of so many."""
+"""The seconds of a step in a row: from the end of the first of these steps to that of the second, over the steps between."""
 KEPT = frozenset({"param", "frozen", "buffer", "state"})
 """Roles of what a rank holds between steps."""
 

@@ -40,8 +40,8 @@ PATIENCE = 5_000
 PATIENCE_BESIDE_KNOWN = 15
 HASTE_BESIDE_KNOWN = 2.0
 
-# A way that is known is kept where there are more pieces: each state has thousands of moves then, and no search from the start has found a
-# cheaper one in any of the plans that are recorded.
+# A way that is known is kept where there are more pieces: each state has thousands of moves then, and searches found none cheaper in the
+# plans of LLaMA-3 70B on 1,024 ranks and of four layers of 8B on 512.
 MOST_SEARCHED_BESIDE_KNOWN = 6
 
 Cost = tuple[float, float, int]
