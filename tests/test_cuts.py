@@ -85,6 +85,8 @@ def test_what_cannot_be_cut() -> None:
     message = r"^no cut of 3 layers fits: they keep 6 bytes, the largest 4, and 2 devices have 6, the smallest 3; give more devices, or"
     with pytest.raises(cf.PlanError, match=message):
         balanced_cut([1, 1, 1], [1, 4, 1], 2, capacity_bytes=3)
+    with pytest.raises(cf.PlanError, match=r"^9000 layers to cut, and at most 8192 are; add the figures of neighbours up$"):
+        cut([1] * 9000, [1] * 9000, [Device(1, 100)])
     with pytest.raises(cf.PlanError, match=r"^2 layers have seconds and 1 have bytes; give both for each layer$"):
         balanced_cut([1, 1], [1], 2)
     with pytest.raises(cf.PlanError, match=r"^layers are to be cut for no device; give at least one$"):

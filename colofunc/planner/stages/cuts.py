@@ -30,6 +30,8 @@ __all__ = ["Cut", "Device", "balanced_cut", "cut", "cut_in_any_order"]
 INF = float("inf")
 MOST_STATES = 200_000
 """In free order, at most so many (devices used, layers) are looked at."""
+MOST_LAYERS = 8192
+"""Tables have a number for each two of them."""
 
 
 @attrs.frozen
@@ -193,8 +195,8 @@ def cut(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequence[Dev
     seconds, nbytes: per layer. Raises PlanError where there are more devices than layers, or where no cut fits.
     """
     line = _line_of(seconds, nbytes, devices)
-    over = [line.over(device.capacity_bytes) for device in devices]
-    begins, slowest_s = line.in_order(over, [device.speed for device in devices])
+    over = {capacity: line.over(capacity) for capacity in {device.capacity_bytes for device in devices}}
+    begins, slowest_s = line.in_order([over[device.capacity_bytes] for device in devices], [device.speed for device in devices])
     if not begins:
         raise PlanError(_does_not_fit(line, devices))
     return Cut((*begins[1:], line.pieces), tuple(range(len(devices))), slowest_s)
@@ -226,6 +228,8 @@ def _line_of(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequenc
     """Layers, which hand nothing on that counts. Raises PlanError where they are no layers, or fewer than devices."""
     if len(seconds) != len(nbytes):
         raise PlanError(f"{len(seconds)} layers have seconds and {len(nbytes)} have bytes; give both for each layer")
+    if len(seconds) > MOST_LAYERS:
+        raise PlanError(f"{len(seconds)} layers to cut, and at most {MOST_LAYERS} are; add the figures of neighbours up")
     if any(value < 0 for value in (*seconds, *nbytes)):
         raise PlanError(f"a layer has {min(*seconds, *nbytes)} seconds or bytes; give figures of at least 0")
     if not devices:
