@@ -6,6 +6,7 @@ bitsandbytes 0.50, GPTQModel 7.7 and compressed-tensors 0.20 dequantize themselv
 
 import json
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import colofunc as cf
 from colofunc.errors import CheckpointError
 from colofunc.functional.checkpoint import files
 from colofunc.functional.checkpoint.disk import fetch
+from colofunc.functional.checkpoint.packed_layouts import entries
 from colofunc.ops.quantized import NF4_LEVELS
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.program.lazy import make, make_parts
@@ -247,6 +249,66 @@ def test_a_rank_reads_its_rows_or_columns_only(tmp_path: Path, monkeypatch: pyte
         assert part.numel() == found.data.numel() // 2 and sum(read) == part.nbytes
 
 
+class Scaled(nn.Module):
+    """A layer that is not quantized, with parameters whose names quantized ones have."""
+
+    def __init__(self, names: Sequence[str], weight: bool = True, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        keys = ["weight", *names] if weight else names
+        for number, name in enumerate(keys):
+            self.register_parameter(name, nn.Parameter(torch.full((4, 4), float(number), dtype=dtype)))
+
+    @staticmethod
+    def alone(names: Sequence[str], weight: bool, dtype: torch.dtype) -> nn.Module:
+        return nn.Sequential(Scaled(names, weight, dtype))
+
+
+@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["weight_scale"],
+        ["SCB", "weight_format"],
+        ["qweight", "qzeros", "scales", "g_idx"],
+        ["weight_packed", "weight_shape", "weight_scale"],
+    ],
+)
+def test_a_plain_model_may_have_parameters_of_these_names(tmp_path: Path, names: list[str], weight: bool) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = cf.functional(Scaled.alone(names, weight, dtype))
+        cf.save_pretrained(model, None, tmp_path / str(dtype))
+        again = cf.load(tmp_path / str(dtype), model=cf.functional(cf.lazy(partial(Scaled.alone, names, weight, dtype))))
+        assert again.params.keys() == model.params.keys()
+        assert all(torch.equal(make(again.params[key]), x) and stored_in(again.params[key]) is None for key, x in model.params.items())
+
+
+def test_integers_beside_a_plain_weight_are_left_alone(tmp_path: Path) -> None:
+    tensors = {f"up.{key}": torch.ones(4, 4, dtype=torch.int32) for key in ("qweight", "qzeros", "weight_packed", "weight_shape")}
+    save_file(tensors | {"up.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    assert all(entry.packed is None for entry in entries(tmp_path).values()) and entries(tmp_path).keys() == {*tensors, "up.weight"}
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype", "scale"),
+    [
+        ("weight", torch.uint8, torch.bfloat16),  # BitNet
+        ("weight", torch.uint8, torch.float8_e4m3fn),  # NVFP4 of ModelOpt
+        ("weight", torch.float8_e5m2, torch.float32),
+        ("weight_packed", torch.uint8, torch.float8_e4m3fn),  # NVFP4 of compressed-tensors
+    ],
+)
+def test_a_layout_that_nobody_knows_is_named(tmp_path: Path, key: str, dtype: torch.dtype, scale: torch.dtype) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({f"up.{key}": torch.ones(4, 4).to(dtype), "up.weight_scale": torch.ones(4, 1).to(scale)}, path)
+    with pytest.raises(CheckpointError) as caught:
+        cf.load(tmp_path, model=unbuilt())
+    assert str(caught.value) == (
+        f"{path}: 'up.{key}' is {str(dtype).removeprefix('torch.')} beside 'up.weight_scale', which is no layout of quantized weights that "
+        "is known; known are bitsandbytes-nf4, bitsandbytes-int8, gptq, awq, pack-quantized, int-quantized, float-quantized. Try: the "
+        "folder that it was made of, with its weights unquantized"
+    )
+
+
 def test_a_cast_weight_is_still_known(tmp_path: Path) -> None:
     written(CASES["nf4"], tmp_path / "a")
     weight = cf.load(tmp_path / "a", model=unbuilt()).params["up.weight"]
@@ -410,6 +472,7 @@ MISTAKES = {
                               with_("up.weight.absmax", lambda x: x[:7].clone())),
     "too few numbers": Mistake("nf4", "'up.weight' has shape (7, 1), and a weight of shape (256, 128) has 16384 bytes",
                                with_("up.weight", lambda x: x[:7].clone())),
+    "numbers as bfloat16": Mistake("nf4", "'up.weight' is bfloat16, and should be uint8", with_("up.weight", Tensor.bfloat16)),
     "levels": Mistake("nf4", "'up.weight.quant_map' does not hold the levels of NF4", with_("up.weight.quant_map", lambda x: x * 2)),
     "fp4": Mistake("nf4", "'up.weight.quant_state.bitsandbytes__fp4' says FP4, whose levels no format here has. Try: bnb_4bit_quant_type",
                    lambda tensors: tensors.update({"up.weight.quant_state.bitsandbytes__fp4": tensors[STATE].clone()})),

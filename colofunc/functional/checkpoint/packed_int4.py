@@ -44,6 +44,7 @@ ONES = 0x11111111
 WORDS = 16
 """So many int32 of each row are unpacked at a time where they are turned."""
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
+SHAPES = (torch.int64, torch.int32)
 MIDDLE = 8
 """The zero of numbers that are symmetric around it."""
 
@@ -132,6 +133,11 @@ def _transposed_zeros(entry: Entry, each: int, box: Box, places: Sequence[int] |
 # ---- GPTQ ----
 
 
+def _has_words(tensors: Tensors) -> bool:
+    """Whether there are numbers in int32, and nothing beside them that would be the weight already."""
+    return "weight" not in tensors.entries and torch.int32 in (tensors.dtype("qweight"), tensors.dtype("qzeros"))
+
+
 def _read_gptq(tensors: Tensors) -> Quantized:
     _check_bits(tensors, "qweight", tensors.config.get("bits"))
     version = tensors.config.get("checkpoint_format", "gptq")
@@ -163,7 +169,7 @@ def _read_gptq(tensors: Tensors) -> Quantized:
 
 
 def _is_gptq(tensors: Tensors) -> bool:
-    return not _is_awq(tensors)
+    return _has_words(tensors) and not _is_awq(tensors)
 
 
 def _write_gptq(name: str, weight: Quantized) -> dict[str, Tensor]:
@@ -217,6 +223,8 @@ GPTQ = PackedLayout(
 
 def _is_awq(tensors: Tensors) -> bool:
     """As the configuration says, or else as the shapes do."""
+    if not _has_words(tensors):
+        return False
     said = tensors.config.get("quant_method")
     if said in ("gptq", "awq"):
         return bool(said == "awq")
@@ -282,11 +290,15 @@ AWQ = PackedLayout(
 
 
 def _is_packed(tensors: Tensors) -> bool:
-    return "weight_packed" in tensors.entries or "weight_shape" in tensors.entries
+    if "weight" in tensors.entries:
+        return False
+    if "weight_packed" in tensors.entries:
+        return tensors.dtype("weight_packed") is torch.int32
+    return "weight_scale" in tensors.entries and tensors.dtype("weight_shape") in SHAPES
 
 
 def _read_packed(tensors: Tensors) -> Quantized:
-    shape = tensors.whole("weight_shape", (torch.int64, torch.int32), (2,))
+    shape = tensors.whole("weight_shape", SHAPES, (2,))
     rows, columns = (int(size) for size in shape)
     words = tensors.matrix("weight_packed", (torch.int32,))
     if words.shape != (rows, -(-columns // 8)):

@@ -54,8 +54,7 @@ def _reader(form: str, dtype: torch.dtype) -> Callable[[Tensors], Quantized]:
 
 def _claims(dtype: torch.dtype) -> Callable[[Tensors], bool]:
     def claims(tensors: Tensors) -> bool:
-        weight = tensors.entries.get("weight")
-        return weight is not None and weight.dtype is dtype
+        return tensors.dtype("weight") is dtype
 
     return claims
 
