@@ -309,6 +309,27 @@ def test_a_layout_that_nobody_knows_is_named(tmp_path: Path, key: str, dtype: to
     )
 
 
+def test_rows_of_symmetric_numbers_need_not_fill_words(tmp_path: Path) -> None:
+    tensors, weight = pack_quantized("up", (12, 128), symmetric=True)
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+
+    def build() -> nn.Module:
+        return nn.Sequential(OrderedDict(up=nn.Linear(128, 12, bias=False)))
+
+    model = cf.load(tmp_path, model=cf.functional(cf.lazy(build)))
+    assert torch.equal(make(model.params["up.weight"]), weight) and stored_in(model.params["up.weight"]) is not None
+    taken = cf.quantize(lambda params, x: x @ params["up.weight"].T, "int4-g128").init(model.params, inputs())["up.weight"]
+    assert torch.equal(full(taken.dequantize()), weight)
+    for layout in ("gptq", "awq", "pack-quantized"):
+        said = rf"'up\.weight' has 12 rows, and the layout {layout!r} packs zeros of eight in an int32\. Try: layout=None"
+        with pytest.raises(CheckpointError, match=said):
+            cf.save_pretrained(model, None, tmp_path / layout, layout=layout)
+    save_file(tensors | {"up.weight_zero_point": torch.zeros(2, 1, dtype=torch.int32)}, path)
+    with pytest.raises(CheckpointError, match=r"'up\.weight_zero_point' is of 12 rows, and eight share an int32\. Try: symmetric=True"):
+        cf.load(tmp_path, model=cf.functional(cf.lazy(build)))
+
+
 def test_a_cast_weight_is_still_known(tmp_path: Path) -> None:
     written(CASES["nf4"], tmp_path / "a")
     weight = cf.load(tmp_path / "a", model=unbuilt()).params["up.weight"]

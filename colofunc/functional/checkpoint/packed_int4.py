@@ -78,7 +78,7 @@ def _check_bits(tensors: Tensors, key: str, bits: object) -> None:
         raise tensors.wrong(key, f"has {bits} bits a number by the configuration, and 4 can be read", "bits=4 when quantizing")
 
 
-def _groups(tensors: Tensors, key: str, count: int, columns: int, rows: int) -> int:
+def _groups(tensors: Tensors, key: str, count: int, columns: int) -> int:
     """How many of our groups have one scale. Raises CheckpointError where groups cannot be ours."""
     if columns % GROUP or columns % count or columns // count % GROUP:
         raise tensors.wrong(
@@ -86,9 +86,20 @@ def _groups(tensors: Tensors, key: str, count: int, columns: int, rows: int) -> 
             f"has {count} groups of {columns} columns, and the format int4 has groups of {GROUP}",
             f"group_size={GROUP} when quantizing",
         )
-    if rows % 8:
-        raise tensors.wrong(key, f"is of {rows} rows, and eight share an int32")
     return columns // count // GROUP
+
+
+def _check_rows(tensors: Tensors, key: str, rows: int, attempt: str) -> None:
+    """Raises CheckpointError where zeros, packed along rows, would not fill their int32."""
+    if rows % 8:
+        raise tensors.wrong(key, f"is of {rows} rows, and eight share an int32", attempt)
+
+
+def _rows_fit(name: str, weight: Quantized, layout: str) -> None:
+    """Raises InputError where zeros, packed along rows, would not fill their int32."""
+    rows = weight.shape[0]
+    if rows % 8:
+        raise InputError(f"{name!r} has {rows} rows, and the layout {layout!r} packs zeros of eight in an int32. Try: layout=None")
 
 
 def _weight(
@@ -147,7 +158,8 @@ def _read_gptq(tensors: Tensors) -> Quantized:
     rows, columns = qweight.shape[1], 8 * qweight.shape[0]
     scales = tensors.matrix("scales", SCALES)
     count = scales.shape[0]
-    each = _groups(tensors, "scales", count, columns, rows)
+    each = _groups(tensors, "scales", count, columns)
+    _check_rows(tensors, "scales", rows, "modules_in_block_to_quantize when quantizing, without this layer")
     tensors.checked("scales", SCALES, (count, rows))
     qzeros = tensors.checked("qzeros", (torch.int32,), (count, rows // 8))
     if "g_idx" in tensors.entries:
@@ -173,6 +185,7 @@ def _is_gptq(tensors: Tensors) -> bool:
 
 
 def _write_gptq(name: str, weight: Quantized) -> dict[str, Tensor]:
+    _rows_fit(name, weight, "gptq")
     zero = _zeros(weight)
     if bool((zero == 0).any()) or bool((zero > 15).any()):
         raise InputError(
@@ -243,7 +256,7 @@ def _read_awq(tensors: Tensors) -> Quantized:
     rows, columns = 8 * qweight.shape[1], qweight.shape[0]
     scales = tensors.matrix("scales", SCALES)
     count = scales.shape[0]
-    each = _groups(tensors, "scales", count, columns, rows)
+    each = _groups(tensors, "scales", count, columns)
     tensors.checked("scales", SCALES, (count, rows))
     qzeros = tensors.checked("qzeros", (torch.int32,), (count, rows // 8))
 
@@ -263,6 +276,7 @@ def _read_awq(tensors: Tensors) -> Quantized:
 
 
 def _write_awq(name: str, weight: Quantized) -> dict[str, Tensor]:
+    _rows_fit(name, weight, "awq")
     zero = _zeros(weight)
     if bool((zero > 15).any()):
         raise InputError(f"{name!r} has groups whose zero is 16, for which the layout 'awq' has no code. Try: layout=None")
@@ -310,10 +324,11 @@ def _read_packed(tensors: Tensors) -> Quantized:
         raise tensors.wrong("weight_g_idx", "says that columns are not in the order of their groups", "actorder=None when quantizing")
     scales = tensors.matrix("weight_scale", SCALES)
     count = scales.shape[1]
-    each = _groups(tensors, "weight_scale", count, columns, rows)
+    each = _groups(tensors, "weight_scale", count, columns)
     tensors.checked("weight_scale", SCALES, (rows, count))
     zeros = None
     if "weight_zero_point" in tensors.entries:
+        _check_rows(tensors, "weight_zero_point", rows, "symmetric=True when quantizing, which has no zeros")
         zeros = tensors.checked("weight_zero_point", (torch.int32,), (rows // 8, count))
 
     def data(box: Box) -> Tensor:
@@ -341,6 +356,7 @@ def _read_packed(tensors: Tensors) -> Quantized:
 
 
 def _write_packed(name: str, weight: Quantized) -> dict[str, Tensor]:
+    _rows_fit(name, weight, "pack-quantized")
     zero = _zeros(weight)
     if bool((zero > 15).any()):
         raise InputError(
