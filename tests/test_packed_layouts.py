@@ -502,6 +502,8 @@ MISTAKES = {
                                 state_with(shape=[1024, 32])),
     "no JSON": Mistake("nf4", f"'{STATE}' is no state of bitsandbytes", with_(STATE, lambda x: x[:9].clone())),
     "a shape of words": Mistake("nf4", f"'{STATE}' is no state of bitsandbytes: shape", state_with(shape=["a", 1])),
+    "a large state": Mistake("nf4", f"'{STATE}' has 65537 bytes, and at most 65536 are read",
+                             with_(STATE, lambda x: torch.full((65537,), ord(" "), dtype=torch.uint8))),
     "no SCB": Mistake("int8", "'up.SCB' is missing, without which bitsandbytes-int8 weights", without("up.SCB")),
     "order of int8": Mistake("int8", "'up.weight_format' is 2, and only 0, rows, is known", with_("up.weight_format", lambda x: x + 2)),
     "no zeros": Mistake("gptq", "'up.qzeros' is missing, without which gptq weights", without("up.qzeros")),
@@ -518,6 +520,12 @@ MISTAKES = {
                              lambda tensors: tensors.update({"up.weight_zero_point": torch.zeros(256, 1, dtype=torch.int8)})),
     "groups of int8": Mistake("int-quantized", "'up.weight_scale' has shape (256, 2), and should have (256, 1). Try: strategy='channel'",
                               with_("up.weight_scale", lambda x: x.repeat(1, 2))),
+    "static inputs": Mistake("float-quantized", "'up.input_scale' is for static scales of inputs, which are not read. Try: dynamic=True of",
+                             lambda tensors: tensors.update({"up.input_scale": torch.ones(1)})),
+    "static inputs of int8": Mistake("int-quantized", "'up.input_zero_point' is for static scales of inputs, which are not read. Try:",
+                                     lambda tensors: tensors.update({"up.input_zero_point": torch.zeros(1, dtype=torch.int8)})),
+    "static inputs of 4 bits": Mistake("pack-quantized", "'up.input_scale' is for static scales of inputs, which are not read. Try: dynamic",
+                                       lambda tensors: tensors.update({"up.input_scale": torch.ones(1)})),
     "no shape": Mistake("pack-quantized", "'up.weight_shape' is missing", without("up.weight_shape")),
     "another shape": Mistake("pack-quantized", "'up.weight_packed' has shape (256, 16), and a weight of shape (256, 256) in 4 bits",
                              with_("up.weight_shape", lambda x: torch.tensor([256, 256]))),
@@ -552,6 +560,15 @@ def test_scales_that_are_not_finite_are_found_when_they_are_read(tmp_path: Path,
     model = cf.load(tmp_path / "a", model=unbuilt())
     with pytest.raises(CheckpointError, match=f"'up.{key}' has NaN or infinite scales"):
         cf.quantize(forward(model), CASES[name].scheme).init(model.params, inputs())
+
+
+def test_the_largest_state_is_read(tmp_path: Path) -> None:
+    weights = written(CASES["nf4"], tmp_path / "a")
+    path = tmp_path / "a" / "model.safetensors"
+    tensors = load_file(path)
+    text = bytes(tensors[STATE].tolist()).ljust(65536)
+    save_file(tensors | {STATE: torch.tensor(list(text), dtype=torch.uint8)}, path)
+    assert torch.equal(make(cf.load(tmp_path / "a", model=unbuilt()).params["up.weight"]), weights["up.weight"])
 
 
 def test_a_truncated_file_and_a_broken_configuration_are_named(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import attrs
@@ -34,6 +35,8 @@ from colofunc.ops.quantized import NF4_LEVELS, Quantized, nf4_scales
 from colofunc.program.lazy import Box
 
 BLOCK = 64
+STATE_BYTES = 64 * 1024
+"""Most bytes of a layer's JSON object; real ones have a few hundred."""
 STATE, STATE_FP4 = "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4"
 ABSMAX, MAP = "weight.absmax", "weight.quant_map"
 NESTED_ABSMAX, NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
@@ -86,7 +89,10 @@ def _read_nf4(tensors: Tensors) -> Quantized:
 
 def _state(tensors: Tensors) -> _State:
     """The JSON object. Raises CheckpointError where it does not describe a weight that our format holds."""
-    text = bytes(tensors.whole(STATE, (torch.uint8,)).flatten().tolist())
+    size = prod(tensors.checked(STATE, (torch.uint8,)).shape)
+    if size > STATE_BYTES:
+        raise tensors.wrong(STATE, f"has {size} bytes, and at most {STATE_BYTES} are read")
+    text = tensors.whole(STATE, (torch.uint8,)).numpy().tobytes()
     try:
         said = untrusted.check(dict[str, Any], untrusted.parse_json(text), "it")
         kind = untrusted.check(str, said.get("quant_type"), "quant_type")

@@ -44,6 +44,8 @@ ONES = 0x11111111
 WORDS = 16
 """So many int32 of each row are unpacked at a time where they are turned."""
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
+INPUTS = ("input_scale", "input_zero_point")
+"""What static quantization of inputs has measured. Steps round inputs by their own largest numbers, and would drop it."""
 SHAPES = (torch.int64, torch.int32)
 MIDDLE = 8
 """The zero of numbers that are symmetric around it."""
@@ -303,6 +305,17 @@ AWQ = PackedLayout(
 # ---- compressed-tensors ----
 
 
+def check_inputs(tensors: Tensors) -> None:
+    """Raises CheckpointError where inputs are to be rounded by scales in the folder."""
+    for key in INPUTS:
+        if key in tensors.entries:
+            raise tensors.wrong(
+                key,
+                "is for static scales of inputs, which are not read",
+                "dynamic=True of input_activations when quantizing, or a copy of the folder without such tensors, for its weights alone",
+            )
+
+
 def _is_packed(tensors: Tensors) -> bool:
     if "weight" in tensors.entries:
         return False
@@ -312,6 +325,7 @@ def _is_packed(tensors: Tensors) -> bool:
 
 
 def _read_packed(tensors: Tensors) -> Quantized:
+    check_inputs(tensors)
     shape = tensors.whole("weight_shape", SHAPES, (2,))
     rows, columns = (int(size) for size in shape)
     words = tensors.matrix("weight_packed", (torch.int32,))
@@ -381,6 +395,6 @@ def _config_packed(skipped: Sequence[str], dtype: torch.dtype) -> dict[str, Any]
 PACK_QUANTIZED = PackedLayout(
     "pack-quantized", form="int4", forms=("int4",), marks=("weight_packed", "weight_shape"),
     needs=("weight_packed", "weight_scale", "weight_shape"),
-    keys=("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"), read=_read_packed, write=_write_packed,
-    config=_config_packed, claims=_is_packed,
+    keys=("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", *INPUTS), read=_read_packed,
+    write=_write_packed, config=_config_packed, claims=_is_packed,
 )  # fmt: skip
