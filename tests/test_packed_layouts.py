@@ -524,7 +524,7 @@ MISTAKES = {
                              lambda tensors: tensors.update({"up.input_scale": torch.ones(1)})),
     "static inputs of int8": Mistake("int-quantized", "'up.input_zero_point' is for static scales of inputs, which are not read. Try:",
                                      lambda tensors: tensors.update({"up.input_zero_point": torch.zeros(1, dtype=torch.int8)})),
-    "static inputs of 4 bits": Mistake("pack-quantized", "'up.input_scale' is for static scales of inputs, which are not read. Try: dynamic",
+    "static inputs of 4 bits": Mistake("pack-quantized", "'up.input_scale' is for static scales of inputs, which are not read. Try: dyn",
                                        lambda tensors: tensors.update({"up.input_scale": torch.ones(1)})),
     "no shape": Mistake("pack-quantized", "'up.weight_shape' is missing", without("up.weight_shape")),
     "another shape": Mistake("pack-quantized", "'up.weight_packed' has shape (256, 16), and a weight of shape (256, 256) in 4 bits",
