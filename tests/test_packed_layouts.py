@@ -6,6 +6,7 @@ bitsandbytes 0.50, GPTQModel 7.7 and compressed-tensors 0.20 dequantize themselv
 
 import json
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import colofunc as cf
 from colofunc.errors import CheckpointError
 from colofunc.functional.checkpoint import files
 from colofunc.functional.checkpoint.disk import fetch
+from colofunc.functional.checkpoint.packed_layouts import entries
 from colofunc.ops.quantized import NF4_LEVELS
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.program.lazy import make, make_parts
@@ -247,6 +249,87 @@ def test_a_rank_reads_its_rows_or_columns_only(tmp_path: Path, monkeypatch: pyte
         assert part.numel() == found.data.numel() // 2 and sum(read) == part.nbytes
 
 
+class Scaled(nn.Module):
+    """A layer that is not quantized, with parameters whose names quantized ones have."""
+
+    def __init__(self, names: Sequence[str], weight: bool = True, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        keys = ["weight", *names] if weight else names
+        for number, name in enumerate(keys):
+            self.register_parameter(name, nn.Parameter(torch.full((4, 4), float(number), dtype=dtype)))
+
+    @staticmethod
+    def alone(names: Sequence[str], weight: bool, dtype: torch.dtype) -> nn.Module:
+        return nn.Sequential(Scaled(names, weight, dtype))
+
+
+@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["weight_scale"],
+        ["SCB", "weight_format"],
+        ["qweight", "qzeros", "scales", "g_idx"],
+        ["weight_packed", "weight_shape", "weight_scale"],
+    ],
+)
+def test_a_plain_model_may_have_parameters_of_these_names(tmp_path: Path, names: list[str], weight: bool) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = cf.functional(Scaled.alone(names, weight, dtype))
+        cf.save_pretrained(model, None, tmp_path / str(dtype))
+        again = cf.load(tmp_path / str(dtype), model=cf.functional(cf.lazy(partial(Scaled.alone, names, weight, dtype))))
+        assert again.params.keys() == model.params.keys()
+        assert all(torch.equal(make(again.params[key]), x) and stored_in(again.params[key]) is None for key, x in model.params.items())
+
+
+def test_integers_beside_a_plain_weight_are_left_alone(tmp_path: Path) -> None:
+    tensors = {f"up.{key}": torch.ones(4, 4, dtype=torch.int32) for key in ("qweight", "qzeros", "weight_packed", "weight_shape")}
+    save_file(tensors | {"up.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    assert all(entry.packed is None for entry in entries(tmp_path).values()) and entries(tmp_path).keys() == {*tensors, "up.weight"}
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype", "scale"),
+    [
+        ("weight", torch.uint8, torch.bfloat16),  # BitNet
+        ("weight", torch.uint8, torch.float8_e4m3fn),  # NVFP4 of ModelOpt
+        ("weight", torch.float8_e5m2, torch.float32),
+        ("weight_packed", torch.uint8, torch.float8_e4m3fn),  # NVFP4 of compressed-tensors
+    ],
+)
+def test_a_layout_that_nobody_knows_is_named(tmp_path: Path, key: str, dtype: torch.dtype, scale: torch.dtype) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({f"up.{key}": torch.ones(4, 4).to(dtype), "up.weight_scale": torch.ones(4, 1).to(scale)}, path)
+    with pytest.raises(CheckpointError) as caught:
+        cf.load(tmp_path, model=unbuilt())
+    assert str(caught.value) == (
+        f"{path}: 'up.{key}' is {str(dtype).removeprefix('torch.')} beside 'up.weight_scale', which is no layout of quantized weights that "
+        "is known; known are bitsandbytes-nf4, bitsandbytes-int8, gptq, awq, pack-quantized, int-quantized, float-quantized. Try: the "
+        "folder that it was made of, with its weights unquantized"
+    )
+
+
+def test_rows_of_symmetric_numbers_need_not_fill_words(tmp_path: Path) -> None:
+    tensors, weight = pack_quantized("up", (12, 128), symmetric=True)
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+
+    def build() -> nn.Module:
+        return nn.Sequential(OrderedDict(up=nn.Linear(128, 12, bias=False)))
+
+    model = cf.load(tmp_path, model=cf.functional(cf.lazy(build)))
+    assert torch.equal(make(model.params["up.weight"]), weight) and stored_in(model.params["up.weight"]) is not None
+    taken = cf.quantize(lambda params, x: x @ params["up.weight"].T, "int4-g128").init(model.params, inputs())["up.weight"]
+    assert torch.equal(full(taken.dequantize()), weight)
+    for layout in ("gptq", "awq", "pack-quantized"):
+        said = rf"'up\.weight' has 12 rows, and the layout {layout!r} packs zeros of eight in an int32\. Try: layout=None"
+        with pytest.raises(CheckpointError, match=said):
+            cf.save_pretrained(model, None, tmp_path / layout, layout=layout)
+    save_file(tensors | {"up.weight_zero_point": torch.zeros(2, 1, dtype=torch.int32)}, path)
+    with pytest.raises(CheckpointError, match=r"'up\.weight_zero_point' is of 12 rows, and eight share an int32\. Try: symmetric=True"):
+        cf.load(tmp_path, model=cf.functional(cf.lazy(build)))
+
+
 def test_a_cast_weight_is_still_known(tmp_path: Path) -> None:
     written(CASES["nf4"], tmp_path / "a")
     weight = cf.load(tmp_path / "a", model=unbuilt()).params["up.weight"]
@@ -410,6 +493,7 @@ MISTAKES = {
                               with_("up.weight.absmax", lambda x: x[:7].clone())),
     "too few numbers": Mistake("nf4", "'up.weight' has shape (7, 1), and a weight of shape (256, 128) has 16384 bytes",
                                with_("up.weight", lambda x: x[:7].clone())),
+    "numbers as bfloat16": Mistake("nf4", "'up.weight' is bfloat16, and should be uint8", with_("up.weight", Tensor.bfloat16)),
     "levels": Mistake("nf4", "'up.weight.quant_map' does not hold the levels of NF4", with_("up.weight.quant_map", lambda x: x * 2)),
     "fp4": Mistake("nf4", "'up.weight.quant_state.bitsandbytes__fp4' says FP4, whose levels no format here has. Try: bnb_4bit_quant_type",
                    lambda tensors: tensors.update({"up.weight.quant_state.bitsandbytes__fp4": tensors[STATE].clone()})),
@@ -418,6 +502,8 @@ MISTAKES = {
                                 state_with(shape=[1024, 32])),
     "no JSON": Mistake("nf4", f"'{STATE}' is no state of bitsandbytes", with_(STATE, lambda x: x[:9].clone())),
     "a shape of words": Mistake("nf4", f"'{STATE}' is no state of bitsandbytes: shape", state_with(shape=["a", 1])),
+    "a large state": Mistake("nf4", f"'{STATE}' has 65537 bytes, and at most 65536 are read",
+                             with_(STATE, lambda x: torch.full((65537,), ord(" "), dtype=torch.uint8))),
     "no SCB": Mistake("int8", "'up.SCB' is missing, without which bitsandbytes-int8 weights", without("up.SCB")),
     "order of int8": Mistake("int8", "'up.weight_format' is 2, and only 0, rows, is known", with_("up.weight_format", lambda x: x + 2)),
     "no zeros": Mistake("gptq", "'up.qzeros' is missing, without which gptq weights", without("up.qzeros")),
@@ -434,6 +520,12 @@ MISTAKES = {
                              lambda tensors: tensors.update({"up.weight_zero_point": torch.zeros(256, 1, dtype=torch.int8)})),
     "groups of int8": Mistake("int-quantized", "'up.weight_scale' has shape (256, 2), and should have (256, 1). Try: strategy='channel'",
                               with_("up.weight_scale", lambda x: x.repeat(1, 2))),
+    "static inputs": Mistake("float-quantized", "'up.input_scale' is for static scales of inputs, which are not read. Try: dynamic=True of",
+                             lambda tensors: tensors.update({"up.input_scale": torch.ones(1)})),
+    "static inputs of int8": Mistake("int-quantized", "'up.input_zero_point' is for static scales of inputs, which are not read. Try:",
+                                     lambda tensors: tensors.update({"up.input_zero_point": torch.zeros(1, dtype=torch.int8)})),
+    "static inputs of 4 bits": Mistake("pack-quantized", "'up.input_scale' is for static scales of inputs, which are not read. Try: dyn",
+                                       lambda tensors: tensors.update({"up.input_scale": torch.ones(1)})),
     "no shape": Mistake("pack-quantized", "'up.weight_shape' is missing", without("up.weight_shape")),
     "another shape": Mistake("pack-quantized", "'up.weight_packed' has shape (256, 16), and a weight of shape (256, 256) in 4 bits",
                              with_("up.weight_shape", lambda x: torch.tensor([256, 256]))),
@@ -468,6 +560,15 @@ def test_scales_that_are_not_finite_are_found_when_they_are_read(tmp_path: Path,
     model = cf.load(tmp_path / "a", model=unbuilt())
     with pytest.raises(CheckpointError, match=f"'up.{key}' has NaN or infinite scales"):
         cf.quantize(forward(model), CASES[name].scheme).init(model.params, inputs())
+
+
+def test_the_largest_state_is_read(tmp_path: Path) -> None:
+    weights = written(CASES["nf4"], tmp_path / "a")
+    path = tmp_path / "a" / "model.safetensors"
+    tensors = load_file(path)
+    text = bytes(tensors[STATE].tolist()).ljust(65536)
+    save_file(tensors | {STATE: torch.tensor(list(text), dtype=torch.uint8)}, path)
+    assert torch.equal(make(cf.load(tmp_path / "a", model=unbuilt()).params["up.weight"]), weights["up.weight"])
 
 
 def test_a_truncated_file_and_a_broken_configuration_are_named(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import attrs
@@ -34,12 +35,19 @@ from colofunc.ops.quantized import NF4_LEVELS, Quantized, nf4_scales
 from colofunc.program.lazy import Box
 
 BLOCK = 64
+STATE_BYTES = 64 * 1024
+"""Most bytes of a layer's JSON object; real ones have a few hundred."""
 STATE, STATE_FP4 = "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4"
 ABSMAX, MAP = "weight.absmax", "weight.quant_map"
 NESTED_ABSMAX, NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
 
 
 # ---- NF4 ----
+
+
+def _is_nf4(tensors: Tensors) -> bool:
+    """By the state where there is one: numbers may be stored under any dtype then (`bnb_4bit_quant_storage`)."""
+    return STATE in tensors.entries or STATE_FP4 in tensors.entries or tensors.dtype("weight") is torch.uint8
 
 
 @attrs.frozen
@@ -81,7 +89,10 @@ def _read_nf4(tensors: Tensors) -> Quantized:
 
 def _state(tensors: Tensors) -> _State:
     """The JSON object. Raises CheckpointError where it does not describe a weight that our format holds."""
-    text = bytes(tensors.whole(STATE, (torch.uint8,)).flatten().tolist())
+    size = prod(tensors.checked(STATE, (torch.uint8,)).shape)
+    if size > STATE_BYTES:
+        raise tensors.wrong(STATE, f"has {size} bytes, and at most {STATE_BYTES} are read")
+    text = tensors.whole(STATE, (torch.uint8,)).numpy().tobytes()
     try:
         said = untrusted.check(dict[str, Any], untrusted.parse_json(text), "it")
         kind = untrusted.check(str, said.get("quant_type"), "quant_type")
@@ -176,6 +187,7 @@ def _config_nf4(skipped: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
 NF4 = PackedLayout(
     "bitsandbytes-nf4", form="nf4_g64", forms=("nf4_g64", "nf4"), marks=(ABSMAX, MAP, STATE, STATE_FP4), needs=("weight", ABSMAX, MAP),
     keys=("weight", ABSMAX, MAP, NESTED_ABSMAX, NESTED_MAP, STATE, STATE_FP4), read=_read_nf4, write=_write_nf4, config=_config_nf4,
+    claims=_is_nf4,
 )  # fmt: skip
 
 
@@ -183,6 +195,12 @@ NF4 = PackedLayout(
 
 ROWS = 0
 """What weight_format says of weights that lie row by row; others were orders of tensor cores, which are no longer written."""
+
+
+def _is_int8(tensors: Tensors) -> bool:
+    if "weight" in tensors.entries:
+        return tensors.dtype("weight") is torch.int8
+    return "SCB" in tensors.entries and tensors.dtype("weight_format") is torch.uint8
 
 
 def _read_int8(tensors: Tensors) -> Quantized:
@@ -227,7 +245,7 @@ def _config_int8(skipped: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
 
 INT8 = PackedLayout(
     "bitsandbytes-int8", form="int8", forms=("int8",), marks=("SCB", "weight_format"), needs=("weight", "SCB"),
-    keys=("weight", "SCB", "weight_format"), read=_read_int8, write=_write_int8, config=_config_int8,
+    keys=("weight", "SCB", "weight_format"), read=_read_int8, write=_write_int8, config=_config_int8, claims=_is_int8,
 )  # fmt: skip
 
 

@@ -44,6 +44,9 @@ ONES = 0x11111111
 WORDS = 16
 """So many int32 of each row are unpacked at a time where they are turned."""
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
+INPUTS = ("input_scale", "input_zero_point")
+"""What static quantization of inputs has measured. Steps round inputs by their own largest numbers, and would drop it."""
+SHAPES = (torch.int64, torch.int32)
 MIDDLE = 8
 """The zero of numbers that are symmetric around it."""
 
@@ -77,7 +80,7 @@ def _check_bits(tensors: Tensors, key: str, bits: object) -> None:
         raise tensors.wrong(key, f"has {bits} bits a number by the configuration, and 4 can be read", "bits=4 when quantizing")
 
 
-def _groups(tensors: Tensors, key: str, count: int, columns: int, rows: int) -> int:
+def _groups(tensors: Tensors, key: str, count: int, columns: int) -> int:
     """How many of our groups have one scale. Raises CheckpointError where groups cannot be ours."""
     if columns % GROUP or columns % count or columns // count % GROUP:
         raise tensors.wrong(
@@ -85,9 +88,20 @@ def _groups(tensors: Tensors, key: str, count: int, columns: int, rows: int) -> 
             f"has {count} groups of {columns} columns, and the format int4 has groups of {GROUP}",
             f"group_size={GROUP} when quantizing",
         )
-    if rows % 8:
-        raise tensors.wrong(key, f"is of {rows} rows, and eight share an int32")
     return columns // count // GROUP
+
+
+def _check_rows(tensors: Tensors, key: str, rows: int, attempt: str) -> None:
+    """Raises CheckpointError where zeros, packed along rows, would not fill their int32."""
+    if rows % 8:
+        raise tensors.wrong(key, f"is of {rows} rows, and eight share an int32", attempt)
+
+
+def _rows_fit(name: str, weight: Quantized, layout: str) -> None:
+    """Raises InputError where zeros, packed along rows, would not fill their int32."""
+    rows = weight.shape[0]
+    if rows % 8:
+        raise InputError(f"{name!r} has {rows} rows, and the layout {layout!r} packs zeros of eight in an int32. Try: layout=None")
 
 
 def _weight(
@@ -132,6 +146,11 @@ def _transposed_zeros(entry: Entry, each: int, box: Box, places: Sequence[int] |
 # ---- GPTQ ----
 
 
+def _has_words(tensors: Tensors) -> bool:
+    """Whether there are numbers in int32, and nothing beside them that would be the weight already."""
+    return "weight" not in tensors.entries and torch.int32 in (tensors.dtype("qweight"), tensors.dtype("qzeros"))
+
+
 def _read_gptq(tensors: Tensors) -> Quantized:
     _check_bits(tensors, "qweight", tensors.config.get("bits"))
     version = tensors.config.get("checkpoint_format", "gptq")
@@ -141,7 +160,8 @@ def _read_gptq(tensors: Tensors) -> Quantized:
     rows, columns = qweight.shape[1], 8 * qweight.shape[0]
     scales = tensors.matrix("scales", SCALES)
     count = scales.shape[0]
-    each = _groups(tensors, "scales", count, columns, rows)
+    each = _groups(tensors, "scales", count, columns)
+    _check_rows(tensors, "scales", rows, "modules_in_block_to_quantize when quantizing, without this layer")
     tensors.checked("scales", SCALES, (count, rows))
     qzeros = tensors.checked("qzeros", (torch.int32,), (count, rows // 8))
     if "g_idx" in tensors.entries:
@@ -163,10 +183,11 @@ def _read_gptq(tensors: Tensors) -> Quantized:
 
 
 def _is_gptq(tensors: Tensors) -> bool:
-    return not _is_awq(tensors)
+    return _has_words(tensors) and not _is_awq(tensors)
 
 
 def _write_gptq(name: str, weight: Quantized) -> dict[str, Tensor]:
+    _rows_fit(name, weight, "gptq")
     zero = _zeros(weight)
     if bool((zero == 0).any()) or bool((zero > 15).any()):
         raise InputError(
@@ -217,6 +238,8 @@ GPTQ = PackedLayout(
 
 def _is_awq(tensors: Tensors) -> bool:
     """As the configuration says, or else as the shapes do."""
+    if not _has_words(tensors):
+        return False
     said = tensors.config.get("quant_method")
     if said in ("gptq", "awq"):
         return bool(said == "awq")
@@ -235,7 +258,7 @@ def _read_awq(tensors: Tensors) -> Quantized:
     rows, columns = 8 * qweight.shape[1], qweight.shape[0]
     scales = tensors.matrix("scales", SCALES)
     count = scales.shape[0]
-    each = _groups(tensors, "scales", count, columns, rows)
+    each = _groups(tensors, "scales", count, columns)
     tensors.checked("scales", SCALES, (count, rows))
     qzeros = tensors.checked("qzeros", (torch.int32,), (count, rows // 8))
 
@@ -255,6 +278,7 @@ def _read_awq(tensors: Tensors) -> Quantized:
 
 
 def _write_awq(name: str, weight: Quantized) -> dict[str, Tensor]:
+    _rows_fit(name, weight, "awq")
     zero = _zeros(weight)
     if bool((zero > 15).any()):
         raise InputError(f"{name!r} has groups whose zero is 16, for which the layout 'awq' has no code. Try: layout=None")
@@ -281,12 +305,28 @@ AWQ = PackedLayout(
 # ---- compressed-tensors ----
 
 
+def check_inputs(tensors: Tensors) -> None:
+    """Raises CheckpointError where inputs are to be rounded by scales in the folder."""
+    for key in INPUTS:
+        if key in tensors.entries:
+            raise tensors.wrong(
+                key,
+                "is for static scales of inputs, which are not read",
+                "dynamic=True of input_activations when quantizing, or a copy of the folder without such tensors, for its weights alone",
+            )
+
+
 def _is_packed(tensors: Tensors) -> bool:
-    return "weight_packed" in tensors.entries or "weight_shape" in tensors.entries
+    if "weight" in tensors.entries:
+        return False
+    if "weight_packed" in tensors.entries:
+        return tensors.dtype("weight_packed") is torch.int32
+    return "weight_scale" in tensors.entries and tensors.dtype("weight_shape") in SHAPES
 
 
 def _read_packed(tensors: Tensors) -> Quantized:
-    shape = tensors.whole("weight_shape", (torch.int64, torch.int32), (2,))
+    check_inputs(tensors)
+    shape = tensors.whole("weight_shape", SHAPES, (2,))
     rows, columns = (int(size) for size in shape)
     words = tensors.matrix("weight_packed", (torch.int32,))
     if words.shape != (rows, -(-columns // 8)):
@@ -298,10 +338,11 @@ def _read_packed(tensors: Tensors) -> Quantized:
         raise tensors.wrong("weight_g_idx", "says that columns are not in the order of their groups", "actorder=None when quantizing")
     scales = tensors.matrix("weight_scale", SCALES)
     count = scales.shape[1]
-    each = _groups(tensors, "weight_scale", count, columns, rows)
+    each = _groups(tensors, "weight_scale", count, columns)
     tensors.checked("weight_scale", SCALES, (rows, count))
     zeros = None
     if "weight_zero_point" in tensors.entries:
+        _check_rows(tensors, "weight_zero_point", rows, "symmetric=True when quantizing, which has no zeros")
         zeros = tensors.checked("weight_zero_point", (torch.int32,), (rows // 8, count))
 
     def data(box: Box) -> Tensor:
@@ -329,6 +370,7 @@ def _read_packed(tensors: Tensors) -> Quantized:
 
 
 def _write_packed(name: str, weight: Quantized) -> dict[str, Tensor]:
+    _rows_fit(name, weight, "pack-quantized")
     zero = _zeros(weight)
     if bool((zero > 15).any()):
         raise InputError(
@@ -353,6 +395,6 @@ def _config_packed(skipped: Sequence[str], dtype: torch.dtype) -> dict[str, Any]
 PACK_QUANTIZED = PackedLayout(
     "pack-quantized", form="int4", forms=("int4",), marks=("weight_packed", "weight_shape"),
     needs=("weight_packed", "weight_scale", "weight_shape"),
-    keys=("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"), read=_read_packed, write=_write_packed,
-    config=_config_packed, claims=_is_packed,
+    keys=("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", *INPUTS), read=_read_packed,
+    write=_write_packed, config=_config_packed, claims=_is_packed,
 )  # fmt: skip

@@ -32,6 +32,7 @@ from torch import Tensor
 from colofunc import untrusted
 from colofunc.errors import CheckpointError
 from colofunc.functional.checkpoint import plainfile
+from colofunc.functional.checkpoint.files import dtype_name
 from colofunc.functional.checkpoint.packed_bitsandbytes import INT8, NF4
 from colofunc.functional.checkpoint.packed_int4 import AWQ, GPTQ, PACK_QUANTIZED
 from colofunc.functional.checkpoint.packed_rows import FLOAT_QUANTIZED, INT_QUANTIZED
@@ -47,7 +48,8 @@ LAYOUTS: Mapping[str, PackedLayout] = {one.name: one for one in (NF4, INT8, GPTQ
 def entries(folder: Path) -> dict[str, Entry]:
     """Name -> tensor of a folder of plain safetensors; tensors that are one quantized weight are one entry.
 
-    Raises CheckpointError that names key and file where tensors of such a weight are missing or do not fit.
+    A layer that only has names in common with quantized ones stays as it is. Raises CheckpointError that names key and file where tensors
+    of a quantized weight are missing or do not fit, or are in no layout of the table.
     """
     found = plainfile.entries(folder)
     layers = _layers(found)
@@ -56,7 +58,10 @@ def entries(folder: Path) -> dict[str, Entry]:
     config = _quantization_config(folder)
     for layer, kin in layers.items():
         tensors = Tensors(folder, layer, _of_layer(found, layer), config)
-        layout = next((one for one in kin if one.claims(tensors)), kin[0])
+        layout = next((one for one in kin if one.claims(tensors)), None)
+        if layout is None:
+            _check_plain(tensors)
+            continue
         entry = _entry(layout, tensors)
         for suffix in layout.keys:
             found.pop(f"{layer}.{suffix}", None)
@@ -74,6 +79,32 @@ def _layers(found: Mapping[str, Entry]) -> dict[str, list[PackedLayout]]:
                     kin = layers.setdefault(name.removesuffix(f".{mark}"), [])
                     kin += [layout] if layout not in kin else []
     return layers
+
+
+NUMBERS = ("weight", "weight_packed", "qweight")
+"""The tensors that hold packed numbers, in any layout."""
+
+
+def _check_plain(tensors: Tensors) -> None:
+    """Raises CheckpointError where tensors that no layout claims hold packed numbers all the same."""
+    weight = tensors.dtype("weight")
+    if weight is not None and weight.is_floating_point and weight.itemsize >= 2:
+        return
+    for key in NUMBERS:
+        dtype = tensors.dtype(key)
+        if dtype is not None and _packs(dtype):
+            others = ", ".join(repr(f"{tensors.layer}.{other}") for other in tensors.entries if other != key)
+            raise tensors.wrong(
+                key,
+                f"is {dtype_name(dtype)} beside {others}, which is no layout of quantized weights that is known; known are "
+                f"{', '.join(LAYOUTS)}",
+                "the folder that it was made of, with its weights unquantized",
+            )
+
+
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether numbers of fewer bits are kept in such tensors."""
+    return dtype is torch.int32 or (dtype.itemsize == 1 and dtype is not torch.bool)
 
 
 def _of_layer(found: Mapping[str, Entry], layer: str) -> dict[str, Entry]:

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colofunc.functional.checkpoint.packed_int4 import SCALES
+from colofunc.functional.checkpoint.packed_int4 import INPUTS, SCALES, check_inputs
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors, boxed, part
 from colofunc.ops.quantized import Quantized
 from colofunc.program.lazy import Box
 
 SCALE, ZERO = "weight_scale", "weight_zero_point"
+KEYS = ("weight", SCALE, ZERO, *INPUTS)
 
 
 def _reader(form: str, dtype: torch.dtype) -> Callable[[Tensors], Quantized]:
@@ -28,6 +29,7 @@ def _reader(form: str, dtype: torch.dtype) -> Callable[[Tensors], Quantized]:
     def read(tensors: Tensors) -> Quantized:
         if ZERO in tensors.entries:
             raise tensors.wrong(ZERO, "shifts numbers, which no format in 8 bits here has", "symmetric=True when quantizing")
+        check_inputs(tensors)
         stored = tensors.matrix("weight", (dtype,))
         rows = stored.shape[0]
         scales = tensors.checked(SCALE, SCALES)
@@ -54,8 +56,7 @@ def _reader(form: str, dtype: torch.dtype) -> Callable[[Tensors], Quantized]:
 
 def _claims(dtype: torch.dtype) -> Callable[[Tensors], bool]:
     def claims(tensors: Tensors) -> bool:
-        weight = tensors.entries.get("weight")
-        return weight is not None and weight.dtype is dtype
+        return tensors.dtype("weight") is dtype
 
     return claims
 
@@ -81,10 +82,10 @@ def _config(kind: str) -> Callable[[Sequence[str], torch.dtype], dict[str, Any]]
 
 
 INT_QUANTIZED = PackedLayout(
-    "int-quantized", form="int8", forms=("int8",), marks=(SCALE,), needs=("weight", SCALE), keys=("weight", SCALE, ZERO),
+    "int-quantized", form="int8", forms=("int8",), marks=(SCALE,), needs=("weight", SCALE), keys=KEYS,
     read=_reader("int8", torch.int8), write=_write_int8, config=_config("int"), claims=_claims(torch.int8),
 )  # fmt: skip
 FLOAT_QUANTIZED = PackedLayout(
-    "float-quantized", form="fp8", forms=("fp8",), marks=(SCALE,), needs=("weight", SCALE), keys=("weight", SCALE, ZERO),
+    "float-quantized", form="fp8", forms=("fp8",), marks=(SCALE,), needs=("weight", SCALE), keys=KEYS,
     read=_reader("fp8", torch.float8_e4m3fn), write=_write_fp8, config=_config("float"), claims=_claims(torch.float8_e4m3fn),
 )  # fmt: skip

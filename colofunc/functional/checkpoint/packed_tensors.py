@@ -46,6 +46,11 @@ class Tensors:
         """An error about one of them."""
         return CheckpointError(f"{self._file(key)}: {f'{self.layer}.{key}'!r} {what}. Try: {attempt}")
 
+    def dtype(self, key: str) -> torch.dtype | None:
+        """The dtype of one of them; None where it is not there."""
+        entry = self.entries.get(key)
+        return None if entry is None else entry.dtype
+
     def checked(self, key: str, dtypes: Sequence[torch.dtype], shape: Sequence[int] | None = None) -> Entry:
         """A tensor that is of one of these dtypes, and of this shape where one is given. Raises CheckpointError."""
         entry = self.entries[key]
@@ -79,10 +84,6 @@ Read = Callable[[Tensors], Quantized]
 Write = Callable[[str, Quantized], Mapping[str, Tensor]]
 
 
-def _claims_all(tensors: Tensors) -> bool:
-    return True
-
-
 def _without_config(skipped: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
     return {}
 
@@ -95,7 +96,8 @@ class PackedLayout:
     that only such weights have. `needs`: the tensors without which there is no weight. `keys`: all that belong to it. `read(tensors)`: the
     weight, of lazy parts, float32. `write(name, weight)`: the tensors by key, of a weight whose parts have data; raises InputError where
     the layout cannot hold it. `config(skipped, dtype)`: "quantization_config" of a model in which the layers `skipped` stay as they are.
-    `claims`: which of several layouts with the same marks it is.
+    `claims`: whether these tensors, some of them with its marks, are such a weight. Other models may have parameters of these names, so
+    dtypes decide; a tensor that is missing or misshapen is left to `read`.
     """
 
     name: str
@@ -105,9 +107,9 @@ class PackedLayout:
     needs: tuple[str, ...]
     keys: tuple[str, ...]
     read: Read
+    claims: Callable[[Tensors], bool]
     write: Write | None = None
     config: Callable[[Sequence[str], torch.dtype], dict[str, Any]] = _without_config
-    claims: Callable[[Tensors], bool] = _claims_all
 
 
 def part(shape: Sequence[int], dtype: torch.dtype, read: Callable[[Box], Tensor]) -> LazyTensor:
