@@ -237,18 +237,22 @@ def test_without_clipping_only_results_come_later() -> None:
         torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10)
 
 
-def test_an_update_that_communicates_is_refused() -> None:
-    chain, state = staged("zb-h2", "next step", mesh=cf.Mesh(pp=4, dp=2), plans=(zero(1, "dp"),))
+@pytest.mark.parametrize(("level", "reason"), [(1, "the update itself communicates"), (3, "what stages say is put together by colofunc.all_reduce")])
+def test_a_plan_whose_ranks_wait_for_one_another_is_refused(level: int, reason: str) -> None:
+    chain, state = staged("zb-h2", "next step", mesh=cf.Mesh(pp=4, dp=2), plans=(zero(level, "dp"),))
     given = batches([CALM], 1.0)
-    with pytest.raises(PlanError, match=r'validate="next step"\): the update itself communicates.*Try: validate="step"'):
+    with pytest.raises(PlanError, match=rf'validate="next step"\): {reason}.*Try: validate="step"'):
         chain(chain.init(state, given[0]), given[0])
+
+
+def test_an_unknown_way_to_validate_is_refused() -> None:
     with pytest.raises(PlanError, match="unknown validate 'never'"):
         staged("zb-h2", "never")
 
 
-def test_beside_zero_3() -> None:
+def test_beside_copies_along_another_axis() -> None:
     mesh = cf.Mesh(pp=4, dp=2)
-    chain, state = staged("zb-h2", "next step", mesh=mesh, plans=(zero(3, "dp"),))
+    chain, state = staged("zb-h2", "next step", mesh=mesh)
     given = batches([CALM] * 4 + [1, CALM, CALM], 300.0)
     with cf.testing.float64():
         found, losses, redone = trained(chain, state, given)

@@ -24,7 +24,7 @@ import attrs
 
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
-from colofunc.program.facts import has_wires, is_copy, written
+from colofunc.program.facts import has_wires, is_copy, is_wire, written
 from colofunc.program.ir import Node, Program, computed_once
 from colofunc.program.places import RECEIVE, SEND
 
@@ -70,9 +70,18 @@ def deferred(program: Program) -> Deferred | str:
         return "no stage waits for another behind the schedule"
     if any(has_wires(attrs.evolve(program, nodes=(node,))) for node in update):
         return "the update itself communicates, as that of zero(1, axis) and zero(2, axis) does"
+    collectives = [node.target for node in exchange if _is_collective(node)]
+    if collectives:
+        # A rank that looks before others do would be alone in it.
+        return f"what stages say is put together by {collectives[0]} behind their messages, as with zero(3, axis) and tensor parallelism"
     if update and _writes_inputs(program, main):
         return "the step writes to its inputs before the update"
     return _parts(program, main, exchange, update)
+
+
+def _is_collective(node: Node) -> bool:
+    """Whether all of a group have to come to a node at once."""
+    return is_wire(node) or (node.loop is not None and has_wires(node.loop.body))
 
 
 class _Sorted:

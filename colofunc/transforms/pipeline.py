@@ -78,7 +78,8 @@ def pipeline(
     Raises PlanError for an axis that the mesh does not have, a schedule that nobody gives, more stages than there are
     layers, microbatches that do not divide the batch, and an operator that mixes samples ("auto": where it leaves one
     microbatch only); in the first call with validate="next step" where the update itself communicates (`zero(1, axis)`,
-    `zero(2, axis)`) or values are moved between tiers of memory.
+    `zero(2, axis)`), where a collective puts together what stages say (`zero(3, axis)`, tensor parallelism), or where values
+    are moved between tiers of memory.
     """
     if microbatches != AUTO:
         check_number(microbatches, "pipeline")
