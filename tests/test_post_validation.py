@@ -35,8 +35,10 @@ class Layers(nn.Module):
 STAGES = {f"{what}.{k}*": k for k in range(4) for what in ("layers", "extra")}
 
 
-def staged(schedule: str, validate: str, fp16: bool = False, clip: float | None = 0.9, mesh: cf.Mesh = MESH, plans: Any = ()) -> Any:
-    """(chain, state): momentum, so that a step that is done twice shows."""
+def staged(
+    schedule: str, validate: str, fp16: bool = False, clip: float | None = 0.9, mesh: cf.Mesh = MESH, plans: Any = (), **more: Any
+) -> Any:
+    """(chain, state): momentum, so that a step that is done twice shows. more: for `cf.shard`."""
     torch.manual_seed(0)
     net = Layers() if fp16 else Layers().double()
     step, state = cf.train_step(
@@ -44,7 +46,7 @@ def staged(schedule: str, validate: str, fp16: bool = False, clip: float | None 
         inputs=lambda b: ((b[0], b[1]), {}), clip=clip,
     )  # fmt: skip
     stages = STAGES if mesh.axis_size("pp") == 4 and schedule != "zb-v" else None
-    chain = cf.pipeline(cf.shard(step, mesh, *plans), microbatches=8, schedule=schedule, stages=stages, validate=validate)
+    chain = cf.pipeline(cf.shard(step, mesh, *plans, **more), microbatches=8, schedule=schedule, stages=stages, validate=validate)
     return (cf.precision(chain, "fp16") if fp16 else chain), state
 
 
@@ -265,12 +267,12 @@ def test_beside_copies_along_another_axis() -> None:
 # ---- real ranks ----
 
 
-def train() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Rank 0 alone reads a loss between two steps, once of a step that was guessed wrongly."""
+def train(agree_every: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Rank 0 alone reads a loss between two steps, once of a step that was guessed wrongly, unless the ranks compare their copies there."""
     mesh = cf.Mesh(pp=2)
     given = batches([CALM] * 4 + [1] + [CALM] * 4 + [0] + [CALM] * 4, 300.0)
     with cf.testing.float64():
-        chain, state = staged("zb-h1", "next step", mesh=mesh)
+        chain, state = staged("zb-h1", "next step", mesh=mesh, agree_every=agree_every)
         placed = chain.init(state, given[0])
         losses = []
         for count, batch in enumerate(given, 1):
@@ -282,12 +284,13 @@ def train() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.dist
-def test_real_ranks_compute_what_one_device_does() -> None:
+@pytest.mark.parametrize("agree_every", [0, 5])
+def test_real_ranks_compute_what_one_device_does(agree_every: int) -> None:
     given = batches([CALM] * 4 + [1] + [CALM] * 4 + [0] + [CALM] * 4, 300.0)
     with cf.testing.float64():
         chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
         expected, wanted = alone(chain, state, given)
-    for losses, found in launch(train, 2, timeout_s=60):
+    for losses, found in launch(train, 2, agree_every, timeout_s=60):
         assert losses == pytest.approx(wanted, rel=1e-10)
         for name, x in expected.items():
             torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10)

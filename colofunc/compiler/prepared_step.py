@@ -186,8 +186,7 @@ class Ready:
         low = self.low
         unsettled = self.backend.unsettled
         if unsettled is not None and (agree_every or self.warmup is not None or unsettled.run is not self.run):
-            unsettled.settle()
-            self.backend.unsettled = None
+            self._settle()
         inputs = self._placed(given, name)
         lent = [x for x in map(given.leaves.__getitem__, given.away) if type(x) is DTensor and x.lent]
         if low.traced.uses_seed:
@@ -204,8 +203,15 @@ class Ready:
             COPIER.arrived(leaf.parts_in_flight)
         consume_all(state, name, [low.traced.names[k] for k in donated])
         if agree_every and self.watch is not None:
+            self._settle()  # what is late has no numbers yet
             self._alike.check(outs, self.watch, name, agree_every)
         return low.traced.unpack(self._wrapped(outs))
+
+    def _settle(self) -> None:
+        """Validate what was guessed in the last step; all ranks do so here, so that none has to ask later."""
+        if self.backend.unsettled is not None:
+            self.backend.unsettled.settle()
+            self.backend.unsettled = None
 
     def _placed(self, given: Given, name: str) -> list[Shards]:
         """The parts of each leaf."""
