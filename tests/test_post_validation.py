@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from colofunc_plugins import zero
@@ -10,7 +11,10 @@ from torch import nn
 import colofunc as cf
 from colofunc.errors import PlanError
 from colofunc.executors.backend import backend_for
+from colofunc.executors.distributed import Distributed
 from colofunc.executors.launch import launch
+from colofunc.mesh import PRESETS
+from colofunc.program.ir import Node, Ref
 from colofunc.program.post_validation import Deferred, deferred
 
 MESH = cf.Mesh(pp=4)
@@ -239,12 +243,46 @@ def test_without_clipping_only_results_come_later() -> None:
         torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("level", "reason"), [(1, "the update itself communicates"), (3, "what stages say is put together by colofunc.all_reduce")])
+LEVELS = [(1, "the update itself communicates"), (3, "what stages say is put together by colofunc.all_reduce")]
+
+
+@pytest.mark.parametrize(("level", "reason"), LEVELS)
 def test_a_plan_whose_ranks_wait_for_one_another_is_refused(level: int, reason: str) -> None:
     chain, state = staged("zb-h2", "next step", mesh=cf.Mesh(pp=4, dp=2), plans=(zero(level, "dp"),))
-    given = batches([CALM], 1.0)
     with pytest.raises(PlanError, match=rf'validate="next step"\): {reason}.*Try: validate="step"'):
-        chain(chain.init(state, given[0]), given[0])
+        chain.lower(state, batches([CALM], 1.0)[0])
+
+
+def test_ranks_of_unlike_devices_are_refused() -> None:
+    """The factor of clipping that they compute may differ in its last bit."""
+    mesh = cf.Mesh(pp=4, device="cpu", topology=PRESETS["gloo-cpu"].with_rank(1, speed=0.5))
+    chain, state = staged("zb-h2", "next step", mesh=mesh)
+    with pytest.raises(PlanError, match='its ranks are of unlike devices.*Try: validate="step"'):
+        chain.lower(state, batches([CALM], 1.0)[0])
+
+
+def test_an_update_that_writes_to_what_is_sent_is_refused() -> None:
+    """A loss that is written to behind the factor of clipping: whoever sends it later would send another one."""
+    chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
+    program = chain.lower(state, batches([CALM], 1.0)[0]).program
+    parts = deferred(program)
+    assert isinstance(parts, Deferred)
+    loss, new = parts.exchange.inputs[-1], program.next_id
+    node = Node("aten.mul.out", (Ref(loss), Ref(parts.judged[0])), (("out", Ref(loss)),), (new,), phase="update")
+    values = program.values | {new: attrs.evolve(program.values[loss], id=new)}
+    changed = attrs.evolve(program, nodes=(*program.nodes, node), values=values)
+    assert deferred(changed) == "the update writes to what the stages are still to be told"
+
+
+def test_messages_by_nccl_are_refused() -> None:
+    """All ranks receive before they send, which NCCL does not get past."""
+    chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
+    parts = deferred(chain.lower(state, batches([CALM], 1.0)[0]).program)
+    assert isinstance(parts, Deferred)
+    backend = object.__new__(Distributed)  # no process group is needed to say no
+    backend._carriers = {"cpu": "gloo", "cuda": "nccl"}
+    with pytest.raises(PlanError, match=r'has run with gloo only\. Try: validate="step"'):
+        backend.later(parts.exchange, cf.Mesh(pp=2))
 
 
 def test_an_unknown_way_to_validate_is_refused() -> None:

@@ -29,7 +29,7 @@ from colofunc.compiler.warmup import Warmup
 from colofunc.dtensor.placed import SHELF, place, side_by_side
 from colofunc.dtensor.roles import LASTING
 from colofunc.dtensor.tensor import DTensor, Home, Maker, consume_all, home_of, parts_of
-from colofunc.errors import ConsumedError, PlanError
+from colofunc.errors import ConsumedError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import Scratch, Together
@@ -40,7 +40,7 @@ from colofunc.mesh.device import device_of, idle_gpus
 from colofunc.ops.seeds import draw_seed
 from colofunc.plugins.operators import OPERATORS
 from colofunc.program.passes.chunks import buffers_of
-from colofunc.program.post_validation import deferred, validates_late
+from colofunc.program.post_validation import in_parts, validates_late
 from colofunc.program.tracing.modules_used import Used
 from colofunc.spec.layout import Layout
 
@@ -149,9 +149,7 @@ class Ready:
     @cached_property
     def run(self) -> Callable[[Sequence[Shards]], list[Shards]]:
         if validates_late(self.low.program):
-            parts = deferred(self.low.program)
-            if isinstance(parts, str):
-                raise PlanError(f'cf.pipeline(validate="next step"): {parts}. Try: validate="step", or another plan')
+            parts = in_parts(self.low.program, self.low.priced)
             return PostValidated(self.low.program, parts, self.backend, self.low.mesh)
         return self.backend.compile(self.low.program, self.low.mesh)
 

@@ -385,6 +385,11 @@ class Distributed:
         return self._prepared(program, mesh, bound, whole=whole)
 
     def later(self, program: Program, mesh: Mesh) -> Later:
+        if self._by_nccl(mesh):
+            raise PlanError(
+                'cf.pipeline(validate="next step") posts what it will receive before it sends, which waits for ever with NCCL; it has run '
+                f'with gloo only. Try: validate="step", or {mesh!r} with device="cpu"'
+            )
         groups = self._groups_of(mesh)
         # A process that ends takes along what it has not sent yet.
         before_end(groups.delivered)
@@ -403,10 +408,13 @@ class Distributed:
         groups = self._groups_of(mesh)
         if not has_places(program):
             return RankProgram(self.order(program), groups, self.watch, bound, whole=whole)
-        if self._carriers.get("cuda") == "nccl" and mesh.device != "cpu":
+        if self._by_nccl(mesh):
             _check_message_order(program, mesh)
         mine = on_rank(program, mesh, self.rank)
         return RankProgram(self.order(mine.program), groups, self.watch, bound, whole=whole, union=program, mine=mine)
+
+    def _by_nccl(self, mesh: Mesh) -> bool:
+        return self._carriers.get("cuda") == "nccl" and mesh.device != "cpu"
 
     def _groups_of(self, mesh: Mesh) -> Groups:
         groups = self._groups.get(mesh)
