@@ -1,5 +1,7 @@
 """Post-validation: a pipeline whose updates are guessed, checked and put right, beside one that waits and beside one device."""
 
+from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -9,9 +11,9 @@ from colofunc_plugins import zero
 from torch import nn
 
 import colofunc as cf
-from colofunc.errors import PlanError
+from colofunc.errors import ConsumedError, PlanError
 from colofunc.executors.backend import backend_for
-from colofunc.executors.distributed import Distributed
+from colofunc.executors.distributed import Distributed, Later
 from colofunc.executors.launch import launch
 from colofunc.mesh import PRESETS
 from colofunc.program.ir import Node, Ref
@@ -223,11 +225,72 @@ def test_kept_copies_are_counted() -> None:
     for batch in given:
         placed, _ = chain(placed, batch)
     waits = unsettled()
-    copies = [copy for _, copy in waits._kept]
-    read = {id for node in waits.run.parts.update.nodes for id in node.refs}
-    gradients = [x for id in waits.run.parts.main.outputs if id in read for x in waits._values[id]]
-    assert sum(planned) == sum(x.nbytes for x in (*copies, *gradients)) > 0
+    state_too = {x.untyped_storage().data_ptr() for leaf in flat(placed).values() for x in leaf._held.shards}
+    held: dict[Any, int] = {id(copy): copy.untyped_storage().nbytes() for _, copy in waits._kept}
+    for shards in waits._values.values():
+        for lane, x in enumerate(shards):  # lanes may share what each rank has for itself
+            where = x.untyped_storage().data_ptr()
+            if where not in state_too:
+                held[lane, where] = x.untyped_storage().nbytes()
+    assert sum(planned) == sum(held.values()) > 0
     float(flat(placed)["params.layers.0.bias"].full().sum())
+
+
+def test_what_cannot_be_validated_is_lost_and_nothing_else(chains: tuple[Any, Any, Any]) -> None:
+    guessing, _, state = chains
+    given = batches([CALM] * 8, 1.0)
+    with cf.testing.float64():
+        placed = guessing.init(state, given[0])
+        losses = []
+        for batch in given[:4]:
+            placed, metrics = guessing(placed, batch)
+            losses.append(metrics["loss"])
+
+        def fails() -> None:
+            raise RuntimeError("nothing came")
+
+        unsettled()._finish = fails
+        with pytest.raises(RuntimeError, match="nothing came"):
+            float(losses[-1])
+        assert unsettled() is None
+        for lost in (losses[-1], flat(placed)["params.layers.3.weight"]):
+            with pytest.raises(ConsumedError, match="whose validation failed, so this result is lost"):
+                lost.full()
+        expected, wanted = alone(guessing, state, given)
+        assert [float(loss) for loss in losses[:3]] == pytest.approx(wanted[:3], rel=1e-10)
+        found, _, _ = trained(guessing, state, given)
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10)
+
+
+def test_a_second_thread_waits_for_what_the_first_validates(chains: tuple[Any, Any, Any]) -> None:
+    guessing, _, state = chains
+    given = batches([CALM] * 4, 1.0)
+    begun, may_end = Event(), Event()
+    read: list[float] = []
+    with cf.testing.float64():
+        placed = guessing.init(state, given[0])
+        for batch in given:
+            placed, metrics = guessing(placed, batch)
+        finish = unsettled()._finish
+
+        def slow() -> Any:
+            begun.set()
+            assert may_end.wait(30)
+            return finish()
+
+        unsettled()._finish = slow
+        threads = [Thread(target=lambda: read.append(float(metrics["loss"]))) for _ in range(2)]
+        threads[0].start()
+        assert begun.wait(30)
+        threads[1].start()
+        threads[1].join(0.2)
+        early = list(read)
+        may_end.set()
+        for thread in threads:
+            thread.join()
+        _, wanted = alone(guessing, state, given)
+    assert not early and read == pytest.approx([wanted[-1]] * 2, rel=1e-10)
 
 
 def test_without_clipping_only_results_come_later() -> None:
@@ -257,7 +320,7 @@ def test_ranks_of_unlike_devices_are_refused() -> None:
     """The factor of clipping that they compute may differ in its last bit."""
     mesh = cf.Mesh(pp=4, device="cpu", topology=PRESETS["gloo-cpu"].with_rank(1, speed=0.5))
     chain, state = staged("zb-h2", "next step", mesh=mesh)
-    with pytest.raises(PlanError, match='its ranks are of unlike devices.*Try: validate="step"'):
+    with pytest.raises(PlanError, match=r'its ranks are of unlike devices.*Try: validate="step"'):
         chain.lower(state, batches([CALM], 1.0)[0])
 
 
@@ -303,6 +366,39 @@ def test_beside_copies_along_another_axis() -> None:
 
 
 # ---- real ranks ----
+
+
+class Told:
+    """What a watch is told of errors inside it."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException | None] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.errors.append(error)
+
+
+def test_whoever_waits_for_a_peer_that_ended_tells_the_watch() -> None:
+    """It says which peer that was, in place of the transport's own words."""
+
+    def awaiter(*_: Any) -> Any:
+        def wait() -> torch.Tensor:
+            raise RuntimeError("gloo: connection closed by peer")
+
+        return lambda tag: wait
+
+    later = object.__new__(Later)
+    later._groups = SimpleNamespace(mesh=cf.Mesh(pp=2), awaiter=awaiter)
+    later._mine = SimpleNamespace(inputs=())
+    later._receives = [Node("colofunc.receive", (("pp",), (0,), 0, (), torch.float64), (), (1,))]
+    later._sends = lambda inputs: []
+    later._watch = Told()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        later([])()
+    assert [type(error) for error in later._watch.errors] == [RuntimeError]
 
 
 def train(agree_every: int) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -203,7 +203,13 @@ class Ready:
         if agree_every and self.watch is not None:
             self._settle()  # what is late has no numbers yet
             self._alike.check(outs, self.watch, name, agree_every)
-        return low.traced.unpack(self._wrapped(outs))
+        results = self._wrapped(outs)
+        unsettled = self.backend.unsettled
+        if unsettled is not None:
+            guessed = [x for x, parts in zip(results, parts_of(results), strict=True) if unsettled.gives(parts)]
+            lost = f"{name}, whose validation failed, so this result is lost (load the last checkpoint)"
+            unsettled.lose = partial(consume_all, guessed, lost)
+        return low.traced.unpack(results)
 
     def _settle(self) -> None:
         """Validate what was guessed in the last step; all ranks do so here, so that none has to ask later."""

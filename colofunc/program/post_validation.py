@@ -89,7 +89,7 @@ def in_parts(program: Program, mesh: Mesh) -> Deferred:
 
     Raises PlanError that says why where there are none, or where ranks may not come to the same verdict.
     """
-    parts: Deferred | str = "its ranks are of unlike devices, whose scalars may differ in the last bit, so that some would step and others not"
+    parts: Deferred | str = "its ranks are of unlike devices, whose scalars may differ in the last bit, so that not all would step"
     if not mesh.topology.ranks:
         parts = deferred(program)
     if isinstance(parts, str):
@@ -247,7 +247,7 @@ def kept_bytes(program: Program) -> int:
     if isinstance(parts, str):
         return 0
     read = {id for node in parts.update.nodes for id in node.refs}
-    gradients = read & {id for node in parts.main.nodes for id in node.results}
+    gradients = (read & {id for node in parts.main.nodes for id in node.results}) - {*program.outputs}  # those are counted as the state
     return copied_bytes(program) + sum(program.values[id].nbytes for id in gradients)
 
 
