@@ -12,11 +12,13 @@ from torch import nn
 
 import colofunc as cf
 from colofunc.errors import ConsumedError, PlanError
+from colofunc.executors import distributed
 from colofunc.executors.backend import backend_for
 from colofunc.executors.distributed import Distributed, Later
 from colofunc.executors.launch import launch
 from colofunc.mesh import PRESETS
-from colofunc.program.ir import Node, Ref
+from colofunc.program.ir import Node, Ref, map_refs
+from colofunc.program.places import SEND
 from colofunc.program.post_validation import Deferred, deferred
 
 MESH = cf.Mesh(pp=4)
@@ -335,6 +337,39 @@ def test_an_update_that_writes_to_what_is_sent_is_refused() -> None:
     values = program.values | {new: attrs.evolve(program.values[loss], id=new)}
     changed = attrs.evolve(program, nodes=(*program.nodes, node), values=values)
     assert deferred(changed) == "the update writes to what the stages are still to be told"
+
+
+def test_a_stage_that_sends_on_what_it_was_told_is_refused() -> None:
+    """Who reads alone would wait for a stage that does not read."""
+    chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
+    program = chain.lower(state, batches([CALM], 1.0)[0]).program
+    parts = deferred(program)
+    assert isinstance(parts, Deferred)
+    (factor,), new = parts.judged, program.next_id
+    single = next(node for node in parts.exchange.nodes if node.target == SEND and program.values[node.refs[0]].shape == ())
+    node = attrs.evolve(single, args=map_refs(single.args, lambda _: Ref(factor)), outs=(new,))
+    values = program.values | {new: attrs.evolve(program.values[factor], id=new)}
+    reason = deferred(attrs.evolve(program, nodes=(*program.nodes, node), values=values))
+    assert isinstance(reason, str) and reason.startswith("a stage sends on what another one has told it")
+
+
+def test_what_is_done_before_a_process_ends_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[Any] = []
+    monkeypatch.setattr(distributed, "before_end", registered.append)
+    monkeypatch.setattr(distributed.atexit, "register", registered.append)
+    monkeypatch.setattr(distributed, "Later", lambda *_: None)
+    chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
+    parts = deferred(chain.lower(state, batches([CALM], 1.0)[0]).program)
+    assert isinstance(parts, Deferred)
+    backend = object.__new__(Distributed)
+    backend._carriers, backend.rank, backend.watch, backend._delivers = {"cpu": "gloo"}, 0, None, False
+    delivered: list[str] = []
+    backend._groups = {cf.Mesh(pp=2): SimpleNamespace(delivered=lambda: delivered.append("sent"))}
+    for _ in range(3):
+        backend.later(parts.exchange, cf.Mesh(pp=2))
+    assert len(registered) == 2
+    registered[0]()
+    assert delivered == ["sent"]
 
 
 def test_messages_by_nccl_are_refused() -> None:

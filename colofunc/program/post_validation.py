@@ -27,7 +27,7 @@ from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
-from colofunc.program.facts import has_wires, is_copy, is_wire, written
+from colofunc.program.facts import has_wires, is_copy, is_peer, is_wire, written
 from colofunc.program.ir import Node, Program, computed_once
 from colofunc.program.places import RECEIVE, SEND
 
@@ -77,6 +77,8 @@ def deferred(program: Program) -> Deferred | str:
     if collectives:
         # A rank that looks before others do would be alone in it.
         return f"what stages say is put together by {collectives[0]} behind their messages, as with zero(3, axis) and tensor parallelism"
+    if _sends_on(exchange):
+        return "a stage sends on what another one has told it, so that nobody could read before it does"
     if _writes_what_is_read(program, update, exchange):
         return "the update writes to what the stages are still to be told"
     if update and _writes_inputs(program, main):
@@ -192,6 +194,18 @@ def _writes_inputs(program: Program, nodes: Iterable[Node]) -> bool:
     memory = aliases(program)
     inputs = {memory.group(id) for id in program.inputs}
     return any(memory.group(id) in inputs for node in nodes for id in written(node))
+
+
+def _sends_on(exchange: Iterable[Node]) -> bool:
+    """Whether a message of an exchange follows from another one."""
+    told: set[int] = set()
+    for node in exchange:
+        follows = not told.isdisjoint(node.refs)
+        if follows and is_peer(node):
+            return True
+        if follows or is_peer(node):
+            told.update(node.results, written(node))
+    return False
 
 
 def _writes_what_is_read(program: Program, update: Iterable[Node], exchange: Sequence[Node]) -> bool:
