@@ -1,16 +1,24 @@
 """Post-validation: a pipeline whose updates are guessed, checked and put right, beside one that waits and beside one device."""
 
+from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from colofunc_plugins import zero
 from torch import nn
 
 import colofunc as cf
-from colofunc.errors import PlanError
+from colofunc.errors import ConsumedError, PlanError
+from colofunc.executors import distributed
 from colofunc.executors.backend import backend_for
+from colofunc.executors.distributed import Distributed, Later
 from colofunc.executors.launch import launch
+from colofunc.mesh import PRESETS
+from colofunc.program.ir import Node, Ref, map_refs
+from colofunc.program.places import SEND
 from colofunc.program.post_validation import Deferred, deferred
 
 MESH = cf.Mesh(pp=4)
@@ -35,8 +43,10 @@ class Layers(nn.Module):
 STAGES = {f"{what}.{k}*": k for k in range(4) for what in ("layers", "extra")}
 
 
-def staged(schedule: str, validate: str, fp16: bool = False, clip: float | None = 0.9, mesh: cf.Mesh = MESH, plans: Any = ()) -> Any:
-    """(chain, state): momentum, so that a step that is done twice shows."""
+def staged(
+    schedule: str, validate: str, fp16: bool = False, clip: float | None = 0.9, mesh: cf.Mesh = MESH, plans: Any = (), **more: Any
+) -> Any:
+    """(chain, state): momentum, so that a step that is done twice shows. more: for `cf.shard`."""
     torch.manual_seed(0)
     net = Layers() if fp16 else Layers().double()
     step, state = cf.train_step(
@@ -44,7 +54,7 @@ def staged(schedule: str, validate: str, fp16: bool = False, clip: float | None 
         inputs=lambda b: ((b[0], b[1]), {}), clip=clip,
     )  # fmt: skip
     stages = STAGES if mesh.axis_size("pp") == 4 and schedule != "zb-v" else None
-    chain = cf.pipeline(cf.shard(step, mesh, *plans), microbatches=8, schedule=schedule, stages=stages, validate=validate)
+    chain = cf.pipeline(cf.shard(step, mesh, *plans, **more), microbatches=8, schedule=schedule, stages=stages, validate=validate)
     return (cf.precision(chain, "fp16") if fp16 else chain), state
 
 
@@ -217,11 +227,72 @@ def test_kept_copies_are_counted() -> None:
     for batch in given:
         placed, _ = chain(placed, batch)
     waits = unsettled()
-    copies = [copy for _, copy in waits._kept]
-    read = {id for node in waits.run.parts.update.nodes for id in node.refs}
-    gradients = [x for id in waits.run.parts.main.outputs if id in read for x in waits._values[id]]
-    assert sum(planned) == sum(x.nbytes for x in (*copies, *gradients)) > 0
+    state_too = {x.untyped_storage().data_ptr() for leaf in flat(placed).values() for x in leaf._held.shards}
+    held: dict[Any, int] = {id(copy): copy.untyped_storage().nbytes() for _, copy in waits._kept}
+    for shards in waits._values.values():
+        for lane, x in enumerate(shards):  # lanes may share what each rank has for itself
+            where = x.untyped_storage().data_ptr()
+            if where not in state_too:
+                held[lane, where] = x.untyped_storage().nbytes()
+    assert sum(planned) == sum(held.values()) > 0
     float(flat(placed)["params.layers.0.bias"].full().sum())
+
+
+def test_what_cannot_be_validated_is_lost_and_nothing_else(chains: tuple[Any, Any, Any]) -> None:
+    guessing, _, state = chains
+    given = batches([CALM] * 8, 1.0)
+    with cf.testing.float64():
+        placed = guessing.init(state, given[0])
+        losses = []
+        for batch in given[:4]:
+            placed, metrics = guessing(placed, batch)
+            losses.append(metrics["loss"])
+
+        def fails() -> None:
+            raise RuntimeError("nothing came")
+
+        unsettled()._finish = fails
+        with pytest.raises(RuntimeError, match="nothing came"):
+            float(losses[-1])
+        assert unsettled() is None
+        for lost in (losses[-1], flat(placed)["params.layers.3.weight"]):
+            with pytest.raises(ConsumedError, match="whose validation failed, so this result is lost"):
+                lost.full()
+        expected, wanted = alone(guessing, state, given)
+        assert [float(loss) for loss in losses[:3]] == pytest.approx(wanted[:3], rel=1e-10)
+        found, _, _ = trained(guessing, state, given)
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10)
+
+
+def test_a_second_thread_waits_for_what_the_first_validates(chains: tuple[Any, Any, Any]) -> None:
+    guessing, _, state = chains
+    given = batches([CALM] * 4, 1.0)
+    begun, may_end = Event(), Event()
+    read: list[float] = []
+    with cf.testing.float64():
+        placed = guessing.init(state, given[0])
+        for batch in given:
+            placed, metrics = guessing(placed, batch)
+        finish = unsettled()._finish
+
+        def slow() -> Any:
+            begun.set()
+            assert may_end.wait(30)
+            return finish()
+
+        unsettled()._finish = slow
+        threads = [Thread(target=lambda: read.append(float(metrics["loss"]))) for _ in range(2)]
+        threads[0].start()
+        assert begun.wait(30)
+        threads[1].start()
+        threads[1].join(0.2)
+        early = list(read)
+        may_end.set()
+        for thread in threads:
+            thread.join()
+        _, wanted = alone(guessing, state, given)
+    assert not early and read == pytest.approx([wanted[-1]] * 2, rel=1e-10)
 
 
 def test_without_clipping_only_results_come_later() -> None:
@@ -237,18 +308,89 @@ def test_without_clipping_only_results_come_later() -> None:
         torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10)
 
 
-def test_an_update_that_communicates_is_refused() -> None:
-    chain, state = staged("zb-h2", "next step", mesh=cf.Mesh(pp=4, dp=2), plans=(zero(1, "dp"),))
-    given = batches([CALM], 1.0)
-    with pytest.raises(PlanError, match=r'validate="next step"\): the update itself communicates.*Try: validate="step"'):
-        chain(chain.init(state, given[0]), given[0])
+LEVELS = [(1, "the update itself communicates"), (3, "what stages say is put together by colofunc.all_reduce")]
+
+
+@pytest.mark.parametrize(("level", "reason"), LEVELS)
+def test_a_plan_whose_ranks_wait_for_one_another_is_refused(level: int, reason: str) -> None:
+    chain, state = staged("zb-h2", "next step", mesh=cf.Mesh(pp=4, dp=2), plans=(zero(level, "dp"),))
+    with pytest.raises(PlanError, match=rf'validate="next step"\): {reason}.*Try: validate="step"'):
+        chain.lower(state, batches([CALM], 1.0)[0])
+
+
+def test_ranks_of_unlike_devices_are_refused() -> None:
+    """The factor of clipping that they compute may differ in its last bit."""
+    mesh = cf.Mesh(pp=4, device="cpu", topology=PRESETS["gloo-cpu"].with_rank(1, speed=0.5))
+    chain, state = staged("zb-h2", "next step", mesh=mesh)
+    with pytest.raises(PlanError, match=r'its ranks are of unlike devices.*Try: validate="step"'):
+        chain.lower(state, batches([CALM], 1.0)[0])
+
+
+def test_an_update_that_writes_to_what_is_sent_is_refused() -> None:
+    """A loss that is written to behind the factor of clipping: whoever sends it later would send another one."""
+    chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
+    program = chain.lower(state, batches([CALM], 1.0)[0]).program
+    parts = deferred(program)
+    assert isinstance(parts, Deferred)
+    loss, new = parts.exchange.inputs[-1], program.next_id
+    node = Node("aten.mul.out", (Ref(loss), Ref(parts.judged[0])), (("out", Ref(loss)),), (new,), phase="update")
+    values = program.values | {new: attrs.evolve(program.values[loss], id=new)}
+    changed = attrs.evolve(program, nodes=(*program.nodes, node), values=values)
+    assert deferred(changed) == "the update writes to what the stages are still to be told"
+
+
+def test_a_stage_that_sends_on_what_it_was_told_is_refused() -> None:
+    """Who reads alone would wait for a stage that does not read."""
+    chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
+    program = chain.lower(state, batches([CALM], 1.0)[0]).program
+    parts = deferred(program)
+    assert isinstance(parts, Deferred)
+    (factor,), new = parts.judged, program.next_id
+    single = next(node for node in parts.exchange.nodes if node.target == SEND and program.values[node.refs[0]].shape == ())
+    node = attrs.evolve(single, args=map_refs(single.args, lambda _: Ref(factor)), outs=(new,))
+    values = program.values | {new: attrs.evolve(program.values[factor], id=new)}
+    reason = deferred(attrs.evolve(program, nodes=(*program.nodes, node), values=values))
+    assert isinstance(reason, str) and reason.startswith("a stage sends on what another one has told it")
+
+
+def test_what_is_done_before_a_process_ends_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[Any] = []
+    monkeypatch.setattr(distributed, "before_end", registered.append)
+    monkeypatch.setattr(distributed.atexit, "register", registered.append)
+    monkeypatch.setattr(distributed, "Later", lambda *_: None)
+    chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
+    parts = deferred(chain.lower(state, batches([CALM], 1.0)[0]).program)
+    assert isinstance(parts, Deferred)
+    backend = object.__new__(Distributed)
+    backend._carriers, backend.rank, backend.watch, backend._delivers = {"cpu": "gloo"}, 0, None, False
+    delivered: list[str] = []
+    backend._groups = {cf.Mesh(pp=2): SimpleNamespace(delivered=lambda: delivered.append("sent"))}
+    for _ in range(3):
+        backend.later(parts.exchange, cf.Mesh(pp=2))
+    assert len(registered) == 2
+    registered[0]()
+    assert delivered == ["sent"]
+
+
+def test_messages_by_nccl_are_refused() -> None:
+    """All ranks receive before they send, which NCCL does not get past."""
+    chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
+    parts = deferred(chain.lower(state, batches([CALM], 1.0)[0]).program)
+    assert isinstance(parts, Deferred)
+    backend = object.__new__(Distributed)  # no process group is needed to say no
+    backend._carriers = {"cpu": "gloo", "cuda": "nccl"}
+    with pytest.raises(PlanError, match=r'has run with gloo only\. Try: validate="step"'):
+        backend.later(parts.exchange, cf.Mesh(pp=2))
+
+
+def test_an_unknown_way_to_validate_is_refused() -> None:
     with pytest.raises(PlanError, match="unknown validate 'never'"):
         staged("zb-h2", "never")
 
 
-def test_beside_zero_3() -> None:
+def test_beside_copies_along_another_axis() -> None:
     mesh = cf.Mesh(pp=4, dp=2)
-    chain, state = staged("zb-h2", "next step", mesh=mesh, plans=(zero(3, "dp"),))
+    chain, state = staged("zb-h2", "next step", mesh=mesh)
     given = batches([CALM] * 4 + [1, CALM, CALM], 300.0)
     with cf.testing.float64():
         found, losses, redone = trained(chain, state, given)
@@ -261,12 +403,45 @@ def test_beside_zero_3() -> None:
 # ---- real ranks ----
 
 
-def train() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Rank 0 alone reads a loss between two steps, once of a step that was guessed wrongly."""
+class Told:
+    """What a watch is told of errors inside it."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException | None] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.errors.append(error)
+
+
+def test_whoever_waits_for_a_peer_that_ended_tells_the_watch() -> None:
+    """It says which peer that was, in place of the transport's own words."""
+
+    def awaiter(*_: Any) -> Any:
+        def wait() -> torch.Tensor:
+            raise RuntimeError("gloo: connection closed by peer")
+
+        return lambda tag: wait
+
+    later = object.__new__(Later)
+    later._groups = SimpleNamespace(mesh=cf.Mesh(pp=2), awaiter=awaiter)
+    later._mine = SimpleNamespace(inputs=())
+    later._receives = [Node("colofunc.receive", (("pp",), (0,), 0, (), torch.float64), (), (1,))]
+    later._sends = lambda inputs: []
+    later._watch = Told()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        later([])()
+    assert [type(error) for error in later._watch.errors] == [RuntimeError]
+
+
+def train(agree_every: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Rank 0 alone reads a loss between two steps, once of a step that was guessed wrongly, unless the ranks compare their copies there."""
     mesh = cf.Mesh(pp=2)
     given = batches([CALM] * 4 + [1] + [CALM] * 4 + [0] + [CALM] * 4, 300.0)
     with cf.testing.float64():
-        chain, state = staged("zb-h1", "next step", mesh=mesh)
+        chain, state = staged("zb-h1", "next step", mesh=mesh, agree_every=agree_every)
         placed = chain.init(state, given[0])
         losses = []
         for count, batch in enumerate(given, 1):
@@ -278,12 +453,13 @@ def train() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.dist
-def test_real_ranks_compute_what_one_device_does() -> None:
+@pytest.mark.parametrize("agree_every", [0, 5])
+def test_real_ranks_compute_what_one_device_does(agree_every: int) -> None:
     given = batches([CALM] * 4 + [1] + [CALM] * 4 + [0] + [CALM] * 4, 300.0)
     with cf.testing.float64():
         chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
         expected, wanted = alone(chain, state, given)
-    for losses, found in launch(train, 2, timeout_s=60):
+    for losses, found in launch(train, 2, agree_every, timeout_s=60):
         assert losses == pytest.approx(wanted, rel=1e-10)
         for name, x in expected.items():
             torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10)

@@ -29,7 +29,7 @@ from colofunc.compiler.warmup import Warmup
 from colofunc.dtensor.placed import SHELF, place, side_by_side
 from colofunc.dtensor.roles import LASTING
 from colofunc.dtensor.tensor import DTensor, Home, Maker, consume_all, home_of, parts_of
-from colofunc.errors import ConsumedError, PlanError
+from colofunc.errors import ConsumedError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import Scratch, Together
@@ -40,7 +40,7 @@ from colofunc.mesh.device import device_of, idle_gpus
 from colofunc.ops.seeds import draw_seed
 from colofunc.plugins.operators import OPERATORS
 from colofunc.program.passes.chunks import buffers_of
-from colofunc.program.post_validation import deferred, validates_late
+from colofunc.program.post_validation import in_parts, validates_late
 from colofunc.program.tracing.modules_used import Used
 from colofunc.spec.layout import Layout
 
@@ -149,9 +149,7 @@ class Ready:
     @cached_property
     def run(self) -> Callable[[Sequence[Shards]], list[Shards]]:
         if validates_late(self.low.program):
-            parts = deferred(self.low.program)
-            if isinstance(parts, str):
-                raise PlanError(f'cf.pipeline(validate="next step"): {parts}. Try: validate="step", or another plan')
+            parts = in_parts(self.low.program, self.low.priced)
             return PostValidated(self.low.program, parts, self.backend, self.low.mesh)
         return self.backend.compile(self.low.program, self.low.mesh)
 
@@ -186,8 +184,7 @@ class Ready:
         low = self.low
         unsettled = self.backend.unsettled
         if unsettled is not None and (agree_every or self.warmup is not None or unsettled.run is not self.run):
-            unsettled.settle()
-            self.backend.unsettled = None
+            self._settle()
         inputs = self._placed(given, name)
         lent = [x for x in map(given.leaves.__getitem__, given.away) if type(x) is DTensor and x.lent]
         if low.traced.uses_seed:
@@ -204,8 +201,21 @@ class Ready:
             COPIER.arrived(leaf.parts_in_flight)
         consume_all(state, name, [low.traced.names[k] for k in donated])
         if agree_every and self.watch is not None:
+            self._settle()  # what is late has no numbers yet
             self._alike.check(outs, self.watch, name, agree_every)
-        return low.traced.unpack(self._wrapped(outs))
+        results = self._wrapped(outs)
+        unsettled = self.backend.unsettled
+        if unsettled is not None:
+            guessed = [x for x, parts in zip(results, parts_of(results), strict=True) if unsettled.gives(parts)]
+            lost = f"{name}, whose validation failed, so this result is lost (load the last checkpoint)"
+            unsettled.lose = partial(consume_all, guessed, lost)
+        return low.traced.unpack(results)
+
+    def _settle(self) -> None:
+        """Validate what was guessed in the last step; all ranks do so here, so that none has to ask later."""
+        if self.backend.unsettled is not None:
+            self.backend.unsettled.settle()
+            self.backend.unsettled = None
 
     def _placed(self, given: Given, name: str) -> list[Shards]:
         """The parts of each leaf."""

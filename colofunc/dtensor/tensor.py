@@ -155,8 +155,9 @@ class DTensor(torch.Tensor):
     @property
     def parts_in_flight(self) -> list[torch.Tensor]:
         """The parts for a step, or for who does not look at numbers: a card may still copy to and from those of the host."""
-        if self._backend.unsettled is not None:  # what it holds may be what a step has guessed
-            self._backend.unsettled.settle()
+        unsettled = self._backend.unsettled
+        if unsettled is not None:  # what it holds may be what a step has guessed
+            unsettled.settle()
         origin = self._origin
         lost = None
         if self._held.shards is None:

@@ -157,7 +157,7 @@ class Later:
     """An exchange of messages in two steps: what this rank knows is sent when it is called, the rest is done when that is called."""
 
     def __init__(self, program: Program, mine: OnRank, groups: Groups, watch: Watch | None) -> None:
-        self._groups = groups
+        self._groups, self._watch = groups, watch
         self._first, self._rest = _around_receives(mine.program)
         self._receives = [node for node in mine.program.nodes if node.target == RECEIVE]
         self._mine, self._outputs = mine, program
@@ -175,7 +175,9 @@ class Later:
         known = self._sends(inputs)
 
         def finish() -> list[Shards]:
-            found = self._ends([*here, *known, *([wait()] for wait in waits)])
+            with self._watch or nullcontext():  # where a peer has ended it says which
+                came = [[wait()] for wait in waits]
+            found = self._ends([*here, *known, *came])
             by_place = dict(zip(self._mine.outputs, found, strict=True))
             values = [self._outputs.values[id] for id in self._outputs.outputs]
             missing = {k: [torch.empty(0, dtype=value.dtype, device=device)] for k, value in enumerate(values)}
@@ -370,6 +372,7 @@ class Distributed:
         adopt_gpu(self.watch)
         self.unsettled: Unsettled | None = None
         self._groups: dict[Mesh, Groups] = {}
+        self._delivers = False  # whether it is known what is to be done before this process ends
         self._kept = Kept(self.compile)
 
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
@@ -385,10 +388,17 @@ class Distributed:
         return self._prepared(program, mesh, bound, whole=whole)
 
     def later(self, program: Program, mesh: Mesh) -> Later:
+        if self._by_nccl(mesh):
+            raise PlanError(
+                'cf.pipeline(validate="next step") posts what it will receive before it sends, which waits for ever with NCCL; it has run '
+                f'with gloo only. Try: validate="step", or {mesh!r} with device="cpu"'
+            )
         groups = self._groups_of(mesh)
-        # A process that ends takes along what it has not sent yet.
-        before_end(groups.delivered)
-        atexit.register(groups.delivered)
+        if not self._delivers:
+            # A process that ends takes along what it has not sent yet.
+            self._delivers = True
+            before_end(self._deliver)
+            atexit.register(self._deliver)
         return Later(program, on_rank(program, mesh, self.rank), groups, self.watch)
 
     def order(self, program: Program) -> Program:
@@ -403,10 +413,17 @@ class Distributed:
         groups = self._groups_of(mesh)
         if not has_places(program):
             return RankProgram(self.order(program), groups, self.watch, bound, whole=whole)
-        if self._carriers.get("cuda") == "nccl" and mesh.device != "cpu":
+        if self._by_nccl(mesh):
             _check_message_order(program, mesh)
         mine = on_rank(program, mesh, self.rank)
         return RankProgram(self.order(mine.program), groups, self.watch, bound, whole=whole, union=program, mine=mine)
+
+    def _deliver(self) -> None:
+        for groups in self._groups.values():
+            groups.delivered()
+
+    def _by_nccl(self, mesh: Mesh) -> bool:
+        return self._carriers.get("cuda") == "nccl" and mesh.device != "cpu"
 
     def _groups_of(self, mesh: Mesh) -> Groups:
         groups = self._groups.get(mesh)

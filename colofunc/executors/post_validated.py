@@ -12,7 +12,8 @@ goes on for many steps costs nothing but the wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import RLock
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,7 +61,8 @@ class PostValidated:
         kept = [(x, x.clone()) for x in distinct(values[id] for id in self.parts.kept)]
         guess = {id: [x.clone() for x in self._last[id]] for id in self.parts.judged}
         made = self.updated(values | guess)
-        self.backend.unsettled = Unsettled(self, finish, values, kept, made, late)
+        again = {id: values[id] for id in self.parts.update.inputs if id in values}
+        self.backend.unsettled = Unsettled(self, finish, again, kept, made, late)
         return self._outputs(values | late | made)
 
     def updated(self, values: Mapping[int, Shards]) -> dict[int, Shards]:
@@ -74,6 +76,11 @@ class PostValidated:
         self._last = {id: [x.clone() for x in shards] for id, shards in found.items()}
         self._steady = same
         return same
+
+    def forget(self) -> None:
+        """Guess nothing until two more steps have agreed."""
+        self._last = {}
+        self._steady = False
 
     def named(self, program: Program, outs: Sequence[Shards]) -> dict[int, Shards]:
         """What a part gives, by value."""
@@ -104,10 +111,15 @@ class Unsettled:
         made: dict[int, Shards],
         late: dict[int, Shards],
     ) -> None:
+        """values: what the update reads beside scalars of the exchange; they live until it is known whether it is done again."""
         self.run = run
+        self.lose: Callable[[], None] = _nothing
+        """What whoever holds the results does where these are lost."""
         self._finish, self._values, self._kept, self._made, self._late = finish, values, kept, made, late
         self._empty = {id(x) for x in distinct(late.values())}
+        self._lists = {id(shards) for some in (made, late) for shards in some.values()}
         self.redone = False
+        self._lock = RLock()
         self._begun = False
         self._error: BaseException | None = None
 
@@ -115,20 +127,38 @@ class Unsettled:
         """Whether what has not come yet is among the inputs."""
         return any(id(x) in self._empty for shards in inputs for x in shards)
 
+    def gives(self, shards: Shards) -> bool:
+        """Whether a result is one that is not validated yet: this very list."""
+        return id(shards) in self._lists
+
     def settle(self) -> None:
-        """Wait for what the others sent, and put right what was guessed wrongly. Where that fails, so does every later read."""
-        if self._error is not None:
-            raise self._error
-        if self._begun:
-            return
-        self._begun = True
-        try:
-            self._put_right()
-        except BaseException as error:
-            self._error = error
-            raise
-        if self.run.backend.watch is None:  # all ranks are here
-            self.run.backend.unsettled = None
+        """Wait for what the others sent, and put right what was guessed wrongly; another thread that wants that too waits for it.
+
+        Where that fails, the results of this step are lost (`lose`), and nobody waits for them any more.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._begun:
+                return
+            self._begun = True
+            try:
+                self._put_right()
+            except BaseException as error:
+                self._error = error
+                self._give_up()
+                raise
+            self.lose = _nothing
+            if self.run.backend.watch is None:  # all ranks are here
+                self.run.backend.unsettled = None
+
+    def _give_up(self) -> None:
+        self.run.forget()
+        self.run.backend.unsettled = None
+        self._kept.clear()
+        self._values.clear()
+        self.lose()
+        self.lose = _nothing
 
     def _put_right(self) -> None:
         run = self.run
@@ -145,6 +175,10 @@ class Unsettled:
             shards[:] = found[id]
         self._kept.clear()
         self._values.clear()
+
+
+def _nothing() -> None:
+    pass
 
 
 def distinct(some: Iterable[Shards]) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ The update may run before the exchange has come, by the scalars of the step befo
 put back from copies and the update is done again by the right ones: numbers are those of one device in every case.
 
     parts = deferred(program)        # Deferred, or the reason why this program cannot be taken apart, as a str
+    parts = in_parts(program, mesh)  # Deferred, or that reason as a PlanError
 
 Source: Zero Bubble Pipeline Parallelism (2401.10241, section 4), where a stage steps by what the stages before it say and later rolls back.
 Here the scalars of the last step are what is speculated on, so that all ranks speculate alike and come to one verdict.
@@ -22,9 +23,11 @@ from collections.abc import Collection, Iterable, Sequence
 
 import attrs
 
+from colofunc.errors import PlanError
+from colofunc.mesh import Mesh
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
-from colofunc.program.facts import has_wires, is_copy, written
+from colofunc.program.facts import has_wires, is_copy, is_peer, is_wire, written
 from colofunc.program.ir import Node, Program, computed_once
 from colofunc.program.places import RECEIVE, SEND
 
@@ -70,9 +73,35 @@ def deferred(program: Program) -> Deferred | str:
         return "no stage waits for another behind the schedule"
     if any(has_wires(attrs.evolve(program, nodes=(node,))) for node in update):
         return "the update itself communicates, as that of zero(1, axis) and zero(2, axis) does"
+    collectives = [node.target for node in exchange if _is_collective(node)]
+    if collectives:
+        # A rank that looks before others do would be alone in it.
+        return f"what stages say is put together by {collectives[0]} behind their messages, as with zero(3, axis) and tensor parallelism"
+    if _sends_on(exchange):
+        return "a stage sends on what another one has told it, so that nobody could read before it does"
+    if _writes_what_is_read(program, update, exchange):
+        return "the update writes to what the stages are still to be told"
     if update and _writes_inputs(program, main):
         return "the step writes to its inputs before the update"
     return _parts(program, main, exchange, update)
+
+
+def in_parts(program: Program, mesh: Mesh) -> Deferred:
+    """The parts of a program whose timetable asks for validation in the next step. mesh: with what is known of its machine.
+
+    Raises PlanError that says why where there are none, or where ranks may not come to the same verdict.
+    """
+    parts: Deferred | str = "its ranks are of unlike devices, whose scalars may differ in the last bit, so that not all would step"
+    if not mesh.topology.ranks:
+        parts = deferred(program)
+    if isinstance(parts, str):
+        raise PlanError(f'cf.pipeline(validate="next step"): {parts}. Try: validate="step", or another plan')
+    return parts
+
+
+def _is_collective(node: Node) -> bool:
+    """Whether all of a group have to come to a node at once."""
+    return is_wire(node) or (node.loop is not None and has_wires(node.loop.body))
 
 
 class _Sorted:
@@ -167,6 +196,26 @@ def _writes_inputs(program: Program, nodes: Iterable[Node]) -> bool:
     return any(memory.group(id) in inputs for node in nodes for id in written(node))
 
 
+def _sends_on(exchange: Iterable[Node]) -> bool:
+    """Whether a message of an exchange follows from another one."""
+    told: set[int] = set()
+    for node in exchange:
+        follows = not told.isdisjoint(node.refs)
+        if follows and is_peer(node):
+            return True
+        if follows or is_peer(node):
+            told.update(node.results, written(node))
+    return False
+
+
+def _writes_what_is_read(program: Program, update: Iterable[Node], exchange: Sequence[Node]) -> bool:
+    """Whether an update writes to what an exchange, which ends behind it, reads of other parts."""
+    memory = aliases(program)
+    own = {id for node in exchange for id in node.results}
+    read = {memory.group(id) for node in exchange for id in node.refs if id not in own}
+    return any(memory.group(id) in read for node in update for id in written(node))
+
+
 def _parts(program: Program, main: Sequence[Node], exchange: Sequence[Node], update: Sequence[Node]) -> Deferred | str:
     made = [{id for node in part for id in node.results} for part in (main, exchange, update)]
     by_main, by_exchange, by_update = made
@@ -212,8 +261,8 @@ def kept_bytes(program: Program) -> int:
     if isinstance(parts, str):
         return 0
     read = {id for node in parts.update.nodes for id in node.refs}
-    gradients = read & {id for node in parts.main.nodes for id in node.results}
+    gradients = (read & {id for node in parts.main.nodes for id in node.results}) - {*program.outputs}  # those are counted as the state
     return copied_bytes(program) + sum(program.values[id].nbytes for id in gradients)
 
 
-__all__ = ["Deferred", "copied_bytes", "deferred", "kept_bytes", "validates_late"]
+__all__ = ["Deferred", "copied_bytes", "deferred", "in_parts", "kept_bytes", "validates_late"]

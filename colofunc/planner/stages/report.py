@@ -17,7 +17,7 @@ from colofunc.program.ir import Loop, Program
 from colofunc.program.lanes import Seconds, played, rows_by_timetable
 from colofunc.program.memory_report import MemoryReport
 from colofunc.program.places import distinct_ranks, on_rank
-from colofunc.program.post_validation import copied_bytes, deferred, validates_late
+from colofunc.program.post_validation import copied_bytes, in_parts, validates_late
 from colofunc.program.stage_costs import stage_costs
 
 STEPS = (3, 7)
@@ -88,8 +88,8 @@ def clocked(program: Program, mesh: Mesh, seconds: Seconds) -> Simulated | None:
 def period_s(program: Program, mesh: Mesh, seconds: Seconds) -> float:
     """Seconds of one step in a row of steps: a rank goes on to the next one as soon as it has ended, and waits for what it needs there."""
     nodes, copies_s = program.nodes, 0.0
-    parts = deferred(program) if validates_late(program) else ""
-    if not isinstance(parts, str):
+    if validates_late(program):
+        parts = in_parts(program, mesh)
         # What the exchange says comes while the next step's schedule runs.
         nodes = (*parts.main.nodes, *parts.update.nodes)
         copied = max(copied_bytes(on_rank(program, mesh, rank).program) for rank in distinct_ranks(program, mesh))
