@@ -197,6 +197,3 @@ def _equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool
     """Whether they are the same bit for bit, so that NaN is NaN."""
     pairs = zip(some, others, strict=True)
     return all(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) for a, b in pairs)
-
-
-__all__ = ["PostValidated", "Unsettled"]

@@ -263,6 +263,3 @@ def kept_bytes(program: Program) -> int:
     read = {id for node in parts.update.nodes for id in node.refs}
     gradients = (read & {id for node in parts.main.nodes for id in node.results}) - {*program.outputs}  # those are counted as the state
     return copied_bytes(program) + sum(program.values[id].nbytes for id in gradients)
-
-
-__all__ = ["Deferred", "copied_bytes", "deferred", "in_parts", "kept_bytes", "validates_late"]
