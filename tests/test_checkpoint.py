@@ -1,5 +1,6 @@
 """cf.checkpoint: the peak is within the budget, the numbers are the same, and a larger budget never costs time."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ from colofunc_plugins import tensor, zero
 from torch import nn
 
 import colofunc as cf
+from colofunc.planner.candidate import Fitted
+from colofunc.planner.recompute import fastest
+from colofunc.planner.recompute.orders import Order
 from colofunc.program.passes.recompute import made_again
 from colofunc.testing import check
 
@@ -192,3 +196,15 @@ def test_peaks_of_a_llama_fall_with_the_budget(layers: int, shares: tuple[float,
     budgets = [int(least + share * (most - least)) for share in shares]
     peaks = [peak(cf.checkpoint(step, budget=budget), *args) for budget in budgets]
     assert least < 0.9 * most and peaks == sorted(peaks) and all(p <= b for p, b in zip(peaks, budgets, strict=True))
+
+
+def test_an_order_that_misses_narrowly_does_not_hide_a_faster_one_that_fits() -> None:
+    peaks = [20_000, 19_000, 18_000, 17_000, 12_000, 10_000, 10_003, 9_900, 5_000]  # the seventh takes more than the faster sixth
+    orders = [Order(partial(int, k), given_bytes=peak, at_most_s=1 + k) for k, peak in enumerate(sorted(peaks, reverse=True))]
+
+    def tried(order: Any) -> Fitted:
+        return Fitted(order, peaks[order], more_s=float(order))
+
+    found = fastest._bisect(orders, tried, 10_000, again_s=lambda one: 0.0)
+    assert min(one.more_s for one in found if one.fits(10_000)) == 5.0
+    assert len(found) < len(orders)

@@ -50,6 +50,8 @@ FINE, FEW_COUNTED = 1e-3, 2
 """Where more than so many orders are counted, one that would gain a smaller part of the step's work than FINE is not."""
 GUESSES = 8
 """So many orders are counted where one is expected to fit just so, before what is left of them is halved."""
+NARROW = 1e-3
+"""An order that misses the budget by a smaller part of it says nothing about the next faster one: peaks nearly go with the memory given."""
 COUNTED, MIDDLE = 600, 4000
 """Up to COUNTED nodes all that linear programs propose is counted, up to MIDDLE nodes they are asked at all."""
 
@@ -252,7 +254,21 @@ def _bisect(
             break
         found[middle] = tried(orders[middle]())
         low, high = (low, middle) if found[middle].peak_bytes <= budget else (middle + 1, high)
-    return list(found.values())
+    return [*found.values(), *_beside_narrow_misses(orders, tried, budget, found)]
+
+
+def _beside_narrow_misses(
+    orders: Orders, tried: Callable[[Program], Fitted], budget: int, found: Mapping[int, Fitted]
+) -> Iterator[Fitted]:
+    """From the fastest order that misses the budget narrowly to faster ones, up to one that fits or misses by more."""
+    narrow = [k for k, one in found.items() if budget < one.peak_bytes <= budget * (1 + NARROW)]
+    for k in range(min(narrow, default=0) - 1, -1, -1):
+        if k in found:
+            return
+        one = tried(orders[k]())
+        yield one
+        if one.peak_bytes <= budget or one.peak_bytes > budget * (1 + NARROW):
+            return
 
 
 def _expected(orders: Orders, peaks: Mapping[int, int], budget: int) -> int:
