@@ -36,6 +36,8 @@ COPIED_BYTES = 1 << 22
 """Of a copy within a CPU's memory: beyond what a core keeps, and done before anybody interrupts."""
 COPIED_CARD_BYTES = 1 << 28
 """Of a copy within a GPU's memory, and from and to the host."""
+UPDATED_ELEMENTS = 1 << 22
+"""Of an update on the host: its four tensors are beyond what the cores keep."""
 LONG_S = 0.005
 """Longer runs are seldom left alone by others."""
 LAUNCHES = 20
@@ -169,6 +171,13 @@ def copies_s(device: torch.device) -> tuple[int, dict[tuple[str, str], float]]:
     return big.nbytes, seconds
 
 
+def host_update_bytes_per_s() -> float:
+    """What this process reads and writes a second in an update of float32 values on the host, with as many threads as torch has."""
+    cpu = torch.device("cpu")
+    moved_bytes, run = _update(torch.randn(UPDATED_ELEMENTS), torch.randn(UPDATED_ELEMENTS))
+    return moved_bytes / least_s(run, cpu)
+
+
 # ---- products
 
 
@@ -277,8 +286,6 @@ def _work_curves(work: Rates, device: torch.device) -> Iterator[WorkRate]:
 def _kernels(x: Tensor) -> dict[str, tuple[int, Callable[[], object]]]:
     """Kind -> (bytes that it moves, a call) of kernels that steps have."""
     y = torch.randn_like(x)
-    first, second, step = torch.zeros_like(x), torch.zeros_like(x), torch.ones((), device=x.device)
-    options = dict(lr=1e-4, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False)
     weight = torch.ones(ROW, dtype=x.dtype, device=x.device)
     where = torch.randperm(x.shape[0], device=x.device)
     return {
@@ -287,6 +294,13 @@ def _kernels(x: Tensor) -> dict[str, tuple[int, Callable[[], object]]]:
         "normalisation": (2 * x.nbytes, lambda: F.layer_norm(x, (ROW,), weight)),
         "softmax": (2 * x.nbytes, lambda: torch.softmax(x, 1)),
         "reduction": (x.nbytes, lambda: x.sum(0)),
-        "update": (7 * x.nbytes, lambda: aten._fused_adamw_([x], [y], [first], [second], [], [step], **options)),
+        "update": _update(x, y),
         "gather": (2 * x.nbytes, lambda: x.index_select(0, where)),
     }
+
+
+def _update(x: Tensor, gradient: Tensor) -> tuple[int, Callable[[], object]]:
+    """(bytes that it moves, a call) of AdamW: four tensors are read, three are written."""
+    first, second, step = torch.zeros_like(x), torch.zeros_like(x), torch.ones((), device=x.device)
+    options = dict(lr=1e-4, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False)
+    return 7 * x.nbytes, lambda: aten._fused_adamw_([x], [gradient], [first], [second], [], [step], **options)

@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from colofunc import env
 from colofunc.errors import MeshError
-from colofunc.mesh.detection import found_topology
+from colofunc.mesh.detection import found_topology, host_threads
 from colofunc.mesh.device import device_of, node_devices
-from colofunc.mesh.device_profile import copies_s, measured_device
+from colofunc.mesh.device_profile import copies_s, host_update_bytes_per_s, measured_device
 from colofunc.mesh.mesh import Mesh
 from colofunc.mesh.stopwatch import REPEATS, least_s
 from colofunc.mesh.topology import KINDS, Device, Link, Measured, Tier, Topology
@@ -212,8 +212,21 @@ def _time_device(mesh: Mesh, device: torch.device, deadline: float) -> Topology:
     launch = env.launched()
     sharing = launch.local_world_size if launch else base.node_devices
     tiers = tuple(_capacities(base, device, min(sharing, mesh.size)))
-    record = measured_device(base.device, device, deadline)
-    return attrs.evolve(base, device=record, links=_with_both(links, seconds, copied_bytes), tiers=tiers, node_devices=sharing)
+    return attrs.evolve(
+        base,
+        device=measured_device(base.device, device, deadline),
+        links=_with_both(links, seconds, copied_bytes),
+        tiers=tiers,
+        node_devices=sharing,
+        host_bytes_per_s=_processes(min(sharing, mesh.size)) * host_update_bytes_per_s(),
+    )
+
+
+def _processes(node_ranks: int) -> float:
+    """How many times what this process reaches on the host a node does: ranks measure at once; one alone has the cores of all."""
+    if dist.is_available() and dist.is_initialized():
+        return node_ranks
+    return host_threads(node_ranks) / torch.get_num_threads()
 
 
 def _with_both(links: tuple[Link, ...], seconds: dict[tuple[str, str], float], nbytes: int) -> tuple[Link, ...]:

@@ -272,6 +272,7 @@ class Topology:
         for link in self.links:
             if {link.src, link.dst} == {"host", "device"}:
                 found[f"{link.src} to {link.dst}, GB/s"] = link.bandwidth_bytes_per_s / 1e9
+        found["updates on the host, all devices of a node together, GB/s"] = self.host_bytes_per_s / 1e9
         return {name: figure for name, figure in found.items() if figure}
 
     def diff(self, other: Topology) -> str:
