@@ -8,10 +8,12 @@ import torch.nn.functional as F
 from colofunc_plugins import tensor
 from quantize_matrix import WHERE, step_of, tokens
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import colofunc as cf
 from colofunc.ops.quantized_inputs import rounded_rows
 from colofunc.ops.quantizers import BUILT_IN
+from colofunc.testing import check
 
 
 def rows(dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -143,3 +145,23 @@ def test_a_scheme_of_4_bits_may_round_inputs_too() -> None:
 def test_a_threshold_that_rounds_nothing_is_named(outliers: float) -> None:
     with pytest.raises(cf.InputError, match=r"Quantizer 'mine': outliers=.* rounds no input\. Try: 6\.0, or None for inputs as they are"):
         cf.ext.Quantizer("mine", form="int8", quantize=dict, outliers=outliers)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4", "int4-g128"])
+def test_weights_that_stand_turned_are_split_in_pairs_though_they_are_widened_first(scheme: str) -> None:
+    """GPT-2 keeps its weights (in, out), so no product reads the packed rows: each is widened in front of it."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=1, n_embd=128, n_head=2, vocab_size=64, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    model = cf.functional(GPT2LMHeadModel(config).double().eval())
+
+    def logits(params: Any, ids: torch.Tensor) -> torch.Tensor:
+        return model.apply(params, model.buffers, input_ids=ids)[0].logits
+
+    step = cf.quantize(cf.shard(logits, cf.Mesh(tp=2), tensor("1d", "tp")), scheme, where="*.c_*.weight")
+    ids = torch.arange(32).view(4, 8)
+    low = step.lower(model.params, ids)
+    lies = {v.name.removeprefix("params.transformer.h.0."): v.layout for v in map(low.program.values.__getitem__, low.program.inputs)}
+    assert all("tp" in str(lies[f"{part}.c_proj.weight"].dims[0]) for part in ("attn", "mlp"))
+    assert all("tp" in str(lies[f"{part}.weight"].dims[1]) for part in ("attn.c_attn", "mlp.c_fc"))
+    with cf.testing.float64():
+        check(step, model.params, ids)

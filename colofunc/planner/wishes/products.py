@@ -279,6 +279,11 @@ def _free_factors(dim: Factors, rule: Rule) -> Factors:
     return dim if len(dim) == 1 else tuple(factor for factor in dim if factor not in rule.whole)
 
 
+def _carried(node: Node) -> Sequence[int]:
+    """The operands whose numbers a node's result may have: of a cast x and not its scale, of a widened weight its data."""
+    return node.refs[:1] if node.target in quantized.DEQUANTIZE else fp8.carried(node.target, node.refs)
+
+
 def _matrix_of(program: Program, made: Mapping[int, Node], id: int) -> tuple[int | None, bool]:
     """(leaf behind a value whose last two dims are those of a matrix, whether these are swapped); None: there is none.
 
@@ -296,7 +301,7 @@ def _matrix_of(program: Program, made: Mapping[int, Node], id: int) -> tuple[int
             # Of three dims the first is what is chosen from.
             if len(shape) != 3 or shape[1:] != before[1:]:
                 return None, False
-        elif len(fp8.carried(node.target, node.refs)) != 1 or before != shape:
+        elif len(_carried(node)) != 1 or (before != shape and node.target not in quantized.DEQUANTIZE):
             return None, False
         id = node.refs[0]
     is_weight = program.values[id].role in ("param", "frozen") and len(program.values[id].shape) in (2, 3)
@@ -317,8 +322,8 @@ def work(program: Program, rules: Rules) -> dict[int, int]:
 def _is_weight(program: Program, made: Mapping[int, Node], id: int) -> bool:
     """Whether a value is a weight, or what was chosen from one by index (an expert's matrices)."""
     while id in made and not made[id].target.startswith("aten.embedding"):
-        read = fp8.carried(made[id].target, made[id].refs)
-        numbers = [ref for ref in read if program.values[ref].dtype.is_floating_point]
+        read = _carried(made[id])
+        numbers = [ref for ref in read if len(read) == 1 or program.values[ref].dtype.is_floating_point]
         if len(numbers) != 1:
             return False
         id = numbers[0]
@@ -364,12 +369,12 @@ def _said(program: Program, node: Node) -> str:
 def leaf_of(program: Program, made: Mapping[int, Node], id: int) -> tuple[int | None, bool]:
     """(weight leaf behind a value, whether its dims are swapped), through casts and transposes. `made`: program.makers."""
     swapped = False
-    while id in made and len(fp8.carried(made[id].target, made[id].refs)) == 1:
+    while id in made and len(_carried(made[id])) == 1:
         node = made[id]
         source = program.values[node.refs[0]].shape
         if node.target in _TRANSPOSES and len(source) == 2:
             swapped = not swapped
-        elif source != program.values[id].shape:
+        elif source != program.values[id].shape and node.target not in quantized.DEQUANTIZE:
             return None, False
         id = node.refs[0]
     return (id if program.values[id].role in ("param", "frozen") else None), swapped
