@@ -1,7 +1,7 @@
 """cf.checkpoint: the peak is within the budget, the numbers are the same, and a larger budget never costs time."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 import colofunc as cf
 from colofunc.planner.candidate import Fitted
-from colofunc.planner.recompute import fastest
+from colofunc.planner.recompute import fastest, orders
 from colofunc.planner.recompute.orders import Order
 from colofunc.program.passes.recompute import made_again
 from colofunc.testing import check
@@ -208,3 +208,16 @@ def test_an_order_that_misses_narrowly_does_not_hide_a_faster_one_that_fits() ->
     found = fastest._bisect(orders, tried, 10_000, again_s=lambda one: 0.0)
     assert min(one.more_s for one in found if one.fits(10_000)) == 5.0
     assert len(found) < len(orders)
+
+
+def test_a_leanest_order_that_does_not_fit_with_its_copies_ends_no_search() -> None:
+    """Where all ranks of a pipeline copy at once, an order that makes more again may need more room than the one before it."""
+    peaks, seconds = [120, 95, 110, 110], [6.0, 5.0, 2.0, 1.0]
+    proposed = [orders.Order(partial(int, k), given_bytes=100 - k, at_most_s=1.0 + k) for k in range(4)]
+
+    def tried(order: Any, like: Fitted | None = None, /, moves: bool = True) -> Fitted:
+        return Fitted(order, peaks[order], more_s=seconds[order])
+
+    whole = Fitted(cast(Any, None), 95, more_s=9.0)
+    found = orders.fastest(proposed, lambda one: float(proposed.index(one)), tried, whole, 100, work_s=1.0)
+    assert min(one.more_s for one in found if one.fits(100)) == 5.0

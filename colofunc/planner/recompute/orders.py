@@ -82,7 +82,8 @@ class _Among:
         most_s = min(self.below_s, self.whole.more_s) if self.whole.fits(self.budget) else self.below_s
         high = self._first(low, last, lambda k: self.again_s(k) >= most_s) - 1
         if low <= high and self.sketch(high).more_s <= self.again_s(high):  # from where copies are hidden, less is faster
-            high = self._first(low, high, lambda k: self.sketch(k).fits(self.budget) and self.sketch(k).more_s <= self.again_s(k))
+            hidden = self._first(low, high, lambda k: self.sketch(k).fits(self.budget) and self.sketch(k).more_s <= self.again_s(k))
+            high = min(hidden, high)
         self._search(low, high)
         found, gain_s = list[Fitted](), 0.0  # gained by what was searched in full, beyond its sketch
         for k in sorted(self.sketches, key=self._rank)[:MOST]:
