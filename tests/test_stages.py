@@ -13,6 +13,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import colofunc as cf
+from colofunc.compiler import completion
 from colofunc.executors.launch import launch
 from colofunc.program.check import check_program
 from colofunc.program.memory import memory
@@ -358,3 +359,18 @@ def test_two_real_ranks_compute_what_one_device_does() -> None:
         for mine in found.values():
             for name, x in state["params"].items():
                 torch.testing.assert_close(mine[name], x, rtol=1e-10, atol=1e-10)
+
+
+def test_a_weight_that_is_everywhere_is_read_in_every_phase_though_it_is_gathered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is at both stages is at one of them as it is: no conversion, of which a phase would need one of its own."""
+    as_it_is = completion.lower
+
+    def lower(program: Any, choices: Any, *layouts: Any, **more: Any) -> Any:
+        weights = frozenset(id for id in program.inputs if program.values[id].role == "param")
+        mesh, record_local, _ = layouts[2:]
+        return as_it_is(program, choices, *layouts[:2], mesh, record_local, weights, **more)
+
+    monkeypatch.setattr(completion, "lower", lower)
+    step, state, batch = gpt2()
+    with cf.testing.float64():
+        check(cf.shard(step, MESH, stages("pp", GPT2)), state, batch)

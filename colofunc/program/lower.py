@@ -113,7 +113,7 @@ class Builder:
         itemsize = self.program.values[old].dtype.itemsize
         best = min(copies, key=lambda have: conversion_s(have, layout, self.mesh, itemsize))
         made = self.convert(old, copies[best], best, layout, reader or Node("", (), (), ()), f"{best.text()} -> {layout.text()}")
-        if old in self.regather:
+        if old in self.regather and made != copies[best]:  # what is everywhere is at one place as it is
             self.made_in[made] = phase
         return made
 
