@@ -27,6 +27,8 @@ SOURCE = Path(compat.__file__).read_text()
 TESTED = {
     "_grouped_mm": "test_grouped_mm",
     "_scaled_mm": "test_scaled_mm",
+    "_int_mm": "test_int_mm",
+    "_is_vnni_supported": "test_without_a_word_on_the_cpu",
     "_current_autograd_node": "test_without_the_current_node",
     "_current_graph_task_id": "test_in_backward",
     "_sequence_nr": "test_without_sequence_numbers",
@@ -132,6 +134,20 @@ def test_scaled_mm() -> None:
     x, y = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()  # the second in columns
     out = compat.scaled_mm(x, y, torch.tensor(0.5), torch.tensor(4.0), torch.float32, None)
     assert torch.equal(out, 2 * (a @ b))
+
+
+def test_int_mm() -> None:
+    a, b = (torch.arange(256).reshape(16, 16) * k % 255 - 127 for k in (1, 5))
+    assert torch.equal(compat.int_mm(a.to(torch.int8), b.to(torch.int8).t()), (a @ b.t()).to(torch.int32))
+
+
+def test_without_a_word_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    compat.has_int_mm_on_cpu.cache_clear()
+    assert compat.has_int_mm_on_cpu() == torch.cpu._is_vnni_supported()
+    monkeypatch.delattr(torch.cpu, "_is_vnni_supported")
+    compat.has_int_mm_on_cpu.cache_clear()
+    assert not compat.has_int_mm_on_cpu()
+    compat.has_int_mm_on_cpu.cache_clear()
 
 
 # ---- modes ----
