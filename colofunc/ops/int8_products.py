@@ -27,6 +27,7 @@ float32 products of so few columns that they are exact. Source: Dettmers et al. 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import isinf, prod
 from typing import Any
 
@@ -48,19 +49,40 @@ EXACT_COLUMNS = 1 << 10
 ROWS_AS_COLUMNS = 512
 """On CPUs, up to so many rows the product is computed transposed: with the weight first, torch does not turn it around in each call."""
 
+BLOCK = 1 << 16
+"""On CPUs at most so many numbers are worked on at a time."""
+
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _blocks(rows: Tensor) -> Iterator[slice]:
+    """Rows whose numbers stay in a core's cache while they are worked on; on a card all of them at once."""
+    count = rows.shape[0]
+    step = max(1, count)
+    if rows.device.type == "cpu":
+        step = max(1, BLOCK // max(1, rows.shape[1]))
+    for first in range(0, count, step):
+        yield slice(first, first + step)
 
 
 # ---- rows in int8 ----
 
 
 def _row_size(x: Tensor, threshold: float) -> Tensor:
-    size = largest_below(x, threshold)
+    rows = x.reshape(-1, x.shape[-1])
+    out = x.new_empty(rows.shape[0])
+    for part in _blocks(rows):
+        out[part] = _size_of_rows(rows[part], threshold)
+    return out.view(x.shape[:-1])
+
+
+def _size_of_rows(rows: Tensor, threshold: float) -> Tensor:
+    size = largest_below(rows, threshold)
     if not isinf(threshold):
         return size
-    finite = x.isfinite().all(-1)
+    finite = rows.isfinite().all(-1)
     return torch.where(finite, size, torch.full_like(size, torch.inf))
 
 
@@ -69,8 +91,12 @@ def _row_size_fake(x: Tensor, threshold: float) -> Tensor:
 
 
 def _int8_rows(x: Tensor, size: Tensor, threshold: float) -> Tensor:
-    numbers = units(x, size)
-    return torch.where(x.abs() < threshold, numbers, torch.zeros_like(numbers)).to(torch.int8)
+    rows, sizes = x.reshape(-1, x.shape[-1]), size.reshape(-1)
+    out = rows.new_empty(rows.shape, dtype=torch.int8)
+    for part in _blocks(rows):
+        numbers = units(rows[part], sizes[part])
+        out[part] = numbers.masked_fill_(~(rows[part].abs() < threshold), 0.0)
+    return out.view(x.shape)
 
 
 def _int8_rows_fake(x: Tensor, size: Tensor, threshold: float) -> Tensor:
@@ -123,24 +149,30 @@ def _scaled(
 ) -> Tensor:
     """What sums (m, o) stand for, (..., o)."""
     wide = _wide(dtype)
-    unit = size.reshape(-1, 1).to(wide) / STEPS
-    # Sums may come transposed.
-    out = sums.to(wide, memory_format=torch.contiguous_format).mul_(unit).mul_(scale.to(wide))
-    if x is not None:
-        _add_outliers(out, x.reshape(-1, x.shape[-1]), threshold, data, scale)
-    if bias is not None:
-        out.add_(bias)
-    return out.to(dtype).view(*size.shape, data.shape[0])
+    unit, scales = size.reshape(-1, 1).to(wide) / STEPS, scale.to(wide)
+    outliers = None if x is None else _outliers(x.reshape(-1, x.shape[-1]), threshold, data, scale, wide)
+    out = sums.new_empty(sums.shape, dtype=dtype)
+    for part in _blocks(out):
+        numbers = sums[part].to(wide).mul_(unit[part]).mul_(scales)
+        if outliers is not None:
+            numbers.add_(outliers[part])
+        if bias is not None:
+            numbers.add_(bias)
+        out[part] = numbers
+    return out.view(*size.shape, data.shape[0])
 
 
-def _add_outliers(out: Tensor, x: Tensor, threshold: float, data: Tensor, scale: Tensor) -> None:
-    """Adds to out (m, o) the products of what stays as it is of x (m, i), by the columns of the weight that it needs."""
+def _outliers(x: Tensor, threshold: float, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The product (m, o) of what stays as it is of x (m, i), by the columns of the weight that it needs; None where there is nothing."""
+    if x.numel() == 0:
+        return None
+    least, largest = x.aminmax()  # which makes no copy of x; NaN compares as no less
+    if bool((least > -threshold) & (largest < threshold)):
+        return None
     large = ~(x.abs() < threshold)
     columns = large.any(0).nonzero().squeeze(1)
-    if columns.numel() == 0:
-        return
-    outliers = torch.where(large[:, columns], x[:, columns], 0).to(out.dtype)
-    out.add_(F.linear(outliers, FORMATS["int8"].widen((data[:, columns], scale), out.dtype)))
+    kept = torch.where(large[:, columns], x[:, columns], 0).to(dtype)
+    return F.linear(kept, FORMATS["int8"].widen((data[:, columns], scale), dtype))
 
 
 def _int8_rows_linear(
