@@ -436,6 +436,23 @@ def scaled_mm(
     return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=dtype)
 
 
+_scaled_grouped = getattr(torch, "_scaled_grouped_mm", None)
+
+
+def has_scaled_grouped_mm() -> bool:
+    """Whether this torch has `scaled_grouped_mm`."""
+    return _scaled_grouped is not None
+
+
+def scaled_grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows of a (m, k) by groups times b (g, k, n), whose columns lie side by side, in float8; scales (m,) and (g, n), ends (g,) int32."""
+    assert _scaled_grouped is not None
+    out: torch.Tensor = _scaled_grouped(a, b, a_scale, b_scale, offs=ends, out_dtype=dtype)
+    return out
+
+
 def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b in whole numbers: a (m, k), b (k, n) int8 -> (m, n) int32."""
     return torch._int_mm(a, b)

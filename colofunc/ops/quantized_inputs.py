@@ -126,21 +126,22 @@ class LinearCalls(TorchFunctionMode):
                 return body(*args, **kwargs)
         result = self._linear(*args, **kwargs) if func is F.linear else func(*args, **kwargs)
         if getattr(func, "__name__", "") in _CASTS and isinstance(result, Tensor):
-            known = self._known(args[0])
+            known = self.known(args[0])
             if known is not None:
                 self.casts[id(result)] = result, known
         return result
 
-    def _known(self, weight: Any) -> Any:
+    def known(self, weight: Any) -> Any:
+        """The key of a weight, or of what a weight was cast to; None where it has none."""
         cast = self.casts.get(id(weight))
         return self.key(weight) if cast is None else cast[1]
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        known = self._known(weight)
+        known = self.known(weight)
         return F.linear(input, weight, bias) if known is None else self.instead(input, weight, bias, known)
 
     def _lookup(self, lookup: Callable[[Tensor, Tensor, Any], Tensor], input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        known = self._known(weight)
+        known = self.known(weight)
         rows = F.embedding(input, weight, *args, **kwargs)
         return rows if known is None else lookup(input, rows, known)
 

@@ -33,6 +33,7 @@ from colofunc.compiler.transform import Build, Transform
 from colofunc.dtensor.roles import give_role, role_of
 from colofunc.errors import InputError, near
 from colofunc.ops.canonical import autocast
+from colofunc.ops.experts import float8_where
 from colofunc.ops.fp8 import LARGEST, fp8_scale
 from colofunc.ops.fp8_linear import FORMATS, OPERANDS, RECIPES, Delayed, Recipe, fp8_linear
 from colofunc.ops.linear import linear
@@ -165,7 +166,8 @@ def _run(layers: _Layers, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     for name, leaf in walk(args[0] if args else {}):
         if isinstance(leaf, Tensor):
             layers.note(name, leaf)
-    with reading(layers.frozen, lambda wide, weight: None), LinearCalls(layers.name, layers.multiply):
+    calls = LinearCalls(layers.name, layers.multiply)
+    with reading(layers.frozen, lambda wide, weight: None), float8_where(partial(layers.of_experts, calls)), calls:
         out = fn(*args)
     layers.check_globs()
     return out
@@ -194,6 +196,18 @@ class _Layers(WeightNames):
         if x.dim() == 1:
             return fp8_linear(x.unsqueeze(0), w, b, self.asked.recipe, delayed).squeeze(0)
         return fp8_linear(x, w, b, self.asked.recipe, delayed)
+
+    def of_experts(self, calls: LinearCalls, gate_up: Tensor, down: Tensor) -> bool:
+        """Whether a layer of experts multiplies in float8: both of its weights are meant. Raises InputError where one is."""
+        names = [calls.known(weight) for weight in (gate_up, down)]
+        found = [name for name in names if name is not None]
+        if len(found) == 1:
+            raise InputError(
+                f"cf.fp8: where= matches {found[0]!r}, and not the other weight of its layer of experts, whose two products are in float8 "
+                "or not together. Try: globs for both"
+            )
+        self.read.update(dict.fromkeys(found))
+        return bool(found)
 
     def _delayed(self, name: str) -> Delayed:
         """The scales of a weight's layers. Raises InputError where the state has no history of it."""
