@@ -59,7 +59,8 @@ def test_sums_are_whole_and_exact(rows: int, columns: int) -> None:
     a, w = numbers(rows, columns), numbers(12, columns, seed=1)
     a[0], w[0], w[1] = 127, 127, -127  # the largest sums that there are
     want = torch.matmul(a.to(torch.int64), w.to(torch.int64).t())
-    for sums in (exact_sums, best_sums, *([cpu_sums] if columns > 1 else [])):
+    # What runs on cards, with rows filled up, is the same call.
+    for sums in (exact_sums, best_sums, *([cpu_sums, cuda_sums] if columns > 1 else [])):
         found = sums(a, w)
         assert found.dtype is torch.int32 and torch.equal(found.to(torch.int64), want), sums
 
@@ -231,6 +232,14 @@ def test_the_guard_says_which_products_a_card_takes() -> None:
     assert chosen(call(512, 4096, 4096)) == chosen(call(1, 4096, 4096)) == "_int8_rows_linear_cuda"
     for other in (call(512, 4100, 4096), call(512, 4096, 4100), call(512, 4096, 4096, capability=(7, 0)), call(0, 64, 64)):
         assert chosen(other) == "_int8_rows_linear"
+
+
+@pytest.mark.parametrize("threshold", [6.0, math.inf])
+def test_what_runs_on_a_card_gives_the_same_bits(threshold: float) -> None:
+    x, weight, bias = layer(threshold, torch.bfloat16)
+    size = row_size(x, threshold)
+    args = (int8_rows(x, size, threshold), *weight.parts, size, x if threshold == 6.0 else None, threshold, bias, torch.bfloat16)
+    assert torch.equal(CUDA_KERNELS[0].fn(*args), int8_rows_linear(*args))
 
 
 def test_the_price_grows_with_rows_and_outliers_and_is_less_than_that_of_floats() -> None:
