@@ -2,12 +2,14 @@
 
 A product is x (rows, 4096) bfloat16 with a weight of 4096 x 4096, of which several are used in turn, as those of a model's layers are:
 none is in a cache. Beside it: `F.linear` with the weight in bfloat16, torch's own weight-only products where it has them, and the reference
-of our operator, which runs where there is no compiler. The step is a stack of perceptrons whose weights are arguments, staged by `cf.shard`
+of our operator, which runs where there is no compiler. Products whose inputs are in int8 too are those of `int8-dynamic` and `smoothquant`,
+with what rounds the inputs. The step is a stack of perceptrons whose weights are arguments, staged by `cf.shard`
 with and without `cf.quantize`. Times are CPU seconds of one thread, in alternating rounds, and the median of the rounds' ratios counts.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,12 +23,14 @@ from torch import Tensor
 import colofunc as cf
 from bench import Row, Section, pairs, ratio, seconds
 from colofunc.ops import native
+from colofunc.ops.int8_products import exact_sums, int8_rows, rounded_linear, row_size
 from colofunc.ops.quantized import OPERATORS, Quantized, unpacked
 from colofunc.ops.quantizers import BUILT_IN
 
 SIZE = 4096
 WEIGHTS = 6
 COUNTS = (1, 8, 64)
+WHOLE_COUNTS = (1, 8, 64, 512)
 ROUNDS = 21
 # The step: its weights are 185 MB in bfloat16.
 WIDTH, HIDDEN, DEPTH = 2048, 5632, 4
@@ -117,6 +121,46 @@ def compared(what: str, name: str, found: Sequence[tuple[float, ...]], has_targe
     return rows
 
 
+def whole_products() -> list[Row]:
+    """Inputs in int8 too: a layer's whole work on rows in bfloat16, beside `F.linear`, weights in int8 alone and the reference's sums."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(SIZE, SIZE, generator=generator) / SIZE**0.5 for _ in range(WEIGHTS)]
+    narrow = [w.to(torch.bfloat16) for w in whole]
+    packed = [BUILT_IN["int8"].pack(w) for w in whole]
+    rows = []
+    for count in WHOLE_COUNTS:
+        x = torch.randn(count, SIZE, generator=generator).clamp(-5, 5)
+        outlying = x.clone()
+        outlying[:, ::1024] *= 40
+        plain, large = x.to(torch.bfloat16), outlying.to(torch.bfloat16)
+        found = pairs(
+            in_turn(partial(rounded, large, 6.0), packed), in_turn(partial(rounded, plain, math.inf), packed),
+            in_turn(partial(F.linear, plain), narrow), in_turn(partial(ours, plain), packed), in_turn(partial(by_floats, plain), packed),
+            count=ROUNDS, warm=2,
+        )  # fmt: skip
+        rows += whole_compared(f"int8 inputs and weights, {count} row{'s' if count > 1 else ''}", found)
+    return rows
+
+
+def rounded(x: Tensor, threshold: float, weight: Quantized) -> Tensor:
+    return rounded_linear(x, None, weight.data, weight.scale, threshold)
+
+
+def by_floats(x: Tensor, weight: Quantized) -> Tensor:
+    """The sums alone as they are made where a device has no product of whole numbers."""
+    return exact_sums(int8_rows(x, row_size(x, math.inf), math.inf), weight.data)
+
+
+def whole_compared(what: str, found: Sequence[tuple[float, ...]]) -> list[Row]:
+    """Columns of `found`: with outliers, without, `F.linear`, weights alone in int8, the reference's sums."""
+    times = [1e3 * sorted(times[column] for times in found)[len(found) // 2] / IN_A_ROW for column in (0, 1)]
+    rows = [Row(f"{what}: int8-dynamic with 4 columns of outliers, smoothquant", f"{times[0]:.2f} ms, {times[1]:.2f} ms")]
+    for other, name in ((2, "F.linear in bfloat16"), (3, "weights alone in int8"), (4, "sums by float32")):
+        texts = [ratio(found, other, column)[1] for column in (0, 1)]
+        rows.append(Row(f"{what}: {name} / int8-dynamic, / smoothquant", ", ".join(texts)))
+    return rows
+
+
 def decode(params: dict[str, Tensor], x: Tensor) -> Tensor:
     """One token through all layers."""
     for layer in range(DEPTH):
@@ -148,7 +192,7 @@ def bench() -> Section:
     os.environ["COLOFUNC_NATIVE"] = "require"  # what runs where there is a compiler
     native.ready("cpu")
     level = native.limit_level(9)
-    rows = [*products("int8"), *products("int4-g128"), *decoding()]
+    rows = [*products("int8"), *products("int4-g128"), *whole_products(), *decoding()]
     return Section(
         "Kernels in C++",
         f"weights of {SIZE} x {SIZE}, {WEIGHTS} in turn; the step has {DEPTH} layers, {WIDTH} and {HIDDEN} wide; instruction set {level} "

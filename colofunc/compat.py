@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -434,6 +434,35 @@ def scaled_mm(
 ) -> torch.Tensor:
     """a @ b times both scales, of matrices in float8: a (m, k) in rows, b (k, n) in columns; scales () or (m, 1) and (1, n)."""
     return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=dtype)
+
+
+_scaled_grouped = getattr(torch, "_scaled_grouped_mm", None)
+
+
+def has_scaled_grouped_mm() -> bool:
+    """Whether this torch has `scaled_grouped_mm`."""
+    return _scaled_grouped is not None
+
+
+def scaled_grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows of a (m, k) by groups times b (g, k, n), whose columns lie side by side, in float8; scales (m,) and (g, n), ends (g,) int32."""
+    assert _scaled_grouped is not None
+    out: torch.Tensor = _scaled_grouped(a, b, a_scale, b_scale, offs=ends, out_dtype=dtype)
+    return out
+
+
+def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b in whole numbers: a (m, k), b (k, n) int8 -> (m, n) int32."""
+    return torch._int_mm(a, b)
+
+
+@cache
+def has_int_mm_on_cpu() -> bool:
+    """Whether this CPU has instructions for `int_mm`; torch computes it number by number on others."""
+    supported = getattr(torch.cpu, "_is_vnni_supported", None)
+    return supported is not None and bool(supported())
 
 
 # What `torch.nn.attention.flex_attention` tells its operators beside what it is given. Its kernels know these words without defaults.

@@ -2,9 +2,9 @@
 
     SCALINGS x MODES x {cf.fp8 first, cf.fp8 last}
 
-A cell is *equal* when in float64 two training steps of the staged function are those of the emulated one on one device, and when its
-products are in float8, forward and backward. Scales that are made of all rows of a batch cannot be computed a microbatch at a time: these
-cells raise the error that says so.
+Modes with experts have them in float8 too. A cell is *equal* when in float64 two training steps of the staged function are those of the
+emulated one on one device, and when its products are in float8, forward and backward. Scales that are made of all rows of a batch cannot be
+computed a microbatch at a time: these cells raise the error that says so.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,14 +13,16 @@ from typing import Any
 import attrs
 import torch
 from quantize_matrix import MODES as QUANTIZED_MODES
-from quantize_matrix import ORDERS, WHERE, Net, targets, tokens
+from quantize_matrix import ORDERS, Mixture, Net, targets, tokens
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import colofunc as cf
 from colofunc.ops.fp8 import PRODUCTS
 
 SCALINGS = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
-MODES = {name: mode.place for name, mode in QUANTIZED_MODES.items() if mode.net is Net}
+MODES = QUANTIZED_MODES
+EXPERTS = ("colofunc.experts", "colofunc.experts_backward")
 MICROBATCHES = ("accumulate", "pipeline", "pipeline+zero1", "pipeline+tensor")
 OF_ALL_ROWS = ("tensorwise", "rowwise")
 """Scalings that make a scale of all rows of the batch."""
@@ -61,23 +63,23 @@ def sample() -> list[Cell]:
     return chosen
 
 
-def step_of() -> tuple[Callable[..., Any], Any]:
+def step_of(net: Callable[[], nn.Module] = Net) -> tuple[Callable[..., Any], Any]:
     """(training step, its state)."""
     torch.manual_seed(0)
-    model = cf.functional(Net())
+    model = cf.functional(net())
     return cf.train_step(model, cf.adapt(torch.optim.SGD, lr=0.1), loss=lambda out: out.square().mean())
 
 
 def staged(cell: Cell, step_fn: Callable[..., Any]) -> Any:
-    place = MODES[cell.mode]
+    mode = MODES[cell.mode]
     if cell.order == "first":
-        return place(cf.fp8(step_fn, where=WHERE, scaling=cell.scaling))
-    return cf.fp8(place(step_fn), where=WHERE, scaling=cell.scaling)
+        return mode.place(cf.fp8(step_fn, where=mode.where, scaling=cell.scaling))
+    return cf.fp8(mode.place(step_fn), where=mode.where, scaling=cell.scaling)
 
 
 def run(cell: Cell) -> float:
     """The largest difference from one device. Raises where the cell is not equal."""
-    step_fn, state = step_of()
+    step_fn, state = step_of(MODES[cell.mode].net)
     step = staged(cell, step_fn)
     if cell.mode == "bf16":
         worst = cf.testing.check(step, state, tokens(), steps=2).worst
@@ -92,8 +94,11 @@ def run(cell: Cell) -> float:
 
 
 def check_products(cell: Cell, program: cf.ext.Program) -> None:
-    """Both layers multiply in float8, forward and backward."""
+    """Both layers multiply in float8, forward and backward, and experts where there are some."""
     counts = [list(targets(program)).count(name) for name in PRODUCTS]
     wanted = [2, 2, 0 if cell.scaling == "rowwise_with_gw_hp" else 2]
     repeated = cell.mode.startswith(("checkpoint", "pipeline"))  # a product is made again, or one of its stages stands apart
     assert all(a == b or (repeated and a >= b > 0) for a, b in zip(counts, wanted, strict=True)), counts
+    layers = [node for node in program.nodes if node.target in EXPERTS]
+    assert len(layers) == (2 if MODES[cell.mode].net is Mixture else 0)
+    assert all(node.args[-1] is True for node in layers), "experts are in float8, forward and backward"

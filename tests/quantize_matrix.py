@@ -252,9 +252,12 @@ def check_packed(cell: Cell, step: cf.Staged, state: Any, model: cf.Model) -> No
     forms = {scheme.form for scheme in schemes.values()}
     assert len(forms) == 1 + (cell.scheme == "auto")
     products = [target for target in targets(low.program) if target.startswith(tuple(f"colofunc.{form}_" for form in forms))]
-    assert {f"colofunc.{form}_linear" for form in forms} <= set(products), products
     scheme = next(iter(schemes.values()))
-    assert (scheme.outliers is not None) == ("colofunc.rounded_rows" in targets(step.lower(state, tokens()).global_program)), "inputs"
+    product = "_rows_linear" if scheme.outliers is not None else "_linear"
+    assert {f"colofunc.{form}{product}" for form in forms} <= set(products), products
+    made = set(targets(step.lower(state, tokens()).global_program))
+    assert (scheme.outliers is not None) == ("colofunc.int8_rows" in made), "inputs"
+    assert "colofunc.rounded_rows" not in made, "of a weight in int8 products are of whole numbers"
     assert not any(target.endswith("dequantize") for target in products) or MODES[cell.mode].net is Mixture, products
     placed = parts_on_mesh(cell, step, low, state)
     weights = model.params if cell.kind == "arguments" else model.frozen

@@ -29,7 +29,7 @@ def test_a_weight_of_its_own_outliers_has_its_inputs_rounded_so() -> None:
         scheme = INT8("own", outliers=outer, by_name=lambda name: INT8("own", outliers=own[name]))
         for step, state in ((step_fn, params), (trains, adapters)):
             program = cf.quantize(step, scheme, where=WHERE).lower(state, tokens()).global_program
-            assert [node.args[1] for node in program.nodes if node.target == "colofunc.rounded_rows"] == [6.0]
+            assert [node.args[1] for node in program.nodes if node.target == "colofunc.row_size"] == [6.0]
 
 
 @pytest.mark.parametrize(

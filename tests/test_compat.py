@@ -27,6 +27,9 @@ SOURCE = Path(compat.__file__).read_text()
 TESTED = {
     "_grouped_mm": "test_grouped_mm",
     "_scaled_mm": "test_scaled_mm",
+    "_scaled_grouped_mm": "test_scaled_grouped_mm",
+    "_int_mm": "test_int_mm",
+    "_is_vnni_supported": "test_without_a_word_on_the_cpu",
     "_current_autograd_node": "test_without_the_current_node",
     "_current_graph_task_id": "test_in_backward",
     "_sequence_nr": "test_without_sequence_numbers",
@@ -132,6 +135,31 @@ def test_scaled_mm() -> None:
     x, y = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()  # the second in columns
     out = compat.scaled_mm(x, y, torch.tensor(0.5), torch.tensor(4.0), torch.float32, None)
     assert torch.equal(out, 2 * (a @ b))
+
+
+def test_scaled_grouped_mm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On shapes alone: it runs on cards of the Hopper generation (`test_fp8_experts`)."""
+    assert compat.has_scaled_grouped_mm()
+    a, b = (torch.empty(shape, device="meta", dtype=torch.float8_e4m3fn) for shape in ((32, 16), (2, 48, 16)))
+    scales = torch.empty(32, device="meta"), torch.empty(2, 48, device="meta")
+    out = compat.scaled_grouped_mm(a, b.transpose(1, 2), *scales, torch.empty(2, device="meta", dtype=torch.int32), torch.bfloat16)
+    assert out.shape == (32, 48) and out.dtype is torch.bfloat16
+    monkeypatch.setattr(compat, "_scaled_grouped", None)
+    assert not compat.has_scaled_grouped_mm()
+
+
+def test_int_mm() -> None:
+    a, b = (torch.arange(256).reshape(16, 16) * k % 255 - 127 for k in (1, 5))
+    assert torch.equal(compat.int_mm(a.to(torch.int8), b.to(torch.int8).t()), (a @ b.t()).to(torch.int32))
+
+
+def test_without_a_word_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    compat.has_int_mm_on_cpu.cache_clear()
+    assert compat.has_int_mm_on_cpu() == torch.cpu._is_vnni_supported()
+    monkeypatch.delattr(torch.cpu, "_is_vnni_supported")
+    compat.has_int_mm_on_cpu.cache_clear()
+    assert not compat.has_int_mm_on_cpu()
+    compat.has_int_mm_on_cpu.cache_clear()
 
 
 # ---- modes ----

@@ -106,6 +106,11 @@ def bits(*shape: int) -> torch.Tensor:
 
 ONE, RATE = torch.tensor(1.0), torch.tensor(0.1, dtype=torch.float64)
 SLOTS = torch.tensor([[0, 1], [1, 2], [2, 0]])
+def whole(*shape: int) -> torch.Tensor:
+    """Numbers in int8."""
+    return (127 * r(*shape)).clamp(-127, 127).to(torch.int8)
+
+
 OWN: dict[str, tuple[Any, ...]] = {
     "colofunc.linear": (r(2, 3), r(4, 3), r(4)),
     "colofunc.linear_dx": (r(2, 4), r(4, 3)),
@@ -145,6 +150,9 @@ OWN: dict[str, tuple[Any, ...]] = {
     "colofunc.adamw8": (*moments_in_8_bits(), ONE, RATE, 0.9, 0.999, 1e-8, 0.01, True),
     "colofunc.adamw8_": (*moments_in_8_bits(), ONE, RATE, 0.9, 0.999, 1e-8, 0.01, True),
     "colofunc.rounded_rows": (10 * r(3, 5), 6.0),
+    "colofunc.row_size": (10 * r(3, 5), 6.0),
+    "colofunc.int8_rows": (10 * r(3, 5), 6 * torch.ones(3), 6.0),
+    "colofunc.int8_rows_linear": (whole(3, 8), whole(4, 8), r(4), 6 * torch.ones(3), 10 * r(3, 8), 6.0, r(4), torch.float32),
     "colofunc.abs_max": (r(3, 5), (0,)),
     "colofunc.fp8_scale": (r(3, 1), 448.0, True),
     "colofunc.fp8_cast": (r(3, 5), ONE, torch.float8_e4m3fn),

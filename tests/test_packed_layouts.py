@@ -5,8 +5,9 @@ bitsandbytes 0.50, GPTQModel 7.7 and compressed-tensors 0.20 dequantize themselv
 """
 
 import json
+import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 
 import colofunc as cf
 from colofunc.errors import CheckpointError
-from colofunc.functional.checkpoint import files
+from colofunc.functional.checkpoint import files, packed_built_in
 from colofunc.functional.checkpoint.disk import fetch
-from colofunc.functional.checkpoint.packed_layouts import entries
+from colofunc.functional.checkpoint.packed_layouts import entries, layouts
 from colofunc.ops.quantized import NF4_LEVELS
 from colofunc.ops.quantizers import BUILT_IN
+from colofunc.plugins import build_registry
 from colofunc.program.lazy import make, make_parts
 from colofunc.program.lazy_packed import stored_in
 from colofunc.transforms.quantize import packed
@@ -612,3 +614,82 @@ def test_it_says_what_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'up\.weight' has scales that float16 does not hold.*Try: layout='pack-quantized'"):
         cf.save_pretrained(model, state, tmp_path / "a", layout="awq")
     assert not (tmp_path / "a").exists()
+
+
+# ---- layouts of plugins ----
+
+
+PLUGIN = '''
+import torch
+import colofunc as cf
+from colofunc.ext import Quantized, packed_tensors
+
+
+def read(tensors):
+    numbers = tensors.matrix("numbers", (torch.int8,))
+    steps = tensors.checked("steps", (torch.float32,), (numbers.shape[0],))
+    data = packed_tensors.part(numbers.shape, torch.int8, lambda box: packed_tensors.boxed(numbers, box))
+    scale = packed_tensors.part(steps.shape, torch.float32, lambda box: packed_tensors.boxed(steps, box))
+    return Quantized("int8", "int8", numbers.shape, torch.float32, data=data, scale=scale)
+
+
+def write(name, weight):
+    return {"numbers": weight.data, "steps": weight.scale}
+
+
+@cf.hookimpl
+def colofunc_packed_layouts():
+    return {"mine": LAYOUT}
+
+
+LAYOUT = packed_tensors.PackedLayout(
+    "mine", form="int8", forms=("int8",), marks=("steps",), needs=("numbers", "steps"), keys=("numbers", "steps"), read=read, write=write,
+    claims=lambda tensors: tensors.dtype("numbers") is torch.int8,
+)
+'''
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A plugin with a layout of its own, on the path with an entry point as pip writes it."""
+    (tmp_path / "their_layout.py").write_text(PLUGIN)
+    about = tmp_path / "their_layout-0.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: their-layout\nVersion: 0.1\n")
+    (about / "entry_points.txt").write_text("[colofunc]\nmine = their_layout\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    build_registry.cache_clear()
+    layouts()
+    yield sys.modules["their_layout"]
+    build_registry.cache_clear()
+    del sys.modules["their_layout"]
+
+
+def test_a_plugins_layout_is_written_and_read(tmp_path: Path, installed: Any) -> None:
+    model = cf.functional(net())
+    state = cf.quantize(forward(model), "int8").init(model.params, inputs())
+    cf.save_pretrained(model, {"params": state}, tmp_path / "a", layout="mine")
+    stored = load_file(tmp_path / "a" / "model.safetensors")
+    assert set(stored) == {f"{name}.{key}" for name in SHAPES for key in ("numbers", "steps")}
+    again = cf.load(tmp_path / "a", model=unbuilt())
+    kept = cf.quantize(cf.shard(forward(again), MESH, zero(3, "dp")), "int8").init(again.params, inputs())
+    for name, weight in state.items():
+        assert torch.equal(full(kept[name].data), weight.data.full()) and torch.equal(full(kept[name].scale), weight.scale.full())
+
+
+def test_our_layouts_come_first_and_by_the_same_hook(installed: Any) -> None:
+    assert list(layouts()) == [*packed_built_in.BUILT_IN, "mine"]
+    assert set(build_registry((packed_built_in,)).packed_layouts) == set(layouts())
+
+
+def test_what_is_no_layout_is_named(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {
+        7: "the value of 'mine' is 7; give a cf.ext.packed_tensors.PackedLayout",
+        attrs.evolve(installed.LAYOUT, name="other"): "'mine' is a layout of the name 'other' and the form 'int8'; give it its own name",
+        attrs.evolve(installed.LAYOUT, form="int3"): "'mine' is a layout of the name 'mine' and the form 'int3'; .* forms int8, fp8",
+    }
+    for layout, words in said.items():
+        monkeypatch.setattr(installed, "LAYOUT", layout)
+        build_registry.cache_clear()
+        with pytest.raises(cf.PluginError, match=words):
+            layouts()

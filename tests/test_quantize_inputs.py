@@ -87,7 +87,8 @@ def test_megatrons_row_product_takes_split_rows_for_one_number_a_row() -> None:
 
 
 def rounded_in(step: Any, *args: Any) -> int:
-    return [node.target for node in step.lower(*args).global_program.nodes].count("colofunc.rounded_rows")
+    targets = [node.target for node in step.lower(*args).global_program.nodes]
+    return targets.count("colofunc.int8_rows") + targets.count("colofunc.rounded_rows")
 
 
 @pytest.mark.parametrize("kind", ["arguments", "adapters"])
@@ -99,7 +100,7 @@ def test_casts_of_weights_are_the_weights(kind: str, order: str) -> None:
     else:
         step = cf.precision(cf.quantize(step_fn, "int8-dynamic", where=WHERE), "bf16")
     program = step.lower(state, tokens()).global_program
-    ins = [program.values[node.refs[0]].dtype for node in program.nodes if node.target == "colofunc.rounded_rows"]
+    ins = [program.values[node.refs[0]].dtype for node in program.nodes if node.target == "colofunc.int8_rows"]
     assert ins == [torch.bfloat16] * 2
 
 

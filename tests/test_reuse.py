@@ -8,6 +8,8 @@ from test_memory import agree
 import colofunc as cf
 from colofunc.executors.simulated import run_simulated
 from colofunc.ops import fused
+from colofunc.ops.targets import resolve
+from colofunc.program.facts import makes_memory
 from colofunc.program.ir import Ref
 from colofunc.program.passes.inplace import in_place
 from colofunc.testing.check import check
@@ -164,3 +166,61 @@ def test_a_sum_of_products_is_not_written_over_what_it_multiplies() -> None:
     assert torch.equal(staged(gram).full(), fn(gram))
     onto = cf.shard(lambda x, y: torch.addmm(x + 1, x, y), cf.Mesh())
     assert "addmm_(" in onto.lower(gram, gram).text() and torch.equal(onto(gram, gram).full(), torch.addmm(gram + 1, gram, gram))
+
+
+# ---- whose results are memory of their own ----
+
+
+IMAGE = torch.randn(2, 4, 6, 6)
+STATISTICS = torch.zeros(4), torch.ones(4)
+# Arguments with which an operator might hand back what it was given, too: no scaling, a window of one, nothing padded.
+OF_IMAGES = {
+    "native_group_norm.default": [(IMAGE, None, None, 2, 4, 36, 2, 1e-5)],
+    "_native_batch_norm_legit_no_training.default": [(IMAGE, None, None, *STATISTICS, 0.1, 0.0)],
+    "_native_batch_norm_legit.no_stats": [(IMAGE, None, None, True, 0.1, 1e-5)],
+    "upsample_nearest2d.default": [(IMAGE, [6, 6]), (IMAGE, [12, 12])],
+    "upsample_nearest2d.vec": [(IMAGE, [6, 6], None), (IMAGE, None, [2.0, 2.0])],
+    "upsample_bilinear2d.default": [(IMAGE, [6, 6], False), (IMAGE, [6, 6], True), (IMAGE, [12, 12], False)],
+    "upsample_bilinear2d.vec": [(IMAGE, [6, 6], False, None), (IMAGE, None, False, [2.0, 2.0])],
+    "avg_pool2d.default": [(IMAGE, [1, 1]), (IMAGE, [2, 2])],
+    "_adaptive_avg_pool2d.default": [(IMAGE, [6, 6]), (IMAGE, [1, 1]), (IMAGE, [2, 3])],
+    "max_pool2d_with_indices.default": [(IMAGE, [1, 1]), (IMAGE, [2, 2])],
+    "constant_pad_nd.default": [(IMAGE, [0, 0]), (IMAGE, [-1, 0, 0, -2]), (IMAGE, [1, 1, 2, 0])],
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "a part", "transposed"])
+@pytest.mark.parametrize("name", OF_IMAGES)
+def test_results_of_operators_on_images_are_memory_of_their_own(name, layout):
+    assert makes_memory(f"aten.{name}")
+    image = {
+        "contiguous": IMAGE, "channels last": IMAGE.contiguous(memory_format=torch.channels_last),
+        "a part": torch.randn(2, 8, 12, 6)[:, ::2, ::2], "transposed": IMAGE.transpose(2, 3),
+    }[layout]  # fmt: skip
+    for _, *rest in OF_IMAGES[name]:
+        if name.startswith("native_group_norm"):
+            image = image.contiguous()  # as executors hand it over
+        results = resolve(f"aten.{name}")(image, *rest)
+        storages = [image.untyped_storage().data_ptr()]
+        for result in results if isinstance(results, tuple) else (results,):
+            if result.numel() == 0:
+                continue
+            storages.append(result.untyped_storage().data_ptr())
+            places = torch.zeros(result.untyped_storage().nbytes() // result.itemsize, dtype=torch.int64)
+            places.as_strided(result.shape, result.stride(), result.storage_offset()).add_(1)
+            assert int(places.sum()) == result.numel(), "each element lies apart"
+        assert len(set(storages)) == len(storages)
+
+
+def test_what_follows_a_norm_of_images_is_written_over_it():
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(
+        torch.nn.GroupNorm(2, 4), torch.nn.SiLU(), torch.nn.Upsample(scale_factor=2), torch.nn.ReLU(),
+        torch.nn.BatchNorm2d(4), torch.nn.SiLU(),
+    ).eval()  # fmt: skip
+    model = cf.functional(layers)
+    step = cf.shard(lambda p, x: model.apply(p, model.buffers, x)[0], cf.Mesh())
+    names = [node.target for node in step.lower(model.params, IMAGE).program.nodes]
+    assert [name for name in names if "silu" in name or "relu" in name] == ["aten.silu.out", "aten.relu_.default", "aten.silu.out"]
+    with torch.no_grad():
+        torch.testing.assert_close(step(model.params, IMAGE).full(), layers(IMAGE), rtol=0, atol=0)

@@ -13,6 +13,7 @@ What people type who train a model is in `cf` itself.
 
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Lies, Sharding, Transform, Variant
+from colofunc.functional.checkpoint import packed_tensors
 from colofunc.ops import collectives
 from colofunc.ops.kernels import Kernel
 from colofunc.ops.quantized import Quantized
@@ -92,6 +93,7 @@ __all__ = [
     "linear_order",
     "local",
     "operator",
+    "packed_tensors",
     "pattern",
     "product_pairs",
     "products",

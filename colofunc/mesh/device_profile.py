@@ -192,6 +192,8 @@ def product_rates(device: torch.device, deadline: float) -> Rates:
         makers.append((str(dtype).removeprefix("torch."), lambda n, dtype=dtype: _product(n, dtype, device)))  # type: ignore[misc]
     if device.type == "cuda":
         makers.insert(1, (FLOAT8, lambda n: _float8_product(n, device)))
+    if device.type == "cuda" or compat.has_int_mm_on_cpu():
+        makers.append(("int8", lambda n: _int8_product(n, device)))
     for place, (name, make) in enumerate(makers):
         # A share of what is left, so that a dtype that is slow here does not starve the ones after it.
         now = time.perf_counter()
@@ -225,6 +227,11 @@ def _float8_product(n: int, device: torch.device) -> Callable[[], object]:
     a, b = (torch.randn(n, n, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     scale = torch.ones((), device=device)
     return lambda: compat.scaled_mm(a, b.t(), scale, scale, torch.bfloat16, None)
+
+
+def _int8_product(n: int, device: torch.device) -> Callable[[], object]:
+    a, b = (torch.randint(-127, 128, (n, n), dtype=torch.int8, device=device) for _ in range(2))
+    return lambda: compat.int_mm(a, b.t())
 
 
 def _rate_of(points: tuple[Point, ...], device: torch.device) -> float:

@@ -344,8 +344,8 @@ def _gloo_cpu() -> Topology:
     Capacities are unlimited on purpose: reading the box's memory here would make plans differ between machines.
     """
     rates = (
-        Rate("float64", 40e9), Rate("float32", 80e9), Rate("bfloat16", 20e9), Rate("float16", 10e9), Rate("int8", 20e9)
-    )
+        Rate("float64", 40e9), Rate("float32", 80e9), Rate("bfloat16", 20e9), Rate("float16", 10e9), Rate("int8", 80e9)
+    )  # of int8 the rate of float32, by which whole numbers are multiplied where a CPU has no instructions for them
     return Topology(
         name="gloo-cpu",
         device=Device("cpu", rates, 10e9, _LAUNCH_S),

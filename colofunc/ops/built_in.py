@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colofunc.ops import attention, experts_guards, fp8, random
+from colofunc.ops import attention, experts_guards, fp8, int8_products, random
 from colofunc.ops.kernels import Kernel
 
 CUDA_KERNELS: tuple[Kernel, ...] = (
@@ -10,4 +10,5 @@ CUDA_KERNELS: tuple[Kernel, ...] = (
     *random.CUDA_KERNELS,
     *experts_guards.CUDA_KERNELS,
     *fp8.CUDA_KERNELS,
+    *int8_products.CUDA_KERNELS,
 )

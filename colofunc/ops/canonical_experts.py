@@ -22,7 +22,7 @@ import attrs
 from torch import Tensor
 
 from colofunc import compat
-from colofunc.ops.experts import Interleaved, capped, experts
+from colofunc.ops.experts import Interleaved, capped, experts, in_float8
 
 _KEY = "_colofunc_made"
 _CASTS = ("to", "float", "int", "long", "type", "bfloat16", "half", "double")
@@ -181,10 +181,11 @@ class Catcher:
         shapes = (tuple(x.shape), tuple(index.shape), tuple(weight.shape), swapped, up.shape[0])
         if shapes != ((n, d), (n, k), (n, k), swapped_up, down.shape[0]):
             raise _No
+        float8 = in_float8(up, down)
         if perm is None:
             x, up, down, up_bias, down_bias = self.before(x, up, down, up_bias, down_bias)  # type: ignore[assignment]
         index = capped(index, up.shape[0])
-        found: Tensor = experts.apply(x, index, weight, up, down, up_bias, down_bias, act, gated, swapped)
+        found: Tensor = experts.apply(x, index, weight, up, down, up_bias, down_bias, act, gated, swapped, 1.0, float8)
         return found.to(out.dtype)
 
     def _inverse(self, inverse: Any) -> Any:

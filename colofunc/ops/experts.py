@@ -19,13 +19,17 @@ for which the host does not wait.
 Backward computes hidden units again instead of keeping (tokens, k, 2f) of them.
 Sums over choices are taken in the order of experts, in float32 at least.
 
+float8=True: the products with weights are those of `fp8.product_of_rows`, forward and backward: numbers in e4m3, a scale of each row
+that is summed over. A row of hidden units is whole then, so no rank has a part of it. Gradients of weights are products in the weights'
+dtype: their scales would be of all tokens of an expert, wherever they are.
+
 `expert_position(index, e)` is the place of each choice in its expert's queue, in the order of tokens: what a capacity
 compares with. Source: Shazeer et al. (1701.06538); GShard (2006.16668), section 2.2, for capacities.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import ceil
@@ -63,13 +67,14 @@ def _runs(index: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
 def _one_by_one(
     x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, share: float = 1.0,
+    float8: bool = False,
 ) -> Tensor:  # fmt: skip
-    w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
+    w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed, float8)
     out = torch.promote_types(gate_up.dtype, weight.dtype)
     rows, scale = x.reshape(-1, x.shape[-1]), weight.reshape(-1)
     total = torch.zeros(rows.shape, dtype=wide(out), device=x.device)
     for i, choices, tokens in _runs(index, gate_up.shape[0]):
-        y = w.activated(w.hidden(rows[tokens].to(gate_up.dtype), i)) @ w.down_of(i).t()
+        y = w.product(w.activated(w.hidden(rows[tokens].to(gate_up.dtype), i)), w.down_of(i))
         if down_bias is not None:
             y = y + down_bias[i]
         total.index_add_(0, tokens, y.to(total.dtype) * scale[choices, None].to(total.dtype))
@@ -79,8 +84,9 @@ def _one_by_one(
 def _one_by_one_backward(
     g: Tensor, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, need_weights: bool = True, share: float = 1.0,
+    float8: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
+    w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed, float8)
     dtype, sums_dtype = gate_up.dtype, wide(gate_up.dtype)
     rows, grads, scale = x.reshape(-1, x.shape[-1]), g.reshape(-1, x.shape[-1]), weight.reshape(-1)
     dx = torch.zeros(rows.shape, dtype=sums_dtype, device=x.device)
@@ -90,11 +96,11 @@ def _one_by_one_backward(
         xs, gs, s = rows[tokens].to(dtype), grads[tokens].to(dtype), scale[choices, None]
         h = w.hidden(xs, i)
         a = w.activated(h)
-        da = gs @ w.down_of(i)  # of the expert's result with weight 1
+        da = w.product(gs, w.down_of(i).t())  # of the expert's result with weight 1
         dot = (da.to(dweight.dtype) * a.to(dweight.dtype)).sum(-1)
         dweight[choices] = dot if down_bias is None else dot + (gs.to(dot.dtype) @ down_bias[i].to(dot.dtype))
         dh = w.activated_backward((da * s.to(dtype)), h)
-        dx.index_add_(0, tokens, (dh @ w.up_of(i)).to(sums_dtype))
+        dx.index_add_(0, tokens, w.product(dh, w.up_of(i).t()).to(sums_dtype))
         if need_weights:
             _add_weights(sums, i, dh, xs, (gs * s.to(dtype)), a, transposed)
     return (dx.to(x.dtype).reshape(x.shape), dweight.to(weight.dtype).reshape(weight.shape), sums[0], sums[1], sums[2], sums[3])
@@ -147,6 +153,7 @@ def _check(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tens
 def _experts_fake(
     x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, share: float = 1.0,
+    float8: bool = False,
 ) -> Tensor:  # fmt: skip
     _check(x, index, weight, gate_up, down, act, gated, transposed)
     return x.new_empty(x.shape, dtype=torch.promote_types(gate_up.dtype, weight.dtype))
@@ -155,6 +162,7 @@ def _experts_fake(
 def _backward_fake(
     g: Tensor, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, need_weights: bool = True, share: float = 1.0,
+    float8: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     weights = (gate_up, down, gate_up_bias, down_bias)
     sums = [w.new_empty(w.shape) if need_weights and w is not None else x.new_empty(0) for w in weights]
@@ -162,28 +170,28 @@ def _backward_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, ctx.options = inputs[:7], inputs[7:]  # act, gated, transposed, and share where it was given
+    tensors, ctx.options = inputs[:7], inputs[7:]  # act, gated, transposed, and share and float8 where they were given
     ctx.save_for_backward(*tensors)
 
 
 def _gradient(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     need = ctx.needs_input_grad
-    act, gated, transposed, *share = ctx.options
-    found = experts_backward(g, *ctx.saved_tensors, act, gated, transposed, any(need[3:7]), *share)
-    dx, dweight, *rest = (d if n else None for d, n in zip(found, (need[0], need[2], *need[3:7]), strict=True))
-    return dx, None, dweight, *rest, *[None] * len(ctx.options)
+    act, gated, transposed, *rest = ctx.options
+    found = experts_backward(g, *ctx.saved_tensors, act, gated, transposed, any(need[3:7]), *rest)
+    dx, dweight, *grads = (d if n else None for d, n in zip(found, (need[0], need[2], *need[3:7]), strict=True))
+    return dx, None, dweight, *grads, *[None] * len(ctx.options)
 
 
 _OPERANDS = "Tensor x, Tensor index, Tensor weight, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias"
 _OPTIONS = "str act, bool gated=True, bool transposed=False"
-_SHARE = "float share=1.0"
+_LAST = "float share=1.0, bool float8=False"
 
 experts_backward = define(
-    f"experts_backward(Tensor g, {_OPERANDS}, {_OPTIONS}, bool need_weights=True, {_SHARE}) -> ({', '.join(['Tensor'] * 6)})",
+    f"experts_backward(Tensor g, {_OPERANDS}, {_OPTIONS}, bool need_weights=True, {_LAST}) -> ({', '.join(['Tensor'] * 6)})",
     _experts_backward, _backward_fake, product=True,
 )  # fmt: skip
 experts = define(
-    f"experts({_OPERANDS}, {_OPTIONS}, {_SHARE}) -> Tensor", _experts, _experts_fake, (_save, _gradient), product=True
+    f"experts({_OPERANDS}, {_OPTIONS}, {_LAST}) -> Tensor", _experts, _experts_fake, (_save, _gradient), product=True
 )
 
 
@@ -202,6 +210,29 @@ expert_position = define(
     _expert_position,
     lambda index, experts: index.new_empty(index.shape, dtype=torch.int64),
 )
+
+
+# ---- float8 ----
+
+
+Asked = Callable[[Tensor, Tensor], bool]  # the two weights of a layer -> whether its products are in float8
+_FLOAT8: ContextVar[Asked | None] = ContextVar("colofunc_experts_float8", default=None)
+
+
+@contextmanager
+def float8_where(asked: Asked) -> Iterator[None]:
+    """Inside, layers of experts multiply in float8 where `asked` says so of their weights."""
+    token = _FLOAT8.set(asked)
+    try:
+        yield
+    finally:
+        _FLOAT8.reset(token)
+
+
+def in_float8(gate_up: Tensor, down: Tensor) -> bool:
+    """Whether a layer with these weights, as the step's code has them, multiplies in float8."""
+    asked = _FLOAT8.get()
+    return asked is not None and asked(gate_up, down)
 
 
 # ---- capacity ----

@@ -21,11 +21,15 @@ import torch
 
 from colofunc.ops import experts_device, grouped_device
 from colofunc.ops.experts_parts import Interleaved, wide
-from colofunc.ops.grouped_device import sizes_of_tiles, torch_takes
+from colofunc.ops.grouped_device import sizes_of_tiles, torch_scales, torch_takes
 from colofunc.ops.kernels import Kernel, KernelCall, Rates
 
 EXPERTS, EXPERTS_BACKWARD = "colofunc.experts", "colofunc.experts_backward"
 PRODUCT, PRODUCT_OF_GROUPS = "colofunc.grouped_mm", "colofunc.grouped_mm_dw"
+CAST_PASSES = 4
+"""Reads and writes of an operand in its own dtype that a cast takes, about."""
+CAST_BYTES = 14
+"""Of an element while it is cast: a copy, its quotient in float32 twice, its bits, and what the product reads."""
 INDEX = torch.int64.itemsize
 # Share of a device's peak rate that products of many rows reach.
 SHARE = 0.6
@@ -154,10 +158,29 @@ class Layer:
         return INDEX * (3 * self.choices + 6 * self.run) + self.run
 
 
+def _alike(call: KernelCall) -> bool:
+    dtype = call["gate_up"].dtype
+    return all(x is None or x.dtype == dtype for x in (call["down"], call["gate_up_bias"], call["down_bias"]))
+
+
 def _torch_computes(call: KernelCall) -> bool:
-    layer, dtype = Layer.of(call), call["gate_up"].dtype
-    alike = all(x is None or x.dtype == dtype for x in (call["down"], call["gate_up_bias"], call["down_bias"]))
-    return alike and torch_takes(dtype, call.capability, layer.d, layer.hidden, layer.f)
+    layer = Layer.of(call)
+    takes = torch_takes(call["gate_up"].dtype, call.capability, layer.d, layer.hidden, layer.f)
+    return not call["float8"] and _alike(call) and takes
+
+
+def _tiles_compute(call: KernelCall) -> bool:
+    return not call["float8"]
+
+
+def _torch_scales(call: KernelCall) -> bool:
+    layer = Layer.of(call)
+    takes = torch_scales(call["gate_up"].dtype, call.capability, layer.d, layer.hidden, layer.f)
+    return bool(call["float8"]) and _alike(call) and takes
+
+
+def _is_float8(call: KernelCall) -> bool:
+    return bool(call["float8"])
 
 
 def _products(call: KernelCall, layer: Layer) -> list[Product]:
@@ -278,6 +301,44 @@ def _activation(call: KernelCall) -> int:
     return 6 if Interleaved.of(call["act"]) is not None else 3
 
 
+# ---- in float8 ----
+
+
+def _cast_elements(call: KernelCall, layer: Layer) -> int:
+    """Elements that one run casts: rows that are multiplied, and the weights of each product."""
+    weights = layer.e * layer.d * (layer.hidden + layer.f)
+    if call.target == EXPERTS:
+        return layer.run * (layer.d + layer.f) + weights
+    return layer.run * (2 * layer.d + layer.hidden) + weights + layer.e * layer.d * layer.hidden
+
+
+def _float8_seconds(call: KernelCall, rates: Rates, how: str) -> float:
+    """Products with weights at the rate of float8, by tiles at that of float32; a cast is a maximum and two passes over its operand."""
+    layer = Layer.of(call)
+    if layer.is_empty:
+        return rates.launch_s
+    plain = _experts_seconds(call, rates, how)
+    of_run = sum(2 * product.s * product.i * product.o for product in _products(call, layer) if not product.of_groups)
+    flops = of_run * layer.choices / layer.run
+    rate = rates.flops_per_s(torch.float8_e4m3fn if how == "grouped" else torch.float32)
+    changed_s = flops / SHARE * (1 / rate - 1 / rates.flops_per_s(call["gate_up"].dtype))
+    casts_s = layer.runs * (CAST_PASSES * layer.size * _cast_elements(call, layer) / rates.bytes_per_s + 12 * rates.launch_s)
+    return max(plain + changed_s, rates.launch_s) + casts_s
+
+
+def _float8_bytes(call: KernelCall, how: str) -> int:
+    """What the layer holds otherwise, and the largest product's operands as they are cast."""
+    layer = Layer.of(call)
+    if layer.is_empty:
+        return 0
+    largest = 0
+    for product in _products(call, layer):
+        if not product.of_groups:
+            largest = max(largest, layer.run * product.i + layer.e * product.i * product.o)
+    widened = 8 * layer.run * max(layer.hidden, layer.d) if how == "tiled" else 0
+    return _experts_bytes(call, how) + CAST_BYTES * largest + widened
+
+
 # ---- the records ----
 
 
@@ -297,8 +358,12 @@ GROUPED_KERNELS: tuple[Kernel, ...] = (
 )
 EXPERTS_KERNELS: tuple[Kernel, ...] = (
     _kernel(EXPERTS, _torch_computes, _experts_seconds, _experts_bytes, "grouped", experts_device.grouped_experts),
-    _kernel(EXPERTS, _anything, _experts_seconds, _experts_bytes, "tiled", experts_device.tiled_experts),
+    _kernel(EXPERTS, _tiles_compute, _experts_seconds, _experts_bytes, "tiled", experts_device.tiled_experts),
     _kernel(EXPERTS_BACKWARD, _torch_computes, _experts_seconds, _experts_bytes, "grouped", experts_device.grouped_experts_backward),
-    _kernel(EXPERTS_BACKWARD, _anything, _experts_seconds, _experts_bytes, "tiled", experts_device.tiled_experts_backward),
+    _kernel(EXPERTS_BACKWARD, _tiles_compute, _experts_seconds, _experts_bytes, "tiled", experts_device.tiled_experts_backward),
+    _kernel(EXPERTS, _torch_scales, _float8_seconds, _float8_bytes, "grouped", experts_device.scaled_experts),
+    _kernel(EXPERTS, _is_float8, _float8_seconds, _float8_bytes, "tiled", experts_device.emulated_experts),
+    _kernel(EXPERTS_BACKWARD, _torch_scales, _float8_seconds, _float8_bytes, "grouped", experts_device.scaled_experts_backward),
+    _kernel(EXPERTS_BACKWARD, _is_float8, _float8_seconds, _float8_bytes, "tiled", experts_device.emulated_experts_backward),
 )
 CUDA_KERNELS: tuple[Kernel, ...] = (*GROUPED_KERNELS, *EXPERTS_KERNELS)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from colofunc.errors import RuleError
+from colofunc.ops.fp8 import product_of_rows
 
 aten = torch.ops.aten
 
@@ -80,7 +81,10 @@ class Interleaved:
 
 @attrs.frozen
 class Weights:
-    """The experts' parameters and how they are used. Products of one expert take (rows, in) and give (rows, out)."""
+    """The experts' parameters and how they are used. Products of one expert take (rows, in) and give (rows, out).
+
+    float8: products with weights are of numbers in float8, with a scale of each row of both; gradients of weights are not.
+    """
 
     gate_up: Tensor
     down: Tensor
@@ -89,6 +93,7 @@ class Weights:
     act: str
     gated: bool
     transposed: bool
+    float8: bool = False
 
     @property
     def width(self) -> int:
@@ -108,9 +113,13 @@ class Weights:
         """(d, f)."""
         return self.down[i].t() if self.transposed else self.down[i]
 
+    def product(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """x (rows, in), matrix (out, in) -> (rows, out)."""
+        return product_of_rows(x, matrix) if self.float8 else x @ matrix.t()
+
     def hidden(self, x: Tensor, i: int) -> Tensor:
         """What goes into the activation, (rows, 2f) or (rows, f)."""
-        h = x @ self.up_of(i).t()
+        h = self.product(x, self.up_of(i))
         return h if self.gate_up_bias is None else h + self.gate_up_bias[i]
 
     def activated(self, h: Tensor) -> Tensor:

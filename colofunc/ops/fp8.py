@@ -174,6 +174,20 @@ scaled_linear_dw = define(
     _linear_dw_fake, own_memory=True, product=True,
 )  # fmt: skip
 
+
+def bits_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (..., k) in e4m3 with a scale of each row, a power of 2: (bits, scale (..., 1))."""
+    scale = _scale(_abs_max(x, (-1,)), LARGEST[E4M3], True)
+    return _cast(x, scale, E4M3), scale
+
+
+def product_of_rows(x: Tensor, w: Tensor) -> Tensor:
+    """x (m, k), w (n, k) -> (m, n): the product of both in float8 with a scale of each row, in the dtype of x."""
+    x_bits, x_scale = bits_of_rows(x)
+    w_bits, w_scale = bits_of_rows(w)
+    return _linear(x_bits, w_bits, x_scale, w_scale, None, x.dtype)
+
+
 PRODUCTS = (scaled_linear.name, scaled_linear_dx.name, scaled_linear_dw.name)
 
 

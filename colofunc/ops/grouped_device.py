@@ -9,6 +9,8 @@ are dealt; which group a tile is of is a tensor, and a tile's matrix is gathered
     .product(x, w, offs)               [s] i, [e] i o, [e] -> [s] o       rows behind the last offset give zeros
     .of_groups(x, g, offs)             [s] i, [s] o, [e]   -> [e] i o     groups without rows give zeros
 
+    SCALED, EMULATED                   the same of numbers in float8; products of groups, which are gradients of weights, are not
+
 Which of them a call gets is said by records, `experts_guards`.
 
 Cost of tiles beside one product a group: at most e (T - 1) rows of zeros, and one more matrix read and written for each T rows,
@@ -28,10 +30,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from colofunc import compat
 from colofunc.ops import triton_use
+from colofunc.ops.fp8 import E4M3, bits_of_rows
 
 # Rows of a tile: as many as a group has if all have equally many, within these.
 LEAST_ROWS, MOST_ROWS = 16, 256
+SCALED_ALIGNED = 16
+"""What all sizes are multiples of where torch's kernel reads numbers in float8."""
 # Elements of bfloat16 that torch's kernel reads at a time: what rows have to be a multiple of.
 ALIGNED = 8
 
@@ -50,6 +56,13 @@ def torch_takes(dtype: torch.dtype, capability: tuple[int, int], *sizes: int) ->
         return False
     major, _ = capability
     return major == 9 or (major == 10 and TorchVersion(torch.__version__) >= "2.13")
+
+
+def torch_scales(dtype: torch.dtype, capability: tuple[int, int], *sizes: int) -> bool:
+    """Whether torch's grouped product of numbers in float8 takes matrices of such sizes."""
+    if dtype != torch.bfloat16 or any(size % SCALED_ALIGNED for size in sizes) or torch.version.hip is not None:
+        return False
+    return capability[0] == 9 and compat.has_scaled_grouped_mm()
 
 
 def grouped(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
@@ -117,7 +130,39 @@ def _of_tiles(tiles: Tiles, part: slice, x: Tensor, g: Tensor) -> Tensor:
     return torch.bmm(rows.transpose(1, 2), grads)
 
 
+# ---- in float8 ----
+
+
+def scaled(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """By torch's kernel for numbers in float8, with a scale of each row of x and each column of w. As `grouped`; results in bfloat16."""
+    ends = _ends(offs, x.shape[0])
+    if not x.numel() or not w.numel():
+        return x.new_zeros((x.shape[0], w.shape[2]))
+    x_bits, x_scale = bits_of_rows(x.contiguous())
+    columns = w.transpose(1, 2).contiguous()  # (e, o, i): what is summed over lies side by side
+    w_bits, w_scale = bits_of_rows(columns)
+    out = compat.scaled_grouped_mm(
+        x_bits.view(E4M3), w_bits.view(E4M3).transpose(1, 2), x_scale.squeeze(1), w_scale.squeeze(2), ends, x.dtype
+    )
+    nobodys = torch.arange(x.shape[0], device=x.device) >= ends[-1]
+    return out.masked_fill_(nobodys.unsqueeze(1), 0)
+
+
+def emulated(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """The same numbers by tiles, but for the order of sums: numbers in float8 are multiplied in float32 (float64 for x in float64)."""
+    ends = _ends(offs, x.shape[0])
+    if not x.numel() or not w.numel():
+        return x.new_zeros((x.shape[0], w.shape[2]))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x_bits, x_scale = bits_of_rows(x)
+    w_bits, w_scale = bits_of_rows(w.transpose(1, 2).contiguous())
+    out = tiled(x_bits.view(E4M3).to(wide), w_bits.view(E4M3).to(wide).transpose(1, 2), ends)
+    owner = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device, dtype=ends.dtype), right=True).clamp(max=w.shape[0] - 1)
+    return out.mul_(x_scale).mul_(w_scale.squeeze(2)[owner]).to(x.dtype)
+
+
 GROUPED, TILED = Products(grouped, grouped_of_groups), Products(tiled, tiled_of_groups)
+SCALED, EMULATED = Products(scaled, grouped_of_groups), Products(emulated, tiled_of_groups)
 
 
 def _ends(offs: Tensor, rows: int) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from colofunc.errors import InputError
-from colofunc.ops.experts import ACTS, capped
+from colofunc.ops.experts import ACTS, capped, in_float8
 from colofunc.ops.experts import experts as _experts
 
 __all__ = ["ACTS", "balance_loss", "experts", "route", "z_loss"]
@@ -93,8 +93,9 @@ def experts(
     An index outside of 0 .. e-1 adds nothing. Without capacity_factor no token is dropped; with it an expert takes
     ceil(factor * choices / e) of them, the first in the order of all tokens, whatever the mesh, and drops the rest.
     """
+    float8 = in_float8(gate_up, down)
     index = capped(index, gate_up.shape[0], capacity_factor)
-    y: Tensor = _experts.apply(x, index, weight, gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
+    y: Tensor = _experts.apply(x, index, weight, gate_up, down, gate_up_bias, down_bias, act, gated, transposed, 1.0, float8)
     return y
 
 

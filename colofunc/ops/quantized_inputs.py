@@ -7,9 +7,9 @@ Idea: what is large stays as it is, and the rest of a row is rounded to 8 bits o
 element, not of whole columns as in the source: so a row's result depends on this row only, and rows may lie on ranks or come in
 microbatches. Columns may lie on ranks too, which then tell one another the largest of each row.
 
-A product of these rows with a weight in int8 is one of whole numbers, times both scales, and a thin one of outliers. It is computed here
-as one product in the dtype of x, with the same numbers but for the rounding of sums. The gradient goes through the rounding as if it
-were not there. Source: Dettmers et al. 2022, "LLM.int8()" (2208.07339), section 3.
+A product of these rows with a weight in int8 is one of whole numbers, times both scales, and a thin one of outliers: that is
+`colofunc/ops/int8_products.py`. `rounded_rows` is for weights in other formats: rows in the dtype of x, for any product. The gradient goes
+through the rounding as if it were not there. Source: Dettmers et al. 2022, "LLM.int8()" (2208.07339), section 3.
 """
 
 from __future__ import annotations
@@ -31,24 +31,30 @@ _CASTS = frozenset(("to", "type", "float", "double", "half", "bfloat16", "type_a
 """Methods of a weight that give the same weight again."""
 
 
-def row_size(x: Tensor, threshold: float) -> Tensor:
+def largest_below(x: Tensor, threshold: float) -> Tensor:
     """The largest |x| of each row (..., i) that is less than the threshold: (...,), 0 where there is none."""
     size = x.abs()
     return torch.where(size < threshold, size, torch.zeros_like(size)).amax(-1)
 
 
-def rounded(x: Tensor, size: Tensor, threshold: float) -> Tensor:
-    """Rows (..., i) rounded to multiples of their `size` (...,) over 127, but for what is not less than the threshold."""
+def units(x: Tensor, size: Tensor) -> Tensor:
+    """Rows (..., i) in units of their `size` (...,) over 127, to the nearest whole number, in float32 (float64 for x in float64)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     unit = (size.to(wide) / STEPS).unsqueeze(-1)
     # Rows of zeros (and of outliers alone) are zero whatever they are divided by.
-    steps = (x.to(wide) / torch.where(unit == 0, torch.ones_like(unit), unit)).round()
+    return (x.to(wide) / torch.where(unit == 0, torch.ones_like(unit), unit)).round()
+
+
+def rounded(x: Tensor, size: Tensor, threshold: float) -> Tensor:
+    """Rows (..., i) rounded to multiples of their `size` (...,) over 127, but for what is not less than the threshold."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    multiples = units(x, size) * (size.to(wide) / STEPS).unsqueeze(-1)
     # Not "where x is large": what is no number stays so.
-    return torch.where(x.abs() < threshold, (steps * unit).to(x.dtype), x)
+    return torch.where(x.abs() < threshold, multiples.to(x.dtype), x)
 
 
 def _rounded_rows(x: Tensor, threshold: float) -> Tensor:
-    return rounded(x, row_size(x, threshold), threshold)
+    return rounded(x, largest_below(x, threshold), threshold)
 
 
 def _fake(x: Tensor, threshold: float) -> Tensor:
@@ -120,21 +126,22 @@ class LinearCalls(TorchFunctionMode):
                 return body(*args, **kwargs)
         result = self._linear(*args, **kwargs) if func is F.linear else func(*args, **kwargs)
         if getattr(func, "__name__", "") in _CASTS and isinstance(result, Tensor):
-            known = self._known(args[0])
+            known = self.known(args[0])
             if known is not None:
                 self.casts[id(result)] = result, known
         return result
 
-    def _known(self, weight: Any) -> Any:
+    def known(self, weight: Any) -> Any:
+        """The key of a weight, or of what a weight was cast to; None where it has none."""
         cast = self.casts.get(id(weight))
         return self.key(weight) if cast is None else cast[1]
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        known = self._known(weight)
+        known = self.known(weight)
         return F.linear(input, weight, bias) if known is None else self.instead(input, weight, bias, known)
 
     def _lookup(self, lookup: Callable[[Tensor, Tensor, Any], Tensor], input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        known = self._known(weight)
+        known = self.known(weight)
         rows = F.embedding(input, weight, *args, **kwargs)
         return rows if known is None else lookup(input, rows, known)
 

@@ -143,6 +143,19 @@ def colofunc_quantizers() -> Mapping[str, Any]:
 
 
 @hookspec
+def colofunc_packed_layouts() -> Mapping[str, Any]:
+    """Layout name -> `cf.ext.packed_tensors.PackedLayout`: how another library saves quantized weights.
+
+    For `cf.load` and `cf.save_pretrained`. Plugins that are installed are asked; the layouts of this project come first, and by the same
+    hook. What a layout says of itself is written at `PackedLayout`: by which names its tensors are known (`marks`, `needs`, `keys`),
+    whether some tensors are such a weight (`claims`), the weight that they are in one of the formats of `colofunc_quantizers` (`read`), and
+    back (`write`, `config`). `tensors.matrix(key, dtypes)` checks a stored tensor, `packed_tensors.part(shape, dtype, read)` is a part of
+    the weight that is read by boxes, and `packed_tensors.boxed(entry, box)` reads one.
+    """
+    raise NotImplementedError
+
+
+@hookspec
 def colofunc_topologies() -> Mapping[str, Any]:
     """Topology name -> `cf.Topology`, for `cf.Mesh(topology=cf.topology(name))`."""
     raise NotImplementedError
@@ -150,5 +163,6 @@ def colofunc_topologies() -> Mapping[str, Any]:
 
 HOOKS = (
     "colofunc_rules colofunc_strategies colofunc_plans colofunc_memory_policies "
-    "colofunc_schedules colofunc_kernels colofunc_passes colofunc_transforms colofunc_quantizers colofunc_topologies"
+    "colofunc_schedules colofunc_kernels colofunc_passes colofunc_transforms colofunc_quantizers colofunc_packed_layouts "
+    "colofunc_topologies"
 ).split()

@@ -46,6 +46,7 @@ class Registry:
     passes: Mapping[str, Callable[..., Any]]
     transforms: Mapping[str, Any]
     quantizers: Mapping[str, Quantizer]
+    packed_layouts: Mapping[str, Any]
     topologies: Mapping[str, Any]
     plugins: tuple[str, ...] = ()
 

@@ -30,6 +30,9 @@ MAKERS = frozenset(
     aten._softmax.default aten._log_softmax.default aten._softmax_backward_data.default
     aten._log_softmax_backward_data.default aten.nll_loss_backward.default aten.embedding.default
     aten.embedding_dense_backward.default aten.native_layer_norm.default aten.native_layer_norm_backward.default
+    aten.native_group_norm.default aten._native_batch_norm_legit_no_training.default aten._native_batch_norm_legit.no_stats
+    aten.upsample_nearest2d.default aten.upsample_nearest2d.vec aten.upsample_bilinear2d.default aten.upsample_bilinear2d.vec
+    aten.avg_pool2d.default aten._adaptive_avg_pool2d.default aten.max_pool2d_with_indices.default aten.constant_pad_nd.default
     aten.convolution.default aten.convolution_backward.default aten.sum.dim_IntList aten.mean.dim aten.var.correction
     aten.var_mean.correction aten.cat.default aten.stack.default aten.index.Tensor
     aten.zeros_like.default aten.ones_like.default aten.full.default aten.zeros.default aten.ones.default""".split()

@@ -1,4 +1,4 @@
-"""fp8: training whose linear layers multiply in float8, forward and backward.
+"""fp8: training whose linear layers and experts multiply in float8, forward and backward.
 
     step = cf.fp8(step_fn)                                                       # scaling="tensorwise"
     step = cf.fp8(cf.precision(cf.shard(step_fn, mesh), "bf16"), scaling="rowwise", where="*_proj.weight")      # in any order
@@ -33,6 +33,7 @@ from colofunc.compiler.transform import Build, Transform
 from colofunc.dtensor.roles import give_role, role_of
 from colofunc.errors import InputError, near
 from colofunc.ops.canonical import autocast
+from colofunc.ops.experts import float8_where
 from colofunc.ops.fp8 import LARGEST, fp8_scale
 from colofunc.ops.fp8_linear import FORMATS, OPERANDS, RECIPES, Delayed, Recipe, fp8_linear
 from colofunc.ops.linear import linear
@@ -52,13 +53,14 @@ HISTORY = 16
 def fp8(
     step_fn: Callable[..., Any] | None = None, where: str | Iterable[str] = "*.weight", scaling: str = "tensorwise", history: int = HISTORY
 ) -> Any:
-    """The step with linear layers that multiply in float8, forward and backward; parameters and optimizer stay as they are.
+    """The step with linear layers and experts that multiply in float8, forward and backward; parameters and optimizer stay as they are.
 
-    where: globs over the names of weights, in argument 0 or frozen in a model; layers of other weights stay as they are. scaling:
+    where: globs over the names of weights, in argument 0 or frozen in a model; layers of other weights stay as they are. Layers of experts
+    are meant where both of their weights are; they always have scales of rows, and gradients of weights that are not in float8. scaling:
     "tensorwise" (a scale of each tensor; gradients in e5m2, all else in e4m3), "rowwise" (a scale of each row that a product sums over),
     "rowwise_with_gw_hp" (the same, and gradients of weights are not in float8), or "delayed" (as tensorwise, with scales of the largest
     numbers of the last `history` steps, which the state keeps). As a decorator: `@cf.fp8(scaling="rowwise")`. Raises InputError for
-    another scaling, and when the step is traced where a glob matches no weight that a linear layer reads.
+    another scaling, and when the step is traced where a glob matches no weight that a linear layer or experts read.
     """
     globs = (where,) if isinstance(where, str) else tuple(where)
     if not globs or not all(isinstance(glob, str) for glob in globs):
@@ -165,7 +167,8 @@ def _run(layers: _Layers, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     for name, leaf in walk(args[0] if args else {}):
         if isinstance(leaf, Tensor):
             layers.note(name, leaf)
-    with reading(layers.frozen, lambda wide, weight: None), LinearCalls(layers.name, layers.multiply):
+    calls = LinearCalls(layers.name, layers.multiply)
+    with reading(layers.frozen, lambda wide, weight: None), float8_where(partial(layers.of_experts, calls)), calls:
         out = fn(*args)
     layers.check_globs()
     return out
@@ -194,6 +197,18 @@ class _Layers(WeightNames):
         if x.dim() == 1:
             return fp8_linear(x.unsqueeze(0), w, b, self.asked.recipe, delayed).squeeze(0)
         return fp8_linear(x, w, b, self.asked.recipe, delayed)
+
+    def of_experts(self, calls: LinearCalls, gate_up: Tensor, down: Tensor) -> bool:
+        """Whether a layer of experts multiplies in float8: both of its weights are meant. Raises InputError where one is."""
+        names = [calls.known(weight) for weight in (gate_up, down)]
+        found = [name for name in names if name is not None]
+        if len(found) == 1:
+            raise InputError(
+                f"cf.fp8: where= matches {found[0]!r}, and not the other weight of its layer of experts, whose two products are in float8 "
+                "or not together. Try: globs for both"
+            )
+        self.read.update(dict.fromkeys(found))
+        return bool(found)
 
     def _delayed(self, name: str) -> Delayed:
         """The scales of a weight's layers. Raises InputError where the state has no history of it."""
@@ -230,4 +245,5 @@ class _Layers(WeightNames):
         for glob in self.asked.globs:
             if not any(matches(name, glob) for name in self.read):
                 names = [name for _, name in self.names.values()]
-                raise InputError(f"cf.fp8: where={glob!r} matches no weight that a linear layer of the step reads{near(glob, names)}")
+                said = f"cf.fp8: where={glob!r} matches no weight that a linear layer or experts of the step read"
+                raise InputError(f"{said}{near(glob, names)}")

@@ -28,6 +28,7 @@ from weakref import WeakValueDictionary
 
 import attrs
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -37,9 +38,11 @@ from colofunc.compiler.transform import Build, Transform
 from colofunc.dtensor.roles import give_role, role_of
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
+from colofunc.ops.canonical import autocast
+from colofunc.ops.int8_products import PRODUCT, rounded_linear, takes
 from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
 from colofunc.ops.quantized_frozen import opened, reading
-from colofunc.ops.quantized_inputs import divided, linear_inputs, rounded_rows
+from colofunc.ops.quantized_inputs import LinearCalls, divided, rounded_rows
 from colofunc.ops.quantizers import Quantizer, misfit
 from colofunc.planner.plan import matches
 from colofunc.planner.schemes import SchemeChoice, SchemeErrors
@@ -51,7 +54,11 @@ from colofunc.program.passes.packed_reads import PRODUCTS, packed_inputs, read_p
 from colofunc.program.tracing.roles import mark
 from colofunc.program.tracing.tree import container, join, rebuild
 
-FORMAT_OF = {**DEQUANTIZE, **{f"colofunc.{name}_{kind}": name for name in FORMATS for kind in PRODUCTS.values()}}
+FORMAT_OF = {
+    **DEQUANTIZE,
+    **{f"colofunc.{name}_{kind}": name for name in FORMATS for kind in PRODUCTS.values()},
+    PRODUCT: "int8",
+}
 """Operator that reads a quantized weight -> its format."""
 
 
@@ -386,18 +393,24 @@ class _Given:
         """Inside, linear layers with quantized weights divide and round their inputs, where the scheme does."""
         if self.weights.leaves_inputs and all(leaf.input_scale is None for _, leaf in self.originals.values()):
             return nullcontext()
-        return linear_inputs(self._leaf, self._layer)
+        return LinearCalls(self._leaf, self._layer)
 
     def _leaf(self, weight: Tensor) -> Quantized | None:
         known = self.originals.get(id(weight))
         return None if known is None else known[1]
 
-    def _layer(self, x: Tensor, weight: Tensor, leaf: Quantized) -> tuple[Tensor, Tensor]:
-        """The input and the weight, in its dtype, that a linear layer reads."""
+    def _layer(self, input: Tensor, weight: Tensor, bias: Tensor | None, leaf: Quantized) -> Tensor:
+        """What a linear layer gives that reads a widened weight: with inputs rounded too a product of whole numbers, where it can be."""
         if leaf.input_scale is not None:
-            x, weight = divided(x, leaf.input_scale), leaf.for_divided_inputs(weight.dtype)
+            input = divided(input, leaf.input_scale)
         outliers = self.outliers[id(leaf)]
-        return x if outliers is None else rounded_rows.apply(x, outliers), weight
+        if outliers is not None:
+            x, w, b = autocast(input, weight, bias)
+            assert x is not None and w is not None
+            if takes(x, w, leaf.form):
+                return rounded_linear(x, b, leaf.data, leaf.scale, outliers)
+            input = rounded_rows.apply(input, outliers)
+        return F.linear(input, weight if leaf.input_scale is None else leaf.for_divided_inputs(weight.dtype), bias)
 
     def _note(self, wide: Tensor, leaf: Quantized) -> None:
         self.originals[id(wide)] = wide, leaf

@@ -16,7 +16,8 @@ plain weights. A lazy weight keeps what it was made of (`Stored`), so that `cf.q
     int-quantized      x.weight, x.weight_scale                                                 int8
     float-quantized    x.weight, x.weight_scale                                                 fp8
 
-The layouts themselves are in `packed_bitsandbytes.py`, `packed_int4.py` and `packed_rows.py`.
+The layouts themselves are in `packed_bitsandbytes.py`, `packed_int4.py` and `packed_rows.py`; plugins give more by the hook
+`colofunc_packed_layouts`, as these come (`packed_built_in.py`).
 """
 
 from __future__ import annotations
@@ -30,19 +31,32 @@ import torch
 from torch import Tensor
 
 from colofunc import untrusted
-from colofunc.errors import CheckpointError
-from colofunc.functional.checkpoint import plainfile
+from colofunc.errors import CheckpointError, PluginError
+from colofunc.functional.checkpoint import packed_built_in, plainfile
 from colofunc.functional.checkpoint.files import dtype_name
-from colofunc.functional.checkpoint.packed_bitsandbytes import INT8, NF4
-from colofunc.functional.checkpoint.packed_int4 import AWQ, GPTQ, PACK_QUANTIZED
-from colofunc.functional.checkpoint.packed_rows import FLOAT_QUANTIZED, INT_QUANTIZED
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors
 from colofunc.functional.checkpoint.place import Entry
+from colofunc.ops.quantized import FORMATS
+from colofunc.plugins import build_registry
 from colofunc.program.lazy import LazyTensor
 from colofunc.program.lazy_packed import Stored
 from colofunc.spec.regions import Pick, Region, extent, take
 
-LAYOUTS: Mapping[str, PackedLayout] = {one.name: one for one in (NF4, INT8, GPTQ, AWQ, PACK_QUANTIZED, INT_QUANTIZED, FLOAT_QUANTIZED)}
+
+def layouts() -> dict[str, PackedLayout]:
+    """Name -> layout: this project's first, which are asked first whose a weight is, then those of installed plugins."""
+    known = build_registry((packed_built_in,)).packed_layouts
+    found = dict(packed_built_in.BUILT_IN)
+    for name, layout in known.items():
+        if not isinstance(layout, PackedLayout):
+            raise PluginError(f"colofunc_packed_layouts: the value of {name!r} is {layout!r}; give a cf.ext.packed_tensors.PackedLayout")
+        if layout.name != name or layout.form not in FORMATS:
+            raise PluginError(
+                f"colofunc_packed_layouts: {name!r} is a layout of the name {layout.name!r} and the form {layout.form!r}; give it its own "
+                f"name, and one of the forms {', '.join(FORMATS)}"
+            )
+        found[name] = layout
+    return found
 
 
 def entries(folder: Path) -> dict[str, Entry]:
@@ -72,8 +86,9 @@ def entries(folder: Path) -> dict[str, Entry]:
 def _layers(found: Mapping[str, Entry]) -> dict[str, list[PackedLayout]]:
     """Layers with a tensor that only quantized weights have -> the layouts that know it."""
     layers: dict[str, list[PackedLayout]] = {}
+    known = layouts().values()
     for name in found:
-        for layout in LAYOUTS.values():
+        for layout in known:
             for mark in layout.marks:
                 if name.endswith(f".{mark}"):
                     kin = layers.setdefault(name.removesuffix(f".{mark}"), [])
@@ -97,7 +112,7 @@ def _check_plain(tensors: Tensors) -> None:
             raise tensors.wrong(
                 key,
                 f"is {dtype_name(dtype)} beside {others}, which is no layout of quantized weights that is known; known are "
-                f"{', '.join(LAYOUTS)}",
+                f"{', '.join(layouts())}",
                 "the folder that it was made of, with its weights unquantized",
             )
 
@@ -108,7 +123,7 @@ def _packs(dtype: torch.dtype) -> bool:
 
 
 def _of_layer(found: Mapping[str, Entry], layer: str) -> dict[str, Entry]:
-    keys = dict.fromkeys(key for layout in LAYOUTS.values() for key in layout.keys)
+    keys = dict.fromkeys(key for layout in layouts().values() for key in layout.keys)
     return {key: found[f"{layer}.{key}"] for key in keys if f"{layer}.{key}" in found}
 
 

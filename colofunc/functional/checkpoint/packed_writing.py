@@ -20,7 +20,7 @@ from colofunc import untrusted
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.functional.adapters import global_value
-from colofunc.functional.checkpoint.packed_layouts import LAYOUTS
+from colofunc.functional.checkpoint.packed_layouts import layouts
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout
 from colofunc.mesh import Mesh
 from colofunc.ops.quantized import Quantized
@@ -69,9 +69,10 @@ class Packing:
         """Raises InputError where there is no such layout, or it cannot hold a weight."""
         if layout is None:
             return Packing(None, {}, ())
-        if layout not in LAYOUTS:
-            raise InputError(f"save_pretrained: there is no layout {layout!r}{near(layout, LAYOUTS, 'layouts')}")
-        chosen = LAYOUTS[layout]
+        known = layouts()
+        if layout not in known:
+            raise InputError(f"save_pretrained: there is no layout {layout!r}{near(layout, known, 'layouts')}")
+        chosen = known[layout]
         layers = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
         weights = {}
         for name in names:
@@ -123,7 +124,7 @@ class Packing:
 def _refusal(layout: PackedLayout, name: str, weight: Quantized, layers: Mapping[str, nn.Linear], merges: set[str]) -> str:
     """Why a layout cannot hold a weight, and what to try; "" where it can."""
     if weight.form not in layout.forms or layout.write is None:
-        fitting = [repr(one.name) for one in LAYOUTS.values() if weight.form in one.forms]
+        fitting = [repr(one.name) for one in layouts().values() if weight.form in one.forms]
         others = f"layout={' or '.join(fitting)}, or " if fitting else ""
         return f"it is in the format {weight.form!r}. Try: {others}layout=None, which widens it"
     if weight.input_scale is not None:

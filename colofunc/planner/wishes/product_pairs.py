@@ -20,6 +20,7 @@ import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.ops.fp8 import MAXIMUM
+from colofunc.ops.int8_products import SIZE
 from colofunc.planner.wishes.products import Product, weighted
 from colofunc.planner.wishes.propagation import Rules
 from colofunc.program.ir import Node, Program
@@ -30,6 +31,8 @@ __all__ = ["product_pairs"]
 LOSSES = ("nll_loss", "cross_entropy")
 OPENED = ("softmax", "rounded_rows")
 """Operators over whole rows that columns may pass split, for a few bytes a row."""
+MAXIMA = (MAXIMUM, SIZE)
+"""Maxima for a cast, which say nothing of the flow."""
 SUMS = ("aten.mm.default", "aten.bmm.default", "aten.baddbmm.default")
 """Products of activations."""
 
@@ -105,7 +108,7 @@ class _Walk:
                 continue
             if index in self.every:
                 self.product(index, node)
-            elif node.target != MAXIMUM and any(r in self.lies for r in node.refs):  # a maximum for a cast says nothing of the flow
+            elif node.target not in MAXIMA and any(r in self.lies for r in node.refs):
                 self.passes(node)
 
     def leaves(self, column: int) -> bool:

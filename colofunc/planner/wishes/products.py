@@ -32,7 +32,7 @@ import torch
 
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
-from colofunc.ops import fp8, quantized
+from colofunc.ops import fp8, int8_products, quantized
 from colofunc.planner.sharding.classes import starred
 from colofunc.planner.wishes.factor_strategies import ways
 from colofunc.planner.wishes.propagation import Rules
@@ -59,7 +59,10 @@ _BACKWARD = {  # of others: aten.mm
     "colofunc.linear": ("colofunc.linear_dx", "colofunc.linear_dw"),
     fp8.PRODUCTS[0]: fp8.PRODUCTS[1:],
     **{name: (f"{name}_dx",) for name in sorted(quantized.PRODUCTS)},
+    int8_products.PRODUCT: ("colofunc.int8_linear_dx",),
 }
+WITH_PACKED = quantized.PRODUCTS | {int8_products.PRODUCT}
+"""Products whose second operand is the data of a packed weight."""
 _NAMES = {"b i": "x", "i b": "x", "i o": "w", "o i": "w", "b o": "y", "o b": "y", "o": "bias"}
 _TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
 _VIEWS = ("aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.clone.", "aten._to_copy.", fp8.CAST)
@@ -255,7 +258,7 @@ def weighted(program: Program, rules: Rules) -> Iterator[Product]:
             continue  # both products of a layer of experts, as one operator
         # Where both operands are leaves, as a table of positions and the weight that it is multiplied with, the weight is the second.
         # The data of a quantized weight stands before its scales, which may be matrices too.
-        places = (1,) if node.target in quantized.PRODUCTS else reversed(range(len(matrices)))
+        places = (1,) if node.target in WITH_PACKED else reversed(range(len(matrices)))
         for k in places:
             leaf, swapped = matrices[k]
             operand = [_free_factors(dim, rule) for dim in rule.ins[k][-2:]]

@@ -7,8 +7,8 @@
 
 An axis on `b*` is data parallelism with whole weights. On `e` every rank runs its experts on all tokens: the local code
 shifts indices, and a choice of another rank's expert is one of nobody's. On `f` it is tensor parallelism inside the
-experts: column and row of every expert, `c` counts gate and up, (f c) where they are interleaved. Dispatch of tokens to the
-ranks of their experts is a strategy with local code of its own (the plugin `moe`).
+experts: column and row of every expert, `c` counts gate and up, (f c) where they are interleaved; in float8 `f` is whole. Dispatch of
+tokens to the ranks of their experts is a strategy with local code of its own (the plugin `moe`).
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ def _rule(call: Call, x: int) -> Rule:
     batch = " ".join(names("b", len(call.ins[x].shape) - 1))
     gub, db = at(call, x + 5, "gate_up_bias"), at(call, x + 6, "down_bias")
     interleaved = Interleaved.of(str(call.arg(x + 7, "act"))) is not None
-    up, tokens, choices = "f", f"{batch} [d]", f"{batch} [k]"
+    # In float8 a row of hidden units has one scale, so that it is whole.
+    f = "[f]" if call.arg(_share_at(x) + 1, "float8", False) else "f"
+    up, tokens, choices = f, f"{batch} [d]", f"{batch} [k]"
     if gated:
-        up = "(f [c])" if interleaved else "([c] f)"
-    weights = (f"e [d] {up}", "e f [d]") if transposed else (f"e {up} [d]", "e [d] f")
+        up = f"({f} [c])" if interleaved else f"([c] {f})"
+    weights = (f"e [d] {up}", f"e {f} [d]") if transposed else (f"e {up} [d]", f"e [d] {f}")
     texts: Texts = {x: tokens, x + 1: choices, x + 2: choices, x + 3: weights[0], x + 4: weights[1], gub: f"e {up}", db: "e [d]"}
     size = round(_share(call, x) * prod(call.ins[x + 1].shape)) * prod(call.ins[x + 4].shape[1:])  # choices times d times f
     c = 2 if gated else 1

@@ -7,6 +7,9 @@
     mxfp8_numbers    o (g [e])                    -> o (g [e]), o g       a block is in one place
     nvfp4_numbers    o (g [e]), the largest       -> o (g [h]), o g, o    two numbers in an element of data: h = e / 2
     rounded_rows     b* [i]                       -> b* [i]        opened at i: ranks tell one another the largest of each row
+    row_size         b* i                         -> b*            an axis on i leaves max:axis
+    int8_rows        b* i, b*                     -> b* i
+    int8_rows_linear b* i, o i, o, b*, b* i, o    -> b* o          i summed: whole sums of a rank's columns, under one scale of a row
 
 A bias is an addend, as in `linear`.
 """
@@ -22,11 +25,12 @@ import torch
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import all_reduce
 from colofunc.ops.quantized import FORMATS, Format
-from colofunc.ops.quantized_inputs import rounded, row_size
+from colofunc.ops.quantized_inputs import largest_below, rounded
 from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.rules.build import Texts, at, bind, names
 from colofunc.spec.rules.opened import Local, Split, nbytes_without, opened
-from colofunc.spec.rules.pattern import RuleFn, pattern
+from colofunc.spec.rules.pattern import RuleFn, pattern, with_flops
+from colofunc.spec.rules.reduce import reduced
 
 
 def _texts(form: Format, first: int) -> Texts:
@@ -95,6 +99,17 @@ def _numbers(form: Format) -> RuleFn:
     return rule
 
 
+def _row_size(call: Call) -> Rule | None:
+    return reduced(call, [len(call.ins[0].shape) - 1], False, "max")
+
+
+def _int8_rows_linear(call: Call) -> Rule | None:
+    batch = " ".join(names("b", len(call.ins[0].shape) - 1))
+    x, bias = at(call, 4, "x"), at(call, 6, "bias")
+    texts: Texts = {0: f"{batch} i", 1: "o i", 2: "o", 3: batch, x: f"{batch} i", bias: "o"}
+    return with_flops(bind(call, texts, [f"{batch} o"], reduce={"i": "sum"}, addends=[bias]))
+
+
 _rows = pattern("b* [i] -> b* [i]")
 
 
@@ -102,7 +117,7 @@ def _rows_over_ranks(call: Call, split: Split) -> Local:
     axes, threshold = split.axes, call.arg(1, "threshold")
 
     def local(x: torch.Tensor, *, mesh: Mesh) -> torch.Tensor:
-        return rounded(x, all_reduce(row_size(x, threshold), axes, mesh, "max"), threshold)
+        return rounded(x, all_reduce(largest_below(x, threshold), axes, mesh, "max"), threshold)
 
     return local
 
@@ -120,6 +135,9 @@ RULES: dict[str, RuleFn] = {
     "colofunc.mxfp8_numbers": _numbers(FORMATS["mxfp8"]),
     "colofunc.nvfp4_numbers": _numbers(FORMATS["nvfp4"]),
     "colofunc.rounded_rows": _rows,
+    "colofunc.row_size": _row_size,
+    "colofunc.int8_rows": pattern("b* i, b* -> b* i"),
+    "colofunc.int8_rows_linear": _int8_rows_linear,
 }
 for _form in FORMATS.values():
     RULES[f"colofunc.{_form.name}_linear"] = _linear(_form)
