@@ -148,9 +148,8 @@ def test_a_threshold_that_rounds_nothing_is_named(outliers: float) -> None:
         cf.ext.Quantizer("mine", form="int8", quantize=dict, outliers=outliers)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "nf4", "int4-g128"])
-def test_weights_that_stand_turned_are_split_in_pairs_though_they_are_widened_first(scheme: str) -> None:
-    """GPT-2 keeps its weights (in, out), so no product reads the packed rows: each is widened in front of it."""
+def turned() -> tuple[Any, Any]:
+    """A step that reads GPT-2's weights, which stand (in, out), and its parameters."""
     torch.manual_seed(0)
     config = GPT2Config(n_layer=1, n_embd=128, n_head=2, vocab_size=64, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     model = cf.functional(GPT2LMHeadModel(config).double().eval())
@@ -158,11 +157,30 @@ def test_weights_that_stand_turned_are_split_in_pairs_though_they_are_widened_fi
     def logits(params: Any, ids: torch.Tensor) -> torch.Tensor:
         return model.apply(params, model.buffers, input_ids=ids)[0].logits
 
+    return logits, model.params
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4", "int4-g128"])
+def test_weights_that_stand_turned_are_split_in_pairs_though_they_are_widened_first(scheme: str) -> None:
+    """GPT-2 keeps its weights (in, out), so no product reads the packed rows: each is widened in front of it."""
+    logits, params = turned()
     step = cf.quantize(cf.shard(logits, cf.Mesh(tp=2), tensor("1d", "tp")), scheme, where="*.c_*.weight")
     ids = torch.arange(32).view(4, 8)
-    low = step.lower(model.params, ids)
+    low = step.lower(params, ids)
     lies = {v.name.removeprefix("params.transformer.h.0."): v.layout for v in map(low.program.values.__getitem__, low.program.inputs)}
     assert all("tp" in str(lies[f"{part}.c_proj.weight"].dims[0]) for part in ("attn", "mlp"))
     assert all("tp" in str(lies[f"{part}.weight"].dims[1]) for part in ("attn.c_attn", "mlp.c_fc"))
     with cf.testing.float64():
-        check(step, model.params, ids)
+        check(step, params, ids)
+
+
+def test_weights_are_widened_in_each_microbatch() -> None:
+    """All of them would lie beside the loop otherwise."""
+    logits, params = turned()
+    step, ids = cf.accumulate(cf.quantize(logits, "int8", where="*.c_*.weight"), 2), torch.arange(32).view(4, 8)
+    nodes = step.lower(params, ids).program.nodes
+    (loop,) = [node.loop for node in nodes if node.loop is not None]
+    counts = [sum("dequantize" in node.target for node in some) for some in (nodes, loop.body.nodes)]
+    assert counts == [0, 4]
+    with cf.testing.float64():
+        check(step, params, ids)

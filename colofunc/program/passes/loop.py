@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Mapping
 import attrs
 
 from colofunc.errors import PlanError
+from colofunc.ops.quantized import DEQUANTIZE
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
 from colofunc.program.facts import LOCAL, WIRE, is_product, is_wire, kind_of, lifetimes, written
@@ -226,7 +227,8 @@ class _Plan:
                 self._dear.update(outs)
 
     def _take_in(self, lean: bool) -> None:
-        """Large tensors that are made from nothing, and read by microbatches only, are made in each trip.
+        """Large tensors that are made from nothing, and read by microbatches only, are made in each trip; so are quantized weights widened,
+        of which all would lie beside the loop otherwise.
 
         lean: so is what is moved over the mesh, from a shard that is there anyway.
         """
@@ -240,7 +242,7 @@ class _Plan:
                 large = sum(self.program.values[o].nbytes for o in outs) > LARGE_BYTES and not node.refs and not _kind(node)
                 moved = lean and _kind(node) not in ("", "axis_index", "loop") and not all(r in self._of_batch for r in node.refs)
                 moved = moved and not any(self.level.get(r, 0) for r in node.refs)
-                if outs and (large or moved) and not outside.intersection(outs):
+                if outs and (large or moved or node.target in DEQUANTIZE) and not outside.intersection(outs):
                     self.varies.update(outs)
                 else:
                     outside.update(node.refs)
