@@ -27,7 +27,7 @@ endif
 test sweep: export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test oldest oldest-part check sweep sanitize bench gpu docs wheel clean
+.PHONY: help setup demo test oldest oldest-part check sweep sanitize cuda bench gpu docs wheel clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -71,6 +71,9 @@ sweep: $(READY)  ## the longer sweeps over models, operators and meshes
 
 sanitize: $(READY)  ## tests of the kernels in C++ under the sanitizers of addresses and undefined behaviour
 	@$(PY) tools/sanitize.py $(ARGS)
+
+cuda: $(READY)   ## compile the kernels for A100s and H100s and load them (needs nvcc, no GPU)
+	@$(PY) tools/compile_cuda.py
 
 bench: $(READY)  ## the benchmark table
 	@$(PY) -m bench $(ARGS)
