@@ -94,7 +94,9 @@ def tool(name: str) -> dict[str, object]:
     return runpy.run_path(str(Path(__file__).parents[1] / "tools" / name))
 
 
-def test_a_check_that_lacks_its_compiler_says_that_it_has_not_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_that_lacks_its_compiler_says_that_it_has_not_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By an exit status that `.ci/run` knows from a failure."""
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     assert tool("compile_cuda.py")["main"]() == 77
@@ -107,11 +109,11 @@ def test_a_check_that_lacks_its_compiler_says_that_it_has_not_run(monkeypatch: p
     assert "sanitizers: there is no /nowhere/g++" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command, status, said", [
-    ("exit 0", 0, "goes on"), ("exit 77", 0, "goes on"), ("exit 3", 1, "FAILED: bash"), ("sleep 20", 1, "took more than 0.2 s"),
+@pytest.mark.parametrize("limit_s, command, status, said", [
+    (60, "exit 0", 0, "goes on"), (60, "exit 77", 0, "goes on"), (60, "exit 3", 1, "FAILED: bash"), (0.2, "sleep 60", 1, "more than 0.2 s"),
 ])  # fmt: skip
-def test_a_check_before_the_tests_fails_the_run_unless_it_cannot_be_done(command: str, status: int, said: str) -> None:
+def test_a_check_before_the_tests_fails_the_run_unless_it_cannot_be_done(limit_s: float, command: str, status: int, said: str) -> None:
     script = (Path(__file__).parents[1] / ".ci" / "run").read_text()
     function = script[script.index("can_do()") : script.index("\n}\n")] + "\n}\n"
-    done = subprocess.run(["bash", "-c", f"{function} can_do 0.2 bash -c '{command}'; echo goes on"], capture_output=True, text=True)
+    done = subprocess.run(["bash", "-c", f"{function} can_do {limit_s} bash -c '{command}'; echo goes on"], capture_output=True, text=True)
     assert done.returncode == status and said in done.stdout
