@@ -180,6 +180,7 @@ TRIED_ELSEWHERE = {
     "colofunc.adamw_narrow_": "test_update_narrow.py",  # on the host
     "colofunc.sgd_narrow_": "test_update_narrow.py",
     "colofunc.lion_host_": "test_lion_lamb.py",
+    "colofunc.lamb_host_": "test_lion_lamb.py",
     "colofunc.adamw_device_": "test_native_cuda.py",  # on a card that there is
     "colofunc.sgd_device_": "test_native_cuda.py",
     "colofunc.lion_device_": "test_native_cuda.py",
