@@ -9,34 +9,25 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
-import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench import Row, Section, pairs, ratio, seconds
-from colofunc.ops import native_build
+from bench._loops import compiled
 from colofunc.ops.attention import attention
 from colofunc.ops.flat import PACK
 
-SOURCE = Path(__file__).with_name("passes.cpp")
 SIZES = (1 << 16, 1 << 20, 1 << 25)
 LEAST_ELEMENTS = 1 << 22  # of one measurement
 ROUNDS = 9
 Ways = Mapping[str, Callable[[], Any]]
 
 
-def compiled() -> ctypes.CDLL:
-    """The loops of `passes.cpp`."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "passes.so")
-        flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
-        subprocess.run([native_build.compiler(), *flags, str(SOURCE), "-o", str(path)], check=True)
-        library = ctypes.CDLL(str(path))
+def loops() -> ctypes.CDLL:
+    library = compiled("passes.cpp")
     library.squares_float32.restype = library.squares_bfloat16.restype = ctypes.c_double
     return library
 
@@ -144,7 +135,7 @@ def packing(numel: int, count: int) -> list[Row]:
 
 
 def bench() -> Section:
-    library = compiled()
+    library = loops()
     rows = [row for numel in SIZES for row in (*norms(library, numel), *scaling(library, numel))]
     rows += [*merging(library, 512), *merging(library, 2048), *packing(1 << 20, 64), *packing(1 << 25, 64)]
     return Section(

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import colofunc as cf
 from colofunc.errors import InputError
 from colofunc.ops import native
-from colofunc.ops.update_lamb import ROW, lamb_direction, lamb_direction_, lamb_host_
+from colofunc.ops.squares import ROW
+from colofunc.ops.update_lamb import lamb_direction, lamb_direction_, lamb_host_
 from colofunc.ops.update_lion import lion, lion_, lion_host_
 from colofunc.ops.update_narrow import BLOCK
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1"
-TESTS = ("test_native.py", "test_native_linear.py", "test_update_narrow.py", "test_lion_lamb.py")
+TESTS = ("test_native.py", "test_native_linear.py", "test_update_narrow.py", "test_lion_lamb.py", "test_squares.py")
 RUNTIMES = ("libasan.so", "libubsan.so")
 NOT_RUN = 77  # exit status: not tried here, for a reason that was said
 

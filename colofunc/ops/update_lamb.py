@@ -17,9 +17,8 @@ The step along the direction is plain SGD's.
 The twin `lamb_direction_` writes the moments where they lie. The direction has the parameter's shape, in at least
 float32. Moments and the first term are those of `colofunc.adamw_` for a parameter of zeros, so that whatever kernel
 runs there runs here. On the host one pass by a kernel in C++ (`ext/cuda/cpu/lamb.cpp`) gives both, `lamb_host_`, for a float32
-parameter and a gradient in float32, bfloat16 or float16. Its moments and first term round as `update_narrow` says, its squares are
-summed in float32 by rows of 1,024 elements, in 16 sums side by side, and rows in float64.
-Source: You et al., Large batch optimization for deep learning (2019, 1904.00962), algorithm 2,
+parameter and a gradient in float32, bfloat16 or float16. Its moments and first term round as `update_narrow` says. Squares are
+summed as `colofunc.ops.squares` says. Source: You et al., Large batch optimization for deep learning (2019, 1904.00962), algorithm 2,
 with the identity for phi.
 """
 
@@ -32,11 +31,9 @@ from torch import Tensor
 
 from colofunc import compat
 from colofunc.ops.define import always, define, nothing
+from colofunc.ops.squares import in_float64
 from colofunc.ops.update import adamw_
 from colofunc.ops.update_narrow import HOST_GRADS, check_operands, taken_as_they_lie
-
-ROW = 1024
-"""Elements whose squares are summed in the parameter's own precision, in at least float32."""
 
 
 def trust_ratios(squares: Sequence[Tensor]) -> Tensor:
@@ -45,20 +42,6 @@ def trust_ratios(squares: Sequence[Tensor]) -> Tensor:
     of_params, of_directions = lengths.unbind(1)
     ratios = of_params / of_directions
     return torch.where((of_params > 0) & (of_directions > 0), ratios, torch.ones_like(ratios))
-
-
-def _sum_of_squares(x: Tensor) -> Tensor:
-    """0-dim float64.
-
-    Squares are summed by rows: a running sum of all in float32 would lose a thousandth of a large tensor. In float32
-    elements below 1e-19 count as 0, and a row with a norm above 1e19 as infinite. Sums in float64 would have no such
-    bounds, but take a third of the time of an update.
-    """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    flat, count = x.reshape(-1), x.numel() // ROW
-    rows, rest = flat[: count * ROW].view(count, ROW), flat[count * ROW :]
-    of_rows = torch.linalg.vector_norm(rows, dim=1, dtype=wide).to(torch.float64)
-    return of_rows.square().sum() + torch.linalg.vector_norm(rest, dtype=wide).to(torch.float64).square()
 
 
 def _direction_(
@@ -88,7 +71,7 @@ def _by_adamw(
     )
     if weight_decay != 0.0:
         direction.add_(param, alpha=weight_decay)
-    return direction, torch.stack([_sum_of_squares(param), _sum_of_squares(direction)])
+    return direction, torch.stack([in_float64(param), in_float64(direction)])
 
 
 def _lamb_host_(

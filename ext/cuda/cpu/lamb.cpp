@@ -11,20 +11,13 @@
 
 #include "../common.h"
 #include "../rules.h"
-#include "numbers.h"
+#include "squares.h"
 
-#include <algorithm>
 #include <type_traits>
 #include <vector>
 
 namespace colofunc {
 namespace {
-
-constexpr int64_t ROW = 1024;
-// Fewest rows of a thread.
-constexpr int64_t GRAIN = 32;
-// Sums that run side by side: of as many elements as the widest registers hold.
-constexpr int64_t LANES = 16;
 
 template <class Grad>
 struct Direction {
@@ -48,8 +41,8 @@ struct Direction {
       } else {
         move(direction + at, param + at, grad + at, first + at, second + at, count);
       }
-      of_params[row] = squares(param + at, count);
-      of_directions[row] = squares(direction + at, count);
+      of_params[row] = squares_of_row(param + at, count);
+      of_directions[row] = squares_of_row(direction + at, count);
     }
   }
 
@@ -68,18 +61,6 @@ struct Direction {
       b[i] = two;
     }
   }
-
-  COLOFUNC_INLINE static double squares(const float* __restrict x, int64_t count) {
-    float sums[LANES] = {};
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-      for (int64_t lane = 0; lane < LANES; ++lane) sums[lane] += x[i + lane] * x[i + lane];
-    }
-    for (; i < count; ++i) sums[i % LANES] += x[i] * x[i];
-    double sum = 0.0;
-    for (float one : sums) sum += one;
-    return sum;
-  }
 };
 
 void lamb(
@@ -95,7 +76,7 @@ void lamb(
   std::vector<double> of_params(rows), of_directions(rows);
   over_gradient<true>(grad, param, what, [&](const auto* g) {
     using Grad = std::remove_cv_t<std::remove_pointer_t<decltype(g)>>;
-    torch::stable::parallel_for(0, rows, GRAIN, [&](int64_t begin, int64_t end) {
+    torch::stable::parallel_for(0, rows, ROW_GRAIN, [&](int64_t begin, int64_t end) {
       at_best_level(Direction<Grad>{
           rule, static_cast<float>(weight_decay), d, p, g, a, b, of_params.data(), of_directions.data(), numel, begin, end});
     });
