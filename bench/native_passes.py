@@ -2,7 +2,7 @@
 
 Beside each of torch's ways stands a plain loop in C++ (`passes.cpp`, compiled here for this processor), or a copy, as fast as memory is.
 Results go to memory that is there already, except where a row says that torch makes a new tensor: on a host that costs several times
-the pass itself, for each page of it is mapped anew. What clipping runs is marked "ours".
+the pass itself, for each page of it is mapped anew. What colofunc runs is marked "ours".
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import colofunc as cf
 from bench import Row, Section, pairs, ratio, seconds
 from bench._loops import compiled
 from colofunc.ops.attention import attention
 from colofunc.ops.flat import PACK
+from colofunc.ops.squares import sum_of_squares
 
 SIZES = (1 << 16, 1 << 20, 1 << 25)
 LEAST_ELEMENTS = 1 << 22  # of one measurement
@@ -62,13 +64,15 @@ def norms(library: ctypes.CDLL, numel: int) -> list[Row]:
     torch.testing.assert_close(library.squares_bfloat16(at(narrow), count), float(narrow.double().square().sum()), rtol=1e-5, atol=0.0)
     wide: Ways = {
         "one pass in C++": lambda: library.squares_float32(at(x), count),
-        "square to a new tensor and sum (ours)": lambda: (x * x).sum(),
+        "colofunc.sum_of_squares (ours)": lambda: sum_of_squares.kernel(x),
+        "square to a new tensor and sum": lambda: (x * x).sum(),
         "vector_norm": lambda: torch.linalg.vector_norm(x),
         "vector_norm of rows of 1,024": lambda: torch.linalg.vector_norm(x.view(-1, 1024), dim=1),
     }
     cast: Ways = {
         "one pass in C++": lambda: library.squares_bfloat16(at(narrow), count),
-        "cast and square to new tensors and sum (ours)": lambda: narrow.float().square().sum(),
+        "colofunc.sum_of_squares (ours)": lambda: sum_of_squares.kernel(narrow),
+        "cast and square to new tensors and sum": lambda: narrow.float().square().sum(),
         "vector_norm in float32": lambda: torch.linalg.vector_norm(narrow, dtype=torch.float32),
     }
     size = f"{numel:,} elements"
@@ -134,10 +138,32 @@ def packing(numel: int, count: int) -> list[Row]:
     return rows_of(f"{count} tensors of {numel // count:,} elements packed", ways, numel)
 
 
+def clipped(passes: str) -> Callable[[], Any]:
+    """A step of one layer with 16.8 million weights that clips, by SGD without momentum."""
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(4096, 4096, bias=False), torch.randn(4, 4096)
+    step_fn, state = cf.train_step(cf.functional(layer), cf.adapt(torch.optim.SGD, lr=1e-3), lambda out: out.square().mean(), clip=1.0)
+    os.environ["COLOFUNC_PASSES"] = passes
+    step = cf.shard(step_fn, cf.Mesh())
+    kept = {"state": step.init(state, x)}
+    os.environ.pop("COLOFUNC_PASSES")
+
+    def run() -> None:
+        kept["state"], _ = step(kept["state"], x)
+
+    return run
+
+
+def clipping() -> list[Row]:
+    ways: Ways = {"as it runs": clipped(""), "without the pass `squares`": clipped("-squares")}
+    return rows_of("a step of a layer of 4,096 x 4,096 that clips", ways, LEAST_ELEMENTS)
+
+
 def bench() -> Section:
+    os.environ["COLOFUNC_NATIVE"] = "require"  # what runs where there is a compiler
     library = loops()
     rows = [row for numel in SIZES for row in (*norms(library, numel), *scaling(library, numel))]
-    rows += [*merging(library, 512), *merging(library, 2048), *packing(1 << 20, 64), *packing(1 << 25, 64)]
+    rows += [*clipping(), *merging(library, 512), *merging(library, 2048), *packing(1 << 20, 64), *packing(1 << 25, 64)]
     return Section(
         "Passes over memory",
         f"{torch.get_num_threads()} thread(s), torch {torch.__version__}, load average {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores",

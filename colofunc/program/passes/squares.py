@@ -22,7 +22,7 @@ from colofunc.program.passes.kernels import capability_on
 from colofunc.program.passes.narrow_gradients import changes_between
 
 PRODUCT, SUM, IN_ONE_PASS = "aten.mul.Tensor", "aten.sum.default", "colofunc.sum_of_squares"
-LARGE = 1 << 16
+LARGE = 1 << 18
 """Elements from which on memory takes longer than calls, with the kernel and without."""
 
 
