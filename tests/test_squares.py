@@ -158,7 +158,7 @@ def test_the_peak_is_lower_without_the_square(monkeypatch: pytest.MonkeyPatch) -
     def norm(x: Tensor) -> Tensor:
         return (x * x).sum().sqrt()
 
-    x = torch.randn(300, 300)
+    x = torch.randn(600, 600)
     low = cf.shard(norm, cf.Mesh()).lower(x)
     monkeypatch.setenv("COLOFUNC_PASSES", "-squares")
     before = cf.shard(norm, cf.Mesh()).lower(x)
