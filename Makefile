@@ -12,6 +12,8 @@ OLDEST_PART := $(patsubst %,tests/test_%.py,compat trace trace_inside trace_writ
 # One more than the cores of a small machine: some tests wait for processes. Each takes about 1.5 GB.
 JOBS ?= 3
 ARGS ?=
+# Kinds of devices whose kernels `make wheel` compiles.
+NATIVE ?=
 
 ifeq ($(origin PY), undefined)
 PY := $(VENV)/bin/python
@@ -27,7 +29,7 @@ endif
 test sweep: export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test oldest oldest-part check sweep sanitize bench gpu docs wheel clean
+.PHONY: help setup demo test oldest oldest-part check sweep sanitize cuda bench gpu docs wheel clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -72,6 +74,9 @@ sweep: $(READY)  ## the longer sweeps over models, operators and meshes
 sanitize: $(READY)  ## tests of the kernels in C++ under the sanitizers of addresses and undefined behaviour
 	@$(PY) tools/sanitize.py $(ARGS)
 
+cuda: $(READY)   ## compile the kernels for A100s and H100s and load them (needs nvcc, no GPU)
+	@$(PY) tools/compile_cuda.py
+
 bench: $(READY)  ## the benchmark table
 	@$(PY) -m bench $(ARGS)
 
@@ -81,10 +86,11 @@ gpu: $(READY)    ## what only a GPU can say, into bench/GPU.md (ARGS="--slice 4"
 docs: $(DOCS_READY)  ## the documentation as a site in site/
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-wheel: $(READY)  ## a wheel of both packages in dist/
-	@rm -rf build
-	@$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
-	@rm -rf build
+wheel: $(READY)  ## a wheel of both packages in dist/ (NATIVE="cpu cuda": with compiled kernels, for such machines as this)
+	@rm -rf build ext/cuda/compiled
+	@$(if $(NATIVE),$(PY) -m colofunc native $(NATIVE) --into ext/cuda/compiled >/dev/null)
+	@status=0; $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist . || status=1; \
+	rm -rf build ext/cuda/compiled; exit $$status
 	@ls dist/*.whl
 
 clean:           ## remove .venv and everything built

@@ -5,10 +5,14 @@ none is in a cache. Beside it: `F.linear` with the weight in bfloat16, torch's o
 of our operator, which runs where there is no compiler. Products whose inputs are in int8 too are those of `int8-dynamic` and `smoothquant`,
 with what rounds the inputs. The step is a stack of perceptrons whose weights are arguments, staged by `cf.shard`
 with and without `cf.quantize`. Times are CPU seconds of one thread, in alternating rounds, and the median of the rounds' ratios counts.
+
+With many rows multiplying takes the time, and a product with a weight in 8 bits multiplies as many numbers of bfloat16 as `F.linear`. How
+long a processor takes for those alone, from registers (`products.cpp`), bounds what either can gain: that row stands beside 64 rows.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -22,6 +26,7 @@ from torch import Tensor
 
 import colofunc as cf
 from bench import Row, Section, pairs, ratio, seconds
+from bench._loops import compiled
 from colofunc.ops import native
 from colofunc.ops.int8_products import exact_sums, int8_rows, rounded_linear, row_size
 from colofunc.ops.quantized import OPERATORS, Quantized, unpacked
@@ -36,6 +41,9 @@ ROUNDS = 21
 WIDTH, HIDDEN, DEPTH = 2048, 5632, 4
 # Products of one round, so that a round is longer than the clock's steps.
 IN_A_ROW = 3
+# Of `products.cpp`: products of an instruction, and sums that run side by side.
+NUMBERS, CHAINS = 32, 16
+MULTIPLIES_BFLOAT16 = 3  # a level of `native.limit_level`
 
 
 def in_turn(product: Callable[[Any], Tensor], weights: Sequence[Any]) -> Callable[[], None]:
@@ -161,6 +169,22 @@ def whole_compared(what: str, found: Sequence[tuple[float, ...]]) -> list[Row]:
     return rows
 
 
+def least() -> list[Row]:
+    """What multiplying alone takes of a product of the most rows, where the processor multiplies bfloat16."""
+    rows = COUNTS[-1]
+    library, times = compiled("products.cpp"), ctypes.c_long(rows * SIZE * SIZE // NUMBERS // CHAINS)
+    generator = torch.Generator().manual_seed(0)
+    narrow = [torch.randn(SIZE, SIZE, generator=generator).to(torch.bfloat16) for _ in range(WEIGHTS)]
+    x = torch.randn(rows, SIZE, generator=generator).to(torch.bfloat16)
+    following = cycle(narrow)
+    found = pairs(lambda: library.multiply(times), lambda: F.linear(x, next(following)), count=ROUNDS, warm=2)
+    what = f"product of bfloat16, {rows} rows"
+    return [
+        Row(f"{what}: its multiplications alone", f"{1e3 * sorted(times[0] for times in found)[len(found) // 2]:.2f} ms"),
+        Row(f"{what}: F.linear in bfloat16 / that, the most that fewer bits can gain", ratio(found, 1, 0)[1]),
+    ]
+
+
 def decode(params: dict[str, Tensor], x: Tensor) -> Tensor:
     """One token through all layers."""
     for layer in range(DEPTH):
@@ -192,7 +216,8 @@ def bench() -> Section:
     os.environ["COLOFUNC_NATIVE"] = "require"  # what runs where there is a compiler
     native.ready("cpu")
     level = native.limit_level(9)
-    rows = [*products("int8"), *products("int4-g128"), *whole_products(), *decoding()]
+    bound = least() if level >= MULTIPLIES_BFLOAT16 else []
+    rows = [*products("int8"), *bound, *products("int4-g128"), *whole_products(), *decoding()]
     return Section(
         "Kernels in C++",
         f"weights of {SIZE} x {SIZE}, {WEIGHTS} in turn; the step has {DEPTH} layers, {WIDTH} and {HIDDEN} wide; instruction set {level} "

@@ -42,7 +42,7 @@ from colofunc.compiler.staged import Staged, in_place_of
 from colofunc.errors import ColofuncError, InputError, MeshError, near
 from colofunc.mesh import PRESETS, Mesh, Topology, resolve_topology
 from colofunc.mesh.sizes import parse_bytes, parse_room, size_text
-from colofunc.ops.native import prebuild
+from colofunc.ops.native import prebuild, ship
 from colofunc.planner.plan import MARK as PLAN_MARK
 from colofunc.planner.plan_table import time_text
 from colofunc.program.lanes import TRACE_MARK, chrome_trace
@@ -125,11 +125,12 @@ def devices() -> None:
 @app.command()
 def native(
     kinds: Annotated[list[str] | None, typer.Argument(metavar="[cpu] [cuda]", help="kinds of devices, of none given the CPU")] = None,
+    into: Annotated[Path | None, typer.Option(metavar="FOLDER", help="a folder that a wheel takes along: make wheel NATIVE=cpu")] = None,
 ) -> None:
     """Compile kernels into the cache folder, as the first use of one would: for images and clusters."""
     try:
         for kind in kinds or ["cpu"]:
-            for path in prebuild(kind):
+            for path in prebuild(kind) if into is None else ship(kind, into):
                 typer.echo(path)
     except ColofuncError as error:
         _complain(f"colofunc: {error}")

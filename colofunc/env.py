@@ -140,7 +140,12 @@ def plan_folder() -> Path | None:
 
 def native_mode() -> str:
     """Whether kernels in C++ and CUDA are used: one of `NATIVE_MODES`. Raises SwitchError where the variable is none of them."""
-    asked = switch("COLOFUNC_NATIVE").lower() or "auto"
+    return _native_mode(switch("COLOFUNC_NATIVE"))
+
+
+@cache
+def _native_mode(text: str) -> str:
+    asked = text.lower() or "auto"
     if asked not in NATIVE_MODES:
         raise SwitchError(f"COLOFUNC_NATIVE={asked!r:.80} is none of {', '.join(NATIVE_MODES)}; write COLOFUNC_NATIVE=auto")
     return asked

@@ -26,6 +26,7 @@ SOURCE = Path(compat.__file__).read_text()
 # Private name -> the test of what stands in for it; None where nothing can, and this file only says that it is there.
 TESTED = {
     "_grouped_mm": "test_grouped_mm",
+    "_op": "test_bare_call",
     "_scaled_mm": "test_scaled_mm",
     "_scaled_grouped_mm": "test_scaled_grouped_mm",
     "_int_mm": "test_int_mm",
@@ -216,6 +217,14 @@ def test_no_function_modes() -> None:
         with compat.no_function_modes():
             torch.ones(2)
     assert mode.seen == 1
+
+
+def test_bare_call() -> None:
+    """Of an overload, and of what has no call of its own."""
+    add = torch.ops.aten.add.Tensor
+    with CountFunctions() as mode:
+        assert torch.equal(compat.bare_call(add)(torch.ones(2), torch.ones(2)), torch.full((2,), 2.0))
+    assert mode.seen > 0 and compat.bare_call(torch.neg) is torch.neg
 
 
 def test_no_dispatch() -> None:

@@ -161,6 +161,7 @@ OWN: dict[str, tuple[Any, ...]] = {
     "colofunc.scaled_linear_dw": (bits(2, 4), bits(2, 3), ONE, ONE, torch.float8_e5m2, torch.float32),
     "colofunc.sgd": (*moments()[:3], ONE, RATE, 0.9, 0.0, 0.0, False),
     "colofunc.sgd_": (*moments()[:3], ONE, RATE, 0.9, 0.0, 0.0, False),
+    "colofunc.sum_of_squares": (r(3, 700),),
     "colofunc.lion": (*moments()[:3], RATE, 0.9, 0.99, 0.01),
     "colofunc.lion_": (*moments()[:3], RATE, 0.9, 0.99, 0.01),
     "colofunc.lamb_direction": (*moments(), ONE, 0.9, 0.999, 1e-6, 0.01),
@@ -187,7 +188,9 @@ TRIED_ELSEWHERE = {
     "colofunc.packed_linear_": "test_native_linear.py",  # by which products with packed weights are made on a CPU
     "colofunc.adamw_narrow_": "test_update_narrow.py",  # on the host
     "colofunc.sgd_narrow_": "test_update_narrow.py",
+    "colofunc.squares_host_": "test_squares.py",
     "colofunc.lion_host_": "test_lion_lamb.py",
+    "colofunc.lamb_host_": "test_lion_lamb.py",
     "colofunc.adamw_device_": "test_native_cuda.py",  # on a card that there is
     "colofunc.sgd_device_": "test_native_cuda.py",
     "colofunc.lion_device_": "test_native_cuda.py",

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import colofunc as cf
 from colofunc.errors import InputError
 from colofunc.ops import native
-from colofunc.ops.update_lamb import ROW, lamb_direction, lamb_direction_
+from colofunc.ops.squares import ROW
+from colofunc.ops.update_lamb import lamb_direction, lamb_direction_, lamb_host_
 from colofunc.ops.update_lion import lion, lion_, lion_host_
 from colofunc.ops.update_narrow import BLOCK
 
@@ -372,6 +373,60 @@ def test_an_update_is_within_its_bound_of_float64(dtype: torch.dtype, mode: str)
     assert_within(p[sure], want[sure], (4 * U * (p0.abs() + 1e-2))[sure])
 
 
+def lamb_at(level: int, threads: int, start: tuple[Tensor, ...], decay: float, maximize: bool) -> list[Tensor]:
+    """Direction, squares and moments by the kernel."""
+    native.limit_level(level)
+    torch.set_num_threads(threads)
+    p, g, m, v = (x.clone() for x in start)
+    direction, squares = torch.empty_like(p), torch.empty(2, dtype=D)
+    try:
+        lamb_host_(direction, squares, p, g, m, v, 3.0, 0.9, 0.999, 1e-6, decay, maximize)
+    finally:
+        torch.set_num_threads(1)
+    return [bits(direction), squares.nan_to_num(-1.0, -2.0), bits(m), bits(v)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lamb_has_the_same_bits_at_every_instruction_set(dtype: torch.dtype, required: pytest.MonkeyPatch) -> None:
+    """And by as many threads."""
+    for numel in (0, 1, ROW - 1, 70 * ROW + 29):
+        start = (*operands(numel, dtype), torch.rand(numel))
+        for maximize, decay in ((False, 0.0), (True, 0.1)):
+            want = lamb_at(0, 1, start, decay, maximize)
+            for level, threads in ((1, 1), (2, 2)):
+                assert all(map(torch.equal, lamb_at(level, threads, start, decay, maximize), want))
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lamb_is_within_its_bound_of_float64(dtype: torch.dtype, size: float, mode: str) -> None:  # noqa: F811
+    """Moments and first term: as of AdamW. A row's sum of squares in float32 is off by at most as many roundings as it has terms."""
+    n = 5 * ROW + 77
+    p, g, m, v = torch.randn(n), (size * torch.randn(n)).to(dtype), size * torch.randn(n) / 3, (size * torch.rand(n)).square()
+    p0, g0, m0, v0 = (x.double() for x in (p, g, m, v))
+    decay, eps = 0.1, 1e-6
+    direction, squares = lamb_direction_.kernel(p, g, m, v, torch.tensor(4.0), 0.9, 0.999, eps, decay)
+    assert torch.equal(p, p0.float())
+    first, second = m0 + (g0 - m0) * (1 - 0.9), v0 * 0.999 + (1 - 0.999) * g0.square()
+    first_bound, second_bound = 8 * U * (m0.abs() + g0.abs()), 8 * U * second
+    assert_within(m, first, first_bound)
+    assert_within(v, second, second_bound)
+    denominator = (second / (1 - 0.999**4)).sqrt() + eps
+    term = first / (1 - 0.9**4) / denominator
+    bound = (8 * U + 4 * U) * term.abs() + first_bound / (1 - 0.9**4) / denominator + 4 * U * (term.abs() + decay * p0.abs())
+    assert_within(direction, term + decay * p0, bound)
+    want = torch.stack([p0.square().sum(), direction.double().square().sum()])
+    assert_within(squares, want, ROW * U * want)
+
+
+def test_a_sum_of_many_squares_in_float32_is_exact(required: pytest.MonkeyPatch) -> None:
+    """A running sum of as many ones in float32 stops at 2^24."""
+    numel = (1 << 24) + 4 * ROW
+    zeros = torch.zeros(numel)
+    _, squares = lamb_direction_.kernel(torch.ones(numel), zeros, zeros.clone(), zeros.clone(), torch.tensor(1.0), 0.9, 0.999, 1e-6, 1.0)
+    assert squares.tolist() == [numel, numel]
+
+
 @pytest.mark.parametrize("lies", ["transposed", "gaps"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_operands_that_lie_apart_meet_element_by_element(lies: str, dtype: torch.dtype, mode: str) -> None:  # noqa: F811
@@ -401,6 +456,8 @@ def test_the_operators_are_what_they_say(mode: str) -> None:  # noqa: F811
     p, g, m, v = torch.randn(40), torch.randn(40).bfloat16(), torch.randn(40), torch.rand(40)
     lr, count = torch.tensor(1e-2, dtype=D), torch.tensor(3.0)
     torch.library.opcheck(lion_host_.op, (p, g, m, 1e-2, 0.9, 0.99, 0.1, False))
+    made = torch.empty(40), torch.empty(2, dtype=D)
+    torch.library.opcheck(lamb_host_.op, (*made, p, g, m, v, 3.0, 0.9, 0.999, 1e-6, 0.1, False))
     for one in (lion, lion_):
         torch.library.opcheck(one.op, (p, g, m, lr, 0.9, 0.99, 0.1))
     for one in (lamb_direction, lamb_direction_):

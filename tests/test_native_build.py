@@ -1,6 +1,7 @@
 """Compiling kernels in C++: what happens where that cannot be done, and that two processes do it once."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -86,3 +87,33 @@ def test_a_killed_build_and_a_library_of_others_are_built_over(
         env={**os.environ, "COLOFUNC_CACHE": str(cache.parent), "COLOFUNC_NATIVE": "require"},
     ) for _ in range(2)]  # fmt: skip
     assert [child.communicate()[0].strip() for child in children] == ["True", "True"]
+
+
+def tool(name: str) -> dict[str, object]:
+    """What a file of `tools/` defines."""
+    return runpy.run_path(str(Path(__file__).parents[1] / "tools" / name))
+
+
+def test_a_check_that_lacks_its_compiler_says_that_it_has_not_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By an exit status that `.ci/run` knows from a failure."""
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    assert tool("compile_cuda.py")["main"]() == 77
+    assert "NOT RUN: compiling the kernels for GPUs: there is no CUDA compiler (/nowhere/bin/nvcc)" in capsys.readouterr().out
+    monkeypatch.setenv("CXX", "/bin/echo")
+    assert tool("sanitize.py")["main"]() == 77
+    assert "sanitizers: /bin/echo comes without libasan.so and libubsan.so. Try: g++" in capsys.readouterr().out
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    assert tool("sanitize.py")["main"]() == 77
+    assert "sanitizers: there is no /nowhere/g++" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("limit_s, command, status, said", [
+    (60, "exit 0", 0, "goes on"), (60, "exit 77", 0, "goes on"), (60, "exit 3", 1, "FAILED: bash"), (0.2, "sleep 60", 1, "more than 0.2 s"),
+])  # fmt: skip
+def test_a_check_before_the_tests_fails_the_run_unless_it_cannot_be_done(limit_s: float, command: str, status: int, said: str) -> None:
+    script = (Path(__file__).parents[1] / ".ci" / "run").read_text()
+    function = script[script.index("can_do()") : script.index("\n}\n")] + "\n}\n"
+    done = subprocess.run(["bash", "-c", f"{function} can_do {limit_s} bash -c '{command}'; echo goes on"], capture_output=True, text=True)
+    assert done.returncode == status and said in done.stdout

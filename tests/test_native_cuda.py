@@ -58,13 +58,6 @@ def test_the_library_compiles_links_and_registers_its_kernels(tmp_path: Path) ->
     assert done.stdout.split() == ["True", "True"], done.stderr
 
 
-@can_compile
-@pytest.mark.sweep
-def test_it_compiles_for_several_architectures_at_once(tmp_path: Path) -> None:
-    path = native_build.build(tmp_path, native_build.cuda(("80", "90")))
-    assert path.name.startswith("cuda-80_90-")
-
-
 def test_without_a_card_nothing_is_compiled_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_build, "architectures", lambda: ())
     monkeypatch.setattr(native_build, "build", lambda *args: pytest.fail("something is compiled"))

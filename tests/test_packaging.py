@@ -14,11 +14,14 @@ from pathlib import Path
 import pytest
 
 import colofunc as cf
+from colofunc import env
+from colofunc.ops import native_build
 
 ROOT = Path(__file__).resolve().parents[1]
 INIT = "__init__.py"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 needs_setuptools = pytest.mark.skipif(importlib.util.find_spec("setuptools") is None, reason="needs setuptools")
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, env.compilers())), reason="there is no C++ compiler")
 needs_pip = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
 
 
@@ -33,13 +36,19 @@ def test_plugins_are_imported_from_their_folder(subprocess_env: dict[str, str], 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy so that nothing is left in the tree; no build isolation, so no network."""
-    folder = tmp_path_factory.mktemp("wheel")
+    return built(tmp_path_factory.mktemp("wheel"))
+
+
+def built(folder: Path, with_kernels_of: Path | None = None) -> Path:
+    """The wheel, built from a copy so that nothing is left in the tree; no build isolation, so no network. `with_kernels_of`: a cache
+    folder with those for the CPU."""
     tree = folder / "tree"
     for name in ("colofunc", "plugins", "ext"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, tree)
+    if with_kernels_of is not None:
+        native_build.ship(tree / "ext" / "cuda" / native_build.SHIPPED, native_build.CPU, with_kernels_of / "native")
     command = "import setuptools.build_meta as b; print(b.build_wheel('..'))"
     done = subprocess.run([sys.executable, "-c", command], cwd=tree, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -71,21 +80,62 @@ print(cf.__file__, float(step(torch.ones(4, 2))))
 @needs_pip
 def test_the_wheel_runs_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     """Its own environment, without this tree; what the wheel depends on is read from the environment of the tests."""
-    environment = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    environment, clean = installed(wheel, tmp_path)
     python, command = environment / "bin" / "python", environment / "bin" / "colofunc"
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([*pip, str(wheel)], check=True, env=clean)  # pip takes what lies on PYTHONPATH for installed
-    site = sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)})
-    behind = dict.fromkeys(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
-    Path(site, "dependencies.pth").write_text("\n".join(behind) + "\n")
     done = subprocess.run([str(python), "-c", TRIED], cwd=tmp_path, env=clean, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     place, value = done.stdout.split()
     assert place.startswith(str(environment)) and float(value) == 8.0
     said = subprocess.run([str(command), "--version"], cwd=tmp_path, env=clean, capture_output=True, text=True)
     assert said.stdout.startswith(f"colofunc {cf.__version__}, torch "), said.stderr[-2000:]
+
+
+def installed(wheel: Path, folder: Path) -> tuple[Path, dict[str, str]]:
+    """(an environment with the wheel, variables for its processes)"""
+    environment = folder / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    python = environment / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*pip, str(wheel)], check=True, env=clean)  # pip takes what lies on PYTHONPATH for installed
+    site = sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)})
+    behind = dict.fromkeys(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
+    Path(site, "dependencies.pth").write_text("\n".join(behind) + "\n")
+    return environment, clean
+
+
+NATIVE = """
+import torch
+from colofunc.ops import native, native_build
+print(native_build.shipped(native_build.CPU) is not None, native.ready("cpu"))
+"""
+
+
+@needs_setuptools
+@needs_pip
+@needs_compiler
+def test_a_wheel_brings_compiled_kernels_along(kernels_folder: Path, tmp_path: Path) -> None:
+    """They are loaded without a compiler and without a cache, unless they were made of other sources or cannot be loaded."""
+    wheel = built(tmp_path, kernels_folder)
+    assert re.fullmatch(r"colofunc-[^-]*-py3-none-(linux|manylinux|macosx)_.*\.whl", wheel.name)
+    environment, clean = installed(wheel, tmp_path)
+
+    def tried(**variables: str) -> "subprocess.CompletedProcess[str]":
+        given = {**clean, "CXX": "/nowhere/c++", "COLOFUNC_CACHE": "off", **variables}
+        command = [str(environment / "bin" / "python"), "-c", NATIVE]
+        return subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True)
+
+    assert tried(COLOFUNC_NATIVE="require").stdout.split() == ["True", "True"]
+    (library,) = environment.rglob("cpu-*.so")
+    whole = library.read_bytes()
+    library.write_text("half a file")
+    done = tried(COLOFUNC_NATIVE="require")
+    assert done.returncode == 1 and "there is no C++ compiler (/nowhere/c++)" in done.stderr
+    assert "the kernels that came with colofunc cannot be loaded here" in done.stderr and "so they are compiled" in done.stderr
+    library.write_bytes(whole)
+    (source,) = environment.rglob("rules.h")
+    source.write_text(source.read_text() + "// changed\n")
+    assert tried().stdout.split() == ["False", "False"]
 
 
 def install_lines() -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from pretended import Machine, on_card
 
 import colofunc as cf
 from colofunc.ops import random as R
-from colofunc.ops import random_kernels
+from colofunc.ops import random_kernels, triton_use
 from colofunc.ops.kernels import Planned
 
 SEED = torch.tensor(5)
@@ -96,12 +96,23 @@ def test_dropout_is_one_launch_whatever_the_memory_order(order: str, dtype: torc
 
 
 def test_a_card_without_triton_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_kernels, "has_triton", lambda: False)
+    monkeypatch.setattr(triton_use, "has_triton", lambda: False)
     with Machine() as machine:
         seed = machine.to_card(SEED)
         for draw in DRAWS.values():
             assert torch.equal(draw(seed, *PLACES["striped"]).cpu(), draw(SEED, *PLACES["striped"]))
         assert not machine.waits.keys() - {"copy to the host"}
+
+
+def test_a_card_on_which_triton_launches_nothing_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no C compiler."""
+    with Machine() as machine:
+        monkeypatch.setattr(triton_use, "_compiles", lambda device: False)
+        seed = machine.to_card(SEED)
+        for draw in DRAWS.values():
+            assert torch.equal(draw(seed, *PLACES["striped"]).cpu(), draw(SEED, *PLACES["striped"]))
+        assert not [launch for launch in machine.launches if launch.startswith("random")]
+        monkeypatch.undo()
 
 
 def test_dropout_in_a_step_is_a_launch_forward_and_one_backward_and_keeps_no_mask() -> None:

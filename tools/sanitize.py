@@ -16,20 +16,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1"
-TESTS = ("test_native.py", "test_native_linear.py", "test_update_narrow.py", "test_lion_lamb.py")
+TESTS = ("test_native.py", "test_native_linear.py", "test_update_narrow.py", "test_lion_lamb.py", "test_squares.py")
 RUNTIMES = ("libasan.so", "libubsan.so")
+NOT_RUN = 77  # exit status: not tried here, for a reason that was said
 
 
 def where(runtime: str, compiler: str) -> str:
-    """The path of a library that comes with the compiler."""
+    """The path of a library that comes with the compiler; its name alone where it does not."""
     return subprocess.run([compiler, f"-print-file-name={runtime}"], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def main() -> int:
-    compiler = shutil.which(os.environ.get("CXX") or "g++")
+def lacking(command: str) -> str:
+    """What the tests need and this machine has not; empty where nothing is lacking."""
+    compiler = shutil.which(command)
     if compiler is None:
-        print("make sanitize: there is no g++. Try: apt-get install g++, or name one in CXX", file=sys.stderr)
-        return 2
+        return f"there is no {command}. Try: apt-get install g++, or name one in CXX"
+    missing = [name for name in RUNTIMES if not Path(where(name, compiler)).is_file()]
+    return f"{compiler} comes without {' and '.join(missing)}. Try: g++, with its libraries, in CXX" if missing else ""
+
+
+def main() -> int:
+    compiler = os.environ.get("CXX") or "g++"
+    lacks = lacking(compiler)
+    if lacks:
+        print(f"NOT RUN: the tests of the kernels under sanitizers: {lacks}")
+        return NOT_RUN
     with tempfile.TemporaryDirectory() as folder:
         wrapped = Path(folder, "c++")
         wrapped.write_text(f'#!/bin/sh\nexec {compiler} "$@" {SANITIZERS}\n')

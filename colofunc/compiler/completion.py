@@ -1,7 +1,7 @@
 """Completion: from what was decided to the program that one rank runs, finished and counted.
 
     lower -> passes -> alternatives -> kernels -> searches -> cut, reduce_early, views_late, pack, in_place -> moves
-        -> narrow_updates, one_call
+        -> narrow_updates, squares, one_call
 
 Problem: whether a sharding fits, and how long it takes, is known only once its program is finished: collectives packed, values made
 again, copies written, everything counted. Idea: one record has all that happens to a program once its plan is made, so that whoever
@@ -44,6 +44,7 @@ from colofunc.program.passes.inplace import in_place
 from colofunc.program.passes.messages import scalars_in_one_message
 from colofunc.program.passes.narrow_gradients import narrow_updates
 from colofunc.program.passes.one_call import calls_saved, updates_in_one_call
+from colofunc.program.passes.squares import squares_in_one_pass
 from colofunc.program.places import distinct_ranks, same_as
 from colofunc.program.placing import Placing
 from colofunc.program.timed import Timed
@@ -252,13 +253,16 @@ class Completion:
         return attrs.evolve(moved[-1], words=words, short=short)
 
     def ended(self, done: Fitted) -> Program:
-        """What runs of a program that was chosen: updates that read narrow gradients, and updates side by side, where that holds no more
-        and takes no longer.
+        """What runs of a program that was chosen: updates that read narrow gradients, squares that are summed in one pass, and updates
+        side by side, where that holds no more and takes no longer.
 
         They are not compiled, and one between two operators would keep a compiler from fusing these. But one may fill the time until
         a copy has come, so where there are copies the clock decides.
         """
-        program = done.program if "narrow_updates" in self.left_out else self._narrowed(done.program)
+        program = done.program
+        for name, rewritten in (("narrow_updates", narrow_updates), ("squares", squares_in_one_pass)):
+            if name not in self.left_out:
+                program = self._if_no_larger(program, rewritten(program, self.mesh))
         if "one_call" in self.left_out:
             return program
         moved = updates_in_one_call(program, self.count)
@@ -267,13 +271,12 @@ class Completion:
         saved_s = (calls_saved(moved) - calls_saved(program)) * self.mesh.topology.device.launch_s  # which the clock counts one by one
         return moved if self.lanes(moved).end_s - saved_s <= self.lanes(program).end_s else program
 
-    def _narrowed(self, program: Program) -> Program:
-        """With updates on a GPU that read narrow gradients, where that holds no more."""
-        narrow = narrow_updates(program, self.mesh)
-        if narrow is program:
+    def _if_no_larger(self, program: Program, rewritten: Program) -> Program:
+        """What was rewritten, where that holds no more."""
+        if rewritten is program:
             return program
-        before, after = self.count(program).peak_bytes, self.count(narrow).peak_bytes
-        return narrow if all(after.get(tier, 0) <= peak_bytes for tier, peak_bytes in before.items()) else program
+        before, after = self.count(program).peak_bytes, self.count(rewritten).peak_bytes
+        return rewritten if all(after.get(tier, 0) <= peak_bytes for tier, peak_bytes in before.items()) else program
 
     def lanes(self, done: Program) -> Lanes:
         """How long what is done takes, in the order in which the executor runs it."""

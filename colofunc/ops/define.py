@@ -59,6 +59,11 @@ class Operator:
     gradient_at: int | None = None  # of an update of a parameter: the argument with its gradient
     narrow_where: Where | None = None
     product: bool = False
+    bare: Callable[..., Any] = attrs.field(init=False, repr=False)  # `op` for who calls it for small tensors, arguments by position
+
+    @bare.default
+    def _bare(self) -> Callable[..., Any]:
+        return compat.bare_call(self.op)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.op(*args, **kwargs)

@@ -7,6 +7,7 @@ compiled at the first use on such a device, add kernels to the same operators. W
     if native.ready("cpu"):                              # loads or compiles the library, once
         torch.ops.colofunc.random_fill_(out, ...)        # its kernel
 
+A wheel may bring libraries along (`make wheel NATIVE=cpu`); one that was made of other sources than lie beside it is not looked at.
 First use is a call with real tensors: neither `import` nor tracing nor planning compiles, and a step without such an operator
 never does; where there is no GPU nothing is compiled for one. COLOFUNC_NATIVE says whether this is wanted: auto, off or require. With
 COLOFUNC_CACHE=off, where a library could not be kept, auto does without, and require compiles it for this process alone.
@@ -85,6 +86,19 @@ def prebuild(device: str) -> list[Path]:
     return [native_build.build(folder, native_build.cuda(some)) for some in ([here] if here else [(one,) for one in PREBUILT])]
 
 
+def ship(device: str, folder: Path) -> list[Path]:
+    """Put the libraries for a kind of device into a folder that a wheel takes along, for GPUs one each for `PREBUILT`.
+
+    Raises NativeError where they cannot be compiled.
+    """
+    if device not in WITHOUT:
+        raise NativeError(f"there are kernels for cpu and cuda, not for {device!r:.80}. Try: make wheel NATIVE=cpu")
+    libraries = [native_build.CPU] if device == "cpu" else [native_build.cuda((one,)) for one in PREBUILT]
+    with tempfile.TemporaryDirectory(prefix="colofunc-native-") as passing:
+        cache = env.native_folder() or Path(passing)
+        return [native_build.ship(folder, library, cache) for library in libraries]
+
+
 PREBUILT = ("80", "90")
 """Compute capabilities of GPUs that libraries are compiled for where nobody knows which there will be: A100, H100."""
 
@@ -95,11 +109,15 @@ def _try(wanted: tuple[str, str, str]) -> None:
     if device in _LIBRARIES or wanted in _FAILED:
         return
     folder = env.native_folder()
-    if folder is None and mode == "auto":
-        _FAILED[wanted] = "COLOFUNC_CACHE=off keeps no compiled kernels"
-        return
     try:
         library = native_build.CPU if device == "cpu" else native_build.cuda(native_build.architectures())
+        loaded = _shipped(library)
+        if loaded is not None:
+            _LIBRARIES[device] = loaded
+            return
+        if folder is None and mode == "auto":
+            _FAILED[wanted] = "COLOFUNC_CACHE=off keeps no compiled kernels"
+            return
         if folder is not None:
             _LIBRARIES[device] = _loaded(folder, library)
             return
@@ -113,6 +131,21 @@ def _try(wanted: tuple[str, str, str]) -> None:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _shipped(library: native_build.Library) -> ctypes.CDLL | None:
+    """The library that came in the wheel; None where there is none, or it is for a later C library or torch than these."""
+    path = native_build.shipped(library)
+    if path is None:
+        return None
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        _say(f"the kernels that came with colofunc cannot be loaded here ({error}), so they are compiled")
+        return None
+    if library.kind == "cuda":
+        _check_device(loaded)
+    return loaded
 
 
 def _loaded(folder: Path, library: native_build.Library) -> ctypes.CDLL:

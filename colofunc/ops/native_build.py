@@ -8,9 +8,10 @@ renames, so that the others find a whole file, and a lock whose holder died is f
     path = build(folder, CPU)                   # ~/.cache/colofunc/native/cpu-5f0c....so, at once where it is there
     path = build(folder, cuda(("90",)))         # .../cuda-90-71b2....so, for GPUs of compute capability 9.0, by nvcc
     library = ctypes.CDLL(path)                 # torch has to be imported first
+    shipped(CPU)                                # one that came in the wheel, made of the very sources beside it; None without
 
-Only the stable ABI of torch 2.10 is used: one library serves every later torch and every Python. No Python.h, no pybind. Of the GPU's
-sources `register.cpp` alone knows torch, and all are compiled side by side.
+Only the stable ABI of torch 2.10 is used: one library serves every later torch and every Python. No Python.h, no pybind. Sources are
+compiled side by side; of the GPU's `register.cpp` alone knows torch.
 Source: https://docs.pytorch.org/docs/stable/notes/libtorch_stable_abi.html
 """
 
@@ -43,6 +44,7 @@ STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000ULL"
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fvisibility=hidden", "-w", STABLE_ABI)
 # No product is contracted with a sum: updates have the bits of the CPU's.
 CUDA_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden,-w", STABLE_ABI, "-DUSE_CUDA")
+SHIPPED = "compiled"  # folder beside the sources, of libraries that came in a wheel
 LEAST_ARCHITECTURE = 80  # tensor cores that multiply bfloat16
 BUILD_S = 300.0  # a compiler that takes longer is ended
 WAIT_S = 2 * BUILD_S  # for another process that builds
@@ -114,9 +116,10 @@ def source_files(library: Library = CPU) -> list[Path]:
     return sorted([*folder.glob("*.h"), *own])
 
 
-def library_name(library: Library = CPU) -> str:
+def library_name(library: Library = CPU, libc: tuple[str, str] | None = None) -> str:
     """Of what it is made of. Neither torch nor the compiler is in it: any of them makes a library that serves."""
-    content = hashlib.sha256(repr((library.flags, platform.machine(), platform.libc_ver())).encode())
+    made_for = platform.machine(), platform.libc_ver() if libc is None else libc
+    content = hashlib.sha256(repr((library.flags, *made_for)).encode())
     for path in source_files(library):
         content.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return f"{library.prefix}-{content.hexdigest()[:40]}.so"
@@ -139,14 +142,13 @@ def commands(library: Library, compiler_path: str, target: Path) -> list[list[st
     root = Path(torch.__file__).parent
     include, link = ("-isystem", str(root / "include")), ("-L", str(root / "lib"), "-ltorch_cpu")
     sources = [path for path in source_files(library) if path.suffix in (".cpp", ".cu")]
-    if library.kind == "cpu":
-        return [[compiler_path, *library.flags, *include, *map(str, sources), "-shared", "-o", str(target), *link]]
     objects = [target.with_name(f"{path.name}.o") for path in sources]
     compiled = [
         [compiler_path, *library.flags, *(include if path.suffix == ".cpp" else ()), "-c", str(path), "-o", str(made)]
         for path, made in zip(sources, objects, strict=True)
     ]
-    return [*compiled, [compiler_path, "-shared", "-cudart", "static", "-o", str(target), *map(str, objects), *link, "-ltorch_cuda"]]
+    own, behind = ((), ()) if library.kind == "cpu" else (("-cudart", "static"), ("-ltorch_cuda",))
+    return [*compiled, [compiler_path, "-shared", *own, "-o", str(target), *map(str, objects), *link, *behind]]
 
 
 def is_trusted(path: Path) -> bool:
@@ -171,6 +173,28 @@ def build(folder: Path, library: Library = CPU) -> Path:
         return path
     except OSError as error:
         raise NativeError(f"kernels cannot be kept in {folder}: {error}. Try: name another folder in COLOFUNC_CACHE") from error
+
+
+def ship(folder: Path, library: Library, cache: Path) -> Path:
+    """Put a library into the folder that a wheel takes along (`SHIPPED`), compiled in `cache` unless it is there."""
+    path = folder / _shipped_name(library)
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(build(cache, library), path)
+    return path
+
+
+def shipped(library: Library) -> Path | None:
+    """The library that came with these sources, made of just them for this kind of processor; None where there is none.
+
+    Whoever cannot load it, for an older C library or torch, compiles one.
+    """
+    path = source_folder() / SHIPPED / _shipped_name(library)
+    return path if is_trusted(path) else None
+
+
+def _shipped_name(library: Library) -> str:
+    """A wheel is built on one machine for others, whose C library may be a later one."""
+    return library_name(library, libc=("", ""))
 
 
 def _compile(folder: Path, path: Path, library: Library) -> None:

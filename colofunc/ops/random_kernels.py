@@ -19,10 +19,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from colofunc.ops import random_native
+from colofunc.ops import random_native, triton_use
 from colofunc.ops.draws import UNIFORM_BITS, Threshold
 from colofunc.ops.indices import Index, atoms, atoms_of_dims
-from colofunc.ops.kernels import Kernel, KernelCall, Rates, has_triton
+from colofunc.ops.kernels import Kernel, KernelCall, Rates
 
 ALWAYS = Threshold(256, 0)
 # (count, stride in the global index, stride in the operand)
@@ -76,7 +76,7 @@ def able(like: Tensor, dtype: torch.dtype) -> bool:
     """Whether a kernel makes numbers of `dtype` that come to lie beside `like`."""
     if like.device.type == "cpu":
         return random_native.able(dtype)
-    return like.device.type == "cuda" and has_triton()
+    return like.device.type == "cuda" and triton_use.launches_on(like.device)
 
 
 # ---- where elements lie ----

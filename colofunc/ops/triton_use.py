@@ -16,7 +16,12 @@ from colofunc.ops.kernels import has_triton
 
 def takes_triton(x: torch.Tensor) -> bool:
     """Whether a kernel in Triton may be launched on x where it lies."""
-    return x.is_cuda and x.numel() > 0 and has_triton() and _compiles(x.device)
+    return x.is_cuda and x.numel() > 0 and launches_on(x.device)
+
+
+def launches_on(device: torch.device) -> bool:
+    """Whether a kernel in Triton may be launched on a card."""
+    return has_triton() and _compiles(device)
 
 
 @cache
@@ -29,8 +34,8 @@ def _compiles(device: torch.device) -> bool:
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
         words = str(error).strip().split("\n")[0][:200]
         warnings.warn(
-            f"Triton launches no kernel on {device} ({type(error).__name__}: {words}), so casts to float8 and experts take torch's "
-            "operators. Try: a C compiler, or CC=path",
+            f"Triton launches no kernel on {device} ({type(error).__name__}: {words}), so random numbers, casts to float8 and experts "
+            "take torch's operators. Try: a C compiler, or CC=path",
             stacklevel=2,
         )
         return False

@@ -28,7 +28,7 @@ from torch import Tensor
 from colofunc.ops.define import define, nothing
 from colofunc.ops.update_device import adamw_there, reads_narrow_there, sgd_there
 from colofunc.ops.update_fused import beside, fusable, fused_adamw_, fused_sgd_, is_exact, sgd_is_fused
-from colofunc.ops.update_narrow import adamw_on_host, reads_narrow, sgd_on_host
+from colofunc.ops.update_narrow import adamw_narrow_, adamw_on_host, reads_narrow, sgd_narrow_, sgd_on_host, taken_as_they_lie
 
 
 def _aligned(grad: Tensor, param: Tensor) -> Tensor:
@@ -51,6 +51,12 @@ def _adamw_(
     eps: float, weight_decay: float, decoupled: bool, amsgrad: bool = False, max_exp_avg_sq: Tensor | None = None,
     maximize: bool = False, finite: Tensor | None = None,
 ) -> None:  # fmt: skip
+    if not amsgrad and taken_as_they_lie(param, grad, exp_avg, exp_avg_sq):
+        if finite is None or bool(finite):
+            adamw_narrow_.bare(
+                param, grad, exp_avg, exp_avg_sq, step.item(), lr.item(), beta1, beta2, eps, weight_decay, decoupled, maximize
+            )
+        return
     maxima = [max_exp_avg_sq] if amsgrad and max_exp_avg_sq is not None else []
     if is_exact(param) and fusable(param, exp_avg, exp_avg_sq, *maxima):
         if not maxima and reads_narrow(param, grad):
@@ -111,6 +117,10 @@ def _sgd_(
     weight_decay: float, nesterov: bool, maximize: bool = False, finite: Tensor | None = None,
 ) -> None:  # fmt: skip
     buffers = [buffer] if momentum != 0.0 and buffer is not None else []
+    if (momentum == 0.0 or dampening == 0.0) and taken_as_they_lie(param, grad, *buffers):
+        if finite is None or bool(finite):
+            sgd_narrow_.bare(param, grad, buffers[0] if buffers else None, lr.item(), momentum, weight_decay, nesterov, maximize)
+        return
     if sgd_is_fused(param, momentum, dampening) and fusable(param, *buffers):
         if reads_narrow(param, grad):
             if finite is None or bool(finite):

@@ -16,7 +16,9 @@ The step along the direction is plain SGD's.
 
 The twin `lamb_direction_` writes the moments where they lie. The direction has the parameter's shape, in at least
 float32. Moments and the first term are those of `colofunc.adamw_` for a parameter of zeros, so that whatever kernel
-runs there runs here. Source: You et al., Large batch optimization for deep learning (2019, 1904.00962), algorithm 2,
+runs there runs here. On the host one pass by a kernel in C++ (`ext/cuda/cpu/lamb.cpp`) gives both, `lamb_host_`, for a float32
+parameter and a gradient in float32, bfloat16 or float16. Its moments and first term round as `update_narrow` says. Squares are
+summed as `colofunc.ops.squares` says. Source: You et al., Large batch optimization for deep learning (2019, 1904.00962), algorithm 2,
 with the identity for phi.
 """
 
@@ -27,11 +29,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from colofunc.ops.define import always, define
+from colofunc import compat
+from colofunc.ops.define import always, define, nothing
+from colofunc.ops.squares import in_float64
 from colofunc.ops.update import adamw_
-
-ROW = 1024
-"""Elements whose squares are summed in the parameter's own precision, in at least float32."""
+from colofunc.ops.update_narrow import HOST_GRADS, check_operands, taken_as_they_lie
 
 
 def trust_ratios(squares: Sequence[Tensor]) -> Tensor:
@@ -42,23 +44,24 @@ def trust_ratios(squares: Sequence[Tensor]) -> Tensor:
     return torch.where((of_params > 0) & (of_directions > 0), ratios, torch.ones_like(ratios))
 
 
-def _sum_of_squares(x: Tensor) -> Tensor:
-    """0-dim float64.
-
-    Squares are summed by rows: a running sum of all in float32 would lose a thousandth of a large tensor. In float32
-    elements below 1e-19 count as 0, and a row with a norm above 1e19 as infinite. Sums in float64 would have no such
-    bounds, but take a third of the time of an update.
-    """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    flat, count = x.reshape(-1), x.numel() // ROW
-    rows, rest = flat[: count * ROW].view(count, ROW), flat[count * ROW :]
-    of_rows = torch.linalg.vector_norm(rows, dim=1, dtype=wide).to(torch.float64)
-    return of_rows.square().sum() + torch.linalg.vector_norm(rest, dtype=wide).to(torch.float64).square()
-
-
 def _direction_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, beta1: float, beta2: float,
     eps: float, weight_decay: float, maximize: bool = False, finite: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    as_they_lie = taken_as_they_lie(param, grad, exp_avg, exp_avg_sq, grads=HOST_GRADS)
+    if as_they_lie and (finite is None or bool(finite)):
+        with compat.no_function_modes():
+            direction, squares = torch.empty_like(param), torch.empty(2, dtype=torch.float64)
+        lamb_host_.bare(
+            direction, squares, param, grad, exp_avg, exp_avg_sq, step.item(), beta1, beta2, eps, weight_decay, maximize
+        )
+        return direction, squares
+    return _by_adamw(param, grad, exp_avg, exp_avg_sq, step, beta1, beta2, eps, weight_decay, maximize, finite)
+
+
+def _by_adamw(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, beta1: float, beta2: float,
+    eps: float, weight_decay: float, maximize: bool, finite: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     direction = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
     # At a rate of -1 AdamW moves a parameter of zeros to its direction.
@@ -68,7 +71,19 @@ def _direction_(
     )
     if weight_decay != 0.0:
         direction.add_(param, alpha=weight_decay)
-    return direction, torch.stack([_sum_of_squares(param), _sum_of_squares(direction)])
+    return direction, torch.stack([in_float64(param), in_float64(direction)])
+
+
+def _lamb_host_(
+    direction: Tensor, squares: Tensor, param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: float, beta1: float,
+    beta2: float, eps: float, weight_decay: float, maximize: bool,
+) -> None:  # fmt: skip
+    takes_any = "colofunc.lamb_direction_, which takes any"
+    check_operands("lamb_host_", param, grad, exp_avg, exp_avg_sq, direction, grads=HOST_GRADS, takes_any=takes_any)
+    count = torch.full((), step, dtype=torch.float32)
+    found = _by_adamw(param, grad, exp_avg, exp_avg_sq, count, beta1, beta2, eps, weight_decay, maximize, None)
+    direction.copy_(found[0])
+    squares.copy_(found[1])
 
 
 def _direction(
@@ -101,3 +116,8 @@ _FOUR = f"lamb_direction{_schema()} -> (Tensor, Tensor, Tensor, Tensor)"
 _IN_PLACE = f"lamb_direction_{_schema('(a!)', '(b!)')} -> (Tensor, Tensor)"
 lamb_direction = define(_FOUR, _direction, _fake, updates_by="grad")
 lamb_direction_ = define(_IN_PLACE, _direction_, _fake_, updates_by="grad", narrow_where=always)
+lamb_host_ = define(
+    "lamb_host_(Tensor(a!) direction, Tensor(b!) squares, Tensor param, Tensor grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, "
+    "float step, float beta1, float beta2, float eps, float weight_decay, bool maximize) -> ()",
+    _lamb_host_, nothing,
+)  # fmt: skip

@@ -29,9 +29,7 @@ from colofunc import compat
 from colofunc.ops import native
 from colofunc.ops.define import always, define, nothing
 from colofunc.ops.update_fused import beside, fusable
-from colofunc.ops.update_narrow import BLOCK, GRADS, check_operands, in_blocks, in_memory_order
-
-HOST_GRADS = (torch.float32, *GRADS)
+from colofunc.ops.update_narrow import BLOCK, HOST_GRADS, check_operands, in_blocks, in_memory_order
 
 
 def _in_one_pass(param: Tensor, grad: Tensor, exp_avg: Tensor) -> bool:

@@ -277,6 +277,7 @@ class Machine:
         around.enter_context(mock.patch.object(Event, "current", staticmethod(self.current_stream), create=True))
         around.enter_context(mock.patch.object(random_kernels, "launch", partial(random_numbers.launch, self)))
         around.enter_context(mock.patch.object(triton_use, "takes_triton", lambda x: False))
+        around.enter_context(mock.patch.object(triton_use, "_compiles", lambda device: True))  # random numbers, by what stands above
         around.enter_context(mock.patch.object(detection, "host_threads", lambda processes: HOST_THREADS))
         ready = native.ready  # kernels in CUDA are for a card that there is
         around.enter_context(mock.patch.object(native, "ready", lambda device: device != "cuda" and ready(device)))

@@ -95,7 +95,7 @@ def droppable_casts(program: Program) -> Mapping[int, int]:
             continue
         values, source = program.values, made.refs[0]
         if values[param].dtype == values[gradient].dtype and is_narrow(values[param].dtype, values[source].dtype):
-            if not _changes(program, source, cast, index):
+            if not changes_between(program, source, cast, index):
                 found[index] = cast
     return found
 
@@ -109,7 +109,7 @@ def _takes_narrow(node: Node) -> bool:
     return operator.narrow_where(dict(zip(names, bound(node.target, node.args, dict(node.kwargs)), strict=True)))
 
 
-def _changes(program: Program, source: int, begin: int, end: int) -> bool:
+def changes_between(program: Program, source: int, begin: int, end: int) -> bool:
     """Whether a node between two positions writes to the memory of a value."""
     memory = aliases(program)
     group = memory.group(source)

@@ -186,6 +186,7 @@ def histc(call: Call) -> Rule | None:
 
 RULES: dict[str, RuleFn] = {
     "aten.histc.default": histc,
+    "colofunc.sum_of_squares": lambda call: bind("d* -> ", call, reduce={"d*": "sum"}),
     "aten.sum": _over(1, 2, "sum", linear=True),
     "aten.nansum": _over(1, 2, "sum"),
     "aten.sum.default": lambda call: reduced(

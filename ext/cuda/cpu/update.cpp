@@ -11,6 +11,7 @@
 
 #include "../common.h"
 #include "../rules.h"
+#include "numbers.h"
 
 #include <algorithm>
 #include <cmath>
@@ -33,18 +34,21 @@ struct Update {
   const Narrow* grad;
   int64_t begin, end;
 
-  COLOFUNC_INLINE void block(float* __restrict p, const float* __restrict g, float* __restrict a, float* __restrict b, int64_t count) const {
+  template <class Grad>
+  COLOFUNC_INLINE void block(float* __restrict p, const Grad* __restrict g, float* __restrict a, float* __restrict b, int64_t count) const {
+    const Rule by = rule;
     for (int64_t i = 0; i < count; ++i) {
       float one = Rule::states > 0 ? a[i] : 0.0f;
       float two = Rule::states > 1 ? b[i] : 0.0f;
-      p[i] = rule.next(p[i], g[i], one, two);
+      p[i] = by.next(p[i], widened(g[i]), one, two);
       if constexpr (Rule::states > 0) a[i] = one;
       if constexpr (Rule::states > 1) b[i] = two;
     }
   }
 
   COLOFUNC_INLINE void operator()() const {
-    if constexpr (std::is_same_v<Narrow, float>) {
+    // Half is widened by a call, which no loop of vector instructions has in it.
+    if constexpr (!std::is_same_v<Narrow, Half>) {
       return block(
           param + begin, grad + begin, first == nullptr ? nullptr : first + begin, second == nullptr ? nullptr : second + begin, end - begin);
     }
@@ -58,36 +62,17 @@ struct Update {
   }
 };
 
-void check(const Tensor& x, const Tensor& param, const char* what) {
-  STD_TORCH_CHECK(x.is_contiguous() && x.numel() == param.numel(), what, ": not contiguous, or not of the parameter's size");
-}
-
-float* floats(const Tensor& x, const Tensor& param, const char* what) {
-  check(x, param, what);
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, what, ": neither parameter nor states may be other than float32");
-  return static_cast<float*>(x.data_ptr());
-}
-
 template <class Rule>
 void run(const Rule& rule, const Tensor& param, const Tensor& grad, const Tensor* first, const Tensor* second, const char* what) {
   float* p = floats(param, param, what);
   float* a = first == nullptr ? nullptr : floats(*first, param, what);
   float* b = second == nullptr ? nullptr : floats(*second, param, what);
-  check(grad, param, what);
-  const auto over = [&](const auto* narrow) {
+  over_gradient<Rule::takes_wide>(grad, param, what, [&](const auto* narrow) {
     using Narrow = std::remove_cv_t<std::remove_pointer_t<decltype(narrow)>>;
     torch::stable::parallel_for(0, param.numel(), GRAIN, [&](int64_t begin, int64_t end) {
       at_best_level(Update<Rule, Narrow>{rule, p, a, b, narrow, begin, end});
     });
-  };
-  switch (grad.scalar_type()) {
-    case ScalarType::BFloat16: return over(static_cast<const BFloat16*>(grad.data_ptr()));
-    case ScalarType::Half: return over(static_cast<const Half*>(grad.data_ptr()));
-    case ScalarType::Float:
-      if constexpr (Rule::takes_wide) return over(static_cast<const float*>(grad.data_ptr()));
-      [[fallthrough]];
-    default: STD_TORCH_CHECK(false, what, ": a gradient is ", Rule::takes_wide ? "float32, " : "", "bfloat16 or float16");
-  }
+  });
 }
 
 void adamw(

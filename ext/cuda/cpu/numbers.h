@@ -1,0 +1,51 @@
+// Operands of updates on the CPU: what they may be, and a gradient of any width as float32.
+
+#pragma once
+
+#include "../common.h"
+
+#include <cstring>
+
+namespace colofunc {
+
+COLOFUNC_INLINE float widened(float x) {
+  return x;
+}
+
+// Written out, so that loops with it become vector instructions.
+COLOFUNC_INLINE float widened(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.x) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof(wide));
+  return wide;
+}
+
+COLOFUNC_INLINE float widened(Half x) {
+  return static_cast<float>(x);
+}
+
+inline void check(const Tensor& x, const Tensor& param, const char* what) {
+  STD_TORCH_CHECK(x.is_contiguous() && x.numel() == param.numel(), what, ": not contiguous, or not of the parameter's size");
+}
+
+inline float* floats(const Tensor& x, const Tensor& param, const char* what) {
+  check(x, param, what);
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, what, ": neither parameter nor states may be other than float32");
+  return static_cast<float*>(x.data_ptr());
+}
+
+// `use(elements)` with the gradient's elements in their own type. takes_wide: whether that may be float32.
+template <bool takes_wide, class Use>
+void over_gradient(const Tensor& grad, const Tensor& param, const char* what, const Use& use) {
+  check(grad, param, what);
+  switch (grad.scalar_type()) {
+    case ScalarType::BFloat16: return use(static_cast<const BFloat16*>(grad.data_ptr()));
+    case ScalarType::Half: return use(static_cast<const Half*>(grad.data_ptr()));
+    case ScalarType::Float:
+      if constexpr (takes_wide) return use(static_cast<const float*>(grad.data_ptr()));
+      [[fallthrough]];
+    default: STD_TORCH_CHECK(false, what, ": a gradient is ", takes_wide ? "float32, " : "", "bfloat16 or float16");
+  }
+}
+
+}  // namespace colofunc
