@@ -33,8 +33,10 @@ program of at most WORK nodes is searched from nothing even where a sharding of 
 SAME, CLEARLY = 0.01, 0.05
 """A known sharding is kept where another one is faster by at most SAME; it is not counted where the search says that it is slower by more
 than CLEARLY."""
+SEARCHES_LARGE = 3
+"""At most this many searches at a price of memory for programs of more than WORK nodes."""
 LARGE = 2000
-"""Programs of more nodes have fewer searches at a price of memory."""
+"""Programs of more nodes have fewer searches for the least budget."""
 Sharding = Callable[[], Decided]
 """Who computes what, its plan written at the first call."""
 
@@ -143,7 +145,8 @@ def nearby(
     def finish(sharding: Sharding, below_s: float) -> Fitted:
         return completion.finish(sharding(), budget_bytes, below_s)
 
-    best = joint.nearby(_proposed(make, known, None), propose, finish, budget_bytes, parts, end_s=completion.end_s)
+    small = len(completion.program.nodes) <= WORK
+    best = joint.nearby(_proposed(make, known, None), propose, finish, budget_bytes, parts, end_s=completion.end_s, small=small)
     if best is None:
         raise PlanError(f"no sharding near one that is known fits within {said(budget_bytes)} a rank")
     return _told(completion, best.proposed.plan(), best.done)
@@ -216,7 +219,8 @@ def _searched(
         decided = make(budget_bytes=None)
         one = Tried(decided, completion.finish(decided, budget_bytes), budget_bytes)
         return (one if one.done.fits(budget_bytes) else None), one
-    searches = SEARCHES if len(completion.program.nodes) <= LARGE else 3
+    small = len(completion.program.nodes) <= WORK
+    searches = SEARCHES if small else SEARCHES_LARGE
 
     def finish(sharding: Sharding, below_s: float) -> Fitted:
         done = completion.finish(sharding(), budget_bytes, below_s)
@@ -235,7 +239,7 @@ def _searched(
         return parts * max(found.operator_bytes, found.argument_bytes)
 
     try:
-        best, lean = together(propose, finish, budget_bytes, parts, tries, searches, every, most, least, completion.end_s)
+        best, lean = together(propose, finish, budget_bytes, parts, tries, searches, every, most, least, completion.end_s, small)
     except _Fits as first:
         return first.tried, first.tried
     fastest = None if best is None else Tried(best.proposed.plan(), best.done, budget_bytes)
