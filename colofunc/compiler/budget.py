@@ -289,7 +289,7 @@ def finished(completion: Completion, decided: Decided, budget_bytes: int | None)
 def _every(
     make: Callable[..., Decided], program: Program, candidates: Candidates, budget_bytes: int, price_s: float | None
 ) -> Iterator[Proposed[Sharding]]:
-    """All shardings of a small program, cheapest first; of a larger one, and where nothing fits so far (no price), some."""
+    """All shardings of a small program, cheapest first; where nothing fits so far (no price) some, of a larger one none otherwise."""
     for found in others(program, candidates.memo, budget_bytes, len(program.nodes) > SMALL, price_s):
         yield _proposed(make, found, None)
 

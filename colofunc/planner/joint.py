@@ -4,9 +4,10 @@ Problem: which sharding is best depends on what it costs to fit it into memory, 
 copies have been searched for, which takes too long for every sharding there is. Idea: memory has a price, the seconds that a
 byte at the peak costs. A finished plan tells it: what its next byte costs to be made again, or what making again and copying cost
 over the bytes that they saved. The search for a sharding pays it, its plan is finished and tells another one, a few times; of small
-programs so do two plans that cost the same at some price, because a third one may be better at it. The fastest is tried, and plans for a budget that sharding alone meets, unless
-the searches at prices say that none of these can be faster; every one is scored as it would run, and the fastest that fits is
-taken. So none of the separate choices (the fastest and make again, or move; less by sharding alone) is better.
+programs so do two plans that cost the same at some price, because a third one may be better at it. The fastest is tried, and plans
+for a budget that sharding alone meets, unless the searches at prices say that none of these can be faster; every one is scored as
+it would run, and the fastest that fits is taken. So none of the separate choices (the fastest and make again, or move; less by
+sharding alone) is better.
 
     fastest: 1.00 s, 12 GB; within 8 GB 1.80 s               -> .2 s a GB
     at .2 s a GB: 1.15 s, 9 GB; within 8 GB 1.20 s           taken
