@@ -105,13 +105,13 @@ def together(
 
 def nearby(
     known: Proposed[P], propose: Propose[P], finish: Complete[P], budget: int, parts: int = 1, searches: int = NEARBY,
-    end_s: EndS | None = None, small: bool = True,
+    end_s: EndS | None = None,
 ) -> Scored[P] | None:  # fmt: skip
     """The fastest plan that fits of `known`, the fastest sharding, and a few at prices of memory; None where none of them does.
 
     `known` met a budget of a like step. `propose` is expected to search from there.
     """
-    search = _Together(propose, finish, budget, budget * parts, small)
+    search = _Together(propose, finish, budget, budget * parts, small=True)
     best = search.run_nearby(known, searches)
     return best if end_s is None else search.soonest(end_s)
 

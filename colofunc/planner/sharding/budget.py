@@ -3,7 +3,7 @@
 Problem: seconds and bytes are two goals. Idea: charge `price` seconds per byte of everything that is alive at the peak
 and minimise the sum. A price of zero gives the fastest choice, a high one the leanest; the smallest price whose choice
 fits is found by bisection; where what is too much can be made again or moved, the price is what that costs (`at_price`).
-What is alive at the peak changes with the choice, so where a budget is met the charge is averaged over the
+What is alive at the peak changes with the choice, so the charge is averaged over the
 choices seen so far (a subgradient). In the end options are given back what they would like best, while it fits.
 
 Source: Lagrangian relaxation for the constrained problem, Fisher (Management Science 27, 1981).
@@ -97,6 +97,11 @@ def fit(
     return Fit(_give_back(model, best[1], measure, budget_bytes), *least)
 
 
+TURNS_FROM_LIKE = 3
+"""At most this many rounds of charging for what is alive at the peak, which changes with the choice, where a search begins at an assignment
+of a like program; elsewhere more than one wins nothing."""
+
+
 def at_price(
     model: Model,
     live: Liveness,
@@ -112,13 +117,16 @@ def at_price(
     light = lighter(effort)
     peak = live.peak(start)
     charge = _Charge(dict(peak.alive_outs), dict(peak.alive_copies))
-    priced = model.priced(_copies(model, charge, price_s_per_byte), _extra(model, charge, price_s_per_byte))
-    found = search(priced, [start, *before], seed, light, False, restarts)
-
-    def total_s(choice: Sequence[int]) -> float:
-        return model.true_cost(choice) + price_s_per_byte * live.peak(choice).nbytes
-
-    return found if total_s(found) < total_s(start) else list(start)
+    best, x = (model.true_cost(start) + price_s_per_byte * peak.nbytes, list(start)), list(start)
+    for turn in range(TURNS_FROM_LIKE if restarts else 1):
+        priced = model.priced(_copies(model, charge, price_s_per_byte), _extra(model, charge, price_s_per_byte))
+        y = search(priced, [x, *before], seed, light, False, 0 if turn else restarts)
+        peak = live.peak(y)
+        best = min(best, (model.true_cost(y) + price_s_per_byte * peak.nbytes, y))
+        if y == x:
+            break
+        x, charge = y, charge.mixed(peak, 1 / (2 + turn / 2))
+    return best[1]
 
 
 def _extra(model: Model, charge: _Charge, price: float) -> list[Array]:
