@@ -28,9 +28,9 @@ class Fitted:
     words: tuple[str, ...] = ()
     short: str = ""  # what another tier lacks
     hint: object = None
-    byte_s: float | None = None
     peaks: Mapping[At, int] = attrs.field(factory=dict)
     stages: tuple[Any, ...] = ()  # the programs on the way here, where somebody wants to see them
+    byte_s: float | None = None
 
     def fits(self, budget_bytes: int) -> bool:
         """Whether it runs within the budget, and all other memory there is."""
