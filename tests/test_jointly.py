@@ -65,6 +65,43 @@ def test_sharding_alone_is_searched_where_its_bound_says_that_it_may_be_faster(h
     assert best is not None and best.total_s == min(1.0 + help_s, 3.0) and len(aims) == alone
 
 
+@pytest.mark.parametrize(("small", "finished"), [(True, {"fast", "good", "near"}), (False, {"fast", "good"})])
+def test_what_a_price_says_is_no_faster_is_not_finished(small: bool, finished: set[str]) -> None:
+    """`good` needs 5 B less for .1 s, so at that price a byte `near`, with 39 B too much, would take 1.78 s."""
+    there, done = {"fast": (1.0, 100), "good": (1.2, 65), "near": (1.01, 99), "lean": (1.4, 55)}, set[str]()
+
+    def propose(aim: int | None, price_s: float) -> jointly_planned.Proposed[str]:
+        name = min(there, key=lambda name: there[name][0] + price_s * there[name][1])
+        return jointly_planned.Proposed(name, *there[name], key=name)
+
+    def finish(name: str, below_s: float) -> Fitted:
+        done.add(name)
+        more_s, byte_s = {"fast": (0.6, None), "good": (0.1, 0.05), "near": (0.59, None), "lean": (0.0, None)}[name]
+        return attrs.evolve(tried(60, 60, more_s=more_s).done, byte_s=byte_s)
+
+    near = [jointly_planned.Proposed("near", *there["near"], key="near")]
+    best, _ = jointly_planned.together(propose, finish, budget=60, every=lambda price_s: near, small=small)
+    assert best is not None and best.proposed.plan == "good" and best.total_s == pytest.approx(1.3) and done == finished
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_of_a_large_program_no_price_is_asked_where_nothing_can_be_faster(small: bool) -> None:
+    """At .02 s, which the next byte costs the fastest, whatever holds too much takes 1.2 + 5 * .02 s at least; `good` takes 1.25."""
+    there, prices = {"fast": (1.0, 100), "good": (1.2, 65), "lean": (2.0, 30)}, list[float]()
+
+    def propose(aim: int | None, price_s: float) -> jointly_planned.Proposed[str]:
+        prices.append(price_s)
+        name = min(there, key=lambda name: there[name][0] + price_s * there[name][1])
+        return jointly_planned.Proposed(name, *there[name], key=name)
+
+    def finish(name: str, below_s: float) -> Fitted:
+        return attrs.evolve(tried(60, 60, more_s={"fast": 0.6, "good": 0.05, "lean": 0.0}[name]).done, byte_s=0.02)
+
+    best, _ = jointly_planned.together(propose, finish, budget=60, small=small)
+    assert best is not None and best.proposed.plan == "good"
+    assert prices[:2] == [0.0, 0.02] and (len(prices) > 2) == small
+
+
 def test_the_oracle_by_hand() -> None:
     """One layer: w 2, x 1, dw 2 and a batch of 1. All stay: 3 s. In 5 units dw and w and the batch do, x is gone by then."""
     case = Case(((Layer(1.0, 1.0, 1.0, 1, 2),),), (), 2.0, 8.0)

@@ -33,8 +33,10 @@ program of at most WORK nodes is searched from nothing even where a sharding of 
 SAME, CLEARLY = 0.01, 0.05
 """A known sharding is kept where another one is faster by at most SAME; it is not counted where the search says that it is slower by more
 than CLEARLY."""
+SEARCHES_LARGE = 3
+"""At most this many searches at a price of memory for programs of more than WORK nodes."""
 LARGE = 2000
-"""Programs of more nodes have fewer searches at a price of memory."""
+"""Programs of more nodes have fewer searches for the least budget."""
 Sharding = Callable[[], Decided]
 """Who computes what, its plan written at the first call."""
 
@@ -216,7 +218,8 @@ def _searched(
         decided = make(budget_bytes=None)
         one = Tried(decided, completion.finish(decided, budget_bytes), budget_bytes)
         return (one if one.done.fits(budget_bytes) else None), one
-    searches = SEARCHES if len(completion.program.nodes) <= LARGE else 3
+    small = len(completion.program.nodes) <= WORK
+    searches = SEARCHES if small else SEARCHES_LARGE
 
     def finish(sharding: Sharding, below_s: float) -> Fitted:
         done = completion.finish(sharding(), budget_bytes, below_s)
@@ -235,7 +238,7 @@ def _searched(
         return parts * max(found.operator_bytes, found.argument_bytes)
 
     try:
-        best, lean = together(propose, finish, budget_bytes, parts, tries, searches, every, most, least, completion.end_s)
+        best, lean = together(propose, finish, budget_bytes, parts, tries, searches, every, most, least, completion.end_s, small)
     except _Fits as first:
         return first.tried, first.tried
     fastest = None if best is None else Tried(best.proposed.plan(), best.done, budget_bytes)
@@ -285,7 +288,7 @@ def finished(completion: Completion, decided: Decided, budget_bytes: int | None)
 def _every(
     make: Callable[..., Decided], program: Program, candidates: Candidates, budget_bytes: int, price_s: float | None
 ) -> Iterator[Proposed[Sharding]]:
-    """All shardings of a small program, cheapest first; of a larger one, and where nothing fits so far (no price), some."""
+    """All shardings of a small program, cheapest first; where nothing fits so far (no price) some, of a larger one none otherwise."""
     for found in others(program, candidates.memo, budget_bytes, len(program.nodes) > SMALL, price_s):
         yield _proposed(make, found, None)
 

@@ -2,11 +2,12 @@
 
 Problem: which sharding is best depends on what it costs to fit it into memory, and that is known only once recomputation and
 copies have been searched for, which takes too long for every sharding there is. Idea: memory has a price, the seconds that a
-byte at the peak costs. A finished plan tells it: what making again and copying cost, over the bytes that they saved. The search
-for a sharding pays it, its plan is finished and tells another one, a few times; so do two plans that cost the same at some
-price, because a third one may be better at it. The fastest is tried, and plans for a budget that sharding alone meets, unless
-the searches at prices say that none of these can be faster; every one is scored as it would run, and the fastest that fits is
-taken. So none of the separate choices (the fastest and make again, or move; less by sharding alone) is better.
+byte at the peak costs. A finished plan tells it: what its next byte costs to be made again, or what making again and copying cost
+over the bytes that they saved. The search for a sharding pays it, its plan is finished and tells another one, a few times; of small
+programs so do two plans that cost the same at some price, because a third one may be better at it. The fastest is tried, and plans
+for a budget that sharding alone meets, unless the searches at prices say that none of these can be faster; every one is scored as
+it would run, and the fastest that fits is taken. So none of the separate choices (the fastest and make again, or move; less by
+sharding alone) is better.
 
     fastest: 1.00 s, 12 GB; within 8 GB 1.80 s               -> .2 s a GB
     at .2 s a GB: 1.15 s, 9 GB; within 8 GB 1.20 s           taken
@@ -87,15 +88,17 @@ def together(
     most: int = LOOK,
     least: Callable[[], int] = lambda: 0,
     end_s: EndS | None = None,
+    small: bool = True,
 ) -> tuple[Scored[P] | None, Scored[P]]:
     """(the fastest plan found that fits or None, the leanest that was tried).
 
     A step in `parts` microbatches may hold so many times less than is estimated. `every`: of a step that is small enough
     to have few shardings all, of others some to which no price leads; where nothing fits some that may, in any order. At most `most`
     of them are finished. `least`: bytes that every plan needs, asked for when one was proposed. `end_s`: seconds of a finished step by
-    the clock, which has the last word among those that fit. Raises PlanError where nothing can be proposed.
+    the clock, which has the last word among those that fit. `small`: searches take little, so more prices are tried. Raises PlanError
+    where nothing can be proposed.
     """
-    search = _Together(propose, finish, budget, budget * parts)
+    search = _Together(propose, finish, budget, budget * parts, small)
     best, leanest = search.run(tries, searches, every, most, least)
     return (best if end_s is None else search.soonest(end_s)), leanest
 
@@ -108,7 +111,7 @@ def nearby(
 
     `known` met a budget of a like step. `propose` is expected to search from there.
     """
-    search = _Together(propose, finish, budget, budget * parts)
+    search = _Together(propose, finish, budget, budget * parts, small=True)
     best = search.run_nearby(known, searches)
     return best if end_s is None else search.soonest(end_s)
 
@@ -154,8 +157,8 @@ def _near_any(price_s: float, asked: Iterable[float]) -> bool:
 
 
 class _Together(Generic[P]):
-    def __init__(self, propose: Propose[P], finish: Complete[P], budget: int, aim: int) -> None:
-        self.propose, self.finish, self.budget, self.aim = propose, finish, budget, aim
+    def __init__(self, propose: Propose[P], finish: Complete[P], budget: int, aim: int, small: bool) -> None:
+        self.propose, self.finish, self.budget, self.aim, self.small = propose, finish, budget, aim, small
         self.scored: list[Scored[P]] = []
         self.seen: set[tuple[int, float]] = set()  # (bytes, seconds) of all that was proposed
         self.best: Scored[P] | None = None
@@ -233,21 +236,30 @@ class _Together(Generic[P]):
             aim = int(min(aim, proposed.peak_bytes) * min(LESS, 0.99 / over))
 
     def priced(self, first: Scored[P], searches: int) -> None:
-        """Sharding at prices of memory: those that the fastest plan and each new best one tell, then those between plans."""
-        begin = self.price_s(first)
-        ahead, asked = [begin, DEARER * begin], list[float]()
+        """Sharding at prices of memory: those that the fastest plan and each new best one tell.
+
+        Where nothing fits, and of small programs, a dearer one and those between plans as well.
+        """
+        begin = self.next_price_s(first)
+        ahead, asked = [begin], list[float]()
         for _ in range(searches):
-            new = (p for p in (*ahead, *self.between()) if not _near_any(p, asked))
+            others = [DEARER * begin, *self.between()] if self.small or self.best is None else []
+            new = (p for p in (*ahead, *others) if not _near_any(p, asked))
             price_s = next(new, None)
             if price_s is None:
                 return
             asked.append(price_s)
             proposed = self.propose(None, price_s)
             # Whatever keeps to the bytes costs no less at this price than what is cheapest at it, and the price of those bytes is known.
-            self.alone_at_least_s = max(self.alone_at_least_s, proposed.cost_s + price_s * (proposed.peak_bytes - self.aim))
+            at_least_s = proposed.cost_s + price_s * (proposed.peak_bytes - self.aim)
+            self.alone_at_least_s = max(self.alone_at_least_s, at_least_s)
+            if not self.promises(proposed):
+                continue
             before, one = self.best, self.score(proposed)
+            if not self.small and self.best is not None and self.best.total_s <= at_least_s:
+                return  # where bytes beyond the budget cost this price, nothing is faster
             if one is not None and self.best is not before and one.done.more_s > 0:
-                ahead.insert(0, self.price_s(one))
+                ahead.insert(0, self.next_price_s(one))
 
     def all_of(self, every: Iterable[Proposed[P]], most: int) -> None:
         """Of whatever may still be faster by more than a little what promises most: its seconds, and what the best pays a byte."""
@@ -258,8 +270,18 @@ class _Together(Generic[P]):
             return p.peak_bytes if known is None else p.cost_s + known * max(0, p.peak_bytes - self.aim)
 
         for proposed in sorted(islice(fast, LOOK), key=promise)[:most]:
-            if self.best is None or proposed.cost_s * (1 + LITTLE) < self.best.total_s:
+            if self.best is None or (proposed.cost_s * (1 + LITTLE) < self.best.total_s and self.promises(proposed)):
                 self.score(proposed)
+
+    def promises(self, proposed: Proposed[P]) -> bool:
+        """Whether a plan would be faster than the best if bytes beyond the budget cost it what they cost the best.
+
+        Of a small program every plan may be: what one operator alone holds is not told by a price.
+        """
+        if self.small or self.best is None:
+            return True
+        over = max(0, proposed.peak_bytes - self.aim)
+        return proposed.cost_s + self.price_s(self.best) * over < self.best.total_s * (1 - FINE)
 
     def between(self) -> list[float]:
         """Prices at which two plans that are next to each other cost the same; a third may beat both there. Nearest the best first."""
@@ -267,6 +289,13 @@ class _Together(Generic[P]):
         best = self.best.proposed.peak_bytes if self.best is not None else self.aim
         pairs = sorted(pairwise(line), key=lambda pair: min(abs(pair[0][0] - best), abs(pair[1][0] - best)))
         return [_price_between(pair) for pair in pairs]
+
+    def next_price_s(self, one: Scored[P]) -> float:
+        """Seconds that the next byte costs a plan where it is known, otherwise what all that it has too much cost in the mean.
+
+        Of the next one sharding has to be as cheap as making again is: there neither can take over bytes of the other for less.
+        """
+        return one.done.byte_s or self.price_s(one)
 
     def price_s(self, one: Scored[P]) -> float:
         """Seconds that a byte costs that a plan has too much, as the best does away with them."""

@@ -44,6 +44,8 @@ MORE = (NAMED["everything"], *map(every, (3, 5, 6, 7)))
 """Those that are counted, too, where nothing fits: no policy with a name may need less than what is refused."""
 LEVELS, SHORT = 6, 5
 """Chains of at most SHORT stages are also solved exactly, for LEVELS amounts of memory."""
+APART = 50
+"""Peaks of two orders that tell what a byte costs are apart by at least 1/APART of the budget."""
 FEW = 64
 """Up to this many nodes every proposal is counted; beyond, bisection assumes that more memory given is more memory used."""
 FINE, FEW_COUNTED = 1e-3, 2
@@ -54,6 +56,8 @@ NARROW = 1e-3
 """An order that misses the budget by a smaller part of it says nothing about the next faster one: peaks nearly go with the memory given."""
 COUNTED, MIDDLE = 600, 4000
 """Up to COUNTED nodes all that linear programs propose is counted, up to MIDDLE nodes they are asked at all."""
+LARGEST_STAGE = 0.1
+"""Linear programs are asked where one stage holds more than this part of what all keep (skips leave few cuts), or where nothing fits."""
 
 
 def by_policy(program: Program, node_s: NodeS, policy: Policy, finish: Finish) -> Fitted:
@@ -127,7 +131,8 @@ def fit(
     elif ranks_differ:
         found = _rounded(program, node_s, tried, budget_bytes, again_s, below_s)
     elif whole.hint is None:
-        found = [*_bisect(orders, tried, budget_bytes, again_s, below_s), *_rounded(program, node_s, tried, budget_bytes, again_s, below_s)]
+        found = _bisect(orders, tried, budget_bytes, again_s, below_s)
+        found += _rounded(program, node_s, tried, budget_bytes, again_s, below_s, found)
     else:
         found = fastest(orders, again_s, tried, whole, budget_bytes, plain_s, below_s)
         best_s = min((f.more_s for f in (whole, *found) if f.fits(budget_bytes)), default=below_s)
@@ -137,7 +142,23 @@ def fit(
     found += _named(program, node_s, again_s, tried, (whole, *found), budget_bytes, below_s)
     leanest = min((whole, *found), key=lambda f: f.peak_bytes)
     fits = [f for f in (whole, *found) if f.fits(budget_bytes)]
-    return min(fits, key=lambda f: (f.more_s, f.peak_bytes), default=None), leanest
+    best = min(fits, key=lambda f: (f.more_s, f.peak_bytes), default=None)
+    if best is not None:
+        best = attrs.evolve(best, byte_s=_byte_s(best, found, budget_bytes))
+    return best, leanest
+
+
+def _byte_s(best: Fitted, found: Sequence[Fitted], budget: int) -> float | None:
+    """Seconds that one more byte would save, as those tell that were counted and hold more; None where none of them does.
+
+    Peaks that are closer than a part of the budget tell nothing: what an order holds and what it takes jump from one to the next.
+    """
+    slopes = []
+    for one in found:
+        more_bytes = one.peak_bytes - best.peak_bytes
+        if more_bytes * APART > budget and one.more_s < best.more_s:
+            slopes.append((best.more_s - one.more_s) / more_bytes)
+    return max(slopes, default=None)
 
 
 def _all(
@@ -198,18 +219,27 @@ def _unmoved(
 
     if best_s <= 0:
         return []
-    found = [*_bisect(orders, still, budget, again_s, best_s), *_rounded(program, node_s, still, budget, again_s, best_s)]
+    found = _bisect(orders, still, budget, again_s, best_s)
+    found += _rounded(program, node_s, still, budget, again_s, best_s, found)
     best = min((one for one in found if one.fits(budget) and one.more_s < best_s), key=lambda one: one.more_s, default=None)
     return [] if best is None else [tried(best.program)]
 
 
 def _rounded(
-    program: Program, node_s: NodeS, tried: Callable[[Program], Fitted], budget: int, again_s: AgainS, below_s: float
-) -> list[Fitted]:
-    """Where stages do not own what is kept (skips, dense features), orders that linear programs propose: the fastest that fits last."""
+    program: Program, node_s: NodeS, tried: Callable[[Program], Fitted], budget: int, again_s: AgainS, below_s: float,
+    by_stages: Sequence[Fitted] = (),
+) -> list[Fitted]:  # fmt: skip
+    """Where stages do not own what is kept (skips, dense features), orders that linear programs propose: the fastest that fits last.
+
+    by_stages: what the chain's own orders came to.
+    """
     if len(program.nodes) > MIDDLE:
         return []
     parts, groups = chain_of(program, node_s).parts, aliases(program)
+    kept_bytes = [part.stage.ways[0].nbytes for part in parts]
+    small_stages = max(kept_bytes, default=0) <= LARGEST_STAGE * sum(kept_bytes)
+    if small_stages and any(one.fits(budget) for one in by_stages):
+        return []
     owned = {g for part in parts for g in (*part.saved, *map(groups.group, part.out))}
     relaxed = importlib.import_module("colofunc.planner.recompute.relaxed")  # with its solver only where it is used
     plans = [order() for order in relaxed.relaxed(program, node_s, owned)]

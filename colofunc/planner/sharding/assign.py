@@ -152,7 +152,7 @@ def assign(
         make = partial(_assignment, program, again, found.ties, alive, regather)
         if price_s or budget_bytes is None:
             known = [*memo.fits.get(regather, ()), *(list(one.choice) for one in dear)]
-            dear.append(make(at_price(again, alive, found.choice, price_s, seed, effort, known, fresh and not dear, restarts)))
+            dear.append(make(at_price(again, alive, found.choice, price_s, seed, effort, known, restarts)))
             continue
         judge = partial(_measure, make, peak) if peak_bytes else lambda choice, alive=alive: alive.peak(choice).nbytes
         before = memo.fits.setdefault(regather, [])

@@ -97,8 +97,9 @@ def fit(
     return Fit(_give_back(model, best[1], measure, budget_bytes), *least)
 
 
-TURNS = 3
-"""At most this many rounds of charging for what is alive at the peak, which changes with the choice."""
+TURNS_FROM_LIKE = 3
+"""At most this many rounds of charging for what is alive at the peak, which changes with the choice, where a search begins at an assignment
+of a like program; elsewhere more than one wins nothing."""
 
 
 def at_price(
@@ -109,18 +110,17 @@ def at_price(
     seed: int,
     effort: Effort,
     before: Sequence[Sequence[int]] = (),
-    fresh: bool = True,
     restarts: int = 0,
 ) -> list[int]:
     """The choice found for which seconds, and bytes at the peak at a price, are least together. What lies there costs time:
-    to make it again, or to copy it. `before`: choices that were good at other prices. `fresh`, `restarts`: see `search`."""
+    to make it again, or to copy it. `start`: the fastest, `before`: choices that were good at other prices. `restarts`: see `search`."""
     light = lighter(effort)
     peak = live.peak(start)
     charge = _Charge(dict(peak.alive_outs), dict(peak.alive_copies))
     best, x = (model.true_cost(start) + price_s_per_byte * peak.nbytes, list(start)), list(start)
-    for turn in range(TURNS):
+    for turn in range(TURNS_FROM_LIKE if restarts else 1):
         priced = model.priced(_copies(model, charge, price_s_per_byte), _extra(model, charge, price_s_per_byte))
-        y = search(priced, [x, *before], seed, light, fresh and turn == 0, 0 if turn else restarts)
+        y = search(priced, [x, *before], seed, light, False, 0 if turn else restarts)
         peak = live.peak(y)
         best = min(best, (model.true_cost(y) + price_s_per_byte * peak.nbytes, y))
         if y == x:

@@ -35,7 +35,7 @@ STEPS = 4000
 """At most this many choices are opened."""
 FINE = 100
 """Memory that differs by less than 1/FINE of the budget is not told apart."""
-ROOMS, PARTS = (0.9, 0.8, 0.7, 0.6), (1.0, 0.25)
+ROOMS = (0.9, 0.8, 0.7, 0.6)
 MOVABLE = ("frozen", "param", "state", "buffer")
 LIGHT = attrs.evolve(NORMAL, passes=16, patience=4)
 
@@ -85,32 +85,11 @@ def cheapest(model: Model, budget_bytes: int, steps: int = STEPS) -> Iterator[li
 def others(
     program: Program, model: Model, ties: Ties, start: Sequence[int], budget_bytes: int, few: bool, price_s: float | None
 ) -> Iterator[list[int]]:
-    """Choices beside those to which prices of memory lead: all that may fit, cheapest first; where they are too many a `few`; where
+    """Choices beside those to which prices of memory lead: all that may fit, cheapest first, none where they are too many (`few`); where
     nothing fits so far (no `price_s` a byte) some that may, in any order."""
     if price_s is None:
         return roomy(program, model, ties, start, budget_bytes)
-    if not few:
-        return fitting(program, model, ties, budget_bytes)
-    found = (*roomy(program, model, ties, start, budget_bytes), *leaning(program, model, ties, start, price_s))
-    return iter(sorted(found, key=model.true_cost))
-
-
-def leaning(program: Program, model: Model, ties: Ties, start: Sequence[int], price_s: float) -> Iterator[list[int]]:
-    """What is best where only bytes of state cost `price_s`, or a part of it, and where only bytes that are made do: state can be
-    moved and updated elsewhere, what is made can be made again, so that a byte of one may weigh and one of the other not."""
-    sizes = [_bytes(model, c) for c in range(len(model.options))]
-    for what in ("state", "made"):
-        mine = [_what(program, ties, c) == what for c in range(len(sizes))]
-        for part in PARTS:
-            extra = [n * (part * price_s if here else 0.0) for n, here in zip(sizes, mine, strict=True)]
-            yield search(model.priced([0.0] * len(model.flows), extra), [start], 0, LIGHT, fresh=False)
-
-
-def _what(program: Program, ties: Ties, c: int) -> str:
-    item = ties.members[c][0]
-    if item < ties.n_inputs:
-        return "state"
-    return "updated" if program.nodes[item - ties.n_inputs].phase == "update" else "made"
+    return iter(()) if few else fitting(program, model, ties, budget_bytes)
 
 
 def roomy(program: Program, model: Model, ties: Ties, start: Sequence[int], budget_bytes: int) -> Iterator[list[int]]:
