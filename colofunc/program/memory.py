@@ -32,7 +32,7 @@ from colofunc.program.ir import Loop, Node, Program, Ref, Timetable, Value, map_
 from colofunc.program.memory_report import KINDS, Live, kinds_of, place_text
 from colofunc.program.memory_report import MemoryReport as MemoryReport
 from colofunc.program.passes.loop import gathered_at, last_uses, parts_that_read
-from colofunc.program.passes.reuse import own_outputs_of_parts
+from colofunc.program.passes.reuse import added_in_place, own_outputs_of_parts
 from colofunc.program.post_validation import kept_bytes, validates_late
 
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
@@ -226,6 +226,8 @@ def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int, sent:
     home: dict[int, int] = {}
     storages, makers, inner = _storages(body, last, given, home, sent=sent)
     storages += _sent(body, last, inner) if sent else []
+    for k in added_in_place(loop).values():  # it is the sum, or is added to it without being made
+        storages[home[body.outputs[k]]].nbytes = 0
     if loop.cut_by is not None and _is_one_ranks(loop.cut_by):
         body, storages = _by_timetable(loop, storages, home, loop.cut_by)
     report, value = _report(body, storages, makers), loop.body.inputs[0] if loop.body.inputs else 0
@@ -262,7 +264,7 @@ def _by_timetable(
             for part in reads.get(number, set()) - {first, last}:  # the last part of the body need not be the last of a microbatch
                 dies = max(dies, begins[part, microbatch] + spans[part][1] - 1 - spans[part][0])
             expanded.append(attrs.evolve(storage, born=born, dies=dies))
-    own = own_outputs_of_parts(loop)
+    own = own_outputs_of_parts(loop) - set(added_in_place(loop).values())
     for index, outputs in gathered_at(body).items():
         part = timetable.part_at(index)
         first = min(begin for (number, _), begin in begins.items() if number == part)
