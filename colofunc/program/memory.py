@@ -17,7 +17,7 @@ on the simulated mesh, but for these. A collective between its start and its wai
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -103,12 +103,22 @@ def lies(program: Program) -> Lies:
     return Lies(tuple(storages), home, within, metas)
 
 
-def inside(body: Program, given: Mapping[int, Meta]) -> tuple[Lies, tuple[int, ...]]:
-    """Where the values of a loop's body lie, and what it holds on the device at each node beside its inputs, which are `given`."""
+def inside(body: Program, given: Mapping[int, Meta], added: Collection[int] = ()) -> tuple[Lies, tuple[int, ...]]:
+    """Where the values of a loop's body lie, and what it holds on the device at each node beside its inputs, which are `given`.
+
+    added: outputs that are counted with what gathers them (`reuse.added_in_place`).
+    """
     home: dict[int, int] = {}
     within: dict[int, int] = {}
     storages, makers, metas = _storages(body, last_uses(body), given, home, within)
+    _count_with_the_sum(body, added, storages, home)
     return Lies(tuple(storages), home, within, metas), _report(body, storages, makers).timeline["device"]
+
+
+def _count_with_the_sum(body: Program, added: Collection[int], storages: Sequence[Storage], home: Mapping[int, int]) -> None:
+    """These outputs are no memory of their own: the first trip's is the sum, and others are added to it without being made."""
+    for k in added:
+        storages[home[body.outputs[k]]].nbytes = 0
 
 
 def _sent(program: Program, last: Mapping[int, int], metas: Mapping[int, Meta]) -> list[Storage]:
@@ -226,8 +236,7 @@ def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int, sent:
     home: dict[int, int] = {}
     storages, makers, inner = _storages(body, last, given, home, sent=sent)
     storages += _sent(body, last, inner) if sent else []
-    for k in added_in_place(loop).values():  # it is the sum, or is added to it without being made
-        storages[home[body.outputs[k]]].nbytes = 0
+    _count_with_the_sum(body, added_in_place(loop).values(), storages, home)
     if loop.cut_by is not None and _is_one_ranks(loop.cut_by):
         body, storages = _by_timetable(loop, storages, home, loop.cut_by)
     report, value = _report(body, storages, makers), loop.body.inputs[0] if loop.body.inputs else 0
