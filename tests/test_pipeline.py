@@ -414,6 +414,42 @@ def test_real_ranks_compute_what_one_device_does() -> None:
             assert losses == pytest.approx(expected, rel=1e-10)
 
 
+def on_disks(directory: str) -> Any:
+    """A pipeline whose state lies on disk, beside the same in memory."""
+    step, state, batch = mlp(8)
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule="1f1b")
+    return (step, state, batch), cf.offload(chain, policy="disk", disk=directory)
+
+
+def train_on_disks(directory: str) -> tuple[float, int]:
+    (_, state, batch), chain = on_disks(directory)
+    with cf.testing.float64():
+        state, batch = doubled_inside((state, batch))
+        state = chain.init(state, batch)
+        for _ in range(2):
+            state, metrics = chain(state, batch)
+        return float(metrics["loss"]), sum(part.numel() > 0 for part in state["params"]["0.weight"].parts_in_flight)
+
+
+def test_state_of_stages_on_disk(tmp_path: Any) -> None:
+    (_, state, batch), chain = on_disks(str(tmp_path))
+    low = agrees_with_one_device(chain, state, batch)
+    most = max(low.memory(rank=rank).peak_bytes["disk"] for rank in range(2))
+    assert 0 < most < sum(x.nbytes for x in torch.utils._pytree.tree_leaves(state)) * 2
+
+
+@pytest.mark.dist
+def test_state_of_stages_on_disks_of_real_ranks(tmp_path: Any) -> None:
+    (step, state, batch), _ = on_disks(str(tmp_path))
+    with cf.testing.float64():
+        state, batch = doubled_inside((state, batch))
+        for _ in range(2):
+            state, metrics = step(state, batch)
+    told = launch(train_on_disks, 2, str(tmp_path))
+    assert [loss for loss, _ in told] == pytest.approx([float(metrics["loss"])] * 2, rel=1e-10)
+    assert [there for _, there in told] == [1, 0]
+
+
 def dies_in_a_step() -> None:
     step, state, batch = mlp(8)
     with cf.testing.float64():
