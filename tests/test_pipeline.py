@@ -18,7 +18,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
 from colofunc.executors.faults import FaultError
+from colofunc.executors.groups import Ahead, Receiver
 from colofunc.executors.launch import launch
+from colofunc.executors.simulated import SimulatedProgram, distinct
 from colofunc.program.check import check_program
 from colofunc.program.places import SEND, on_rank, out_of_order
 from colofunc.testing import check
@@ -115,6 +117,35 @@ def test_dropout_is_that_of_the_whole_batch(schedule: str) -> None:
     ids = torch.randint(32, (8, 8))
     chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule=schedule)
     agrees_with_one_device(chain, state, {"input_ids": ids, "labels": ids})
+
+
+def test_the_last_stage_holds_its_logits_once_and_a_tied_gradient_is_sent_as_it_is() -> None:
+    step, state, batch = gpt2()
+    state = torch.utils._pytree.tree_map(lambda x: x.float() if x.is_floating_point() else x, state)
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4)
+    low = chain.lower(state, batch)
+    targets = {node.target for node in loop_of(low.program).body.nodes}
+    assert {"colofunc.log_softmax_", "colofunc.cross_entropy_dx_"} <= targets and "aten.nll_loss_backward.default" not in targets
+    given = arguments_of(low, chain.arguments((state, batch)))
+    partition, _ = distinct(given.copies(range(len(given.shards))), 2)
+    source = SimulatedProgram(low.program, low.mesh).write(partition, torch.device("cpu")).function().source
+    assert " contiguous(" in source.split("for p")[1]  # its operand has no other reader
+
+
+def test_what_the_next_action_receives_is_posted_before_an_action() -> None:
+    log: list[str] = []
+
+    def begin(tag: int) -> Callable[[], torch.Tensor]:
+        log.append(f"post {tag}")
+        return lambda: torch.tensor(tag)
+
+    receiver, ahead = Receiver(begin), Ahead([(0, 0), (1, 0), (0, 1), (1, 1)])
+    ahead.receives(1, receiver, lambda microbatch: 10 + microbatch)
+    for _ in range(2):  # steps
+        for part, microbatch in ahead:
+            log.append(f"{part} {microbatch}")
+            assert part == 0 or int(receiver(10 + microbatch)) == 10 + microbatch
+    assert log == ["post 10", "0 0", "1 0", "post 11", "0 1", "1 1"] * 2
 
 
 def test_a_residual_sends_one_tensor_back() -> None:
