@@ -22,6 +22,8 @@ from colofunc.executors.groups import Ahead, Receiver
 from colofunc.executors.launch import launch
 from colofunc.executors.simulated import SimulatedProgram, distinct
 from colofunc.program.check import check_program
+from colofunc.program.passes.loop import gathered_at
+from colofunc.program.passes.reuse import added_in_place
 from colofunc.program.places import SEND, on_rank, out_of_order
 from colofunc.testing import check
 from colofunc.testing.check import doubled_inside
@@ -130,6 +132,17 @@ def test_the_last_stage_holds_its_logits_once_and_a_tied_gradient_is_sent_as_it_
     partition, _ = distinct(given.copies(range(len(given.shards))), 2)
     source = SimulatedProgram(low.program, low.mesh).write(partition, torch.device("cpu")).function().source
     assert " contiguous(" in source.split("for p")[1]  # its operand has no other reader
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_sum_is_added_to_in_the_part_that_gathers_it(schedule: str) -> None:
+    step, state, batch = gpt2(layers=4)
+    loop = loop_of(cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule=schedule).lower(state, batch).program)
+    gathered = {k: index for index, outputs in gathered_at(loop.body).items() for k in outputs}
+    added = added_in_place(loop)
+    assert loop.timetable is not None and len(added) > len(loop.gathers) / 4
+    for made_at, k in added.items():
+        assert loop.timetable.part_at(made_at) == loop.timetable.part_at(gathered[k])
 
 
 def test_what_the_next_action_receives_is_posted_before_an_action() -> None:

@@ -67,7 +67,11 @@ def _embedding_add_(total: Tensor, grad: Tensor, indices: Tensor, padding_idx: i
     rows = grad.reshape(flat.numel(), -1)
     if padding_idx >= 0:
         rows = rows.masked_fill((flat == padding_idx).unsqueeze(1), 0.0)
-    total.index_add_(0, flat, rows)
+    if total.is_cuda:
+        # In sorted order, as the gradient alone is made there: index_add_ adds in any order, and copies of several ranks would part.
+        total.index_put_((flat,), rows, accumulate=True)
+    else:
+        total.index_add_(0, flat, rows)
 
 
 log_softmax_ = define(

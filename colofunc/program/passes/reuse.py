@@ -139,13 +139,19 @@ def added_in_place(loop: Loop) -> dict[int, int]:
     body, found = loop.body, {}
     for k in own_outputs_of_parts(loop):
         out = body.outputs[k]
-        maker = body.makers[out]
+        maker, made_at = body.makers[out], body.made_at[out]
         plain = len(maker.outs) == 1 and maker.kernel is None and not maker.kwargs and body.values[out].tier == "device"
-        readers = (body.nodes[index] for index in body.readers.get(out, ()))
-        only_added_to = all(node.target == "colofunc.embedding_add_" and node.refs.count(out) == 1 for node in readers)
+        only_added_to = all(_adds_rows(loop, index, out, made_at) for index in body.readers.get(out, ()))
         if loop.gathers[k] == "sum" and plain and only_added_to and has_adder(maker.target, maker.args):
-            found[body.made_at[out]] = k
+            found[made_at] = k
     return found
+
+
+def _adds_rows(loop: Loop, index: int, into: int, made_at: int) -> bool:
+    """Whether a node adds the gradient of an embedding to a value, in the part that makes it: before another microbatch comes."""
+    node, timetable = loop.body.nodes[index], loop.cut_by
+    same_part = timetable is None or timetable.part_at(index) == timetable.part_at(made_at)
+    return same_part and node.target == "colofunc.embedding_add_" and node.args[0] == Ref(into) and node.refs.count(into) == 1
 
 
 def functional(node: Node) -> Node | None:
