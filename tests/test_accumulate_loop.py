@@ -14,13 +14,17 @@ from colofunc.executors.compiled import compile_segments
 from colofunc.executors.simulated import SimulatedProgram, run_simulated
 from colofunc.plugins import build_registry
 from colofunc.program.check import check_program
-from colofunc.program.ir import Program
+from colofunc.program.editor import Editor
+from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.lower import lower
 from colofunc.program.passes.loop import fold
+from colofunc.program.passes.reuse import added_in_place
 from colofunc.program.passes.time import Rules, over_time
 from colofunc.program.tracing.trace import record_local
 from colofunc.spec.parts import parts
 from colofunc.testing import programs
+
+CPU = torch.device("cpu")
 
 
 def with_rules(program: Program, microbatches: int):
@@ -116,6 +120,39 @@ def test_one_accumulator_per_gradient_and_the_update_outside():
     assert working.gathers == ("sum",) * (len(state["params"]) + 1)  # gradients and the loss
     assert sum("adamw" in node.target for node in program.nodes) == len(state["params"])
     assert "linear" not in " ".join(node.target for node in counting.body.nodes)
+
+
+def test_what_only_a_sum_reads_is_added_to_it_as_it_is_made():
+    step, state, batch = deep()
+    low = cf.accumulate(cf.shard(step, cf.Mesh()), 2).lower(state, batch)
+    loop = loops(low.program)[-1]
+    added = added_in_place(loop)
+    assert len(added) == len(state)
+    out = loop.body.outputs[next(iter(added.values()))]
+    edit = Editor(loop.body)
+    edit.insert(len(loop.body.nodes), Node("aten.neg.default", (Ref(out),), (), (edit.new(loop.body.values[out]),)))
+    read = added_in_place(attrs.evolve(loop, body=edit.done()))
+    assert len(read) == len(added) - 1 and out not in {loop.body.outputs[k] for k in read.values()}
+    partition = ((0,),) * (len(low.program.inputs) - len(low.program.constants))
+    assert SimulatedProgram(low.program, low.mesh).write(partition, CPU).function().source.count("mm_added(") == len(added)
+
+
+@pytest.mark.parametrize("mesh", [cf.Mesh(dp=2), cf.Mesh(tp=2)])
+def test_a_tied_weight_s_gradients_are_added_to_one_sum(mesh):
+    """Lanes share what they look up and not what they multiply, or all of it."""
+    torch.manual_seed(0)
+    state = {"w": torch.randn(12, 8, dtype=torch.float64)}
+
+    def step(state, batch):
+        def loss_of(params):
+            logits = torch.tanh(torch.nn.functional.embedding(batch["x"], params["w"])) @ params["w"].t()
+            return torch.nn.functional.cross_entropy(logits, batch["x"])
+
+        loss, grads = cf.value_and_grad(loss_of)(state)
+        return {"w": state["w"] - 0.1 * grads["w"]}, loss
+
+    chain = cf.accumulate(cf.shard(step, mesh, auto="dp" in mesh.axis_names), 4)
+    cf.testing.check(chain, state, {"x": torch.randint(0, 12, (16,))}, steps=2)
 
 
 def test_what_a_loop_gathers_is_known_as_a_copy_of_the_whole_value():

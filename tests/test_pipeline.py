@@ -18,8 +18,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
 from colofunc.executors.faults import FaultError
+from colofunc.executors.groups import Ahead, Receiver
 from colofunc.executors.launch import launch
+from colofunc.executors.simulated import SimulatedProgram, distinct
 from colofunc.program.check import check_program
+from colofunc.program.passes.loop import gathered_at
+from colofunc.program.passes.reuse import added_in_place
 from colofunc.program.places import SEND, on_rank, out_of_order
 from colofunc.testing import check
 from colofunc.testing.check import doubled_inside
@@ -115,6 +119,46 @@ def test_dropout_is_that_of_the_whole_batch(schedule: str) -> None:
     ids = torch.randint(32, (8, 8))
     chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule=schedule)
     agrees_with_one_device(chain, state, {"input_ids": ids, "labels": ids})
+
+
+def test_the_last_stage_holds_its_logits_once_and_a_tied_gradient_is_sent_as_it_is() -> None:
+    step, state, batch = gpt2()
+    state = torch.utils._pytree.tree_map(lambda x: x.float() if x.is_floating_point() else x, state)
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4)
+    low = chain.lower(state, batch)
+    targets = {node.target for node in loop_of(low.program).body.nodes}
+    assert {"colofunc.log_softmax_", "colofunc.cross_entropy_dx_"} <= targets and "aten.nll_loss_backward.default" not in targets
+    given = arguments_of(low, chain.arguments((state, batch)))
+    partition, _ = distinct(given.copies(range(len(given.shards))), 2)
+    source = SimulatedProgram(low.program, low.mesh).write(partition, torch.device("cpu")).function().source
+    assert " contiguous(" in source.split("for p")[1]  # its operand has no other reader
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_sum_is_added_to_in_the_part_that_gathers_it(schedule: str) -> None:
+    step, state, batch = gpt2(layers=4)
+    loop = loop_of(cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule=schedule).lower(state, batch).program)
+    gathered = {k: index for index, outputs in gathered_at(loop.body).items() for k in outputs}
+    added = added_in_place(loop)
+    assert loop.timetable is not None and len(added) > len(loop.gathers) / 4
+    for made_at, k in added.items():
+        assert loop.timetable.part_at(made_at) == loop.timetable.part_at(gathered[k])
+
+
+def test_what_the_next_action_receives_is_posted_before_an_action() -> None:
+    log: list[str] = []
+
+    def begin(tag: int) -> Callable[[], torch.Tensor]:
+        log.append(f"post {tag}")
+        return lambda: torch.tensor(tag)
+
+    receiver, ahead = Receiver(begin), Ahead([(0, 0), (1, 0), (0, 1), (1, 1)])
+    ahead.receives(1, receiver, lambda microbatch: 10 + microbatch)
+    for _ in range(2):  # steps
+        for part, microbatch in ahead:
+            log.append(f"{part} {microbatch}")
+            assert part == 0 or int(receiver(10 + microbatch)) == 10 + microbatch
+    assert log == ["post 10", "0 0", "1 0", "post 11", "0 1", "1 1"] * 2
 
 
 def test_a_residual_sends_one_tensor_back() -> None:
@@ -412,6 +456,42 @@ def test_real_ranks_compute_what_one_device_does() -> None:
     for found in launch(train_all, 2, 2):
         for losses in found.values():
             assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def on_disks(directory: str) -> Any:
+    """A pipeline whose state lies on disk, beside the same in memory."""
+    step, state, batch = mlp(8)
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule="1f1b")
+    return (step, state, batch), cf.offload(chain, policy="disk", disk=directory)
+
+
+def train_on_disks(directory: str) -> tuple[float, int]:
+    (_, state, batch), chain = on_disks(directory)
+    with cf.testing.float64():
+        state, batch = doubled_inside((state, batch))
+        state = chain.init(state, batch)
+        for _ in range(2):
+            state, metrics = chain(state, batch)
+        return float(metrics["loss"]), sum(part.numel() > 0 for part in state["params"]["0.weight"].parts_in_flight)
+
+
+def test_state_of_stages_on_disk(tmp_path: Any) -> None:
+    (_, state, batch), chain = on_disks(str(tmp_path))
+    low = agrees_with_one_device(chain, state, batch)
+    most = max(low.memory(rank=rank).peak_bytes["disk"] for rank in range(2))
+    assert 0 < most < sum(x.nbytes for x in torch.utils._pytree.tree_leaves(state)) * 2
+
+
+@pytest.mark.dist
+def test_state_of_stages_on_disks_of_real_ranks(tmp_path: Any) -> None:
+    (step, state, batch), _ = on_disks(str(tmp_path))
+    with cf.testing.float64():
+        state, batch = doubled_inside((state, batch))
+        for _ in range(2):
+            state, metrics = step(state, batch)
+    told = launch(train_on_disks, 2, str(tmp_path))
+    assert [loss for loss, _ in told] == pytest.approx([float(metrics["loss"])] * 2, rel=1e-10)
+    assert [there for _, there in told] == [1, 0]
 
 
 def dies_in_a_step() -> None:

@@ -6,6 +6,7 @@ from test_executors import MESH, per_rank, program
 from test_memory import agree
 
 import colofunc as cf
+from colofunc.executors.kernels import callable_of
 from colofunc.executors.simulated import run_simulated
 from colofunc.ops import fused
 from colofunc.ops.targets import resolve
@@ -134,6 +135,24 @@ def test_embedding_gradient_is_added(padding):
     want = total + torch.ops.aten.embedding_dense_backward(g, indices, 5, padding, False)
     fused.embedding_add_(total, g, indices, padding)
     torch.testing.assert_close(total, want)
+
+
+@pytest.mark.parametrize("target, args", [
+    ("aten.mm.default", (torch.randn(4, 3).t(), torch.randn(4, 5))),
+    ("colofunc.linear_dw", (torch.randn(2, 4, 3), torch.randn(2, 4, 5))),
+    ("aten.embedding_dense_backward.default", (torch.randn(2, 4, 5), torch.randint(0, 3, (2, 4)), 3, 1, False)),
+])  # fmt: skip
+def test_a_gradient_is_added_to_a_sum_as_it_is_made(target, args):
+    assert fused.has_adder(target, args) and set(fused.ADDERS) >= {target}
+    total = torch.randn(3, 5)
+    want = total + callable_of(target)(*args)
+    found = fused.ADDERS[target](total, *args)
+    assert found is total
+    torch.testing.assert_close(total, want)
+
+
+def test_a_gradient_that_is_scaled_by_counts_is_made_first():
+    assert not fused.has_adder("aten.embedding_dense_backward.default", (R(0), R(1), 3, -1, True))
 
 
 def test_tied_language_model_makes_one_tensor_of_logits():

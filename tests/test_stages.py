@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 import colofunc as cf
 from colofunc.compiler import completion
+from colofunc.executors.disk.tensors import OnDisk
 from colofunc.executors.launch import launch
 from colofunc.program.check import check_program
 from colofunc.program.memory import memory
@@ -306,10 +307,14 @@ def test_what_cannot_be_placed_is_an_error(plans: tuple[Any, ...], says: str) ->
         cf.shard(step, MESH, *plans).lower(state, batch)
 
 
-def test_a_disk_is_refused(tmp_path: Any) -> None:
+def test_state_lies_on_the_disk_of_its_stage(tmp_path: Any) -> None:
     step, state, batch = mlp()
-    with pytest.raises(cf.PlanError, match="keeps nothing on disk yet; drop disk="):
-        cf.offload(CHAINS["zero1"](step), policy="disk", disk=str(tmp_path)).lower(state, batch)
+    chain = cf.offload(CHAINS["zero1"](step), policy="disk", disk=str(tmp_path))
+    check(chain, state, batch, steps=2)
+    placed = chain.init(state, batch)
+    weight = placed["params"]["2.weight"]
+    assert [isinstance(part, OnDisk) for part in weight.parts_in_flight] == [rank in MESH.at(pp=1) for rank in range(MESH.size)]
+    assert torch.equal(weight.full(), state["params"]["2.weight"]) and chain(placed, batch)[0]["params"]["2.weight"].sharding.tier == "disk"
 
 
 def test_stages_without_places_are_an_error() -> None:

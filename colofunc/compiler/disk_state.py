@@ -23,7 +23,7 @@ from colofunc.executors.disk.tensors import OnDisk, Room, in_memory
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
 from colofunc.spec.layout import Layout
-from colofunc.spec.parts import part_key, shared_parts
+from colofunc.spec.parts import NOTHING, holds, part_key, shared_parts
 
 
 class Shelves:
@@ -40,24 +40,34 @@ class Shelves:
         once: bool = False,
     ) -> None:
         """once: what is kept is only read from then on."""
-        self._mesh, self._ranks = mesh, backend.ranks(mesh)
+        self._mesh, self._ranks, self._backend = mesh, backend.ranks(mesh), backend
         every = zip(leaves, layouts, copied, strict=False)
-        new = [(leaf, layout) for leaf, layout, copy in every if layout.tier == "disk" and (copy or not _is_there(leaf))]
+        new = [(leaf, layout) for leaf, layout, copy in every if layout.tier == "disk" and (copy or not self._is_there(leaf))]
         if any(directory is True or not isinstance(leaf, DTensor) for leaf, _ in new):
             named(directory)
         sizes = [_part_bytes(leaf, layout) for leaf, layout in new for _ in self._distinct(layout)]
-        self._room = None if directory is None or not new else Room(named(directory), sizes, self._ranks[0], once)
+        self._room = None if directory is None or not sizes else Room(named(directory), sizes, self._ranks[0], once)
 
     def _distinct(self, layout: Layout) -> set[tuple[int, ...]]:
-        """The distinct parts of the ranks in this process."""
-        return {part_key(layout, self._mesh, rank) for rank in self._ranks}
+        """The distinct parts of the ranks in this process, of those that have one."""
+        return {part_key(layout, self._mesh, rank) for rank in self._ranks} - {NOTHING}
 
     def keep(self, parts: list[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
         """The parts, on disk where their layout says so and a directory is named."""
-        if self._room is None or layout.tier != "disk" or all(map(_has_place, parts)):
+        if self._room is None or layout.tier != "disk" or _have_places(parts, layout, self._mesh, self._ranks):
             return parts
         room, of_rank = self._room, dict(zip(self._ranks, parts, strict=True))
-        return shared_parts(layout, self._mesh, self._ranks, lambda rank: room.keep(in_memory(of_rank[rank])))
+
+        def kept(rank: int) -> torch.Tensor:
+            exists = holds(layout.at, self._mesh, rank)
+            return room.keep(in_memory(of_rank[rank])) if exists else of_rank[rank]
+
+        return shared_parts(layout, self._mesh, self._ranks, kept)
+
+    def _is_there(self, leaf: torch.Tensor) -> bool:
+        if not isinstance(leaf, DTensor):
+            return False
+        return _have_places(leaf.parts_in_flight, leaf.sharding, leaf.mesh, self._backend.ranks(leaf.mesh))
 
     def commit(self) -> None:
         """What was kept counts from now on, whatever happens to the step."""
@@ -86,8 +96,9 @@ def named(directory: str | bool | None) -> str:
     return directory
 
 
-def _is_there(leaf: torch.Tensor) -> bool:
-    return isinstance(leaf, DTensor) and all(map(_has_place, leaf.parts_in_flight))
+def _have_places(parts: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> bool:
+    """Whether the parts of these ranks lie in a store, where they exist."""
+    return all(_has_place(part) for part, rank in zip(parts, ranks, strict=True) if holds(layout.at, mesh, rank))
 
 
 def _has_place(part: torch.Tensor) -> bool:
@@ -102,7 +113,11 @@ def _part_bytes(leaf: torch.Tensor, layout: Layout) -> int:
     return nbytes
 
 
-def scratch_sizes(program: Program, ranks: int) -> list[int]:
-    """Bytes of what each of so many ranks writes to disk within a step."""
-    written = [program.values[node.outs[0]] for node in program.nodes if node.target.startswith("colofunc.to_disk") and node.outs[0]]
-    return [value.nbytes for value in written for _ in range(ranks)]
+def scratch_sizes(program: Program, mesh: Mesh, ranks: Sequence[int]) -> list[int]:
+    """Bytes of what each of some ranks writes to disk within a step."""
+    sizes = []
+    for node in program.nodes:
+        if node.target.startswith("colofunc.to_disk") and node.outs[0]:
+            nbytes = program.values[node.outs[0]].nbytes
+            sizes += [nbytes for rank in ranks if holds(node.on, mesh, rank)]
+    return sizes

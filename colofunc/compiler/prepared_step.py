@@ -126,7 +126,7 @@ class Ready:
     @cached_property
     def scratch(self) -> Scratch | None:
         """Room on disk for values of the step itself; None where none goes there."""
-        sizes = scratch_sizes(self.low.program, len(self.backend.ranks(self.low.mesh)))
+        sizes = scratch_sizes(self.low.program, self.low.mesh, self.backend.ranks(self.low.mesh))
         return Scratch(named(self.disk), sizes, self.backend.ranks(self.low.mesh)[0]) if sizes else None
 
     @cached_property

@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -28,7 +28,7 @@ from colofunc.errors import InputError, MeshError, PlanError
 from colofunc.executors.faults import ask
 from colofunc.executors.flight import Flight, mark
 from colofunc.executors.gpus import adopt_gpu, own_gpu
-from colofunc.executors.groups import Groups, Start, Started, exchange
+from colofunc.executors.groups import Ahead, Groups, Start, Started, exchange
 from colofunc.executors.kernels import HostCount, first_rows, with_zeros
 from colofunc.executors.launch import before_end
 from colofunc.executors.pools import accelerator, in_tier, pool_of, reads_host_only
@@ -215,6 +215,7 @@ class RankWires:
         self.flight = flight
         self.ranks: Sequence[int] = (groups.rank,)
         self._limits: tuple[Program, set[int]] | None = None
+        self._ahead: Ahead | None = None  # of the loop in parts that is written
 
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         if kind in COPIES:
@@ -254,7 +255,10 @@ class RankWires:
         """This rank's half of a send: what it sends may be written over when the line has passed."""
         if kind == "receive":
             axes, _, source, shape, dtype = node.args
-            call = f"{writer.bind(self.groups.receiver(axes, source, shape, dtype, writer.device), 'receive')}({_tag(writer, node)})"
+            receiver = self.groups.receiver(axes, source, shape, dtype, writer.device)
+            if self._ahead is not None and writer.loops and writer.loops[-1][0].cut_by is not None:
+                self._ahead.receives(writer.part, receiver, partial(_number, _own_tag(node), writer.loops[-1][0].trips))
+            call = f"{writer.bind(receiver, 'receive')}({_tag(writer, node)})"
         else:
             ref, axes, _, _, targets = node.args
             call = f"{writer.bind(self.groups.sender(axes, targets), 'send')}({writer.where[ref.id][0]}, {_tag(writer, node)})"
@@ -285,6 +289,11 @@ class RankWires:
             self._limits = program, {n.args[3].id for n in exchanges if isinstance(n.args[3], Ref)}
         return self._limits[1]
 
+    def in_order(self, actions: Sequence[tuple[int, int]], device: torch.device) -> Iterable[tuple[int, int]]:
+        """NCCL runs what is given to it one after another: a receive that is posted early would keep back what is sent meanwhile."""
+        self._ahead = Ahead(actions) if self.groups.carriers.get(device.type) == "gloo" else None
+        return actions if self._ahead is None else self._ahead
+
     def place(self, axes: Sequence[str], lane: int) -> int:
         return self.groups.mesh.index(self.groups.rank, axes)
 
@@ -303,11 +312,20 @@ class RankWires:
 
 def _tag(writer: Writer, node: Node) -> str:
     """Which message of a pair it is, as an expression: in a loop its own number in each trip."""
-    tag = int(dict(node.kwargs).get("tag", 0))
+    tag = _own_tag(node)
     if not tag or not writer.loops:
         return str(tag)
     loop, counter = writer.loops[-1]
     return f"{tag * loop.trips} + {counter}"
+
+
+def _own_tag(node: Node) -> int:
+    return int(dict(node.kwargs).get("tag", 0))
+
+
+def _number(tag: int, trips: int, trip: int) -> int:
+    """The number that `_tag` writes."""
+    return tag * trips + trip if tag else 0
 
 
 def count_of(writer: Writer, rows: Ref) -> str:

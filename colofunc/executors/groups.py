@@ -16,7 +16,8 @@ buffers through a worker thread. Sends and receives of a pair match in the order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -71,6 +72,46 @@ class Group:
     place: int
     order: tuple[int, ...] | None  # member k stands at order[k] in the process group; None: same order
     inverse: tuple[int, ...] | None
+
+
+class Receiver:
+    """Waits for what a member sends with a tag. What was posted comes while this rank computes: gloo moves nothing before that."""
+
+    def __init__(self, begin: Callable[[int], Callable[[], torch.Tensor]]) -> None:
+        self._begin = begin
+        self._posted: deque[tuple[int, Callable[[], torch.Tensor]]] = deque()
+
+    def post(self, tag: int) -> None:
+        """Make room for a message that will be waited for, those with equal tags in order."""
+        self._posted.append((tag, self._begin(tag)))
+
+    def __call__(self, tag: int) -> torch.Tensor:
+        if not self._posted:
+            return self._begin(tag)()
+        posted, wait = self._posted.popleft()
+        assert posted == tag, "messages are waited for in the order in which they were posted"
+        return wait()
+
+
+class Ahead:
+    """Actions of a rank one after another; what the next one receives is posted before an action begins."""
+
+    def __init__(self, order: Sequence[tuple[int, int]]) -> None:
+        self._order = order
+        self._receives: dict[int, list[tuple[Receiver, Callable[[int], int]]]] = {}
+
+    def receives(self, part: int, receiver: Receiver, tag: Callable[[int], int]) -> None:
+        """A part waits for a message, whose tag is that of the microbatch."""
+        self._receives.setdefault(part, []).append((receiver, tag))
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        posted = 0
+        for number, action in enumerate(self._order):
+            for part, microbatch in self._order[posted : number + 2]:
+                for receiver, tag in self._receives.get(part, ()):
+                    receiver.post(tag(microbatch))
+            posted = number + 2
+            yield action
 
 
 class Groups:
@@ -149,10 +190,9 @@ class Groups:
 
     def receiver(
         self, axes: Sequence[str], source: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> Callable[[int], torch.Tensor]:
+    ) -> Receiver:
         """A function that waits for what a member sends with a tag."""
-        start = self.awaiter(axes, source, shape, dtype, device)
-        return lambda tag: start(tag)()
+        return Receiver(self.awaiter(axes, source, shape, dtype, device))
 
     def awaiter(
         self, axes: Sequence[str], source: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device

@@ -8,7 +8,11 @@
         del v12_in1
 
 Nothing is unrolled, so source and compile time do not grow with the number of trips. The first trip's result becomes the
-accumulator where it is memory of the body's own, so a sum costs no zeros and no copy.
+accumulator where it is memory of the body's own, so a sum costs no zeros and no copy. A product, or the gradient of an
+embedding, that only the sum reads is added to it without being made first:
+
+        v12_in1 = mm(v10_in1, v11_in1) if t1 == 0 else mm_added(v20_all1, v10_in1, v11_in1)
+        v20_all1 = v12_in1
 
 A body in parts is run by its timetable. What one part makes and another reads is kept by microbatch in between:
 
@@ -35,7 +39,7 @@ from colofunc.program.actions import linear_order
 from colofunc.program.facts import COPIES, PEERS
 from colofunc.program.ir import Loop, Node, Part, Timetable
 from colofunc.program.passes.loop import gathered_at, last_uses, parts_that_read
-from colofunc.program.passes.reuse import own_outputs_of_parts
+from colofunc.program.passes.reuse import added_in_place, own_outputs_of_parts
 from colofunc.program.places import SEND
 
 if TYPE_CHECKING:
@@ -61,17 +65,23 @@ def write_loop(writer: Writer, node: Node, loop: Loop) -> None:
     cut = loop.cut_by is not None
     writer.line(_header(writer, loop, counter) if cut else f"for {counter} in range({loop.trips}):")
     writer.loops.append((loop, counter))
+    outer_added, writer.added = writer.added, set()
     writer.choices.enter(node)
     outer = writer.passing
     pools = [writer.pooled(o) for o in node.outs]
     writer.program, writer.passing = loop.body, None if outer is None else outer.inside.get(node.outs)
     writer.where = {into: where[i] for into, i in zip(loop.body.inputs, node.refs, strict=True)}
     gather = partial(_gather, writer, loop, results=results, owned=owned, pools=pools)
+    shown = writer.tap is not None and writer.look is None  # a tap that reads values is shown what one microbatch gives
+    added = {} if shown else added_in_place(loop)
     gathered = {k: gather(k, f"{counter} == 0") for k in at.get(-1, ())}
     parts = _Kept(writer, loop, last, counter) if cut else None
     for index, inner in enumerate(loop.body.nodes):
         first = f"{counter} == 0" if parts is None else parts.begin(index)
+        if index in added and not pools[added[index]]:
+            writer.adds_to = results[added[index]], first
         writer.node(inner)
+        writer.adds_to = None
         if writer.tap is not None:
             writer.tap(writer, index, inner)
         gathered |= {k: gather(k, first) for k in at.get(index, ())}
@@ -82,7 +92,7 @@ def write_loop(writer: Writer, node: Node, loop: Loop) -> None:
             parts.end(index)
     writer.loops.pop()
     writer.choices.leave()
-    writer.program, writer.where, writer.passing = program, where, outer
+    writer.program, writer.where, writer.passing, writer.added = program, where, outer, outer_added
     where.update({o: gathered[k] for k, o in enumerate(node.outs) if o is not None})
 
 
@@ -90,7 +100,8 @@ def _header(writer: Writer, loop: Loop, counter: str) -> str:
     """The lines before the parts of a body that is cut: what is run for which microbatch, in an order that all lanes can follow."""
     assert loop.timetable is not None, "a body in parts"
     writer.line(f"kept{writer.serial} = {{}}")
-    return f"for p{writer.serial}, {counter} in {writer.bind(_order(loop.timetable), 'order')}:"
+    order = writer.wires.in_order(_order(loop.timetable), writer.device)
+    return f"for p{writer.serial}, {counter} in {writer.bind(order, 'order')}:"
 
 
 def _order(timetable: Timetable) -> list[tuple[int, int]]:
@@ -132,7 +143,7 @@ class _Kept:
     def begin(self, index: int) -> str:
         """Write what comes before a node. Gives the condition under which its part runs for the first time."""
         if index in self.begins:
-            self.part = self.begins[index]
+            self.part = self.writer.part = self.begins[index]
             self.writer.line(f"{'el' * (index > 0)}if {self.number} == {self.part}:")
             self.writer.inset += 1
             self._load(index, self.ends[self.part])
@@ -207,6 +218,9 @@ def _gather(
         if pool:
             writer.line(f"if {first}: {total} = {room}({name}, 1)[0]")
         writer.settle([name] if host else [], [total] if pool else [])
+        if loop.body.outputs[k] in writer.added:
+            writer.line(f"{total} = {name}")
+            continue
         if mine:
             begun = name
         else:

@@ -65,6 +65,12 @@ class Sharing:
         for id in changed:
             self._split([id], keys, "{0}.clone()")
 
+    def dies(self, node: Node, id: int) -> bool:
+        """Whether a node is the last to read the memory of a value, which the program has made."""
+        memory = self._of_program()
+        inputs = any(i in self.writer.program.inputs for i in memory.values[memory.home[id]])
+        return not inputs and not self._read_later(node, [id])
+
     def _shared(self, ids: Sequence[int], keys: Sequence[Hashable]) -> bool:
         """Whether lanes with different operands hold one of these values in the same variable."""
         where = self.writer.where

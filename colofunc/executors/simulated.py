@@ -195,6 +195,9 @@ class SimulatedWires:
             else:
                 writer.where[out] = results
 
+    def in_order(self, actions: Sequence[tuple[int, int]], device: torch.device) -> Sequence[tuple[int, int]]:
+        return actions
+
     def place(self, axes: Sequence[str], lane: int) -> int:
         return self.mesh.index(lane, axes)
 
@@ -246,7 +249,10 @@ class SimulatedWires:
         return tuple(copies.get(name, ABSENT) for name in came)
 
     def _send(self, writer: Writer, node: Node) -> None:
-        """What arrives is a buffer of its own, also where the sender keeps what it sends."""
+        """What arrives is a buffer of its own, also where the sender keeps what it sends: the sender's, where nobody reads that later.
+
+        Whoever measures what ranks hold is shown the copy that a real rank receives.
+        """
         ref, axes, _, source, targets = node.args
         writer.line(f"{writer.bind(ask, 'ask')}('send', {tuple(r for r in self.ranks if writer.runs[r])!r})")
         came = [ABSENT] * writer.lanes
@@ -254,9 +260,10 @@ class SimulatedWires:
             for target in targets:
                 came[group[target]] = writer.where[ref.id][group[source]]
         writer.runs = tuple(name != ABSENT for name in came)
-        clone = writer.bind(contiguous_clone, "contiguous_clone")
+        dies = not writer.loops and writer.look is None and writer.sharing.dies(node, ref.id)
+        arrive = writer.bind(torch.Tensor.contiguous, "contiguous") if dies else writer.bind(contiguous_clone, "contiguous_clone")
         for name, lane in writer.assign(only(node), came):
-            writer.line(f"{name} = {clone}({came[lane]})")
+            writer.line(f"{name} = {arrive}({came[lane]})")
 
     def _start(self, writer: Writer, out: int, results: tuple[str, ...]) -> None:
         """The started value is NaN until it is waited for."""

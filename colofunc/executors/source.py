@@ -18,7 +18,7 @@ from __future__ import annotations
 import keyword
 import linecache
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ from colofunc.executors.pools import Pool, in_tier, moves
 from colofunc.executors.sharing import Sharing
 from colofunc.ops.autocast import as_traced
 from colofunc.ops.debug import DEBUG, show
+from colofunc.ops.fused import ADDERS
 from colofunc.ops.update_lists import MANY
 from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, takes_device, written
 from colofunc.program.ir import Loop, Node, Program, Ref
@@ -54,6 +55,9 @@ class Wires(Protocol):
 
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         """Write the lines of one collective, `wait` or layout move and define its result."""
+
+    def in_order(self, actions: Sequence[tuple[int, int]], device: torch.device) -> Iterable[tuple[int, int]]:
+        """What a loop in parts goes through: (part, microbatch) one after another."""
 
     def place(self, axes: Sequence[str], lane: int) -> int:
         """The index of a lane's rank along axes."""
@@ -117,8 +121,11 @@ class Writer:
         self.sharing = Sharing(self, sparing)
         self.loops: list[tuple[Loop, str]] = []  # loops around the line that is written, and their counters
         self.inset = 0  # conditions around it
+        self.part = 0  # of the loop's body, where that is in parts
         self.choices = Choices(whole or program, device, wires.place)
         self.on_the_way: set[int] = set()  # what was sent, in the parts of a loop that are written, and nobody has read yet
+        self.adds_to: tuple[str, str] | None = None  # (a sum over trips that the next node adds to, the condition that there is none yet)
+        self.added: set[int] = set()  # values of the body that is written which were added to a sum as they were made
         self.serial = 0
         self.disk = 0  # copies from and to the disk so far
         self.input_names = self._name_inputs(partition)
@@ -249,6 +256,7 @@ class Writer:
         result = "flat" if bound is not None else result_kind(node.target)
         kwargs = self._kwargs(node, bound is not None)
         classes = {key: c for c, key in enumerate(dict.fromkeys(key for key in keys if key != (ABSENT,)))}
+        adds_to = self.adds_to if self._may_add(node, len(classes)) else None
         many = len(classes) > 1
         for key, c in classes.items():
             lane = keys.index(key)
@@ -261,6 +269,8 @@ class Writer:
                 f"**{{{k!r}: {self.literal(v, lane)}}}" if keyword.iskeyword(k) else f"{k}={self.literal(v, lane)}" for k, v in kwargs
             ]
             call = f"{name}({', '.join(words)})"
+            if adds_to is not None:
+                call = self._added_to(adds_to, node, f"_{c}", words, call)
             self.settle(self.on_host(node.refs, lane), self.on_host(changed, lane))
             self.line(self._assignment(self._targets(node, c, many), call, result))
         for o in node.outs:
@@ -269,6 +279,18 @@ class Writer:
                 self.where[o] = tuple(names.get(key, ABSENT) for key in keys)
         if any(o is None for o in node.outs) and result != "none":
             self.line("_ = None")
+
+    def _may_add(self, node: Node, classes: int) -> bool:
+        """Whether a result may be added to a sum over trips as it is made: later writes to it must not part lanes that share it."""
+        read = any(out in self.program.readers for out in node.results)
+        return not read or classes == sum(self.runs)
+
+    def _added_to(self, adds_to: tuple[str, str], node: Node, suffix: str, words: Sequence[str], call: str) -> str:
+        """A call whose result is added to a sum over trips, but for the first one. The sums of lanes are numbered as their results are."""
+        total, first = adds_to
+        self.added.update(node.results)
+        adder = self.bind(ADDERS[node.target], f"{node.target.split('.')[1]}_added")
+        return f"{call} if {first} else {adder}({total}{suffix}, {', '.join(words)})"
 
     def _targets(self, node: Node, which: int, many: bool) -> list[str]:
         """Variables of the results of one of several sets of operands."""

@@ -13,6 +13,9 @@ With s the gradient of one row's loss (0 for an ignored row), d loss / d logits 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,7 +67,11 @@ def _embedding_add_(total: Tensor, grad: Tensor, indices: Tensor, padding_idx: i
     rows = grad.reshape(flat.numel(), -1)
     if padding_idx >= 0:
         rows = rows.masked_fill((flat == padding_idx).unsqueeze(1), 0.0)
-    total.index_add_(0, flat, rows)
+    if total.is_cuda:
+        # In sorted order, as the gradient alone is made there: index_add_ adds in any order, and copies of several ranks would part.
+        total.index_put_((flat,), rows, accumulate=True)
+    else:
+        total.index_add_(0, flat, rows)
 
 
 log_softmax_ = define(
@@ -77,3 +84,33 @@ cross_entropy_dx_ = define(
 embedding_add_ = define(
     "embedding_add_(Tensor(a!) total, Tensor grad, Tensor indices, int padding_idx) -> ()", _embedding_add_, nothing
 )
+
+
+# ---- gradients that are added to what earlier microbatches gave ----
+
+
+def _product_added(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return total.addmm_(a, b)
+
+
+def _dw_added(total: Tensor, g: Tensor, x: Tensor) -> Tensor:
+    return total.addmm_(g.reshape(-1, g.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
+
+
+def _embedding_added(total: Tensor, grad: Tensor, indices: Tensor, rows: int, padding_idx: int, scaled: bool) -> Tensor:
+    _embedding_add_(total, grad, indices, padding_idx)
+    return total
+
+
+ADDERS: dict[str, Callable[..., Tensor]] = {
+    "aten.mm.default": _product_added,
+    "colofunc.linear_dw": _dw_added,
+    "aten.embedding_dense_backward.default": _embedding_added,
+}
+"""Operator -> what adds its result to a tensor, given in front of its arguments, without making it first."""
+
+
+def has_adder(target: str, args: tuple[Any, ...]) -> bool:
+    """Whether the result of a call can be added to a tensor without being made."""
+    scaled_by_counts = target == "aten.embedding_dense_backward.default" and args[4]
+    return target in ADDERS and not scaled_by_counts

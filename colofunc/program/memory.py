@@ -17,7 +17,7 @@ on the simulated mesh, but for these. A collective between its start and its wai
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -32,7 +32,7 @@ from colofunc.program.ir import Loop, Node, Program, Ref, Timetable, Value, map_
 from colofunc.program.memory_report import KINDS, Live, kinds_of, place_text
 from colofunc.program.memory_report import MemoryReport as MemoryReport
 from colofunc.program.passes.loop import gathered_at, last_uses, parts_that_read
-from colofunc.program.passes.reuse import own_outputs_of_parts
+from colofunc.program.passes.reuse import added_in_place, own_outputs_of_parts
 from colofunc.program.post_validation import kept_bytes, validates_late
 
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
@@ -103,12 +103,22 @@ def lies(program: Program) -> Lies:
     return Lies(tuple(storages), home, within, metas)
 
 
-def inside(body: Program, given: Mapping[int, Meta]) -> tuple[Lies, tuple[int, ...]]:
-    """Where the values of a loop's body lie, and what it holds on the device at each node beside its inputs, which are `given`."""
+def inside(body: Program, given: Mapping[int, Meta], added: Collection[int] = ()) -> tuple[Lies, tuple[int, ...]]:
+    """Where the values of a loop's body lie, and what it holds on the device at each node beside its inputs, which are `given`.
+
+    added: outputs that are counted with what gathers them (`reuse.added_in_place`).
+    """
     home: dict[int, int] = {}
     within: dict[int, int] = {}
     storages, makers, metas = _storages(body, last_uses(body), given, home, within)
+    _count_with_the_sum(body, added, storages, home)
     return Lies(tuple(storages), home, within, metas), _report(body, storages, makers).timeline["device"]
+
+
+def _count_with_the_sum(body: Program, added: Collection[int], storages: Sequence[Storage], home: Mapping[int, int]) -> None:
+    """These outputs are no memory of their own: the first trip's is the sum, and others are added to it without being made."""
+    for k in added:
+        storages[home[body.outputs[k]]].nbytes = 0
 
 
 def _sent(program: Program, last: Mapping[int, int], metas: Mapping[int, Meta]) -> list[Storage]:
@@ -226,6 +236,7 @@ def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int, sent:
     home: dict[int, int] = {}
     storages, makers, inner = _storages(body, last, given, home, sent=sent)
     storages += _sent(body, last, inner) if sent else []
+    _count_with_the_sum(body, added_in_place(loop).values(), storages, home)
     if loop.cut_by is not None and _is_one_ranks(loop.cut_by):
         body, storages = _by_timetable(loop, storages, home, loop.cut_by)
     report, value = _report(body, storages, makers), loop.body.inputs[0] if loop.body.inputs else 0
@@ -262,7 +273,7 @@ def _by_timetable(
             for part in reads.get(number, set()) - {first, last}:  # the last part of the body need not be the last of a microbatch
                 dies = max(dies, begins[part, microbatch] + spans[part][1] - 1 - spans[part][0])
             expanded.append(attrs.evolve(storage, born=born, dies=dies))
-    own = own_outputs_of_parts(loop)
+    own = own_outputs_of_parts(loop) - set(added_in_place(loop).values())
     for index, outputs in gathered_at(body).items():
         part = timetable.part_at(index)
         first = min(begin for (number, _), begin in begins.items() if number == part)

@@ -34,7 +34,6 @@ from colofunc.planner.offload.policies import AUTO, BYTES, DEVICE, DISK, HOST, M
 from colofunc.planner.offload.trace import NodeS
 from colofunc.plugins import bringing, build_registry
 from colofunc.program.ir import Program
-from colofunc.program.places import has_places
 
 BUILT_IN = {p.name: p for p in (AUTO, BYTES, DEVICE, HOST, DISK)}
 
@@ -169,10 +168,5 @@ def _copied(
     like: Hint | None = None,
 ) -> Offloaded:
     room = bytes_in(mesh, "host", host, "cf.offload(host", "16GiB")
-    if disk and has_places(program):
-        raise PlanError(
-            "a step in which values exist at some indices of an axis (@pp=1) keeps nothing on disk yet; drop disk= from cf.offload, which "
-            "then uses the host's memory"
-        )
     captured = lies.captured if disk else dict.fromkeys(lies.captured, True)
     return fastest.offload(program, mesh, node_s, budget_bytes, policy, lies.tiers, room, disk, like, captured)

@@ -26,10 +26,12 @@ from colofunc.planner.offload.timeline import Lanes as Playing
 from colofunc.planner.offload.timeline import play
 from colofunc.planner.offload.trace import Ground, NodeS, links_of, trace_of, write
 from colofunc.planner.plan_table import time_text
-from colofunc.program.ir import Program
+from colofunc.program.ir import Program, Value
 from colofunc.program.lanes import Lanes, played
 from colofunc.program.memory import lies, memory
 from colofunc.program.passes.tiered import Tiers, readers
+from colofunc.program.places import distinct_ranks
+from colofunc.spec.parts import holds
 
 TIERS: Tiers = ("host", "disk")
 NOTHING: frozenset[int] = frozenset()
@@ -97,10 +99,12 @@ def least_disk_s(mesh: Mesh, nbytes: int) -> float:
 def _short(program: Program, mesh: Mesh, captured: Collection[int]) -> str:
     """What is wrong where the disk cannot hold two versions of the state, one of what was captured, and what a step writes there."""
     most = mesh.capacity_bytes("disk")
-    there = [(k, program.values[i]) for k, i in enumerate(program.inputs) if program.values[i].tier == "disk"]
-    states = sum(value.nbytes * (1 if k in captured else 2) for k, value in there)
-    own = [o for node in program.nodes if node.target.startswith("colofunc.to_disk") for o in node.results]
-    needed = states + sum(program.values[o].nbytes for o in own)
+    inputs = [(program.values[i], 1 if k in captured else 2) for k, i in enumerate(program.inputs) if program.values[i].tier == "disk"]
+    own = [(program.values[o], 1) for node in program.nodes if node.target.startswith("colofunc.to_disk") for o in node.results]
+    needed = 0
+    for rank in distinct_ranks(program, mesh):  # each has a part of the disk, and what exists on it
+        here = [value.nbytes * versions for value, versions in (*inputs, *own) if _exists(value, mesh, rank)]
+        needed = max(needed, sum(here))
     if most is None or needed <= most:
         return ""
     ranks = f" ({mesh.node_ranks} ranks share a node's)" if mesh.node_ranks > 1 else ""
@@ -108,6 +112,10 @@ def _short(program: Program, mesh: Mesh, captured: Collection[int]) -> str:
         f"two versions of the state on disk and what a step writes there for itself take {size_text(needed)} a rank, the topology has "
         f"{size_text(most)}{ranks}; use more {'nodes' if ranks else 'ranks'}, a larger disk, or more host memory (host=)"
     )
+
+
+def _exists(value: Value, mesh: Mesh, rank: int) -> bool:
+    return value.layout is None or holds(value.layout.at, mesh, rank)
 
 
 def _ground(program: Program, mesh: Mesh, lanes: Lanes, given: Mapping[int, str]) -> Ground:

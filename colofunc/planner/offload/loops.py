@@ -25,6 +25,7 @@ from colofunc.planner.offload.trace import Ground, NodeS, of_lies, trace_of, wri
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Loop, Node
 from colofunc.program.memory import Meta, inside, lies, memory
+from colofunc.program.passes.reuse import added_in_place
 
 NOTHING: frozenset[int] = frozenset()
 
@@ -70,7 +71,7 @@ def _beside(ground: Ground, k: int, loop: Loop, items: list[int], trace: Trace) 
         for s, item in zip(items, trace.items, strict=True)
         if k in item.uses and not (item.home and s in operands)
     )
-    _, held = inside(loop.body, _metas(ground, k, loop))
+    _, held = inside(loop.body, _metas(ground, k, loop), added_in_place(loop).values())  # as the loop was counted
     return trace.base[k] - max(held, default=0) + needed
 
 

@@ -46,7 +46,7 @@ from colofunc.program.editor import Editor
 from colofunc.program.facts import is_pointwise, is_wire, kind_of, rearrange_steps
 from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.passes.loop import within
-from colofunc.program.passes.reuse import fuse, over, reuse
+from colofunc.program.passes.reuse import fuse, kept_for_one_part, over, reuse
 from colofunc.program.passes.schedule import updates_early
 from colofunc.program.places import made_at
 
@@ -62,7 +62,7 @@ def in_place(program: Program, temporaries: bool = True, every_state: bool = Fal
     program = _leaving_apart(program)
     program = fuse(program) if temporaries else program
     written = updates_early(_written_over(_over_donated(program, every_state), every_state))
-    return within(reuse(written), _body) if temporaries else within(written, _stage)
+    return within(reuse(written), _body, kept_for_one_part) if temporaries else within(written, _stage)
 
 
 def _leaving_apart(program: Program) -> Program:
@@ -124,9 +124,9 @@ def _stage(body: Program) -> Program:
     return attrs.evolve(body, stage="inplace")
 
 
-def _body(body: Program) -> Program:
-    """The body of a loop: nothing is donated to it, so only temporaries are written over."""
-    return _stage(reuse(fuse(body)))
+def _body(body: Program, own: frozenset[int] = frozenset()) -> Program:
+    """The body of a loop, or a part of it: nothing is donated to it, so only temporaries are written over. own: inputs that are, too."""
+    return _stage(reuse(fuse(body, own), own))
 
 
 Pairs = list[tuple[int, int]]

@@ -24,7 +24,7 @@ trip reaches the update or an output (a running mean, an auxiliary loss), it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import attrs
 
@@ -67,32 +67,37 @@ def unmixed(program: Program, axis: str, trips: int, mixing: str = "error", lean
         estimated = True
 
 
-def within(program: Program, change: Callable[[Program], Program]) -> Program:
-    """`program` with the body of every loop changed."""
+Owned = Callable[[Loop], Sequence[Collection[int]]]
+"""Of a loop in parts, the values from other parts that each part alone reads and may write over."""
+
+
+def within(program: Program, change: Callable[..., Program], owned: Owned | None = None) -> Program:
+    """`program` with the body of every loop changed. owned: `change` is told as well what a part may write over of what it is given."""
     if not any(node.loop for node in program.nodes):
         return program
     edit = Editor(program)
     for index, node in enumerate(program.nodes):
         if node.loop is not None:
-            edit.change(index, loop=changed(node.loop, lambda body: within(change(body), change)))
+            edit.change(index, loop=changed(node.loop, lambda body, *own: within(change(body, *own), change, owned), owned))
     return edit.done()
 
 
-def changed(loop: Loop, change: Callable[[Program], Program]) -> Loop:
-    """A loop with its body changed, part by part where it is cut (`passes.cut`): nothing moves between parts."""
+def changed(loop: Loop, change: Callable[..., Program], owned: Owned | None = None) -> Loop:
+    """A loop with its body changed, part by part where it is cut (`passes.cut`): nothing moves between parts. owned: see `within`."""
     timetable = loop.cut_by
     if timetable is None:
         return attrs.evolve(loop, body=change(loop.body))
     body, nodes, ends = loop.body, list[Node](), list[int]()
     values, names = dict(body.values), dict[int, int]()
-    for first, end in timetable.spans():
+    own = owned(loop) if owned is not None else None
+    for number, (first, end) in enumerate(timetable.spans()):
         mine = [_renamed(node, names) for node in body.nodes[first:end]]
         made = {out for node in mine for out in node.results}
         inputs = dict.fromkeys(ref for node in mine for ref in node.refs if ref not in made)
         later = {ref for node in body.nodes[end:] for ref in node.refs} | set(body.outputs)
         outputs = tuple(dict.fromkeys(out for node in mine for out in node.results if out in later))
         part = Program(tuple(inputs), tuple(mine), outputs, values, stage=body.stage, kernels=body.kernels)
-        done = change(part)
+        done = change(part) if own is None else change(part, frozenset(names.get(id, id) for id in own[number]))
         names |= dict(zip(outputs, done.outputs, strict=True))
         values |= done.values
         nodes += done.nodes

@@ -22,18 +22,19 @@ After node k the result alone lives in that memory, so what holds for a fresh re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any
 
 import attrs
 
-from colofunc.ops import fused as _operators  # noqa: F401  registers the operators that this pass puts in
+from colofunc.ops.fused import has_adder
 from colofunc.ops.twins import functional_of, out_twin, twin_of
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
 from colofunc.program.facts import is_pointwise, makes_memory
 from colofunc.program.ir import Loop, Node, Program, Ref
+from colofunc.program.passes.loop import parts_that_read
 
 # Views that keep every element once (in any order).
 WHOLE = frozenset(
@@ -43,9 +44,9 @@ WHOLE = frozenset(
 )
 
 
-def reuse(program: Program) -> Program:
-    """Results written over dying operands; the last pass, because it depends on the final order."""
-    facts = Facts(program)
+def reuse(program: Program, own: Collection[int] = ()) -> Program:
+    """Results written over dying operands; the last pass, because it depends on the final order. own: inputs that are the program's own."""
+    facts = Facts(program, own)
     nodes = (_over_what_dies(facts, index, node) or node for index, node in enumerate(program.nodes))
     return Editor(program).written(nodes, stage="inplace")
 
@@ -109,6 +110,50 @@ def own_outputs_of_parts(loop: Loop) -> set[int]:
     return found
 
 
+def kept_for_one_part(loop: Loop) -> list[set[int]]:
+    """Of each part of a body that is cut, what an earlier part has made and kept for it alone: it may be written over there, each
+    microbatch having its own. As in the whole of a step, the gradient of a loss lies where the logits lay."""
+    body, timetable = loop.body, loop.cut_by
+    assert timetable is not None, "a body in parts"
+    facts = Facts(body)
+    crossing: dict[int, set[tuple[int, int]]] = {}  # memory -> (value, another part than its own that reads it)
+    for id, parts in parts_that_read(body, timetable).items():
+        if id in body.made_at:
+            others = parts - {timetable.part_at(body.made_at[id])}
+            crossing.setdefault(facts.memory.group(id), set()).update((id, part) for part in others)
+    found: list[set[int]] = [set() for _ in timetable.ends]
+    for group, reads in crossing.items():
+        if len(reads) == 1 and not facts.memory.is_output(group):
+            ((id, part),) = reads
+            if facts.whole(id):
+                found[part].add(id)
+    return found
+
+
+def added_in_place(loop: Loop) -> dict[int, int]:
+    """Position of a node of a loop's body -> the output that it makes, where each trip but the first adds that to the sum at once.
+
+    Nobody but the sum reads what such a node makes (or adds the gradient of an embedding to it), so that the gradient of one microbatch
+    never lies beside that of all.
+    """
+    body, found = loop.body, {}
+    for k in own_outputs_of_parts(loop):
+        out = body.outputs[k]
+        maker, made_at = body.makers[out], body.made_at[out]
+        plain = len(maker.outs) == 1 and maker.kernel is None and not maker.kwargs and body.values[out].tier == "device"
+        only_added_to = all(_adds_rows(loop, index, out, made_at) for index in body.readers.get(out, ()))
+        if loop.gathers[k] == "sum" and plain and only_added_to and has_adder(maker.target, maker.args):
+            found[made_at] = k
+    return found
+
+
+def _adds_rows(loop: Loop, index: int, into: int, made_at: int) -> bool:
+    """Whether a node adds the gradient of an embedding to a value, in the part that makes it: before another microbatch comes."""
+    node, timetable = loop.body.nodes[index], loop.cut_by
+    same_part = timetable is None or timetable.part_at(index) == timetable.part_at(made_at)
+    return same_part and node.target == "colofunc.embedding_add_" and node.args[0] == Ref(into) and node.refs.count(into) == 1
+
+
 def functional(node: Node) -> Node | None:
     """The operator that `reuse` wrote over an operand, with a result of its own; None for other operators."""
     found = functional_of(node.target)
@@ -118,9 +163,9 @@ def functional(node: Node) -> Node | None:
     return attrs.evolve(node, target=target, kwargs=tuple(pair for pair in node.kwargs if pair[0] != argument))
 
 
-def fuse(program: Program) -> Program:
-    """Large gradients that are mostly zero are never made (see `colofunc.ops.fused`). `program` is still functional."""
-    facts, edit = Facts(program), Editor(program)
+def fuse(program: Program, own: Collection[int] = ()) -> Program:
+    """Large gradients that are mostly zero are never made (see `colofunc.ops.fused`). `program` is still functional. own: as in `reuse`."""
+    facts, edit = Facts(program, own), Editor(program)
     changed = False
     for index, node in enumerate(program.nodes):
         found = None
@@ -141,8 +186,9 @@ def fuse(program: Program) -> Program:
 class Facts:
     """Who made what and who reads it last, of one program; see Note [What may be written over]."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, own: Collection[int] = ()) -> None:
         self.program = program
+        self.own = own  # inputs that nobody else has
         self.memory = aliases(program)
         self.makers = program.makers
         self.readers = program.readers
@@ -155,7 +201,7 @@ class Facts:
         if found is None:
             node = self.makers.get(id)
             if node is None:
-                found = False
+                found = id in self.own
             elif node.target in WHOLE:
                 found = self.whole(node.refs[0])
             else:
