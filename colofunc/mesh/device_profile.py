@@ -172,7 +172,7 @@ def copies_s(device: torch.device) -> tuple[int, dict[tuple[str, str], float]]:
 
 
 def host_update_bytes_per_s() -> float:
-    """What this process reads and writes a second in an update of float32 values on the host, with as many threads as torch has."""
+    """What this process reads and writes a second in an update of float32 values on the host, with the threads that torch has now."""
     cpu = torch.device("cpu")
     moved_bytes, run = _update(torch.randn(UPDATED_ELEMENTS), torch.randn(UPDATED_ELEMENTS))
     return moved_bytes / least_s(run, cpu)

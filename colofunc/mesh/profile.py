@@ -218,15 +218,21 @@ def _time_device(mesh: Mesh, device: torch.device, deadline: float) -> Topology:
         links=_with_both(links, seconds, copied_bytes),
         tiers=tiers,
         node_devices=sharing,
-        host_bytes_per_s=_processes(min(sharing, mesh.size)) * host_update_bytes_per_s(),
+        host_bytes_per_s=_host_bytes_per_s(min(sharing, mesh.size)),
     )
 
 
-def _processes(node_ranks: int) -> float:
-    """How many times what this process reaches on the host a node does: ranks measure at once; one alone has the cores of all."""
+def _host_bytes_per_s(node_ranks: int) -> float:
+    """Of updates on the host, by all ranks of a node together: each measures at the same time, one alone with the threads of all."""
     if dist.is_available() and dist.is_initialized():
-        return node_ranks
-    return host_threads(node_ranks) / torch.get_num_threads()
+        dist.barrier()
+        return node_ranks * host_update_bytes_per_s()
+    before = torch.get_num_threads()
+    torch.set_num_threads(host_threads(node_ranks))
+    try:
+        return host_update_bytes_per_s()
+    finally:
+        torch.set_num_threads(before)
 
 
 def _with_both(links: tuple[Link, ...], seconds: dict[tuple[str, str], float], nbytes: int) -> tuple[Link, ...]:
