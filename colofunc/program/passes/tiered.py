@@ -27,6 +27,7 @@ from colofunc.program.facts import is_copy, kind_of, written
 from colofunc.program.ir import Node, Program, Ref, map_refs
 from colofunc.program.memory import Lies
 from colofunc.program.places import made_at
+from colofunc.spec.layout import At
 
 Tiers = tuple[str, str]  # where nodes read, and where what has no room there lies
 TIERS: Tiers = ("device", "host")
@@ -120,13 +121,13 @@ class Tiered:
         return self.base[tier][storage]
 
     def _node(self, name: str, storage: int, args: tuple[Ref, ...], outs: tuple[int, ...]) -> Node:
-        made = self.maker.get(self._root(storage))
+        root = self._root(storage)
+        made, value = self.maker.get(root), self.program.values[root]
         origin = ("forward", "", "") if made is None else (made.phase, made.path, made.line)
-        value = self.program.values[self._root(storage)]
-        if made is None or made.loop is not None:  # a loop runs on all ranks, and gathers each value where that is
+        if made is None:
             on = None if value.layout is None else value.layout.at
         else:
-            on = made_at(made)
+            on = _gathered_at(made, root) if made.loop is not None else made_at(made)
         return Node(f"colofunc.{name}", args, (), outs, *origin, note=value.name, on=on)
 
     def _root(self, storage: int) -> int:
@@ -205,6 +206,17 @@ class Tiered:
         far = self.home | made | set(leave)
         outputs = tuple(self.get(self.far if lies & far else self.near, o) for o, lies in zip(self.program.outputs, homes, strict=True))
         return self.edit.written(self.nodes, outputs)
+
+
+def _gathered_at(node: Node, result: int) -> At | None:
+    """Where a result of a loop exists: where its body makes what is gathered."""
+    assert node.loop is not None, "a loop"
+    body = node.loop.body
+    inner = body.outputs[node.outs.index(result)]
+    if inner in body.makers:
+        return made_at(body.makers[inner])
+    layout = body.values[inner].layout
+    return None if layout is None else layout.at
 
 
 def is_view(node: Node, lies: Lies) -> bool:
