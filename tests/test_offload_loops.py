@@ -7,6 +7,7 @@ import torch
 from colofunc_plugins import zero
 from live_bytes import measure
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
@@ -72,3 +73,19 @@ def test_a_result_that_is_a_view_is_handed_over_where_it_is_made() -> None:
 
     assert order(gathered=True) == ["mul", "view", "exp", "sin"]
     assert order(gathered=False) == ["mul", "exp", "sin", "view"]
+
+
+def test_what_a_loop_has_gathered_at_one_stage_is_copied_there_alone() -> None:
+    """Tensor-parallel inference in a pipeline ends loops where activations are gathered, and keeps those of a stage on the host."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, vocab_size=32)
+    model = cf.functional(LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)).double().eval())
+
+    def logits(params: Any, ids: torch.Tensor) -> torch.Tensor:
+        return model.apply(params, model.buffers, input_ids=ids)[0].logits
+
+    ids = torch.arange(32).view(4, 8)
+    step = cf.pipeline(cf.shard(logits, cf.Mesh(pp=2, tp=2)), microbatches=2, schedule="gpipe")
+    peak_bytes = step.lower(model.params, ids).memory().peak_bytes["device"]
+    with cf.testing.float64():
+        check(cf.offload(step, budget=int(0.7 * peak_bytes)), model.params, ids)
