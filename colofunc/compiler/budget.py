@@ -33,10 +33,10 @@ program of at most WORK nodes is searched from nothing even where a sharding of 
 SAME, CLEARLY = 0.01, 0.05
 """A known sharding is kept where another one is faster by at most SAME; it is not counted where the search says that it is slower by more
 than CLEARLY."""
-SEARCHES_LARGE = 3
-"""At most this many searches at a price of memory for programs of more than WORK nodes."""
 LARGE = 2000
 """Programs of more nodes have fewer searches for the least budget."""
+SEARCHES_LARGE = 3
+"""At most this many searches at a price of memory for these."""
 Sharding = Callable[[], Decided]
 """Who computes what, its plan written at the first call."""
 
@@ -219,7 +219,7 @@ def _searched(
         one = Tried(decided, completion.finish(decided, budget_bytes), budget_bytes)
         return (one if one.done.fits(budget_bytes) else None), one
     small = len(completion.program.nodes) <= WORK
-    searches = SEARCHES if small else SEARCHES_LARGE
+    searches = SEARCHES if len(completion.program.nodes) <= LARGE else SEARCHES_LARGE
 
     def finish(sharding: Sharding, below_s: float) -> Fitted:
         done = completion.finish(sharding(), budget_bytes, below_s)

@@ -34,6 +34,8 @@ DEARER = 4.0
 """The highest price tried, as a multiple of the one that a plan tells: that is an average, and the next byte may cost more."""
 SEARCHES = 6
 """At most this many searches with a price of memory."""
+SEARCHES_FIT = 3
+"""At most this many of a program that is not small, once something fits."""
 LESS = 0.9
 """Where a plan fits only with help, the next budget for sharding alone is at most this part of the last."""
 NEARBY = 2
@@ -242,7 +244,9 @@ class _Together(Generic[P]):
         """
         begin = self.next_price_s(first)
         ahead, asked = [begin], list[float]()
-        for _ in range(searches):
+        for number in range(searches):
+            if number >= SEARCHES_FIT and not self.small and self.best is not None:
+                return
             others = [DEARER * begin, *self.between()] if self.small or self.best is None else []
             new = (p for p in (*ahead, *others) if not _near_any(p, asked))
             price_s = next(new, None)

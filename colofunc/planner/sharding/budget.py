@@ -99,7 +99,7 @@ def fit(
 
 TURNS_FROM_LIKE = 3
 """At most this many rounds of charging for what is alive at the peak, which changes with the choice, where a search begins at an assignment
-of a like program; elsewhere more than one wins nothing."""
+of a like program, which alone is restarted (`search`); elsewhere more than one wins nothing."""
 
 
 def at_price(
