@@ -204,6 +204,24 @@ def test_hidden_units_stay_whole_and_no_scale_travels() -> None:
     assert layers and all(program.values[node.refs[4]].shape == (2, 128, 32) for node in layers)
 
 
+@pytest.mark.parametrize(("operand", "shape"), [("g", (5, 32)), ("down", (128, 32))])
+def test_a_pending_sum_is_whole_before_it_is_rounded(operand: str, shape: tuple[int, int]) -> None:
+    """Rows of the sum of two parts have other scales than the parts have."""
+    x, index, weight, gate_up, down, *rest = layer()
+    x, index, weight = x[:5], index[:5], weight[:5]  # of tokens that do not divide over the ranks
+    draw = torch.Generator().manual_seed(1)
+    left, right = (torch.randn(n, 64, generator=draw, dtype=torch.float64) for n in shape)
+
+    def fn(left: Tensor, right: Tensor) -> Tensor:
+        product = F.linear(left, right)  # whose summed dim is split: a sum of two parts
+        if operand == "g":
+            return experts_backward(product, x, index, weight, gate_up, down, *rest[:5], True, *rest[5:])[1]
+        return experts(x, index, weight, gate_up, product.reshape(4, 32, 32), *rest)
+
+    step = cf.shard(fn, cf.Mesh(a=2), in_specs=("b (a i)", "o (a i)"))
+    torch.testing.assert_close(step(left, right).full(), fn(left, right), rtol=1e-12, atol=1e-12)
+
+
 def test_experts_as_transformers_writes_them() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(

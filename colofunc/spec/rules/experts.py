@@ -7,8 +7,9 @@
 
 An axis on `b*` is data parallelism with whole weights. On `e` every rank runs its experts on all tokens: the local code
 shifts indices, and a choice of another rank's expert is one of nobody's. On `f` it is tensor parallelism inside the
-experts: column and row of every expert, `c` counts gate and up, (f c) where they are interleaved; in float8 `f` is whole. Dispatch of
-tokens to the ranks of their experts is a strategy with local code of its own (the plugin `moe`).
+experts: column and row of every expert, `c` counts gate and up, (f c) where they are interleaved. In float8 `f` is whole, and rows are
+rounded before they are multiplied: a sum still pending of `down`, or of the gradient that comes in, must be whole first. Dispatch of tokens
+to the ranks of their experts is a strategy with local code of its own (the plugin `moe`).
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def _rule(call: Call, x: int) -> Rule:
     batch = " ".join(names("b", len(call.ins[x].shape) - 1))
     gub, db = at(call, x + 5, "gate_up_bias"), at(call, x + 6, "down_bias")
     interleaved = Interleaved.of(str(call.arg(x + 7, "act"))) is not None
+    float8 = bool(call.arg(_share_at(x) + 1, "float8", False))
     # In float8 a row of hidden units has one scale, so that it is whole.
-    f = "[f]" if call.arg(_share_at(x) + 1, "float8", False) else "f"
+    f = "[f]" if float8 else "f"
     up, tokens, choices = f, f"{batch} [d]", f"{batch} [k]"
     if gated:
         up = f"({f} [c])" if interleaved else f"([c] {f})"
@@ -57,8 +59,10 @@ def _rule(call: Call, x: int) -> Rule:
     c = 2 if gated else 1
     sizes = {"c": 2} if gated else None
     if not x:
+        # Rounding is not linear, and only what weighs the results of experts is not rounded.
+        linear = [{2}] if float8 else [{2}, {x + 4, db}]
         return bind(
-            call, texts, [tokens], reduce={"e": "sum", "f": "sum"}, linear=[{2}, {x + 4, db}], local=_code(x, db),
+            call, texts, [tokens], reduce={"e": "sum", "f": "sum"}, linear=linear, local=_code(x, db),
             flops=2 * size * (c + 1), sizes=sizes,
         )  # fmt: skip
     needed = bool(call.arg(x + 10, "need_weights", True))
@@ -67,7 +71,8 @@ def _rule(call: Call, x: int) -> Rule:
     free = [*names("b", len(call.ins[x].shape) - 1), "e", "f"]
     absent = [(k, f) for k, text in enumerate(outs, 2) if text == "[z]" for f in free]
     return bind(
-        call, {0: tokens, **texts}, [tokens, choices, *outs], reduce=dict.fromkeys(free, "sum"), linear=[{0}],
+        call, {0: tokens, **texts}, [tokens, choices, *outs], reduce=dict.fromkeys(free, "sum"),
+        linear=[] if float8 else [{0}],
         copied=[*absent, (5, "f")], local=_code(x, db), flops=2 * size * (3 * c + 2), sizes=sizes,
     )  # fmt: skip
 
