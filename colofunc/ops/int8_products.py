@@ -67,15 +67,23 @@ def _blocks(rows: Tensor) -> Iterator[slice]:
         yield slice(first, first + step)
 
 
+def _matrix(x: Tensor) -> Tensor:
+    """(..., i) as (m, i), though there may be no columns."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 # ---- rows in int8 ----
+
+# Note [Results that are no views]: an operator writes through a view of its result and returns the result. Autograd lets nobody write into a
+# view that a function returns, and behind a layer stands, for example, `ReLU(inplace=True)`.
 
 
 def _row_size(x: Tensor, threshold: float) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    out = x.new_empty(rows.shape[0])
+    rows, out = _matrix(x), x.new_empty(x.shape[:-1])
+    sizes = out.view(-1)
     for part in _blocks(rows):
-        out[part] = _size_of_rows(rows[part], threshold)
-    return out.view(x.shape[:-1])
+        sizes[part] = _size_of_rows(rows[part], threshold)
+    return out
 
 
 def _size_of_rows(rows: Tensor, threshold: float) -> Tensor:
@@ -91,12 +99,14 @@ def _row_size_fake(x: Tensor, threshold: float) -> Tensor:
 
 
 def _int8_rows(x: Tensor, size: Tensor, threshold: float) -> Tensor:
-    rows, sizes = x.reshape(-1, x.shape[-1]), size.reshape(-1)
-    out = rows.new_empty(rows.shape, dtype=torch.int8)
+    rows, sizes = _matrix(x), size.reshape(-1)
+    out = x.new_empty(x.shape, dtype=torch.int8)
+    made = out.view(rows.shape)
     for part in _blocks(rows):
-        numbers = units(rows[part], sizes[part])
-        out[part] = numbers.masked_fill_(~(rows[part].abs() < threshold), 0.0)
-    return out.view(x.shape)
+        # The unit of a row of subnormal numbers is rounded itself, so that more than 127 of them may be in one.
+        numbers = units(rows[part], sizes[part]).clamp_(-STEPS, STEPS)
+        made[part] = numbers.masked_fill_(~(rows[part].abs() < threshold), 0.0)
+    return out
 
 
 def _int8_rows_fake(x: Tensor, size: Tensor, threshold: float) -> Tensor:
@@ -137,11 +147,17 @@ def cuda_sums(rows: Tensor, data: Tensor) -> Tensor:
 
 
 def best_sums(rows: Tensor, data: Tensor) -> Tensor:
-    # Of one column, whose strides say nothing, torch reads what lies behind the weight.
-    some = rows.shape[0] > 0 and data.shape[0] > 0 and data.shape[1] > 1
-    if some and rows.device.type == "cpu" and compat.has_int_mm_on_cpu():
+    # Of a weight with one row or column, whose strides say nothing, torch reads what lies behind it.
+    some = rows.shape[0] > 0 and data.shape[0] > 1 and data.shape[1] > 1
+    if some and rows.device.type == "cpu" and compat.has_int_mm_on_cpu() and _is_apart(rows) and _is_apart(data):
         return cpu_sums(rows, data)
     return exact_sums(rows, data)
+
+
+def _is_apart(matrix: Tensor) -> bool:
+    """Whether each number has a place of its own, as not in what was expanded: of others torch reads some in wrong places."""
+    (rows, columns), (down, right) = matrix.shape, matrix.stride()
+    return down > right * (columns - 1) >= columns - 1 or right > down * (rows - 1) >= rows - 1
 
 
 def _scaled(
@@ -150,16 +166,17 @@ def _scaled(
     """What sums (m, o) stand for, (..., o)."""
     wide = _wide(dtype)
     unit, scales = size.reshape(-1, 1).to(wide) / STEPS, scale.to(wide)
-    outliers = None if x is None else _outliers(x.reshape(-1, x.shape[-1]), threshold, data, scale, wide)
-    out = sums.new_empty(sums.shape, dtype=dtype)
-    for part in _blocks(out):
+    outliers = None if x is None else _outliers(_matrix(x), threshold, data, scale, wide)
+    out = sums.new_empty((*size.shape, data.shape[0]), dtype=dtype)  # Note [Results that are no views]
+    made = out.view(sums.shape)
+    for part in _blocks(made):
         numbers = sums[part].to(wide).mul_(unit[part]).mul_(scales)
         if outliers is not None:
             numbers.add_(outliers[part])
         if bias is not None:
             numbers.add_(bias)
-        out[part] = numbers
-    return out.view(*size.shape, data.shape[0])
+        made[part] = numbers
+    return out
 
 
 def _outliers(x: Tensor, threshold: float, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -178,13 +195,13 @@ def _outliers(x: Tensor, threshold: float, data: Tensor, scale: Tensor, dtype: t
 def _int8_rows_linear(
     rows: Tensor, data: Tensor, scale: Tensor, size: Tensor, x: Tensor | None, threshold: float, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    return _scaled(best_sums(rows.reshape(-1, rows.shape[-1]), data), data, scale, size, x, threshold, bias, dtype)
+    return _scaled(best_sums(_matrix(rows), data), data, scale, size, x, threshold, bias, dtype)
 
 
 def _int8_rows_linear_cuda(
     rows: Tensor, data: Tensor, scale: Tensor, size: Tensor, x: Tensor | None, threshold: float, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    return _scaled(cuda_sums(rows.reshape(-1, rows.shape[-1]), data), data, scale, size, x, threshold, bias, dtype)
+    return _scaled(cuda_sums(_matrix(rows), data), data, scale, size, x, threshold, bias, dtype)
 
 
 def _int8_rows_linear_fake(
@@ -210,9 +227,13 @@ PRODUCT = int8_rows_linear.name
 # ---- a layer ----
 
 
-def takes(x: Tensor, weight: Tensor, form: str) -> bool:
-    """Whether a layer with an input and a weight, as it is handed to the step's code, can be a product of whole numbers."""
-    return form == "int8" and x.dim() > 0 and x.dtype == weight.dtype and x.is_floating_point() and weight.shape[1] <= MOST_COLUMNS
+def takes(x: Tensor, weight: Tensor, bias: Tensor | None, form: str) -> bool:
+    """Whether a layer with an input, a weight and a bias, as handed to the step's code, can be a product of whole numbers."""
+    if form != "int8" or x.dim() == 0 or not x.is_floating_point():
+        return False
+    # What torch refuses it is to refuse here, too.
+    one_dtype = x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
+    return one_dtype and weight.shape[1] <= MOST_COLUMNS
 
 
 def rounded_linear(x: Tensor, bias: Tensor | None, data: Tensor, scale: Tensor, threshold: float) -> Tensor:
