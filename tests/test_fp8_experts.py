@@ -111,6 +111,21 @@ def test_kernels_by_tiles_give_the_same_numbers(dtype: torch.dtype, transposed: 
     torch.testing.assert_close(emulated(args[0], w, ends), want, **near)
 
 
+def test_what_is_nobodys_is_zero_though_it_is_not_finite() -> None:
+    x, index, weight, *rest = layer()
+    x[5], index[5] = torch.inf, -1
+    w, ends = rest[0].transpose(1, 2), torch.tensor([2, 2, 4, 5], dtype=torch.int32)
+    assert not emulated(x, w, ends)[5].any()
+    g = torch.full_like(x, torch.inf)
+    g[:5] = x[:5]
+    backward = g, x, index, weight, *rest[:7], True, *rest[7:]
+    pairs = [(emulated_experts(x, index, weight, *rest), experts(x, index, weight, *rest))]
+    pairs += zip(emulated_experts_backward(*backward), experts_backward(*backward), strict=True)
+    for got, want in pairs:
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        assert got.isfinite().all()
+
+
 @pytest.fixture
 def torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Torch's kernel as its own shape function lets it be called, computed in float32. The sizes of its calls."""
