@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from colofunc_plugins import experts as over_experts
+from colofunc_plugins import tensor
 from quantize_matrix import Mixture, tokens
-from torch import Tensor
+from torch import Tensor, nn
 
 import colofunc as cf
 from colofunc import compat
@@ -235,6 +237,30 @@ def test_a_pending_sum_is_whole_before_it_is_rounded(operand: str, shape: tuple[
 
     step = cf.shard(fn, cf.Mesh(a=2), in_specs=("b (a i)", "o (a i)"))
     torch.testing.assert_close(step(left, right).full(), fn(left, right), rtol=1e-12, atol=1e-12)
+
+
+class Routed(nn.Module):
+    """Experts that are nearly all of the work. `pairs`: whether there are products, too, that tensor parallelism pairs."""
+
+    def __init__(self, pairs: bool) -> None:
+        super().__init__()
+        self.pair = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)) if pairs else nn.Identity()
+        self.router, self.up, self.down = nn.Linear(32, 4), nn.Parameter(torch.randn(4, 512, 32)), nn.Parameter(torch.randn(4, 32, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        index, weight, _ = cf.moe.route(self.router(x), 2)
+        return self.pair(cf.moe.experts(x, index, weight, self.up, self.down))
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_a_plan_that_cannot_split_hidden_units_says_why(pairs: bool) -> None:
+    model = cf.functional(Routed(pairs))
+    step_fn, state = cf.train_step(model, cf.adapt(torch.optim.SGD, lr=0.1), loss=lambda out: out.square().mean())
+    mesh, plan, x = cf.Mesh(tp=2), tensor("1d", "tp"), torch.randn(8, 32)
+    cf.shard(step_fn, mesh, plan).lower(state, x)
+    said = "; experts in float8 keep their hidden units whole, because a row of them has one scale; try experts('ep') instead, or leave"
+    with pytest.raises(cf.PlanError, match=re.escape(said)):
+        cf.shard(cf.fp8(step_fn, where=("up", "down")), mesh, plan).lower(state, x)
 
 
 def test_experts_as_transformers_writes_them() -> None:

@@ -74,8 +74,8 @@ def _matrix(x: Tensor) -> Tensor:
 
 # ---- rows in int8 ----
 
-# Note [Results that are no views]: an operator writes through a view of its result and returns the result. Autograd lets nobody write into a
-# view that a function returns, and behind a layer stands, for example, `ReLU(inplace=True)`.
+# Note [Results that are no views]: an operator writes through a view of its result, and returns the result. Autograd lets nobody write into
+# a view that a function returns, and behind a layer stands, for example, `ReLU(inplace=True)`.
 
 
 def _row_size(x: Tensor, threshold: float) -> Tensor:

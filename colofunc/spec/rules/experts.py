@@ -32,13 +32,22 @@ from colofunc.spec.rules.local import rerun, strides
 from colofunc.spec.rules.opened import Split, opened
 from colofunc.spec.rules.pattern import RuleFn, pattern
 
+WHOLE_IN_FLOAT8 = (
+    "experts in float8 keep their hidden units whole, because a row of them has one scale; try experts('ep') instead, or leave experts out "
+    "of where= of cf.fp8"
+)
+
 
 def experts(call: Call) -> Rule:
-    return _rule(call, 0)
+    return _explained(call, _rule(call, 0), 0)
 
 
 def experts_backward(call: Call) -> Rule:
-    return _rule(call, 1)
+    return _explained(call, _rule(call, 1), 1)
+
+
+def _explained(call: Call, rule: Rule, x: int) -> Rule:
+    return attrs.evolve(rule, why_whole=WHOLE_IN_FLOAT8) if _in_float8(call, x) else rule
 
 
 def _rule(call: Call, x: int) -> Rule:
@@ -47,7 +56,7 @@ def _rule(call: Call, x: int) -> Rule:
     batch = " ".join(names("b", len(call.ins[x].shape) - 1))
     gub, db = at(call, x + 5, "gate_up_bias"), at(call, x + 6, "down_bias")
     interleaved = Interleaved.of(str(call.arg(x + 7, "act"))) is not None
-    float8 = bool(call.arg(_share_at(x) + 1, "float8", False))
+    float8 = _in_float8(call, x)
     # In float8 a row of hidden units has one scale, so that it is whole.
     f = "[f]" if float8 else "f"
     up, tokens, choices = f, f"{batch} [d]", f"{batch} [k]"
@@ -79,6 +88,10 @@ def _rule(call: Call, x: int) -> Rule:
 
 def _share_at(x: int) -> int:
     return x + 10 + x  # behind `need_weights`, which backward has
+
+
+def _in_float8(call: Call, x: int) -> bool:
+    return bool(call.arg(_share_at(x) + 1, "float8", False))
 
 
 def _share(call: Call, x: int) -> float:
