@@ -210,6 +210,18 @@ def test_a_layer_is_meant_by_its_weights() -> None:
         cf.fp8(step_fn, where="experts_in").lower(state, tokens())
 
 
+def test_dispatch_takes_no_pending_sum_either() -> None:
+    """Its ways to place the other axes are those of the rule."""
+    args = layer()
+    samples = {
+        "colofunc.experts": cf.testing.sample(*args),
+        "colofunc.experts_backward": cf.testing.sample(args[0], *args[:10], True, *args[10:]),
+    }
+    for target, sample in samples.items():
+        done = cf.testing.check_strategies(over_experts("a"), target, sample, meshes=[cf.Mesh(a=2, b=2)])
+        assert "{a: dispatch}" in {one.strategy for one in done}
+
+
 def test_hidden_units_stay_whole_and_no_scale_travels() -> None:
     """Rows have scales of their own: of what experts on ranks tell one another only the lengths of queues are maxima."""
     step_fn, state = training()

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from colofunc.ops import triton_use
 from colofunc.ops.experts_native import add_choices, adds, sorted_choices
-from colofunc.ops.experts_parts import Weights, wide
+from colofunc.ops.experts_parts import Weights
 from colofunc.ops.grouped_device import EMULATED, GROUPED, SCALED, TILED, Products
-from colofunc.ops.kernels import NARROW
+from colofunc.ops.kernels import NARROW, wide
 
 LEAST_CHOICES = 1 << 12
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from colofunc import compat
 from colofunc.errors import RuleError
 from colofunc.ops.define import define
-from colofunc.ops.kernels import Kernel, KernelCall, Rates
+from colofunc.ops.kernels import Kernel, KernelCall, Rates, anything, wide
 from colofunc.ops.quantized import FORMATS, OPERATORS
 from colofunc.ops.quantized_inputs import STEPS, largest_below, units
 
@@ -51,10 +51,6 @@ ROWS_AS_COLUMNS = 512
 
 BLOCK = 1 << 16
 """On CPUs at most so many numbers are worked on at a time."""
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _blocks(rows: Tensor) -> Iterator[slice]:
@@ -164,13 +160,13 @@ def _scaled(
     sums: Tensor, data: Tensor, scale: Tensor, size: Tensor, x: Tensor | None, threshold: float, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """What sums (m, o) stand for, (..., o)."""
-    wide = _wide(dtype)
-    unit, scales = size.reshape(-1, 1).to(wide) / STEPS, scale.to(wide)
-    outliers = None if x is None else _outliers(_matrix(x), threshold, data, scale, wide)
+    high = wide(dtype)
+    unit, scales = size.reshape(-1, 1).to(high) / STEPS, scale.to(high)
+    outliers = None if x is None else _outliers(_matrix(x), threshold, data, scale, high)
     out = sums.new_empty((*size.shape, data.shape[0]), dtype=dtype)  # Note [Results that are no views]
     made = out.view(sums.shape)
     for part in _blocks(made):
-        numbers = sums[part].to(wide).mul_(unit[part]).mul_(scales)
+        numbers = sums[part].to(high).mul_(unit[part]).mul_(scales)
         if outliers is not None:
             numbers.add_(outliers[part])
         if bias is not None:
@@ -294,21 +290,17 @@ def _taken(call: KernelCall) -> bool:
     return call.capability >= CAPABILITY and min(rows, summed, columns) > 0 and summed % MULTIPLE == 0 and columns % MULTIPLE == 0
 
 
-def _anything(call: KernelCall) -> bool:
-    return True
-
-
 def _around_bytes(call: KernelCall) -> int:
     """Sums, and what they are scaled in where that is not the result."""
     rows, _, columns = _shape(call)
-    wide = _wide(call["dtype"])
-    return rows * columns * (4 + (0 if wide is call["dtype"] else wide.itemsize))
+    high = wide(call["dtype"])
+    return rows * columns * (4 + (0 if high is call["dtype"] else high.itemsize))
 
 
 def _around_s(call: KernelCall, rates: Rates) -> float:
     """Seconds of all that is not the product: sums are converted, scaled twice and rounded, and outliers looked for."""
     rows, summed, columns = _shape(call)
-    moved = rows * columns * (4 + 5 * _wide(call["dtype"]).itemsize + call["dtype"].itemsize)
+    moved = rows * columns * (4 + 5 * wide(call["dtype"]).itemsize + call["dtype"].itemsize)
     launches = LAUNCHES
     if call["x"] is not None:
         moved += call["x"].nbytes + 3 * rows * summed
@@ -338,5 +330,5 @@ def _widened_s(call: KernelCall, rates: Rates) -> float:
 
 CUDA_KERNELS = (
     Kernel(PRODUCT, "cuda", _taken, _seconds, _around_bytes, _int8_rows_linear_cuda),
-    Kernel(PRODUCT, "cuda", _anything, _widened_s, _widened_bytes, _int8_rows_linear),
+    Kernel(PRODUCT, "cuda", anything, _widened_s, _widened_bytes, _int8_rows_linear),
 )

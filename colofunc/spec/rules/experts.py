@@ -69,7 +69,7 @@ def _rule(call: Call, x: int) -> Rule:
     sizes = {"c": 2} if gated else None
     if not x:
         # Rounding is not linear, and only what weighs the results of experts is not rounded.
-        linear = [{2}] if float8 else [{2}, {x + 4, db}]
+        linear: list[set[int | None]] = [{2}] if float8 else [{2}, {x + 4, db}]
         return bind(
             call, texts, [tokens], reduce={"e": "sum", "f": "sum"}, linear=linear, local=_code(x, db),
             flops=2 * size * (c + 1), sizes=sizes,
