@@ -411,7 +411,9 @@ def qlora_row() -> Row:
         f"{gb(found['without'])} without recomputation"
     )
     name = "QLoRA of a LLaMA of 6 layers of 1024 in nf4, 4 x 256 tokens, float32, run on a CPU"
-    return Row(name, figure, f"the formula's {gb(total)} ({parts})", found["counted"] <= total and found["losses"][1] < found["losses"][0])
+    # The counted peak is within the formula because that is the budget, so what the process grew by is compared, too.
+    met = max(found["counted"], found["grown"]) <= total and found["losses"][1] < found["losses"][0]
+    return Row(name, figure, f"the formula's {gb(total)} ({parts})", met)
 
 
 def bench() -> Section:

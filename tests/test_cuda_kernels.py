@@ -104,13 +104,13 @@ def bits(*shape: int) -> torch.Tensor:
     return r(*shape).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-ONE, RATE = torch.tensor(1.0), torch.tensor(0.1, dtype=torch.float64)
-SLOTS = torch.tensor([[0, 1], [1, 2], [2, 0]])
 def whole(*shape: int) -> torch.Tensor:
     """Numbers in int8."""
     return (127 * r(*shape)).clamp(-127, 127).to(torch.int8)
 
 
+ONE, RATE = torch.tensor(1.0), torch.tensor(0.1, dtype=torch.float64)
+SLOTS = torch.tensor([[0, 1], [1, 2], [2, 0]])
 OWN: dict[str, tuple[Any, ...]] = {
     "colofunc.linear": (r(2, 3), r(4, 3), r(4)),
     "colofunc.linear_dx": (r(2, 4), r(4, 3)),

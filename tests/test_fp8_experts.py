@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from colofunc_plugins import experts as over_experts
+from colofunc_plugins import tensor
 from quantize_matrix import Mixture, tokens
-from torch import Tensor
+from torch import Tensor, nn
 
 import colofunc as cf
 from colofunc import compat
@@ -111,6 +113,21 @@ def test_kernels_by_tiles_give_the_same_numbers(dtype: torch.dtype, transposed: 
     torch.testing.assert_close(emulated(args[0], w, ends), want, **near)
 
 
+def test_what_is_nobodys_is_zero_though_it_is_not_finite() -> None:
+    x, index, weight, *rest = layer()
+    x[5], index[5] = torch.inf, -1
+    w, ends = rest[0].transpose(1, 2), torch.tensor([2, 2, 4, 5], dtype=torch.int32)
+    assert not emulated(x, w, ends)[5].any()
+    g = torch.full_like(x, torch.inf)
+    g[:5] = x[:5]
+    backward = g, x, index, weight, *rest[:7], True, *rest[7:]
+    pairs = [(emulated_experts(x, index, weight, *rest), experts(x, index, weight, *rest))]
+    pairs += zip(emulated_experts_backward(*backward), experts_backward(*backward), strict=True)
+    for got, want in pairs:
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        assert got.isfinite().all()
+
+
 @pytest.fixture
 def torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Torch's kernel as its own shape function lets it be called, computed in float32. The sizes of its calls."""
@@ -193,6 +210,18 @@ def test_a_layer_is_meant_by_its_weights() -> None:
         cf.fp8(step_fn, where="experts_in").lower(state, tokens())
 
 
+def test_dispatch_takes_no_pending_sum_either() -> None:
+    """Its ways to place the other axes are those of the rule."""
+    args = layer()
+    samples = {
+        "colofunc.experts": cf.testing.sample(*args),
+        "colofunc.experts_backward": cf.testing.sample(args[0], *args[:10], True, *args[10:]),
+    }
+    for target, sample in samples.items():
+        done = cf.testing.check_strategies(over_experts("a"), target, sample, meshes=[cf.Mesh(a=2, b=2)])
+        assert "{a: dispatch}" in {one.strategy for one in done}
+
+
 def test_hidden_units_stay_whole_and_no_scale_travels() -> None:
     """Rows have scales of their own: of what experts on ranks tell one another only the lengths of queues are maxima."""
     step_fn, state = training()
@@ -202,6 +231,48 @@ def test_hidden_units_stay_whole_and_no_scale_travels() -> None:
     assert not any(program.values[node.refs[0]].dtype.is_floating_point for node in maxima)
     layers = [node for node in program.nodes if node.target == "colofunc.experts"]
     assert layers and all(program.values[node.refs[4]].shape == (2, 128, 32) for node in layers)
+
+
+@pytest.mark.parametrize(("operand", "shape"), [("g", (5, 32)), ("down", (128, 32))])
+def test_a_pending_sum_is_whole_before_it_is_rounded(operand: str, shape: tuple[int, int]) -> None:
+    """Rows of the sum of two parts have other scales than the parts have."""
+    x, index, weight, gate_up, down, *rest = layer()
+    x, index, weight = x[:5], index[:5], weight[:5]  # of tokens that do not divide over the ranks
+    draw = torch.Generator().manual_seed(1)
+    left, right = (torch.randn(n, 64, generator=draw, dtype=torch.float64) for n in shape)
+
+    def fn(left: Tensor, right: Tensor) -> Tensor:
+        product = F.linear(left, right)  # whose summed dim is split: a sum of two parts
+        if operand == "g":
+            return experts_backward(product, x, index, weight, gate_up, down, *rest[:5], True, *rest[5:])[1]
+        return experts(x, index, weight, gate_up, product.reshape(4, 32, 32), *rest)
+
+    step = cf.shard(fn, cf.Mesh(a=2), in_specs=("b (a i)", "o (a i)"))
+    torch.testing.assert_close(step(left, right).full(), fn(left, right), rtol=1e-12, atol=1e-12)
+
+
+class Routed(nn.Module):
+    """Experts that are nearly all of the work. `pairs`: whether there are products, too, that tensor parallelism pairs."""
+
+    def __init__(self, pairs: bool) -> None:
+        super().__init__()
+        self.pair = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)) if pairs else nn.Identity()
+        self.router, self.up, self.down = nn.Linear(32, 4), nn.Parameter(torch.randn(4, 512, 32)), nn.Parameter(torch.randn(4, 32, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        index, weight, _ = cf.moe.route(self.router(x), 2)
+        return self.pair(cf.moe.experts(x, index, weight, self.up, self.down))
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_a_plan_that_cannot_split_hidden_units_says_why(pairs: bool) -> None:
+    model = cf.functional(Routed(pairs))
+    step_fn, state = cf.train_step(model, cf.adapt(torch.optim.SGD, lr=0.1), loss=lambda out: out.square().mean())
+    mesh, plan, x = cf.Mesh(tp=2), tensor("1d", "tp"), torch.randn(8, 32)
+    cf.shard(step_fn, mesh, plan).lower(state, x)
+    said = "; experts in float8 keep their hidden units whole, because a row of them has one scale; try experts('ep') instead, or leave"
+    with pytest.raises(cf.PlanError, match=re.escape(said)):
+        cf.shard(cf.fp8(step_fn, where=("up", "down")), mesh, plan).lower(state, x)
 
 
 def test_experts_as_transformers_writes_them() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from colofunc_plugins import tensor
 from quantize_matrix import WHERE, step_of, tokens
-from torch import Tensor
+from torch import Tensor, nn
 
 import colofunc as cf
 from colofunc import compat
@@ -70,6 +70,22 @@ def test_sums_of_parts_of_a_weight_that_are_views() -> None:
     for part in (w[:, 32:96], w[:, ::2], w[::2, :64]):
         want = torch.matmul(a.to(torch.int64), part.to(torch.int64).t())
         assert torch.equal(exact_sums(a, part).to(torch.int64), want) and torch.equal(cpu_sums(a, part).to(torch.int64), want)
+
+
+@pytest.mark.parametrize("count", [1, 3, ROWS_AS_COLUMNS + 1])
+def test_sums_of_weights_whose_strides_are_unusual(count: int) -> None:
+    a = numbers(count, 64)
+    weights = [
+        numbers(64, 1).t(),  # one row, whose strides are (1, 1)
+        numbers(1, 64).expand(12, 64),
+        numbers(12, 1).expand(12, 64),
+        numbers(76).as_strided((12, 64), (1, 1)),
+    ]
+    pairs = [(a, weight) for weight in weights]
+    pairs += [(numbers(1, 64).expand(count, 64), numbers(12, 64)), (numbers(count, 1).expand(count, 64), numbers(12, 64))]
+    for rows, weight in pairs:
+        want = torch.matmul(rows.to(torch.int64), weight.to(torch.int64).t())
+        assert torch.equal(best_sums(rows, weight).to(torch.int64), want), (rows.stride(), weight.stride())
 
 
 # ---- products ----
@@ -140,6 +156,51 @@ def test_rows_and_weights_of_nothing() -> None:
     assert rounded_linear(x[:0], bias, *weight.parts, 6.0).shape == (0, 5, 24)
     assert rounded_linear(x, bias[:0], *(part[:0] for part in weight.parts), 6.0).shape == (2, 5, 0)
     assert rounded_linear(x[0, 0], bias, *weight.parts, 6.0).shape == (24,)
+    scale = weight.parts[1]
+    for threshold in (6.0, math.inf):
+        without_columns = rounded_linear(x[..., :0], bias, weight.parts[0][:, :0], scale, threshold)
+        assert torch.equal(without_columns, bias.expand(2, 5, 24)) and not row_size(x[..., :0], threshold).any()
+
+
+def test_rows_of_subnormal_numbers_keep_their_sign() -> None:
+    x = torch.tensor([[150.0, -150.0, 100.0]]) * 2.0**-149  # whose unit is 150 / 127 of the least number, rounded to 1 of it
+    assert int8_rows(x, row_size(x, 6.0), 6.0).tolist() == [[127, -127, 100]]
+
+
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int8"])
+def test_what_stands_behind_a_layer_may_change_its_result_in_place(scheme: str) -> None:
+    torch.manual_seed(0)
+    model = cf.functional(nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 8)).double())
+
+    def gradient(params: Any, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(model.apply(params, model.buffers, x)[0].square().mean(), x)[0]
+
+    x = random(2, 3, 8)
+    step = cf.quantize(cf.shard(gradient, cf.Mesh()), scheme, where="*.weight")
+    found = step.eager(step.init(model.params, x), x)
+    torch.testing.assert_close(found, step(model.params, x).full(), rtol=1e-12, atol=1e-12)
+
+
+def test_what_operators_return_is_no_view() -> None:
+    x, weight, bias = layer(6.0)
+    size = row_size.op(x, 6.0)
+    rows = int8_rows.op(x, size, 6.0)
+    assert not any(out._is_view() for out in (size, rows, int8_rows_linear.op(rows, *weight.parts, size, x, 6.0, bias, x.dtype)))
+
+
+def test_a_bias_of_another_dtype_is_refused_as_torch_refuses_it() -> None:
+    x, w, params = random(2, 8), random(4, 8), {"weight": random(4, 8)}
+    bias = torch.zeros(4)
+    with pytest.raises(RuntimeError, match="dtype"):
+        F.linear(x, w, bias)
+
+    def fn(params: Any, x: Tensor) -> Tensor:
+        return F.linear(x, params["weight"], bias)
+
+    with pytest.raises(RuntimeError, match="dtype"):
+        step = cf.quantize(cf.shard(fn, cf.Mesh()), "int8-dynamic", where="weight")
+        step.eager(step.init(params, x), x)
 
 
 def test_gradients_are_those_of_a_layer_that_does_not_round() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import colofunc as cf
 from colofunc.errors import CheckpointError
-from colofunc.functional.checkpoint import files, packed_built_in
+from colofunc.functional.checkpoint import files, packed_built_in, packed_layouts
 from colofunc.functional.checkpoint.disk import fetch
 from colofunc.functional.checkpoint.packed_layouts import entries, layouts
 from colofunc.ops.quantized import NF4_LEVELS
@@ -677,6 +677,16 @@ def test_a_plugins_layout_is_written_and_read(tmp_path: Path, installed: Any) ->
         assert torch.equal(full(kept[name].data), weight.data.full()) and torch.equal(full(kept[name].scale), weight.scale.full())
 
 
+def test_the_table_is_made_once_for_all_layers_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = cf.functional(net())
+    state = cf.quantize(forward(model), "int8").init(model.params, inputs())
+    cf.save_pretrained(model, {"params": state}, tmp_path / "a", layout="int-quantized")
+    calls = []
+    monkeypatch.setattr(packed_layouts, "layouts", lambda: calls.append(1) or layouts())
+    assert len([entry for entry in packed_layouts.entries(tmp_path / "a").values() if entry.packed is not None]) == len(SHAPES) > 1
+    assert len(calls) == 1
+
+
 def test_our_layouts_come_first_and_by_the_same_hook(installed: Any) -> None:
     assert list(layouts()) == [*packed_built_in.BUILT_IN, "mine"]
     assert set(build_registry((packed_built_in,)).packed_layouts) == set(layouts())
@@ -687,6 +697,7 @@ def test_what_is_no_layout_is_named(installed: Any, monkeypatch: pytest.MonkeyPa
         7: "the value of 'mine' is 7; give a cf.ext.packed_tensors.PackedLayout",
         attrs.evolve(installed.LAYOUT, name="other"): "'mine' is a layout of the name 'other' and the form 'int8'; give it its own name",
         attrs.evolve(installed.LAYOUT, form="int3"): "'mine' is a layout of the name 'mine' and the form 'int3'; .* forms int8, fp8",
+        attrs.evolve(installed.LAYOUT, forms=("int8", "int3")): r"'mine' has forms=\('int8', 'int3'\) .* no form 'int3'; .* int8, fp8",
     }
     for layout, words in said.items():
         monkeypatch.setattr(installed, "LAYOUT", layout)

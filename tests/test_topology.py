@@ -235,6 +235,19 @@ def test_all_kinds_of_kernels_are_measured_where_there_is_time(monkeypatch: pyte
     assert not device_profile.work_rates(cpu, 1e-6, 0.0)
 
 
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_int8_is_measured_as_it_is_multiplied(has_instructions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its instructions where the CPU has them, in float32 elsewhere; in no case the preset's figure stays."""
+    monkeypatch.setattr(device_profile.compat, "has_int_mm_on_cpu", lambda: has_instructions)
+    monkeypatch.setattr(device_profile, "least_s", lambda run, device: 1.0 if run() is None else 2.0)
+    monkeypatch.setattr(device_profile, "_product", lambda n, dtype, device: lambda: None)
+    monkeypatch.setattr(device_profile, "_int8_product", lambda n, device: lambda: n)
+    found = device_profile.product_rates(torch.device("cpu"), math.inf)
+    seconds = 2.0 if has_instructions else 1.0
+    work = 2.0 * device_profile.LEAST_WIDE**3
+    assert found["int8"] == ((work, work / seconds),)
+
+
 def test_each_kernel_of_attention_that_the_device_runs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a host: its own, and one that looks at all pairs; a card's kernels are not there, which leaves them out."""
     cpu, attends = torch.device("cpu"), torch.nn.functional.scaled_dot_product_attention

@@ -184,7 +184,7 @@ def host_update_bytes_per_s() -> float:
 def product_rates(device: torch.device, deadline: float) -> Rates:
     """By dtype, operations a second of square products by their operations, launches included, grown until one is long or time is up.
 
-    What the device does not multiply is not there.
+    What the device does not multiply is not there. A CPU without instructions for int8 multiplies it in float32, at the rate of that.
     """
     found: Rates = {}
     makers: list[tuple[str, Callable[[int], Callable[[], object]]]] = []
@@ -200,6 +200,8 @@ def product_rates(device: torch.device, deadline: float) -> Rates:
         points = tuple(_grown(make, device, now + max(0.0, deadline - now) / (len(makers) - place)))
         if points:
             found[name] = points
+    if device.type == "cpu" and not compat.has_int_mm_on_cpu() and "float32" in found:
+        found["int8"] = found["float32"]
     return found
 
 

@@ -20,7 +20,7 @@ from colofunc.ops.attention_bands import Comb, Cut, combs, visible_pairs
 from colofunc.ops.attention_cuda import bias_heads, bias_rows, head_width, multiple
 from colofunc.ops.attention_flex import BLOCK, flex, flex_backward
 from colofunc.ops.attention_parts import OTHER_MAX_SCORES
-from colofunc.ops.kernels import Kernel, KernelCall, Like, Rates, has_triton
+from colofunc.ops.kernels import Kernel, KernelCall, Like, Rates, anything, has_triton
 
 FORWARD, BACKWARD = "colofunc.attention", "colofunc.attention_backward"
 HALVES = (torch.bfloat16, torch.float16)
@@ -287,10 +287,6 @@ FUSED: tuple[Kernel, ...] = tuple(
 # ---- block-wise ----
 
 
-def _anything(call: KernelCall) -> bool:
-    return True
-
-
 def _scores(call: KernelCall) -> tuple[int, int]:
     """(all scores, scores of a block), in bytes."""
     (b, h, s, _), t = call["q"].shape, call["k"].shape[2]
@@ -316,4 +312,4 @@ def _blockwise_bytes(call: KernelCall) -> int:
 def blockwise_kernels(forward: Callable[..., Any], backward: Callable[..., Any]) -> tuple[Kernel, ...]:
     """What takes every call that none of torch's kernels does, on CUDA."""
     pair = ((FORWARD, forward), (BACKWARD, backward))
-    return tuple(_kernel(target, _anything, _blockwise_seconds, _blockwise_bytes, fn) for target, fn in pair)
+    return tuple(_kernel(target, anything, _blockwise_seconds, _blockwise_bytes, fn) for target, fn in pair)

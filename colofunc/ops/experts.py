@@ -44,8 +44,8 @@ from colofunc.ops.experts_guards import EXPERTS_KERNELS
 from colofunc.ops.experts_parts import ACTS as ACTS
 from colofunc.ops.experts_parts import INTERLEAVED as INTERLEAVED
 from colofunc.ops.experts_parts import Interleaved as Interleaved
-from colofunc.ops.experts_parts import Weights, wide
-from colofunc.ops.kernels import for_tensors, table_of
+from colofunc.ops.experts_parts import Weights
+from colofunc.ops.kernels import for_tensors, table_of, wide
 
 ROWS = 1 << 12  # rows of one expert that a kernel of the CPU works on at a time
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from colofunc.ops import triton_use
 from colofunc.ops.experts_native import add_choices, adds, sorted_choices
-from colofunc.ops.experts_parts import Weights, wide
+from colofunc.ops.experts_parts import Weights
 from colofunc.ops.grouped_device import EMULATED, GROUPED, SCALED, TILED, Products
-from colofunc.ops.kernels import NARROW
+from colofunc.ops.kernels import NARROW, wide
 
 LEAST_CHOICES = 1 << 12
 
@@ -72,8 +72,8 @@ def _hidden(w: Weights, xs: Tensor, run: Run, by: Products) -> Tensor:
 
 def _experts(by: Products, x: Tensor, index: Tensor, weight: Tensor, *given: Any) -> Tensor:
     """What `experts` computes."""
-    *parts, _, float8 = given  # what share of the choices is expected to have an expert changes no number
-    w = attrs.evolve(Weights(*parts), float8=float8)
+    *parts, _, _ = given  # the share of choices with an expert here changes no number, and what is in float8 `by` has chosen
+    w = Weights(*parts)
     out = torch.promote_types(w.gate_up.dtype, weight.dtype)
     rows, scale = x.reshape(-1, x.shape[-1]), weight.reshape(-1)
     total = torch.zeros(rows.shape, dtype=wide(out), device=x.device)
@@ -101,8 +101,8 @@ def _experts_backward(
     by: Products, g: Tensor, x: Tensor, index: Tensor, weight: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What `experts_backward` computes."""
-    *parts, need_weights, _, float8 = given
-    w = attrs.evolve(Weights(*parts), float8=float8)
+    *parts, need_weights, _, _ = given
+    w = Weights(*parts)
     dtype = w.gate_up.dtype
     rows, grads, scale = x.reshape(-1, x.shape[-1]), g.reshape(-1, x.shape[-1]), weight.reshape(-1)
     dx = torch.zeros(rows.shape, dtype=wide(dtype), device=x.device)

@@ -20,9 +20,9 @@ import attrs
 import torch
 
 from colofunc.ops import experts_device, grouped_device
-from colofunc.ops.experts_parts import Interleaved, wide
+from colofunc.ops.experts_parts import Interleaved
 from colofunc.ops.grouped_device import sizes_of_tiles, torch_scales, torch_takes
-from colofunc.ops.kernels import Kernel, KernelCall, Rates
+from colofunc.ops.kernels import Kernel, KernelCall, Rates, anything, wide
 
 EXPERTS, EXPERTS_BACKWARD = "colofunc.experts", "colofunc.experts_backward"
 PRODUCT, PRODUCT_OF_GROUPS = "colofunc.grouped_mm", "colofunc.grouped_mm_dw"
@@ -346,15 +346,11 @@ def _kernel(target: str, guard: Any, cost_s: Any, workspace: Any, how: str, fn: 
     return Kernel(target, "cuda", guard, partial(cost_s, how=how), partial(workspace, how=how), fn)
 
 
-def _anything(call: KernelCall) -> bool:
-    return True
-
-
 GROUPED_KERNELS: tuple[Kernel, ...] = (
     _kernel(PRODUCT, _torch_multiplies, _product_seconds, _product_bytes, "grouped", grouped_device.grouped),
-    _kernel(PRODUCT, _anything, _product_seconds, _product_bytes, "tiled", grouped_device.tiled),
+    _kernel(PRODUCT, anything, _product_seconds, _product_bytes, "tiled", grouped_device.tiled),
     _kernel(PRODUCT_OF_GROUPS, _torch_multiplies, _product_seconds, _product_bytes, "grouped", grouped_device.grouped_of_groups),
-    _kernel(PRODUCT_OF_GROUPS, _anything, _product_seconds, _product_bytes, "tiled", grouped_device.tiled_of_groups),
+    _kernel(PRODUCT_OF_GROUPS, anything, _product_seconds, _product_bytes, "tiled", grouped_device.tiled_of_groups),
 )
 EXPERTS_KERNELS: tuple[Kernel, ...] = (
     _kernel(EXPERTS, _torch_computes, _experts_seconds, _experts_bytes, "grouped", experts_device.grouped_experts),

@@ -142,8 +142,3 @@ class Weights:
             return back(g, h)
         gate, up = h.chunk(2, -1)
         return torch.cat([back(g * up, gate), g * act(gate)], -1)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are taken in."""
-    return torch.promote_types(dtype, torch.float32)

@@ -37,16 +37,12 @@ from colofunc import compat
 from colofunc.errors import RuleError
 from colofunc.ops import triton_use
 from colofunc.ops.define import define
-from colofunc.ops.kernels import NARROW, Kernel, KernelCall, Rates
+from colofunc.ops.kernels import NARROW, Kernel, KernelCall, Rates, anything, wide
 from colofunc.ops.small_floats import float8_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 """The largest number of each format."""
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 # ---- from numbers to bits ----
@@ -72,8 +68,8 @@ def _abs_max_fake(x: Tensor, dims: Sequence[int] | None) -> Tensor:
 
 
 def _scale(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
-    wide = amax.to(_wide(amax.dtype))
-    scale = wide / torch.full_like(wide, largest)  # by a tensor: divided by a number, a card multiplies by its rounded inverse
+    high = amax.to(wide(amax.dtype))
+    scale = high / torch.full_like(high, largest)  # by a tensor: divided by a number, a card multiplies by its rounded inverse
     if power_of_2:
         scale = _rounded_up(scale)
     # Numbers of a tensor of zeros, or of one too small to divide, are 0 whatever they are divided by.
@@ -88,7 +84,7 @@ def _rounded_up(scale: Tensor) -> Tensor:
 
 
 def _scale_fake(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
-    return amax.new_empty(amax.shape, dtype=_wide(amax.dtype))
+    return amax.new_empty(amax.shape, dtype=wide(amax.dtype))
 
 
 def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,13 +115,13 @@ def carried(target: str, refs: Sequence[int]) -> Sequence[int]:
 # ---- products ----
 
 
-def _widened(bits: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
-    return bits.view(dtype).to(wide)
+def _widened(bits: Tensor, dtype: torch.dtype, high: torch.dtype) -> Tensor:
+    return bits.view(dtype).to(high)
 
 
 def _linear(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, b: Tensor | None, dtype: torch.dtype) -> Tensor:
-    wide = _wide(dtype)
-    out = F.linear(_widened(x, E4M3, wide), _widened(w, E4M3, wide))
+    high = wide(dtype)
+    out = F.linear(_widened(x, E4M3, high), _widened(w, E4M3, high))
     out = out.mul_(x_scale).mul_(w_scale if w_scale.dim() == 0 else w_scale.reshape(-1))
     return (out if b is None else out.add_(b)).to(dtype)
 
@@ -140,8 +136,8 @@ def _linear_fake(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, b: Tens
 
 
 def _linear_dx(g: Tensor, w: Tensor, g_scale: Tensor, w_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
-    wide = _wide(dtype)
-    out = torch.matmul(_widened(g, g_dtype, wide), _widened(w, E4M3, wide))
+    high = wide(dtype)
+    out = torch.matmul(_widened(g, g_dtype, high), _widened(w, E4M3, high))
     return out.mul_(g_scale).mul_(w_scale if w_scale.dim() == 0 else w_scale.reshape(-1)).to(dtype)
 
 
@@ -150,8 +146,8 @@ def _linear_dx_fake(g: Tensor, w: Tensor, g_scale: Tensor, w_scale: Tensor, g_dt
 
 
 def _linear_dw(g: Tensor, x: Tensor, g_scale: Tensor, x_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
-    wide = _wide(dtype)
-    rows, features = _widened(g, g_dtype, wide).flatten(0, -2), _widened(x, E4M3, wide).flatten(0, -2)
+    high = wide(dtype)
+    rows, features = _widened(g, g_dtype, high).flatten(0, -2), _widened(x, E4M3, high).flatten(0, -2)
     out = torch.mm(rows.t(), features)
     out = out.mul_(g_scale if g_scale.dim() == 0 else g_scale.reshape(-1, 1))
     return out.mul_(x_scale if x_scale.dim() == 0 else x_scale.reshape(-1)).to(dtype)
@@ -227,10 +223,6 @@ def _taken(call: KernelCall) -> bool:
     return min(rows, summed, columns) > 0 and summed % MULTIPLE == 0 and columns % MULTIPLE == 0
 
 
-def _anything(call: KernelCall) -> bool:
-    return True
-
-
 def _seconds(call: KernelCall, rates: Rates) -> float:
     rows, summed, columns = _shape(call)
     moved = rows * summed + summed * columns + rows * columns * call["dtype"].itemsize + 2 * _copied_bytes(call)
@@ -246,17 +238,17 @@ def _copied_bytes(call: KernelCall) -> int:
 
 def _widened_seconds(call: KernelCall, rates: Rates) -> float:
     rows, summed, columns = _shape(call)
-    wide = _wide(call["dtype"])
-    moved = 2 * _widened_bytes(call) + 3 * rows * columns * wide.itemsize
-    return max(2 * rows * summed * columns / rates.flops_per_s(wide), moved / rates.bytes_per_s) + 5 * rates.launch_s
+    high = wide(call["dtype"])
+    moved = 2 * _widened_bytes(call) + 3 * rows * columns * high.itemsize
+    return max(2 * rows * summed * columns / rates.flops_per_s(high), moved / rates.bytes_per_s) + 5 * rates.launch_s
 
 
 def _widened_bytes(call: KernelCall) -> int:
     """Both operands in the dtype in which they are multiplied, and the product in it where the result has another."""
     rows, summed, columns = _shape(call)
-    wide = _wide(call["dtype"])
-    product = 0 if wide is call["dtype"] else rows * columns
-    return (rows * summed + summed * columns + product) * wide.itemsize
+    high = wide(call["dtype"])
+    product = 0 if high is call["dtype"] else rows * columns
+    return (rows * summed + summed * columns + product) * high.itemsize
 
 
 def _multiplied(
@@ -367,7 +359,7 @@ def _kernels() -> Iterator[Kernel]:
     widened: tuple[Callable[..., Tensor], ...] = (_linear, _linear_dx, _linear_dw)
     for target, fast, slow in zip(PRODUCTS, on_a_card, widened, strict=True):
         yield Kernel(target, "cuda", _taken, _seconds, _copied_bytes, fast)
-        yield Kernel(target, "cuda", _anything, _widened_seconds, _widened_bytes, slow)
+        yield Kernel(target, "cuda", anything, _widened_seconds, _widened_bytes, slow)
 
 
 CUDA_KERNELS = tuple(_kernels())

@@ -76,8 +76,7 @@ def grouped(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         from colofunc.ops.experts_triton import zero_rows  # Triton is not there everywhere
 
         return zero_rows(out, ends)
-    nobodys = torch.arange(x.shape[0], device=x.device) >= ends[-1]
-    return out.masked_fill_(nobodys.unsqueeze(1), 0)
+    return _without_nobodys(out, ends)
 
 
 def grouped_of_groups(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
@@ -92,6 +91,12 @@ def grouped_of_groups(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
         return zero_groups(out, ends)
     empty = ends.diff(prepend=ends.new_zeros(1)) == 0
     return out.masked_fill_(empty[:, None, None], 0)
+
+
+def _without_nobodys(out: Tensor, ends: Tensor) -> Tensor:
+    """Zeros in rows (s, o) behind the last end, which are of no group."""
+    nobodys = torch.arange(out.shape[0], device=out.device) >= ends[-1]
+    return out.masked_fill_(nobodys.unsqueeze(1), 0)
 
 
 def _has_zeros_kernel(out: Tensor) -> bool:
@@ -144,8 +149,7 @@ def scaled(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     out = compat.scaled_grouped_mm(
         x_bits.view(E4M3), w_bits.view(E4M3).transpose(1, 2), x_scale.squeeze(1), w_scale.squeeze(2), ends, x.dtype
     )
-    nobodys = torch.arange(x.shape[0], device=x.device) >= ends[-1]
-    return out.masked_fill_(nobodys.unsqueeze(1), 0)
+    return _without_nobodys(out, ends)
 
 
 def emulated(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
@@ -158,7 +162,8 @@ def emulated(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     w_bits, w_scale = bits_of_rows(w.transpose(1, 2).contiguous())
     out = tiled(x_bits.view(E4M3).to(wide), w_bits.view(E4M3).to(wide).transpose(1, 2), ends)
     owner = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device, dtype=ends.dtype), right=True).clamp(max=w.shape[0] - 1)
-    return out.mul_(x_scale).mul_(w_scale.squeeze(2)[owner]).to(x.dtype)
+    # Zeros times the scale of a row of nobody that is not finite would be NaN.
+    return _without_nobodys(out.mul_(x_scale).mul_(w_scale.squeeze(2)[owner]).to(x.dtype), ends)
 
 
 GROUPED, TILED = Products(grouped, grouped_of_groups), Products(tiled, tiled_of_groups)

@@ -38,7 +38,7 @@ from torch import Tensor
 from colofunc import compat
 from colofunc.errors import RuleError
 from colofunc.ops.define import define
-from colofunc.ops.kernels import Kernel, KernelCall, Rates
+from colofunc.ops.kernels import Kernel, KernelCall, Rates, anything, wide
 from colofunc.ops.quantized import FORMATS, OPERATORS
 from colofunc.ops.quantized_inputs import STEPS, largest_below, units
 
@@ -53,10 +53,6 @@ BLOCK = 1 << 16
 """On CPUs at most so many numbers are worked on at a time."""
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _blocks(rows: Tensor) -> Iterator[slice]:
     """Rows whose numbers stay in a core's cache while they are worked on; on a card all of them at once."""
     count = rows.shape[0]
@@ -67,15 +63,23 @@ def _blocks(rows: Tensor) -> Iterator[slice]:
         yield slice(first, first + step)
 
 
+def _matrix(x: Tensor) -> Tensor:
+    """(..., i) as (m, i), though there may be no columns."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 # ---- rows in int8 ----
+
+# Note [Results that are no views]: an operator writes through a view of its result, and returns the result. Autograd lets nobody write into
+# a view that a function returns, and behind a layer stands, for example, `ReLU(inplace=True)`.
 
 
 def _row_size(x: Tensor, threshold: float) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    out = x.new_empty(rows.shape[0])
+    rows, out = _matrix(x), x.new_empty(x.shape[:-1])
+    sizes = out.view(-1)
     for part in _blocks(rows):
-        out[part] = _size_of_rows(rows[part], threshold)
-    return out.view(x.shape[:-1])
+        sizes[part] = _size_of_rows(rows[part], threshold)
+    return out
 
 
 def _size_of_rows(rows: Tensor, threshold: float) -> Tensor:
@@ -91,12 +95,14 @@ def _row_size_fake(x: Tensor, threshold: float) -> Tensor:
 
 
 def _int8_rows(x: Tensor, size: Tensor, threshold: float) -> Tensor:
-    rows, sizes = x.reshape(-1, x.shape[-1]), size.reshape(-1)
-    out = rows.new_empty(rows.shape, dtype=torch.int8)
+    rows, sizes = _matrix(x), size.reshape(-1)
+    out = x.new_empty(x.shape, dtype=torch.int8)
+    made = out.view(rows.shape)
     for part in _blocks(rows):
-        numbers = units(rows[part], sizes[part])
-        out[part] = numbers.masked_fill_(~(rows[part].abs() < threshold), 0.0)
-    return out.view(x.shape)
+        # The unit of a row of subnormal numbers is rounded itself, so that more than 127 of them may be in one.
+        numbers = units(rows[part], sizes[part]).clamp_(-STEPS, STEPS)
+        made[part] = numbers.masked_fill_(~(rows[part].abs() < threshold), 0.0)
+    return out
 
 
 def _int8_rows_fake(x: Tensor, size: Tensor, threshold: float) -> Tensor:
@@ -137,29 +143,36 @@ def cuda_sums(rows: Tensor, data: Tensor) -> Tensor:
 
 
 def best_sums(rows: Tensor, data: Tensor) -> Tensor:
-    # Of one column, whose strides say nothing, torch reads what lies behind the weight.
-    some = rows.shape[0] > 0 and data.shape[0] > 0 and data.shape[1] > 1
-    if some and rows.device.type == "cpu" and compat.has_int_mm_on_cpu():
+    # Of a weight with one row or column, whose strides say nothing, torch reads what lies behind it.
+    some = rows.shape[0] > 0 and data.shape[0] > 1 and data.shape[1] > 1
+    if some and rows.device.type == "cpu" and compat.has_int_mm_on_cpu() and _is_apart(rows) and _is_apart(data):
         return cpu_sums(rows, data)
     return exact_sums(rows, data)
+
+
+def _is_apart(matrix: Tensor) -> bool:
+    """Whether each number has a place of its own, as not in what was expanded: of others torch reads some in wrong places."""
+    (rows, columns), (down, right) = matrix.shape, matrix.stride()
+    return down > right * (columns - 1) >= columns - 1 or right > down * (rows - 1) >= rows - 1
 
 
 def _scaled(
     sums: Tensor, data: Tensor, scale: Tensor, size: Tensor, x: Tensor | None, threshold: float, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """What sums (m, o) stand for, (..., o)."""
-    wide = _wide(dtype)
-    unit, scales = size.reshape(-1, 1).to(wide) / STEPS, scale.to(wide)
-    outliers = None if x is None else _outliers(x.reshape(-1, x.shape[-1]), threshold, data, scale, wide)
-    out = sums.new_empty(sums.shape, dtype=dtype)
-    for part in _blocks(out):
-        numbers = sums[part].to(wide).mul_(unit[part]).mul_(scales)
+    high = wide(dtype)
+    unit, scales = size.reshape(-1, 1).to(high) / STEPS, scale.to(high)
+    outliers = None if x is None else _outliers(_matrix(x), threshold, data, scale, high)
+    out = sums.new_empty((*size.shape, data.shape[0]), dtype=dtype)  # Note [Results that are no views]
+    made = out.view(sums.shape)
+    for part in _blocks(made):
+        numbers = sums[part].to(high).mul_(unit[part]).mul_(scales)
         if outliers is not None:
             numbers.add_(outliers[part])
         if bias is not None:
             numbers.add_(bias)
-        out[part] = numbers
-    return out.view(*size.shape, data.shape[0])
+        made[part] = numbers
+    return out
 
 
 def _outliers(x: Tensor, threshold: float, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -178,13 +191,13 @@ def _outliers(x: Tensor, threshold: float, data: Tensor, scale: Tensor, dtype: t
 def _int8_rows_linear(
     rows: Tensor, data: Tensor, scale: Tensor, size: Tensor, x: Tensor | None, threshold: float, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    return _scaled(best_sums(rows.reshape(-1, rows.shape[-1]), data), data, scale, size, x, threshold, bias, dtype)
+    return _scaled(best_sums(_matrix(rows), data), data, scale, size, x, threshold, bias, dtype)
 
 
 def _int8_rows_linear_cuda(
     rows: Tensor, data: Tensor, scale: Tensor, size: Tensor, x: Tensor | None, threshold: float, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    return _scaled(cuda_sums(rows.reshape(-1, rows.shape[-1]), data), data, scale, size, x, threshold, bias, dtype)
+    return _scaled(cuda_sums(_matrix(rows), data), data, scale, size, x, threshold, bias, dtype)
 
 
 def _int8_rows_linear_fake(
@@ -210,9 +223,13 @@ PRODUCT = int8_rows_linear.name
 # ---- a layer ----
 
 
-def takes(x: Tensor, weight: Tensor, form: str) -> bool:
-    """Whether a layer with an input and a weight, as it is handed to the step's code, can be a product of whole numbers."""
-    return form == "int8" and x.dim() > 0 and x.dtype == weight.dtype and x.is_floating_point() and weight.shape[1] <= MOST_COLUMNS
+def takes(x: Tensor, weight: Tensor, bias: Tensor | None, form: str) -> bool:
+    """Whether a layer with an input, a weight and a bias, as handed to the step's code, can be a product of whole numbers."""
+    if form != "int8" or x.dim() == 0 or not x.is_floating_point():
+        return False
+    # What torch refuses it is to refuse here, too.
+    one_dtype = x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
+    return one_dtype and weight.shape[1] <= MOST_COLUMNS
 
 
 def rounded_linear(x: Tensor, bias: Tensor | None, data: Tensor, scale: Tensor, threshold: float) -> Tensor:
@@ -273,21 +290,17 @@ def _taken(call: KernelCall) -> bool:
     return call.capability >= CAPABILITY and min(rows, summed, columns) > 0 and summed % MULTIPLE == 0 and columns % MULTIPLE == 0
 
 
-def _anything(call: KernelCall) -> bool:
-    return True
-
-
 def _around_bytes(call: KernelCall) -> int:
     """Sums, and what they are scaled in where that is not the result."""
     rows, _, columns = _shape(call)
-    wide = _wide(call["dtype"])
-    return rows * columns * (4 + (0 if wide is call["dtype"] else wide.itemsize))
+    high = wide(call["dtype"])
+    return rows * columns * (4 + (0 if high is call["dtype"] else high.itemsize))
 
 
 def _around_s(call: KernelCall, rates: Rates) -> float:
     """Seconds of all that is not the product: sums are converted, scaled twice and rounded, and outliers looked for."""
     rows, summed, columns = _shape(call)
-    moved = rows * columns * (4 + 5 * _wide(call["dtype"]).itemsize + call["dtype"].itemsize)
+    moved = rows * columns * (4 + 5 * wide(call["dtype"]).itemsize + call["dtype"].itemsize)
     launches = LAUNCHES
     if call["x"] is not None:
         moved += call["x"].nbytes + 3 * rows * summed
@@ -317,5 +330,5 @@ def _widened_s(call: KernelCall, rates: Rates) -> float:
 
 CUDA_KERNELS = (
     Kernel(PRODUCT, "cuda", _taken, _seconds, _around_bytes, _int8_rows_linear_cuda),
-    Kernel(PRODUCT, "cuda", _anything, _widened_s, _widened_bytes, _int8_rows_linear),
+    Kernel(PRODUCT, "cuda", anything, _widened_s, _widened_bytes, _int8_rows_linear),
 )

@@ -32,6 +32,11 @@ NARROW = (torch.float32, torch.float16, torch.bfloat16)
 Run = tuple[int, int]
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are taken in: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 @attrs.frozen
 class Like:
     """A tensor of a call: its shape and dtype. `run`: of positions that the host knows, see `run_of`; None: they are the device's."""
@@ -99,6 +104,11 @@ class Kernel:
 
 
 Table = Mapping[tuple[str, str], Sequence[Kernel]]
+
+
+def anything(call: KernelCall) -> bool:
+    """The guard of a kernel that takes every call."""
+    return True
 
 
 @attrs.frozen

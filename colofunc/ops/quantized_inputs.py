@@ -33,6 +33,8 @@ _CASTS = frozenset(("to", "type", "float", "double", "half", "bfloat16", "type_a
 
 def largest_below(x: Tensor, threshold: float) -> Tensor:
     """The largest |x| of each row (..., i) that is less than the threshold: (...,), 0 where there is none."""
+    if x.shape[-1] == 0:
+        return x.new_zeros(x.shape[:-1])
     size = x.abs()
     return torch.where(size < threshold, size, torch.zeros_like(size)).amax(-1)
 

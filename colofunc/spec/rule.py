@@ -72,8 +72,9 @@ class Rule:
     """An einops pattern bound to one call.
 
     `reduce`: factor -> "sum" | "max" | "min", for factors missing on the right that may be split.
-    `whole`: factors that may not be split. `linear`: sets of operand positions through which pending sums pass
-    jointly; `monotone`: sets through which pending max / min pass.
+    `whole`: factors that may not be split; `why_whole`: where other calls of the operator have one of them open, the reason
+    and what to try. `linear`: sets of operand positions through which pending sums pass jointly; `monotone`: sets through which
+    pending max / min pass.
     `addends`: operands that are added once, a bias: pending over every axis that is placed on a reduced factor.
     `copied`: (result, factor) pairs: the result does not depend on the factor, so every rank of an axis placed on it
     computes all of it (the bias gradient of a convolution and its input channels).
@@ -96,6 +97,7 @@ class Rule:
     localize: Localize | None = None
     local: Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], Callable[..., Any] | None] | None = None
     flops: int | None = None  # of the whole call; None: one per output element
+    why_whole: str = ""
 
     def shardable(self) -> tuple[str, ...]:
         """Factors a mesh axis can be placed on: not whole, and either kept or reduced."""

@@ -407,7 +407,7 @@ class _Given:
         if outliers is not None:
             x, w, b = autocast(input, weight, bias)
             assert x is not None and w is not None
-            if takes(x, w, leaf.form):
+            if takes(x, w, b, leaf.form):
                 return rounded_linear(x, b, leaf.data, leaf.scale, outliers)
             input = rounded_rows.apply(input, outliers)
         return F.linear(input, weight if leaf.input_scale is None else leaf.for_divided_inputs(weight.dtype), bias)

@@ -67,6 +67,7 @@ class Megatron:
             raise cf.PlanError(
                 f"{self.name} finds no two products with weights of which one feeds the other and whose heads and widths "
                 f"divide over {mesh.axis_size(axis)} ranks; use fewer, or tensor('auto', {axis!r})"
+                + cf.ext.products.why_whole(program, rules)
             )
         if not self.sequence:  # else what stays whole works on the tokens of a rank
             held = {product.index for product in (*pairs.columns, *pairs.rows)} | {index for index, _, _ in layers}

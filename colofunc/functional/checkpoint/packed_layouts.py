@@ -22,7 +22,7 @@ The layouts themselves are in `packed_bitsandbytes.py`, `packed_int4.py` and `pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,12 @@ def layouts() -> dict[str, PackedLayout]:
                 f"colofunc_packed_layouts: {name!r} is a layout of the name {layout.name!r} and the form {layout.form!r}; give it its own "
                 f"name, and one of the forms {', '.join(FORMATS)}"
             )
+        unknown = [form for form in layout.forms if form not in FORMATS]
+        if unknown:
+            raise PluginError(
+                f"colofunc_packed_layouts: {name!r} has forms={layout.forms!r} to be written, and there is no form {unknown[0]!r}; give a "
+                f"tuple of some of {', '.join(FORMATS)}"
+            )
         found[name] = layout
     return found
 
@@ -65,13 +71,15 @@ def entries(folder: Path) -> dict[str, Entry]:
     A layer that only has names in common with quantized ones stays as it is. Raises CheckpointError that names key and file where tensors
     of a quantized weight are missing or do not fit, or are in no layout of the table.
     """
-    found = plainfile.entries(folder)
-    layers = _layers(found)
+    found, known = plainfile.entries(folder), layouts().values()
+    layers = _layers(found, known)
     if not layers:
         return found
     config = _quantization_config(folder)
+    keys = dict.fromkeys(key for layout in known for key in layout.keys)
     for layer, kin in layers.items():
-        tensors = Tensors(folder, layer, _of_layer(found, layer), config)
+        of_layer = {key: found[f"{layer}.{key}"] for key in keys if f"{layer}.{key}" in found}
+        tensors = Tensors(folder, layer, of_layer, config)
         layout = next((one for one in kin if one.claims(tensors)), None)
         if layout is None:
             _check_plain(tensors)
@@ -83,10 +91,9 @@ def entries(folder: Path) -> dict[str, Entry]:
     return found
 
 
-def _layers(found: Mapping[str, Entry]) -> dict[str, list[PackedLayout]]:
+def _layers(found: Mapping[str, Entry], known: Collection[PackedLayout]) -> dict[str, list[PackedLayout]]:
     """Layers with a tensor that only quantized weights have -> the layouts that know it."""
     layers: dict[str, list[PackedLayout]] = {}
-    known = layouts().values()
     for name in found:
         for layout in known:
             for mark in layout.marks:
@@ -120,11 +127,6 @@ def _check_plain(tensors: Tensors) -> None:
 def _packs(dtype: torch.dtype) -> bool:
     """Whether numbers of fewer bits are kept in such tensors."""
     return dtype is torch.int32 or (dtype.itemsize == 1 and dtype is not torch.bool)
-
-
-def _of_layer(found: Mapping[str, Entry], layer: str) -> dict[str, Entry]:
-    keys = dict.fromkeys(key for layout in layouts().values() for key in layout.keys)
-    return {key: found[f"{layer}.{key}"] for key in keys if f"{layer}.{key}" in found}
 
 
 def _quantization_config(folder: Path) -> Mapping[str, Any]:

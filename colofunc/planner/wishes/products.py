@@ -42,8 +42,8 @@ from colofunc.spec.layout import Layout, make_layout
 from colofunc.spec.rule import Call, Factors, Rule, Strategy
 
 __all__ = [
-    "FORMS", "Form", "Product", "dim", "forms", "gradients", "leaf_of", "parts", "share", "strategies", "weighted", "wishes",
-    "work", "worthwhile",
+    "FORMS", "Form", "Product", "dim", "forms", "gradients", "leaf_of", "parts", "share", "strategies", "weighted", "why_whole",
+    "wishes", "work", "worthwhile",
 ]  # fmt: skip
 
 FORMS = {
@@ -356,7 +356,18 @@ def worthwhile(program: Program, rules: Rules, held: Collection[int], name: str,
         whole.setdefault(_said(program, attrs.evolve(node, path=starred(node.path))), None)
     named = [*whole][:NAMED]
     more = f" and {len(whole) - NAMED} more" if len(whole) > NAMED else ""
-    raise PlanError(f"{name} splits {100 * split:.0f} % of the work with weights; these stay whole: {', '.join(named)}{more}; {instead}")
+    stay = f"these stay whole: {', '.join(named)}{more}"
+    raise PlanError(f"{name} splits {100 * split:.0f} % of the work with weights; {stay}; {instead}{why_whole(program, rules)}")
+
+
+def why_whole(program: Program, rules: Rules) -> str:
+    """The end of an error of a plan that splits too little: "; " and a reason for each that rules give (`Rule.why_whole`), or ""."""
+    reasons: dict[str, None] = {}
+    for node in program.nodes:
+        rule = rules.rule(node) if node.phase == "forward" else None
+        if rule is not None and rule.why_whole:
+            reasons[rule.why_whole] = None
+    return "".join(f"; {reason}" for reason in reasons)
 
 
 def _most_first(flops: Mapping[int, int], held: Collection[int]) -> list[int]:

@@ -7,8 +7,9 @@
 
 An axis on `b*` is data parallelism with whole weights. On `e` every rank runs its experts on all tokens: the local code
 shifts indices, and a choice of another rank's expert is one of nobody's. On `f` it is tensor parallelism inside the
-experts: column and row of every expert, `c` counts gate and up, (f c) where they are interleaved; in float8 `f` is whole. Dispatch of
-tokens to the ranks of their experts is a strategy with local code of its own (the plugin `moe`).
+experts: column and row of every expert, `c` counts gate and up, (f c) where they are interleaved. In float8 `f` is whole, and rows are
+rounded before they are multiplied: a sum still pending of `down`, or of the gradient that comes in, must be whole first. Dispatch of tokens
+to the ranks of their experts is a strategy with local code of its own (the plugin `moe`).
 """
 
 from __future__ import annotations
@@ -31,13 +32,22 @@ from colofunc.spec.rules.local import rerun, strides
 from colofunc.spec.rules.opened import Split, opened
 from colofunc.spec.rules.pattern import RuleFn, pattern
 
+WHOLE_IN_FLOAT8 = (
+    "experts in float8 keep their hidden units whole, because a row of them has one scale; try experts('ep') instead, or leave experts out "
+    "of where= of cf.fp8"
+)
+
 
 def experts(call: Call) -> Rule:
-    return _rule(call, 0)
+    return _explained(call, _rule(call, 0), 0)
 
 
 def experts_backward(call: Call) -> Rule:
-    return _rule(call, 1)
+    return _explained(call, _rule(call, 1), 1)
+
+
+def _explained(call: Call, rule: Rule, x: int) -> Rule:
+    return attrs.evolve(rule, why_whole=WHOLE_IN_FLOAT8) if _in_float8(call, x) else rule
 
 
 def _rule(call: Call, x: int) -> Rule:
@@ -46,8 +56,9 @@ def _rule(call: Call, x: int) -> Rule:
     batch = " ".join(names("b", len(call.ins[x].shape) - 1))
     gub, db = at(call, x + 5, "gate_up_bias"), at(call, x + 6, "down_bias")
     interleaved = Interleaved.of(str(call.arg(x + 7, "act"))) is not None
+    float8 = _in_float8(call, x)
     # In float8 a row of hidden units has one scale, so that it is whole.
-    f = "[f]" if call.arg(_share_at(x) + 1, "float8", False) else "f"
+    f = "[f]" if float8 else "f"
     up, tokens, choices = f, f"{batch} [d]", f"{batch} [k]"
     if gated:
         up = f"({f} [c])" if interleaved else f"([c] {f})"
@@ -57,8 +68,10 @@ def _rule(call: Call, x: int) -> Rule:
     c = 2 if gated else 1
     sizes = {"c": 2} if gated else None
     if not x:
+        # Rounding is not linear, and only what weighs the results of experts is not rounded.
+        linear: list[set[int | None]] = [{2}] if float8 else [{2}, {x + 4, db}]
         return bind(
-            call, texts, [tokens], reduce={"e": "sum", "f": "sum"}, linear=[{2}, {x + 4, db}], local=_code(x, db),
+            call, texts, [tokens], reduce={"e": "sum", "f": "sum"}, linear=linear, local=_code(x, db),
             flops=2 * size * (c + 1), sizes=sizes,
         )  # fmt: skip
     needed = bool(call.arg(x + 10, "need_weights", True))
@@ -67,13 +80,18 @@ def _rule(call: Call, x: int) -> Rule:
     free = [*names("b", len(call.ins[x].shape) - 1), "e", "f"]
     absent = [(k, f) for k, text in enumerate(outs, 2) if text == "[z]" for f in free]
     return bind(
-        call, {0: tokens, **texts}, [tokens, choices, *outs], reduce=dict.fromkeys(free, "sum"), linear=[{0}],
+        call, {0: tokens, **texts}, [tokens, choices, *outs], reduce=dict.fromkeys(free, "sum"),
+        linear=[] if float8 else [{0}],
         copied=[*absent, (5, "f")], local=_code(x, db), flops=2 * size * (3 * c + 2), sizes=sizes,
     )  # fmt: skip
 
 
 def _share_at(x: int) -> int:
     return x + 10 + x  # behind `need_weights`, which backward has
+
+
+def _in_float8(call: Call, x: int) -> bool:
+    return bool(call.arg(_share_at(x) + 1, "float8", False))
 
 
 def _share(call: Call, x: int) -> float:
