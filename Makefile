@@ -87,10 +87,9 @@ docs: $(DOCS_READY)  ## the documentation as a site in site/
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 wheel: $(READY)  ## a wheel of both packages in dist/ (NATIVE="cpu cuda": with compiled kernels, for such machines as this)
-	@rm -rf build ext/cuda/compiled
-	@$(if $(NATIVE),$(PY) -m colofunc native $(NATIVE) --into ext/cuda/compiled >/dev/null)
-	@status=0; $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist . || status=1; \
-	rm -rf build ext/cuda/compiled; exit $$status
+	@rm -rf build ext/cuda/compiled; trap 'rm -rf build ext/cuda/compiled' EXIT; \
+	$(if $(NATIVE),$(PY) -m colofunc native $(NATIVE) --into ext/cuda/compiled >/dev/null &&) \
+	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 
 clean:           ## remove .venv and everything built

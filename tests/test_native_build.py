@@ -1,19 +1,26 @@
 """Compiling kernels in C++: what happens where that cannot be done, and that two processes do it once."""
 
 import os
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_native import SEED, needs_compiler
+from typer.testing import CliRunner
 
 from colofunc import env
+from colofunc.cli import app
 from colofunc.errors import NativeError
 from colofunc.ops import native, native_build
 from colofunc.ops import random as R
+
+ROOT = Path(__file__).parents[1]
 
 
 def tried(**variables: str) -> "subprocess.CompletedProcess[str]":
@@ -91,7 +98,7 @@ def test_a_killed_build_and_a_library_of_others_are_built_over(
 
 def tool(name: str) -> dict[str, object]:
     """What a file of `tools/` defines."""
-    return runpy.run_path(str(Path(__file__).parents[1] / "tools" / name))
+    return runpy.run_path(str(ROOT / "tools" / name))
 
 
 def test_a_check_that_lacks_its_compiler_says_that_it_has_not_run(
@@ -109,11 +116,152 @@ def test_a_check_that_lacks_its_compiler_says_that_it_has_not_run(
     assert "sanitizers: there is no /nowhere/g++" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("limit_s, command, status, said", [
-    (60, "exit 0", 0, "goes on"), (60, "exit 77", 0, "goes on"), (60, "exit 3", 1, "FAILED: bash"), (0.2, "sleep 60", 1, "more than 0.2 s"),
+@pytest.mark.parametrize("compiler, status, said", [
+    ("/nowhere/c++", 77, "NOT RUN: compiling the kernels for GPUs: there is no C++ compiler"), ("/bin/false", 1, "make cuda: Command"),
 ])  # fmt: skip
-def test_a_check_before_the_tests_fails_the_run_unless_it_cannot_be_done(limit_s: float, command: str, status: int, said: str) -> None:
-    script = (Path(__file__).parents[1] / ".ci" / "run").read_text()
-    function = script[script.index("can_do()") : script.index("\n}\n")] + "\n}\n"
-    done = subprocess.run(["bash", "-c", f"{function} can_do {limit_s} bash -c '{command}'; echo goes on"], capture_output=True, text=True)
+def test_the_check_of_kernels_for_gpus_without_a_compiler_of_the_stand_in(
+    compiler: str, status: int, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.symlink_to("/bin/true")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert tool("compile_cuda.py")["main"]() == status
+    assert said in "".join(capsys.readouterr())
+
+
+def sanitized(monkeypatch: pytest.MonkeyPatch, shipped: Path, compiles: bool) -> int:
+    """The status of `make sanitize` on a machine with all it needs, whose tests pass."""
+    main = tool("sanitize.py")["main"]
+
+    def passing(command: list[str], env: dict[str, str], **given: object) -> SimpleNamespace:
+        if compiles:
+            (base,) = [Path(word.removeprefix("--basetemp=")) for word in command if word.startswith("--basetemp=")]
+            (base / "kernels").mkdir(parents=True)
+            (base / "kernels" / "cpu-1.so").touch()
+        return SimpleNamespace(returncode=0)
+
+    stubs = {
+        "SHIPPED": shipped, "lacking": lambda command: "", "where": lambda name, compiler: name, "subprocess": SimpleNamespace(run=passing),
+    }  # fmt: skip
+    for name, stub in stubs.items():
+        monkeypatch.setitem(main.__globals__, name, stub)
+    return main()
+
+
+def test_sanitizers_fail_where_other_kernels_would_be_tested(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool("sanitize.py")["SHIPPED"] == native_build.SOURCES[1] / native_build.SHIPPED
+    assert sanitized(monkeypatch, tmp_path / "none", compiles=True) == 0
+    assert sanitized(monkeypatch, tmp_path / "none", compiles=False) == 1
+    assert "no kernels were compiled with the sanitizers" in capsys.readouterr().err
+    assert sanitized(monkeypatch, tmp_path, compiles=True) == 1
+    assert f"the kernels in {tmp_path} would be tested, without sanitizers. Try: rm -r {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_file_is_trusted_by_itself_or_as_another_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library, python = tmp_path / "cpu-1.so", tmp_path / "native.py"
+    for path in (library, python):
+        path.touch(0o600)
+    is_trusted = native_build.is_trusted
+    assert is_trusted(library) and not is_trusted(tmp_path / "none", python) and not is_trusted(tmp_path, python)
+    for mode, of_python, as_python in ((0o664, 0o664, True), (0o664, 0o644, False), (0o666, 0o664, False), (0o646, 0o646, True)):
+        library.chmod(mode)
+        python.chmod(of_python)
+        assert not is_trusted(library) and is_trusted(library, python) == as_python
+    library.chmod(0o644)
+    for path in (library, python):  # of another user
+        if os.getuid() == 0:
+            os.chown(path, 12345, -1)
+    monkeypatch.setattr(os, "getuid", lambda: 12346)
+    assert not is_trusted(library) and is_trusted(library, python)
+
+
+def test_kernels_that_cannot_be_put_into_a_folder_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native_build, "build", lambda *given: Path(__file__))
+    (tmp_path / "file").write_text("")
+    for into in (tmp_path / "file", tmp_path / "file" / "below"):
+        done = CliRunner().invoke(app, ["native", "cpu", "--into", str(into)])
+        assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+        assert f"kernels cannot be put into {into}: " in done.output and "Try: another folder" in done.output
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize("word", ["native", "pip", "none"])
+def test_a_wheel_leaves_no_kernels_in_the_tree_even_if_it_fails(word: str, tmp_path: Path) -> None:
+    """Python is a script that puts the first of two libraries there, and fails where it is told `word`."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        'if [ "$3" = native ]; then mkdir -p ext/cuda/compiled; touch ext/cuda/compiled/cpu-1.so; fi\n'
+        "ls ext/cuda/compiled > seen\nmkdir -p dist; touch dist/one.whl\n"
+        f'case "$*" in *"-m {word} "*|*"colofunc {word} "*) exit 3;; esac\n'
+    )
+    python.chmod(0o755)
+    (tmp_path / "ext" / "cuda" / "compiled").mkdir(parents=True)
+    (tmp_path / "ext" / "cuda" / "compiled" / "cpu-0.so").touch()  # of a run that was killed
+    command = ["make", "--no-print-directory", "wheel", f"PY={python}", "NATIVE=cpu cuda"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode == 0) == (word == "none"), done.stderr
+    assert (tmp_path / "seen").read_text().split() == ["cpu-1.so"]
+    assert not (tmp_path / "ext" / "cuda" / "compiled").exists()
+
+
+# ---- .ci/run ----
+
+
+def checked(most_s: int, command: str, gone_s: int = 0) -> "subprocess.CompletedProcess[str]":
+    """A check before the tests, after so many seconds of the run."""
+    script = (ROOT / ".ci" / "run").read_text().replace("--kill-after=30", "--kill-after=1")
+    functions = script[script.index("LIMIT_S=") : script.index("\nmake setup")]
+    text = f"{functions}\nSECONDS={gone_s}; can_do {most_s} bash -c '{command}'; echo goes on"
+    return subprocess.run(["bash", "-c", text], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("most_s, command, status, said", [
+    (60, "exit 0", 0, "goes on"), (60, "exit 77", 0, "goes on"), (60, "exit 3", 1, "FAILED: bash -c exit 3"),
+    (1, "sleep 60", 1, "FAILED: bash -c sleep 60 took more than 1 s"), (60, "kill -9 $$", 1, "was killed after"),
+    (1, "trap \"\" TERM; sleep 60", 1, "took more than 1 s"),
+])  # fmt: skip
+def test_a_check_before_the_tests_fails_the_run_unless_it_cannot_be_done(most_s: int, command: str, status: int, said: str) -> None:
+    done = checked(most_s, command)
     assert done.returncode == status and said in done.stdout
+    assert ("goes on" in done.stdout) == (status == 0)
+
+
+def test_a_check_takes_no_time_of_the_tests() -> None:
+    assert checked(600, "exit 3", 5400 - 1500 - 100).stdout == "FAILED: bash -c exit 3\n"
+    done = checked(600, "exit 3", 5400 - 1500 - 30)
+    assert done.stdout == "NOT RUN: bash -c exit 3: 3870 s have gone, and 1500 s of 5400 are kept for make test\ngoes on\n"
+
+
+def test_the_run_without_time_runs_the_tests(tmp_path: Path) -> None:
+    """All but `make test` is left out; with time, everything is called."""
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for path, name in ((tmp_path / "make", "make"), (tmp_path / ".venv" / "bin" / "python", "python")):
+        path.write_text(f'#!/bin/sh\necho "called: {name} $*"\n')
+        path.chmod(0o755)
+    script = (ROOT / ".ci" / "run").read_text()
+    for limit_s, called in ((5400, 6), (1500, 2)):
+        (tmp_path / ".ci" / "run").write_text(script.replace("LIMIT_S=5400", f"LIMIT_S={limit_s}"))
+        variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        done = subprocess.run(["bash", ".ci/run"], cwd=tmp_path, env=variables, capture_output=True, text=True)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("called: ")]
+        assert done.returncode == 0 and len(lines) == called and lines[-1] == "called: make test"
+        assert done.stdout.count("NOT RUN") == (3 if called == 2 else 0)
+
+
+def test_a_check_that_is_cut_short_has_not_failed() -> None:
+    """Less was left than it may take, and it was not done in that."""
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "LEAST_S=60 " in script
+    functions = script[script.index("LIMIT_S=") : script.index("\nmake setup")].replace("LEAST_S=60", "LEAST_S=1")
+    done = subprocess.run(
+        ["bash", "-c", f"{functions}\nSECONDS=$((LIMIT_S - TEST_S - 2)); can_do 600 sleep 60; echo goes on"], capture_output=True, text=True
+    )
+    assert re.fullmatch(r"NOT RUN: sleep 60: not done in the [12] s that were left\ngoes on\n", done.stdout)

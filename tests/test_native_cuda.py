@@ -116,8 +116,32 @@ def test_a_card_that_cannot_run_the_library_says_why(a_card: pytest.MonkeyPatch,
     lacks = Mock(return_value=b"CUDA driver version is insufficient for CUDA runtime version")
     a_card.setattr(native_build, "build", lambda *args: tmp_path / "library.so")
     a_card.setattr(native.ctypes, "CDLL", lambda name: SimpleNamespace(colofunc_device_lacks=lacks))
-    with pytest.warns(RuntimeWarning, match="this GPU cannot run the compiled kernels: CUDA driver version is insufficient"):
+    said = "this GPU cannot run the compiled kernels: CUDA driver version is insufficient"
+    with pytest.warns(RuntimeWarning, match=f"{said}.*Try: a CUDA toolkit as old as the driver, in CUDA_HOME"):
         assert not native.ready("cuda")
+    # One in a wheel is asked first, whatever CUDA_HOME says.
+    wheel = tmp_path / "cuda-90-1.so"
+    wheel.touch(0o644)
+    a_card.setattr(native_build, "shipped", lambda library: wheel)
+    a_card.setattr(native, "_FAILED", {})
+    with pytest.warns(RuntimeWarning, match=rf"{said}.*Try: a later driver, or another process after `rm {wheel}`, which compiles them"):
+        assert not native.ready("cuda")
+
+
+def test_a_library_of_a_wheel_that_others_may_write_is_passed_over_aloud(
+    a_card: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheel, python = tmp_path / "cuda-90-1.so", tmp_path / "native_build.py"
+    for path, mode in ((wheel, 0o666), (python, 0o644)):
+        path.touch()
+        path.chmod(mode)
+    a_card.setattr(native_build, "shipped", lambda library: wheel)
+    a_card.setattr(native, "PYTHON", python)
+    a_card.setenv("COLOFUNC_QUIET", "0")
+    a_card.setenv("CUDA_HOME", "/nowhere")
+    with pytest.warns(RuntimeWarning, match="there is no CUDA compiler"):
+        assert not native.ready("cuda")
+    assert f"passed over: {wheel} is a link, or more users may write it than may write {python}" in capsys.readouterr().err
 
 
 def test_what_is_prebuilt(a_card: pytest.MonkeyPatch, tmp_path: Path) -> None:

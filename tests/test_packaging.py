@@ -118,7 +118,9 @@ def test_a_wheel_brings_compiled_kernels_along(kernels_folder: Path, tmp_path: P
     """They are loaded without a compiler and without a cache, unless they were made of other sources or cannot be loaded."""
     wheel = built(tmp_path, kernels_folder)
     assert re.fullmatch(r"colofunc-[^-]*-py3-none-(linux|manylinux|macosx)_.*\.whl", wheel.name)
+    umask = os.umask(0o002)  # a usual one, with which the group may write all that pip writes
     environment, clean = installed(wheel, tmp_path)
+    os.umask(umask)
 
     def tried(**variables: str) -> "subprocess.CompletedProcess[str]":
         given = {**clean, "CXX": "/nowhere/c++", "COLOFUNC_CACHE": "off", **variables}
@@ -127,6 +129,7 @@ def test_a_wheel_brings_compiled_kernels_along(kernels_folder: Path, tmp_path: P
 
     assert tried(COLOFUNC_NATIVE="require").stdout.split() == ["True", "True"]
     (library,) = environment.rglob("cpu-*.so")
+    assert library.stat().st_mode & 0o777 == 0o664
     whole = library.read_bytes()
     library.write_text("half a file")
     done = tried(COLOFUNC_NATIVE="require")

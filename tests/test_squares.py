@@ -52,6 +52,14 @@ def test_a_sum_that_is_no_number_or_too_large_is_seen(value: float, mode: str) -
     assert found != found if value != value else found == float("inf")
 
 
+def test_squares_of_small_elements_lose_digits_and_then_are_zero(mode: str) -> None:  # noqa: F811
+    for value, most in ((1.1e-19, ROW * U), (2e-20, 1e-4), (1e-22, 0.1), (2.7e-23, 1.0)):
+        x = torch.full((2 * ROW,), value)
+        want = float(x.double().square().sum())
+        assert abs(float(in_float64(x)) - want) <= most * want
+    assert float(in_float64(torch.full((2 * ROW,), 2.6e-23))) == 0.0
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_instruction_set_and_thread_gives_the_same_bits(dtype: torch.dtype, required: pytest.MonkeyPatch) -> None:
     for numel in (0, 1, 63, 64, ROW + 65, 200 * ROW + 29):

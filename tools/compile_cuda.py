@@ -51,16 +51,17 @@ def names_of_kernels() -> list[str]:
 def main() -> int:
     try:
         native_build.compiler(LIBRARY)
+        native_build.compiler()  # of the stand-in, and nvcc takes one for what runs on the host
     except NativeError as error:
         print(f"NOT RUN: compiling the kernels for GPUs: {error}")
         return NOT_RUN
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         start = time.monotonic()
-        instead = "" if torch.version.cuda else str(stand_in(folder))
         try:
+            instead = "" if torch.version.cuda else str(stand_in(folder))
             path = native_build.build(folder, LIBRARY)
-        except NativeError as error:
+        except (NativeError, subprocess.CalledProcessError) as error:
             log = folder / "build.log"
             print(f"make cuda: {error}\n{log.read_text()[-5000:] if log.exists() else ''}", file=sys.stderr)
             return 1

@@ -1,6 +1,7 @@
 """The tests of the kernels in C++ under the sanitizers of addresses and of undefined behaviour: `make sanitize`.
 
-The library is compiled by a command that adds the sanitizers to the real compiler's, into a folder that goes with this process. What the
+The library is compiled by a command that adds the sanitizers to the real compiler's, into a folder that goes with this process: one that
+came in a wheel would be loaded before it, so none may lie in the tree, and one has to have been compiled. What the
 address sanitizer needs stands before all else in the process that loads it, so the tests run in one of their own. Memory that is never
 given back is not looked for: Python and torch keep some for good.
 """
@@ -18,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1"
 TESTS = ("test_native.py", "test_native_linear.py", "test_update_narrow.py", "test_lion_lamb.py", "test_squares.py")
 RUNTIMES = ("libasan.so", "libubsan.so")
+SHIPPED = ROOT / "ext" / "cuda" / "compiled"
 NOT_RUN = 77  # exit status: not tried here, for a reason that was said
 
 
@@ -36,6 +38,9 @@ def lacking(command: str) -> str:
 
 
 def main() -> int:
+    if SHIPPED.exists():
+        print(f"make sanitize: the kernels in {SHIPPED} would be tested, without sanitizers. Try: rm -r {SHIPPED}", file=sys.stderr)
+        return 1
     compiler = os.environ.get("CXX") or "g++"
     lacks = lacking(compiler)
     if lacks:
@@ -51,7 +56,14 @@ def main() -> int:
             "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1", "UBSAN_OPTIONS": "print_stacktrace=1", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         paths = [str(ROOT / "tests" / name) for name in TESTS]
-        return subprocess.run([sys.executable, "-m", "pytest", "-q", *paths, *sys.argv[1:]], cwd=ROOT, env=env).returncode
+        # The tests compile into a folder of their own.
+        command = [sys.executable, "-m", "pytest", "-q", f"--basetemp={Path(folder, 'tests')}", *paths, *sys.argv[1:]]
+        status = subprocess.run(command, cwd=ROOT, env=env).returncode
+        compiled = list(Path(folder).rglob("cpu-*.so"))
+    if status == 0 and not compiled:
+        print("make sanitize: the tests passed, but no kernels were compiled with the sanitizers", file=sys.stderr)
+        return 1
+    return status
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ _LIBRARIES: dict[str, ctypes.CDLL] = {}
 # (device, mode, folder) -> why its library could not be had: asked once.
 _FAILED: dict[tuple[str, str, str], str] = {}
 _LOCK = Lock()
+PYTHON = Path(native_build.__file__)
 
 WITHOUT = {
     "cpu": "Random numbers, dropout and products with int8 and int4 weights on the CPU run in Python, some times slower, updates that read "
@@ -134,9 +135,12 @@ def _try(wanted: tuple[str, str, str]) -> None:
 
 
 def _shipped(library: native_build.Library) -> ctypes.CDLL | None:
-    """The library that came in the wheel; None where there is none, or it is for a later C library or torch than these."""
+    """The library that came in the wheel. None where there is none, others may write it, or it is for a later C library or torch."""
     path = native_build.shipped(library)
     if path is None:
+        return None
+    if not native_build.is_trusted(path, PYTHON):
+        _say(f"the kernels that came with colofunc are passed over: {path} is a link, or more users may write it than may write {PYTHON}")
         return None
     try:
         loaded = ctypes.CDLL(str(path))
@@ -144,7 +148,8 @@ def _shipped(library: native_build.Library) -> ctypes.CDLL | None:
         _say(f"the kernels that came with colofunc cannot be loaded here ({error}), so they are compiled")
         return None
     if library.kind == "cuda":
-        _check_device(loaded)
+        # Loading has registered its kernels, so that no other library can take its place in this process.
+        _check_device(loaded, f"a later driver, or another process after `rm {path}`, which compiles them")
     return loaded
 
 
@@ -165,17 +170,17 @@ def _loaded(folder: Path, library: native_build.Library) -> ctypes.CDLL:
         except OSError as error:
             raise NativeError(f"the compiled kernels cannot be loaded: {error}. Try: {library.another}") from error
     if library.kind == "cuda":
-        _check_device(loaded)
+        _check_device(loaded, "a CUDA toolkit as old as the driver, in CUDA_HOME")
     return loaded
 
 
-def _check_device(loaded: ctypes.CDLL) -> None:
+def _check_device(loaded: ctypes.CDLL, remedy: str) -> None:
     """Raises NativeError where the GPU cannot run the kernels, as with a driver that is older than the compiler."""
     loaded.colofunc_device_lacks.restype = ctypes.c_char_p
     lacks = loaded.colofunc_device_lacks()
     if lacks is not None:
         said = lacks.decode()
-        raise NativeError(f"this GPU cannot run the compiled kernels: {said}. Try: a CUDA toolkit as old as the driver, in CUDA_HOME")
+        raise NativeError(f"this GPU cannot run the compiled kernels: {said}. Try: {remedy}")
 
 
 def _say(text: str) -> None:

@@ -151,13 +151,24 @@ def commands(library: Library, compiler_path: str, target: Path) -> list[list[st
     return [*compiled, [compiler_path, "-shared", *own, "-o", str(target), *map(str, objects), *link, *behind]]
 
 
-def is_trusted(path: Path) -> bool:
-    """Whether this is a regular file that nobody but this user or root could have written: it is going to be run."""
+def is_trusted(path: Path, like: Path | None = None) -> bool:
+    """Whether this is a regular file that nobody but this user or root could have written: it is going to be run.
+
+    Nor but those who could have written `like`, a file that is being run anyway.
+    """
+    owners, writers = {os.getuid(), 0}, 0
     try:
         found = os.stat(path, follow_symlinks=False)
+        if like is not None:
+            known = os.stat(like)
+            owners.add(known.st_uid)
+            writers = known.st_mode & stat.S_IWOTH
+            if known.st_gid == found.st_gid:
+                writers |= known.st_mode & stat.S_IWGRP
     except OSError:
         return False
-    return stat.S_ISREG(found.st_mode) and found.st_uid in (os.getuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISREG(found.st_mode) and found.st_uid in owners and not others & ~writers
 
 
 def build(folder: Path, library: Library = CPU) -> Path:
@@ -176,20 +187,26 @@ def build(folder: Path, library: Library = CPU) -> Path:
 
 
 def ship(folder: Path, library: Library, cache: Path) -> Path:
-    """Put a library into the folder that a wheel takes along (`SHIPPED`), compiled in `cache` unless it is there."""
-    path = folder / _shipped_name(library)
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(build(cache, library), path)
-    return path
+    """Put a library into the folder that a wheel takes along (`SHIPPED`), compiled in `cache` unless it is there.
+
+    Raises NativeError where that cannot be done.
+    """
+    try:
+        path = folder / _shipped_name(library)
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(build(cache, library), path)
+        return path
+    except OSError as error:
+        raise NativeError(f"kernels cannot be put into {folder}: {error}. Try: another folder") from error
 
 
 def shipped(library: Library) -> Path | None:
     """The library that came with these sources, made of just them for this kind of processor; None where there is none.
 
-    Whoever cannot load it, for an older C library or torch, compiles one.
+    Whoever cannot load it, for an older C library or torch, compiles one. It need not be one that `is_trusted`.
     """
     path = source_folder() / SHIPPED / _shipped_name(library)
-    return path if is_trusted(path) else None
+    return path if path.is_file() else None
 
 
 def _shipped_name(library: Library) -> str:
