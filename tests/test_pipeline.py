@@ -17,8 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
-from colofunc.executors.faults import FaultError
-from colofunc.executors.groups import Ahead, Receiver
+from colofunc.executors.faults import FaultError, ask
+from colofunc.executors.groups import Ahead, Groups, Receiver
 from colofunc.executors.launch import launch
 from colofunc.executors.simulated import SimulatedProgram, distinct
 from colofunc.program.check import check_program
@@ -152,13 +152,32 @@ def test_what_the_next_action_receives_is_posted_before_an_action() -> None:
         log.append(f"post {tag}")
         return lambda: torch.tensor(tag)
 
-    receiver, ahead = Receiver(begin), Ahead([(0, 0), (1, 0), (0, 1), (1, 1)])
+    receiver, ahead = Receiver(begin), Ahead([(0, 0), (1, 0), (0, 1), (1, 1)], Groups(cf.Mesh(pp=2), 0, {}, 1.0))
     ahead.receives(1, receiver, lambda microbatch: 10 + microbatch)
     for _ in range(2):  # steps
         for part, microbatch in ahead:
             log.append(f"{part} {microbatch}")
             assert part == 0 or int(receiver(10 + microbatch)) == 10 + microbatch
     assert log == ["post 10", "0 0", "1 0", "post 11", "0 1", "1 1"] * 2
+    receiver.post(3)
+    with pytest.raises(cf.ProgramError, match="a message with tag 4 is waited for, and the next one that was posted has tag 3"):
+        receiver(4)
+
+
+def test_no_step_begins_behind_one_that_raised_in_the_middle() -> None:
+    """That of another program on the same ranks neither: equal tags are received in the order in which they are sent."""
+    groups = Groups(cf.Mesh(pp=2), 1, {}, 1.0)
+    mine, another = (Ahead([(0, 0), (1, 0)], groups) for _ in range(2))
+    assert list(mine) == list(another) == [(0, 0), (1, 0)]
+    with pytest.raises(FaultError) as raised, cf.testing.fail(rank=1, at="send"):
+        for _ in mine:
+            ask("send", (1,))
+    for order in (mine, another):
+        with pytest.raises(cf.CollectiveError, match="rank 1: an earlier step over .* raised in the middle of its microbatches"):
+            next(iter(order))
+    assert raised.tb is not None, "the traceback that holds the order's frame is still there"
+    alone = Ahead([(0, 0), (1, 0)], Groups(cf.Mesh(pp=1), 0, {}, 1.0))
+    assert next(iter(alone)) == (0, 0) and list(alone) == [(0, 0), (1, 0)], "nobody has sent anything"
 
 
 def test_a_residual_sends_one_tensor_back() -> None:
