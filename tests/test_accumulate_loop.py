@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+from types import ModuleType
+
 import attrs
 import pytest
 import torch
@@ -153,6 +156,27 @@ def test_a_tied_weight_s_gradients_are_added_to_one_sum(mesh):
 
     chain = cf.accumulate(cf.shard(step, mesh, auto="dp" in mesh.axis_names), 4)
     cf.testing.check(chain, state, {"x": torch.randint(0, 12, (16,))}, steps=2)
+
+
+def test_of_lanes_whose_kernels_differ_none_adds_to_its_sum_as_it_is_made():
+    """A kernel of a plugin makes a tensor, also where another lane's call gets none: each is added behind."""
+    answers = cycle((True, False))
+    kernel = cf.ext.Kernel("aten.mm.default", "cpu", lambda call: next(answers), lambda call, rates: 0.0, lambda call: 0, torch.mm)
+    plugin = ModuleType("every_other_product")
+    plugin.colofunc_kernels = cf.hookimpl(lambda: [kernel])
+    state, batch = {"w": torch.randn(8, 4, dtype=torch.float64)}, {"x": torch.randn(16, 8, dtype=torch.float64)}
+
+    def step(state, batch):
+        loss, grads = cf.value_and_grad(lambda params: (batch["x"] @ params["w"]).tanh().mean())(state)
+        return {"w": state["w"] - 0.1 * grads["w"]}, loss
+
+    chain = cf.accumulate(cf.shard(step, cf.Mesh(tp=2), in_specs=("r (tp c)", None), plugins=[plugin]), 4)
+    low = chain.lower(state, batch)
+    assert len(added_in_place(loops(low.program)[-1])) == 1
+    partition = ((0, 1),) * (len(low.program.inputs) - len(low.program.constants))
+    source = SimulatedProgram(low.program, low.mesh).write(partition, CPU).function().source
+    assert "mm_added(" not in source
+    cf.testing.check(chain, state, batch, steps=2)
 
 
 def test_what_a_loop_gathers_is_known_as_a_copy_of_the_whole_value():

@@ -17,8 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
-from colofunc.executors.faults import FaultError
-from colofunc.executors.groups import Ahead, Receiver
+from colofunc.executors.faults import FaultError, ask
+from colofunc.executors.groups import Ahead, Groups, Receiver
 from colofunc.executors.launch import launch
 from colofunc.executors.simulated import SimulatedProgram, distinct
 from colofunc.program.check import check_program
@@ -134,13 +134,15 @@ def test_the_last_stage_holds_its_logits_once_and_a_tied_gradient_is_sent_as_it_
     assert " contiguous(" in source.split("for p")[1]  # its operand has no other reader
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_a_sum_is_added_to_in_the_part_that_gathers_it(schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "of_the_tied"), [("1f1b", 2), ("zb-v", 0)])
+def test_a_sum_is_added_to_in_the_part_that_gathers_it(schedule: str, of_the_tied: int) -> None:
+    """Each weight of a layer's. The tied one has a sum on each of two ranks; where one rank has both ends, a later part adds to it."""
     step, state, batch = gpt2(layers=4)
+    weights = sum(".h." in name and x.dim() == 2 for name, x in state["params"].items())
     loop = loop_of(cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule=schedule).lower(state, batch).program)
     gathered = {k: index for index, outputs in gathered_at(loop.body).items() for k in outputs}
     added = added_in_place(loop)
-    assert loop.timetable is not None and len(added) > len(loop.gathers) / 4
+    assert loop.timetable is not None and len(added) == weights + of_the_tied == 16 + of_the_tied
     for made_at, k in added.items():
         assert loop.timetable.part_at(made_at) == loop.timetable.part_at(gathered[k])
 
@@ -152,13 +154,32 @@ def test_what_the_next_action_receives_is_posted_before_an_action() -> None:
         log.append(f"post {tag}")
         return lambda: torch.tensor(tag)
 
-    receiver, ahead = Receiver(begin), Ahead([(0, 0), (1, 0), (0, 1), (1, 1)])
+    receiver, ahead = Receiver(begin), Ahead([(0, 0), (1, 0), (0, 1), (1, 1)], Groups(cf.Mesh(pp=2), 0, {}, 1.0))
     ahead.receives(1, receiver, lambda microbatch: 10 + microbatch)
     for _ in range(2):  # steps
         for part, microbatch in ahead:
             log.append(f"{part} {microbatch}")
             assert part == 0 or int(receiver(10 + microbatch)) == 10 + microbatch
     assert log == ["post 10", "0 0", "1 0", "post 11", "0 1", "1 1"] * 2
+    receiver.post(3)
+    with pytest.raises(cf.ProgramError, match="a message with tag 4 is waited for, and the next one that was posted has tag 3"):
+        receiver(4)
+
+
+def test_no_step_begins_behind_one_that_raised_in_the_middle() -> None:
+    """That of another program on the same ranks neither: equal tags are received in the order in which they are sent."""
+    groups = Groups(cf.Mesh(pp=2), 1, {}, 1.0)
+    mine, another = (Ahead([(0, 0), (1, 0)], groups) for _ in range(2))
+    assert list(mine) == list(another) == [(0, 0), (1, 0)]
+    with pytest.raises(FaultError) as raised, cf.testing.fail(rank=1, at="send"):
+        for _ in mine:
+            ask("send", (1,))
+    for order in (mine, another):
+        with pytest.raises(cf.CollectiveError, match=r"rank 1: an earlier step over .* raised in the middle of its microbatches"):
+            next(iter(order))
+    assert raised.tb is not None, "the traceback that holds the order's frame is still there"
+    alone = Ahead([(0, 0), (1, 0)], Groups(cf.Mesh(pp=1), 0, {}, 1.0))
+    assert next(iter(alone)) == (0, 0) and list(alone) == [(0, 0), (1, 0)], "nobody has sent anything"
 
 
 def test_a_residual_sends_one_tensor_back() -> None:
@@ -478,8 +499,10 @@ def train_on_disks(directory: str) -> tuple[float, int]:
 def test_state_of_stages_on_disk(tmp_path: Any) -> None:
     (_, state, batch), chain = on_disks(str(tmp_path))
     low = agrees_with_one_device(chain, state, batch)
-    most = max(low.memory(rank=rank).peak_bytes["disk"] for rank in range(2))
-    assert 0 < most < sum(x.nbytes for x in torch.utils._pytree.tree_leaves(state)) * 2
+    stage_of = {leaf.name.removeprefix("state.params."): leaf.at[1] for leaf in low.plan.inputs if leaf.role == "param"}
+    for rank in range(2):
+        own = sum(x.nbytes for name, x in state["params"].items() if stage_of[name] == (rank,))
+        assert low.memory(rank=rank).peak_bytes["disk"] == 3 * own > 0, "a stage's parameters and their two moments"
 
 
 @pytest.mark.dist

@@ -215,7 +215,7 @@ class RankWires:
         self.flight = flight
         self.ranks: Sequence[int] = (groups.rank,)
         self._limits: tuple[Program, set[int]] | None = None
-        self._ahead: Ahead | None = None  # of the loop in parts that is written
+        self._ahead: Ahead | None = None  # of the loop in parts that is written, where receives are posted ahead
 
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         if kind in COPIES:
@@ -291,8 +291,9 @@ class RankWires:
 
     def in_order(self, actions: Sequence[tuple[int, int]], device: torch.device) -> Iterable[tuple[int, int]]:
         """NCCL runs what is given to it one after another: a receive that is posted early would keep back what is sent meanwhile."""
-        self._ahead = Ahead(actions) if self.groups.carriers.get(device.type) == "gloo" else None
-        return actions if self._ahead is None else self._ahead
+        order = Ahead(actions, self.groups)
+        self._ahead = order if self.groups.carriers.get(device.type) == "gloo" else None
+        return order
 
     def place(self, axes: Sequence[str], lane: int) -> int:
         return self.groups.mesh.index(self.groups.rank, axes)

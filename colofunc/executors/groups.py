@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from colofunc import compat
+from colofunc.errors import CollectiveError, ProgramError
 from colofunc.executors.kernels import reduce_members
 from colofunc.mesh import Mesh
 from colofunc.ops.dtypes import DOUBLED
@@ -89,15 +90,17 @@ class Receiver:
         if not self._posted:
             return self._begin(tag)()
         posted, wait = self._posted.popleft()
-        assert posted == tag, "messages are waited for in the order in which they were posted"
+        if posted != tag:
+            raise ProgramError(f"a message with tag {tag} is waited for, and the next one that was posted has tag {posted}")
         return wait()
 
 
 class Ahead:
     """Actions of a rank one after another; what the next one receives is posted before an action begins."""
 
-    def __init__(self, order: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, order: Sequence[tuple[int, int]], groups: Groups) -> None:
         self._order = order
+        self._groups = groups
         self._receives: dict[int, list[tuple[Receiver, Callable[[int], int]]]] = {}
 
     def receives(self, part: int, receiver: Receiver, tag: Callable[[int], int]) -> None:
@@ -105,6 +108,7 @@ class Ahead:
         self._receives.setdefault(part, []).append((receiver, tag))
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
+        self._groups.begin_actions()
         posted = 0
         for number, action in enumerate(self._order):
             for part, microbatch in self._order[posted : number + 2]:
@@ -112,6 +116,7 @@ class Ahead:
                     receiver.post(tag(microbatch))
             posted = number + 2
             yield action
+        self._groups.end_actions()  # not where one of them raised: no `finally`
 
 
 class Groups:
@@ -126,6 +131,7 @@ class Groups:
         self._made: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
         self._sent: list[tuple[Any, torch.Tensor]] = []  # what is on its way to single members, and what it is made of
+        self._in_the_middle = False  # of the actions of a step
 
     def of(self, axes: Sequence[str]) -> Group:
         """The group along `axes`. Collective the first time: every rank makes the same groups in the same order."""
@@ -181,6 +187,22 @@ class Groups:
             return kept
 
         return send
+
+    def begin_actions(self) -> None:
+        """A step goes through its actions. Raises CollectiveError where an earlier one, of any program on the mesh, raised amid its own.
+
+        Messages of equal tags are taken in the order in which they were sent: this step would compute with that one's.
+        """
+        if self._in_the_middle and self.mesh.size > 1:
+            raise CollectiveError(
+                f"rank {self.rank}: an earlier step over {self.mesh!r} raised in the middle of its microbatches, and its messages are "
+                "still under way: a further step would take them for its own. "
+                "Try: start the processes again, from the last state that was saved"
+            )
+        self._in_the_middle = True
+
+    def end_actions(self) -> None:
+        self._in_the_middle = False
 
     def delivered(self) -> None:
         """Wait for all that was sent: a process that ended before would take it along."""

@@ -256,11 +256,13 @@ class Writer:
         result = "flat" if bound is not None else result_kind(node.target)
         kwargs = self._kwargs(node, bound is not None)
         classes = {key: c for c, key in enumerate(dict.fromkeys(key for key in keys if key != (ABSENT,)))}
-        adds_to = self.adds_to if self._may_add(node, len(classes)) else None
+        kernels = [self.choices.of(node, self.program.values, keys.index(key)) if bound is None else None for key in classes]
+        # A kernel makes a result, which is added to the sum behind the node; what is gathered is written in one way for all lanes.
+        in_place = self._may_add(node, len(classes)) and all(kernel is None for kernel in kernels)
+        adds_to = self.adds_to if in_place else None
         many = len(classes) > 1
-        for key, c in classes.items():
+        for (key, c), chosen in zip(classes.items(), kernels, strict=True):
             lane = keys.index(key)
-            chosen = self.choices.of(node, self.program.values, lane) if bound is None else None
             if chosen is not None:
                 self.line(self._assignment(self._targets(node, c, many), self._kernel_call(node, chosen, lane), result))
                 continue
