@@ -532,7 +532,7 @@ def test_beside_a_card_the_bits_are_those_of_the_host_alone(cls: Any, away: bool
         step, state, batch = training(cls, device="cuda")
         found = after(placed(step), placed(step).init(state, batch), batch)
     if cls is cf.LAMB and not away and native.ready("cpu"):
-        # The card sums squares by torch, the host by its kernel in C++, in another order (`ops/squares.py`): a rounding of float32 in a length.
+        # The card sums squares by torch, the host by its kernel in C++ in another order (`ops/squares.py`): lengths differ by a rounding.
         for name in want:
             torch.testing.assert_close(found[name], want[name], rtol=1e-6, atol=1e-8)
     else:
