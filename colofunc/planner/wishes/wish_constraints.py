@@ -26,8 +26,8 @@ from colofunc.planner.wishes.flow_constraints import ExtraOf, Flow, RuleOf, alon
 from colofunc.planner.wishes.layout_equality import alike, orders
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
 from colofunc.program.facts import is_pointwise
-from colofunc.program.ir import Program, Value, computed_once
-from colofunc.spec.layout import At, Layout, at_text, is_major, make_layout
+from colofunc.program.ir import Node, Program, Value, computed_once
+from colofunc.spec.layout import At, Dim, Layout, at_text, is_major, make_layout
 from colofunc.spec.rule import Rule, Strategy
 from colofunc.spec.spec import bind, parse
 from colofunc.spec.strategies import enumerate_layouts
@@ -221,9 +221,11 @@ def _named(wish: Wish, mesh: Mesh) -> tuple[str, ...]:
         if isinstance(want, Layout):
             return mesh.axis_names  # a bound layout is meant exactly
         parsed = parse(str(want))
-        names += [f.name for dim in parsed.dims if dim is not None for f in dim if f.name in mesh and f.name]
-        names += [a for a, _ in parsed.pending]
-        names += [] if parsed.at is None else [parsed.at[0]]
+        for dim in parsed.dims:
+            names += [f.name for f in dim or () if f.name and f.name in mesh]
+        names += [axis for axis, _ in parsed.pending]
+        if parsed.at is not None:
+            names.append(parsed.at[0])
     return tuple(dict.fromkeys(names))
 
 
@@ -240,7 +242,9 @@ def _leaf_constraint(wish: Wish, layout: Layout, axes: tuple[str, ...], mesh: Me
         return lambda s: s.outs[0] is not None and orders(s.outs[0], some) == want
 
     def room(some: tuple[str, ...]) -> Callable[[Strategy], bool]:
-        later = [prod(mesh.axis_size(a) for a in dim if a not in some) for dim in orders(layout, axes)[0]]
+        later = []
+        for dim in orders(layout, axes)[0]:
+            later.append(prod(mesh.axis_size(axis) for axis in dim if axis not in some))
         return lambda s: s.outs[0] is not None and _has_room(s.outs[0], later)
 
     return Constraint(("leaf", layout, axes), among(axes), str(wish), (exact,), axes, partly=among, room=room)
@@ -248,20 +252,34 @@ def _leaf_constraint(wish: Wish, layout: Layout, axes: tuple[str, ...], mesh: Me
 
 def _has_room(layout: Layout, ways: Sequence[int]) -> bool:
     """Whether what is local of each dim can still be split so many ways: axes that are decided later will lie there."""
-    return all(prod(n for n, a in dim if a is None) % n == 0 for dim, n in zip(layout.dims, ways, strict=True))
+    for dim, n in zip(layout.dims, ways, strict=True):
+        local = prod(size for size, axis in dim if axis is None)
+        if local % n:
+            return False
+    return True
 
 
 def _with_others(layout: Layout, mesh: Mesh) -> tuple[Layout, ...]:
     """A layout as it is, and with every way to split what it leaves whole (of each dim the last such part) over the other axes."""
     names = tuple(a for a in mesh.axis_names if a not in layout.axes)
-    at = [max((k for k, (_, a) in enumerate(dim) if a is None), default=None) for dim in layout.dims]
+    at = [_last_whole(dim) for dim in layout.dims]
     last = tuple(1 if k is None else dim[k][0] for k, dim in zip(at, layout.dims, strict=True))
     found: dict[Layout, None] = {layout: None}
     for other in enumerate_layouts(last, mesh, names):
-        parts = zip(at, layout.dims, other.dims, strict=True)
-        dims = tuple(a if k is None else (*a[:k], *b, *a[k + 1 :]) for k, a, b in parts)
-        found.setdefault(make_layout(dims, layout.shape), None)
+        dims: list[Dim] = []
+        for k, dim, split in zip(at, layout.dims, other.dims, strict=True):
+            dims.append(dim if k is None else (*dim[:k], *split, *dim[k + 1 :]))
+        found.setdefault(make_layout(tuple(dims), layout.shape), None)
     return tuple(found)
+
+
+def _last_whole(dim: Dim) -> int | None:
+    """The place of the last part of a dim that no axis splits."""
+    found = None
+    for place, (_, axis) in enumerate(dim):
+        if axis is None:
+            found = place
+    return found
 
 
 def places(layout: Layout, axes: Iterable[str]) -> Where:
@@ -279,28 +297,15 @@ def _on_operators(
     rule_of: RuleOf,
     extra_of: ExtraOf,
 ) -> Iterator[tuple[int, Where, Constraint]]:
-    some = [parse_axes(str(want)) for want in wish.wants]
-    if not all(some):
-        raise PlanError(f"{wish}: write a strategy as '{{tp: o, dp: b0}}', each mesh axis on a factor of the rule")
-    for axis in (axis for pairs in some for axis, _ in pairs):
-        mesh.axis_size(axis)  # raises on unknown axes, with near names
-    n = len(program.inputs)
-    hits = [
-        (k, node) for k, node in enumerate(program.nodes)
-        if node.phase in wish.phases and wish.meets(node.path) and (not wish.targets or node.target in wish.targets)
-        and (not wish.values or any(o in wish.values for o in node.outs))
-    ]  # fmt: skip
-    words = [_words(rule_of(node), extra_of(node)) for _, node in hits]
-    asked = [{f for a, f in pairs if mesh.axis_size(a) > 1} for pairs in some]
-    able = [hit for hit, known in zip(hits, words, strict=True) if any(factors <= known for factors in asked)]
+    wants = list(_factors_asked(wish, mesh))
+    hits = list(_operators_met(wish, program))
+    able = []
+    for k, node in hits:
+        known = _words(rule_of(node), extra_of(node))
+        if any(known.issuperset(want.values()) for want in wants):
+            able.append((k, node))
     if hits and not able:
-        rules = {f"{node.target}: {rule.text() if (rule := rule_of(node)) else 'no rule'}" for _, node in hits}
-        line = f" (first at {hits[0][1].line})" if hits[0][1].line else ""
-        raise PlanError(
-            f"{wish} cannot be done on {mesh}: no operator there{line} has these factors ({'; '.join(sorted(rules)[:6])}); "
-            "name factors of a rule"
-        )
-    wants = [{a: f for a, f in pairs if mesh.axis_size(a) > 1} for pairs in some]
+        raise PlanError(_lacks_factors(wish, mesh, [node for _, node in hits], rule_of))
     for k, node in able:
         rule = rule_of(node)
         says = f"{wish} (rule {rule.text()})" if rule else str(wish)
@@ -309,9 +314,43 @@ def _on_operators(
             axes = dict.fromkeys(axis for want in wants for axis in want)
             where = {axis: frozenset(want.get(axis, "whole") for want in wants) for axis in axes}
         key = ("node", *(tuple(want.items()) for want in wants))
-        yield n + k, dict(where), Constraint(
+        yield len(program.inputs) + k, dict(where), Constraint(
             key, _placer(wants), says, (), tuple(where), len(where) > 1, lambda some: _placer(wants, some)
         )
+
+
+def _factors_asked(wish: Wish, mesh: Mesh) -> Iterator[dict[str, str]]:
+    """For each strategy that a wish names, axis -> factor of the rule, of axes that split anything. Raises PlanError where it is none."""
+    for want in wish.wants:
+        pairs = parse_axes(str(want))
+        if not pairs:
+            raise PlanError(f"{wish}: write a strategy as '{{tp: o, dp: b0}}', each mesh axis on a factor of the rule")
+        # The size of an axis that the mesh has not is an error with near names.
+        yield {axis: factor for axis, factor in pairs if mesh.axis_size(axis) > 1}
+
+
+def _operators_met(wish: Wish, program: Program) -> Iterator[tuple[int, Node]]:
+    """The operators that a wish is about, with their positions."""
+    for k, node in enumerate(program.nodes):
+        if node.phase not in wish.phases or not wish.meets(node.path):
+            continue
+        if wish.targets and node.target not in wish.targets:
+            continue
+        if not wish.values or any(out in wish.values for out in node.outs):
+            yield k, node
+
+
+def _lacks_factors(wish: Wish, mesh: Mesh, nodes: Sequence[Node], rule_of: RuleOf) -> str:
+    """What to say where no operator that a wish is about has the factors that it names."""
+    rules = set[str]()
+    for node in nodes:
+        rule = rule_of(node)
+        rules.add(f"{node.target}: {'no rule' if rule is None else rule.text()}")
+    line = f" (first at {nodes[0].line})" if nodes[0].line else ""
+    return (
+        f"{wish} cannot be done on {mesh}: no operator there{line} has these factors ({'; '.join(sorted(rules)[:6])}); "
+        "name factors of a rule"
+    )
 
 
 def _words(rule: Rule | None, extra: Iterable[Strategy]) -> set[str]:
@@ -325,9 +364,11 @@ def _placer(wants: Sequence[Mapping[str, str]], axes: tuple[str, ...] | None = N
 
     def accepts(s: Strategy) -> bool:
         on = dict(s.axes)
-        return any(
-            all(on.get(axis, "whole") == factor for axis, factor in want.items() if axes is None or axis in axes) for want in wants
-        )
+        for want in wants:
+            asked = want if axes is None else {axis: factor for axis, factor in want.items() if axis in axes}
+            if all(on.get(axis, "whole") == factor for axis, factor in asked.items()):
+                return True
+        return False
 
     return accepts
 
