@@ -521,8 +521,10 @@ def test_a_step_with_updates_on_the_host_reads_narrow_gradients(cls: Any, mode: 
 
 @pytest.mark.parametrize("cls", [cf.Lion, cf.LAMB])
 @pytest.mark.parametrize("away", [True, False])
-def test_beside_a_card_the_bits_are_those_of_the_host_alone(cls: Any, away: bool) -> None:
+def test_beside_a_card_the_bits_are_those_of_the_host_alone(cls: Any, away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a pretended one, whose streams run in any order."""
+    if cls is cf.LAMB and not away:  # a card sums squares by torch, as the host does without its kernel in C++ (`ops/squares.py`)
+        monkeypatch.setenv("COLOFUNC_NATIVE", "off")
 
     def placed(step: Any) -> Any:
         return cf.offload(step, policy=ALL_THERE) if away else step
@@ -531,9 +533,4 @@ def test_beside_a_card_the_bits_are_those_of_the_host_alone(cls: Any, away: bool
     with Machine(seed=1):
         step, state, batch = training(cls, device="cuda")
         found = after(placed(step), placed(step).init(state, batch), batch)
-    if cls is cf.LAMB and not away and native.ready("cpu"):
-        # The card sums squares by torch, the host by its kernel in C++ in another order (`ops/squares.py`): lengths differ by a rounding.
-        for name in want:
-            torch.testing.assert_close(found[name], want[name], rtol=1e-6, atol=1e-8)
-    else:
-        assert all(torch.equal(found[name], want[name]) for name in want)
+    assert all(torch.equal(found[name], want[name]) for name in want)
