@@ -372,11 +372,13 @@ SGD, ADAM = cf.adapt(torch.optim.SGD, lr=0.1), cf.adapt(torch.optim.AdamW, lr=0.
         (lambda: cf.adapt(torch.optim.SGD, lr=torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)]), 3)), "Try: cf.schedule"),
         (lambda: cf.adapt(torch.optim.AdamW, groups={"w": dict(weight_decay=-3)}), r"groups\['w'\]: AdamW refuses.*weight_decay value: -3"),
         (lambda: cf.adapt(torch.optim.AdamW, groups=[dict(params=["w"])]), "is no mapping to options"),
-        (lambda: ADAM.init([torch.ones(2)]), "a list is there. Try: model.params"),
-        (lambda: ADAM.init({"layer": P}), "a dict is there"),
+        (lambda: ADAM.init(torch.ones(2)), "there is a Tensor. Try: model.params"),
+        (lambda: ADAM.init({"layer": P | {"scale": 1.0}}), "'layer.scale' is a float"),
+        (lambda: ADAM.init({"a": {"b": P["w"]}, "a.b": P["w"]}), "two parameters are called 'a.b'. Try: keys without dots"),
+        (lambda: ADAM.update({"w": "g"}, ADAM.init(P), P), "the gradient of 'w' is a str"),
         (lambda: ADAM.update(P, SGD.init(P), P), r"not that of AdamW.*missing \['exp_avg\.w\'"),
         (lambda: SGD.update(P, ADAM.init(P), P), r"not that of SGD.*unknown \['exp_avg\.w\'"),
-        (lambda: SGD.update([P["w"]], SGD.init(P), P), "the gradients are a list"),
+        (lambda: SGD.update([P["w"]], SGD.init(P), P), r"no gradient for \['w'\]"),
     ],
 )
 def test_what_is_given_in_place_of_an_optimizer_s_own(call, message) -> None:

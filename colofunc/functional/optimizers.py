@@ -4,20 +4,23 @@ Problem: `torch.optim` classes hold state in attributes and change parameters in
 
     {"step": 0-dim, "exp_avg": {name: tensor}, "exp_avg_sq": {name: tensor}}
 
-and `update(grads, state, params)` returns new params and new state. Elementwise classes are one operator per parameter
-(`colofunc.ops.update`, `update_rules`); Muon, which looks at whole matrices, runs torch's own code on copies
-(`colofunc.functional.torch_optim`). Lion and LAMB, which torch does not have, are classes of `colofunc.functional.lion_lamb`.
+and `update(grads, state, params)` returns new params and new state. Parameters are a dict of names, as `model.params` is, or any tree
+of tensors: `{"encoder": encoder.params, "temperature": t}` is named by its paths, `encoder.0.weight`.
 
-`groups` maps globs over parameter names to options that differ there, or to another optimizer for what they match; later
-entries win. `state_bits=8` keeps moments of Adam and AdamW as bytes and scales (`colofunc.functional.packed_moments`). `lr` is a
-number, a function of the number of updates already done (a 0-dim tensor, so write it with torch operators: `torch.cos`, not
-`math.cos`), or a torch scheduler (`cf.schedule`).
+Elementwise classes are one operator per parameter (`colofunc.ops.update`, `update_rules`); Muon, which looks at whole
+matrices, runs torch's own code on copies (`colofunc.functional.torch_optim`). Lion and LAMB, which torch does not
+have, are classes of `colofunc.functional.lion_lamb`.
+
+`groups` maps globs over parameter names to options that differ there, or to another optimizer for what they match;
+later entries win. `state_bits=8` keeps moments of Adam and AdamW as bytes and scales
+(`colofunc.functional.packed_moments`). `lr` is a number, a function of the number of updates already done (a 0-dim
+tensor, so write it with torch operators: `torch.cos`, not `math.cos`), or a torch scheduler (`cf.schedule`).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,12 +35,13 @@ from colofunc.functional.lion_lamb import OWN, Given
 from colofunc.functional.packed_moments import MOMENTS, SCALES
 from colofunc.ops import policy
 from colofunc.ops import update as ops
+from colofunc.ops.quantized import Quantized
 from colofunc.ops.update_packed import Blocks, adamw8, block_of
 from colofunc.ops.update_rules import KINDS, options_of, update
 from colofunc.program.lazy import zeros_like
 from colofunc.program.tracing.meta import phase
 from colofunc.program.tracing.roles import mark
-from colofunc.program.tracing.tree import flatten, join
+from colofunc.program.tracing.tree import Tree, flatten, join, unflatten, walk
 
 Schedule = Callable[[Tensor], Any]
 Tensors = dict[str, Tensor]
@@ -56,8 +60,9 @@ class Optimizer:
     options: Mapping[str, Any]  # the class's defaults and what was given
     groups: Mapping[str, Mapping[str, Any] | Optimizer]
 
-    def init(self, params: Mapping[str, Tensor]) -> State:
-        """The state before the first update; zeros of large, lazy or abstract parameters are lazy, made on their shards by `step.init`."""
+    def init(self, params: Any) -> State:
+        """The state before the first update of a tree of tensors; zeros of large, lazy or abstract ones are made on their shards, later."""
+        params = named("init", params)
         self._check(params)
         state: State = {"step": torch.zeros((), dtype=torch.float32, device=_memory_of(params))}
         for part, names in self._parts(params):
@@ -68,15 +73,18 @@ class Optimizer:
 
     def update(
         self,
-        grads: Mapping[str, Tensor | None],
+        grads: Any,
         opt_state: State,
-        params: Mapping[str, Tensor],
+        params: Any,
         lr: float | Tensor | None = None,
-    ) -> tuple[Tensors, State]:
-        """(params, state) after one update. A gradient of None counts as zeros, so weight decay still acts.
+    ) -> tuple[Any, State]:
+        """(params, state) after one update; gradients are a tree like the parameters, None counts as zeros, so weight decay still acts.
 
         `lr` stands in for the optimizer's own rate in this update (not for those of groups).
         """
+        tree = params
+        params = named("update", tree)
+        grads = _gradients_by_name(grads, params)
         self._check_names(grads, params)
         self._check_real(params)
         self._check_state(opt_state, params)
@@ -103,15 +111,16 @@ class Optimizer:
                 for key, values in kept.items():
                     state[key] |= values
             ordered = {key: {n: state[key][n] for n in values} for key, values in opt_state.items() if key != "step"}
-            return {n: new[n] for n in params}, {key: step if key == "step" else ordered[key] for key in opt_state}
+            updated = unflatten(flatten(tree)[1], [new[n] for n in params])
+            return updated, {key: step if key == "step" else ordered[key] for key in opt_state}
 
-    def converted(self, opt_state: State, params: Mapping[str, Tensor]) -> State:
+    def converted(self, opt_state: State, params: Any) -> State:
         """The state of the same class with other `state_bits`, as this optimizer keeps it; what is kept alike is not copied.
 
         For a checkpoint of moments in 32 bits that goes on in 8, or the other way round. Tensors on ranks are made whole.
         """
         packed_moments.check_pair(self.cls, opt_state)
-        return packed_moments.converted(opt_state, {n: (p, self._blocks(n, p)) for n, p in params.items()})
+        return packed_moments.converted(opt_state, {n: (p, self._blocks(n, p)) for n, p in named("converted", params).items()})
 
     def of(self, name: str) -> dict[str, Any]:
         """The options of one parameter."""
@@ -275,10 +284,6 @@ class Optimizer:
         return found
 
     def _check(self, params: Mapping[str, Tensor]) -> None:
-        odd = None if isinstance(params, Mapping) else params
-        odd = odd if odd is not None else next((p for p in params.values() if not isinstance(p, Tensor)), None)
-        if odd is not None:
-            raise InputError(f"init: parameters are a dict from names to tensors, and a {type(odd).__name__} is there. Try: model.params")
         self._check_real(params)
         for glob in self.groups:
             if not any(fnmatchcase(n, glob) for n in params):
@@ -331,8 +336,6 @@ class Optimizer:
             _check_shapes(key, opt_state.get(key, {}), params)
 
     def _check_names(self, grads: Mapping[str, Tensor | None], params: Mapping[str, Tensor]) -> None:
-        if not isinstance(grads, Mapping):
-            raise InputError(f"update: the gradients are a {type(grads).__name__}. Try: a dict with the names of the parameters")
         missing = [n for n in params if n not in grads]
         extra = [n for n in grads if n not in params]
         if missing or extra:
@@ -341,6 +344,44 @@ class Optimizer:
                 f"with the names of the parameters"
             )
         _check_shapes("grads", {n: g for n, g in grads.items() if g is not None}, params)
+
+
+def named(what: str, params: Any) -> Tensors:
+    """The tensors of a tree by the paths that lead to them: `{"a": {"w": t}}` has the parameter `a.w`. None is no parameter.
+
+    Raises InputError for a leaf that is no tensor, for a quantized weight, and where two paths are one name.
+    """
+    packed = next((node.name for node in _nodes(flatten(params)[1]) if node.type is Quantized), None)
+    leaves = [(name, leaf) for name, leaf in walk(params) if leaf is not None]
+    odd = next(((name, type(leaf).__name__) for name, leaf in leaves if not isinstance(leaf, Tensor) or not name), None)
+    odd = odd if packed is None else (packed, "Quantized")
+    if odd is not None:
+        where = f"{odd[0]!r} is a" if odd[0] else "there is a"
+        raise InputError(f"{what}: parameters are tensors in a dict or another container, and {where} {odd[1]}. Try: model.params")
+    found = dict(leaves)
+    if len(found) < len(leaves):
+        names = [name for name, _ in leaves]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"{what}: two parameters are called {twice!r}. Try: keys without dots")
+    return found
+
+
+def _nodes(tree: Tree) -> Iterator[Tree]:
+    yield tree
+    for child in tree.children:
+        yield from _nodes(child)
+
+
+def _gradients_by_name(grads: Any, params: Tensors) -> dict[str, Tensor | None]:
+    found = {name: g for name, g in walk(grads) if g is not None or name in params}
+    odd = next((name for name, g in found.items() if not (g is None or isinstance(g, Tensor)) or not name), None)
+    if odd is not None:
+        gradients = f"gradient of {odd!r} is" if odd else "gradients are"
+        raise InputError(
+            f"update: the {gradients} a {type(found[odd]).__name__}. Try: a tree like that of the parameters, as cf.value_and_grad "
+            "returns it"
+        )
+    return found
 
 
 def _memory_of(params: Mapping[str, Tensor]) -> torch.device:

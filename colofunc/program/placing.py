@@ -168,6 +168,8 @@ class _Run:
         """Whether a node puts scalars of gradients together, such as the squares of a joint norm."""
         if not any(id in self.of_gradients for id in node.results):
             return False
+        if any(id in self.stays and self.home[id] != self.everywhere for id in node.refs):
+            return False  # the update of a scalar parameter is where that is
         return all(self.program.values[id].shape == () for id in node.refs)
 
     def _of_gradients(self) -> set[int]:
