@@ -20,7 +20,7 @@ tensor, so write it with torch operators: `torch.cos`, not `math.cos`), or a tor
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -33,15 +33,15 @@ from colofunc.errors import InputError, near
 from colofunc.functional import packed_moments, torch_optim
 from colofunc.functional.lion_lamb import OWN, Given
 from colofunc.functional.packed_moments import MOMENTS, SCALES
+from colofunc.functional.parameter_tree import check_shapes, named_gradients, named_parameters
 from colofunc.ops import policy
 from colofunc.ops import update as ops
-from colofunc.ops.quantized import Quantized
 from colofunc.ops.update_packed import Blocks, adamw8, block_of
 from colofunc.ops.update_rules import KINDS, options_of, update
 from colofunc.program.lazy import zeros_like
 from colofunc.program.tracing.meta import phase
 from colofunc.program.tracing.roles import mark
-from colofunc.program.tracing.tree import Tree, flatten, join, unflatten, walk
+from colofunc.program.tracing.tree import flatten, join, unflatten
 
 Schedule = Callable[[Tensor], Any]
 Tensors = dict[str, Tensor]
@@ -62,7 +62,7 @@ class Optimizer:
 
     def init(self, params: Any) -> State:
         """The state before the first update of a tree of tensors; zeros of large, lazy or abstract ones are made on their shards, later."""
-        params = named("init", params)
+        params = named_parameters("init", params)
         self._check(params)
         state: State = {"step": torch.zeros((), dtype=torch.float32, device=_memory_of(params))}
         for part, names in self._parts(params):
@@ -83,9 +83,8 @@ class Optimizer:
         `lr` stands in for the optimizer's own rate in this update (not for those of groups).
         """
         tree = params
-        params = named("update", tree)
-        grads = _gradients_by_name(grads, params)
-        self._check_names(grads, params)
+        params = named_parameters("update", tree)
+        grads = named_gradients(grads, params)
         self._check_real(params)
         self._check_state(opt_state, params)
         self._warn_without_masters(params)
@@ -93,26 +92,50 @@ class Optimizer:
         mark("state", flatten(opt_state)[0])
         with phase("update"), torch.no_grad():
             step = opt_state["step"] + 1
-            mixed = policy.active()
-            finite = None if mixed is None else mixed.all_finite()
-            new: Tensors = {}
-            state: dict[str, Tensors] = {key: {} for key in opt_state if key != "step"}
+            moments = {key: tensors for key, tensors in opt_state.items() if key != "step"}
+            new_params: Tensors = {}
+            new_moments: dict[str, Tensors] = {key: {} for key in moments}
             for part, names in self._parts(params):
-                mine = {n: params[n] for n in names}
-                full = {n: torch.zeros_like(p) if (g := grads[n]) is None else g for n, p in mine.items()}
-                rates = part._rates(mine, step, lr if part is self else None)
-                held = {k: {n: v[n] for n in names if n in v} for k, v in opt_state.items() if k != "step"}
-                moved, kept = part._update(full, held, mine, step, rates, finite)
-                if mixed is not None and finite is not None and part.cls.__name__ != "Muon":
-                    for before, after in ((mine, moved), *((held[key], values) for key, values in kept.items())):
-                        for n, value in after.items():
-                            mixed.keeps(value, before[n], finite)
-                new |= moved
-                for key, values in kept.items():
-                    state[key] |= values
-            ordered = {key: {n: state[key][n] for n in values} for key, values in opt_state.items() if key != "step"}
-            updated = unflatten(flatten(tree)[1], [new[n] for n in params])
-            return updated, {key: step if key == "step" else ordered[key] for key in opt_state}
+                moved, kept = self._update_part(part, names, grads, moments, params, step, lr)
+                new_params |= moved
+                for key, tensors in kept.items():
+                    new_moments[key] |= tensors
+        # Trees come back in the order in which they were given, whichever optimizer of a group updated what.
+        new_state: State = {}
+        for key, before in opt_state.items():
+            new_state[key] = step if key == "step" else {name: new_moments[key][name] for name in before}
+        return unflatten(flatten(tree)[1], [new_params[name] for name in params]), new_state
+
+    def _update_part(
+        self,
+        part: Optimizer,
+        names: list[str],
+        grads: Mapping[str, Tensor | None],
+        moments: dict[str, Tensors],
+        params: Tensors,
+        step: Tensor,
+        lr: float | Tensor | None,
+    ) -> tuple[Tensors, dict[str, Tensors]]:
+        """(parameters, moments) of `names` after `part`, this optimizer or that of a group, has updated them."""
+        own_params = {name: params[name] for name in names}
+        own_moments: dict[str, Tensors] = {}
+        for key, tensors in moments.items():
+            own_moments[key] = {name: tensors[name] for name in names if name in tensors}
+        own_grads: Tensors = {}
+        for name, param in own_params.items():
+            grad = grads[name]
+            own_grads[name] = torch.zeros_like(param) if grad is None else grad
+        rates = part._rates(own_params, step, lr if part is self else None)
+        mixed = policy.active()
+        finite = None if mixed is None else mixed.all_finite()
+        moved, kept = part._update(own_grads, own_moments, own_params, step, rates, finite)
+        # The kernels of the other classes leave all as it was where a gradient is not finite; Muon is torch's own code.
+        if mixed is not None and finite is not None and part.cls.__name__ != "Muon":
+            pairs = [(own_params, moved), *((own_moments[key], tensors) for key, tensors in kept.items())]
+            for before, after in pairs:
+                for name, tensor in after.items():
+                    mixed.keeps(tensor, before[name], finite)
+        return moved, kept
 
     def converted(self, opt_state: State, params: Any) -> State:
         """The state of the same class with other `state_bits`, as this optimizer keeps it; what is kept alike is not copied.
@@ -120,37 +143,41 @@ class Optimizer:
         For a checkpoint of moments in 32 bits that goes on in 8, or the other way round. Tensors on ranks are made whole.
         """
         packed_moments.check_pair(self.cls, opt_state)
-        return packed_moments.converted(opt_state, {n: (p, self._blocks(n, p)) for n, p in named("converted", params).items()})
+        return packed_moments.converted(opt_state, {n: (p, self._blocks(n, p)) for n, p in named_parameters("converted", params).items()})
 
     def of(self, name: str) -> dict[str, Any]:
         """The options of one parameter."""
-        found = dict(self.options)
+        options = dict(self.options)
         for glob, changed in self.groups.items():
             if fnmatchcase(name, glob) and not isinstance(changed, Optimizer):
-                found |= changed
-        return found
+                options |= changed
+        return options
 
     def _parts(self, params: Mapping[str, Tensor]) -> list[tuple[Optimizer, list[str]]]:
         """Who updates which parameters: this optimizer, and those that groups name."""
-        found: dict[int, tuple[Optimizer, list[str]]] = {id(self): (self, [])}
-        for n in params:
-            named = [g for glob, g in self.groups.items() if isinstance(g, Optimizer) and fnmatchcase(n, glob)]
-            owner = named[-1] if named else self
-            found.setdefault(id(owner), (owner, []))[1].append(n)
-        return [(part, names) for part, names in found.values() if names]
+        parts: dict[int, tuple[Optimizer, list[str]]] = {id(self): (self, [])}
+        for name in params:
+            owner = self
+            for glob, group in self.groups.items():
+                if isinstance(group, Optimizer) and fnmatchcase(name, glob):
+                    owner = group
+            parts.setdefault(id(owner), (owner, []))[1].append(name)
+        return [(part, names) for part, names in parts.values() if names]
 
     def _init(self, params: Tensors) -> dict[str, Tensors]:
         """{key: {name: tensor}} without the step count."""
         kind = OPERATORS.get(self.cls)
         if kind == "adamw":
-            zeros = packed_moments.zeros({n: (p, self._blocks(n, p)) for n, p in params.items()})
-            largest = {n: zeros_like(p) for n, p in params.items() if self.of(n)["amsgrad"]}
-            return zeros | ({"max_exp_avg_sq": largest} if largest else {})
+            moments = packed_moments.zeros({name: (param, self._blocks(name, param)) for name, param in params.items()})
+            largest = {name: zeros_like(param) for name, param in params.items() if self.of(name)["amsgrad"]}
+            if largest:
+                moments["max_exp_avg_sq"] = largest
+            return moments
         if kind == "sgd":
-            buffers = {n: zeros_like(p) for n, p in params.items() if self.of(n)["momentum"] != 0}
+            buffers = {name: zeros_like(param) for name, param in params.items() if self.of(name)["momentum"] != 0}
             return {"momentum_buffer": buffers} if buffers else {}
         if self.cls in OWN:
-            return {key: {n: zeros_like(p) for n, p in params.items()} for key in OWN[self.cls].states}
+            return {key: {name: zeros_like(param) for name, param in params.items()} for key in OWN[self.cls].states}
         return torch_optim.init(self.cls, self._grouped(params), params)
 
     def _blocks(self, name: str, param: Tensor) -> Blocks | None:
@@ -173,215 +200,180 @@ class Optimizer:
         return torch_optim.update(self.cls, self._grouped(params), rates, grads, state, params)
 
     def _warn_without_masters(self, params: Mapping[str, Tensor]) -> None:
-        narrow = next((n for n, p in params.items() if p.is_floating_point() and p.dtype.itemsize < 4), None)
-        if narrow is not None and self.cls is not torch.optim.SGD:
-            warnings.warn(
-                f"{self.cls.__name__} updates parameters in {params[narrow].dtype} ({narrow!r} and others) without float32 masters, so "
-                'small updates are lost; write cf.precision(step, "bf16"), which keeps masters and moments in float32',
-                stacklevel=3,
-            )
+        if self.cls is torch.optim.SGD:
+            return
+        for name, param in params.items():
+            if param.is_floating_point() and param.dtype.itemsize < 4:
+                warnings.warn(
+                    f"{self.cls.__name__} updates parameters in {param.dtype} ({name!r} and others) without float32 masters, so small "
+                    'updates are lost; write cf.precision(step, "bf16"), which keeps masters and moments in float32',
+                    stacklevel=3,
+                )
+                return
 
     # ---- one operator per parameter ----
 
     def _elementwise(
         self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors, finite: Tensor | None
     ) -> tuple[Tensors, dict[str, Tensors]]:
-        name = self.cls.__name__
-        new: Tensors = {}
-        kept: dict[str, Tensors] = {key: {} for key in state}
-        for n, p in params.items():
-            held = [state[key].get(n) if key in state else None for key in KINDS[name].states]
-            held += [None] * (3 - len(held))
-            new[n], *found = update(name, p, grads[n], *held, step, rates[n], options_of(name, self.of(n)), finite)
-            for key, before, after in zip(KINDS[name].states, held, found, strict=False):
-                if before is not None:
-                    kept[key][n] = after
-        return new, kept
+        cls = self.cls.__name__
+        keys = KINDS[cls].states
+        new_params: Tensors = {}
+        new_state: dict[str, Tensors] = {key: {} for key in state}
+        for name, param in params.items():
+            before = [state[key].get(name) if key in state else None for key in keys]
+            before += [None] * (3 - len(before))  # the operator has three places for state
+            options = options_of(cls, self.of(name))
+            new_params[name], *after = update(cls, param, grads[name], *before, step, rates[name], options, finite)
+            for key, old, new in zip(keys, before, after, strict=False):
+                if old is not None:
+                    new_state[key][name] = new
+        return new_params, new_state
 
     def _adamw(
         self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors, finite: Tensor | None
     ) -> tuple[Tensors, dict[str, Tensors]]:
-        new: Tensors = {}
-        first: Tensors = {}
-        second: Tensors = {}
-        largest: Tensors = {}
-        scales: dict[str, Tensors] = {key: {} for key in SCALES}
-        for n, p in params.items():
-            o = self.of(n)
-            decoupled = self.cls is torch.optim.AdamW or bool(o.get("decoupled_weight_decay", False))
-            if self._blocks(n, p) is not None:
-                new[n], first[n], scales[SCALES[0]][n], second[n], scales[SCALES[1]][n] = adamw8(
-                    p, grads[n], state["exp_avg"][n], state[SCALES[0]][n], state["exp_avg_sq"][n], state[SCALES[1]][n], step, rates[n],
-                    *map(float, o["betas"]), o["eps"], o["weight_decay"], decoupled, o["maximize"], finite,
+        new_params: Tensors = {}
+        new_state: dict[str, Tensors] = {key: {} for key in state}
+        first, second = MOMENTS
+        for name, param in params.items():
+            options = self.of(name)
+            decoupled = self.cls is torch.optim.AdamW or bool(options.get("decoupled_weight_decay", False))
+            beta1, beta2 = map(float, options["betas"])
+            if self._blocks(name, param) is not None:
+                keys = [first, SCALES[0], second, SCALES[1]]
+                new_params[name], *after = adamw8(
+                    param, grads[name], *(state[key][name] for key in keys), step, rates[name], beta1, beta2,
+                    options["eps"], options["weight_decay"], decoupled, options["maximize"], finite,
                 )  # fmt: skip
-                continue
-            top = state["max_exp_avg_sq"][n] if o["amsgrad"] else None
-            new[n], first[n], second[n], maximum = ops.adamw(
-                p, grads[n], state["exp_avg"][n], state["exp_avg_sq"][n], step, rates[n], *map(float, o["betas"]),
-                o["eps"],
-                o["weight_decay"], decoupled, o["amsgrad"], top, o["maximize"], finite,
-            )  # fmt: skip
-            if top is not None:
-                largest[n] = maximum
-        kept = {"exp_avg": first, "exp_avg_sq": second} | {key: made for key, made in scales.items() if made}
-        return new, kept | ({"max_exp_avg_sq": largest} if largest else {})
+            else:
+                keys = [first, second]
+                largest = None
+                if options["amsgrad"]:
+                    keys.append("max_exp_avg_sq")
+                    largest = state["max_exp_avg_sq"][name]
+                new_params[name], *after = ops.adamw(
+                    param, grads[name], state[first][name], state[second][name], step, rates[name], beta1, beta2,
+                    options["eps"], options["weight_decay"], decoupled, options["amsgrad"], largest, options["maximize"], finite,
+                )  # fmt: skip
+            for key, tensor in zip(keys, after, strict=False):  # without amsgrad the operator's third state is no state
+                new_state[key][name] = tensor
+        return new_params, new_state
 
     def _sgd(
         self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors, finite: Tensor | None
     ) -> tuple[Tensors, dict[str, Tensors]]:
-        new: Tensors = {}
+        new_params: Tensors = {}
         buffers: Tensors = {}
-        for n, p in params.items():
-            o = self.of(n)
-            buffer = state["momentum_buffer"][n] if o["momentum"] != 0 else None
-            new[n], kept = ops.sgd(
-                p,
-                grads[n],
-                buffer,
-                step,
-                rates[n],
-                o["momentum"],
-                o["dampening"],
-                o["weight_decay"],
-                o["nesterov"],
-                o["maximize"],
-                finite,
-            )
+        for name, param in params.items():
+            options = self.of(name)
+            buffer = state["momentum_buffer"][name] if options["momentum"] != 0 else None
+            new_params[name], new_buffer = ops.sgd(
+                param, grads[name], buffer, step, rates[name], options["momentum"], options["dampening"], options["weight_decay"],
+                options["nesterov"], options["maximize"], finite,
+            )  # fmt: skip
             if buffer is not None:
-                buffers[n] = kept
-        return new, {"momentum_buffer": buffers} if buffers else {}
+                buffers[name] = new_buffer
+        return new_params, {"momentum_buffer": buffers} if buffers else {}
 
     # ---- options ----
 
     def _rates(self, params: Mapping[str, Tensor], step: Tensor, lr: float | Tensor | None = None) -> Tensors:
         """Name -> learning rate, a 0-dim float64 tensor; equal rates are one tensor."""
-        made: dict[Any, Tensor] = {}
+        tensors: dict[Any, Tensor] = {}
 
-        def rate(lr: float | Schedule | Tensor) -> Tensor:
-            if lr not in made:
-                value = lr((step - 1).to(torch.float64)) if callable(lr) else lr
-                made[lr] = (
-                    value.to(torch.float64)
-                    if isinstance(value, Tensor)
-                    else torch.full((), float(value), dtype=torch.float64)
-                )
-            return made[lr]
+        def tensor_of(rate: float | Schedule | Tensor) -> Tensor:
+            if rate not in tensors:
+                value = rate((step - 1).to(torch.float64)) if callable(rate) else rate
+                if isinstance(value, Tensor):
+                    tensors[rate] = value.to(torch.float64)
+                else:
+                    tensors[rate] = torch.full((), float(value), dtype=torch.float64)
+            return tensors[rate]
 
-        own = self.lr if lr is None else lr
-        return {n: rate(self.of(n).get("lr", own)) for n in params}
+        default = self.lr if lr is None else lr
+        return {name: tensor_of(self.of(name).get("lr", default)) for name in params}
 
     def _grouped(self, params: Mapping[str, Tensor]) -> list[tuple[list[str], dict[str, Any]]]:
         """Parameters with equal options together: (names, options)."""
-        found: list[tuple[list[str], dict[str, Any]]] = []
-        for n in params:
-            options = {"lr": self.lr, **self.of(n)}
-            for names, known in found:
-                if known == options:
-                    names.append(n)
-                    break
+        groups: list[tuple[list[str], dict[str, Any]]] = []
+        for name in params:
+            options = {"lr": self.lr, **self.of(name)}
+            names = next((names for names, known in groups if known == options), None)
+            if names is None:
+                groups.append(([name], options))
             else:
-                found.append(([n], options))
-        return found
+                names.append(name)
+        return groups
 
     def _check(self, params: Mapping[str, Tensor]) -> None:
         self._check_real(params)
         for glob in self.groups:
-            if not any(fnmatchcase(n, glob) for n in params):
+            if not any(fnmatchcase(name, glob) for name in params):
                 raise InputError(f"groups: {glob!r} matches no parameter{near(glob, params)}")
         for part, names in self._parts(params):
-            flat = next((n for n in names if params[n].dim() != 2), None)
-            if part.cls.__name__ == "Muon" and flat is not None:
-                raise InputError(
-                    f"Muon updates matrices only, and {flat!r} has shape {tuple(params[flat].shape)}. Try: another optimizer for such "
-                    f"parameters, adapt(torch.optim.Muon, groups={{{flat!r}: adapt(torch.optim.AdamW)}}), by globs over their names"
-                )
+            if part.cls.__name__ != "Muon":
+                continue
+            for name in names:
+                if params[name].dim() != 2:
+                    raise InputError(
+                        f"Muon updates matrices only, and {name!r} has shape {tuple(params[name].shape)}. Try: another optimizer for such "
+                        f"parameters, adapt(torch.optim.Muon, groups={{{name!r}: adapt(torch.optim.AdamW)}}), by globs over their names"
+                    )
 
     def _check_real(self, params: Mapping[str, Tensor]) -> None:
         """Raises InputError where elements are complex, of which the rules here would square or compare real and imaginary parts as one."""
         for part, names in self._parts(params):
-            found = next((n for n in names if params[n].is_complex()), None)
-            if found is not None and part.cls not in OF_COMPLEX:
-                shape = (*params[found].shape, 2)
-                raise InputError(
-                    f"{part.cls.__name__} has no update of complex parameters, and {found!r} is one. Try: a real parameter of shape "
-                    f"{shape}, which the step reads as torch.view_as_complex(p); torch.optim.SGD"
-                )
+            if part.cls in OF_COMPLEX:
+                continue
+            for name in names:
+                if params[name].is_complex():
+                    raise InputError(
+                        f"{part.cls.__name__} has no update of complex parameters, and {name!r} is one. Try: a real parameter of shape "
+                        f"{(*params[name].shape, 2)}, which the step reads as torch.view_as_complex(p); torch.optim.SGD"
+                    )
 
     def _needs(self, name: str, param: Tensor) -> list[str]:
         """The keys of the state that the update of one parameter reads."""
-        o, kind = self.of(name), self.cls.__name__
-        if kind in ("Adam", "AdamW"):
+        options, cls = self.of(name), self.cls.__name__
+        if cls in ("Adam", "AdamW"):
             scales = SCALES if self._blocks(name, param) is not None else ()
-            return [*MOMENTS, *scales, *(["max_exp_avg_sq"] if o["amsgrad"] else [])]
-        if kind in ("SGD", "Muon"):
-            return ["momentum_buffer"] if kind == "Muon" or o["momentum"] != 0 else []
+            largest = ("max_exp_avg_sq",) if options["amsgrad"] else ()
+            return [*MOMENTS, *scales, *largest]
+        if cls == "Muon" or (cls == "SGD" and options["momentum"] != 0):
+            return ["momentum_buffer"]
+        if cls == "SGD":
+            return []
         if self.cls in OWN:
             return list(OWN[self.cls].states)
-        unused = [k for k, on in (("momentum_buffer", o.get("momentum")), ("grad_avg", o.get("centered"))) if not on]
-        return [key for key in KINDS[kind].states if kind != "RMSprop" or key not in unused]
+        keys = list(KINDS[cls].states)
+        if cls == "RMSprop" and not options.get("momentum"):
+            keys.remove("momentum_buffer")
+        if cls == "RMSprop" and not options.get("centered"):
+            keys.remove("grad_avg")
+        return keys
 
     def _check_state(self, opt_state: State, params: Mapping[str, Tensor]) -> None:
-        wanted = {"step"} | {join(key, n) for part, names in self._parts(params) for n in names for key in part._needs(n, params[n])}
-        found = {join(key, n) for key, v in opt_state.items() if isinstance(v, Mapping) for n in v}
-        found |= {key for key, v in opt_state.items() if not isinstance(v, Mapping)}
-        if wanted != found:
+        wanted = {"step"}
+        for part, names in self._parts(params):
+            for name in names:
+                wanted |= {join(key, name) for key in part._needs(name, params[name])}
+        given = set[str]()
+        for key, tensors in opt_state.items():
+            if isinstance(tensors, Mapping):
+                given |= {join(key, name) for name in tensors}
+            else:
+                given.add(key)
+        if wanted != given:
             other = ""
-            if any(name.startswith(SCALES) for name in wanted ^ found):
+            if any(name.startswith(SCALES) for name in wanted ^ given):
                 other = "; opt.converted(state, params) of one with other state_bits"
             raise InputError(
-                f"update: the state is not that of {self.cls.__name__} over these parameters: missing {sorted(wanted - found)[:4]}, "
-                f"unknown {sorted(found - wanted)[:4]}. Try: the state that init(params) of this optimizer made{other}"
+                f"update: the state is not that of {self.cls.__name__} over these parameters: missing {sorted(wanted - given)[:4]}, "
+                f"unknown {sorted(given - wanted)[:4]}. Try: the state that init(params) of this optimizer made{other}"
             )
         for key in SHAPED:
-            _check_shapes(key, opt_state.get(key, {}), params)
-
-    def _check_names(self, grads: Mapping[str, Tensor | None], params: Mapping[str, Tensor]) -> None:
-        missing = [n for n in params if n not in grads]
-        extra = [n for n in grads if n not in params]
-        if missing or extra:
-            raise InputError(
-                f"update: no gradient for {missing[:4]}, no parameter for {extra[:4]}. Try: gradients "
-                f"with the names of the parameters"
-            )
-        _check_shapes("grads", {n: g for n, g in grads.items() if g is not None}, params)
-
-
-def named(what: str, params: Any) -> Tensors:
-    """The tensors of a tree by the paths that lead to them: `{"a": {"w": t}}` has the parameter `a.w`. None is no parameter.
-
-    Raises InputError for a leaf that is no tensor, for a quantized weight, and where two paths are one name.
-    """
-    packed = next((node.name for node in _nodes(flatten(params)[1]) if node.type is Quantized), None)
-    leaves = [(name, leaf) for name, leaf in walk(params) if leaf is not None]
-    odd = next(((name, type(leaf).__name__) for name, leaf in leaves if not isinstance(leaf, Tensor) or not name), None)
-    odd = odd if packed is None else (packed, "Quantized")
-    if odd is not None:
-        where = f"{odd[0]!r} is a" if odd[0] else "there is a"
-        raise InputError(f"{what}: parameters are tensors in a dict or another container, and {where} {odd[1]}. Try: model.params")
-    found = dict(leaves)
-    if len(found) < len(leaves):
-        names = [name for name, _ in leaves]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"{what}: two parameters are called {twice!r}. Try: keys without dots")
-    return found
-
-
-def _nodes(tree: Tree) -> Iterator[Tree]:
-    yield tree
-    for child in tree.children:
-        yield from _nodes(child)
-
-
-def _gradients_by_name(grads: Any, params: Tensors) -> dict[str, Tensor | None]:
-    found = {name: g for name, g in walk(grads) if g is not None or name in params}
-    odd = next((name for name, g in found.items() if not (g is None or isinstance(g, Tensor)) or not name), None)
-    if odd is not None:
-        gradients = f"gradient of {odd!r} is" if odd else "gradients are"
-        raise InputError(
-            f"update: the {gradients} a {type(found[odd]).__name__}. Try: a tree like that of the parameters, as cf.value_and_grad "
-            "returns it"
-        )
-    return found
+            check_shapes(key, opt_state.get(key, {}), params)
 
 
 def _memory_of(params: Mapping[str, Tensor]) -> torch.device:
@@ -391,15 +383,6 @@ def _memory_of(params: Mapping[str, Tensor]) -> torch.device:
 
 # Parts of the state that have the shapes of the parameters. Kernels walk all of them as one.
 SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-
-
-def _check_shapes(key: str, tensors: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.shape != params[name].shape:
-            raise InputError(
-                f"update: {join(key, name)!r} has shape {tuple(tensor.shape)}, and the parameter {name!r} {tuple(params[name].shape)}. "
-                "Try: the state that init(params) of this optimizer made"
-            )
 
 
 def adapt(
