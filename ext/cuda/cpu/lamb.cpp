@@ -1,13 +1,9 @@
 // LAMB's direction on the CPU, with the squared norms of parameter and direction, in one pass.
 //
 // Squares are summed in float32 by rows of 1,024 elements and in float64 over rows, in an order that neither threads nor instruction
-// sets change; no product is contracted with a sum, so that the bits do not depend on them either. Operator: `colofunc/ops/update_lamb.py`.
+// sets change. Operator: `colofunc/ops/update_lamb.py`.
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("fp-contract=off")
-#else
-#pragma STDC FP_CONTRACT OFF
-#endif
+#include "exact.h"
 
 #include "../common.h"
 #include "../rules.h"

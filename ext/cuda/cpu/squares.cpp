@@ -1,12 +1,6 @@
-// The sum of a tensor's squares on the CPU, in one pass: in float32 by rows of 1,024 elements, in float64 over rows.
-//
-// No product is contracted with a sum, so that every instruction set gives the same bits. Operator: `colofunc/ops/squares.py`.
+// The sum of a tensor's squares on the CPU, in one pass: in float32 by rows of 1,024 elements, in float64 over rows. Operator: `colofunc/ops/squares.py`.
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("fp-contract=off")
-#else
-#pragma STDC FP_CONTRACT OFF
-#endif
+#include "exact.h"
 
 #include "squares.h"
 

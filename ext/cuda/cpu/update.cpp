@@ -1,13 +1,9 @@
 // Optimizer updates on the CPU that read a gradient narrower than the parameter; Lion, which torch has no kernel for, of any width.
 //
-// No product is contracted with a sum, so that every instruction set gives the same bits: these loops wait for memory, and one
-// rounding more costs nothing. Operators, formulas and bounds: `colofunc/ops/update_narrow.py`, `update_lion.py`.
+// Without contracted products: these loops wait for memory, and one rounding more costs nothing. Operators, formulas and bounds:
+// `colofunc/ops/update_narrow.py`, `update_lion.py`.
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("fp-contract=off")
-#else
-#pragma STDC FP_CONTRACT OFF
-#endif
+#include "exact.h"
 
 #include "../common.h"
 #include "../rules.h"
