@@ -60,6 +60,25 @@ def test_batch_norm_is_refused_whatever_the_plan(rows, axes, stage):
     )
 
 
+def test_what_reads_the_batch_again_behind_an_update_is_refused_by_the_update():
+    model = cf.functional(torch.nn.Linear(3, 2))
+    opt = cf.adapt(torch.optim.SGD, lr=0.1)
+
+    def loss_of(params, x):
+        return model.apply(params, model.buffers, x)[0].square().mean()
+
+    def step(state, x):
+        _, grads = cf.value_and_grad(loss_of)(state["params"], x)
+        params, held = opt.update(grads, state["opt"], state["params"])
+        _, again = cf.value_and_grad(loss_of)(params, torch.relu(x @ state["frozen"]))
+        params, held = opt.update(again, held, params)
+        return {"params": params, "opt": held, "frozen": state["frozen"]}, loss_of(params, torch.relu(x @ state["frozen"]))
+
+    state = {"params": model.params, "opt": opt.init(model.params), "frozen": torch.randn(3, 3)}
+    with pytest.raises(PlanError, match=r"reads the batch again behind the update sgd \(.*in step\).*make a step of each update"):
+        cf.accumulate(step, 2).lower(state, torch.randn(8, 3))
+
+
 def test_contrastive_loss_is_refused_both_ways():
     w, x = torch.randn(4, 3), torch.randn(8, 4)
     with pytest.raises(PlanError, match=r"mixes the samples of the batch, so 2 microbatches"):

@@ -183,6 +183,12 @@ def _mixes(node: Node, trips: int, mixing: str) -> PlanError:
             f"of so few rows cannot follow; use fewer microbatches or a larger batch, or name the batch's axes in in_specs"
         )
     name = who.removeprefix("aten.").removeprefix("colofunc.")
+    if node.phase == "update":
+        return Mixes(
+            f"the step reads the batch again behind the update {name}{where}{line}, which needs the gradients of all microbatches, so "
+            f"{trips} microbatches cannot be computed one after another; make a step of each update (what reads new parameters belongs in "
+            "the next one), or take one microbatch"
+        )
     said = f"{name}{where}{line} mixes the samples of the batch"
     if mixing == "per-microbatch":
         return Mixes(f"{said}: it needs all rows at once, so it cannot be computed per microbatch; take it out of the accumulated step")
