@@ -159,7 +159,8 @@ def test_where_nothing_fits_all_policies_with_a_name_are_counted() -> None:
     def counted(budget_bytes: int) -> int:
         """How many policies are tried where each needs 900 bytes."""
         count = lambda one, like=None, moves=True: Fitted(one, 900, 1.0)  # noqa: E731
-        return len(fastest._named(program, lambda node, values: 1.0, lambda one: 0.5, count, [whole], budget_bytes))
+        proposed = fastest._Proposals.of(program, lambda node, values: 0.0)
+        return len(fastest._named(proposed, count, [whole], budget_bytes))
 
     assert counted(899) == len(fastest.CANDIDATES) + len(fastest.MORE)
     assert counted(900) == len(fastest.CANDIDATES)

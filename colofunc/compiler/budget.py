@@ -58,13 +58,11 @@ def within(
     axes: tuple[str, ...],
     parts: int = 1,
     tries: int = 4,
-    says_least: bool = True,
-) -> tuple[Decided, Program]:
+) -> tuple[Decided, Program] | Missed:
     """Plan and complete so that the accountant agrees that the peak is within the budget.
 
     The planner knows nothing of microbatches: a step in `parts` may hold so many times less than it says. Where a step may
-    make values again or copy them, that and the sharding are decided together (`planner/joint.py`).
-    says_least: whether the least budget is looked for where nothing fits, for the error; otherwise this raises DoesNotFit, sooner.
+    make values again or copy them, that and the sharding are decided together (`planner/joint.py`). Missed: nothing fits.
     """
     make = partial(decide, completion.program, completion.mesh, candidates, constraints, named, axes)
     assign = partial(assigned, completion.program, completion.mesh, candidates, constraints, axes)
@@ -79,43 +77,7 @@ def within(
     found, leanest = search(completion, budget_bytes)
     if found is not None:
         return _told(completion, found.decided, found.done)
-    if not says_least:
-        raise DoesNotFit(leanest.done.peak_bytes)
-    refused = partial(_too_little, completion, budget_bytes, needs=needs())
-    candidates.memo = attrs.evolve(candidates.memo, fits={})
-
-    def again(asked_bytes: int) -> Tried:
-        candidates.memo = attrs.evolve(candidates.memo, fits={})  # as whoever gives that budget will find it
-        fits, lean = search(completion, asked_bytes, any_that_fits=True)
-        return fits or lean
-
-    def pool(most: int) -> list[Leanest]:
-        # On one rank there is one sharding, in which every named policy was counted.
-        several = completion.mesh.size > 1 and completion.gives_way
-        return _pool(make, known, completion, most) if several else []
-
-    known = lru_cache(assign)
-    least = _least(completion, again, pool, budget_bytes)
-    if least.done.fits(budget_bytes):  # only what was asked for less was led there
-        plan = attrs.evolve(least.decided.plan, budget_bytes=least.budget_bytes)
-        return _told(completion, attrs.evolve(least.decided, plan=plan), least.done)
-    if leanest.done.short and leanest.done.peak_bytes <= budget_bytes:
-        raise CapacityError(leanest.done.short)
-    raise PlanError(refused(least))
-
-
-def _least(completion: Completion, again: Leanest, pool: Callable[[int], list[Leanest]], budget_bytes: int) -> Tried:
-    """The leanest plan found: by a glance where the budget is far below it; where it fits, the fastest that was found on the way."""
-    nodes, few = len(completion.program.nodes), pool(FRONTIER_LARGE)
-    if few and nodes > SMALL:
-        lean = glance(few)
-        if lean.done.peak_bytes > FAR * budget_bytes and not lean.done.short:
-            return lean
-    some = few if nodes > LARGE else pool(FRONTIER)
-    least = least_budget(again, nodes > LARGE, some)
-    if not least.done.fits(budget_bytes):
-        return least
-    return _fastest_of([partial(_completed, completion, least.decided), *some], budget_bytes) or least
+    return Missed(completion, candidates, budget_bytes, leanest, search, needs, make, assign, candidates.memo)
 
 
 def nearby(
@@ -177,6 +139,66 @@ def _too_little(completion: Completion, budget_bytes: int, least: Tried, needs: 
         f"give at least that, or use more ranks, {less}, or a topology with more memory. "
         f"It holds {completion.count(least.done.program).summary()}"
     )
+
+
+@attrs.frozen(eq=False)
+class Missed:
+    """A search within a budget that found no plan, and what it takes to look for the least budget.
+
+    memo: what the search for a sharding found, which the one for the least goes on from.
+    """
+
+    completion: Completion
+    candidates: Candidates
+    budget_bytes: int
+    leanest: Tried
+    search: Callable[..., tuple[Tried | None, Tried]]
+    needs: Callable[[], Needs]
+    make: Callable[..., Decided]
+    assign: Callable[..., Assignment]
+    memo: Memo
+
+    def refused(self) -> DoesNotFit:
+        """To raise where nobody asks for the least."""
+        return DoesNotFit(self.leanest.done.peak_bytes)
+
+    def plan(self) -> tuple[Decided, Program]:
+        """What the search for the least budget finds, where that fits. Raises PlanError with the least otherwise."""
+        completion, budget_bytes = self.completion, self.budget_bytes
+        self.candidates.memo = self.memo
+        needs = self.needs()
+        self.candidates.memo = attrs.evolve(self.memo, fits={})
+        least = self._least()
+        if least.done.fits(budget_bytes):  # only what was asked for less was led there
+            plan = attrs.evolve(least.decided.plan, budget_bytes=least.budget_bytes)
+            return _told(completion, attrs.evolve(least.decided, plan=plan), least.done)
+        if self.leanest.done.short and self.leanest.done.peak_bytes <= budget_bytes:
+            raise CapacityError(self.leanest.done.short)
+        raise PlanError(_too_little(completion, budget_bytes, least, needs))
+
+    def _least(self) -> Tried:
+        """The leanest plan found: by a glance where the budget is far below it; where it fits, the fastest that was found on the way."""
+        nodes, known = len(self.completion.program.nodes), lru_cache(self.assign)
+        few = self._pool(known, FRONTIER_LARGE)
+        if few and nodes > SMALL:
+            lean = glance(few)
+            if lean.done.peak_bytes > FAR * self.budget_bytes and not lean.done.short:
+                return lean
+        pool = few if nodes > LARGE else self._pool(known, FRONTIER)
+        least = least_budget(self._again, nodes > LARGE, pool)
+        if not least.done.fits(self.budget_bytes):
+            return least
+        return _fastest_of([partial(_completed, self.completion, least.decided), *pool], self.budget_bytes) or least
+
+    def _again(self, asked_bytes: int) -> Tried:
+        self.candidates.memo = attrs.evolve(self.candidates.memo, fits={})  # as whoever gives that budget will find it
+        fits, lean = self.search(self.completion, asked_bytes, any_that_fits=True)
+        return fits or lean
+
+    def _pool(self, known: Callable[..., Assignment], most: int) -> list[Leanest]:
+        """Of several ranks; on one there is one sharding, in which every named policy was counted."""
+        several = self.completion.mesh.size > 1 and self.completion.gives_way
+        return _pool(self.make, known, self.completion, most) if several else []
 
 
 @attrs.frozen

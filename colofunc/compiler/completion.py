@@ -21,6 +21,7 @@ from operator import itemgetter
 import attrs
 
 from colofunc.compiler.decisions import Decided
+from colofunc.compiler.kept_programs import KeptPrograms, Packed, Written
 from colofunc.compiler.passes import Pass, Stage, Stages, run_passes
 from colofunc.compiler.transform import Lies, Move, Rewrite, Search
 from colofunc.errors import PlanError
@@ -36,7 +37,7 @@ from colofunc.program.facts import is_copy
 from colofunc.program.ir import Loop, Node, Program, Value
 from colofunc.program.lanes import Lanes, played
 from colofunc.program.lower import lower
-from colofunc.program.passes.buckets import buckets
+from colofunc.program.passes.buckets import Most, buckets
 from colofunc.program.passes.chunks import chunked
 from colofunc.program.passes.coalesce import reduces_early, views_late
 from colofunc.program.passes.cut import cut, to_be_cut
@@ -91,6 +92,7 @@ class Completion:
     room_bytes: int | None = None
     keeps: bool = False
     known: dict[int, tuple[Node, tuple[int, ...], tuple[Value, ...], float]] = attrs.field(factory=dict, init=False)
+    kept: KeptPrograms = attrs.field(factory=KeptPrograms, init=False)
     check: Checker = attrs.field(init=False, default=attrs.Factory(lambda self: Checker(self.mesh), takes_self=True))
 
     def finish(self, decided: Decided, budget_bytes: int | None, below_s: float = inf) -> Fitted:
@@ -98,17 +100,17 @@ class Completion:
 
         below_s: of what takes as many seconds more because of the budget nothing needs to be found.
         """
-        lowered, stages = self._lowered(decided)
-        best = self._best(lowered, budget_bytes, below_s)
-        return attrs.evolve(best, stages=(*stages, *best.stages)) if self.keeps else best
+        written = self.kept.written(decided, partial(self._lowered, decided))
+        best = self._best(written, budget_bytes, below_s)
+        return attrs.evolve(best, stages=(*written.stages, *best.stages)) if self.keeps else best
 
-    def _best(self, lowered: Program, budget_bytes: int | None, below_s: float) -> Fitted:
-        first = self._written(lowered, self.ways[0])
+    def _best(self, written: Written, budget_bytes: int | None, below_s: float) -> Fitted:
+        first = written.by(self.ways[0], self._written)
         below_s = inf if to_be_cut(first[0]) else below_s  # there the clock says how much more it is
         best = self._by_clock(self._searched(first, budget_bytes, below_s), first[0])
         if budget_bytes is None or (best.fits(budget_bytes) and best.more_s <= 0):
             return best
-        rest = {_looks(some[0]): some for some in self._rest(lowered)}
+        rest = {_looks(some[0]): some for some in self._rest(written)}
         rest.pop(_looks(first[0]), None)  # a way that changes nothing
         guesses = []
         for some in rest.values():
@@ -133,11 +135,11 @@ class Completion:
             return done
         return attrs.evolve(done, more_s=self.lanes(done.program).end_s - self._seconds(plain))
 
-    def _rest(self, lowered: Program) -> Iterator[tuple[Program, Stages]]:
+    def _rest(self, written: Written) -> Iterator[tuple[Program, Stages]]:
         """All ways but the first that can be gone."""
         for way in self.ways[1:] if self.mesh.size > 1 else ():
             try:
-                yield self._written(lowered, way)
+                yield written.by(way, self._written)
             except PlanError:
                 continue  # the first one stands
 
@@ -201,12 +203,16 @@ class Completion:
         passes = Pass("lower", lowered, optional=False), *self.passes
         return run_passes(map(self._checked, passes), self.program, self.left_out, self.keeps)
 
-    def _completed(self, local: Program, bucket_bytes: float) -> tuple[Program, Stages]:
+    def _completed(self, local: Program, bucket_bytes: float) -> Packed:
+        """Behind all passes but those that write copies."""
+        return self.kept.packed(local, bucket_bytes, partial(self._packed, local))
+
+    def _packed(self, local: Program, most: Most) -> tuple[Program, Stages]:
         chunks = {local.inputs[k]: size for k, size in self.chunks.items()}
 
         def packed(program: Program) -> Program:
             program, apart = chunked(program, chunks)
-            return buckets(program, self.mesh, apart, bucket_bytes)
+            return buckets(program, self.mesh, apart, most)
 
         passes = (
             *([Pass("cut", cut, optional=False)] if to_be_cut(local) else ()),
@@ -221,16 +227,16 @@ class Completion:
     def _counted(self, budget_bytes: int | None, local: Program, like: Fitted | None = None, moves: bool = True) -> Fitted:
         piece = inf if budget_bytes is None or not self.gives_way else budget_bytes / SHARE
         if like is not None and isinstance(like.hint, Hint) and len(self.moves) == 1 and budget_bytes is not None:
-            done, _ = self._completed(local, piece)
-            near = self._moved(self.order(done, piece), budget_bytes, like.hint)
+            near = self._moved(self.order(self._completed(local, piece).program, piece), budget_bytes, like.hint)
             return Fitted(local, budget_bytes + near.over, near.exposed_s, (), near.short, near.hint)
         self.check(local)
-        done, stages = self._completed(local, piece)
+        packed = self._completed(local, piece)
+        done, stages = packed.program, packed.stages
         if self.keeps and self.searches:
             stages = (Stage("searches", local, 0.0), *stages)
         if not self.moves or not moves:
             uncounted = budget_bytes is None and not self.searches
-            peaks = {} if uncounted else self._peaks(done)
+            peaks = {} if uncounted else packed.counted(self._peaks)
             return Fitted(done, max(peaks.values(), default=0), 0.0, peaks=_by_place(peaks), stages=stages)
         began = time.perf_counter()
         moved = self._moved(self.order(done, piece), budget_bytes)
@@ -259,6 +265,7 @@ class Completion:
         They are not compiled, and one between two operators would keep a compiler from fusing these. But one may fill the time until
         a copy has come, so where there are copies the clock decides.
         """
+        self.kept.clear()
         program = done.program
         for name, rewritten in (("narrow_updates", narrow_updates), ("squares", squares_in_one_pass)):
             if name not in self.left_out:

@@ -22,7 +22,7 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.compiler.budget import finished, nearby, within
+from colofunc.compiler.budget import Missed, finished, nearby, within
 from colofunc.compiler.completion import Completion, ways_of
 from colofunc.compiler.decisions import Candidates, Decided, assigned
 from colofunc.compiler.lowered import Lowered
@@ -117,9 +117,14 @@ class Planning:
     completion: Completion
     hooks: tuple[Hook, ...]
     asked: tuple[Any, ...]
+    missed: list[tuple[Constraints, Missed]] = attrs.field(factory=list, init=False)
 
     def search(self, say: Callable[[str], None], says_least: bool = True) -> Outcome:
-        """The plan that the cache has, else the best that is found. says_least: see `budget.within`."""
+        """The plan that the cache has, else the best that is found.
+
+        says_least: whether the least budget is looked for where nothing fits, for the error; otherwise this raises DoesNotFit, sooner, and
+        the next call goes on from there.
+        """
         key = key_of(self.program, self.mesh, self.registry, self.constraints, self.hooks, self.asked)
         from_nothing = partial(retried, partial(self._under, says_least=says_least), self.constraints, self.program)
         return remembered(key, from_nothing, self._rebuilt, say)
@@ -127,7 +132,7 @@ class Planning:
     def near(self, before: Sequence[Lowered], say: Callable[[str], None], says_least: bool = True) -> Outcome:
         """Searched from where the plan of a like batch is, if there is one; else from nothing."""
         like = nearest(before, self.program)
-        if like is None:
+        if like is None or self.missed:
             return self.search(say, says_least)
         try:
             return retried(partial(self._from, like), self.constraints, self.program)
@@ -146,10 +151,17 @@ class Planning:
         return (*done.stages, *run_passes(last, done.program, keep=True)[1])
 
     def _under(self, constraints: Constraints, says_least: bool = True) -> Outcome:
-        self.candidates.memo = Memo()
-        return within(
-            self.completion, self.candidates, constraints, self.named, self.budget_bytes, self.axes, self.parts, says_least=says_least
-        )
+        missed = next((missed for under, missed in self.missed if under is constraints), None)
+        if missed is None:
+            self.candidates.memo = Memo()
+            found = within(self.completion, self.candidates, constraints, self.named, self.budget_bytes, self.axes, self.parts)
+            if not isinstance(found, Missed):
+                return found
+            missed = found
+            self.missed.append((constraints, missed))
+        if not says_least:
+            raise missed.refused()
+        return missed.plan()
 
     def _from(self, like: Lowered, constraints: Constraints) -> Outcome:
         """Searched from what `like` decides. Raises PlanError where that cannot be."""

@@ -143,6 +143,7 @@ class _Search:
         self.best: Planned | None = None
         self.others: dict[Way, OtherWay] = {}
         self.refused: dict[Way, PlanError | CapacityError] = {}
+        self.plannings: dict[Way, Planning] = {}  # of those that do not fit
         self.bounds: dict[Way, float] = {}
 
     def run(self) -> Planned:
@@ -167,11 +168,14 @@ class _Search:
 
     def _try(self, way: Way) -> bool:
         """Plan one way; whether it fits with help only, or not at all."""
+        planning = None
         try:
             planning = self.planned_by(self.ways.written(way))
             outcome = self.recall(planning, False)
         except (PlanError, CapacityError) as error:
             self.refused[way] = error
+            if planning is not None and isinstance(error, DoesNotFit):
+                self.plannings[way] = planning
             peak_bytes = error.peak_bytes if isinstance(error, DoesNotFit) else 0
             self._lose(way, None, peak_bytes, str(error).splitlines()[0])
             return isinstance(error, (DoesNotFit, CapacityError))
@@ -207,7 +211,7 @@ class _Search:
         if not lean:
             raise self.refused[min(self.refused)]
         way = min(lean, key=lambda each: (lean[each], each))
-        planning = self.planned_by(self.ways.written(way))
+        planning = self.plannings[way]
         try:
             outcome = self.recall(planning, True)
         except PlanError as error:

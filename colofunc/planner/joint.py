@@ -43,7 +43,7 @@ NEARBY = 2
 FINE = 1e-3
 """A plan within this relative distance of the fastest sharding is not improved further."""
 FAR, FEW = 2, 2
-"""Where every sharding needs more than FAR times the budget, nothing is searched; where the leanest plan does, at most FEW prices are."""
+"""Where the leanest plan needs more than FAR times the budget, at most FEW searches are at a price of memory."""
 FRONTIER, FRONTIER_LARGE = 8, 2
 """At most this many searches at prices between the fastest sharding and the leanest, where no plan tells a price; the second for large
 programs."""
@@ -96,9 +96,9 @@ def together(
 
     A step in `parts` microbatches may hold so many times less than is estimated. `every`: of a step that is small enough
     to have few shardings all, of others some to which no price leads; where nothing fits some that may, in any order. At most `most`
-    of them are finished. `least`: bytes that every plan needs, asked for when one was proposed. `end_s`: seconds of a finished step by
-    the clock, which has the last word among those that fit. `small`: searches take little, so more prices are tried. Raises PlanError
-    where nothing can be proposed.
+    of them are finished. `least`: bytes that every plan needs, asked for when one was finished; where these are too many, nothing else is.
+    `end_s`: seconds of a finished step by the clock, which has the last word among those that fit. `small`: searches take little, so more
+    prices are tried. Raises PlanError where nothing can be proposed.
     """
     search = _Together(propose, finish, budget, budget * parts, small)
     best, leanest = search.run(tries, searches, every, most, least)
@@ -170,7 +170,7 @@ class _Together(Generic[P]):
         self, tries: int, searches: int, every: Every[P], most: int, least: Callable[[], int]
     ) -> tuple[Scored[P] | None, Scored[P]]:
         first = self.score(self.propose(None, 0.0))
-        if first is not None and not self.near(first) and not (self.best is None and least() > FAR * self.aim):
+        if first is not None and not self.near(first) and not (self.best is None and least() > self.aim):
             fits = self.best is not None
             if not fits:
                 self.for_less(tries)

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property, wraps
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import cached_property, partial, wraps
 from typing import Any, TypeVar
 
 import attrs
@@ -301,14 +301,19 @@ class Facts(dict[Any, Any]):
         return Facts, ()
 
 
+def kept_with(program: Program, key: Hashable, make: Callable[[], Fact]) -> Fact:
+    """What `make()` gave the first time, kept with the program under a key; it may not be changed."""
+    if key not in program._facts:
+        program._facts[key] = make()
+    found: Fact = program._facts[key]
+    return found
+
+
 def computed_once(fact: Callable[[Program], Fact]) -> Callable[[Program], Fact]:
     """A function of a program alone that keeps its result with the program, which does not change; nor may the result be changed."""
 
     @wraps(fact)
     def known(program: Program) -> Fact:
-        if fact not in program._facts:
-            program._facts[fact] = fact(program)
-        found: Fact = program._facts[fact]
-        return found
+        return kept_with(program, fact, partial(fact, program))
 
     return known

@@ -25,7 +25,7 @@ import attrs
 
 from colofunc.compiler.microbatches import check_number, equal_parts, loops_over, on_rows, rows_of
 from colofunc.compiler.step_compiler import stage
-from colofunc.compiler.transform import Build, Transform, Variant
+from colofunc.compiler.transform import Build, Rewrite, Transform, Variant
 from colofunc.errors import PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
@@ -36,7 +36,7 @@ from colofunc.planner.stages.cuts import Device
 from colofunc.planner.stages.orders import Order, best_order, least_order, roomiest_first
 from colofunc.planner.stages.timetables import Scheduled, by_timetable
 from colofunc.program.cost import node_s
-from colofunc.program.ir import Program
+from colofunc.program.ir import Program, computed_once
 from colofunc.program.passes.loop import MIXING
 from colofunc.program.pipeline_schedule import Schedule
 from colofunc.program.placing import StagesOf, placing_of
@@ -207,7 +207,8 @@ class _Asked:
         late = self.validate == "next step"
         rule_of = build.registry.rule
         scheduled = Scheduled(self.axis, self.number, schedule, stages, backward, rule_of, indices, validate_late=late)
-        written = loops_over(self.number, self.batch, self.mixing, build)
+        ways = loops_over(self.number, self.batch, self.mixing, build)
+        written = [computed_once(partial(_rewritten, way, build.mesh)) for way in ways]  # the same loop for every timetable
         loops = [partial(by_timetable, loop, scheduled) for loop in written]
         if schedule.looks_at_costs and build.budget_bytes is not None:
             # Less in flight is one way to keep to a budget, to make values again in the fastest order is another, and
@@ -352,6 +353,10 @@ class _Way:
             mesh.size // self.ranks,
             self.schedule.splits_backward,
         )
+
+
+def _rewritten(way: Rewrite, mesh: Mesh, program: Program) -> Program:
+    return way(program, mesh)
 
 
 def _held(schedule: Schedule, size: int, ranks: int, microbatches: int) -> Held:

@@ -3,8 +3,8 @@
 Problem: dynamic programming over stages knows sizes, not the peak to the byte: buffers, updates in place, what is in
 flight. Idea: it proposes, for every amount of memory it might be given, and the accountant disposes. Proposals depend on
 the program alone, and of those that fit the fastest is taken, so a larger budget never costs time, and the same plan
-comes out on every rank. Those who propose: `chain` (dynamic programming over stages), `checkmate` (exact, for few
-stages), `late` (every set of values, for few values), `relaxed` (linear programs, where forward is no chain).
+comes out on every rank. Those who propose: `chain` (dynamic programming over stages), `late` (every set of values, for few
+values), `relaxed` (linear programs, where forward is no chain).
 
     for one in proposals(program, node_s):      # fastest first: keeps everything ... keeps least
         ...
@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from math import inf
 
@@ -23,17 +23,18 @@ import attrs
 
 from colofunc.planner.candidate import Finish, Fitted
 from colofunc.planner.recompute.by_rank import Levels, fastest_by_rank, put_together
-from colofunc.planner.recompute.chain import Back, Run, Stage, Sweep, Table
+from colofunc.planner.recompute.chain import Back, Run, Sweep, Table
 from colofunc.planner.recompute.exhaustive import late
 from colofunc.planner.recompute.needs import measured
 from colofunc.planner.recompute.orders import AgainS, Order, Orders, fastest
 from colofunc.planner.recompute.policies import NAMED, Policy, every
-from colofunc.planner.recompute.stages import Chain, NodeS, chain_of, joined
+from colofunc.planner.recompute.stages import Chain, NodeS, Part, chain_of, joined
 from colofunc.program.aliases import aliases
-from colofunc.program.ir import Program
+from colofunc.program.ir import Program, kept_with
 from colofunc.program.memory import memory
 from colofunc.program.passes.loop import within
 from colofunc.program.passes.recompute import Replay
+from colofunc.spec.layout import At
 
 SLOTS, ENTRIES = 2000, 6_000_000
 """Memory is divided into SLOTS, fewer where tables would have more than so many entries. What a stage keeps is rounded up to slots, so
@@ -42,8 +43,6 @@ CANDIDATES = (NAMED["dots"], NAMED["nothing"], *map(every, (2, 4, 8)))
 """Policies that are counted beside those that are searched for."""
 MORE = (NAMED["everything"], *map(every, (3, 5, 6, 7)))
 """Those that are counted, too, where nothing fits: no policy with a name may need less than what is refused."""
-LEVELS, SHORT = 6, 5
-"""Chains of at most SHORT stages are also solved exactly, for LEVELS amounts of memory."""
 APART = 50
 """Peaks of two orders that tell what a byte costs are apart by at least 1/APART of the budget."""
 FEW = 64
@@ -91,8 +90,8 @@ def _by_policy(program: Program, node_s: NodeS, policy: Policy) -> Replay | None
 def _order_by_policy(program: Program, node_s: NodeS, policy: Policy) -> Order:
     replay = None if _has_loops(program) else _by_policy(program, node_s, policy)
     if replay is None:
-        return Order(partial(_by_policy_everywhere, program, node_s, policy), 0, inf)
-    return Order(replay.finish, 0, inf, lambda: replay)
+        return Order(cache(partial(_by_policy_everywhere, program, node_s, policy)), 0, inf)
+    return Order(cache(replay.finish), 0, inf, lambda: replay)
 
 
 def _has_loops(program: Program) -> bool:
@@ -111,36 +110,27 @@ def fit(
     def tried(one: Program, like: Fitted | None = None, /, moves: bool = True) -> Fitted:
         return _with_again(one, partial(finish, moves=moves), node_s, plain_s, like)
 
-    seconds = [] if _has_loops(program) else [node_s(node, program.values) for node in program.nodes]
-
-    def again_s(one: Program | Order) -> float:
-        if isinstance(one, Program):
-            return _seconds(one, node_s) - plain_s
-        if one.replayed is None:
-            return again_s(one())
-        return one.replayed().seconds(seconds) - plain_s
-
     whole = tried(program)
     if budget_bytes is None or (whole.fits(budget_bytes) and whole.more_s <= 0):
         return whole, whole
-    proposed = _Proposals.of(program, node_s)
-    orders = list(proposed.orders())
+    proposed = kept_with(program, (_Proposals, node_s), partial(_Proposals.of, program, node_s))
+    orders, again_s = proposed.orders, proposed.again_s
     ranks_differ = whole.hint is None and len(whole.peaks) > 1
     if len(program.nodes) <= FEW:
-        few: list[Callable[[], Program]] = [*orders, *late(program)]
+        few: list[Callable[[], Program]] = [*orders, *proposed.late]
         found = _all(few, tried, again_s, whole, budget_bytes, below_s)
     elif ranks_differ:
-        found = _rounded(program, node_s, tried, budget_bytes, again_s, below_s)
+        found = _rounded(proposed, tried, budget_bytes, below_s)
     elif whole.hint is None:
         found = _bisect(orders, tried, budget_bytes, again_s, below_s)
-        found += _rounded(program, node_s, tried, budget_bytes, again_s, below_s, found)
+        found += _rounded(proposed, tried, budget_bytes, below_s, found)
     else:
         found = fastest(orders, again_s, tried, whole, budget_bytes, plain_s, below_s)
         best_s = min((f.more_s for f in (whole, *found) if f.fits(budget_bytes)), default=below_s)
-        found += _unmoved(orders, program, node_s, again_s, tried, budget_bytes, best_s)
+        found += _unmoved(proposed, tried, budget_bytes, best_s)
     if ranks_differ:
         found += fastest_by_rank(proposed.of_ranks, len(orders), tried, whole, budget_bytes)
-    found += _named(program, node_s, again_s, tried, (whole, *found), budget_bytes, below_s)
+    found += _named(proposed, tried, (whole, *found), budget_bytes, below_s)
     leanest = min((whole, *found), key=lambda f: f.peak_bytes)
     fits = [f for f in (whole, *found) if f.fits(budget_bytes)]
     best = min(fits, key=lambda f: (f.more_s, f.peak_bytes), default=None)
@@ -176,14 +166,13 @@ def _all(
 
 
 def _named(
-    program: Program, node_s: NodeS, again_s: AgainS, tried: Finish, found: Sequence[Fitted], budget: int,
-    below_s: float = inf,
-) -> list[Fitted]:  # fmt: skip
+    proposed: _Proposals, tried: Finish, found: Sequence[Fitted], budget: int, below_s: float = inf
+) -> list[Fitted]:
     """What policies with a name keep, as far as it may be faster than what was found; all of them where nothing fits so far."""
     named = list[Fitted]()
     for policies in (CANDIDATES, MORE):
-        orders = sorted((_order_by_policy(program, node_s, policy) for policy in policies), key=again_s)
-        named += _faster(orders, again_s, tried, (*found, *named), budget, below_s)
+        orders = sorted(map(proposed.by_policy, policies), key=proposed.again_s)
+        named += _faster(orders, proposed.again_s, tried, (*found, *named), budget, below_s)
         if below_s < inf or any(one.fits(budget) for one in (*found, *named)):
             break
     return named
@@ -209,10 +198,7 @@ def _faster(
     return counted
 
 
-def _unmoved(
-    orders: Orders, program: Program, node_s: NodeS, again_s: AgainS, tried: Finish,
-    budget: int, best_s: float,
-) -> list[Fitted]:  # fmt: skip
+def _unmoved(proposed: _Proposals, tried: Finish, budget: int, best_s: float) -> list[Fitted]:
     """What is fastest where nothing is copied, if it may be faster than `best_s`: whoever may copy loses nothing by it."""
 
     def still(one: Program) -> Fitted:
@@ -220,33 +206,29 @@ def _unmoved(
 
     if best_s <= 0:
         return []
-    found = _bisect(orders, still, budget, again_s, best_s)
-    found += _rounded(program, node_s, still, budget, again_s, best_s, found)
+    found = _bisect(proposed.orders, still, budget, proposed.again_s, best_s)
+    found += _rounded(proposed, still, budget, best_s, found)
     best = min((one for one in found if one.fits(budget) and one.more_s < best_s), key=lambda one: one.more_s, default=None)
     return [] if best is None else [tried(best.program)]
 
 
 def _rounded(
-    program: Program, node_s: NodeS, tried: Callable[[Program], Fitted], budget: int, again_s: AgainS, below_s: float,
-    by_stages: Sequence[Fitted] = (),
-) -> list[Fitted]:  # fmt: skip
+    proposed: _Proposals, tried: Callable[[Program], Fitted], budget: int, below_s: float, by_stages: Sequence[Fitted] = ()
+) -> list[Fitted]:
     """Where stages do not own what is kept (skips, dense features), orders that linear programs propose: the fastest that fits last.
 
     by_stages: what the chain's own orders came to.
     """
-    if len(program.nodes) > MIDDLE:
+    count, again_s = len(proposed.program.nodes), proposed.again_s
+    if count > MIDDLE:
         return []
-    parts, groups = chain_of(program, node_s).parts, aliases(program)
-    kept_bytes = [part.stage.ways[0].nbytes for part in parts]
+    kept_bytes = [part.stage.ways[0].nbytes for part in proposed.stages]
     small_stages = max(kept_bytes, default=0) <= LARGEST_STAGE * sum(kept_bytes)
     if small_stages and any(one.fits(budget) for one in by_stages):
         return []
-    owned = {g for part in parts for g in (*part.saved, *map(groups.group, part.out))}
-    relaxed = importlib.import_module("colofunc.planner.recompute.relaxed")  # with its solver only where it is used
-    plans = [order() for order in relaxed.relaxed(program, node_s, owned)]
-    plans = sorted((one for one in plans if again_s(one) < below_s), key=again_s)
-    if len(program.nodes) > COUNTED:
-        return _bisect(list(_leaner(plans, node_s)), tried, budget, again_s)
+    plans = sorted((one for one in proposed.relaxed if again_s(one) < below_s), key=again_s)
+    if count > COUNTED:
+        return _bisect(list(_leaner(plans, proposed.node_s)), tried, budget, again_s)
     found = list[Fitted]()
     for one in plans:
         found.append(tried(one))
@@ -317,19 +299,71 @@ def _expected(orders: Orders, peaks: Mapping[int, int], budget: int) -> int:
 
 @attrs.frozen(eq=False)
 class _Proposals:
-    """Chains of a program and of the bodies of its loops, and their orders from fast to lean, by `id` of the program."""
+    """All orders that are proposed for a program, whatever the budget is.
+
+    `chains`, `sweeps`: of the program and of the bodies of its loops, from fast to lean, by `id` of the program. What is made is kept,
+    for the next budget.
+    """
 
     program: Program
+    node_s: NodeS
     chains: Mapping[int, Chain]
     sweeps: Mapping[int, Sequence[Sweep]]
+    again: dict[int, tuple[Program | Order, float]] = attrs.field(factory=dict, init=False)
+    named: dict[str, Order] = attrs.field(factory=dict, init=False)
+    by_levels: dict[frozenset[tuple[At, int]], Program] = attrs.field(factory=dict, init=False)
 
     @staticmethod
     def of(program: Program, node_s: NodeS) -> _Proposals:
         chains = {id(p): measured(joined(chain_of(p, node_s))) for p in program.with_bodies()}
-        return _Proposals(program, chains, {key: list(_sweeps(chain)) for key, chain in chains.items() if chain.parts})
+        return _Proposals(program, node_s, chains, {key: list(_sweeps(chain)) for key, chain in chains.items() if chain.parts})
 
-    def orders(self) -> Iterator[Order]:
+    def again_s(self, one: Program | Order) -> float:
+        """Seconds of what a proposal makes again."""
+        if id(one) not in self.again:
+            self.again[id(one)] = one, self._work_s(one) - sum(self._node_seconds)
+        return self.again[id(one)][1]
+
+    def _work_s(self, one: Program | Order) -> float:
+        if isinstance(one, Program):
+            return _seconds(one, self.node_s)
+        if one.replayed is None:
+            return _seconds(one(), self.node_s)
+        return one.replayed().seconds(self._node_seconds)
+
+    @cached_property
+    def _node_seconds(self) -> list[float]:
+        return list(_each_s(self.program, self.node_s))
+
+    def by_policy(self, policy: Policy) -> Order:
+        """The order of a policy with a name."""
+        if policy.name not in self.named:
+            self.named[policy.name] = _order_by_policy(self.program, self.node_s, policy)
+        return self.named[policy.name]
+
+    @cached_property
+    def late(self) -> list[Callable[[], Program]]:
+        """Of a small program every set of values that is kept."""
+        return list(map(cache, late(self.program)))
+
+    @cached_property
+    def stages(self) -> tuple[Part, ...]:
+        return chain_of(self.program, self.node_s).parts
+
+    @cached_property
+    def relaxed(self) -> list[Program]:
+        """What linear programs propose."""
+        groups = aliases(self.program)
+        owned = {g for part in self.stages for g in (*part.saved, *map(groups.group, part.out))}
+        relaxed = importlib.import_module("colofunc.planner.recompute.relaxed")  # with its solver only where it is used
+        return [order() for order in relaxed.relaxed(self.program, self.node_s, owned)]
+
+    @cached_property
+    def orders(self) -> list[Order]:
         """Of the whole program from fast to lean, by how much memory they may use."""
+        return list(self._orders())
+
+    def _orders(self) -> Iterator[Order]:
         for k in range(max(map(len, self.sweeps.values()), default=0)):
             mine = {key: some[min(k, len(some) - 1)] for key, some in self.sweeps.items()}
 
@@ -342,7 +376,8 @@ class _Proposals:
             if len(self.chains) == 1 and mine:
                 (sweep,) = mine.values()
                 replayed = partial(self._replayed, sweep)
-            yield Order(partial(_changed, self.program, change), given_bytes, sum(sweep.seconds for sweep in mine.values()), replayed)
+            at_most_s = sum(sweep.seconds for sweep in mine.values())
+            yield Order(cache(partial(_changed, self.program, change)), given_bytes, at_most_s, replayed)
 
     def _replayed(self, sweep: Sweep) -> Replay:
         return self.chains[id(self.program)].replayed(sweep.order)
@@ -354,7 +389,10 @@ class _Proposals:
             sweeps = self.sweeps.get(id(part))
             return part if sweeps is None else put_together(self.chains[id(part)], sweeps, levels)
 
-        return _changed(self.program, change)
+        key = frozenset(levels.items())
+        if key not in self.by_levels:
+            self.by_levels[key] = _changed(self.program, change)
+        return self.by_levels[key]
 
 
 def _changed(program: Program, change: Callable[[Program], Program]) -> Program:
@@ -368,38 +406,14 @@ def _sweeps(chain: Chain) -> Iterable[Sweep]:
     left = list(accumulate((stage.left_bytes for stage in reversed(stages)), initial=0))[-2::-1]  # by the stages behind each
     backward = max(stage.needs(way) + max(later, 0) for stage, later in zip(stages, left, strict=True) for way in stage.ways)
     most = sum(max(s.ways[0].nbytes, s.out_bytes) for s in stages) + backward
-    found = list(Table(stages, most, SLOTS, ENTRIES).distinct())
-    if len(stages) <= SHORT:
-        known = {sweep.order for sweep in found}
-        found += [sweep for sweep in _exact(stages, most) if sweep.order not in known]
-    return sorted(found, key=lambda sweep: sweep.seconds)
-
-
-def _exact(stages: Sequence[Stage], most: int) -> Iterator[Sweep]:
-    """Of a short chain also the orders in which a stage is kept for a while and made again later (see `checkmate`)."""
-    n = len(stages)
-    reads = (*(((i - 1,) if i else ()) for i in range(n)), *((n + j - 1,) * (j > 0) + (n - 1 - j,) for j in range(n)))
-    cost = (*(s.forward_s for s in stages), *(s.backward_s for s in reversed(stages)))
-    nbytes = (*(float(s.ways[0].nbytes) for s in stages), *(float(s.out_bytes) for s in reversed(stages)))
-    checkmate = importlib.import_module("colofunc.planner.recompute.checkmate")  # with its solver only where it is used
-    graph = checkmate.Graph(cost, nbytes, reads)
-    for k in range(1, LEVELS):
-        order = checkmate.solve(graph, most * k / LEVELS)
-        if order is not None:
-            yield Sweep(order.cost, int(most * k / LEVELS), partial(list, tuple(_steps(order.nodes, n))))
-
-
-def _steps(nodes: Sequence[int], n: int) -> Iterator[Run | Back]:
-    for k, node in enumerate(nodes):
-        if node >= n:
-            yield Back(2 * n - 1 - node)
-            continue
-        again = next(i for i in nodes[k + 1 :] if i in (node, 2 * n - 1 - node))
-        yield Run(node, None if again == node else 0)
+    return sorted(Table(stages, most, SLOTS, ENTRIES).distinct(), key=lambda sweep: sweep.seconds)
 
 
 def _seconds(program: Program, node_s: NodeS) -> float:
-    return sum(
-        _seconds(node.loop.body, node_s) * node.loop.trips if node.loop is not None else node_s(node, program.values)
-        for node in program.nodes
-    )
+    return sum(_each_s(program, node_s))
+
+
+def _each_s(program: Program, node_s: NodeS) -> Iterator[float]:
+    """Seconds of each node."""
+    for node in program.nodes:
+        yield _seconds(node.loop.body, node_s) * node.loop.trips if node.loop is not None else node_s(node, program.values)

@@ -95,9 +95,9 @@ def _least_bytes(costs: StageCosts, table: ActionTable, rank: int) -> float:
     return sum(costs.kept_bytes[stage] for stage in here) + grows
 
 
-def by_timetable(loop: Callable[[Program, Mesh], Program], scheduled: Scheduled, program: Program, mesh: Mesh) -> Program:
+def by_timetable(loop: Callable[[Program], Program], scheduled: Scheduled, program: Program, mesh: Mesh) -> Program:
     """One rank's program with its loop over microbatches run by a timetable: the largest loop in which stages send to one another."""
-    program = loop(program, mesh)
+    program = loop(program)
     sizes = {k: _size(node) for k, node in enumerate(program.nodes) if node.loop is not None and _sends(node.loop)}
     if not sizes:
         return program

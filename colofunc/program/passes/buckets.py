@@ -34,6 +34,28 @@ _KINDS = ("colofunc.all_gather", "colofunc.reduce_scatter", "colofunc.all_reduce
 
 
 @attrs.define
+class Most:
+    """The bytes that a bucket may have, and of the sizes that were asked about the largest that is allowed and the least that is not.
+
+    Any other limit from `allowed_bytes` up to below `refused_bytes` gives the same buckets.
+    """
+
+    nbytes: float
+    allowed_bytes: float = 0.0
+    refused_bytes: float = inf
+
+    def allows(self, nbytes: int) -> bool:
+        if nbytes <= self.nbytes:
+            self.allowed_bytes = max(self.allowed_bytes, nbytes)
+            return True
+        self.refused_bytes = min(self.refused_bytes, nbytes)
+        return False
+
+    def decides_alike(self, nbytes: float) -> bool:
+        return self.allowed_bytes <= nbytes < self.refused_bytes
+
+
+@attrs.define
 class _Bucket:
     members: list[int]
     nbytes: int
@@ -44,23 +66,24 @@ def buckets(
     program: Program,
     mesh: Mesh,
     apart: Mapping[tuple[int | None, ...], frozenset[int]] = MappingProxyType({}),
-    most_bytes: float = inf,
+    most: Most | None = None,
 ) -> Program:
     """`program` (functional, local) with small collectives put together, in the bodies of loops too.
 
     apart: values whose collectives stay as they are, of the program (key ()) and of bodies (what their node defines).
-    most_bytes: no bucket is larger.
+    most: no bucket is larger.
     """
+    most = Most(inf) if most is None else most
     edit = Editor(program)
     for index, node in enumerate(program.nodes):
         if node.loop is not None:
-            inside = partial(_bucketed, mesh=mesh, apart=apart.get(node.outs, NONE), most_bytes=most_bytes)
+            inside = partial(_bucketed, mesh=mesh, apart=apart.get(node.outs, NONE), most=most)
             edit.change(index, loop=changed(node.loop, inside))
-    return _bucketed(edit.done(), mesh, apart.get((), NONE), most_bytes)
+    return _bucketed(edit.done(), mesh, apart.get((), NONE), most)
 
 
-def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int], most_bytes: float) -> Program:
-    found = [b.members for b in _find(program, mesh, apart, most_bytes) if len(b.members) > 1]
+def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int], most: Most) -> Program:
+    found = [b.members for b in _find(program, mesh, apart, most) if len(b.members) > 1]
     if not found:
         return program
     edit = Editor(program)
@@ -73,7 +96,7 @@ def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int], most_bytes: f
     return edit.done()
 
 
-def _find(program: Program, mesh: Mesh, apart: frozenset[int], most_bytes: float) -> list[_Bucket]:
+def _find(program: Program, mesh: Mesh, apart: frozenset[int], most: Most) -> list[_Bucket]:
     made = program.made_at
     first = _first_reads(program)
     open_buckets: dict[Any, _Bucket] = {}
@@ -93,7 +116,7 @@ def _find(program: Program, mesh: Mesh, apart: frozenset[int], most_bytes: float
         used = first.get(node.outs[0], len(program.nodes)) if node.outs[0] is not None else len(program.nodes)
         bucket = open_buckets.get(key)
         together = nbytes + (0 if bucket is None else bucket.nbytes)
-        if bucket is not None and together <= most_bytes and together * beta_s <= LATENCIES * alpha_s:
+        if bucket is not None and together * beta_s <= LATENCIES * alpha_s and most.allows(together):
             waits = reduced.get(node.refs[0])
             early = made.get(node.refs[0], -1) < bucket.members[0] and (waits is None or waits.members[-1] < bucket.members[0])
             if early if kind == "all_gather" else index < bucket.until:
