@@ -17,8 +17,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
+from colofunc.executors.distributed import RankProgram
 from colofunc.executors.faults import FaultError, ask
-from colofunc.executors.groups import Ahead, Groups, Receiver
+from colofunc.executors.groups import Ahead, Group, Groups, Receiver
 from colofunc.executors.launch import launch
 from colofunc.executors.simulated import SimulatedProgram, distinct
 from colofunc.program.check import check_program
@@ -154,7 +155,7 @@ def test_what_the_next_action_receives_is_posted_before_an_action() -> None:
         log.append(f"post {tag}")
         return lambda: torch.tensor(tag)
 
-    receiver, ahead = Receiver(begin), Ahead([(0, 0), (1, 0), (0, 1), (1, 1)], Groups(cf.Mesh(pp=2), 0, {}, 1.0))
+    receiver, ahead = Receiver(begin), Ahead([(0, 0), (1, 0), (0, 1), (1, 1)])
     ahead.receives(1, receiver, lambda microbatch: 10 + microbatch)
     for _ in range(2):  # steps
         for part, microbatch in ahead:
@@ -166,20 +167,36 @@ def test_what_the_next_action_receives_is_posted_before_an_action() -> None:
         receiver(4)
 
 
-def test_no_step_begins_behind_one_that_raised_in_the_middle() -> None:
-    """That of another program on the same ranks neither: equal tags are received in the order in which they are sent."""
+def test_no_step_begins_behind_one_that_raised_behind_its_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a loop or outside of one; that of another program on the same ranks neither: equal tags are taken in the order of sending."""
     groups = Groups(cf.Mesh(pp=2), 1, {}, 1.0)
-    mine, another = (Ahead([(0, 0), (1, 0)], groups) for _ in range(2))
-    assert list(mine) == list(another) == [(0, 0), (1, 0)]
-    with pytest.raises(FaultError) as raised, cf.testing.fail(rank=1, at="send"):
-        for _ in mine:
-            ask("send", (1,))
-    for order in (mine, another):
-        with pytest.raises(cf.CollectiveError, match=r"rank 1: an earlier step over .* raised in the middle of its microbatches"):
-            next(iter(order))
-    assert raised.tb is not None, "the traceback that holds the order's frame is still there"
-    alone = Ahead([(0, 0), (1, 0)], Groups(cf.Mesh(pp=1), 0, {}, 1.0))
-    assert next(iter(alone)) == (0, 0) and list(alone) == [(0, 0), (1, 0)], "nobody has sent anything"
+    monkeypatch.setattr(groups, "of", lambda axes: Group(None, (0, 1), 1, None, None))
+    monkeypatch.setattr(torch.distributed, "irecv", lambda *_, **__: types.SimpleNamespace(wait=lambda: None))
+    receive = groups.receiver(("pp",), 0, (2,), torch.float32, torch.device("cpu"))
+    with groups.messages():
+        receive(0)
+    with pytest.raises(FaultError), cf.testing.fail(rank=1, at="all_gather"), groups.messages():
+        ask("all_gather", (1,))
+    with pytest.raises(FaultError), cf.testing.fail(rank=1, at="send"), groups.messages():  # nothing is under way behind that one
+        receive(0)
+        ask("send", (1,))
+    with pytest.raises(cf.CollectiveError, match=r"rank 1: an earlier step over .* raised in the middle, .*Try: start the proc"):
+        groups.messages().__enter__()
+
+
+def test_a_program_that_sends_outside_of_loops_does_not_begin_there_either() -> None:
+    step, state, batch = mlp(8)
+    program = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=2).lower(state, batch).program
+    groups = Groups(cf.Mesh(pp=2), 1, {}, 1.0)
+    with pytest.raises(FaultError), cf.testing.fail(rank=1, at="send"), groups.messages():
+        groups._under_way = True
+        ask("send", (1,))
+    loss = [node for node in program.nodes if node.target == SEND]
+    assert loss, "the last stage tells it behind the loop"
+    with pytest.raises(cf.CollectiveError, match="an earlier step over"):
+        RankProgram(attrs.evolve(program, nodes=tuple(loss)), groups, None)([])
+    with pytest.raises(cf.InputError, match="were given"):  # without messages there is nothing to mistake
+        RankProgram(attrs.evolve(program, nodes=()), groups, None)([])
 
 
 def test_a_residual_sends_one_tensor_back() -> None:

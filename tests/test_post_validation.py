@@ -1,5 +1,6 @@
 """Post-validation: a pipeline whose updates are guessed, checked and put right, beside one that waits and beside one device."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -484,7 +485,7 @@ def test_whoever_waits_for_a_peer_that_ended_tells_the_watch() -> None:
         return lambda tag: wait
 
     later = object.__new__(Later)
-    later._groups = SimpleNamespace(mesh=cf.Mesh(pp=2), awaiter=awaiter)
+    later._groups = SimpleNamespace(mesh=cf.Mesh(pp=2), awaiter=awaiter, messages=nullcontext)
     later._mine = SimpleNamespace(inputs=())
     later._receives = [Node("colofunc.receive", (("pp",), (0,), 0, (), torch.float64), (), (1,))]
     later._sends = lambda inputs: []
