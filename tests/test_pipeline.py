@@ -3,6 +3,7 @@
 import re
 import time
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -494,6 +495,58 @@ def test_real_ranks_compute_what_one_device_does() -> None:
     for found in launch(train_all, 2, 2):
         for losses in found.values():
             assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def uneven() -> tuple[Any, Any, Any]:
+    """(a pipeline of two stages, of which the second has four times the state, its state, a batch)."""
+    torch.manual_seed(0)
+    layers = {f"l{k}": nn.Sequential(nn.Linear(32, width), nn.Tanh(), nn.Linear(width, 32)) for k, width in enumerate((64, 256))}
+    step, state = cf.train_step(
+        cf.functional(nn.Sequential(OrderedDict(layers)).double()), cf.adapt(torch.optim.AdamW, lr=1e-2),
+        lambda out, b: (out - b).pow(2).mean(), inputs=lambda b: ((b,), {}),
+    )  # fmt: skip
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=2, stages={"l0.*": 0, "l1.*": 1})
+    return chain, state, torch.randn(4, 32, dtype=torch.float64)
+
+
+def held(chain: Any, state: Any, batch: Any, tier: str) -> list[int]:
+    low = chain.lower(state, batch)
+    return [low.memory(rank=rank).peak_bytes.get(tier, 0) for rank in range(2)]
+
+
+def test_a_stage_puts_away_what_it_has_no_room_for_itself() -> None:
+    """Not what all stages together have no room for."""
+    chain, state, batch = uneven()
+    plain = held(chain, state, batch, "device")
+    assert held(cf.offload(chain, budget=max(plain)), state, batch, "host") == [0, 0]
+    budget = max(plain) - 30_000
+    within = cf.offload(chain, budget=budget)
+    agrees_with_one_device(within, state, batch)
+    near, far = (held(within, state, batch, tier) for tier in ("device", "host"))
+    assert near[0] == plain[0] and near[1] <= budget
+    assert far[0] <= 16 and far[1] >= 30_000, "a scalar that updates read on the host is there on all ranks"
+
+
+def test_a_stage_puts_on_disk_what_its_host_has_no_room_for(tmp_path: Any) -> None:
+    chain, state, batch = uneven()
+    away = held(cf.offload(chain, policy="host"), state, batch, "host")
+    roomy = cf.offload(chain, policy="host", host=max(away), disk=str(tmp_path))
+    assert held(roomy, state, batch, "disk") == [0, 0]
+    tight = cf.offload(chain, policy="host", host=max(away) * 2 // 3, disk=str(tmp_path))
+    agrees_with_one_device(tight, state, batch)
+    there = held(tight, state, batch, "disk")
+    assert there[0] == 0 < there[1] and max(held(tight, state, batch, "host")) <= max(away) * 2 // 3
+
+
+@pytest.mark.sweep
+def test_a_tied_weight_stays_where_stages_move_their_own() -> None:
+    step, state, batch = gpt2(layers=2)
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=2)
+    plain = held(chain, state, batch, "device")
+    within = cf.offload(chain, budget=max(plain) * 9 // 10)
+    agrees_with_one_device(within, state, batch)
+    assert max(held(within, state, batch, "device")) <= max(plain) * 9 // 10
+    assert min(held(within, state, batch, "host")) <= 16
 
 
 def on_disks(directory: str) -> Any:
