@@ -5,6 +5,7 @@ import time
 import types
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -24,9 +25,11 @@ from colofunc.executors.groups import Ahead, Group, Groups, Receiver
 from colofunc.executors.launch import launch
 from colofunc.executors.simulated import SimulatedProgram, distinct
 from colofunc.program.check import check_program
+from colofunc.program.ir import Loop
+from colofunc.program.memory import memory
 from colofunc.program.passes.loop import gathered_at
 from colofunc.program.passes.reuse import added_in_place
-from colofunc.program.places import SEND, on_rank, out_of_order
+from colofunc.program.places import RECEIVE, SEND, on_rank, out_of_order
 from colofunc.testing import check
 from colofunc.testing.check import doubled_inside
 
@@ -166,6 +169,50 @@ def test_what_the_next_action_receives_is_posted_before_an_action() -> None:
     receiver.post(3)
     with pytest.raises(cf.ProgramError, match="a message with tag 4 is waited for, and the next one that was posted has tag 3"):
         receiver(4)
+
+
+def bytes_posted_ahead(loop: Loop) -> list[int]:
+    """At each position of one rank's actions: a walk through them in which receivers note how long they hold what they posted."""
+    timetable = loop.cut_by
+    assert timetable is not None
+    spans, numbers = list(timetable.spans()), {kind: k for k, kind in enumerate(timetable.parts)}
+    order = [(numbers[action.stage, action.kind], action.microbatch) for action in timetable.table.rows[0]]
+    early = [0] * sum(spans[part][1] - spans[part][0] for part, _ in order)
+    now = 0
+
+    def begin(tag: int, nbytes: int) -> Callable[[], torch.Tensor]:
+        posted = now
+
+        def wait() -> torch.Tensor:
+            for k in range(posted, now):
+                early[k] += nbytes
+            return torch.tensor(tag)
+
+        return wait
+
+    ahead, receivers = Ahead(order), dict[int, Receiver]()
+    for k, node in enumerate(loop.body.nodes):
+        if node.target == RECEIVE:
+            receivers[k] = Receiver(partial(begin, nbytes=loop.body.values[node.results[0]].nbytes))
+            ahead.receives(timetable.part_at(k), receivers[k], lambda microbatch: microbatch)
+    for part, microbatch in ahead:
+        for k in range(*spans[part]):
+            if k in receivers:
+                receivers[k](microbatch)
+            now += 1
+    return early
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_messages_that_are_posted_ahead_are_counted_on_real_ranks(schedule: str) -> None:
+    step, state, batch = mlp(8)
+    low = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule=schedule).lower(state, batch)
+    for rank in range(2):
+        part = on_rank(low.program, low.mesh, rank).program
+        (index,) = [k for k, node in enumerate(part.nodes) if node.loop is not None and node.loop.cut_by is not None]
+        late, soon = (memory(part, sent=sent).bodies[index].timeline["device"] for sent in (False, True))
+        early = bytes_posted_ahead(loop_of(part))
+        assert [b - a for a, b in zip(late, soon, strict=True)] == early and max(early) > 0
 
 
 def test_no_step_begins_behind_one_that_raised_behind_its_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
