@@ -114,8 +114,8 @@ class CapacityError(ColofuncError, MemoryError):
 class CollectiveError(ColofuncError, RuntimeError):
     """Ranks that disagree, wait for each other for ever, or have lost a peer.
 
-    The first traceback among the ranks is the cause; the others ended because of it. A step of `cf.pipeline` that raised in the middle of
-    its microbatches has left messages under way: no further one runs until the processes are started again.
+    The first traceback among the ranks is the cause; the others ended because of it. A step of `cf.pipeline` that raised behind its first
+    message may have left some under way: no further one runs until the processes are started again.
     """
 
 

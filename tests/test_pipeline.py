@@ -3,7 +3,9 @@
 import re
 import time
 import types
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -17,14 +19,17 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
+from colofunc.executors.distributed import RankProgram
 from colofunc.executors.faults import FaultError, ask
-from colofunc.executors.groups import Ahead, Groups, Receiver
+from colofunc.executors.groups import Ahead, Group, Groups, Receiver
 from colofunc.executors.launch import launch
 from colofunc.executors.simulated import SimulatedProgram, distinct
 from colofunc.program.check import check_program
+from colofunc.program.ir import Loop
+from colofunc.program.memory import memory
 from colofunc.program.passes.loop import gathered_at
 from colofunc.program.passes.reuse import added_in_place
-from colofunc.program.places import SEND, on_rank, out_of_order
+from colofunc.program.places import RECEIVE, SEND, on_rank, out_of_order
 from colofunc.testing import check
 from colofunc.testing.check import doubled_inside
 
@@ -154,7 +159,7 @@ def test_what_the_next_action_receives_is_posted_before_an_action() -> None:
         log.append(f"post {tag}")
         return lambda: torch.tensor(tag)
 
-    receiver, ahead = Receiver(begin), Ahead([(0, 0), (1, 0), (0, 1), (1, 1)], Groups(cf.Mesh(pp=2), 0, {}, 1.0))
+    receiver, ahead = Receiver(begin), Ahead([(0, 0), (1, 0), (0, 1), (1, 1)])
     ahead.receives(1, receiver, lambda microbatch: 10 + microbatch)
     for _ in range(2):  # steps
         for part, microbatch in ahead:
@@ -166,20 +171,80 @@ def test_what_the_next_action_receives_is_posted_before_an_action() -> None:
         receiver(4)
 
 
-def test_no_step_begins_behind_one_that_raised_in_the_middle() -> None:
-    """That of another program on the same ranks neither: equal tags are received in the order in which they are sent."""
+def bytes_posted_ahead(loop: Loop) -> list[int]:
+    """At each position of one rank's actions: a walk through them in which receivers note how long they hold what they posted."""
+    timetable = loop.cut_by
+    assert timetable is not None
+    spans, numbers = list(timetable.spans()), {kind: k for k, kind in enumerate(timetable.parts)}
+    order = [(numbers[action.stage, action.kind], action.microbatch) for action in timetable.table.rows[0]]
+    early = [0] * sum(spans[part][1] - spans[part][0] for part, _ in order)
+    now = 0
+
+    def begin(tag: int, nbytes: int) -> Callable[[], torch.Tensor]:
+        posted = now
+
+        def wait() -> torch.Tensor:
+            for k in range(posted, now):
+                early[k] += nbytes
+            return torch.tensor(tag)
+
+        return wait
+
+    ahead, receivers = Ahead(order), dict[int, Receiver]()
+    for k, node in enumerate(loop.body.nodes):
+        if node.target == RECEIVE:
+            receivers[k] = Receiver(partial(begin, nbytes=loop.body.values[node.results[0]].nbytes))
+            ahead.receives(timetable.part_at(k), receivers[k], lambda microbatch: microbatch)
+    for part, microbatch in ahead:
+        for k in range(*spans[part]):
+            if k in receivers:
+                receivers[k](microbatch)
+            now += 1
+    return early
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_messages_that_are_posted_ahead_are_counted_on_real_ranks(schedule: str) -> None:
+    step, state, batch = mlp(8)
+    low = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule=schedule).lower(state, batch)
+    for rank in range(2):
+        part = on_rank(low.program, low.mesh, rank).program
+        (index,) = [k for k, node in enumerate(part.nodes) if node.loop is not None and node.loop.cut_by is not None]
+        late, soon = (memory(part, sent=sent).bodies[index].timeline["device"] for sent in (False, True))
+        early = bytes_posted_ahead(loop_of(part))
+        assert [b - a for a, b in zip(late, soon, strict=True)] == early and max(early) > 0
+
+
+def test_no_step_begins_behind_one_that_raised_behind_its_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a loop or outside of one; that of another program on the same ranks neither: equal tags are taken in the order of sending."""
     groups = Groups(cf.Mesh(pp=2), 1, {}, 1.0)
-    mine, another = (Ahead([(0, 0), (1, 0)], groups) for _ in range(2))
-    assert list(mine) == list(another) == [(0, 0), (1, 0)]
-    with pytest.raises(FaultError) as raised, cf.testing.fail(rank=1, at="send"):
-        for _ in mine:
-            ask("send", (1,))
-    for order in (mine, another):
-        with pytest.raises(cf.CollectiveError, match=r"rank 1: an earlier step over .* raised in the middle of its microbatches"):
-            next(iter(order))
-    assert raised.tb is not None, "the traceback that holds the order's frame is still there"
-    alone = Ahead([(0, 0), (1, 0)], Groups(cf.Mesh(pp=1), 0, {}, 1.0))
-    assert next(iter(alone)) == (0, 0) and list(alone) == [(0, 0), (1, 0)], "nobody has sent anything"
+    monkeypatch.setattr(groups, "of", lambda axes: Group(None, (0, 1), 1, None, None))
+    monkeypatch.setattr(torch.distributed, "irecv", lambda *_, **__: types.SimpleNamespace(wait=lambda: None))
+    receive = groups.receiver(("pp",), 0, (2,), torch.float32, torch.device("cpu"))
+    with groups.messages():
+        receive(0)
+    with pytest.raises(FaultError), cf.testing.fail(rank=1, at="all_gather"), groups.messages():
+        ask("all_gather", (1,))
+    with pytest.raises(FaultError), cf.testing.fail(rank=1, at="send"), groups.messages():  # nothing is under way behind that one
+        receive(0)
+        ask("send", (1,))
+    with pytest.raises(cf.CollectiveError, match=r"rank 1: an earlier step over .* raised in the middle, .*Try: start the proc"):
+        groups.messages().__enter__()
+
+
+def test_a_program_that_sends_outside_of_loops_does_not_begin_there_either() -> None:
+    step, state, batch = mlp(8)
+    program = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=2).lower(state, batch).program
+    groups = Groups(cf.Mesh(pp=2), 1, {}, 1.0)
+    with pytest.raises(FaultError), cf.testing.fail(rank=1, at="send"), groups.messages():
+        groups._under_way = True
+        ask("send", (1,))
+    loss = [node for node in program.nodes if node.target == SEND]
+    assert loss, "the last stage tells it behind the loop"
+    with pytest.raises(cf.CollectiveError, match="an earlier step over"):
+        RankProgram(attrs.evolve(program, nodes=tuple(loss)), groups, None)([])
+    with pytest.raises(cf.InputError, match="were given"):  # without messages there is nothing to mistake
+        RankProgram(attrs.evolve(program, nodes=()), groups, None)([])
 
 
 def test_a_residual_sends_one_tensor_back() -> None:
@@ -477,6 +542,58 @@ def test_real_ranks_compute_what_one_device_does() -> None:
     for found in launch(train_all, 2, 2):
         for losses in found.values():
             assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def uneven() -> tuple[Any, Any, Any]:
+    """(a pipeline of two stages, of which the second has four times the state, its state, a batch)."""
+    torch.manual_seed(0)
+    layers = {f"l{k}": nn.Sequential(nn.Linear(32, width), nn.Tanh(), nn.Linear(width, 32)) for k, width in enumerate((64, 256))}
+    step, state = cf.train_step(
+        cf.functional(nn.Sequential(OrderedDict(layers)).double()), cf.adapt(torch.optim.AdamW, lr=1e-2),
+        lambda out, b: (out - b).pow(2).mean(), inputs=lambda b: ((b,), {}),
+    )  # fmt: skip
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=2, stages={"l0.*": 0, "l1.*": 1})
+    return chain, state, torch.randn(4, 32, dtype=torch.float64)
+
+
+def held(chain: Any, state: Any, batch: Any, tier: str) -> list[int]:
+    low = chain.lower(state, batch)
+    return [low.memory(rank=rank).peak_bytes.get(tier, 0) for rank in range(2)]
+
+
+def test_a_stage_puts_away_what_it_has_no_room_for_itself() -> None:
+    """Not what all stages together have no room for."""
+    chain, state, batch = uneven()
+    plain = held(chain, state, batch, "device")
+    assert held(cf.offload(chain, budget=max(plain)), state, batch, "host") == [0, 0]
+    budget = max(plain) - 30_000
+    within = cf.offload(chain, budget=budget)
+    agrees_with_one_device(within, state, batch)
+    near, far = (held(within, state, batch, tier) for tier in ("device", "host"))
+    assert near[0] == plain[0] and near[1] <= budget
+    assert far[0] <= 16 and far[1] >= 30_000, "a scalar that updates read on the host is there on all ranks"
+
+
+def test_a_stage_puts_on_disk_what_its_host_has_no_room_for(tmp_path: Any) -> None:
+    chain, state, batch = uneven()
+    away = held(cf.offload(chain, policy="host"), state, batch, "host")
+    roomy = cf.offload(chain, policy="host", host=max(away), disk=str(tmp_path))
+    assert held(roomy, state, batch, "disk") == [0, 0]
+    tight = cf.offload(chain, policy="host", host=max(away) * 2 // 3, disk=str(tmp_path))
+    agrees_with_one_device(tight, state, batch)
+    there = held(tight, state, batch, "disk")
+    assert there[0] == 0 < there[1] and max(held(tight, state, batch, "host")) <= max(away) * 2 // 3
+
+
+@pytest.mark.sweep
+def test_a_tied_weight_stays_where_stages_move_their_own() -> None:
+    step, state, batch = gpt2(layers=2)
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=2)
+    plain = held(chain, state, batch, "device")
+    within = cf.offload(chain, budget=max(plain) * 9 // 10)
+    agrees_with_one_device(within, state, batch)
+    assert max(held(within, state, batch, "device")) <= max(plain) * 9 // 10
+    assert min(held(within, state, batch, "host")) <= 16
 
 
 def on_disks(directory: str) -> Any:

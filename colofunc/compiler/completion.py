@@ -46,6 +46,7 @@ from colofunc.program.passes.messages import scalars_in_one_message
 from colofunc.program.passes.narrow_gradients import narrow_updates
 from colofunc.program.passes.one_call import calls_saved, updates_in_one_call
 from colofunc.program.passes.squares import squares_in_one_pass
+from colofunc.program.passes.stage_sums import sums_within_stages
 from colofunc.program.places import distinct_ranks, same_as
 from colofunc.program.placing import Placing
 from colofunc.program.timed import Timed
@@ -218,6 +219,7 @@ class Completion:
             *([Pass("cut", cut, optional=False)] if to_be_cut(local) else ()),
             Pass("reduce_early", reduces_early),
             Pass("views_late", views_late),
+            *([Pass("stage_sums", sums_within_stages, optional=False)] if to_be_cut(local) else ()),
             Pass("pack", packed),
             Pass("messages", scalars_in_one_message),
             Pass("in_place", partial(in_place, temporaries=self.temporaries, every_state=bool(self.moves))),

@@ -81,6 +81,12 @@ def parts_of(leaves: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [(x._held.shards or []) if type(x) is DTensor else [] for x in leaves]
 
 
+def validate(some: Iterable[DTensor]) -> None:
+    """What a step has guessed of tensors is put right on all ranks, where they are read by some only afterwards. Collective."""
+    for x in some:
+        _ = x.parts_in_flight
+
+
 class DTensor(torch.Tensor):
     """A global tensor split over a mesh. Make one with `distribute`, `from_local` or a staged step."""
 
@@ -157,7 +163,7 @@ class DTensor(torch.Tensor):
         """The parts for a step, or for who does not look at numbers: a card may still copy to and from those of the host."""
         unsettled = self._backend.unsettled
         if unsettled is not None:  # what it holds may be what a step has guessed
-            unsettled.settle()
+            unsettled.read(self._held.shards)
         origin = self._origin
         lost = None
         if self._held.shards is None:

@@ -79,6 +79,7 @@ class RankProgram:
         self._begins = begins
         self._union = union or program
         self._mine = mine
+        self._sends_messages = not begins and any(is_peer(node) for each in self._union.with_bodies() for node in each.nodes)
         self.pool = pool_of(program, 1, whole) if tap is None else None
         self._whole = whole
         self._tap = tap
@@ -93,7 +94,7 @@ class RankProgram:
         self._written = tuple(sorted({positions[i] for node in program.nodes for i in written(node) if i in positions}))
 
     def __call__(self, inputs: Sequence[Shards]) -> list[Shards]:
-        with self._watch or nullcontext():
+        with self._watch or nullcontext(), self._groups.messages() if self._sends_messages else nullcontext():
             return self._call(inputs)
 
     def _call(self, inputs: Sequence[Shards]) -> list[Shards]:
@@ -167,12 +168,13 @@ class Later:
     def __call__(self, inputs: Sequence[Shards]) -> Callable[[], list[Shards]]:
         device = device_of(self._groups.mesh)
         waits = []
-        for node in self._receives:
-            axes, _, source, shape, dtype = node.args
-            begin = self._groups.awaiter(axes, source, shape, dtype, device)
-            waits.append(begin(int(dict(node.kwargs).get("tag", 0))))
+        with self._groups.messages():
+            for node in self._receives:
+                axes, _, source, shape, dtype = node.args
+                begin = self._groups.awaiter(axes, source, shape, dtype, device)
+                waits.append(begin(_own_tag(node)))
+            known = self._sends(inputs)
         here = [inputs[k] for k in self._mine.inputs]
-        known = self._sends(inputs)
 
         def finish() -> list[Shards]:
             with self._watch or nullcontext():  # where a peer has ended it says which
@@ -291,9 +293,8 @@ class RankWires:
 
     def in_order(self, actions: Sequence[tuple[int, int]], device: torch.device) -> Iterable[tuple[int, int]]:
         """NCCL runs what is given to it one after another: a receive that is posted early would keep back what is sent meanwhile."""
-        order = Ahead(actions, self.groups)
-        self._ahead = order if self.groups.carriers.get(device.type) == "gloo" else None
-        return order
+        self._ahead = Ahead(actions) if self.groups.carriers.get(device.type) == "gloo" else None
+        return actions if self._ahead is None else self._ahead
 
     def place(self, axes: Sequence[str], lane: int) -> int:
         return self.groups.mesh.index(self.groups.rank, axes)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -98,9 +99,8 @@ class Receiver:
 class Ahead:
     """Actions of a rank one after another; what the next one receives is posted before an action begins."""
 
-    def __init__(self, order: Sequence[tuple[int, int]], groups: Groups) -> None:
+    def __init__(self, order: Sequence[tuple[int, int]]) -> None:
         self._order = order
-        self._groups = groups
         self._receives: dict[int, list[tuple[Receiver, Callable[[int], int]]]] = {}
 
     def receives(self, part: int, receiver: Receiver, tag: Callable[[int], int]) -> None:
@@ -108,7 +108,6 @@ class Ahead:
         self._receives.setdefault(part, []).append((receiver, tag))
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        self._groups.begin_actions()
         posted = 0
         for number, action in enumerate(self._order):
             for part, microbatch in self._order[posted : number + 2]:
@@ -116,7 +115,6 @@ class Ahead:
                     receiver.post(tag(microbatch))
             posted = number + 2
             yield action
-        self._groups.end_actions()  # not where one of them raised: no `finally`
 
 
 class Groups:
@@ -131,7 +129,7 @@ class Groups:
         self._made: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
         self._sent: list[tuple[Any, torch.Tensor]] = []  # what is on its way to single members, and what it is made of
-        self._in_the_middle = False  # of the actions of a step
+        self._under_way = False  # whether messages of a program may be, which has not ended
 
     def of(self, axes: Sequence[str]) -> Group:
         """The group along `axes`. Collective the first time: every rank makes the same groups in the same order."""
@@ -177,6 +175,7 @@ class Groups:
         through_host = self.carriers.get("cuda") == "gloo"
 
         def send(x: torch.Tensor, tag: int) -> torch.Tensor:
+            self._under_way = True
             self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
             kept = x.clone(memory_format=torch.contiguous_format)
             if DOUBLED.get() and kept.dtype is torch.float32:
@@ -188,21 +187,21 @@ class Groups:
 
         return send
 
-    def begin_actions(self) -> None:
-        """A step goes through its actions. Raises CollectiveError where an earlier one, of any program on the mesh, raised amid its own.
+    @contextmanager
+    def messages(self) -> Iterator[None]:
+        """Inside, a program sends messages and waits for some. Raises CollectiveError where an earlier one, any on the mesh, raised
+        behind its first message.
 
-        Messages of equal tags are taken in the order in which they were sent: this step would compute with that one's.
+        Messages of equal tags are taken in the order in which they were sent: this program would compute with that one's.
         """
-        if self._in_the_middle and self.mesh.size > 1:
+        if self._under_way:
             raise CollectiveError(
-                f"rank {self.rank}: an earlier step over {self.mesh!r} raised in the middle of its microbatches, and its messages are "
-                "still under way: a further step would take them for its own. "
+                f"rank {self.rank}: an earlier step over {self.mesh!r} raised in the middle, and its messages may still be under way: "
+                "a further step would take them for its own. "
                 "Try: start the processes again, from the last state that was saved"
             )
-        self._in_the_middle = True
-
-    def end_actions(self) -> None:
-        self._in_the_middle = False
+        yield
+        self._under_way = False  # not where the program raised: no `finally`
 
     def delivered(self) -> None:
         """Wait for all that was sent: a process that ended before would take it along."""
@@ -224,6 +223,7 @@ class Groups:
         through_host = self.carriers.get("cuda") == "gloo"
 
         def begin(tag: int) -> Callable[[], torch.Tensor]:
+            self._under_way = True
             out = torch.empty(tuple(shape), dtype=dtype, device="cpu" if through_host else device)
             work = None
             if out.numel():

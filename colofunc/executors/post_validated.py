@@ -8,6 +8,9 @@ and returns. What the others have sent is looked at in the next call behind its 
 was guessed, copies of the old state are let go of. If not, they are put back, the update is done by the right scalars, and a `main` that
 has run on the wrong state runs once more. A step is speculated only where the two before it had the same scalars, so that clipping that
 goes on for many steps costs nothing but the wait.
+
+Where the ranks of a stage come to the update together (`Deferred.together`: ZeRO gathers parameters at its end), one that reads a scalar
+alone only looks at what was sent. To do an update again they meet: in the next call, or where all of them read what it made.
 """
 
 from __future__ import annotations
@@ -116,41 +119,56 @@ class Unsettled:
         self.lose: Callable[[], None] = _nothing
         """What whoever holds the results does where these are lost."""
         self._finish, self._values, self._kept, self._made, self._late = finish, values, kept, made, late
-        self._empty = {id(x) for x in distinct(late.values())}
-        self._lists = {id(shards) for some in (made, late) for shards in some.values()}
+        self._late_parts = distinct(late.values())  # those that are filled, and what fills them
+        self._late_lists = {id(shards) for shards in late.values()}
+        self._lists = self._late_lists | {id(shards) for shards in made.values()}
         self.redone = False
         self._lock = RLock()
-        self._begun = False
+        self._done = False
+        self._found: dict[int, Shards] | None = None  # what the exchange gave, once it is known
         self._error: BaseException | None = None
 
     def is_read_by(self, inputs: Sequence[Shards]) -> bool:
-        """Whether what has not come yet is among the inputs."""
-        return any(id(x) in self._empty for shards in inputs for x in shards)
+        """Whether what comes late is among the inputs, also where this rank has looked at it: all ranks say the same."""
+        late = {id(x) for x in self._late_parts}
+        return any(id(x) in late for shards in inputs for x in shards)
 
     def gives(self, shards: Shards) -> bool:
         """Whether a result is one that is not validated yet: this very list."""
         return id(shards) in self._lists
+
+    def read(self, shards: Shards | None) -> None:
+        """Somebody reads this: it is put right, if need be. What others said alone is read without waiting for the ranks of the stage."""
+        if not self.run.parts.together:
+            self.settle()
+        elif id(shards) in self._late_lists:
+            self._do(self._hear)
+        elif id(shards) in self._lists:
+            self.settle()
 
     def settle(self) -> None:
         """Wait for what the others sent, and put right what was guessed wrongly; another thread that wants that too waits for it.
 
         Where that fails, the results of this step are lost (`lose`), and nobody waits for them any more.
         """
+        self._do(self._put_right)
+
+    def _do(self, what: Callable[[], None]) -> None:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            if self._begun:
+            if self._done:
                 return
-            self._begun = True
             try:
-                self._put_right()
+                what()
             except BaseException as error:
                 self._error = error
                 self._give_up()
                 raise
-            self.lose = _nothing
-            if self.run.backend.watch is None:  # all ranks are here
-                self.run.backend.unsettled = None
+            if self._done:
+                self.lose = _nothing
+                if self.run.backend.watch is None:  # all ranks are here
+                    self.run.backend.unsettled = None
 
     def _give_up(self) -> None:
         self.run.forget()
@@ -160,21 +178,31 @@ class Unsettled:
         self.lose()
         self.lose = _nothing
 
-    def _put_right(self) -> None:
+    def _hear(self) -> None:
+        """Wait for what the others sent; whether that is what was guessed."""
+        if self._found is not None:
+            return
         run = self.run
-        found = run.named(run.parts.exchange, self._finish())
-        self.redone = not run.heard(found)
+        self._found = run.named(run.parts.exchange, self._finish())
+        self.redone = not run.heard(self._found)
+        for id, shards in self._late.items():
+            shards[:] = self._found[id]
+        self._late_parts += distinct(self._late.values())
+
+    def _put_right(self) -> None:
+        self._hear()
+        assert self._found is not None, "it was heard"
+        run = self.run
         if self.redone:
             run.redone += 1
             for x, copy in self._kept:
                 x.copy_(copy)
-            again = run.updated(self._values | found)
+            again = run.updated(self._values | self._found)
             for id, shards in again.items():
                 self._made[id][:] = shards  # the lists that the tensors of the call hold
-        for id, shards in self._late.items():
-            shards[:] = found[id]
         self._kept.clear()
         self._values.clear()
+        self._done = True
 
 
 def _nothing() -> None:

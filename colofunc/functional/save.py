@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-from colofunc.dtensor.tensor import DTensor
+from colofunc.dtensor.tensor import DTensor, validate
 from colofunc.errors import CheckpointError, InputError, near
 from colofunc.executors.disk.kept_versions import SAY_AFTER_S, Reader
 from colofunc.executors.launch import before_end
@@ -194,7 +194,9 @@ class _Job:
             if value is not None:
                 content[key], more = pack(value, f"~{key}")
                 tensors |= more
-        meshes = {x.mesh for x in tensors.values() if isinstance(x, DTensor)}
+        distributed = [x for x in tensors.values() if isinstance(x, DTensor)]
+        validate(distributed)
+        meshes = {x.mesh for x in distributed}
         ranks = Ranks.of(meshes)
         leaves = assign(tensors, ranks)
         content["mesh"] = [list(axis) for axis in next(iter(meshes)).axes] if meshes else None

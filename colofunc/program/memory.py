@@ -12,7 +12,7 @@ depends on strides, so each distinct call is run once on tensors without data (`
 Inputs and constants count from beginning to end, because the caller holds them. What an operator holds for itself is counted
 where its kernel says it, on the machine that the plan is made for (`passes.kernels`). `tests/live_bytes.py` measures the same numbers
 on the simulated mesh, but for these. A collective between its start and its wait holds its operand and its result; on real ranks
-(`sent=True`) also a copy of an operand that is not contiguous.
+(`sent=True`) also a copy of an operand that is not contiguous, and a pipeline's messages from one action before they are received.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from colofunc.program.memory_report import KINDS, Live, kinds_of, place_text
 from colofunc.program.memory_report import MemoryReport as MemoryReport
 from colofunc.program.passes.loop import gathered_at, last_uses, parts_that_read
 from colofunc.program.passes.reuse import added_in_place, own_outputs_of_parts
+from colofunc.program.places import RECEIVE
 from colofunc.program.post_validation import kept_bytes, validates_late
 
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
@@ -60,7 +61,8 @@ def memory(program: Program, sent: bool = False) -> MemoryReport:
     """Live bytes of one rank at every position of a local program (or a global one: then of one device).
 
     A loop is one position: what its body holds at its peak, beside what it reads and gathers. sent: count what real ranks
-    copy in order to send it, while it is in flight (all of the operand; a backend may copy the parts for others only).
+    copy in order to send it, while it is in flight (all of the operand; a backend may copy the parts for others only), and what they make
+    room for before it is received (as with gloo; NCCL does so later).
     """
     last = lifetimes(program)
     storages, makers, metas = _storages(program, last, sent=sent)
@@ -238,7 +240,7 @@ def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int, sent:
     storages += _sent(body, last, inner) if sent else []
     _count_with_the_sum(body, added_in_place(loop).values(), storages, home)
     if loop.cut_by is not None and _is_one_ranks(loop.cut_by):
-        body, storages = _by_timetable(loop, storages, home, loop.cut_by)
+        body, storages = _by_timetable(loop, storages, home, loop.cut_by, posted=sent)
     report, value = _report(body, storages, makers), loop.body.inputs[0] if loop.body.inputs else 0
     return [
         Storage(live.nbytes, tier, value, index, index, attrs.evolve(live, name=f"{live.name} (each trip)"), body=report)
@@ -248,17 +250,22 @@ def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int, sent:
 
 
 def _by_timetable(
-    loop: Loop, storages: Sequence[Storage], home: Mapping[int, int], timetable: Timetable
+    loop: Loop, storages: Sequence[Storage], home: Mapping[int, int], timetable: Timetable, posted: bool
 ) -> tuple[Program, list[Storage]]:
     """One rank's body and its storages as often as its actions come, in their order: what a microbatch keeps from part to part is there
-    while the parts of others run. With them what is gathered, from the first time on. home: value -> its storage."""
+    while the parts of others run. With them what is gathered, from the first time on. home: value -> its storage.
+
+    posted: what an action receives is there from the begin of the action before it, where real ranks make room for it.
+    """
     body, (row,) = loop.body, timetable.table.rows
     numbers = {part: k for k, part in enumerate(timetable.parts)}
     spans = list(timetable.spans())
     nodes: list[Node] = []
     begins: dict[tuple[int, int], int] = {}  # (number of a part, microbatch) -> its first position
+    before: dict[tuple[int, int], int] = {}  # the first position of the action before it
     for action in row:
         part = numbers[action.stage, action.kind]
+        before[part, action.microbatch] = max(begins.values(), default=0)
         begins[part, action.microbatch] = len(nodes)
         nodes += body.nodes[slice(*spans[part])]
     expanded = []
@@ -269,6 +276,8 @@ def _by_timetable(
         first, last = timetable.part_at(storage.born), timetable.part_at(storage.dies)
         for microbatch in {action.microbatch for action in row}:
             born = begins[first, microbatch] + storage.born - spans[first][0]
+            if posted and body.nodes[storage.born].target == RECEIVE:
+                born = before[first, microbatch]
             dies = begins[last, microbatch] + storage.dies - spans[last][0]
             for part in reads.get(number, set()) - {first, last}:  # the last part of the body need not be the last of a microbatch
                 dies = max(dies, begins[part, microbatch] + spans[part][1] - 1 - spans[part][0])

@@ -44,11 +44,13 @@ def has_places(program: Program) -> bool:
 
 @attrs.frozen(eq=False)
 class OnRank:
-    """What one rank runs. `inputs`, `outputs`: positions of those of the union that it has; inputs are counted without constants."""
+    """What one rank runs. `inputs`, `outputs`, `nodes`: positions of those of the union that it has; inputs are counted without
+    constants."""
 
     program: Program
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    nodes: tuple[int, ...]
 
 
 @attrs.frozen(eq=False)
@@ -75,28 +77,30 @@ def on_rank(program: Program, mesh: Mesh, rank: int) -> OnRank:
     """What a rank runs of a program: the nodes that it takes part in, the inputs and outputs that exist there."""
     given = [i for i in program.inputs if i not in program.constants]
     if not has_places(program):
-        return OnRank(program, tuple(range(len(given))), tuple(range(len(program.outputs))))
+        return OnRank(program, tuple(range(len(given))), tuple(range(len(program.outputs))), tuple(range(len(program.nodes))))
     here = _Here(mesh, rank)
-    mine = _filtered(program, here, [i for i in program.inputs if _exists(program, i, here)])
+    mine, nodes = _filtered(program, here, [i for i in program.inputs if _exists(program, i, here)])
     there = set(mine.inputs)
     made = there | {out for node in mine.nodes for out in node.results}
     outputs = tuple(k for k, out in enumerate(program.outputs) if out in made)
-    return OnRank(mine, tuple(k for k, i in enumerate(given) if i in there), outputs)
+    return OnRank(mine, tuple(k for k, i in enumerate(given) if i in there), outputs, nodes)
 
 
-def _filtered(program: Program, here: _Here, inputs: Sequence[int]) -> Program:
-    """What a rank runs of a program of which it has these inputs."""
+def _filtered(program: Program, here: _Here, inputs: Sequence[int]) -> tuple[Program, tuple[int, ...]]:
+    """What a rank runs of a program of which it has these inputs, and which nodes that are."""
     nodes: list[Node] = []
+    positions_of: list[int] = []
     made = set(inputs)
-    for node in program.nodes:
+    for index, node in enumerate(program.nodes):
         for mine in _of_rank(node, program, made, here):
             nodes.append(mine)
+            positions_of.append(index)
             made.update(mine.results)
     kept = {k: out for k, out in enumerate(program.outputs) if out in made}
     places = {k: place for place, k in enumerate(kept)}
     positions = {i: k for k, i in enumerate(inputs)}
     aliases = tuple((places[out], positions[program.inputs[into]]) for out, into in program.aliases if out in places)
-    return _seen(program, made).written(nodes, kept.values(), inputs, aliases=aliases)
+    return _seen(program, made).written(nodes, kept.values(), inputs, aliases=aliases), tuple(positions_of)
 
 
 def _seen(program: Program, made: Collection[int]) -> Editor:
@@ -150,7 +154,7 @@ def _repeated(node: Node, loop: Loop, there: Collection[int], here: _Here) -> It
         loop = _in_parts(loop, loop.cut_by, inputs, here)
         body = loop.body
     else:
-        body = _filtered(loop.body, here, inputs)
+        body, _ = _filtered(loop.body, here, inputs)
     if not body.nodes:
         return
     args = tuple(arg for arg, _ in passed)

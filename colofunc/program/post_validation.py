@@ -28,7 +28,7 @@ from colofunc.mesh import Mesh
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
 from colofunc.program.facts import has_wires, is_copy, is_peer, is_wire, written
-from colofunc.program.ir import Node, Program, computed_once
+from colofunc.program.ir import Node, Program, Timetable, computed_once
 from colofunc.program.places import RECEIVE, SEND
 
 
@@ -52,31 +52,46 @@ class Deferred:
         """Whether an update waits for other stages, so that it has to be guessed what they say."""
         return bool(self.update.nodes)
 
+    @property
+    def together(self) -> bool:
+        """Whether the ranks of a stage have to come to the update at once, as where it ends with a gather."""
+        return has_wires(self.update)
+
 
 def validates_late(program: Program) -> bool:
     """Whether a pipeline's timetable asks for validation in the next step."""
-    timetables = [node.loop.cut_by for node in program.nodes if node.loop is not None]
-    return any(timetable is not None and timetable.validate_late for timetable in timetables)
+    return any(timetable.validate_late for timetable in _timetables(program))
+
+
+def behind_schedule(program: Program) -> int:
+    """The position behind the last loop that a timetable runs."""
+    return max(index for index, node in enumerate(program.nodes) if node.loop is not None and node.loop.cut_by is not None) + 1
+
+
+def _timetables(program: Program) -> list[Timetable]:
+    loops = [node.loop for node in program.nodes if node.loop is not None]
+    return [loop.cut_by for loop in loops if loop.cut_by is not None]
 
 
 @computed_once
 def deferred(program: Program) -> Deferred | str:
     """The parts of one rank's program, or of the union of all; a str that says why there are none."""
-    ends = [index for index, node in enumerate(program.nodes) if node.loop is not None and node.loop.cut_by is not None]
-    if not ends:
+    timetables = _timetables(program)
+    if not timetables:
         return "it has no pipeline"
+    (axis,) = {timetable.along for timetable in timetables}
     if any(is_copy(node) for each in program.with_bodies() for node in each.nodes):
         return "values are moved between tiers of memory"
-    sorted_out = _Sorted(program, ends[-1])
+    sorted_out = _Sorted(program, behind_schedule(program))
     main, exchange, update = sorted_out.main, sorted_out.exchange, sorted_out.update
     if not exchange:
         return "no stage waits for another behind the schedule"
-    if any(has_wires(attrs.evolve(program, nodes=(node,))) for node in update):
-        return "the update itself communicates, as that of zero(1, axis) and zero(2, axis) does"
+    if any(axis in axes for node in update for axes in _axes(program, node)):
+        return f"the update itself communicates over {axis}, so that a stage waits for others in it"
     collectives = [node.target for node in exchange if _is_collective(node)]
     if collectives:
         # A rank that looks before others do would be alone in it.
-        return f"what stages say is put together by {collectives[0]} behind their messages, as with zero(3, axis) and tensor parallelism"
+        return f"what stages say is put together by {collectives[0]} behind their messages"
     if _sends_on(exchange):
         return "a stage sends on what another one has told it, so that nobody could read before it does"
     if _writes_what_is_read(program, update, exchange):
@@ -99,6 +114,12 @@ def in_parts(program: Program, mesh: Mesh) -> Deferred:
     return parts
 
 
+def _axes(program: Program, node: Node) -> list[tuple[str, ...]]:
+    """Of the mesh, along which a node communicates."""
+    inner = attrs.evolve(program, nodes=(node,)).with_bodies()
+    return [each.args[1] for part in inner for each in part.nodes if is_wire(each) or is_peer(each)]
+
+
 def _is_collective(node: Node) -> bool:
     """Whether all of a group have to come to a node at once."""
     return is_wire(node) or (node.loop is not None and has_wires(node.loop.body))
@@ -107,9 +128,9 @@ def _is_collective(node: Node) -> bool:
 class _Sorted:
     """The nodes of a program by part, each part in the program's order."""
 
-    def __init__(self, program: Program, end: int) -> None:
+    def __init__(self, program: Program, start: int) -> None:
         self.program, self.memory = program, aliases(program)
-        self.main: list[Node] = list(program.nodes[: end + 1])
+        self.main: list[Node] = list(program.nodes[:start])
         self.exchange: list[Node] = []
         self.update: list[Node] = []
         self._made: dict[int, list[Node]] = {}  # value -> the part that makes it
@@ -117,7 +138,7 @@ class _Sorted:
         self._written: set[int] = set()
         self._by_update: set[int] = set()  # memory that the update touches
         self._own: set[int] = set()  # memory of what the exchange makes
-        for node in program.nodes[end + 1 :]:
+        for node in program.nodes[start:]:
             self._add(node)
         self._state_last()
 

@@ -77,11 +77,10 @@ def pipeline(
 
     Raises PlanError for an axis that the mesh does not have, a schedule that nobody gives, more stages than there are
     layers, microbatches that do not divide the batch, and an operator that mixes samples ("auto": where it leaves one
-    microbatch only); with validate="next step" where the update itself communicates (`zero(1, axis)`, `zero(2, axis)`), a
-    collective puts together what stages say (`zero(3, axis)`, tensor and mostly data parallelism), values are moved
-    between tiers of memory, ranks are of unlike devices, no stage waits for another or one sends on what it was told, or
-    a part of the step writes to what another still reads or passes on what has no layout; and in the first call where
-    its messages would go by NCCL.
+    microbatch only); with validate="next step" where the update itself communicates between stages, values are moved
+    between tiers of memory, ranks are of unlike devices, no stage waits for another or one sends on what it was told, what
+    stages say is put together by a collective that cannot stand before their messages, or a part of the step writes to
+    what another still reads or passes on what has no layout; and in the first call where its messages would go by NCCL.
     """
     if microbatches != AUTO:
         check_number(microbatches, "pipeline")

@@ -21,6 +21,7 @@ import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
+from colofunc.planner.offload.by_rank import Chosen, by_rank
 from colofunc.planner.offload.residency import Links, Residency, Trace, least_budget, reside
 from colofunc.planner.offload.timeline import Lanes as Playing
 from colofunc.planner.offload.timeline import play
@@ -65,9 +66,14 @@ def on_disk(
     ground = _ground(program, mesh, before, given)
     states = _states(ground, given, captured)
     limit = host_bytes if host_bytes is not None else max(ground.held, default=0)
-    items, trace = trace_of(ground, NOTHING, states, limit)
-    least = least_budget(trace)[0]
-    found = reside(trace, max(limit, least), ground.links)
+
+    def choose(mine: Ground, told: Mapping[int, str | None]) -> Chosen:
+        items, trace = trace_of(mine, NOTHING, told, limit)
+        least = least_budget(trace)[0]
+        return Chosen(NOTHING, items, trace, reside(trace, max(limit, least), mine.links), max(0, least - limit))
+
+    chosen = by_rank(ground, mesh, states, choose) or choose(ground, states)
+    items, trace, found = chosen.items, chosen.trace, chosen.found
     done = write(ground, NOTHING, items, trace, found)
     end_s = played(done, mesh, node_s).end_s
     longer_s = end_s - before.end_s

@@ -21,6 +21,7 @@ import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
+from colofunc.planner.offload.by_rank import Chosen, by_rank, peak_bytes
 from colofunc.planner.offload.choice import NO_HINT, Found, Hint, search
 from colofunc.planner.offload.disk import as_disk, least_disk_s, on_disk, timed
 from colofunc.planner.offload.host_operators import check_where, told
@@ -31,7 +32,6 @@ from colofunc.planner.offload.updates import updates_of
 from colofunc.planner.plan_table import time_text
 from colofunc.program.ir import Program
 from colofunc.program.lanes import played
-from colofunc.program.memory import memory
 from colofunc.program.passes.narrow_gradients import narrow_gradients
 
 HIDDEN_DISK = 1e-3
@@ -127,7 +127,7 @@ class _Offloading:
 
     def estimate(self, like: Hint) -> Offloaded:
         """What was best for another order of the same work, and nothing is written."""
-        best = self.best_of(like, like.below)
+        best = self.best_for(like, like.below)
         host_bytes = _on_host(best)
         short = "" if self.disk else _host_short(host_bytes, self.host_limit_bytes, self.disk, self.mesh.node_ranks)
         least_s = least_disk_s(self.mesh, max(self.above(host_bytes), self.disk_bytes)) if self.disk else 0.0
@@ -135,7 +135,7 @@ class _Offloading:
 
     def fastest(self) -> Offloaded:
         """Without the disk in mind; and with it, where it shows."""
-        best, alone_s = self.best_of(None), _alone_s(self.ground)
+        best, alone_s = self.best_for(None), _alone_s(self.ground)
         self.before_s = played(self.program, self.mesh, self.node_s).end_s
         fastest = self.written(best)
         host_bytes = fastest.host_bytes
@@ -148,7 +148,7 @@ class _Offloading:
         like = None if len(self.program.nodes) <= LARGE_NODES else best.hint
         part = min(1.0, above_bytes / max(1, host_bytes))
         for from_disk in sorted({part, 1.0 if like is None else part}):
-            candidate = self.best_of(like, from_disk)
+            candidate = self.best_for(like, from_disk)
             # One that is slower even before its disk is counted is not written down.
             if fastest.rank > (candidate.over, False, _longer_s(self.ground, candidate) - ESTIMATE_ERROR * alone_s):
                 fastest = min(fastest, self.written(candidate), key=_rank)
@@ -158,6 +158,36 @@ class _Offloading:
         """Bytes that the host has no room for."""
         return 0 if self.host_limit_bytes is None else max(0, host_bytes - self.host_limit_bytes)
 
+    def best_for(self, like: Hint | None, from_disk: float = 0.0) -> Found:
+        """Each rank's own, where they differ and that fits; else that of a rank that does the work of all."""
+        apart = self.apart(like, from_disk)
+        if apart is not None and not apart.over:
+            return apart
+        together = self.best_of(like, from_disk)
+        return together if apart is None or together.over < apart.over else apart
+
+    def apart(self, like: Hint | None, from_disk: float) -> Found | None:
+        """What each rank does for itself; None where they do not differ, or one would move what others have."""
+        first: list[Found] = []
+        placed = _placed(self.ground, self.policy, self.budget, self.mesh)
+
+        def choose(ground: Ground, told: Mapping[int, str | None]) -> Chosen:
+            found = self.searched(ground, told, like, from_disk)
+            first.append(found)
+            return Chosen(found.on_host, found.items, found.trace, found.found, found.over)
+
+        if self.grounds[0] is not self.ground:
+            return None  # loops have to copy for themselves
+        found = by_rank(self.ground, self.mesh, placed, choose)
+        if found is None:
+            return None
+        gave_up = any(one.gave_up for one in first)
+        hint = first[0]
+        return Found(
+            found.over, self.ground, found.on_host, found.items, found.trace, found.found, hint.share, hint.point, hint.below,
+            sum(one.least_bytes for one in first), gave_up,
+        )  # fmt: skip
+
     def best_of(self, like: Hint | None, from_disk: float = 0.0) -> Found:
         """With and without loops opened. from_disk: the part of what is copied that comes from disk."""
         best: Found | None = None
@@ -165,17 +195,19 @@ class _Offloading:
             if best is not None and not best.over and not best.found.moves:
                 break  # nothing has to move
             placed = _placed(ground, self.policy, self.budget, self.mesh)
-            if from_disk:
-                slower = attrs.evolve(ground, links=as_disk(ground.links, self.mesh, from_disk))
-                candidate = search(slower, self.policy, placed, self.limit, like)
-                moves = timed(candidate.trace, candidate.found, ground.links)
-                candidate = attrs.evolve(candidate, ground=ground, found=moves, below=from_disk)
-            else:
-                candidate = search(ground, self.policy, placed, self.limit, like)
+            candidate = self.searched(ground, placed, like, from_disk)
             if best is None or candidate.rank < best.rank:
                 best = candidate
         assert best is not None, "the program as it is was tried"
         return best
+
+    def searched(self, ground: Ground, placed: Mapping[int, str | None], like: Hint | None, from_disk: float) -> Found:
+        if not from_disk:
+            return search(ground, self.policy, placed, self.limit, like)
+        slower = attrs.evolve(ground, links=as_disk(ground.links, self.mesh, from_disk))
+        candidate = search(slower, self.policy, placed, self.limit, like)
+        moves = timed(candidate.trace, candidate.found, ground.links)
+        return attrs.evolve(candidate, ground=ground, found=moves, below=from_disk)
 
     def written(self, candidate: Found) -> _Written:
         """The program of a candidate: with what the host does coming late, or at once where that takes less memory of the host."""
@@ -189,13 +221,13 @@ class _Offloading:
     def written_as(self, candidate: Found, late: bool) -> _Written:
         program = write(candidate.ground, candidate.on_host, candidate.items, candidate.trace, candidate.found, late=late)
         program = narrow_gradients(program)
-        host_bytes = held_bytes = memory(program).peak_bytes.get("host", 0)
+        host_bytes = held_bytes = peak_bytes(program, self.mesh, "host")
         plain_s = exposed_s = played(program, self.mesh, self.node_s).end_s - self.before_s
         words, lacks = tuple(_words(candidate, exposed_s)), ""
         if "disk" in self.below.values() or (self.disk and self.above(host_bytes)):
             lower = on_disk(program, self.mesh, self.node_s, self.host_limit_bytes, self.below, self.captured)
             program, words, lacks = lower.program, (*words, *lower.words), lower.short
-            held_bytes = memory(program).peak_bytes.get("host", 0)
+            held_bytes = peak_bytes(program, self.mesh, "host")
             exposed_s = lower.end_s - self.before_s
         short = _host_short(held_bytes, self.host_limit_bytes, self.disk, self.mesh.node_ranks) or lacks
         offloaded = Offloaded(program, exposed_s, words, short, candidate.over, candidate.hint)

@@ -49,7 +49,7 @@ class Ground:
     place.
 
     given: storage of an input -> the tier that it is given in. host_reads: position of a loop -> the storages that its
-    body takes or makes on the host.
+    body takes or makes on the host. stay: storages that nobody may move.
     """
 
     program: Program
@@ -62,6 +62,7 @@ class Ground:
     given: Mapping[int, str] = attrs.field(factory=dict)
     host_reads: Mapping[int, frozenset[int]] = attrs.field(factory=dict)
     tiers: Tiers = TIERS
+    stay: frozenset[int] = frozenset()
 
 
 def ground_of(program: Program, mesh: Mesh, node_s: NodeS, given: Mapping[int, str] | None = None) -> Ground:
@@ -171,7 +172,7 @@ def trace_of(
         there = {k for k in uses if k in on_host or s in ground.host_reads.get(k, ())}
         if s in leave:
             there.add(count)
-        if storage.tier != near or value.id in program.constants:
+        if storage.tier != near or value.id in program.constants or (s in ground.stay and not there):
             continue
         if s in shared or storage.nbytes not in (value.nbytes, 0):
             continue
