@@ -430,6 +430,25 @@ def test_a_weight_that_is_quantized_already_is_named() -> None:
         cf.quantize(step_fn, "nf4", where=WHERE)(placed, tokens())
 
 
+@pytest.mark.parametrize(("held", "asked"), [("int8", "int8-dynamic"), ("int8-dynamic", "int8")])
+def test_schemes_with_the_same_numbers_read_one_anothers_weights(held: str, asked: str) -> None:
+    """They differ in what they do to inputs; the state stays what it is."""
+    step_fn, params = forward()
+    step = cf.quantize(step_fn, asked, where=WHERE)
+    placed = cf.quantize(step_fn, held, where=WHERE).init(params, tokens())
+    assert torch.equal(step(placed, tokens()), step(params, tokens()))
+    assert step.init(placed, tokens())["up.weight"].scheme == held
+
+
+def test_a_scheme_of_the_same_format_with_other_numbers_is_named() -> None:
+    step_fn, params = forward()
+    placed = cf.quantize(step_fn, "int8", where=WHERE).init(params, tokens())
+    halves = cf.ext.Quantizer("halves", form="int8", quantize=lambda w: BUILT_IN["int8"].quantize(w / 2))
+    said = r"'up\.weight' is quantized already, as 'int8', and the step asks for 'halves'\. Try: the scheme"
+    with pytest.raises(cf.InputError, match=said):
+        cf.quantize(step_fn, halves, where=WHERE)(placed, tokens())
+
+
 def product() -> Any:
     return cf.shard(lambda params, x: x @ params["a.weight"].T, cf.Mesh(a=4))
 
