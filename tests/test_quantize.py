@@ -430,6 +430,21 @@ def test_a_weight_that_is_quantized_already_is_named() -> None:
         cf.quantize(step_fn, "nf4", where=WHERE)(placed, tokens())
 
 
+@pytest.mark.parametrize("scheme", ["int8", "nf4", "int4-g128"])
+@pytest.mark.parametrize("spec", ["(3 tp o) i", "(3 tp dp o) i", "(3 tp o) (dp i)"])
+def test_scales_of_striped_rows_lie_with_their_numbers(scheme: str, spec: str) -> None:
+    """As of queries, keys and values in one weight."""
+    model = cf.functional(nn.Linear(256, 24, bias=False).double())
+    step = cf.shard(lambda params, x: model.apply(params, {}, x)[0], cf.Mesh(dp=2, tp=2), in_specs=({"weight": spec}, None))
+    quantized, x = cf.quantize(step, scheme, where="weight"), torch.randn(4, 256, dtype=torch.float64)
+    held = quantized.init(model.params, x)["weight"]
+    rows = cf.Spec(spec).bind(cf.Mesh(dp=2, tp=2), (24, 256)).dims[0]
+    assert [part.sharding.dims[0] for part in held.parts] == [rows] * len(held.parts)
+    wanted = BUILT_IN[scheme].pack(model.params["weight"]).parts
+    assert all(torch.equal(part.full(), whole) for part, whole in zip(held.parts, wanted, strict=True))
+    cf.testing.check(quantized, model.params, x, steps=1)
+
+
 @pytest.mark.parametrize(("held", "asked"), [("int8", "int8-dynamic"), ("int8-dynamic", "int8")])
 def test_schemes_with_the_same_numbers_read_one_anothers_weights(held: str, asked: str) -> None:
     """They differ in what they do to inputs; the state stays what it is."""
