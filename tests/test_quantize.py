@@ -445,6 +445,15 @@ def test_scales_of_striped_rows_lie_with_their_numbers(scheme: str, spec: str) -
     cf.testing.check(quantized, model.params, x, steps=1)
 
 
+def test_scales_on_disk_keep_their_dtype_in_float64(tmp_path: Path) -> None:
+    step_fn, params = forward()
+    params = {name: p.double() for name, p in params.items()}
+    with cf.testing.float64():
+        step = cf.offload(cf.quantize(cf.shard(step_fn, cf.Mesh(dp=2)), "int8", where=WHERE), policy="disk", disk=str(tmp_path))
+        assert step.init(params, tokens())["up.weight"].scale.dtype is torch.float32
+        cf.testing.check(step, params, tokens())
+
+
 @pytest.mark.parametrize(("held", "asked"), [("int8", "int8-dynamic"), ("int8-dynamic", "int8")])
 def test_schemes_with_the_same_numbers_read_one_anothers_weights(held: str, asked: str) -> None:
     """They differ in what they do to inputs; the state stays what it is."""
