@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from colofunc_plugins import zero
+from colofunc_plugins import tensor, zero
 from quantize_matrix import WHERE, Net, step_of, tokens
 from torch import nn
 
@@ -443,6 +443,31 @@ def test_scales_of_striped_rows_lie_with_their_numbers(scheme: str, spec: str) -
     wanted = BUILT_IN[scheme].pack(model.params["weight"]).parts
     assert all(torch.equal(part.full(), whole) for part, whole in zip(held.parts, wanted, strict=True))
     cf.testing.check(quantized, model.params, x, steps=1)
+
+
+class Fused(nn.Module):
+    """Attention whose queries, keys and values are one product, and a product in another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.last = nn.Linear(128, 384), nn.Linear(128, 128), nn.Linear(128, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 32)).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.last(self.proj(mixed.transpose(1, 2).flatten(2)))
+
+
+def test_striped_rows_are_linked_beside_stages() -> None:
+    """No scale is offered the axis of a pipeline, at whose indices weights exist."""
+    model = cf.functional(Fused().double())
+    step = cf.shard(lambda params, x: model.apply(params, {}, x)[0], cf.Mesh(pp=2, tp=2), tensor("1d", "tp"))
+    step = cf.pipeline(step, microbatches=2, stages={"last.*": 1, "*": 0})
+    quantized, x = cf.quantize(step, "nf4"), torch.randn(2, 4, 128, dtype=torch.float64)
+    held = quantized.init(model.params, x)["qkv.weight"]
+    assert all(part.sharding.dims[0] == held.data.sharding.dims[0] != ((384, None),) for part in held.parts)
+    with cf.testing.float64():
+        cf.testing.check(quantized, model.params, x, steps=1)
 
 
 def test_scales_on_disk_keep_their_dtype_in_float64(tmp_path: Path) -> None:

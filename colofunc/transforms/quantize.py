@@ -377,7 +377,8 @@ class _Given:
 
     def open(self, name: str, leaf: Any) -> Any:
         """What the step's code is given for a leaf of its arguments."""
-        self.names[name] = None
+        if name:  # an argument that is a tensor itself has none
+            self.names[name] = None
         if not isinstance(leaf, Quantized):
             return leaf
         self.quantized[name] = None

@@ -10,14 +10,14 @@ follow. Where nothing is said, costs decide: products want them alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.constraints import Constraint, Constraints, leaf_strategy
 from colofunc.program.ir import Program
-from colofunc.spec.layout import Dim, Layout, make_layout
+from colofunc.spec.layout import Dim, make_layout
 from colofunc.spec.rule import Strategy
 from colofunc.spec.strategies import enumerate_layouts
 
@@ -43,7 +43,8 @@ def linked_rows(program: Program, mesh: Mesh, constraints: Constraints, groups: 
         name = program.values[lead].name
         items[positions[lead]] = (*said, _alike(frozenset(common), mesh, name))
         for id in free:
-            items[positions[id]] = (_alike(frozenset(common), mesh, name, program.values[id].shape),)
+            offers = _striped_offers(common, said, program.values[id].shape, mesh)
+            items[positions[id]] = (_alike(frozenset(common), mesh, name, offers),)
     return attrs.evolve(constraints, items=items)
 
 
@@ -84,8 +85,33 @@ def _is_striped(dim: Dim) -> bool:
     return any(axis is None for _, axis in dim[:-1])
 
 
-def _alike(common: frozenset[Dim], mesh: Mesh, name: str, shape: Sequence[int] | None = None) -> Constraint:
-    """Rows lie in one of some ways. shape: of a tensor to which striped ones are to be offered, as nothing else offers them."""
+def _striped_offers(common: Collection[Dim], said: Sequence[Constraint], shape: tuple[int, ...], mesh: Mesh) -> tuple[Strategy, ...]:
+    """What nothing else offers to a tensor: striped rows, with all dims on axes that plans and specs speak of for the lead."""
+    spoken: set[str] = set()
+    for constraint in said:
+        spoken.update(constraint.axes or _of_offers(constraint))
+    found = []
+    for rows in sorted(filter(_is_striped, common), key=str):  # as sets have no order that all ranks agree on
+        if not spoken.issuperset(_axes(rows)):
+            continue
+        others = [axis for axis in mesh.axis_names if axis in spoken and axis not in _axes(rows)]
+        for layout in enumerate_layouts(shape, mesh, others):
+            if not _axes(layout.dims[0]):
+                found.append(leaf_strategy(make_layout((rows, *layout.dims[1:]), shape)))
+    return tuple(found)
+
+
+def _of_offers(constraint: Constraint) -> set[str]:
+    """The mesh axes on which what a constraint offers lies."""
+    found: set[str] = set()
+    for offer in constraint.offers:
+        for layout in offer.outs:
+            found.update(() if layout is None else layout.axes)
+    return found
+
+
+def _alike(common: frozenset[Dim], mesh: Mesh, name: str, offers: tuple[Strategy, ...] = ()) -> Constraint:
+    """Rows lie in one of some ways."""
 
     def among(axes: Collection[str]) -> set[tuple[str, ...]]:
         return {tuple(axis for axis in _axes(dim) if axis in axes) for dim in common}
@@ -103,18 +129,5 @@ def _alike(common: frozenset[Dim], mesh: Mesh, name: str, shape: Sequence[int] |
 
         return test
 
-    offers: list[Strategy] = []
-    ordered = sorted(common, key=str)  # as sets have no order that all ranks agree on
-    if shape is not None:
-        for dim in filter(_is_striped, ordered):
-            offers += map(leaf_strategy, _layouts_with(dim, tuple(shape), mesh))
     says = f"the parts of {name!r} lie alike along its rows"
-    return Constraint(("rows", tuple(ordered)), accepts, says, tuple(offers), axes=mesh.axis_names, partly=partly)
-
-
-def _layouts_with(rows: Dim, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Layout]:
-    """The layouts of a tensor whose rows lie in this way."""
-    others = [axis for axis in mesh.axis_names if axis not in _axes(rows)]
-    for layout in enumerate_layouts(shape, mesh, others):
-        if not _axes(layout.dims[0]):
-            yield make_layout((rows, *layout.dims[1:]), shape)
+    return Constraint(("rows", tuple(sorted(common, key=str))), accepts, says, offers, axes=mesh.axis_names, partly=partly)
