@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from random_interpreted import convert_as_cards_do
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 from colofunc.ops import experts_triton, fp8, fp8_triton
 from colofunc.ops.experts_parts import Weights
+from colofunc.ops.small_floats import E4M3, E5M2, LARGEST
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = ((5, 7), (3, 4, 130), (300, 200), (1,), (40_000,), (), (1, 1), (2, 3_000))
@@ -42,8 +45,8 @@ def maxima_and_casts() -> int:
                 want = fp8.abs_max.kernel(x, dims)
                 got = fp8_triton.abs_max(x, dims)
                 assert torch.equal(got, want) and got.dtype is want.dtype, (dtype, shape, dims)
-                for format, power_of_2 in ((fp8.E4M3, False), (fp8.E5M2, False), (fp8.E4M3, True)):
-                    scale = fp8.fp8_scale.kernel(want, fp8.LARGEST[format], power_of_2)
+                for format, power_of_2 in ((E4M3, False), (E5M2, False), (E4M3, True)):
+                    scale = fp8.fp8_scale.kernel(want, LARGEST[format], power_of_2)
                     of = fp8.scales_of(x.shape, scale.shape)
                     assert of is not None
                     bits = fp8_triton.cast(x, scale, format, of)
@@ -54,7 +57,7 @@ def maxima_and_casts() -> int:
 
 def every_number_of_16_bits() -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    for format in (fp8.E4M3, fp8.E5M2):
+    for format in (E4M3, E5M2):
         for size in (1.0, 3e-5):
             scale = torch.tensor(size)
             bits, want = fp8_triton.cast(every, scale, format, "one"), fp8.fp8_cast.kernel(every, scale, format)
@@ -68,6 +71,30 @@ def what_is_not_finite() -> None:
             x = drawn(3, 40, dtype=torch.bfloat16, seed=0)
             x[1, 7] = bad
             torch.testing.assert_close(fp8_triton.abs_max(x, dims), fp8.abs_max.kernel(x, dims), equal_nan=True, rtol=0, atol=0)
+
+
+def as_they_lie() -> None:
+    """Operands that are turned, cut or expanded are read where they are."""
+    x = drawn(6, 5, 40, dtype=torch.bfloat16, seed=1)
+    views = (x[0].t(), x.mT, x.permute(1, 2, 0), x.permute(2, 0, 1), x[:, ::2, 3:17], x[:, :1, ::2], x[:1].expand(4, 5, 40), x[0, 0, ::3])
+    for view in views:
+        for dims in some_dims(view.dim()):
+            amax = fp8.abs_max.kernel(view, dims)
+            assert torch.equal(amax, fp8.abs_max.kernel(view.contiguous(), dims))
+            scale = fp8.fp8_scale.kernel(amax, LARGEST[E4M3], False)
+            of = fp8.scales_of(view.shape, scale.shape)
+            assert of is not None
+            with WithoutCopies():
+                bits = fp8_triton.cast(view, scale, E4M3, of)
+            assert bits.is_contiguous() and torch.equal(bits, fp8.fp8_cast.kernel(view, scale, E4M3)), (view.shape, dims)
+
+
+class WithoutCopies(TorchDispatchMode):
+    """Inside, a contiguous copy of a tensor is an error. The interpreter's own copies, to the host and back, are others."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten.clone.default
+        return func(*args, **(kwargs or {}))
 
 
 def turned() -> None:
@@ -109,6 +136,7 @@ def main() -> None:
     print(f"{maxima_and_casts()} casts")
     every_number_of_16_bits()
     what_is_not_finite()
+    as_they_lie()
     turned()
     units()
     zeros()

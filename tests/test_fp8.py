@@ -19,9 +19,6 @@ from torch.torch_version import TorchVersion
 import colofunc as cf
 from colofunc.ops.fp8 import (
     CUDA_KERNELS,
-    E4M3,
-    E5M2,
-    LARGEST,
     PRODUCTS,
     abs_max,
     fp8_cast,
@@ -32,6 +29,7 @@ from colofunc.ops.fp8 import (
 )
 from colofunc.ops.fp8_linear import RECIPES, fp8_linear
 from colofunc.ops.kernels import KernelCall, Like, choose
+from colofunc.ops.small_floats import E4M3, E5M2, LARGEST
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:

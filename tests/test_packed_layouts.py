@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import colofunc as cf
 from colofunc.errors import CheckpointError
-from colofunc.functional.checkpoint import files, packed_built_in, packed_layouts
+from colofunc.functional.checkpoint import files, hf, packed_built_in, packed_layouts
 from colofunc.functional.checkpoint.disk import fetch
 from colofunc.functional.checkpoint.packed_layouts import entries, layouts
 from colofunc.ops.quantized import NF4_LEVELS
@@ -282,6 +282,40 @@ def test_a_plain_model_may_have_parameters_of_these_names(tmp_path: Path, names:
         again = cf.load(tmp_path / str(dtype), model=cf.functional(cf.lazy(partial(Scaled.alone, names, weight, dtype))))
         assert again.params.keys() == model.params.keys()
         assert all(torch.equal(make(again.params[key]), x) and stored_in(again.params[key]) is None for key, x in model.params.items())
+
+
+class OwnScale(nn.Module):
+    """A layer in 8 bits whose numbers and scales are the model's own."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        numbers = torch.arange(-32, 32).reshape(8, 8)
+        self.weight = nn.Parameter(numbers.to(dtype), requires_grad=False)
+        self.register_buffer("weight_scale", torch.full((8, 1), 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8])
+def test_numbers_and_scales_that_the_model_has_itself_are_read_as_they_are(tmp_path: Path, dtype: torch.dtype) -> None:
+    def built() -> nn.Module:
+        return nn.Sequential(OwnScale(dtype))
+
+    model = cf.functional(built())
+    cf.save_pretrained(model, None, tmp_path / "a")
+    again = cf.load(tmp_path / "a", model=cf.functional(cf.lazy(built)))
+    read, scale = make(again.frozen["0.weight"]), make(again.buffers["0.weight_scale"])
+    assert read.dtype is dtype and torch.equal(read.view(torch.uint8), model.frozen["0.weight"].view(torch.uint8))
+    assert torch.equal(scale, model.buffers["0.weight_scale"])
+
+
+def test_names_of_transformers_are_those_of_the_model(tmp_path: Path) -> None:
+    """A base model's files lack the prefix that the whole model has."""
+    config = tr.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8)
+    module = tr.GPT2LMHeadModel(config)
+    module.transformer.h[0].mlp.register_buffer("weight_scale", torch.ones(8, 1))
+    tensors = {"h.0.mlp.weight_scale": torch.full((8, 1), 2.0), "h.0.mlp.weight": torch.ones(8, 8, dtype=torch.int8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert entries(tmp_path)["h.0.mlp.weight"].packed is not None
+    assert entries(tmp_path, hf.has_name(module))["h.0.mlp.weight"].packed is None
 
 
 def test_integers_beside_a_plain_weight_are_left_alone(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from colofunc.ops import fp8, grouped_device, triton_use
 from colofunc.ops.experts_parts import Weights
 from colofunc.ops.kernels import KernelCall, Like, choose
+from colofunc.ops.small_floats import E4M3, E5M2, LARGEST
 
 MAXIMUM, CAST = "colofunc.abs_max", "colofunc.fp8_cast"
 
@@ -53,6 +54,7 @@ def test_the_kernels_are_compiled_for_a_card(arch: int, monkeypatch: pytest.Monk
     fp8_triton.abs_max(x, (1,))
     fp8_triton.abs_max(x, (0,))
     fp8_triton.cast(x, torch.ones(()), torch.float8_e4m3fn, "one")
+    fp8_triton.cast(x.t(), torch.ones(256, 1), torch.float8_e4m3fn, "rows")
     fp8_triton.transposed(bits)
     experts_triton.gated(x)
     experts_triton.gated_backward(x[:, :128].contiguous(), x[:, :1].contiguous(), x)
@@ -116,9 +118,25 @@ def test_maxima_and_casts_have_the_bits_of_the_cpu(dtype: torch.dtype, dims: Any
     (cast,) = (kernel.fn for kernel in fp8.CUDA_KERNELS if kernel.target == CAST)
     amax = fp8.abs_max.kernel(x, dims)
     assert torch.equal(maximum(x.cuda(), dims).cpu(), amax)
-    for format in (fp8.E4M3, fp8.E5M2):
-        scale = fp8.fp8_scale.kernel(amax, fp8.LARGEST[format], False)
+    for format in (E4M3, E5M2):
+        scale = fp8.fp8_scale.kernel(amax, LARGEST[format], False)
         assert torch.equal(cast(x.cuda(), scale.cuda(), format).cpu(), fp8.fp8_cast.kernel(x, scale, format))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [None, (-1,), (0, 1)])
+def test_operands_that_lie_in_other_strides_are_not_copied(dims: Any) -> None:
+    x = torch.randn(64, 301, 1030, dtype=torch.bfloat16).permute(1, 0, 2)
+    (maximum,) = (kernel.fn for kernel in fp8.CUDA_KERNELS if kernel.target == MAXIMUM)
+    (cast,) = (kernel.fn for kernel in fp8.CUDA_KERNELS if kernel.target == CAST)
+    there, amax = x.cuda(), fp8.abs_max.kernel(x, dims)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    assert torch.equal(maximum(there, dims).cpu(), amax)
+    scale = fp8.fp8_scale.kernel(amax, LARGEST[E4M3], False)
+    bits = cast(there, scale.cuda(), E4M3)
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * bits.nbytes
+    assert torch.equal(bits.cpu(), fp8.fp8_cast.kernel(x, scale, E4M3))
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from colofunc_plugins import zero
+from colofunc_plugins import tensor, zero
 from quantize_matrix import WHERE, Net, step_of, tokens
 from torch import nn
 
@@ -428,6 +428,74 @@ def test_a_weight_that_is_quantized_already_is_named() -> None:
     said = r"cf\.quantize: 'up\.weight' is quantized already, as 'int8', and the step asks for 'nf4'\. Try: the scheme that it has, or"
     with pytest.raises(cf.InputError, match=said):
         cf.quantize(step_fn, "nf4", where=WHERE)(placed, tokens())
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4", "int4-g128"])
+@pytest.mark.parametrize("spec", ["(3 tp o) i", "(3 tp dp o) i", "(3 tp o) (dp i)"])
+def test_scales_of_striped_rows_lie_with_their_numbers(scheme: str, spec: str) -> None:
+    """As of queries, keys and values in one weight."""
+    model = cf.functional(nn.Linear(256, 24, bias=False).double())
+    step = cf.shard(lambda params, x: model.apply(params, {}, x)[0], cf.Mesh(dp=2, tp=2), in_specs=({"weight": spec}, None))
+    quantized, x = cf.quantize(step, scheme, where="weight"), torch.randn(4, 256, dtype=torch.float64)
+    held = quantized.init(model.params, x)["weight"]
+    rows = cf.Spec(spec).bind(cf.Mesh(dp=2, tp=2), (24, 256)).dims[0]
+    assert [part.sharding.dims[0] for part in held.parts] == [rows] * len(held.parts)
+    wanted = BUILT_IN[scheme].pack(model.params["weight"]).parts
+    assert all(torch.equal(part.full(), whole) for part, whole in zip(held.parts, wanted, strict=True))
+    cf.testing.check(quantized, model.params, x, steps=1)
+
+
+class Fused(nn.Module):
+    """Attention whose queries, keys and values are one product, and a product in another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.last = nn.Linear(128, 384), nn.Linear(128, 128), nn.Linear(128, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 32)).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.last(self.proj(mixed.transpose(1, 2).flatten(2)))
+
+
+def test_striped_rows_are_linked_beside_stages() -> None:
+    """No scale is offered the axis of a pipeline, at whose indices weights exist."""
+    model = cf.functional(Fused().double())
+    step = cf.shard(lambda params, x: model.apply(params, {}, x)[0], cf.Mesh(pp=2, tp=2), tensor("1d", "tp"))
+    step = cf.pipeline(step, microbatches=2, stages={"last.*": 1, "*": 0})
+    quantized, x = cf.quantize(step, "nf4"), torch.randn(2, 4, 128, dtype=torch.float64)
+    held = quantized.init(model.params, x)["qkv.weight"]
+    assert all(part.sharding.dims[0] == held.data.sharding.dims[0] != ((384, None),) for part in held.parts)
+    with cf.testing.float64():
+        cf.testing.check(quantized, model.params, x, steps=1)
+
+
+def test_scales_on_disk_keep_their_dtype_in_float64(tmp_path: Path) -> None:
+    step_fn, params = forward()
+    params = {name: p.double() for name, p in params.items()}
+    with cf.testing.float64():
+        step = cf.offload(cf.quantize(cf.shard(step_fn, cf.Mesh(dp=2)), "int8", where=WHERE), policy="disk", disk=str(tmp_path))
+        assert step.init(params, tokens())["up.weight"].scale.dtype is torch.float32
+        cf.testing.check(step, params, tokens())
+
+
+@pytest.mark.parametrize(("held", "asked"), [("int8", "int8-dynamic"), ("int8-dynamic", "int8")])
+def test_schemes_with_the_same_numbers_read_one_anothers_weights(held: str, asked: str) -> None:
+    """They differ in what they do to inputs; the state stays what it is."""
+    step_fn, params = forward()
+    step = cf.quantize(step_fn, asked, where=WHERE)
+    placed = cf.quantize(step_fn, held, where=WHERE).init(params, tokens())
+    assert torch.equal(step(placed, tokens()), step(params, tokens()))
+    assert step.init(placed, tokens())["up.weight"].scheme == held
+
+
+def test_a_scheme_of_the_same_format_with_other_numbers_is_named() -> None:
+    step_fn, params = forward()
+    placed = cf.quantize(step_fn, "int8", where=WHERE).init(params, tokens())
+    halves = cf.ext.Quantizer("halves", form="int8", quantize=lambda w: BUILT_IN["int8"].quantize(w / 2))
+    said = r"'up\.weight' is quantized already, as 'int8', and the step asks for 'halves'\. Try: the scheme"
+    with pytest.raises(cf.InputError, match=said):
+        cf.quantize(step_fn, halves, where=WHERE)(placed, tokens())
 
 
 def product() -> Any:

@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from colofunc_plugins import tensor
+from colofunc_plugins import tensor, zero
 from quantize_matrix import WHERE, step_of, tokens
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import colofunc as cf
+from colofunc.ops.quantized import Quantized
 from colofunc.ops.quantized_inputs import rounded_rows
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.testing import check
@@ -182,5 +183,23 @@ def test_weights_are_widened_in_each_microbatch() -> None:
     (loop,) = [node.loop for node in nodes if node.loop is not None]
     counts = [sum("dequantize" in node.target for node in some) for some in (nodes, loop.body.nodes)]
     assert counts == [0, 4]
+    with cf.testing.float64():
+        check(step, params, ids)
+
+
+@pytest.mark.parametrize(("scheme", "again"), [("int8", False), ("nf4", True)])
+def test_weights_that_are_widened_are_gathered_packed_for_microbatches(scheme: str, again: bool) -> None:
+    """Of the widened ones all would lie beside the loop, and their gathers would send 4 to 8 times the bytes."""
+    logits, params = turned()
+    place = cf.shard(cf.quantize(logits, scheme, where="*.c_*.weight"), cf.Mesh(dp=2), zero(3, "dp", regather=again), in_specs=None)
+    step, ids = cf.accumulate(place, 2), torch.arange(32).view(4, 8)
+    low, held = step.lower(params, ids), step.init(params, ids)
+    sent = low.cost().bytes["all_gather", "dp"]
+    packed_bytes = sum(part.nbytes for leaf in held.values() if isinstance(leaf, Quantized) for part in leaf.parts)
+    plain_bytes = sum(leaf.nbytes for leaf in held.values() if not isinstance(leaf, Quantized))
+    (loop,) = [node.loop for node in low.program.nodes if node.loop is not None]
+    inside = [target for node in loop.body.nodes if "all_gather" in (target := node.target)]
+    assert sent <= (packed_bytes + plain_bytes) // 2 * (2 if again else 1) and bool(inside) == again
+    assert sum("dequantize" in node.target for node in loop.body.nodes) == 4
     with cf.testing.float64():
         check(step, params, ids)

@@ -18,6 +18,7 @@ from colofunc.mesh import Mesh
 from colofunc.planner.sharding.constraints import Constraint, Constraints, NotSo
 from colofunc.program.ir import Program, Value
 from colofunc.program.passes.loop import RowsMove, fold, unmixed
+from colofunc.program.passes.packed_gathers import gathered_packed
 from colofunc.program.passes.time import Rules, lies_over_time, over_time
 from colofunc.program.tracing.trace import Traced, record_local
 from colofunc.program.tracing.tree import Tree
@@ -202,6 +203,7 @@ def _accumulated(
 ) -> Program:  # fmt: skip
     """The loop. scatter, gather: what is done in each microbatch."""
     axis = next(name for name in ("time", "time_", "microbatch_time") if name not in mesh)
+    program = gathered_packed(program)
     split = [v.id for v in program.values.values() if _is_leaf(v, leaves)]
     split = [id for id in split if program.values[id].shape[0] % microbatches == 0]
     make = partial(_loops, program, split, microbatches, axis, mixing, rules, scatter=scatter, gather=gather)

@@ -84,7 +84,7 @@ def load_model(
 def _found(folder: Path, model: Model, held: Mapping[str, Tensor], strict: bool) -> dict[str, Entry]:
     """What the folder has for the model: weights, or adapters of `cf.lora`, or both where adapters lie beside their base."""
     if not peft_files.holds_adapters(folder) or hf.is_peft(model.module):
-        entries = hf.entries_for(model.module, packed_layouts.entries(folder))
+        entries = hf.entries_for(model.module, packed_layouts.entries(folder, hf.has_name(model.module)))
         return _fitting(model.module, entries, held, str(folder), strict)
     whole = plainfile.holds_whole(folder)
     if not model.adapters and not whole:
@@ -92,7 +92,7 @@ def _found(folder: Path, model: Model, held: Mapping[str, Tensor], strict: bool)
     found: dict[str, Entry] = {}
     if whole:
         own = {name for adapter in model.adapters for name in adapter.names}
-        entries = hf.entries_for(model.module, packed_layouts.entries(folder))
+        entries = hf.entries_for(model.module, packed_layouts.entries(folder, hf.has_name(model.module)))
         found = _fitting(model.module, entries, {name: x for name, x in held.items() if name not in own}, str(folder), strict)
     if model.adapters:
         found |= {name: hf.cast(entry, held[name].dtype) for name, entry in peft_files.entries(folder, model.adapters, strict).items()}

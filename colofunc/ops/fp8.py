@@ -1,25 +1,27 @@
 """Products of matrices in float8, each with a scale of its own: forward, and the gradients of both operands.
 
     amax = abs_max(x, None)                            # or (-1,): one of each row, the dim kept with size 1
-    scale = fp8_scale(amax, 448.0, False)              # amax / 448, float32 (float64 for x in float64); 1 where that is 0
+    scale = fp8_scale(amax, 448.0, False)              # amax / 448, in float32 or float64; 1 where that is 0
     bits = fp8_cast(x, scale, torch.float8_e4m3fn)     # x / scale to the nearest, in a uint8 per number
     scaled_linear(x, w, x_scale, w_scale, b, dtype)    # (sum of x w) * x_scale * w_scale + b
 
-    scaled_linear        x (..., i), w (o, i)          -> (..., o)     scales () or (..., 1) and (o, 1)
-    scaled_linear_dx     g (..., o), w (o, i)          -> (..., i)     scales () or (..., 1) and (1, i)
-    scaled_linear_dw     g (..., o), x (..., i)        -> (o, i)       scales () or (..., o) and (..., i), leading dims of size 1
+    scaled_linear        x (..., i), w (o, i)     -> (..., o)    scales () or (..., 1) and (o, 1)
+    scaled_linear_dx     g (..., o), w (o, i)     -> (..., i)    scales () or (..., 1) and (1, i)
+    scaled_linear_dw     g (..., o), x (..., i)   -> (o, i)      scales () or (..., o) and (..., i), of leading dims 1
 
-Problem: a product in float8 wants scales that depend on all of a tensor, of which a rank has a part, and is a call of its own on each
-device. Idea: a maximum is an operator like any other, whose parts on ranks are joined by a maximum; a product takes numbers and scales as
-they are. So each operator has a rule of one line, and a plan may send numbers of one byte.
+Problem: a product in float8 wants scales that depend on all of a tensor, of which a rank has a part, and is a call
+of its own on each device. Idea: a maximum is an operator like any other, whose parts on ranks are joined by a
+maximum; a product takes numbers and scales as they are. So each operator has a rule of one line, and a plan may
+send numbers of one byte.
 
-What is computed is said in full, so that it is the same everywhere, but for the order of sums: x is divided by its scale in float32 (in
-float64 where it is that), what is above the largest number of the format becomes that number, the rest is rounded to the nearest with
-ties to even; what is not finite is NaN. Products are summed in float32 (float64 for results in float64) and multiplied by x's scale, then
-by the other one's; a bias is added; that is rounded to the result's dtype. The bits are kept as uint8, which every backend can send.
+What is computed is said in full, so that it is the same everywhere, but for the order of sums: x is divided by its
+scale in float32 (in float64 where it is that), what is above the largest number of the format becomes that number,
+the rest is rounded to the nearest with ties to even; what is not finite is NaN. Products are summed in float32
+(float64 for results in float64) and multiplied by x's scale, then by the other one's; a bias is added; that is
+rounded to the result's dtype. The bits are kept as uint8, which every backend can send.
 
-`CUDA_KERNELS` are `torch._scaled_mm` where it takes the shapes, and around it the passes of `fp8_triton`: a maximum, a cast, and operands
-turned around, for torch multiplies rows by columns alone.
+`CUDA_KERNELS` are `torch._scaled_mm` where it takes the shapes, and around it the passes of `fp8_triton`: a
+maximum, a cast, and operands turned around, for torch multiplies rows by columns alone.
 
 Source: Micikevicius et al. 2022, "FP8 formats for deep learning" (2209.05433).
 """
@@ -38,12 +40,7 @@ from colofunc.errors import RuleError
 from colofunc.ops import triton_use
 from colofunc.ops.define import define
 from colofunc.ops.kernels import NARROW, Kernel, KernelCall, Rates, anything, wide
-from colofunc.ops.small_floats import float8_bits
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-"""The largest number of each format."""
-
+from colofunc.ops.small_floats import E4M3, LARGEST, float8_bits
 
 # ---- from numbers to bits ----
 
@@ -57,7 +54,8 @@ def _abs_max(x: Tensor, dims: Sequence[int] | None) -> Tensor:
         return torch.maximum(-least, largest)
     if not dims:  # torch would reduce all
         return x.abs()
-    return x.abs().amax(tuple(dims), keepdim=True)
+    least, largest = x.amin(tuple(dims), keepdim=True), x.amax(tuple(dims), keepdim=True)
+    return torch.maximum(-least, largest).abs()  # of zeros it is no -0
 
 
 def _abs_max_fake(x: Tensor, dims: Sequence[int] | None) -> Tensor:
@@ -69,7 +67,8 @@ def _abs_max_fake(x: Tensor, dims: Sequence[int] | None) -> Tensor:
 
 def _scale(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
     high = amax.to(wide(amax.dtype))
-    scale = high / torch.full_like(high, largest)  # by a tensor: divided by a number, a card multiplies by its rounded inverse
+    # By a tensor: divided by a number, a card multiplies by its rounded inverse.
+    scale = high / torch.full_like(high, largest)
     if power_of_2:
         scale = _rounded_up(scale)
     # Numbers of a tensor of zeros, or of one too small to divide, are 0 whatever they are divided by.
@@ -78,7 +77,9 @@ def _scale(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
 
 def _rounded_up(scale: Tensor) -> Tensor:
     """To a power of 2, by their bits: an exponential need not be exact."""
-    as_integer, mantissa = (torch.int64, (1 << 52) - 1) if scale.dtype is torch.float64 else (torch.int32, (1 << 23) - 1)
+    as_integer, mantissa = torch.int32, (1 << 23) - 1
+    if scale.dtype is torch.float64:
+        as_integer, mantissa = torch.int64, (1 << 52) - 1
     rounded = ((scale.contiguous().view(as_integer) + mantissa) & ~mantissa).view(scale.dtype)
     return torch.where(scale.isfinite(), rounded, scale)
 
@@ -90,7 +91,7 @@ def _scale_fake(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
 def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     numbers = x.to(torch.promote_types(x.dtype, scale.dtype)) / scale
     numbers = numbers.clamp_(-LARGEST[dtype], LARGEST[dtype])
-    # What is not finite has to be seen behind a product: by a loss scale, and by who looks for the operator that made it.
+    # What is not finite has to be seen behind a product: by a loss scale, and by who looks for what made it.
     numbers.masked_fill_(x.isinf(), torch.nan)
     return float8_bits(numbers, dtype)
 
@@ -100,7 +101,9 @@ def _cast_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 abs_max = define("abs_max(Tensor x, int[]? dims) -> Tensor", _abs_max, _abs_max_fake, own_memory=True)
-fp8_scale = define("fp8_scale(Tensor amax, float largest, bool power_of_2) -> Tensor", _scale, _scale_fake, own_memory=True)
+fp8_scale = define(
+    "fp8_scale(Tensor amax, float largest, bool power_of_2) -> Tensor", _scale, _scale_fake, own_memory=True,
+)  # fmt: skip
 fp8_cast = define("fp8_cast(Tensor x, Tensor scale, ScalarType dtype) -> Tensor", _cast, _cast_fake, own_memory=True)
 
 CAST = fp8_cast.name
@@ -119,55 +122,75 @@ def _widened(bits: Tensor, dtype: torch.dtype, high: torch.dtype) -> Tensor:
     return bits.view(dtype).to(high)
 
 
-def _linear(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, b: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _of_columns(scale: Tensor) -> Tensor:
+    """A scale as a product (..., columns) is multiplied by it: one number, or one of each column."""
+    return scale if scale.dim() == 0 else scale.reshape(-1)
+
+
+def _linear(
+    x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, b: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     high = wide(dtype)
     out = F.linear(_widened(x, E4M3, high), _widened(w, E4M3, high))
-    out = out.mul_(x_scale).mul_(w_scale if w_scale.dim() == 0 else w_scale.reshape(-1))
-    return (out if b is None else out.add_(b)).to(dtype)
+    out.mul_(x_scale).mul_(_of_columns(w_scale))
+    if b is not None:
+        out.add_(b)
+    return out.to(dtype)
 
 
-def _linear_fake(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, b: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _linear_fake(
+    x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, b: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     if x.shape[-1] != w.shape[-1]:
         weight = f"w {tuple(w.shape)}, (out, in), takes {w.shape[-1]}"
-        raise RuleError(
-            f"scaled_linear: x {tuple(x.shape)} ends in {x.shape[-1]}, and {weight}. Try: x of shape {(*x.shape[:-1], w.shape[-1])}"
-        )
+        attempt = f"x of shape {(*x.shape[:-1], w.shape[-1])}"
+        raise RuleError(f"scaled_linear: x {tuple(x.shape)} ends in {x.shape[-1]}, and {weight}. Try: {attempt}")
     return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=dtype)
 
 
-def _linear_dx(g: Tensor, w: Tensor, g_scale: Tensor, w_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+def _linear_dx(
+    g: Tensor, w: Tensor, g_scale: Tensor, w_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype
+) -> Tensor:
     high = wide(dtype)
     out = torch.matmul(_widened(g, g_dtype, high), _widened(w, E4M3, high))
-    return out.mul_(g_scale).mul_(w_scale if w_scale.dim() == 0 else w_scale.reshape(-1)).to(dtype)
+    return out.mul_(g_scale).mul_(_of_columns(w_scale)).to(dtype)
 
 
-def _linear_dx_fake(g: Tensor, w: Tensor, g_scale: Tensor, w_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+def _linear_dx_fake(
+    g: Tensor, w: Tensor, g_scale: Tensor, w_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype
+) -> Tensor:
     return g.new_empty((*g.shape[:-1], w.shape[1]), dtype=dtype)
 
 
-def _linear_dw(g: Tensor, x: Tensor, g_scale: Tensor, x_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+def _linear_dw(
+    g: Tensor, x: Tensor, g_scale: Tensor, x_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype
+) -> Tensor:
     high = wide(dtype)
     rows, features = _widened(g, g_dtype, high).flatten(0, -2), _widened(x, E4M3, high).flatten(0, -2)
     out = torch.mm(rows.t(), features)
-    out = out.mul_(g_scale if g_scale.dim() == 0 else g_scale.reshape(-1, 1))
-    return out.mul_(x_scale if x_scale.dim() == 0 else x_scale.reshape(-1)).to(dtype)
+    out.mul_(g_scale if g_scale.dim() == 0 else g_scale.reshape(-1, 1))
+    return out.mul_(_of_columns(x_scale)).to(dtype)
 
 
-def _linear_dw_fake(g: Tensor, x: Tensor, g_scale: Tensor, x_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+def _linear_dw_fake(
+    g: Tensor, x: Tensor, g_scale: Tensor, x_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype
+) -> Tensor:
     return g.new_empty((g.shape[-1], x.shape[-1]), dtype=dtype)
 
 
 scaled_linear = define(
-    "scaled_linear(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? b, ScalarType dtype) -> Tensor", _linear, _linear_fake,
-    own_memory=True, product=True,
+    "scaled_linear(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? b, ScalarType dtype) -> Tensor",
+    _linear, _linear_fake, own_memory=True, product=True,
 )  # fmt: skip
 scaled_linear_dx = define(
-    "scaled_linear_dx(Tensor g, Tensor w, Tensor g_scale, Tensor w_scale, ScalarType g_dtype, ScalarType dtype) -> Tensor", _linear_dx,
-    _linear_dx_fake, own_memory=True, product=True,
+    "scaled_linear_dx(Tensor g, Tensor w, Tensor g_scale, Tensor w_scale, ScalarType g_dtype, ScalarType dtype)"
+    " -> Tensor",
+    _linear_dx, _linear_dx_fake, own_memory=True, product=True,
 )  # fmt: skip
 scaled_linear_dw = define(
-    "scaled_linear_dw(Tensor g, Tensor x, Tensor g_scale, Tensor x_scale, ScalarType g_dtype, ScalarType dtype) -> Tensor", _linear_dw,
-    _linear_dw_fake, own_memory=True, product=True,
+    "scaled_linear_dw(Tensor g, Tensor x, Tensor g_scale, Tensor x_scale, ScalarType g_dtype, ScalarType dtype)"
+    " -> Tensor",
+    _linear_dw, _linear_dw_fake, own_memory=True, product=True,
 )  # fmt: skip
 
 
@@ -197,19 +220,25 @@ MULTIPLE = 16
 """What the summed dim and the columns of a product are multiples of."""
 
 
+def _operands(call: KernelCall) -> tuple[str, str]:
+    """The names of a product's two matrices."""
+    return {PRODUCTS[0]: ("x", "w"), PRODUCTS[1]: ("g", "w"), PRODUCTS[2]: ("g", "x")}[call.target]
+
+
 def _shape(call: KernelCall) -> tuple[int, int, int]:
     """(rows, summed, columns) of a product."""
-    first, second = call["x" if call.target == PRODUCTS[0] else "g"].shape, call["x" if call.target == PRODUCTS[2] else "w"].shape
+    first, second = (call[name].shape for name in _operands(call))
     batch = prod(first[:-1])
     if call.target == PRODUCTS[0]:
         return batch, first[-1], second[0]
-    return (batch, first[-1], second[1]) if call.target == PRODUCTS[1] else (first[-1], batch, second[-1])
+    if call.target == PRODUCTS[1]:
+        return batch, first[-1], second[1]
+    return first[-1], batch, second[-1]
 
 
 def _is_by_rows(call: KernelCall) -> bool:
     """Whether a scale is of rows or columns."""
-    names = ("x_scale" if call.target == PRODUCTS[0] else "g_scale", "x_scale" if call.target == PRODUCTS[2] else "w_scale")
-    return any(call[name].shape for name in names)
+    return any(call[f"{name}_scale"].shape for name in _operands(call))
 
 
 def _taken(call: KernelCall) -> bool:
@@ -225,22 +254,28 @@ def _taken(call: KernelCall) -> bool:
 
 def _seconds(call: KernelCall, rates: Rates) -> float:
     rows, summed, columns = _shape(call)
-    moved = rows * summed + summed * columns + rows * columns * call["dtype"].itemsize + 2 * _copied_bytes(call)
-    return max(2 * rows * summed * columns / rates.flops_per_s(E4M3), moved / rates.bytes_per_s) + rates.launch_s
+    result = rows * columns * call["dtype"].itemsize
+    moved = rows * summed + summed * columns + result + 2 * _copied_bytes(call)
+    work = 2 * rows * summed * columns / rates.flops_per_s(E4M3)
+    return max(work, moved / rates.bytes_per_s) + rates.launch_s
 
 
 def _copied_bytes(call: KernelCall) -> int:
     """Copies of operands that lie the wrong way round for the product."""
     rows, summed, columns = _shape(call)
-    copied = {PRODUCTS[0]: 0, PRODUCTS[1]: summed * columns, PRODUCTS[2]: rows * summed + summed * columns}
-    return copied[call.target]
+    if call.target == PRODUCTS[0]:
+        return 0
+    if call.target == PRODUCTS[1]:
+        return summed * columns
+    return rows * summed + summed * columns
 
 
 def _widened_seconds(call: KernelCall, rates: Rates) -> float:
     rows, summed, columns = _shape(call)
     high = wide(call["dtype"])
     moved = 2 * _widened_bytes(call) + 3 * rows * columns * high.itemsize
-    return max(2 * rows * summed * columns / rates.flops_per_s(high), moved / rates.bytes_per_s) + 5 * rates.launch_s
+    work = 2 * rows * summed * columns / rates.flops_per_s(high)
+    return max(work, moved / rates.bytes_per_s) + 5 * rates.launch_s
 
 
 def _widened_bytes(call: KernelCall) -> int:
@@ -273,19 +308,25 @@ def _turned(bits: Tensor) -> Tensor:
     return transposed(bits)
 
 
-def _linear_cuda(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, b: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _linear_cuda(
+    x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, b: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous().view(E4M3)
     out = _multiplied(rows, w.contiguous().view(E4M3).t(), x_scale, w_scale, dtype, b)
     return out.view(*x.shape[:-1], w.shape[0])
 
 
-def _linear_dx_cuda(g: Tensor, w: Tensor, g_scale: Tensor, w_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+def _linear_dx_cuda(
+    g: Tensor, w: Tensor, g_scale: Tensor, w_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype
+) -> Tensor:
     rows = g.reshape(-1, g.shape[-1]).contiguous().view(g_dtype)
     out = _multiplied(rows, _turned(w).view(E4M3).t(), g_scale, w_scale, dtype)
     return out.view(*g.shape[:-1], w.shape[1])
 
 
-def _linear_dw_cuda(g: Tensor, x: Tensor, g_scale: Tensor, x_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+def _linear_dw_cuda(
+    g: Tensor, x: Tensor, g_scale: Tensor, x_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype
+) -> Tensor:
     rows = _turned(g.reshape(-1, g.shape[-1])).view(g_dtype)
     features = _turned(x.reshape(-1, x.shape[-1])).view(E4M3).t()
     return _multiplied(rows, features, g_scale, x_scale, dtype)
@@ -308,11 +349,11 @@ def _one_pass(dims: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _abs_max_cuda(x: Tensor, dims: Sequence[int] | None) -> Tensor:
-    if not triton_use.takes_triton(x):
-        return _abs_max(x, dims)
+    if not (x.is_contiguous() and triton_use.takes_triton(x)):
+        return _abs_max(x, dims)  # torch's reductions read any strides, and make no copy
     from colofunc.ops.fp8_triton import abs_max as in_one_pass  # Triton is not there everywhere
 
-    return in_one_pass(x.contiguous(), None if dims is None else _reduced(x.shape, dims))
+    return in_one_pass(x, None if dims is None else _reduced(x.shape, dims))
 
 
 def scales_of(x: Sequence[int], scale: Sequence[int]) -> str | None:
@@ -337,7 +378,7 @@ def _cast_cuda(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         return _cast(x, scale, dtype)
     from colofunc.ops.fp8_triton import cast
 
-    return cast(x.contiguous(), scale.contiguous(), dtype, of)
+    return cast(x, scale, dtype, of)
 
 
 def _one_pass_seconds(call: KernelCall, rates: Rates) -> float:
@@ -348,7 +389,7 @@ def _one_pass_seconds(call: KernelCall, rates: Rates) -> float:
 
 
 def _no_bytes(call: KernelCall) -> int:
-    """Maxima of parts are few, and most operands are contiguous."""
+    """Maxima of parts are few, and operands are read as they lie."""
     return 0
 
 

@@ -29,9 +29,6 @@ from torch import Tensor
 
 from colofunc.errors import InputError
 from colofunc.ops.fp8 import (
-    E4M3,
-    E5M2,
-    LARGEST,
     abs_max,
     fp8_cast,
     fp8_scale,
@@ -40,6 +37,7 @@ from colofunc.ops.fp8 import (
     scaled_linear_dx,
 )
 from colofunc.ops.linear import linear_dw
+from colofunc.ops.small_floats import E4M3, E5M2, LARGEST
 
 See = Callable[[int, Tensor], None]  # which operand, and the largest of its numbers
 

@@ -1,15 +1,17 @@
-"""From numbers to float8 on a GPU: largest magnitudes, casts, and matrices of bytes turned around, each in one pass over memory.
+"""From numbers to float8 on a GPU: largest magnitudes, casts, and matrices of bytes turned around, each in one pass
+over memory.
 
-Problem: written with torch's operators a cast is six passes over its tensor in float32, a maximum of rows makes a copy first, and torch
-copies transposed bytes one by one. All of it takes longer than products in float8 save. Idea: a Triton kernel for each.
+Problem: written with torch's operators a cast is six passes over its tensor in float32, a maximum of rows makes a
+copy first, and torch copies transposed bytes one by one. All of it takes longer than products in float8 save. Idea:
+a Triton kernel for each.
 
     abs_max(x, dims)               # as colofunc.abs_max, of all dims, of the last one, or of all but the last one
-    cast(x, scale, dtype)          # as colofunc.fp8_cast, scale of one element, of rows, or of columns
+    cast(x, scale, dtype, of)      # as colofunc.fp8_cast, scale of one element, of rows, or of columns
     transposed(bits)               # (r, c) -> (c, r), contiguous
 
-Magnitudes are compared by their bits, whose order is that of the numbers, with NaN above all. A cast rounds by integers: halves go to the
-even neighbour, and what is below the least normal number is rounded by adding a power of two. So both are the same on every card, as on the
-host; a cast of what is not a number is 0x7F, whatever its sign.
+Magnitudes are compared by their bits, whose order is that of the numbers, with NaN above all. A cast rounds by
+integers: halves go to the even neighbour, and what is below the least normal number is rounded by adding a power of
+two. So both are the same on every card, as on the host; a cast of what is not a number is 0x7F, whatever its sign.
 
 This module is imported where a kernel is launched: Triton is there with torch for CUDA, and not elsewhere.
 """
@@ -19,12 +21,15 @@ This module is imported where a kernel is launched: Triton is there with torch f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from colofunc.ops.kernels import on_card_of
+from colofunc.ops.small_floats import E4M3, E5M2, LARGEST
 
 CHUNK = 1 << 15
 """Elements of a program, where the maximum is of all."""
@@ -35,8 +40,8 @@ SPLIT = 256
 """Rows of a program there."""
 TILE = 64
 """Rows and columns of a tile that is turned around."""
-FORMATS = {torch.float8_e4m3fn: (3, 7, 448.0), torch.float8_e5m2: (2, 15, 57344.0)}
-"""Bits of the mantissa, bias of the exponent, largest number."""
+FORMATS = {E4M3: (3, 7), E5M2: (2, 15)}
+"""Bits of the mantissa, bias of the exponent."""
 
 
 @triton.jit
@@ -78,9 +83,13 @@ def column_max_kernel(x, out, rows, columns, SPLIT: tl.constexpr, ROWS: tl.const
 
 @triton.jit
 def cast_kernel(
-    x, scale, out, n, columns, OF: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out (n,): the bits of x / scale. `OF`: whether scales are of rows, of columns, or there is one."""
+    x, scale, out, n, columns, down, right, STRIDED: tl.constexpr, OF: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out (n,): the bits of x / scale. `OF`: whether scales are of rows, of columns, or there is one.
+
+    `STRIDED`: rows of x are `down` apart and columns `right`; otherwise numbers lie side by side.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     if OF == "rows":
@@ -89,7 +98,11 @@ def cast_kernel(
         of = at % columns
     else:
         of = tl.zeros_like(at)
-    number = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if STRIDED:
+        place = (at // columns) * down + (at % columns) * right
+    else:
+        place = at
+    number = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     quotient = tl.div_rn(number, tl.load(scale + of, mask=inside, other=1.0))
     sign = (quotient.to(tl.int32, bitcast=True) >> 24) & 0x80
     size = tl.abs(quotient)
@@ -144,15 +157,49 @@ def abs_max(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, of: str) -> Tensor:
-    """x and scale contiguous, x not empty; `of`: as `fp8.scales_of` says."""
+    """x not empty, in any strides; `of`: as `fp8.scales_of` says."""
     out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    mantissa, bias, largest = FORMATS[dtype]
-    columns = x.shape[-1] if x.dim() else 1
+    for index, down in _matrices(x):
+        own_scale = scale[index] if of == "rows" else scale
+        _cast_matrix(x[index], down, own_scale.contiguous(), out[index], dtype, of)
+    return out
+
+
+def _matrices(x: Tensor) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Indices of leading dims at which all rows of x are one step apart, and that step; as few as there can be."""
+    down = _step(x)
+    if down is not None:
+        yield (), down
+        return
+    for k in range(x.shape[0]):
+        for rest, down in _matrices(x[k]):
+            yield (k, *rest), down
+
+
+def _step(x: Tensor) -> int | None:
+    """How far each row of x is from the one before; None where that differs."""
+    down: int | None = None
+    step = 0
+    for size, stride in reversed(list(zip(x.shape[:-1], x.stride()[:-1], strict=True))):
+        if size == 1:
+            continue
+        if down is None:
+            down = stride
+        elif stride != step:
+            return None
+        step = size * stride
+    return 0 if down is None else down
+
+
+def _cast_matrix(x: Tensor, down: int, scale: Tensor, out: Tensor, dtype: torch.dtype, of: str) -> None:
+    """Fill `out`, contiguous, from x whose rows are `down` apart."""
+    mantissa, bias = FORMATS[dtype]
+    columns, right = (x.shape[-1], x.stride(-1)) if x.dim() else (1, 1)
     with on_card_of(x):
         cast_kernel[(triton.cdiv(x.numel(), BLOCK),)](
-            x, scale, out, x.numel(), columns, OF=of, MANTISSA=mantissa, BIAS=bias, LARGEST=largest, BLOCK=BLOCK
-        )
-    return out
+            x, scale, out, x.numel(), columns, down, right, STRIDED=not x.is_contiguous(),
+            OF=of, MANTISSA=mantissa, BIAS=bias, LARGEST=LARGEST[dtype], BLOCK=BLOCK,
+        )  # fmt: skip
 
 
 def transposed(bits: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ from torch.torch_version import TorchVersion
 
 from colofunc import compat
 from colofunc.ops import triton_use
-from colofunc.ops.fp8 import E4M3, bits_of_rows
+from colofunc.ops.fp8 import bits_of_rows
+from colofunc.ops.small_floats import E4M3
 
 # Rows of a tile: as many as a group has if all have equally many, within these.
 LEAST_ROWS, MOST_ROWS = 16, 256

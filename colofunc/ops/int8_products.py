@@ -2,27 +2,32 @@
 
     size = row_size(x, 6.0)                       # x (..., i) -> (...,): the largest |x| of each row below 6
     rows = int8_rows(x, size, 6.0)                # (..., i) int8: multiples of size / 127, 0 where x is an outlier
-    int8_rows_linear(rows, data, scale, size, x, 6.0, bias, dtype)      # (..., o): int32 sums, both scales, outliers, bias
+    int8_rows_linear(rows, data, scale, size, x, 6.0, bias, dtype)
+                                                  # (..., o): int32 sums, both scales, outliers, bias
 
     rounded_linear(x, bias, data, scale, 6.0)     # all three, with the gradient of a layer with this weight
 
-Problem: a product of rounded inputs with a rounded weight is one of whole numbers times two scales, for which devices have instructions of
-twice the speed; computed in floats it only says what rounding does. Idea: three operators, each with a rule of one line. The largest of
-a row is a maximum, whose parts on ranks are joined by a maximum; so the ranks of split columns round with one scale, and each has a whole
-sum of its own columns. What travels between layers may be the int8 numbers, a byte each.
+Problem: a product of rounded inputs with a rounded weight is one of whole numbers times two scales, for which
+devices have instructions of twice the speed; computed in floats it only says what rounding does. Idea: three
+operators, each with a rule of one line. The largest of a row is a maximum, whose parts on ranks are joined by a
+maximum; so the ranks of split columns round with one scale, and each has a whole sum of its own columns. What
+travels between layers may be the int8 numbers, a byte each.
 
-What is computed is said in full. `rows` is x over its unit (size / 127, in float32, float64 for x in float64), rounded to nearest with ties
-to even. Sums are exact: int32, for `MOST_COLUMNS` columns at most. They are converted to float32 (float64 for results in float64),
-multiplied by the row's unit, then by the scale of the weight's row; outliers times the widened weight are added, then the bias; that is
-rounded to the result's dtype. So without outliers results are equal bit for bit on all devices, however sums are made. Where columns are
-split over ranks, the sum over ranks is one of scaled parts.
+What is computed is said in full. `rows` is x over its unit (size / 127, in float32, float64 for x in float64),
+rounded to nearest with ties to even. Sums are exact: int32, for `MOST_COLUMNS` columns at most. They are converted
+to float32 (float64 for results in float64), multiplied by the row's unit, then by the scale of the weight's row;
+outliers times the widened weight are added, then the bias; that is rounded to the result's dtype. So without
+outliers results are equal bit for bit on all devices, however sums are made. Where columns are split over ranks,
+the sum over ranks is one of scaled parts.
 
-Outliers (of |x| not less than the threshold; with the threshold infinity there are none) stay as they are. Their product reads the columns
-in which any row has one, so the host waits for the device to learn which. With the threshold infinity a row with a number that is not
-finite is NaN, by its size, which is infinity then: a maximum over ranks may lose NaN.
+Outliers (of |x| not less than the threshold; with the threshold infinity there are none) stay as they are. Their
+product reads the columns in which any row has one, so the host waits for the device to learn which. With the
+threshold infinity a row with a number that is not finite is NaN, by its size, which is infinity then: a maximum
+over ranks may lose NaN.
 
-`torch._int_mm` is the product where the device has one: CPUs with VNNI, GPUs from compute capability 8.0. Elsewhere sums are those of
-float32 products of so few columns that they are exact. Source: Dettmers et al. 2022, "LLM.int8()" (2208.07339), section 3.
+`torch._int_mm` is the product where the device has one: CPUs with VNNI, GPUs from compute capability 8.0. Elsewhere
+sums are those of float32 products of so few columns that they are exact. Source: Dettmers et al. 2022, "LLM.int8()"
+(2208.07339), section 3.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ MOST_COLUMNS = 1 << 17
 EXACT_COLUMNS = 1 << 10
 """Columns of which such a sum is exact in float32, which has all whole numbers up to 2^24."""
 ROWS_AS_COLUMNS = 512
-"""On CPUs, up to so many rows the product is computed transposed: with the weight first, torch does not turn it around in each call."""
+"""On CPUs, up to so many rows the product is computed transposed: torch turns no weight around that comes first."""
 
 BLOCK = 1 << 16
 """On CPUs at most so many numbers are worked on at a time."""
@@ -70,8 +75,8 @@ def _matrix(x: Tensor) -> Tensor:
 
 # ---- rows in int8 ----
 
-# Note [Results that are no views]: an operator writes through a view of its result, and returns the result. Autograd lets nobody write into
-# a view that a function returns, and behind a layer stands, for example, `ReLU(inplace=True)`.
+# Note [Results that are no views]: an operator writes through a view of its result, and returns the result. Autograd
+# lets nobody write into a view that a function returns, and behind a layer stands, for example, `ReLU(inplace=True)`.
 
 
 def _row_size(x: Tensor, threshold: float) -> Tensor:
@@ -110,7 +115,9 @@ def _int8_rows_fake(x: Tensor, size: Tensor, threshold: float) -> Tensor:
 
 
 row_size = define("row_size(Tensor x, float threshold) -> Tensor", _row_size, _row_size_fake, own_memory=True)
-int8_rows = define("int8_rows(Tensor x, Tensor size, float threshold) -> Tensor", _int8_rows, _int8_rows_fake, own_memory=True)
+int8_rows = define(
+    "int8_rows(Tensor x, Tensor size, float threshold) -> Tensor", _int8_rows, _int8_rows_fake, own_memory=True,
+)  # fmt: skip
 
 SIZE = row_size.name
 
@@ -119,7 +126,10 @@ SIZE = row_size.name
 
 
 def exact_sums(rows: Tensor, data: Tensor) -> Tensor:
-    """Whole sums of products, rows (m, i) and data (o, i) in int8 -> (m, o) int32, by float32 products of a few columns at a time."""
+    """Whole sums of products, rows (m, i) and data (o, i) in int8 -> (m, o) int32.
+
+    They are made by float32 products of a few columns at a time.
+    """
     sums = rows.new_zeros((rows.shape[0], data.shape[0]), dtype=torch.int32)
     for first in range(0, rows.shape[1], EXACT_COLUMNS):
         columns = slice(first, first + EXACT_COLUMNS)
@@ -151,18 +161,33 @@ def best_sums(rows: Tensor, data: Tensor) -> Tensor:
 
 
 def _is_apart(matrix: Tensor) -> bool:
-    """Whether each number has a place of its own, as not in what was expanded: of others torch reads some in wrong places."""
+    """Whether each number has a place of its own, as not in what was expanded.
+
+    Of others torch reads some in wrong places.
+    """
     (rows, columns), (down, right) = matrix.shape, matrix.stride()
-    return down > right * (columns - 1) >= columns - 1 or right > down * (rows - 1) >= rows - 1
+    along_rows = right * (columns - 1) >= columns - 1 and down > right * (columns - 1)
+    along_columns = down * (rows - 1) >= rows - 1 and right > down * (rows - 1)
+    return along_rows or along_columns
 
 
 def _scaled(
-    sums: Tensor, data: Tensor, scale: Tensor, size: Tensor, x: Tensor | None, threshold: float, bias: Tensor | None, dtype: torch.dtype
+    sums: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    size: Tensor,
+    x: Tensor | None,
+    threshold: float,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """What sums (m, o) stand for, (..., o)."""
     high = wide(dtype)
-    unit, scales = size.reshape(-1, 1).to(high) / STEPS, scale.to(high)
-    outliers = None if x is None else _outliers(_matrix(x), threshold, data, scale, high)
+    unit = size.reshape(-1, 1).to(high) / STEPS
+    scales = scale.to(high)
+    outliers = None
+    if x is not None:
+        outliers = _outliers(_matrix(x), threshold, data, scale, high)
     out = sums.new_empty((*size.shape, data.shape[0]), dtype=dtype)  # Note [Results that are no views]
     made = out.view(sums.shape)
     for part in _blocks(made):
@@ -176,7 +201,10 @@ def _scaled(
 
 
 def _outliers(x: Tensor, threshold: float, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The product (m, o) of what stays as it is of x (m, i), by the columns of the weight that it needs; None where there is nothing."""
+    """The product (m, o) of what stays as it is of x (m, i), by the columns of the weight that it needs.
+
+    None where nothing stays.
+    """
     if x.numel() == 0:
         return None
     least, largest = x.aminmax()  # which makes no copy of x; NaN compares as no less
@@ -189,31 +217,54 @@ def _outliers(x: Tensor, threshold: float, data: Tensor, scale: Tensor, dtype: t
 
 
 def _int8_rows_linear(
-    rows: Tensor, data: Tensor, scale: Tensor, size: Tensor, x: Tensor | None, threshold: float, bias: Tensor | None, dtype: torch.dtype
+    rows: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    size: Tensor,
+    x: Tensor | None,
+    threshold: float,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    return _scaled(best_sums(_matrix(rows), data), data, scale, size, x, threshold, bias, dtype)
+    sums = best_sums(_matrix(rows), data)
+    return _scaled(sums, data, scale, size, x, threshold, bias, dtype)
 
 
 def _int8_rows_linear_cuda(
-    rows: Tensor, data: Tensor, scale: Tensor, size: Tensor, x: Tensor | None, threshold: float, bias: Tensor | None, dtype: torch.dtype
+    rows: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    size: Tensor,
+    x: Tensor | None,
+    threshold: float,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    return _scaled(cuda_sums(_matrix(rows), data), data, scale, size, x, threshold, bias, dtype)
+    sums = cuda_sums(_matrix(rows), data)
+    return _scaled(sums, data, scale, size, x, threshold, bias, dtype)
 
 
 def _int8_rows_linear_fake(
-    rows: Tensor, data: Tensor, scale: Tensor, size: Tensor, x: Tensor | None, threshold: float, bias: Tensor | None, dtype: torch.dtype
+    rows: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    size: Tensor,
+    x: Tensor | None,
+    threshold: float,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     if rows.shape[-1] != data.shape[-1]:
         raise RuleError(
-            f"int8_rows_linear: rows {tuple(rows.shape)} end in {rows.shape[-1]}, and a weight with data {tuple(data.shape)} has "
-            f"{data.shape[-1]} columns. Try: rows of shape {(*rows.shape[:-1], data.shape[-1])}"
+            f"int8_rows_linear: rows {tuple(rows.shape)} end in {rows.shape[-1]}, and a weight with data "
+            f"{tuple(data.shape)} has {data.shape[-1]} columns. Try: rows of shape {(*rows.shape[:-1], data.shape[-1])}"
         )
     return rows.new_empty((*rows.shape[:-1], data.shape[0]), dtype=dtype)
 
 
 int8_rows_linear = define(
-    "int8_rows_linear(Tensor rows, Tensor data, Tensor scale, Tensor size, Tensor? x, float threshold, Tensor? bias, ScalarType dtype)"
-    " -> Tensor",
+    "int8_rows_linear(Tensor rows, Tensor data, Tensor scale, Tensor size, Tensor? x, float threshold, Tensor? bias, "
+    "ScalarType dtype) -> Tensor",
     _int8_rows_linear, _int8_rows_linear_fake, own_memory=True, product=True,
 )  # fmt: skip
 
@@ -224,7 +275,7 @@ PRODUCT = int8_rows_linear.name
 
 
 def takes(x: Tensor, weight: Tensor, bias: Tensor | None, form: str) -> bool:
-    """Whether a layer with an input, a weight and a bias, as handed to the step's code, can be a product of whole numbers."""
+    """Whether a layer, as the step's code calls it, can be a product of whole numbers."""
     if form != "int8" or x.dim() == 0 or not x.is_floating_point():
         return False
     # What torch refuses it is to refuse here, too.
@@ -287,7 +338,9 @@ def _shape(call: KernelCall) -> tuple[int, int, int]:
 
 def _taken(call: KernelCall) -> bool:
     rows, summed, columns = _shape(call)
-    return call.capability >= CAPABILITY and min(rows, summed, columns) > 0 and summed % MULTIPLE == 0 and columns % MULTIPLE == 0
+    if call.capability < CAPABILITY or min(rows, summed, columns) == 0:
+        return False
+    return summed % MULTIPLE == 0 and columns % MULTIPLE == 0
 
 
 def _around_bytes(call: KernelCall) -> int:

@@ -32,6 +32,8 @@ E8M0 = torch.float8_e8m0fnu
 E4M3_LARGEST, E4M3_EXPONENT, E4M3_NAN = 448.0, 8, 0x7F
 E5M2_INFINITY = 0x7C
 E2M1_LARGEST = 6.0
+LARGEST = {E4M3: E4M3_LARGEST, E5M2: 57344.0}
+"""The largest number of each format of 8 bits."""
 E8M0_BIAS, E8M0_NAN = 127, 0xFF
 MX_BLOCK, NV_BLOCK = 32, 16
 

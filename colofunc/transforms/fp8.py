@@ -34,11 +34,12 @@ from colofunc.dtensor.roles import give_role, role_of
 from colofunc.errors import InputError, near
 from colofunc.ops.canonical import autocast
 from colofunc.ops.experts import float8_where
-from colofunc.ops.fp8 import LARGEST, fp8_scale
+from colofunc.ops.fp8 import fp8_scale
 from colofunc.ops.fp8_linear import FORMATS, OPERANDS, RECIPES, Delayed, Recipe, fp8_linear
 from colofunc.ops.linear import linear
 from colofunc.ops.quantized_frozen import reading
 from colofunc.ops.quantized_inputs import LinearCalls, WeightNames
+from colofunc.ops.small_floats import LARGEST
 from colofunc.planner.plan import matches
 from colofunc.program.tracing.kept import join_kept, split_kept, state_of
 from colofunc.program.tracing.meta import phase

@@ -203,10 +203,10 @@ class _Weights:
         return found
 
     def checked(self, name: str, weight: Quantized) -> Quantized:
-        """A weight that comes quantized. Raises InputError where it is quantized otherwise, or its parts do not fit."""
+        """A weight that comes quantized. Raises InputError where its numbers are not the scheme's, or its parts do not fit."""
         scheme = self.scheme(name) if self.matched(name) else None
         asked = "it to stay as it is" if scheme is None else repr(scheme.name)
-        if self.matched(name) and (scheme is None or weight.scheme != scheme.name):
+        if self.matched(name) and (scheme is None or not _has_numbers_of(weight, scheme)):
             raise InputError(
                 f"cf.quantize: {name!r} is quantized already, as {weight.scheme!r}, and the step asks for {asked}. Try: "
                 "the scheme that it has, or the weight that it was quantized from"
@@ -237,6 +237,15 @@ class _Weights:
         """A glob that matches none of these names."""
         names = list(names)
         return next((glob for glob in self.globs if not any(matches(name, glob) for name in names)), None)
+
+
+def _has_numbers_of(weight: Quantized, scheme: Quantizer) -> bool:
+    """Whether a weight's numbers are those that the scheme would have given it, as of schemes that differ in what they do to inputs."""
+    if weight.scheme == scheme.name:
+        return True
+    of_rows = scheme.by_name is None and not scheme.asks_all_rows and weight.input_scale is None
+    own = build_registry().quantizers.get(weight.scheme)
+    return of_rows and own is not None and (own.form, own.quantize) == (scheme.form, scheme.quantize) and weight.form == scheme.form
 
 
 def packed(quantizer: Quantizer, weight: Tensor, name: str = "weight") -> Quantized:
@@ -368,7 +377,8 @@ class _Given:
 
     def open(self, name: str, leaf: Any) -> Any:
         """What the step's code is given for a leaf of its arguments."""
-        self.names[name] = None
+        if name:  # an argument that is a tensor itself has none
+            self.names[name] = None
         if not isinstance(leaf, Quantized):
             return leaf
         self.quantized[name] = None

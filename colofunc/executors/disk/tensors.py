@@ -79,7 +79,8 @@ class OnDisk(torch.Tensor):
 
     def shadow(self) -> torch.Tensor:
         """A tensor without elements that lies as this one does."""
-        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        with compat.no_function_modes():  # of its own dtype, also inside `float64()`
+            return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         where = "in a checkpoint" if self.store is None else f"chunk {self.number} of {self.store.path!r}"
@@ -138,7 +139,8 @@ def reading(x: OnDisk, pinned: bool = False, before: Callable[[torch.Tensor], Be
         return Moving(x.read(), None)
     flat = STAGING.empty(x.numel() * x.itemsize, pinned)
     ticket = x.store.read(x.number, flat, None if before is None else before(flat))
-    return Moving(flat.view(x.dtype).as_strided(x.shape, x.stride()), ticket)
+    with compat.no_function_modes():  # its own dtype, also inside `float64()`
+        return Moving(flat.view(x.dtype).as_strided(x.shape, x.stride()), ticket)
 
 
 def writing(x: OnDisk, source: torch.Tensor, before: Before | None = None) -> Moving:
@@ -148,7 +150,8 @@ def writing(x: OnDisk, source: torch.Tensor, before: Before | None = None) -> Mo
     if source.stride() != x.stride() or source.device.type != "cpu":
         if before is not None:
             before()
-        source, before = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(source), None
+        with compat.no_function_modes():
+            source, before = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(source), None
     x.writing = x.store.write(x.number, source.as_strided((x.numel(),), (1,)), before)
 
     def ended() -> None:
@@ -214,7 +217,8 @@ STAGING = Staging()
 
 def unread(shape: Sequence[int], dtype: torch.dtype, source: Callable[[], torch.Tensor]) -> OnDisk:
     """A tensor that `source()` reads whenever it is looked at, until a step gives it room on its own disk."""
-    return OnDisk(torch.empty(tuple(shape), dtype=dtype, device="meta"), source=source)
+    with compat.no_function_modes():
+        return OnDisk(torch.empty(tuple(shape), dtype=dtype, device="meta"), source=source)
 
 
 def _store(directory: str | os.PathLike[str], sizes: Sequence[int], rank: int, versions: int) -> DiskStore:
@@ -234,7 +238,8 @@ class Room:
 
     def keep(self, x: torch.Tensor) -> OnDisk:
         """x on disk, in the next chunk. It is there when this returns."""
-        found = OnDisk(torch.empty(x.shape, dtype=x.dtype, device="meta"), self.store, self._next)
+        with compat.no_function_modes():
+            found = OnDisk(torch.empty(x.shape, dtype=x.dtype, device="meta"), self.store, self._next)
         self._next += 1
         try:
             writing(found, x).wait()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,28 +68,65 @@ def cast(entry: Entry, dtype: torch.dtype) -> Entry:
 # ---- loading ----
 
 
+@attrs.frozen(eq=False)
+class _Names:
+    """What the library's mapping makes of names in files. `known`: the names that the module has."""
+
+    known: Mapping[str, Tensor]
+    renamings: Sequence[Any]
+    converters: Sequence[Any]
+    by_pattern: Mapping[str, Any]  # pattern -> the converter that reads it
+    rename: Callable[..., tuple[str, str | None]]
+
+    @staticmethod
+    def of(module: Any) -> _Names:
+        """Of a model of transformers."""
+        from transformers import conversion_mapping, core_model_loading
+
+        mapping = conversion_mapping.get_model_conversion_mapping(module)
+        renamings = [m for m in mapping if isinstance(m, core_model_loading.WeightRenaming)]
+        converters = [m for m in mapping if isinstance(m, core_model_loading.WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        known = dict(module.state_dict())
+        rename = partial(core_model_loading.rename_source_key, base_model_prefix=module.base_model_prefix, meta_state_dict=known)
+        return _Names(known, renamings, converters, by_pattern, rename)
+
+    def converted(self, key: str) -> tuple[str, str | None]:
+        """(the module's name, the pattern of the converter that reads the tensor or None) of a name in a file."""
+        name, pattern = self.rename(key, self.renamings, self.converters)
+        if name not in self.known and key in self.known:
+            name, pattern = self.rename(key, [], [])
+        return name, pattern
+
+
+def has_name(module: nn.Module) -> Callable[[str], bool]:
+    """Whether a name in a file is that of a parameter or buffer of the module."""
+    if not is_transformers(module):
+        return canonical_names(module).__contains__
+    names = _Names.of(module)
+
+    def has(key: str) -> bool:
+        return names.converted(key)[0] in names.known
+
+    return has
+
+
 def entries_for(module: nn.Module, stored: dict[str, Entry]) -> dict[str, Entry]:
     """Stored entries under the module's names, converted where the library's mapping says so."""
     if not is_transformers(module):
         return stored
-    from transformers import conversion_mapping, core_model_loading
+    from transformers import core_model_loading
 
-    mapping = conversion_mapping.get_model_conversion_mapping(module)
-    renamings = [m for m in mapping if isinstance(m, core_model_loading.WeightRenaming)]
-    converters = [m for m in mapping if isinstance(m, core_model_loading.WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    known = dict(module.state_dict())
-    rename = partial(core_model_loading.rename_source_key, base_model_prefix=module.base_model_prefix, meta_state_dict=known)
+    names = _Names.of(module)
     found: dict[str, Entry] = {}
     groups: dict[str, _Group] = {}
     for key in sorted(stored, key=core_model_loading.dot_natural_key):
-        name, pattern = rename(key, renamings, converters)
-        if name not in known and key in known:
-            name, pattern = rename(key, [], [])
+        name, pattern = names.converted(key)
         if pattern is None:
             found[name] = stored[key]
         else:
-            groups.setdefault(name, _Group(name, by_pattern[pattern], module)).sources.setdefault(pattern, []).append(stored[key])
+            converter = names.by_pattern[pattern]
+            groups.setdefault(name, _Group(name, converter, module)).sources.setdefault(pattern, []).append(stored[key])
     for group in groups.values():
         found |= group.entries()
     return found

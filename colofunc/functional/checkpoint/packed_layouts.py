@@ -22,7 +22,7 @@ The layouts themselves are in `packed_bitsandbytes.py`, `packed_int4.py` and `pa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +65,19 @@ def layouts() -> dict[str, PackedLayout]:
     return found
 
 
-def entries(folder: Path) -> dict[str, Entry]:
+def _no_name(name: str) -> bool:
+    return False
+
+
+def entries(folder: Path, has: Callable[[str], bool] = _no_name) -> dict[str, Entry]:
     """Name -> tensor of a folder of plain safetensors; tensors that are one quantized weight are one entry.
 
-    A layer that only has names in common with quantized ones stays as it is. Raises CheckpointError that names key and file where tensors
-    of a quantized weight are missing or do not fit, or are in no layout of the table.
+    has: whether the model that is loaded has a tensor of its own under this name. A layer whose marks it has is its own, whatever their
+    dtypes, and a layer that only has names in common with quantized ones stays as it is too. Raises CheckpointError that names key and
+    file where tensors of a quantized weight are missing or do not fit, or are in no layout of the table.
     """
     found, known = plainfile.entries(folder), layouts().values()
-    layers = _layers(found, known)
+    layers = _layers(found, known, has)
     if not layers:
         return found
     config = _quantization_config(folder)
@@ -91,13 +96,15 @@ def entries(folder: Path) -> dict[str, Entry]:
     return found
 
 
-def _layers(found: Mapping[str, Entry], known: Collection[PackedLayout]) -> dict[str, list[PackedLayout]]:
-    """Layers with a tensor that only quantized weights have -> the layouts that know it."""
+def _layers(
+    found: Mapping[str, Entry], known: Collection[PackedLayout], has: Callable[[str], bool]
+) -> dict[str, list[PackedLayout]]:
+    """Layers with a tensor that only quantized weights have, and that is none of the model's own -> the layouts that know it."""
     layers: dict[str, list[PackedLayout]] = {}
     for name in found:
         for layout in known:
             for mark in layout.marks:
-                if name.endswith(f".{mark}"):
+                if name.endswith(f".{mark}") and not has(name):
                     kin = layers.setdefault(name.removesuffix(f".{mark}"), [])
                     kin += [layout] if layout not in kin else []
     return layers

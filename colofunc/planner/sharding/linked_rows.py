@@ -17,11 +17,9 @@ import attrs
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.constraints import Constraint, Constraints, leaf_strategy
 from colofunc.program.ir import Program
-from colofunc.spec.layout import Layout
+from colofunc.spec.layout import Dim, make_layout
 from colofunc.spec.rule import Strategy
 from colofunc.spec.strategies import enumerate_layouts
-
-Rows = tuple[str, ...]  # mesh axes on dim 0, major first
 
 
 def linked_rows(program: Program, mesh: Mesh, constraints: Constraints, groups: Iterable[Sequence[int]]) -> Constraints:
@@ -38,19 +36,22 @@ def linked_rows(program: Program, mesh: Mesh, constraints: Constraints, groups: 
             continue
         free = [id for id in others if not any(_is_pinned(constraint) for constraint in constraints.items.get(positions[id], ()))]
         for id in free:
-            own = _allowed(program, mesh, id, constraints.items.get(positions[id], ()))
+            theirs = constraints.items.get(positions[id], ())
+            own = _allowed(program, mesh, id, theirs) if theirs else None
             common = (common & own if own is not None else common) or common
         common = _most_split(common, {axis for constraint in said for axis in constraint.axes})
-        alike = _alike(frozenset(common), mesh, program.values[lead].name)
-        items[positions[lead]] = (*said, alike)
-        items |= {positions[id]: (alike,) for id in free}
+        name = program.values[lead].name
+        items[positions[lead]] = (*said, _alike(frozenset(common), mesh, name))
+        for id in free:
+            offers = _striped_offers(common, said, program.values[id].shape, mesh)
+            items[positions[id]] = (_alike(frozenset(common), mesh, name, offers),)
     return attrs.evolve(constraints, items=items)
 
 
-def _most_split(rows: set[Rows], spoken: Collection[str]) -> set[Rows]:
+def _most_split(rows: set[Dim], spoken: Collection[str]) -> set[Dim]:
     """Of several ways those that split rows over most of the axes that plans speak of: the tensors are to choose the same one."""
-    most = max(sum(axis in spoken for axis in axes) for axes in rows)
-    return {axes for axes in rows if sum(axis in spoken for axis in axes) == most}
+    most = max(sum(axis in spoken for axis in _axes(dim)) for dim in rows)
+    return {dim for dim in rows if sum(axis in spoken for axis in _axes(dim)) == most}
 
 
 def _is_pinned(constraint: Constraint) -> bool:
@@ -58,51 +59,75 @@ def _is_pinned(constraint: Constraint) -> bool:
     return isinstance(constraint.key, tuple) and constraint.key[0] == "pin"
 
 
-def _allowed(program: Program, mesh: Mesh, id: int, some: Sequence[Constraint]) -> set[Rows] | None:
-    """How the rows of an input may lie; None where it may lie in a way that has no such words (padded, striped)."""
+def _allowed(program: Program, mesh: Mesh, id: int, some: Sequence[Constraint]) -> set[Dim] | None:
+    """How the rows of an input may lie; None where they may be padded, which is a matter of each tensor."""
     options = [leaf_strategy(layout) for layout in enumerate_layouts(program.values[id].shape, mesh)]
     for constraint in some:
         options += constraint.offers
-    found: set[Rows] = set()
+    found: set[Dim] = set()
     for option in options:
         layout = option.outs[0]
         if layout is None or not all(constraint.accepts(option) for constraint in some):
             continue
-        rows = _rows(layout)
-        if rows is None:
+        if layout.is_padded:
             return None
-        found.add(rows)
+        found.add(layout.dims[0])
     return found
 
 
-def _rows(layout: Layout) -> Rows | None:
-    """The axes on dim 0; None where something stands before or between them."""
-    axes: list[str] = []
-    for count, (_, axis) in enumerate(layout.dims[0]):
-        if axis is not None and len(axes) < count:
-            return None
-        if axis is not None:
-            axes.append(axis)
-    return None if layout.is_padded else tuple(axes)
+def _axes(dim: Dim) -> tuple[str, ...]:
+    """The mesh axes on a dim, major first."""
+    return tuple(axis for _, axis in dim if axis is not None)
 
 
-def _alike(common: frozenset[Rows], mesh: Mesh, name: str) -> Constraint:
-    def among(axes: Collection[str]) -> set[Rows]:
-        return {tuple(axis for axis in rows if axis in axes) for rows in common}
+def _is_striped(dim: Dim) -> bool:
+    """Whether a rank has several runs of a dim, as of the rows of queries, keys and values in one weight."""
+    return any(axis is None for _, axis in dim[:-1])
+
+
+def _striped_offers(common: Collection[Dim], said: Sequence[Constraint], shape: tuple[int, ...], mesh: Mesh) -> tuple[Strategy, ...]:
+    """What nothing else offers to a tensor: striped rows, with all dims on axes that plans and specs speak of for the lead."""
+    spoken: set[str] = set()
+    for constraint in said:
+        spoken.update(constraint.axes or _of_offers(constraint))
+    found = []
+    for rows in sorted(filter(_is_striped, common), key=str):  # as sets have no order that all ranks agree on
+        if not spoken.issuperset(_axes(rows)):
+            continue
+        others = [axis for axis in mesh.axis_names if axis in spoken and axis not in _axes(rows)]
+        for layout in enumerate_layouts(shape, mesh, others):
+            if not _axes(layout.dims[0]):
+                found.append(leaf_strategy(make_layout((rows, *layout.dims[1:]), shape)))
+    return tuple(found)
+
+
+def _of_offers(constraint: Constraint) -> set[str]:
+    """The mesh axes on which what a constraint offers lies."""
+    found: set[str] = set()
+    for offer in constraint.offers:
+        for layout in offer.outs:
+            found.update(() if layout is None else layout.axes)
+    return found
+
+
+def _alike(common: frozenset[Dim], mesh: Mesh, name: str, offers: tuple[Strategy, ...] = ()) -> Constraint:
+    """Rows lie in one of some ways."""
+
+    def among(axes: Collection[str]) -> set[tuple[str, ...]]:
+        return {tuple(axis for axis in _axes(dim) if axis in axes) for dim in common}
 
     def accepts(strategy: Strategy) -> bool:
         layout = strategy.outs[0]
-        return layout is not None and _rows(layout) in common
+        return layout is not None and not layout.is_padded and layout.dims[0] in common
 
     def partly(axes: tuple[str, ...]) -> Callable[[Strategy], bool]:
         wanted = among(axes)
 
         def test(strategy: Strategy) -> bool:
             layout = strategy.outs[0]
-            rows = None if layout is None else _rows(layout)
-            return rows is not None and tuple(axis for axis in rows if axis in axes) in wanted
+            return layout is not None and tuple(axis for axis in _axes(layout.dims[0]) if axis in axes) in wanted
 
         return test
 
     says = f"the parts of {name!r} lie alike along its rows"
-    return Constraint(("rows", tuple(sorted(common))), accepts, says, axes=mesh.axis_names, partly=partly)
+    return Constraint(("rows", tuple(sorted(common, key=str))), accepts, says, offers, axes=mesh.axis_names, partly=partly)

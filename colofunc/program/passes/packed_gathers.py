@@ -1,0 +1,190 @@
+"""Packed gathers: a quantized weight that lies sharded is gathered packed, and widened behind the gather.
+
+Problem: a weight that is widened for a product (see `packed_reads`) may be widened on its shard and gathered wide, which takes fewer
+collectives. In a loop over microbatches all widened weights then lie beside the loop, where they were gathered once. Idea: widening
+is row by row, and column group by column group, so it gives the same bits before a gather as behind it. The packed tensors are gathered
+in its place, a fraction of the bytes, and the loop widens one weight at a time (`loop.fold`).
+
+    %3 = int8_dequantize(%1, %2)    %4 = all_gather(%3, ('dp',), 4)    %5 = rearrange(%4, 'a b c -> (a b) c')
+    ->
+    %6 = all_gather(%1, ('dp',), 4)    %7 = rearrange(%6, 'a b c -> (a b) c')
+    %8 = all_gather(%2, ('dp',), 4)    %9 = rearrange(%8, 'a b -> (a b)')         %5 = int8_dequantize(%7, %9)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import attrs
+
+from colofunc.ops.quantized import DEQUANTIZE
+from colofunc.program.editor import Editor
+from colofunc.program.ir import Program, Ref
+from colofunc.spec.layout import Layout, make_layout
+
+GATHER, REARRANGE = "colofunc.all_gather", "colofunc.rearrange"
+CAST, DIVISION = "aten._to_copy.default", "aten.div.Tensor"
+VIEWS = ("aten.view.default", "aten._unsafe_view.default")
+
+
+def gathered_packed(program: Program) -> Program:
+    """`program` (local) with packed tensors gathered in place of widened ones, where only the gather reads what was widened."""
+    edit = Editor(program)
+    parts: dict[tuple[Any, ...], Ref] = {}
+    for index, node in enumerate(program.nodes):
+        if node.target in DEQUANTIZE:
+            found = _Gathered.behind(program, index)
+            if found is not None:
+                found.write(edit, parts)
+    return edit.done()
+
+
+def _only_reader(program: Program, id: int) -> int | None:
+    """The index of the one node that reads a value."""
+    readers = program.readers.get(id, ())
+    return readers[0] if len(readers) == 1 and id not in program.outputs else None
+
+
+@attrs.frozen
+class _Gathered:
+    """A weight that is widened and gathered. `chain`: indices of the nodes from its `dequantize` to the last before the gather."""
+
+    program: Program
+    chain: tuple[int, ...]
+    gather: int
+    rearrange: int
+    dim: int  # of the matrix, along which it is gathered
+
+    @staticmethod
+    def behind(program: Program, index: int) -> _Gathered | None:
+        """What follows the `dequantize` at `index`; None where that is no gather, or one of another kind."""
+        chain = [index]
+        while True:
+            reader = _only_reader(program, program.nodes[chain[-1]].results[0])
+            if reader is None:
+                return None
+            if program.nodes[reader].target == GATHER:
+                break
+            if not _keeps_rows(program, chain[-1], reader):
+                return None
+            chain.append(reader)
+        put = _only_reader(program, program.nodes[reader].results[0])
+        if put is None or program.nodes[put].target != REARRANGE:
+            return None
+        dim = _dim_of(program.nodes[put].args[1], len(program.values[program.nodes[reader].refs[0]].shape))
+        plain = len(chain) == 1 or dim == 0  # what stands between is about columns
+        found = _Gathered(program, tuple(chain), reader, put, dim) if dim is not None and plain else None
+        return found if found is not None and found._fits() else None
+
+    def _fits(self) -> bool:
+        """Whether each packed tensor lies along the dim as the widened one does: over axes of which the minor ones are gathered."""
+        nodes, values = self.program.nodes, self.program.values
+        first, gathered = nodes[self.chain[0]], tuple(nodes[self.gather].args[1])
+        whole = values[nodes[self.rearrange].results[0]].layout
+        if whole is None or first.on != nodes[self.gather].on:
+            return False
+        axes = (*_axes(whole, self.dim), *gathered)
+        for id in (*first.refs, first.results[0]):
+            layout = values[id].layout
+            if layout is None or layout.is_padded:
+                return False
+            if self.dim < len(layout.dims) and (_axes(layout, self.dim) != axes or not _in_blocks(layout, self.dim)):
+                return False
+        return True
+
+    def write(self, edit: Editor, parts: dict[tuple[Any, ...], Ref]) -> None:
+        """The packed tensors gathered, and the weight widened from them. parts: what is gathered already."""
+        nodes, values = self.program.nodes, self.program.values
+        first, gather = nodes[self.chain[0]], nodes[self.gather]
+        refs = [self._part(edit, parts, part) for part in first.refs]
+        last = nodes[self.rearrange]
+        args: tuple[Any, ...] = (*refs, *first.args[len(refs) :])
+        for index in self.chain:
+            node = nodes[index]
+            at_end = index == self.chain[-1]
+            (own,) = node.results
+            out = last.results[0] if at_end else edit.new(values[own], shape=self._shape(own), layout=None)
+            if node.target in VIEWS:
+                args = (args[0], self._shape(own))
+            edit.insert(self.rearrange, attrs.evolve(node, args=args, outs=(out,), on=gather.on))
+            edit.drop(index)
+            if not at_end:
+                following = nodes[self.chain[self.chain.index(index) + 1]]
+                args = (Ref(out), *following.args[1:])
+        edit.drop(self.gather)
+        edit.drop(self.rearrange)
+
+    def _shape(self, id: int) -> tuple[int, ...]:
+        """Of a value of the chain, behind the gather."""
+        shape = list(self.program.values[id].shape)
+        shape[self.dim] *= self.program.nodes[self.gather].args[2]
+        return tuple(shape)
+
+    def _part(self, edit: Editor, parts: dict[tuple[Any, ...], Ref], id: int) -> Ref:
+        """A packed tensor as it is read behind the gather."""
+        nodes, value = self.program.nodes, self.program.values[id]
+        gather = nodes[self.gather]
+        assert value.layout is not None, "it fits"
+        if self.dim >= len(value.shape):
+            return Ref(id)  # a scale of rows, where columns are gathered
+        key = (id, self.dim, gather.args[1], gather.phase, gather.on)
+        if key in parts:
+            return parts[key]
+        times = gather.args[2]
+        pattern = _pattern(len(value.shape), self.dim)
+        whole = list(value.shape)
+        whole[self.dim] *= times
+        stacked = edit.new(value, shape=(times, *value.shape), layout=None, role="activation", of=None)
+        out = edit.new(value, shape=tuple(whole), layout=_without(value.layout, self.dim, gather.args[1]), role="activation", of=None)
+        edit.insert(self.rearrange, attrs.evolve(gather, args=(Ref(id), *gather.args[1:]), outs=(stacked,)))
+        put = attrs.evolve(nodes[self.rearrange], args=(Ref(stacked), pattern, (), ()), outs=(out,))
+        edit.insert(self.rearrange, put)
+        parts[key] = Ref(out)
+        return parts[key]
+
+
+def _keeps_rows(program: Program, before: int, index: int) -> bool:
+    """Whether a node gives each row of a widened weight another dtype or shape, or divides all rows alike."""
+    node = program.nodes[index]
+    widened, (made,) = program.nodes[before].results[0], node.results
+    if not node.refs or node.refs[0] != widened:
+        return False
+    old, new = program.values[widened].shape, program.values[made].shape
+    if node.target == CAST:
+        return True
+    if node.target == DIVISION:
+        return len(node.refs) == 2 and program.values[node.refs[1]].shape == old[1:] and node.refs[1] in program.inputs
+    return node.target in VIEWS and old[:1] == new[:1]
+
+
+def _dim_of(pattern: str, dims: int) -> int | None:
+    """The dim along which what an all-gather has stacked in front is joined: "a b c -> (a b) c" is 0; None: in another way."""
+    return next((dim for dim in range(min(2, dims)) if pattern == _pattern(dims, dim)), None)
+
+
+def _pattern(dims: int, dim: int) -> str:
+    """The pattern that joins dim 0 of a stack with dim `dim` of its tensors of so many dims, in front of it."""
+    names = [chr(ord("a") + k) for k in range(dims + 1)]
+    after: list[str] = names[1:]
+    after[dim] = f"(a {after[dim]})"
+    return f"{' '.join(names)} -> {' '.join(after)}"
+
+
+def _axes(layout: Layout, dim: int) -> tuple[str, ...]:
+    """The mesh axes on a dim, major first."""
+    return tuple(axis for _, axis in layout.dims[dim] if axis is not None)
+
+
+def _in_blocks(layout: Layout, dim: int) -> bool:
+    """Whether each rank has one run of a dim."""
+    return all(axis is not None for _, axis in layout.dims[dim][:-1])
+
+
+def _without(layout: Layout, dim: int, gathered: Sequence[str]) -> Layout:
+    """The layout of what is gathered along a dim, over axes that are the minor ones there."""
+    kept = [(size, axis) for size, axis in layout.dims[dim] if axis is not None and axis not in gathered]
+    dims = list(layout.dims)
+    dims[dim] = (*kept, (layout.shape[dim] // prod(size for size, _ in kept), None))
+    return make_layout(tuple(dims), layout.shape, layout.pending, layout.tier, layout.scheme, layout.at)
