@@ -44,9 +44,9 @@ from itertools import combinations
 import attrs
 
 from bench import Row, Section
-from bench._published_rows import OTHERS, RUNS, Run
-from bench._published_steps import FEW, Planned, planned, whole_s
-from colofunc.mesh import Rate, Topology, resolve_topology
+from bench._published_rows import HELD_OUT, OTHERS, RUNS, Run
+from bench._published_steps import FEW, Planned, machine, planned, whole_s
+from colofunc.mesh import Rate, Topology
 from colofunc.mesh.curves import curves_of
 
 CHECKED = "K1"
@@ -67,13 +67,13 @@ class Result:
         return self.seconds / self.run.measured_s - 1
 
 
-def variants(topology: Topology) -> dict[str, Topology]:
-    """Term -> the machine without it."""
+def variants(run: Run) -> dict[str, Topology]:
+    """Term -> a run's machine without it."""
+    topology, sheet = machine(run), machine(run, is_sheet=True)
     curves = curves_of(topology.device.name)
     assert curves is not None, "runs are planned on devices with curves"
     device = topology.device
     rates = tuple(Rate(r.dtype, r.flops_per_s / curves.sustained.share) for r in device.rates)
-    sheet = resolve_topology(topology.name.removesuffix(":attainable"))
     return {
         "sustained": attrs.evolve(topology, device=attrs.evolve(device, rates=rates)),
         "attention": attrs.evolve(topology, device=attrs.evolve(device, attention=())),
@@ -86,8 +86,8 @@ def variants(topology: Topology) -> dict[str, Topology]:
 
 def result(run: Run) -> tuple[Result, Planned]:
     steps = planned(run)
-    topology = steps.lows[0].mesh.topology
-    without = {term: steps.seconds(machine) for term, machine in variants(topology).items()}
+    topology = machine(run)
+    without = {term: steps.seconds(other) for term, other in variants(run).items()}
     without["fusion"] = steps.seconds(topology, False)
     few, more = (low.memory().peak_bytes["device"] for low in steps.lows)
     peak = few + (more - few) / (FEW[1] - FEW[0]) * (run.model.layers - FEW[0])
@@ -138,12 +138,13 @@ def bench() -> Section:
         about = f" ({run.unknown})" if run.unknown else ""
         rows.append(Row(f"{run.id} {half}{about}", figure, "within 25 %", abs(one.error) <= 0.25))
         if run.id == CHECKED:
-            topology = steps.lows[0].mesh.topology
-            off = one.seconds / whole_s(run, topology) - 1
+            off = one.seconds / whole_s(run, machine(run)) - 1
             what = f"{run.id} from few layers / planned with all {run.model.layers}"
             rows.append(Row(what, f"{1 + off:.4f}", "within 1 %", abs(off) <= 0.01))
     others = [result(run)[0] for run in OTHERS]
-    return Section("Published runs", SETTING, [*summary(results), *ablation(results), *rows, *beyond(others)])
+    held = [result(run)[0] for run in HELD_OUT]
+    sums = [*summary(results), sum_up(held, "rows held out"), sum_up(others, "rows of the table of P1 to P5")]
+    return Section("Published runs", SETTING, [*sums, *ablation(results), *rows, *each(others), *each(held)])
 
 
 def summary(results: Sequence[Result]) -> list[Row]:
@@ -159,14 +160,20 @@ def summary(results: Sequence[Result]) -> list[Row]:
     return rows
 
 
-def beyond(others: Sequence[Result]) -> list[Row]:
-    """Runs that neither calibrate nor test."""
-    middle, worst = errors(others)
-    about = f"{len(others)} rows that are not in the file: median and worst error"
-    rows = [Row(about, f"{middle:.1%} and {worst:.1%}", "10 % and 25 %", middle <= 0.1 and worst <= 0.25)]
-    for one in others:
+def sum_up(some: Sequence[Result], what: str) -> Row:
+    """Of runs that neither calibrate nor test."""
+    middle, worst = errors(some)
+    about = f"{len(some)} {what}, used for no fit: median and worst error"
+    return Row(about, f"{middle:.1%} and {worst:.0%}", "10 % and 25 %", middle <= 0.1 and worst <= 0.25)
+
+
+def each(some: Sequence[Result]) -> list[Row]:
+    rows = []
+    for one in some:
         run = one.run
-        what = f"{run.id}: {run.model.layers} layers of {run.model.hidden}, {run.tokens} tokens"
+        axes = " x ".join(f"{name} {size}" for name, size in run.axes.items())
+        unknown = f" ({run.unknown})" if run.unknown else ""
+        what = f"{run.id}: {run.model.layers} layers of {run.model.hidden}, {run.tokens} tokens, {axes}{unknown}"
         figure = f"{one.seconds:.3f} s, published {run.measured_s:.3f} s: {one.error:+.0%}"
         rows.append(Row(what, figure, "within 25 %", abs(one.error) <= 0.25))
     return rows
