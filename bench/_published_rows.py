@@ -66,9 +66,10 @@ class Model:
 class Run:
     """One published run. `sequences`: of a step, all ranks; `microbatches`: one after another. `zero`: stage over dp, 0 for none.
 
-    `measured_s`: of a step. `uplink_gb_s`: GB/s of the one link that a box has to others, where it is not what the card's usual box has. `fused`: compiled, or kernels by hand that leave out what a compiler leaves out. `masters`: float32 copies of
-    parameters. `attention`: the kernel that the run used, see `ATTENTION`. `collectives`: how those of tensor parallelism run. `unknown`:
-    what of the configuration had to be assumed.
+    `measured_s`: of a step. `fused`: compiled, or kernels by hand that leave out what a compiler leaves out. `masters`: float32 copies of
+    parameters. `attention`: the kernel that the run used, see `TIMES_FLASH`. `collectives`: how those of tensor parallelism run.
+    `uplink_gb_s`: GB/s of the one link that a box has to others, where that is not the usual one. `unknown`: what of the configuration
+    had to be assumed.
     """
 
     id: str

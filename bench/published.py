@@ -45,7 +45,7 @@ import attrs
 
 from bench import Row, Section
 from bench._published_rows import HELD_OUT, OTHERS, RUNS, Run
-from bench._published_steps import FEW, Planned, machine, planned, whole_s
+from bench._published_steps import FEW, machine, planned, whole_s
 from colofunc.mesh import Rate, Topology
 from colofunc.mesh.curves import curves_of
 
@@ -84,14 +84,14 @@ def variants(run: Run) -> dict[str, Topology]:
     }
 
 
-def result(run: Run) -> tuple[Result, Planned]:
+def result(run: Run) -> Result:
     steps = planned(run)
     topology = machine(run)
     without = {term: steps.seconds(other) for term, other in variants(run).items()}
     without["fusion"] = steps.seconds(topology, False)
     few, more = (low.memory().peak_bytes["device"] for low in steps.lows)
     peak = few + (more - few) / (FEW[1] - FEW[0]) * (run.model.layers - FEW[0])
-    return Result(run, steps.seconds(topology), peak / 2**30, without), steps
+    return Result(run, steps.seconds(topology), peak / 2**30, without)
 
 
 def kendall(results: Sequence[Result]) -> tuple[int, int]:
@@ -129,7 +129,7 @@ def errors(results: Sequence[Result], term: str = "") -> tuple[float, float]:
 def bench() -> Section:
     results, rows = [], []
     for run in RUNS:
-        one, steps = result(run)
+        one = result(run)
         results.append(one)
         half = "calibrates" if run.calibrates else "tests"
         figure = f"{one.seconds:.3f} s, published {run.measured_s:.3f} s: {one.error:+.0%}"
@@ -141,8 +141,8 @@ def bench() -> Section:
             off = one.seconds / whole_s(run, machine(run)) - 1
             what = f"{run.id} from few layers / planned with all {run.model.layers}"
             rows.append(Row(what, f"{1 + off:.4f}", "within 1 %", abs(off) <= 0.01))
-    others = [result(run)[0] for run in OTHERS]
-    held = [result(run)[0] for run in HELD_OUT]
+    others = [result(run) for run in OTHERS]
+    held = [result(run) for run in HELD_OUT]
     sums = [*summary(results), sum_up(held, "rows held out"), sum_up(others, "rows of the table of P1 to P5")]
     return Section("Published runs", SETTING, [*sums, *ablation(results), *rows, *each(others), *each(held)])
 
