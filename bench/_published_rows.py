@@ -68,8 +68,8 @@ class Run:
 
     `measured_s`: of a step. `fused`: compiled, or kernels by hand that leave out what a compiler leaves out. `masters`: float32 copies of
     parameters. `attention`: the kernel that the run used, see `TIMES_FLASH`. `collectives`: how those of tensor parallelism run.
-    `uplink_gb_s`: GB/s of the one link that a box has to others, where that is not the usual one. `unknown`: what of the configuration
-    had to be assumed.
+    `uplink_gb_s`: GB/s of the one link that a box has to others, where that is not the usual one. `sums`: what gradients are summed in
+    between ranks, where there are masters. `unknown`: what of the configuration had to be assumed.
     """
 
     id: str
@@ -89,6 +89,7 @@ class Run:
     collectives: Collectives = "whole"
     peak_gib: float | None = None
     uplink_gb_s: float | None = None
+    sums: Literal["float32", "bfloat16"] = "float32"
     unknown: str = ""
 
     @property
@@ -157,8 +158,9 @@ RUNS: tuple[Run, ...] = (
     _titan("T34", L8, "8xa100-80g", {"dp": 64}, 64, 2973, 64, again="operators", fused=False),
     _titan("T35", L70, "8xa100-80g", {"dp": 64}, 64, 331, 64, again="full", fused=False),
     _titan("T42", L8, _TITAN_CARD, {"dp": 8}, 8, 6150, 8, again="operators", peak_gib=47.7, unknown="which H100: as the other rows"),
-    Run("K1", "K8", L8, "4xh200-hgx", {"dp": 1}, 4096, 8, 3.13, 2, again="full", masters=False, peak_gib=80.7),
-    Run("K2", "K8", L8, "4xh200-hgx", {"dp": 2}, 4096, 16, 3.50, 2, again="full", masters=False, peak_gib=62.4),
+    # The report says 4 rows in each of 2 microbatches; the commands of these two in its driver, mfu_bench.sh, say 2 in each of 4.
+    Run("K1", "K8", L8, "4xh200-hgx", {"dp": 1}, 4096, 8, 3.13, 4, again="full", masters=False, peak_gib=80.7),
+    Run("K2", "K8", L8, "4xh200-hgx", {"dp": 2}, 4096, 16, 3.50, 4, again="full", masters=False, peak_gib=62.4),
     Run("K3", "K8", L8, "4xh200-hgx", {"dp": 4}, 4096, 32, 3.36, 2, again="full", masters=False, peak_gib=61.1),
     Run("K10", "K15", K15, "4xh200-hgx", {"dp": 8}, 4096, 128, 14.81, 4, again="full", fused=False, masters=False, peak_gib=88.5),
     _kempner("K11", 2, 32, 4.79, 45.1),
@@ -223,6 +225,7 @@ def _kempner_held(id: str, model: Model, axes: dict[str, int], each: int, times:
 
 
 _EAGER = dict(fused=False)
+_IBM = dict(fused=False, sums="bfloat16")  # fms_fsdp/policies/mixed_precision.py@8ec8256 and pretraining/policies/ before it: `bfSixteen`
 
 HELD_OUT: tuple[Run, ...] = (
     _held("TA1", LLAMA2_13, "8xa100-80g", {"dp": 64}, 4096, 2, 2162, **_EAGER),
@@ -231,12 +234,12 @@ HELD_OUT: tuple[Run, ...] = (
     _held("TA4", LLAMA2_70, "8xa100-80g", {"dp": 64}, 4096, 1, 355, again="operators", **_EAGER),
     _held("TA5", LLAMA2_70, "8xa100-80g", {"dp": 64}, 4096, 2, 353, again="full", **_EAGER),
     _held("TH1", L405, _TITAN_CARD, {"dp": 16, "tp": 8}, 8192, 2, 109, again="full", **_EAGER),
-    _held("I1", LLAMA2_7, "8xa100-80g", {"dpo": 16, "dp": 8}, 4096, 2, 3760, uplink_gb_s=50, **_EAGER),
-    _held("I2", LLAMA2_13, "8xa100-80g", {"dpo": 16, "dp": 8}, 4096, 1, 1700, uplink_gb_s=50, **_EAGER),
-    _held("I3", CODE_LLAMA_34, "8xa100-80g", {"dp": 128}, 4096, 8, 772, again="full", uplink_gb_s=50, **_EAGER),
-    _held("I4", LLAMA2_70, "8xa100-80g", {"dp": 128}, 4096, 6, 380, again="full", uplink_gb_s=50, **_EAGER),
-    _held("IH1", CODE_LLAMA_34, "8xh100", {"dp": 96}, 4096, 2, 1550, again="full", uplink_gb_s=100, **_EAGER),
-    _held("IH2", LLAMA2_70, "8xh100", {"dp": 96}, 4096, 2, 800, again="full", uplink_gb_s=100, **_EAGER),
+    _held("I1", LLAMA2_7, "8xa100-80g", {"dpo": 16, "dp": 8}, 4096, 2, 3760, uplink_gb_s=50, **_IBM),
+    _held("I2", LLAMA2_13, "8xa100-80g", {"dpo": 16, "dp": 8}, 4096, 1, 1700, uplink_gb_s=50, **_IBM),
+    _held("I3", CODE_LLAMA_34, "8xa100-80g", {"dp": 128}, 4096, 8, 772, again="full", uplink_gb_s=50, **_IBM),
+    _held("I4", LLAMA2_70, "8xa100-80g", {"dp": 128}, 4096, 6, 380, again="full", uplink_gb_s=50, **_IBM),
+    _held("IH1", CODE_LLAMA_34, "8xh100", {"dp": 96}, 4096, 2, 1550, again="full", uplink_gb_s=100, **_IBM),
+    _held("IH2", LLAMA2_70, "8xh100", {"dp": 96}, 4096, 2, 800, again="full", uplink_gb_s=100, **_IBM),
     _mosaic_h100("MH1", _opt(24, 2048, 16, 50368), 8, 512, 56, 4, 52275),
     _mosaic_h100("MH2", _opt(32, 4096, 32, 50368), 8, 2048, 6, 1, 10643),
     _mosaic_h100("MH3", _opt(48, 7168, 56, 50368), 8, 2048, 3, 21, 2002, again="full"),

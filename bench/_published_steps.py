@@ -58,7 +58,7 @@ def lowered(run: Run, layers: int) -> Lowered:
     step_fn, _ = cf.train_step(model, opt)
     state = {"params": model.params, "buffers": model.buffers, "opt": opt.init(model.params)}
     step = cf.shard(step_fn, cf.Mesh(**run.axes, topology=machine(run)), *_plans(run), plugins=[colofunc_plugins])
-    step = cf.precision(step, "bf16") if run.masters else step
+    step = cf.precision(step, cf.Policy(compute="bf16", reduce=run.sums)) if run.masters else step
     step = cf.accumulate(step, microbatches=run.microbatches)
     policy = _policy(run)
     step = step if policy is None else cf.checkpoint(step, policy=policy, budget="10TiB")
