@@ -171,7 +171,7 @@ def test_a_mesh_has_as_many_devices(script):
         (["{}:step", "--disk", "2TB,7GB/s"], "--disk '2TB,7GB/s': write a size, or a size and the rates to read and to write at"),
         (["{}:step", "--disk", "2TB,fast,slow"], "--disk: 'fast' is no size"),
         (["{}:step", "--disk", "2TB", "--within", "checkpoint"], "--disk is of use to offload only"),
-        (["{}:step", "--device", "h100", "--within", "prayer"], "--within 'prayer' is nothing that may be done to meet a budget; transforms:"),
+        (["{}:step", "--device", "h100", "--within", "prayer"], "--within 'prayer' is nothing that may be done to meet a budget;"),
         (["{}:small", "--device", "h100", "--budget", "100B"], "no plan found within 100 B a rank"),
     ],
 )

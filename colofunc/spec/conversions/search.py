@@ -108,7 +108,9 @@ def _reducing(q: Question, steps: tuple[Step, ...]) -> tuple[Step, ...]:
             before = where if len(done) == 1 else done[-2][2]
             rest = tuple(k for k in last[1] if k not in who)
             between = tuple(before[k] if k in who else loc for k, loc in enumerate(after))
-            whole = ([("reduce_scatter", rest, between)] if rest else []) + [("all_reduce", who, after)]
+            whole: tuple[Step, ...] = (("all_reduce", who, after),)
+            if rest:
+                whole = (("reduce_scatter", rest, between), *whole)
             if _cost(q, before, whole)[0] <= _cost(q, before, (last, (kind, who, after)))[0] * (1 + ROUNDING):
                 done[-1:] = whole
                 continue
