@@ -15,7 +15,7 @@ the program, hence the same on all ranks.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 
 from colofunc.program.aliases import Aliases, aliases
@@ -41,22 +41,22 @@ def reduces_early(program: Program) -> Program:
 def _early(program: Program, gathered: bool = False) -> Program:
     made, readers = program.made_at, program.readers
     outputs = set(program.outputs)
-    chains: dict[int, list[int]] = {}  # last node of a chain that moves -> the chain, in its order
+    chains: list[list[int]] = []
     for index, node in enumerate(program.nodes):
         ends = _is_reduction(node) or (gathered and _is_move(node) and node.outs[0] in outputs)
         if not ends or not _only_reader(node, readers, outputs):
             continue
         chain = [index]
+        along = _goes_along if _is_reduction(node) else _is_move
         at = made.get(node.refs[0], -1)
-        while at >= 0 and _goes_along(program.nodes[at]) and _only_reader(program.nodes[at], readers, outputs):
+        while at >= 0 and along(program.nodes[at]) and _only_reader(program.nodes[at], readers, outputs):
             chain.insert(0, at)
             at = made.get(program.nodes[at].refs[0], -1)
-        chains.pop(made.get(node.refs[0], -1), None)  # that ended where this one goes on
-        chains[index] = chain
-    return program.reordered(program.nodes[k] for k in _order(program, chains.values()))
+        chains.append(chain)
+    return program.reordered(program.nodes[k] for k in _order(program, chains))
 
 
-def _order(program: Program, chains: Iterable[list[int]]) -> list[int]:
+def _order(program: Program, chains: Sequence[list[int]]) -> list[int]:
     """Each chain up to its first reduction goes behind its operand, a second one behind the operand of a later chain, and so on.
 
     A reduction of what another one delivers waits for it, and the device with it. So there has to be work in between: of later chains
