@@ -15,14 +15,16 @@ import colofunc_plugins
 import torch
 from colofunc_plugins import tensor, zero
 from colofunc_plugins.sequence import ring
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, NemotronConfig, NemotronForCausalLM, OPTConfig, OPTForCausalLM
 
 import colofunc as cf
 from bench._published_rows import TIMES_FLASH, Attention, Collectives, Model, Run
 from colofunc.compiler.lowered import Lowered
 from colofunc.executors.backend import ordered
 from colofunc.executors.fused import fused
-from colofunc.mesh import Topology
+from colofunc.mesh import Topology, resolve_topology
+from colofunc.mesh.attainable import attainable
+from colofunc.mesh.presets import ATTAINABLE
 from colofunc.planner.recompute.policies import Policy
 from colofunc.program.cost import collective_of, node_s
 from colofunc.program.facts import is_product
@@ -37,10 +39,13 @@ SAVED = ("q_proj", "v_proj", "gate_proj", "fc1", "down_proj", "fc2")
 
 def module_of(model: Model, layers: int, tokens: int) -> torch.nn.Module:
     with torch.device("meta"):
-        if model.gated:
+        if model.gated or model.kv_heads < model.heads:
             sizes = dict(hidden_size=model.hidden, intermediate_size=model.ffn, num_hidden_layers=layers, vocab_size=model.vocabulary)
             heads = dict(num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, max_position_embeddings=tokens)
-            return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=model.tied, use_cache=False))
+            more = dict(tie_word_embeddings=model.tied, use_cache=False)
+            if model.gated:
+                return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **more))
+            return NemotronForCausalLM(NemotronConfig(**sizes, **heads, **more))
         sizes = dict(hidden_size=model.hidden, ffn_dim=model.ffn, num_hidden_layers=layers, vocab_size=model.vocabulary)
         more = dict(num_attention_heads=model.heads, max_position_embeddings=tokens, word_embed_proj_dim=model.hidden, dropout=0.0)
         return OPTForCausalLM(OPTConfig(**sizes, **more, use_cache=False))
@@ -52,8 +57,8 @@ def lowered(run: Run, layers: int) -> Lowered:
     model, opt = cf.functional(module if run.masters else module.to(torch.bfloat16)), cf.adapt(torch.optim.AdamW, lr=1e-4)
     step_fn, _ = cf.train_step(model, opt)
     state = {"params": model.params, "buffers": model.buffers, "opt": opt.init(model.params)}
-    step = cf.shard(step_fn, cf.Mesh(**run.axes, topology=f"{run.topology}:attainable"), *_plans(run), plugins=[colofunc_plugins])
-    step = cf.precision(step, "bf16") if run.masters else step
+    step = cf.shard(step_fn, cf.Mesh(**run.axes, topology=machine(run)), *_plans(run), plugins=[colofunc_plugins])
+    step = cf.precision(step, cf.Policy(compute="bf16", reduce=run.sums)) if run.masters else step
     step = cf.accumulate(step, microbatches=run.microbatches)
     policy = _policy(run)
     step = step if policy is None else cf.checkpoint(step, policy=policy, budget="10TiB")
@@ -61,11 +66,21 @@ def lowered(run: Run, layers: int) -> Lowered:
     return step.lower(state, {"input_ids": ids, "labels": ids})
 
 
+def machine(run: Run, is_sheet: bool = False) -> Topology:
+    """What a run was on, by what programs attain of it, or by its data sheet."""
+    sheet = resolve_topology(run.topology)
+    if run.uplink_gb_s is not None:
+        *inner, outer = sheet.levels
+        link = attrs.evolve(outer, bandwidth_bytes_per_s=1e9 * run.uplink_gb_s, sharing="uplink")
+        sheet = attrs.evolve(sheet, levels=(*inner, link))
+    return sheet if is_sheet else attrs.evolve(attainable(sheet), name=run.topology + ATTAINABLE)
+
+
 def _plans(run: Run) -> list[Any]:
     plans: list[Any] = []
     if run.zero and run.axes.get("dp", 1) > 1:
         copies = "dpo" if "dpo" in run.axes else ()
-        plans.append(zero(3, "dp", regather=True) if run.zero == 3 else zero(run.zero, "dp", replicate=copies))
+        plans.append(zero(3, "dp", replicate=copies, regather=True) if run.zero == 3 else zero(run.zero, "dp", replicate=copies))
     if run.axes.get("tp", 1) > 1:
         plans.append(tensor("1d", "tp", sequence=True))
     if run.axes.get("cp", 1) > 1:

@@ -93,7 +93,7 @@ def plan(
     picture: Annotated[str, typer.Option(help="draw memory and lanes to this file (.png, .svg, .pdf)")] = "",
     trace: Annotated[str, typer.Option(help="write a Chrome trace to this .json file")] = "",
     save: Annotated[str, typer.Option(help="write the plan to this .json file, for step.with_plan")] = "",
-    rows: Annotated[int, typer.Option(help="how many of the dearest decisions to show")] = 12,
+    rows: Annotated[int, typer.Option(min=0, help="how many of the dearest decisions to show")] = 12,
 ) -> None:
     """Trace and plan a step for a machine that need not be here: what was decided and why, its memory and its seconds."""
     console = Console() if sys.stdout.isatty() else Console(width=180)
@@ -250,6 +250,8 @@ def axes_of(text: str) -> dict[str, int]:
         name, equals, size = part.partition("=")
         if part and (not equals or not size.lstrip("-").isdigit()):
             raise MeshError(f"--mesh {text!r}: {part!r} is no axis with a size; write dp=2,tp=4")
+        if name in axes:
+            raise MeshError(f"--mesh {text!r} names axis {name!r} twice, with {axes[name]} and {size}; write it once")
         if part:
             axes[name] = int(size)
     return axes
@@ -324,6 +326,8 @@ def _with_disk(topology: Topology, disk: str) -> Topology:
 
 def in_stages(step: Any, axes: dict[str, int], ranks: int, schedule: str, microbatches: str) -> tuple[Any, dict[str, int]]:
     """The step as a pipeline on an axis `pp` in front of the mesh's others, as the options say. ranks: 0 for none."""
+    if ranks < 0:
+        raise InputError(f"--pp {ranks} is no number of ranks; write how many a pipeline has, such as --pp 4, or leave it out")
     if not ranks:
         if schedule or microbatches:
             option = f"--schedule {schedule}" if schedule else f"--microbatches {microbatches}"
@@ -348,8 +352,8 @@ def _number(microbatches: str, default: int) -> int | str:
     """Of microbatches, or "auto"."""
     if not microbatches:
         return default
-    if microbatches != AUTO and not microbatches.isdecimal():
-        raise InputError(f"--microbatches {microbatches!r}: write a number of microbatches, or auto")
+    if microbatches != AUTO and (not microbatches.isdecimal() or not int(microbatches)):
+        raise InputError(f"--microbatches {microbatches!r}: write a number of microbatches above 0, such as {default}, or auto")
     return microbatches if microbatches == AUTO else int(microbatches)
 
 
@@ -357,7 +361,7 @@ def placed(step: Any, axes: dict[str, int], on: Callable[[Mesh], Mesh], within: 
     """The step on the machine, with what may be done to meet the budget, where it does not say so itself."""
     for name in within:
         if name not in MOVES:
-            raise InputError(f"--within {name!r}{near(name, MOVES, 'transforms')}")
+            raise InputError(f"--within {name!r} is nothing that may be done to meet a budget{near(name, MOVES, 'transforms')}")
     if disk and "offload" not in within and not (isinstance(step, Staged) and step.transform("offload")):
         raise InputError("--disk is of use to offload only; leave --within out, or write --within offload")
     sharded = step.transform("shard") if isinstance(step, Staged) else None

@@ -87,6 +87,20 @@ def test_reductions_follow_their_operands_and_nothing_else_moves():
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.parametrize(("rows", "wanted"), [(1 << 18, "relu reduce_scatter relu reduce_scatter all_reduce relu all_reduce"),
+                                              (4, "relu reduce_scatter relu reduce_scatter relu all_reduce all_reduce")])  # fmt: skip
+def test_a_second_reduction_waits_beside_the_work_of_the_next_gradient(rows: int, wanted: str):
+    nodes = [
+        ("aten.relu.default", (R(0),), (1,)),
+        ("aten.relu.default", (R(0),), (2,)),
+        ("aten.relu.default", (R(0),), (3,)),
+        *(("colofunc.reduce_scatter", (R(k), ("dp",), 2, "sum"), (k + 3,)) for k in (1, 2)),
+        *(("colofunc.all_reduce", (R(k), ("tp",), 2, "sum"), (k + 2,)) for k in (4, 5)),
+    ]
+    p = program([0], nodes, [6, 7, 3], [(2, rows)] * 4 + [(rows,)] * 4)
+    assert targets(reduces_early(p)) == wanted.split()  # small ones go together at the end; behind the last gradient comes no other
+
+
 def test_updates_run_behind_the_next_collectives_but_before_readers():
     nodes = [
         ("colofunc.all_reduce", (R(0), ("dp",), 2, "sum"), (4,)),

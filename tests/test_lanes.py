@@ -10,7 +10,7 @@ from test_executors import R, program
 
 import colofunc as cf
 from colofunc.pictures import memory_picture, unrolled
-from colofunc.program.lanes import chrome_trace, lanes
+from colofunc.program.lanes import Busy, Lanes, chrome_trace, lanes
 from colofunc.testing import programs
 
 MESH = cf.Mesh(dp=2, topology="2xa100-40g")
@@ -145,6 +145,16 @@ def test_a_trace_has_every_operator_and_the_peak():
     assert sum(e["ph"] == "X" for e in events) == len(found.busy)
     assert max(sum(e["args"].values()) for e in events if e["ph"] == "C") == report.peak_bytes["device"]
     assert {e["args"]["name"] for e in events if e["ph"] == "M"} > {"compute", "collectives", "to device", "to host", "host"}
+
+
+def test_collectives_that_overlap_are_drawn_in_rows_of_their_own():
+    low = lowered()
+    node, report = low.lanes().busy[0].node, low.memory()
+    spans = [("compute", 0, 4), ("collectives", 0, 2), ("collectives", 1, 3), ("collectives", 2, 4), ("collectives", 3, 4)]
+    busy = tuple(Busy(lane, start, end, "x", k, node) for k, (lane, start, end) in enumerate(spans))
+    events = chrome_trace(Lanes(busy, (0.0,), 4.0), report, "here")["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+    assert [names[e["tid"]] for e in events if e["ph"] == "X"] == ["compute"] + ["collectives", "collectives 2"] * 2
 
 
 def test_pictures_are_drawn_and_say_the_budget(tmp_path):

@@ -364,6 +364,8 @@ def test_groups_share_the_uplink_of_their_node() -> None:
     # A ring shift crosses a node boundary once per group: 8 groups, 4 groups, 1 group.
     shift = [mesh.alpha_beta("permute", axes)[1] for axes in beta]
     assert shift == pytest.approx([8 / 50e9, 4 / 50e9, 1 / 50e9])
+    # Where axes take each other's place all eight cross.
+    assert [mesh.alpha_beta("exchange", axes)[1] for axes in beta] == pytest.approx([8 / 50e9] * 3)
 
 
 def test_ranks_of_a_cpu_box_share_its_memory() -> None:

@@ -121,7 +121,7 @@ def test_names_of_plugins_come_first() -> None:
         ("0xh100", "no topology '0xh100'"),
         ("", "no topology ''"),
         (3, "topology is 3; give a name, a path or a Topology"),
-        ("nowhere/box.json", "cannot read topology file 'nowhere/box.json': No such file or directory"),
+        ("nowhere/box.json", "cannot read topology file 'nowhere/box.json': No such file or directory; name a file that is there, or"),
     ],
 )
 def test_unknown_names_say_what_is_near(name: str, message: str) -> None:

@@ -39,11 +39,19 @@ class CardMemory:
     def fits(self) -> bool:
         return self.needed_bytes <= self.total_bytes
 
+    @property
+    def budget_bytes(self) -> int:
+        """What a plan may hold that keeps to a budget, so that it fits with all that is beside it."""
+        _, *stated = self.parts
+        return (self.total_bytes - sum(nbytes for _, nbytes in stated)) * TIGHT_FRAGMENTS // FRAGMENTS
+
     def lines(self) -> tuple[str, ...]:
         """A line a part, then the sum beside what the card has."""
         rows = [("tensors alive at the peak", self.alive_bytes), *self.parts]
         spare_bytes = self.total_bytes - self.needed_bytes
-        verdict = f"{size_text(spare_bytes)} to spare" if self.fits else f"{size_text(-spare_bytes)} more than it has: this is no fit"
+        verdict = f"{size_text(spare_bytes)} to spare"
+        if not self.fits:
+            verdict = f"{size_text(-spare_bytes)} more than it has: this is no fit. Try: a budget of {size_text(self.budget_bytes)}"
         return (
             f"on a card of {size_text(self.total_bytes)}:",
             *(f"  {words:<52} {size_text(nbytes):>10}" for words, nbytes in rows),

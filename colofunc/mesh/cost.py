@@ -15,7 +15,8 @@ fractions of peers that are new at each level.
 Note [Contention]. SPMD: all groups of a collective run at once. A "device" link is each device's own. An "uplink"
 carries the traffic of all devices of its inner domain. A "medium" carries that of all devices of its domain. Links in
 "pairs" lead from each device to each other one: two of four devices use a third of theirs.
-A permute is priced as a ring shift: of each group only one rank in an inner domain crosses its uplink.
+A permute is priced as a ring shift: of each group only one rank in an inner domain crosses its uplink. An exchange is a permute by any
+other table, such as one between two axes that take each other's place: all ranks of an inner domain cross.
 
 Source: alpha-beta model (Hockney 1994); Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication
 Operations in MPICH", 2005, for the byte counts.
@@ -32,6 +33,9 @@ from numpy.typing import NDArray
 
 from colofunc.errors import MeshError, TopologyError, near
 from colofunc.mesh.topology import KINDS, Level, Topology
+
+EXCHANGE = "exchange"
+"""How a permute is asked for that is no ring shift. See Note [Contention]."""
 
 Group = tuple[int, ...]
 Stage = Callable[[str, tuple[str, int]], tuple[float, float] | None]
@@ -54,7 +58,7 @@ def check_kind(kind: str) -> str:
     """The kind of a collective that a cost is that of, or an error with near names: a send costs what a permutation does, one message."""
     if kind == "send":
         return "permute"
-    if kind not in KINDS:
+    if kind not in KINDS and kind != EXCHANGE:
         raise MeshError(f"no collective {kind!r}{near(kind, KINDS, 'collectives')}")
     return kind
 
@@ -68,7 +72,7 @@ def wire_bytes(kind: str, nbytes: int, n: int) -> int:
     kind = check_kind(kind)
     if n <= 1:
         return 0
-    if kind == "permute":
+    if kind in ("permute", EXCHANGE):
         return nbytes
     times = 2 if kind == "all_reduce" else 1
     return -(-times * (n - 1) * nbytes // n)
@@ -137,7 +141,7 @@ def _group_cost(
     outside, near_ranks, inner_size = n, 1, 1  # domains one level further in, its ranks per domain, its size
     for level, (d, ranks) in zip(levels, domains, strict=True):
         if d < outside:
-            if kind == "permute":  # only the outermost crossing counts: the slowest rank decides
+            if kind in ("permute", EXCHANGE):  # only the outermost crossing counts: the slowest rank decides
                 messages, share = 1, 1.0
                 alpha_s = beta_s = 0.0
             elif kind == "all_to_all":
@@ -146,7 +150,7 @@ def _group_cost(
                 messages, share = math.ceil(outside / d) - 1, (outside - d) / n
             together: float = _together(level, inner_size, mesh_size)
             if level.sharing == "pairs" and level.size is not None:  # of links to as many others, those to peers are of use
-                together = (level.size - 1) / (1 if kind == "permute" else max(1, ranks - 1))
+                together = (level.size - 1) / (1 if kind in ("permute", EXCHANGE) else max(1, ranks - 1))
             if kind == "permute" and level.sharing == "uplink":
                 together = max(1, together // near_ranks)
             alpha_s += messages * level.latency_s

@@ -301,8 +301,8 @@ class Mesh:
     def collective_s(self, kind: str, nbytes: float, axes: Iterable[str]) -> float:
         """Seconds of a collective that every group over `axes` runs at once.
 
-        kind: all_gather, reduce_scatter, all_reduce, all_to_all, permute. nbytes: of the group's full buffer for the
-        first three (output, input, either), of the local buffer for the last two.
+        kind: all_gather, reduce_scatter, all_reduce, all_to_all, permute (a ring shift), exchange (any other permute). nbytes: of the
+        group's full buffer for the first three (output, input, either), of the local buffer for the others.
         """
         alpha_s, beta_s = self.alpha_beta(kind, axes)
         return alpha_s + beta_s * nbytes if nbytes else 0.0
@@ -367,7 +367,8 @@ class Mesh:
         spanned = [(name, self.part_size(name)) for name in self.ordered(axes) if self.part_size(name) > 1]
         if not spanned:
             return 0.0, 0.0
-        measured = cost.measured_alpha_beta(self._measured, kind, spanned) if self.topology.measured else None
+        measured_as = "permute" if kind == cost.EXCHANGE else kind
+        measured = cost.measured_alpha_beta(self._measured, measured_as, spanned) if self.topology.measured else None
         if measured is not None:
             return measured
         return self._of_links(kind, tuple(name for name, _ in spanned))

@@ -322,7 +322,8 @@ class Topology:
         try:
             data = untrusted.read_json(where)
         except OSError as error:
-            raise TopologyError(f"cannot read topology file {str(path)!r}: {error.strerror or error}") from error
+            way = "name a file that is there, or a machine such as 8xh100"
+            raise TopologyError(f"cannot read topology file {str(path)!r}: {error.strerror or error}; {way}") from error
         except ValueError as error:
             raise TopologyError(f"topology file {str(path)!r} cannot be used: {error}") from error
         try:

@@ -38,6 +38,7 @@ from colofunc.spec.parts import holds
 TRACE_MARK = "colofunc_trace"  # in files of traces, near their beginning
 Seconds = Callable[[Node, Mapping[int, Value]], float]
 LANES = ("compute", "collectives", "to device", "to host", "host", "disk")
+ROUNDING_S = 1e-9  # trips of a loop begin where one ends, up to this
 COPY_LANES = frozenset({"to device", "to host", "disk"})
 
 
@@ -398,13 +399,17 @@ def _touched(node: Node, values: Mapping[int, Value]) -> int:
 def chrome_trace(played: Lanes, report: MemoryReport, words: str) -> dict[str, Any]:
     """Events of every lane, and the bytes of each kind as counters."""
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": words}}]
-    for tid, lane in enumerate(LANES):
-        events.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": lane}})
-    for busy in played.busy:
+    rows = _rows(played.busy)
+    drawn = sorted({*((lane, 0) for lane in LANES), *rows}, key=lambda row: (row[1], LANES.index(row[0])))
+    tids = {row: tid for tid, row in enumerate(drawn)}
+    for (lane, copy), tid in tids.items():
+        name = f"{lane} {copy + 1}" if copy else lane
+        events.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}})
+    for busy, row in zip(played.busy, rows, strict=True):
         node = busy.node
         where = {"module": node.path, "phase": node.phase, "line": node.line, "note": node.note, "position": busy.index}
         events.append(
-            {"ph": "X", "pid": 0, "tid": LANES.index(busy.lane), "name": busy.label, "cat": node.phase, "args": where}
+            {"ph": "X", "pid": 0, "tid": tids[row], "name": busy.label, "cat": node.phase, "args": where}
             | {"ts": 1e6 * busy.start_s, "dur": 1e6 * (busy.end_s - busy.start_s)}
         )
     for tier, kinds in report.by_kind.items():
@@ -417,6 +422,19 @@ def chrome_trace(played: Lanes, report: MemoryReport, words: str) -> dict[str, A
                 events.append({"ph": "C", "pid": 0, "name": f"{tier} bytes", "ts": 1e6 * start_s, "args": args})
             before = now
     return trace_of(events, words)
+
+
+def _rows(some: Sequence[Busy]) -> list[tuple[str, int]]:
+    """(lane, number) of the row in which each is drawn: collectives over other links run beside one another, each in a row of its own."""
+    rows: list[tuple[str, int]] = [("", 0)] * len(some)
+    ends: dict[str, list[float]] = {}  # lane -> when each of its rows is free
+    for k in sorted(range(len(some)), key=lambda k: some[k].start_s):
+        busy = some[k]
+        free = ends.setdefault(busy.lane, [])
+        number = next((n for n, end_s in enumerate(free) if end_s <= busy.start_s + ROUNDING_S), len(free))
+        free[number : number + 1] = [busy.end_s]
+        rows[k] = busy.lane, number
+    return rows
 
 
 def trace_of(events: list[dict[str, Any]], words: str) -> dict[str, Any]:

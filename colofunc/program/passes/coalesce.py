@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from colofunc.program.aliases import Aliases, aliases
 from colofunc.program.facts import is_wire, kind_of, may_alias, written
@@ -24,6 +25,9 @@ from colofunc.program.passes.loop import within
 from colofunc.program.passes.schedule import next_of_kind
 
 _REDUCES = frozenset({"reduce_scatter", "all_reduce"})
+ALONE_BYTES = 1 << 20
+"""Of an operand whose second reduction moves up. A smaller one's first is queued behind others for longer than it takes, and small ones
+that are left to the end go together (`passes.buckets`)."""
 
 
 def reduces_early(program: Program) -> Program:
@@ -37,21 +41,59 @@ def reduces_early(program: Program) -> Program:
 def _early(program: Program, gathered: bool = False) -> Program:
     made, readers = program.made_at, program.readers
     outputs = set(program.outputs)
-    behind: dict[int, int] = {}  # node that moves -> the node it stands behind
+    chains: list[list[int]] = []
     for index, node in enumerate(program.nodes):
-        ends = (kind_of(node) or ("", False))[0] in _REDUCES or (gathered and _is_move(node) and node.outs[0] in outputs)
+        ends = _is_reduction(node) or (gathered and _is_move(node) and node.outs[0] in outputs)
         if not ends or not _only_reader(node, readers, outputs):
             continue
         chain = [index]
+        along = _goes_along if _is_reduction(node) else _is_move
         at = made.get(node.refs[0], -1)
-        while at >= 0 and _is_move(program.nodes[at]) and _only_reader(program.nodes[at], readers, outputs):
-            chain.append(at)
+        while at >= 0 and along(program.nodes[at]) and _only_reader(program.nodes[at], readers, outputs):
+            chain.insert(0, at)
             at = made.get(program.nodes[at].refs[0], -1)
-        for k in chain:
-            behind[k] = at
-    # In the order of what they stand behind; a chain keeps its own order.
-    order = sorted(range(len(program.nodes)), key=lambda k: (behind.get(k, k), k in behind, k))
-    return program.reordered(program.nodes[k] for k in order)
+        chains.append(chain)
+    return program.reordered(program.nodes[k] for k in _order(program, chains))
+
+
+def _order(program: Program, chains: Sequence[list[int]]) -> list[int]:
+    """Each chain up to its first reduction goes behind its operand, a second one behind the operand of a later chain, and so on.
+
+    A reduction of what another one delivers waits for it, and the device with it. So there has to be work in between: of later chains
+    those count whose operand is at least half as large, such as another weight's and not that of the bias beside it.
+    """
+    operands = {chain[0]: program.nodes[chain[0]].refs[0] for chain in chains}
+    behind = sorted((program.made_at.get(id, -1), program.values[id].nbytes) for id in operands.values())
+    place = {k: (k, 0, k) for k in range(len(program.nodes))}  # in the order of what nodes stand behind
+    for chain in chains:
+        operand = operands[chain[0]]
+        at, nbytes = program.made_at.get(operand, -1), program.values[operand].nbytes
+        for many, part in enumerate(_parts(program, chain)):
+            if many:
+                later = (other for other, size in behind[bisect_right(behind, (at, inf)) :] if 2 * size >= nbytes)
+                at = next(later, part[0]) if nbytes >= ALONE_BYTES else part[0]
+            if at < part[0]:
+                place.update({k: (at, 1 + many, k) for k in part})
+    return sorted(place, key=lambda k: place[k])
+
+
+def _parts(program: Program, chain: Sequence[int]) -> list[list[int]]:
+    """A chain behind each of its reductions."""
+    parts: list[list[int]] = [[]]
+    for k in chain:
+        parts[-1].append(k)
+        if _is_reduction(program.nodes[k]):
+            parts.append([])
+    return [part for part in parts if part]
+
+
+def _is_reduction(node: Node) -> bool:
+    return (kind_of(node) or ("", False))[0] in _REDUCES
+
+
+def _goes_along(node: Node) -> bool:
+    """Whether a node in front of a reduction moves up with it: what prepares it, and another one, as where ranks in a box sum first."""
+    return _is_move(node) or _is_reduction(node)
 
 
 def _is_move(node: Node) -> bool:

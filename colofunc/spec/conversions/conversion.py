@@ -26,6 +26,7 @@ import attrs
 
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh, wire_bytes
+from colofunc.mesh.cost import EXCHANGE
 from colofunc.spec.conversions.lower import Move, fuse_steps, lower
 from colofunc.spec.conversions.moves import FREE, Step
 from colofunc.spec.conversions.normal import Curve, curve_of, is_free, normal
@@ -217,5 +218,6 @@ def _solve(puzzle: Puzzle, src: Layout, dst: Layout, mesh: Mesh, itemsize: int, 
         held, count = after, count + 1
         if kind not in FREE:
             wire += wire_bytes(kind, nbytes, prod(puzzle.parts[k].size for k in who))
-            cost_s += mesh.collective_s(kind, nbytes, tuple(puzzle.parts[k].name for k in who))
+            priced = EXCHANGE if kind == "permute" else kind
+            cost_s += mesh.collective_s(priced, nbytes, tuple(puzzle.parts[k].name for k in who))
     return _Route((_Leg(src, dst, puzzle, tuple(steps)),), cost_s, wire, count)

@@ -30,6 +30,7 @@ from math import prod
 import attrs
 
 from colofunc.mesh import KINDS, Mesh
+from colofunc.mesh.cost import EXCHANGE
 from colofunc.spec.conversions.moves import FREE, MOST_SEARCHED_WHOLE, Piece, Step, moves_from
 from colofunc.spec.conversions.refine import COPY, Locations
 
@@ -43,6 +44,9 @@ HASTE_BESIDE_KNOWN = 2.0
 # A way that is known is kept where there are more pieces: each state has thousands of moves then, and searches found none cheaper in the
 # plans of LLaMA-3 70B on 1,024 ranks and of four layers of 8B on 512.
 MOST_SEARCHED_BESIDE_KNOWN = 6
+
+# Of sums of seconds: ways that are closer cost the same.
+ROUNDING = 1e-9
 
 Cost = tuple[float, float, int]
 
@@ -68,7 +72,8 @@ _PRICES: dict[tuple[object, ...], Prices] = {}
 def prices(mesh: Mesh | None, names: tuple[str, ...]) -> Prices:
     """Prices over parts of axes with these names; without a mesh communication is free and only bytes count."""
     sets = [tuple(sorted(name for k, name in enumerate(names) if bits >> k & 1)) for bits in range(1 << len(names))]  # a mesh knows them so
-    table = tuple(tuple((0.0, 0.0) if mesh is None else mesh.alpha_beta(kind, some) for some in sets) for kind in KINDS)
+    kinds = [EXCHANGE if kind == "permute" else kind for kind in KINDS]  # pieces take one another's place
+    table = tuple(tuple((0.0, 0.0) if mesh is None else mesh.alpha_beta(kind, some) for some in sets) for kind in kinds)
     return _PRICES.setdefault(table, Prices(table))
 
 
@@ -85,6 +90,35 @@ class Question:
 @lru_cache(maxsize=1 << 16)
 def answer(q: Question) -> tuple[Step, ...] | None:
     """The cheapest steps from start to goal that are found; None where the peak limit leaves no way."""
+    found = _found(q)
+    return found if found is None or q.limit is not None else _reducing(q, found)
+
+
+def _reducing(q: Question, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The same with an all-reduce in place of a gather of what a reduce-scatter has just split, where that costs no more.
+
+    Both ways receive the same bytes, so which of them the search finds is a matter of rounding. What only reduces runs where its operand
+    was made (`passes.coalesce`), beside the rest of backward; a gather would be left for the reader, with nothing to hide behind.
+    """
+    done: list[Step] = []
+    where = tuple(p.start for p in q.pieces)
+    for kind, who, after in steps:
+        last = done[-1] if done else None
+        if kind == "all_gather" and last is not None and last[0] == "reduce_scatter" and set(who) <= set(last[1]):
+            before = where if len(done) == 1 else done[-2][2]
+            rest = tuple(k for k in last[1] if k not in who)
+            between = tuple(before[k] if k in who else loc for k, loc in enumerate(after))
+            whole: tuple[Step, ...] = (("all_reduce", who, after),)
+            if rest:
+                whole = (("reduce_scatter", rest, between), *whole)
+            if _cost(q, before, whole)[0] <= _cost(q, before, (last, (kind, who, after)))[0] * (1 + ROUNDING):
+                done[-1:] = whole
+                continue
+        done.append((kind, who, after))
+    return tuple(done)
+
+
+def _found(q: Question) -> tuple[Step, ...] | None:
     start = tuple(p.start for p in q.pieces)
     goal = tuple(p.goal for p in q.pieces)
     if len(q.pieces) <= MOST_SEARCHED_WHOLE:
