@@ -192,7 +192,7 @@ class Deciding:
         return fitted or leanest
 
     def every(self, price_s: float | None) -> Iterator[Proposed[Choice]]:
-        """All; or some, as `sharding.enumeration.others` finds them."""
+        """All; or some, as `sharding.enumeration.more_choices` finds them."""
         some: list[Choice] = []
         if price_s is None and self.room:
             some = list(self.roomy())

@@ -42,18 +42,22 @@ from colofunc.spec.rules import rule_for, strategies_for
 from colofunc.spec.strategies import FREE, enumerate_strategies, follow, replicated_strategy
 
 Shards = list[torch.Tensor]
+
 _MASKS = (torch.bool, torch.uint8)
+"""Dtypes of indices that are masks."""
+
 _WRITES_AT = frozenset({torch.ops.aten.index_put, torch.ops.aten.index_put_})
+"""Operators that write at indices; the last of their tensors is what they write."""
 
 
 @lru_cache(maxsize=1 << 14)
 def _conversion_program(src: Layout, dst: Layout, mesh: Mesh, dtype: torch.dtype) -> Program:
     values = {0: Value(0, src.local_shape, dtype, layout=src)}
     nodes = []
+    note = f"{src.text()} -> {dst.text()}"
     for move in conversion(src, dst, mesh, dtype.itemsize).moves:
         id = len(values)
         values[id] = Value(id, move.local_shape, dtype, layout=move.layout)
-        note = f"{src.text()} -> {dst.text()}"
         nodes.append(Node(f"colofunc.{move.target}", (Ref(id - 1), *move.args), (), (id,), note=note, on=move.on))
     return Program((0,), tuple(nodes), (len(values) - 1,), values, stage="local")
 
@@ -72,25 +76,26 @@ def convert_shards(shards: Shards, src: Layout, dst: Layout, mesh: Mesh, backend
         if backend.watch is not None:
             meet(backend.watch, f"{what} of a DTensor {src.shape} {src.text()!r}")
         shards = to_compute(shards, device_of(mesh))
-    made = backend.run(program, mesh, [shards])[0]
+    parts = backend.run(program, mesh, [shards])[0]
     if dst.at is not None:
-        made = [x if holds(dst.at, mesh, rank) else x.new_empty(0) for rank, x in zip(backend.ranks(mesh), made, strict=True)]
-    return settled(made, wanted, mesh)
+        there = [holds(dst.at, mesh, rank) for rank in backend.ranks(mesh)]
+        parts = [part if exists else part.new_empty(0) for part, exists in zip(parts, there, strict=True)]
+    return settled(parts, wanted, mesh)
 
 
 def settled(shards: Shards, layout: Layout, mesh: Mesh) -> Shards:
     """Parts in the memory that their layout says, beside the device on which steps on the mesh run."""
     device = device_of(mesh)
-    moved = {id(x): in_tier(x, layout.tier, device) for x in shards}
-    return [moved[id(x)] for x in shards]
+    moved = {id(shard): in_tier(shard, layout.tier, device) for shard in shards}
+    return [moved[id(shard)] for shard in shards]
 
 
 def to_compute(shards: Shards, device: torch.device) -> Shards:
     """Parts where operators and NCCL take them. Ranks that share a part go on sharing it."""
     if device.type == "cpu":
         return shards
-    moved = {id(x): in_tier(in_memory(x), "device", device) for x in shards}
-    return [moved[id(x)] for x in shards]
+    moved = {id(shard): in_tier(in_memory(shard), "device", device) for shard in shards}
+    return [moved[id(shard)] for shard in shards]
 
 
 @attrs.frozen
@@ -109,25 +114,31 @@ def run_eager(func: Any, leaves: Sequence[Any], tree: Any, mesh: Mesh, backend: 
     result 0 is what the first argument is to become.
     """
     plain = functional(func) if written_argument(func) else func
-    operands = [x for x in leaves if isinstance(x, cls)]
-    key = tuple(("T", tuple(x.shape), x.dtype) if isinstance(x, cls) else x for x in leaves)
-    eager = _lowered(plain, _Leaves(key), tree, tuple(x.sharding for x in operands), mesh, KERNELS.get(target_of(plain)))
+    operands = [leaf for leaf in leaves if isinstance(leaf, cls)]
+    layouts = tuple(operand.sharding for operand in operands)
+    described = tuple(TensorType(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, cls) else leaf for leaf in leaves)
+    eager = _lowered(plain, _Leaves(described), tree, layouts, mesh, KERNELS.get(target_of(plain)))
     if backend.watch is not None and has_wires(eager.program):
-        meet(backend.watch, f"{target_of(plain)} of a DTensor {operands[0].sharding.shape} {operands[0].sharding.text()!r}")
+        meet(backend.watch, f"{target_of(plain)} of a DTensor {layouts[0].shape} {layouts[0].text()!r}")
     device = device_of(mesh)
-    outs = iter(backend.run(eager.program, mesh, [to_compute(x.parts, device) for x in operands]))
-    results: list[Any] = [None if layout is None else (next(outs), layout) for layout in eager.layouts]
+    outs = iter(backend.run(eager.program, mesh, [to_compute(operand.parts, device) for operand in operands]))
+    results: list[Any] = []
+    for layout in eager.layouts:
+        results.append(None if layout is None else (next(outs), layout))
     return results, eager.tree
 
 
 class _Leaves:
-    """Flat arguments as a cache key (some, like lists, are unhashable by themselves: compared by their repr)."""
+    """Flat arguments as a cache key, a `TensorType` in place of each operand.
+
+    Others are compared by their repr: some are unhashable, and True, 1 and 1.0 are not the same argument.
+    """
 
     __slots__ = ("key", "leaves")
 
     def __init__(self, leaves: tuple[Any, ...]) -> None:
         self.leaves = leaves
-        self.key = tuple(x if isinstance(x, tuple) else (type(x), repr(x)) for x in leaves)
+        self.key = tuple(leaf if isinstance(leaf, TensorType) else (type(leaf), repr(leaf)) for leaf in leaves)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Leaves) and self.key == other.key
@@ -139,31 +150,40 @@ class _Leaves:
 @lru_cache(maxsize=4096)
 def written_argument(func: Any) -> bool:
     """Whether an operator such as `add_` writes to its first argument; refuses other mutation."""
-    written = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    arguments = func._schema.arguments
+    written = [argument.name for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write]
     if not written:
         return False
-    first = func._schema.arguments[0]
-    if len(written) > 1 or written[0].name != first.name or str(first.type) != "Tensor":
+    first = arguments[0]
+    if written != [first.name] or str(first.type) != "Tensor":
         raise InputError(
-            f"{func} writes to {', '.join(repr(a.name) for a in written)}, which DTensors do not do outside a step; use the "
+            f"{func} writes to {', '.join(map(repr, written))}, which DTensors do not do outside a step; use the "
             "operator that returns new tensors (optimizers: foreach=False, fused=False)"
         )
     return True
 
 
 def check_shape_known(func: Any, leaves: Sequence[Any]) -> None:
-    """Refuse operators whose result, or the shape of an operand, follows from data."""
+    """Raise InputError of operators whose result, or the shape of an operand, follows from data."""
     packet = func.overloadpacket
     if packet is torch.ops.aten.index or packet in _WRITES_AT:
-        tensors = [x for x in leaves[1:] if isinstance(x, torch.Tensor)]
-        masked = any(x.dtype in _MASKS for x in (tensors[:-1] if packet in _WRITES_AT else tensors))
-        if masked and (packet not in _WRITES_AT or tensors[-1].numel() > 1):
+        if _counts_mask(packet, leaves):
             raise InputError(
                 "indexing a DTensor with a mask takes or wants as many elements as the mask has, which is known only from data; "
                 "keep the shape with torch.where(mask, x, y), or take x.full()[mask]"
             )
     elif torch.Tag.dynamic_output_shape in func.tags:
         raise InputError(f"{target_of(func)} on a DTensor makes a result whose shape depends on data; ask it of x.full()")
+
+
+def _counts_mask(packet: Any, leaves: Sequence[Any]) -> bool:
+    """Whether an operator at indices has a mask among them, and as many elements to take or write as the mask has."""
+    indices = [leaf for leaf in leaves[1:] if isinstance(leaf, torch.Tensor)]
+    if packet in _WRITES_AT:
+        written = indices.pop()
+        if written.numel() <= 1:  # the same everywhere, however many there are
+            return False
+    return any(index.dtype in _MASKS for index in indices)
 
 
 @lru_cache(maxsize=4096)
@@ -175,9 +195,12 @@ def reshapes(func: Any) -> bool:
 @lru_cache(maxsize=4096)
 def is_view(func: Any) -> bool:
     """Whether results of an operator are views of its first argument."""
-    first = func._schema.arguments[0] if func._schema.arguments else None
-    said = first is not None and first.alias_info is not None and not first.alias_info.is_write
-    return said or target_of(func).rsplit(".", 1)[0] in FREE  # `unsafe_split` does not say so
+    if target_of(func).rsplit(".", 1)[0] in FREE:  # the schema of `unsafe_split` does not say so
+        return True
+    arguments = func._schema.arguments
+    if not arguments or arguments[0].alias_info is None:
+        return False
+    return not arguments[0].alias_info.is_write
 
 
 @lru_cache(maxsize=4096)
@@ -190,77 +213,109 @@ def functional(func: Any) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _lowered(func: Any, keyed: _Leaves, tree: Any, layouts: tuple[Layout, ...], mesh: Mesh, kernel: Any) -> _Eager:
+def _lowered(func: Any, arguments: _Leaves, tree: Any, layouts: tuple[Layout, ...], mesh: Mesh, kernel: Any) -> _Eager:
     """`kernel`: a part of the cache's key, because an operator of `cf.operator` can be defined again."""
-    metas: list[Any] = []
-    ids: list[Any] = []
+    program, call, out_tree = _program_of_one(func, arguments.leaves, tree)
+    choice = _choose(call, func, tuple(layout.with_at(None) for layout in layouts), mesh)
+    given = {position: layout.at for position, layout in enumerate(layouts) if layout.at is not None}
+    placing = placing_of(program, given, mesh)
+    at = None
+    if placing is not None:  # results, scalars too, stay where the operator runs
+        at = placing.nodes[0]
+        placing = attrs.evolve(placing, outputs=(at,) * len(program.outputs))
+    out_layouts = tuple(None if layout is None else layout.with_at(at) for layout in choice.strategy.outs)
+    tensor_layouts = [layout for layout in out_layouts if layout is not None]
+    local = lower(program, [choice], dict(enumerate(layouts)), tensor_layouts, mesh, record_local, placing=placing)
+    return _Eager(local, out_layouts, out_tree)
+
+
+def _program_of_one(func: Any, leaves: Sequence[Any], tree: Any) -> tuple[Program, Call, Any]:
+    """The global program whose one node is the operator, its call, and the tree of its results.
+
+    Raises InputError of an operator whose results torch does not know without data.
+    """
     values: dict[int, Value] = {}
-    for leaf in keyed.leaves:
-        if isinstance(leaf, tuple) and len(leaf) == 3 and leaf[0] == "T":
-            id = len(values)
-            values[id] = Value(id, leaf[1], leaf[2])
-            metas.append(torch.empty(leaf[1], dtype=leaf[2], device="meta"))
-            ids.append(Ref(id))
+
+    def add(typ: TensorType) -> int:
+        id = len(values)
+        values[id] = Value(id, typ.shape, typ.dtype)
+        return id
+
+    ins: list[TensorType] = []
+    metas: list[Any] = []  # the arguments for torch to type the call
+    refs: list[Any] = []  # the arguments of the node
+    for leaf in leaves:
+        if isinstance(leaf, TensorType):
+            ins.append(leaf)
+            metas.append(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+            refs.append(Ref(add(leaf)))
         else:
             metas.append(torch.device("meta") if isinstance(leaf, torch.device) else leaf)
-            ids.append(leaf)
+            refs.append(leaf)
     meta_args, meta_kwargs = pytree.tree_unflatten(metas, tree)
     try:
-        flat, out_tree = pytree.tree_flatten(func(*meta_args, **meta_kwargs))
+        results, out_tree = pytree.tree_flatten(func(*meta_args, **meta_kwargs))
     except NotImplementedError as error:
         raise InputError(f"torch cannot say what {target_of(func)} returns without data; ask it of x.full()") from error
-    args, kwargs = pytree.tree_unflatten(ids, tree)
+
+    types: list[TensorType | None] = []
     outs: list[int | None] = []
-    n_inputs = len(values)
-    for result in flat:
-        if isinstance(result, torch.Tensor):
-            outs.append(len(values))
-            values[len(values)] = Value(len(values), tuple(result.shape), result.dtype)
-        else:
-            outs.append(None)
-    name = target_of(func)
-    node = Node(name, _tuples(args), tuple((k, _tuples(v)) for k, v in kwargs.items()), tuple(outs))
-    ins = tuple(TensorType(values[i].shape, values[i].dtype) for i in range(n_inputs))
-    types = tuple(None if o is None else TensorType(values[o].shape, values[o].dtype) for o in outs)
-    call = Call(name, node.args, node.kwargs, ins, types)
-    choice = _choose(call, func, tuple(layout.with_at(None) for layout in layouts), mesh)
-    program = Program(tuple(range(n_inputs)), (node,), tuple(o for o in outs if o is not None), values)
-    placing = placing_of(program, {k: layout.at for k, layout in enumerate(layouts) if layout.at is not None}, mesh)
-    at = None if placing is None else placing.nodes[0]
-    outs_at = tuple(None if layout is None else layout.with_at(at) for layout in choice.strategy.outs)
-    if placing is not None:
-        placing = attrs.evolve(placing, outputs=(at,) * len(program.outputs))
-    out_layouts = [layout for layout in outs_at if layout is not None]
-    local = lower(program, [choice], dict(enumerate(layouts)), out_layouts, mesh, record_local, placing=placing)
-    return _Eager(local, outs_at, out_tree)
+    for result in results:
+        typ = TensorType(tuple(result.shape), result.dtype) if isinstance(result, torch.Tensor) else None
+        types.append(typ)
+        outs.append(None if typ is None else add(typ))
+    args, kwargs = pytree.tree_unflatten(refs, tree)
+    node = Node(target_of(func), _tuples(args), tuple((name, _tuples(value)) for name, value in kwargs.items()), tuple(outs))
+    call = Call(node.target, node.args, node.kwargs, tuple(ins), tuple(types))
+    program = Program(tuple(range(len(ins))), (node,), node.results, values)
+    return program, call, out_tree
 
 
 def _tuples(tree: Any) -> Any:
+    """A tree with its lists as tuples, which can be hashed."""
     if isinstance(tree, (list, tuple)):
-        return tuple(_tuples(x) for x in tree)
+        return tuple(_tuples(branch) for branch in tree)
     return tree
 
 
 def _choose(call: Call, func: Any, layouts: tuple[Layout, ...], mesh: Mesh) -> Choice:
-    """The cheapest strategy that takes some operand as it lies; any other only where none does."""
+    """The cheapest strategy for operands that lie so; of equally cheap ones, one that takes some operand as it lies.
+
+    Raises RuleError of operators that draw random numbers and have no rule.
+    """
     rule: Rule | None = rule_for(call)
     if rule is None and torch.Tag.nondeterministic_seeded in func.tags:
         raise RuleError(
             f"{call.target} draws random numbers and has no form keyed by position, so they could not be the same on every mesh; "
             "draw with torch.rand_like, torch.randn_like, torch.bernoulli or F.dropout"
         )
+    dtype = str(call.ins[0].dtype if call.ins else torch.float32).removeprefix("torch.")
+
+    def seconds(strategy: Strategy) -> float:
+        moved_s = 0.0
+        for layout, wanted, typ in zip(layouts, strategy.ins, call.ins, strict=True):
+            moved_s += conversion_s(layout, wanted, mesh, typ.dtype.itemsize)
+        return moved_s + strategy.cost.extra_s + mesh.compute_s(strategy.cost.flops, strategy.cost.nbytes, dtype)
+
+    return Choice(min(_options(call, rule, layouts, mesh), key=seconds), rule)
+
+
+def _options(call: Call, rule: Rule | None, layouts: tuple[Layout, ...], mesh: Mesh) -> list[Strategy]:
+    """Strategies for operands that lie so. Those that take some operand as it lies are the first."""
     options: list[Strategy] = []
     if rule is not None:
-        options += [s for k, lay in enumerate(layouts) if (s := follow(call, rule, k, lay)) is not None]
+        for position, layout in enumerate(layouts):
+            strategy = follow(call, rule, position, layout)
+            if strategy is not None:
+                options.append(strategy)
     # Only axes that some operand lies on: results stay where a reader expects them, nothing is cut further unasked.
-    used = {a for lay in layouts for a in (*lay.axes, *(p for p, _ in lay.pending))}
-    options += enumerate_strategies(call, rule, mesh, tuple(a for a in mesh.axis_names if a in used))
-    options += [s for s in strategies_for(call, mesh) if used.issuperset(a for lay in s.ins for a in lay.axes)]
+    used: set[str] = set()
+    for layout in layouts:
+        used.update(layout.axes)
+        used.update(axis for axis, _ in layout.pending)
+    options += enumerate_strategies(call, rule, mesh, tuple(axis for axis in mesh.axis_names if axis in used))
+    for strategy in strategies_for(call, mesh):
+        if all(used.issuperset(layout.axes) for layout in strategy.ins):
+            options.append(strategy)
     options.append(replicated_strategy(call))
-
-    def seconds(s: Strategy) -> float:
-        moved = sum(conversion_s(a, b, mesh, t.dtype.itemsize) for a, b, t in zip(layouts, s.ins, call.ins, strict=True))
-        dtype = str(call.ins[0].dtype if call.ins else torch.float32).removeprefix("torch.")
-        return moved + s.cost.extra_s + mesh.compute_s(s.cost.flops, s.cost.nbytes, dtype)
-
-    return Choice(min(options, key=seconds), rule)
+    return options

@@ -26,11 +26,14 @@ from colofunc.spec.layout import Atom, Dim, Layout, make_layout, replicated
 from colofunc.spec.rule import Call, Cost, Operand, Rule, Strategy, TensorType
 
 Placement = Mapping[str, Dim]
+Pending = tuple[str, str]  # (axis, how): a reduction that is not done yet
+Passing = tuple[str, int, str]  # (axis, index of the linear or monotone set, how): a reduction that passes through
 Way = str | tuple[int, str] | None  # of one axis: a factor, a reduction that passes through (index of its set, how), nothing
 Only = tuple[tuple[str, tuple[Way, ...]], ...]  # axis -> the ways that it may take; absent: all
-_ANY = torch.float32  # layouts do not depend on it
 
-# Operators that only describe memory anew: they cost nothing to run.
+_ANY_DTYPE = torch.float32
+"""The dtype where only layouts are asked for: they do not depend on it."""
+
 FREE = frozenset(
     f"aten.{name}"
     for name in (
@@ -39,9 +42,10 @@ FREE = frozenset(
         "as_strided diagonal narrow chunk"
     ).split()
 )
+"""Operators that only describe memory anew: they cost nothing to run."""
 
 
-def lay_out(operand: Operand, typ: TensorType, rule: Rule, placement: Placement, pending: tuple[tuple[str, str], ...] = ()) -> Layout:
+def lay_out(operand: Operand, typ: TensorType, rule: Rule, placement: Placement, pending: tuple[Pending, ...] = ()) -> Layout:
     """The layout of an operand whose factors are placed as `placement` says (factors not in it are local)."""
     dims = []
     for factors in operand:
@@ -54,9 +58,9 @@ def lay_out(operand: Operand, typ: TensorType, rule: Rule, placement: Placement,
 
 def place(operand: Operand, rule: Rule, layout: Layout) -> dict[str, Dim] | None:
     """The placement of `operand`'s factors under `layout`; None where an axis would straddle two factors."""
-    placement: dict[str, Dim] = {}
     if layout.is_padded:
         return None
+    placement: dict[str, Dim] = {}
     for factors, dim in zip(operand, layout.dims, strict=True):
         rest = list(dim)
         for factor in factors:
@@ -87,78 +91,118 @@ def _take(rest: list[Atom], size: int) -> Dim | None:
     return tuple(taken)
 
 
-def build(call: Call, rule: Rule, placement: Placement, passing: Sequence[tuple[str, int, str]] = ()) -> Strategy:
-    """The strategy with this placement. `passing`: (axis, index of the linear or monotone set, how) passes through."""
-    axes = [(axis, f) for f, dim in placement.items() for _, axis in dim if axis is not None]
-    reduced = _reduced(rule)
-    pend_in: list[list[tuple[str, str]]] = [[] for _ in rule.ins]
-    pend_out: list[tuple[str, str]] = []
+def build(call: Call, rule: Rule, placement: Placement, passing: Sequence[Passing] = ()) -> Strategy:
+    """The strategy with this placement; the reductions in `passing` pass through."""
+    axes = [(axis, factor) for factor, dim in placement.items() for _, axis in dim if axis is not None]
+    pending_in = _pending_operands(rule, axes, passing)
+    operand_layouts = []
+    for operand, typ, pending in zip(rule.ins, call.ins, pending_in, strict=True):
+        operand_layouts.append(lay_out(operand, typ, rule, placement, tuple(pending)))
+    ins = tuple(operand_layouts)
+
+    passed = [(axis, how) for axis, _, how in passing]
+    result_layouts: list[Layout | None] = []
+    for number, (result, out_type) in enumerate(zip(rule.outs, call.outs, strict=True)):
+        if result is None or out_type is None:
+            result_layouts.append(None)
+            continue
+        # An axis on a factor that the result lacks leaves a reduction over it.
+        kept = _factors_of(result)
+        left = [(axis, rule.reduce[factor]) for axis, factor in axes if factor not in kept and (number, factor) not in rule.copied]
+        result_layouts.append(lay_out(result, out_type, rule, placement, (*passed, *left)))
+    outs = tuple(result_layouts)
+
+    local = None if rule.local is None else rule.local(call, ins, outs)
+    return Strategy(_name(axes, passing), ins, outs, cost_of(call, rule, ins, outs, axes), local, tuple(axes))
+
+
+def _pending_operands(rule: Rule, axes: Sequence[tuple[str, str]], passing: Sequence[Passing]) -> list[list[Pending]]:
+    """Per operand the reductions that are pending on it."""
+    pending: list[list[Pending]] = [[] for _ in rule.ins]
     for axis, index, how in passing:
-        for k in (rule.linear if how == "sum" else rule.monotone)[index]:
-            pend_in[k].append((axis, how))
-        pend_out.append((axis, how))
+        sets = rule.linear if how == "sum" else rule.monotone
+        for position in sets[index]:
+            pending[position].append((axis, how))
+    # The ranks' results will be added up, and a bias is to be in the sum once: it is a pending sum itself.
+    reduced = _reduced(rule)
     for axis, factor in axes:
         if factor in reduced:
-            for k in rule.addends:
-                pend_in[k].append((axis, "sum"))
-    ins = tuple(
-        lay_out(op, typ, rule, placement, tuple(pend_in[k])) for k, (op, typ) in enumerate(zip(rule.ins, call.ins, strict=True))
-    )
-    outs: list[Layout | None] = []
-    for n, (op, out_type) in enumerate(zip(rule.outs, call.outs, strict=True)):
-        if op is None or out_type is None:
-            outs.append(None)
-            continue
-        have = {f for dim in op for f in dim}
-        pending = tuple(pend_out) + tuple((a, rule.reduce[f]) for a, f in axes if f not in have and (n, f) not in rule.copied)
-        outs.append(lay_out(op, out_type, rule, placement, pending))
-    words = [f"{a}: {f}" for a, f in axes] + [f"{a}: +" if how == "sum" else f"{a}: {how}" for a, _, how in passing]
-    name = "{" + ", ".join(words) + "}"
-    local = None if rule.local is None else rule.local(call, ins, tuple(outs))
-    return Strategy(name, ins, tuple(outs), cost_of(call, rule, ins, tuple(outs), axes), local, tuple(axes))
+            for position in rule.addends:
+                pending[position].append((axis, "sum"))
+    return pending
 
 
-def _reduced(rule: Rule) -> frozenset[str]:
+def _name(axes: Sequence[tuple[str, str]], passing: Sequence[Passing]) -> str:
+    """`{dp: b, tp: +}`: axes on factors, then what passes through."""
+    words = [f"{axis}: {factor}" for axis, factor in axes]
+    for axis, _, how in passing:
+        words.append(f"{axis}: +" if how == "sum" else f"{axis}: {how}")
+    return "{" + ", ".join(words) + "}"
+
+
+def _factors_of(operand: Operand) -> set[str]:
+    return {factor for dim in operand for factor in dim}
+
+
+def _reduced(rule: Rule) -> set[str]:
     """Factors that are missing from at least one result."""
-    out: set[str] = set()
-    for n, op in enumerate(rule.outs):
-        if op is not None:
-            have = {f for dim in op for f in dim}
-            out |= {f for f in rule.sizes if f not in have and (n, f) not in rule.copied}
-    return frozenset(out)
+    reduced: set[str] = set()
+    for number, result in enumerate(rule.outs):
+        if result is not None:
+            kept = _factors_of(result)
+            reduced.update(factor for factor in rule.sizes if factor not in kept and (number, factor) not in rule.copied)
+    return reduced
 
 
 def cost_of(call: Call, rule: Rule | None, ins: Sequence[Layout], outs: Sequence[Layout | None], axes: Iterable[tuple[str, str]]) -> Cost:
     """Work of one rank: the rule's flops shared among the axes placed on factors, bytes of the local parts."""
     if call.target.rsplit(".", 1)[0] in FREE:
         return Cost()
-    nbytes = sum(lay.local_numel * t.dtype.itemsize for lay, t in zip(ins, call.ins, strict=True))
-    local_out = 0
-    for lay, typ in zip(outs, call.outs, strict=True):
-        if lay is not None and typ is not None:
-            nbytes += lay.local_numel * typ.dtype.itemsize
-            local_out = max(local_out, lay.local_numel)
+    nbytes = 0
+    largest_in = 0
+    for layout, typ in zip(ins, call.ins, strict=True):
+        nbytes += layout.local_numel * typ.dtype.itemsize
+        largest_in = max(largest_in, layout.local_numel)
+    largest_out = 0
+    for out_layout, out_type in zip(outs, call.outs, strict=True):
+        if out_layout is not None and out_type is not None:
+            nbytes += out_layout.local_numel * out_type.dtype.itemsize
+            largest_out = max(largest_out, out_layout.local_numel)
     if rule is None or rule.flops is None:
-        work = max([local_out, *(lay.local_numel for lay in ins)])
-        return Cost(float(work), float(nbytes))
-    ways = prod(_axis_sizes(ins, outs).get(a, 1) for a, _ in axes)
+        return Cost(float(max(largest_in, largest_out)), float(nbytes))
+    sizes = _axis_sizes(ins, outs)
+    ways = prod(sizes.get(axis, 1) for axis, _ in axes)
     return Cost(rule.flops / ways, float(nbytes))
 
 
 def _axis_sizes(ins: Sequence[Layout], outs: Sequence[Layout | None]) -> dict[str, int]:
-    return {a: n for lay in (*ins, *outs) if lay is not None for dim in lay.dims for n, a in dim if a is not None}
+    """Size of each axis that splits an operand or a result."""
+    sizes: dict[str, int] = {}
+    for layout in (*ins, *outs):
+        if layout is None:
+            continue
+        for dim in layout.dims:
+            for size, axis in dim:
+                if axis is not None:
+                    sizes[axis] = size
+    return sizes
 
 
 def usable(rule: Rule) -> tuple[str, ...]:
     """Factors an axis can be placed on: every result either has the factor or reduces it."""
-    out = []
-    for f in rule.shardable():
-        if all(
-            op is None or f in rule.reduce or (n, f) in rule.copied or any(f in dim for dim in op)
-            for n, op in enumerate(rule.outs)
-        ):
-            out.append(f)
-    return tuple(out)
+    return tuple(factor for factor in rule.shardable() if _is_accounted_for(rule, factor))
+
+
+def _is_accounted_for(rule: Rule, factor: str) -> bool:
+    """Whether every result has the factor, reduces it or does not depend on it."""
+    if factor in rule.reduce:
+        return True
+    for number, result in enumerate(rule.outs):
+        if result is None or (number, factor) in rule.copied:
+            continue
+        if not any(factor in dim for dim in result):
+            return False
+    return True
 
 
 def enumerate_strategies(
@@ -168,93 +212,133 @@ def enumerate_strategies(
 
     `orders`: also every order of several axes on one factor; False: only the mesh's. `only`: see `as_fixed`.
     """
-    open_axes = tuple(a for a in (mesh.axis_names if axes is None else axes) if mesh.axis_size(a) > 1)
-    return _enumerate(call, _Keyed(rule), mesh, open_axes, orders, only)
+    free_axes = mesh.axis_names if axes is None else axes
+    open_axes = tuple(axis for axis in free_axes if mesh.axis_size(axis) > 1)
+    return _enumerate(call, _RuleKey(rule), mesh, open_axes, orders, only)
 
 
 def as_fixed(call: Call, rule: Rule, mesh: Mesh, axes: Iterable[str], fixed: Strategy) -> Only:
     """Of each of `axes` the ways in which it lies, in every operand and result, where it lies in `fixed`."""
-    found = []
+    only = []
     for axis in axes:
-        want = [lay and _lies(lay, axis) for lay in (*fixed.ins, *fixed.outs)]
-        ways = []
+        wanted = _lies_in_each(fixed, axis)
+        same = []
         for way in _ways(rule):
-            placement = {way: major(rule.sizes[way], (axis,), mesh)} if isinstance(way, str) else {}
             if isinstance(way, str) and rule.sizes[way] % mesh.axis_size(axis):
                 continue
-            alone = build(call, rule, placement, ((axis, *way),) if isinstance(way, tuple) else ())
-            if [lay and _lies(lay, axis) for lay in (*alone.ins, *alone.outs)] == want:
-                ways.append(way)
-        found.append((axis, tuple(ways)))
-    return tuple(found)
+            if _lies_in_each(_alone(call, rule, mesh, axis, way), axis) == wanted:
+                same.append(way)
+        only.append((axis, tuple(same)))
+    return tuple(only)
 
 
-def _lies(layout: Layout, axis: str) -> tuple[object, ...]:
+def _alone(call: Call, rule: Rule, mesh: Mesh, axis: str, way: Way) -> Strategy:
+    """The strategy in which one axis goes a way, and no other is placed."""
+    if way is None:
+        return build(call, rule, {})
+    if isinstance(way, str):
+        return build(call, rule, {way: major(rule.sizes[way], (axis,), mesh)})
+    index, how = way
+    return build(call, rule, {}, ((axis, index, how),))
+
+
+Lies = tuple[tuple[int, ...], tuple[Pending, ...]]  # the dims that an axis splits, what is pending over it
+
+
+def _lies_in_each(strategy: Strategy, axis: str) -> list[Lies | None]:
+    """How an axis lies in each operand and result; None of what is no tensor."""
+    return [None if layout is None else _lies(layout, axis) for layout in (*strategy.ins, *strategy.outs)]
+
+
+def _lies(layout: Layout, axis: str) -> Lies:
     """On which dims an axis lies, and what is pending over it."""
-    return tuple(d for d, dim in enumerate(layout.dims) for _, a in dim if a == axis), tuple(p for p in layout.pending if p[0] == axis)
+    dims = tuple(number for number, dim in enumerate(layout.dims) for _, on in dim if on == axis)
+    return dims, tuple(pending for pending in layout.pending if pending[0] == axis)
 
 
 def _ways(rule: Rule) -> list[Way]:
-    passes = [(i, "sum") for i in range(len(rule.linear))] + [(i, "max") for i in range(len(rule.monotone))]
-    return [None, *usable(rule), *passes]
+    """What an axis can do: nothing, be placed on a factor, or leave a reduction pending that passes through."""
+    ways: list[Way] = [None, *usable(rule)]
+    ways += [(index, "sum") for index in range(len(rule.linear))]
+    ways += [(index, "max") for index in range(len(rule.monotone))]
+    return ways
 
 
-class _Keyed:
+class _RuleKey:
     """A rule as part of a cache key: what it says of its factors. Two plugins may have different rules for the same call."""
 
-    __slots__ = ("rule", "says")
+    __slots__ = ("identity", "rule")
 
     def __init__(self, rule: Rule | None) -> None:
         self.rule = rule
-        self.says: tuple[Any, ...] = ()
+        self.identity: tuple[Any, ...] = ()
         if rule is not None:
-            passes = (*map(frozenset, rule.linear), None, *map(frozenset, rule.monotone))
-            kinds = (frozenset(rule.sizes.items()), frozenset(rule.reduce.items()), frozenset(rule.whole), frozenset(rule.addends))
-            self.says = (rule.ins, rule.outs, *kinds, passes, frozenset(rule.copied), rule.flops)
+            sets = map(frozenset, (rule.sizes.items(), rule.reduce.items(), rule.whole, rule.addends, rule.copied))
+            passing = (tuple(map(frozenset, rule.linear)), tuple(map(frozenset, rule.monotone)))
+            self.identity = (rule.ins, rule.outs, *sets, *passing, rule.flops)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Keyed) and self.says == other.says
+        return isinstance(other, _RuleKey) and self.identity == other.identity
 
     def __hash__(self) -> int:
-        return hash(self.says)
+        return hash(self.identity)
 
 
 @lru_cache(maxsize=4096)
-def _enumerate(call: Call, keyed: _Keyed, mesh: Mesh, axes: tuple[str, ...], orders: bool, only: Only) -> tuple[Strategy, ...]:
-    rule = keyed.rule
+def _enumerate(call: Call, key: _RuleKey, mesh: Mesh, axes: tuple[str, ...], orders: bool, only: Only) -> tuple[Strategy, ...]:
+    rule = key.rule
     if rule is None:
         return (replicated_strategy(call),)
-    found: dict[tuple[object, ...], Strategy] = {}
+    by_layouts: dict[tuple[object, ...], Strategy] = {}  # of strategies with the same layouts the first is enough
     for placement, passing in placements(rule, mesh, axes, orders, only):
         strategy = build(call, rule, placement, passing)
-        found.setdefault((strategy.ins, strategy.outs), strategy)
-    return tuple(found.values())
+        by_layouts.setdefault((strategy.ins, strategy.outs), strategy)
+    return tuple(by_layouts.values())
 
 
 def replicated_strategy(call: Call) -> Strategy:
     """Every rank computes the whole result from whole operands: always correct for deterministic operators."""
-    ins = tuple(replicated(t.shape) for t in call.ins)
-    outs = tuple(None if t is None else replicated(t.shape) for t in call.outs)
+    ins = tuple(replicated(typ.shape) for typ in call.ins)
+    outs = tuple(None if typ is None else replicated(typ.shape) for typ in call.outs)
     return Strategy("{}", ins, outs, cost_of(call, None, ins, outs, ()))
 
 
 def placements(
     rule: Rule, mesh: Mesh, axes: tuple[str, ...], orders: bool = True, only: Only = ()
-) -> Iterator[tuple[dict[str, Dim], tuple[tuple[str, int, str], ...]]]:
+) -> Iterator[tuple[dict[str, Dim], tuple[Passing, ...]]]:
     """(placement, passing) for every way to give each axis a factor, a passing reduction or nothing."""
-    ways, held = tuple(_ways(rule)), dict(only)
-    for choice in product(*(held.get(axis, ways) for axis in axes)):
-        on: dict[str, list[str]] = {}
-        passing: list[tuple[str, int, str]] = []
-        for axis, what in zip(axes, choice, strict=True):
-            if isinstance(what, str):
-                on.setdefault(what, []).append(axis)
-            elif what is not None:
-                passing.append((axis, *what))
-        if any(rule.sizes[f] % prod(mesh.axis_size(a) for a in group) for f, group in on.items()):
+    all_ways = tuple(_ways(rule))
+    allowed = dict(only)
+    for choice in product(*[allowed.get(axis, all_ways) for axis in axes]):
+        axes_of: dict[str, list[str]] = {}  # factor -> axes placed on it
+        passing: list[Passing] = []
+        for axis, way in zip(axes, choice, strict=True):
+            if isinstance(way, str):
+                axes_of.setdefault(way, []).append(axis)
+            elif way is not None:
+                passing.append((axis, *way))
+        if not _all_divide(rule, mesh, axes_of):
             continue
-        for ordered in product(*(permutations(group) if orders else (group,) for group in on.values())):
-            yield {f: major(rule.sizes[f], order, mesh) for f, order in zip(on, ordered, strict=True)}, tuple(passing)
+        for ordered in _orders(axes_of, orders):
+            yield {factor: major(rule.sizes[factor], group, mesh) for factor, group in ordered.items()}, tuple(passing)
+
+
+def _all_divide(rule: Rule, mesh: Mesh, axes_of: Mapping[str, Sequence[str]]) -> bool:
+    """Whether the size of each factor is a multiple of the ranks that are to share it."""
+    for factor, axes in axes_of.items():
+        ranks = prod(mesh.axis_size(axis) for axis in axes)
+        if rule.sizes[factor] % ranks:
+            return False
+    return True
+
+
+def _orders(axes_of: Mapping[str, Sequence[str]], orders: bool) -> Iterator[dict[str, Sequence[str]]]:
+    """`axes_of` with the axes of each factor in every order, or (`orders` is False) as they are."""
+    if not orders:
+        yield dict(axes_of)
+        return
+    for groups in product(*[permutations(axes) for axes in axes_of.values()]):
+        yield dict(zip(axes_of, groups, strict=True))
 
 
 def major(size: int, axes: Iterable[str], mesh: Mesh) -> Dim:
@@ -274,28 +358,35 @@ def enumerate_layouts(
 
     `fixed`: those in which every axis but `axes` lies on the same dim as there.
     """
-    names = tuple(chr(ord("a") + i) for i in range(len(shape)))
-    rule = Rule((), (tuple((n,) for n in names),), dict(zip(names, shape, strict=True)))
-    typ = TensorType(shape, _ANY)
-    free = mesh.axis_names if axes is None else axes
-    open_axes = tuple(a for a in (free if fixed is None else mesh.axis_names) if mesh.axis_size(a) > 1)
+    names = tuple(f"dim{number}" for number in range(len(shape)))
+    operand = tuple((name,) for name in names)
+    rule = Rule((), (operand,), dict(zip(names, shape, strict=True)))
+    typ = TensorType(shape, _ANY_DTYPE)
+    free_axes = mesh.axis_names if axes is None else axes
+    placed_axes = free_axes if fixed is None else mesh.axis_names
+    open_axes = tuple(axis for axis in placed_axes if mesh.axis_size(axis) > 1)
     only: Only = ()
     if fixed is not None:
-        there = {a: names[d] for d, dim in enumerate(fixed.dims) for _, a in dim if a is not None}
-        only = tuple((a, (there.get(a),)) for a in open_axes if a not in free)
-    found = {lay_out(rule.outs[0] or (), typ, rule, placement): None for placement, _ in placements(rule, mesh, open_axes, True, only)}
-    return tuple(found)
+        dim_of = {axis: names[number] for number, dim in enumerate(fixed.dims) for _, axis in dim if axis is not None}
+        only = tuple((axis, (dim_of.get(axis),)) for axis in open_axes if axis not in free_axes)
+    layouts: dict[Layout, None] = {}  # an ordered set
+    for placement, _ in placements(rule, mesh, open_axes, True, only):
+        layouts[lay_out(operand, typ, rule, placement)] = None
+    return tuple(layouts)
 
 
 def follow(call: Call, rule: Rule, operand: int, layout: Layout) -> Strategy | None:
     """The strategy that takes operand `operand` as it lies, striped or composite as it may be; None if it cannot."""
     placement = place(rule.ins[operand], rule, layout)
-    if placement is None or any(f not in usable(rule) for f in placement):
+    if placement is None:
+        return None
+    open_factors = usable(rule)
+    if any(factor not in open_factors for factor in placement):
         return None
     passing = []
     for axis, how in layout.pending:
         sets = rule.linear if how == "sum" else rule.monotone
-        index = next((i for i, s in enumerate(sets) if operand in s), None)
+        index = next((number for number, positions in enumerate(sets) if operand in positions), None)
         if index is None:
             return None
         passing.append((axis, index, how))

@@ -25,7 +25,7 @@ from colofunc.planner.sharding.budget import Fit, at_price, fit
 from colofunc.planner.sharding.classes import Ties, item_of, tie
 from colofunc.planner.sharding.constraints import NONE, Constraints, allowed, leaf_strategy
 from colofunc.planner.sharding.eliminate import BIG
-from colofunc.planner.sharding.enumeration import others as choices
+from colofunc.planner.sharding.enumeration import more_choices
 from colofunc.planner.sharding.flows import ConvertS, copies_of, settled
 from colofunc.planner.sharding.memory import Liveness, liveness
 from colofunc.planner.sharding.model import KernelS, Model, build_model
@@ -218,7 +218,7 @@ def others(program: Program, memo: Memo, budget_bytes: int, few: bool, price_s: 
     ways, known = list[Iterator[Assignment]](), memo.fastest
     for regather, (model, alive) in memo.models.items() if known else ():
         assert known is not None
-        found = choices(program, model, known.ties, known.choice, budget_bytes, few, price_s)
+        found = more_choices(program, model, known.ties, known.choice, budget_bytes, few, price_s)
         ways.append(map(partial(_assignment, program, model, known.ties, alive, regather), found))
     return merge(*ways, key=lambda a: a.cost_s)
 

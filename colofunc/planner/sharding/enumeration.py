@@ -16,7 +16,7 @@ Source: Dechter, Bucket elimination; Lawler, Management Science 18 (1972), for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 
 import attrs
@@ -27,17 +27,31 @@ from colofunc.planner.sharding.eliminate import BIG, Array, Graph, Scope, elimin
 from colofunc.planner.sharding.model import Model
 from colofunc.planner.sharding.search import NORMAL, exact_graph, search
 from colofunc.program.ir import Program
-from colofunc.spec.rule import Strategy
+from colofunc.spec.layout import Layout
 
-FACTOR, ELEMENTS = 1 << 16, 1 << 20
-"""Largest tables, in elements, for which all shardings are looked at: of a factor as it is given, and as variables are eliminated."""
+FACTOR = 1 << 16
+"""Elements of the largest factor of a step for which all shardings are looked at."""
+
+ELEMENTS = 1 << 20
+"""Elements of the largest table that may come of eliminating a variable of such a step."""
+
+MOST_CLASSES = 64
+"""Classes of the largest step for which all shardings are looked at."""
+
 STEPS = 4000
 """At most this many choices are opened."""
+
 FINE = 100
 """Memory that differs by less than 1/FINE of the budget is not told apart."""
+
 ROOMS = (0.9, 0.8, 0.7, 0.6)
+"""Parts of the budget to which an operator alone is held, one after another."""
+
 MOVABLE = ("frozen", "param", "state", "buffer")
+"""Roles of inputs that may leave the device."""
+
 LIGHT = attrs.evolve(NORMAL, passes=16, patience=4)
+"""The effort of a search for one choice that is roomier."""
 
 
 @attrs.frozen(eq=False)
@@ -54,82 +68,111 @@ class Bucket:
 
         Choices are opened in thousands and have most of their variables in common, so rows that were read are kept.
         """
-        kept = self.rows.get(others)
-        if kept is None:
+        row = self.rows.get(others)
+        if row is None:
             regrets: list[float] = np.moveaxis(self.regret, 0, -1)[others].tolist()
-            kept = self.rows[others] = regrets, min(range(len(regrets)), key=regrets.__getitem__)
-        return kept
+            best = min(range(len(regrets)), key=regrets.__getitem__)
+            row = self.rows[others] = regrets, best
+        return row
 
 
-def cheapest(model: Model, budget_bytes: int, steps: int = STEPS) -> Iterator[list[int]]:
+def cheapest(model: Model, budget_bytes: int) -> Iterator[list[int]]:
     """Choices, cheapest first; nothing where the step is too large for it."""
-    graph = exact_graph(model, FACTOR) if not model.copy_price and len(model.options) <= 64 else None
+    if model.copy_price or len(model.options) > MOST_CLASSES:
+        return
+    graph = exact_graph(model, FACTOR)
     order = None if graph is None else exact_order(graph, ELEMENTS)
     if graph is None or order is None:
         return
-    held = [_bytes(model, c) for c in range(len(model.options))]
-    weighs = [v for v, sizes in enumerate(held) if (sizes.max() - sizes.min()) * FINE > budget_bytes]
-    light = [v for v in order if v not in set(weighs)]
-    n_seen, seen = 0, np.zeros((64, len(weighs)))  # rows: bytes of what weighs, of choices that came by
-    for choice in _in_order(graph, order, set(weighs), steps):
-        mine = np.array([held[v][choice[v]] for v in weighs])
-        if (seen[:n_seen] <= mine + budget_bytes / FINE).all(axis=1).any():
-            continue
-        if n_seen == len(seen):
-            seen = np.concatenate([seen, np.zeros_like(seen)])
-        seen[n_seen] = mine
-        n_seen += 1
-        yield eliminate_all(graph, light, weighs, choice)
+    result_bytes = [_bytes(model, variable) for variable in range(len(model.options))]
+    heavy = [variable for variable, sizes in enumerate(result_bytes) if (sizes.max() - sizes.min()) * FINE > budget_bytes]
+    branch = set(heavy)
+    light = [variable for variable in order if variable not in branch]
+    seen = _Seen(len(heavy), budget_bytes / FINE)
+    for choice in _in_order(graph, order, branch, STEPS):
+        nbytes = np.array([result_bytes[variable][choice[variable]] for variable in heavy])
+        if not seen.holds_no_more(nbytes):
+            seen.add(nbytes)
+            yield eliminate_all(graph, light, heavy, choice)
 
 
-def others(
+class _Seen:
+    """Bytes of what weighs under choices that came by: a row for each, a column for each variable."""
+
+    def __init__(self, columns: int, tolerance_bytes: float) -> None:
+        self.tolerance_bytes = tolerance_bytes
+        self.count = 0
+        self.rows: Array = np.zeros((64, columns))
+
+    def holds_no_more(self, nbytes: Array) -> bool:
+        """Whether a choice that came by, and is cheaper, holds nowhere more."""
+        return bool((self.rows[: self.count] <= nbytes + self.tolerance_bytes).all(axis=1).any())
+
+    def add(self, nbytes: Array) -> None:
+        if self.count == len(self.rows):
+            self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
+        self.rows[self.count] = nbytes
+        self.count += 1
+
+
+def more_choices(
     program: Program, model: Model, ties: Ties, start: Sequence[int], budget_bytes: int, few: bool, price_s: float | None
 ) -> Iterator[list[int]]:
-    """Choices beside those to which prices of memory lead: all that may fit, cheapest first, none where they are too many (`few`); where
-    nothing fits so far (no `price_s` a byte) some that may, in any order."""
+    """Choices beside those to which prices of memory lead.
+
+    All that may fit, cheapest first, or none where they are too many (`few`). Where nothing fits so far (`price_s`, of a byte, is
+    None): some that may, in any order.
+    """
     if price_s is None:
         return roomy(program, model, ties, start, budget_bytes)
     return iter(()) if few else fitting(program, model, ties, budget_bytes)
 
 
 def roomy(program: Program, model: Model, ties: Ties, start: Sequence[int], budget_bytes: int) -> Iterator[list[int]]:
-    """Of any step the fastest choices found in which no operator alone holds more than parts of the budget, and none more than
-    all of it beside inputs that never leave the device: these may be brought down to it, whatever they hold before anything is
-    moved or made again."""
-    alone = [np.array(sizes, dtype=float) for sizes in alone_each(program, model, ties, sum)]
-    beside = [sizes + stays * (sizes > 0) for sizes, stays in zip(alone, _stays(program, model, ties, start), strict=True)]
-    for held, rooms in ((beside, ()), (alone, ROOMS)):
-        least = max((float(sizes.min()) for sizes in held), default=0.0)
-        found = list(start)
-        for most in sorted({float(budget_bytes), least, *(room * budget_bytes for room in rooms)}, reverse=True):
+    """Of any step the fastest choices found under which each operator alone keeps to the budget.
+
+    First beside inputs that never leave the device, then without them to parts of the budget. Such a choice may be brought down
+    to the budget, whatever it holds before anything is moved or made again.
+    """
+    alone = [np.array(sizes, dtype=float) for sizes in alone_each(program, model, ties, at_once=True)]
+    beside = []
+    for sizes, stays_bytes in zip(alone, _stays(program, model, ties, start), strict=True):
+        beside.append(sizes + stays_bytes * (sizes > 0))
+    for needed, rooms in ((beside, ()), (alone, ROOMS)):
+        least = max((float(sizes.min()) for sizes in needed), default=0.0)
+        limits = {float(budget_bytes), least, *(room * budget_bytes for room in rooms)}
+        choice = list(start)
+        for limit in sorted(limits, reverse=True):
             # What is the fastest with more room and needs less is the fastest here.
-            if least <= most <= budget_bytes and not _fits(held, found, most):
-                extra = [np.where(sizes > most, BIG, 0.0) for sizes in held]
-                found = search(model.priced([0.0] * len(model.flows), extra), [start], 0, LIGHT, fresh=False)
-                if _fits(held, found, most):
-                    yield found
+            if least <= limit <= budget_bytes and not _fits(needed, choice, limit):
+                extra = [np.where(sizes > limit, BIG, 0.0) for sizes in needed]
+                choice = search(model.priced([0.0] * len(model.flows), extra), [start], 0, LIGHT, fresh=False)
+                if _fits(needed, choice, limit):
+                    yield choice
 
 
-def _fits(held: Sequence[Array], choice: Sequence[int], most: float) -> bool:
-    """Whether no class holds more under a choice."""
-    return all(sizes[o] <= most for sizes, o in zip(held, choice, strict=True))
+def _fits(needed: Sequence[Array], choice: Sequence[int], limit: float) -> bool:
+    """Whether no class needs more under a choice."""
+    return all(sizes[option] <= limit for sizes, option in zip(needed, choice, strict=True))
 
 
 def _stays(program: Program, model: Model, ties: Ties, start: Sequence[int]) -> list[int]:
     """Per class the bytes of inputs that never leave the device, as they lie under `start`, but those that its operator reads."""
-    given = {leaf for _, leaf in program.aliases}
-    size: dict[int, int] = {}
-    for k, i in enumerate(program.inputs):
-        layout = model.options[ties.of_input(k)][start[ties.of_input(k)]].outs[0]
-        if program.values[i].role not in MOVABLE and k not in given and layout is not None:
-            size[i] = layout.local_numel * program.values[i].dtype.itemsize
+    updated = {leaf for _, leaf in program.aliases}
+    nbytes: dict[int, int] = {}
+    for position, id in enumerate(program.inputs):
+        value = program.values[id]
+        variable = ties.of_input(position)
+        layout = model.options[variable][start[variable]].outs[0]
+        if value.role not in MOVABLE and position not in updated and layout is not None:
+            nbytes[id] = layout.local_numel * value.dtype.itemsize
     stays: list[int] = []
     for item, *_ in ties.members:
         if item < ties.n_inputs:
             stays.append(0)
             continue
         read = set(program.nodes[item - ties.n_inputs].refs)
-        stays.append(sum(nbytes for id, nbytes in size.items() if id not in read))
+        stays.append(sum(size for id, size in nbytes.items() if id not in read))
     return stays
 
 
@@ -141,85 +184,105 @@ def fitting(program: Program, model: Model, ties: Ties, budget_bytes: int) -> It
     return (choice for choice in cheapest(model, budget_bytes) if at_least(alone, choice) <= budget_bytes)
 
 
-def alone_each(program: Program, model: Model, ties: Ties, how: Callable[[tuple[int, int]], int] = max) -> list[list[int]]:
-    """Per class and option the bytes that its operator alone needs: of what it reads and what it makes, taken together by `how`.
+def alone_each(program: Program, model: Model, ties: Ties, at_once: bool = False) -> list[list[int]]:
+    """Per class and option the bytes that its operator alone needs.
 
-    By max, which is needed whatever is moved or made again: it may write over what it reads, and what was given need not be there.
+    These are needed whatever is moved or made again: what it reads or what it makes, the larger, for it may write over what it
+    reads; and what was given need not be there. `at_once`: all that it reads, beside what it makes.
     """
-    found: list[list[int]] = []
-    for c, options in enumerate(model.options):
-        found.append([_alone(program, ties, c, option, how) for option in options])
-    return found
+    not_counted = set[int]() if at_once else set(program.inputs)
+    needed: list[list[int]] = []
+    for (item, *_), options in zip(ties.members, model.options, strict=True):
+        node = program.nodes[item - ties.n_inputs] if item >= ties.n_inputs else None
+        if node is None or node.phase == "update":  # which may run on the host
+            needed.append([0] * len(options))
+            continue
+        sizes = []
+        for option in options:
+            read = {id: layout for id, layout in zip(node.refs, option.ins, strict=False) if id not in not_counted}
+            made = {id: layout for id, layout in zip(node.outs, option.outs, strict=True) if id is not None}
+            read_bytes, made_bytes = _local_bytes(program, read), _local_bytes(program, made)
+            sizes.append(read_bytes + made_bytes if at_once else max(read_bytes, made_bytes))
+        needed.append(sizes)
+    return needed
+
+
+def _local_bytes(program: Program, layouts: Mapping[int, Layout | None]) -> int:
+    """Bytes of one rank's parts of values in these layouts."""
+    total = 0
+    for id, layout in layouts.items():
+        if layout is not None:
+            total += layout.local_numel * program.values[id].dtype.itemsize
+    return total
 
 
 def at_least(alone: Sequence[Sequence[int]], choice: Sequence[int]) -> int:
     """Bytes that some operator of a choice needs, from `alone_each`."""
-    return max((sizes[o] for sizes, o in zip(alone, choice, strict=True)), default=0)
+    return max((sizes[option] for sizes, option in zip(alone, choice, strict=True)), default=0)
 
 
-def _alone(program: Program, ties: Ties, c: int, strategy: Strategy, how: Callable[[tuple[int, int]], int]) -> int:
-    """Bytes of what an operator reads, and of what it makes, taken together by `how` (sum; max: it may write over what it reads)."""
-    item = ties.members[c][0]
-    node = program.nodes[item - ties.n_inputs] if item >= ties.n_inputs else None
-    if node is None or node.phase == "update":  # which may run on the host
-        return 0
-    inputs = set(program.inputs) if how is max else set[int]()
-    reads = {r: lay for r, lay in zip(node.refs, strategy.ins, strict=False) if r not in inputs and lay is not None}
-    made = {o: lay for o, lay in zip(node.outs, strategy.outs, strict=True) if o is not None and lay is not None}
-    size = [sum(lay.local_numel * program.values[v].dtype.itemsize for v, lay in some.items()) for some in (reads, made)]
-    return how((size[0], size[1]))
-
-
-def _bytes(model: Model, c: int) -> Array:
+def _bytes(model: Model, variable: int) -> Array:
     """Bytes of all results of a class under each option."""
-    itemsize = {flow.result: flow.itemsize for flow in model.flows if flow.producer == c}
+    itemsize = {flow.result: flow.itemsize for flow in model.flows if flow.producer == variable}
     sizes = []
-    for option in model.options[c]:
-        sizes.append(sum(lay.local_numel * itemsize.get(j, 0) for j, lay in enumerate(option.outs) if lay is not None))
-    return model.weight[c] * np.array(sizes, dtype=float)
+    for option in model.options[variable]:
+        nbytes = 0
+        for result, layout in enumerate(option.outs):
+            if layout is not None:
+                nbytes += layout.local_numel * itemsize.get(result, 0)
+        sizes.append(nbytes)
+    return model.weight[variable] * np.array(sizes, dtype=float)
 
 
 def buckets_of(graph: Graph, order: Sequence[int]) -> tuple[float, list[Bucket]]:
     """(the least cost, buckets in the order of elimination)."""
-    tables: list[tuple[Scope, Array]] = [*graph.tables.items(), *(((v,), graph.unary[v]) for v in order)]
-    least, found = graph.constant, list[Bucket]()
-    for v in order:
-        mine = [one for one in tables if v in one[0]]
-        tables = [one for one in tables if v not in one[0]]
-        scope = tuple(sorted({u for s, _ in mine for u in s} - {v}))
-        total: Array = np.zeros([1] * (1 + len(scope)))
-        for s, table in mine:
-            axes = [0 if u == v else 1 + scope.index(u) for u in s]
-            by = np.argsort(axes)
-            total = total + np.expand_dims(table.transpose(by), [k for k in range(1 + len(scope)) if k not in axes])
+    tables: list[tuple[Scope, Array]] = list(graph.tables.items())
+    tables += [((variable,), graph.unary[variable]) for variable in order]
+    least = graph.constant
+    buckets: list[Bucket] = []
+    for variable in order:
+        joined = [(scope, table) for scope, table in tables if variable in scope]
+        tables = [(scope, table) for scope, table in tables if variable not in scope]
+        variables = {one for scope, _ in joined for one in scope}
+        rest = tuple(sorted(variables - {variable}))
+        total: Array = np.zeros([1] * (1 + len(rest)))
+        for scope, table in joined:
+            total = total + _spread(table, scope, (variable, *rest))
         low = total.min(axis=0)
-        found.append(Bucket(v, scope, total - low))
-        if scope:
-            tables.append((scope, low))
+        buckets.append(Bucket(variable, rest, total - low))
+        if rest:
+            tables.append((rest, low))
         else:
             least += float(low)
-    return least, found
+    return least, buckets
+
+
+def _spread(table: Array, scope: Scope, variables: Scope) -> Array:
+    """A table with an axis for each of `variables`, of size 1 for those that are not in its scope."""
+    axes = [variables.index(variable) for variable in scope]
+    absent = [axis for axis in range(len(variables)) if axis not in axes]
+    return np.expand_dims(table.transpose(np.argsort(axes)), absent)
 
 
 def _in_order(graph: Graph, order: Sequence[int], branch: set[int], steps: int) -> Iterator[list[int]]:
     """Choices, cheapest first; variables outside `branch` take what is cheapest given those before them."""
-    least, found = buckets_of(graph, order)
-    found.reverse()
-    place = {bucket.variable: k for k, bucket in enumerate(found)}
-    scopes = [tuple(place[u] for u in bucket.scope) for bucket in found]
-    branches = [bucket.variable in branch for bucket in found]
-    order_of = [place[v] for v in range(graph.size)]
-    heap = [(least, 0, tuple[int, ...]())]
+    least, buckets = buckets_of(graph, order)
+    buckets.reverse()  # decided in this order
+    place = {bucket.variable: position for position, bucket in enumerate(buckets)}
+    scopes = [tuple(place[variable] for variable in bucket.scope) for bucket in buckets]
+    branches = [bucket.variable in branch for bucket in buckets]
+    places = [place[variable] for variable in range(graph.size)]
+    heap = [(least, 0, tuple[int, ...]())]  # cost if all else is the best, when it was put there, options that are decided
     for step in range(1, steps + 1):
         if not heap:
             return
-        cost_s, _, x = heappop(heap)
-        while len(x) < len(found):
-            k = len(x)
-            row, best = found[k].row(tuple([x[at] for at in scopes[k]]))
-            if branches[k]:
-                for o, regret in enumerate(row):
-                    if o != best and cost_s + regret < BIG:
-                        heappush(heap, (cost_s + regret, step, (*x, o)))
-            x, cost_s = (*x, best), cost_s + row[best]
-        yield [x[at] for at in order_of]
+        cost_s, _, decided = heappop(heap)
+        while len(decided) < len(buckets):
+            position = len(decided)
+            row, best = buckets[position].row(tuple([decided[at] for at in scopes[position]]))
+            if branches[position]:
+                for option, regret in enumerate(row):
+                    if option != best and cost_s + regret < BIG:
+                        heappush(heap, (cost_s + regret, step, (*decided, option)))
+            decided, cost_s = (*decided, best), cost_s + row[best]
+        yield [decided[at] for at in places]

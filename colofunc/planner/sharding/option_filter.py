@@ -23,75 +23,126 @@ FEW = 16
 """A class with at most this many options keeps them all, and layouts spread from them."""
 
 ROUNDS = 3
+"""Layouts spread through the program, there and back, at most this many times."""
 
-Options = Sequence[tuple[Strategy, ...]]
+Options = Sequence[tuple[Strategy, ...]]  # per class
 
 
 def lean(program: Program, ties: Ties, options: Options) -> list[tuple[Strategy, ...]]:
     """Per class the options to search among; the first one (replicated) always is."""
-    kept = [set(range(len(some))) if len(some) <= FEW else {0} for some in options]
-    for k in range(len(program.inputs)):
-        c = ties.of_input(k)
-        kept[c] |= set(_stored(options[c]))
-    lies: dict[int, set[Layout]] = {id: set() for id in program.values}  # by value, as it is made
-    wants: dict[int, set[Layout]] = {id: set() for id in program.values}  # by value, as it is read
-    leaf_of = dict(program.aliases)
+    spread = _Spread(program, ties, options)
     for _ in range(ROUNDS):
-        before = sum(map(len, kept))
-        for k, id in enumerate(program.inputs):
-            lies[id] |= _outs(options[ties.of_input(k)], kept[ties.of_input(k)], 0)
-        for index, node in enumerate(program.nodes):
-            c = ties.of_node(index)
-            kept[c] |= {o for o in _others(options[c], kept[c]) if _takes(options[c][o], node, lies)}
-            for j, out in enumerate(node.outs):
-                if out is not None:
-                    lies[out] |= _outs(options[c], kept[c], j)
-        for position, id in enumerate(program.outputs):
-            if position in leaf_of:  # what returns to a leaf is wanted as that lies
-                wants[id] |= lies[program.inputs[leaf_of[position]]]
-        for index, node in reversed(list(enumerate(program.nodes))):
-            c = ties.of_node(index)
-            kept[c] |= {o for o in _others(options[c], kept[c]) if _gives(options[c][o], node, wants)}
-            for j, ref in enumerate(node.refs):
-                wants[ref] |= {options[c][o].ins[j] for o in kept[c]}
-        for k, id in enumerate(program.inputs):
-            c = ties.of_input(k)
-            kept[c] |= {o for o in _others(options[c], kept[c]) if options[c][o].outs[0] in wants[id]}
-        if sum(map(len, kept)) == before:
+        before = spread.count()
+        spread.from_producers()
+        spread.from_consumers()
+        if spread.count() == before:
             break
-    return [tuple(s for o, s in enumerate(some) if o in chosen) for some, chosen in zip(options, kept, strict=True)]
+    return [_chosen(of_class, kept) for of_class, kept in zip(options, spread.kept, strict=True)]
+
+
+def _chosen(options: Sequence[Strategy], kept: set[int]) -> tuple[Strategy, ...]:
+    return tuple(option for number, option in enumerate(options) if number in kept)
+
+
+class _Spread:
+    """What is kept so far. `kept`: per class, numbers of options. `lies`: by value, layouts as it is made; `wants`: as it is read."""
+
+    def __init__(self, program: Program, ties: Ties, options: Options) -> None:
+        self.program = program
+        self.ties = ties
+        self.options = options
+        self.leaf_of = dict(program.aliases)
+        self.lies: dict[int, set[Layout]] = {id: set() for id in program.values}
+        self.wants: dict[int, set[Layout]] = {id: set() for id in program.values}
+        self.kept: list[set[int]] = []
+        for of_class in options:
+            keeps_all = len(of_class) <= FEW
+            self.kept.append(set(range(len(of_class))) if keeps_all else {0})
+        for position in range(len(program.inputs)):
+            leaf_class = ties.of_input(position)
+            self.kept[leaf_class].update(_stored(options[leaf_class]))
+
+    def count(self) -> int:
+        """Options that are kept, of all classes."""
+        return sum(map(len, self.kept))
+
+    def from_producers(self) -> None:
+        """Layouts spread as values are made; an option is kept that takes all operands as they lie."""
+        for position, id in enumerate(self.program.inputs):
+            self.lies[id] |= self._made(self.ties.of_input(position), 0)
+        for index, node in enumerate(self.program.nodes):
+            node_class = self.ties.of_node(index)
+            for number, option in self._left_out(node_class):
+                if _takes(option, node, self.lies):
+                    self.kept[node_class].add(number)
+            for result, out in enumerate(node.outs):
+                if out is not None:
+                    self.lies[out] |= self._made(node_class, result)
+
+    def from_consumers(self) -> None:
+        """Layouts spread as values are read; an option is kept that gives all results as they are wanted."""
+        for position, id in enumerate(self.program.outputs):
+            if position in self.leaf_of:  # what returns to a leaf is wanted as that lies
+                self.wants[id] |= self.lies[self.program.inputs[self.leaf_of[position]]]
+        for index, node in reversed(list(enumerate(self.program.nodes))):
+            node_class = self.ties.of_node(index)
+            options, kept = self.options[node_class], self.kept[node_class]
+            for number, option in self._left_out(node_class):
+                if _gives(option, node, self.wants):
+                    kept.add(number)
+            for operand, id in enumerate(node.refs):
+                self.wants[id].update(options[number].ins[operand] for number in kept)
+        for position, id in enumerate(self.program.inputs):
+            leaf_class = self.ties.of_input(position)
+            for number, option in self._left_out(leaf_class):
+                if option.outs[0] in self.wants[id]:
+                    self.kept[leaf_class].add(number)
+
+    def _left_out(self, of: int) -> list[tuple[int, Strategy]]:
+        """Options of a class that are not kept, with their numbers."""
+        options, kept = self.options[of], self.kept[of]
+        if len(kept) == len(options):
+            return []
+        return [(number, option) for number, option in enumerate(options) if number not in kept]
+
+    def _made(self, of: int, result: int) -> set[Layout]:
+        """Layouts of a result under the options of a class that are kept."""
+        layouts: set[Layout] = set()
+        for number in self.kept[of]:
+            layout = self.options[of][number].outs[result]
+            if layout is not None:
+                layouts.add(layout)
+        return layouts
 
 
 def _stored(options: Sequence[Strategy]) -> Iterator[int]:
     """Of a leaf: per dim the first option that has most axes, all on that dim."""
-    most = max((len(s.outs[0].axes) for s in options if s.outs[0] is not None), default=0)
+    most = max((len(option.outs[0].axes) for option in options if option.outs[0] is not None), default=0)
     seen: set[int] = set()
-    for o, strategy in enumerate(options):
-        layout = strategy.outs[0]
+    for number, option in enumerate(options):
+        layout = option.outs[0]
         assert layout is not None, "a leaf has a layout"
-        dims = {d for d, dim in enumerate(layout.dims) for _, axis in dim if axis is not None}
+        dims = {position for position, dim in enumerate(layout.dims) for _, axis in dim if axis is not None}
         if len(layout.axes) == most and len(dims) == 1 and not dims & seen:
             seen |= dims
-            yield o
+            yield number
 
 
-def _others(options: Sequence[Strategy], kept: set[int]) -> list[int]:
-    return [o for o in range(len(options)) if o not in kept] if len(kept) < len(options) else []
+def _takes(option: Strategy, node: Node, lies: dict[int, set[Layout]]) -> bool:
+    """Whether every operand has come by as the option wants it."""
+    return all(layout in lies[ref] for layout, ref in zip(option.ins, node.refs, strict=True))
 
 
-def _outs(options: Sequence[Strategy], kept: set[int], j: int) -> set[Layout]:
-    return {layout for o in kept if (layout := options[o].outs[j]) is not None}
-
-
-def _takes(strategy: Strategy, node: Node, lies: dict[int, set[Layout]]) -> bool:
-    """Whether every operand has come by as the strategy wants it."""
-    return all(layout in lies[ref] for layout, ref in zip(strategy.ins, node.refs, strict=True))
-
-
-def _gives(strategy: Strategy, node: Node, wants: dict[int, set[Layout]]) -> bool:
-    """Whether every result that is read is wanted as the strategy makes it."""
-    read = [(layout, wants[o]) for layout, o in zip(strategy.outs, node.outs, strict=True) if o is not None and wants[o]]
-    return bool(read) and all(layout in some for layout, some in read)
+def _gives(option: Strategy, node: Node, wants: dict[int, set[Layout]]) -> bool:
+    """Whether some result is read, and each that is read is wanted as the option makes it."""
+    is_read = False
+    for layout, id in zip(option.outs, node.outs, strict=True):
+        if id is None or not wants[id]:
+            continue
+        if layout not in wants[id]:
+            return False
+        is_read = True
+    return is_read
 
 
 # ---- pending reductions ----
@@ -105,33 +156,48 @@ def _gives(strategy: Strategy, node: Node, wants: dict[int, set[Layout]]) -> boo
 # reduced. The option that takes and gives copies instead does the same work with nothing to reduce; where that one is not
 # there (a wish excludes it), nothing is dropped.
 
-
-Pending = tuple[str, str]
+Pending = tuple[str, str]  # axis, how
 Ends = tuple[tuple[Layout, ...], tuple[Layout | None, ...]]
 Passed = tuple[tuple[Pending, tuple[int, ...]], ...]  # what passes through, and the operands by which it comes
 
 
-def reachable(program: Program, ties: Ties, options: Sequence[tuple[Strategy, ...]]) -> list[tuple[Strategy, ...]]:
+def reachable(program: Program, ties: Ties, options: Options) -> list[tuple[Strategy, ...]]:
     """Per class the options but those that, for every member, pass on what no operand can have."""
-    kinds = {id: _kinds(options[ties.of_input(k)], 0) for k, id in enumerate(program.inputs)}  # by value
-    passed = [[_passed(s) for s in some] for some in options]
-    there = [{(s.ins, s.outs) for s in some} for some in options]
+    passed = [[_passed(option) for option in of_class] for of_class in options]
+    ends = [{(option.ins, option.outs) for option in of_class} for of_class in options]
+    kinds: dict[int, frozenset[str]] = {}  # value -> the reductions that it can be pending over
+    for position, id in enumerate(program.inputs):
+        kinds[id] = _kinds(options[ties.of_input(position)], 0)
+
     kept: list[set[int]] = [set() for _ in options]
     known: dict[tuple[int, tuple[frozenset[str], ...]], list[int]] = {}  # members of a class mostly have operands alike
     for index, node in enumerate(program.nodes):
-        c = ties.of_node(index)
-        key = c, tuple(kinds[ref] for ref in node.refs)
-        if key not in known:
-            known[key] = [o for o, s in enumerate(options[c]) if not passed[c][o] or _useful(s, passed[c][o], key[1], there[c])]
-            kept[c].update(known[key])
-        for j, out in enumerate(node.outs):
+        node_class = ties.of_node(index)
+        of_class = options[node_class]
+        operand_kinds = tuple(kinds[ref] for ref in node.refs)
+        useful = known.get((node_class, operand_kinds))
+        if useful is None:
+            useful = []
+            for number, option in enumerate(of_class):
+                if _is_useful(option, passed[node_class][number], operand_kinds, ends[node_class]):
+                    useful.append(number)
+            known[node_class, operand_kinds] = useful
+            kept[node_class].update(useful)
+        for result, out in enumerate(node.outs):
             if out is not None:
-                kinds[out] = _kinds([options[c][o] for o in known[key]], j)
-    return [tuple(s for o, s in enumerate(some) if o in here) if here else some for some, here in zip(options, kept, strict=True)]
+                kinds[out] = _kinds([of_class[number] for number in useful], result)
+    # A class of leaves has no node that could keep an option: it keeps all.
+    return [_chosen(of_class, chosen) if chosen else of_class for of_class, chosen in zip(options, kept, strict=True)]
 
 
 def _kinds(options: Sequence[Strategy], result: int) -> frozenset[str]:
-    return frozenset(how for s in options if (layout := s.outs[result]) is not None for _, how in layout.pending)
+    """The reductions over which a result can be pending."""
+    kinds: set[str] = set()
+    for option in options:
+        layout = option.outs[result]
+        if layout is not None:
+            kinds.update(how for _, how in layout.pending)
+    return frozenset(kinds)
 
 
 def _passed(strategy: Strategy) -> Passed:
@@ -140,23 +206,30 @@ def _passed(strategy: Strategy) -> Passed:
         return ()
     given = {pending for layout in strategy.outs if layout is not None for pending in layout.pending}
     placed = {axis for axis, _ in strategy.axes}
-    def having(p: tuple[str, str]) -> tuple[int, ...]:
-        """Operands over which it is pending."""
-        return tuple(k for k, layout in enumerate(strategy.ins) if p in layout.pending)
+    passed = []
+    for pending in sorted(given):
+        operands = tuple(position for position, layout in enumerate(strategy.ins) if pending in layout.pending)
+        if operands and pending[0] not in placed:
+            passed.append((pending, operands))
+    return tuple(passed)
 
-    found = ((p, having(p)) for p in sorted(given) if p[0] not in placed)
-    return tuple((pending, operands) for pending, operands in found if operands)
 
-
-def _useful(strategy: Strategy, passed: Passed, kinds: Sequence[frozenset[str]], there: set[Ends]) -> bool:
-    """Whether some operand can have each reduction that passes, or nothing does the same with copies. kinds: by operand."""
-    idle = {p for p, operands in passed if not any(p[1] in kinds[k] for k in operands)}
+def _is_useful(strategy: Strategy, passed: Passed, kinds: Sequence[frozenset[str]], ends: set[Ends]) -> bool:
+    """Whether some operand can have each reduction that passes, or no option of `ends` does the same with copies. kinds: by operand."""
+    idle: set[Pending] = set()
+    for pending, operands in passed:
+        _, how = pending
+        if not any(how in kinds[operand] for operand in operands):
+            idle.add(pending)
     if not idle:
         return True
     ins = tuple(_without(layout, idle) for layout in strategy.ins)
     outs = tuple(None if layout is None else _without(layout, idle) for layout in strategy.outs)
-    return (ins, outs) not in there
+    return (ins, outs) not in ends
 
 
-def _without(layout: Layout, some: set[Pending]) -> Layout:
-    return layout.with_pending(tuple(p for p in layout.pending if p not in some)) if layout.pending else layout
+def _without(layout: Layout, reductions: set[Pending]) -> Layout:
+    """A layout with copies where these reductions are pending."""
+    if not layout.pending:
+        return layout
+    return layout.with_pending(tuple(pending for pending in layout.pending if pending not in reductions))

@@ -28,7 +28,9 @@ Code = Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], Local | N
 StrategyFn = Callable[[Call, Mesh], Iterable[Strategy]]
 
 Texts = dict[int | None, str]  # operand number -> its pattern; None is an operand that is absent
+
 _DIM = re.compile(r"\(([^)]*)\)|(\S+)")
+"""One dim of a pattern: several factors in parentheses, or a single word."""
 
 
 def at(call: Call, index: int, name: str) -> int | None:
@@ -38,31 +40,33 @@ def at(call: Call, index: int, name: str) -> int | None:
 
 
 def _operand(text: str, whole: set[str]) -> Operand:
+    """The dims of an operand as its pattern gives them; factors in brackets are added to `whole`."""
     dims = []
     for group, single in _DIM.findall(text):
-        words = [single] if single else group.split()
         if single == "1":
-            words = []
-        for word in words:
-            if word.startswith("["):
-                whole.add(word.strip("[]"))
-        dims.append(tuple(word.strip("[]") for word in words))
+            dims.append(())
+            continue
+        words = [single] if single else group.split()
+        factors = tuple(word.strip("[]") for word in words)
+        whole.update(factor for factor, word in zip(factors, words, strict=True) if word.startswith("["))
+        dims.append(factors)
     return tuple(dims)
 
 
-def _sizes(pairs: Sequence[tuple[Operand, TensorType]], sizes: dict[str, int]) -> None:
-    """Fill in the factors' sizes from shapes: single names first (the largest wins over a broadcast 1), then groups."""
-    for operand, typ in pairs:
+def _fill_in_sizes(operands: Sequence[tuple[Operand, TensorType]], sizes: dict[str, int]) -> None:
+    """Add the factors' sizes to `sizes`: of dims of one factor first (the largest wins over a broadcast 1), then of groups."""
+    for operand, typ in operands:
         if len(operand) != len(typ.shape):
             raise RuleError(f"a pattern of {len(operand)} dims for a tensor of shape {typ.shape}")
         for dim, size in zip(operand, typ.shape, strict=True):
             if len(dim) == 1 and sizes.get(dim[0], 1) == 1:
                 sizes[dim[0]] = size
-    for operand, typ in pairs:
+    # The one factor of a group whose size nobody has said is what the others leave of the dim.
+    for operand, typ in operands:
         for dim, size in zip(operand, typ.shape, strict=True):
-            unknown = [f for f in dim if f not in sizes]
+            unknown = [factor for factor in dim if factor not in sizes]
             if len(unknown) == 1:
-                known = prod(sizes[f] for f in dim if f in sizes)
+                known = prod(sizes[factor] for factor in dim if factor in sizes)
                 sizes[unknown[0]] = size // known if known else 0
 
 
@@ -80,35 +84,55 @@ def bind(
     flops: int | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Rule:
-    """The rule for `call`. `ins`: operand number -> text; a number None is an absent operand and is left out."""
+    """The rule for `call`, whose other arguments are those of `Rule`.
+
+    `ins`: operand number -> text. A number None is an absent operand: it is left out, here and in `linear` and `addends`.
+    What is said of factors that no tensor of the call has is left out too. Raises RuleError where texts and tensors differ
+    in number or in dims.
+    """
+    texts = {number: text for number, text in ins.items() if number is not None}
+    if len(texts) != len(call.ins):
+        raise RuleError(f"{call.target}: {len(texts)} operand patterns for {len(call.ins)} tensors")
     whole: set[str] = set()
-    left = [_operand(text, whole) for k, text in sorted((k, t) for k, t in ins.items() if k is not None)]
-    right = [_operand(text, whole) for text in outs]
-    if len(left) != len(call.ins):
-        raise RuleError(f"{call.target}: {len(left)} operand patterns for {len(call.ins)} tensors")
-    pairs = list(zip(left, call.ins, strict=True))
-    pairs += [(op, typ) for op, typ in zip(right, call.outs, strict=True) if typ is not None]
-    found = dict(sizes or {})
-    _sizes(pairs, found)
-    used = {f for op, _ in pairs for dim in op for f in dim}
+    operands = [_operand(texts[number], whole) for number in sorted(texts)]
+    results = [_operand(text, whole) for text in outs]
+
+    tensors = list(zip(operands, call.ins, strict=True))
+    tensors += [(result, typ) for result, typ in zip(results, call.outs, strict=True) if typ is not None]
+    all_sizes = dict(sizes or {})
+    _fill_in_sizes(tensors, all_sizes)
+    used = {factor for operand, _ in tensors for dim in operand for factor in dim}
+
+    bound_outs: list[Operand | None] = []
+    for result, out_type in zip(results, call.outs, strict=True):
+        bound_outs.append(None if out_type is None else _unbroadcast(result, out_type, all_sizes))
     return Rule(
-        tuple(_unbroadcast(op, typ, found) for op, typ in zip(left, call.ins, strict=True)),
-        tuple(None if typ is None else _unbroadcast(op, typ, found) for op, typ in zip(right, call.outs, strict=True)),
-        {f: n for f, n in found.items() if f in used},
-        reduce={f: how for f, how in (reduce or {}).items() if f in used},
+        tuple(_unbroadcast(operand, typ, all_sizes) for operand, typ in zip(operands, call.ins, strict=True)),
+        tuple(bound_outs),
+        {factor: size for factor, size in all_sizes.items() if factor in used},
+        reduce={factor: how for factor, how in (reduce or {}).items() if factor in used},
         whole=frozenset(whole & used),
-        linear=tuple(frozenset(k for k in s if k is not None) for s in linear),
-        addends=frozenset(k for k in addends if k is not None),
-        copied=frozenset((n, f) for n, f in copied if call.outs[n] is not None),
+        linear=tuple(_present(positions) for positions in linear),
+        addends=_present(addends),
+        copied=frozenset((number, factor) for number, factor in copied if call.outs[number] is not None),
         localize=localize,
         local=local,
         flops=flops,
     )
 
 
+def _present(positions: Iterable[int | None]) -> frozenset[int]:
+    """Operands that are there."""
+    return frozenset(position for position in positions if position is not None)
+
+
 def _unbroadcast(operand: Operand, typ: TensorType, sizes: Mapping[str, int]) -> Operand:
-    pairs = zip(operand, typ.shape, strict=True)
-    return tuple(() if size == 1 and len(dim) == 1 and sizes[dim[0]] != 1 else dim for dim, size in pairs)
+    """The operand without the factors that its dims of size 1 only broadcast along."""
+    dims = []
+    for dim, size in zip(operand, typ.shape, strict=True):
+        is_broadcast = size == 1 and len(dim) == 1 and sizes[dim[0]] != 1
+        dims.append(() if is_broadcast else dim)
+    return tuple(dims)
 
 
 def names(prefix: str, n: int) -> list[str]:
@@ -130,13 +154,13 @@ def leading(keep: int, *, linear: Sequence[set[int | None]] = (), localize: Loca
     """The rule of operators that work on the last `keep` dims of every tensor: what stands before is batch."""
 
     def rule(call: Call) -> Rule | None:
-        ranks = {len(t.shape) - keep for t in (*call.ins, *call.outs) if t is not None}
-        if len(ranks) != 1 or min(ranks) < 0:
+        batch_ranks = {len(typ.shape) - keep for typ in (*call.ins, *call.outs) if typ is not None}
+        if len(batch_ranks) != 1 or min(batch_ranks) < 0:
             return None
-        batch = names("b", ranks.pop())
-        texts = [" ".join([*batch, *whole(f"x{k}_", keep)]) for k in range(len(call.ins) + len(call.outs))]
-        n = len(call.ins)
-        return bind(call, numbered(texts[:n]), texts[n:], linear=linear, localize=localize)
+        batch = names("b", batch_ranks.pop())
+        n_ins = len(call.ins)
+        texts = [" ".join([*batch, *whole(f"x{number}_", keep)]) for number in range(n_ins + len(call.outs))]
+        return bind(call, numbered(texts[:n_ins]), texts[n_ins:], linear=linear, localize=localize)
 
     return rule
 
@@ -144,17 +168,24 @@ def leading(keep: int, *, linear: Sequence[set[int | None]] = (), localize: Loca
 def along(call: Call, dims: Sequence[int], *, linear: Sequence[set[int | None]] = ()) -> Rule | None:
     """Every tensor has the same dims; those in `dims` are whole (and may differ in size between tensors)."""
     rank = len(call.ins[0].shape)
-    if any(t is not None and len(t.shape) != rank for t in (*call.ins, *call.outs)):
+    if any(typ is not None and len(typ.shape) != rank for typ in (*call.ins, *call.outs)):
         return None
-    held = {d % rank for d in dims} if rank else set()
-    n, count = len(call.ins), len(call.ins) + len(call.outs)
-    texts = [" ".join(f"[w{k}_{d}]" if d in held else f"d{d}" for d in range(rank)) for k in range(count)]
-    return bind(call, numbered(texts[:n]), texts[n:], linear=linear)
+    whole_dims = {dim % rank for dim in dims} if rank else set()
+    texts = []
+    for number in range(len(call.ins) + len(call.outs)):
+        # A whole dim has a factor for each tensor, since its sizes may differ.
+        words = [f"[w{number}_{dim}]" if dim in whole_dims else f"d{dim}" for dim in range(rank)]
+        texts.append(" ".join(words))
+    n_ins = len(call.ins)
+    return bind(call, numbered(texts[:n_ins]), texts[n_ins:], linear=linear)
 
 
 def local_sizes(rule: Rule, ins: Sequence[Layout], outs: Sequence[Layout | None]) -> dict[str, int]:
-    """Factor -> its local size, read off the layouts of the operands that have it."""
-    found = dict(rule.sizes)
+    """Factor -> its local size, read off the layouts of the operands that have it.
+
+    Raises RuleError where a layout cuts across factors.
+    """
+    sizes = dict(rule.sizes)
     for operand, layout in [*zip(rule.ins, ins, strict=True), *zip(rule.outs, outs, strict=True)]:
         if operand is None or layout is None:
             continue
@@ -162,8 +193,8 @@ def local_sizes(rule: Rule, ins: Sequence[Layout], outs: Sequence[Layout | None]
         if placement is None:
             raise RuleError(f"layout {layout.text()} cuts across the factors of {rule.text()}; place axes on factors")
         for factor, atoms in placement.items():
-            found[factor] = prod(n for n, axis in atoms if axis is None)
-    return found
+            sizes[factor] = prod(size for size, axis in atoms if axis is None)
+    return sizes
 
 
 def batched(*keep: int, outs: Sequence[int], linear: Sequence[set[int | None]] = ()) -> RuleFn:
@@ -173,20 +204,25 @@ def batched(*keep: int, outs: Sequence[int], linear: Sequence[set[int | None]] =
     """
 
     def rule(call: Call) -> Rule | None:
-        ranks = [len(t.shape) - n for t, n in zip(call.ins, keep, strict=False)]
-        if len(call.ins) != len(keep) or len(call.outs) != len(outs) or min(ranks) < 0:
+        batch_ranks = [len(typ.shape) - kept for typ, kept in zip(call.ins, keep, strict=False)]
+        if len(call.ins) != len(keep) or len(call.outs) != len(outs) or min(batch_ranks) < 0:
             return None
-        batch = names("b", max(ranks))
-        texts = [" ".join([*batch[len(batch) - ranks[k] :], *whole(f"x{k}_", n)]) for k, n in enumerate(keep)]
-        results, copied = [], []
-        for k, (typ, n) in enumerate(zip(call.outs, outs, strict=True)):
-            if typ is not None and typ.shape == (0,) and len(batch) + n != 1:
-                results.append(f"[z{k}]")
-                copied += [(k, b) for b in batch]
-            elif typ is not None and len(typ.shape) != len(batch) + n:
+        batch = names("b", max(batch_ranks))
+        operands = []
+        for number, (batch_rank, kept) in enumerate(zip(batch_ranks, keep, strict=True)):
+            own_batch = batch[len(batch) - batch_rank :]
+            operands.append(" ".join([*own_batch, *whole(f"x{number}_", kept)]))
+        results: list[str] = []
+        copied: list[tuple[int, str]] = []
+        for number, (out_type, kept) in enumerate(zip(call.outs, outs, strict=True)):
+            rank = len(batch) + kept
+            if out_type is not None and out_type.shape == (0,) and rank != 1:
+                results.append(f"[z{number}]")
+                copied += [(number, factor) for factor in batch]
+            elif out_type is not None and len(out_type.shape) != rank:
                 return None
             else:
-                results.append(" ".join([*batch, *whole(f"y{k}_", n)]))
-        return bind(call, numbered(texts), results, linear=linear, copied=copied)
+                results.append(" ".join([*batch, *whole(f"y{number}_", kept)]))
+        return bind(call, numbered(operands), results, linear=linear, copied=copied)
 
     return rule
