@@ -14,8 +14,9 @@ import colofunc as cf
 from colofunc.errors import ConsumedError, PlanError
 from colofunc.executors import distributed
 from colofunc.executors.backend import backend_for
-from colofunc.executors.distributed import Distributed, Later
+from colofunc.executors.distributed import Distributed
 from colofunc.executors.launch import launch
+from colofunc.executors.rank_program import Later
 from colofunc.mesh import PRESETS
 from colofunc.program.ir import Node, Ref, map_refs
 from colofunc.program.places import SEND
