@@ -428,7 +428,7 @@ def test_whoever_waits_for_a_peer_that_ended_tells_the_watch() -> None:
 
     later = object.__new__(Later)
     later._groups = SimpleNamespace(mesh=cf.Mesh(pp=2), awaiter=awaiter)
-    later._mine = SimpleNamespace(inputs=())
+    later._on_rank = SimpleNamespace(inputs=())
     later._receives = [Node("colofunc.receive", (("pp",), (0,), 0, (), torch.float64), (), (1,))]
     later._sends = lambda inputs: []
     later._watch = Told()

@@ -60,7 +60,7 @@ class Distributed:
         adopt_gpu(self.watch)
         self.unsettled: Unsettled | None = None
         self._groups: dict[Mesh, Groups] = {}
-        self._delivers = False  # whether it is known what is to be done before this process ends
+        self._delivers = False  # whether `_deliver` is registered, to be called before this process ends
         self._kept = Kept(self.compile)
 
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
@@ -73,7 +73,13 @@ class Distributed:
 
         `bound`: callables of targets that are no registered operators. `whole`: the program before it was compiled.
         """
-        return self._prepared(program, mesh, bound, whole=whole)
+        groups = self._groups_of(mesh)
+        if not has_places(program):
+            return RankProgram(self.order(program), groups, self.watch, bound, whole=whole)
+        if self._by_nccl(mesh):
+            _check_message_order(program, mesh)
+        part = on_rank(program, mesh, self.rank)
+        return RankProgram(self.order(part.program), groups, self.watch, bound, whole=whole, union=program, on_rank=part)
 
     def later(self, program: Program, mesh: Mesh) -> Later:
         if self._by_nccl(mesh):
@@ -94,17 +100,6 @@ class Distributed:
 
     def observe(self, program: Program, mesh: Mesh, tap: Tap) -> RankProgram:
         return RankProgram(program, self._groups_of(mesh), self.watch, tap=tap)
-
-    def _prepared(
-        self, program: Program, mesh: Mesh, bound: Mapping[str, Callable[..., Any]] | None, whole: Program | None
-    ) -> RankProgram:
-        groups = self._groups_of(mesh)
-        if not has_places(program):
-            return RankProgram(self.order(program), groups, self.watch, bound, whole=whole)
-        if self._by_nccl(mesh):
-            _check_message_order(program, mesh)
-        mine = on_rank(program, mesh, self.rank)
-        return RankProgram(self.order(mine.program), groups, self.watch, bound, whole=whole, union=program, mine=mine)
 
     def _deliver(self) -> None:
         for groups in self._groups.values():
@@ -157,17 +152,27 @@ def overlapped(program: Program, ahead_bytes: float = inf, grouped: bool = False
     """`program` as real ranks run it: collectives started early and waited for late, so that their buffers live longer.
 
     In the bodies of loops too. One with copies between tiers was in this order before they were written into it
-    (`compiler.budget`), and is timed and counted as it stands: nobody reorders it. ahead_bytes: of results that are started ahead,
-    at most so many, or one collective's. grouped: small updates stand side by side, as far as the peak allows; what is only counted need
-    not be, for no peak is another by that.
+    (`compiler.budget`), and is timed and counted as it stands: nobody reorders it.
+
+    ahead_bytes: the results of collectives that are started ahead may take this many, or those of one collective. grouped: small
+    updates stand side by side, as far as the peak allows; what is only counted need not be, for no peak is another by that.
     """
     if any(is_copy(node) for node in program.nodes):
         return program
     ids = count(program.next_id)
-    ahead = partial(overlap, ids=ids) if ahead_bytes == inf else partial(overlap, ids=ids, ahead=1, ahead_bytes=int(ahead_bytes))
-    inside = within(program, lambda body: ahead(outputs_late(views_late(body)), body=True))
-    done = updates_side_by_side(ahead(views_late(updates_late(inside))))
-    return small_updates_in_one_call(done, partial(memory, sent=True)) if grouped else done
+    if ahead_bytes == inf:
+        ahead = partial(overlap, ids=ids)
+    else:
+        ahead = partial(overlap, ids=ids, ahead=1, ahead_bytes=int(ahead_bytes))
+
+    def overlapped_body(body: Program) -> Program:
+        return ahead(outputs_late(views_late(body)), body=True)
+
+    ordered = views_late(updates_late(within(program, overlapped_body)))
+    ordered = updates_side_by_side(ahead(ordered))
+    if not grouped:
+        return ordered
+    return small_updates_in_one_call(ordered, partial(memory, sent=True))
 
 
 def init_from_env(mesh: Mesh, limits: Limits | None = None) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from colofunc.executors.faults import ask
 from colofunc.executors.flight import Flight
-from colofunc.executors.groups import Ahead, Groups, Start, Started
+from colofunc.executors.groups import Ahead, Groups, Receiver, Start, Started
 from colofunc.executors.kernels import HostCount, first_rows, with_zeros
 from colofunc.executors.source import Writer, only
 from colofunc.program.facts import COPIES, PEERS
@@ -32,80 +32,101 @@ class RankWires:
         self.groups = groups
         self.flight = flight
         self.ranks: Sequence[int] = (groups.rank,)
-        self._limits: tuple[Program, set[int]] | None = None
+        self._row_counts: tuple[Program, set[int]] | None = None
         self._ahead: Ahead | None = None  # of the loop in parts that is written, where receives are posted ahead
 
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         if kind in COPIES:
             self._copy(writer, node, kind, asynchronous)
-            return
-        if kind in PEERS:
+        elif kind in PEERS:
             self._peer(writer, node, kind)
-            return
+        elif kind == "axis_index":
+            place = self.groups.of(node.args[0]).place
+            self._define(writer, node, writer.bind(torch.tensor(place, device=writer.device), f"i{place}"))
+        elif kind == "wait":
+            self._define(writer, node, f"{writer.literal(node.args[0], 0)}.wait()")
+        elif kind == "take_shard":
+            self._define(writer, node, f"{writer.literal(node.args[0], 0)}[{self.groups.of(node.args[1]).place}]")
+        elif kind == "keep_first":
+            self._keep_first(writer, node)
+        else:
+            self._collective(writer, node, kind, asynchronous)
+
+    def _define(self, writer: Writer, node: Node, text: str) -> None:
+        """A line that defines the result of a node."""
         out = only(node)
         name = writer.stem(out)
         writer.where[out] = (name,)
-        if kind == "axis_index":
-            place = self.groups.of(node.args[0]).place
-            number = writer.bind(torch.tensor(place, device=writer.device), f"i{place}")
-            writer.line(f"{name} = {number}")
-            return
-        source = writer.literal(node.args[0], 0)
-        if kind == "wait":
-            writer.line(f"{name} = {source}.wait()")
-            return
-        _, axes, _, *rest = node.args
-        if kind == "take_shard":
-            writer.line(f"{name} = {source}[{self.groups.of(axes).place}]")
-        elif kind == "keep_first":
-            zeros = rest[0] == "sum" and self.groups.of(axes).place != 0
-            writer.line(f"{name} = {writer.bind(torch.zeros_like, 'zeros_like')}({source})" if zeros else f"{name} = {source}")
-        else:
-            limited = kind == "all_to_all" and rest
-            start = _watched(kind, self.groups.start(kind, axes, *(() if limited else rest)), self.groups.rank)
-            if self.flight is not None:
-                start = _named(_text(writer.program, node, kind), start, self.flight)
-            fn = writer.bind(_limited(start) if limited else start, f"{kind}_{'_'.join(a for a in axes if a.isidentifier())}")
-            source += f", {count_of(writer, rest[0])}" if limited else ""
-            writer.line(f"{name} = {fn}({source})" + ("" if asynchronous else ".wait()"))
+        writer.line(f"{name} = {text}")
+
+    def _keep_first(self, writer: Writer, node: Node) -> None:
+        """What all members hold, as a pending reduction: of a sum only the first keeps it, of a maximum all do."""
+        ref, axes, _, how = node.args
+        source = writer.literal(ref, 0)
+        if how == "sum" and self.groups.of(axes).place != 0:
+            source = f"{writer.bind(torch.zeros_like, 'zeros_like')}({source})"
+        self._define(writer, node, source)
+
+    def _collective(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
+        ref, axes, _, *options = node.args
+        arguments = writer.literal(ref, 0)
+        limited = kind == "all_to_all" and options  # to the first rows of each chunk: how many is data
+        start = self.groups.start(kind, axes, *(() if limited else options))
+        start = _watched(kind, start, self.groups.rank)
+        if self.flight is not None:
+            start = _named(_text(writer.program, node, kind), start, self.flight)
+        names = "_".join(axis for axis in axes if axis.isidentifier())
+        function = writer.bind(_limited(start) if limited else start, f"{kind}_{names}")
+        if limited:
+            arguments += f", {count_of(writer, options[0])}"
+        call = f"{function}({arguments})"
+        self._define(writer, node, call if asynchronous else f"{call}.wait()")
 
     def _peer(self, writer: Writer, node: Node, kind: str) -> None:
         """This rank's half of a send: what it sends may be written over when the line has passed."""
         if kind == "receive":
             axes, _, source, shape, dtype = node.args
             receiver = self.groups.receiver(axes, source, shape, dtype, writer.device)
-            if self._ahead is not None and writer.loops and writer.loops[-1][0].cut_by is not None:
-                self._ahead.receives(writer.part, receiver, partial(_number, _own_tag(node), writer.loops[-1][0].trips))
+            self._post_ahead(writer, node, receiver)
             call = f"{writer.bind(receiver, 'receive')}({_tag(writer, node)})"
         else:
             ref, axes, _, _, targets = node.args
-            call = f"{writer.bind(self.groups.sender(axes, targets), 'send')}({writer.where[ref.id][0]}, {_tag(writer, node)})"
+            send = writer.bind(self.groups.sender(axes, targets), "send")
+            call = f"{send}({writer.where[ref.id][0]}, {_tag(writer, node)})"
+        writer.line(f"{writer.bind(ask, 'ask')}('send', {tuple(self.ranks)!r})")
         if node.results:
-            out = only(node)
-            writer.where[out] = (writer.stem(out),)
-            writer.line(f"{writer.bind(ask, 'ask')}('send', {tuple(self.ranks)!r})")
-            writer.line(f"{writer.stem(out)} = {call}")
+            self._define(writer, node, call)
         else:
-            writer.line(f"{writer.bind(ask, 'ask')}('send', {tuple(self.ranks)!r})")
             writer.line(call)
+
+    def _post_ahead(self, writer: Writer, node: Node, receiver: Receiver) -> None:
+        """In a loop in parts, a receive may be posted one action before the one that waits for it."""
+        if self._ahead is None or not writer.loops:
+            return
+        loop, _ = writer.loops[-1]
+        if loop.cut_by is not None:
+            self._ahead.receives(writer.part, receiver, partial(_number, own_tag(node), loop.trips))
 
     def here(self, at: At | None) -> tuple[bool, ...]:
         return (holds(at, self.groups.mesh, self.groups.rank),)
 
     def behind(self, writer: Writer, node: Node) -> None:
         """How many rows will travel is told to the host as soon as it is known, and read by the first exchange."""
-        for o in node.outs:
-            if o is not None and o in self._limits_in(writer.program):
-                stem, count_rows = writer.stem(o), writer.bind(HostCount, "count_rows")
+        for out in node.results:
+            if out in self._row_counts_in(writer.program):
+                stem, count_rows = writer.stem(out), writer.bind(HostCount, "count_rows")
                 writer.line(f"{stem}_count = {count_rows}({stem})")
                 writer.extra[stem] = (*writer.extra.get(stem, ()), f"{stem}_count")
 
-    def _limits_in(self, program: Program) -> set[int]:
+    def _row_counts_in(self, program: Program) -> set[int]:
         """Values that say how many rows travel. Asked for each node of one program after another: kept for one."""
-        if self._limits is None or self._limits[0] is not program:
-            exchanges = [n for n in program.nodes if n.target.startswith("colofunc.all_to_all") and len(n.args) > 3]
-            self._limits = program, {n.args[3].id for n in exchanges if isinstance(n.args[3], Ref)}
-        return self._limits[1]
+        if self._row_counts is None or self._row_counts[0] is not program:
+            values = set()
+            for node in program.nodes:
+                if node.target.startswith("colofunc.all_to_all") and len(node.args) > 3 and isinstance(node.args[3], Ref):
+                    values.add(node.args[3].id)
+            self._row_counts = program, values
+        return self._row_counts[1]
 
     def in_order(self, actions: Sequence[tuple[int, int]], device: torch.device) -> Iterable[tuple[int, int]]:
         """NCCL runs what is given to it one after another: a receive that is posted early would keep back what is sent meanwhile."""
@@ -118,27 +139,29 @@ class RankWires:
 
     def _copy(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         start, device = writer.bind(writer.start, "copy_start"), writer.bind(writer.device, "device")
-        operands = "".join(f"{writer.where[i][0]}, " for i in node.refs)
+        operands = "".join(f"{writer.where[id][0]}, " for id in node.refs)
         pool = writer.pooled(node.outs[0]) if node.outs else ""
-        call = f"{start}({kind!r}, ({operands}), {device}{', ' * bool(pool)}{pool})" + ("" if asynchronous else ".wait()")
-        if not node.outs:
+        into_pool = f", {pool}" if pool else ""
+        call = f"{start}({kind!r}, ({operands}), {device}{into_pool})"
+        if not asynchronous:
+            call += ".wait()"
+        if node.outs:
+            self._define(writer, node, call)
+        else:
             writer.line(call)
-            return
-        out = only(node)
-        writer.where[out] = (writer.stem(out),)
-        writer.line(f"{writer.stem(out)} = {call}")
 
 
 def _tag(writer: Writer, node: Node) -> str:
     """Which message of a pair it is, as an expression: in a loop its own number in each trip."""
-    tag = _own_tag(node)
+    tag = own_tag(node)
     if not tag or not writer.loops:
         return str(tag)
     loop, counter = writer.loops[-1]
     return f"{tag * loop.trips} + {counter}"
 
 
-def _own_tag(node: Node) -> int:
+def own_tag(node: Node) -> int:
+    """Which message between two ranks it is; 0 where the program does not say."""
     return int(dict(node.kwargs).get("tag", 0))
 
 
@@ -155,6 +178,7 @@ def count_of(writer: Writer, rows: Ref) -> str:
 
 
 def _watched(kind: str, start: Start, rank: int) -> Start:
+    """`start`, where a test may want this rank to fail."""
     ranks = (rank,)
 
     def run(x: Any) -> Started:
@@ -177,9 +201,12 @@ def _named(name: str, start: Start, flight: Flight) -> Start:
 
 def _text(program: Program, node: Node, kind: str) -> str:
     """`all_gather of 0.weight over dp (in net.0 at train.py:12)`."""
-    names = [program.values[i].name for i in (*node.refs, *node.results) if program.values[i].name]
+    names = [program.values[id].name for id in (*node.refs, *node.results)]
+    name = next((name for name in names if name), "")
+    of_what = f" of {name}" if name else ""
     where = " at ".join(word for word in (node.path, node.line) if word)
-    return f"{kind}{f' of {names[0]}' if names else ''} over {', '.join(node.args[1])}" + (f" (in {where})" if where else "")
+    in_what = f" (in {where})" if where else ""
+    return f"{kind}{of_what} over {', '.join(node.args[1])}{in_what}"
 
 
 class _Padded:
@@ -194,4 +221,8 @@ class _Padded:
 
 def _limited(start: Start) -> Callable[[torch.Tensor, HostCount], _Padded]:
     """An all-to-all of so many rows of each chunk as all members have agreed on."""
-    return lambda x, count: _Padded(start(first_rows(x, count.value())), x)
+
+    def run(x: torch.Tensor, count: HostCount) -> _Padded:
+        return _Padded(start(first_rows(x, count.value())), x)
+
+    return run

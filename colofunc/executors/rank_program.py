@@ -18,14 +18,15 @@ from colofunc.errors import InputError
 from colofunc.executors.flight import Flight, mark
 from colofunc.executors.groups import Groups
 from colofunc.executors.pools import accelerator, pool_of, reads_host_only
-from colofunc.executors.rank_collectives import RankWires
-from colofunc.executors.simulated import Shards, own_memory
-from colofunc.executors.source import StepFunction, Tap, Writer
+from colofunc.executors.rank_collectives import RankWires, own_tag
+from colofunc.executors.simulated import Shards, own_memory, written_inputs
+from colofunc.executors.source import Partition, Tap, Writer
+from colofunc.executors.step_function import StepFunction
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
 from colofunc.program.editor import Editor
-from colofunc.program.facts import has_wires, is_peer, is_wire, written
+from colofunc.program.facts import has_wires, is_peer, is_wire
 from colofunc.program.ir import Node, Program
 from colofunc.program.places import RECEIVE, OnRank
 
@@ -42,18 +43,18 @@ class RankProgram:
         tap: Tap | None = None,
         whole: Program | None = None,
         union: Program | None = None,
-        mine: OnRank | None = None,
+        on_rank: OnRank | None = None,
         begins: bool = False,
     ) -> None:
         """`whole`: the program before it was compiled. Under a `tap` copies allocate: whoever looks may hold on to them.
 
-        `union`: what all ranks run, where `program` is only this one's part of it; `mine`: which part. begins: its results are
+        `union`: what all ranks run, where `program` is only this one's part of it; `on_rank`: which part. begins: its results are
         those of `program`, and nobody waits until what it sends has come.
         """
         self.program = program
         self._begins = begins
         self._union = union or program
-        self._mine = mine
+        self._on_rank = on_rank
         self.pool = pool_of(program, 1, whole) if tap is None else None
         self._whole = whole
         self._tap = tap
@@ -63,9 +64,8 @@ class RankProgram:
         self._watch = watch
         self._function: StepFunction | None = None
         self._hash = ""  # of a program that communicates, from the first call on
-        positions = {id: k for k, id in enumerate(i for i in program.inputs if i not in program.constants)}
-        self._expected = sum(i not in self._union.constants for i in self._union.inputs)
-        self._written = tuple(sorted({positions[i] for node in program.nodes for i in written(node) if i in positions}))
+        self._expected = sum(id not in self._union.constants for id in self._union.inputs)
+        self._written = written_inputs(program)
 
     def __call__(self, inputs: Sequence[Shards]) -> list[Shards]:
         with self._watch or nullcontext():
@@ -75,8 +75,8 @@ class RankProgram:
         if len(inputs) != self._expected:
             raise InputError(f"the program takes {self._expected} tensors, {len(inputs)} were given")
         flat = [shards[0] for shards in inputs]
-        if self._mine is not None:
-            flat = [flat[k] for k in self._mine.inputs]
+        if self._on_rank is not None:
+            flat = [flat[position] for position in self._on_rank.inputs]
         partition = ((0,),) * len(flat)
         if self._written:
             own_memory(flat, partition, self._written)
@@ -84,37 +84,55 @@ class RankProgram:
         if self.pool is not None:
             self.pool.allocate(device.type == "cuda")
         if self._function is None:
-            if self._watch is not None and has_wires(self._union):
-                self._hash = program_hash(self._union, self._groups.mesh)
-                self._watch.agree("the lowered program", self._hash, self._watch.deadline_s)
-            self._make_groups()
-            flight = None if self._watch is None or device.type == "cpu" else self._watch.flight
-            wires = RankWires(self._groups, flight)
-            writer = Writer(self.program, 1, device, wires, partition, self._bound, tap=self._tap, pool=self.pool, whole=self._whole)
-            writer.write()
-            self._function = writer.function()
+            self._function = self._prepare(partition, device)
         if self._watch is None or not self._hash:
-            return self._outputs(self._function.per_lane(self._function(flat)), device)
-        self._watch.advance(self._hash)
-        outs = self._function(flat) if device.type == "cpu" else in_flight(self._watch.launched(), device, self._function, flat)
+            outs = self._function(flat)
+        else:
+            self._watch.advance(self._hash)
+            if device.type == "cpu":
+                outs = self._function(flat)
+            else:
+                outs = in_flight(self._watch.launched(), device, self._function, flat)
         return self._outputs(self._function.per_lane(outs), device)
+
+    def _prepare(self, partition: Partition, device: torch.device) -> StepFunction:
+        """The compiled program. Collective: hashes are compared and process groups made."""
+        if self._watch is not None and has_wires(self._union):
+            self._hash = program_hash(self._union, self._groups.mesh)
+            self._watch.agree("the lowered program", self._hash, self._watch.deadline_s)
+        self._make_groups()
+        flight = None if self._watch is None or device.type == "cpu" else self._watch.flight
+        wires = RankWires(self._groups, flight)
+        writer = Writer(self.program, 1, device, wires, partition, self._bound, tap=self._tap, pool=self.pool, whole=self._whole)
+        writer.write()
+        return writer.function()
 
     def _make_groups(self) -> None:
         """All ranks make all process groups, in the order of what all run, also those that they have no part in."""
-        if self._mine is not None:
-            for each in self._union.with_bodies():
-                for node in each.nodes:
-                    if is_wire(node) or is_peer(node):
-                        self._groups.of(node.args[1])
+        if self._on_rank is None:
+            return
+        for program in self._union.with_bodies():
+            for node in program.nodes:
+                if is_wire(node) or is_peer(node):
+                    self._groups.of(node.args[1])
 
-    def _outputs(self, mine: list[Shards], device: torch.device) -> list[Shards]:
-        """The outputs of the whole: empty where they do not exist on this rank."""
-        if self._mine is None or self._begins:
-            return mine
+    def _outputs(self, here: list[Shards], device: torch.device) -> list[Shards]:
+        """The outputs of the whole. here: those of this rank's program."""
+        if self._on_rank is None or self._begins:
+            return here
         self._groups.delivered()
-        here = dict(zip(self._mine.outputs, mine, strict=True))
-        values = [self._union.values[i] for i in self._union.outputs]
-        return [here[k] if k in here else [torch.empty(0, dtype=value.dtype, device=device)] for k, value in enumerate(values)]
+        return with_absent(self._union, dict(zip(self._on_rank.outputs, here, strict=True)), device)
+
+
+def with_absent(union: Program, here: Mapping[int, Shards], device: torch.device) -> list[Shards]:
+    """The outputs of what all ranks run: an empty tensor where one does not exist on this rank. here: by position."""
+    outputs = []
+    for position, id in enumerate(union.outputs):
+        if position in here:
+            outputs.append(here[position])
+        else:
+            outputs.append([torch.empty(0, dtype=union.values[id].dtype, device=device)])
+    return outputs
 
 
 def in_flight(flight: Flight, device: torch.device, step: StepFunction, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -129,14 +147,18 @@ def in_flight(flight: Flight, device: torch.device, step: StepFunction, inputs: 
 
 
 class Later:
-    """An exchange of messages in two steps: what this rank knows is sent when it is called, the rest is done when that is called."""
+    """An exchange of messages in two steps.
 
-    def __init__(self, program: Program, mine: OnRank, groups: Groups, watch: Watch | None) -> None:
+    What this rank knows is sent when it is called; the rest is done when the function that it returns is called.
+    """
+
+    def __init__(self, program: Program, on_rank: OnRank, groups: Groups, watch: Watch | None) -> None:
+        """`program`: what all ranks run. `on_rank`: this rank's part of it."""
         self._groups, self._watch = groups, watch
-        self._first, self._rest = _around_receives(mine.program)
-        self._receives = [node for node in mine.program.nodes if node.target == RECEIVE]
-        self._mine, self._outputs = mine, program
-        self._sends = RankProgram(self._first, groups, watch, union=program, mine=mine, begins=True)
+        self._first, self._rest = _around_receives(on_rank.program)
+        self._receives = [node for node in on_rank.program.nodes if node.target == RECEIVE]
+        self._union, self._on_rank = program, on_rank
+        self._sends = RankProgram(self._first, groups, watch, union=program, on_rank=on_rank, begins=True)
         self._ends = RankProgram(self._rest, groups, watch)
 
     def __call__(self, inputs: Sequence[Shards]) -> Callable[[], list[Shards]]:
@@ -145,41 +167,45 @@ class Later:
         for node in self._receives:
             axes, _, source, shape, dtype = node.args
             begin = self._groups.awaiter(axes, source, shape, dtype, device)
-            waits.append(begin(int(dict(node.kwargs).get("tag", 0))))
-        here = [inputs[k] for k in self._mine.inputs]
+            waits.append(begin(own_tag(node)))
+        own_inputs = [inputs[position] for position in self._on_rank.inputs]
         known = self._sends(inputs)
 
         def finish() -> list[Shards]:
             with self._watch or nullcontext():  # where a peer has ended it says which
-                came = [[wait()] for wait in waits]
-            found = self._ends([*here, *known, *came])
-            by_place = dict(zip(self._mine.outputs, found, strict=True))
-            values = [self._outputs.values[id] for id in self._outputs.outputs]
-            missing = {k: [torch.empty(0, dtype=value.dtype, device=device)] for k, value in enumerate(values)}
-            return list((missing | by_place).values())
+                received = [[wait()] for wait in waits]
+            outputs = self._ends([*own_inputs, *known, *received])
+            return with_absent(self._union, dict(zip(self._on_rank.outputs, outputs, strict=True)), device)
 
         return finish
 
 
 def _around_receives(program: Program) -> tuple[Program, Program]:
     """(What a rank can do before anything has come, the rest). Inputs of the rest: the program's, what the first gives, what comes."""
-    came = [out for node in program.nodes if node.target == RECEIVE for out in node.results]
-    late = set(came)
+    received: list[int] = []
+    for node in program.nodes:
+        if node.target == RECEIVE:
+            received += node.results
+    late = set(received)  # what depends on a message
     first: list[Node] = []
     rest: list[Node] = []
+    read = set(program.outputs)  # what the rest reads, and what comes out
     for node in program.nodes:
         if node.target == RECEIVE:
             continue
-        waits = any(ref in late for ref in node.refs)
-        (rest if waits else first).append(node)
-        if waits:
+        if any(ref in late for ref in node.refs):
+            rest.append(node)
             late.update(node.results)
-    read = {ref for node in rest for ref in node.refs} | set(program.outputs)
-    known = [out for node in first for out in node.results if out in read]
+            read.update(node.refs)
+        else:
+            first.append(node)
+    known: list[int] = []  # what the first gives to the rest
+    for node in first:
+        known += [out for out in node.results if out in read]
     edit = Editor(program)
     given = [id for id in program.inputs if id not in program.constants]
     constants = [id for id in program.inputs if id in program.constants]
-    return edit.written(first, known), edit.written(rest, program.outputs, [*given, *known, *came, *constants])
+    return edit.written(first, known), edit.written(rest, program.outputs, [*given, *known, *received, *constants])
 
 
 def program_hash(program: Program, mesh: Mesh) -> str:
