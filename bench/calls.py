@@ -22,7 +22,7 @@ from torch import nn
 import colofunc as cf
 from bench import Row, Section
 from bench._steps import Step
-from colofunc.executors.source import StepFunction
+from colofunc.executors.step_function import StepFunction
 
 PAIRS = 40
 STEPS = 10

@@ -145,7 +145,7 @@ def test_bytes_on_the_wire(ranks, k, n) -> None:
 def test_what_travels_is_what_is_needed(greedy, monkeypatch) -> None:
     """Rows that an all-to-all moves, as the executor sees them: the longest queue of any pair of ranks."""
     moved = []
-    monkeypatch.setattr("colofunc.executors.simulated.first_rows", lambda x, count: moved.append(count) or x[:, :count])
+    monkeypatch.setattr("colofunc.executors.simulated_collectives.first_rows", lambda x, count: moved.append(count) or x[:, :count])
     step, state, batch = own(cf.Mesh(ep=4), experts("ep"), n=32, k=1, greedy=greedy)
     step(step.init(state, batch), batch)
     index = (batch["x"] @ state["params"]["router"].T).argmax(-1).reshape(4, 8)

@@ -16,8 +16,9 @@ import colofunc as cf
 from colofunc.errors import ConsumedError, PlanError
 from colofunc.executors import distributed
 from colofunc.executors.backend import backend_for
-from colofunc.executors.distributed import Distributed, Later
+from colofunc.executors.distributed import Distributed
 from colofunc.executors.launch import launch
+from colofunc.executors.rank_program import Later
 from colofunc.mesh import PRESETS
 from colofunc.program.ir import Node, Ref, map_refs
 from colofunc.program.places import SEND
@@ -486,7 +487,7 @@ def test_whoever_waits_for_a_peer_that_ended_tells_the_watch() -> None:
 
     later = object.__new__(Later)
     later._groups = SimpleNamespace(mesh=cf.Mesh(pp=2), awaiter=awaiter, messages=nullcontext)
-    later._mine = SimpleNamespace(inputs=())
+    later._on_rank = SimpleNamespace(inputs=())
     later._receives = [Node("colofunc.receive", (("pp",), (0,), 0, (), torch.float64), (), (1,))]
     later._sends = lambda inputs: []
     later._watch = Told()

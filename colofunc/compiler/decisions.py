@@ -27,7 +27,7 @@ from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.strategies import Only, as_fixed, enumerate_layouts, enumerate_strategies, follow, replicated_strategy
 
 SLACK = 0.1
-"""By how much the planner's estimate of the peak may exceed the budget: the accountant counts anew, and may count less."""
+"""The planner's estimate of the peak may exceed the budget by this share of it: the accountant counts anew, and may count less."""
 
 
 @attrs.frozen(eq=False)
@@ -48,17 +48,20 @@ class Candidates:
     program: Program
     mesh: Mesh
     registry: Registry
-    followed: dict[int, tuple[Strategy, ...]] = attrs.field(factory=dict)  # id of a node -> strategies for its operands as they lie
-    _with_rows: dict[int, tuple[tuple[str, Strategy], ...]] | None = None  # id of a node -> (axis, strategy), see `rows_along`
+    # Id of a node -> strategies for its operands as they lie.
+    followed: dict[int, tuple[Strategy, ...]] = attrs.field(factory=dict)
+    # Id of a node -> (axis, strategy), see `rows_along`.
+    _with_rows: dict[int, tuple[tuple[str, Strategy], ...]] | None = None
     _rules: dict[Call, Rule | None] = attrs.field(factory=dict)
     _extra: dict[Call, tuple[Strategy, ...]] = attrs.field(factory=dict)
     _seen: dict[Any, tuple[Strategy, ...]] = attrs.field(factory=dict)
     _following: dict[tuple[Call, int, Layout], Strategy | None] = attrs.field(factory=dict)
     _wishes: Constraints | None = None  # that were followed last
-    _made: frozenset[str] | None = None
+    _reductions: frozenset[str] | None = None
     memo: Memo = attrs.field(factory=Memo)  # of the planner, for a second try with another budget
 
     def rule(self, call: Call) -> Rule | None:
+        """The rule of a call, checked; memoised by call."""
         if call not in self._rules:
             rule = self.registry.rule(call)
             if rule is not None:
@@ -78,13 +81,17 @@ class Candidates:
 
     def along(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Sequence[Strategy]:
         """Candidates that place only `axes`, the others as in `fixed`."""
-        axes = tuple(a for a in self.mesh.axis_names if a in axes)
-        what: Any = (item.shape, item.id in self.program.constants) if isinstance(item, Value) else call_of(item, self.program.values)[0]
-        key = (what, axes, None if fixed is None else (fixed.ins, fixed.outs))
-        found = self._seen.get(key)
-        if found is None:
-            found = self._seen[key] = tuple(self._all(item, axes, fixed))
-        return (*found, *self.followed.get(id(item), ()), *self._as_rows_lie(item, axes, fixed))
+        axes = tuple(axis for axis in self.mesh.axis_names if axis in axes)
+        kind: Any
+        if isinstance(item, Value):
+            kind = item.shape, item.id in self.program.constants
+        else:
+            kind, _ = call_of(item, self.program.values)
+        key = (kind, axes, None if fixed is None else (fixed.ins, fixed.outs))
+        strategies = self._seen.get(key)
+        if strategies is None:
+            strategies = self._seen[key] = tuple(self._all(item, axes, fixed))
+        return (*strategies, *self.followed.get(id(item), ()), *self._as_rows_lie(item, axes, fixed))
 
     def _as_rows_lie(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Iterator[Strategy]:
         if self._with_rows is None:
@@ -102,44 +109,58 @@ class Candidates:
         if constraints is self._wishes:  # a search at each price of memory asks for the same
             return
         self._wishes = constraints
+        layouts = self._wished_layouts(constraints)
+        if layouts:
+            self._as_parameters_lie(layouts)
+            for node in self.program.nodes:
+                self._follow(node, layouts)
+
+    def _wished_layouts(self, constraints: Constraints) -> dict[int, tuple[Layout, ...]]:
+        """Input -> the layouts that enumeration does not offer and that wishes for it do, and all of them accept."""
         layouts: dict[int, tuple[Layout, ...]] = {}
-        for position, given in constraints.items.items():
-            offers = [offer for constraint in given for offer in constraint.offers] if position < len(self.program.inputs) else []
-            striped = dict.fromkeys(
-                s.outs[0] for s in offers
-                if s.outs[0] is not None and not is_major(s.outs[0]) and all(c.accepts(s) for c in given)
-            )  # fmt: skip
-            if striped:
-                layouts[self.program.inputs[position]] = tuple(lay for lay in striped if lay is not None)
-        if not layouts:
-            return
+        for item, on_item in constraints.items.items():
+            if item >= len(self.program.inputs):
+                continue
+            wished: dict[Layout, None] = {}
+            for constraint in on_item:
+                for offer in constraint.offers:
+                    layout = offer.outs[0]
+                    if layout is not None and not is_major(layout) and all(each.accepts(offer) for each in on_item):
+                        wished[layout] = None
+            if wished:
+                layouts[self.program.inputs[item]] = tuple(wished)
+        return layouts
+
+    def _as_parameters_lie(self, layouts: dict[int, tuple[Layout, ...]]) -> None:
+        """Adds to `layouts` those of gradients, which come to lie as parameters of their shape do."""
         of_shape: dict[tuple[int, ...], tuple[Layout, ...]] = {}
-        for id_, lies in layouts.items():  # gradients come to lie as their parameters do
+        for id_, of_value in layouts.items():
             shape = self.program.values[id_].shape
-            of_shape[shape] = tuple(dict.fromkeys((*of_shape.get(shape, ()), *lies)))
+            of_shape[shape] = tuple(dict.fromkeys((*of_shape.get(shape, ()), *of_value)))
         for id_, value in self.program.values.items():
             if value.role == "grad" and value.shape in of_shape:
                 layouts.setdefault(id_, of_shape[value.shape])
-        for node in self.program.nodes:
-            call, ids = call_of(node, self.program.values)
-            rule = self.rule(call)
-            odd = [k for k, i in enumerate(ids) if i in layouts]
-            if rule is None or not odd:
-                continue
-            options: dict[Strategy, None] = {}
-            for k in odd:
-                for layout in layouts[ids[k]]:
-                    strategy = self.following(call, k, layout)
-                    if strategy is not None:
-                        options[strategy] = None
-            self.followed[id(node)] = tuple(options)
-            for j, o in enumerate(node.outs):
-                made = dict.fromkeys(lay for s in options if (lay := s.outs[j]) is not None and not is_major(lay))
-                if o is not None and made:
-                    layouts.setdefault(o, tuple(made))
+
+    def _follow(self, node: Node, layouts: dict[int, tuple[Layout, ...]]) -> None:
+        """Offers a node the strategies that take its operands as they lie, and adds to `layouts` those of its results."""
+        call, ids = call_of(node, self.program.values)
+        if self.rule(call) is None or not any(id_ in layouts for id_ in ids):
+            return
+        strategies: dict[Strategy, None] = {}
+        for operand, id_ in enumerate(ids):
+            for layout in layouts.get(id_, ()):
+                strategy = self.following(call, operand, layout)
+                if strategy is not None:
+                    strategies[strategy] = None
+        self.followed[id(node)] = tuple(strategies)
+        for position, out in enumerate(node.outs):
+            results = dict.fromkeys(strategy.outs[position] for strategy in strategies)
+            not_major = tuple(layout for layout in results if layout is not None and not is_major(layout))
+            if out is not None and not_major:
+                layouts.setdefault(out, not_major)
 
     def following(self, call: Call, operand: int, layout: Layout) -> Strategy | None:
-        """The strategy of a call's rule that takes an operand as it lies, or None; memoised, because identical layers ask the same."""
+        """The strategy of a call's rule that takes an operand as it lies, or None; memoised."""
         key = call, operand, layout
         if key not in self._following:
             rule = self.rule(call)
@@ -147,41 +168,50 @@ class Candidates:
         return self._following[key]
 
     def _all(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Sequence[Strategy]:
-        mine = self._over(item, axes, fixed)
+        """Candidates that agree with what is fixed, and that itself: what was offered by a wish is enumerated nowhere."""
+        strategies = self._over(item, axes, fixed)
         if fixed is None:
-            return mine
-        found = [s for s in mine if agrees(s, fixed, set(axes))]
-        there = any((s.ins, s.outs) == (fixed.ins, fixed.outs) for s in found)
-        return found if there else [*found, fixed]  # what was offered by a wish is enumerated nowhere
+            return strategies
+        agreeing = [strategy for strategy in strategies if agrees(strategy, fixed, set(axes))]
+        if not any((strategy.ins, strategy.outs) == (fixed.ins, fixed.outs) for strategy in agreeing):
+            agreeing.append(fixed)
+        return agreeing
 
     def _over(self, item: Node | Value, free: tuple[str, ...], fixed: Strategy | None) -> list[Strategy]:
         """Candidates over the axes that are free, and all that are not where something is fixed."""
         if isinstance(item, Value) and item.id in self.program.constants:
             return [leaf_strategy(replicated(item.shape))]  # every rank carries the program's own tensors whole
         if isinstance(item, Value):
-            had = None if fixed is None else fixed.outs[0]
-            return [leaf_strategy(lay) for lay in enumerate_layouts(item.shape, self.mesh, free, had)]
+            fixed_layout = None if fixed is None else fixed.outs[0]
+            return [leaf_strategy(layout) for layout in enumerate_layouts(item.shape, self.mesh, free, fixed_layout)]
         call, _ = call_of(item, self.program.values)
         rule, axes = self.rule(call), free
         only: Only = ()
         if fixed is not None:
-            axes = tuple(a for a in self.mesh.axis_names if self.mesh.axis_size(a) > 1)
-            only = as_fixed(call, rule, self.mesh, (a for a in axes if a not in free), fixed) if rule is not None else ()
-        found = list(enumerate_strategies(call, rule, self.mesh, axes, _orders_matter(item, call), only))
-        extra = [s for s in self.extra_of(item) if _uses_only(s, axes)]
-        made = self.reductions
-        return [s for s in (*found, *extra) if _wanted(s) <= made] or [replicated_strategy(call)]
+            axes = tuple(axis for axis in self.mesh.axis_names if self.mesh.axis_size(axis) > 1)
+            if rule is not None:
+                only = as_fixed(call, rule, self.mesh, (axis for axis in axes if axis not in free), fixed)
+        strategies = list(enumerate_strategies(call, rule, self.mesh, axes, _orders_matter(item, call), only))
+        strategies += [strategy for strategy in self.extra_of(item) if _uses_only(strategy, axes)]
+        reductions = self.reductions
+        useful = [strategy for strategy in strategies if _reductions_read(strategy) <= reductions]
+        return useful or [replicated_strategy(call)]
 
     @property
     def reductions(self) -> frozenset[str]:
         """Kinds of pending reductions that some operator makes; to pass on a kind that nobody makes is no use."""
-        if self._made is None:
-            rules = (self.rule_of(node) for node in self.program.nodes)
-            made = {how for rule in rules if rule is not None for how in rule.reduce.values()}
+        if self._reductions is None:
+            kinds = {"sum"}
             for node in self.program.nodes:
-                made |= {how for s in self.extra_of(node) for lay in s.outs if lay for _, how in lay.pending}
-            self._made = frozenset(made | {"sum"})
-        return self._made
+                rule = self.rule_of(node)
+                if rule is not None:
+                    kinds.update(rule.reduce.values())
+                for strategy in self.extra_of(node):
+                    for layout in strategy.outs:
+                        if layout is not None:
+                            kinds.update(how for _, how in layout.pending)
+            self._reductions = frozenset(kinds)
+        return self._reductions
 
 
 def rows_along(candidates: Candidates) -> dict[int, tuple[tuple[str, Strategy], ...]]:
@@ -191,34 +221,53 @@ def rows_along(candidates: Candidates) -> dict[int, tuple[tuple[str, Strategy], 
     in which axes are major, so that a split batch would be gathered there, and data parallelism seem dear. Idea: follow the
     rows from the batch through the whole step.
     """
-    program, mesh, found = candidates.program, candidates.mesh, dict[int, tuple[tuple[str, Strategy], ...]]()
-    batch = [i for i in program.inputs if program.values[i].role == "batch" and program.values[i].shape]
+    program, mesh = candidates.program, candidates.mesh
+    strategies_of: dict[int, tuple[tuple[str, Strategy], ...]] = {}
     for axis in mesh.axis_names:
-        size = mesh.axis_size(axis)
-        lies = {i: _rows_on(axis, size, shape) for i in batch if (shape := program.values[i].shape)[0] % size == 0 and size > 1}
+        lies = _batch_on(axis, program, mesh)
         for node in program.nodes:
-            if not any(i in lies for i in node.refs):
-                continue
-            call, ids = call_of(node, program.values)
-            strategies = (candidates.following(call, k, lies[i]) for k, i in enumerate(ids) if i in lies)
-            strategy = next((each for each in strategies if each is not None), None)
+            strategy = _as_operands_lie(candidates, node, lies)
             if strategy is None:
                 continue
-            for o, layout in zip(node.outs, strategy.outs, strict=True):
-                if o is not None and layout is not None and layout.axes and not layout.pending:
-                    lies[o] = layout
+            for out, layout in zip(node.outs, strategy.outs, strict=True):
+                if out is not None and layout is not None and layout.axes and not layout.pending:
+                    lies[out] = layout
             if any(layout is not None and not is_major(layout) for layout in (*strategy.ins, *strategy.outs)):
-                found[id(node)] = (*found.get(id(node), ()), (axis, strategy))
-    return found
+                strategies_of[id(node)] = (*strategies_of.get(id(node), ()), (axis, strategy))
+    return strategies_of
 
 
-def _rows_on(axis: str, size: int, shape: tuple[int, ...]) -> Layout:
-    rows = ((size, axis), (shape[0] // size, None))
-    return make_layout((rows, *(((n, None),) for n in shape[1:])), shape)
+def _batch_on(axis: str, program: Program, mesh: Mesh) -> dict[int, Layout]:
+    """Input -> its layout with rows on one axis, for those of the batch whose rows it divides."""
+    size = mesh.axis_size(axis)
+    layouts: dict[int, Layout] = {}
+    if size == 1:
+        return layouts
+    for id_ in program.inputs:
+        value = program.values[id_]
+        if value.role == "batch" and value.shape and value.shape[0] % size == 0:
+            rows = ((size, axis), (value.shape[0] // size, None))
+            others = [((length, None),) for length in value.shape[1:]]
+            layouts[id_] = make_layout((rows, *others), value.shape)
+    return layouts
 
 
-def _wanted(strategy: Strategy) -> set[str]:
-    return {how for lay in strategy.ins for _, how in lay.pending}
+def _as_operands_lie(candidates: Candidates, node: Node, lies: Mapping[int, Layout]) -> Strategy | None:
+    """The strategy that takes the first operand that it can as it lies; None where there is none."""
+    if not any(ref in lies for ref in node.refs):
+        return None
+    call, ids = call_of(node, candidates.program.values)
+    for operand, id_ in enumerate(ids):
+        if id_ in lies:
+            strategy = candidates.following(call, operand, lies[id_])
+            if strategy is not None:
+                return strategy
+    return None
+
+
+def _reductions_read(strategy: Strategy) -> set[str]:
+    """Kinds of pending reductions that a strategy takes."""
+    return {how for layout in strategy.ins for _, how in layout.pending}
 
 
 def _orders_matter(node: Node, call: Call) -> bool:
@@ -226,11 +275,17 @@ def _orders_matter(node: Node, call: Call) -> bool:
 
     What flows through the layers (tensors of three and more dims) takes the mesh's order everywhere, so no choice is lost.
     """
-    return node.phase == "update" or max((len(t.shape) for t in (*call.ins, *call.outs) if t is not None), default=0) < 3
+    dims = [len(type_.shape) for type_ in (*call.ins, *call.outs) if type_ is not None]
+    return node.phase == "update" or max(dims, default=0) < 3
 
 
 def _uses_only(strategy: Strategy, axes: tuple[str, ...]) -> bool:
-    return all(a in axes for lay in (*strategy.ins, *strategy.outs) if lay is not None for a in lay.axes)
+    """Whether a strategy splits over these axes only."""
+    used: set[str] = set()
+    for layout in (*strategy.ins, *strategy.outs):
+        if layout is not None:
+            used.update(layout.axes)
+    return used <= set(axes)
 
 
 def assigned(
@@ -262,11 +317,11 @@ def decide(
     found: Assignment | None = None,
 ) -> Decided:
     """Plan the program. found: an assignment to take instead of looking for one."""
-    if found is None:
-        found = assigned(program, mesh, candidates, constraints, axes, budget_bytes)
+    assignment = found
+    if assignment is None:
+        assignment = assigned(program, mesh, candidates, constraints, axes, budget_bytes)
     choices = []
-    for node, strategy in zip(program.nodes, found.strategies, strict=True):
-        call, _ = call_of(node, program.values)
-        choices.append(Choice(strategy, candidates.rule(call)))
-    plan = make_plan(program, mesh, found, candidates.rule_of, named, constraints, budget_bytes)
-    return Decided(tuple(choices), found.inputs, found.outputs, plan, found.regather)
+    for node, strategy in zip(program.nodes, assignment.strategies, strict=True):
+        choices.append(Choice(strategy, candidates.rule_of(node)))
+    plan = make_plan(program, mesh, assignment, candidates.rule_of, named, constraints, budget_bytes)
+    return Decided(tuple(choices), assignment.inputs, assignment.outputs, plan, assignment.regather)

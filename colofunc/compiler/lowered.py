@@ -23,8 +23,8 @@ from colofunc.compiler.terms import terms as find_terms
 from colofunc.dtensor.placed import SHELF, ToDisk
 from colofunc.errors import PlanError
 from colofunc.executors.backend import Backend, fullest, held, ordered
-from colofunc.executors.distributed import program_hash
 from colofunc.executors.fused import fused
+from colofunc.executors.rank_program import program_hash
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Plan
 from colofunc.planner.stages.report import clocked, period_s

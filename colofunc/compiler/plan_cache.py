@@ -30,7 +30,7 @@ from colofunc.cache import Cache
 from colofunc.compiler.decisions import Candidates, Decided
 from colofunc.compiler.lowered import Lowered
 from colofunc.errors import ColofuncError, PlanError
-from colofunc.executors.distributed import program_hash
+from colofunc.executors.rank_program import program_hash
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Decision, Plan
 from colofunc.planner.sharding.constraints import Constraints

@@ -31,7 +31,7 @@ from colofunc.compiler.transform import Build
 from colofunc.compiler.variants import Ways, planned
 from colofunc.dtensor.roles import role_of
 from colofunc.errors import PlanError
-from colofunc.executors.distributed import program_hash
+from colofunc.executors.rank_program import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.mesh.card import card_memory

@@ -27,7 +27,7 @@ from colofunc import compat
 from colofunc.executors.kernels import check_words, result_kind
 from colofunc.executors.pools import accelerator
 from colofunc.executors.segments import REARRANGE, Piece, pieces, rearranged, unnumbered
-from colofunc.executors.source import flat_results
+from colofunc.executors.step_function import flat_results
 from colofunc.ops.define import FOR_COMPILERS, NUMBERED
 from colofunc.ops.targets import resolve
 from colofunc.program.facts import takes_device

@@ -28,8 +28,8 @@ A body in parts is run by its timetable. What one part makes and another reads i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from colofunc.executors.source import Writer
 
 SENT = "sent "
-"""In front of the names of values that are kept until who they were sent to reads them."""
+"""In front of the names of values that were sent: they are kept until the receiver reads them."""
 ABSENT = ""
 """In place of a variable: the value does not exist on this lane."""
 _EXTREMES: dict[str, Callable[..., torch.Tensor]] = {"max": torch.maximum, "min": torch.minimum}
@@ -55,49 +55,71 @@ _EXTREMES: dict[str, Callable[..., torch.Tensor]] = {"max": torch.maximum, "min"
 def write_loop(writer: Writer, node: Node, loop: Loop) -> None:
     """A Python loop over the trips; what its body gathers is gathered right behind the node that makes it."""
     writer.serial += 1
-    counter, program, where = f"t{writer.serial}", writer.program, writer.where
-    results = [f"v{o}_all{writer.serial}" for o in node.outs]
-    at, last, owned = gathered_at(loop.body), last_uses(loop.body), own_outputs_of_parts(loop)
-    dying: dict[int, list[int]] = {}
-    for id, end in last.items():
-        if id not in loop.body.inputs:
-            dying.setdefault(end, []).append(id)
-    cut = loop.cut_by is not None
-    writer.line(_header(writer, loop, counter) if cut else f"for {counter} in range({loop.trips}):")
+    counter = f"t{writer.serial}"
+    totals = [f"v{out}_all{writer.serial}" for out in node.outs]
+    last = last_uses(loop.body)
+    in_parts = loop.cut_by is not None
+    writer.line(_header(writer, loop, counter) if in_parts else f"for {counter} in range({loop.trips}):")
+    gathering = _Gathering(writer, loop, counter, totals, [writer.pooled(out) for out in node.outs])
+    with _in_body(writer, node, loop, counter):
+        parts = _Parts(writer, loop, last, counter) if in_parts else None
+        _write_body(writer, loop, last, gathering, parts)
+    for position, out in enumerate(node.outs):
+        if out is not None:
+            writer.where[out] = gathering.where[position]
+
+
+@contextmanager
+def _in_body(writer: Writer, node: Node, loop: Loop, counter: str) -> Iterator[None]:
+    """The writer writes the nodes of a body, whose values have ids of their own; behind it those around the loop again."""
+    outer = writer.program, writer.where, writer.passing, writer.added
     writer.loops.append((loop, counter))
-    outer_added, writer.added = writer.added, set()
     writer.choices.enter(node)
-    outer = writer.passing
-    pools = [writer.pooled(o) for o in node.outs]
-    writer.program, writer.passing = loop.body, None if outer is None else outer.inside.get(node.outs)
-    writer.where = {into: where[i] for into, i in zip(loop.body.inputs, node.refs, strict=True)}
-    gather = partial(_gather, writer, loop, results=results, owned=owned, pools=pools)
-    shown = writer.tap is not None and writer.look is None  # a tap that reads values is shown what one microbatch gives
-    added = {} if shown else added_in_place(loop)
-    gathered = {k: gather(k, f"{counter} == 0") for k in at.get(-1, ())}
-    parts = _Kept(writer, loop, last, counter) if cut else None
-    for index, inner in enumerate(loop.body.nodes):
-        first = f"{counter} == 0" if parts is None else parts.begin(index)
-        if index in added and not pools[added[index]]:
-            writer.adds_to = results[added[index]], first
-        writer.node(inner)
-        writer.adds_to = None
-        if writer.tap is not None:
-            writer.tap(writer, index, inner)
-        gathered |= {k: gather(k, first) for k in at.get(index, ())}
-        if writer.look is not None:
-            writer.line(writer.look(writer))
-        writer.free([o for o in inner.results if o not in last] + dying.get(index, []))
-        if parts is not None:
-            parts.end(index)
+    writer.program, writer.added = loop.body, set()
+    writer.where = {inner: writer.where[given] for inner, given in zip(loop.body.inputs, node.refs, strict=True)}
+    if writer.passing is not None:
+        writer.passing = writer.passing.inside.get(node.outs)
+    yield
     writer.loops.pop()
     writer.choices.leave()
-    writer.program, writer.where, writer.passing, writer.added = program, where, outer, outer_added
-    where.update({o: gathered[k] for k, o in enumerate(node.outs) if o is not None})
+    writer.program, writer.where, writer.passing, writer.added = outer
+
+
+def _write_body(writer: Writer, loop: Loop, last: Mapping[int, int], gathering: _Gathering, parts: _Parts | None) -> None:
+    """The lines of one trip. last: value -> the node of the body behind which it is freed."""
+    body_inputs = set(loop.body.inputs)
+    dying: dict[int, list[int]] = {}
+    for id, end in last.items():
+        if id not in body_inputs:
+            dying.setdefault(end, []).append(id)
+    ready = gathered_at(loop.body)
+    # A tap that reads values is shown what one microbatch gives: nothing is added to the sum before that.
+    shown = writer.tap is not None and writer.look is None
+    added = {} if shown else added_in_place(loop)
+    first = f"{gathering.counter} == 0"
+    for position in ready.get(-1, ()):
+        gathering.put(position, first)
+    for index, node in enumerate(loop.body.nodes):
+        if parts is not None:
+            first = parts.begin(index)
+        if index in added and not gathering.pools[added[index]]:
+            writer.adds_to = gathering.totals[added[index]], first
+        writer.node(node)
+        writer.adds_to = None
+        if writer.tap is not None:
+            writer.tap(writer, index, node)
+        for position in ready.get(index, ()):
+            gathering.put(position, first)
+        if writer.look is not None:
+            writer.line(writer.look(writer))
+        unread = [out for out in node.results if out not in last]
+        writer.free(unread + dying.get(index, []))
+        if parts is not None:
+            parts.end(index)
 
 
 def _header(writer: Writer, loop: Loop, counter: str) -> str:
-    """The lines before the parts of a body that is cut: what is run for which microbatch, in an order that all lanes can follow."""
+    """The lines before the parts of a body: what is run for which microbatch, in an order that all lanes can follow."""
     assert loop.timetable is not None, "a body in parts"
     writer.line(f"kept{writer.serial} = {{}}")
     order = writer.wires.in_order(_order(loop.timetable), writer.device)
@@ -106,13 +128,13 @@ def _header(writer: Writer, loop: Loop, counter: str) -> str:
 
 def _order(timetable: Timetable) -> list[tuple[int, int]]:
     """(number of a part, microbatch) one after another, as all lanes can follow."""
-    numbers = {part: k for k, part in enumerate(timetable.parts)}
+    number_of = {part: number for number, part in enumerate(timetable.parts)}
     rows = timetable.table.rows
-    actions = rows[0] if len(rows) == 1 else tuple(action for _, action in linear_order(timetable.table))
-    return [(numbers[action.stage, action.kind], action.microbatch) for action in actions]
+    actions = rows[0] if len(rows) == 1 else [action for _, action in linear_order(timetable.table)]
+    return [(number_of[action.stage, action.kind], action.microbatch) for action in actions]
 
 
-class _Kept:
+class _Parts:
     """What is written around each part of a body: the condition, what is kept of it, and what it reads of what was kept."""
 
     def __init__(self, writer: Writer, loop: Loop, last: Mapping[int, int], counter: str) -> None:
@@ -121,41 +143,52 @@ class _Kept:
         self.writer, self.body, self.last, self.counter = writer, loop.body, last, counter
         self.name, self.number = f"kept{writer.serial}", f"p{writer.serial}"
         self.ends = timetable.ends
-        self.begins = {first: k for k, (first, end) in enumerate(timetable.spans()) if first < end}
-        self.firsts = self._first_microbatches(timetable)
-        self.part_of = {out: timetable.part_at(k) for k, node in enumerate(self.body.nodes) for out in node.results}
+        self.begins = {first: part for part, (first, end) in enumerate(timetable.spans()) if first < end}
+        self.first_microbatches = self._first_microbatches(timetable)
+        self.part_of: dict[int, int] = {}  # value of the body -> the part that makes it
+        self.on_the_way: set[int] = set()
+        for index, node in enumerate(self.body.nodes):
+            self.part_of.update(dict.fromkeys(node.results, timetable.part_at(index)))
+            if node.target == SEND:
+                self.on_the_way.update(node.results)
+        writer.on_the_way = self.on_the_way
         self.parts_that_read = parts_that_read(self.body, timetable)
         self.done_at = {action: at for at, action in enumerate(_order(timetable))}
         self.trips = loop.trips
-        self.on_the_way = writer.on_the_way = {out for node in self.body.nodes if node.target == SEND for out in node.results}
         self.part = 0
-        self.mine: list[int] = []  # values of other parts that come to this one by a send, and are its own from now on
-        self.loaded: list[int] = []
+        self.first = 0  # index of the part's first node
+        self.received: list[int] = []  # values of other parts that come to this one by a send, and are its own from now on
+        self.loaded: list[int] = []  # other values of other parts that this one reads
 
     def _first_microbatches(self, timetable: Timetable) -> list[int]:
         """Of each part, the microbatch that it runs for first."""
-        found: dict[Part, int] = {}
+        microbatches: dict[Part, int] = {}
         for row in timetable.table.rows:
             for action in row:
-                found.setdefault((action.stage, action.kind), action.microbatch)
-        return [found[part] for part in timetable.parts]
+                microbatches.setdefault((action.stage, action.kind), action.microbatch)
+        return [microbatches[part] for part in timetable.parts]
 
     def begin(self, index: int) -> str:
-        """Write what comes before a node. Gives the condition under which its part runs for the first time."""
+        """Write what comes before a node. Returns the condition under which its part runs for the first time."""
         if index in self.begins:
+            self.first = index
             self.part = self.writer.part = self.begins[index]
-            self.writer.line(f"{'el' * (index > 0)}if {self.number} == {self.part}:")
+            word = "if" if index == 0 else "elif"
+            self.writer.line(f"{word} {self.number} == {self.part}:")
             self.writer.inset += 1
-            self._load(index, self.ends[self.part])
-        return f"{self.counter} == {self.firsts[self.part]}"
+            self._load()
+        return f"{self.counter} == {self.first_microbatches[self.part]}"
 
-    def _load(self, first: int, end: int) -> None:
-        read = dict.fromkeys(ref for node in self.body.nodes[first:end] for ref in node.refs)
+    def _load(self) -> None:
+        """Lines that read what other parts have made."""
+        read: dict[int, None] = {}
+        for node in self.body.nodes[self.first : self.ends[self.part]]:
+            read.update(dict.fromkeys(node.refs))
         others = [id for id in read if self.part_of.get(id, self.part) != self.part]
-        self.mine = [id for id in others if id in self.on_the_way]
-        self.on_the_way.difference_update(self.mine)
-        self.loaded = [id for id in others if id not in self.mine]
-        for id in self.mine:
+        self.received = [id for id in others if id in self.on_the_way]
+        self.on_the_way.difference_update(self.received)
+        self.loaded = [id for id in others if id not in self.received]
+        for id in self.received:
             for name in self._names(id):
                 self.writer.line(f"{name} = {self.name}.pop(({SENT + name!r}, {self.counter}))")
         for id in self.loaded:
@@ -168,66 +201,100 @@ class _Kept:
         The last part of the body that reads it need not be: weight gradients of a stage may come before or behind what an earlier
         stage of the same rank does, for one microbatch and for another.
         """
-        ends = []
-        for t in range(self.trips):
-            if all(self.done_at[part, t] <= self.done_at[self.part, t] for part in self.parts_that_read[id]):
-                ends.append(t)
-        if len(ends) == self.trips:
+        last_read_here = []  # microbatches
+        for microbatch in range(self.trips):
+            here = self.done_at[self.part, microbatch]
+            if all(self.done_at[part, microbatch] <= here for part in self.parts_that_read[id]):
+                last_read_here.append(microbatch)
+        if len(last_read_here) == self.trips:
             return f"{self.name}.pop({key})"
-        if not ends:
+        if not last_read_here:
             return f"{self.name}[{key}]"
-        return f"{self.name}.pop({key}) if {self.counter} in {tuple(ends)} else {self.name}[{key}]"
+        return f"{self.name}.pop({key}) if {self.counter} in {tuple(last_read_here)} else {self.name}[{key}]"
 
     def end(self, index: int) -> None:
         """Write what comes behind the last node of a part."""
         if index + 1 != self.ends[self.part]:
             return
-        first = min(at for at, part in self.begins.items() if part == self.part)
-        made = [*self.mine, *(out for node in self.body.nodes[first : index + 1] for out in node.results)]
-        kept = [id for id in made if self.last.get(id, -1) > index]
+        own = list(self.received)
+        for node in self.body.nodes[self.first : index + 1]:
+            own += node.results
+        kept = [id for id in own if self.last.get(id, -1) > index]
         for id in kept:
             prefix = SENT if id in self.on_the_way else ""
             for name in self._names(id):
                 self.writer.line(f"{self.name}[{prefix + name!r}, {self.counter}] = {name}")
-        self.writer.free([*kept, *(id for id in self.loaded if self.last[id] > index)])
+        still_read = [id for id in self.loaded if self.last[id] > index]
+        self.writer.free([*kept, *still_read])
         self.writer.inset -= 1
 
     def _names(self, id: int) -> list[str]:
         return [name for name in dict.fromkeys(self.writer.where[id]) if name != ABSENT]
 
 
-def _gather(
-    writer: Writer, loop: Loop, k: int, first: str, results: Sequence[str], owned: set[int], pools: Sequence[str]
-) -> tuple[str, ...]:
-    """Lines that put output k of the body to what the trips before have given; its variables per lane.
+class _Gathering:
+    """What a loop gives, output by output, and the lines that gather it.
 
-    first: the condition under which there is nothing yet. pools: where outputs are to lie.
+    totals: names of what is gathered. pools: where that is to lie, "" for memory of its own.
     """
-    stem, pool = results[k], pools[k]
-    how, counter, source = loop.gathers[k], writer.loops[-1][1], writer.where[loop.body.outputs[k]]
-    classes = {name: f"{stem}_{c}" for c, name in enumerate(dict.fromkeys(name for name in source if name != ABSENT))}
-    mine = k in owned and not pool and not writer.pooled(loop.body.outputs[k])
-    host = loop.body.values[loop.body.outputs[k]].tier != "device"
-    for name, total in classes.items():
+
+    def __init__(self, writer: Writer, loop: Loop, counter: str, totals: Sequence[str], pools: Sequence[str]) -> None:
+        self.writer, self.loop, self.counter = writer, loop, counter
+        self.totals, self.pools = totals, pools
+        self.where: dict[int, tuple[str, ...]] = {}  # position of an output -> its variable on each lane
+        self._become_totals = own_outputs_of_parts(loop)
+
+    def put(self, position: int, first: str) -> None:
+        """Lines that put an output of the body to what the trips before have given.
+
+        first: the condition under which there is nothing yet.
+        """
+        source = self.writer.where[self.loop.body.outputs[position]]
+        total_of: dict[str, str] = {}
+        for name in source:
+            if name != ABSENT:
+                total_of.setdefault(name, f"{self.totals[position]}_{len(total_of)}")
+        for name, total in total_of.items():
+            if self.loop.gathers[position] == "stack":
+                self._stack(position, name, total, first)
+            else:
+                self._combine(position, name, total, first)
+        self.where[position] = tuple(total_of.get(name, ABSENT) for name in source)
+
+    def _stack(self, position: int, name: str, total: str, first: str) -> None:
+        writer, pool = self.writer, self.pools[position]
         room = f"{pool}.stack" if pool else writer.bind(stack_of, "stack_of")
-        if how == "stack":
-            writer.line(f"if {first}: {total} = {room}({name}, {loop.trips})")
-            writer.settle([name] if host else [], [total] if host else [])
-            writer.line(f"{total}[{counter}] = {name}")
-            continue
+        writer.line(f"if {first}: {total} = {room}({name}, {self.loop.trips})")
+        if self._on_host(position):
+            writer.settle([name], [total])
+        writer.line(f"{total}[{self.counter}] = {name}")
+
+    def _combine(self, position: int, name: str, total: str, first: str) -> None:
+        """Lines of a sum, or of a maximum or minimum."""
+        writer, pool = self.writer, self.pools[position]
+        value = self.loop.body.outputs[position]
         if pool:
-            writer.line(f"if {first}: {total} = {room}({name}, 1)[0]")
-        writer.settle([name] if host else [], [total] if pool else [])
-        if loop.body.outputs[k] in writer.added:
+            writer.line(f"if {first}: {total} = {pool}.stack({name}, 1)[0]")
+        writer.settle([name] if self._on_host(position) else [], [total] if pool else [])
+        if value in writer.added:
             writer.line(f"{total} = {name}")
-            continue
-        if mine:
+            return
+        if pool:
+            begun = f"{total}.copy_({name})"
+        elif position in self._become_totals and not writer.pooled(value):
             begun = name
         else:
-            begun = f"{total}.copy_({name})" if pool else f"{name}.clone()"
-        more = f"{total}.add_({name})" if how == "sum" else f"{writer.bind(_EXTREMES[how], how)}({total}, {name}, out={total})"
+            begun = f"{name}.clone()"
+        how = self.loop.gathers[position]
+        if how == "sum":
+            more = f"{total}.add_({name})"
+        else:
+            more = f"{writer.bind(_EXTREMES[how], how)}({total}, {name}, out={total})"
         writer.line(f"{total} = {begun} if {first} else {more}")
-    return tuple(classes.get(name, ABSENT) for name in source)
+
+    def _on_host(self, position: int) -> bool:
+        body = self.loop.body
+        return body.values[body.outputs[position]].tier != "device"
 
 
 def write_in_loop(writer: Writer, node: Node, kind: str) -> bool:
@@ -242,8 +309,9 @@ def write_in_loop(writer: Writer, node: Node, kind: str) -> bool:
     if kind == "axis_index":
         # Filled by a kernel, which takes the number along; a tensor of a number is a copy that the host waits for.
         full, device = writer.bind(torch.full, "full"), writer.bind(writer.device, "device")
-        writer.where[out] = tuple(writer.stem(out) if runs else ABSENT for runs in writer.runs)
-        writer.line(f"{writer.stem(out)} = {full}((), {counter}, device={device})")
+        name = writer.stem(out)
+        writer.where[out] = tuple(name if runs else ABSENT for runs in writer.runs)
+        writer.line(f"{name} = {full}((), {counter}, device={device})")
         return True
     source = writer.where[node.refs[0]]
     for name, lane in writer.assign(out, source):

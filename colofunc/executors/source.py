@@ -16,10 +16,8 @@ known when the source is written.
 from __future__ import annotations
 
 import keyword
-import linecache
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import count
+from math import isfinite
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +30,7 @@ from colofunc.executors.loops import only as only
 from colofunc.executors.loops import write_in_loop, write_loop
 from colofunc.executors.pools import Pool, in_tier, moves
 from colofunc.executors.sharing import Sharing
-from colofunc.ops.autocast import as_traced
+from colofunc.executors.step_function import StepFunction, flat_results
 from colofunc.ops.debug import DEBUG, show
 from colofunc.ops.fused import ADDERS
 from colofunc.ops.update_lists import MANY
@@ -44,8 +42,10 @@ from colofunc.spec.layout import At
 
 Partition = tuple[tuple[int, ...], ...]  # per input, per lane: which distinct tensor the lane holds
 
-_SERIAL = count()
 _PLAIN = (int, bool, str, type(None))
+"""Types of arguments whose `repr` is their source."""
+_NOT_RUN = (ABSENT,)
+"""In place of the variables of a node's operands, on a lane that does not run the node."""
 
 
 class Wires(Protocol):
@@ -72,6 +72,7 @@ class Wires(Protocol):
 Tap = Callable[["Writer", int, Node], None]
 """Writes lines of its own behind those of node number `int`, before what died there is freed (see `tap`)."""
 Look = Callable[["Writer"], str]
+"""Says a line to write behind each node of a loop's body, before what died there is freed."""
 
 
 class Writer:
@@ -102,13 +103,16 @@ class Writer:
         self.tap = tap
         self.look = look
         self.pool = pool
-        self.start, self._settle = COPIER.start, COPIER.settle  # one object each, so that the source has one name for it
-        self.passing = pool.plan if pool is not None else None  # of the program that is written: the step's, or of a loop in it
+        # One object each, so that the source has one name for it: a bound method is another object each time.
+        self.start, self._settle = COPIER.start, COPIER.settle
+        # Of the program that is written: the step's, or of a loop in it.
+        self.passing = pool.plan if pool is not None else None
         self.program = program
         self.lanes = lanes
         self.device = device
         self.wires = wires
-        self.where: dict[int, tuple[str, ...]] = {}  # value id -> variable per lane, ABSENT on those where it does not exist
+        # Value id -> variable per lane, ABSENT on those where it does not exist.
+        self.where: dict[int, tuple[str, ...]] = {}
         self.runs = (True,) * lanes  # whether each lane runs the node that is written
         self.lines: list[str] = []
         self.origin: list[int] = []  # node index of each line
@@ -123,9 +127,12 @@ class Writer:
         self.inset = 0  # conditions around it
         self.part = 0  # of the loop's body, where that is in parts
         self.choices = Choices(whole or program, device, wires.place)
-        self.on_the_way: set[int] = set()  # what was sent, in the parts of a loop that are written, and nobody has read yet
-        self.adds_to: tuple[str, str] | None = None  # (a sum over trips that the next node adds to, the condition that there is none yet)
-        self.added: set[int] = set()  # values of the body that is written which were added to a sum as they were made
+        # What was sent, in the parts of a loop that are written, and nobody has read yet.
+        self.on_the_way: set[int] = set()
+        # (A sum over trips that the next node adds to, the condition that there is none yet).
+        self.adds_to: tuple[str, str] | None = None
+        # Values of the body that is written which were added to a sum as they were made.
+        self.added: set[int] = set()
         self.serial = 0
         self.disk = 0  # copies from and to the disk so far
         self.input_names = self._name_inputs(partition)
@@ -135,29 +142,31 @@ class Writer:
     def _name_inputs(self, partition: Partition) -> list[str]:
         """Variables of the inputs, one per distinct tensor; constants are bound by name."""
         names: list[str] = []
-        classes = iter(partition)
+        tensors_of_inputs = iter(partition)
         for id in self.program.inputs:
             if id in self.program.constants:
-                self.where[id] = (self.bind(in_tier(self.program.constants[id], "device", self.device), f"k{id}"),) * self.lanes
+                constant = in_tier(self.program.constants[id], "device", self.device)
+                self.where[id] = (self.bind(constant, f"k{id}"),) * self.lanes
                 continue
-            lanes = next(classes)
-            several = max(lanes) > 0
-            mine = [f"v{id}_{c}" if several else f"v{id}" for c in range(max(lanes) + 1)]
-            names += mine
+            tensor_of_lane = next(tensors_of_inputs)
+            variables = _numbered(f"v{id}", max(tensor_of_lane) + 1)
+            names += variables
             layout = self.program.values[id].layout
-            here = self.wires.here(None if layout is None else layout.at)
-            self.where[id] = tuple(mine[c] if exists else ABSENT for c, exists in zip(lanes, here, strict=True))
+            exists = self.wires.here(None if layout is None else layout.at)
+            self.where[id] = tuple(
+                variables[number] if there else ABSENT for number, there in zip(tensor_of_lane, exists, strict=True)
+            )
         return names
 
     def bind(self, thing: Any, hint: str) -> str:
         """A name for an object that the source refers to."""
-        found = self._bound_names.get(id(thing))
-        if found is None:
-            found = f"{hint}_{len(self.names)}" if hint in self.names else hint
-            self.names[found] = thing
-            self._bound_names[id(thing)] = found
+        name = self._bound_names.get(id(thing))
+        if name is None:
+            name = f"{hint}_{len(self.names)}" if hint in self.names else hint
+            self.names[name] = thing
+            self._bound_names[id(thing)] = name
             self._keep.append(thing)
-        return found
+        return name
 
     def stem(self, id: int) -> str:
         """What variables of value `id` are called; ids in the body of a loop are the body's own."""
@@ -175,25 +184,24 @@ class Writer:
         if kind in _PLAIN:
             return repr(arg)
         if kind is tuple:
-            return "(" + ", ".join(self.literal(item, lane) for item in arg) + ("," if len(arg) == 1 else "") + ")"
-        if kind is float and arg == arg and abs(arg) != float("inf"):
+            items = [self.literal(item, lane) for item in arg]
+            return f"({listed(items)})"
+        if kind is float and isfinite(arg):
             return repr(arg)
         if kind is torch.device:
             return self.bind(self.device, "device")
-        return self.bind(arg, "c" + "".join(ch for ch in str(arg) if ch.isalnum()))
+        return self.bind(arg, "c" + "".join(letter for letter in str(arg) if letter.isalnum()))
 
     def assign(self, id: int, keys: Sequence[Hashable]) -> list[tuple[str, int]]:
         """Name the variables of value `id`, one per distinct key; returns (variable, first lane that has it)."""
-        classes: dict[Hashable, int] = {}
-        first: list[int] = []
+        first_lanes: dict[Hashable, int] = {}
         for lane, key in enumerate(keys):
-            if self.runs[lane] and key not in classes:
-                classes[key] = len(classes)
-                first.append(lane)
-        stem = self.stem(id)
-        names = [f"{stem}_{c}" if len(classes) > 1 else stem for c in range(len(classes))]
-        self.where[id] = tuple(names[classes[key]] if runs else ABSENT for key, runs in zip(keys, self.runs, strict=True))
-        return list(zip(names, first, strict=True))
+            if self.runs[lane]:
+                first_lanes.setdefault(key, lane)
+        names = _numbered(self.stem(id), len(first_lanes))
+        name_of = dict(zip(first_lanes, names, strict=True))
+        self.where[id] = tuple(name_of[key] if runs else ABSENT for key, runs in zip(keys, self.runs, strict=True))
+        return list(zip(names, first_lanes.values(), strict=True))
 
     # ---- nodes ----
 
@@ -217,28 +225,32 @@ class Writer:
                 self.node(node)
             if self.tap is not None:
                 self.tap(self, index, node)
-            dead = [o for o in node.results if o not in last]
-            self.free(dead + [id for k in range(index, written_to + 1) for id in dying.get(k, [])])
+            dead = [out for out in node.results if out not in last]
+            for place in range(index, written_to + 1):
+                dead += dying.get(place, [])
+            self.free(dead)
 
     def node(self, node: Node) -> None:
         if node.target not in self._bound:
             check_words(node)
-        kind = kind_of(node)
         self.runs = self.wires.here(node.on)
-        if kind is not None:
-            if kind[0] == "rearrange":
-                self.rearrange(node)
-            elif node.target == DEBUG:
-                self.debug(node)
-            elif node.loop is not None:
-                write_loop(self, node, node.loop)
-            elif self.loops and write_in_loop(self, node, kind[0]):
-                pass
-            else:
-                self.wires.emit(self, node, *kind)
-        else:
-            self.compute(node)
+        self._operation(node)
         self.wires.behind(self, node)
+
+    def _operation(self, node: Node) -> None:
+        """Lines of one node, by what kind of node it is."""
+        kind = kind_of(node)
+        if kind is None:
+            self.compute(node)
+        elif kind[0] == "rearrange":
+            self.rearrange(node)
+        elif node.target == DEBUG:
+            self.debug(node)
+        elif node.loop is not None:
+            write_loop(self, node, node.loop)
+        elif not self.loops or not write_in_loop(self, node, kind[0]):
+            name, asynchronous = kind
+            self.wires.emit(self, node, name, asynchronous)
 
     def compute(self, node: Node) -> None:
         """An ordinary operator: one line per distinct set of operands."""
@@ -246,75 +258,97 @@ class Writer:
             self.cast(node)
             return
         changed = written(node)
-        keys = self._keys(node)
-        if changed and len(set(keys)) > 1:
-            node = self.sharing.before(node, changed, keys)
-            keys = self._keys(node)
+        operands = self._operands(node)
+        if changed and len(set(operands)) > 1:
+            node = self.sharing.before(node, changed, operands)
+            operands = self._operands(node)
         bound = self._bound.get(node.target)
-        dims = len(self.program.values[node.refs[0]].shape) if node.refs else None
-        name = self.bind(bound or callable_of(node.target, dims), node.target.replace(".", "_") if bound else node.target.split(".")[1])
+        function = self._function_name(node, bound)
         result = "flat" if bound is not None else result_kind(node.target)
         kwargs = self._kwargs(node, bound is not None)
-        classes = {key: c for c, key in enumerate(dict.fromkeys(key for key in keys if key != (ABSENT,)))}
-        kernels = [self.choices.of(node, self.program.values, keys.index(key)) if bound is None else None for key in classes]
+        first_lanes: dict[tuple[str, ...], int] = {}  # operands -> the first lane that has them
+        for lane, variables in enumerate(operands):
+            if variables != _NOT_RUN:
+                first_lanes.setdefault(variables, lane)
+        kernels: list[Chosen | None] = [None] * len(first_lanes)
+        if bound is None:
+            kernels = [self.choices.of(node, self.program.values, lane) for lane in first_lanes.values()]
         # A kernel makes a result, which is added to the sum behind the node; what is gathered is written in one way for all lanes.
-        in_place = self._may_add(node, len(classes)) and all(kernel is None for kernel in kernels)
+        in_place = self._may_add(node, len(first_lanes)) and all(kernel is None for kernel in kernels)
         adds_to = self.adds_to if in_place else None
-        many = len(classes) > 1
-        for (key, c), chosen in zip(classes.items(), kernels, strict=True):
-            lane = keys.index(key)
-            if chosen is not None:
-                self.line(self._assignment(self._targets(node, c, many), self._kernel_call(node, chosen, lane), result))
+        suffixes = _numbered("", len(first_lanes))
+        for number, (lane, kernel) in enumerate(zip(first_lanes.values(), kernels, strict=True)):
+            targets = ["_" if out is None else self.stem(out) + suffixes[number] for out in node.outs]
+            if kernel is not None:
+                self.line(self._assignment(targets, self._kernel_call(node, kernel, lane), result))
                 continue
-            words = [self.literal(a, lane) for a in node.args]
-            words += [
-                f"**{{{k!r}: {self.literal(v, lane)}}}" if keyword.iskeyword(k) else f"{k}={self.literal(v, lane)}" for k, v in kwargs
-            ]
-            call = f"{name}({', '.join(words)})"
+            words = self._words(node, kwargs, lane)
+            call = f"{function}({', '.join(words)})"
             if adds_to is not None:
-                call = self._added_to(adds_to, node, f"_{c}", words, call)
+                call = self._added_to(adds_to, node, f"_{number}", words, call)
             self.settle(self.on_host(node.refs, lane), self.on_host(changed, lane))
-            self.line(self._assignment(self._targets(node, c, many), call, result))
-        for o in node.outs:
-            if o is not None:
-                names = {key: f"{self.stem(o)}_{c}" if many else self.stem(o) for key, c in classes.items()}
-                self.where[o] = tuple(names.get(key, ABSENT) for key in keys)
-        if any(o is None for o in node.outs) and result != "none":
+            self.line(self._assignment(targets, call, result))
+        suffix_of = dict(zip(first_lanes, suffixes, strict=True))
+        for out in node.results:
+            stem = self.stem(out)
+            self.where[out] = tuple(stem + suffix_of[names] if names in suffix_of else ABSENT for names in operands)
+        if None in node.outs and result != "none":
             self.line("_ = None")
 
-    def _may_add(self, node: Node, classes: int) -> bool:
-        """Whether a result may be added to a sum over trips as it is made: later writes to it must not part lanes that share it."""
+    def _function_name(self, node: Node, bound: Callable[..., Any] | None) -> str:
+        """The name of what computes an ordinary operator. bound: the callable that the program was given for it."""
+        dims = len(self.program.values[node.refs[0]].shape) if node.refs else None
+        if bound:
+            return self.bind(bound, node.target.replace(".", "_"))
+        return self.bind(callable_of(node.target, dims), node.target.split(".")[1])
+
+    def _words(self, node: Node, kwargs: Sequence[tuple[str, Any]], lane: int) -> list[str]:
+        """The arguments of a call on one lane."""
+        words = [self.literal(arg, lane) for arg in node.args]
+        for name, arg in kwargs:
+            text = self.literal(arg, lane)
+            # `from` is an argument of `random_`, and no keyword argument can be written with it.
+            words.append(f"**{{{name!r}: {text}}}" if keyword.iskeyword(name) else f"{name}={text}")
+        return words
+
+    def _may_add(self, node: Node, results: int) -> bool:
+        """Whether a result may be added to a sum over trips as it is made: later writes to it must not part lanes that share it.
+
+        results: how many different ones all lanes have.
+        """
         read = any(out in self.program.readers for out in node.results)
-        return not read or classes == sum(self.runs)
+        return not read or results == sum(self.runs)
 
     def _added_to(self, adds_to: tuple[str, str], node: Node, suffix: str, words: Sequence[str], call: str) -> str:
-        """A call whose result is added to a sum over trips, but for the first one. The sums of lanes are numbered as their results are."""
+        """A call whose result is added to a sum over trips, but for the first one.
+
+        suffix: the sums of lanes are numbered as their results are.
+        """
         total, first = adds_to
         self.added.update(node.results)
         adder = self.bind(ADDERS[node.target], f"{node.target.split('.')[1]}_added")
         return f"{call} if {first} else {adder}({total}{suffix}, {', '.join(words)})"
 
-    def _targets(self, node: Node, which: int, many: bool) -> list[str]:
-        """Variables of the results of one of several sets of operands."""
-        suffix = f"_{which}" if many else ""
-        return ["_" if o is None else self.stem(o) + suffix for o in node.outs]
-
     def _kernel_call(self, node: Node, chosen: Chosen, lane: int) -> str:
         """A call of a kernel for this device; positions that the host knows are tensors of the host."""
-        words = [self.bind(arg, "known") if isinstance(arg, torch.Tensor) else self.literal(arg, lane) for arg in chosen.arguments]
+        words = []
+        for arg in chosen.arguments:
+            words.append(self.bind(arg, "known") if isinstance(arg, torch.Tensor) else self.literal(arg, lane))
         return f"{self.bind(chosen.kernel.fn, chosen.kernel.fn.__name__)}({', '.join(words)})"
 
     def updates(self, run: Sequence[int]) -> bool:
         """One line for a run of updates; False where lanes update different tensors, each of which has a line of its own."""
-        nodes = [self.program.nodes[k] for k in run]
-        self.runs = self.wires.here(nodes[0].on)
-        if any(node.on != nodes[0].on for node in nodes) or any(len(set(self._keys(node))) > 1 for node in nodes):
+        nodes = [self.program.nodes[place] for place in run]
+        first = nodes[0]
+        self.runs = self.wires.here(first.on)
+        if any(node.on != first.on or len(set(self._operands(node))) > 1 for node in nodes):
             return False
-        many, lane = MANY[nodes[0].target], self.runs.index(True)
+        many, lane = MANY[first.target], self.runs.index(True)
         words = []
-        for place, arg in enumerate(nodes[0].args):
-            own = place in many.own and arg is not None
-            words.append(self.literal(tuple(node.args[place] for node in nodes) if own else arg, lane))
+        for place, arg in enumerate(first.args):
+            if place in many.own and arg is not None:
+                arg = tuple(node.args[place] for node in nodes)
+            words.append(self.literal(arg, lane))
         self.line(f"{self.bind(many.call, many.call.__name__)}({', '.join(words)})")
         return True
 
@@ -322,7 +356,9 @@ class Writer:
 
     def pooled(self, id: int | None) -> str:
         """The pool that value `id` lies in, by name; "" where it has memory of its own."""
-        return self.bind(self.pool, "pool") if self.passing is not None and id in self.passing.values else ""
+        if self.passing is None or id not in self.passing.values:
+            return ""
+        return self.bind(self.pool, "pool")
 
     def cast(self, node: Node) -> None:
         """A cast on the host whose result lies in the pool."""
@@ -352,31 +388,37 @@ class Writer:
             self.line(f"{self.bind(self._settle, 'settle')}({told})")
 
     def on_host(self, ids: Sequence[int], lane: int) -> list[str]:
+        """Those of some values that lie outside of a GPU, by their variables; none on a CPU, where nobody waits for copies."""
+        if self.device.type == "cpu":
+            return []
         values = self.program.values
-        return [] if self.device.type == "cpu" else [self.where[i][lane] for i in dict.fromkeys(ids) if values[i].tier != "device"]
+        return [self.where[id][lane] for id in dict.fromkeys(ids) if values[id].tier != "device"]
 
-    def _keys(self, node: Node) -> list[tuple[str, ...]]:
-        """Per lane, the variables of the operands; (ABSENT,) where it does not run the node."""
-        keys = list(zip(*(self.where[i] for i in node.refs), strict=True)) or [()] * self.lanes
-        return [key if runs else (ABSENT,) for key, runs in zip(keys, self.runs, strict=True)]
+    def _operands(self, node: Node) -> list[tuple[str, ...]]:
+        """Per lane, the variables of the operands; `_NOT_RUN` where it does not run the node."""
+        operands = list(zip(*(self.where[id] for id in node.refs), strict=True)) or [()] * self.lanes
+        return [variables if runs else _NOT_RUN for variables, runs in zip(operands, self.runs, strict=True)]
 
     def _assignment(self, targets: list[str], call: str, result: str) -> str:
-        if not targets or all(t == "_" for t in targets):
+        """The line that defines the variables of a node's results. result: see `result_kind`."""
+        if all(target == "_" for target in targets):
             return call
         if result == "one":
             return f"{targets[0]} = {call}"
         if result == "nested":
             call = f"{self.bind(flat_results, 'flat_results')}({call})"
-        return f"{', '.join(targets)}{',' if len(targets) == 1 else ''} = {call}"
+        return f"{listed(targets)} = {call}"
 
     def _kwargs(self, node: Node, bound: bool) -> tuple[tuple[str, Any], ...]:
         """Keyword arguments; factories are told the device where it is not the default one."""
         if self.device.type == "cpu" or bound or not node.target.startswith("aten.") or not takes_device(node.target):
             return node.kwargs
-        given, host = dict(node.kwargs), any(o is not None and self.program.values[o].tier == "host" for o in node.outs)
-        if node.refs and given.get("device") is None:
+        kwargs = dict(node.kwargs)
+        if node.refs and kwargs.get("device") is None:
             return node.kwargs
-        return tuple((given | {"device": torch.device("cpu") if host else self.device}).items())
+        on_host = any(self.program.values[out].tier == "host" for out in node.results)
+        kwargs["device"] = torch.device("cpu") if on_host else self.device
+        return tuple(kwargs.items())
 
     def rearrange(self, node: Node) -> None:
         ref, pattern, names, sizes = node.args
@@ -388,88 +430,39 @@ class Writer:
 
     def debug(self, node: Node) -> None:
         """What `cf.debug` shows: one line for the main rank, or one per rank."""
-        values, text, key, ranks = node.args
-        shown = 0 if node.on is None else min(rank for rank, runs in zip(self.wires.ranks, self.runs, strict=True) if runs)
-        for lane, rank in enumerate(self.wires.ranks):
-            if self.runs[lane] and (ranks or rank == shown):
+        _, _, _, of_each_rank = node.args
+        running = [(lane, rank) for lane, rank in enumerate(self.wires.ranks) if self.runs[lane]]
+        # A process that is another rank shows nothing of what all ranks run.
+        main = 0 if node.on is None else min(rank for _, rank in running)
+        for lane, rank in running:
+            if of_each_rank or rank == main:
                 self.settle(self.on_host(node.refs, lane), [])
-                words = [self.literal(arg, lane) for arg in (values, text, key, ranks)]
+                words = [self.literal(arg, lane) for arg in node.args]
                 self.line(f"{self.bind(show, 'show')}({', '.join(words)}, {rank})")
 
     def free(self, ids: Sequence[int]) -> None:
-        held = ((*self.where[id], *self.extra.pop(self.stem(id), ())) for id in ids)
-        gone = [name for names in held for name in dict.fromkeys(names) if name != ABSENT]
-        if gone:
-            self.line("del " + ", ".join(gone))
+        """A line that deletes the variables of some values, and what is hidden behind them."""
+        names: list[str] = []
+        for id in ids:
+            hidden = self.extra.pop(self.stem(id), ())
+            names += [name for name in dict.fromkeys((*self.where[id], *hidden)) if name != ABSENT]
+        if names:
+            self.line("del " + ", ".join(names))
 
     # ---- the function ----
 
     def function(self) -> StepFunction:
-        return StepFunction(self)
+        """The lines, compiled."""
+        outputs = [self.everywhere(out) for out in self.program.outputs]
+        waits = self.device.type != "cpu" and moves(self.program)
+        return StepFunction(self.program, self.input_names, self.lines, self.origin, outputs, self.names, waits)
 
 
-class StepFunction:
-    """A compiled straight-line function; errors carry a note with the node that failed."""
-
-    def __init__(self, writer: Writer) -> None:
-        outs = [writer.everywhere(o) for o in writer.program.outputs]
-        order = {name: k for k, name in enumerate(dict.fromkeys(n for names in outs for n in names))}
-        # outputs -> per lane -> place in the returned tuple
-        self.slots = tuple(tuple(order[n] for n in names) for names in outs)
-        self._one_each = self.slots == tuple((k,) for k in range(len(order)))
-        head = ["def step(inputs):"]
-        if writer.input_names:
-            head += [f"    {', '.join(writer.input_names)}, = inputs", "    inputs.clear()"]
-        body = ["    " + text for text in writer.lines]
-        tail = f"    return ({', '.join(order)}{',' if len(order) == 1 else ''})"
-        self.source = "\n".join([*head, *body, tail, ""])
-        self._first_line = len(head) + 1
-        self._origin = writer.origin
-        self._finish = COPIER.finish if writer.device.type != "cpu" and moves(writer.program) else None
-        self._program = writer.program
-        self._file = f"<colofunc program {next(_SERIAL)}>"
-        namespace = dict(writer.names)
-        exec(compile(self.source, self._file, "exec"), namespace)
-        self._step: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = namespace["step"]
-        linecache.cache[self._file] = (len(self.source), None, self.source.splitlines(keepends=True), self._file)
-        weakref.finalize(self, linecache.cache.pop, self._file, None)
-
-    def __call__(self, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run on the distinct input tensors; the list is emptied."""
-        try:
-            with torch.no_grad(), as_traced():
-                return self._step(inputs)
-        except Exception as error:
-            node = self._failed_node(error)
-            if node is not None:
-                note = f": {node.note}" if node.note else ""
-                error.add_note(f"while running {node.target} of {node.path or 'the step'} ({node.line or 'no source line'}){note}")
-            raise
-        finally:
-            if self._finish is not None:
-                self._finish()
-
-    def per_lane(self, outs: tuple[torch.Tensor, ...]) -> list[list[torch.Tensor]]:
-        """What a call has returned as outputs, each with its tensor on every lane."""
-        if self._one_each:
-            return [[x] for x in outs]
-        return [[outs[k] for k in slots] for slots in self.slots]
-
-    def _failed_node(self, error: Exception) -> Node | None:
-        trace = error.__traceback__
-        while trace is not None:
-            if trace.tb_frame.f_code.co_filename == self._file:
-                at = trace.tb_lineno - self._first_line
-                return self._program.nodes[self._origin[at]] if 0 <= at < len(self._origin) else None
-            trace = trace.tb_next
-        return None
+def _numbered(stem: str, count: int) -> list[str]:
+    """Names of so many variables of one value; a single one has no number."""
+    return [stem] if count == 1 else [f"{stem}_{number}" for number in range(count)]
 
 
-def flat_results(result: Any) -> tuple[Any, ...]:
-    """The flat results of an operator: lists and tuples opened one level deep, as `Node.outs` numbers them."""
-    if isinstance(result, (tuple, list)):
-        flat: list[Any] = []
-        for item in result:
-            flat.extend(item) if isinstance(item, (tuple, list)) else flat.append(item)
-        return tuple(flat)
-    return (result,) if result is not None else ()
+def listed(words: Sequence[str]) -> str:
+    """Words as the source of a tuple without its brackets."""
+    return f"{words[0]}," if len(words) == 1 else ", ".join(words)

@@ -30,7 +30,7 @@ too: steps that use it are traced again. Another function under a name that is t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -42,13 +42,14 @@ from colofunc.errors import PluginError
 from colofunc.ops.define import KERNELS, Operator, define
 from colofunc.ops.define import OPERATORS as DEFINED
 from colofunc.ops.targets import forget_targets
-from colofunc.spec.rule import Call, Ref, Rule
+from colofunc.plugins.tensor_lists import Lengths, all_of, flat, flat_function, lengths, repeated, spread, truths
 from colofunc.spec.rules import REGISTERED
-from colofunc.spec.rules.pattern import RuleFn, bind, pattern, with_flops
+from colofunc.spec.rules.pattern import RuleFn, pattern
 
-# What was registered in this process, by name.
 OPERATORS: dict[str, PluginOperator] = {}
+"""What was registered in this process, by name."""
 TAKEN = frozenset({"aten", "prim", "prims", "colofunc", "quantized", "profiler"})
+"""Names of libraries that torch and colofunc use themselves."""
 Reference = Callable[..., Any]
 Backward = Callable[[tuple[Any, ...], Any, Any], Any]
 
@@ -111,23 +112,23 @@ def operator(
     def register(reference: Reference) -> PluginOperator:
         signature = _signature(name, reference)
         schema = _schema(name, short, reference)
-        found = rule
+        rule_fn = rule
         if isinstance(rule, str):
             _check_rule(name, rule, schema)
-            found = (repeated if "Tensor[]" in schema else pattern)(rule, reduce=reduce, linear=linear, mults=mults)
+            of_text = repeated if "Tensor[]" in schema else pattern
+            rule_fn = of_text(rule, reduce=reduce, linear=linear, mults=mults)
         defined, listed, library = _defined_before(name, reference, schema) or _defined(name, schema, space)
         DEFINED[name] = attrs.evolve(defined, product=mults)
         plain = _by_position(reference, signature)
         kernel, fake, save = _kernel(plain), _fake(name, plain), _save(backward is not None)
         KERNELS[name] = kernel
         REGISTERED.pop(name, None)
-        if callable(found):
-            REGISTERED[name] = found
+        if callable(rule_fn):
+            REGISTERED[name] = rule_fn
         pull = _gradient(name, plain, backward)
-        made = OPERATORS[name] = PluginOperator(
-            name, reference, signature, schema, defined, listed, library, kernel, fake, save, pull
-        )
-        return made
+        registered = PluginOperator(name, reference, signature, schema, defined, listed, library, kernel, fake, save, pull)
+        OPERATORS[name] = registered
+        return registered
 
     return register
 
@@ -156,7 +157,9 @@ def _defined(name: str, schema: str, space: str) -> Defined:
 
     library = torch.library.Library(space, "FRAGMENT")
     defined = define(schema, kernel, fake, (save, pull_lists), space, library)
-    listed = function(name, defined.op, save, pull, schema.endswith("Tensor[]")) if "Tensor[]" in schema else None
+    listed = None
+    if "Tensor[]" in schema:
+        listed = flat_function(name, defined.op, save, pull, schema.endswith("Tensor[]"))
     return defined, listed, library
 
 
@@ -180,18 +183,23 @@ def _defined_before(name: str, reference: Reference, schema: str) -> Defined | N
 
 
 def _source(reference: Reference) -> str:
-    return f"{reference.__module__}.{getattr(reference, '__qualname__', type(reference).__qualname__)}"
+    """`mylib.layers.gated`; of a callable object its class."""
+    name = getattr(reference, "__qualname__", type(reference).__qualname__)
+    return f"{reference.__module__}.{name}"
 
 
 # ---- signature and rule ----
 
 
 def _signature(name: str, reference: Reference) -> inspect.Signature:
+    """The reference's. Raises PluginError for kinds of arguments, and an order of them, that an operator cannot have."""
     signature = inspect.signature(reference)
-    for p in signature.parameters.values():
-        if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-            raise PluginError(f"cf.operator {name!r}: argument {p.name!r} is {p.kind.description}. Try: a plain one")
-    required = [p.default is p.empty for p in signature.parameters.values()]
+    for parameter in signature.parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise PluginError(
+                f"cf.operator {name!r}: argument {parameter.name!r} is {parameter.kind.description}. Try: a plain one"
+            )
+    required = [parameter.default is parameter.empty for parameter in signature.parameters.values()]
     if required != sorted(required, reverse=True):
         raise PluginError(f"cf.operator {name!r}: an argument without a default follows one that has one. Try: the other order")
     return signature
@@ -199,7 +207,7 @@ def _signature(name: str, reference: Reference) -> inspect.Signature:
 
 def _by_position(reference: Reference, signature: inspect.Signature) -> Reference:
     """The reference, called with all arguments by position; the operator itself has no keyword-only ones."""
-    named = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    named = [parameter.name for parameter in signature.parameters.values() if parameter.kind is parameter.KEYWORD_ONLY]
     first = len(signature.parameters) - len(named)
     if not named:
         return reference
@@ -211,23 +219,28 @@ def _by_position(reference: Reference, signature: inspect.Signature) -> Referenc
 
 
 def _schema(name: str, short: str, reference: Reference) -> str:
+    """The schema that torch infers from the annotations, with all arguments by position: `gated(Tensor x, Tensor gate) -> Tensor`."""
     try:
-        schema = short + torch.library.infer_schema(reference, mutates_args=()).replace("(*, ", "(").replace(", *, ", ", ")
+        inferred = torch.library.infer_schema(reference, mutates_args=())
     except (ValueError, NameError, TypeError) as error:
         raise PluginError(f"cf.operator {name!r}: no types in the signature ({error}). Try: x: torch.Tensor, n: int = 1") from error
+    schema = short + inferred.replace("(*, ", "(").replace(", *, ", ", ")
     if any(kind in schema for kind in ("Tensor?[]", "Tensor[]?", "Tensor?[]?")):
         raise PluginError(f"cf.operator {name!r}: a list of tensors has all of them. Try: list[torch.Tensor], empty where there is none")
-    given = schema.rsplit("->", 1)[1]
-    if given.strip() != "Tensor[]" and given.replace("Tensor", "").strip("(), "):
-        raise PluginError(f"cf.operator {name!r} returns something else than tensors: {schema.rsplit('->', 1)[1].strip()}. Try: tensors")
+    returned = schema.rsplit("->", 1)[1].strip()
+    tensors_only = not returned.replace("Tensor", "").strip("(), ")
+    if returned != "Tensor[]" and not tensors_only:
+        raise PluginError(f"cf.operator {name!r} returns something else than tensors: {returned}. Try: tensors")
     return schema
 
 
 def _check_rule(name: str, rule: str, schema: str) -> None:
+    """Raises PluginError unless a pattern has an operand for each tensor argument, and a result for each result."""
     if rule.count("->") != 1:
         raise PluginError(f"cf.operator {name!r}: the rule {rule!r} has no `->`. Try: \"b* d, b* d -> b* d\"")
     left, right = schema.rsplit("->", 1)
-    for kind, words, side in zip(("operand", "result"), rule.split("->"), (left, right), strict=True):
+    operands, results = rule.split("->")
+    for kind, words, side in (("operand", operands, left), ("result", results, right)):
         given, tensors = words.count(",") + 1, side.count("Tensor")
         optional = side.count("Tensor?")  # one that is not given has no place in the rule
         if not tensors - optional <= given <= tensors:
@@ -256,9 +269,9 @@ def _own(results: Any, args: tuple[Any, ...]) -> Any:
     """The results in memory of their own: what an operator returns shares none with what it was given."""
     taken = {compat.storage_key(x) for x in flat(args) if isinstance(x, Tensor)}
     owned = []
-    for x in all_of(results):
-        key = compat.storage_key(x)
-        owned.append(x.clone() if key in taken else x)
+    for result in all_of(results):
+        key = compat.storage_key(result)
+        owned.append(result.clone() if key in taken else result)
         taken.add(key)
     return type(results)(owned) if isinstance(results, tuple | list) else owned[0]
 
@@ -273,13 +286,16 @@ class _Pure(compat.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {**dict(zip([a.name for a in func._schema.arguments], args)), **kwargs}
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args)) | kwargs
         if torch.Tag.nondeterministic_seeded in func.tags and given.get("dropout_p", 1.0) != 0.0:
             raise PluginError(f"operator {self.name!r} draws random numbers ({func}), others on every rank. Try: take them as an argument")
-        for a in func._schema.arguments:
-            into = flat([given.get(a.name)]) if a.alias_info is not None and a.alias_info.is_write else []
-            if any(isinstance(x, Tensor) and compat.storage_key(x) in self.inputs for x in into):
-                raise PluginError(f"operator {self.name!r} writes to an argument ({func}). Try: x = x + 1 in place of x += 1")
+        for argument in func._schema.arguments:
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for x in flat([given.get(argument.name)]):
+                if isinstance(x, Tensor) and compat.storage_key(x) in self.inputs:
+                    raise PluginError(f"operator {self.name!r} writes to an argument ({func}). Try: x = x + 1 in place of x += 1")
         return func(*args, **kwargs)
 
 
@@ -287,14 +303,23 @@ class _Pure(compat.TorchDispatchMode):
 
 
 def _save(outputs_too: bool) -> Callable[..., None]:
+    """What a call keeps on autograd's context for `_gradient`.
+
+    `lengths`: of the arguments. `leading`: how many arguments stand before these. `plain`: the flat arguments, None for tensors.
+    `tensors`: positions of these. `floating`: per result, whether it can have a gradient. `form`: tuple or list of results.
+    """
+
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         results, items = all_of(output), flat(inputs)
         ctx.lengths, ctx.leading = lengths(inputs), 0
-        ctx.plain = tuple(None if isinstance(x, Tensor) else x for x in items)
-        ctx.tensors = tuple(k for k, x in enumerate(items) if isinstance(x, Tensor))
-        ctx.floating = tuple(r.is_floating_point() or r.is_complex() for r in results)
+        ctx.plain = tuple(None if isinstance(item, Tensor) else item for item in items)
+        ctx.tensors = tuple(position for position, item in enumerate(items) if isinstance(item, Tensor))
+        ctx.floating = tuple(result.is_floating_point() or result.is_complex() for result in results)
         ctx.form = type(output) if isinstance(output, tuple | list) else None
-        ctx.save_for_backward(*(items[k] for k in ctx.tensors), *(results if outputs_too else ()))
+        saved = [items[position] for position in ctx.tensors]
+        if outputs_too:
+            saved += results
+        ctx.save_for_backward(*saved)
 
     return save
 
@@ -305,151 +330,67 @@ def _gradient(name: str, reference: Reference, backward: Backward | None) -> Cal
     def gradient(ctx: Any, *grads: Any) -> list[Any]:
         count = len(ctx.tensors)
         items, saved = list(ctx.plain), ctx.saved_tensors
-        for k, x in zip(ctx.tensors, saved[:count], strict=True):
-            items[k] = x
+        for position, x in zip(ctx.tensors, saved[:count], strict=True):
+            items[position] = x
         if backward is None:
             return _of_reference(reference, ctx, items, grads)
-        inputs, outputs, form = spread(ctx.lengths, items), saved[count:], ctx.form
-        given = backward(inputs, outputs[0] if form is None else form(outputs), grads[0] if form is None else form(grads))
-        found = _of_each(name, inputs, ctx.lengths, given if isinstance(given, tuple) else (given,))
-        every: list[Any] = [None] * len(items)
-        for k, g in zip(ctx.tensors, found, strict=True):
-            every[k] = g
-        return every
+        inputs, outputs = spread(ctx.lengths, items), saved[count:]
+        if ctx.form is None:
+            given = backward(inputs, outputs[0], grads[0])
+        else:
+            given = backward(inputs, ctx.form(outputs), ctx.form(grads))
+        of_tensors = _of_each(name, inputs, ctx.lengths, given if isinstance(given, tuple) else (given,))
+        of_items: list[Any] = [None] * len(items)
+        for position, grad in zip(ctx.tensors, of_tensors, strict=True):
+            of_items[position] = grad
+        return of_items
 
     return gradient
 
 
-def _of_each(name: str, inputs: tuple[Any, ...], found: Lengths, given: tuple[Any, ...]) -> list[Any]:
-    """One gradient per tensor, from one per tensor argument: that of a list is a list, or None."""
-    counts = [n for x, n in zip(inputs, found, strict=True) if n >= 0 or isinstance(x, Tensor)]
+def _of_each(name: str, inputs: tuple[Any, ...], counts_of_inputs: Lengths, given: tuple[Any, ...]) -> list[Any]:
+    """One gradient per tensor, from one per tensor argument: that of a list is a list, or None. Raises PluginError for others."""
+    counts = []
+    for x, count in zip(inputs, counts_of_inputs, strict=True):
+        if count >= 0 or isinstance(x, Tensor):
+            counts.append(count)
     if len(given) != len(counts):
         raise PluginError(
             f"backward of operator {name!r} gave {len(given)} gradients for {len(counts)} tensor arguments. Try: None for what has none"
         )
-    every: list[Any] = []
-    for n, g in zip(counts, given, strict=True):
-        if n >= 0 and g is not None and (not isinstance(g, (list, tuple)) or len(g) != n):
-            raise PluginError(f"backward of operator {name!r} gave no list of {n} gradients for a list of {n} tensors. Try: None for all")
-        if n < 0:
-            every.append(g)
-        elif g is None:
-            every += [None] * n
+    of_tensors: list[Any] = []
+    for count, grad in zip(counts, given, strict=True):
+        if count < 0:
+            of_tensors.append(grad)
+        elif grad is None:
+            of_tensors += [None] * count
+        elif isinstance(grad, (list, tuple)) and len(grad) == count:
+            of_tensors += grad
         else:
-            every += g
-    return every
+            raise PluginError(
+                f"backward of operator {name!r} gave no list of {count} gradients for a list of {count} tensors. Try: None for all"
+            )
+    return of_tensors
 
 
 def _of_reference(reference: Reference, ctx: Any, items: list[Any], grads: tuple[Any, ...]) -> list[Any]:
     """The gradient of the reference, computed with it again: nothing between operands and results is kept."""
     needs = list(truths(ctx.needs_input_grad))[ctx.leading :]
-    wanted = [k for k in ctx.tensors if needs[k]]
+    wanted = [position for position in ctx.tensors if needs[position]]
 
     def again(*tensors: Tensor) -> tuple[Tensor, ...]:
         args = list(items)
-        for k, x in zip(wanted, tensors, strict=True):
-            args[k] = x
+        for position, x in zip(wanted, tensors, strict=True):
+            args[position] = x
         results = all_of(reference(*spread(ctx.lengths, args)))
-        return tuple(r for r, floating in zip(results, ctx.floating, strict=True) if floating)
+        return _floating(results, ctx)
 
-    _, pull, *_ = torch.func.vjp(again, *(items[k] for k in wanted))
-    found = dict(zip(wanted, pull(tuple(g for g, floating in zip(grads, ctx.floating, strict=True) if floating)), strict=True))
-    return [found.get(k) for k in range(len(items))]
-
-
-# ---- lists of tensors ----
-# Problem: autograd sees no tensor inside a list, and a rule has one operand per tensor, however many a call has. Idea: an
-# operator's arguments are spread flat where autograd looks, and a rule's operand of a list is repeated for each of its tensors.
-#
-#     flat(([a, b], w, 2))                -> [a, b, w, 2]            spread((2, -1, -1), ...) is the way back
-#     "b* d, d -> b* d", 2 tensors        -> "b* d, b* d, d -> b* d"; a result that is a list is repeated too
+    _, pull, *_ = torch.func.vjp(again, *(items[position] for position in wanted))
+    of_wanted = pull(_floating(grads, ctx))
+    grad_of = dict(zip(wanted, of_wanted, strict=True))
+    return [grad_of.get(position) for position in range(len(items))]
 
 
-Lengths = tuple[int, ...]  # per argument: how many tensors its list has, -1 for what is no list of tensors
-
-
-def is_list(x: Any) -> bool:
-    return isinstance(x, (list, tuple)) and all(isinstance(item, Tensor) for item in x)
-
-
-def lengths(args: Sequence[Any]) -> Lengths:
-    return tuple(len(x) if is_list(x) else -1 for x in args)
-
-
-def flat(args: Iterable[Any]) -> list[Any]:
-    """The arguments, each list of tensors as its tensors."""
-    return [item for x in args for item in (x if is_list(x) else (x,))]
-
-
-def spread(found: Lengths, items: Iterable[Any]) -> tuple[Any, ...]:
-    """The way back from `flat`."""
-    rest = iter(items)
-    return tuple(next(rest) if n < 0 else [next(rest) for _ in range(n)] for n in found)
-
-
-def all_of(results: Any) -> tuple[Any, ...]:
-    """What an operator returns, as a tuple."""
-    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
-
-
-def truths(nested: Any) -> Iterator[bool]:
-    """`needs_input_grad`, in which torch keeps the structure of lists."""
-    for item in nested:
-        if isinstance(item, (list, tuple)):
-            yield from truths(item)
-        else:
-            yield bool(item)
-
-
-def function(
-    name: str, op: Any, save: Callable[..., None], backward: Callable[..., Any], listed: bool
-) -> type[torch.autograd.Function]:
-    """The operator as an autograd function of (lengths, *flat arguments). listed: it gives a list."""
-
-    def forward(found: Lengths, *items: Any) -> Any:
-        results = op(*spread(found, items))
-        return tuple(results) if isinstance(results, list) else results  # autograd looks into no list
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        save(ctx, spread(inputs[0], inputs[1:]), list(output) if listed else output)
-        ctx.leading = 1
-
-    def pulled(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return (None, *backward(ctx, *grads))
-
-    body = {
-        "forward": staticmethod(forward),
-        "setup_context": staticmethod(setup_context),
-        "backward": staticmethod(pulled),
-        "generate_vmap_rule": True,
-    }
-    return type(name.replace(".", "_").capitalize(), (torch.autograd.Function,), body)
-
-
-def repeated(text: str, *, reduce: Mapping[str, str] | None, linear: Iterable[Iterable[int]], mults: bool) -> RuleFn:
-    """The rule of `text`, whose operands and `linear` sets count arguments: those of a list are repeated for its tensors."""
-    left, _, right = text.partition("->")
-    results = right.split(",")
-    words, groups = left.split(","), [tuple(group) for group in linear]
-
-    def rule(call: Call) -> Rule | None:
-        given = (*call.args, *(value for _, value in call.kwargs))
-        operands = [ids for x in given if (ids := _refs(x)) is not None]
-        if len(operands) != len(words):
-            return None
-        every = ",".join(word for word, ids in zip(words, operands, strict=True) for _ in ids)
-        sets = [{i for k in group for i in operands[k]} for group in groups]
-        out = ",".join(results * len(call.outs)) if len(results) == 1 else right
-        found = bind(f"{every} -> {out}", call, reduce=reduce, linear=sets)
-        return with_flops(found) if mults and found is not None else found
-
-    return rule
-
-
-def _refs(x: Any) -> tuple[int, ...] | None:
-    """Operands that an argument is; None where it is no tensor and no list of tensors."""
-    if isinstance(x, Ref):
-        return (x.id,)
-    if isinstance(x, tuple) and x and all(isinstance(item, Ref) for item in x):
-        return tuple(item.id for item in x)
-    return None
+def _floating(values: Sequence[Any], ctx: Any) -> tuple[Any, ...]:
+    """Of results, or of their gradients, those that can have a gradient."""
+    return tuple(value for value, floating in zip(values, ctx.floating, strict=True) if floating)

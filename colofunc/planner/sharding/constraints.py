@@ -43,13 +43,23 @@ class Constraint:
 
     def on(self, axes: Collection[str]) -> Constraint | None:
         """What it says of `axes` alone; None: nothing yet."""
-        mine = tuple(a for a in self.axes if a in axes)
-        if len(mine) == len(self.axes):
+        decided = tuple(axis for axis in self.axes if axis in axes)
+        if len(decided) == len(self.axes):
             return self
-        tests = [test(mine) for test in (self.partly if mine else None, self.room) if test is not None]
-        if not tests or (mine and self.partly is None):
+        tests: list[Callable[[Strategy], bool]] = []
+        if decided:
+            if self.partly is None:
+                return None
+            tests.append(self.partly(decided))
+        if self.room is not None:
+            tests.append(self.room(decided))
+        if not tests:
             return None
-        return Constraint((self.key, "on", mine), lambda s: all(test(s) for test in tests), self.says, (), mine)
+
+        def accepts(strategy: Strategy) -> bool:
+            return all(test(strategy) for test in tests)
+
+        return Constraint((self.key, "on", decided), accepts, self.says, (), decided)
 
 
 class NotSo(PlanError):
@@ -82,22 +92,28 @@ class Constraints:
 
     def key(self, item: int) -> Hashable:
         """Items with different keys are never tied."""
-        return (*(c.key for c in self.items.get(item, ())), self.regather.get(item), self.at.get(item))
+        keys = [constraint.key for constraint in self.items.get(item, ())]
+        return (*keys, self.regather.get(item), self.at.get(item))
 
     def on(self, axes: Collection[str]) -> Constraints:
         """What they say of these axes."""
-        items = {item: tuple(c for each in some if (c := each.on(axes)) is not None) for item, some in self.items.items()}
+        items = {}
+        for item, constraints in self.items.items():
+            on_axes = [constraint.on(axes) for constraint in constraints]
+            items[item] = tuple(constraint for constraint in on_axes if constraint is not None)
         return attrs.evolve(self, items=items)
 
     def offering_nothing_on(self, axes: Collection[str]) -> Constraints:
         """The same, but for offers that split something over one of these axes: values are placed at indices of them."""
         items = {}
-        for item, some in self.items.items():
-            kept = []
-            for each in some:
-                offers = tuple(offer for offer in each.offers if not any(axis in axes for axis in _axes_of(offer)))
-                kept.append(each if len(offers) == len(each.offers) else attrs.evolve(each, offers=offers))
-            items[item] = tuple(kept)
+        for item, constraints in self.items.items():
+            with_fewer_offers = []
+            for constraint in constraints:
+                offers = tuple(offer for offer in constraint.offers if _axes_of(offer).isdisjoint(axes))
+                if len(offers) < len(constraint.offers):
+                    constraint = attrs.evolve(constraint, offers=offers)
+                with_fewer_offers.append(constraint)
+            items[item] = tuple(with_fewer_offers)
         return attrs.evolve(self, items=items)
 
     def __or__(self, other: Constraints) -> Constraints:
@@ -105,12 +121,20 @@ class Constraints:
         items = dict(self.items)
         for item, more in other.items.items():
             items[item] = (*items.get(item, ()), *more)
-        said = ("outputs", "regather", "sums", "chunks", "scatter", "at")
-        both = {name: {**getattr(self, name), **getattr(other, name)} for name in said}
-        return Constraints(items, **both, stages=self.stages or other.stages)
+        return Constraints(
+            items,
+            outputs={**self.outputs, **other.outputs},
+            regather={**self.regather, **other.regather},
+            sums={**self.sums, **other.sums},
+            chunks={**self.chunks, **other.chunks},
+            scatter={**self.scatter, **other.scatter},
+            at={**self.at, **other.at},
+            stages=self.stages or other.stages,
+        )
 
 
 NONE = Constraints()
+"""Nothing is said."""
 
 
 def leaf_strategy(layout: Layout) -> Strategy:
@@ -120,26 +144,34 @@ def leaf_strategy(layout: Layout) -> Strategy:
 
 def _axes_of(strategy: Strategy) -> set[str]:
     """Mesh axes that a strategy's operands and results lie on."""
-    found: set[str] = set()
+    axes: set[str] = set()
     for layout in (*strategy.ins, *strategy.outs):
         if layout is not None:
-            found.update(layout.axes)
-            found.update(axis for axis, _ in layout.pending)
-    return found
+            axes.update(layout.axes)
+            axes.update(axis for axis, _ in layout.pending)
+    return axes
 
 
 def agrees(strategy: Strategy, fixed: Strategy | None, free: Collection[str]) -> bool:
     """Whether a strategy places every axis outside `free` as `fixed` does; None: nowhere."""
-    every = (*strategy.ins, *strategy.outs)
+    layouts = (*strategy.ins, *strategy.outs)
     if fixed is None:
-        return all(a in free for layout in every if layout is not None for a in layout.axes)
-    both = zip(every, (*fixed.ins, *fixed.outs), strict=True)
-    return all(a is b or (a is not None and b is not None and _without(a, free) == _without(b, free)) for a, b in both)
+        return all(layout is None or all(axis in free for axis in layout.axes) for layout in layouts)
+    for layout, fixed_layout in zip(layouts, (*fixed.ins, *fixed.outs), strict=True):
+        if layout is fixed_layout:  # equal layouts are one object
+            continue
+        if layout is None or fixed_layout is None or _without(layout, free) != _without(fixed_layout, free):
+            return False
+    return True
 
 
 def _without(layout: Layout, free: Collection[str]) -> Hashable:
-    dims = tuple(tuple(a for _, a in dim if a is not None and a not in free) for dim in layout.dims)
-    return dims, tuple(p for p in layout.pending if p[0] not in free)
+    """Where a layout places the axes outside `free`: in each dim, and those that are pending."""
+    dims = []
+    for dim in layout.dims:
+        dims.append(tuple(axis for _, axis in dim if axis is not None and axis not in free))
+    pending = tuple((axis, how) for axis, how in layout.pending if axis not in free)
+    return tuple(dims), pending
 
 
 def allowed(
@@ -149,16 +181,18 @@ def allowed(
 
     `near`: of what constraints offer, what to look at first; the rest counts only where nothing else passes.
     """
-    mine, some = constraints.items.get(item, ()), list(options)
-    if near is not None and any(constraint.offers for constraint in mine):
-        left = [s for s in _offered(some, mine, near) if all(constraint.accepts(s) for constraint in mine)]
+    on_item, enumerated = constraints.items.get(item, ()), list(options)
+    if near is not None and any(constraint.offers for constraint in on_item):
+        left = _offered(enumerated, on_item, near)
+        for constraint in on_item:
+            left = [strategy for strategy in left if constraint.accepts(strategy)]
         if left:
             return tuple(left)
-    left = _offered(some, mine)
-    for k, constraint in enumerate(mine):
-        kept = [s for s in left if constraint.accepts(s)]
-        if not kept and k:
-            others = "; ".join(c.says for c in mine[:k])
+    left = _offered(enumerated, on_item)
+    for position, constraint in enumerate(on_item):
+        kept = [strategy for strategy in left if constraint.accepts(strategy)]
+        if not kept and position:
+            others = "; ".join(other.says for other in on_item[:position])
             raise PlanError(f"{constraint.says} clashes with {others}, on {_describe(program, item)}; drop one of them")
         if not kept:
             raise PlanError(
@@ -172,28 +206,36 @@ def allowed(
     return tuple(left)
 
 
-def _offered(options: Iterable[Strategy], some: Iterable[Constraint], near: Callable[[Strategy], bool] = lambda s: True) -> list[Strategy]:
-    """The options, and what constraints offer beside them: that has to pass all the others as well."""
-    found = list(options)
-    seen = {(s.ins, s.outs) for s in found}
-    for constraint in some:
-        found += [s for s in constraint.offers if (s.ins, s.outs) not in seen and near(s)]
-        seen |= {(s.ins, s.outs) for s in constraint.offers}
-    return found
+def _offered(
+    options: Iterable[Strategy], constraints: Iterable[Constraint], near: Callable[[Strategy], bool] | None = None
+) -> list[Strategy]:
+    """The options, and what constraints offer beside them (with `near`, what passes that): it has to pass all the others as well."""
+    strategies = list(options)
+    seen = {(strategy.ins, strategy.outs) for strategy in strategies}
+    for constraint in constraints:
+        for offer in constraint.offers:
+            if (offer.ins, offer.outs) not in seen and (near is None or near(offer)):
+                strategies.append(offer)
+        seen.update((offer.ins, offer.outs) for offer in constraint.offers)
+    return strategies
 
 
 def _names(options: Iterable[Strategy], most: int = 8) -> str:
-    names = [s.name for s in options]
-    return ", ".join(names[:most]) + (f", ... {len(names) - most} more" if len(names) > most else "")
+    """The names of some strategies, for errors."""
+    names = [strategy.name for strategy in options]
+    more = f", ... {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _describe(program: Program, item: int) -> str:
+    """An input or a node in words, for errors."""
     thing = item_of(program, item)
     if isinstance(thing, Value):
         return f"input {thing.name!r} of shape {thing.shape}"
     where = f" in {thing.path!r}" if thing.path else ""
-    shapes = ", ".join(str(program.values[r].shape) for r in thing.refs)
-    return f"{thing.target}{where} on {shapes}" + (f" ({thing.line})" if thing.line else "")
+    shapes = ", ".join(str(program.values[ref].shape) for ref in thing.refs)
+    line = f" ({thing.line})" if thing.line else ""
+    return f"{thing.target}{where} on {shapes}{line}"
 
 
 def retried(plan: Callable[[Constraints], T], constraints: Constraints, program: Program) -> T:

@@ -13,7 +13,7 @@ columns cannot pass and stripes can: `(3 tp o)`, each rank has its columns of ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 
 import attrs
@@ -29,6 +29,7 @@ from colofunc.spec.layout import Layout
 __all__ = ["product_pairs"]
 
 LOSSES = ("nll_loss", "cross_entropy")
+"""Words in the names of operators that are losses."""
 OPENED = ("softmax", "rounded_rows")
 """Operators over whole rows that columns may pass split, for a few bytes a row."""
 MAXIMA = (MAXIMUM, SIZE)
@@ -52,33 +53,49 @@ def product_pairs(program: Program, mesh: Mesh, axis: str, rules: Rules | None =
     `rules`: those that the plan was given.
     """
     rules = rules or Rules(program, mesh)
-    every = {p.index: p for p in weighted(program, rules)}
-    final, tables = _final(program, every), _table_rows(program)
-    stripes = dict.fromkeys(every, 1)  # what each product is tried as; absent: whole
-    tried: dict[int, set[int]] = {i: {1} for i in every}
+    products = {product.index: product for product in weighted(program, rules)}
+    final = _final(program, products)
+    vocabularies = _table_rows(program)
+    stripes = dict.fromkeys(products, 1)  # what each product is tried as; absent: whole
+    tried: dict[int, set[int]] = {index: {1} for index in products}
     while True:
-        walk = _Walk(program, mesh, axis, rules, every, stripes)
+        walk = _Walk(program, mesh, axis, rules, products, stripes)
         walk.run()
-        heads = {i for i in final if walk.leaves(i) or program.values[every[i].leaf].shape[every[i].kept] in tables}
-        lone = [i for i in walk.columns if i in walk.summed or (i not in walk.paired and i not in heads)]
+        heads = set()
+        for index in final:
+            product = products[index]
+            if walk.leaves(index) or program.values[product.leaf].shape[product.kept] in vocabularies:
+                heads.add(index)
+        unpaired = heads.difference(walk.paired)
+        lone = []
+        for index in walk.columns:
+            if index in walk.summed or not (index in walk.paired or index in heads):
+                lone.append(index)
         if not lone:
-            columns = {every[i]: stripes[i] for i in walk.columns}
-            rows = {every[i]: n for i, n in walk.rows.items()}
-            return Pairs(columns, rows, tuple(every[i] for i in walk.columns if i in walk.lost or (i in heads and i not in walk.paired)))
+            columns = {products[index]: stripes[index] for index in walk.columns}
+            rows = {products[index]: count for index, count in walk.rows.items()}
+            vocabulary = [products[index] for index in walk.columns if index in walk.lost or index in unpaired]
+            return Pairs(columns, rows, tuple(vocabulary))
         # Stripes first: what they join may make others part of a pair.
-        more = {i: next((s for s in sorted(walk.cuts.get(i, ())) if s not in tried[i]), None) for i in lone}
-        for i in lone:
-            step = more[i]
-            if step is not None:
-                stripes[i] = step
-                tried[i].add(step)
-        if not any(more.values()):
+        if not _take_next_stripes(lone, walk, stripes, tried):
             # Keys that no head divides stop queries that would go through: without them these start anew.
-            guilty = [i for i in lone if i in walk.guilty] or lone
-            for i in lone:
-                stripes[i], tried[i] = 1, {1}
-            for i in guilty:
-                stripes.pop(i)
+            guilty = [index for index in lone if index in walk.guilty] or lone
+            for index in lone:
+                stripes[index], tried[index] = 1, {1}
+            for index in guilty:
+                stripes.pop(index)
+
+
+def _take_next_stripes(lone: Sequence[int], walk: _Walk, stripes: dict[int, int], tried: dict[int, set[int]]) -> bool:
+    """Whether some lone column gets stripes that were not tried: the fewest that the operator where it ended may pass."""
+    taken = False
+    for index in lone:
+        untried = walk.cuts.get(index, set()) - tried[index]
+        if untried:
+            stripes[index] = min(untried)
+            tried[index].add(stripes[index])
+            taken = True
+    return taken
 
 
 @attrs.define
@@ -89,7 +106,7 @@ class _Walk:
     mesh: Mesh
     axis: str
     rules: Rules
-    every: Mapping[int, Product]
+    products: Mapping[int, Product]  # by index of their nodes
     stripes: Mapping[int, int]
     lies: dict[int, Layout] = attrs.field(factory=dict)
     origins: dict[int, frozenset[int]] = attrs.field(factory=dict)
@@ -106,10 +123,14 @@ class _Walk:
         for index, node in enumerate(self.program.nodes):
             if node.phase != "forward":
                 continue
-            if index in self.every:
+            if index in self.products:
                 self.product(index, node)
-            elif node.target not in MAXIMA and any(r in self.lies for r in node.refs):
+            elif node.target not in MAXIMA and any(ref in self.lies for ref in node.refs):
                 self.passes(node)
+
+    def _origins_of(self, refs: Iterable[int]) -> frozenset[int]:
+        """The columns that some values come from."""
+        return frozenset[int]().union(*(self.origins[ref] for ref in refs))
 
     def leaves(self, column: int) -> bool:
         """Whether a column's result comes out of the step split."""
@@ -117,20 +138,21 @@ class _Walk:
         return bool(outputs) and column not in self.ended
 
     def product(self, index: int, node: Node) -> None:
-        mine = self.every[index]
-        seeds = {r: self.lies[r] for r in node.refs if r in self.lies}
+        """A product whose operand arrives split is its row partner, if it sums over that; another one begins a column."""
+        summed, kept = self.products[index].weight_factors
+        seeds = {ref: self.lies[ref] for ref in node.refs if ref in self.lies}
         if seeds:
             strategy = self.rules.take(node, seeds)
-            if strategy is not None and dict(strategy.axes).get(self.axis) == mine.weight_factors[0]:
+            if strategy is not None and dict(strategy.axes).get(self.axis) == summed:
                 self.rows[index] = max(_stripes(layout, self.axis) for layout in seeds.values())
-                self.paired |= frozenset().union(*(self.origins[r] for r in seeds))
+                self.paired |= self._origins_of(seeds)
             else:
-                self.ended |= frozenset().union(*(self.origins[r] for r in seeds))
+                self.ended |= self._origins_of(seeds)
             return
-        stripe = self.stripes.get(index)
-        if stripe is None:
+        stripes = self.stripes.get(index)
+        if stripes is None:
             return
-        strategy, out = self.rules.place(node, mine.weight_factors[1], self.axis, stripe), node.outs[0]
+        strategy, out = self.rules.place(node, kept, self.axis, stripes), node.outs[0]
         if strategy is None or strategy.outs[0] is None or out is None:
             return
         self.columns.append(index)
@@ -143,42 +165,53 @@ class _Walk:
         """
         if node.target not in SUMS:
             return False
-        (result,) = (self.program.values[out] for out in node.outs if out is not None)
+        (result,) = (self.program.values[out] for out in node.results)
         return prod(result.shape) < max(prod(self.program.values[ref].shape) for ref in node.refs)
 
     def passes(self, node: Node) -> None:
-        seeds = {r: self.lies[r] for r in node.refs if r in self.lies}
-        origins = frozenset().union(*(self.origins[r] for r in seeds))
+        """An operator that is no product with a weight: what it makes of split operands lies split too, or the columns end here."""
+        seeds = {ref: self.lies[ref] for ref in node.refs if ref in self.lies}
+        origins = self._origins_of(seeds)
         loss = any(word in node.target for word in LOSSES)
-        strategy = self.rules.take(node, seeds, opened=loss or any(word in node.target for word in OPENED))
+        opened = loss or any(word in node.target for word in OPENED)
+        strategy = self.rules.take(node, seeds, opened=opened)
         if strategy is None:
-            alone = [r for r in seeds if self.rules.take(node, {r: seeds[r]}, opened=False) is None]
-            self.ended |= origins
-            self.guilty |= frozenset().union(*(self.origins[r] for r in alone))
-            for origin in origins:
-                self.cuts.setdefault(origin, set()).update(s for r in seeds for s in self.rules.cuts(node, r, self.lies[r]))
+            self._end(node, seeds)
             return
         if loss:
             self.paired |= origins
             self.lost |= origins
         elif any(layout is not None and layout.pending for layout in strategy.outs):
-            closed = self.closes(node)
-            self.paired |= origins if closed else frozenset()
-            self.summed |= frozenset() if closed else origins
+            if self.closes(node):
+                self.paired |= origins
+            else:
+                self.summed |= origins
         for out, layout in zip(node.outs, strategy.outs, strict=True):
             if out is not None and layout is not None and not layout.pending and not layout.is_replicated:
                 self.lies[out], self.origins[out] = layout, origins
 
+    def _end(self, node: Node, seeds: Mapping[int, Layout]) -> None:
+        """Columns end at an operator that does not take their results split; stripes might pass it."""
+        refused = [ref for ref in seeds if self.rules.take(node, {ref: seeds[ref]}, opened=False) is None]
+        origins = self._origins_of(seeds)
+        self.ended |= origins
+        self.guilty |= self._origins_of(refused)
+        stripes: set[int] = set()
+        for ref, layout in seeds.items():
+            stripes.update(self.rules.cuts(node, ref, layout))
+        for origin in origins:
+            self.cuts.setdefault(origin, set()).update(stripes)
 
-def _final(program: Program, every: Mapping[int, Product]) -> set[int]:
+
+def _final(program: Program, products: Collection[int]) -> set[int]:
     """Products behind which no other product with a weight comes, nor attention or experts."""
-    final = set(every)
+    final = set(products)
     behind: dict[int, frozenset[int]] = {}  # value -> products before it
     for index, node in enumerate(program.nodes):
         if node.phase != "forward":
             continue
         before = frozenset[int]().union(*(behind.get(ref, frozenset()) for ref in node.refs))
-        if index in every or node.target in ("colofunc.attention", "colofunc.experts"):
+        if index in products or node.target in ("colofunc.attention", "colofunc.experts"):
             final -= before
             before = frozenset({index} & final)
         behind |= dict.fromkeys(node.results, before)
@@ -187,14 +220,20 @@ def _final(program: Program, every: Mapping[int, Product]) -> set[int]:
 
 def _table_rows(program: Program) -> set[int]:
     """How many rows the tables have that are looked up by index: sizes of vocabularies."""
-    found = set()
+    rows = set()
     for node in program.nodes:
         if node.phase == "forward" and node.target.startswith("aten.embedding."):
-            found.add(program.values[node.refs[0]].shape[0])
-    return found
+            table = program.values[node.refs[0]]
+            rows.add(table.shape[0])
+    return rows
 
 
 def _stripes(layout: Layout, axis: str) -> int:
     """How many parts stand before an axis in its dim."""
-    dim = next(dim for dim in layout.dims if any(a == axis for _, a in dim))
-    return prod(size for size, _ in dim[: next(k for k, (_, a) in enumerate(dim) if a == axis)])
+    for dim in layout.dims:
+        before = 1
+        for size, owner in dim:
+            if owner == axis:
+                return before
+            before *= size
+    raise AssertionError(f"nothing lies on {axis!r} in {layout.text()}")
