@@ -22,7 +22,7 @@ from colofunc.program.passes.packed_gathers import gathered_packed
 from colofunc.program.passes.time import Rules, lies_over_time, over_time
 from colofunc.program.tracing.trace import Traced, record_local
 from colofunc.program.tracing.tree import Tree
-from colofunc.spec.layout import Layout
+from colofunc.spec.layout import Dim, Layout
 from colofunc.spec.rule import Strategy
 
 
@@ -34,20 +34,29 @@ def check_number(microbatches: int | str, transform: str) -> None:
 
 def loops_over(microbatches: int, batch: int | str | None, mixing: str, build: Build) -> list[Rewrite]:
     """The ways to do it: gathers and reductions outside of the loop, then in it, but for those that somebody wants there."""
-    traced, asked = build.traced, build.constraints
-    leaves = _leaves(_argument(traced, batch), traced)
-    rules = Rules(build.registry.rule, build.registry.extra_strategies, record_local)
-    if mixing != "error" and not _mixes(leaves, microbatches, rules, traced.program):
+    leaves = _leaves(batch, build.traced)
+    rules = _rules(build)
+    if mixing != "error" and not _mixes(leaves, microbatches, rules, build.traced.program):
         mixing = "error"  # nothing is estimated that another choice of rows computes exactly
     pinned = partial(_rows_on, leaves, microbatches, rules)
-    scatter, gather = ((True,) if any(said.values()) else (False, True) for said in (asked.scatter, asked.regather))
-    return [partial(_accumulated, leaves, microbatches, mixing, rules, pinned, *each) for each in product(scatter, gather)]
+    scatter_inside = (True,) if any(build.constraints.scatter.values()) else (False, True)
+    gather_inside = (True,) if any(build.constraints.regather.values()) else (False, True)
+    rewrites: list[Rewrite] = []
+    for scatter, gather in product(scatter_inside, gather_inside):
+        rewrites.append(partial(_accumulated, leaves, microbatches, mixing, rules, pinned, scatter, gather))
+    return rewrites
+
+
+def _rules(build: Build) -> Rules:
+    """How operators split, as the passes over time ask for it."""
+    return Rules(build.registry.rule, build.registry.extra_strategies, record_local)
 
 
 def _mixes(leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, program: Program) -> bool:
     """Whether the step itself, on one device, has an operator that mixes samples."""
     try:
-        unmixed(_places(leaves, microbatches, rules, program)[2], "time", microbatches)
+        _, _, over = _places(leaves, microbatches, rules, program)
+        unmixed(over, "time", microbatches)
     except PlanError:
         return True
     return False
@@ -55,25 +64,27 @@ def _mixes(leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, 
 
 def rows_of(batch: int | str | None, build: Build) -> int:
     """How many rows the batch has."""
-    leaves = _leaves(_argument(build.traced, batch), build.traced)
-    return next(iter(leaves.values()))[0]
+    shapes = list(_leaves(batch, build.traced).values())
+    return shapes[0][0]
 
 
 def on_rows(batch: int | str | None, build: Build) -> frozenset[int]:
     """Positions of the nodes of the global program that read rows of the batch: each microbatch runs them."""
-    leaves = _leaves(_argument(build.traced, batch), build.traced)
     rows = rows_of(batch, build)
     if rows == 1:
         return frozenset()
     parts = next(number for number in range(2, rows + 1) if rows % number == 0)
-    rules = Rules(build.registry.rule, build.registry.extra_strategies, record_local)
-    _, places_of, _ = _places(leaves, parts, rules, build.program)
-    found = set()
+    _, places_of, _ = _places(_leaves(batch, build.traced), parts, _rules(build), build.program)
+    reading = set()
     inputs = len(build.program.inputs)
     for item, places in places_of.items():
-        if item >= inputs and any(places[: len(build.program.nodes[item - inputs].refs)]):
-            found.add(item - inputs)
-    return frozenset(found)
+        position = item - inputs
+        if position < 0:
+            continue
+        of_operands = places[: len(build.program.nodes[position].refs)]
+        if any(of_operands):
+            reading.add(position)
+    return frozenset(reading)
 
 
 def equal_parts(microbatches: int, batch: int | str | None, mixing: str, build: Build) -> Build:
@@ -84,14 +95,13 @@ def equal_parts(microbatches: int, batch: int | str | None, mixing: str, build: 
     """
     if microbatches == 1:
         return build
-    leaves = _leaves(_argument(build.traced, batch), build.traced)
-    rules = Rules(build.registry.rule, build.registry.extra_strategies, record_local)
-    rows, places_of, over = _places(leaves, microbatches, rules, build.program)
+    rows, places_of, over = _places(_leaves(batch, build.traced), microbatches, _rules(build), build.program)
     unmixed(over, "time", microbatches, mixing)
     says = f"{microbatches} microbatches, which have to divide the rows that a rank has ({_padded(f'{microbatches} * ranks')}),"
     items = {}
     for item, places in places_of.items():
-        items[item] = (Constraint(("microbatches", microbatches, places), partial(_divides, microbatches, rows, places), says),)
+        accepts = partial(_divides, microbatches, rows, places)
+        items[item] = (Constraint(("microbatches", microbatches, places), accepts, says),)
     return build.evolve(constraints=build.constraints | Constraints(items))
 
 
@@ -100,43 +110,49 @@ def _rows_on(
 ) -> Constraints:
     """Rows of the batch lie on these axes only, wherever they flow: nothing moves them between ranks.
 
-    all_of_them: and they do lie on each of these, so that no rank has rows of another one either.
+    all_of_them: they also lie on each of these axes, so that no rank has rows of another one.
     """
     rows, places_of, _ = _places(leaves, microbatches, rules, program)
     says = f"rows of {microbatches} microbatches stay on {', '.join(sorted(axes)) or 'no axis'}"
     items = {}
     for item, places in places_of.items():
-        items[item] = (Constraint(("rows on", axes, places, all_of_them), partial(_stay, rows, places, axes, all_of_them), says),)
+        accepts = partial(_stay, rows, places, axes, all_of_them)
+        items[item] = (Constraint(("rows on", axes, places, all_of_them), accepts, says),)
     return Constraints(items)
 
 
-Place = tuple[int, int]  # (dim, size of what stands before) of the rows of the batch in a value
+Place = tuple[int, int]
+"""Of the rows of the batch in a value: (dim, size of what stands before them in it)."""
 
 
 def _places(
     leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, program: Program
 ) -> tuple[int, dict[int, tuple[Place | None, ...]], Program]:
-    """How many rows the batch has, per item (input or node) of a global program where they are in operands and results, and
-    the program over time."""
-    ids = [i for i in program.inputs if leaves.get(program.values[i].name) == program.values[i].shape]
+    """(rows of the batch; per item, an input or a node of a global program, where they are in operands and results; the program
+    over time)."""
+    ids = [id for id in program.inputs if leaves.get(program.values[id].name) == program.values[id].shape]
     for id in ids:
         _check_divides(program.values[id], microbatches)
     lies, over = lies_over_time(program, ids, microbatches, "time", rules)
-    found = {}
-    for item, (ins, outs) in enumerate([((), (i,)) for i in program.inputs] + [(node.refs, node.outs) for node in program.nodes]):
-        places = tuple(None if i is None else _rows_at(lies.get(i)) for i in (*ins, *outs))
+    values_of_items: list[tuple[int | None, ...]] = [(id,) for id in program.inputs]
+    values_of_items += [(*node.refs, *node.outs) for node in program.nodes]
+    places_of = {}
+    for item, values in enumerate(values_of_items):
+        places = tuple(None if id is None else _rows_at(lies.get(id)) for id in values)
         if any(places):
-            found[item] = places
-    return program.values[ids[0]].shape[0], found, over
+            places_of[item] = places
+    return program.values[ids[0]].shape[0], places_of, over
 
 
 def _rows_at(over: Layout | None) -> Place | None:
     """Where the rows of the batch are in a value, by where time lies in it."""
-    for d, dim in enumerate(over.dims if over is not None else ()):
+    if over is None:
+        return None
+    for position, dim in enumerate(over.dims):
         before = 1
         for size, owner in dim:
             if owner is not None:
-                return d, before
+                return position, before
             before *= size
     return None
 
@@ -146,27 +162,36 @@ def _row_axes(rows: int, places: tuple[Place | None, ...], strategy: Strategy) -
     for place, layout in zip(places, (*strategy.ins, *strategy.outs), strict=True):
         if place is None or layout is None:
             continue
-        d, before = place
-        held, skipped, found = rows, 1, []
-        for size, axis in layout.dims[d]:
+        position, before = place
+        rows_left, skipped = rows, 1
+        row_axes = []
+        for size, axis in layout.dims[position]:
             if skipped < before:
                 skipped *= size
-            elif held > 1:
-                found += [(min(size, held), axis)] if axis is not None else []
-                held //= min(size, held)
-        yield found
+                continue
+            if rows_left == 1:
+                break  # what follows in the dim is no rows
+            ways = min(size, rows_left)
+            rows_left //= ways
+            if axis is not None:
+                row_axes.append((ways, axis))
+        yield row_axes
 
 
 def _divides(microbatches: int, rows: int, places: tuple[Place | None, ...], strategy: Strategy) -> bool:
     """Whether the rows that a rank has under a strategy come in equal microbatches, in every operand and result."""
-    every = (prod(n for n, _ in found) for found in _row_axes(rows, places, strategy))
-    return not any(rows % ways or rows // ways % microbatches for ways in every)
+    for row_axes in _row_axes(rows, places, strategy):
+        ranks = prod(ways for ways, _ in row_axes)
+        if rows % ranks or rows // ranks % microbatches:
+            return False
+    return True
 
 
 def _stay(rows: int, places: tuple[Place | None, ...], axes: frozenset[str], all_of_them: bool, strategy: Strategy) -> bool:
-    for found in _row_axes(rows, places, strategy):
-        on = {axis for _, axis in found}
-        if not on <= axes or (all_of_them and on != axes):
+    """Whether rows lie on some of the axes only, or on all of them, in every operand and result."""
+    for row_axes in _row_axes(rows, places, strategy):
+        split_by = {axis for _, axis in row_axes}
+        if not split_by <= axes or (all_of_them and split_by != axes):
             return False
     return True
 
@@ -174,7 +199,7 @@ def _stay(rows: int, places: tuple[Place | None, ...], axes: frozenset[str], all
 def _argument(traced: Traced, batch: int | str | None) -> Tree:
     """The argument that is the batch."""
     arguments = traced.in_tree.children[0].children
-    names = [a.name for a in arguments]
+    names = [argument.name for argument in arguments]
     if batch is None:
         batch = min(1, len(arguments) - 1)
     if isinstance(batch, str):
@@ -186,15 +211,20 @@ def _argument(traced: Traced, batch: int | str | None) -> Tree:
     return arguments[batch]
 
 
-def _leaves(argument: Tree, traced: Traced) -> dict[str, tuple[int, ...]]:
+def _leaves(batch: int | str | None, traced: Traced) -> dict[str, tuple[int, ...]]:
     """Name -> global shape of the leaves whose dim 0 is the batch: the leading size that most of them have."""
+    argument = _argument(traced, batch)
     names = set(argument.names())
-    shapes = {v.name: v.shape for i in traced.program.inputs if (v := traced.program.values[i]).name in names and v.shape}
+    shapes = {}
+    for id in traced.program.inputs:
+        value = traced.program.values[id]
+        if value.name in names and value.shape:
+            shapes[value.name] = value.shape
     if not shapes:
         raise InputError(f"argument {argument.name!r} has no tensor with a dim 0 to split; name the batch with batch=")
-    sizes = Counter(shape[0] for shape in shapes.values())
-    most = max(sizes, key=lambda n: (sizes[n], n))
-    return {name: shape for name, shape in shapes.items() if shape[0] == most}
+    leaves_with = Counter(shape[0] for shape in shapes.values())
+    rows = max(leaves_with, key=lambda size: (leaves_with[size], size))
+    return {name: shape for name, shape in shapes.items() if shape[0] == rows}
 
 
 def _accumulated(
@@ -204,8 +234,10 @@ def _accumulated(
     """The loop. scatter, gather: what is done in each microbatch."""
     axis = next(name for name in ("time", "time_", "microbatch_time") if name not in mesh)
     program = gathered_packed(program)
-    split = [v.id for v in program.values.values() if _is_leaf(v, leaves)]
-    split = [id for id in split if program.values[id].shape[0] % microbatches == 0]
+    split = []
+    for value in program.values.values():
+        if _is_leaf(value, leaves) and value.shape[0] % microbatches == 0:
+            split.append(value.id)
     make = partial(_loops, program, split, microbatches, axis, mixing, rules, scatter=scatter, gather=gather)
     # Where rows are brought to other ranks, as ids for an embedding that is looked up on shards, rows t, t + n, ... are the same
     # microbatch on both sides, and runs of rows are not: what lies between them could not be in the loop.
@@ -220,16 +252,30 @@ def _accumulated(
         except PlanError:
             # The step itself mixes no samples (`equal_parts` has looked): here rows move between ranks, which brings those of several
             # microbatches to one. Once more with rows that stay where the batch is; where that fails too, this error is what is said.
-            here = Counter(layout.dims[0] for i in program.inputs if i in split and (layout := program.values[i].layout) is not None)
-            axes = frozenset(axis for _, axis in here.most_common(1)[0][0] if axis is not None) if here else frozenset()
+            axes = _axes_of_rows(program, split)
             raise NotSo(str(error), partial(pinned, axes, all_of_them=not isinstance(error, RowsMove))) from None
+
+
+def _axes_of_rows(program: Program, leaves: list[int]) -> frozenset[str]:
+    """The axes that split dim 0 of most leaves of the batch."""
+    dims: Counter[Dim] = Counter()
+    for id in program.inputs:
+        layout = program.values[id].layout
+        if id in leaves and layout is not None:
+            dims[layout.dims[0]] += 1
+    if not dims:
+        return frozenset()
+    [(most_common, _)] = dims.most_common(1)
+    return frozenset(axis for _, axis in most_common if axis is not None)
 
 
 def _loops(
     program: Program, split: list[int], microbatches: int, axis: str, mixing: str, rules: Rules,
     scatter: bool, gather: bool, minor: bool = False,
 ) -> Program:  # fmt: skip
-    return fold(over_time(program, split, microbatches, axis, rules, minor, scatter), axis, microbatches, mixing, gather)
+    """minor: rows t, t + n, ... of n microbatches are microbatch t, and not a run of rows."""
+    over = over_time(program, split, microbatches, axis, rules, minor, scatter)
+    return fold(over, axis, microbatches, mixing, gather)
 
 
 def _is_leaf(value: Value, leaves: dict[str, tuple[int, ...]]) -> bool:
@@ -238,16 +284,22 @@ def _is_leaf(value: Value, leaves: dict[str, tuple[int, ...]]) -> bool:
 
 
 def _check_divides(value: Value, microbatches: int) -> None:
+    """Raises PlanError where a leaf's rows do not come in so many microbatches."""
     rows = value.shape[0]
-    if rows % microbatches:
-        whole = value.layout is None or not value.layout.axes
-        where = "" if whole else f" that a rank has of the {value.layout.shape[0]} in {value.layout.text()!r}"  # type: ignore[union-attr]
-        fit = [n for n in range(1, rows + 1) if rows % n == 0]
-        multiple = f"{microbatches} * ranks" if value.layout is None else str(microbatches * (value.layout.shape[0] // rows))
-        raise PlanError(
-            f"{microbatches} microbatches do not divide the {rows} rows of {value.name!r}{where}; "
-            f"use one of {', '.join(map(str, fit))} microbatches, another batch size, or pad it: {_padded(multiple)}"
-        )
+    if rows % microbatches == 0:
+        return
+    where = ""
+    multiple = f"{microbatches} * ranks"
+    if value.layout is not None:
+        global_rows = value.layout.shape[0]
+        multiple = str(microbatches * (global_rows // rows))
+        if value.layout.axes:
+            where = f" that a rank has of the {global_rows} in {value.layout.text()!r}"
+    fitting = [str(number) for number in range(1, rows + 1) if rows % number == 0]
+    raise PlanError(
+        f"{microbatches} microbatches do not divide the {rows} rows of {value.name!r}{where}; "
+        f"use one of {', '.join(fitting)} microbatches, another batch size, or pad it: {_padded(multiple)}"
+    )
 
 
 def _padded(multiple: str) -> str:

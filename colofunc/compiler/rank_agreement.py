@@ -49,31 +49,32 @@ def same(watch: Watch | None, what: str, make: Callable[[], T], digest: Callable
     if watch is None:
         return make()
     try:
-        made = make()
+        result = make()
     except Exception as error:
         watch.give_up(what, error, watch.deadline_s)
         raise
-    watch.agree(what, digest(made), watch.deadline_s)
-    return made
+    watch.agree(what, digest(result), watch.deadline_s)
+    return result
 
 
 def from_main(watch: Watch | None, make: Callable[[], T]) -> T | None:
     """`make()` on rank 0, None elsewhere; what rank 0 raises is raised on every rank."""
     if watch is None:
         return make()
-    made, failure = None, None
+    result, failure = None, None
     if watch.rank == 0:
         try:
-            made = make()
+            result = make()
         except Exception as error:
             failure = error
+    sent = None if failure is None else _pickled_alike(failure)
     with watch if failure is None else nullcontext():
-        told = broadcast_object(None if failure is None else _told(failure))
+        failure_of_main = broadcast_object(sent)
     if failure is not None:
         raise failure
-    if told is not None:
-        raise told
-    return made
+    if failure_of_main is not None:
+        raise failure_of_main
+    return result
 
 
 def told(watch: Watch | None, value: T | None) -> T:
@@ -85,7 +86,7 @@ def told(watch: Watch | None, value: T | None) -> T:
     return value
 
 
-def _told(error: Exception) -> Exception:
+def _pickled_alike(error: Exception) -> Exception:
     """An error that survives the journey: the same type where one message makes it, else CollectiveError."""
     text = str(error)
     try:
@@ -108,26 +109,41 @@ class Lowering:
 
 
 def share(
-    watch: Watch | None, made: tuple[Decided, Program] | None, program: Program, rule_of: RuleOf
+    watch: Watch | None, planned: tuple[Decided, Program] | None, program: Program, rule_of: RuleOf
 ) -> tuple[tuple[Choice, ...], Any, Program]:
-    """(choices, plan, local program) of rank 0 on every rank. Tensors that the program carries are each rank's own."""
-    if made is not None:
-        decided, local = made
-        if watch is None:
-            return decided.choices, decided.plan, local
-        plain = tuple(attrs.evolve(c.strategy, local=None) for c in decided.choices)
-        coded = tuple(c.strategy.local is not None for c in decided.choices)
-        places = tuple(k for k, i in enumerate(local.inputs) if i in local.constants)
-        broadcast_object(Lowering(plain, coded, decided.plan, attrs.evolve(local, constants={}), places))
+    """(choices, plan, local program) of rank 0 on every rank. Tensors that the program carries are each rank's own.
+
+    planned: rank 0's decisions and local program; None elsewhere. Collective.
+    """
+    if planned is not None:
+        decided, local = planned
+        if watch is not None:
+            broadcast_object(_lowering(decided, local))
         return decided.choices, decided.plan, local
     assert watch is not None, "only ranks other than 0 come without a plan of their own"
     with watch:
-        told: Lowering = broadcast_object(None)
-    constants = {told.local.inputs[k]: program.constants[program.inputs[k]] for k in told.constants}
+        lowering: Lowering = broadcast_object(None)
+    constants = {}
+    for position in lowering.constants:
+        constants[lowering.local.inputs[position]] = program.constants[program.inputs[position]]
     choices = []
-    for node, strategy, has_code in zip(program.nodes, told.strategies, told.with_code, strict=True):
-        choices.append(Choice(attrs.evolve(strategy, local=_elsewhere) if has_code else strategy, rule_of(node)))
-    return tuple(choices), told.plan, attrs.evolve(told.local, constants=constants)
+    for node, strategy, has_code in zip(program.nodes, lowering.strategies, lowering.with_code, strict=True):
+        if has_code:
+            strategy = attrs.evolve(strategy, local=_elsewhere)
+        choices.append(Choice(strategy, rule_of(node)))
+    return tuple(choices), lowering.plan, attrs.evolve(lowering.local, constants=constants)
+
+
+def _lowering(decided: Decided, local: Program) -> Lowering:
+    """What rank 0 tells: functions and tensors stay behind."""
+    strategies = [choice.strategy for choice in decided.choices]
+    return Lowering(
+        strategies=tuple(attrs.evolve(strategy, local=None) for strategy in strategies),
+        with_code=tuple(strategy.local is not None for strategy in strategies),
+        plan=decided.plan,
+        local=attrs.evolve(local, constants={}),
+        constants=tuple(position for position, id in enumerate(local.inputs) if id in local.constants),
+    )
 
 
 def _elsewhere(*shards: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -136,48 +152,59 @@ def _elsewhere(*shards: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 def equal_leaves(watch: Watch, names: Sequence[str], leaves: Sequence[torch.Tensor]) -> None:
     """Raise InputError unless plain tensors, which are global values, are equal on all ranks; collective."""
-    mine = [_sum_of(leaf) for leaf in leaves]
-    everyone = watch.exchange("the arguments", ",".join(map(str, mine)), watch.deadline_s)
-    sums = [text.split(",") for text in everyone]
-    for k, name in enumerate(names):
-        column = [row[k] if k < len(row) else "" for row in sums]
-        if len(set(column)) > 1:
-            common = max(column, key=column.count)
-            odd = [r for r, value in enumerate(column) if value != common]
+    sums = [_sum_of(leaf) for leaf in leaves]
+    for name, leaf, odd_ranks in zip(names, leaves, _odd_ranks(watch, "the arguments", sums), strict=True):
+        if odd_ranks:
             raise InputError(
-                f"argument {name!r} {tuple(leaves[k].shape)} is a plain tensor, so it is the global value and must be equal on "
-                f"all ranks, but ranks {odd} hold other numbers; seed all ranks alike, let cf.batches(loader, mesh, spec) read each "
-                f"rank's rows, or enter them with cf.from_local(t, spec, mesh)"
+                f"argument {name!r} {tuple(leaf.shape)} is a plain tensor, so it is the global value and must be equal on "
+                f"all ranks, but ranks {odd_ranks} hold other numbers; seed all ranks alike, let cf.batches(loader, mesh, spec) read "
+                f"each rank's rows, or enter them with cf.from_local(t, spec, mesh)"
             )
 
 
+def _odd_ranks(watch: Watch, what: str, sums: Sequence[int]) -> list[list[int]]:
+    """Of each tensor, the ranks whose checksum is another than that of most; collective. sums: this rank's."""
+    texts = watch.exchange(what, ",".join(map(str, sums)), watch.deadline_s)
+    sums_of_ranks = [text.split(",") for text in texts]
+    odd_ranks: list[list[int]] = []
+    for position in range(len(sums)):
+        of_tensor = [row[position] if position < len(row) else "" for row in sums_of_ranks]
+        if len(set(of_tensor)) == 1:
+            odd_ranks.append([])
+            continue
+        common = max(of_tensor, key=of_tensor.count)
+        odd_ranks.append([rank for rank, text in enumerate(of_tensor) if text != common])
+    return odd_ranks
+
+
 def _sum_of(leaf: torch.Tensor) -> int:
+    """What ranks compare of a tensor: nothing of one that has no data, or that is no global value."""
     if isinstance(leaf, LazyTensor):
         return leaf.source.token()
-    return 0 if isinstance(leaf, DTensor) or leaf.is_meta else checksum(leaf)
+    if isinstance(leaf, DTensor) or leaf.is_meta:
+        return 0
+    return checksum(leaf)
 
 
 def equal_captured(watch: Watch | None, program: Program, captured: Mapping[int, torch.Tensor]) -> None:
     """Raise InputError naming a captured tensor (by value id) that ranks hold with other numbers; collective."""
     if watch is None or not captured:
         return
-    sums = [0 if t.is_meta or isinstance(t, DTensor) else checksum(t) for t in captured.values()]
-    rows = [text.split(",") for text in watch.exchange("the captured tensors", ",".join(map(str, sums)), watch.deadline_s)]
-    for k, id in enumerate(captured):
-        column = [row[k] if k < len(row) else "" for row in rows]
-        if len(set(column)) > 1:
-            common = max(column, key=column.count)
+    sums = [0 if tensor.is_meta or isinstance(tensor, DTensor) else checksum(tensor) for tensor in captured.values()]
+    for id, odd_ranks in zip(captured, _odd_ranks(watch, "the captured tensors", sums), strict=True):
+        if odd_ranks:
             value = program.values[id]
             line = next((node.line for node in program.nodes if id in node.refs), "")
             where = f" (used at {line})" if line else ""
             raise InputError(
                 f"the step captures a tensor {value.name or ''}{value.shape}{where}, which counts as the global value, but ranks "
-                f"{[r for r, text in enumerate(column) if text != common]} hold other numbers; pass it as an argument, or make it "
-                "alike on all ranks"
+                f"{odd_ranks} hold other numbers; pass it as an argument, or make it alike on all ranks"
             )
 
 
 def checksum(x: torch.Tensor) -> int:
     """A 32-bit checksum of a tensor's values in row-major order."""
     flat = x.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
+    if not flat.numel():
+        return 0
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)

@@ -29,9 +29,10 @@ from colofunc.executors.backend import backend_for
 from colofunc.functional import reading
 from colofunc.functional.batch_agreement import Said, Together
 from colofunc.functional.padding import Fill
-from colofunc.functional.placing import Placer, RowSpec, row_spec, usual_rows
+from colofunc.functional.placing import Placer
 from colofunc.functional.prefetch import Ahead
 from colofunc.functional.reading import Item
+from colofunc.functional.row_specs import RowSpec, row_spec, usual_rows
 from colofunc.functional.sending import Sender
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from math import lcm
 from typing import Any
 
 import attrs
@@ -36,104 +35,16 @@ from colofunc.functional.padding import (
     with_weight,
 )
 from colofunc.functional.reading import Item
+from colofunc.functional.row_specs import RowSpec, first_dim, row_multiple, shortened
 from colofunc.functional.sending import Sender
 from colofunc.mesh import Mesh
 from colofunc.program.tracing.tree import Tree, flatten, unflatten
 from colofunc.spec.layout import Layout, make_layout
 from colofunc.spec.parts import part
-from colofunc.spec.spec import Spec, as_spec, bind, parse
+from colofunc.spec.spec import Spec, as_spec, bind
 
-COMPARED_BYTES = 1 << 20  # tensors of batches up to this size are compared between ranks in every batch, which takes less than 1 ms
-
-# ---- how rows lie ----
-
-
-@attrs.frozen
-class RowSpec:
-    """How dim 0 of a batch lies. `one`: all tensors' alike, so that a rank can read its own rows."""
-
-    spec: Spec  # of dim 0 alone
-    mesh: Mesh
-    multiple: int  # row counts must be a multiple of this
-    one: bool
-    rows: int = 1  # and of this, as microbatches of every rank's rows want
-
-    @property
-    def whole_multiple(self) -> int:
-        """What the rows of every batch are a multiple of."""
-        return lcm(self.multiple, self.rows)
-
-    def of_rank(self, rows: int, rank: int) -> list[int]:
-        """The positions of a rank's rows among `rows`."""
-        return part(torch.arange(rows), self.spec.bind(self.mesh, (rows,)), self.mesh, rank).tolist()
-
-    def whole(self, local: int) -> int:
-        """How many rows there are where each rank has `local`."""
-        layout = self.spec.bind(self.mesh, (self.multiple,))
-        return local * self.multiple // layout.local_shape[0]
-
-
-def usual_rows(mesh: Mesh) -> str:
-    """Where nobody gives a spec: rows on the axis called dp, if there is one, else whole on every rank until a plan lays them."""
-    return f"(dp {row_word(mesh)}) ..." if "dp" in mesh else "..."
-
-
-def row_word(mesh: Mesh) -> str:
-    """A name for the rows of one rank that is no axis or view of the mesh."""
-    return next(name for name in ("r", "rows", "its_rows", "rows_of_one_rank") if name not in mesh)
-
-
-def row_spec(specs: Any, mesh: Mesh) -> RowSpec:
-    """How rows lie under a tree of specs; raises SpecError where a spec does not fit the mesh."""
-    found = [_first(spec) for spec in _leaves(specs)]
-    splits = [(spec, m) for spec in found if spec is not None and (m := _multiple(spec, mesh)) > 1]
-    if not splits:
-        return RowSpec(Spec(row_word(mesh)), mesh, 1, True)
-    spec, multiple = splits[0]
-    both = [spec.bind(mesh, (multiple * m,)) is other.bind(mesh, (multiple * m,)) for other, m in splits]
-    return RowSpec(spec, mesh, multiple, len(splits) == len(found) and all(both))
-
-
-def _leaves(specs: Any) -> list[Any]:
-    if isinstance(specs, (str, Spec, Layout)) or specs is None:
-        return [specs]
-    return [leaf for below in (specs.values() if hasattr(specs, "values") else specs) for leaf in _leaves(below)]
-
-
-def _first(spec: Any) -> Spec | None:
-    """The spec of dim 0 alone; None where it is not named."""
-    if spec is None:
-        return None
-    if isinstance(spec, Layout):
-        raise InputError("cf.batches takes specs as text or cf.Spec, which fit batches of any size, not a bound layout")
-    parsed = parse(str(as_spec(spec)))
-    if parsed.pending or parsed.tier != "device" or any(f.pad for dim in parsed.dims for f in dim or ()):
-        raise InputError(f"cf.batches: {str(spec)!r} pads, reduces or names a tier; write how the dims are split only, e.g. '(dp b) ...'")
-    return shortened(as_spec(spec), 1) if parsed.dims and parsed.dims[0] is not None else None
-
-
-def shortened(spec: Spec, dims: int) -> Spec:
-    """`spec` for a tensor of fewer dims: its leading ones."""
-    parsed = parse(spec.pattern).dims
-    if sum(dim is not None for dim in parsed) <= dims:
-        return spec
-    kept = [dim for dim in parsed if dim is not None][:dims]
-    names = {f.name for dim in kept for f in dim}
-    text = " ".join("(" + " ".join(map(str, dim)) + ")" for dim in kept)
-    return Spec(text, **{name: size for name, size in spec.sizes if name in names})
-
-
-def _multiple(spec: Spec, mesh: Mesh) -> int:
-    """What a row count must be a multiple of: everything in the group that has a size."""
-    sizes, product = dict(spec.sizes), 1
-    for factor in parse(spec.pattern).dims[0] or ():
-        in_mesh = factor.name in mesh.axis_names or factor.name in mesh.views
-        product *= factor.size or (mesh.axis_size(factor.name) if in_mesh else sizes.get(factor.name, 1))
-    spec.bind(mesh, (product,))  # a misspelt axis is an error here
-    return product
-
-
-# ---- one batch ----
+COMPARED_BYTES = 1 << 20
+"""Ranks compare tensors up to this size in every batch, which takes less than 1 ms, and larger ones in the first."""
 
 
 @attrs.define(eq=False)
@@ -187,8 +98,10 @@ class Placer:
         """Rows that a batch of n gets; None: it is left out."""
         if self.short == "drop" and n < regular:
             return None
-        n = max(n, regular) if self.short == "pad" else n
-        return -(-n // self.rows.whole_multiple) * self.rows.whole_multiple
+        if self.short == "pad":
+            n = max(n, regular)
+        missing = -n % self.rows.whole_multiple
+        return n + missing
 
     def hold(self, item: Item, regular: int | None, expected: Sequence[int]) -> Held | None:
         """The batch made ready as far as this process can alone; None: it is left out.
@@ -209,10 +122,13 @@ class Placer:
         tells = self.weights is not None or decides(tree, leaves, self.fill)
         # A short batch stays short where no rank needs more rows, and nothing could tell a loss to leave them out.
         keeps = self.rows.multiple == 1 and self.short == "pad" and not tells
-        counts = {k: self.target(k, k if keeps else regular) for k in (samples, *expected)}
-        if self.read != "local" and any((rows or k) > k for k, rows in counts.items()):
-            self._check_weightless(tree, leaves)
-        regular = samples if keeps else regular
+        if self.read != "local":
+            for count in (samples, *expected):
+                rows = self.target(count, count if keeps else regular)
+                if rows is not None and rows > count:
+                    self._check_weightless(tree, leaves)
+        if keeps:
+            regular = samples
         if self.read == "own":
             if n != len(item.dead):
                 raise InputError(
@@ -221,7 +137,8 @@ class Placer:
             held.dead = torch.tensor(item.dead, dtype=torch.bool)
         elif self.read == "all":
             # Collating may make several rows of a sample.
-            rows = self.target(n, regular * (n // samples if n % samples == 0 else 1))
+            rows_of_sample = n // samples if n % samples == 0 else 1
+            rows = self.target(n, regular * rows_of_sample)
             if rows is None:
                 return None
             self._grow(held, rows)
@@ -230,62 +147,70 @@ class Placer:
     def place(self, held: Held, said: Sequence[Said], regular: int) -> Any:
         """The batch as a tree of DTensors, given what all ranks said of theirs; None: it is left out."""
         if self.read == "local":
-            counts = [next((leaf[2][0] for leaf, by_row in zip(s.leaves, held.by_row) if by_row), 0) for s in said]
+            counts = [_rows_said(of_rank, held.by_row) for of_rank in said]
             if self.short == "drop" and min(counts) < regular:
                 return None
-            rows = max(counts) if self.short != "pad" else max(*counts, regular)
+            rows = max(counts)
+            if self.short == "pad":
+                rows = max(rows, regular)
             while self.rows.whole(rows) % self.rows.rows:
                 rows += 1
             if min(counts) < rows:
                 self._check_weightless(held.tree, held.leaves)
             self._grow(held, rows)
+        names = held.tree.names()
         fills = usual(POSITIONS, fill=self.fill)
-        for k, (name, x) in enumerate(zip(held.tree.names(), held.leaves, strict=True)):
-            shapes = [s.leaves[k][2] for s in said]
-            held.leaves[k] = self._as_long(name, x, shapes, fills) if x.dim() > 1 else x
-        dead = usual(ROWS, fill=self.fill)
+        for position, (name, x) in enumerate(zip(names, held.leaves, strict=True)):
+            if x.dim() > 1:
+                leaf_on_ranks = [of_rank.leaves[position] for of_rank in said]
+                shapes = [shape for _, _, shape, _ in leaf_on_ranks]
+                held.leaves[position] = self._as_long(name, x, shapes, fills)
         if bool(held.dead.any()):
-            held.leaves = [
-                dead_rows(name, x, held.dead, dead) if by_row else x
-                for name, x, by_row in zip(held.tree.names(), held.leaves, held.by_row, strict=True)
-            ]
+            fills_of_rows = usual(ROWS, fill=self.fill)
+            for position, (name, by_row) in enumerate(zip(names, held.by_row, strict=True)):
+                if by_row:
+                    held.leaves[position] = dead_rows(name, held.leaves[position], held.dead, fills_of_rows)
         if self.weights is not None:
             _add_weights(held, self.weights, self.rows.spec)
-        return unflatten(held.tree, [self._dtensor(held, k) for k in range(len(held.leaves))])
+        return unflatten(held.tree, [self._dtensor(held, position) for position in range(len(held.leaves))])
 
     # ---- its parts ----
 
     def _specs(self, tree: Tree) -> list[Spec | None]:
-        found: list[Spec | None] = [None] * len(tree.names())
+        """Of each leaf; None: nobody gave it one."""
+        specs: list[Spec | None] = [None] * len(tree.names())
         for position, _, spec in specs_of(self.specs, tree, "spec of cf.batches"):
             assert not isinstance(spec, Layout), "row_spec refuses layouts"
-            found[position] = as_spec(spec)
-        return found
+            specs[position] = as_spec(spec)
+        return specs
 
     def _count(self, tree: Tree, leaves: Sequence[torch.Tensor], specs: Sequence[Spec | None]) -> tuple[int, list[bool]]:
-        """(rows, which leaves have them)."""
+        """(rows, which leaves have them). Raises InputError for a leaf that should have as many and has not."""
         sizes = Counter(x.shape[0] for x, spec in zip(leaves, specs) if x.dim() and spec is not None)
         if not sizes:
             raise InputError(f"a batch has no tensor with rows: {tree.names() or type(tree).__name__}; collate samples to tensors")
-        n = sizes.most_common(1)[0][0]
+        [(rows, _)] = sizes.most_common(1)
         if any(isinstance(x, DTensor) for x in leaves):
             raise InputError("cf.batches: the loader yields DTensors already; give their step the batches as they are")
-        by_row = [x.dim() > 0 and x.shape[0] == n for x in leaves]
+        by_row = [x.dim() > 0 and x.shape[0] == rows for x in leaves]
         for name, x, spec, fits in zip(tree.names(), leaves, specs, by_row, strict=True):
-            first = _first(spec)
-            splits = first is not None and (self.rows.multiple == 1 or _multiple(first, self.mesh) > 1)
+            first = first_dim(spec)
+            splits = first is not None and (self.rows.multiple == 1 or row_multiple(first, self.mesh) > 1)
             if x.dim() and not fits and (splits or self.read != "all"):
+                also = "" if self.read == "all" else ' and write read="all"'
                 raise InputError(
-                    f"{name!r} {tuple(x.shape)} has not the {n} rows of its batch; give it a spec of its own in a tree of specs "
-                    "(None: whole on every rank)" + ('' if self.read == "all" else ' and write read="all"')
+                    f"{name!r} {tuple(x.shape)} has not the {rows} rows of its batch; give it a spec of its own in a tree of specs "
+                    f"(None: whole on every rank){also}"
                 )
-        return n, by_row
+        return rows, by_row
 
     def _check_weightless(self, tree: Tree, leaves: Sequence[torch.Tensor]) -> None:
+        """Raises InputError where rows are added and no leaf tells a loss to leave them out."""
         if self.weights is not None or decides(tree, leaves, self.fill):
             return
-        whole = [name for name, x in zip(tree.names(), leaves, strict=True) if not x.dtype.is_floating_point]
-        labels = [*tree.names(), *whole][-1]
+        names = tree.names()
+        integers = [name for name, x in zip(names, leaves, strict=True) if not x.dtype.is_floating_point]
+        labels = integers[-1] if integers else names[-1]  # most likely
         raise InputError(
             f"a batch of this loader needs added rows (a short one, or one that {self.rows.whole_multiple} does not divide), and none of "
             f"{', '.join(tree.names())} tells a loss to leave them out; write weights=\"weight\" and weigh the loss with that leaf, "
@@ -297,7 +222,9 @@ class Placer:
         if rows == held.rows:
             return
         held.dead = torch.arange(rows) >= held.rows
-        held.leaves = [more_rows(x, rows) if by_row else x for x, by_row in zip(held.leaves, held.by_row, strict=True)]
+        for position, by_row in enumerate(held.by_row):
+            if by_row:
+                held.leaves[position] = more_rows(held.leaves[position], rows)
         held.rows = rows
 
     def _as_long(self, name: str, x: torch.Tensor, shapes: Sequence[tuple[int, ...]], fills: dict[str, float | None]) -> torch.Tensor:
@@ -315,23 +242,28 @@ class Placer:
             x = lengthened(x, dim, max(sizes), value)
         return x
 
-    def _dtensor(self, held: Held, k: int) -> torch.Tensor:
-        x, spec, by_row = held.leaves[k], held.specs[k], held.by_row[k]
-        apart = by_row and self.read != "all"
-        rows = (held.padded or self.rows.whole(held.rows)) if apart else 0
-        shape = (rows, *x.shape[1:]) if apart else tuple(x.shape)
-        layout = bind(shortened(spec or Spec("..."), x.dim()), self.mesh, shape) if shape else make_layout((), ())
-        here = layout
-        if apart:  # dim 0 is cut already
-            here = make_layout((((x.shape[0], None),), *layout.dims[1:]), tuple(x.shape))
-        done: dict[tuple[int, ...], torch.Tensor] = {}
+    def _dtensor(self, held: Held, position: int) -> torch.Tensor:
+        """One leaf, cut as its spec says; ranks with equal parts share one tensor."""
+        x, spec = held.leaves[position], held.specs[position]
+        own_rows = held.by_row[position] and self.read != "all"  # dim 0 is cut already
+        shape = tuple(x.shape)
+        if own_rows:
+            shape = (held.padded or self.rows.whole(held.rows), *shape[1:])
+        if shape:
+            layout = bind(shortened(spec or Spec("..."), x.dim()), self.mesh, shape)
+        else:
+            layout = make_layout((), ())
+        cut = layout  # how what this process holds falls into parts
+        if own_rows:
+            cut = make_layout((((x.shape[0], None),), *layout.dims[1:]), tuple(x.shape))
+        parts: dict[tuple[int, ...], torch.Tensor] = {}
         shards = []
         for rank in self.backend.ranks(self.mesh):
-            where = self.mesh.coordinates(rank)
-            key = tuple(where[a] for a in here.axes)
-            if key not in done:
-                done[key] = self.sender.send(part(x.detach(), here, self.mesh, rank).contiguous())
-            shards.append(done[key])
+            coordinates = self.mesh.coordinates(rank)
+            key = tuple(coordinates[axis] for axis in cut.axes)
+            if key not in parts:
+                parts[key] = self.sender.send(part(x.detach(), cut, self.mesh, rank).contiguous())
+            shards.append(parts[key])
         return DTensor(shards, layout, self.mesh, self.backend, movable=self.movable)
 
     def _clean(self, tree: Tree) -> Tree:
@@ -349,14 +281,23 @@ class Placer:
 
     def _is_text(self, tree: Tree) -> bool:
         """A branch without tensors that is more than None, a bool or a whole number. Says so once."""
-        if any(True for _ in tree.leaves()) or (tree.kind == "static" and isinstance(tree.value, (bool, int, type(None)))):
-            return False
-        if tree.kind != "static" and not tree.children:
+        has_tensors = next(iter(tree.leaves()), None) is not None
+        is_number = tree.kind == "static" and isinstance(tree.value, (bool, int, type(None)))
+        is_empty = tree.kind != "static" and not tree.children
+        if has_tensors or is_number or is_empty:
             return False
         if tree.name not in self._told:
             self._told.add(tree.name)
             say(f"cf.batches leaves out {tree.name!r}, which holds no tensor; make it one in collate_fn if the step needs it")
         return True
+
+
+def _rows_said(said: Said, by_row: Sequence[bool]) -> int:
+    """How many rows a rank holds: those of its first leaf that has rows."""
+    for (_, _, shape, _), has_rows in zip(said.leaves, by_row):
+        if has_rows:
+            return shape[0]
+    return 0
 
 
 def _add_weights(held: Held, name: str, spec: Spec) -> None:

@@ -38,12 +38,16 @@ from colofunc.program.tracing.tree import flatten, map_tensors
 from colofunc.spec.layout import Layout
 from colofunc.transforms.shard import shard
 
-# How torch runs an update, and what schedulers leave in a group: nothing that an update computes.
 NOT_OPTIONS = ("lr", "params", "foreach", "fused", "capturable", "differentiable")
-# Optimizers of torch that keep no count of their updates.
+"""How torch runs an update, and what schedulers leave in a group: nothing that an update computes."""
 WITHOUT_COUNT = (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))
-SAMPLE = 1 << 18  # elements of a batch's tensor that ranks compare
+"""Optimizers of torch that keep no count of their updates."""
+SAMPLE = 1 << 18
+"""Ranks compare about this many elements of each tensor of a batch."""
+PREFIX = "module."
+"""In front of the names of parameters and buffers in `Loop.model`, whose module holds the loop's as `module`."""
 Run = Callable[[nn.Module, Any, Mapping[str, Any]], tuple[Tensor, Any]]
+"""(module, batch, numbers) -> (loss, whatever the loop wants to see)."""
 
 
 class _Call(nn.Module):
@@ -65,26 +69,36 @@ class Clip:
     most: float = 0.0
 
     def __call__(self, grads: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        clipped, norm = clip_by_global_norm(grads, self.most if self.how == "norm" else 1.0)
+        """(clipped gradients, the norm that they had)."""
         if self.how == "norm":
-            return clipped, norm
-        return ({n: g.clamp(-self.most, self.most) for n, g in grads.items()} if self.how == "value" else grads), norm
+            return clip_by_global_norm(grads, self.most)
+        _, norm = clip_by_global_norm(grads, 1.0)
+        if self.how == "value":
+            grads = {name: grad.clamp(-self.most, self.most) for name, grad in grads.items()}
+        return grads, norm
 
 
 def staging(
     mesh: Mesh | None, plans: Any, chain: Chain | Any | None, clip: Clip, whose: str
 ) -> tuple[Mesh, Callable[[Callable[..., Any]], Staged], Clip]:
-    """(mesh, what stages a step, clipping) from either a mesh with plans or a chain (or what `cf.configure` takes)."""
+    """(mesh, what stages a step, clipping) from either a mesh with plans or a chain (or what `cf.configure` takes).
+
+    whose: who asks, for the InputError where neither or both are given, or both clip.
+    """
     if chain is None:
         if not isinstance(mesh, Mesh):
             raise InputError(f"{whose} wants mesh=cf.Mesh(...) or chain=cf.configure(...), not {mesh!r}")
-        return mesh, partial(_sharded, mesh=mesh, plans=plans if isinstance(plans, list | tuple) else (plans,)), clip
+        if not isinstance(plans, list | tuple):
+            plans = (plans,)
+        return mesh, partial(_sharded, mesh=mesh, plans=plans), clip
     if mesh is not None or plans:
         raise InputError(f"{whose}: the chain says mesh and plans; drop mesh= and plans=, or the chain")
     chain = chain if isinstance(chain, Chain) else configure(chain)
-    if chain.clip is not None and clip.how != "none":
-        raise InputError(f"{whose}: the chain clips to {chain.clip}, the trainer's own options to {clip.most}; drop one of them")
-    return chain.mesh, partial(chain.apply, clips=True), Clip("norm", chain.clip) if chain.clip is not None else clip
+    if chain.clip is not None:
+        if clip.how != "none":
+            raise InputError(f"{whose}: the chain clips to {chain.clip}, the trainer's own options to {clip.most}; drop one of them")
+        clip = Clip("norm", chain.clip)
+    return chain.mesh, partial(chain.apply, clips=True), clip
 
 
 def _sharded(step_fn: Callable[..., Any], mesh: Mesh, plans: Any) -> Staged:
@@ -94,7 +108,11 @@ def _sharded(step_fn: Callable[..., Any], mesh: Mesh, plans: Any) -> Staged:
 
 def plain(tree: Any) -> Any:
     """Whole tensors for DTensors. Collective where they are sharded."""
-    return map_tensors(lambda x: x.full() if isinstance(x, DTensor) else x, tree)
+
+    def whole(x: Tensor) -> Tensor:
+        return x.full() if isinstance(x, DTensor) else x
+
+    return map_tensors(whole, tree)
 
 
 class Loop:
@@ -113,9 +131,9 @@ class Loop:
         self.options = [_options(optimizer, group) for group in optimizer.param_groups]
         for options in self.options:
             adapt(type(optimizer), lr=0.0, **options)  # refused by name, if at all, before anything is traced
-        self.model = model_of(module, {name for names in self.groups for name in names})
-        functions = _step_fns(self.model, type(optimizer), self.groups, self.options, run, clip)
-        self.update, self.accumulate = (stage(fn) for fn in functions)
+        self.model = model_of(module, set().union(*self.groups))
+        training_step, accumulate_gradients = _step_fns(self.model, type(optimizer), self.groups, self.options, run, clip)
+        self.update, self.accumulate = stage(training_step), stage(accumulate_gradients)
         self.state: Any = None
         self.written = True
         self.layouts: tuple[Layout, ...] = ()  # of the tensors of the batch that was planned for
@@ -128,52 +146,59 @@ class Loop:
         given = {**numbers, "lr": rates, "divisor": float(divisor)}
         if self.state is None:
             # Planned for an update, also where the first call is none, so that the optimizer's state is considered.
-            self.state = self.update.init(_holding(self._read(), not update), batch, given)
+            self.state = self.update.init(_with_gradients(self._read(), not update), batch, given)
             self.layouts = layouts_of(self.update, 1, self.state, batch, given)
-        self.state = _holding(self.state, not update)
-        self.state, seen = (self.update if update else self.accumulate)(self.state, batch, given)
+        self.state = _with_gradients(self.state, not update)
+        step = self.update if update else self.accumulate
+        self.state, seen = step(self.state, batch, given)
         self.written = False
-        found: dict[str, Any] = plain(seen)
-        return found
+        seen_whole: dict[str, Any] = plain(seen)
+        return seen_whole
 
     def write(self) -> None:
         """The module's parameters and buffers hold the current values. Collective."""
         if self.state is None or self.written:
             return
-        held = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        of_module = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         with torch.no_grad():
             for name, value in {**self.state["params"], **self.state["buffers"]}.items():
-                held[name].copy_(value.full())
+                of_module[name].copy_(value.full())
         self.written = True
 
     def write_optimizer(self) -> None:
         """The torch optimizer's state holds the current values, in torch's own form. Collective."""
         if self.state is None:
             return
-        cls = type(self.torch_optimizer)
+        counts = not isinstance(self.torch_optimizer, WITHOUT_COUNT)
         for names, group, state in zip(self.groups, self.torch_optimizer.param_groups, self.state["opt"], strict=True):
             state = plain(state)
-            for name, p in zip(names, group["params"], strict=True):
-                kept = {key: part[name].clone() for key, part in state.items() if key != "step" and name in part}
-                count = {} if issubclass(cls, WITHOUT_COUNT) else {"step": state["step"].clone()}
-                if float(state["step"]) > 0:
-                    self.torch_optimizer.state[p] = {**count, **kept}
+            if float(state["step"]) == 0:
+                continue
+            for name, parameter in zip(names, group["params"], strict=True):
+                entry = {"step": state["step"].clone()} if counts else {}
+                for key, by_name in state.items():
+                    if key != "step" and name in by_name:
+                        entry[key] = by_name[name].clone()
+                self.torch_optimizer.state[parameter] = entry
 
     def forget(self) -> None:
         """The next step reads module and optimizer again: they were loaded from a checkpoint."""
         self.state, self.written = None, True
 
     def _read(self) -> dict[str, Any]:
+        """The state of the first step: the module's values, and what the torch optimizer has loaded from a checkpoint."""
         optimizers = _optimizers(type(self.torch_optimizer), self.options, [0.0] * len(self.groups))
-        found = []
+        of_groups = []
         for names, group, opt in zip(self.groups, self.torch_optimizer.param_groups, optimizers, strict=True):
-            state = opt.init({name: self.model.params[f"module.{name}"] for name in names})
-            loaded = {name: self.torch_optimizer.state.get(p) or {} for name, p in zip(names, group["params"], strict=True)}
-            for key, part in state.items():
+            state = opt.init({name: self.model.params[PREFIX + name] for name in names})
+            loaded = {}
+            for name, parameter in zip(names, group["params"], strict=True):
+                loaded[name] = self.torch_optimizer.state.get(parameter) or {}
+            for key, zeros in state.items():
                 if key != "step":
-                    state[key] = {name: loaded[name][key] if loaded[name].get(key) is not None else zero for name, zero in part.items()}
-            found.append({**state, "step": state["step"] + _count(loaded)})
-        return {"params": _without(self.model.params), "buffers": _without(self.model.buffers), "opt": found}
+                    state[key] = {name: _loaded_or(zero, loaded[name].get(key)) for name, zero in zeros.items()}
+            of_groups.append({**state, "step": state["step"] + _count(loaded)})
+        return {"params": _without_prefix(self.model.params), "buffers": _without_prefix(self.model.buffers), "opt": of_groups}
 
     def _check_batch(self, batch: Any) -> None:
         """Raise InputError on all ranks where one has read other rows: a loop's batch is the global one."""
@@ -181,26 +206,27 @@ class Loop:
         watch = backend_for(self.mesh).watch
         if watch is None:
             return
-        mine = json.dumps([[list(x.shape), checksum(_sample(x))] for x in flatten(batch)[0] if not isinstance(x, DTensor)])
-        said = watch.exchange("the next batch", mine, watch.deadline_s)
-        if len(set(said)) > 1:
-            odd = [rank for rank, text in enumerate(said) if text != said[0]]
+        tensors, _ = flatten(batch)
+        described = [[list(x.shape), checksum(_sample(x))] for x in tensors if not isinstance(x, DTensor)]
+        texts = watch.exchange("the next batch", json.dumps(described), watch.deadline_s)
+        odd_ranks = [rank for rank, text in enumerate(texts) if text != texts[0]]
+        if odd_ranks:
             raise InputError(
-                f"batch {self.calls} holds other rows on ranks {odd} than on rank 0; every rank reads the global batch. Try: the same data "
-                "and the same seed on all ranks, and no sampler that cuts by rank"
+                f"batch {self.calls} holds other rows on ranks {odd_ranks} than on rank 0; every rank reads the global batch. "
+                "Try: the same data and the same seed on all ranks, and no sampler that cuts by rank"
             )
 
     def _check_options(self) -> None:
         """Raise InputError where the torch optimizer is not what the step was made for."""
         if len(self.torch_optimizer.param_groups) != len(self.options):
             raise InputError("the optimizer has other parameter groups than at the start; a step trains a fixed set of parameters")
-        for k, (group, options) in enumerate(zip(self.torch_optimizer.param_groups, self.options, strict=True)):
-            changed = next((key for key, value in options.items() if group[key] != value), None)
-            if changed is not None:
-                raise InputError(
-                    f"option {changed!r} of parameter group {k} changed from {options[changed]!r} to {group[changed]!r} while training; "
-                    "only the learning rate may change. Try: a scheduler that leaves it alone (cycle_momentum=False)"
-                )
+        for number, (group, options) in enumerate(zip(self.torch_optimizer.param_groups, self.options, strict=True)):
+            for key, value in options.items():
+                if group[key] != value:
+                    raise InputError(
+                        f"option {key!r} of parameter group {number} changed from {value!r} to {group[key]!r} while training; "
+                        "only the learning rate may change. Try: a scheduler that leaves it alone (cycle_momentum=False)"
+                    )
 
 
 class Evaluation:
@@ -224,8 +250,7 @@ class Evaluation:
         trained = self.loop.state if self.loop is not None else None
         if trained is not None:
             self._placed = None
-            params = {f"module.{name}": value for name, value in trained["params"].items()}
-            buffers = {f"module.{name}": value for name, value in trained["buffers"].items()}
+            params, buffers = _with_prefix(trained["params"]), _with_prefix(trained["buffers"])
             return plain(self.step((params, buffers), batch, numbers))
         if self._placed is None:
             self._placed = self.step.init((self.model.params, self.model.buffers), batch, numbers)
@@ -238,8 +263,9 @@ class Evaluation:
 
 def layouts_of(step: Staged, position: int, *args: Any) -> tuple[Layout, ...]:
     """Where a step that has run, or was initialised, wants the tensors of one of its arguments."""
-    first = sum(len(flatten(arg)[0]) for arg in args[:position])
-    return tuple(step.lower(*args).input_layouts[first : first + len(flatten(args[position])[0])])
+    tensors_of_args = [len(flatten(arg)[0]) for arg in args]
+    first = sum(tensors_of_args[:position])
+    return tuple(step.lower(*args).input_layouts[first : first + tensors_of_args[position]])
 
 
 def _sample(x: Tensor) -> Tensor:
@@ -247,26 +273,41 @@ def _sample(x: Tensor) -> Tensor:
     return x.reshape(-1)[:: max(1, x.numel() // SAMPLE)]
 
 
-def _holding(state: dict[str, Any], accumulates: bool) -> dict[str, Any]:
+def _with_gradients(state: dict[str, Any], accumulates: bool) -> dict[str, Any]:
     """The state with gradients of zero, if it is to add some up and has none."""
     if not accumulates or "grads" in state:
         return state
-    return {**state, "grads": {name: torch.zeros_like(p) for name, p in state["params"].items()}}
+    return {**state, "grads": _zeros(state["params"])}
+
+
+def _zeros(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def _loaded_or(zero: Tensor, loaded: Any) -> Any:
+    """What a torch optimizer has loaded of its state; without that, zero."""
+    return zero if loaded is None else loaded
 
 
 def _names_of_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    names = {p: name for name, p in module.named_parameters()}
-    for k, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            if p not in names:
+    """The names of each group's parameters. Raises InputError for a tensor that is no parameter of the module."""
+    name_of = {parameter: name for name, parameter in module.named_parameters()}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        names = []
+        for tensor in group["params"]:
+            if tensor not in name_of:
                 raise InputError(
-                    f"parameter group {k} of the optimizer holds a tensor of shape {tuple(p.shape)} that is no parameter "
+                    f"parameter group {number} of the optimizer holds a tensor of shape {tuple(tensor.shape)} that is no parameter "
                     "of the module. Try: an optimizer of module.parameters()"
                 )
-    return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+            names.append(name_of[tensor])
+        groups.append(names)
+    return groups
 
 
 def _options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group that an update computes with."""
     known = inspect.signature(type(optimizer)).parameters
     return {key: value for key, value in group.items() if key in known and key not in NOT_OPTIONS}
 
@@ -276,16 +317,24 @@ def model_of(module: nn.Module, trained: set[str] | None = None) -> Model:
     model = functional(_Call(module))
     if trained is None:
         return model
-    params = {n: p for n, p in model.params.items() if n.removeprefix("module.") in trained}
-    missing = [n for n in sorted(trained) if f"module.{n}" not in params]
+    params, rest = {}, {}
+    for name, parameter in model.params.items():
+        if name.removeprefix(PREFIX) in trained:
+            params[name] = parameter
+        else:
+            rest[name] = parameter
+    missing = [name for name in sorted(trained) if PREFIX + name not in params]
     if missing:
         raise InputError(f"the optimizer has {missing[0]!r}, which requires no gradient. Try: leave it out of the optimizer")
-    rest = {n: p for n, p in model.params.items() if n not in params}
     return attrs.evolve(model, params=params, frozen={**model.frozen, **rest})
 
 
-def _without(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix("module."): value for name, value in named.items()}
+def _without_prefix(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(PREFIX): value for name, value in named.items()}
+
+
+def _with_prefix(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {PREFIX + name: value for name, value in named.items()}
 
 
 def _count(loaded: Mapping[str, Mapping[str, Any]]) -> float:
@@ -301,10 +350,14 @@ def _count(loaded: Mapping[str, Mapping[str, Any]]) -> float:
 
 def _optimizers(cls: type[torch.optim.Optimizer], options: list[dict[str, Any]], rates: Any) -> list[Optimizer]:
     """One optimizer per parameter group, at these rates."""
-    return [adapt(cls, lr=_constant(rate), **some) for some, rate in zip(options, rates, strict=True)]
+    optimizers = []
+    for options_of_group, rate in zip(options, rates, strict=True):
+        optimizers.append(adapt(cls, lr=_constant(rate), **options_of_group))
+    return optimizers
 
 
 def _constant(rate: Any) -> Callable[[Tensor], Any]:
+    """A schedule that is the same at every step: the loop's own scheduler has said the rate."""
     return lambda step: rate
 
 
@@ -314,17 +367,17 @@ def _step_fns(
     """The functions that are staged; `model` is in their closures, so that train and eval mode are part of the key."""
 
     def gradients(state: dict[str, Any], batch: Any, numbers: dict[str, Any], model: Model) -> Any:
-        """(gradients with those held, buffers, what the loop sees)"""
-        buffers = {f"module.{name}": b for name, b in state["buffers"].items()}
+        """(gradients, added to those of earlier batches; buffers; what the loop sees)"""
+        buffers = _with_prefix(state["buffers"])
 
         def loss_fn(params: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
-            named = {f"module.{name}": p for name, p in params.items()}
-            (loss, seen), new = model.apply(named, buffers, run, batch, numbers)
+            (loss, seen), new = model.apply(_with_prefix(params), buffers, run, batch, numbers)
             return loss / numbers["divisor"].to(loss.dtype), (loss, seen, new)
 
         (_, (loss, seen, new)), grads = value_and_grad(loss_fn, has_aux=True)(state["params"])
-        held = state.get("grads", {})
-        return {n: held[n] + g if n in held else g for n, g in grads.items()}, _without(new), {"loss": loss, "seen": seen}
+        earlier = state.get("grads", {})
+        summed = {name: earlier[name] + grad if name in earlier else grad for name, grad in grads.items()}
+        return summed, _without_prefix(new), {"loss": loss, "seen": seen}
 
     def accumulate_gradients(state: dict[str, Any], batch: Any, numbers: dict[str, Any]) -> Any:
         grads, buffers, out = gradients(state, batch, numbers, model)
@@ -333,14 +386,17 @@ def _step_fns(
     def training_step(state: dict[str, Any], batch: Any, numbers: dict[str, Any]) -> Any:
         grads, buffers, out = gradients(state, batch, numbers, model)
         grads, out["norm"] = clip(grads)
-        params, kept = {}, []
+        updated, of_groups = {}, []
         for names, opt, old in zip(groups, _optimizers(cls, options, numbers["lr"]), state["opt"], strict=True):
-            updated, after = opt.update({n: grads[n] for n in names}, old, {n: state["params"][n] for n in names})
-            params.update(updated)
-            kept.append(after)
-        new = {**state, "params": {n: params[n] for n in state["params"]}, "buffers": buffers, "opt": kept}
+            grads_of_group = {name: grads[name] for name in names}
+            params_of_group = {name: state["params"][name] for name in names}
+            updated_of_group, new_of_group = opt.update(grads_of_group, old, params_of_group)
+            updated.update(updated_of_group)
+            of_groups.append(new_of_group)
+        params = {name: updated[name] for name in state["params"]}
+        new = {**state, "params": params, "buffers": buffers, "opt": of_groups}
         if "grads" in state:
-            new["grads"] = {n: torch.zeros_like(g) for n, g in state["grads"].items()}
+            new["grads"] = _zeros(state["grads"])
         return new, out
 
     return training_step, accumulate_gradients

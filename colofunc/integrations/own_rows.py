@@ -28,8 +28,9 @@ from colofunc.errors import InputError
 from colofunc.executors.backend import backend_for
 from colofunc.functional.batch_agreement import Together
 from colofunc.functional.padding import Fill
-from colofunc.functional.placing import Placer, RowSpec, row_spec, row_word
+from colofunc.functional.placing import Placer
 from colofunc.functional.reading import Item
+from colofunc.functional.row_specs import RowSpec, row_spec, row_word
 from colofunc.functional.sending import Sender
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of

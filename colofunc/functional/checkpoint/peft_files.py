@@ -34,10 +34,14 @@ PREFIX = "base_model.model."
 
 def groups(adapters: Sequence[Adapter], values: Mapping[str, Tensor]) -> list[list[str]]:
     """All in one: peft reads one file."""
-    return [[name for adapter in adapters for name in adapter.names]]
+    names: list[str] = []
+    for adapter in adapters:
+        names += adapter.names
+    return [names]
 
 
 def to_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by their names in peft's files."""
     return {f"{PREFIX}{name}.weight": tensor for name, tensor in tensors.items()}
 
 
@@ -47,8 +51,16 @@ def save_config(module: nn.Module, adapters: Sequence[Adapter], folder: Path, dt
 
 
 def _config(module: Any, adapters: Sequence[Adapter]) -> dict[str, Any]:
+    """The content of the file. Ranks and alphas of most layers stand once; what differs has a pattern of its own."""
     first = adapters[0]
     name = getattr(module, "name_or_path", None)
+    rank_pattern, alpha_pattern = {}, {}
+    for adapter in adapters:
+        pattern = re.escape(adapter.path)
+        if adapter.rank != first.rank:
+            rank_pattern[pattern] = adapter.rank
+        if adapter.alpha != first.alpha:
+            alpha_pattern[pattern] = adapter.alpha
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": name if isinstance(name, str) and name else None,
@@ -61,8 +73,8 @@ def _config(module: Any, adapters: Sequence[Adapter]) -> dict[str, Any]:
         "lora_dropout": max(adapter.dropout for adapter in adapters),
         "fan_in_fan_out": first.transposed,
         "target_modules": _targets(module, [adapter.path for adapter in adapters]),
-        "rank_pattern": {re.escape(a.path): a.rank for a in adapters if a.rank != first.rank},
-        "alpha_pattern": {re.escape(a.path): a.alpha for a in adapters if a.alpha != first.alpha},
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": alpha_pattern,
     }
 
 
@@ -97,8 +109,11 @@ def check_no_whole_weights(path: Path) -> None:
 
     Weights that somebody else wrote are a base, and adapters may lie beside them.
     """
+    globs: list[str] = []
+    for stem in plainfile.WHOLE_STEMS:
+        globs += plainfile.weight_globs(stem)
     for name, size in (written(path) or {}).items():
-        whole = any(fnmatchcase(name, glob) for stem in plainfile.WHOLE_STEMS for glob in plainfile.weight_globs(stem))
+        whole = any(fnmatchcase(name, glob) for glob in globs)
         if whole and owned.is_ours(path / name, size):
             raise CheckpointError(
                 f"{str(path)!r} holds a whole model that cf.save_pretrained wrote ({name}); from_pretrained would add the adapters to "
@@ -115,9 +130,13 @@ def check_no_whole_weights(path: Path) -> None:
 
 
 MATRIX = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])\.weight")
+"""Name of a matrix in the file: (path of the layer, which of its two matrices)."""
 NOT_READ = ("use_dora", "lora_bias", "modules_to_save", "use_qalora", "use_bdlora", "alora_invocation_tokens", "trainable_token_indices")
-SHOWN = 8  # differences that an error lists
-_TOLERANCE = 1e-6  # relative: alphas are written as decimal numbers
+"""Options that change the result, and that `cf.lora` has not."""
+SHOWN = 8
+"""An error lists at most this many differences."""
+_TOLERANCE = 1e-6
+"""Relative difference of two scales that count as equal: alphas are written as decimal numbers."""
 
 
 @attrs.frozen
@@ -129,17 +148,47 @@ class _Config:
     root: bool  # scaled by alpha / sqrt(rank)
 
     def alpha(self, path: str) -> float:
+        """Of a layer: that of the first pattern that its path ends in, else that of all layers."""
         for end, alpha in self.alpha_pattern.items():
             if path == end or path.endswith(f".{end}"):
                 return alpha
         return self.lora_alpha
 
     def scale(self, path: str, rank: int) -> float:
+        """What the product of a layer's two matrices is multiplied with."""
         return self.alpha(path) / (math.sqrt(rank) if self.root else rank)
 
 
 def holds_adapters(folder: Path) -> bool:
+    """Whether a folder holds adapters in peft's form."""
     return (folder / CONFIG).is_file()
+
+
+@attrs.frozen
+class _Stored:
+    """What a folder holds. `matrices`: by our names, `model.q_proj.lora_A`. `paths`: of adapted layers.
+
+    `other`: names of tensors that are no such matrix, sorted.
+    """
+
+    matrices: Mapping[str, Entry]
+    paths: Sequence[str]
+    other: Sequence[str]
+
+
+def _stored(folder: Path) -> _Stored:
+    matrices: dict[str, Entry] = {}
+    paths: dict[str, None] = {}
+    other = []
+    for name, entry in plainfile.header(folder / plainfile.single(plainfile.ADAPTERS)).items():
+        match = MATRIX.fullmatch(name)
+        if match is None:
+            other.append(name)
+            continue
+        path, which = match.groups()
+        matrices[f"{path}.{which}"] = entry
+        paths[path] = None
+    return _Stored(matrices, tuple(paths), sorted(other))
 
 
 def entries(folder: Path, adapters: Sequence[Adapter], strict: bool) -> dict[str, Entry]:
@@ -148,40 +197,41 @@ def entries(folder: Path, adapters: Sequence[Adapter], strict: bool) -> dict[str
     strict=False: adapters that the folder lacks are left out, and those that `adapters` lack.
     """
     config = _read_config(folder)
-    stored = plainfile.header(folder / plainfile.single(plainfile.ADAPTERS))
-    matrices = {name: match for name in stored if (match := MATRIX.fullmatch(name))}
-    found = {f"{match[1]}.{match[2]}": stored[name] for name, match in matrices.items()}
-    other = sorted(stored.keys() - matrices.keys())
-    if other:
-        raise CheckpointError(f"{folder} holds {other[0]!r}, which is no matrix of a linear layer's adapter. Try: peft's own reader")
-    wrong = [text for adapter in adapters for text in _differences(adapter, found, config, strict)]
-    wanted = {name for adapter in adapters for name in adapter.names}
-    paths = list(dict.fromkeys(match[1] for match in matrices.values()))
+    stored = _stored(folder)
+    if stored.other:
+        raise CheckpointError(
+            f"{folder} holds {stored.other[0]!r}, which is no matrix of a linear layer's adapter. Try: peft's own reader"
+        )
+    wrong: list[str] = []
+    wanted: set[str] = set()
+    for adapter in adapters:
+        wrong += _differences(adapter, stored.matrices, config, strict)
+        wanted.update(adapter.names)
     if strict:
         known = {adapter.path for adapter in adapters}
-        wrong += [f"{path!r} is adapted in the folder and not in the model" for path in paths if path not in known]
+        wrong += [f"{path!r} is adapted in the folder and not in the model" for path in stored.paths if path not in known]
     if wrong:
         more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise CheckpointError(
-            f"the adapters in {folder} do not fit the model's: {'; '.join(wrong[:SHOWN])}{more}. Try: {_call(paths, found, config)}"
+            f"the adapters in {folder} do not fit the model's: {'; '.join(wrong[:SHOWN])}{more}. Try: {_call(stored, config)}"
         )
-    return {name: entry for name, entry in found.items() if name in wanted}
+    return {name: entry for name, entry in stored.matrices.items() if name in wanted}
 
 
 def without_adapters(folder: Path) -> CheckpointError:
     """The error where the model has no adapters, and the folder nothing else."""
-    stored = plainfile.header(folder / plainfile.single(plainfile.ADAPTERS))
-    matrices = {name: match for name in stored if (match := MATRIX.fullmatch(name))}
-    found = {f"{match[1]}.{match[2]}": stored[name] for name, match in matrices.items()}
-    paths = list(dict.fromkeys(match[1] for match in matrices.values()))
-    return CheckpointError(f"{folder} holds adapters alone, and the model has none. Try: {_call(paths, found, _read_config(folder))}")
+    call = _call(_stored(folder), _read_config(folder))
+    return CheckpointError(f"{folder} holds adapters alone, and the model has none. Try: {call}")
 
 
-def _differences(adapter: Adapter, found: Mapping[str, Entry], config: _Config, strict: bool) -> list[str]:
-    absent = [name for name in adapter.names if name not in found]
+def _differences(adapter: Adapter, matrices: Mapping[str, Entry], config: _Config, strict: bool) -> list[str]:
+    """In words, why the stored matrices are not an adapter's. Not strict: it may lack both of them."""
+    absent = [name for name in adapter.names if name not in matrices]
+    if len(absent) == 2 and not strict:
+        return []
     if absent:
-        return [f"{name!r} is not in the folder" for name in absent] if strict or len(absent) == 1 else []
-    a, b = (found[name].shape for name in adapter.names)
+        return [f"{name!r} is not in the folder" for name in absent]
+    a, b = (matrices[name].shape for name in adapter.names)
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         return [f"{adapter.path!r} has matrices of {a} and {b} in the folder"]
     if a[0] != adapter.rank:
@@ -192,16 +242,18 @@ def _differences(adapter: Adapter, found: Mapping[str, Entry], config: _Config, 
     return []
 
 
-def _call(paths: Sequence[str], found: Mapping[str, Entry], config: _Config) -> str:
+def _call(stored: _Stored, config: _Config) -> str:
     """The call of `cf.lora` that gives the folder's adapters."""
-    kinds: dict[tuple[int, float], list[str]] = {}
-    for path in paths:
-        a = found.get(f"{path}.lora_A")
+    paths_of: dict[tuple[int, float], list[str]] = {}  # (rank, alpha) -> layers
+    for path in stored.paths:
+        a = stored.matrices.get(f"{path}.lora_A")
         rank = a.shape[0] if a is not None and a.shape else 1
-        kinds.setdefault((rank, config.scale(path, rank) * rank), []).append(path)
+        paths_of.setdefault((rank, config.scale(path, rank) * rank), []).append(path)
     calls = []
-    for (rank, alpha), some in kinds.items():
-        where = ", ".join(repr(path) for path in some[:3]) + (", ..." if len(some) > 3 else "")
+    for (rank, alpha), paths in paths_of.items():
+        where = ", ".join(repr(path) for path in paths[:3])
+        if len(paths) > 3:
+            where += ", ..."
         calls.append(f"cf.lora(model, [{where}], rank={rank}, alpha={alpha:g})")
     return ", then ".join(calls[:3]) or "a folder that holds adapters"
 
@@ -221,16 +273,22 @@ def _read_config(folder: Path) -> _Config:
         raise CheckpointError(f"{path} is no configuration of adapters: {error}") from error
     if kind != "LORA":
         raise CheckpointError(f"{path} is of {kind!r} adapters; only 'LORA' is read. Try: peft's own reader, and cf.functional(peft_model)")
-    used = [name for name in NOT_READ if content.get(name)] + ([f"bias={bias!r}"] if bias != "none" else [])
+    used = [name for name in NOT_READ if content.get(name)]
+    if bias != "none":
+        used.append(f"bias={bias!r}")
     if used:
         raise CheckpointError(f"{path} asks for {', '.join(used)}, which cf.lora has not. Try: cf.functional(peft_model)")
-    return _Config(base, {_literal(path, key): alpha for key, alpha in patterns.items()}, bool(content.get("use_rslora")))
+    alpha_pattern = {_literal(path, pattern): alpha for pattern, alpha in patterns.items()}
+    return _Config(base, alpha_pattern, root=bool(content.get("use_rslora")))
 
 
-def _literal(path: Path, key: str) -> str:
-    """The path that a pattern stands for. Patterns are regular expressions, and those of a file are not run."""
-    bare = re.sub(r"\\(.)", r"\1", key.removeprefix("^").removesuffix("$"))
-    rest = re.sub(r"\\.", "", key.removeprefix("^").removesuffix("$"))
-    if re.search(r"[*+?\[\](){}|^$]", rest):
-        raise CheckpointError(f"{path}: alpha_pattern {key!r} is a regular expression. Try: the paths of the layers in its place")
-    return bare
+def _literal(path: Path, pattern: str) -> str:
+    """The path that a pattern stands for. Patterns are regular expressions, and those of a file are not run.
+
+    path: of the file, for the CheckpointError where a pattern stands for more than one path.
+    """
+    text = pattern.removeprefix("^").removesuffix("$")
+    unescaped = re.sub(r"\\.", "", text)  # what is left without the escaped characters
+    if re.search(r"[*+?\[\](){}|^$]", unescaped):
+        raise CheckpointError(f"{path}: alpha_pattern {pattern!r} is a regular expression. Try: the paths of the layers in its place")
+    return re.sub(r"\\(.)", r"\1", text)
