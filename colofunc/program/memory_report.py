@@ -15,7 +15,7 @@ from what; at each position the kinds add up to the timeline, and what is alive 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -37,9 +37,13 @@ run. `kept copies`: what is put back where a guess was wrong (`cf.pipeline(valid
 modules, constants."""
 
 _OF_INPUT = {"param": "parameters", "frozen": "parameters", "state": "optimizer state", "grad": "gradients"}
-_MOVES = frozenset(f"colofunc.{name}" for name in ("pack", "rearrange", "wait")) | frozenset(
-    f"aten.{name}" for name in ("_to_copy.default", "slice.Tensor", "view.default")
+"""Role of an input -> kind."""
+
+_MOVES = frozenset(
+    {"colofunc.pack", "colofunc.rearrange", "colofunc.wait", "aten._to_copy.default", "aten.slice.Tensor", "aten.view.default"}
 )
+"""Operators whose result is what they read, elsewhere or in another form."""
+
 _ADVICE = {
     "parameters": "keep them on the host: cf.offload(step, budget=...); shard them: zero(3, axis), tensor('1d', axis)",
     "parameter copies": "fewer at once: a finer zero(3, axis, chunk=...); tensor('1d', axis) gathers none",
@@ -51,7 +55,16 @@ _ADVICE = {
     "kept copies": 'validate in the step itself: cf.pipeline(validate="step")',
     "workspaces": "fewer rows at once: cf.accumulate(step, microbatches=...); bfloat16 where kernels for it need less",
 }
-_SHADES, _WIDTH = "▁▂▃▄▅▆▇█", 72
+"""Kind -> what makes it smaller."""
+
+_ADVISED_SHARE = 0.2
+"""Advice is given for kinds that are at least this part of the peak."""
+
+_SHADES = "▁▂▃▄▅▆▇█"
+"""Of a timeline: from nothing to the peak."""
+
+_WIDTH = 72
+"""Of a timeline, in characters."""
 
 
 @attrs.frozen
@@ -67,7 +80,7 @@ class Live:
     kind: str = "other"
 
     def __str__(self) -> str:
-        return _row(1, self, self.name, self.path)
+        return _row(1, self)
 
 
 @attrs.frozen
@@ -97,56 +110,68 @@ class MemoryReport:
     def kinds(self, tier: str = "device") -> dict[str, int]:
         """Kind -> bytes at the peak of a tier, the largest first; kinds that are not there are left out."""
         at = self.peak_at[tier]
-        found = {kind: line[at] for kind, line in self.by_kind[tier].items() if line[at]}
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        at_peak = {kind: timeline[at] for kind, timeline in self.by_kind[tier].items() if timeline[at]}
+        return dict(sorted(at_peak.items(), key=lambda item: -item[1]))
 
     def table(self, most: int = 8) -> str:
         """The report of every tier that holds something. `most`: so many lines of the largest."""
-        tiers = [tier for tier, peak in self.peak_bytes.items() if peak or tier == "device"]
-        return "\n".join([*(self._tier(tier, most) for tier in tiers), *([] if self.pool is None else [str(self.pool)])])
+        texts = [self._tier(tier, most) for tier, peak in self.peak_bytes.items() if peak or tier == "device"]
+        if self.pool is not None:
+            texts.append(str(self.pool))
+        return "\n".join(texts)
 
     __str__ = table
 
     def _tier(self, tier: str, most: int) -> str:
-        peak, kinds = self.peak_bytes[tier], self.kinds(tier)
+        """The report of one tier."""
+        peak = self.peak_bytes[tier]
         lines = [f"{tier}: peak {size_text(peak)} ({peak:,} B) at {self.where[tier]}", f"  {curve(self.timeline[tier])}"]
-        for kind, nbytes in kinds.items():
+        for kind, nbytes in self.kinds(tier).items():
             share = nbytes / peak
-            advice = _ADVICE.get(kind, "") if share >= 0.2 and tier == "device" else ""
-            lines.append(f"  {kind:<18} {size_text(nbytes):>10} {share:>4.0%}  {'#' * round(20 * share):<20} {advice}".rstrip())
+            is_advised = tier == "device" and share >= _ADVISED_SHARE
+            advice = _ADVICE.get(kind, "") if is_advised else ""
+            bar = "#" * round(20 * share)
+            lines.append(f"  {kind:<18} {size_text(nbytes):>10} {share:>4.0%}  {bar:<20} {advice}".rstrip())
         rows = _alike(self.alive[tier])
-        lines += ["  largest:"] * bool(rows) + [f"  {row}" for row in rows[:most]]
+        if rows:
+            lines.append("  largest:")
+            lines += [f"  {row}" for row in rows[:most]]
         if len(rows) > most:
             lines.append(f"  and {len(rows) - most} more sorts in low.memory().alive[{tier!r}]")
         return "\n".join(lines)
 
     def summary(self, tier: str = "device", most: int = 3) -> str:
         """One sentence for an error: where the peak is, of what kinds, and what is largest."""
-        kinds = ", ".join(f"{kind} {size_text(nbytes)}" for kind, nbytes in list(self.kinds(tier).items())[:most])
-        largest = "; ".join(" ".join(row.split()) for row in _alike(self.alive[tier])[:most])
-        return f"{size_text(self.peak_bytes[tier])} of {tier} memory at {self.where[tier]}: {kinds}; largest: {largest}"
+        kinds = [f"{kind} {size_text(nbytes)}" for kind, nbytes in self.kinds(tier).items()]
+        largest = [" ".join(row.split()) for row in _alike(self.alive[tier])[:most]]
+        peak = f"{size_text(self.peak_bytes[tier])} of {tier} memory at {self.where[tier]}"
+        return f"{peak}: {', '.join(kinds[:most])}; largest: {'; '.join(largest)}"
 
     def check(self, capacities: Mapping[str, int | None]) -> None:
         """Raise CapacityError where a tier would hold more than its capacity (None: no limit)."""
         for tier, peak in self.peak_bytes.items():
             capacity = capacities.get(tier)
             if capacity is not None and peak > capacity:
-                worst = next(iter(self.kinds(tier)), "")
+                worst = next(iter(self.kinds(tier)), "rest")
                 advice = _ADVICE.get(worst, "use a smaller batch, or a topology with more memory")
                 raise CapacityError(
-                    f"a rank would hold {self.summary(tier)}. The {tier} has {size_text(capacity)}. Try for the {worst or 'rest'}: {advice}"
+                    f"a rank would hold {self.summary(tier)}. The {tier} has {size_text(capacity)}. Try for the {worst}: {advice}"
                 )
 
 
-def curve(line: Sequence[int], width: int = _WIDTH) -> str:
+def curve(timeline: Sequence[int], width: int = _WIDTH) -> str:
     """A timeline in one line of text: the most of each piece, from zero to the peak."""
-    top, count = max(line, default=0), len(line)
-    width = min(width, count)
-    if not top:
+    peak = max(timeline, default=0)
+    if not peak:
         return ""
-    cuts = [k * count // width for k in range(width + 1)]
-    pieces = (max(line[a:b]) for a, b in pairwise(cuts))
-    return "".join(_SHADES[min(len(_SHADES) - 1, piece * len(_SHADES) // top)] for piece in pieces)
+    count = len(timeline)
+    width = min(width, count)
+    cuts = [piece * count // width for piece in range(width + 1)]
+    text = ""
+    for first, end in pairwise(cuts):
+        shade = max(timeline[first:end]) * len(_SHADES) // peak
+        text += _SHADES[min(len(_SHADES) - 1, shade)]
+    return text
 
 
 def place_text(program: Program, at: int) -> str:
@@ -154,34 +179,45 @@ def place_text(program: Program, at: int) -> str:
     if at >= len(program.nodes):
         return "the beginning"
     node = program.nodes[at]
-    said = f"{node.phase} of {node.path}" if node.path else node.phase
-    return f"operator {at} of {len(program.nodes)}, {operator(node.target)} ({said}{', ' * bool(node.line)}{node.line})"
+    origin = f"{node.phase} of {node.path}" if node.path else node.phase
+    if node.line:
+        origin += f", {node.line}"
+    return f"operator {at} of {len(program.nodes)}, {operator(node.target)} ({origin})"
 
 
 @cache
 def operator(target: str) -> str:
+    """`mm` of `aten.mm.default`."""
     return target.removeprefix("aten.").removeprefix("colofunc.").removesuffix(".default")
 
 
-def _row(times: int, live: Live, name: str, path: str) -> str:
-    size = f"{times:>4} x {size_text(live.nbytes):>10}" if times > 1 else f"{'':>4}   {size_text(live.nbytes):>10}"
-    what = " ".join(word for word in (path if path and path not in name else "", name) if word)
+def _row(times: int, live: Live) -> str:
+    """One line of a report: so many storages that are alike, of which `live` is one."""
+    name, path = live.name, live.path
+    if times > 1:
+        name, path = _starred(name), _starred(path)
+    count = f"{times:>4} x" if times > 1 else " " * 6
+    what = name
+    if path and path not in name:
+        what = f"{path} {name}".rstrip()
     layout = live.layout or "x".join(map(str, live.shape))
-    return f"{size}  {live.kind:<18} {what:<40} {layout:<20} {live.line}".rstrip()
+    return f"{count} {size_text(live.nbytes):>10}  {live.kind:<18} {what:<40} {layout:<20} {live.line}".rstrip()
 
 
 def _alike(alive: Sequence[Live]) -> list[str]:
     """What is alive, where identical layers are one line, the most bytes first."""
     groups: dict[tuple[object, ...], list[Live]] = {}
     for live in alive:
-        groups.setdefault((live.nbytes, live.kind, live.layout, live.line, _starred(live.name), _starred(live.path)), []).append(live)
-    found = sorted(groups.values(), key=lambda g: -len(g) * g[0].nbytes)
-    return [_row(len(g), g[0], *((_starred(g[0].name), _starred(g[0].path)) if len(g) > 1 else (g[0].name, g[0].path))) for g in found]
+        key = (live.nbytes, live.kind, live.layout, live.line, _starred(live.name), _starred(live.path))
+        groups.setdefault(key, []).append(live)
+    largest_first = sorted(groups.values(), key=lambda group: -len(group) * group[0].nbytes)
+    return [_row(len(group), group[0]) for group in largest_first]
 
 
 def _starred(name: str) -> str:
-    """A name with the numbers of layers, and the number of an unnamed value, as stars."""
-    return re.sub(r"^%\d+ ", "", re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name))
+    """A name with the numbers of layers as stars, and without the number of an unnamed value."""
+    name = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
+    return re.sub(r"^%\d+ ", "", name)
 
 
 # ---- kinds ----
@@ -189,49 +225,46 @@ def _starred(name: str) -> str:
 
 def kinds_of(program: Program, outside: Mapping[int, str] | None = None) -> dict[int, str]:
     """Value id -> kind, of inputs and of what nodes make. `outside`: kinds of inputs of the body of a loop."""
-    found = {i: _OF_INPUT.get(program.values[i].role, "other") for i in program.inputs} | dict(outside or {})
-    ends = {program.outputs[out]: found[program.inputs[into]] for out, into in program.aliases}
-    weights = {i for i, kind in found.items() if kind in ("parameters", "parameter copies")}
+    kinds = {id: _OF_INPUT.get(program.values[id].role, "other") for id in program.inputs} | dict(outside or {})
+    # What takes the place of an input is of its kind.
+    updated = {program.outputs[out]: kinds[program.inputs[leaf]] for out, leaf in program.aliases}
+    weights = {id for id, kind in kinds.items() if kind in ("parameters", "parameter copies")}
     for node in program.nodes:
-        copies = node.phase != "update" and node.loop is None and _of_weights(node, weights)
-        for o in node.outs:
-            if o is None:
-                continue
-            if is_copy(node) and program.values[o].role != "grad":
-                found[o] = found[node.refs[0]]
+        copies_weights = node.phase != "update" and node.loop is None and bool(node.refs) and weights.issuperset(node.refs)
+        for out in node.results:
+            if is_copy(node) and program.values[out].role != "grad":
+                kinds[out] = kinds[node.refs[0]]
             else:
-                found[o] = ends.get(o) or _made(program, node, o, copies)
-            if copies:
-                weights.add(o)
-    _become_gradients(program, found)
-    return found
+                kinds[out] = updated.get(out) or _kind_of_result(program, node, out, copies_weights)
+        if copies_weights:
+            weights.update(node.results)
+    _become_gradients(program, kinds)
+    return kinds
 
 
-def _become_gradients(program: Program, found: dict[int, str]) -> None:
+def _become_gradients(program: Program, kinds: dict[int, str]) -> None:
     """What is cast, packed or sent and is a gradient then, is one already."""
-    passing: set[int] = set()  # buffers on that way
+    buffers: set[int] = set()  # collective buffers on that way
     for node in reversed(program.nodes):
-        outs = node.results
-        if not outs or not (node.target in _MOVES or is_wire(node)) or not all(found[o] == "gradients" or o in passing for o in outs):
+        if not node.results or not (node.target in _MOVES or is_wire(node)):
             continue
-        for r in node.refs:
-            if found[r] == "temporaries":
-                found[r] = "gradients"
-            elif found[r] == "collective buffers":
-                passing.add(r)
+        if not all(kinds[out] == "gradients" or out in buffers for out in node.results):
+            continue
+        for ref in node.refs:
+            if kinds[ref] == "temporaries":
+                kinds[ref] = "gradients"
+            elif kinds[ref] == "collective buffers":
+                buffers.add(ref)
 
 
-def _of_weights(node: Node, weights: Collection[int]) -> bool:
-    return bool(node.refs) and all(r in weights for r in node.refs)
-
-
-def _made(program: Program, node: Node, out: int, copies: bool) -> str:
+def _kind_of_result(program: Program, node: Node, out: int, copies_weights: bool) -> str:
+    """The kind of what a node makes."""
     role = program.values[out].role
     if role == "grad":
         return "gradients"
     if node.phase == "update" and role in _OF_INPUT:
         return _OF_INPUT[role]
-    if copies:
+    if copies_weights:
         return "parameter copies"
     if is_wire(node) or node.target == "colofunc.pack":
         return "collective buffers"

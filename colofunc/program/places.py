@@ -11,15 +11,15 @@ What a rank runs is what is left of the program when the others' nodes are gone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 
 import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.program.actions import ActionTable
 from colofunc.program.editor import Editor
-from colofunc.program.ir import Loop, Node, Program, Timetable, Value, computed_once
+from colofunc.program.ir import Loop, Node, Program, Ref, Timetable, computed_once
 from colofunc.spec.layout import At
 
 SEND = "colofunc.send"
@@ -37,15 +37,19 @@ def made_at(node: Node) -> At | None:
 @computed_once
 def has_places(program: Program) -> bool:
     """Whether some rank does not do all of a program, or has not all of its values."""
-    layouts = (program.values[i].layout for i in program.inputs)
-    here = any(layout is not None and layout.at is not None for layout in layouts)
-    return here or any(node.on is not None or node.target == SEND for each in program.with_bodies() for node in each.nodes)
+    for id in program.inputs:
+        layout = program.values[id].layout
+        if layout is not None and layout.at is not None:
+            return True
+    nodes = (node for each in program.with_bodies() for node in each.nodes)
+    return any(node.on is not None or node.target == SEND for node in nodes)
 
 
 @attrs.frozen(eq=False)
 class OnRank:
     """What one rank runs. `inputs`, `outputs`, `nodes`: positions of those of the union that it has; inputs are counted without
-    constants."""
+    constants.
+    """
 
     program: Program
     inputs: tuple[int, ...]
@@ -54,19 +58,19 @@ class OnRank:
 
 
 @attrs.frozen(eq=False)
-class _Here:
+class _Rank:
     """A rank and its indices along axes, which every node asks for."""
 
     mesh: Mesh
-    rank: int
+    number: int
     known: dict[str | tuple[str, ...], int] = attrs.field(factory=dict, init=False)
 
     def index(self, axes: str | tuple[str, ...]) -> int:
         """`Mesh.index` of the rank."""
-        found = self.known.get(axes)
-        if found is None:
-            found = self.known[axes] = self.mesh.index(self.rank, axes)
-        return found
+        index = self.known.get(axes)
+        if index is None:
+            index = self.known[axes] = self.mesh.index(self.number, axes)
+        return index
 
     def has(self, at: At | None) -> bool:
         """Whether the rank is among those that have a value, or run an operator."""
@@ -75,69 +79,79 @@ class _Here:
 
 def on_rank(program: Program, mesh: Mesh, rank: int) -> OnRank:
     """What a rank runs of a program: the nodes that it takes part in, the inputs and outputs that exist there."""
-    given = [i for i in program.inputs if i not in program.constants]
+    given = [id for id in program.inputs if id not in program.constants]
     if not has_places(program):
         return OnRank(program, tuple(range(len(given))), tuple(range(len(program.outputs))), tuple(range(len(program.nodes))))
-    here = _Here(mesh, rank)
-    mine, nodes = _filtered(program, here, [i for i in program.inputs if _exists(program, i, here)])
-    there = set(mine.inputs)
-    made = there | {out for node in mine.nodes for out in node.results}
-    outputs = tuple(k for k, out in enumerate(program.outputs) if out in made)
-    return OnRank(mine, tuple(k for k, i in enumerate(given) if i in there), outputs, nodes)
+    one = _Rank(mesh, rank)
+    inputs = [id for id in program.inputs if _exists(program, id, one)]
+    part, node_positions = _part_of(program, one, inputs)
+    there = {*part.inputs, *_results(part.nodes)}
+    has_inputs = tuple(position for position, id in enumerate(given) if id in there)
+    has_outputs = tuple(position for position, out in enumerate(program.outputs) if out in there)
+    return OnRank(part, has_inputs, has_outputs, node_positions)
 
 
-def _filtered(program: Program, here: _Here, inputs: Sequence[int]) -> tuple[Program, tuple[int, ...]]:
-    """What a rank runs of a program of which it has these inputs, and which nodes that are."""
+def _results(nodes: Iterable[Node]) -> Iterator[int]:
+    for node in nodes:
+        yield from node.results
+
+
+def _part_of(program: Program, rank: _Rank, inputs: Sequence[int]) -> tuple[Program, tuple[int, ...]]:
+    """What a rank runs of a program of which it has these inputs, and the positions of those nodes in the program."""
     nodes: list[Node] = []
-    positions_of: list[int] = []
-    made = set(inputs)
+    node_positions: list[int] = []
+    there = set(inputs)
     for index, node in enumerate(program.nodes):
-        for mine in _of_rank(node, program, made, here):
-            nodes.append(mine)
-            positions_of.append(index)
-            made.update(mine.results)
-    kept = {k: out for k, out in enumerate(program.outputs) if out in made}
-    places = {k: place for place, k in enumerate(kept)}
-    positions = {i: k for k, i in enumerate(inputs)}
-    aliases = tuple((places[out], positions[program.inputs[into]]) for out, into in program.aliases if out in places)
-    return _seen(program, made).written(nodes, kept.values(), inputs, aliases=aliases), tuple(positions_of)
+        for own in _of_rank(node, program, there, rank):
+            nodes.append(own)
+            node_positions.append(index)
+            there.update(own.results)
+    # Outputs and inputs that others have are gone, and the positions of aliases with them.
+    kept = [position for position, out in enumerate(program.outputs) if out in there]
+    new_position = {position: new for new, position in enumerate(kept)}
+    leaf_position = {id: position for position, id in enumerate(inputs)}
+    aliases = []
+    for out, leaf in program.aliases:
+        if out in new_position:
+            aliases.append((new_position[out], leaf_position[program.inputs[leaf]]))
+    outputs = [program.outputs[position] for position in kept]
+    return _editor_of(program, there).written(nodes, outputs, inputs, aliases=tuple(aliases)), tuple(node_positions)
 
 
-def _seen(program: Program, made: Collection[int]) -> Editor:
-    """A program of whose values a rank has these."""
+def _editor_of(program: Program, there: Collection[int]) -> Editor:
+    """An editor of a program of whose values a rank has these: to the rank they exist, and it does not ask where else."""
     edit = Editor(program)
-    edit.values.update({id: _here(program.values[id]) for id in made})
+    for id in there:
+        value = program.values[id]
+        if value.layout is not None and value.layout.at is not None:
+            value = attrs.evolve(value, layout=value.layout.with_at(None))
+        edit.values[id] = value
     return edit
 
 
-def _here(value: Value) -> Value:
-    """A value as a rank sees it that has it."""
-    if value.layout is None or value.layout.at is None:
-        return value
-    return attrs.evolve(value, layout=value.layout.with_at(None))
-
-
-def _exists(program: Program, id: int, here: _Here) -> bool:
+def _exists(program: Program, id: int, rank: _Rank) -> bool:
+    """Whether a rank has a value of a program."""
     layout = program.values[id].layout
-    return layout is None or here.has(layout.at)
+    return layout is None or rank.has(layout.at)
 
 
-def _of_rank(node: Node, program: Program, there: Collection[int], here: _Here) -> Iterator[Node]:
+def _of_rank(node: Node, program: Program, there: Collection[int], rank: _Rank) -> Iterator[Node]:
     """A node as a rank runs it; nothing if it does not. there: the values that the rank has before it."""
-    if not here.has(node.on):
+    if not rank.has(node.on):
         return
     if node.target == SEND:
-        yield from _sent(node, program, here)
+        yield from _half_of_send(node, program, rank)
     elif node.loop is not None:
-        yield from _repeated(node, node.loop, there, here)
+        yield from _part_of_loop(node, node.loop, there, rank)
     else:
         yield attrs.evolve(node, on=None)
 
 
-def _sent(node: Node, program: Program, here: _Here) -> Iterator[Node]:
+def _half_of_send(node: Node, program: Program, rank: _Rank) -> Iterator[Node]:
     """The sender's half, which keeps what it sends where it is a target itself, or a receiver's."""
     _, axes, n, source, targets = node.args
-    index, (out,) = here.index(axes), node.results
+    index = rank.index(axes)
+    (out,) = node.results
     if index == source:
         yield attrs.evolve(node, outs=(out,) if index in targets else (), on=None)
     elif index in targets:
@@ -145,56 +159,64 @@ def _sent(node: Node, program: Program, here: _Here) -> Iterator[Node]:
         yield attrs.evolve(node, target=RECEIVE, args=(axes, n, source, value.shape, value.dtype), on=None)
 
 
-def _repeated(node: Node, loop: Loop, there: Collection[int], here: _Here) -> Iterator[Node]:
+def _part_of_loop(node: Node, loop: Loop, there: Collection[int], rank: _Rank) -> Iterator[Node]:
     """A loop with what the rank runs of its body; nothing where that is nothing."""
     outputs = loop.body.outputs
-    passed = [(arg, into) for arg, into in zip(node.args, loop.body.inputs, strict=True) if arg.id in there]
-    inputs = [into for _, into in passed]
+    args: list[Ref] = []
+    inputs: list[int] = []
+    for arg, into in zip(node.args, loop.body.inputs, strict=True):
+        if arg.id in there:
+            args.append(arg)
+            inputs.append(into)
     if loop.cut_by is not None:
-        loop = _in_parts(loop, loop.cut_by, inputs, here)
+        loop = _in_parts(loop, loop.cut_by, inputs, rank)
         body = loop.body
     else:
-        body, _ = _filtered(loop.body, here, inputs)
+        body, _ = _part_of(loop.body, rank, inputs)
     if not body.nodes:
         return
-    args = tuple(arg for arg, _ in passed)
-    made = {*body.inputs, *(out for inner in body.nodes for out in inner.results)}
-    kept = [k for k, out in enumerate(outputs) if out in made]
-    gathers, outs = tuple(loop.gathers[k] for k in kept), tuple(node.outs[k] for k in kept)
-    yield attrs.evolve(node, args=args, outs=outs, loop=attrs.evolve(loop, body=body, gathers=gathers), on=None)
+    made = {*body.inputs, *_results(body.nodes)}
+    kept = [position for position, out in enumerate(outputs) if out in made]
+    gathers = tuple(loop.gathers[position] for position in kept)
+    outs = tuple(node.outs[position] for position in kept)
+    yield attrs.evolve(node, args=tuple(args), outs=outs, loop=attrs.evolve(loop, body=body, gathers=gathers), on=None)
 
 
-def _in_parts(loop: Loop, timetable: Timetable, inputs: Sequence[int], here: _Here) -> Loop:
+def _in_parts(loop: Loop, timetable: Timetable, inputs: Sequence[int], rank: _Rank) -> Loop:
     """The parts that a rank does of a loop that is cut. What others send is received in the part that first reads it."""
-    row = timetable.table.rows[here.index((timetable.along,))]
-    mine = {(action.stage, action.kind) for action in row}
-    by_part: list[list[Node]] = []
+    row = timetable.table.rows[rank.index((timetable.along,))]
+    own_parts = {(action.stage, action.kind) for action in row}
+    parts = []
+    nodes_of: list[list[Node]] = []
     received: list[Node] = []
-    made = set(inputs)
+    there = set(inputs)
     for part, (first, end) in zip(timetable.parts, timetable.spans(), strict=True):
-        nodes = [found for node in loop.body.nodes[first:end] for found in _of_rank(node, loop.body, made, here)]
-        made.update(out for node in nodes for out in node.results)
+        # Parts of others have receives of this rank: a send is in the part that makes what is sent.
+        nodes: list[Node] = []
+        for node in loop.body.nodes[first:end]:
+            nodes += _of_rank(node, loop.body, there, rank)
+        there.update(_results(nodes))
         received += [node for node in nodes if node.target == RECEIVE]
-        if part in mine:
-            by_part.append([node for node in nodes if node.target != RECEIVE])
+        if part in own_parts:
+            parts.append(part)
+            nodes_of.append([node for node in nodes if node.target != RECEIVE])
     for node in received:
-        _receive(node, by_part)
-    nodes = [node for part in by_part for node in part]
-    outputs = (out for out in loop.body.outputs if out in made)
-    body = _seen(loop.body, made).written(nodes, outputs, inputs)
-    parts = tuple(part for part in timetable.parts if part in mine)
-    ends = tuple(accumulate(len(part) for part in by_part))
-    return attrs.evolve(loop, body=body, timetable=attrs.evolve(timetable, table=ActionTable((row,)), parts=parts, ends=ends))
+        _receive(node, nodes_of)
+    outputs = [out for out in loop.body.outputs if out in there]
+    body = _editor_of(loop.body, there).written(list(chain.from_iterable(nodes_of)), outputs, inputs)
+    ends = tuple(accumulate(map(len, nodes_of)))
+    timetable = attrs.evolve(timetable, table=ActionTable((row,)), parts=tuple(parts), ends=ends)
+    return attrs.evolve(loop, body=body, timetable=timetable)
 
 
-def _receive(node: Node, by_part: Sequence[list[Node]]) -> None:
+def _receive(node: Node, nodes_of: Sequence[list[Node]]) -> None:
     """Put a receive in front of the first part that reads what comes, or, where nobody does, behind the last."""
     (out,) = node.results
-    for part in by_part:
-        if any(out in reader.refs for reader in part):
-            part.insert(0, node)
+    for nodes in nodes_of:
+        if any(out in reader.refs for reader in nodes):
+            nodes.insert(0, node)
             return
-    by_part[-1].append(node)
+    nodes_of[-1].append(node)
 
 
 def out_of_order(program: Program, mesh: Mesh) -> str:
@@ -206,11 +228,11 @@ def out_of_order(program: Program, mesh: Mesh) -> str:
         if node.loop is None or node.loop.cut_by is None:
             continue
         axes = (node.loop.cut_by.along,)
-        rows = [_messages(node, program, mesh, rank) for rank in mesh.groups(axes)[0]]
-        for source, mine in enumerate(rows):
-            for target, theirs in enumerate(rows):
-                sent = [message for to, message in mine if to == ("to", target)]
-                received = [message for to, message in theirs if to == ("from", source)]
+        by_index = [_messages(node, node.loop, program, mesh, rank) for rank in mesh.groups(axes)[0]]
+        for source, of_source in enumerate(by_index):
+            for target, of_target in enumerate(by_index):
+                sent = [message for other, message in of_source if other == ("to", target)]
+                received = [message for other, message in of_target if other == ("from", source)]
                 for first, second in zip(sent, received, strict=True):
                     if first != second:
                         tag, microbatch = second
@@ -221,21 +243,23 @@ def out_of_order(program: Program, mesh: Mesh) -> str:
 Message = tuple[tuple[str, int], tuple[int, int]]  # ("to" or "from", index of the other), (tag, microbatch)
 
 
-def _messages(node: Node, program: Program, mesh: Mesh, rank: int) -> list[Message]:
+def _messages(node: Node, loop: Loop, program: Program, mesh: Mesh, rank: int) -> list[Message]:
     """What a rank sends and receives in a loop that is cut, in the order in which it does so."""
-    found: list[Message] = []
-    for mine in _repeated(node, node.loop, set(program.values), _Here(mesh, rank)) if node.loop is not None else ():
-        assert mine.loop is not None and mine.loop.timetable is not None, "a rank's part of a loop in parts"
-        timetable, nodes = mine.loop.timetable, mine.loop.body.nodes
+    messages: list[Message] = []
+    for own in _part_of_loop(node, loop, set(program.values), _Rank(mesh, rank)):  # one or none
+        assert own.loop is not None and own.loop.timetable is not None, "a rank's part of a loop in parts"
+        timetable, nodes = own.loop.timetable, own.loop.body.nodes
         spans = dict(zip(timetable.parts, timetable.spans(), strict=True))
         for action in timetable.table.rows[0]:
-            for inner in nodes[slice(*spans[action.stage, action.kind])]:
+            first, end = spans[action.stage, action.kind]
+            for inner in nodes[first:end]:
                 message = int(dict(inner.kwargs).get("tag", 0)), action.microbatch
                 if inner.target == RECEIVE:
-                    found.append((("from", inner.args[2]), message))
+                    messages.append((("from", inner.args[2]), message))
                 elif inner.target == SEND:
-                    found += [(("to", target), message) for target in inner.args[4] if target != inner.args[3]]
-    return found
+                    _, _, _, source, targets = inner.args
+                    messages += [(("to", target), message) for target in targets if target != source]
+    return messages
 
 
 def distinct_ranks(program: Program, mesh: Mesh) -> tuple[int, ...]:
@@ -249,10 +273,11 @@ def distinct_ranks(program: Program, mesh: Mesh) -> tuple[int, ...]:
 def same_as(rank: int, program: Program, mesh: Mesh) -> int:
     """The one of `distinct_ranks` that runs what this rank runs."""
     kind = _kind(rank, program, mesh)
-    return next(one for one in distinct_ranks(program, mesh) if _kind(one, program, mesh) == kind)
+    return next(first for first in distinct_ranks(program, mesh) if _kind(first, program, mesh) == kind)
 
 
 def _kind(rank: int, program: Program, mesh: Mesh) -> int:
+    """Ranks with equal numbers run the same: the index along the axes that tell ranks apart."""
     axes = _axes(program)
     return mesh.index(rank, mesh.ordered(axes)) if axes else 0
 
@@ -260,10 +285,15 @@ def _kind(rank: int, program: Program, mesh: Mesh) -> int:
 @computed_once
 def _axes(program: Program) -> tuple[str, ...]:
     """Axes at whose indices something exists or runs."""
-    axes = set()
+    axes: set[str] = set()
+    for id in program.inputs:
+        layout = program.values[id].layout
+        if layout is not None and layout.at is not None:
+            axes.add(layout.at[0])
     for each in program.with_bodies():
-        layouts = (program.values[i].layout for i in program.inputs) if each is program else ()
-        axes |= {layout.at[0] for layout in layouts if layout is not None and layout.at is not None}
-        axes |= {node.on[0] for node in each.nodes if node.on is not None}
-        axes |= {axis for node in each.nodes if node.target == SEND for axis in node.args[1]}
+        for node in each.nodes:
+            if node.on is not None:
+                axes.add(node.on[0])
+            if node.target == SEND:
+                axes.update(node.args[1])
     return tuple(sorted(axes))

@@ -1,14 +1,17 @@
 """Placing: where the nodes of a global program run, if some of its inputs exist at some indices of a mesh axis only.
 
 Problem: a person says where parameters are (`o i @pp=1`), and everything else is to follow. Idea: a node runs where its operands are.
-Where these are apart, the fewest bytes travel: a parameter never does, views are taken again where what they look at has come (which is
-sent in their place unless it is larger), and what was sent once is there for all that follow. So stage 1's products run at 1, the
-gradient that leaves it is sent to 0 once, and what neither reads, such as a mask, is made on all ranks. A gradient is made where its
-parameter is. Scalars that are computed of gradients of several stages (a joint norm, whether all are finite) are computed on all ranks:
-each stage sends its parts once, and no rank waits for another to answer. In a pipeline no byte is saved against the order of its stages:
-what is small and made of a weight alone, such as its cast, could be sent to an earlier stage, and what is computed with it would have to
-come back. What only the gradients of one stage are made of, such as the sum for a bias, runs there where the gradient that it reads comes
-anyway: sent from a later stage, it would be waited for behind the last microbatch.
+Where these are apart, the fewest bytes travel:
+
+- A parameter never travels. Views are taken again where what they look at has come, which is sent in their place unless it is larger.
+- What was sent once is there for all that follow. So stage 1's products run at 1, the gradient that leaves it is sent to 0 once,
+  and what neither reads, such as a mask, is made on all ranks.
+- A gradient is made where its parameter is. Scalars that are computed of gradients of several stages (a joint norm, whether all are
+  finite) are computed on all ranks: each stage sends its parts once, and no rank waits for another to answer.
+- In a pipeline no byte is saved against the order of its stages: what is small and made of a weight alone, such as its cast, could be
+  sent to an earlier stage, and what is computed with it would have to come back. What only the gradients of one stage are made of, such
+  as the sum for a bias, runs there where the gradient that it reads comes anyway: sent from a later stage, it would be waited for behind
+  the last microbatch.
 
     placing_of(program, {0: ("pp", (0,)), 3: ("pp", (1,))}, mesh).nodes       # per node ("pp", (0,)), ("pp", (1,)), or None: all ranks
 
@@ -28,11 +31,13 @@ from colofunc.program.ir import Node, Program
 from colofunc.spec.layout import At
 from colofunc.spec.strategies import FREE
 
-Indices = frozenset[int]
+Indices = frozenset[int]  # of the mesh axis, or stages of a pipeline
+
 STATE = frozenset({"param", "state", "buffer", "frozen"})
 """Roles of inputs that stay where they are."""
+
 ROUNDS = 4
-"""How often state may be found to follow other state: moments follow parameters, and what is computed of them follows these."""
+"""At most this many rounds find state that follows other state: moments follow parameters, and what is computed of them follows these."""
 
 
 @attrs.frozen
@@ -61,19 +66,24 @@ class StagesOf:
 
     def apart(self, ranks: int) -> dict[int, At]:
         """Where the inputs exist that do not exist on all of so many ranks."""
-        found = {position: self.at(position) for position in self.inputs}
-        return {position: at for position, at in found.items() if len(at[1]) < ranks}
+        apart = {}
+        for position in self.inputs:
+            axis, indices = self.at(position)
+            if len(indices) < ranks:
+                apart[position] = axis, indices
+        return apart
 
     def on(self, indices: Iterable[int]) -> Indices:
         """All stages of the ranks at some indices."""
-        some = set(indices)
-        return frozenset(stage for stage, rank in enumerate(self.ranks) if rank in some)
+        ranks = set(indices)
+        return frozenset(stage for stage, rank in enumerate(self.ranks) if rank in ranks)
 
 
 def placing_of(program: Program, given: Mapping[int, At], mesh: Mesh, stages: StagesOf | None = None) -> Placing | None:
     """Where everything is, by what is said of inputs (by position); None where nothing is said.
 
-    stages: where ranks have several stages what follows from one stage is told from what follows from another.
+    stages: where ranks have several stages what follows from one stage is told from what follows from another. Raises PlanError
+    where inputs are placed on several axes.
     """
     if not given:
         return None
@@ -83,16 +93,17 @@ def placing_of(program: Program, given: Mapping[int, At], mesh: Mesh, stages: St
     (axis,) = axes
     ranks = tuple(range(mesh.axis_size(axis)))
     in_order = stages is not None and stages.axis == axis
-    stages = StagesOf(axis, ranks, {}) if stages is None or not in_order else stages
-    where = {}
+    if stages is None or not in_order:
+        stages = StagesOf(axis, ranks, {})
+    where: dict[int, Indices] = {}
     for position, (_, indices) in given.items():
         where[position] = frozenset(stages.inputs.get(position, ())) or stages.on(indices)
     for _ in range(ROUNDS):
-        run = _Run(program, len(stages.ranks), where, in_order).all()
-        more = run.followers()
-        if not more:
+        run = _Run(program, len(stages.ranks), where, in_order)
+        followers = run.followers()
+        if not followers:
             break
-        where |= more
+        where |= followers
     return run.placing(stages)
 
 
@@ -103,26 +114,26 @@ class _Run:
     """
 
     def __init__(self, program: Program, size: int, inputs: Mapping[int, Indices], in_order: bool) -> None:
-        self.program, self.everywhere, self.given, self.in_order = program, frozenset(range(size)), inputs, in_order
+        self.program = program
+        self.everywhere = frozenset(range(size))
+        self.given = inputs
+        self.in_order = in_order
         self.home = {id: inputs.get(position, self.everywhere) for position, id in enumerate(program.inputs)}
         self.there = dict(self.home)
-        self.stays = {i for i in program.inputs if program.values[i].role in STATE}
+        self.stays = {id for id in program.inputs if program.values[id].role in STATE}
         self.gradient_of = gradients(program)
-        self.feeds = self._feeds() if in_order else {}
-        self.feeds_first = self._feeds_first() if in_order else {}
+        self.last_fed = self._last_fed() if in_order else {}
+        self.first_fed = self._first_fed() if in_order else {}
         self.of_weights = self._of_weights() if in_order else set[int]()
         self.of_gradients = self._of_gradients() if in_order else set[int]()
         self.nodes: list[Indices] = []
-
-    def all(self) -> _Run:
-        for node in self.program.nodes:
+        for node in program.nodes:
             at = self._choose(node)
             self.nodes.append(at)
             for id in node.refs:
                 self._bring(id, at)
-            self.home |= dict.fromkeys(node.results, at)
-            self.there |= dict.fromkeys(node.results, at)
-        return self
+            for id in node.results:
+                self.home[id] = self.there[id] = at
 
     def _choose(self, node: Node) -> Indices:
         """Where a node runs."""
@@ -139,14 +150,14 @@ class _Run:
             return frozenset((own,))
         options = set(homes)
         if node.phase != "update":  # an update keeps all copies of what it updates equal
-            options |= {frozenset((index,)) for home in homes for index in home}
-        later = node.phase == "forward"
+            options.update(frozenset((index,)) for home in homes for index in home)
 
         def order(at: Indices) -> tuple[bool, bool, bool, float, int, int]:
             moved = sum(self._moved(id, at) for id in dict.fromkeys(node.refs))
             # What flows forward has to come to the later stage anyway, gradients to the earlier one.
-            last = -max(at) if later and moved else min(at)
-            return moved == inf, self._against_order(node, at), self._takes_weights(node, at), moved, len(at), last
+            flows_forward = node.phase == "forward" and moved > 0
+            nearest = -max(at) if flows_forward else min(at)
+            return moved == inf, self._against_order(node, at), self._takes_weights(node, at), moved, len(at), nearest
 
         return min(options, key=order)
 
@@ -156,9 +167,13 @@ class _Run:
             return False
         if node.phase == "forward":
             return any(min(at) < min(self.home[id]) for id in node.refs)
-        made = [id for id in node.refs if id in self.program.makers and self.program.makers[id].phase == "backward"]
-        early = any(max(at) < self.feeds.get(id, 0) for id in node.results)
-        return early or any(max(at) > max(self.home[id]) for id in made)
+        if any(max(at) < self.last_fed.get(id, 0) for id in node.results):
+            return True
+        for id in node.refs:
+            maker = self.program.makers.get(id)
+            if maker is not None and maker.phase == "backward" and max(at) > max(self.home[id]):
+                return True
+        return False
 
     def _takes_weights(self, node: Node, at: Indices) -> bool:
         """Whether, in a pipeline, what is made of weights alone (a cast of one) would leave its stage: work goes where weights are."""
@@ -174,128 +189,149 @@ class _Run:
 
     def _of_gradients(self) -> set[int]:
         """What is computed of parameters' gradients."""
-        found = set(self.gradient_of)
+        reached = set(self.gradient_of)
         for node in self.program.nodes:
-            if any(ref in found for ref in node.refs):
-                found.update(node.results)
-        return found - set(self.gradient_of)
+            if not reached.isdisjoint(node.refs):
+                reached.update(node.results)
+        return reached - set(self.gradient_of)
 
     def _of_weights(self) -> set[int]:
         """Weights, and what is computed of them and of nothing else."""
-        found = set(self.stays)
+        of_weights = set(self.stays)
         for node in self.program.nodes:
-            if node.refs and all(ref in found for ref in node.refs):
-                found.update(node.results)
-        return found
+            if node.refs and of_weights.issuperset(node.refs):
+                of_weights.update(node.results)
+        return of_weights
 
-    def _feeds(self) -> dict[int, int]:
+    def _last_fed(self) -> dict[int, int]:
         """Value of the backward pass -> the last stage to whose parameters' gradients it leads: no earlier stage can make it."""
-        found: dict[int, int] = {}
-        for out, weight in self.gradient_of.items():
+        last: dict[int, int] = {}
+        for gradient, weight in self.gradient_of.items():
             if len(self.home[weight]) == 1:  # of a tied weight each stage makes its own part
-                found[out] = max(self.home[weight])
+                last[gradient] = max(self.home[weight])
         for node in reversed(self.program.nodes):
-            leads = max((found.get(out, 0) for out in node.results), default=0)
-            if node.phase == "backward" and leads:
+            stage = max((last.get(out, 0) for out in node.results), default=0)
+            if node.phase == "backward" and stage:
                 for ref in node.refs:
-                    found[ref] = max(found.get(ref, 0), leads)
-        return found
+                    last[ref] = max(last.get(ref, 0), stage)
+        return last
 
-    def _feeds_first(self) -> dict[int, int]:
+    def _first_fed(self) -> dict[int, int]:
         """Value of the backward pass -> the first stage to whose parameters' gradients it leads."""
-        found = {out: min(self.home[weight]) for out, weight in self.gradient_of.items()}
+        first = {gradient: min(self.home[weight]) for gradient, weight in self.gradient_of.items()}
         for node in reversed(self.program.nodes):
-            leads = [found[out] for out in node.results if out in found]
-            if node.phase == "backward" and leads:
+            stages = [first[out] for out in node.results if out in first]
+            if node.phase == "backward" and stages:
                 for ref in node.refs:
-                    found[ref] = min(found.get(ref, leads[0]), *leads)
-        return found
+                    first[ref] = min(first.get(ref, stages[0]), *stages)
+        return first
 
     def _own_stage(self, node: Node) -> int | None:
         """The stage whose weights' gradients alone a sum leads to, where all that it reads is there or comes there anyway."""
         if not self.in_order or node.phase != "backward" or not self._is_sum(node):
             return None
-        if not all(id in self.feeds_first for id in node.results):
+        if not all(id in self.first_fed for id in node.results):
             return None
-        stages = {self.feeds_first[id] for id in node.results} | {self.feeds.get(id, 0) for id in node.results}
+        stages = {self.first_fed[id] for id in node.results} | {self.last_fed.get(id, 0) for id in node.results}
         if len(stages) != 1:
             return None
         (stage,) = stages
-        foreign = [id for id in node.refs if stage not in self.there[id]]
-        return stage if all(self._comes_anyway(id, stage, node) for id in foreign) else None
+        for id in node.refs:
+            if stage not in self.there[id] and not self._comes_anyway(id, stage, node):
+                return None
+        return stage
 
     def _is_sum(self, node: Node) -> bool:
+        """Whether a node sums what is larger than its result."""
+        if not node.target.startswith("aten.sum."):
+            return False
         values = self.program.values
-        return node.target.startswith("aten.sum.") and all(values[id].nbytes < values[node.refs[0]].nbytes for id in node.results)
+        summed_bytes = values[node.refs[0]].nbytes
+        return all(values[id].nbytes < summed_bytes for id in node.results)
 
     def _comes_anyway(self, id: int, stage: int, reader: Node) -> bool:
         """Whether a gradient is read beside something that only a stage has."""
         maker = self.program.makers.get(id)
         if maker is None or maker.phase != "backward":
             return False
-        readers = [self.program.nodes[k] for k in self.program.readers[id]]
-        return any(self.home.get(ref) == frozenset((stage,)) for other in readers if other is not reader for ref in other.refs)
+        for index in self.program.readers[id]:
+            other = self.program.nodes[index]
+            if other is not reader and any(self.home.get(ref) == frozenset((stage,)) for ref in other.refs):
+                return True
+        return False
 
     def _moved(self, id: int, at: Indices) -> float:
-        """Bytes that travel so that a value is there."""
+        """Bytes that travel so that a value is there; infinite of a parameter."""
         lacking = at - self.there[id]
         if not lacking:
             return 0.0
+        sent = self.program.values[id].nbytes * float(len(lacking))
         maker = self.program.makers.get(id)
         if maker is not None and is_view(maker):
-            return min(self.program.values[id].nbytes * float(len(lacking)), sum(self._moved(ref, at) for ref in maker.refs))
-        return inf if id in self.stays else self.program.values[id].nbytes * float(len(lacking))
+            return min(sent, sum(self._moved(ref, at) for ref in maker.refs))
+        return inf if id in self.stays else sent
 
     def _bring(self, id: int, at: Indices) -> None:
+        """Have a value there; with a view comes what it looks at, where that is sent in its place or is there already."""
         if at <= self.there[id]:
             return
         maker = self.program.makers.get(id)
-        again = maker is not None and is_view(maker) and not any(self._moved(ref, at) for ref in maker.refs)
-        if maker is not None and (again or is_sent_as_source(self.program, id)):
+        if maker is not None and (self._is_taken_again(maker, at) or is_sent_as_source(self.program, id)):
             for ref in maker.refs:
                 self._bring(ref, at)
         self.there[id] |= at
 
+    def _is_taken_again(self, maker: Node, at: Indices) -> bool:
+        """Whether a node takes a view, and of what is there by now."""
+        return is_view(maker) and not any(self._moved(ref, at) for ref in maker.refs)
+
     def followers(self) -> dict[int, Indices]:
         """Position of state of which nobody has said anything -> where the only nodes are that read it, and what it becomes is."""
-        into = {position: out for out, position in self.program.aliases}
-        found = {}
+        output_of = {position: out for out, position in self.program.aliases}
+        followers = {}
         for position, id in enumerate(self.program.inputs):
             if position in self.given or id not in self.stays or id in self.program.constants:
                 continue
-            readers = {self.nodes[k] for k in self.program.readers.get(id, ())}
-            if position in into:
-                readers.add(self.home[self.program.outputs[into[position]]])
-            if len(readers) == 1 and self.everywhere not in readers:
-                (found[position],) = readers
-        return found
+            places = {self.nodes[index] for index in self.program.readers.get(id, ())}
+            if position in output_of:
+                places.add(self.home[self.program.outputs[output_of[position]]])
+            if len(places) == 1 and self.everywhere not in places:
+                (followers[position],) = places
+        return followers
 
     def placing(self, stages: StagesOf) -> Placing:
-        into = dict(self.program.aliases)
+        """What was found, in terms of the mesh axis."""
+        leaf_of = dict(self.program.aliases)
         outputs = []
-        for k, id in enumerate(self.program.outputs):
-            if k in into:  # it takes the place of an input, where that is
-                outputs.append(self.home[self.program.inputs[into[k]]])
+        for position, id in enumerate(self.program.outputs):
+            if position in leaf_of:  # it takes the place of an input, where that is
+                outputs.append(self.home[self.program.inputs[leaf_of[position]]])
             elif self.program.values[id].shape == ():  # a loss, which all ranks print
                 outputs.append(self.everywhere)
             else:
                 outputs.append(self.home[id])
-        return Placing(
-            self._ats(stages, (self.home[id] for id in self.program.inputs)), self._ats(stages, self.nodes), self._ats(stages, outputs)
-        )
+        inputs = [self.home[id] for id in self.program.inputs]
+        return Placing(_ats(stages, inputs), _ats(stages, self.nodes), _ats(stages, outputs))
 
-    def _ats(self, stages: StagesOf, some: Iterable[Indices]) -> tuple[At | None, ...]:
-        found: list[At | None] = []
-        for at in some:
-            ranks = {stages.ranks[stage] for stage in at}
-            found.append(None if len(ranks) == len(set(stages.ranks)) else (stages.axis, tuple(sorted(ranks))))
-        return tuple(found)
+
+def _ats(stages: StagesOf, places: Iterable[Indices]) -> tuple[At | None, ...]:
+    """Indices of the mesh axis for sets of stages; None for all."""
+    all_ranks = set(stages.ranks)
+    ats: list[At | None] = []
+    for at in places:
+        ranks = {stages.ranks[stage] for stage in at}
+        ats.append(None if ranks == all_ranks else (stages.axis, tuple(sorted(ranks))))
+    return tuple(ats)
 
 
 def gradients(program: Program) -> dict[int, int]:
     """Gradient -> the input that it is the gradient of, for those that the trace has named so."""
-    inputs = {f"grad.{program.values[i].name}": i for i in program.inputs}
-    return {id: inputs[value.name] for id, value in program.values.items() if value.role == "grad" and value.name in inputs}
+    input_of = {f"grad.{program.values[id].name}": id for id in program.inputs}
+    gradients = {}
+    for id, value in program.values.items():
+        if value.role == "grad" and value.name in input_of:
+            gradients[id] = input_of[value.name]
+    return gradients
 
 
 def everywhere(program: Program) -> Placing:

@@ -165,18 +165,22 @@ class _Sorted:
         """Whether a node sends scalars, or puts them together to be sent."""
         values = self.program.values
         if node.target == RECEIVE:  # of what one rank runs
-            readers = {self.program.nodes[k].target for id in node.results for k in self.program.readers.get(id, ())}
-            return values[node.results[0]].shape == () or readers == {"aten.select.int"}
+            return values[node.results[0]].shape == () or self._readers(node) == {"aten.select.int"}
         if node.target == SEND:
             source = self.program.makers.get(node.refs[0])
             return values[node.refs[0]].shape == () or (source is not None and self._is_stack_to_send(source))
         return self._is_stack_to_send(node)
 
     def _is_stack_to_send(self, node: Node) -> bool:
+        """Whether a node puts scalars together that are sent then, and do nothing else."""
         if node.target != "aten.stack.default" or any(self.program.values[id].shape != () for id in node.refs):
             return False
-        readers = {self.program.nodes[k].target for id in node.results for k in self.program.readers.get(id, ())}
-        return readers == {SEND}
+        return self._readers(node) == {SEND}
+
+    def _readers(self, node: Node) -> set[str]:
+        """The operators that read what a node makes."""
+        positions = {position for id in node.results for position in self.program.readers.get(id, ())}
+        return {self.program.nodes[position].target for position in positions}
 
     def _is_exchanged(self, node: Node, reads: Collection[int], writes: Collection[int]) -> bool:
         """Whether a late node is part of the exchange: it is of scalars alone, runs on all ranks and needs nothing of the update."""
@@ -190,11 +194,11 @@ class _Sorted:
 
     def _state_last(self) -> None:
         """Scalars that take the place of inputs are part of the update, unless the update reads them."""
-        into = {self.program.outputs[out] for out, _ in self.program.aliases}
+        new_state = {self.program.outputs[out] for out, _ in self.program.aliases}
         while True:
             made = {id for node in self.exchange for id in node.results}
             read = {id for node in self.update for id in node.refs if id in made}
-            state = self._behind(into & made) - self._behind(read)
+            state = self._behind(new_state & made) - self._behind(read)
             moved = [node for node in self.exchange if not state.isdisjoint(node.results) and not self._is_message(node)]
             if not moved:
                 return
@@ -204,14 +208,15 @@ class _Sorted:
 
     def _behind(self, ids: Iterable[int]) -> set[int]:
         """Values of the exchange that these are computed of, and themselves."""
-        found = set(ids)
+        behind = set(ids)
         for node in reversed(self.exchange):
-            if not found.isdisjoint([*node.results, *written(node)]):
-                found.update(node.refs)
-        return found & {id for node in self.exchange for id in node.results}
+            if not behind.isdisjoint([*node.results, *written(node)]):
+                behind.update(node.refs)
+        return behind & {id for node in self.exchange for id in node.results}
 
 
 def _writes_inputs(program: Program, nodes: Iterable[Node]) -> bool:
+    """Whether some of the nodes write to inputs of a program."""
     memory = aliases(program)
     inputs = {memory.group(id) for id in program.inputs}
     return any(memory.group(id) in inputs for node in nodes for id in written(node))
@@ -238,12 +243,15 @@ def _writes_what_is_read(program: Program, update: Iterable[Node], exchange: Seq
 
 
 def _parts(program: Program, main: Sequence[Node], exchange: Sequence[Node], update: Sequence[Node]) -> Deferred | str:
-    made = [{id for node in part for id in node.results} for part in (main, exchange, update)]
-    by_main, by_exchange, by_update = made
+    """The programs of the parts, each given what it reads of others; a str that says why one cannot be."""
+    by_main = {id for node in main for id in node.results}
+    by_exchange = {id for node in exchange for id in node.results}
+    by_update = {id for node in update for id in node.results}
     inputs, outputs = set(program.inputs), set(program.outputs)
     own = {id for node in update for id in written(node)}
     memory = aliases(program)
     outside = inputs | by_main
+    # What the update writes to, by the name that it has outside: the update may take views of it.
     kept = {id if id in outside else memory.group(id) for id in own} & outside
     read_late = {id for node in exchange for id in node.refs}
     read = {id for node in update for id in node.refs} | kept
@@ -265,6 +273,7 @@ def _parts(program: Program, main: Sequence[Node], exchange: Sequence[Node], upd
 
 
 def _part(program: Program, nodes: Sequence[Node], inputs: Sequence[int], outputs: Sequence[int]) -> Program:
+    """A program of some nodes, of whose inputs the constants stand last."""
     constants = {id: program.constants[id] for id in inputs if id in program.constants}
     ordered = [id for id in inputs if id not in constants] + list(constants)
     return Editor(program).written(nodes, outputs, ordered, aliases=(), constants=constants)
@@ -273,7 +282,9 @@ def _part(program: Program, nodes: Sequence[Node], inputs: Sequence[int], output
 def copied_bytes(program: Program) -> int:
     """What one rank copies in each step before it updates on a guess."""
     parts = deferred(program)
-    return 0 if isinstance(parts, str) else sum(program.values[id].nbytes for id in parts.kept)
+    if isinstance(parts, str):
+        return 0
+    return sum(program.values[id].nbytes for id in parts.kept)
 
 
 def kept_bytes(program: Program) -> int:
@@ -282,5 +293,6 @@ def kept_bytes(program: Program) -> int:
     if isinstance(parts, str):
         return 0
     read = {id for node in parts.update.nodes for id in node.refs}
-    gradients = (read & {id for node in parts.main.nodes for id in node.results}) - {*program.outputs}  # those are counted as the state
+    made = {id for node in parts.main.nodes for id in node.results}
+    gradients = read & made - set(program.outputs)  # which are counted as the state
     return copied_bytes(program) + sum(program.values[id].nbytes for id in gradients)

@@ -5,13 +5,7 @@ the others wait. Idea: a trip consists of parts, and a schedule is a table that 
 
     F0 F1 F2 | B2 B1 B0 [| W2 W1 W0]        forward of each stage, its backward, or input gradients (I) and weight gradients (W) apart
 
-What part a node is in follows from three facts. Its stage is where it runs (`Node.on`), and where a rank has several stages, the one that
-its operands have come to. Its phase says forward or backward. A backward node is a weight gradient if nothing but one accumulator is
-reached from it: no other stage waits for it, and no other gradient.
-
-Note [Floating]. What depends on no weight and on no other stage (masks, positions, a microbatch's rows) runs on all ranks and belongs to
-no part. It is computed in each part that reads it, so that nothing of it is sent or kept. What all ranks gather of it is gathered by a
-loop of its own.
+What part a node is in, `parts_of_nodes` finds. See Note [Floating] there of what is in none.
 
 Note [Sends]. What is sent belongs to the part that makes it, and is received in the part that first reads it (`places.on_rank`). A value
 that is sent only to be gathered is gathered where it is, and sent once, behind the loop.
@@ -28,12 +22,9 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Loop, Node, Part, Program, Ref, Timetable, map_refs
+from colofunc.program.passes.parts_of_nodes import FORWARD, WEIGHTS, PartsOfNodes
 from colofunc.program.places import SEND
 from colofunc.spec.layout import At
-
-FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
-_OF_BATCH = frozenset({"batch", "constant", "seed"})
-"""Roles of inputs of a loop that belong to no stage."""
 
 
 def cut(program: Program) -> Program:
@@ -43,9 +34,22 @@ def cut(program: Program) -> Program:
     """
     edit = Editor(program)
     for index, node in enumerate(program.nodes):
-        if node.loop is not None and node.loop.timetable is not None and not node.loop.timetable.ends:
-            edit.replace(index, *_cut(node, node.loop, node.loop.timetable, edit, _owned(program, node.loop.timetable)))
+        timetable = _timetable_to_follow(node)
+        if timetable is not None:
+            edit.replace(index, *_cut(node, timetable, edit, _owned(program, timetable)))
     return edit.done()
+
+
+def to_be_cut(program: Program) -> bool:
+    """Whether a loop has a timetable that nobody has looked at yet."""
+    return any(_timetable_to_follow(node) is not None for node in program.nodes)
+
+
+def _timetable_to_follow(node: Node) -> Timetable | None:
+    """The timetable of a loop that is not cut yet."""
+    if node.loop is None or node.loop.timetable is None or node.loop.timetable.ends:
+        return None
+    return node.loop.timetable
 
 
 def _owned(program: Program, timetable: Timetable) -> dict[int, int]:
@@ -53,227 +57,133 @@ def _owned(program: Program, timetable: Timetable) -> dict[int, int]:
 
     What is made of a buffer (rotary tables) may be for all layers.
     """
-    found: dict[int, int] = {}
-    made_of: dict[int, frozenset[int]] = {}
+    owned: dict[int, int] = {}
+    made_of: dict[int, frozenset[int]] = {}  # value -> the stages of the weights that it is made of
     for id in program.inputs:
         value = program.values[id]
         if value.name in timetable.stages:
-            found[id] = timetable.stages[value.name]
-            made_of[id] = frozenset({found[id]} if value.role != "buffer" else ())
-    for node in program.nodes if made_of else ():
-        stages = frozenset[int]().union(*(made_of[ref] for ref in node.refs if ref in made_of))
-        made_of.update(dict.fromkeys(node.results, stages))
-        if len(stages) == 1:
-            found.update(dict.fromkeys(node.results, next(iter(stages))))
-    return found
+            stage = timetable.stages[value.name]
+            owned[id] = stage
+            made_of[id] = frozenset() if value.role == "buffer" else frozenset({stage})
+    if not made_of:
+        return owned
+    for node in program.nodes:
+        stages = frozenset[int]().union(*[made_of[ref] for ref in node.refs if ref in made_of])
+        for out in node.results:
+            made_of[out] = stages
+            if len(stages) == 1:
+                (owned[out],) = stages
+    return owned
 
 
-def to_be_cut(program: Program) -> bool:
-    """Whether a loop has a timetable that nobody has looked at yet."""
-    timetables = (node.loop.timetable for node in program.nodes if node.loop is not None)
-    return any(timetable is not None and not timetable.ends for timetable in timetables)
-
-
-def _cut(node: Node, loop: Loop, timetable: Timetable, edit: Editor, owned: Mapping[int, int]) -> Iterator[Node]:
+def _cut(node: Node, timetable: Timetable, edit: Editor, owned: Mapping[int, int]) -> Iterator[Node]:
     """The nodes in place of a loop: what all ranks gather, the loop in parts, and what is sent when it has ended."""
-    node, sends = _sent_behind(node, loop, edit)
-    assert node.loop is not None, "a loop stays a loop"
-    stages = _Stages(node, node.loop, timetable, owned)
-    apart = [k for k, out in enumerate(node.loop.body.outputs) if out in stages.floating or out not in node.loop.body.makers]
+    node, sends = _sent_behind(node, edit)
+    of_nodes = PartsOfNodes(node, _loop_of(node).body, timetable, owned)
+    body = of_nodes.body
+    apart = [position for position, out in enumerate(body.outputs) if out in of_nodes.floating or out not in body.makers]
     if apart:
         yield _part_of_loop(node, apart, None)
-        node = _part_of_loop(node, [k for k in range(len(node.outs)) if k not in apart], timetable)
-        assert node.loop is not None, "a loop stays a loop"
-        stages = _Stages(node, node.loop, timetable, owned)
-    body, parts, ends = _Parts(stages).written()
-    assert node.loop is not None, "a loop stays a loop"
-    yield attrs.evolve(node, loop=attrs.evolve(node.loop, body=body, timetable=attrs.evolve(timetable, parts=parts, ends=ends)))
+        rest = [position for position in range(len(node.outs)) if position not in apart]
+        node = _part_of_loop(node, rest, timetable)
+        of_nodes = PartsOfNodes(node, _loop_of(node).body, timetable, owned)
+    body, parts, ends = _Parts(of_nodes).written()
+    timetable = attrs.evolve(timetable, parts=parts, ends=ends)
+    yield attrs.evolve(node, loop=attrs.evolve(_loop_of(node), body=body, timetable=timetable))
     yield from sends
 
 
-def _sent_behind(node: Node, loop: Loop, edit: Editor) -> tuple[Node, list[Node]]:
+def _loop_of(node: Node) -> Loop:
+    assert node.loop is not None, "a loop stays a loop"
+    return node.loop
+
+
+def _sent_behind(node: Node, edit: Editor) -> tuple[Node, list[Node]]:
     """The loop gathering, where they are, values that are sent only to be gathered; and the nodes that send what was gathered."""
-    body, outs, outputs, sends = loop.body, list(node.outs), list(loop.body.outputs), list[Node]()
-    gone = set()
-    for k, out in enumerate(body.outputs):
-        maker = body.makers.get(out)
-        if maker is None or maker.target != SEND or out in body.readers or body.outputs.count(out) > 1:
+    body = _loop_of(node).body
+    outs = list(node.outs)
+    outputs = list(body.outputs)
+    sends: list[Node] = []
+    moved: set[int] = set()  # results of sends that the body no longer has
+    for position, out in enumerate(body.outputs):
+        send = body.makers.get(out)
+        if send is None or send.target != SEND:
             continue
-        (source,), whole = maker.refs, node.outs[k]
+        if out in body.readers or body.outputs.count(out) > 1:
+            continue
+        whole = outs[position]
         assert whole is not None, "a loop has all that it gathers"
-        layout, axis = edit.values[whole].layout, maker.args[1][0]
-        here = None if layout is None else layout.with_at((axis, (maker.args[3],)))
-        outs[k], outputs[k] = edit.new(edit.values[whole], layout=here), source
-        sends.append(attrs.evolve(maker, args=(Ref(outs[k]), *maker.args[1:]), outs=(whole,)))  # type: ignore[arg-type]
-        gone.add(id(maker))
-    if not gone:
+        _, (axis, *_), _, index, _ = send.args
+        layout = edit.values[whole].layout
+        layout_there = None if layout is None else layout.with_at((axis, (index,)))
+        gathered = edit.new(edit.values[whole], layout=layout_there)
+        (outputs[position],) = send.refs
+        outs[position] = gathered
+        sends.append(attrs.evolve(send, args=(Ref(gathered), *send.args[1:]), outs=(whole,)))
+        moved.add(out)
+    if not moved:
         return node, []
-    nodes = [inner for inner in body.nodes if id(inner) not in gone]
+    nodes = [inner for inner in body.nodes if moved.isdisjoint(inner.results)]
     body = Editor(body).written(nodes, outputs)
-    return attrs.evolve(node, outs=tuple(outs), loop=attrs.evolve(loop, body=body)), sends
+    return attrs.evolve(node, outs=tuple(outs), loop=attrs.evolve(_loop_of(node), body=body)), sends
 
 
 def _part_of_loop(node: Node, which: Collection[int], timetable: Timetable | None) -> Node:
     """The loop that gathers only some of what a loop gathers."""
-    loop = node.loop
-    assert loop is not None, "a part of a loop"
-    outputs = tuple(loop.body.outputs[k] for k in which)
-    needed, nodes = set(outputs), list[Node]()
+    loop = _loop_of(node)
+    outputs = tuple(loop.body.outputs[position] for position in which)
+    needed = set(outputs)
+    nodes: list[Node] = []
     for inner in reversed(loop.body.nodes):
         shows = not inner.outs and timetable is not None  # once, in the loop that has all else
-        if needed.intersection(inner.results) or shows:
+        if shows or not needed.isdisjoint(inner.results):
             needed.update(inner.refs)
             nodes.append(inner)
     nodes.reverse()
-    passed = [(arg, into) for arg, into in zip(node.args, loop.body.inputs, strict=True) if into in needed]
-    body = Editor(loop.body).written(nodes, outputs, (into for _, into in passed))
-    gathers = tuple(loop.gathers[k] for k in which)
+    args: list[Ref] = []
+    inputs: list[int] = []
+    for arg, into in zip(node.args, loop.body.inputs, strict=True):
+        if into in needed:
+            args.append(arg)
+            inputs.append(into)
+    body = Editor(loop.body).written(nodes, outputs, inputs)
+    gathers = tuple(loop.gathers[position] for position in which)
+    outs = tuple(node.outs[position] for position in which)
     loop = attrs.evolve(loop, body=body, gathers=gathers, timetable=timetable)
-    return attrs.evolve(node, args=tuple(arg for arg, _ in passed), outs=tuple(node.outs[k] for k in which), loop=loop)
-
-
-class _Stages:
-    """Which nodes of a body float, and the part of each other node on each rank that runs it. owned: value outside -> its stage."""
-
-    def __init__(self, node: Node, loop: Loop, timetable: Timetable, owned: Mapping[int, int]) -> None:
-        self.body, self.timetable = loop.body, timetable
-        self.owned = {into: owned[ref] for ref, into in zip(node.refs, loop.body.inputs, strict=True) if ref in owned}
-        table = timetable.table
-        self.everywhere = tuple(range(len(table.rows)))
-        self.stages_of = {rank: [stage for stage, on in sorted(table.rank_of.items()) if on == rank] for rank in self.everywhere}
-        self.splits = any(action.kind in (INPUTS, WEIGHTS) for row in table.rows for action in row)
-        self.floating: set[int] = set()
-        weights = (id for id in self.body.inputs if id in self.owned or self.body.values[id].role in ("param", "frozen"))
-        self.of_weights = {id for id in weights if self.body.values[id].role != "buffer"}  # and what is computed of them
-        self.part: dict[tuple[int, int], Part] = {}  # (position, rank) -> part
-        self.made: dict[tuple[int, int], Part] = {}  # (value, rank) -> the part that makes it, or has sent it there
-        self.weight_gradients = self._weight_gradients() if self.splits else set()
-        for index, node in enumerate(self.body.nodes):
-            self._place(index, node)
-
-    def ranks(self, node: Node) -> tuple[int, ...]:
-        """Indices of the pipeline's axis that run a node."""
-        return self.everywhere if node.on is None else node.on[1]
-
-    def _place(self, index: int, node: Node) -> None:
-        if not self.of_weights.isdisjoint(node.refs):
-            self.of_weights.update(node.results)
-        if node.target == SEND:
-            source = node.args[3]
-            part = self._of_operand(node, source)
-            self.part[index, source] = part
-            self.made.update({(out, rank): part for out in node.results for rank in (*node.args[4], source)})
-            return
-        floats = self._floats(node)
-        if floats and node.outs:
-            self.floating.update(node.results)
-            return
-        for rank in self.ranks(node)[:1] if floats else self.ranks(node):  # what shows something for all ranks does so on one
-            part = self._part(index, node, rank)
-            self.part[index, rank] = part
-            self.made.update({(out, rank): part for out in node.results})
-
-    def _of_operand(self, node: Node, source: int) -> Part:
-        """The part that sends: the one that makes what is sent."""
-        (ref,) = node.refs
-        if (ref, source) in self.made:
-            return self.made[ref, source]
-        return self._belongs(ref, self.stages_of[source][0]), FORWARD
-
-    def _floats(self, node: Node) -> bool:
-        """See Note [Floating]. A node of one rank that reads something of that rank's is no such node."""
-        if any(ref not in self.floating and ref in self.body.makers for ref in node.refs):
-            return False
-        if node.on is None or len(node.on[1]) > 1:
-            return True
-        given = [self.body.values[ref] for ref in node.refs if ref not in self.body.makers]
-        return all(value.role in _OF_BATCH for value in given)
-
-    def _belongs(self, id: int, otherwise: int) -> int:
-        return self.owned.get(id, otherwise)
-
-    def _part(self, index: int, node: Node, rank: int) -> Part:
-        """The part that a node is in on a rank."""
-        mine = self.stages_of[rank]
-        owned = [self._belongs(ref, -1) for ref in node.refs if ref not in self.body.makers]
-        owned = [stage for stage in owned if stage in mine]
-        before = [self.made[ref, rank] for ref in node.refs if (ref, rank) in self.made]
-        kept = [stage for stage, kind in before if kind == FORWARD]
-        if node.phase == "forward":
-            least = max((*kept, *owned), default=mine[0])
-            later = [stage for stage in mine if stage >= least]
-            if not later or len(kept) < len(before):
-                raise self._backwards(node, rank)
-            return later[0], FORWARD
-        kind = BACKWARD
-        if self.splits:
-            kind = WEIGHTS if index in self.weight_gradients else INPUTS
-        most = min((stage for stage, made in before if made != FORWARD), default=mine[-1])
-        # What no weight has made (rotary tables, masks of all layers) says nothing of the stage whose backward reads it.
-        kept = [stage for ref in node.refs if ref in self.of_weights for stage, made in self._made(ref, rank) if made == FORWARD]
-        own = [stage for stage in (*kept, *owned) if stage in mine and stage <= most]
-        earlier = own or [stage for stage in mine if stage <= most]
-        if not earlier:
-            raise self._backwards(node, rank)
-        return max(earlier), kind
-
-    def _made(self, ref: int, rank: int) -> tuple[Part, ...]:
-        """The part that has made a value, or has sent it to a rank; none where it is not there."""
-        return (self.made[ref, rank],) if (ref, rank) in self.made else ()
-
-    def _backwards(self, node: Node, rank: int) -> PlanError:
-        where = f" in {node.path!r}" if node.path else ""
-        line = f" ({node.line})" if node.line else ""
-        name = node.target.removeprefix("aten.").removeprefix("colofunc.")
-        return PlanError(
-            f"{name}{where}{line} runs at {self.timetable.along}={rank} and needs what a later stage makes: stages have to follow the "
-            "order in which the step computes. Try: stages=None, which follows it, or other globs"
-        )
-
-    def _weight_gradients(self) -> set[int]:
-        """Positions of backward nodes from which one accumulator alone is reached: nobody waits for them."""
-        reached: dict[int, frozenset[object]] = {}  # value -> what is reached: accumulators, or `SEND` for another stage
-        for k, out in enumerate(self.body.outputs):
-            reached[out] = reached.get(out, frozenset()) | {k}
-        found = set()
-        for index in range(len(self.body.nodes) - 1, -1, -1):
-            node = self.body.nodes[index]
-            from_here = frozenset[object]().union(*(reached.get(out, frozenset()) for out in node.results))
-            if node.target == SEND or not node.outs:
-                from_here |= {SEND}
-            elif node.phase != "forward" and len(from_here) <= 1 and SEND not in from_here:
-                found.add(index)
-            for ref in node.refs:
-                reached[ref] = reached.get(ref, frozenset()) | from_here
-        return found
+    return attrs.evolve(node, args=tuple(args), outs=outs, loop=loop)
 
 
 class _Parts:
     """The body written down part after part."""
 
-    def __init__(self, stages: _Stages) -> None:
-        self.stages, self.body = stages, stages.body
+    def __init__(self, of_nodes: PartsOfNodes) -> None:
+        self.of_nodes = of_nodes
+        self.body = of_nodes.body
         self.edit = Editor(self.body)
-        self.along = stages.timetable.along
+        self.along = of_nodes.timetable.along
         self.nodes: list[Node] = []
         self.there: dict[tuple[int, object], int] = {}  # (value, rank) or, of one that floats, (value, part) -> its id
         self.used: set[int] = set()
         self.sends = 0
 
     def written(self) -> tuple[Program, tuple[Part, ...], tuple[int, ...]]:
-        """The new body, its parts in an order in which one trip can run, and the position behind each."""
-        table = self.stages.timetable.table
-        by_part: dict[Part, list[tuple[int, int]]] = {}
-        for (index, rank), part in self.stages.part.items():
-            by_part.setdefault(part, []).append((index, rank))
-        parts = tuple(sorted({(action.stage, action.kind) for row in table.rows for action in row}, key=_in_trip))
-        missing = sorted(set(by_part) - set(parts))
+        """The new body, its parts in an order in which one trip can run, and the position behind each.
+
+        Raises PlanError where the timetable has no action for a part.
+        """
+        instances: dict[Part, list[tuple[int, int]]] = {}  # part -> (position, rank) of the nodes in it
+        for instance, part in self.of_nodes.part.items():
+            instances.setdefault(part, []).append(instance)
+        table = self.of_nodes.timetable.table
+        actions = {(action.stage, action.kind) for row in table.rows for action in row}
+        missing = sorted(set(instances) - actions)
         if missing:
             stage, kind = missing[0]
             raise PlanError(f"the timetable has no action {stage}{kind}, and the step has such a part; use a schedule that has it")
+        parts = tuple(sorted(actions, key=_in_trip))
         ends = []
         for part in parts:
-            for index, rank in sorted(by_part.get(part, ())):
+            for index, rank in sorted(instances.get(part, ())):
                 self._write(self.body.nodes[index], part, rank)
             ends.append(len(self.nodes))
         outputs = [self._gathered(out) for out in self.body.outputs]
@@ -284,7 +194,7 @@ class _Parts:
         maker = self.body.makers[out]
         if maker.target == SEND:
             return out
-        ids = {self.there[out, rank] for rank in self.stages.ranks(maker)}
+        ids = {self.there[out, rank] for rank in self.of_nodes.ranks(maker)}
         if len(ids) > 1:
             raise PlanError(f"{maker.target} ({maker.line}) is gathered from several stages; place its parameters on one")
         return ids.pop()
@@ -296,7 +206,10 @@ class _Parts:
         if node.target == SEND:
             self.sends += 1
             self.nodes.append(attrs.evolve(node, args=args, kwargs=(("tag", self.sends),)))
-            self.there.update({(out, index): out for out in node.results for index in (*node.args[4], node.args[3])})
+            _, _, _, source, targets = node.args
+            for out in node.results:
+                for index in (*targets, source):
+                    self.there[out, index] = out
             return
         self._instance(attrs.evolve(node, args=args, kwargs=kwargs), rank, rank)
 
@@ -318,10 +231,11 @@ class _Parts:
         self.nodes.append(attrs.evolve(node, outs=tuple(outs), on=here))
 
     def _operand(self, id: int, part: Part, rank: int) -> int:
+        """The id of a value for a node in a part on a rank."""
         maker = self.body.makers.get(id)
         if maker is None:
             return id
-        if id not in self.stages.floating:
+        if id not in self.of_nodes.floating:
             return self.there[id, rank]
         self._float(maker, part, rank)
         return self.there[id, part]
@@ -334,15 +248,17 @@ class _Parts:
             if all((out, part) in self.there for out in top.results):
                 todo.pop()
                 continue
-            makers = [self.body.makers[ref] for ref in top.refs if ref in self.body.makers and (ref, part) not in self.there]
-            if makers:
-                todo += makers
+            lacking = [ref for ref in top.refs if ref in self.body.makers and (ref, part) not in self.there]
+            if lacking:
+                todo += [self.body.makers[ref] for ref in lacking]
                 continue
             args, kwargs = map_refs((top.args, top.kwargs), lambda id: Ref(self.there.get((id, part), id)))
             self._instance(attrs.evolve(todo.pop(), args=args, kwargs=kwargs), rank, part)
 
 
 def _in_trip(part: Part) -> tuple[int, int]:
-    """Where a part stands in one trip."""
+    """Where a part stands in one trip: forward from the first stage, then backward from the last, then weight gradients."""
     stage, kind = part
-    return (0, stage) if kind == FORWARD else (2 if kind == WEIGHTS else 1, -stage)
+    if kind == FORWARD:
+        return 0, stage
+    return (2 if kind == WEIGHTS else 1), -stage
