@@ -3,8 +3,8 @@
 Problem: dynamic programming over stages knows sizes, not the peak to the byte: buffers, updates in place, what is in
 flight. Idea: it proposes, for every amount of memory it might be given, and the accountant disposes. Proposals depend on
 the program alone, and of those that fit the fastest is taken, so a larger budget never costs time, and the same plan
-comes out on every rank. Those who propose: `chain` (dynamic programming over stages), `checkmate` (exact, for few
-stages), `late` (every set of values, for few values), `relaxed` (linear programs, where forward is no chain).
+comes out on every rank. Those who propose: `chain` (dynamic programming over stages), `late` (every set of values, for few
+values), `relaxed` (linear programs, where forward is no chain).
 
     for one in proposals(program, node_s):      # fastest first: keeps everything ... keeps least
         ...
@@ -23,7 +23,7 @@ import attrs
 
 from colofunc.planner.candidate import Finish, Fitted
 from colofunc.planner.recompute.by_rank import Levels, fastest_by_rank, put_together
-from colofunc.planner.recompute.chain import Back, Run, Stage, Sweep, Table
+from colofunc.planner.recompute.chain import Back, Run, Sweep, Table
 from colofunc.planner.recompute.exhaustive import late
 from colofunc.planner.recompute.needs import measured
 from colofunc.planner.recompute.orders import AgainS, Order, Orders, fastest
@@ -43,8 +43,6 @@ CANDIDATES = (NAMED["dots"], NAMED["nothing"], *map(every, (2, 4, 8)))
 """Policies that are counted beside those that are searched for."""
 MORE = (NAMED["everything"], *map(every, (3, 5, 6, 7)))
 """Those that are counted, too, where nothing fits: no policy with a name may need less than what is refused."""
-LEVELS, SHORT = 6, 5
-"""Chains of at most SHORT stages are also solved exactly, for LEVELS amounts of memory."""
 APART = 50
 """Peaks of two orders that tell what a byte costs are apart by at least 1/APART of the budget."""
 FEW = 64
@@ -408,34 +406,7 @@ def _sweeps(chain: Chain) -> Iterable[Sweep]:
     left = list(accumulate((stage.left_bytes for stage in reversed(stages)), initial=0))[-2::-1]  # by the stages behind each
     backward = max(stage.needs(way) + max(later, 0) for stage, later in zip(stages, left, strict=True) for way in stage.ways)
     most = sum(max(s.ways[0].nbytes, s.out_bytes) for s in stages) + backward
-    found = list(Table(stages, most, SLOTS, ENTRIES).distinct())
-    if len(stages) <= SHORT:
-        known = {sweep.order for sweep in found}
-        found += [sweep for sweep in _exact(stages, most) if sweep.order not in known]
-    return sorted(found, key=lambda sweep: sweep.seconds)
-
-
-def _exact(stages: Sequence[Stage], most: int) -> Iterator[Sweep]:
-    """Of a short chain also the orders in which a stage is kept for a while and made again later (see `checkmate`)."""
-    n = len(stages)
-    reads = (*(((i - 1,) if i else ()) for i in range(n)), *((n + j - 1,) * (j > 0) + (n - 1 - j,) for j in range(n)))
-    cost = (*(s.forward_s for s in stages), *(s.backward_s for s in reversed(stages)))
-    nbytes = (*(float(s.ways[0].nbytes) for s in stages), *(float(s.out_bytes) for s in reversed(stages)))
-    checkmate = importlib.import_module("colofunc.planner.recompute.checkmate")  # with its solver only where it is used
-    graph = checkmate.Graph(cost, nbytes, reads)
-    for k in range(1, LEVELS):
-        order = checkmate.solve(graph, most * k / LEVELS)
-        if order is not None:
-            yield Sweep(order.cost, int(most * k / LEVELS), partial(list, tuple(_steps(order.nodes, n))))
-
-
-def _steps(nodes: Sequence[int], n: int) -> Iterator[Run | Back]:
-    for k, node in enumerate(nodes):
-        if node >= n:
-            yield Back(2 * n - 1 - node)
-            continue
-        again = next(i for i in nodes[k + 1 :] if i in (node, 2 * n - 1 - node))
-        yield Run(node, None if again == node else 0)
+    return sorted(Table(stages, most, SLOTS, ENTRIES).distinct(), key=lambda sweep: sweep.seconds)
 
 
 def _seconds(program: Program, node_s: NodeS) -> float:

@@ -35,6 +35,10 @@ from colofunc.program.ir import Node, Program, Value
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Strategy
 
+SEED = 0
+"""Of the random cuts of every search: all ranks find the same."""
+BATCHES = 5
+"""At most this many ways to lay out the batch, the most split first, are begun from."""
 RESTARTS = 2
 """How often a search from an assignment of a like program leaves it and descends anew."""
 
@@ -102,8 +106,6 @@ def assign(
     constraints: Constraints = NONE,
     convert_s: ConvertS | None = None,
     budget_bytes: int | None = None,
-    peak_bytes: Callable[[Assignment], int] | None = None,
-    seed: int = 0,
     tied: bool | None = None,
     starts: Sequence[Assignment] = (),
     effort: Effort = NORMAL,
@@ -119,22 +121,20 @@ def assign(
     byte at its peak costs so many seconds.
 
     `candidates(node or input value)` -> strategies (of an input: layouts), the replicated one first. It is asked once
-    per class. `peak_bytes`: the accountant; None uses the planner's own liveness estimate. `slack`: where nothing fits,
-    the leanest found may exceed the budget by this share, for someone to count who counts better. `memo`: what earlier
-    calls that differed in the budget only have found. Raises PlanError where a constraint leaves no strategy, OverBudget where
-    the least peak found is above the budget. `fresh`: False searches from `starts` only. `few`: only
+    per class. `slack`: where nothing fits, the leanest found may exceed the budget by this share, for someone to count who
+    counts better. `memo`: what earlier calls that differed in the budget only have found. Raises PlanError where a constraint
+    leaves no strategy, OverBudget where the least peak found is above the budget. `fresh`: False searches from `starts` only. `few`: only
     among options that fit what is held, see `lean`. `near`: of what constraints offer, what is looked at first.
     """
     convert = convert_s or free
-    peak = peak_bytes or (lambda a: a.peak_bytes)
     memo = memo or Memo()
     restarts = 0 if memo.like is None else RESTARTS
     if memo.fastest is None:
         memo.fastest = _fastest(
-            program, mesh, candidates, constraints, convert, seed, tied, starts, effort, fresh, few, near, kernel_s, restarts
+            program, mesh, candidates, constraints, convert, tied, starts, effort, fresh, few, near, kernel_s, restarts
         )
     found = memo.fastest
-    if not price_s and (budget_bytes is None or peak(found) <= budget_bytes):
+    if not price_s and (budget_bytes is None or found.peak_bytes <= budget_bytes):
         return found
     least: list[tuple[int, Mapping[str, int], Assignment]] = []
     dear: list[Assignment] = []
@@ -152,11 +152,10 @@ def assign(
         make = partial(_assignment, program, again, found.ties, alive, regather)
         if price_s or budget_bytes is None:
             known = [*memo.fits.get(regather, ()), *(list(one.choice) for one in dear)]
-            dear.append(make(at_price(again, alive, found.choice, price_s, seed, effort, known, restarts)))
+            dear.append(make(at_price(again, alive, found.choice, price_s, SEED, effort, known, restarts)))
             continue
-        judge = partial(_measure, make, peak) if peak_bytes else lambda choice, alive=alive: alive.peak(choice).nbytes
         before = memo.fits.setdefault(regather, [])
-        result = memo.missed(regather, budget_bytes) or fit(again, alive, found.choice, judge, budget_bytes, seed, effort, before)
+        result = memo.missed(regather, budget_bytes) or fit(again, alive, found.choice, budget_bytes, SEED, effort, before)
         if result.choice is not None:
             before.append(result.choice)
             return make(result.choice)
@@ -176,7 +175,6 @@ def _fastest(
     candidates: Candidates,
     constraints: Constraints,
     convert: ConvertS,
-    seed: int,
     tied: bool | None,
     starts: Sequence[Assignment],
     effort: Effort,
@@ -194,7 +192,7 @@ def _fastest(
     always = copies_of(program, [program.inputs[k] for k, said in constraints.regather.items() if said])
     model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), always, sums=constraints.sums, kernel_s=kernel_s)
     begin = [*(_choice_of(a, ties, options) for a in starts), *(_starts(program, ties, model) if fresh else ())]
-    choice = search(model, begin, seed, effort, fresh, restarts)
+    choice = search(model, begin, SEED, effort, fresh, restarts)
     if model.true_cost(choice) >= BIG:
         raise PlanError(
             "no assignment connects all operators: some conversion that every choice needs does not exist; drop a wish"
@@ -258,7 +256,7 @@ def _choice_of(assignment: Assignment, ties: Ties, options: Sequence[tuple[Strat
     return out
 
 
-def _starts(program: Program, ties: Ties, model: Model, most: int = 5) -> list[list[int]]:
+def _starts(program: Program, ties: Ties, model: Model) -> list[list[int]]:
     """Assignments to begin from: all replicated, and greedy ones for each way to lay out the batch."""
     batch = {ties.of_input(k) for k, id in enumerate(program.inputs) if program.values[id].role == "batch"}
     largest = max(
@@ -270,7 +268,7 @@ def _starts(program: Program, ties: Ties, model: Model, most: int = 5) -> list[l
     graph = model.pair_graph(1.0)
     order = range(len(model.options))
     ways = sorted(range(len(model.options[largest])), key=lambda o: _numel(model.options[largest][o]))
-    for o in ways[:most]:
+    for o in ways[:BATCHES]:
         text = model.options[largest][o].outs[0]
         alike = {c: _first(model.options[c], text) for c in sorted(batch)}
         starts.append(graph.greedy(order, {**alike, largest: o}))
@@ -290,12 +288,6 @@ def _first(options: Sequence[Strategy], like: Layout | None) -> int:
         if lay is not None and [tuple(a for _, a in dim if a) for dim in lay.dims] == want[: len(lay.dims)]:
             return k
     return 0
-
-
-def _measure(
-    make: Callable[[Sequence[int]], Assignment], peak: Callable[[Assignment], int], choice: Sequence[int]
-) -> int:
-    return peak(make(choice))
 
 
 def _parameters(program: Program) -> frozenset[int]:

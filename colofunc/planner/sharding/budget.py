@@ -11,7 +11,7 @@ Source: Lagrangian relaxation for the constrained problem, Fisher (Management Sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -21,7 +21,8 @@ from colofunc.planner.sharding.memory import Liveness, Peak
 from colofunc.planner.sharding.model import Model
 from colofunc.planner.sharding.search import Effort, lighter, search
 
-Measure = Callable[[Sequence[int]], int]
+GIVEN_BACK = 60
+"""At most this many single changes that save time are tried when a budget is met."""
 
 
 @attrs.frozen
@@ -53,18 +54,17 @@ def fit(
     model: Model,
     live: Liveness,
     start: Sequence[int],
-    measure: Measure,
     budget_bytes: int,
     seed: int,
     effort: Effort,
     before: Sequence[Sequence[int]] = (),
 ) -> Fit:
-    """The fastest choice found whose measured peak is within the budget. `before`: choices that met other budgets."""
+    """The fastest choice found whose peak is within the budget. `before`: choices that met other budgets."""
     peak = live.peak(start)
     charge = _Charge(dict(peak.alive_outs), dict(peak.alive_copies))
     light = lighter(effort)
     best: tuple[float, list[int]] | None = None
-    least: tuple[int, Mapping[str, int], list[int]] = (measure(start), peak.by_role, list(start))
+    least: tuple[int, Mapping[str, int], list[int]] = (peak.nbytes, peak.by_role, list(start))
     if least[0] <= budget_bytes:
         best = (model.true_cost(start), list(start))
     x = list(start)
@@ -73,8 +73,8 @@ def fit(
     for turn in range(16):
         priced = model.priced(_copies(model, charge, price), _extra(model, charge, price))
         x = search(priced, [x, *before], seed, light, fresh=turn == 0)
-        nbytes, seconds = measure(x), model.true_cost(x)
-        peak = live.peak(x)
+        seconds, peak = model.true_cost(x), live.peak(x)
+        nbytes = peak.nbytes
         charge = charge.mixed(peak, 1 / (2 + turn / 2))
         if nbytes < least[0]:
             least = (nbytes, peak.by_role, x)
@@ -94,7 +94,7 @@ def fit(
             price = (low * high) ** 0.5 if low else high / 8
     if best is None:
         return Fit(None, *least)
-    return Fit(_give_back(model, best[1], measure, budget_bytes), *least)
+    return Fit(_give_back(model, live, best[1], budget_bytes), *least)
 
 
 TURNS_FROM_LIKE = 3
@@ -142,16 +142,16 @@ def _copies(model: Model, charge: _Charge, price: float) -> list[float]:
     return [price * charge.copies.get(f, 0.0) for f in range(len(model.flows))]
 
 
-def _give_back(model: Model, x: list[int], measure: Measure, budget_bytes: int, most: int = 60) -> list[int]:
-    """Single changes that save time, largest first, kept while the measured peak stays within the budget."""
+def _give_back(model: Model, live: Liveness, x: list[int], budget_bytes: int) -> list[int]:
+    """Single changes that save time, largest first, kept while the peak stays within the budget."""
     gains = []
     for c in range(len(model.options)):
         row = model.row(c, x)
         gains += [(float(row[o] - row[x[c]]), c, int(o)) for o in np.flatnonzero(row < row[x[c]])]
     cost_s = model.true_cost(x)
-    for _, c, o in sorted(gains)[:most]:
+    for _, c, o in sorted(gains)[:GIVEN_BACK]:
         y = [*x[:c], o, *x[c + 1 :]]
         now = model.true_cost(y)
-        if now < cost_s and measure(y) <= budget_bytes:
+        if now < cost_s and live.peak(y).nbytes <= budget_bytes:
             x, cost_s = y, now
     return x
