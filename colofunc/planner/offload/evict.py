@@ -214,13 +214,10 @@ class Copy(NamedTuple):
 
 
 def spread(
-    facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links, push: bool = False
+    facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links
 ) -> tuple[float, list[Copy]]:
-    """(makespan, copies) of these stays, in order of issue: at most `budget_bytes` on the device at any position.
-
-    `push`: the compute waits for stores whose bytes the next fetch could have.
-    """
-    return _Spread(facts, stays, residents, budget_bytes, links, push).run()
+    """(makespan, copies) of these stays, in order of issue: at most `budget_bytes` on the device at any position."""
+    return _Spread(facts, stays, residents, budget_bytes, links).run()
 
 
 class _Spread:
@@ -231,9 +228,9 @@ class _Spread:
     """
 
     def __init__(
-        self, facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links, push: bool
+        self, facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links
     ) -> None:
-        self.facts, self.budget, self.links, self.push = facts, budget_bytes, links, push
+        self.facts, self.budget, self.links = facts, budget_bytes, links
         change = [0] * (facts.size + 1)
         for item, mine in enumerate(stays):
             for stay in mine:
@@ -393,9 +390,4 @@ class _Spread:
         if np.maximum.reduce(ahead) > room:
             self.blocked[index] = stay.first - int((ahead[::-1] > room).argmax())
             return False
-        short = int(self.bytes[p]) + self.extra - room
-        if short > 0 and self.push:
-            for store in list(self.kept):  # the fetch is worth more than the wait
-                self._await(store, p)
-            short = int(self.bytes[p]) - room
-        return short <= 0
+        return int(self.bytes[p]) + self.extra <= room

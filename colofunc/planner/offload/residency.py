@@ -23,7 +23,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import chain, combinations
 from math import inf
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -59,14 +58,12 @@ class Point(NamedTuple):
     stay: float  # part of that order's bytes that stays
     filled: float  # part of the rest that Belady fills; copies in flight may have all
     spent: float = 1.0  # part of the budget that is used at all
-    push: bool = False  # the compute waits for stores that stand in a fetch's way
     fewest: bool = False  # residents and evictions by bytes: `order` says nothing, `stay` is a part of the state
 
     def around(self, step: float, orders: int, solve: bool) -> Iterator[Point]:
         for field in ("filled", "stay", "spent"):
             for change in (step, -step):
                 yield self._replace(**{field: min(1.0, max(0.0, getattr(self, field) + change))})
-        yield self._replace(push=not self.push)
         if solve:
             yield self._replace(fewest=not self.fewest)
         yield from (self._replace(order=other) for other in range(orders) if other != self.order)
@@ -82,17 +79,10 @@ STARTS = (
     Point(1, 0.5, 0.9),
     Point(0, 0.5, 1.0, fewest=True),
 )
-MANY = tuple(
-    Point(order, stay, filled, spent)
-    for order in (0, 1)
-    for spent in (1.0, 0.75, 0.5, 0.25, 0.0)
-    for stay in (0.0, 0.5, 1.0)
-    for filled in (1.0, 0.8, 0.5, 0.0)
-)
 SLACK = 0.03
 """Plans of a large trace whose time differs by less than this part count as equally fast. Seconds are a model, and it does not know that
 copies take from the bandwidth of the host's memory, which updates there need."""
-MANY_FROM = 200  # candidates that a call may afford before it starts from all of them
+MANY_FROM = 200  # candidates from which on a call tries all that there is to try
 FEWEST = Point(0, 1.0, 1.0, fewest=True)
 SKETCH = (STARTS[1], FEWEST, STARTS[7])  # where little may be tried
 
@@ -147,7 +137,6 @@ class _Found:
     residents: tuple[int, ...]
     room: int
     spent: int
-    push: bool
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -170,7 +159,7 @@ class Search:
         self.facts = Facts(trace)
         self.alone = play(self.facts.lanes, (), links)
         self.fixed = [i for i, item in enumerate(trace.items) if item.fixed and item.home]
-        self.known: dict[tuple[object, int, int, bool], tuple[float, int]] = {}
+        self.known: dict[tuple[object, int, int], tuple[float, int]] = {}
         self.spreads: dict[tuple[object, ...], tuple[float, list[Copy]]] = {}
         self.gave_up = False  # a linear program took too many iterations, and this is found without it
         self.best: _Found | None = None
@@ -241,41 +230,41 @@ class Search:
 
     # ---- one candidate ----
 
-    def score(self, residents: Sequence[int], room: int, spent: int, push: bool) -> tuple[float, int]:
+    def score(self, residents: Sequence[int], room: int, spent: int) -> tuple[float, int]:
         """(seconds, bytes moved) with these residents, where Belady fills `room` and all fill `spent` bytes."""
         kept = tuple(sorted(residents))
-        return self._scored((kept, room, spent, push), lambda: (kept, evict(self.facts, room, kept)))
+        return self._scored((kept, room, spent), lambda: (kept, evict(self.facts, room, kept)))
 
-    def least(self, stay: float, room: int, spent: int, push: bool) -> tuple[float, int]:
+    def least(self, stay: float, room: int, spent: int) -> tuple[float, int]:
         """(seconds, bytes moved) with about the fewest bytes moved where that part of the state may stay."""
-        key, found = (stay, room, spent, push), self.programs.at(room, stay)
+        key, found = (stay, room, spent), self.programs.at(room, stay)
         self.gave_up |= found is None
-        same = (inf, 0) if found is None else self.known.get((found.asked, room, spent, push))
+        same = (inf, 0) if found is None else self.known.get((found.asked, room, spent))
         if key not in self.known and same is not None:
             self.left -= 1
             self.known[key] = same
         return self._scored(key, lambda: (tuple(found.residents), found.stays))
 
     def _scored(
-        self, key: tuple[object, int, int, bool], chosen: Callable[[], tuple[tuple[int, ...], list[list[Stay]]]]
+        self, key: tuple[object, int, int], chosen: Callable[[], tuple[tuple[int, ...], list[list[Stay]]]]
     ) -> tuple[float, int]:
         if key not in self.known:
             self.left -= 1
             residents, stays = chosen()
-            seconds, copies = self._spread(tuple(residents), stays, key[2], key[3])
+            seconds, copies = self._spread(tuple(residents), stays, key[2])
             rank = self.known[key] = seconds, sum(self.facts.nbytes[c.item] for c in copies)
-            found = _Found(*rank, copies, residents, key[1], key[2], key[3])
+            found = _Found(*rank, copies, residents, key[1], key[2])
             if self.best is None or rank < self.best.rank:
                 self.best = found
             if all(one.seconds > rank[0] or one.moved > rank[1] for one in self.front):
                 self.front = [found, *(one for one in self.front if one.seconds < rank[0] or one.moved < rank[1])]
         return self.known[key]
 
-    def _spread(self, residents: tuple[int, ...], stays: list[list[Stay]], spent: int, push: bool) -> tuple[float, list[Copy]]:
+    def _spread(self, residents: tuple[int, ...], stays: list[list[Stay]], spent: int) -> tuple[float, list[Copy]]:
         """Rooms that are nearly alike evict the same, so more than half of the candidates have been spread before."""
-        asked = residents, tuple(map(tuple, stays)), spent, push
+        asked = residents, tuple(map(tuple, stays)), spent
         if asked not in self.spreads:
-            self.spreads[asked] = spread(self.facts, stays, residents, spent, self.links, push)
+            self.spreads[asked] = spread(self.facts, stays, residents, spent, self.links)
         return self.spreads[asked]
 
     def _result(self, best: _Found) -> Residency:
@@ -290,15 +279,13 @@ class Search:
     # ---- which residents ----
 
     def _orders(self) -> Iterator[list[int]]:
-        """Home items that may stay, the ones to keep first: by copies saved per byte, by both ends, by the tail, by the head."""
+        """Home items that may stay, the ones to keep first: by copies saved per byte, by both ends."""
         items, uses = self.trace.items, self.facts.uses
         able = [i for i, item in enumerate(items) if item.home and item.stays and not item.host_uses and uses[i] and not item.fixed]
         last_write = {i: max(changes(items[i]), default=-1) for i in able}
         keys: list[Callable[[int], tuple[float, ...]]] = [
             lambda i: (-(last_write[i] >= 0), -uses[i][-1], i),
             lambda i: (min(uses[i][0], self.facts.size - 1 - uses[i][-1]), -(last_write[i] >= 0), i),
-            lambda i: (-last_write[i], -uses[i][-1], i),
-            lambda i: (uses[i][0], -(last_write[i] >= 0), i),
         ]
         for key in keys:
             yield sorted(able, key=key)
@@ -353,20 +340,20 @@ class Search:
     def _by_bytes(self, point: Point) -> tuple[float, int]:
         least = self.orders[0][1][0]
         room, spent = (least + int((self.budget - least) * part) for part in (point.filled, point.spent))
-        return self.least(point.stay, min(room, spent), max(room, spent), point.push)
+        return self.least(point.stay, min(room, spent), max(room, spent))
 
     def _by_order(self, point: Point) -> tuple[float, int]:
         order, floors, held = self.orders[point.order]
         count = int(np.searchsorted(held, point.stay * float(held[-1]), side="right")) - 1
         least, taken = floors[count], int(held[count])
         spent = least + int((self.budget - least) * point.spent)
-        return self.score([*self.fixed, *order[:count]], taken + int((spent - taken) * point.filled), spent, point.push)
+        return self.score([*self.fixed, *order[:count]], taken + int((spent - taken) * point.filled), spent)
 
     def _search(self) -> None:
-        """Pattern search from STARTS with a step that shrinks, then one resident more or less as long as that helps."""
+        """Pattern search from STARTS with a step that shrinks."""
         if self.links.one_queue and not self.many and self._busy():
             return
-        starts = [point for point in (MANY if self.many else STARTS) if point.order < len(self.orders)]
+        starts = [point for point in STARTS if point.order < len(self.orders)]
         solve = not self.many or self.slack > 0  # of a small trace everything is tried for what a linear program takes
         starts += [point for point in (FEWEST, self.where) if point is not None and point not in starts and (solve or not point.fewest)]
         for best, where in sorted(((self._at(point), point) for point in starts), key=itemgetter(0))[:3]:
@@ -378,7 +365,6 @@ class Search:
                         best, where = found, point
                 if best == before:
                     step /= 2
-        self._flip()
 
     def _busy(self) -> bool:
         """Whether what copies fewest bytes keeps the one queue that there is busy nearly all the time: nothing else is faster then."""
@@ -388,19 +374,3 @@ class Search:
         sizes = ((copy.fetch, self.facts.nbytes[copy.item]) for copy in self.best.copies)
         busy_s = sum(self.links.fetch_s(nbytes) if fetch else self.links.store_s(nbytes) for fetch, nbytes in sizes)
         return self.best.seconds <= (1 + SLACK) * busy_s
-
-    def _flip(self) -> None:
-        """One resident more or less, or another one in its place, as long as that helps."""
-        able, found = next(self._orders()), True
-        while found and self.best:
-            found = False
-            for change in chain(((i,) for i in able), combinations(able, 2)):
-                now = self.best
-                if not self.open:
-                    return
-                self.left -= 1
-                residents = set(now.residents) ^ set(change)
-                order = [i for i in able if i in residents]
-                if self._fitting(order)[0] == order:
-                    self.score(sorted(residents), now.room, now.spent, now.push)
-                    found = found or self.best is not now
