@@ -148,13 +148,13 @@ class CheckError(ColofuncError, AssertionError):
     """A check of `colofunc.testing` that found a difference: which leaf or strategy, and by how much."""
 
 
-def near(name: str, names: Iterable[str], what: str = "known") -> str:
-    """`"; did you mean 'x'?"` or the list of known names, to end an error message with one thing to try."""
+def near(name: object, names: Iterable[str], what: str = "known") -> str:
+    """`"; did you mean 'x'?"` or the list of known names, to end an error message with one thing to try. name: whatever was given."""
     known = sorted({str(n) for n in names})
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
     if close:
         return "; did you mean " + " or ".join(repr(c) for c in close) + "?"
     if not known:
-        return f"; there are no {what} names"
+        return f"; there are no {what}" if what != "known" else "; there are no known names"
     shown = ", ".join(repr(k) for k in known[:12]) + (", ..." if len(known) > 12 else "")
     return f"; {what}: {shown}"

@@ -405,7 +405,11 @@ def test_the_text_says_who_does_what() -> None:
         (dict(microbatches=3), "3 microbatches do not divide the 16 rows"),
         (dict(microbatches=0), "microbatches=0 is no whole number above 0; write cf.pipeline(step, microbatches=4)"),
         (dict(stages={}), "stages={} names no stages"),
-        (dict(stages={"0.*": 4}), "stages={'0.*': 4}: the schedule '1f1b' has 4 stages on 'pp'"),
+        (dict(stages=[("0.*", 0)]), "stages=[('0.*', 0)] names no stages; write stages={'layers.0.*': 0"),
+        (dict(stages={0: 1}), "stages={0: 1} names no stages"),
+        (dict(schedule=None), "unknown schedule None; schedules: '1f1b'"),
+        (dict(axis=3), "cf.pipeline(axis=3): Mesh(pp=4"),
+        (dict(stages={"0.*": 4}), "stages={'0.*': 4}: the schedule '1f1b' has 4 stages on 'pp'; write stages from 0 to 3, or"),
         (dict(stages={"9.*": 0}), "stages={'9.*': 0} matches no parameter; the first are"),
         (dict(stages={"0.*": 3, "2.*": 2, "4.*": 1, "6.*": 0}), "needs what a later stage makes: stages have to follow the order"),
     ],
@@ -414,6 +418,12 @@ def test_what_cannot_be_planned_is_an_error(options: dict[str, Any], says: str) 
     step, state, batch = mlp()
     with pytest.raises(cf.PlanError, match=re.escape(says)):
         cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), **options).lower(state, batch)
+
+
+def test_a_batch_that_is_no_argument_is_an_error() -> None:
+    step, state, batch = mlp()
+    with pytest.raises(cf.InputError, match=r"batch=1\.5 is no argument: the step takes 2; write one of 'state', 'batch'"):
+        cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), batch=1.5).lower(state, batch)
 
 
 def by_hand(*rows: str) -> types.ModuleType:

@@ -335,6 +335,37 @@ def test_squares_are_added_up_within_a_stage_first(kind: str) -> None:
     assert losses == pytest.approx(wanted, rel=1e-10, nan_ok=True)
 
 
+class Tied(nn.Module):
+    """The first and the last layer have one weight, whose gradient these two stages add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.middle = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(torch.tanh(self.first(x))))
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_tied_weight_beside_zero(level: int) -> None:
+    torch.manual_seed(0)
+    step, state = cf.train_step(
+        cf.functional(Tied().double()), cf.adapt(torch.optim.SGD, lr=1e-3, momentum=0.9), lambda out, b: (out - b[1]).pow(2).mean(),
+        inputs=lambda b: ((b[0],), {}), clip=0.9,
+    )  # fmt: skip
+    sharded = cf.shard(step, cf.Mesh(pp=2, dp=2), zero(level, "dp"))
+    chain = cf.pipeline(sharded, microbatches=4, schedule="zb-h1", validate="next step")
+    given = [(x, y * size) for (x, _, y), size in zip(batches([CALM] * 7, 1.0), [1, 1, 1, 1, 90, 1, 1], strict=True)]
+    with cf.testing.float64():
+        found, losses, redone = trained(chain, state, given)
+        expected, wanted = alone(chain, state, given)
+    assert redone == 1 and losses == pytest.approx(wanted, rel=1e-10)
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10, msg=name)
+
+
 @pytest.mark.parametrize("kind", ["3", pytest.param("1", marks=pytest.mark.sweep), pytest.param("tensor", marks=pytest.mark.sweep)])
 def test_an_overflow_in_one_rank_of_a_stage_is_skipped_by_all(kind: str) -> None:
     given = batches([CALM] * 6 + [0] + [CALM] * 2, 3e3, torch.float32)

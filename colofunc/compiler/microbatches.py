@@ -206,8 +206,8 @@ def _argument(traced: Traced, batch: int | str | None) -> Tree:
         if batch not in names:
             raise InputError(f"batch={batch!r} names no argument{near(batch, names, 'arguments')}")
         batch = names.index(batch)
-    if not -len(arguments) <= batch < len(arguments):
-        raise InputError(f"batch={batch} is no argument: the step takes {len(arguments)}")
+    if not isinstance(batch, int) or not -len(arguments) <= batch < len(arguments):
+        raise InputError(f"batch={batch!r} is no argument: the step takes {len(arguments)}; write one of {', '.join(map(repr, names))}")
     return arguments[batch]
 
 

@@ -88,7 +88,7 @@ def pipeline(
         raise PlanError(f"unknown mixing {mixing!r}{near(str(mixing), MIXING, 'ways')}")
     if validate not in VALIDATE:
         raise PlanError(f"unknown validate {validate!r}{near(str(validate), VALIDATE, 'ways')}")
-    if stages is not None and (not stages or not all(isinstance(k, int) and k >= 0 for k in stages.values())):
+    if stages is not None and not _name_stages(stages):
         raise PlanError(
             f"stages={stages!r} names no stages; "
             "write stages={'layers.0.*': 0, 'layers.1.*': 1}, or None for balanced ones"
@@ -96,6 +96,13 @@ def pipeline(
     number = None if isinstance(microbatches, str) else microbatches
     asked = _Asked(axis, number, schedule, None if stages is None else tuple(stages.items()), batch, mixing, validate)
     return stage(step_fn, asked.transform())
+
+
+def _name_stages(stages: Any) -> bool:
+    """Whether globs are mapped to numbers of stages."""
+    if not isinstance(stages, Mapping) or not stages:
+        return False
+    return all(isinstance(glob, str) and isinstance(k, int) and k >= 0 for glob, k in stages.items())
 
 
 @attrs.frozen
@@ -255,7 +262,8 @@ class _Asked:
         for glob, index in self.stages:
             if index >= count:
                 raise PlanError(
-                    f"stages={{{glob!r}: {index}}}: the schedule {self.schedule!r} has {count} stages on {self.axis!r}"
+                    f"stages={{{glob!r}: {index}}}: the schedule {self.schedule!r} has {count} stages on {self.axis!r}; "
+                    f"write stages from 0 to {count - 1}, or more ranks on {self.axis!r}"
                 )
             if not any(matches(name, glob) for name in leaves.values()):
                 some = ", ".join(list(leaves.values())[:3])

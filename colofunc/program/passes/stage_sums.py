@@ -40,15 +40,19 @@ def sums_within_stages(program: Program) -> Program:
 def _with_one_less(program: Program) -> Program | None:
     """The program with one reduction in front of its messages; None where there is none behind them that can be taken there."""
     start = behind_schedule(program)
-    told: set[int] = set()  # what follows from messages
+    told: set[int] = set()  # what follows from messages: from scalars, while a tied weight's gradient is waited for in any case
     for node in program.nodes[start:]:
-        if node.target == SEND or not told.isdisjoint(node.refs):
+        if _is_message(node, program) or not told.isdisjoint(node.refs):
             told.update(node.results)
         if node.target == ALL_REDUCE and node.refs[0] in told:
             found = _Region(program, start, told, node).found()
             if found is not None:
                 return found
     return None
+
+
+def _is_message(node: Node, program: Program) -> bool:
+    return node.target == SEND and program.values[node.refs[0]].shape == ()
 
 
 class _Region:
