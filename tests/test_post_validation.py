@@ -474,6 +474,17 @@ def test_messages_by_nccl_are_refused() -> None:
         backend.later(parts.exchange, cf.Mesh(pp=2))
 
 
+def test_one_stage_with_all_the_work_is_refused() -> None:
+    """It would not be validated in the next step, and nothing said so."""
+    step, state = cf.train_step(
+        cf.functional(Layers().double()), cf.adapt(torch.optim.SGD, lr=1e-3), lambda out, b: (out - b[2]).pow(2).mean(),
+        inputs=lambda b: ((b[0], b[1]), {}), clip=0.9,
+    )  # fmt: skip
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, stages={"*": 1}, validate="next step")
+    with pytest.raises(PlanError, match=r'one stage has all the work .* Try: validate="step", or stages='):
+        chain.lower(state, batches([CALM], 1.0)[0])
+
+
 def test_an_unknown_way_to_validate_is_refused() -> None:
     with pytest.raises(PlanError, match="unknown validate 'never'"):
         staged("zb-h2", "never")

@@ -12,6 +12,7 @@ from functools import partial
 
 import attrs
 
+from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.stages.simulate import simulate
 from colofunc.program.actions import Action, ActionTable
@@ -99,6 +100,11 @@ def by_timetable(loop: Callable[[Program], Program], scheduled: Scheduled, progr
     """One rank's program with its loop over microbatches run by a timetable: the largest loop in which stages send to one another."""
     program = loop(program)
     sizes = {k: _size(node) for k, node in enumerate(program.nodes) if node.loop is not None and _sends(node.loop)}
+    if not sizes and scheduled.validate_late:
+        raise PlanError(
+            'cf.pipeline(validate="next step"): one stage has all the work and none sends to another, so that nothing is validated later. '
+            'Try: validate="step", or stages= that divide the work'
+        )
     if not sizes:
         return program
     index = max(sizes, key=lambda k: sizes[k])
