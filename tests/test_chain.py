@@ -88,9 +88,17 @@ def test_an_order_runs_every_backward_once_with_what_it_needs_and_costs_what_it_
 
 
 def test_what_is_left_is_rounded_to_slots_as_all_else_is() -> None:
-    nbytes, memory = 659_659_290, 879_545_720  # 200 slots: a quotient of 150, and a little is over
+    nbytes, memory = 659_659_290, 879_545_720  # three quarters, of which a float quotient would leave a little over
     whole = Table([Stage(1, 1, 1, (Kept(1, 0),), nbytes)], memory, 200)
-    assert whole._left(0, 0).tolist() == [whole._slots(nbytes)] == [151]
+    assert whole._left(0, 0).tolist() == [whole._slots(nbytes)] == [150]
+    assert whole._slots(nbytes + 1) == 151
+
+
+@pytest.mark.parametrize("nbytes", [50_436, *range(40_000, 60_000, 997)])
+def test_all_of_the_memory_is_as_many_slots_as_there_are(nbytes: int) -> None:
+    """As a quotient 50,436 / 2,000 is a little less than it is."""
+    whole = Table([Stage(1, 1, 0, (Kept(0, 0, nbytes),))], nbytes, 2000)
+    assert whole._slots(nbytes) == 2000 and len(list(whole.distinct())) == 1
 
 
 def test_equal_layers_are_solved_once() -> None:

@@ -43,7 +43,7 @@ class Written:
                 self.ways[way] = error
         found = self.ways[way]
         if isinstance(found, PlanError):
-            raise found
+            raise found.with_traceback(None)  # each raise would add its own
         return found
 
 

@@ -143,7 +143,7 @@ class _Search:
         self.best: Planned | None = None
         self.others: dict[Way, OtherWay] = {}
         self.refused: dict[Way, PlanError | CapacityError] = {}
-        self.plannings: dict[Way, Planning] = {}  # of those that do not fit
+        self.leanest: tuple[int, Way, Planning] | None = None  # of those that do not fit: its peak, which it is, how it was planned
         self.bounds: dict[Way, float] = {}
 
     def run(self) -> Planned:
@@ -174,9 +174,9 @@ class _Search:
             outcome = self.recall(planning, False)
         except (PlanError, CapacityError) as error:
             self.refused[way] = error
-            if planning is not None and isinstance(error, DoesNotFit):
-                self.plannings[way] = planning
             peak_bytes = error.peak_bytes if isinstance(error, DoesNotFit) else 0
+            if planning is not None and isinstance(error, DoesNotFit) and (self.leanest is None or (peak_bytes, way) < self.leanest[:2]):
+                self.leanest = peak_bytes, way, planning
             self._lose(way, None, peak_bytes, str(error).splitlines()[0])
             return isinstance(error, (DoesNotFit, CapacityError))
         found = Planned(way, planning, outcome)
@@ -207,11 +207,9 @@ class _Search:
 
     def _leanest(self) -> Planned:
         """The way whose leanest plan holds least, planned with all that may make it fit. Raises what that raises, or what the first did."""
-        lean = {way: error.peak_bytes for way, error in self.refused.items() if isinstance(error, DoesNotFit)}
-        if not lean:
+        if self.leanest is None:
             raise self.refused[min(self.refused)]
-        way = min(lean, key=lambda each: (lean[each], each))
-        planning = self.plannings[way]
+        _, way, planning = self.leanest
         try:
             outcome = self.recall(planning, True)
         except PlanError as error:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from math import inf, nextafter
 
 import attrs
 import numpy as np
@@ -113,7 +114,9 @@ class Table:
         self.rows, pieces = _pieces(stages)  # [i, j] -> the row of `cost` for stages i..j
         if most_entries is not None:
             slots = min(slots, max(LEAST_SLOTS, most_entries // len(pieces)))
-        self.stages, self.unit, self.size = tuple(stages), max(memory / slots, 1e-9), slots + 1
+        self.stages, self.size = tuple(stages), slots + 1
+        # The next larger float: where the quotient is rounded down, all of the memory would be one slot more than there are.
+        self.unit = nextafter(max(memory / slots, 1e-9), inf)
         self.forward_s = np.array([s.forward_s for s in stages])
         self.plain_s = self.forward_s + np.array([s.backward_s for s in stages])
         self.left = np.array([s.left_bytes for s in stages], dtype=np.int64)

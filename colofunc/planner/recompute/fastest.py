@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from itertools import accumulate
 from math import inf
@@ -316,7 +316,8 @@ class _Proposals:
     @staticmethod
     def of(program: Program, node_s: NodeS) -> _Proposals:
         chains = {id(p): measured(joined(chain_of(p, node_s))) for p in program.with_bodies()}
-        return _Proposals(program, node_s, chains, {key: list(_sweeps(chain)) for key, chain in chains.items() if chain.parts})
+        sweeps = {key: _sweeps(chain) for key, chain in chains.items() if chain.parts}
+        return _Proposals(program, node_s, chains, {key: some for key, some in sweeps.items() if some})
 
     def again_s(self, one: Program | Order) -> float:
         """Seconds of what a proposal makes again."""
@@ -400,7 +401,7 @@ def _changed(program: Program, change: Callable[[Program], Program]) -> Program:
     return within(change(program), change)
 
 
-def _sweeps(chain: Chain) -> Iterable[Sweep]:
+def _sweeps(chain: Chain) -> Sequence[Sweep]:
     """The distinct orders for all amounts of memory, from fast to lean."""
     stages = chain.stages
     left = list(accumulate((stage.left_bytes for stage in reversed(stages)), initial=0))[-2::-1]  # by the stages behind each
