@@ -335,6 +335,30 @@ def test_squares_are_added_up_within_a_stage_first(kind: str) -> None:
     assert losses == pytest.approx(wanted, rel=1e-10, nan_ok=True)
 
 
+def test_a_rank_that_reads_alone_meets_the_others_before_an_update_that_communicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peers may be in the next step, whose messages it would take for its own; a number of another stage it reads by itself."""
+    given = batches([CALM] * 4 + [1], 300.0)
+    guessing, state = staged("zb-h1", "next step", **beside("1"))
+    with cf.testing.float64():
+        placed = guessing.init(state, given[0])
+        for batch in given:
+            placed, metrics = guessing(placed, batch)
+        guessed = unsettled()
+        met: list[str] = []
+
+        def meet(what: str, deadline_s: float | None = None) -> None:
+            met.append(what)
+            assert not all(torch.equal(x, copy) for x, copy in guessed._kept), "nothing is put back yet"
+            raise cf.CollectiveError("rank 1 is in step 6")
+
+        monkeypatch.setattr(guessed.run.backend, "watch", SimpleNamespace(meet=meet))
+        assert float(metrics["grad_norm"]) > 1 and not met
+        before = guessed.run.redone
+        with pytest.raises(cf.CollectiveError, match="rank 1 is in step 6"):
+            _ = flat(placed)["params.layers.1.weight"].local
+    assert met == ["an update that is done again"] and guessed.run.redone == before
+
+
 class Tied(nn.Module):
     """The first and the last layer have one weight, whose gradient these two stages add up."""
 
@@ -569,6 +593,32 @@ def test_real_ranks_that_gather_their_updates_compute_what_one_device_does(tmp_p
     expected = check_real_ranks(4, 0, "1", str(tmp_path / "saved"))
     found = cf.load(tmp_path / "saved", mesh=cf.Mesh())
     torch.testing.assert_close(found.full(), expected["params.layers.0.weight"], rtol=1e-10, atol=1e-10)
+
+
+def reads_alone() -> str:
+    """What rank 0 is told that reads a parameter behind a wrong guess, while the others go on."""
+    given = batches([CALM] * 4 + [1, CALM], 300.0)
+    more = beside("1")
+    cf.join(more["mesh"], limit_s=8)
+    with cf.testing.float64():
+        chain, state = staged("zb-h1", "next step", **more)
+        placed = chain.init(state, given[0])
+        for batch in given[:5]:
+            placed, _ = chain(placed, batch)
+        try:
+            if more["mesh"].rank == 0:
+                _ = flat(placed)["params.layers.0.weight"].local
+            chain(placed, given[5])
+        except cf.CollectiveError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.dist
+@pytest.mark.sweep
+def test_a_rank_that_reads_an_update_alone_ends_with_an_error_that_says_where_the_others_are() -> None:
+    with pytest.raises(cf.CollectiveError, match=r"an update that is done again at .* rank 0 waited 8 s for ranks \[1, 2, 3\]"):
+        raise cf.CollectiveError(launch(reads_alone, 4, timeout_s=60)[0])
 
 
 def check_real_ranks(ranks: int, *how: Any) -> dict[str, torch.Tensor]:

@@ -10,7 +10,8 @@ has run on the wrong state runs once more. A step is speculated only where the t
 goes on for many steps costs nothing but the wait.
 
 Where the ranks of a stage come to the update together (`Deferred.together`: ZeRO gathers parameters at its end), one that reads a scalar
-alone only looks at what was sent. To do an update again they meet: in the next call, or where all of them read what it made.
+alone only looks at what was sent. To do an update again all ranks meet first (`watch.meet`): in the next call, or where all of them read
+what it made. One that reads that alone waits there: its gather would take what the others, in the next step, send in the same group.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from colofunc.executors.watch import meet
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
 from colofunc.program.post_validation import Deferred
@@ -194,6 +196,8 @@ class Unsettled:
         assert self._found is not None, "it was heard"
         run = self.run
         if self.redone:
+            if run.parts.together:
+                meet(run.backend.watch, "an update that is done again")
             run.redone += 1
             for x, copy in self._kept:
                 x.copy_(copy)
