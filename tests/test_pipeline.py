@@ -19,9 +19,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
-from colofunc.executors.distributed import RankProgram
+from colofunc.executors.distributed import Distributed, RankProgram
 from colofunc.executors.faults import FaultError, ask
-from colofunc.executors.groups import Ahead, Group, Groups, Receiver
+from colofunc.executors.groups import Ahead, Group, Groups, Mail, Receiver
 from colofunc.executors.launch import launch
 from colofunc.executors.simulated import SimulatedProgram, distinct
 from colofunc.program.check import check_program
@@ -228,8 +228,21 @@ def test_no_step_begins_behind_one_that_raised_behind_its_first_message(monkeypa
     with pytest.raises(FaultError), cf.testing.fail(rank=1, at="send"), groups.messages():  # nothing is under way behind that one
         receive(0)
         ask("send", (1,))
-    with pytest.raises(cf.CollectiveError, match=r"rank 1: an earlier step over .* raised in the middle, .*Try: start the proc"):
+    with pytest.raises(cf.CollectiveError, match=r"rank 1: an earlier step raised in the middle, .*Try: start the proc"):
         groups.messages().__enter__()
+
+
+def test_meshes_of_a_process_share_what_is_under_way() -> None:
+    """They share the group of all ranks, in which messages are told apart by their tags alone."""
+    backend = object.__new__(Distributed)
+    backend.rank, backend.watch, backend._carriers, backend._groups, backend._mail = 0, None, {"cpu": "gloo"}, {}, Mail()
+    one, other = (backend._groups_of(mesh) for mesh in (cf.Mesh(pp=2, device="cpu"), cf.Mesh(pp=2, dp=2, device="cpu")))
+    with other.messages():
+        pass
+    backend.interrupted()
+    for groups in (one, other):
+        with pytest.raises(cf.CollectiveError, match="an earlier step raised"):
+            groups.messages().__enter__()
 
 
 def test_a_program_that_sends_outside_of_loops_does_not_begin_there_either() -> None:
@@ -237,11 +250,11 @@ def test_a_program_that_sends_outside_of_loops_does_not_begin_there_either() -> 
     program = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=2).lower(state, batch).program
     groups = Groups(cf.Mesh(pp=2), 1, {}, 1.0)
     with pytest.raises(FaultError), cf.testing.fail(rank=1, at="send"), groups.messages():
-        groups._under_way = True
+        groups.mail.under_way = True
         ask("send", (1,))
     loss = [node for node in program.nodes if node.target == SEND]
     assert loss, "the last stage tells it behind the loop"
-    with pytest.raises(cf.CollectiveError, match="an earlier step over"):
+    with pytest.raises(cf.CollectiveError, match="an earlier step raised"):
         RankProgram(attrs.evolve(program, nodes=tuple(loss)), groups, None)([])
     with pytest.raises(cf.InputError, match="were given"):  # without messages there is nothing to mistake
         RankProgram(attrs.evolve(program, nodes=()), groups, None)([])

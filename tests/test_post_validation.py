@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Event, Thread
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any
 
 import attrs
@@ -17,6 +17,7 @@ from colofunc.errors import ConsumedError, PlanError
 from colofunc.executors import distributed
 from colofunc.executors.backend import backend_for
 from colofunc.executors.distributed import Distributed
+from colofunc.executors.groups import Mail
 from colofunc.executors.launch import launch
 from colofunc.executors.rank_program import Later
 from colofunc.mesh import PRESETS
@@ -359,6 +360,55 @@ def test_a_rank_that_reads_alone_meets_the_others_before_an_update_that_communic
     assert met == ["an update that is done again"] and guessed.run.redone == before
 
 
+@pytest.mark.parametrize("where", ["told", "guessed"])
+def test_a_step_that_fails_behind_its_messages_is_known_and_nothing_is_guessed_by_it(
+    chains: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The watch learns of it, no further step takes its messages, and the next guess waits until two steps agree again."""
+    guessing, _, state = chains
+    given = batches([CALM] * 7, 1.0)
+    with cf.testing.float64():
+        placed = guessing.init(state, given[0])
+        for batch in given[:4]:
+            placed, _ = guessing(placed, batch)
+        run = unsettled().run
+        whole(placed)
+        told, interrupted = Told(), list[str]()
+
+        def fails(*_: Any) -> Any:
+            assert told.errors == [], "the watch looks on"
+            raise RuntimeError("no memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(run, "_exchange" if where == "told" else "updated", fails)
+            backend = SimpleNamespace(unsettled=None, watch=told, interrupted=lambda: interrupted.append("marked"))
+            patch.setattr(run, "backend", backend)
+            with pytest.raises(RuntimeError, match="no memory"):
+                guessing(placed, given[4])
+        assert [type(error) for error in told.errors] == [RuntimeError] and interrupted == ["marked"]
+        assert not run._steady and not run._last and backend.unsettled is None
+
+
+def test_whoever_reads_a_result_while_it_is_validated_is_told_so(chains: tuple[Any, Any, Any]) -> None:
+    """A handler of a signal runs in the thread that validates; it would see what is half put right."""
+    guessing, _, state = chains
+    given = batches([CALM] * 4, 1.0)
+    with cf.testing.float64():
+        placed = guessing.init(state, given[0])
+        for batch in given:
+            placed, metrics = guessing(placed, batch)
+        finish = unsettled()._finish
+
+        def interrupted() -> Any:
+            with pytest.raises(cf.InputError, match="while that step is validated"):
+                float(metrics["loss"])
+            return finish()
+
+        unsettled()._finish = interrupted
+        _, wanted = alone(guessing, state, given)
+        assert float(metrics["loss"]) == pytest.approx(wanted[-1], rel=1e-10)
+
+
 class Tied(nn.Module):
     """The first and the last layer have one weight, whose gradient these two stages add up."""
 
@@ -552,14 +602,15 @@ def test_whoever_waits_for_a_peer_that_ended_tells_the_watch() -> None:
         return lambda tag: wait
 
     later = object.__new__(Later)
-    later._groups = SimpleNamespace(mesh=cf.Mesh(pp=2), awaiter=awaiter, messages=nullcontext)
+    later._groups = SimpleNamespace(mesh=cf.Mesh(pp=2), awaiter=awaiter, messages=nullcontext, mail=Mail())
     later._on_rank = SimpleNamespace(inputs=())
     later._receives = [Node("colofunc.receive", (("pp",), (0,), 0, (), torch.float64), (), (1,))]
     later._sends = lambda inputs: []
     later._watch = Told()
     with pytest.raises(RuntimeError, match="closed by peer"):
         later([])()
-    assert [type(error) for error in later._watch.errors] == [RuntimeError]
+    assert [type(error) for error in later._watch.errors] == [NoneType, RuntimeError]
+    assert later._groups.mail.under_way, "what has not come yet would be taken by a further step"
 
 
 def train(agree_every: int, kind: str = "", folder: str = "") -> tuple[list[float], dict[str, torch.Tensor]]:
