@@ -22,7 +22,7 @@ from colofunc.executors.launch import launch
 from colofunc.executors.rank_program import Later
 from colofunc.mesh import PRESETS
 from colofunc.program.ir import Node, Ref, map_refs
-from colofunc.program.places import SEND
+from colofunc.program.places import SEND, on_rank
 from colofunc.program.post_validation import Deferred, deferred
 
 MESH = cf.Mesh(pp=4)
@@ -57,7 +57,7 @@ def staged(
         cf.functional(net), cf.adapt(torch.optim.SGD, lr=1e-3, momentum=0.9), lambda out, b: (out.to(b[2].dtype) - b[2]).pow(2).mean(),
         inputs=lambda b: ((b[0], b[1]), {}), clip=clip,
     )  # fmt: skip
-    stages = STAGES if mesh.axis_size("pp") == 4 and schedule != "zb-v" else None
+    stages = None if schedule == "zb-v" else STAGES if mesh.axis_size("pp") == 4 else HALVES
     chain = cf.pipeline(cf.shard(step, mesh, *plans, **more), microbatches=8, schedule=schedule, stages=stages, validate=validate)
     return (cf.precision(chain, "fp16") if fp16 else chain), state
 
@@ -312,6 +312,9 @@ def test_without_clipping_only_results_come_later() -> None:
         torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10)
 
 
+HALVES = {glob: stage // 2 for glob, stage in STAGES.items()}
+
+
 def beside(kind: str) -> dict[str, Any]:
     """Mesh and plans of a pipeline of two stages beside another way to be parallel."""
     if kind == "tensor":
@@ -319,6 +322,20 @@ def beside(kind: str) -> dict[str, Any]:
     if kind == "both":
         return {"mesh": cf.Mesh(pp=2, dp=2, tp=2), "plans": (zero(2, "dp"), tensor("1d", "tp"))}
     return {"mesh": cf.Mesh(pp=2, dp=2), "plans": (zero(int(kind), "dp"),)}
+
+
+def stages_that(target: str, part: str, chain: Any, state: Any, batch: Batch) -> set[int]:
+    """The stages whose ranks run an operator behind the schedule in a part of the step."""
+    with cf.testing.float64():
+        low = chain.lower(state, batch)
+    parts = deferred(low.program)
+    assert isinstance(parts, Deferred)
+    found = set()
+    for rank in range(low.mesh.size):
+        nodes = on_rank(getattr(parts, part), low.mesh, rank).program.nodes
+        if any(node.target == target for node in nodes):
+            found.add(low.mesh.coordinates(rank)["pp"])
+    return found
 
 
 @pytest.mark.parametrize("kind", ["1", "2", "3", "tensor", pytest.param("both", marks=pytest.mark.sweep)])
@@ -331,6 +348,9 @@ def test_squares_are_added_up_within_a_stage_first(kind: str) -> None:
         found, losses, redone = trained(guessing, state, given)
         expected, wanted = alone(guessing, state, given)
     assert redone == 3
+    gathers = set[int]() if kind == "3" else {0, 1}  # ZeRO-3 gathers where parameters are read
+    assert stages_that("colofunc.all_gather", "update", guessing, state, given[0]) == gathers
+    assert stages_that("colofunc.all_reduce", "main", guessing, state, given[0]) == {0, 1}
     for name, x in expected.items():
         torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10, equal_nan=True, msg=name)
     assert losses == pytest.approx(wanted, rel=1e-10, nan_ok=True)
@@ -488,6 +508,22 @@ def test_an_update_in_which_stages_wait_for_one_another_is_refused() -> None:
     node = Node("colofunc.all_reduce", (Ref(gradient), ("pp",), 2, "sum"), (), (new,), phase="update")
     values = program.values | {new: attrs.evolve(program.values[gradient], id=new)}
     changed = attrs.evolve(program, nodes=(*program.nodes, node), values=values)
+    assert deferred(changed) == "the update itself communicates over pp, so that a stage waits for others in it"
+
+
+def test_a_message_of_what_the_update_makes_is_refused() -> None:
+    """As of a scalar's gradient that is put back from fp16's scale before it is sent: it is part of the update, and no scalar that decides."""
+    chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
+    program = chain.lower(state, batches([CALM], 1.0)[0]).program
+    parts = deferred(program)
+    assert isinstance(parts, Deferred)
+    gradient, total, new = parts.update.nodes[-1].refs[1], program.next_id, program.next_id + 1
+    summed = Node("aten.sum.default", (Ref(gradient),), (), (total,), phase="update")
+    single = next(node for node in parts.exchange.nodes if node.target == SEND and program.values[node.refs[0]].shape == ())
+    told = attrs.evolve(single, args=map_refs(single.args, lambda _: Ref(total)), outs=(new,))
+    like = program.values[parts.judged[0]]
+    values = program.values | {id: attrs.evolve(like, id=id) for id in (total, new)}
+    changed = attrs.evolve(program, nodes=(*program.nodes, summed, told), values=values)
     assert deferred(changed) == "the update itself communicates over pp, so that a stage waits for others in it"
 
 
