@@ -512,7 +512,7 @@ def test_an_update_in_which_stages_wait_for_one_another_is_refused() -> None:
 
 
 def test_a_message_of_what_the_update_makes_is_refused() -> None:
-    """As of a scalar's gradient that is put back from fp16's scale before it is sent: it is part of the update, and no scalar that decides."""
+    """As of a scalar's gradient that is put back from fp16's scale before it is sent."""
     chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
     program = chain.lower(state, batches([CALM], 1.0)[0]).program
     parts = deferred(program)
