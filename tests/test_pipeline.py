@@ -24,6 +24,8 @@ from colofunc.executors.faults import FaultError, ask
 from colofunc.executors.groups import Ahead, Group, Groups, Mail, Receiver
 from colofunc.executors.launch import launch
 from colofunc.executors.simulated import SimulatedProgram, distinct
+from colofunc.mesh.sizes import size_text
+from colofunc.planner.offload.fastest import _Offloading
 from colofunc.program.check import check_program
 from colofunc.program.ir import Loop
 from colofunc.program.memory import memory
@@ -606,6 +608,24 @@ def test_a_stage_puts_on_disk_what_its_host_has_no_room_for(tmp_path: Any) -> No
     agrees_with_one_device(tight, state, batch)
     there = held(tight, state, batch, "disk")
     assert there[0] == 0 < there[1] and max(held(tight, state, batch, "host")) <= max(away) * 2 // 3
+
+
+def test_host_memory_of_stages_is_counted_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where only what was best for a like program is tried, each rank's own: it is refused where one rank has no room."""
+    chain, state, batch = uneven()
+    low = cf.offload(chain, policy="host").lower(state, batch)
+    weights = (256 * 32 * 2 + 256 + 32) * 8  # bytes of the second stage
+    said = f"on the host of the fullest rank: {size_text(weights)} of params, {size_text(2 * weights)} of states; "
+    assert any(line.startswith(said) for line in low.plan.memory)
+    away = max(low.memory(rank=rank).peak_bytes["host"] for rank in range(2))
+    seen: list[_Offloading] = []
+    fastest = _Offloading.fastest
+    monkeypatch.setattr(_Offloading, "fastest", lambda self: (seen.append(self), fastest(self))[1])
+    cf.offload(chain, policy="host", host=away * 11 // 10).lower(state, batch)
+    best = seen[-1].best_for(None)
+    assert [one.ground.program is not best.ground.program for one in best.ranks] == [True, True]
+    assert [best.hint.of_rank(number) for number in range(2)] == [one.hint for one in best.ranks]
+    assert seen[-1].estimate(best.hint).short == ""
 
 
 @pytest.mark.sweep
