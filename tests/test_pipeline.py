@@ -19,11 +19,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
-from colofunc.executors.distributed import RankProgram
+from colofunc.executors.distributed import Distributed, RankProgram
 from colofunc.executors.faults import FaultError, ask
-from colofunc.executors.groups import Ahead, Group, Groups, Receiver
+from colofunc.executors.groups import Ahead, Group, Groups, Mail, Receiver
 from colofunc.executors.launch import launch
 from colofunc.executors.simulated import SimulatedProgram, distinct
+from colofunc.mesh.sizes import size_text
+from colofunc.planner.offload.fastest import _Offloading
 from colofunc.program.check import check_program
 from colofunc.program.ir import Loop
 from colofunc.program.memory import memory
@@ -228,8 +230,21 @@ def test_no_step_begins_behind_one_that_raised_behind_its_first_message(monkeypa
     with pytest.raises(FaultError), cf.testing.fail(rank=1, at="send"), groups.messages():  # nothing is under way behind that one
         receive(0)
         ask("send", (1,))
-    with pytest.raises(cf.CollectiveError, match=r"rank 1: an earlier step over .* raised in the middle, .*Try: start the proc"):
+    with pytest.raises(cf.CollectiveError, match=r"rank 1: an earlier step raised in the middle, .*Try: start the proc"):
         groups.messages().__enter__()
+
+
+def test_meshes_of_a_process_share_what_is_under_way() -> None:
+    """They share the group of all ranks, in which messages are told apart by their tags alone."""
+    backend = object.__new__(Distributed)
+    backend.rank, backend.watch, backend._carriers, backend._groups, backend._mail = 0, None, {"cpu": "gloo"}, {}, Mail()
+    one, other = (backend._groups_of(mesh) for mesh in (cf.Mesh(pp=2, device="cpu"), cf.Mesh(pp=2, dp=2, device="cpu")))
+    with other.messages():
+        pass
+    backend.interrupted()
+    for groups in (one, other):
+        with pytest.raises(cf.CollectiveError, match="an earlier step raised"):
+            groups.messages().__enter__()
 
 
 def test_a_program_that_sends_outside_of_loops_does_not_begin_there_either() -> None:
@@ -237,11 +252,11 @@ def test_a_program_that_sends_outside_of_loops_does_not_begin_there_either() -> 
     program = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=2).lower(state, batch).program
     groups = Groups(cf.Mesh(pp=2), 1, {}, 1.0)
     with pytest.raises(FaultError), cf.testing.fail(rank=1, at="send"), groups.messages():
-        groups._under_way = True
+        groups.mail.under_way = True
         ask("send", (1,))
     loss = [node for node in program.nodes if node.target == SEND]
     assert loss, "the last stage tells it behind the loop"
-    with pytest.raises(cf.CollectiveError, match="an earlier step over"):
+    with pytest.raises(cf.CollectiveError, match="an earlier step raised"):
         RankProgram(attrs.evolve(program, nodes=tuple(loss)), groups, None)([])
     with pytest.raises(cf.InputError, match="were given"):  # without messages there is nothing to mistake
         RankProgram(attrs.evolve(program, nodes=()), groups, None)([])
@@ -593,6 +608,24 @@ def test_a_stage_puts_on_disk_what_its_host_has_no_room_for(tmp_path: Any) -> No
     agrees_with_one_device(tight, state, batch)
     there = held(tight, state, batch, "disk")
     assert there[0] == 0 < there[1] and max(held(tight, state, batch, "host")) <= max(away) * 2 // 3
+
+
+def test_host_memory_of_stages_is_counted_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where only what was best for a like program is tried, each rank's own: it is refused where one rank has no room."""
+    chain, state, batch = uneven()
+    low = cf.offload(chain, policy="host").lower(state, batch)
+    weights = (256 * 32 * 2 + 256 + 32) * 8  # bytes of the second stage
+    said = f"on the host of the fullest rank: {size_text(weights)} of params, {size_text(2 * weights)} of states; "
+    assert any(line.startswith(said) for line in low.plan.memory)
+    away = max(low.memory(rank=rank).peak_bytes["host"] for rank in range(2))
+    seen: list[_Offloading] = []
+    fastest = _Offloading.fastest
+    monkeypatch.setattr(_Offloading, "fastest", lambda self: (seen.append(self), fastest(self))[1])
+    cf.offload(chain, policy="host", host=away * 11 // 10).lower(state, batch)
+    best = seen[-1].best_for(None)
+    assert [one.ground.program is not best.ground.program for one in best.ranks] == [True, True]
+    assert [best.hint.of_rank(number) for number in range(2)] == [one.hint for one in best.ranks]
+    assert seen[-1].estimate(best.hint).short == ""
 
 
 @pytest.mark.sweep

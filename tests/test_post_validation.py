@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Event, Thread
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any
 
 import attrs
@@ -17,11 +17,12 @@ from colofunc.errors import ConsumedError, PlanError
 from colofunc.executors import distributed
 from colofunc.executors.backend import backend_for
 from colofunc.executors.distributed import Distributed
+from colofunc.executors.groups import Mail
 from colofunc.executors.launch import launch
 from colofunc.executors.rank_program import Later
 from colofunc.mesh import PRESETS
 from colofunc.program.ir import Node, Ref, map_refs
-from colofunc.program.places import SEND
+from colofunc.program.places import SEND, on_rank
 from colofunc.program.post_validation import Deferred, deferred
 
 MESH = cf.Mesh(pp=4)
@@ -56,7 +57,7 @@ def staged(
         cf.functional(net), cf.adapt(torch.optim.SGD, lr=1e-3, momentum=0.9), lambda out, b: (out.to(b[2].dtype) - b[2]).pow(2).mean(),
         inputs=lambda b: ((b[0], b[1]), {}), clip=clip,
     )  # fmt: skip
-    stages = STAGES if mesh.axis_size("pp") == 4 and schedule != "zb-v" else None
+    stages = None if schedule == "zb-v" else STAGES if mesh.axis_size("pp") == 4 else HALVES
     chain = cf.pipeline(cf.shard(step, mesh, *plans, **more), microbatches=8, schedule=schedule, stages=stages, validate=validate)
     return (cf.precision(chain, "fp16") if fp16 else chain), state
 
@@ -311,6 +312,9 @@ def test_without_clipping_only_results_come_later() -> None:
         torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10)
 
 
+HALVES = {glob: stage // 2 for glob, stage in STAGES.items()}
+
+
 def beside(kind: str) -> dict[str, Any]:
     """Mesh and plans of a pipeline of two stages beside another way to be parallel."""
     if kind == "tensor":
@@ -318,6 +322,20 @@ def beside(kind: str) -> dict[str, Any]:
     if kind == "both":
         return {"mesh": cf.Mesh(pp=2, dp=2, tp=2), "plans": (zero(2, "dp"), tensor("1d", "tp"))}
     return {"mesh": cf.Mesh(pp=2, dp=2), "plans": (zero(int(kind), "dp"),)}
+
+
+def stages_that(target: str, part: str, chain: Any, state: Any, batch: Batch) -> set[int]:
+    """The stages whose ranks run an operator behind the schedule in a part of the step."""
+    with cf.testing.float64():
+        low = chain.lower(state, batch)
+    parts = deferred(low.program)
+    assert isinstance(parts, Deferred)
+    found = set()
+    for rank in range(low.mesh.size):
+        nodes = on_rank(getattr(parts, part), low.mesh, rank).program.nodes
+        if any(node.target == target for node in nodes):
+            found.add(low.mesh.coordinates(rank)["pp"])
+    return found
 
 
 @pytest.mark.parametrize("kind", ["1", "2", "3", "tensor", pytest.param("both", marks=pytest.mark.sweep)])
@@ -330,9 +348,85 @@ def test_squares_are_added_up_within_a_stage_first(kind: str) -> None:
         found, losses, redone = trained(guessing, state, given)
         expected, wanted = alone(guessing, state, given)
     assert redone == 3
+    gathers = set[int]() if kind == "3" else {0, 1}  # ZeRO-3 gathers where parameters are read
+    assert stages_that("colofunc.all_gather", "update", guessing, state, given[0]) == gathers
+    assert stages_that("colofunc.all_reduce", "main", guessing, state, given[0]) == {0, 1}
     for name, x in expected.items():
         torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10, equal_nan=True, msg=name)
     assert losses == pytest.approx(wanted, rel=1e-10, nan_ok=True)
+
+
+def test_a_rank_that_reads_alone_meets_the_others_before_an_update_that_communicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peers may be in the next step, whose messages it would take for its own; a number of another stage it reads by itself."""
+    given = batches([CALM] * 4 + [1], 300.0)
+    guessing, state = staged("zb-h1", "next step", **beside("1"))
+    with cf.testing.float64():
+        placed = guessing.init(state, given[0])
+        for batch in given:
+            placed, metrics = guessing(placed, batch)
+        guessed = unsettled()
+        met: list[str] = []
+
+        def meet(what: str, deadline_s: float | None = None) -> None:
+            met.append(what)
+            assert not all(torch.equal(x, copy) for x, copy in guessed._kept), "nothing is put back yet"
+            raise cf.CollectiveError("rank 1 is in step 6")
+
+        monkeypatch.setattr(guessed.run.backend, "watch", SimpleNamespace(meet=meet))
+        assert float(metrics["grad_norm"]) > 1 and not met
+        before = guessed.run.redone
+        with pytest.raises(cf.CollectiveError, match="rank 1 is in step 6"):
+            _ = flat(placed)["params.layers.1.weight"].local
+    assert met == ["an update that is done again"] and guessed.run.redone == before
+
+
+@pytest.mark.parametrize("where", ["told", "guessed"])
+def test_a_step_that_fails_behind_its_messages_is_known_and_nothing_is_guessed_by_it(
+    chains: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The watch learns of it, no further step takes its messages, and the next guess waits until two steps agree again."""
+    guessing, _, state = chains
+    given = batches([CALM] * 7, 1.0)
+    with cf.testing.float64():
+        placed = guessing.init(state, given[0])
+        for batch in given[:4]:
+            placed, _ = guessing(placed, batch)
+        run = unsettled().run
+        whole(placed)
+        told, interrupted = Told(), list[str]()
+
+        def fails(*_: Any) -> Any:
+            assert told.errors == [], "the watch looks on"
+            raise RuntimeError("no memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(run, "_exchange" if where == "told" else "updated", fails)
+            backend = SimpleNamespace(unsettled=None, watch=told, interrupted=lambda: interrupted.append("marked"))
+            patch.setattr(run, "backend", backend)
+            with pytest.raises(RuntimeError, match="no memory"):
+                guessing(placed, given[4])
+        assert [type(error) for error in told.errors] == [RuntimeError] and interrupted == ["marked"]
+        assert not run._steady and not run._last and backend.unsettled is None
+
+
+def test_whoever_reads_a_result_while_it_is_validated_is_told_so(chains: tuple[Any, Any, Any]) -> None:
+    """A handler of a signal runs in the thread that validates; it would see what is half put right."""
+    guessing, _, state = chains
+    given = batches([CALM] * 4, 1.0)
+    with cf.testing.float64():
+        placed = guessing.init(state, given[0])
+        for batch in given:
+            placed, metrics = guessing(placed, batch)
+        finish = unsettled()._finish
+
+        def interrupted() -> Any:
+            with pytest.raises(cf.InputError, match="while that step is validated"):
+                float(metrics["loss"])
+            return finish()
+
+        unsettled()._finish = interrupted
+        _, wanted = alone(guessing, state, given)
+        assert float(metrics["loss"]) == pytest.approx(wanted[-1], rel=1e-10)
 
 
 class Tied(nn.Module):
@@ -414,6 +508,22 @@ def test_an_update_in_which_stages_wait_for_one_another_is_refused() -> None:
     node = Node("colofunc.all_reduce", (Ref(gradient), ("pp",), 2, "sum"), (), (new,), phase="update")
     values = program.values | {new: attrs.evolve(program.values[gradient], id=new)}
     changed = attrs.evolve(program, nodes=(*program.nodes, node), values=values)
+    assert deferred(changed) == "the update itself communicates over pp, so that a stage waits for others in it"
+
+
+def test_a_message_of_what_the_update_makes_is_refused() -> None:
+    """As of a scalar's gradient that is put back from fp16's scale before it is sent."""
+    chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
+    program = chain.lower(state, batches([CALM], 1.0)[0]).program
+    parts = deferred(program)
+    assert isinstance(parts, Deferred)
+    gradient, total, new = parts.update.nodes[-1].refs[1], program.next_id, program.next_id + 1
+    summed = Node("aten.sum.default", (Ref(gradient),), (), (total,), phase="update")
+    single = next(node for node in parts.exchange.nodes if node.target == SEND and program.values[node.refs[0]].shape == ())
+    told = attrs.evolve(single, args=map_refs(single.args, lambda _: Ref(total)), outs=(new,))
+    like = program.values[parts.judged[0]]
+    values = program.values | {id: attrs.evolve(like, id=id) for id in (total, new)}
+    changed = attrs.evolve(program, nodes=(*program.nodes, summed, told), values=values)
     assert deferred(changed) == "the update itself communicates over pp, so that a stage waits for others in it"
 
 
@@ -528,14 +638,15 @@ def test_whoever_waits_for_a_peer_that_ended_tells_the_watch() -> None:
         return lambda tag: wait
 
     later = object.__new__(Later)
-    later._groups = SimpleNamespace(mesh=cf.Mesh(pp=2), awaiter=awaiter, messages=nullcontext)
+    later._groups = SimpleNamespace(mesh=cf.Mesh(pp=2), awaiter=awaiter, messages=nullcontext, mail=Mail())
     later._on_rank = SimpleNamespace(inputs=())
     later._receives = [Node("colofunc.receive", (("pp",), (0,), 0, (), torch.float64), (), (1,))]
     later._sends = lambda inputs: []
     later._watch = Told()
     with pytest.raises(RuntimeError, match="closed by peer"):
         later([])()
-    assert [type(error) for error in later._watch.errors] == [RuntimeError]
+    assert [type(error) for error in later._watch.errors] == [NoneType, RuntimeError]
+    assert later._groups.mail.under_way, "what has not come yet would be taken by a further step"
 
 
 def train(agree_every: int, kind: str = "", folder: str = "") -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -569,6 +680,32 @@ def test_real_ranks_that_gather_their_updates_compute_what_one_device_does(tmp_p
     expected = check_real_ranks(4, 0, "1", str(tmp_path / "saved"))
     found = cf.load(tmp_path / "saved", mesh=cf.Mesh())
     torch.testing.assert_close(found.full(), expected["params.layers.0.weight"], rtol=1e-10, atol=1e-10)
+
+
+def reads_alone() -> str:
+    """What rank 0 is told that reads a parameter behind a wrong guess, while the others go on."""
+    given = batches([CALM] * 4 + [1, CALM], 300.0)
+    more = beside("1")
+    cf.join(more["mesh"], limit_s=8)
+    with cf.testing.float64():
+        chain, state = staged("zb-h1", "next step", **more)
+        placed = chain.init(state, given[0])
+        for batch in given[:5]:
+            placed, _ = chain(placed, batch)
+        try:
+            if more["mesh"].rank == 0:
+                _ = flat(placed)["params.layers.0.weight"].local
+            chain(placed, given[5])
+        except cf.CollectiveError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.dist
+@pytest.mark.sweep
+def test_a_rank_that_reads_an_update_alone_ends_with_an_error_that_says_where_the_others_are() -> None:
+    with pytest.raises(cf.CollectiveError, match=r"an update that is done again at .* rank 0 waited 8 s for ranks \[1, 2, 3\]"):
+        raise cf.CollectiveError(launch(reads_alone, 4, timeout_s=60)[0])
 
 
 def check_real_ranks(ranks: int, *how: Any) -> dict[str, torch.Tensor]:

@@ -52,6 +52,9 @@ class Backend(Protocol):
     def later(self, program: Program, mesh: Mesh) -> Begin:
         """`program`, which sends scalars, in two steps: what is known is sent when it is called, results come when that is called."""
 
+    def interrupted(self) -> None:
+        """What `later` has begun will not end: no program begins any more that would take its messages for its own."""
+
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         """Outputs of `program` per owned rank; compiled programs are kept by identity."""
 
@@ -84,6 +87,9 @@ class Simulated:
     def later(self, program: Program, mesh: Mesh) -> Begin:
         run = self.compile(program, mesh)
         return lambda inputs: partial(run, inputs)
+
+    def interrupted(self) -> None:
+        pass  # nothing travels
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         return self._kept.get(program, mesh)(inputs)
@@ -122,6 +128,9 @@ class Compiled:
     def later(self, program: Program, mesh: Mesh) -> Begin:
         """Not compiled: it is a handful of scalars."""
         return self._inner.later(program, mesh)
+
+    def interrupted(self) -> None:
+        self._inner.interrupted()
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         return self._kept.get(program, mesh)(inputs)

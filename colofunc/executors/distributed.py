@@ -24,7 +24,7 @@ import torch.distributed as dist
 from colofunc import compat, env
 from colofunc.errors import MeshError, PlanError
 from colofunc.executors.gpus import adopt_gpu, own_gpu
-from colofunc.executors.groups import Groups, exchange
+from colofunc.executors.groups import Groups, Mail, exchange
 from colofunc.executors.launch import before_end
 from colofunc.executors.pools import in_tier
 from colofunc.executors.post_validated import Unsettled
@@ -60,6 +60,7 @@ class Distributed:
         adopt_gpu(self.watch)
         self.unsettled: Unsettled | None = None
         self._groups: dict[Mesh, Groups] = {}
+        self._mail = Mail()
         self._delivers = False  # whether `_deliver` is registered, to be called before this process ends
         self._kept = Kept(self.compile)
 
@@ -98,6 +99,9 @@ class Distributed:
     def order(self, program: Program) -> Program:
         return overlapped(program, grouped=True)
 
+    def interrupted(self) -> None:
+        self._mail.under_way = True
+
     def observe(self, program: Program, mesh: Mesh, tap: Tap) -> RankProgram:
         return RankProgram(program, self._groups_of(mesh), self.watch, tap=tap)
 
@@ -117,7 +121,7 @@ class Distributed:
                     f"{mesh!r} is to run on the CPU and the process group carries tensors on GPUs only ({there}). Try: "
                     f"torch.distributed.init_process_group({MIXED!r}), or leave it to cf.join(mesh) to make the group"
                 )
-            groups = self._groups[mesh] = Groups(mesh, self.rank, self._carriers, sub_limit_s(self.watch))
+            groups = self._groups[mesh] = Groups(mesh, self.rank, self._carriers, sub_limit_s(self.watch), self._mail)
         return groups
 
     def limit(self) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -117,19 +117,41 @@ class Ahead:
             yield action
 
 
+class Mail:
+    """Whether messages of this process may be under way whose program did not end. One for all meshes, which share a group of all ranks."""
+
+    def __init__(self) -> None:
+        self.under_way = False
+
+    @contextmanager
+    def of_program(self, rank: int) -> Iterator[None]:
+        """Inside, a program sends messages and waits for some. Raises CollectiveError where an earlier one raised behind its first message.
+
+        Messages of equal tags are taken in the order in which they were sent: this program would compute with that one's.
+        """
+        if self.under_way:
+            raise CollectiveError(
+                f"rank {rank}: an earlier step raised in the middle, and its messages may still be under way: "
+                "a further step would take them for its own. "
+                "Try: start the processes again, from the last state that was saved"
+            )
+        yield
+        self.under_way = False  # not where the program raised: no `finally`
+
+
 class Groups:
     """All process groups that programs on one mesh have asked for so far."""
 
-    def __init__(self, mesh: Mesh, rank: int, carriers: Mapping[str, str], limit_s: float) -> None:
+    def __init__(self, mesh: Mesh, rank: int, carriers: Mapping[str, str], limit_s: float, mail: Mail | None = None) -> None:
         """`carriers`: device type -> backend. `limit_s`: after so long a collective that a member does not join is an error."""
         self.mesh = mesh
+        self.mail = mail or Mail()
         self.rank = rank
         self.carriers = carriers
         self.limit_s = limit_s
         self._made: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
         self._sent: list[tuple[Any, torch.Tensor]] = []  # what is on its way to single members, and what it is made of
-        self._under_way = False  # whether messages of a program may be, which has not ended
 
     def of(self, axes: Sequence[str]) -> Group:
         """The group along `axes`. Collective the first time: every rank makes the same groups in the same order."""
@@ -175,7 +197,7 @@ class Groups:
         through_host = self.carriers.get("cuda") == "gloo"
 
         def send(x: torch.Tensor, tag: int) -> torch.Tensor:
-            self._under_way = True
+            self.mail.under_way = True
             self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
             kept = x.clone(memory_format=torch.contiguous_format)
             if DOUBLED.get() and kept.dtype is torch.float32:
@@ -187,21 +209,9 @@ class Groups:
 
         return send
 
-    @contextmanager
-    def messages(self) -> Iterator[None]:
-        """Inside, a program sends messages and waits for some. Raises CollectiveError where an earlier one, any on the mesh, raised
-        behind its first message.
-
-        Messages of equal tags are taken in the order in which they were sent: this program would compute with that one's.
-        """
-        if self._under_way:
-            raise CollectiveError(
-                f"rank {self.rank}: an earlier step over {self.mesh!r} raised in the middle, and its messages may still be under way: "
-                "a further step would take them for its own. "
-                "Try: start the processes again, from the last state that was saved"
-            )
-        yield
-        self._under_way = False  # not where the program raised: no `finally`
+    def messages(self) -> AbstractContextManager[None]:
+        """Inside, a program sends messages and waits for some (see `Mail`)."""
+        return self.mail.of_program(self.rank)
 
     def delivered(self) -> None:
         """Wait for all that was sent: a process that ended before would take it along."""
@@ -223,7 +233,7 @@ class Groups:
         through_host = self.carriers.get("cuda") == "gloo"
 
         def begin(tag: int) -> Callable[[], torch.Tensor]:
-            self._under_way = True
+            self.mail.under_way = True
             out = torch.empty(tuple(shape), dtype=dtype, device="cpu" if through_host else device)
             work = None
             if out.numel():

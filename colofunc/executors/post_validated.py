@@ -10,17 +10,21 @@ has run on the wrong state runs once more. A step is speculated only where the t
 goes on for many steps costs nothing but the wait.
 
 Where the ranks of a stage come to the update together (`Deferred.together`: ZeRO gathers parameters at its end), one that reads a scalar
-alone only looks at what was sent. To do an update again they meet: in the next call, or where all of them read what it made.
+alone only looks at what was sent. To do an update again all ranks meet first (`watch.meet`): in the next call, or where all of them read
+what it made. One that reads that alone waits there: its gather would take what the others, in the next step, send in the same group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from threading import RLock
 from typing import TYPE_CHECKING
 
 import torch
 
+from colofunc.errors import InputError
+from colofunc.executors.watch import meet
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
 from colofunc.program.post_validation import Deferred
@@ -54,6 +58,16 @@ class PostValidated:
             if pending.redone:  # it ran on a state that was put back, if not here then on ranks that had not settled yet
                 values = self._forward_and_backward(inputs)
         self.backend.unsettled = None
+        with self.backend.watch or nullcontext():
+            try:
+                return self._told_and_updated(values)
+            except BaseException:  # what was sent is not waited for, and nobody may guess by it
+                self.forget()
+                self.backend.interrupted()
+                raise
+
+    def _told_and_updated(self, values: dict[int, Shards]) -> list[Shards]:
+        """Tell the other stages, and update by what they said last or, where that is not steady, say now."""
         finish = self._exchange(_of(values, self.parts.exchange))
         if not self._last or (self._update is not None and not self._steady):
             found = self.named(self.parts.exchange, finish())
@@ -125,6 +139,7 @@ class Unsettled:
         self.redone = False
         self._lock = RLock()
         self._done = False
+        self._doing = False
         self._found: dict[int, Shards] | None = None  # what the exchange gave, once it is known
         self._error: BaseException | None = None
 
@@ -159,12 +174,17 @@ class Unsettled:
                 raise self._error
             if self._done:
                 return
+            if self._doing:  # a handler of a signal, or a debugger; other threads wait for the lock
+                raise InputError("a result of a step is read while that step is validated. Try: read it when that has ended")
+            self._doing = True
             try:
                 what()
             except BaseException as error:
                 self._error = error
                 self._give_up()
                 raise
+            finally:
+                self._doing = False
             if self._done:
                 self.lose = _nothing
                 if self.run.backend.watch is None:  # all ranks are here
@@ -194,6 +214,8 @@ class Unsettled:
         assert self._found is not None, "it was heard"
         run = self.run
         if self.redone:
+            if run.parts.together:
+                meet(run.backend.watch, "an update that is done again")
             run.redone += 1
             for x, copy in self._kept:
                 x.copy_(copy)

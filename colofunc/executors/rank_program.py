@@ -165,7 +165,7 @@ class Later:
     def __call__(self, inputs: Sequence[Shards]) -> Callable[[], list[Shards]]:
         device = device_of(self._groups.mesh)
         waits = []
-        with self._groups.messages():
+        with self._watch or nullcontext(), self._groups.messages():
             for node in self._receives:
                 axes, _, source, shape, dtype = node.args
                 begin = self._groups.awaiter(axes, source, shape, dtype, device)
@@ -175,7 +175,11 @@ class Later:
 
         def finish() -> list[Shards]:
             with self._watch or nullcontext():  # where a peer has ended it says which
-                received = [[wait()] for wait in waits]
+                try:
+                    received = [[wait()] for wait in waits]
+                except BaseException:
+                    self._groups.mail.under_way = True
+                    raise
             outputs = self._ends([*own_inputs, *known, *received])
             return with_absent(self._union, dict(zip(self._on_rank.outputs, outputs, strict=True)), device)
 

@@ -185,7 +185,7 @@ class _Sorted:
     def _is_exchanged(self, node: Node, reads: Collection[int], writes: Collection[int]) -> bool:
         """Whether a late node is part of the exchange: it is of scalars alone, runs on all ranks and needs nothing of the update."""
         if self._is_message(node):
-            return True
+            return all(self._made.get(id) is not self.update for id in node.refs)
         if node.on is not None or not self._by_update.isdisjoint({*reads, *writes}):
             return False
         if not self._own.issuperset(writes):

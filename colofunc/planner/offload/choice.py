@@ -26,11 +26,16 @@ FULL = 2
 @attrs.frozen
 class Hint:
     """What was best for a program: the share of the updates on the host, where the search for copies ended, and the part of what
-    is copied that it took to come from disk."""
+    is copied that it took to come from disk. ranks: that of each, where each was searched for itself."""
 
     share: float
     point: Point | None
     below: float = 0.0
+    ranks: tuple[Hint, ...] = ()
+
+    def of_rank(self, number: int) -> Hint:
+        """What was best for one of the ranks that differ, or for what does the work of all."""
+        return self.ranks[number] if number < len(self.ranks) else self
 
 
 NO_HINT = Hint(0.0, None)
@@ -38,7 +43,7 @@ NO_HINT = Hint(0.0, None)
 
 @attrs.frozen(eq=False)
 class Found:
-    """One candidate: `over`: bytes by which its peak exceeds the limit."""
+    """One candidate: `over`: bytes by which its peak exceeds the limit. ranks: what it is made of, where each rank does its own."""
 
     over: int
     ground: Ground
@@ -51,10 +56,11 @@ class Found:
     below: float = 0.0
     least_bytes: int = 0  # nothing copies less, where that was asked for
     gave_up: bool = False  # found without a linear program that took too long
+    ranks: tuple[Found, ...] = ()
 
     @property
     def hint(self) -> Hint:
-        return Hint(self.share, self.point, self.below)
+        return Hint(self.share, self.point, self.below, tuple(one.hint for one in self.ranks))
 
     @property
     def rank(self) -> tuple[int, float]:

@@ -168,12 +168,12 @@ class _Offloading:
 
     def apart(self, like: Hint | None, from_disk: float) -> Found | None:
         """What each rank does for itself; None where they do not differ, or one would move what others have."""
-        first: list[Found] = []
+        ranks: list[Found] = []
         placed = _placed(self.ground, self.policy, self.budget, self.mesh)
 
         def choose(ground: Ground, told: Mapping[int, str | None]) -> Chosen:
-            found = self.searched(ground, told, like, from_disk)
-            first.append(found)
+            found = self.searched(ground, told, None if like is None else like.of_rank(len(ranks)), from_disk)
+            ranks.append(found)
             return Chosen(found.on_host, found.items, found.trace, found.found, found.over)
 
         if self.grounds[0] is not self.ground:
@@ -181,11 +181,11 @@ class _Offloading:
         found = by_rank(self.ground, self.mesh, placed, choose)
         if found is None:
             return None
-        gave_up = any(one.gave_up for one in first)
-        hint = first[0]
+        gave_up = any(one.gave_up for one in ranks)
+        one = ranks[0]
         return Found(
-            found.over, self.ground, found.on_host, found.items, found.trace, found.found, hint.share, hint.point, hint.below,
-            sum(one.least_bytes for one in first), gave_up,
+            found.over, self.ground, found.on_host, found.items, found.trace, found.found, one.share, one.point, one.below,
+            sum(one.least_bytes for one in ranks), gave_up, tuple(ranks),
         )  # fmt: skip
 
     def best_of(self, like: Hint | None, from_disk: float = 0.0) -> Found:
@@ -253,7 +253,10 @@ def _alone_s(ground: Ground) -> float:
 
 
 def _on_host(best: Found) -> int:
-    """About the bytes that the host holds: state that does not stay, and the rest from where it is made there or stored to its last use."""
+    """About the bytes that a rank holds on the host: state that does not stay, and the rest from where it is made there or stored to its
+    last use. Of the rank that holds most there, where each does its own."""
+    if best.ranks:
+        return max(map(_on_host, best.ranks)) + sum(nbytes for _, nbytes in _away_of_several(best))
     trace, residency = best.trace, best.found
     begins: list[tuple[int, int]] = []  # (item, position from which the host holds it)
     state_bytes = 0
@@ -271,6 +274,22 @@ def _on_host(best: Found) -> int:
         change[begin] += item.nbytes
         change[max(item.uses[-1], begin) + 1] -= item.nbytes
     return state_bytes + max(accumulate(change))
+
+
+def _away(best: Found) -> list[tuple[State, int]]:
+    """State that does not stay on the device, and its bytes."""
+    pairs = zip(best.items, best.trace.items, strict=True)
+    away = [pair for k, pair in enumerate(pairs) if pair[1].home and k not in best.found.residents]
+    return [(_state(best.ground, storage), item.nbytes) for storage, item in away]
+
+
+def _away_of_several(best: Found) -> list[tuple[State, int]]:
+    """What several ranks have on the host, where each does its own: it stands behind what each has chosen."""
+    if not best.ranks:
+        return []
+    first = sum(len(one.items) for one in best.ranks)
+    pairs = zip(best.items[first:], best.trace.items[first:], strict=True)
+    return [(_state(best.ground, storage), item.nbytes) for storage, item in pairs]
 
 
 def _placed(ground: Ground, policy: MemoryPolicy, budget_bytes: int | None, mesh: Mesh) -> dict[int, str | None]:
@@ -341,25 +360,26 @@ def _host_short(peak: int, most: int | None, disk: bool, ranks: int) -> str:
 
 def _words(best: Found, exposed_s: float) -> Iterator[str]:
     """What was decided, for people."""
-    found, ground = best.found, best.ground
-    home = [k for k, item in enumerate(best.trace.items) if item.home and k not in found.residents]
-    if not home and not found.moves and not ground.host_reads:
+    ground = best.ground
+    if not _away(best) and not best.found.moves and not ground.host_reads:
         yield "everything stays on the device"
         return
+    # Bytes are a rank's: of the one that holds most there, where each does its own.
+    fullest = max(best.ranks, key=_on_host, default=best)
+    there = "on the host of the fullest rank" if best.ranks else "on the host"
     by_role: dict[str, int] = {}
-    for k in home:
-        role = _state(ground, best.items[k]).role
-        by_role[role] = by_role.get(role, 0) + best.trace.items[k].nbytes
+    for state, nbytes in (*_away(fullest), *_away_of_several(best)):
+        by_role[state.role] = by_role.get(state.role, 0) + nbytes
     kept = ", ".join(f"{size_text(n)} of {role}s" for role, n in sorted(by_role.items())) or "no state"
-    up, down = found.moved_bytes
-    updates = updates_of(ground)
-    on_host = sum(best.on_host.issuperset(update.nodes) for update in updates)
-    yield f"on the host: {kept}; {on_host} of {len(updates)} updates run there"
+    up, down = fullest.found.moved_bytes
+    updates = updates_of(fullest.ground)
+    on_host = sum(fullest.on_host.issuperset(update.nodes) for update in updates)
+    yield f"{there}: {kept}; {on_host} of {len(updates)} updates run there"
     if operators := told(ground.program, best.on_host):
         yield f"operators on the host: {operators}"
     inside = ", beside what loops copy" if ground.host_reads else ""
     hidden = f"{time_text(max(0.0, exposed_s))} of it not hidden"
-    least = "" if not best.least_bytes else f"; no choice copies less than {size_text(best.least_bytes)}"
+    least = "" if not fullest.least_bytes else f"; no choice copies less than {size_text(fullest.least_bytes)}"
     yield f"copied a step: {size_text(up)} to the device, {size_text(down)} to the host{inside}, {hidden}{least}"
     if best.gave_up:
         yield "a linear program for fewest bytes took too many iterations: what moves was chosen without it"
