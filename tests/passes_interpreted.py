@@ -77,7 +77,10 @@ def as_they_lie() -> None:
     """Operands that are turned, cut or expanded are read where they are."""
     x = drawn(6, 5, 40, dtype=torch.bfloat16, seed=1)
     views = (x[0].t(), x.mT, x.permute(1, 2, 0), x.permute(2, 0, 1), x[:, ::2, 3:17], x[:, :1, ::2], x[:1].expand(4, 5, 40), x[0, 0, ::3])
-    for view in views:
+    heads = x[:, :4].reshape(2, 3, 4, 8, 5)
+    of_4_dims = (heads[0].permute(2, 0, 1, 3), heads[0].permute(1, 2, 0, 3)[:, ::2])
+    of_more = (heads.permute(3, 1, 0, 2, 4), heads.expand(1, 2, 3, 4, 8, 5).mT)
+    for view in (*views, *of_4_dims, *of_more):
         for dims in some_dims(view.dim()):
             amax = fp8.abs_max.kernel(view, dims)
             assert torch.equal(amax, fp8.abs_max.kernel(view.contiguous(), dims))

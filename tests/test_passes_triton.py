@@ -55,11 +55,22 @@ def test_the_kernels_are_compiled_for_a_card(arch: int, monkeypatch: pytest.Monk
     fp8_triton.abs_max(x, (0,))
     fp8_triton.cast(x, torch.ones(()), torch.float8_e4m3fn, "one")
     fp8_triton.cast(x.t(), torch.ones(256, 1), torch.float8_e4m3fn, "rows")
+    fp8_triton.cast(x.view(4, 16, 8, 32).permute(2, 1, 0, 3), torch.ones(32), torch.float8_e4m3fn, "columns")
     fp8_triton.transposed(bits)
     experts_triton.gated(x)
     experts_triton.gated_backward(x[:, :128].contiguous(), x[:, :1].contiguous(), x)
     experts_triton.zero_rows(x, ends)
     assert made.keys() == written.keys() and all(kernel.asm["cubin"] for kernel in made.values())
+
+
+def test_a_cast_of_up_to_4_dims_is_one_launch() -> None:
+    """In whatever strides; of more dims some index, and never a row."""
+    launches = pytest.importorskip("colofunc.ops.fp8_triton")._launches
+    x = torch.empty(2, 64, 8, 16, 32, device="meta")
+    of_4 = (x[0].permute(2, 1, 0, 3), x[0].transpose(0, 1), x[0, :, ::2].mT)
+    for view in (*of_4, x[0, 0].transpose(0, 1), x[0, 0, 0].t(), x[0, 0, 0, 0], x):
+        assert len(list(launches(view))) == 1
+    assert len(list(launches(x.permute(0, 3, 2, 1, 4)))) == 2
 
 
 def test_without_a_compiler_torch_computes_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

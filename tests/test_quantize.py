@@ -5,6 +5,7 @@ import weakref
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -500,6 +501,19 @@ def test_a_scheme_of_the_same_format_with_other_numbers_is_named() -> None:
 
 def product() -> Any:
     return cf.shard(lambda params, x: x @ params["a.weight"].T, cf.Mesh(a=4))
+
+
+def test_a_weight_of_a_scheme_that_is_made_for_each_weight_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers may be any, though it names the function of another scheme."""
+    step_fn, params = forward()
+    halves = cf.ext.Quantizer("halves", form="int8", quantize=lambda w: BUILT_IN["int8"].quantize(w / 2))
+    mine = cf.ext.Quantizer("mine", form="int8", quantize=BUILT_IN["int8"].quantize, by_name=lambda name: attrs.evolve(halves, name="mine"))
+
+    known = SimpleNamespace(quantizers={**BUILT_IN, "mine": mine})  # as an installed plugin brings it
+    monkeypatch.setattr("colofunc.transforms.quantize.build_registry", lambda *plugins: known)
+    placed = cf.quantize(step_fn, mine, where=WHERE).init(params, tokens())
+    with pytest.raises(cf.InputError, match=r"'up\.weight' is quantized already, as 'mine', and the step asks for 'int8'"):
+        cf.quantize(step_fn, "int8", where=WHERE)(placed, tokens())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -14,6 +14,8 @@ import colofunc as cf
 from colofunc.ops.quantized import Quantized
 from colofunc.ops.quantized_inputs import rounded_rows
 from colofunc.ops.quantizers import BUILT_IN
+from colofunc.program.ir import Node, Program, Ref, Value
+from colofunc.program.passes.packed_gathers import gathered_packed
 from colofunc.testing import check
 
 
@@ -203,3 +205,58 @@ def test_weights_that_are_widened_are_gathered_packed_for_microbatches(scheme: s
     assert sum("dequantize" in node.target for node in loop.body.nodes) == 4
     with cf.testing.float64():
         check(step, params, ids)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_backward_widens_weights_in_each_microbatch_too(again: bool) -> None:
+    """It reads them turned: `dequantize`, then `t`. The turn follows into the loop, and behind a gather of packed tensors."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=1, n_embd=128, n_head=2, vocab_size=64, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    model = cf.lora(cf.functional(GPT2LMHeadModel(config).double()), where="*.c_attn", rank=4)
+    step_fn, state = cf.train_step(model, cf.adapt(torch.optim.SGD, lr=0.1), loss=lambda out: out.loss)
+    step = cf.quantize(cf.shard(step_fn, cf.Mesh(dp=2), zero(3, "dp", regather=again)), "int8", where="*.c_*.weight")
+    step, ids = cf.accumulate(step, 2), torch.arange(32).view(4, 8)
+    batch = {"input_ids": ids, "labels": ids}
+    nodes = step.lower(state, batch).program.nodes
+    bodies = [node.loop.body for node in nodes if node.loop is not None]
+    inside = [node for body in bodies for node in body.nodes]
+    gathered = [body.values[node.refs[0]] for body in bodies for node in body.nodes if node.target == "colofunc.all_gather"]
+    packed_bytes = sum(value.nbytes for value in gathered if value.dtype is torch.int8)
+    float_bytes = sum(value.nbytes for value in gathered if value.dtype.is_floating_point)
+    assert [sum("dequantize" in node.target for node in some) for some in (nodes, inside)] == [0, 7]
+    # Forward reads 12 blocks of 128 x 128, backward the 9 that are not beside an adapter; tables, scales and biases are few floats.
+    assert packed_bytes == (21 * 128 * 128 // 2 if again else 0) and float_bytes <= packed_bytes
+    with cf.testing.float64():
+        check(step, state, batch, steps=2)
+
+
+def test_packed_tensors_are_gathered_in_front_of_all_that_read_them() -> None:
+    """Two gathers of one weight, the second `dequantize` of which is gathered first, and turned."""
+    mesh = cf.Mesh(dp=2)
+    stripes, rows = (cf.Spec(spec).bind(mesh, shape) for spec, shape in (("(dp o) i", (8, 4)), ("(dp o)", (8,))))
+    whole, turned_whole = cf.Spec("o i").bind(mesh, (8, 4)), cf.Spec("i o").bind(mesh, (4, 8))
+    values = [
+        Value(0, (4, 4), torch.int8, layout=stripes), Value(1, (4,), torch.float32, layout=rows),
+        Value(2, (4, 4), torch.float32, layout=stripes), Value(3, (4, 4), torch.float32, layout=stripes), Value(4, (4, 4), torch.float32),
+        Value(5, (2, 4, 4), torch.float32), Value(6, (4, 8), torch.float32, layout=turned_whole),
+        Value(7, (2, 4, 4), torch.float32), Value(8, (8, 4), torch.float32, layout=whole),
+    ]  # fmt: skip
+
+    def node(target: str, args: tuple[Any, ...], out: int) -> Node:
+        return Node(target, args, (), (out,), line="step.py:1")
+
+    nodes = (
+        node("colofunc.int8_dequantize", (Ref(0), Ref(1), torch.float32), 2),
+        node("colofunc.int8_dequantize", (Ref(0), Ref(1), torch.float32), 3),
+        node("aten.t.default", (Ref(3),), 4),
+        node("colofunc.all_gather", (Ref(4), ("dp",), 2), 5),
+        node("colofunc.rearrange", (Ref(5), "a b c -> b (a c)", (), ()), 6),
+        node("colofunc.all_gather", (Ref(2), ("dp",), 2), 7),
+        node("colofunc.rearrange", (Ref(7), "a b c -> (a b) c", (), ()), 8),
+    )
+    program = Program((0, 1), nodes, (6, 8), {value.id: value for value in values}, stage="local")
+    gathered = gathered_packed(program)
+    assert [node.target.split(".")[1] for node in gathered.nodes] == [
+        "all_gather", "rearrange", "all_gather", "rearrange", "int8_dequantize", "t", "int8_dequantize",
+    ]  # fmt: skip
+    gathered.in_order()

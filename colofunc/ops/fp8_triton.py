@@ -40,6 +40,8 @@ SPLIT = 256
 """Rows of a program there."""
 TILE = 64
 """Rows and columns of a tile that is turned around."""
+STRIDES = 3
+"""Of leading dims, that a cast can follow in one launch; of a tensor with more each index of its first dim is another launch."""
 FORMATS = {E4M3: (3, 7), E5M2: (2, 15)}
 """Bits of the mantissa, bias of the exponent."""
 
@@ -83,12 +85,12 @@ def column_max_kernel(x, out, rows, columns, SPLIT: tl.constexpr, ROWS: tl.const
 
 @triton.jit
 def cast_kernel(
-    x, scale, out, n, columns, down, right, STRIDED: tl.constexpr, OF: tl.constexpr,
+    x, scale, out, n, columns, far, middle_size, middle, near_size, near, right, STRIDED: tl.constexpr, OF: tl.constexpr,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out (n,): the bits of x / scale. `OF`: whether scales are of rows, of columns, or there is one.
 
-    `STRIDED`: rows of x are `down` apart and columns `right`; otherwise numbers lie side by side.
+    `STRIDED`: x is (any, middle_size, near_size, columns) in the strides (far, middle, near, right); otherwise numbers lie side by side.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -99,7 +101,9 @@ def cast_kernel(
     else:
         of = tl.zeros_like(at)
     if STRIDED:
-        place = (at // columns) * down + (at % columns) * right
+        row = at // columns
+        block = row // near_size
+        place = (block // middle_size) * far + (block % middle_size) * middle + (row % near_size) * near + (at % columns) * right
     else:
         place = at
     number = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
@@ -159,45 +163,43 @@ def abs_max(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, of: str) -> Tensor:
     """x not empty, in any strides; `of`: as `fp8.scales_of` says."""
     out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    for index, down in _matrices(x):
+    for index, leading in _launches(x):
         own_scale = scale[index] if of == "rows" else scale
-        _cast_matrix(x[index], down, own_scale.contiguous(), out[index], dtype, of)
+        _cast_part(x[index], leading, own_scale.contiguous(), out[index], dtype, of)
     return out
 
 
-def _matrices(x: Tensor) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Indices of leading dims at which all rows of x are one step apart, and that step; as few as there can be."""
-    down = _step(x)
-    if down is not None:
-        yield (), down
+def _launches(x: Tensor) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int]]]]:
+    """Indices of leading dims, and what `_leading` finds of x there: at most `STRIDES`. For x of up to 4 dims it is x itself."""
+    leading = _leading(x)
+    if len(leading) <= STRIDES:
+        yield (), leading
         return
     for k in range(x.shape[0]):
-        for rest, down in _matrices(x[k]):
-            yield (k, *rest), down
+        for rest, leading in _launches(x[k]):
+            yield (k, *rest), leading
 
 
-def _step(x: Tensor) -> int | None:
-    """How far each row of x is from the one before; None where that differs."""
-    down: int | None = None
-    step = 0
-    for size, stride in reversed(list(zip(x.shape[:-1], x.stride()[:-1], strict=True))):
+def _leading(x: Tensor) -> list[tuple[int, int]]:
+    """Sizes and strides of all dims but the last; those that are one run of steps are joined."""
+    joined: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         if size == 1:
             continue
-        if down is None:
-            down = stride
-        elif stride != step:
-            return None
-        step = size * stride
-    return 0 if down is None else down
+        if joined and joined[-1][1] == size * stride:
+            size *= joined.pop()[0]
+        joined.append((size, stride))
+    return joined
 
 
-def _cast_matrix(x: Tensor, down: int, scale: Tensor, out: Tensor, dtype: torch.dtype, of: str) -> None:
-    """Fill `out`, contiguous, from x whose rows are `down` apart."""
+def _cast_part(x: Tensor, leading: list[tuple[int, int]], scale: Tensor, out: Tensor, dtype: torch.dtype, of: str) -> None:
+    """Fill `out`, contiguous, from x with these leading dims."""
     mantissa, bias = FORMATS[dtype]
     columns, right = (x.shape[-1], x.stride(-1)) if x.dim() else (1, 1)
+    (_, far), (middle_size, middle), (near_size, near) = [(1, 0)] * (STRIDES - len(leading)) + leading
     with on_card_of(x):
         cast_kernel[(triton.cdiv(x.numel(), BLOCK),)](
-            x, scale, out, x.numel(), columns, down, right, STRIDED=not x.is_contiguous(),
+            x, scale, out, x.numel(), columns, far, middle_size, middle, near_size, near, right, STRIDED=not x.is_contiguous(),
             OF=of, MANTISSA=mantissa, BIAS=bias, LARGEST=LARGEST[dtype], BLOCK=BLOCK,
         )  # fmt: skip
 

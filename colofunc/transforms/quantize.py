@@ -245,7 +245,9 @@ def _has_numbers_of(weight: Quantized, scheme: Quantizer) -> bool:
         return True
     of_rows = scheme.by_name is None and not scheme.asks_all_rows and weight.input_scale is None
     own = build_registry().quantizers.get(weight.scheme)
-    return of_rows and own is not None and (own.form, own.quantize) == (scheme.form, scheme.quantize) and weight.form == scheme.form
+    if own is None or own.by_name is not None:
+        return False
+    return of_rows and (own.form, own.quantize) == (scheme.form, scheme.quantize) and weight.form == scheme.form
 
 
 def packed(quantizer: Quantizer, weight: Tensor, name: str = "weight") -> Quantized:

@@ -34,6 +34,7 @@ from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
 from colofunc.program.facts import LOCAL, WIRE, is_product, is_wire, kind_of, lifetimes, written
 from colofunc.program.ir import LOOP, Loop, Node, Program, Ref, Timetable, Value, map_refs
+from colofunc.program.passes.packed_reads import goes_on
 from colofunc.program.passes.time import is_reduction
 
 MIXING = ("error", "per-microbatch")
@@ -239,11 +240,12 @@ class _Plan:
 
     def _take_in(self, lean: bool) -> None:
         """Large tensors that are made from nothing, and read by microbatches only, are made in each trip; so are quantized weights widened,
-        of which all would lie beside the loop otherwise.
+        of which all would lie beside the loop otherwise, and what only turns or casts them.
 
         lean: so is what is moved over the mesh, from a shard that is there anyway.
         """
         reducing, outside = set(self.reductions), set(self.program.outputs)
+        widened = _widened(self.program)
         for index in range(len(self.program.nodes) - 1, -1, -1):
             node = self.program.nodes[index]
             outs = node.results
@@ -253,7 +255,7 @@ class _Plan:
                 large = sum(self.program.values[o].nbytes for o in outs) > LARGE_BYTES and not node.refs and not _kind(node)
                 moved = lean and _kind(node) not in ("", "axis_index", "loop") and not all(r in self._of_batch for r in node.refs)
                 moved = moved and not any(self.level.get(r, 0) for r in node.refs)
-                if outs and (large or moved or node.target in DEQUANTIZE) and not outside.intersection(outs):
+                if outs and (large or moved or not widened.isdisjoint(outs)) and not outside.intersection(outs):
                     self.varies.update(outs)
                 else:
                     outside.update(node.refs)
@@ -299,6 +301,15 @@ class _Plan:
                 reads.update((o, True) for o in node.results)
         last = max(self.loop_of.values())
         return [k for k in self.reductions if self.loop_of.get(k, last) < last and any(reads.get(r) for r in self.program.nodes[k].refs)]
+
+
+def _widened(program: Program) -> set[int]:
+    """Values that are widened weights, in whatever shape and dtype."""
+    found: set[int] = set()
+    for node in program.nodes:
+        if node.target in DEQUANTIZE or (node.refs and node.refs[0] in found and goes_on(program, node)):
+            found.update(node.results)
+    return found
 
 
 def _folded(program: Program, plan: _Plan, axis: str, trips: int) -> Program:

@@ -9,11 +9,14 @@ in its place, a fraction of the bytes, and the loop widens one weight at a time 
     ->
     %6 = all_gather(%1, ('dp',), 4)    %7 = rearrange(%6, 'a b c -> (a b) c')
     %8 = all_gather(%2, ('dp',), 4)    %9 = rearrange(%8, 'a b -> (a b)')         %5 = int8_dequantize(%7, %9)
+
+Where the widened shard is turned in front of its gather, as backward reads it, the turn goes behind the gather too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -21,23 +24,23 @@ import attrs
 
 from colofunc.ops.quantized import DEQUANTIZE
 from colofunc.program.editor import Editor
-from colofunc.program.ir import Program, Ref
+from colofunc.program.ir import Node, Program, Ref
 from colofunc.spec.layout import Layout, make_layout
 
 GATHER, REARRANGE = "colofunc.all_gather", "colofunc.rearrange"
 CAST, DIVISION = "aten._to_copy.default", "aten.div.Tensor"
 VIEWS = ("aten.view.default", "aten._unsafe_view.default")
+TURNS = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
 
 
 def gathered_packed(program: Program) -> Program:
     """`program` (local) with packed tensors gathered in place of widened ones, where only the gather reads what was widened."""
     edit = Editor(program)
     parts: dict[tuple[Any, ...], Ref] = {}
-    for index, node in enumerate(program.nodes):
-        if node.target in DEQUANTIZE:
-            found = _Gathered.behind(program, index)
-            if found is not None:
-                found.write(edit, parts)
+    chains = [_Gathered.behind(program, index) for index, node in enumerate(program.nodes) if node.target in DEQUANTIZE]
+    # Parts are gathered where the first chain is written that reads them, so chains are written in the order of their places.
+    for found in sorted((chain for chain in chains if chain is not None), key=lambda chain: chain.rearrange):
+        found.write(edit, parts)
     return edit.done()
 
 
@@ -55,7 +58,12 @@ class _Gathered:
     chain: tuple[int, ...]
     gather: int
     rearrange: int
-    dim: int  # of the matrix, along which it is gathered
+    dims: tuple[int, ...]  # of what each node of the chain gives: the one along which it is gathered
+
+    @property
+    def dim(self) -> int:
+        """Of the matrix as it is packed, along which it is gathered."""
+        return self.dims[0]
 
     @staticmethod
     def behind(program: Program, index: int) -> _Gathered | None:
@@ -67,15 +75,12 @@ class _Gathered:
                 return None
             if program.nodes[reader].target == GATHER:
                 break
-            if not _keeps_rows(program, chain[-1], reader):
-                return None
             chain.append(reader)
         put = _only_reader(program, program.nodes[reader].results[0])
         if put is None or program.nodes[put].target != REARRANGE:
             return None
-        dim = _dim_of(program.nodes[put].args[1], len(program.values[program.nodes[reader].refs[0]].shape))
-        plain = len(chain) == 1 or dim == 0  # what stands between is about columns
-        found = _Gathered(program, tuple(chain), reader, put, dim) if dim is not None and plain else None
+        dims = _dims_back(program, chain, _dim_of(program.nodes[put].args[1], len(program.values[program.nodes[reader].refs[0]].shape)))
+        found = None if dims is None else _Gathered(program, tuple(chain), reader, put, dims)
         return found if found is not None and found._fits() else None
 
     def _fits(self) -> bool:
@@ -85,7 +90,7 @@ class _Gathered:
         whole = values[nodes[self.rearrange].results[0]].layout
         if whole is None or first.on != nodes[self.gather].on:
             return False
-        axes = (*_axes(whole, self.dim), *gathered)
+        axes = (*_axes(whole, self.dims[-1]), *gathered)
         for id in (*first.refs, first.results[0]):
             layout = values[id].layout
             if layout is None or layout.is_padded:
@@ -101,13 +106,13 @@ class _Gathered:
         refs = [self._part(edit, parts, part) for part in first.refs]
         last = nodes[self.rearrange]
         args: tuple[Any, ...] = (*refs, *first.args[len(refs) :])
-        for index in self.chain:
+        for index, dim in zip(self.chain, self.dims, strict=True):
             node = nodes[index]
             at_end = index == self.chain[-1]
             (own,) = node.results
-            out = last.results[0] if at_end else edit.new(values[own], shape=self._shape(own), layout=None)
+            out = last.results[0] if at_end else edit.new(values[own], shape=self._shape(own, dim), layout=None)
             if node.target in VIEWS:
-                args = (args[0], self._shape(own))
+                args = (args[0], self._shape(own, dim))
             edit.insert(self.rearrange, attrs.evolve(node, args=args, outs=(out,), on=gather.on))
             edit.drop(index)
             if not at_end:
@@ -116,10 +121,10 @@ class _Gathered:
         edit.drop(self.gather)
         edit.drop(self.rearrange)
 
-    def _shape(self, id: int) -> tuple[int, ...]:
-        """Of a value of the chain, behind the gather."""
+    def _shape(self, id: int, dim: int) -> tuple[int, ...]:
+        """Of a value of the chain, behind the gather along its dim `dim`."""
         shape = list(self.program.values[id].shape)
-        shape[self.dim] *= self.program.nodes[self.gather].args[2]
+        shape[dim] *= self.program.nodes[self.gather].args[2]
         return tuple(shape)
 
     def _part(self, edit: Editor, parts: dict[tuple[Any, ...], Ref], id: int) -> Ref:
@@ -145,18 +150,45 @@ class _Gathered:
         return parts[key]
 
 
-def _keeps_rows(program: Program, before: int, index: int) -> bool:
-    """Whether a node gives each row of a widened weight another dtype or shape, or divides all rows alike."""
+def _dims_back(program: Program, chain: Sequence[int], last: int | None) -> tuple[int, ...] | None:
+    """The dim `last` of what a chain gives, as it is a dim of what each of its nodes gives; None where one of them mixes it with others."""
+    dims = [last]
+    for index, before in pairwise(reversed(chain)):
+        dims.insert(0, _dim_before(program, before, index, dims[0]))
+    known = tuple(dim for dim in dims if dim is not None)
+    return known if len(known) == len(chain) else None
+
+
+def _dim_before(program: Program, before: int, index: int, dim: int | None) -> int | None:
+    """The dim `dim` of what a node gives, as it is a dim of the widened weight that it reads; None where parts along it give others.
+
+    A cast leaves it, a turn moves it; a view and a division by numbers of columns leave rows only.
+    """
     node = program.nodes[index]
-    widened, (made,) = program.nodes[before].results[0], node.results
-    if not node.refs or node.refs[0] != widened:
-        return False
+    widened, made = program.nodes[before].results[0], node.results[0]
+    if dim is None or not node.refs or node.refs[0] != widened:
+        return None
     old, new = program.values[widened].shape, program.values[made].shape
     if node.target == CAST:
-        return True
+        return dim
+    if node.target in TURNS:
+        return _turn(node, len(old))[dim]
+    if dim > 0:
+        return None
     if node.target == DIVISION:
-        return len(node.refs) == 2 and program.values[node.refs[1]].shape == old[1:] and node.refs[1] in program.inputs
-    return node.target in VIEWS and old[:1] == new[:1]
+        by_columns = len(node.refs) == 2 and program.values[node.refs[1]].shape == old[1:] and node.refs[1] in program.inputs
+        return 0 if by_columns else None
+    return 0 if node.target in VIEWS and old[:1] == new[:1] else None
+
+
+def _turn(node: Node, count: int) -> list[int]:
+    """The dims of what a node of TURNS reads, in the order in which it gives them."""
+    order = list(range(count))
+    if node.target == "aten.permute.default":
+        return [dim % count for dim in node.args[1]]
+    one, other = (0, count - 1) if node.target == "aten.t.default" else (dim % count for dim in node.args[1:3])
+    order[one], order[other] = order[other], order[one]
+    return order
 
 
 def _dim_of(pattern: str, dims: int) -> int | None:

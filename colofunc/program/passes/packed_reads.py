@@ -44,7 +44,7 @@ def read_packed(program: Program) -> Program:
         first = node.refs[0] if node.refs else None
         if node.target in DEQUANTIZE:
             chains[node.results[0]] = (node,)
-        elif first in chains and _goes_on(program, node):
+        elif first in chains and goes_on(program, node):
             chains[node.results[0]] = (*chains[first], node)
         elif node.target in PRODUCTS and node.refs[1] in chains and node.refs[0] not in chains and _is_matrix(chains[node.refs[1]]):
             edit.replace(index, _product(node, chains[node.refs[1]][0]))
@@ -55,7 +55,7 @@ def read_packed(program: Program) -> Program:
     return _without_unread(edit.done(), chains)
 
 
-def _goes_on(program: Program, node: Node) -> bool:
+def goes_on(program: Program, node: Node) -> bool:
     """Whether a node that reads a widened weight only gives it another floating dtype or another shape, or divides it by an input."""
     if node.target == DIVISION:
         return len(node.refs) == 2 and node.refs[1] in program.inputs
