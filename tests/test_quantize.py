@@ -396,7 +396,8 @@ MISTAKES = {
     ),
     "no glob": Mistake("cf.quantize(where=[]): give a glob over names of weights, or several. Try: where='*.weight'", {"where": []}),
     "glob": Mistake(
-        "cf.quantize: where='upp.weight' matches no weight of the step; did you mean 'up.weight' or 'norm.weight' or 'down.weight'?",
+        "cf.quantize: where='upp.weight' matches no weight of the step (tied ones go by their first name); "
+        "did you mean 'up.weight' or 'norm.weight' or 'down.weight'?",
         {"where": "upp.weight"},
     ),
     "vectors": Mistake("cf.quantize: where='norm.weight' matches no weight of the step", {"where": "norm.weight"}),
@@ -574,7 +575,8 @@ def test_a_tied_weight_of_which_one_name_is_left_out_is_named() -> None:
 
 
 def test_quantized_twice_is_a_mistake() -> None:
-    with pytest.raises(cf.PlanError, match="quantize is applied twice"):
+    said = r"quantize is applied twice to one step\. Try: one cf\.quantize with the globs of all weights in where="
+    with pytest.raises(cf.PlanError, match=said):
         cf.quantize(cf.quantize(len, "int8"), "nf4")
 
 

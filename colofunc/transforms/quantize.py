@@ -33,11 +33,12 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from colofunc import compat
+from colofunc.compiler.staged import Staged
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Transform
 from colofunc.dtensor.roles import give_role, role_of
 from colofunc.dtensor.tensor import DTensor
-from colofunc.errors import InputError, near
+from colofunc.errors import InputError, PlanError, near
 from colofunc.ops.canonical import autocast
 from colofunc.ops.int8_products import PRODUCT, rounded_linear, takes
 from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
@@ -96,6 +97,11 @@ def quantize(
         rewrite_global=_read_packed,
         constrain=_linked,
     )
+    if isinstance(step_fn, Staged) and step_fn.transform("quantize") is not None:
+        raise PlanError(
+            "quantize is applied twice to one step. Try: one cf.quantize with the globs of all weights in where=; scheme 'auto', which "
+            "chooses one for each weight"
+        )
     return stage(step_fn, transform)
 
 
@@ -444,7 +450,8 @@ class _Given:
         stay = [name for name in self.names if self.weights.stays(name)]
         glob = self.weights.unmatched([*self.quantized, *stay])
         if glob is not None:
-            raise InputError(f"cf.quantize: where={glob!r} matches no weight of the step{near(glob, self.names)}")
+            known = near(glob, self.names)
+            raise InputError(f"cf.quantize: where={glob!r} matches no weight of the step (tied ones go by their first name){known}")
 
     def check_unchanged(self, state: Any, out: Any) -> None:
         """Raises InputError where the step returns another value for a quantized weight."""
