@@ -388,6 +388,10 @@ def report(console: Console, low: Lowered, target: str, rows: int, disk: bool = 
     words = [f"{target} on {low.priced.topology.name}, {mesh}"]
     words += [f"{tier} {size_text(room)} a rank" for tier, room in rooms if room is not None]
     console.print(" · ".join(words), style="bold", highlight=False, soft_wrap=True)
+    boxes, left_over = divmod(low.priced.size, low.priced.topology.node_devices)
+    if boxes and left_over:
+        said = f"boxes of {low.priced.topology.node_devices} devices: {low.priced.size} ranks use {left_over} of the last one"
+        console.print(f"  {said}", highlight=False, soft_wrap=True)
     for said in (*map(str, low.plan.axes), *low.plan.memory, *low.plan.notes, *low.plan.card):
         console.print(f"  {said}", highlight=False, markup=False)
     if rows and low.mesh.size > 1:  # one device leaves nothing to decide but what lies where

@@ -101,6 +101,22 @@ def test_a_second_reduction_waits_beside_the_work_of_the_next_gradient(rows: int
     assert targets(reduces_early(p)) == wanted.split()  # small ones go together at the end; behind the last gradient comes no other
 
 
+def test_a_third_reduction_stands_behind_a_second_one_that_stays():
+    nodes = [
+        ("aten.relu.default", (R(0),), (1,)),
+        ("colofunc.all_reduce", (R(1), ("dp",), 2, "sum"), (2,)),
+        ("colofunc.rearrange", (R(2), "a -> a", (), ()), (3,)),
+        ("aten.relu.default", (R(0),), (4,)),
+        ("aten.relu.default", (R(0),), (5,)),
+        ("colofunc.all_reduce", (R(3), ("tp",), 2, "sum"), (6,)),
+        ("colofunc.all_reduce", (R(6), ("pp",), 2, "sum"), (7,)),
+        *(("colofunc.all_reduce", (R(k), ("dp",), 2, "sum"), (k + 4,)) for k in (4, 5)),
+    ]
+    p = program([0], nodes, [7, 8, 9], [(1 << 18,)] * 10)
+    # 8 and 9 go up behind their gradients. No later gradient is made behind 6, so it stays, and so does 7, which reads it.
+    assert [node.outs[0] for node in reduces_early(p).nodes] == [1, 2, 3, 4, 8, 5, 9, 6, 7]
+
+
 def test_updates_run_behind_the_next_collectives_but_before_readers():
     nodes = [
         ("colofunc.all_reduce", (R(0), ("dp",), 2, "sum"), (4,)),

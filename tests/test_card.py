@@ -40,6 +40,12 @@ def test_a_card_that_is_nearly_full_is_no_fit() -> None:
     ]  # fmt: skip
 
 
+def test_a_card_without_room_for_tensors_is_given_no_budget() -> None:
+    full = CardMemory(2 * GIB, GIB, (("gaps", GIB // 64), ("taken by others already", 3 * GIB)))
+    assert full.budget_bytes < 0
+    assert full.lines()[-1].endswith("this is no fit. Try: a card with more memory; what stands beside the tensors fills this one")
+
+
 def test_what_a_found_card_has_taken_is_a_part_and_a_small_card_states_an_8th() -> None:
     taken = attrs.evolve(H100, reserved_bytes=8 * GIB)
     found = card_memory(taken, GIB, 8, False)

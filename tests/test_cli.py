@@ -138,6 +138,11 @@ def test_a_plan_for_a_disk_without_a_directory_does_not_run(script):
         step.init(state, batch)
 
 
+def test_a_last_box_that_is_partly_used_is_said(script):
+    code, said = run(f"{script}:small", "--device", "a100-80g", "--mesh", "dp=12", "--rows", 0)
+    assert code == 0 and "boxes of 8 devices: 12 ranks use 4 of the last one" in said
+
+
 def test_a_budget_holds_whatever_the_step_says_itself(script):
     script.write_text(script.read_text() + "\nlarge = cf.checkpoint(cf.shard(step, cf.Mesh()), budget='1GiB')\n")
     code, said = run(f"{script}:large", "--device", "rtx-2060", "--budget", "100KiB", "--within", "")
@@ -147,6 +152,7 @@ def test_a_budget_holds_whatever_the_step_says_itself(script):
 def test_a_mesh_has_as_many_devices(script):
     code, said = run(f"{script}:step", "--device", "a100-80g", "--mesh", "dp=2,tp=2", "--rows", 3)
     assert code == 0 and "on 4xa100-80g, dp=2 tp=2" in said and "strategy" in said and "collectives" in said
+    assert "of the last one" not in said
     code, said = run(f"{script}:staged", "--topology", "8xh100")
     assert code == 0 and "my_training.py:staged on 8xh100, dp=2" in said and "all_gather" in said
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from colofunc import env
 from colofunc.errors import ColofuncError, MeshError, TopologyError
 from colofunc.mesh import KINDS, PRESETS, Level, Measured, Mesh, resolve_topology, wire_bytes
+from colofunc.mesh.cost import rotation
 from colofunc.mesh.topology import Topology
 
 GB = 1e9
@@ -364,8 +365,29 @@ def test_groups_share_the_uplink_of_their_node() -> None:
     # A ring shift crosses a node boundary once per group: 8 groups, 4 groups, 1 group.
     shift = [mesh.alpha_beta("permute", axes)[1] for axes in beta]
     assert shift == pytest.approx([8 / 50e9, 4 / 50e9, 1 / 50e9])
-    # Where axes take each other's place all eight cross.
-    assert [mesh.alpha_beta("exchange", axes)[1] for axes in beta] == pytest.approx([8 / 50e9] * 3)
+
+
+def test_a_permute_shares_an_uplink_as_its_table_says() -> None:
+    mesh = Mesh(dpo=2, dp=8, topology="8xv100")
+    both = ("dpo", "dp")
+    nvlink, uplink = (level.bandwidth_bytes_per_s for level in mesh.topology.levels)
+    crossing = {by: mesh.alpha_beta("permute", both, rotation(16, by))[1] * uplink for by in (1, 3, 8, 15)}
+    assert crossing == pytest.approx({1: 1, 3: 3, 8: 8, 15: 1})
+    neighbours = tuple(k ^ 1 for k in range(16))  # a swap inside of a box
+    assert mesh.alpha_beta("permute", both, neighbours) == pytest.approx((mesh.topology.levels[0].latency_s, 1 / nvlink))
+    one_pair = (8, *range(1, 8), 0, *range(9, 16))
+    assert mesh.alpha_beta("permute", both, one_pair)[1] == pytest.approx(1 / uplink)
+    assert mesh.alpha_beta("permute", both, tuple(range(16))) == (0.0, 0.0)
+    # The same ring over the same ranks, listed by their place in a box first: each hop but one in two is to the other box.
+    assert mesh.alpha_beta("permute", ("dp", "dpo"), rotation(16))[1] == pytest.approx(8 / uplink)
+
+
+def test_a_measured_permute_is_a_ring_shift_and_others_follow_the_links() -> None:
+    topology = attrs.evolve(Mesh(dp=16, topology="8xv100").topology, measured=(Measured("dp", 16, "permute", 1e-3, 1e-9),))
+    mesh = Mesh(dp=16, topology=topology)
+    assert mesh.alpha_beta("permute", ("dp",)) == mesh.alpha_beta("permute", ("dp",), rotation(16)) == (1e-3, 1e-9)
+    assert mesh.alpha_beta("permute", ("dp",), rotation(16, 8)) == pytest.approx((1e-3, 8e-9))
+    assert mesh.alpha_beta("permute", ("dp",), tuple(range(16))) == (0.0, 0.0)
 
 
 def test_ranks_of_a_cpu_box_share_its_memory() -> None:

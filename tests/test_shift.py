@@ -5,9 +5,11 @@ import torch
 import torch.nn.functional as F
 
 import colofunc as cf
+from colofunc.mesh.cost import rotation
 from colofunc.ops.shift import shift
 from colofunc.program.passes.simplify import simplify
 from colofunc.program.tracing.trace import trace
+from colofunc.spec.rules.shift import _travelling
 from colofunc.testing import check_strategies
 from colofunc.testing.prove import sample
 
@@ -65,3 +67,13 @@ def test_parts_on_ranks(by: int) -> None:
 def test_whatever_the_layout(spec: str) -> None:
     step = cf.shard(lambda x: shift(x, 1, -5, 9) * 2, cf.Mesh(a=2, c=2), in_specs=spec, out_specs=spec)
     assert torch.equal(step(X).full(), moved(X, -5, 9) * 2)
+
+
+@pytest.mark.parametrize(("rows", "by", "hops"), [(4, 1, {1: 1}), (4, 32, {8: 4}), (4, 34, {8: 2, 9: 2}), (4, -1, {15: 1})])
+def test_a_shift_costs_the_hops_that_it_makes(rows: int, by: int, hops: dict[int, int]) -> None:
+    """Rows of a rank that go so many ranks further; `cost()` of what is run says the same. Eight ranks further all cross the uplink."""
+    mesh = cf.Mesh(a=16, topology="8xv100")
+    assert {n: part * rows for _, n, part in _travelling(((16, "a"), (rows, None)), by)} == hops
+    seconds = sum(mesh.collective_s("permute", 8 * n, ("a",), rotation(16, far)) for far, n in hops.items())
+    step = cf.shard(lambda x: shift(x, 0, by, 9), mesh, in_specs="(a s)", out_specs="(a s)", donate=())
+    assert step.lower(torch.arange(16 * rows)).cost().communication_s == pytest.approx(seconds, rel=1e-12)

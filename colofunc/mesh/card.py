@@ -41,7 +41,8 @@ class CardMemory:
 
     @property
     def budget_bytes(self) -> int:
-        """What a plan may hold that keeps to a budget, so that it fits with all that is beside it."""
+        """What a plan may hold that keeps to a budget, so that it fits with all that is beside it; nothing or less where that alone is
+        more than the card has."""
         _, *stated = self.parts
         return (self.total_bytes - sum(nbytes for _, nbytes in stated)) * TIGHT_FRAGMENTS // FRAGMENTS
 
@@ -51,7 +52,10 @@ class CardMemory:
         spare_bytes = self.total_bytes - self.needed_bytes
         verdict = f"{size_text(spare_bytes)} to spare"
         if not self.fits:
-            verdict = f"{size_text(-spare_bytes)} more than it has: this is no fit. Try: a budget of {size_text(self.budget_bytes)}"
+            helps = f"a budget of {size_text(self.budget_bytes)}"
+            if self.budget_bytes <= 0:
+                helps = "a card with more memory; what stands beside the tensors fills this one"
+            verdict = f"{size_text(-spare_bytes)} more than it has: this is no fit. Try: {helps}"
         return (
             f"on a card of {size_text(self.total_bytes)}:",
             *(f"  {words:<52} {size_text(nbytes):>10}" for words, nbytes in rows),

@@ -15,8 +15,8 @@ fractions of peers that are new at each level.
 Note [Contention]. SPMD: all groups of a collective run at once. A "device" link is each device's own. An "uplink"
 carries the traffic of all devices of its inner domain. A "medium" carries that of all devices of its domain. Links in
 "pairs" lead from each device to each other one: two of four devices use a third of theirs.
-A permute is priced as a ring shift: of each group only one rank in an inner domain crosses its uplink. An exchange is a permute by any
-other table, such as one between two axes that take each other's place: all ranks of an inner domain cross.
+Of a permute those ranks of an inner domain share its uplink whose giver is outside: one of each group in a ring shift by one, all where
+the shift is by a whole domain.
 
 Source: alpha-beta model (Hockney 1994); Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication
 Operations in MPICH", 2005, for the byte counts.
@@ -33,9 +33,6 @@ from numpy.typing import NDArray
 
 from colofunc.errors import MeshError, TopologyError, near
 from colofunc.mesh.topology import KINDS, Level, Topology
-
-EXCHANGE = "exchange"
-"""How a permute is asked for that is no ring shift. See Note [Contention]."""
 
 Group = tuple[int, ...]
 Stage = Callable[[str, tuple[str, int]], tuple[float, float] | None]
@@ -58,7 +55,7 @@ def check_kind(kind: str) -> str:
     """The kind of a collective that a cost is that of, or an error with near names: a send costs what a permutation does, one message."""
     if kind == "send":
         return "permute"
-    if kind not in KINDS and kind != EXCHANGE:
+    if kind not in KINDS:
         raise MeshError(f"no collective {kind!r}{near(kind, KINDS, 'collectives')}")
     return kind
 
@@ -72,7 +69,7 @@ def wire_bytes(kind: str, nbytes: int, n: int) -> int:
     kind = check_kind(kind)
     if n <= 1:
         return 0
-    if kind in ("permute", EXCHANGE):
+    if kind == "permute":
         return nbytes
     times = 2 if kind == "all_reduce" else 1
     return -(-times * (n - 1) * nbytes // n)
@@ -128,7 +125,7 @@ def outermost(ways: Sequence[GroupShape]) -> int:
 
 
 def alpha_beta(topology: Topology, kind: str, ways: Sequence[GroupShape], mesh_size: int) -> tuple[float, float]:
-    """(seconds, seconds per byte) of the slowest group of one collective; bytes as in `wire_bytes`."""
+    """(seconds, seconds per byte) of the slowest group of one collective but a permute; bytes as in `wire_bytes`."""
     check_kind(kind)
     costs = [_group_cost(topology.levels, kind, way.size, way.domains, mesh_size) for way in ways]
     return max((a for a, _ in costs), default=0.0), max((b for _, b in costs), default=0.0)
@@ -141,23 +138,46 @@ def _group_cost(
     outside, near_ranks, inner_size = n, 1, 1  # domains one level further in, its ranks per domain, its size
     for level, (d, ranks) in zip(levels, domains, strict=True):
         if d < outside:
-            if kind in ("permute", EXCHANGE):  # only the outermost crossing counts: the slowest rank decides
-                messages, share = 1, 1.0
-                alpha_s = beta_s = 0.0
-            elif kind == "all_to_all":
+            if kind == "all_to_all":
                 messages, share = math.ceil(outside / d) - 1, (ranks - near_ranks) / n
             else:
                 messages, share = math.ceil(outside / d) - 1, (outside - d) / n
             together: float = _together(level, inner_size, mesh_size)
             if level.sharing == "pairs" and level.size is not None:  # of links to as many others, those to peers are of use
-                together = (level.size - 1) / (1 if kind in ("permute", EXCHANGE) else max(1, ranks - 1))
-            if kind == "permute" and level.sharing == "uplink":
-                together = max(1, together // near_ranks)
+                together = (level.size - 1) / max(1, ranks - 1)
             alpha_s += messages * level.latency_s
             beta_s += share * together / level.bandwidth_bytes_per_s
         outside, near_ranks, inner_size = d, ranks, level.size or inner_size
     times = 2 if kind == "all_reduce" else 1
     return times * alpha_s, times * beta_s
+
+
+def rotation(n: int, by: int = 1) -> tuple[int, ...]:
+    """The table of a ring shift over n members: per member the one whose data it gets."""
+    return tuple((k - by) % n for k in range(n))
+
+
+def permute_alpha_beta(topology: Topology, groups: Sequence[Group], table: Sequence[int], mesh_size: int) -> tuple[float, float]:
+    """`alpha_beta` of a permute. table: per member of a group the one whose data it gets.
+
+    Only links of the outermost level that some rank's data crosses count: the slowest rank decides.
+    """
+    ranks = np.array(groups)
+    givers = ranks[:, list(table)]
+    alpha_s = beta_s = 0.0
+    inner_size = 1
+    for level in topology.levels:
+        homes = ranks // inner_size
+        crosses = homes != givers // inner_size
+        if crosses.any():
+            together: float = _together(level, inner_size, mesh_size)
+            if level.sharing == "uplink":
+                together = int(np.bincount(homes[crosses]).max())
+            elif level.sharing == "pairs" and level.size is not None:  # one of a device's links leads to its peer
+                together = level.size - 1
+            alpha_s, beta_s = level.latency_s, together / level.bandwidth_bytes_per_s
+        inner_size = level.size or inner_size
+    return alpha_s, beta_s
 
 
 def _together(level: Level, inner_size: int, mesh_size: int) -> int:

@@ -51,7 +51,7 @@ class Mesh:
     _sizes: Mapping[str, int]  # axes and views
     _key: tuple[object, ...]
     _hash: int
-    _costs: dict[tuple[str, tuple[str, ...]], tuple[float, float]]  # memo of `alpha_beta`
+    _costs: dict[tuple[str, tuple[str, ...], tuple[int, ...]], tuple[float, float]]  # memo of `alpha_beta`
     _ways: dict[tuple[str, ...], tuple[cost.GroupShape, ...]]  # how the groups along axes lie, for `alpha_beta`
 
     def __init__(
@@ -283,9 +283,12 @@ class Mesh:
         """The same mesh on another machine (or on measured figures)."""
         return Mesh(views=dict(self._views), topology=topology, device=self.device, **self.shape)
 
-    def alpha_beta(self, kind: str, axes: Iterable[str]) -> tuple[float, float]:
-        """(seconds, seconds per byte) of a collective over axes or views; (0, 0) for groups of one."""
-        key = (kind, tuple(axes) if not isinstance(axes, str) else (axes,))
+    def alpha_beta(self, kind: str, axes: Iterable[str], table: tuple[int, ...] = ()) -> tuple[float, float]:
+        """(seconds, seconds per byte) of a collective over axes or views; (0, 0) for groups of one.
+
+        table: of a permute, per member of a group (row-major by `axes`) the one whose data it gets; none: a ring shift by one.
+        """
+        key = (kind, tuple(axes) if not isinstance(axes, str) else (axes,), table)
         found = self._costs.get(key)
         if found is None:
             found = self._costs[key] = self._alpha_beta(*key)
@@ -298,13 +301,14 @@ class Mesh:
             return 0
         return cost.outermost(self._ways_of(names))
 
-    def collective_s(self, kind: str, nbytes: float, axes: Iterable[str]) -> float:
+    def collective_s(self, kind: str, nbytes: float, axes: Iterable[str], table: tuple[int, ...] = ()) -> float:
         """Seconds of a collective that every group over `axes` runs at once.
 
-        kind: all_gather, reduce_scatter, all_reduce, all_to_all, permute (a ring shift), exchange (any other permute). nbytes: of the
-        group's full buffer for the first three (output, input, either), of the local buffer for the others.
+        kind: all_gather, reduce_scatter, all_reduce, all_to_all, permute. nbytes: of the group's full buffer for the first three
+        (output, input, either), of the local buffer for the others. table: of a permute, per member of a group (row-major by `axes`) the
+        one whose data it gets; none: a ring shift by one.
         """
-        alpha_s, beta_s = self.alpha_beta(kind, axes)
+        alpha_s, beta_s = self.alpha_beta(kind, axes, table)
         return alpha_s + beta_s * nbytes if nbytes else 0.0
 
     def compute_s(self, flops: float, nbytes: float, dtype_name: str, kind: str = "") -> float:
@@ -362,19 +366,27 @@ class Mesh:
 
     # --- internal
 
-    def _alpha_beta(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
+    def _alpha_beta(self, kind: str, axes: tuple[str, ...], table: tuple[int, ...]) -> tuple[float, float]:
         kind = cost.check_kind(kind)
         spanned = [(name, self.part_size(name)) for name in self.ordered(axes) if self.part_size(name) > 1]
-        if not spanned:
+        if not spanned or table == tuple(range(len(table) or 1)):
             return 0.0, 0.0
-        measured_as = "permute" if kind == cost.EXCHANGE else kind
-        measured = cost.measured_alpha_beta(self._measured, measured_as, spanned) if self.topology.measured else None
-        if measured is not None:
-            return measured
-        return self._of_links(kind, tuple(name for name, _ in spanned))
+        names = tuple(name for name, _ in spanned)
+        measured = cost.measured_alpha_beta(self._measured, kind, spanned) if self.topology.measured else None
+        if measured is None:
+            return self._by_table(axes, table) if table else self._of_links(kind, names)
+        if table:  # what was measured is a ring shift by one
+            return cost.scaled(measured, self._by_table(axes, table), self._of_links(kind, names))
+        return measured
+
+    def _by_table(self, axes: tuple[str, ...], table: tuple[int, ...]) -> tuple[float, float]:
+        """What the links give a permute; its table counts members in the order of `axes`."""
+        return cost.permute_alpha_beta(self.topology, self.groups(axes), table, self.size)
 
     def _of_links(self, kind: str, names: tuple[str, ...]) -> tuple[float, float]:
-        """What the links between the ranks of each group give."""
+        """What the links between the ranks of each group give; a permute is a ring shift by one."""
+        if kind == "permute":
+            return self._by_table(names, cost.rotation(math.prod(map(self.part_size, names))))
         return cost.alpha_beta(self.topology, kind, self._ways_of(names), self.size)
 
     def _ways_of(self, names: tuple[str, ...]) -> tuple[cost.GroupShape, ...]:

@@ -18,7 +18,6 @@ import torch
 
 from colofunc.errors import InputError, near
 from colofunc.mesh import Mesh, wire_bytes
-from colofunc.mesh.cost import EXCHANGE
 from colofunc.mesh.curves import HOST_KERNEL, attention_flops_per_s
 from colofunc.ops.scatter import TOUCH_A_PART
 from colofunc.ops.twins import functional_of
@@ -88,15 +87,11 @@ def collective_of(node: Node, values: Mapping[int, Value]) -> tuple[str, tuple[s
     return kind, axes, n, nbytes * n if kind == "all_gather" else nbytes
 
 
-def _priced_as(kind: str, node: Node) -> str:
-    """A permute is a ring shift or an exchange, by its table."""
-    return EXCHANGE if kind == "permute" and not _is_shift(node.args[3]) else kind
-
-
-@lru_cache(maxsize=1024)
-def _is_shift(table: tuple[int, ...]) -> bool:
-    n = len(table)
-    return all(giver == (table[0] + k) % n for k, giver in enumerate(table))
+def _wired_s(node: Node, mesh: Mesh, kind: str, axes: tuple[str, ...], full_bytes: int) -> float:
+    """Seconds of a collective; a permute's are those of its table."""
+    if not full_bytes:
+        return 0.0  # nobody sends nothing
+    return mesh.collective_s(kind, full_bytes, axes, tuple(node.args[3]) if kind == "permute" else ())
 
 
 @cache
@@ -126,7 +121,7 @@ def program_cost(program: Program, mesh: Mesh, rule_of: RuleOf) -> CostReport:
             key = (kind, ",".join(axes))
             nbytes[key] += wire_bytes(kind, full, n)
             calls[key] += 1
-            communication_s += mesh.collective_s(_priced_as(kind, node), full, axes) if full else 0.0  # nobody sends nothing
+            communication_s += _wired_s(node, mesh, kind, axes, full)
             continue
         work, moved, dtype = node_work(node, program.values, rule_of)
         flops += work
@@ -148,7 +143,7 @@ def node_s(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf)
         collective = collective_of(node, values)
         assert collective is not None, "an operator that is wired has a collective"
         kind, axes, _, full = collective
-        return mesh.collective_s(_priced_as(kind, node), full, axes) if full else 0.0
+        return _wired_s(node, mesh, kind, axes, full)
     if node.kernel is not None:
         return node.kernel.seconds
     if sort != WORK:

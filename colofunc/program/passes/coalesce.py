@@ -26,8 +26,9 @@ from colofunc.program.passes.schedule import next_of_kind
 
 _REDUCES = frozenset({"reduce_scatter", "all_reduce"})
 ALONE_BYTES = 1 << 20
-"""Of an operand whose second reduction moves up. A smaller one's first is queued behind others for longer than it takes, and small ones
-that are left to the end go together (`passes.buckets`)."""
+"""Smallest operand whose second reduction moves up. The first reduction of a smaller one waits in its queue for longer than it takes, and
+small ones that are left to the end go together (`passes.buckets`). A constant: how long it waits depends on what else is queued, which
+the latency of a link does not say, and the order of a program is chosen before its machine is asked."""
 
 
 def reduces_early(program: Program) -> Program:
@@ -74,6 +75,8 @@ def _order(program: Program, chains: Sequence[list[int]]) -> list[int]:
                 at = next(later, part[0]) if nbytes >= ALONE_BYTES else part[0]
             if at < part[0]:
                 place.update({k: (at, 1 + many, k) for k in part})
+            else:  # it stays, and what reads it stands behind all of it
+                at = part[-1]
     return sorted(place, key=lambda k: place[k])
 
 

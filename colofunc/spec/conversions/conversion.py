@@ -26,12 +26,11 @@ import attrs
 
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh, wire_bytes
-from colofunc.mesh.cost import EXCHANGE
 from colofunc.spec.conversions.lower import Move, fuse_steps, lower
 from colofunc.spec.conversions.moves import FREE, Step
 from colofunc.spec.conversions.normal import Curve, curve_of, is_free, normal
 from colofunc.spec.conversions.refine import Puzzle, local_numel, refine
-from colofunc.spec.conversions.search import Question, answer
+from colofunc.spec.conversions.search import Question, answer, farthest
 from colofunc.spec.layout import At, Layout, covers, make_layout
 
 __all__ = ["Conversion", "Move", "conversion", "conversion_bytes", "conversion_curve", "conversion_s"]
@@ -218,6 +217,6 @@ def _solve(puzzle: Puzzle, src: Layout, dst: Layout, mesh: Mesh, itemsize: int, 
         held, count = after, count + 1
         if kind not in FREE:
             wire += wire_bytes(kind, nbytes, prod(puzzle.parts[k].size for k in who))
-            priced = EXCHANGE if kind == "permute" else kind
-            cost_s += mesh.collective_s(priced, nbytes, tuple(puzzle.parts[k].name for k in who))
+            names = mesh.ordered(puzzle.parts[k].name for k in who)
+            cost_s += mesh.collective_s(kind, nbytes, names, farthest(mesh, names) if kind == "permute" else ())
     return _Route((_Leg(src, dst, puzzle, tuple(steps)),), cost_s, wire, count)

@@ -30,7 +30,7 @@ from math import prod
 import attrs
 
 from colofunc.mesh import KINDS, Mesh
-from colofunc.mesh.cost import EXCHANGE
+from colofunc.mesh.cost import rotation
 from colofunc.spec.conversions.moves import FREE, MOST_SEARCHED_WHOLE, Piece, Step, moves_from
 from colofunc.spec.conversions.refine import COPY, Locations
 
@@ -72,9 +72,26 @@ _PRICES: dict[tuple[object, ...], Prices] = {}
 def prices(mesh: Mesh | None, names: tuple[str, ...]) -> Prices:
     """Prices over parts of axes with these names; without a mesh communication is free and only bytes count."""
     sets = [tuple(sorted(name for k, name in enumerate(names) if bits >> k & 1)) for bits in range(1 << len(names))]  # a mesh knows them so
-    kinds = [EXCHANGE if kind == "permute" else kind for kind in KINDS]  # pieces take one another's place
-    table = tuple(tuple((0.0, 0.0) if mesh is None else mesh.alpha_beta(kind, some) for some in sets) for kind in kinds)
+    table = tuple(tuple(_price(mesh, kind, some) for some in sets) for kind in KINDS)
     return _PRICES.setdefault(table, Prices(table))
+
+
+def _price(mesh: Mesh | None, kind: str, names: tuple[str, ...]) -> tuple[float, float]:
+    if mesh is None:
+        return 0.0, 0.0
+    if kind == "permute":
+        names = mesh.ordered(names)
+        return mesh.alpha_beta(kind, names, farthest(mesh, names))
+    return mesh.alpha_beta(kind, names)
+
+
+def farthest(mesh: Mesh, names: tuple[str, ...]) -> tuple[int, ...]:
+    """The table of a permutation that costs most: half a turn takes everyone's data out of its box, where a group is in several.
+
+    A search prices permutations by who takes part, before their tables are known. Pieces take one another's place in them, so few stay.
+    """
+    n = prod(mesh.part_size(name) for name in names)
+    return rotation(n, n // 2)
 
 
 @attrs.frozen

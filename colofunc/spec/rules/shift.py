@@ -17,6 +17,7 @@ import attrs
 import torch
 
 from colofunc.mesh import Mesh
+from colofunc.mesh.cost import rotation
 from colofunc.ops.collectives import axis_index, permute
 from colofunc.spec.layout import Atom, Dim
 from colofunc.spec.rule import Call, Rule, Strategy
@@ -46,8 +47,12 @@ def shifts(call: Call, mesh: Mesh) -> Iterator[Strategy]:
             strategy = build(call, free, {**placement, moved: atoms})
             dim, by, fill = wrap(call.arg(1, "dim"), len(call.ins[0].shape)), int(call.arg(2, "by")), call.arg(3, "fill")
             nbytes = strategy.ins[0].local_numel * call.ins[0].dtype.itemsize
-            wire_s = sum(mesh.collective_s("permute", nbytes * part, (axis,)) for axis, part in _travelling(atoms, abs(by)))
-            local = partial(_local, dim=dim, atoms=strategy.ins[0].dims[dim], by=by, fill=fill)
+            split = strategy.ins[0].dims[dim]
+            wire_s = sum(
+                mesh.collective_s("permute", nbytes * part, (axis,), rotation(mesh.axis_size(axis), hops))
+                for axis, hops, part in _travelling(split, by)
+            )
+            local = partial(_local, dim=dim, atoms=split, by=by, fill=fill)
             yield attrs.evolve(strategy, local=local, cost=attrs.evolve(strategy.cost, extra_s=wire_s))
 
 
@@ -60,14 +65,19 @@ def _splits(size: int, axes: tuple[str, ...], mesh: Mesh) -> Iterator[Dim]:
                 yield tuple(atom for atom in (*split[:at], (size // ways, None), *split[at:]) if atom[0] > 1)
 
 
-def _travelling(atoms: Dim, by: int) -> Iterator[tuple[str, float]]:
-    """(axis, share of a rank's part that is sent over it)."""
-    behind = 1.0
-    for n, axis in reversed(atoms):
-        if axis is None:
-            behind = min(1.0, by / n)
-        else:
-            yield axis, behind
+def _travelling(atoms: Dim, by: int, share: float = 1.0) -> Iterator[tuple[str, int, float]]:
+    """(axis, how many ranks further, share of a rank's part) of the permutes of `_moved`."""
+    if by == 0 or not atoms:
+        return
+    *outer, (n, axis) = atoms
+    more, rest = divmod(by, n)
+    if axis is not None and rest:
+        yield axis, rest, share
+    # Of a split dim everything is moved both ways, and each rank takes one of them; of a local one each part is moved as it has to be.
+    near, far = (share * (n - rest) / n, share * rest / n) if axis is None else (share, share)
+    yield from _travelling(tuple(outer), more, near)
+    if rest:
+        yield from _travelling(tuple(outer), more + 1, far)
 
 
 def _local(x: torch.Tensor, dim: int, atoms: Dim, by: int, fill: float, mesh: Mesh) -> torch.Tensor:
@@ -85,7 +95,7 @@ def _moved(x: torch.Tensor, atoms: Sequence[Atom], by: int, fill: float, mesh: M
     *outer, (n, axis) = atoms
     more, rest = divmod(by, n)
     if axis is not None:
-        came = permute(x, axis, mesh, [(i - by) % n for i in range(n)])
+        came = permute(x, axis, mesh, rotation(n, by)) if rest else x
         near = _moved(came, outer, more, fill, mesh)
         return torch.where(axis_index(axis, mesh) >= rest, near, _moved(came, outer, more + 1, fill, mesh)) if rest else near
     parts = []
