@@ -13,7 +13,7 @@ from colofunc_plugins import zero
 import colofunc as cf
 from colofunc.compiler.compare import looked_at
 from colofunc.compiler.tolerance import Allowed, Reference, bounds_of
-from colofunc.executors import simulated
+from colofunc.executors import simulated_collectives
 from colofunc.executors.launch import launch
 from colofunc.program.ir import Node, Program
 from colofunc.program.passes.loop import within
@@ -237,8 +237,8 @@ def test_a_strategy_with_wrong_local_code(mesh: cf.Mesh) -> None:
 
 def test_a_collective_that_the_executor_gets_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     first_only = lambda members, how: members[0].clone()  # noqa: E731
-    monkeypatch.setitem(simulated._MEMBERS, "all_reduce", first_only)
-    monkeypatch.setitem(simulated._MEMBERS, "reduce_scatter", lambda members, how: [members[0][j] for j in range(len(members))])
+    monkeypatch.setitem(simulated_collectives._MEMBERS, "all_reduce", first_only)
+    monkeypatch.setitem(simulated_collectives._MEMBERS, "reduce_scatter", lambda members, how: [members[0][j] for j in range(len(members))])
     first = compared().first
     assert (first.operator, first.line) == ("aten.addmm.default", LINE_Y)
     assert "reduce" in first.made_by and "(tp)" in first.made_by

@@ -295,6 +295,7 @@ def test_two_ranks_on_one_card_are_an_error_before_anything_is_sent(of_somebody_
 def test_a_mesh_on_the_cpu_in_a_group_of_cards_only() -> None:
     backend = Distributed.__new__(Distributed)
     backend._carriers, backend._groups, backend.watch, backend.rank = {"cuda": "nccl"}, {}, None, 0
+    backend._mail = groups.Mail()
     with pytest.raises(MeshError, match=r"is to run on the CPU and the process group carries tensors on GPUs only"):
         backend._groups_of(cf.Mesh(dp=2, device="cpu"))
     assert backend._groups_of(cf.Mesh(dp=2)).carriers == {"cuda": "nccl"}
