@@ -21,7 +21,7 @@ from colofunc.executors.groups import Mail
 from colofunc.executors.launch import launch
 from colofunc.executors.rank_program import Later
 from colofunc.mesh import PRESETS
-from colofunc.program.ir import Node, Ref, map_refs
+from colofunc.program.ir import Node, Program, Ref, map_refs
 from colofunc.program.places import SEND, on_rank
 from colofunc.program.post_validation import Deferred, deferred
 
@@ -498,12 +498,18 @@ def test_ranks_of_unlike_devices_are_refused() -> None:
         chain.lower(state, batches([CALM], 1.0)[0])
 
 
-def test_an_update_in_which_stages_wait_for_one_another_is_refused() -> None:
-    """A scalar that is computed of what the stages have said, and that all of them add up once more."""
+def deferred_on_two_stages() -> tuple[Program, Deferred]:
+    """A clipped step's program, and its parts where it is validated in the next step."""
     chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
     program = chain.lower(state, batches([CALM], 1.0)[0]).program
     parts = deferred(program)
     assert isinstance(parts, Deferred)
+    return program, parts
+
+
+def test_an_update_in_which_stages_wait_for_one_another_is_refused() -> None:
+    """A scalar that is computed of what the stages have said, and that all of them add up once more."""
+    program, parts = deferred_on_two_stages()
     gradient, new = parts.update.nodes[-1].refs[1], program.next_id
     node = Node("colofunc.all_reduce", (Ref(gradient), ("pp",), 2, "sum"), (), (new,), phase="update")
     values = program.values | {new: attrs.evolve(program.values[gradient], id=new)}
@@ -513,10 +519,7 @@ def test_an_update_in_which_stages_wait_for_one_another_is_refused() -> None:
 
 def test_a_message_of_what_the_update_makes_is_refused() -> None:
     """As of a scalar's gradient that is put back from fp16's scale before it is sent."""
-    chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
-    program = chain.lower(state, batches([CALM], 1.0)[0]).program
-    parts = deferred(program)
-    assert isinstance(parts, Deferred)
+    program, parts = deferred_on_two_stages()
     gradient, total, new = parts.update.nodes[-1].refs[1], program.next_id, program.next_id + 1
     summed = Node("aten.sum.default", (Ref(gradient),), (), (total,), phase="update")
     single = next(node for node in parts.exchange.nodes if node.target == SEND and program.values[node.refs[0]].shape == ())
@@ -529,10 +532,7 @@ def test_a_message_of_what_the_update_makes_is_refused() -> None:
 
 def test_an_update_that_writes_to_what_is_sent_is_refused() -> None:
     """A loss that is written to behind the factor of clipping: whoever sends it later would send another one."""
-    chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
-    program = chain.lower(state, batches([CALM], 1.0)[0]).program
-    parts = deferred(program)
-    assert isinstance(parts, Deferred)
+    program, parts = deferred_on_two_stages()
     loss, new = parts.exchange.inputs[-1], program.next_id
     node = Node("aten.mul.out", (Ref(loss), Ref(parts.judged[0])), (("out", Ref(loss)),), (new,), phase="update")
     values = program.values | {new: attrs.evolve(program.values[loss], id=new)}
@@ -542,10 +542,7 @@ def test_an_update_that_writes_to_what_is_sent_is_refused() -> None:
 
 def test_a_stage_that_sends_on_what_it_was_told_is_refused() -> None:
     """Who reads alone would wait for a stage that does not read."""
-    chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
-    program = chain.lower(state, batches([CALM], 1.0)[0]).program
-    parts = deferred(program)
-    assert isinstance(parts, Deferred)
+    program, parts = deferred_on_two_stages()
     (factor,), new = parts.judged, program.next_id
     single = next(node for node in parts.exchange.nodes if node.target == SEND and program.values[node.refs[0]].shape == ())
     node = attrs.evolve(single, args=map_refs(single.args, lambda _: Ref(factor)), outs=(new,))

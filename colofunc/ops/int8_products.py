@@ -216,32 +216,13 @@ def _outliers(x: Tensor, threshold: float, data: Tensor, scale: Tensor, dtype: t
     return F.linear(kept, FORMATS["int8"].widen((data[:, columns], scale), dtype))
 
 
-def _int8_rows_linear(
-    rows: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    size: Tensor,
-    x: Tensor | None,
-    threshold: float,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    sums = best_sums(_matrix(rows), data)
-    return _scaled(sums, data, scale, size, x, threshold, bias, dtype)
+def _int8_rows_linear(rows: Tensor, data: Tensor, *rest: Any) -> Tensor:
+    """rest: what `_scaled` takes behind the weight."""
+    return _scaled(best_sums(_matrix(rows), data), data, *rest)
 
 
-def _int8_rows_linear_cuda(
-    rows: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    size: Tensor,
-    x: Tensor | None,
-    threshold: float,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    sums = cuda_sums(_matrix(rows), data)
-    return _scaled(sums, data, scale, size, x, threshold, bias, dtype)
+def _int8_rows_linear_cuda(rows: Tensor, data: Tensor, *rest: Any) -> Tensor:
+    return _scaled(cuda_sums(_matrix(rows), data), data, *rest)
 
 
 def _int8_rows_linear_fake(

@@ -25,12 +25,10 @@ import attrs
 from colofunc.ops.quantized import DEQUANTIZE
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref
+from colofunc.program.passes.packed_reads import CAST, DIVISION, TURNS, VIEWS
 from colofunc.spec.layout import Layout, make_layout
 
 GATHER, REARRANGE = "colofunc.all_gather", "colofunc.rearrange"
-CAST, DIVISION = "aten._to_copy.default", "aten.div.Tensor"
-VIEWS = ("aten.view.default", "aten._unsafe_view.default")
-TURNS = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
 
 
 def gathered_packed(program: Program) -> Program:

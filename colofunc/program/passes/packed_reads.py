@@ -26,10 +26,12 @@ PRODUCTS = {"colofunc.linear": "linear", "colofunc.linear_dx": "linear_dx"}
 """Products whose second operand may be a quantized weight -> the operator of its format in their place."""
 CAST = "aten._to_copy.default"
 VIEW = "aten.view.default"
+VIEWS = frozenset((VIEW, "aten._unsafe_view.default"))
+TURNS = frozenset(("aten.t.default", "aten.transpose.int", "aten.permute.default"))
 LOOKUP = "aten.embedding.default"
 DIVISION = "aten.div.Tensor"
 """By the scale of a weight's inputs, which is an input of the program."""
-SHAPES = frozenset((VIEW, "aten._unsafe_view.default", "aten.t.default", "aten.transpose.int", "aten.permute.default"))
+SHAPES = VIEWS | TURNS
 """Operators that only look at a widened weight in another shape."""
 NARROW = (torch.bfloat16, torch.float16)
 
