@@ -212,15 +212,27 @@ def test_views_take_time_where_the_host_computes():
     assert lanes(program([0], nodes, [], [(4,)] * 3), mesh, no_rule).end_s == pytest.approx(4e-4 + mesh.compute_s(4, 64, "float64"))
 
 
+def begins_of_sums(mesh, *axes):
+    """When all-reduces along axes begin that are started one behind the other."""
+    nodes = [("colofunc.all_reduce_start", (R(0), (axis,), mesh.axis_size(axis), "sum"), (k + 1,)) for k, axis in enumerate(axes)]
+    return [b.start_s for b in lanes(program([0], nodes, [], [(N,)] * 4), mesh, no_rule).busy]
+
+
+def test_a_collective_over_boxes_with_several_ranks_in_each_keeps_the_links_within_them():
+    mesh = cf.Mesh(dp=4, tp=4, topology="8xa100-40g")  # two of a dp group's ranks are in each box
+    assert mesh.link_levels(("dp",)) == (0, 1)
+    assert begins_of_sums(mesh, "dp", "tp") == [0.0, mesh.collective_s("all_reduce", 8 * N, ("dp",))]
+    assert begins_of_sums(mesh, "tp", "dp") == [0.0, mesh.collective_s("all_reduce", 8 * N, ("tp",))]
+
+
 def test_collectives_over_other_links_run_beside_one_another():
     """In a box and between boxes; over links of one level they follow one another, also of other axes."""
     mesh = cf.Mesh(dp=2, cp=2, tp=4, topology="8xa100-40g")
-    assert [mesh.link_level((axis,)) for axis in ("dp", "cp", "tp")] == [1, 0, 0]
-    assert mesh.link_level(("dp", "tp")) == 1 and cf.Mesh(dp=2).link_level(("dp",)) == 0
+    assert [mesh.link_levels((axis,)) for axis in ("dp", "cp", "tp")] == [(1,), (0,), (0,)]
+    assert mesh.link_levels(("dp", "tp")) == (0, 1) and cf.Mesh(dp=2).link_levels(("dp",)) == (0,)
 
     def begins(*axes):
-        nodes = [("colofunc.all_reduce_start", (R(0), (axis,), mesh.axis_size(axis), "sum"), (k + 1,)) for k, axis in enumerate(axes)]
-        return [b.start_s for b in lanes(program([0], nodes, [], [(N,)] * 4), mesh, no_rule).busy]
+        return begins_of_sums(mesh, *axes)
 
     first_s = mesh.collective_s("all_reduce", 8 * N, ("tp",))
     assert begins("tp", "dp", "cp") == [0.0, 0.0, first_s]

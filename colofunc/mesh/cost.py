@@ -112,16 +112,16 @@ def _domains(homes: NDArray[np.int64], one: bool) -> NDArray[np.int64]:
     return np.stack([counts, np.minimum.reduceat(lengths, first)], axis=1)
 
 
-def outermost(ways: Sequence[GroupShape]) -> int:
-    """The outermost level at which some group joins several domains; 0 where none does."""
-    found = 0
+def crossed(ways: Sequence[GroupShape]) -> tuple[int, ...]:
+    """The levels at which some group joins several domains, inner ones first; the innermost alone where none does."""
+    found = set[int]()
     for way in ways:
         outside = way.size
         for level, (domains, _) in enumerate(way.domains):
             if domains < outside:
-                found = max(found, level)
+                found.add(level)
             outside = domains
-    return found
+    return tuple(sorted(found)) or (0,)
 
 
 def alpha_beta(topology: Topology, kind: str, ways: Sequence[GroupShape], mesh_size: int) -> tuple[float, float]:

@@ -294,12 +294,16 @@ class Mesh:
             found = self._costs[key] = self._alpha_beta(*key)
         return found
 
-    def link_level(self, axes: Iterable[str]) -> int:
-        """The outermost of the topology's levels whose links a collective over `axes` crosses; 0 where there is none to cross."""
+    def link_levels(self, axes: Iterable[str]) -> tuple[int, ...]:
+        """The topology's levels whose links a collective over `axes` uses, inner ones first; the innermost where it crosses none.
+
+        With 4 devices in a box and axes dp=2, tp=4, `("tp",)` uses (0,), `("dp",)` (1,), as it has one rank in each box, and both
+        together (0, 1).
+        """
         names = tuple(name for name in self.ordered(axes) if self.part_size(name) > 1)
         if not names or len(self.topology.levels) < 2:
-            return 0
-        return cost.outermost(self._ways_of(names))
+            return (0,)
+        return cost.crossed(self._ways_of(names))
 
     def collective_s(self, kind: str, nbytes: float, axes: Iterable[str], table: tuple[int, ...] = ()) -> float:
         """Seconds of a collective that every group over `axes` runs at once.

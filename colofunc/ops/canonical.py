@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.ops.attention import attention
+from colofunc.ops.bags import bags_of
 from colofunc.ops.canonical_experts import Catcher
 from colofunc.ops.canonical_random import RANDOM_HANDLERS, Handler
 from colofunc.ops.ctc import reduced_ctc_loss
@@ -183,7 +184,7 @@ def _open(func: Any) -> Any:
     return body
 
 
-# ---- linear and attention ----
+# ---- linear, bags of embeddings and attention ----
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -209,6 +210,24 @@ def _linear(mode: Canonical, input: Tensor, weight: Tensor, bias: Tensor | None 
     if weight.dim() != 2 or input.dim() == 0 or input.is_sparse or weight.is_sparse or weight.is_quantized:
         return NotImplemented
     return linear.apply(*autocast(input, weight, bias))
+
+
+def _embedding_bag(
+    canonical: Canonical, input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, norm_type: float = 2,
+    scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Any:  # fmt: skip
+    """A matrix of indices, summed or averaged. All else is torch's: bags cut at offsets, a maximum, what writes to the table."""
+    if input.dim() != 2 or input.is_floating_point() or mode not in ("sum", "mean") or weight.dim() != 2:
+        return NotImplemented
+    if offsets is not None or include_last_offset or max_norm is not None or scale_grad_by_freq or sparse:
+        return NotImplemented
+    factors = per_sample_weights
+    if factors is not None and (mode == "mean" or factors.shape != input.shape or factors.dtype != weight.dtype):
+        return NotImplemented  # torch says what is wrong
+    if padding_idx is not None and not -weight.shape[0] <= padding_idx < weight.shape[0]:
+        return NotImplemented
+    return bags_of(input, weight, mode, factors, padding_idx)
 
 
 def _attention(
@@ -321,6 +340,7 @@ HANDLERS: dict[Any, Handler] = {
     F.grouped_mm: _grouped_mm,
     compat.grouped_mm: _grouped_mm,
     F.linear: _linear,
+    F.embedding_bag: _embedding_bag,
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
     F.scaled_dot_product_attention: _attention,

@@ -1,11 +1,14 @@
 """Lanes: when each operator of one rank runs, on which of the things that work side by side.
 
 Problem: a sum of seconds says what a step costs, not what hides what. Idea: the local program is played forward in its
-order. The device computes; collectives over links of one level (in a box, between boxes) have an engine of their own that works first
-in, first out, and so have copies in each direction, and the disk, for both; what lies on the host is computed there. A plain collective
-or copy holds the device up, a started one only at its wait. Work of the host holds up nobody who has his work: it runs in the thread that
-hands work out, so that what comes behind it in the order begins when it has ended, and what came before goes on. Where it is known how
-long that thread takes to hand out an operator (`Device.host_launch_s`), none begins before: many short kernels take what the host does.
+order. The device computes; the links of each level (in a box, between boxes) are an engine that works first in, first out, and so are
+copies in each direction, and the disk, for both; what lies on the host is computed there. A collective keeps the links of every level
+that it uses (`Mesh.link_levels`) until it ends: one that spans boxes with several ranks in each goes over those within a box, too.
+
+A plain collective or copy holds the device up, a started one only at its wait. Work of the host holds up nobody who has his work: it
+runs in the thread that hands work out, so that what comes behind it in the order begins when it has ended, and what came before goes
+on. Where it is known how long that thread takes to hand out an operator (`Device.host_launch_s`), none begins before: many short
+kernels take what the host does.
 
     device     |linear|linear|        |linear|
     wires      |all_gather   |reduce_scatter|
@@ -219,7 +222,7 @@ class _Player:
     def __init__(self, program: Program, mesh: Mesh, seconds: Seconds) -> None:
         self.program, self.mesh, self.device_s = program, mesh, seconds
         self.free = dict.fromkeys(LANES, 0.0)  # the host's: when the thread that hands work out is free; collectives are by their links
-        self.wires: dict[tuple[str, ...], str] = {}  # axes -> what is free
+        self.wires: dict[tuple[str, ...], tuple[str, ...]] = {}  # axes -> what has to be free
         self.ready: dict[int, float] = {}  # value -> when it may be read, where that is later than its place in the order
         self.busy: list[Busy] = []
         self.bodies: dict[int, Lanes] = {}
@@ -252,10 +255,11 @@ class _Player:
     def sends(self, node: Node) -> float:
         """When what is sent has arrived; the device goes on meanwhile."""
         index, needs, seconds = self._begin(), self._needs(node), self._seconds(node, self._lane(node, kind_of(node)))
-        wire = self._wire(node)
-        begin = max(self.clock, needs, self.free["host"], self.free[wire])
+        wires = self._wires(node)
+        begin = max(self.clock, needs, self.free["host"], *(self.free[wire] for wire in wires))
         self.busy.append(Busy("collectives", begin, begin + seconds, operator(node.target), index, node))
-        self.free[wire] = begin + seconds
+        for wire in wires:
+            self.free[wire] = begin + seconds
         if self.contention and begin + seconds > self.wired_s:
             self.wired_s = begin + seconds
         return begin + seconds
@@ -300,7 +304,7 @@ class _Player:
         seconds = self._seconds(node, lane)
         if self.hands_out and lane != "host":
             self.free["host"] += self._handed_s(node, seconds)
-        engine = self._wire(node) if lane == "collectives" else lane
+        engines = self._wires(node) if lane == "collectives" else (lane,)
         # Comparisons and no `max`: this runs for every node of every candidate.
         begin = self.free["host"]
         if needs > begin:
@@ -308,13 +312,15 @@ class _Player:
         if lane != "host":
             if clock > begin:
                 begin = clock
-            if self.free[engine] > begin:
-                begin = self.free[engine]
+            for engine in engines:
+                if self.free[engine] > begin:
+                    begin = self.free[engine]
         if lane == "compute" and begin < self.wired_s:
             seconds = self._beside_collectives_s(seconds, self.wired_s - begin)
         if seconds:
             self.busy.append(Busy(lane, begin, begin + seconds, operator(node.target), index, node))
-            self.free[engine] = begin + seconds
+            for engine in engines:
+                self.free[engine] = begin + seconds
         apart = lane == "host" or (kind is not None and kind[1])
         if apart or lane in COPY_LANES:
             self._made(node, begin + seconds)
@@ -327,13 +333,14 @@ class _Player:
         longer_s = seconds * (1 + self.contention)
         return longer_s if longer_s <= wired_s else seconds + wired_s * self.contention / (1 + self.contention)
 
-    def _wire(self, node: Node) -> str:
-        """Which collectives follow one another: those whose slowest links are of one level. Each group has a stream of its own."""
+    def _wires(self, node: Node) -> tuple[str, ...]:
+        """The links that a collective keeps to itself. Each group has a stream of its own: those with other links run beside it."""
         axes = tuple(node.args[1])
         found = self.wires.get(axes)
         if found is None:
-            found = self.wires[axes] = f"links of level {self.mesh.link_level(axes)}"
-            self.free.setdefault(found, 0.0)
+            found = self.wires[axes] = tuple(f"links of level {level}" for level in self.mesh.link_levels(axes))
+            for wire in found:
+                self.free.setdefault(wire, 0.0)
         return found
 
     def _handed_s(self, node: Node, seconds: float) -> float:

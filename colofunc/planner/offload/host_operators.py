@@ -24,7 +24,9 @@ from colofunc.planner.offload.updates import CAST, able
 from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program
 
-SCATTERS = frozenset({"aten.embedding_dense_backward.default", "aten.index_put.default", "aten.index_add.default"})
+SCATTERS = frozenset(
+    {"aten.embedding_dense_backward.default", "aten.index_put.default", "aten.index_add.default", "colofunc.embedding_bag_backward"}
+)
 CHEAP = frozenset("_to_copy add addcmul div linalg_vector_norm mean mul neg pow sqrt square sub sum".split())
 """Operators that read what they are given once: they go where it lies. In place forms too."""
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import attrs
@@ -116,15 +117,21 @@ def links_of(mesh: Mesh, tiers: Tiers = TIERS) -> Links:
     return Links((1 << 30) / max(up - latency, 1e-12), (1 << 30) / max(down - latency, 1e-12), latency, far == "disk")
 
 
-GATHERS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.index.Tensor"})
+BAG = "colofunc.embedding_bag"
+GATHERS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.index.Tensor", BAG})
 """Operators that read few rows of their first operand."""
 
 
 def _touched(node: Node, program: Program) -> int:
     """Bytes that a node reads and writes."""
-    outs = node.results
-    ids = (*node.refs[1:], *outs, *outs) if node.target in GATHERS else (*node.refs, *written(node), *outs)
-    return sum(program.values[i].nbytes for i in ids)
+    values, outs = program.values, node.results
+    if node.target not in GATHERS:
+        return sum(values[i].nbytes for i in (*node.refs, *written(node), *outs))
+    moved = sum(values[i].nbytes for i in (*node.refs[1:], *outs))
+    if node.target == BAG:  # reads a row for each index, and writes one for each bag
+        table, index = values[node.refs[0]], values[node.refs[1]]
+        return moved + prod(index.shape) * table.shape[1] * table.dtype.itemsize
+    return moved + sum(values[i].nbytes for i in outs)
 
 
 def _host_s(node: Node, program: Program, mesh: Mesh, device_s: float) -> float:

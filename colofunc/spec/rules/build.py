@@ -112,7 +112,7 @@ def bind(
         {factor: size for factor, size in all_sizes.items() if factor in used},
         reduce={factor: how for factor, how in (reduce or {}).items() if factor in used},
         whole=frozenset(whole & used),
-        linear=tuple(_present(positions) for positions in linear),
+        linear=tuple(filter(None, map(_present, linear))),  # linear in no operand that is there says nothing
         addends=_present(addends),
         copied=frozenset((number, factor) for number, factor in copied if call.outs[number] is not None),
         localize=localize,

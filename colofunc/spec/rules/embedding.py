@@ -2,10 +2,12 @@
 
     embedding                 [v] e, i0 i1 -> i0 i1 e
     embedding_dense_backward  i0 i1 e, i0 i1 -> [v] e         i summed
+    embedding_bag             [v] e, b n, b n -> b e          n summed; the last operand, factors, may be absent
 
 The vocabulary `v` is whole in the rule, because an index points anywhere in it. Two strategies split it: the lookup
 asks for the rows that this rank has and leaves a pending sum (every other rank gives zeros), the gradient keeps this
-rank's rows. Source: vocabulary-parallel embedding, Megatron-LM (1909.08053, section 3).
+rank's rows. Torch's own bags, of a flat list of indices cut at offsets, are data: only `e` is free there.
+Source: vocabulary-parallel embedding, Megatron-LM (1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 import torch
 
 from colofunc.mesh import Mesh
+from colofunc.ops.bags import embedding_bag, embedding_bag_backward
 from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.rules.build import Local, StrategyFn, Texts, at, bind, names
 from colofunc.spec.rules.local import clear, first_of, inside, no_traffic
@@ -79,7 +82,7 @@ def _bag_mode(call: Call, index: int = 4) -> int:
     return int(call.arg(index, "mode", 0))
 
 
-def embedding_bag(call: Call) -> Rule | None:
+def flat_bags(call: Call) -> Rule | None:
     """Only the embedding dim is free: bags are runs of the flat index, cut at offsets that are data."""
     per_sample = at(call, 6, "per_sample_weights")
     if len(call.ins[1].shape) != 1 or _bag_mode(call) == 2:
@@ -92,14 +95,14 @@ def embedding_bag(call: Call) -> Rule | None:
     )
 
 
-def embedding_bag_dense_backward(call: Call) -> Rule | None:
+def flat_bags_dense_backward(call: Call) -> Rule | None:
     if _bag_mode(call, 7) == 2 or len(call.ins) > 6:
         return None
     indices: Texts = {k: f"[x{k}]" for k in range(1, len(call.ins))}
     return bind(call, {0: "[n] e", **indices}, ["[v] e"], linear=[{0}])
 
 
-def embedding_bag_backward(call: Call) -> Rule | None:
+def flat_bags_backward(call: Call) -> Rule | None:
     """As the dense one: the gradient of each bag goes to its rows, column by column."""
     if _bag_mode(call, 8) == 2 or len(call.ins) > 6 or call.arg(9, "sparse", False):
         return None
@@ -107,15 +110,89 @@ def embedding_bag_backward(call: Call) -> Rule | None:
     return bind(call, {0: "[n] e", **rest}, ["[v] e"], linear=[{0}])
 
 
+# ---- bags of a matrix of indices ----
+
+
+def bags(call: Call) -> Rule:
+    factors = at(call, 2, "factors")
+    return bind(call, {0: "[v] e", 1: "b n", factors: "b n"}, ["b e"], reduce={"n": "sum"}, linear=[{0}, {factors}])
+
+
+def bags_backward(call: Call) -> Rule:
+    factors = at(call, 2, "factors")
+    return bind(call, {0: "b e", 1: "b n", factors: "b n"}, ["[v] e"], reduce={"b": "sum", "n": "sum"}, linear=[{0}, {factors}])
+
+
+def bags_factors_backward(call: Call) -> Rule:
+    return bind(call, {0: "b e", 1: "[v] e", 2: "b n"}, ["b n"], reduce={"e": "sum"}, linear=[{0}, {1}])
+
+
+def _own(
+    index: torch.Tensor, factors: torch.Tensor | None, first: torch.Tensor | int, rows: int, padding: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(local indices (b, n), factors that are 0 for rows that this rank has not, which bags (b, 1) have rows here).
+
+    In place of a row that another rank has stands one of this rank's rows that is in the same bag, so that no NaN gets into others.
+    """
+    here, mine = inside(index, first, rows)
+    mine = mine & (index != padding)
+    some = torch.where(mine, here, 0).amax(1, keepdim=True)
+    kept = mine.to(dtype) if factors is None else clear(factors, mine)
+    return torch.where(mine, here, some), kept, mine.any(1, keepdim=True)
+
+
+def _split_bags(call: Call, mesh: Mesh) -> Iterator[Strategy]:
+    if 0 in call.ins[1].shape:
+        return
+    padding, size = int(call.arg(3, "padding")), call.ins[0].shape[0]
+
+    def code(call: Call, split: Split) -> Local:
+        rows = split.ins[0].dims[0]
+
+        def local(weight: torch.Tensor, index: torch.Tensor, *factors: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+            own, kept, has = _own(index, factors[0] if factors else None, first_of(rows, mesh), weight.shape[0], padding, weight.dtype)
+            # An index that no rank has must fail as on one device, not give zeros.
+            own = torch.where((index < 0) | (index >= size), index, own)
+            return clear(embedding_bag(weight, own, kept, -1), has)
+
+        return local
+
+    yield from opened(call, mesh, bags(call), ["v"], code, no_traffic, how="sum")
+
+
+def _split_bags_rows(call: Call, mesh: Mesh) -> Iterator[Strategy]:
+    if 0 in call.ins[1].shape:
+        return
+    padding = int(call.arg(4, "padding"))
+
+    def code(call: Call, split: Split) -> Local:
+        out = split.outs[0]
+        assert out is not None, "the gradient of a table has a layout"
+        rows, mine_rows = out.local_shape[0], out.dims[0]
+
+        def local(grad: torch.Tensor, index: torch.Tensor, *factors: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+            own, kept, has = _own(index, factors[0] if factors else None, first_of(mine_rows, mesh), rows, padding, grad.dtype)
+            return embedding_bag_backward(clear(grad, has), own, kept, rows, -1)
+
+        return local
+
+    yield from opened(call, mesh, bags_backward(call), ["v"], code, no_traffic)
+
+
 RULES: dict[str, RuleFn] = {
-    "aten._embedding_bag_backward": embedding_bag_backward,
+    "colofunc.embedding_bag": bags,
+    "colofunc.embedding_bag_backward": bags_backward,
+    "colofunc.embedding_bag_factors_backward": bags_factors_backward,
+    "aten._embedding_bag_backward": flat_bags_backward,
     "aten.embedding": embedding,
     "aten.embedding_dense_backward": embedding_dense_backward,
-    "aten._embedding_bag_dense_backward": embedding_bag_dense_backward,
-    "aten._embedding_bag": embedding_bag,
-    "aten._embedding_bag_forward_only": embedding_bag,
+    "aten._embedding_bag_dense_backward": flat_bags_dense_backward,
+    "aten._embedding_bag": flat_bags,
+    "aten._embedding_bag_forward_only": flat_bags,
 }
 STRATEGIES: dict[str, StrategyFn] = {
+    "colofunc.embedding_bag": _split_bags,
+    "colofunc.embedding_bag_backward": _split_bags_rows,
     "aten.embedding": _split_lookup,
     "aten.embedding_dense_backward": _split_rows,
 }

@@ -1,0 +1,123 @@
+"""`nn.EmbeddingBag` over a matrix of indices: torch's numbers, its derivatives, its strategies, and a recommender on meshes."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from colofunc_plugins import zero
+from torch import nn
+
+import colofunc as cf
+from colofunc.ops.bags import bags_of, embedding_bag
+from colofunc.testing import check, check_strategies, sample
+
+ROWS, WIDTH, BAGS, EACH = 12, 6, 8, 4
+
+
+def seeded(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+INDEX = torch.randint(0, ROWS, (BAGS, EACH), generator=torch.Generator().manual_seed(3))
+KINDS: dict[str, tuple[str, bool, int | None]] = {  # mode, with factors, padding
+    "sum": ("sum", False, None),
+    "mean": ("mean", False, None),
+    "weighted": ("sum", True, None),
+    "padded": ("sum", False, 3),
+    "mean of the rest": ("mean", False, -2),
+    "weighted and padded": ("sum", True, -9),
+}
+
+
+def operands(kind: str) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
+    weight = seeded(ROWS, WIDTH).requires_grad_()
+    factors = seeded(BAGS, EACH).requires_grad_() if KINDS[kind][1] else None
+    return weight, factors, [weight] if factors is None else [weight, factors]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bags_are_those_of_torch(kind: str) -> None:
+    mode, _, padding = KINDS[kind]
+    weight, factors, leaves = operands(kind)
+    ours = bags_of(INDEX, weight, mode, factors, padding)
+    theirs = F.embedding_bag(INDEX, weight, mode=mode, per_sample_weights=factors, padding_idx=padding)
+    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
+    for mine, other in zip(torch.autograd.grad(ours.sin().sum(), leaves), torch.autograd.grad(theirs.sin().sum(), leaves), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("padding", [-1, 3])
+def test_derivatives_of_both_orders(padding: int) -> None:
+    leaves = seeded(ROWS, WIDTH).requires_grad_(), seeded(BAGS, EACH).requires_grad_()
+    assert torch.autograd.gradcheck(lambda w, f: embedding_bag(w, INDEX, f, padding), leaves)
+    assert torch.autograd.gradgradcheck(lambda w, f: embedding_bag(w, INDEX, f, padding), leaves)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+def test_no_bags_and_empty_bags(shape: tuple[int, int]) -> None:
+    weight = seeded(ROWS, WIDTH).requires_grad_()
+    out = bags_of(torch.empty(shape, dtype=torch.int64), weight, "mean", None, None)
+    assert out.shape == (shape[0], WIDTH) and not out.any()
+    assert not torch.autograd.grad(out.sum(), weight)[0].any()
+
+
+@pytest.mark.parametrize("target", ["embedding_bag", "embedding_bag_backward", "embedding_bag_factors_backward"])
+@pytest.mark.parametrize("padding", [-1, 3])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_parts_on_ranks(target: str, padding: int, weighted: bool) -> None:
+    """Bags, what is in them, columns, and rows of the table, as pending sums where each rank has some."""
+    weight, grad, factors = seeded(ROWS, WIDTH), seeded(BAGS, WIDTH), seeded(BAGS, EACH) if weighted else None
+    calls: dict[str, tuple[Any, ...]] = {
+        "embedding_bag": (weight, INDEX, factors, padding),
+        "embedding_bag_backward": (grad, INDEX, factors, ROWS, padding),
+        "embedding_bag_factors_backward": (grad, weight, INDEX, padding),
+    }
+    tried = check_strategies(None, f"colofunc.{target}", sample(*calls[target]), meshes=[cf.Mesh(a=2, b=2)])
+    names = {each.strategy for each in tried}
+    factors_of = {"embedding_bag": "bnev", "embedding_bag_backward": "bnev", "embedding_bag_factors_backward": "bne"}
+    assert {f"{{a: {factor}}}" for factor in factors_of[target]} <= names, names
+
+
+def test_infinity_in_a_table_stays_in_the_bags_that_ask_for_it() -> None:
+    weight = seeded(ROWS, WIDTH)
+    weight[6] = float("inf")  # the first row of the second rank's part, where it looks for what it does not have
+    index = INDEX.clone()
+    index[index == 6] = 7
+    index[2, 1] = 6
+    step = cf.shard(lambda w, i: F.embedding_bag(i, w, mode="sum"), cf.Mesh(tp=2), in_specs=("(tp v) e", "b n"), out_specs="b e", donate=())
+    out = step(weight, index).full()
+    assert out.isfinite().all(1).tolist() == [bag != 2 for bag in range(BAGS)]
+
+
+def test_an_index_that_no_rank_has_fails() -> None:
+    step = cf.shard(lambda w, i: F.embedding_bag(i, w, mode="sum"), cf.Mesh(tp=2), in_specs=("(tp v) e", "b n"), out_specs="b e", donate=())
+    with pytest.raises(RuntimeError, match="embedding_bag"):
+        step(seeded(ROWS, WIDTH), INDEX + 5)
+
+
+class Recommender(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(ROWS, WIDTH, mode=mode, padding_idx=2) for mode in ("sum", "mean"))
+        self.top = nn.Linear(2 * WIDTH, 1)
+
+    def forward(self, ids: torch.Tensor, clicked: torch.Tensor) -> torch.Tensor:
+        bags = [table(ids[:, k]) for k, table in enumerate(self.tables)]
+        return F.binary_cross_entropy_with_logits(self.top(torch.cat(bags, 1)).squeeze(1), clicked)
+
+
+@pytest.mark.parametrize("how", ["zero 3", "microbatches", "rows of tables"])
+def test_a_recommender_is_split_and_equal(how: str) -> None:
+    torch.manual_seed(0)
+    step_fn, state = cf.train_step(cf.functional(Recommender().double()), cf.adapt(torch.optim.Adagrad, lr=0.1), loss=lambda out: out)
+    batch = {"ids": torch.randint(0, ROWS, (BAGS, 2, EACH)), "clicked": torch.rand(BAGS, dtype=torch.float64)}
+    if how == "rows of tables":
+        params = {name: "(tp v) e" if name.startswith("tables") else None for name in state["params"]}
+        step = cf.shard(step_fn, cf.Mesh(dp=2, tp=2), zero(1, "dp"), in_specs=({**dict.fromkeys(state), "params": params}, None))
+    else:
+        step = cf.shard(step_fn, cf.Mesh(dp=4), zero(3, "dp"))
+    step = cf.accumulate(step, microbatches=2) if how == "microbatches" else step
+    check(step, state, batch, steps=2)
+    coverage = step.lower(state, batch).coverage()
+    assert not coverage.fallbacks and coverage.flops > (0.4 if how == "rows of tables" else 0.9)
