@@ -19,17 +19,19 @@ Terms that came of looking for the reason of a miss count wherever they hold:
   price (`exchange`).
 - I1 to I4, IH1, IH2, whose last two were 18 and 21 % too slow: those runs sum gradients in bfloat16, which their source says and was looked
   up then only (`Run.sums`). I3 and I4 moved by half a percent.
+- D1, D2 (one box and two), published 1.6 % apart, were predicted equal within 0.1 %, the other way round: of two boxes the sums over `dp`,
+  which cross both NVLink and the network, ran beside those over `cp`, which are on NVLink too. A collective keeps the links of every level
+  that it uses now (`Mesh.link_levels`), and the pair stands as published, 0.4 % apart. M2 to M4 became slower by 1 to 5 %, N1 and N2, held
+  out, by half a percent at most: dp and tp share boxes there as well.
 - K1, K2: the report's table of batches says 4 rows in each of 2 microbatches, as they are planned here; the driver's commands say 2 in each
-  of 4. By the commands K1 and K3, 7 % apart, would be predicted equal within 0.2 % the other way, and 36 of 39 pairs stand as published.
+  of 4. By the commands K1 and K3, 7 % apart, would be predicted equal within 0.2 % the other way, and one pair fewer stands as published.
 
-Note [Missed]. What was found out about the order that is missed, and two runs that nearly are:
-- Terms: without the attainable share of memory the testing half is 5.1 % off in the middle and 27 % at worst, with it 6.4 and 25 %; the
-  share is from another source and stays. Contention brings 6.9 to 6.4 %.
-- The order: both pairs that stand the other way round are closer than the clock is right. T33 and T34 (which recompute every second
-  layer, and every second product) are 2.3 % apart, and predicted 0.9 % the other way. D1 and D2 (one box and two) are 1.6 % apart and
-  predicted equal within 0.1 %: all that a second box changes is where gradients and parameters travel once a step, 3.6 ms a layer in one
-  box, where both axes have the same links, and 3.3 in two, where each has its own. Letting the axes share the links of one box, as their
-  streams do, in place of one behind the other was tried, and changes neither pair.
+Note [Missed]. What was found out about the pair whose order is missed, and two runs that nearly are:
+- Terms: without the attainable share of memory the testing half is 5.5 % off in the middle and 27 % at worst, with it 6.9 and 25 %; the
+  share is from another source and stays. Contention leaves the middle and brings the worst from 26 to 25 %.
+- The order: the pair that stands the other way round is closer than the clock is right. T33 and T34 (which recompute every second
+  layer, and every second product) are 2.3 % apart, and predicted 0.9 % the other way. Letting axes share the links of one box, as their
+  streams do, in place of one behind the other was tried, and changes nothing in the order.
 - P5, within the bound by 0.3 %: 30 B parameters and sequences of 8,192 on 8 cards of 80 GB. The other rows of its table say that the reason
   is its own (`OTHERS`): the same model on the same cards with 1,024 and 4,096 tokens, and models of 7 B and 13 B with 8,192 and 16,384, are
   within 8.4 %.
