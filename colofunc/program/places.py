@@ -173,10 +173,10 @@ def _part_of_loop(node: Node, loop: Loop, there: Collection[int], rank: _Rank) -
         body = loop.body
     else:
         body, _ = _part_of(loop.body, rank, inputs)
-    if not body.nodes:
-        return
     made = {*body.inputs, *_results(body.nodes)}
     kept = [position for position, out in enumerate(outputs) if out in made]
+    if not body.nodes and not kept:  # what each trip gives may be what the loop was given
+        return
     gathers = tuple(loop.gathers[position] for position in kept)
     outs = tuple(node.outs[position] for position in kept)
     yield attrs.evolve(node, args=tuple(args), outs=outs, loop=attrs.evolve(loop, body=body, gathers=gathers), on=None)

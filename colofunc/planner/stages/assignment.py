@@ -76,7 +76,7 @@ class CutProblem:
                 f"{stages} stages, and the forward pass has {len(places)} operators with weights of their own to begin one at; "
                 f"use at most {max(1, len(places))} stages"
             )
-        seconds = np.array([node_s(node) if node.phase == "forward" else 0.0 for node in program.nodes])
+        seconds = np.array([node_s(node) if k in self.reading.forward else 0.0 for k, node in enumerate(program.nodes)])
         self.until = np.concatenate([[0.0], np.cumsum(seconds)])
         self.begins = [0, *places[1:]]
         self.devices: Sequence[Device] = devices or [Device(1.0, inf)] * stages
@@ -158,19 +158,37 @@ def cuts_at(program: Program, ends: tuple[int, ...]) -> Cuts:
     return Cuts(ends, (), _Reading(program).uses)
 
 
+def _forward_pass(program: Program) -> frozenset[int]:
+    """Positions of the forward nodes that backward needs the results of; of all where there is no backward.
+
+    An update that is written by hand, and what a step keeps for the next one, are computed outside of a gradient too, but behind it.
+    """
+    forward = [k for k, node in enumerate(program.nodes) if node.phase == "forward"]
+    needed = {ref for node in program.nodes if node.phase == "backward" for ref in node.refs}
+    if not needed:
+        return frozenset(forward)
+    found = set[int]()
+    for k in reversed(forward):
+        node = program.nodes[k]
+        if any(id in needed for id in node.results):
+            found.add(k)
+            needed.update(node.refs)
+    return frozenset(found)
+
+
 class _Reading:
-    """What the forward pass reads. `places`: positions of the nodes that are the first to read some weight."""
+    """What the forward pass reads. `forward`: positions of its nodes. `places`: of those that are the first to read some weight."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self.forward = _forward_pass(program)
         weights = {id: frozenset({k}) for k, id in enumerate(program.inputs) if program.values[id].role in WEIGHTS}
         self.of_weights: dict[int, frozenset[int]] = dict(weights)  # value -> the inputs that it is computed of, and of nothing else
         self.computed: set[int] = set()  # values that depend on a weight and on the batch: what a stage hands on
         uses: dict[int, list[int]] = {}
         places = []
-        for index, node in enumerate(program.nodes):
-            if node.phase != "forward":
-                continue
+        for index in sorted(self.forward):
+            node = program.nodes[index]
             read = frozenset[int]().union(*(self.of_weights.get(ref, frozenset()) for ref in node.refs))
             if read and all(ref in self.of_weights for ref in node.refs):
                 self.of_weights.update(dict.fromkeys(node.results, read))
@@ -189,7 +207,7 @@ class _Reading:
         """Per position, bytes that nodes in front of it hand on to forward nodes at it or behind it."""
         change = np.zeros(len(self.program.nodes) + 1)
         for id in self.computed:
-            readers = [k for k in self.program.readers.get(id, ()) if self.program.nodes[k].phase == "forward"]
+            readers = [k for k in self.program.readers.get(id, ()) if k in self.forward]
             if readers:
                 change[self.program.made_at[id] + 1] += self.program.values[id].nbytes
                 change[readers[-1] + 1] -= self.program.values[id].nbytes

@@ -196,7 +196,12 @@ class _Parts:
             return out
         ids = {self.there[out, rank] for rank in self.of_nodes.ranks(maker)}
         if len(ids) > 1:
-            raise PlanError(f"{maker.target} ({maker.line}) is gathered from several stages; place its parameters on one")
+            stages = " and ".join(map(str, sorted(self.of_nodes.ranks(maker))))
+            raise PlanError(
+                f"{maker.target} ({maker.line}) runs on ranks {stages} of {self.along!r}, and what it gives is wanted once: operators are "
+                "on the stage of the parameters that they read, and weights that a step makes of gradients, for a second forward pass, "
+                "are on none. Try: cf.accumulate and zero(...) in place of cf.pipeline for this step"
+            )
         return ids.pop()
 
     def _write(self, node: Node, part: Part, rank: int) -> None:
