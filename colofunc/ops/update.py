@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colofunc.ops.define import define, nothing
+from colofunc.ops.define import define_update
 from colofunc.ops.update_device import adamw_there, reads_narrow_there, sgd_there
 from colofunc.ops.update_fused import beside, fusable, fused_adamw_, fused_sgd_, is_exact, sgd_is_fused
 from colofunc.ops.update_narrow import adamw_narrow_, adamw_on_host, reads_narrow, sgd_narrow_, sgd_on_host, taken_as_they_lie
@@ -87,28 +87,6 @@ def _adamw_(
     _write(param, p - (lr / first_scale.to(wide)) * exp_avg.to(wide) / denominator, finite)
 
 
-def _adamw(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float,
-    beta2: float,
-    eps: float, weight_decay: float, decoupled: bool, amsgrad: bool = False, max_exp_avg_sq: Tensor | None = None,
-    maximize: bool = False, finite: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    maximum = max_exp_avg_sq.clone() if amsgrad and max_exp_avg_sq is not None else None
-    out = (param.clone(), exp_avg.clone(), exp_avg_sq.clone())
-    _adamw_(out[0], grad, *out[1:], step, lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximum, maximize, finite)
-    return *out, param.new_empty(0) if maximum is None else maximum
-
-
-def _adamw_fake(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float,
-    beta2: float,
-    eps: float, weight_decay: float, decoupled: bool, amsgrad: bool = False, max_exp_avg_sq: Tensor | None = None,
-    maximize: bool = False, finite: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    maximum = torch.empty_like(max_exp_avg_sq) if amsgrad and max_exp_avg_sq is not None else param.new_empty(0)
-    return torch.empty_like(param), torch.empty_like(exp_avg), torch.empty_like(exp_avg_sq), maximum
-
-
 # ---- SGD ----
 
 
@@ -148,22 +126,6 @@ def _sgd_(
     param.sub_(moved if finite is None else torch.where(finite, moved, torch.zeros_like(moved)))
 
 
-def _sgd(
-    param: Tensor, grad: Tensor, buffer: Tensor | None, step: Tensor, lr: Tensor, momentum: float, dampening: float,
-    weight_decay: float, nesterov: bool, maximize: bool = False, finite: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    new, kept = param.clone(), None if buffer is None else buffer.clone()
-    _sgd_(new, grad, kept, step, lr, momentum, dampening, weight_decay, nesterov, maximize, finite)
-    return new, param.new_empty(0) if kept is None else kept
-
-
-def _sgd_fake(
-    param: Tensor, grad: Tensor, buffer: Tensor | None, step: Tensor, lr: Tensor, momentum: float, dampening: float,
-    weight_decay: float, nesterov: bool, maximize: bool = False, finite: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(param), param.new_empty(0) if buffer is None else torch.empty_like(buffer)
-
-
 def _adamw_reads_narrow(given: Mapping[str, Any]) -> bool:
     return not given["amsgrad"]
 
@@ -172,28 +134,14 @@ def _sgd_reads_narrow(given: Mapping[str, Any]) -> bool:
     return given["momentum"] == 0.0 or given["dampening"] == 0.0
 
 
-def _adamw_schema(p: str = "", m: str = "", v: str = "", x: str = "") -> str:
-    return (
-        f"(Tensor{p} param, Tensor grad, Tensor{m} exp_avg, Tensor{v} exp_avg_sq, Tensor step, Tensor "
-        f"lr, float beta1, float beta2, "
-        f"float eps, float weight_decay, bool decoupled, bool amsgrad=False, Tensor{x}? "
-        f"max_exp_avg_sq=None, bool maximize=False, Tensor? finite=None)"
-    )
-
-
-def _sgd_schema(p: str = "", m: str = "") -> str:
-    return (
-        f"(Tensor{p} param, Tensor grad, Tensor{m}? buffer, Tensor step, Tensor lr, float momentum, float dampening, "
-        "float weight_decay, bool nesterov, bool maximize=False, Tensor? finite=None)"
-    )
-
-
-adamw = define(f"adamw{_adamw_schema()} -> (Tensor, Tensor, Tensor, Tensor)", _adamw, _adamw_fake, updates_by="grad")
-adamw_ = define(
-    f"adamw_{_adamw_schema('(a!)', '(b!)', '(c!)', '(d!)')} -> ()", _adamw_, nothing, updates_by="grad",
-    narrow_where=_adamw_reads_narrow,
+adamw, adamw_ = define_update(
+    "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, float beta1, float beta2, "
+    "float eps, float weight_decay, bool decoupled, bool amsgrad=False, Tensor(d!)? max_exp_avg_sq=None, bool maximize=False, "
+    "Tensor? finite=None) -> ()",
+    _adamw_, narrow_where=_adamw_reads_narrow,
 )  # fmt: skip
-sgd = define(f"sgd{_sgd_schema()} -> (Tensor, Tensor)", _sgd, _sgd_fake, updates_by="grad")
-sgd_ = define(
-    f"sgd_{_sgd_schema('(a!)', '(b!)')} -> ()", _sgd_, nothing, updates_by="grad", narrow_where=_sgd_reads_narrow,
+sgd, sgd_ = define_update(
+    "sgd_(Tensor(a!) param, Tensor grad, Tensor(b!)? buffer, Tensor step, Tensor lr, float momentum, float dampening, "
+    "float weight_decay, bool nesterov, bool maximize=False, Tensor? finite=None) -> ()",
+    _sgd_, narrow_where=_sgd_reads_narrow,
 )  # fmt: skip
