@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from colofunc.ops.define import define_update
-from colofunc.ops.update_device import adamw_there, reads_narrow_there, sgd_there
+from colofunc.ops.update_device import adamw_device_, reads_narrow_there, sgd_device_
 from colofunc.ops.update_fused import beside, fusable, fused_adamw_, fused_sgd_, is_exact, sgd_is_fused
-from colofunc.ops.update_narrow import adamw_narrow_, adamw_on_host, reads_narrow, sgd_narrow_, sgd_on_host, taken_as_they_lie
+from colofunc.ops.update_narrow import adamw_narrow_, host_form, in_memory_order, reads_narrow, sgd_narrow_, taken_as_they_lie
 
 
 def _aligned(grad: Tensor, param: Tensor) -> Tensor:
@@ -61,10 +61,12 @@ def _adamw_(
     if is_exact(param) and fusable(param, exp_avg, exp_avg_sq, *maxima):
         if not maxima and reads_narrow(param, grad):
             if finite is None or bool(finite):
-                adamw_on_host(param, grad, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize)
+                operands = in_memory_order(param, grad, exp_avg, exp_avg_sq)
+                host_form(adamw_narrow_)(*operands, float(step), float(lr), beta1, beta2, eps, weight_decay, decoupled, maximize)
             return
         if not maxima and reads_narrow_there(param, grad):
-            adamw_there(param, grad, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize, finite)
+            operands, flag = in_memory_order(param, grad, exp_avg, exp_avg_sq), None if finite is None else beside(finite, param)
+            adamw_device_(*operands, step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize, flag)
             return
         fused_adamw_(
             [param], [_aligned(grad, param)], [exp_avg], [exp_avg_sq], maxima, step, lr, beta1, beta2, eps, weight_decay, decoupled,
@@ -102,10 +104,13 @@ def _sgd_(
     if sgd_is_fused(param, momentum, dampening) and fusable(param, *buffers):
         if reads_narrow(param, grad):
             if finite is None or bool(finite):
-                sgd_on_host(param, grad, buffers[0] if buffers else None, lr, momentum, weight_decay, nesterov, maximize)
+                p, g, *rest = in_memory_order(param, grad, *buffers)
+                host_form(sgd_narrow_)(p, g, rest[0] if rest else None, float(lr), momentum, weight_decay, nesterov, maximize)
             return
         if reads_narrow_there(param, grad):
-            sgd_there(param, grad, buffers[0] if buffers else None, lr, momentum, weight_decay, nesterov, maximize, finite)
+            p, g, *rest = in_memory_order(param, grad, *buffers)
+            flag = None if finite is None else beside(finite, param)
+            sgd_device_(p, g, rest[0] if rest else None, lr, momentum, weight_decay, nesterov, maximize, flag)
             return
         fused_sgd_([param], [_aligned(grad, param)], buffers, lr, momentum, weight_decay, nesterov, maximize, finite)
         return

@@ -29,7 +29,7 @@ from colofunc import compat
 from colofunc.ops import native
 from colofunc.ops.define import always, define, define_update, nothing
 from colofunc.ops.update_fused import beside, fusable
-from colofunc.ops.update_narrow import BLOCK, HOST_GRADS, check_operands, in_blocks, in_memory_order
+from colofunc.ops.update_narrow import BLOCK, HOST_GRADS, check_operands, host_form, in_blocks, in_memory_order
 
 
 def _in_one_pass(param: Tensor, grad: Tensor, exp_avg: Tensor) -> bool:
@@ -60,8 +60,7 @@ def _lion_(
     one_pass = _in_one_pass(param, grad, exp_avg)
     if one_pass and param.device.type == "cpu":
         if finite is None or bool(finite):
-            update = lion_host_ if native.ready("cpu") else lion_host_.kernel
-            update(*in_memory_order(param, grad, exp_avg), float(lr), beta1, beta2, weight_decay, maximize)
+            host_form(lion_host_)(*in_memory_order(param, grad, exp_avg), float(lr), beta1, beta2, weight_decay, maximize)
         return
     if one_pass and param.device.type == "cuda" and native.ready("cuda"):
         flag = None if finite is None else beside(finite, param)
