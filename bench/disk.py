@@ -1,7 +1,7 @@
 """The disk tier: its store beside plain system calls, and a training step with its state on disk beside one with it on the host.
 
 Every way moves the same bytes between the same tensors and files whose room is taken, in alternating rounds within one
-process: the store (checksums, two versions, a durable commit), from memory that begins at a page and from memory that does
+process: the store (checksums, two versions), from memory that begins at a page and from memory that does
 not; `os.pwrite` and `os.preadv` through the page cache; and `O_DIRECT` by one thread, as `dd oflag=direct` does. A write
 counts until `fdatasync` has returned, a read begins with nothing of the file in the page cache. By wall time, because it is
 about the disk, and by CPU seconds, because they are taken from training; medians of the rounds and of their ratios.
@@ -67,7 +67,9 @@ class Store:
     def write(self, chunks: list[torch.Tensor]) -> None:
         for ticket in [self.store.write(k, chunk) for k, chunk in enumerate(chunks)]:
             ticket.wait()
-        self.store.commit(durable=True)
+        self.store.commit()
+        for fd in self.store._files._fds:
+            os.fdatasync(fd)
 
     def read(self, chunks: list[torch.Tensor]) -> None:
         for ticket in [self.store.read(k, chunk) for k, chunk in enumerate(chunks)]:

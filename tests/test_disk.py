@@ -1,8 +1,7 @@
-"""The disk tier: what is read is what was written, and a failure or a kill leaves the last commit."""
+"""The disk tier: what is read is what was written, a failure leaves the last commit, and a kill nothing."""
 
-import errno
 import json
-import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -72,7 +71,7 @@ CHUNKS, SHIFT = st.integers(0, len(EDGES) - 1), st.sampled_from([0, 0, 1, 64])
 DOINGS = st.one_of(
     st.tuples(st.just("write"), CHUNKS, SHIFT),
     st.tuples(st.just("read"), CHUNKS, SHIFT),
-    st.sampled_from([("commit",), ("rollback",), ("reopen",), ("wait",)]),
+    st.sampled_from([("commit",), ("rollback",), ("wait",)]),
 )
 
 
@@ -82,8 +81,8 @@ def test_any_sequence_reads_what_a_dict_holds(doings: list[Any], threads: int) -
     now: dict[int, bytes] = {}
     tickets, expected = [], []
     with tempfile.TemporaryDirectory() as directory:
-        tried = store(directory, EDGES, threads=threads, keep=True)
-        for number, (doing, *given) in enumerate([*doings, ("wait",), ("commit",), ("reopen",)]):
+        tried = store(directory, EDGES, threads=threads)
+        for number, (doing, *given) in enumerate([*doings, ("wait",), ("rollback",)]):
             if doing == "write":
                 data = random_bytes(number, EDGES[given[0]], given[1])
                 tickets.append(tried.write(given[0], data))
@@ -93,21 +92,16 @@ def test_any_sequence_reads_what_a_dict_holds(doings: list[Any], threads: int) -
                 tickets.append(tried.read(given[0], into))
                 expected.append((into, now[given[0]]))
             elif doing == "commit":
-                tried.commit(note=str(number))
+                tried.commit()
                 last = dict(now)
             elif doing == "rollback":
                 tried.rollback()
                 now = dict(last)
-            elif doing in ("wait", "reopen"):
+            elif doing == "wait":
                 for ticket in tickets:
                     ticket.wait(60)
                 tickets.clear()
                 assert all(content(into) == data for into, data in expected)
-            if doing == "reopen":
-                tried.close()
-                if not last and not list(Path(directory).rglob("index")):
-                    return
-                tried, now = DiskStore.open(directory, threads=threads), dict(last)
         for chunk, data in last.items():
             assert read(tried, chunk) == data
         tried.close()
@@ -159,94 +153,33 @@ def test_a_store_takes_its_room_at_once(tmp_path: Path) -> None:
 # ---- versions ----
 
 
-def test_rollback_and_reopen_go_to_the_last_commit(tmp_path: Path) -> None:
-    with store(tmp_path, [3], keep=True) as tried:
+def test_rollback_goes_to_the_last_commit(tmp_path: Path) -> None:
+    with store(tmp_path, [3]) as tried:
         write(tried, 0, b"one")
-        tried.commit("step 1")
+        tried.commit()
         write(tried, 0, b"two")
         assert read(tried, 0) == b"two"
         tried.rollback()
         assert read(tried, 0) == b"one"
-        write(tried, 0, b"bad")
-    with DiskStore.open(tmp_path) as again:
-        assert read(again, 0) == b"one" and again.note == "step 1"
-
-
-def test_a_commit_that_cannot_replace_the_index_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **options: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with store(tmp_path, [3, 3], keep=True) as tried:
-        write(tried, 0, b"one")
-        tried.commit()
-        write(tried, 0, b"two")
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", refuse)
-            with pytest.raises(DiskError, match=r"nothing is committed, the index cannot be replaced in '.*': Input/output error"):
-                tried.commit()
-    with DiskStore.open(tmp_path) as again:
-        assert read(again, 0) == b"one"
-        with pytest.raises(DiskError, match="chunk 1 was never written"):
-            again.read(1, torch.empty(3, dtype=torch.uint8))
-
-
-def test_a_durable_commit_flushes_data_before_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    with store(tmp_path) as tried:
-        write(tried, 1, b"abc")
-        for name in ("fdatasync", "fsync", "replace"):
-            real = getattr(os, name)
-            monkeypatch.setattr(os, name, lambda *a, name=name, real=real, **k: (calls.append(name), real(*a, **k)))
-        tried.commit()
-        assert calls == ["replace"]
-        tried.commit(durable=True)
-    assert calls[1:] == ["fdatasync", "fdatasync", "fsync", "replace", "fsync"]
 
 
 KILLED = """
-import itertools, os, signal, sys, torch
+import os, signal, sys, torch
 from colofunc.executors.disk.store import DiskStore
 
-def train(directory, keep, said):
-    store = DiskStore(directory, [100_000, 3, 70_000], block_bytes=4096, buffers_bytes=16384, keep=keep)
-    for step in itertools.count(1):
-        for k, size in enumerate(store.sizes):
-            store.write(k, torch.full((size,), step % 251, dtype=torch.uint8))
-        store.commit(str(step))
-        os.write(said, b".")
-
-for number, directory in enumerate(sys.argv[1:]):
-    heard, said = os.pipe()
-    child = os.fork()
-    if child == 0:
-        train(directory, "keep" in directory, said)
-    for _ in range(1 + 3 * number):
-        os.read(heard, 1)
-    os.kill(child, signal.SIGKILL)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+store = DiskStore(sys.argv[1], [100_000], block_bytes=4096, buffers_bytes=16384)
+store.write(0, torch.zeros(100_000, dtype=torch.uint8))
+store.commit()
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_killed_process_leaves_its_last_commit(tmp_path: Path, subprocess_env: dict[str, str]) -> None:
-    kept, left = [tmp_path / f"keep{k}" for k in range(8)], tmp_path / "leave"
-    for path in (*kept, left):
-        path.mkdir()
-    living = store(left)
-    subprocess.run([sys.executable, "-c", KILLED, *map(str, (*kept, left))], check=True, env=subprocess_env)
-    for number, path in enumerate(kept):
-        with DiskStore.open(path, rank=0) as found:
-            step = int(found.note)
-            assert step >= 1 + 3 * number
-            for chunk, size in enumerate(found.sizes):
-                assert read(found, chunk) == bytes([step % 251]) * size
-            write(found, 1, b"new")
-            found.commit("on")
-        with DiskStore.open(path, keep=False) as found:
-            assert read(found, 1) == b"new" and found.note == "on"
-        assert folders(path) == []
-    assert len(folders(left)) == 2
-    with store(left, rank=3) as mine:  # removes what the killed process did not keep
-        assert folders(left) == sorted(Path(s.path).name for s in (living, mine))
+def test_what_a_killed_process_left_goes_with_the_next_store(tmp_path: Path, subprocess_env: dict[str, str]) -> None:
+    living = store(tmp_path)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=subprocess_env)
+    assert killed.returncode == -signal.SIGKILL and len(folders(tmp_path)) == 2
+    with store(tmp_path, rank=3) as mine:
+        assert folders(tmp_path) == sorted(Path(s.path).name for s in (living, mine))
     living.close()
 
 
@@ -255,20 +188,10 @@ def test_half_made_and_foreign_folders_are_not_taken_for_dead_stores(tmp_path: P
     for path in (bare, unsigned, elsewhere, other):
         path.mkdir()
     (unsigned / "lock").touch()
-    (elsewhere / "lock").write_text(json.dumps({"host": "another host", "pid": 1, "rank": 0, "keep": False}))
+    (elsewhere / "lock").write_text(json.dumps({"host": "another host", "pid": 1, "rank": 0}))
     (other / "precious").touch()
     with store(tmp_path) as tried:
         assert folders(tmp_path) == sorted([unsigned.name, elsewhere.name, other.name, Path(tried.path).name])
-
-
-def test_what_is_kept_is_removed_by_nobody_else(tmp_path: Path) -> None:
-    with store(tmp_path, [3], keep=True) as first:
-        write(first, 0, b"one")
-        first.commit()
-    with store(tmp_path, [3]):
-        assert len(folders(tmp_path)) == 2
-    with DiskStore.open(tmp_path) as again:
-        assert again.path == first.path and read(again, 0) == b"one"
 
 
 # ---- what is refused ----

@@ -152,10 +152,10 @@ def test_frozen_weights_that_are_an_argument_lie_on_disk_as_state_does(tmp_path:
     assert isinstance(state["frozen"]["w"].local, OnDisk)
 
 
-def test_what_is_sealed_in_a_store_of_one_version_survives_a_rollback(tmp_path: Path) -> None:
+def test_what_is_committed_in_a_store_of_one_version_survives_a_rollback(tmp_path: Path) -> None:
     with DiskStore(tmp_path, [4, 4], versions=1) as store:
         store.write(0, torch.tensor([1, 2, 3, 4], dtype=torch.uint8)).wait()
-        store.seal()
+        store.commit()
         store.write(1, torch.zeros(4, dtype=torch.uint8)).wait()
         store.rollback()
         into = torch.zeros(4, dtype=torch.uint8)

@@ -21,7 +21,6 @@ from saved import state, tensors
 import colofunc as cf
 from colofunc.cache import Cache
 from colofunc.compiler import plan_cache
-from colofunc.executors.disk.store import DiskStore
 from colofunc.testing import programs
 
 COUNT, MANY = 40, 1000
@@ -111,18 +110,6 @@ def by_torch(path: Path) -> None:
     checkpoint.save({"p": tensors(), "lr": 0.5, "n": [torch.ones(2), 3]}, checkpoint_id=path)
 
 
-def store(path: Path) -> None:
-    with DiskStore(path, [5000, 3], keep=True, block_bytes=4096, buffers_bytes=4 * 4096) as made:
-        made.write(0, torch.zeros(5000, dtype=torch.uint8))
-        made.commit()
-
-
-def read_store(path: Path, _: Any) -> None:
-    with DiskStore.open(path, buffers_bytes=4 * 4096) as found:
-        into = torch.zeros(5000, dtype=torch.uint8)
-        found.read(0, into)
-
-
 def index(data: bytes, seed: int) -> bytes:
     return mutated_checked(data, seed, '{"crc32": "%08x", "checkpoint": ')
 
@@ -149,7 +136,6 @@ KINDS = {
     "weights": Kind(weights, "model.safetensors", header, load_all),
     "dcp": Kind(by_torch, ".metadata", mutated_bytes, load_all),
     "dcp data": Kind(by_torch, "*.distcp", mutated_bytes, load_all),
-    "store": Kind(store, "*/index", mutated_bytes, read_store),
 }  # fmt: skip
 
 

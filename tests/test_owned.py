@@ -202,8 +202,8 @@ def test_a_checkpoint_and_a_model_are_not_mixed(tmp_path) -> None:
 
 def test_stores_that_are_links_or_none_lose_nothing(tmp_path) -> None:
     """What has the name of a store that a dead process left, and is none, in whole or in part."""
-    dead = {"host": platform.node(), "pid": 1, "rank": 0, "keep": False}
-    files = {"lock": json.dumps(dead), "index": "mine", "version-0": "mine", "notes": "mine"}
+    dead = {"host": platform.node(), "pid": 1, "rank": 0}
+    files = {"lock": json.dumps(dead), "version-0": "mine", "notes": "mine"}
     names = [f"colofunc-disk-rank00000-{k * 12}" for k in "abcd"] + ["colofunc-disk-rank00000-mine"]
     put(tmp_path / "work", files)
     (tmp_path / "disk").mkdir()
@@ -211,7 +211,7 @@ def test_stores_that_are_links_or_none_lose_nothing(tmp_path) -> None:
     put(tmp_path / "disk" / names[1], files | {"lock": "[1]"})
     put(tmp_path / "disk" / names[2], files | {"lock": json.dumps({"host": platform.node()})})
     put(tmp_path / "disk" / names[3], {"notes": "mine"})
-    for name in ("lock", "index"):
+    for name in ("lock", "version-0"):
         (tmp_path / "disk" / names[3] / name).symlink_to(tmp_path / "work" / name)
     put(tmp_path / "disk" / names[4], files)
     before = texts(tmp_path)
@@ -273,7 +273,6 @@ READERS: dict[str, Callable[[object], object]] = {
     "Plan.load": cf.Plan.load,
     "Topology.load": cf.Topology.load,
     "configure": cf.configure,
-    "disk": DiskStore.open,
 }
 NO_PATHS = [None, b"x", 3, 1.5, [], object(), "", "a\0b", "n" * 300, "f/x", "\ud800"]
 

@@ -16,7 +16,7 @@ from traced import close, f64, same
 
 import colofunc as cf
 from colofunc.errors import InputError
-from colofunc.program.tracing.trace import signature, trace
+from colofunc.program.tracing.trace import trace
 from colofunc.program.tracing.tree import flatten
 from colofunc.testing.trees import compare
 
@@ -69,15 +69,6 @@ def test_trees_and_names() -> None:
 def test_a_float_argument_is_exact_and_does_not_promote() -> None:
     traced = same(lambda x, lr: x * lr, torch.randn(3), 0.1)
     assert traced.program.value(traced.program.outputs[0]).dtype == torch.float32
-
-
-def test_signature_tells_calls_apart() -> None:
-    x = torch.ones(2)
-    assert signature((x, 0.1)) == signature((x + 1, 0.2))
-    assert signature((x, 1)) != signature((x, 2)) != signature((x, True))
-    assert signature((x,)) != signature((x.double(),)) != signature((torch.ones(3),))
-    assert signature((x,), flags=(True,)) != signature((x,), flags=(False,))
-    assert hash(signature(({"a": x},))) == hash(signature(({"a": x},)))
 
 
 def test_pack_refuses_another_structure() -> None:
@@ -147,10 +138,6 @@ def test_a_float_in_place_and_in_a_gradient():
     traced = trace(step, args)
     for a, b in zip(run_reference(traced.program, traced.pack(args)), step(*args), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
-
-
-def test_a_tensor_in_place_of_a_float_is_another_signature():
-    assert signature((torch.ones(2), 0.5)) != signature((torch.ones(2), torch.tensor(0.5, dtype=f64)))
 
 
 def test_a_module_under_two_names_gets_its_own_tensors_back():

@@ -34,10 +34,9 @@ from colofunc.executors.step_function import StepFunction, flat_results
 from colofunc.ops.debug import DEBUG, show
 from colofunc.ops.fused import ADDERS
 from colofunc.ops.update_lists import MANY
-from colofunc.program.facts import kind_of, lifetimes, rearrange_steps, takes_device, written
+from colofunc.program.facts import is_cast, kind_of, lifetimes, rearrange_steps, takes_device, written
 from colofunc.program.ir import Loop, Node, Program, Ref
 from colofunc.program.passes.one_call import runs_of_updates
-from colofunc.program.passing import CAST
 from colofunc.spec.layout import At
 
 Partition = tuple[tuple[int, ...], ...]  # per input, per lane: which distinct tensor the lane holds
@@ -254,7 +253,7 @@ class Writer:
 
     def compute(self, node: Node) -> None:
         """An ordinary operator: one line per distinct set of operands."""
-        if self.pooled(node.outs[0] if node.outs else None) and node.target == CAST:
+        if self.pooled(node.outs[0] if node.outs else None) and is_cast(node):
             self.cast(node)
             return
         changed = written(node)

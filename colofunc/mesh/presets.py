@@ -175,16 +175,7 @@ _DGX_H100 = Box(
     host_bytes_per_s=307e9,  # DDR5-4800, 2 x 8
 )
 # DGX B200 data sheet: NVLink 14.4 TB/s both ways in 8; 8 x 400 Gb/s; 2 TB; 8 x 3.84 TB.
-_DGX_B200 = Box(
-    inner=_level("nvlink", 900e9, 3),
-    outer=_level("infiniband", 50e9, 6),
-    host_bytes=2 * TB,
-    disk_bytes=30 * TB,
-    pcie_bytes_per_s=_PCIE5,
-    disk_read_bytes_per_s=56e9,
-    disk_write_bytes_per_s=30.4e9,
-    host_bytes_per_s=358e9,  # DDR5-5600, 2 x 8
-)
+_DGX_B200 = attrs.evolve(_DGX_H100, inner=_level("nvlink", 900e9, 3), host_bytes_per_s=358e9)  # DDR5-5600, 2 x 8
 # GB200 NVL72 data sheet: 72 in one NVLink domain, 4 and 2 Grace CPUs a tray. A Grace has 480 GB, 512 GB/s, and NVLink-C2C of
 # 900 GB/s both ways for its two devices. A tray has 4 x 400 Gb/s and 4 x 3.84 TB.
 _GB200_TRAY = Box(
@@ -199,16 +190,7 @@ _GB200_TRAY = Box(
     inner_devices=72,
 )
 # MI300X platform data sheet: 7 Infinity Fabric links of 128 GB/s both ways, in a server of 8 x 400 Gb/s, 2 TB, 8 x 3.84 TB.
-_MI300X_PLATFORM = Box(
-    inner=_level("infinity", 448e9, 3),
-    outer=_level("infiniband", 50e9, 6),
-    host_bytes=2 * TB,
-    disk_bytes=30 * TB,
-    pcie_bytes_per_s=_PCIE5,
-    disk_read_bytes_per_s=56e9,
-    disk_write_bytes_per_s=30.4e9,
-    host_bytes_per_s=460e9,  # DDR5-4800, 2 x 12
-)
+_MI300X_PLATFORM = attrs.evolve(_DGX_H100, inner=_level("infinity", 448e9, 3), host_bytes_per_s=460e9)  # DDR5-4800, 2 x 12
 # A server without links of its own between devices: 200 Gb/s a node, 1 TB, 2 x 3.84 TB.
 _SERVER_PCIE4 = Box(
     inner=_level("pcie", _PCIE4, 10),

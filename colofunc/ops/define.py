@@ -13,11 +13,13 @@ through gradients that are registered with the dispatcher; canonical replacement
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from colofunc import compat
 
@@ -133,6 +135,35 @@ def define(
     operator = Operator(f"{namespace}.{name}", op, kernel, function, own_memory, kind, gradient_at, narrow_where, product)
     OPERATORS[operator.name] = operator
     return operator
+
+
+def define_update(
+    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None = None, narrow_where: Where | None = None
+) -> tuple[Operator, Operator]:
+    """An update of `param` by `grad` as the two operators that `ops.twins` pairs: the functional one, and the one in place.
+
+    schema, kernel, fake: of the one in place, "move_(Tensor(a!) param, Tensor grad, ...) -> ()". The functional one, `move`, runs it on
+    copies of what it writes over, and gives them behind the results of its own; an operand that is not there is an empty result.
+    """
+    head, _, returned = schema.rpartition(" -> ")
+    in_place = define(schema, kernel, fake or nothing, updates_by="grad", narrow_where=narrow_where)
+    names = [argument.name for argument in in_place.op._schema.arguments]
+    written = [argument.name for argument in in_place.op._schema.arguments if argument.alias_info is not None]
+
+    def on_copies(write: Callable[..., Any] | None, copied: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+        def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            copies = {name: copied(given[name]) for name in written if given.get(name) is not None}
+            own = None if write is None else write(**given | copies)
+            empty = given["param"].new_empty
+            return *(own or ()), *(copies[name] if name in copies else empty(0) for name in written)
+
+        return run
+
+    plain = re.sub(r"\(\w!\)", "", head).replace("_(", "(", 1)
+    results = ", ".join(["Tensor"] * (returned.count("Tensor") + len(written)))
+    of_copies, of_shapes = on_copies(kernel, torch.clone), on_copies(fake, torch.empty_like)
+    return define(f"{plain} -> ({results})", of_copies, of_shapes, updates_by="grad"), in_place
 
 
 def nothing(*args: object, **kwargs: object) -> None:

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colofunc.ops.define import define, nothing
-from colofunc.ops.update_device import adamw_there, reads_narrow_there, sgd_there
+from colofunc.ops.define import define_update
+from colofunc.ops.update_device import adamw_device_, reads_narrow_there, sgd_device_
 from colofunc.ops.update_fused import beside, fusable, fused_adamw_, fused_sgd_, is_exact, sgd_is_fused
-from colofunc.ops.update_narrow import adamw_narrow_, adamw_on_host, reads_narrow, sgd_narrow_, sgd_on_host, taken_as_they_lie
+from colofunc.ops.update_narrow import adamw_narrow_, host_form, in_memory_order, reads_narrow, sgd_narrow_, taken_as_they_lie
 
 
 def _aligned(grad: Tensor, param: Tensor) -> Tensor:
@@ -61,10 +61,12 @@ def _adamw_(
     if is_exact(param) and fusable(param, exp_avg, exp_avg_sq, *maxima):
         if not maxima and reads_narrow(param, grad):
             if finite is None or bool(finite):
-                adamw_on_host(param, grad, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize)
+                operands = in_memory_order(param, grad, exp_avg, exp_avg_sq)
+                host_form(adamw_narrow_)(*operands, float(step), float(lr), beta1, beta2, eps, weight_decay, decoupled, maximize)
             return
         if not maxima and reads_narrow_there(param, grad):
-            adamw_there(param, grad, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize, finite)
+            operands, flag = in_memory_order(param, grad, exp_avg, exp_avg_sq), None if finite is None else beside(finite, param)
+            adamw_device_(*operands, step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize, flag)
             return
         fused_adamw_(
             [param], [_aligned(grad, param)], [exp_avg], [exp_avg_sq], maxima, step, lr, beta1, beta2, eps, weight_decay, decoupled,
@@ -87,28 +89,6 @@ def _adamw_(
     _write(param, p - (lr / first_scale.to(wide)) * exp_avg.to(wide) / denominator, finite)
 
 
-def _adamw(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float,
-    beta2: float,
-    eps: float, weight_decay: float, decoupled: bool, amsgrad: bool = False, max_exp_avg_sq: Tensor | None = None,
-    maximize: bool = False, finite: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    maximum = max_exp_avg_sq.clone() if amsgrad and max_exp_avg_sq is not None else None
-    out = (param.clone(), exp_avg.clone(), exp_avg_sq.clone())
-    _adamw_(out[0], grad, *out[1:], step, lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximum, maximize, finite)
-    return *out, param.new_empty(0) if maximum is None else maximum
-
-
-def _adamw_fake(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float,
-    beta2: float,
-    eps: float, weight_decay: float, decoupled: bool, amsgrad: bool = False, max_exp_avg_sq: Tensor | None = None,
-    maximize: bool = False, finite: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    maximum = torch.empty_like(max_exp_avg_sq) if amsgrad and max_exp_avg_sq is not None else param.new_empty(0)
-    return torch.empty_like(param), torch.empty_like(exp_avg), torch.empty_like(exp_avg_sq), maximum
-
-
 # ---- SGD ----
 
 
@@ -124,10 +104,13 @@ def _sgd_(
     if sgd_is_fused(param, momentum, dampening) and fusable(param, *buffers):
         if reads_narrow(param, grad):
             if finite is None or bool(finite):
-                sgd_on_host(param, grad, buffers[0] if buffers else None, lr, momentum, weight_decay, nesterov, maximize)
+                p, g, *rest = in_memory_order(param, grad, *buffers)
+                host_form(sgd_narrow_)(p, g, rest[0] if rest else None, float(lr), momentum, weight_decay, nesterov, maximize)
             return
         if reads_narrow_there(param, grad):
-            sgd_there(param, grad, buffers[0] if buffers else None, lr, momentum, weight_decay, nesterov, maximize, finite)
+            p, g, *rest = in_memory_order(param, grad, *buffers)
+            flag = None if finite is None else beside(finite, param)
+            sgd_device_(p, g, rest[0] if rest else None, lr, momentum, weight_decay, nesterov, maximize, flag)
             return
         fused_sgd_([param], [_aligned(grad, param)], buffers, lr, momentum, weight_decay, nesterov, maximize, finite)
         return
@@ -148,22 +131,6 @@ def _sgd_(
     param.sub_(moved if finite is None else torch.where(finite, moved, torch.zeros_like(moved)))
 
 
-def _sgd(
-    param: Tensor, grad: Tensor, buffer: Tensor | None, step: Tensor, lr: Tensor, momentum: float, dampening: float,
-    weight_decay: float, nesterov: bool, maximize: bool = False, finite: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    new, kept = param.clone(), None if buffer is None else buffer.clone()
-    _sgd_(new, grad, kept, step, lr, momentum, dampening, weight_decay, nesterov, maximize, finite)
-    return new, param.new_empty(0) if kept is None else kept
-
-
-def _sgd_fake(
-    param: Tensor, grad: Tensor, buffer: Tensor | None, step: Tensor, lr: Tensor, momentum: float, dampening: float,
-    weight_decay: float, nesterov: bool, maximize: bool = False, finite: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(param), param.new_empty(0) if buffer is None else torch.empty_like(buffer)
-
-
 def _adamw_reads_narrow(given: Mapping[str, Any]) -> bool:
     return not given["amsgrad"]
 
@@ -172,28 +139,14 @@ def _sgd_reads_narrow(given: Mapping[str, Any]) -> bool:
     return given["momentum"] == 0.0 or given["dampening"] == 0.0
 
 
-def _adamw_schema(p: str = "", m: str = "", v: str = "", x: str = "") -> str:
-    return (
-        f"(Tensor{p} param, Tensor grad, Tensor{m} exp_avg, Tensor{v} exp_avg_sq, Tensor step, Tensor "
-        f"lr, float beta1, float beta2, "
-        f"float eps, float weight_decay, bool decoupled, bool amsgrad=False, Tensor{x}? "
-        f"max_exp_avg_sq=None, bool maximize=False, Tensor? finite=None)"
-    )
-
-
-def _sgd_schema(p: str = "", m: str = "") -> str:
-    return (
-        f"(Tensor{p} param, Tensor grad, Tensor{m}? buffer, Tensor step, Tensor lr, float momentum, float dampening, "
-        "float weight_decay, bool nesterov, bool maximize=False, Tensor? finite=None)"
-    )
-
-
-adamw = define(f"adamw{_adamw_schema()} -> (Tensor, Tensor, Tensor, Tensor)", _adamw, _adamw_fake, updates_by="grad")
-adamw_ = define(
-    f"adamw_{_adamw_schema('(a!)', '(b!)', '(c!)', '(d!)')} -> ()", _adamw_, nothing, updates_by="grad",
-    narrow_where=_adamw_reads_narrow,
+adamw, adamw_ = define_update(
+    "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, float beta1, float beta2, "
+    "float eps, float weight_decay, bool decoupled, bool amsgrad=False, Tensor(d!)? max_exp_avg_sq=None, bool maximize=False, "
+    "Tensor? finite=None) -> ()",
+    _adamw_, narrow_where=_adamw_reads_narrow,
 )  # fmt: skip
-sgd = define(f"sgd{_sgd_schema()} -> (Tensor, Tensor)", _sgd, _sgd_fake, updates_by="grad")
-sgd_ = define(
-    f"sgd_{_sgd_schema('(a!)', '(b!)')} -> ()", _sgd_, nothing, updates_by="grad", narrow_where=_sgd_reads_narrow,
+sgd, sgd_ = define_update(
+    "sgd_(Tensor(a!) param, Tensor grad, Tensor(b!)? buffer, Tensor step, Tensor lr, float momentum, float dampening, "
+    "float weight_decay, bool nesterov, bool maximize=False, Tensor? finite=None) -> ()",
+    _sgd_, narrow_where=_sgd_reads_narrow,
 )  # fmt: skip

@@ -18,35 +18,13 @@ from torch import Tensor
 from colofunc.ops import native
 from colofunc.ops.define import define, nothing
 from colofunc.ops.update_fused import fused_adamw_, fused_sgd_
-from colofunc.ops.update_narrow import check_operands, in_memory_order, is_narrow
+from colofunc.ops.update_narrow import check_operands, is_narrow
 
 
 def reads_narrow_there(param: Tensor, grad: Tensor) -> bool:
     """Whether an update on a GPU reads this gradient as it is. Tensors of which `fusable` has agreed to parameter and states."""
     fits = is_narrow(param.dtype, grad.dtype) and param.device.type == "cuda" and param.shape == grad.shape
     return fits and native.ready("cuda")
-
-
-def adamw_there(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float, beta2: float, eps: float,
-    weight_decay: float, decoupled: bool, maximize: bool, finite: Tensor | None,
-) -> None:  # fmt: skip
-    """An update of tensors that `reads_narrow_there` and `fusable` have agreed to."""
-    operands = in_memory_order(param, grad, exp_avg, exp_avg_sq)
-    adamw_device_(*operands, step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize, _beside(finite, param))
-
-
-def sgd_there(
-    param: Tensor, grad: Tensor, buffer: Tensor | None, lr: Tensor, momentum: float, weight_decay: float, nesterov: bool, maximize: bool,
-    finite: Tensor | None,
-) -> None:  # fmt: skip
-    """As `adamw_there`. No buffer: no momentum."""
-    p, g, *buffers = in_memory_order(param, grad, *([] if buffer is None else [buffer]))
-    sgd_device_(p, g, buffers[0] if buffers else None, lr, momentum, weight_decay, nesterov, maximize, _beside(finite, param))
-
-
-def _beside(finite: Tensor | None, param: Tensor) -> Tensor | None:
-    return None if finite is None else finite.to(param.device)
 
 
 # ---- the operators: without the library, torch's on a gradient that was cast ----

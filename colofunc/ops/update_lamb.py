@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from colofunc import compat
-from colofunc.ops.define import always, define, nothing
+from colofunc.ops.define import always, define, define_update, nothing
 from colofunc.ops.squares import in_float64
 from colofunc.ops.update import adamw_
 from colofunc.ops.update_narrow import HOST_GRADS, check_operands, taken_as_they_lie
@@ -86,36 +86,16 @@ def _lamb_host_(
     squares.copy_(found[1])
 
 
-def _direction(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, beta1: float, beta2: float,
-    eps: float, weight_decay: float, maximize: bool = False, finite: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    mean, square = exp_avg.clone(), exp_avg_sq.clone()
-    found = _direction_(param, grad, mean, square, step, beta1, beta2, eps, weight_decay, maximize, finite)
-    return *found, mean, square
-
-
 def _fake_(param: Tensor, *others: object, **more: object) -> tuple[Tensor, Tensor]:
     direction = torch.empty_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
     return direction, param.new_empty(2, dtype=torch.float64)
 
 
-def _fake(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *others: object, **more: object
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_fake_(param), torch.empty_like(exp_avg), torch.empty_like(exp_avg_sq)
-
-
-def _schema(m: str = "", v: str = "") -> str:
-    tensors = f"Tensor param, Tensor grad, Tensor{m} exp_avg, Tensor{v} exp_avg_sq, Tensor step"
-    numbers = "float beta1, float beta2, float eps, float weight_decay, bool maximize=False"
-    return f"({tensors}, {numbers}, Tensor? finite=None)"
-
-
-_FOUR = f"lamb_direction{_schema()} -> (Tensor, Tensor, Tensor, Tensor)"
-_IN_PLACE = f"lamb_direction_{_schema('(a!)', '(b!)')} -> (Tensor, Tensor)"
-lamb_direction = define(_FOUR, _direction, _fake, updates_by="grad")
-lamb_direction_ = define(_IN_PLACE, _direction_, _fake_, updates_by="grad", narrow_where=always)
+lamb_direction, lamb_direction_ = define_update(
+    "lamb_direction_(Tensor param, Tensor grad, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, Tensor step, float beta1, float beta2, "
+    "float eps, float weight_decay, bool maximize=False, Tensor? finite=None) -> (Tensor, Tensor)",
+    _direction_, _fake_, narrow_where=always,
+)  # fmt: skip
 lamb_host_ = define(
     "lamb_host_(Tensor(a!) direction, Tensor(b!) squares, Tensor param, Tensor grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, "
     "float step, float beta1, float beta2, float eps, float weight_decay, bool maximize) -> ()",

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from colofunc import compat
 from colofunc.ops import native
-from colofunc.ops.define import always, define, nothing
+from colofunc.ops.define import always, define, define_update, nothing
 from colofunc.ops.update_fused import beside, fusable
-from colofunc.ops.update_narrow import BLOCK, HOST_GRADS, check_operands, in_blocks, in_memory_order
+from colofunc.ops.update_narrow import BLOCK, HOST_GRADS, check_operands, host_form, in_blocks, in_memory_order
 
 
 def _in_one_pass(param: Tensor, grad: Tensor, exp_avg: Tensor) -> bool:
@@ -60,8 +60,7 @@ def _lion_(
     one_pass = _in_one_pass(param, grad, exp_avg)
     if one_pass and param.device.type == "cpu":
         if finite is None or bool(finite):
-            update = lion_host_ if native.ready("cpu") else lion_host_.kernel
-            update(*in_memory_order(param, grad, exp_avg), float(lr), beta1, beta2, weight_decay, maximize)
+            host_form(lion_host_)(*in_memory_order(param, grad, exp_avg), float(lr), beta1, beta2, weight_decay, maximize)
         return
     if one_pass and param.device.type == "cuda" and native.ready("cuda"):
         flag = None if finite is None else beside(finite, param)
@@ -79,19 +78,6 @@ def _lion_(
     for old, new in ((param, p), (exp_avg, m)):
         new = new.to(old.dtype)
         old.copy_(new if finite is None else torch.where(beside(finite, param), new, old))
-
-
-def _lion(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, lr: Tensor, beta1: float, beta2: float, weight_decay: float, maximize: bool = False,
-    finite: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    new, mean = param.clone(), exp_avg.clone()
-    _lion_(new, grad, mean, lr, beta1, beta2, weight_decay, maximize, finite)
-    return new, mean
-
-
-def _lion_fake(param: Tensor, grad: Tensor, exp_avg: Tensor, *options: object, **more: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(param), torch.empty_like(exp_avg)
 
 
 def _lion_host_(
@@ -117,13 +103,11 @@ def _lion_device_(
         old.copy_(new if finite is None else torch.where(finite, new, old))
 
 
-def _schema(p: str = "", m: str = "") -> str:
-    tensors = f"Tensor{p} param, Tensor grad, Tensor{m} exp_avg, Tensor lr"
-    return f"({tensors}, float beta1, float beta2, float weight_decay, bool maximize=False, Tensor? finite=None)"
-
-
-lion = define(f"lion{_schema()} -> (Tensor, Tensor)", _lion, _lion_fake, updates_by="grad")
-lion_ = define(f"lion_{_schema('(a!)', '(b!)')} -> ()", _lion_, nothing, updates_by="grad", narrow_where=always)
+lion, lion_ = define_update(
+    "lion_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor lr, float beta1, float beta2, float weight_decay, "
+    "bool maximize=False, Tensor? finite=None) -> ()",
+    _lion_, narrow_where=always,
+)  # fmt: skip
 lion_host_ = define(
     "lion_host_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, float lr, float beta1, float beta2, float weight_decay, "
     "bool maximize) -> ()",

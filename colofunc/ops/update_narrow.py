@@ -22,7 +22,8 @@ Source: as `colofunc.ops.update`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from torch import Tensor
 from colofunc import compat
 from colofunc.errors import InputError
 from colofunc.ops import native
-from colofunc.ops.define import define, nothing
+from colofunc.ops.define import Operator, define, nothing
 from colofunc.ops.update_fused import fused_adamw_, fused_sgd_
 
 GRADS = (torch.bfloat16, torch.float16)
@@ -68,23 +69,9 @@ def taken_as_they_lie(param: Tensor, grad: Tensor, *states: Tensor, grads: Seque
     return native.ready("cpu")
 
 
-def adamw_on_host(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float, beta2: float, eps: float,
-    weight_decay: float, decoupled: bool, maximize: bool,
-) -> None:  # fmt: skip
-    """An update of tensors that `reads_narrow` and `fusable` have agreed to."""
-    p, g, m, v = in_memory_order(param, grad, exp_avg, exp_avg_sq)
-    update = adamw_narrow_ if native.ready("cpu") else adamw_narrow_.kernel
-    update(p, g, m, v, float(step), float(lr), beta1, beta2, eps, weight_decay, decoupled, maximize)
-
-
-def sgd_on_host(
-    param: Tensor, grad: Tensor, buffer: Tensor | None, lr: Tensor, momentum: float, weight_decay: float, nesterov: bool, maximize: bool
-) -> None:
-    """As `adamw_on_host`. No buffer: no momentum."""
-    p, g, *buffers = in_memory_order(param, grad, *([] if buffer is None else [buffer]))
-    update = sgd_narrow_ if native.ready("cpu") else sgd_narrow_.kernel
-    update(p, g, buffers[0] if buffers else None, float(lr), momentum, weight_decay, nesterov, maximize)
+def host_form(update: Operator) -> Callable[..., Any]:
+    """What runs for an update on the host: its compiled kernel, or the reference where that may not run."""
+    return update if native.ready("cpu") else update.kernel
 
 
 def in_memory_order(param: Tensor, grad: Tensor, *states: Tensor) -> Sequence[Tensor]:

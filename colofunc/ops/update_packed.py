@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from colofunc import compat
-from colofunc.ops.define import define, nothing
+from colofunc.ops.define import define_update
 from colofunc.ops.update_fused import beside
 
 BLOCK = 128
@@ -257,29 +257,9 @@ def _adamw8_(
                 x.copy_(flat.view(x.shape))
 
 
-def _adamw8(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_scale: Tensor, exp_avg_sq: Tensor, exp_avg_sq_scale: Tensor, step: Tensor,
-    lr: Tensor, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool, maximize: bool = False,
-    finite: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    new, m, m_scale, v, v_scale = (x.clone() for x in (param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale))
-    _adamw8_(new, grad, m, m_scale, v, v_scale, step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize, finite)
-    return new, m, m_scale, v, v_scale
-
-
-def _adamw8_fake(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_scale: Tensor, exp_avg_sq: Tensor, exp_avg_sq_scale: Tensor, *options: object,
-    **more: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    kept = (torch.empty_like(x) for x in (exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale))
-    return (torch.empty_like(param), *kept)  # type: ignore[return-value]
-
-
-def _schema(p: str = "", a: str = "", b: str = "", c: str = "", d: str = "") -> str:
-    moments = f"Tensor{a} exp_avg, Tensor{b} exp_avg_scale, Tensor{c} exp_avg_sq, Tensor{d} exp_avg_sq_scale"
-    numbers = "float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize=False, Tensor? finite=None"
-    return f"(Tensor{p} param, Tensor grad, {moments}, Tensor step, Tensor lr, {numbers})"
-
-
-adamw8 = define(f"adamw8{_schema()} -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _adamw8, _adamw8_fake, updates_by="grad")
-adamw8_ = define(f"adamw8_{_schema('(a!)', '(b!)', '(c!)', '(d!)', '(e!)')} -> ()", _adamw8_, nothing, updates_by="grad")
+adamw8, adamw8_ = define_update(
+    "adamw8_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_scale, Tensor(d!) exp_avg_sq, "
+    "Tensor(e!) exp_avg_sq_scale, Tensor step, Tensor lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled, "
+    "bool maximize=False, Tensor? finite=None) -> ()",
+    _adamw8_,
+)  # fmt: skip

@@ -22,7 +22,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from colofunc.ops.define import define, nothing
+from colofunc.ops.define import define_update
 
 States = tuple[Tensor, ...]
 Options = Mapping[str, float]
@@ -146,13 +146,12 @@ def _named(kind: Kind, options: Sequence[float]) -> dict[str, float]:
     return dict(zip(names, options, strict=True))
 
 
-def _next(
-    name: str, param: Tensor, grad: Tensor, states: Sequence[Tensor | None], step: Tensor, lr: Tensor, options: Sequence[float],
-    finite: Tensor | None,
-) -> tuple[Tensor, list[Tensor | None]]:
-    """(new parameter, new states), each in the dtype of the old one."""
-    kind = KINDS[name]
-    o = _named(kind, options)
+def _update_(
+    kind: str, param: Tensor, grad: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None, step: Tensor, lr: Tensor,
+    options: Sequence[float], finite: Tensor | None = None,
+) -> None:  # fmt: skip
+    rules = KINDS[kind]
+    o = _named(rules, options)
     wide = torch.promote_types(param.dtype, torch.float32)
     p, g = param.to(wide), grad.to(wide)
     count, rate = (number.to(param.device, torch.float64) for number in (step, lr))
@@ -160,51 +159,17 @@ def _next(
     g = -g if o["maximize"] else g
     if o.get("weight_decay", 0.0):
         p, g = (p * (1 - rate * o["weight_decay"]), g) if o.get("decoupled_weight_decay") else (p, g + o["weight_decay"] * p)
+    states = (a, b, c)[: len(rules.states)]
     # A state that these options do not use stands in as it would be if it had never been written.
-    held = [param.new_zeros((), dtype=wide) if s is None else s if s.dim() == 0 else s.to(wide) for s in states[: len(kind.states)]]
-    new, made = kind.rule(p, g, tuple(held), count, rate, o)
-    kept = [None if s is None else m.to(s.dtype) for s, m in zip(states, made, strict=False)]
-    new = new.to(param.dtype)
-    if finite is not None:  # a step that is skipped leaves everything as it was
-        new = torch.where(finite, new, param)
-        kept = [m if m is None or s is None else torch.where(finite, m, s) for m, s in zip(kept, states, strict=False)]
-    return new, kept + [None] * (len(states) - len(kept))
+    held = [param.new_zeros((), dtype=wide) if s is None else s if s.dim() == 0 else s.to(wide) for s in states]
+    new, made = rules.rule(p, g, tuple(held), count, rate, o)
+    for old, x in zip((param, *states), (new, *made), strict=True):
+        if old is not None:  # a step that is skipped leaves everything as it was
+            old.copy_(x if finite is None else torch.where(finite, x.to(old.dtype), old))
 
 
-def _update(
-    kind: str, param: Tensor, grad: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None, step: Tensor, lr: Tensor,
-    options: Sequence[float], finite: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    new, (x, y, z) = _next(kind, param, grad, (a, b, c), step, lr, options, finite)
-    none = param.new_empty(0)
-    # A state may come back as it was (RMSprop's unused ones): an operator's result is never its operand.
-    x, y, z = (none if t is None else t.clone() if t is s else t for t, s in ((x, a), (y, b), (z, c)))
-    return new, x, y if y is not none else param.new_empty(0), z if z is not none else param.new_empty(0)
-
-
-def _update_(
-    kind: str, param: Tensor, grad: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None, step: Tensor, lr: Tensor,
-    options: Sequence[float], finite: Tensor | None = None,
-) -> None:  # fmt: skip
-    new, states = _next(kind, param, grad, (a, b, c), step, lr, options, finite)
-    param.copy_(new)
-    for old, state in zip((a, b, c), states, strict=True):
-        if old is not None and state is not None:
-            old.copy_(state)
-
-
-def _fake(
-    kind: str, param: Tensor, grad: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None, step: Tensor, lr: Tensor,
-    options: Sequence[float], finite: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    x, y, z = (param.new_empty(0) if s is None else torch.empty_like(s) for s in (a, b, c))
-    return torch.empty_like(param), x, y, z
-
-
-def _schema(p: str = "", a: str = "", b: str = "", c: str = "") -> str:
-    states = f"Tensor{a}? a, Tensor{b}? b, Tensor{c}? c"
-    return f"(str kind, Tensor{p} param, Tensor grad, {states}, Tensor step, Tensor lr, float[] options, Tensor? finite=None)"
-
-
-update = define(f"update{_schema()} -> (Tensor, Tensor, Tensor, Tensor)", _update, _fake, updates_by="grad")
-update_ = define(f"update_{_schema('(a!)', '(b!)', '(c!)', '(d!)')} -> ()", _update_, nothing, updates_by="grad")
+update, update_ = define_update(
+    "update_(str kind, Tensor(a!) param, Tensor grad, Tensor(b!)? a, Tensor(c!)? b, Tensor(d!)? c, Tensor step, Tensor lr, "
+    "float[] options, Tensor? finite=None) -> ()",
+    _update_,
+)  # fmt: skip

@@ -96,6 +96,11 @@ def is_copy(node: Node) -> bool:
     return kind is not None and kind[0] in COPIES
 
 
+def is_cast(node: Node) -> bool:
+    """Whether a node gives its operand another dtype and does nothing else."""
+    return node.target == "aten._to_copy.default" and [name for name, _ in node.kwargs] == ["dtype"]
+
+
 def has_wires(program: Program) -> bool:
     """Whether a program communicates, in loops too."""
     return any(is_wire(node) or is_peer(node) or (node.loop is not None and has_wires(node.loop.body)) for node in program.nodes)

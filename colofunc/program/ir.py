@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial, wraps
 from typing import Any, TypeVar
 
@@ -270,6 +270,10 @@ class Program:
         Raises ProgramError where a node reads, or the program returns, what no node before it has made.
         """
         return self.with_nodes(nodes).in_order()
+
+    def by_place(self, places: Sequence[tuple[int, ...]]) -> Program:
+        """`reordered` by the place of each node; those of one place keep their order."""
+        return self.reordered(self.nodes[k] for k in sorted(range(len(places)), key=places.__getitem__))
 
     def in_order(self) -> Program:
         """The program itself. Raises ProgramError where a node reads, or the program returns, what no node before it has made."""

@@ -34,8 +34,9 @@ from colofunc.program.actions import Action, linear_order
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.facts import COPIES, WIRE, kind_of, written
 from colofunc.program.ir import Loop, Node, Part, Program, Timetable, Value
-from colofunc.program.memory_report import MemoryReport, operator
+from colofunc.program.memory_report import MemoryReport
 from colofunc.program.places import SEND, distinct_ranks, has_places, same_as
+from colofunc.program.text import target_text
 from colofunc.spec.parts import holds
 
 TRACE_MARK = "colofunc_trace"  # in files of traces, near their beginning
@@ -257,7 +258,7 @@ class _Player:
         index, needs, seconds = self._begin(), self._needs(node), self._seconds(node, self._lane(node, kind_of(node)))
         wires = self._wires(node)
         begin = max(self.clock, needs, self.free["host"], *(self.free[wire] for wire in wires))
-        self.busy.append(Busy("collectives", begin, begin + seconds, operator(node.target), index, node))
+        self.busy.append(Busy("collectives", begin, begin + seconds, target_text(node.target), index, node))
         for wire in wires:
             self.free[wire] = begin + seconds
         if self.contention and begin + seconds > self.wired_s:
@@ -318,7 +319,7 @@ class _Player:
         if lane == "compute" and begin < self.wired_s:
             seconds = self._beside_collectives_s(seconds, self.wired_s - begin)
         if seconds:
-            self.busy.append(Busy(lane, begin, begin + seconds, operator(node.target), index, node))
+            self.busy.append(Busy(lane, begin, begin + seconds, target_text(node.target), index, node))
             for engine in engines:
                 self.free[engine] = begin + seconds
         apart = lane == "host" or (kind is not None and kind[1])

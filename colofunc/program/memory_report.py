@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +25,7 @@ from colofunc.errors import CapacityError
 from colofunc.mesh.sizes import size_text
 from colofunc.program.facts import is_copy, is_wire
 from colofunc.program.ir import Node, Program
+from colofunc.program.text import target_text
 
 KINDS = (
     "parameters", "parameter copies", "optimizer state", "gradients", "activations", "temporaries", "collective buffers", "workspaces",
@@ -182,13 +182,7 @@ def place_text(program: Program, at: int) -> str:
     origin = f"{node.phase} of {node.path}" if node.path else node.phase
     if node.line:
         origin += f", {node.line}"
-    return f"operator {at} of {len(program.nodes)}, {operator(node.target)} ({origin})"
-
-
-@cache
-def operator(target: str) -> str:
-    """`mm` of `aten.mm.default`."""
-    return target.removeprefix("aten.").removeprefix("colofunc.").removesuffix(".default")
+    return f"operator {at} of {len(program.nodes)}, {target_text(node.target)} ({origin})"
 
 
 def _row(times: int, live: Live) -> str:
@@ -223,9 +217,9 @@ def _starred(name: str) -> str:
 # ---- kinds ----
 
 
-def kinds_of(program: Program, outside: Mapping[int, str] | None = None) -> dict[int, str]:
-    """Value id -> kind, of inputs and of what nodes make. `outside`: kinds of inputs of the body of a loop."""
-    kinds = {id: _OF_INPUT.get(program.values[id].role, "other") for id in program.inputs} | dict(outside or {})
+def kinds_of(program: Program) -> dict[int, str]:
+    """Value id -> kind, of inputs and of what nodes make."""
+    kinds = {id: _OF_INPUT.get(program.values[id].role, "other") for id in program.inputs}
     # What takes the place of an input is of its kind.
     updated = {program.outputs[out]: kinds[program.inputs[leaf]] for out, leaf in program.aliases}
     weights = {id for id, kind in kinds.items() if kind in ("parameters", "parameter copies")}

@@ -23,14 +23,13 @@ from itertools import accumulate
 import attrs
 
 from colofunc.mesh.sizes import size_text
-from colofunc.program.facts import kind_of
+from colofunc.program.facts import is_cast, kind_of
 from colofunc.program.ir import Node, Program
 from colofunc.program.memory import Lies, inside, lies
 
 PAGE_BYTES = 4096
 STEPS = (0, 8, 4, 2, 1)
 """In how many steps sizes double; 0: every number of pages is a class of its own."""
-CAST = "aten._to_copy.default"
 
 Outs = tuple[int | None, ...]
 
@@ -120,7 +119,7 @@ def _passes(node: Node, program: Program) -> bool:
     kind = kind_of(node)
     if kind is not None:
         return node.loop is not None or (kind[0] == "to_host" and program.values[node.refs[0]].tier == "device")
-    return node.target == CAST and [name for name, _ in node.kwargs] == ["dtype"]
+    return is_cast(node)
 
 
 def _most(spans: _Spans, size_of: Callable[[int], int], weigh: bool = False) -> Counter[int]:

@@ -9,6 +9,7 @@ program is local.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def type_text(value: Value) -> str:
     return f"{out} «{value.layout.text()}»" if value.layout is not None else out
 
 
+@cache
 def target_text(target: str) -> str:
     """`aten.mm.default` -> `mm`, `colofunc.linear` -> `linear`."""
     return target.removeprefix("aten.").removeprefix("colofunc.").removesuffix(".default")

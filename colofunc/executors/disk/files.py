@@ -1,20 +1,16 @@
-"""The files behind the disk tier: where they lie, who owns them, how bytes reach them, and what counts.
+"""The files behind the disk tier: where they lie, who owns them, and how bytes reach them.
 
 Problem: data that does not fit in memory lies in files, and a process can be killed, a disk can fill up and a directory
 can vanish at any moment. Idea: two files of equal layout, each with room for every chunk, taken from the file system
-before the first use; a small index says for each chunk which of the two files counts, with checksums, and is replaced
-as a whole. Every process has a folder of its own, locked while the process lives, so that what a dead one left can be
-told from what a living one uses.
+before the first use. Every process has a folder of its own, locked while the process lives, so that what a dead one left
+can be told from what a living one uses. Which of the two versions counts is known to the process alone: no other reads it.
 
     directory/                            named by the user, must exist
       colofunc-disk-rank00000-3f9c.../    one store
-        lock                              held with flock(2); says host, process, rank, and whether to keep the files
+        lock                              held with flock(2); says host, process and rank
         version-0, version-1              chunk k at the same offset in both, offsets and lengths rounded up to 4096 bytes
-        index                             of each chunk: size, the version that counts (or none), checksums per block
 
 Bytes pass the page cache (`O_DIRECT`) where the file system can: a training step must not push its own data out of memory.
-Killing the process at any moment leaves the last index and what it points at whole. A crash of the machine does so only
-where the commit was durable; otherwise checksums tell.
 """
 
 from __future__ import annotations
@@ -31,14 +27,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from colofunc import owned, untrusted
+from colofunc import owned
 from colofunc.errors import DiskError
-from colofunc.executors.disk.layout import VERSIONS, Buffer, Committed, Layout, disk_bytes, index_text, parse_index
+from colofunc.executors.disk.layout import VERSIONS, Buffer, Layout, disk_bytes
 from colofunc.mesh.sizes import size_text
 
 DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has no such thing
 
-INDEX, LOCK = "index", "lock"
+LOCK = "lock"
 PREFIX = "colofunc-disk-rank"
 
 TRY = {
@@ -73,22 +69,22 @@ def set_direct(fd: int, on: bool) -> bool:
 
 
 class Files:
-    """The open files of a store in this process. Made by `create` and `reopen`, which own the lock; `shut` ends it."""
+    """The open files of a store in this process. Made by `create`, which owns the lock; `shut` ends it."""
 
-    def __init__(self, path: Path, lock_fd: int, layout: Layout, keep: bool) -> None:
-        self.path, self.layout, self.keep = path, layout, keep
+    def __init__(self, path: Path, lock_fd: int, layout: Layout) -> None:
+        self.path, self.layout = path, layout
         self.owner = os.getpid()
         self.direct = DIRECT != 0
         self._lock_fd = lock_fd
         self._folder_fd = owned.open_folder(path)
         self._fds: list[int] = []
 
-    def open_versions(self, create: bool) -> None:
+    def allocate(self) -> None:
         for name in VERSIONS[: self.layout.versions]:
             # Opened without O_DIRECT: a file system that refuses it would have made the file already.
-            flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
+            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL
             self._fds.append(os.open(name, flags, 0o600, dir_fd=self._folder_fd))
-            if create and self.layout.file_bytes:
+            if self.layout.file_bytes:
                 os.posix_fallocate(self._fds[-1], 0, self.layout.file_bytes)
         self._set_direct(self.direct)
 
@@ -123,33 +119,16 @@ class Files:
             on = set_direct(fd, on)
         self.direct = on
 
-    def commit(self, found: Committed, durable: bool) -> None:
-        """Replace the index. `durable`: flush everything to the disk first, so that a crash of the machine loses nothing."""
-        if durable:
-            for fd in self._fds:
-                os.fdatasync(fd)
-        new = INDEX + ".new"
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600, dir_fd=self._folder_fd)
-        with open(fd, "wb") as file:
-            file.write(index_text(found))
-            file.flush()
-            if durable:
-                os.fsync(fd)
-        os.replace(new, INDEX, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
-        if durable:
-            os.fsync(self._folder_fd)
-
     def shut(self) -> None:
-        """Close everything, remove the files unless they are kept, give the lock back. Not for a forked process."""
+        """Close everything, remove the files, give the lock back. Not for a forked process."""
         for fd in self._fds:
             os.close(fd)
-        if not self.keep:
-            _erase(self.path, self._folder_fd)
+        _erase(self.path, self._folder_fd)
         os.close(self._folder_fd)
         _unlock(self._lock_fd)
 
 
-def create(directory: str | os.PathLike[str], layout: Layout, rank: int, keep: bool) -> Files:
+def create(directory: str | os.PathLike[str], layout: Layout, rank: int) -> Files:
     """A folder with everything allocated. Raises DiskError before anything is left behind."""
     parent = owned.given(directory, "disk", DiskError)
     if not parent.exists():
@@ -159,49 +138,20 @@ def create(directory: str | os.PathLike[str], layout: Layout, rank: int, keep: b
     try:
         others = _sweep(parent)
         _check_room(parent, layout, others)
-        path, lock_fd = _make(parent, rank, keep)
+        path, lock_fd = _make(parent, rank)
     except DiskError:
         raise
     except OSError as error:
         raise disk_error("cannot make a store in", parent, error) from error
-    files = Files(path, lock_fd, layout, keep)
+    files = Files(path, lock_fd, layout)
     try:
-        files.open_versions(create=True)
+        files.allocate()
     except BaseException as error:
-        files.keep = False
         files.shut()
         if isinstance(error, OSError):
             raise disk_error("cannot allocate in", parent, error, f" ({_room(parent, layout)})") from error
         raise
     return files
-
-
-def reopen(directory: str | os.PathLike[str], rank: int | None) -> tuple[Files, Committed]:
-    """The store in a directory (or the one at this path) that no process uses, and what its last commit says."""
-    given = owned.given(directory, "disk", DiskError)
-    if not given.is_dir():
-        raise DiskError(f"there is no directory {str(given)!r} with a store in it. Try: the directory that the store was made in")
-    try:
-        path, lock_fd = _claim_one(given, rank)
-    except DiskError:
-        raise
-    except OSError as error:
-        raise disk_error("cannot open a store in", given, error) from error
-    try:
-        found = parse_index(untrusted.read_bytes(path / INDEX), path / INDEX)
-        keep = bool(_owner(lock_fd).get("keep", True))
-        _sign(lock_fd, int(_owner(lock_fd).get("rank", 0)), keep)
-        files = Files(path, lock_fd, found.layout, keep)
-    except BaseException:
-        _unlock(lock_fd)
-        raise
-    try:
-        files.open_versions(create=False)
-    except OSError as error:
-        files.keep = True
-        files.shut()
-        raise disk_error("cannot open the store at", path, error) from error
-    return files, found
 
 
 def _room(parent: Path, layout: Layout) -> str:
@@ -225,7 +175,7 @@ def _check_room(parent: Path, layout: Layout, others: Sequence[Path]) -> None:
 # ---- locks: whose folder it is ----
 
 
-def _make(parent: Path, rank: int, keep: bool) -> tuple[Path, int]:
+def _make(parent: Path, rank: int) -> tuple[Path, int]:
     """A new folder with its lock held. One that sweeps at the same moment can only take it away before it is locked: then again."""
     while True:
         path = parent / f"{PREFIX}{rank:05d}-{secrets.token_hex(6)}"
@@ -235,7 +185,7 @@ def _make(parent: Path, rank: int, keep: bool) -> tuple[Path, int]:
         except FileNotFoundError:
             continue
         if _lock(fd):
-            _sign(fd, rank, keep)
+            os.pwrite(fd, json.dumps({"host": platform.node(), "pid": os.getpid(), "rank": rank}).encode(), 0)
             return path, fd
 
 
@@ -260,19 +210,13 @@ def _unlock(fd: int) -> None:
     os.close(fd)
 
 
-def _sign(fd: int, rank: int, keep: bool) -> None:
-    said = {"host": platform.node(), "pid": os.getpid(), "rank": rank, "keep": keep}
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps(said).encode(), 0)
-
-
 def _owner(fd: int) -> dict[str, Any]:
     """What the lock says; nothing where its owner was killed before it could sign, or where it is no lock of ours."""
     try:
         said = json.loads(os.pread(fd, 4096, 0))
     except (ValueError, RecursionError):
         return {}
-    kinds = {"host": str, "pid": int, "rank": int, "keep": bool}
+    kinds = {"host": str, "pid": int, "rank": int}
     signed = type(said) is dict and said.keys() == kinds.keys() and all(type(said[key]) is kind for key, kind in kinds.items())
     return said if signed else {}
 
@@ -286,15 +230,14 @@ def _open_lock(path: Path) -> int:
         os.close(folder_fd)
 
 
-def _stores(parent: Path, rank: int | None = None) -> Iterator[Path]:
+def _stores(parent: Path) -> Iterator[Path]:
     """Folders that have the names of stores, and are no links."""
-    number = r"\d{5}" if rank is None else f"{rank:05d}"
-    pattern = re.compile(rf"{PREFIX}{number}-[0-9a-f]{{12}}")
+    pattern = re.compile(rf"{PREFIX}\d{{5}}-[0-9a-f]{{12}}")
     yield from (p for p in sorted(parent.iterdir()) if pattern.fullmatch(p.name) and p.is_dir() and not p.is_symlink())
 
 
 def _sweep(parent: Path) -> list[Path]:
-    """Remove what dead processes of this host left and did not mean to keep; the other stores that lie there."""
+    """Remove what dead processes of this host left; the other stores that lie there."""
     others = []
     for path in _stores(parent):
         try:
@@ -310,7 +253,7 @@ def _sweep(parent: Path) -> list[Path]:
             others.append(path)
             continue
         owner = _owner(fd)
-        if owner.get("host") == platform.node() and not owner["keep"]:
+        if owner.get("host") == platform.node():
             folder_fd = owned.open_folder(path)
             _erase(path, folder_fd)
             os.close(folder_fd)
@@ -322,32 +265,6 @@ def _sweep(parent: Path) -> list[Path]:
 
 def _erase(path: Path, folder_fd: int) -> None:
     # The lock last: without it nobody would finish this.
-    owned.remove_files(folder_fd, dict.fromkeys((INDEX, INDEX + ".new", *VERSIONS, LOCK)), last=LOCK)
+    owned.remove_files(folder_fd, dict.fromkeys((*VERSIONS, LOCK)), last=LOCK)
     with contextlib.suppress(OSError):  # gone, or moved, or it holds files of somebody else
         path.rmdir()
-
-
-def _claim_one(given: Path, rank: int | None) -> tuple[Path, int]:
-    """The one store here that was committed and is in no use, locked."""
-    paths = [given] if (given / LOCK).exists() else list(_stores(given, rank))
-    free: list[tuple[Path, int]] = []
-    used: list[str] = []
-    for path in paths:
-        if not (path / INDEX).exists():
-            continue
-        fd = _open_lock(path)
-        said = _owner(fd)
-        if _lock(fd):
-            free.append((path, fd))
-        else:
-            used.append(f"{path.name} is in use by process {said.get('pid')} on {said.get('host')}")
-    if len(free) == 1:
-        return free[0]
-    for _, fd in free:
-        _unlock(fd)
-    whose = "" if rank is None else f" of rank {rank}"
-    if free:
-        names = ", ".join(path.name for path, _ in free)
-        raise DiskError(f"{str(given)!r} holds {len(free)} stores{whose}: {names}. Try: open one of them by its own path")
-    why = "; ".join(used) or "nothing was committed there"
-    raise DiskError(f"{str(given)!r} holds no store{whose} that can be opened: {why}. Try: begin from a checkpoint")

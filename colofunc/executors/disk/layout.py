@@ -1,6 +1,6 @@
-"""What the files of the disk tier hold: where each chunk lies, checksums of blocks, and the index. Pure functions.
+"""What the files of the disk tier hold: where each chunk lies, and checksums of blocks. Pure functions.
 
-Idea: chunks lie one after another, each beginning at a page; what counts is said by an index of a few bytes per block.
+Idea: chunks lie one after another, each beginning at a page.
 
 >>> Layout.of([5000, 0, 8]).offsets
 (0, 8192, 8192, 12288)
@@ -8,11 +8,9 @@ Idea: chunks lie one after another, each beginning at a page; what counts is sai
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 
 import attrs
 import numpy as np
@@ -62,7 +60,7 @@ class Layout:
 
 
 def disk_bytes(sizes: Sequence[int], versions: int = len(VERSIONS)) -> int:
-    """What a store of such chunks takes on disk, without its index (4 bytes per chunk and block)."""
+    """What a store of such chunks takes on disk."""
     return versions * sum(padded(size) for size in sizes)
 
 
@@ -76,40 +74,3 @@ def checksum(data: Buffer) -> int:
     whole = len(data) // PAGE_BYTES * PAGE_BYTES
     sums = data[:whole].view("<u8").reshape(-1, PAGE_BYTES // 8).sum(axis=1, dtype=np.uint64)
     return zlib.crc32(data[whole:].data, zlib.crc32(sums.data))
-
-
-# ---- the index: what counts ----
-
-
-@attrs.frozen
-class Committed:
-    """The content of an index."""
-
-    layout: Layout
-    current: NDArray[np.int8]  # per chunk: 0, 1, or -1 where it was never written
-    sums: NDArray[np.uint32]  # per block, of the current version; 0 where there is none
-    note: str
-    count: int  # commits so far
-
-
-def index_text(found: Committed) -> bytes:
-    """A CRC-32 of the rest, a line of JSON, the arrays."""
-    layout = found.layout
-    head = {"format": 1, "block_bytes": layout.block_bytes, "count": found.count, "note": found.note, "sizes": layout.sizes}
-    body = json.dumps(head).encode() + b"\n" + found.current.astype("i1").tobytes() + found.sums.astype("<u4").tobytes()
-    return b"%08x\n" % zlib.crc32(body) + body
-
-
-def parse_index(text: bytes, path: Path) -> Committed:
-    """Raises DiskError where the file is damaged or of another format."""
-    body = text[9:]
-    if text[:9] != b"%08x\n" % zlib.crc32(body):
-        raise DiskError(f"{str(path)!r} is damaged: its checksum does not fit. Try: begin from a checkpoint")
-    line, _, arrays = body.partition(b"\n")
-    head = json.loads(line)
-    if head["format"] != 1:
-        raise DiskError(f"{str(path)!r} has format {head['format']}, this version reads format 1. Try: the version that wrote it")
-    layout = Layout.of(head["sizes"], head["block_bytes"])
-    current = np.frombuffer(arrays, "i1", len(layout.sizes)).astype(np.int8)
-    sums = np.frombuffer(arrays, "<u4", layout.blocks[-1], offset=len(current)).astype(np.uint32)
-    return Committed(layout, current, sums, head["note"], head["count"])

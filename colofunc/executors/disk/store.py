@@ -34,9 +34,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from colofunc.errors import DiskError
-from colofunc.executors.disk.files import Files, create, disk_error, reopen
+from colofunc.executors.disk.files import Files, create, disk_error
 from colofunc.executors.disk.kept_versions import Held, Holds, Reader
-from colofunc.executors.disk.layout import BLOCK_BYTES, VERSIONS, Buffer, Committed, Layout, checksum, padded
+from colofunc.executors.disk.layout import BLOCK_BYTES, VERSIONS, Buffer, Layout, checksum, padded
 from colofunc.executors.disk.queue import Before, Move, Ticket, Work, Workers, aligned, whole_pages
 from colofunc.mesh.sizes import size_text
 
@@ -49,22 +49,13 @@ THREADS = min(4, os.cpu_count() or 1)
 class Records:
     """Which version of each chunk is which, and how blocks move. Knows no threads; each chunk is moved by one work at a time."""
 
-    def __init__(self, files: Files, last: Committed | None) -> None:
+    def __init__(self, files: Files) -> None:
         layout = files.layout
         self.files, self.layout = files, layout
-        self.current: NDArray[np.int8] = np.full(len(layout.sizes), -1, np.int8) if last is None else last.current
+        self.current: NDArray[np.int8] = np.full(len(layout.sizes), -1, np.int8)  # per chunk: 0, 1, or -1 where none counts
         self.newest = self.current.copy()  # what a read sees
         self.sums = np.zeros((len(VERSIONS), layout.blocks[-1]), np.uint32)
         self.failed: dict[int, BaseException] = {}  # chunks whose newest version is broken
-        self.note, self.count = ("", 0) if last is None else (last.note, last.count)
-        if last is not None:
-            self.sums[:] = last.sums  # of the version that counts; the other one is written before it is read
-
-    def committed(self, note: str) -> Committed:
-        """What counts after a commit now."""
-        chosen = np.repeat(self.newest, np.diff(self.layout.blocks))
-        sums = np.where(chosen == 1, self.sums[1], self.sums[0])
-        return Committed(self.layout, self.newest.copy(), np.where(chosen < 0, np.uint32(0), sums), note, self.count + 1)
 
     def place(self, chunk: int, block: int, count: int) -> str:
         """For errors: `chunk 3, bytes 0 to 4096 of it, at byte 8192 of`; the file's path follows."""
@@ -130,9 +121,9 @@ class DiskStore:
     sizes: bytes of each chunk; on disk each takes them twice, rounded up to 4096 (`layout.disk_bytes`).
     threads: how many move blocks. buffers_bytes: the most memory that the store takes; fewer threads where
     it has no room for a buffer of `block_bytes` for each. rank: in the folder's name, for processes that share a directory.
-    versions: 1 for what is never committed, only sealed, which takes half the room.
-    keep: whether the files outlive the process; otherwise `close` or the end of the process removes them, and after a
-    kill the next store in the same directory does. Only one thread may call methods at a time.
+    versions: 1 for what is only read once it is committed, which takes half the room.
+    `close` or the end of the process removes the files, and after a kill the next store in the same directory does.
+    Only one thread may call methods at a time.
     Raises DiskError before anything is left on disk where the directory is missing, not writable or too small.
     """
 
@@ -145,47 +136,15 @@ class DiskStore:
         buffers_bytes: int = 4 * BLOCK_BYTES,
         block_bytes: int = BLOCK_BYTES,
         rank: int = 0,
-        keep: bool = False,
         versions: int = len(VERSIONS),
     ) -> None:
         layout = Layout.of(sizes, block_bytes, versions)
         threads = _threads(threads, buffers_bytes, block_bytes)
-        self._start(create(directory, layout, rank, keep), None, threads)
-
-    @classmethod
-    def open(
-        cls,
-        directory: str | os.PathLike[str],
-        *,
-        threads: int = THREADS,
-        buffers_bytes: int = 4 * BLOCK_BYTES,
-        rank: int | None = None,
-        keep: bool | None = None,
-    ) -> Self:
-        """The store of an earlier process as its last commit left it, by its own `path` or the only one in a directory.
-
-        rank: only stores of this rank. keep: as of the earlier process where None. Raises DiskError where there is none or
-        more than one, where it is in use, and where its index is damaged.
-        """
-        files, last = reopen(directory, rank)
-        try:
-            threads = _threads(threads, buffers_bytes, files.layout.block_bytes)
-        except DiskError:
-            files.keep = True
-            files.shut()
-            raise
-        if keep is not None:
-            files.keep = keep
-        store = cls.__new__(cls)
-        store._start(files, last, threads)
-        return store
-
-    def _start(self, files: Files, last: Committed | None, threads: int) -> None:
-        self._files = files
-        self._records = Records(files, last)
-        self._workers = Workers(threads, files.layout.block_bytes)
+        self._files = create(directory, layout, rank)
+        self._records = Records(self._files)
+        self._workers = Workers(threads, block_bytes)
         self._holds = Holds()
-        self._end = weakref.finalize(self, _finish, self._workers, files)
+        self._end = weakref.finalize(self, _finish, self._workers, self._files)
 
     # -- what there is --
 
@@ -202,11 +161,6 @@ class DiskStore:
     def direct(self) -> bool:
         """Whether bytes pass the page cache; some file systems cannot."""
         return self._files.direct
-
-    @property
-    def note(self) -> str:
-        """What the last commit was given: which step it belongs to, say."""
-        return self._records.note
 
     @property
     def changed(self) -> bool:
@@ -306,35 +260,16 @@ class DiskStore:
 
     # -- versions --
 
-    def commit(self, note: str = "", durable: bool = False) -> None:
-        """Wait for all writes, then make them count, all at once; a kill at any moment leaves all or none of them.
+    def commit(self) -> None:
+        """Wait for all writes, then make them count, all at once. With one version what was written is only read from now on.
 
-        note: kept with the commit, for who opens it. durable: flush to the disk too, so that a crash of the machine leaves
-        the same; without it a crash may leave a store that `open` or `read` refuse by checksum. Raises DiskError where
-        a write failed: then nothing has changed, and the chunk can be written again, or `rollback()` called.
+        Raises DiskError where a write failed: then nothing has changed, and the chunk can be written again, or `rollback()` called.
         """
         self._ours("commit to")
-        if self._files.layout.versions == 1:
-            raise DiskError(f"the store at {self.path!r} has one version of each chunk, so nothing is committed. Try: versions=2, seal()")
         self._workers.wait_for_writes()
         records = self._records
         for chunk, error in records.failed.items():
             raise DiskError(f"nothing is committed, because chunk {chunk} was not written: {error}") from error
-        found = records.committed(note)
-        try:
-            self._files.commit(found, durable)
-        except OSError as error:
-            raise disk_error("nothing is committed, the index cannot be replaced in", self.path, error) from error
-        records.current, records.note, records.count = found.current, note, found.count
-
-    def seal(self) -> None:
-        """Of a store with one version: what was written is only read from now on, in this process."""
-        self._ours("seal what is in")
-        assert self._files.layout.versions == 1, "of two versions a commit decides"
-        self._workers.wait_for_writes()
-        records = self._records
-        for chunk, error in records.failed.items():
-            raise DiskError(f"nothing is sealed, because chunk {chunk} was not written: {error}") from error
         records.current = records.newest.copy()
 
     def rollback(self) -> None:
@@ -347,12 +282,12 @@ class DiskStore:
     def _ours(self, doing: str) -> None:
         """Raises DiskError where the store cannot be used (any more)."""
         if self.closed:
-            raise DiskError(f"cannot {doing} the store at {self.path!r}: it is closed. Try: DiskStore.open, where its files are kept")
+            raise DiskError(f"cannot {doing} the store at {self.path!r}: it is closed. Try: a new store")
         if os.getpid() != self._files.owner:  # after a fork there are no threads
             raise DiskError(f"cannot {doing} the store at {self.path!r}: it is process {self._files.owner}'s. Try: one store per process")
 
     def close(self) -> None:
-        """End the threads and close the files, removing them unless `keep`; what has not ended fails. Twice is as good as once."""
+        """End the threads and close the files, which removes them; what has not ended fails. Twice is as good as once."""
         self._end()
 
     def __enter__(self) -> Self:

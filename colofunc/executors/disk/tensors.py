@@ -248,7 +248,7 @@ class Room:
                 self.store.rollback()  # what it has kept so far stays
             raise
         if self._once:
-            self.store.seal()
+            self.store.commit()
         return found
 
 

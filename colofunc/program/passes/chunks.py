@@ -35,7 +35,7 @@ from typing import Any
 import attrs
 
 from colofunc.program.editor import Editor
-from colofunc.program.facts import kind_of, may_alias, written
+from colofunc.program.facts import is_cast, kind_of, may_alias, written
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.passes.merge import merge
 from colofunc.program.passes.packing import chunk_size, pack
@@ -227,7 +227,7 @@ def _packed(scopes: Mapping[int, _Scope], wanted: Mapping[int, int | str]) -> tu
     for key, ids in families.items():
         if key[2] == "auto":
             searched.append([numel[id] for id in ids])
-    found = chunk_size(*searched, least=min(LARGE, sum(map(sum, searched)) // FEWEST)).chunk if searched else 0
+    found = chunk_size(*searched, least=min(LARGE, sum(map(sum, searched)) // FEWEST)) if searched else 0
     members: list[list[int]] = []
     for key, ids in families.items():
         size = found if key[2] == "auto" else int(key[2])
@@ -341,11 +341,7 @@ def _scheduled(
 
 def _kept(one: _Owned, nodes: Sequence[Node]) -> tuple[int, ...]:
     """The nodes of a chain that have to run before the packing: all but a cast, which is part of it."""
-    return one.chain[:-1] if one.chain and _is_cast(nodes[one.chain[-1]]) else one.chain
-
-
-def _is_cast(node: Node) -> bool:
-    return node.target == "aten._to_copy.default" and [name for name, _ in node.kwargs] == ["dtype"]
+    return one.chain[:-1] if one.chain and is_cast(nodes[one.chain[-1]]) else one.chain
 
 
 def _one(scope: _Scope, group: _Group, edit: Editor, order: Mapping[int, tuple[int, int]]) -> list[Node]:
@@ -377,7 +373,7 @@ def _uncast(scope: _Scope, id: int) -> int:
     at = scope.program.made_at.get(id)
     node = scope.program.nodes[at] if at is not None else None
     alone = len(scope.program.readers.get(id, ())) == 1 and id not in scope.program.outputs
-    return node.refs[0] if node is not None and _is_cast(node) and alone else id
+    return node.refs[0] if node is not None and is_cast(node) and alone else id
 
 
 def _alive(nodes: Sequence[Node], outputs: Sequence[int]) -> list[Node]:
@@ -389,5 +385,3 @@ def _alive(nodes: Sequence[Node], outputs: Sequence[int]) -> list[Node]:
             read.update(node.refs)
     return kept[::-1]
 
-
-__all__ = ["buffers_of", "chunked"]

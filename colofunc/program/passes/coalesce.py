@@ -127,8 +127,7 @@ def updates_late(program: Program, lag: int = 2) -> Program:
                 beyond = bisect_right(wires, last) + lag - 1
                 at = _free_until(program, memory, index, wires[beyond] if beyond < len(wires) else len(program.nodes) - 1)
         place.append((at, at != index))
-    order = sorted(range(len(place)), key=lambda k: (*place[k], k))
-    return program.reordered(program.nodes[k] for k in order)
+    return program.by_place(place)
 
 
 def _free_until(program: Program, memory: Aliases, index: int, end: int) -> int:
@@ -159,8 +158,7 @@ def views_late(program: Program) -> Program:
                 place[index] = (free + 1, 0) if free > index else (index, 1)
         for i in node.refs:
             readers[i] = min(readers.get(i, place[index]), place[index])
-    order = sorted(range(len(place)), key=lambda k: (*place[k], k))
-    return program.reordered(program.nodes[k] for k in order)
+    return program.by_place(place)
 
 
 def outputs_late(body: Program) -> Program:
@@ -183,5 +181,4 @@ def outputs_late(body: Program) -> Program:
         if source >= 0 and is_wire(body.nodes[source]) and ends:
             moved.add(index)
             place[index] = (_free_until(body, memory, index, min(after[source], len(body.nodes) - 1)), 1)
-    order = sorted(range(len(place)), key=lambda k: (*place[k], k))
-    return body.reordered(body.nodes[k] for k in order)
+    return body.by_place(place)

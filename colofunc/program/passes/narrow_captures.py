@@ -15,6 +15,7 @@ import attrs
 import torch
 
 from colofunc.program.editor import Editor
+from colofunc.program.facts import is_cast
 from colofunc.program.ir import Node, Program
 
 
@@ -37,7 +38,7 @@ def as_read(program: Program, hidden: Sequence[int]) -> Program:
 
 def _cast_to(node: Node) -> torch.dtype | None:
     """The dtype of a node that casts to a float and does nothing else."""
-    if node.target != "aten._to_copy.default" or [name for name, _ in node.kwargs] != ["dtype"]:
+    if not is_cast(node):
         return None
     dtype: torch.dtype = node.kwargs[0][1]
     return dtype if dtype.is_floating_point else None

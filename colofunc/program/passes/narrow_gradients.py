@@ -24,11 +24,10 @@ from colofunc.ops.kernels import Planned, bound, signature
 from colofunc.ops.update_narrow import is_narrow
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
-from colofunc.program.facts import written
+from colofunc.program.facts import is_cast, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.passes.kernels import capability_on
 
-CAST = "aten._to_copy.default"
 ON_DEVICE = ("colofunc.adamw_", "colofunc.sgd_", "colofunc.lion_")
 """Updates that have a kernel in CUDA (`ext/cuda/cuda/update.cu`)."""
 LEAST_CAPABILITY = (8, 0)
@@ -91,7 +90,7 @@ def droppable_casts(program: Program) -> Mapping[int, int]:
         if cast is None or program.readers[gradient] != (index,) or gradient in program.outputs:
             continue
         made = program.nodes[cast]
-        if made.target != CAST or [name for name, _ in made.kwargs] != ["dtype"]:
+        if not is_cast(made):
             continue
         values, source = program.values, made.refs[0]
         if values[param].dtype == values[gradient].dtype and is_narrow(values[param].dtype, values[source].dtype):

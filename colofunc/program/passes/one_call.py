@@ -60,28 +60,37 @@ def _is_small(update: Node, values: Mapping[int, Value]) -> bool:
 
 
 def _in_one_call(program: Program, kinds: list[Hashable | None], count: Callable[[Program], MemoryReport]) -> Program:
-    if len(set(kinds) - {None}) == len(kinds) - kinds.count(None):
+    if _all_differ(kinds):
         return program
     before = count(program)
     # Where ranks do different things `count` is of one of them, whose positions are others: then what all of them hold says where.
-    moved = _moved(program, kinds, memory(program) if has_places(program) else before)
-    after = count(moved)
-    higher = any(after.peak_bytes.get(tier, 0) > peak_bytes for tier, peak_bytes in before.peak_bytes.items())
-    return program if higher else moved
-
-
-def _moved(program: Program, kinds: list[Hashable | None], report: MemoryReport) -> Program:
-    groups = aliases(program)
+    report = memory(program) if has_places(program) else before
     live_bytes, peak_bytes = report.timeline["device"], report.peak_bytes["device"]
     frees_bytes: dict[int, int] = {}  # node -> what it reads last
     for storage in lies(program).storages:
         if storage.born >= 0 and storage.dies < len(program.nodes):
             frees_bytes[storage.dies] = frees_bytes.get(storage.dies, 0) + storage.nbytes
-    order: list[int] = []
-    waiting = _Waiting()
+    moved = _moved(program, kinds, lambda index, held_bytes: live_bytes[index] + held_bytes > peak_bytes, frees_bytes)
+    after = count(moved)
+    higher = any(after.peak_bytes.get(tier, 0) > peak_bytes for tier, peak_bytes in before.peak_bytes.items())
+    return program if higher else moved
+
+
+def _all_differ(kinds: list[Hashable | None]) -> bool:
+    return len(set(kinds) - {None}) == len(kinds) - kinds.count(None)
+
+
+def _moved(
+    program: Program, kinds: list[Hashable | None], stops: Callable[[int, int], bool], frees_bytes: Mapping[int, int]
+) -> Program:
+    """`program` with updates of a kind moved down to one another, past nodes that they need not come before.
+
+    stops: whether none may wait beyond a node, by its position and the bytes that those which wait hold.
+    """
+    groups, order, waiting = aliases(program), list[int](), _Waiting()
     for index, node in enumerate(program.nodes):
         reads, writes = {groups.group(i) for i in node.refs}, {groups.group(i) for i in written(node)}
-        if waiting.meets(reads, writes) or live_bytes[index] + waiting.held_bytes > peak_bytes:
+        if waiting.nodes and (stops(index, waiting.held_bytes) or waiting.meets(reads, writes)):
             order += waiting.released(kinds)
             waiting = _Waiting()
         if kinds[index] is None:
@@ -98,21 +107,11 @@ def updates_side_by_side(program: Program) -> Program:
     For programs with collectives, in the order in which they run: nothing arrives, is made or is freed in between, so no peak is higher.
     """
     kinds = _kinds(program)
-    if len(set(kinds) - {None}) == len(kinds) - kinds.count(None):
-        return program
-    groups, order, waiting = aliases(program), list[int](), _Waiting()
-    for index, node in enumerate(program.nodes):
-        reads, writes = {groups.group(i) for i in node.refs}, {groups.group(i) for i in written(node)}
-        passes = kinds[index] is not None or _only_looks(node, program.values)
-        if waiting.nodes and (not passes or waiting.meets(reads, writes)):
-            order += waiting.released(kinds)
-            waiting = _Waiting()
-        if kinds[index] is None:
-            order.append(index)
-        else:
-            waiting.add(index, reads, writes, 0)
-    order += waiting.released(kinds)
-    return program.reordered(program.nodes[k] for k in order)
+
+    def stops(index: int, held_bytes: int) -> bool:
+        return kinds[index] is None and not _only_looks(program.nodes[index], program.values)
+
+    return program if _all_differ(kinds) else _moved(program, kinds, stops, {})
 
 
 def _only_looks(node: Node, values: Mapping[int, Value]) -> bool:

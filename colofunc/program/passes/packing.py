@@ -8,7 +8,7 @@ what it leaves empty is waste. The size is searched for the least waste.
 ((0, 1), (2,), (3,), (4,))
 >>> wasted([5, 3, 4, 1], 8)                  # 0 + 3
 3
->>> chunk_size([5, 3, 4, 1], reach=8, step=1).chunk
+>>> chunk_size([5, 3, 4, 1], reach=8, step=1)
 13
 
 Source: Fang et al., PatrickStar (2108.05818): chunks; Colossal-AI's Gemini: the search, which leaves out parameters above
@@ -20,21 +20,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
-import attrs
-
 from colofunc.errors import PlanError
 
 REACH = 1 << 20
 STEP = 128
-
-
-@attrs.frozen
-class Search:
-    """What `chunk_size` found. `waste`: elements that chunks of this size leave empty; `share`: of all elements."""
-
-    chunk: int
-    waste: int
-    share: float
 
 
 def pack(sizes: Sequence[int], chunk: int) -> tuple[tuple[int, ...], ...]:
@@ -71,7 +60,7 @@ def usual(sizes: Sequence[int]) -> list[int]:
     return [size for size in sizes if size <= limit]
 
 
-def chunk_size(*groups: Sequence[int], least: int = 0, reach: int = REACH, step: int = STEP) -> Search:
+def chunk_size(*groups: Sequence[int], least: int = 0, reach: int = REACH, step: int = STEP) -> int:
     """The size between the largest usual tensor (or `least`) and `reach` more that wastes fewest elements; the first of equals.
 
     groups: sizes of tensors that are packed apart (other dtypes or axes) in chunks of one size. The search looks at
@@ -81,14 +70,13 @@ def chunk_size(*groups: Sequence[int], least: int = 0, reach: int = REACH, step:
         raise PlanError(f"chunks of at least {least} elements, up to {reach} more, in steps of {step}: use 0 or more, in steps of 1 up")
     every = [size for group in groups for size in group]
     if not every:
-        return Search(max(least, step), 0, 0.0)
+        return max(least, step)
     limit = max(usual(every))
     kept = [[size for size in group if size <= limit] for group in groups]
     start = -(-max(limit, least, 1) // step) * step
     enough = -(-max(map(sum, kept)) // step) * step  # one chunk holds a whole group: a larger one only wastes more
     last = min(start + reach, max(start, enough))
-    waste, chunk = min((sum(wasted(group, size) for group in kept), size) for size in range(start, last + 1, step))
-    return Search(chunk, waste, waste / sum(every))
+    return min(range(start, last + 1, step), key=lambda size: sum(wasted(group, size) for group in kept))
 
 
 def _check(chunk: int) -> None:

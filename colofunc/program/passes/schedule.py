@@ -51,8 +51,7 @@ def updates_early(program: Program) -> Program:
         for g in changed:
             wrote[g] = index
     # A moved node stands behind node `at`: that node's own place is (at, at), and at < index.
-    order = sorted(range(len(place)), key=lambda k: place[k])
-    return program.reordered(program.nodes[k] for k in order)
+    return program.by_place(place)
 
 
 def _casts(program: Program) -> dict[int, int]:

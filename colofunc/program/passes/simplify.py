@@ -33,117 +33,123 @@ from colofunc.program.passes.simplify_known import fold_constants, fold_masks
 # cat([full(c), x[:, :-1]], 1)                           ->   shift(x, 1, 1, c)
 
 
-Values = Mapping[int, Value]
+@attrs.frozen
+class Scope:
+    """What a rewrite may look at: values, and the node that made each value so far."""
+
+    values: Mapping[int, Value]
+    makers: Mapping[int, Node]
+
+    def shape(self, arg: Any) -> tuple[int, ...]:
+        return self.values[arg.id].shape
+
+    def maker(self, arg: Any, *targets: str) -> Node | None:
+        """The node that made the operand, if it is one of `targets` and has a single result."""
+        node = self.makers.get(arg.id) if type(arg) is Ref else None
+        return node if node is not None and node.target in targets and len(node.outs) == 1 else None
+
+    def alike(self, a: int, b: int) -> bool:
+        """Whether two values are of one shape and dtype."""
+        x, y = self.values[a], self.values[b]
+        return (x.shape, x.dtype) == (y.shape, y.dtype)
+
+
 SLICE, FULL = "aten.slice.Tensor", "aten.full.default"
-
-
-def shifted(node: Node, makers: Makers, values: Values) -> Node | None:
-    """The node as a shift; None where it is none."""
-    find = FORMS.get(node.target)
-    found = find(node, makers, values) if find is not None else None
-    if found is None:
-        return None
-    x, dim, by, fill = found
-    out = values[node.outs[0]] if node.outs[0] is not None else None
-    if out is None or (values[x.id].shape, values[x.id].dtype) != (out.shape, out.dtype):
-        return None
-    return attrs.evolve(node, target=shift.name, args=(x, dim, by, fill), kwargs=())
-
-
 Found = tuple[Ref, int, int, Any]
 
 
-def _made(arg: Any, makers: Makers, target: str) -> Node | None:
-    node = makers.get(arg.id) if type(arg) is Ref else None
-    return node if node is not None and node.target == target else None
+def _shifted(node: Node, scope: Scope) -> Node | None:
+    """The node as a shift; None where it is none."""
+    find = FORMS.get(node.target)
+    found = find(node, scope) if find is not None else None
+    if found is None or node.outs[0] is None or not scope.alike(found[0].id, node.outs[0]):
+        return None
+    return attrs.evolve(node, target=shift.name, args=found, kwargs=())
 
 
-def _slice(node: Node, makers: Makers, values: Values) -> Found | None:
+def _slice(node: Node, scope: Scope) -> Found | None:
     """A pad at one end, cut at the other."""
-    pad = _made(node.args[0], makers, "aten.constant_pad_nd.default")
+    pad = scope.maker(node.args[0], "aten.constant_pad_nd.default")
     if pad is None:
         return None
-    source, dim, low, high = _cut(node, values)
-    rank, widths = len(values[source.id].shape), tuple(pad.args[1])
+    source, dim, low, high = _cut(node, scope)
+    rank, widths = len(scope.shape(source)), tuple(pad.args[1])
     pairs = {rank - 1 - k // 2: widths[k : k + 2] for k in range(0, len(widths), 2) if any(widths[k : k + 2])}
     if list(pairs) != [dim] or min(pairs[dim]) < 0:
         return None
-    (before, behind), n = pairs[dim], values[pad.args[0].id].shape[dim]
+    (before, behind), n = pairs[dim], scope.shape(pad.args[0])[dim]
     fill = pad.args[2] if len(pad.args) > 2 else 0
     if (before and behind) or high - low != n:
         return None
     return pad.args[0], dim, before - low, fill
 
 
-def _cut(node: Node, values: Values) -> tuple[Ref, int, int, int]:
+def _cut(node: Node, scope: Scope) -> tuple[Ref, int, int, int]:
     """(operand, dim, start, end) of a slice; end < start where it has a step."""
     args = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
-    shape = values[args[0].id].shape
+    shape = scope.shape(args[0])
     dim = args[1] % len(shape)
     low, high, step = slice(args[2], args[3], args[4]).indices(shape[dim])
     return args[0], dim, low, high if step == 1 else -1
 
 
-def _first_rows(arg: Any, dim: int, makers: Makers, values: Values) -> tuple[Ref, int] | None:
+def _first_rows(arg: Any, dim: int, scope: Scope) -> tuple[Ref, int] | None:
     """(x, how many rows are left out) where the operand is x without its last rows along `dim`."""
-    node = _made(arg, makers, SLICE)
+    node = scope.maker(arg, SLICE)
     if node is None:
         return None
-    source, along, low, high = _cut(node, values)
-    left = values[source.id].shape[along] - high
+    source, along, low, high = _cut(node, scope)
+    left = scope.shape(source)[along] - high
     return (source, left) if along == dim and low == 0 and high > 0 and left > 0 else None
 
 
-def _number(arg: Any, makers: Makers) -> Any:
+def _number(arg: Any, scope: Scope) -> Any:
     """The value of a tensor that is full of it; None where it is not."""
-    node = _made(arg, makers, FULL)
+    node = scope.maker(arg, FULL)
     return None if node is None else node.args[1]
 
 
-def _slice_scatter(node: Node, makers: Makers, values: Values) -> Found | None:
+def _slice_scatter(node: Node, scope: Scope) -> Found | None:
     """All but the last rows, put behind the first rows of a tensor of fill."""
     base, part, *rest = node.args
     args = (*rest, *(0, None, None, 1)[len(rest) :])
-    shape = values[base.id].shape
+    shape = scope.shape(base)
     dim = args[0] % len(shape)
-    source, fill = _first_rows(part, dim, makers, values), _number(base, makers)
+    source, fill = _first_rows(part, dim, scope), _number(base, scope)
     low, high, step = slice(*args[1:]).indices(shape[dim])
     if source is None or fill is None or step != 1 or high != shape[dim] or low != source[1]:
         return None
     return source[0], dim, low, fill
 
 
-def _select_scatter(node: Node, makers: Makers, values: Values) -> Found | None:
+def _select_scatter(node: Node, scope: Scope) -> Found | None:
     """A shift by one row, whose first row is set."""
     base, part, dim, index = node.args
-    inner, fill = _made(base, makers, shift.name), _number(part, makers)
+    inner, fill = scope.maker(base, shift.name), _number(part, scope)
     if inner is None or fill is None or index != 0:
         return None
     x, along, by, _ = inner.args
-    return (x, along, by, fill) if along == dim % len(values[x.id].shape) and by == 1 else None
+    return (x, along, by, fill) if along == dim % len(scope.shape(x)) and by == 1 else None
 
 
-def _joined_rows(node: Node, makers: Makers, values: Values) -> Found | None:
+def _joined_rows(node: Node, scope: Scope) -> Found | None:
     """Rows of fill, and all but the last rows."""
     parts = node.args[0]
-    if len(parts) != 2 or not values[parts[0].id].shape:
+    if len(parts) != 2 or not scope.shape(parts[0]):
         return None
-    dim = (node.args[1] if len(node.args) > 1 else 0) % len(values[parts[0].id].shape)
-    source, fill = _first_rows(parts[1], dim, makers, values), _number(parts[0], makers)
-    if source is None or fill is None or values[parts[0].id].shape[dim] != source[1]:
+    dim = (node.args[1] if len(node.args) > 1 else 0) % len(scope.shape(parts[0]))
+    source, fill = _first_rows(parts[1], dim, scope), _number(parts[0], scope)
+    if source is None or fill is None or scope.shape(parts[0])[dim] != source[1]:
         return None
     return source[0], dim, source[1], fill
 
 
-FORMS: dict[str, Callable[[Node, Makers, Values], Found | None]] = {
+FORMS: dict[str, Callable[[Node, Scope], Found | None]] = {
     SLICE: _slice,
     "aten.slice_scatter.default": _slice_scatter,
     "aten.select_scatter.default": _select_scatter,
     "aten.cat.default": _joined_rows,
 }
-
-
-__all__ = ["drop_dead", "fold_constants", "fold_masks", "simplify", "tidy"]
 
 
 def simplify(program: Program) -> Program:
@@ -172,22 +178,6 @@ def drop_dead(program: Program) -> Program:
 # ---- copies, views, equal calls ----
 
 
-@attrs.frozen
-class Scope:
-    """What a rewrite may look at: values, and the node that made each value so far."""
-
-    values: Mapping[int, Value]
-    makers: Mapping[int, Node]
-
-    def shape(self, arg: Any) -> tuple[int, ...]:
-        return self.values[arg.id].shape
-
-    def maker(self, arg: Any, *targets: str) -> Node | None:
-        """The node that made the operand, if it is one of `targets` and has a single result."""
-        node = self.makers.get(arg.id)
-        return node if node is not None and node.target in targets and len(node.outs) == 1 else None
-
-
 NLL_SUM = 2  # torch's number of reduction="sum"
 
 # A rewrite returns an operand that the result equals, another node, or None to leave the node.
@@ -204,7 +194,7 @@ def tidy(program: Program) -> Program:
         node = edit.with_names(original)
         rewrite = REWRITES.get(node.target)
         found = rewrite(node, scope) if rewrite is not None else None
-        found = shifted(node, makers, program.values) if found is None else found
+        found = _shifted(node, scope) if found is None else found
         if isinstance(found, int):
             edit.rename(_only(node), found)
             edit.drop(index)
@@ -335,6 +325,67 @@ def _nll_sum(node: Node, scope: Scope) -> Node | None:
     return attrs.evolve(node, args=(grad, *middle, reduction, ignored, grad))
 
 
+# ---- backward of silu and mish ----
+# Problem: on tensors without data torch takes the backward of some activations apart into six or ten elementwise operators,
+# each with a buffer of its own: in a UNet or a LLaMA they are the peak of a layer's backward. Idea: the product that ends such
+# a group is recognised by what made its operands, and becomes the operator again; what nobody else reads goes as dead code.
+#
+#     s = sigmoid(x);  g * (s * (1 + x * (1 - s)))          ->          silu_backward(g, x)
+#
+# Source: `math_silu_backward` and `math_mish_backward` of ATen (native/Activation.cpp). The kernels compute the same formula.
+
+
+def _whole_backward(node: Node, scope: Scope) -> Node | None:
+    """The activation's backward that a product `g * factor` is the end of, if it is one."""
+    if node.phase != "backward" or len(node.args) != 2 or not all(isinstance(arg, Ref) for arg in node.args):
+        return None
+    grad, factor = node.args
+    for name, argument in (("silu", _silu), ("mish", _mish)):
+        x = argument(factor, scope)
+        if x is not None and scope.alike(x, grad.id):
+            return attrs.evolve(node, target=f"aten.{name}_backward.default", args=(grad, Ref(x)))
+    return None
+
+
+def _silu(factor: Ref, scope: Scope) -> int | None:
+    """x of s * (1 + x * (1 - s)), s = sigmoid(x)."""
+    s, more = _operands(factor, "aten.mul.Tensor", scope)
+    x = _argument(s, "aten.sigmoid.default", scope)
+    product, one = _operands(more, "aten.add.Scalar", scope)
+    value, rest = _operands(product, "aten.mul.Tensor", scope)
+    fits = x is not None and one == 1 and value == x and _one_minus(rest, scope) == s
+    return x.id if x is not None and fits else None
+
+
+def _mish(factor: Ref, scope: Scope) -> int | None:
+    """x of t + x * sigmoid(x) * (1 - t * t), t = tanh(softplus(x))."""
+    t, more = _operands(factor, "aten.add.Tensor", scope)
+    x = _argument(_argument(t, "aten.tanh.default", scope), "aten.softplus.default", scope)
+    product, rest = _operands(more, "aten.mul.Tensor", scope)
+    value, sigmoid = _operands(product, "aten.mul.Tensor", scope)
+    square = _operands(_one_minus(rest, scope), "aten.mul.Tensor", scope)
+    fits = x is not None and value == x and _argument(sigmoid, "aten.sigmoid.default", scope) == x and square == (t, t)
+    return x.id if x is not None and fits else None
+
+
+def _operands(arg: Any, target: str, scope: Scope) -> tuple[Any, Any]:
+    """The two arguments of the node that made a value, if it is `target` with no other arguments."""
+    node = scope.maker(arg, target)
+    return (node.args[0], node.args[1]) if node is not None and len(node.args) == 2 and not node.kwargs else (None, None)
+
+
+def _argument(arg: Any, target: str, scope: Scope) -> Ref | None:
+    """The only argument of the node that made a value, if it is `target` with none that differ from their defaults."""
+    node = scope.maker(arg, target)
+    return node.args[0] if node is not None and len(node.args) == 1 and not node.kwargs else None
+
+
+def _one_minus(arg: Any, scope: Scope) -> Any:
+    """y of 1 - y."""
+    ones, y = _operands(arg, "aten.sub.Tensor", scope)
+    return y if _number(ones, scope) == 1 else None
+
+
 REWRITES: dict[str, Rewrite] = {
     "aten.nll_loss_backward.default": _nll_sum,
     "aten.nll_loss2d_backward.default": _nll_sum,
@@ -351,72 +402,6 @@ REWRITES: dict[str, Rewrite] = {
     "aten.transpose.int": _transpose,
     "aten.t.default": _t,
     "aten.cat.default": _cat,
-    "aten.mul.Tensor": lambda node, scope: whole_backward(node, scope.makers, scope.values),
+    "aten.mul.Tensor": _whole_backward,
     "aten.slice_scatter.default": _scatter,
 }
-
-
-# ---- backward of silu and mish ----
-# Problem: on tensors without data torch takes the backward of some activations apart into six or ten elementwise operators,
-# each with a buffer of its own: in a UNet or a LLaMA they are the peak of a layer's backward. Idea: the product that ends such
-# a group is recognised by what made its operands, and becomes the operator again; what nobody else reads goes as dead code.
-#
-#     s = sigmoid(x);  g * (s * (1 + x * (1 - s)))          ->          silu_backward(g, x)
-#
-# Source: `math_silu_backward` and `math_mish_backward` of ATen (native/Activation.cpp). The kernels compute the same formula.
-
-
-Makers = Mapping[int, Node]
-
-
-def whole_backward(node: Node, makers: Makers, values: Mapping[int, Value]) -> Node | None:
-    """The activation's backward that a product `g * factor` is the end of, if it is one."""
-    if node.phase != "backward" or len(node.args) != 2 or not all(isinstance(arg, Ref) for arg in node.args):
-        return None
-    grad, factor = node.args
-    for name, argument in (("silu", _silu), ("mish", _mish)):
-        x = argument(factor, makers)
-        if x is not None and (values[x].shape, values[x].dtype) == (values[grad.id].shape, values[grad.id].dtype):
-            return attrs.evolve(node, target=f"aten.{name}_backward.default", args=(grad, Ref(x)))
-    return None
-
-
-def _silu(factor: Ref, makers: Makers) -> int | None:
-    """x of s * (1 + x * (1 - s)), s = sigmoid(x)."""
-    s, more = _operands(factor, "aten.mul.Tensor", makers)
-    x = _argument(s, "aten.sigmoid.default", makers)
-    product, one = _operands(more, "aten.add.Scalar", makers)
-    value, rest = _operands(product, "aten.mul.Tensor", makers)
-    fits = x is not None and one == 1 and value == x and _one_minus(rest, makers) == s
-    return x.id if x is not None and fits else None
-
-
-def _mish(factor: Ref, makers: Makers) -> int | None:
-    """x of t + x * sigmoid(x) * (1 - t * t), t = tanh(softplus(x))."""
-    t, more = _operands(factor, "aten.add.Tensor", makers)
-    x = _argument(_argument(t, "aten.tanh.default", makers), "aten.softplus.default", makers)
-    product, rest = _operands(more, "aten.mul.Tensor", makers)
-    value, sigmoid = _operands(product, "aten.mul.Tensor", makers)
-    square = _operands(_one_minus(rest, makers), "aten.mul.Tensor", makers)
-    fits = x is not None and value == x and _argument(sigmoid, "aten.sigmoid.default", makers) == x and square == (t, t)
-    return x.id if x is not None and fits else None
-
-
-def _operands(arg: Any, target: str, makers: Makers) -> tuple[Any, Any]:
-    """The two arguments of the node that made a value, if it is `target` with no other arguments."""
-    node = makers.get(arg.id) if isinstance(arg, Ref) else None
-    fits = node is not None and node.target == target and len(node.args) == 2 and not node.kwargs
-    return (node.args[0], node.args[1]) if node is not None and fits else (None, None)
-
-
-def _argument(arg: Any, target: str, makers: Makers) -> Ref | None:
-    """The only argument of the node that made a value, if it is `target` with none that differ from their defaults."""
-    node = makers.get(arg.id) if isinstance(arg, Ref) else None
-    return node.args[0] if node is not None and node.target == target and len(node.args) == 1 and not node.kwargs else None
-
-
-def _one_minus(arg: Any, makers: Makers) -> Any:
-    """y of 1 - y."""
-    ones, y = _operands(arg, "aten.sub.Tensor", makers)
-    node = makers.get(ones.id) if isinstance(ones, Ref) else None
-    return y if node is not None and node.target == "aten.full.default" and node.args[1] == 1 else None

@@ -115,20 +115,6 @@ def phase(name: str) -> Iterator[None]:
         here.phases.pop()
 
 
-@contextmanager
-def module_path(path: str) -> Iterator[None]:
-    """Operators recorded inside come from module `path`. Does nothing outside of a trace."""
-    here = active()
-    if here is None:
-        yield
-        return
-    here.paths.append(path)
-    try:
-        yield
-    finally:
-        here.paths.pop()
-
-
 def name_frozen(tensors: Mapping[str, torch.Tensor]) -> None:
     """From now on these are captured as frozen weights, `frozen.<name>`. Does nothing outside of a trace."""
     here = active()

@@ -31,7 +31,7 @@ from colofunc.program.ir import Program, Value
 from colofunc.program.tracing.function import TraceFunctions
 from colofunc.program.tracing.infer import contiguous
 from colofunc.program.tracing.leaks import put_back_attributes, refuse_leaks, warn_of_put_back
-from colofunc.program.tracing.meta import activate, module_path, phase, raised_line, watch_modules
+from colofunc.program.tracing.meta import activate, phase, raised_line, watch_modules
 from colofunc.program.tracing.modules_used import HasFrozen, noted, noting
 from colofunc.program.tracing.ops import handler_of
 from colofunc.program.tracing.record import Recorder, Storage
@@ -39,7 +39,7 @@ from colofunc.program.tracing.roles import Observed, comes_back, first_result
 from colofunc.program.tracing.tree import Tree, flatten, join, unflatten
 from colofunc.spec.rule import TensorType
 
-__all__ = ["Traced", "module_path", "phase", "record_local", "signature", "trace", "watch_modules"]
+__all__ = ["Traced", "phase", "record_local", "trace", "watch_modules"]
 
 Modes = Callable[[Callable[[], torch.Tensor]], Sequence[TorchFunctionMode]]
 
@@ -163,15 +163,6 @@ def record_local(fn: Callable[..., Any], types: Sequence[TensorType]) -> Program
     result = _run(rec, fn, (tuple(fakes), {}), [TraceFunctions(rec)])
     out_ids, _ = _outputs(rec, result)
     return _assemble(rec, rec.values, len(leaves), out_ids)[0]
-
-
-def signature(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, flags: tuple[Any, ...] = ()
-) -> tuple[Any, ...]:
-    """The cache key of a call: tree, static leaves, shapes and dtypes, and `flags` (train or eval mode of models)."""
-    leaves, tree = flatten((tuple(args), dict(kwargs or {})))
-    types = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in leaves)
-    return (tree.key(), types, torch.get_default_dtype(), flags)
 
 
 def _where_defined(fn: Callable[..., Any]) -> str:

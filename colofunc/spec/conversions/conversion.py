@@ -38,12 +38,11 @@ __all__ = ["Conversion", "Move", "conversion", "conversion_bytes", "conversion_c
 
 @attrs.frozen
 class Conversion:
-    """`moves` in sequence on one value. Per rank: seconds, bytes received, largest sum of a move's input and output."""
+    """`moves` in sequence on one value. Per rank: seconds, bytes received."""
 
     moves: tuple[Move, ...]
     cost_s: float
     wire_bytes: int
-    peak_bytes: int
 
 
 @attrs.frozen
@@ -84,7 +83,7 @@ def conversion_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
     """Seconds of `conversion`; one dict lookup when asked again."""
     found = _SECONDS.get((src, dst, mesh, itemsize))
     if found is None:
-        found = 0.0 if src is dst else _route(src, dst, mesh, itemsize, None).cost_s + _sent_s(src, dst, mesh, itemsize)
+        found = 0.0 if src is dst else _route(src, dst, mesh, itemsize).cost_s + _sent_s(src, dst, mesh, itemsize)
         _SECONDS[src, dst, mesh, itemsize] = found
     return found
 
@@ -92,19 +91,17 @@ def conversion_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
 def conversion_bytes(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> int:
     """Bytes that a rank receives in `conversion`."""
     sent_bytes = 0 if covers(src.at, dst.at) else prod(dst.local_shape) * itemsize
-    return 0 if src is dst else _route(src, dst, mesh, itemsize, None).wire_bytes + sent_bytes
+    return 0 if src is dst else _route(src, dst, mesh, itemsize).wire_bytes + sent_bytes
 
 
 @lru_cache(maxsize=1 << 16)
-def conversion(
-    src: Layout, dst: Layout, mesh: Mesh, itemsize: int, peak_limit_bytes: int | None = None
-) -> Conversion:
-    """The cheapest moves from `src` to `dst`; SpecError where shapes differ or no sequence stays under the limit."""
+def conversion(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> Conversion:
+    """The cheapest moves from `src` to `dst`; SpecError where shapes differ."""
     if src.shape != dst.shape:
         raise SpecError(f"no conversion from {src} to {dst}: the global shapes differ")
     if src is dst:
-        return Conversion((), 0.0, 0, prod(src.local_shape) * itemsize)
-    route = _route(src, dst, mesh, itemsize, peak_limit_bytes)
+        return Conversion((), 0.0, 0)
+    route = _route(src, dst, mesh, itemsize)
     axis_sizes = mesh.shape
     moves: list[Move] = []
     for leg in route.legs:
@@ -116,9 +113,8 @@ def conversion(
     moves = [_at(move, dst.at if there else src.at) for move in moves]
     if not there:
         moves.append(_send(src, dst, mesh))
-    peak = max((prod(m.in_shape) + prod(m.local_shape) for m in moves), default=prod(src.local_shape)) * itemsize
     sent_bytes = 0 if there else prod(dst.local_shape) * itemsize
-    return Conversion(tuple(moves), route.cost_s + _sent_s(src, dst, mesh, itemsize), route.wire_bytes + sent_bytes, peak)
+    return Conversion(tuple(moves), route.cost_s + _sent_s(src, dst, mesh, itemsize), route.wire_bytes + sent_bytes)
 
 
 def _at(move: Move, at: At | None) -> Move:
@@ -145,7 +141,7 @@ def _sent_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
 
 
 @lru_cache(maxsize=1 << 18)
-def _route(src: Layout, dst: Layout, mesh: Mesh, itemsize: int, limit: int | None) -> _Route:
+def _route(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> _Route:
     """Legs of the cheapest way. Tiers, and where a value exists, are ignored."""
     src, dst = src.with_tier("device").with_at(None), dst.with_tier("device").with_at(None)
     if (src.dims, src.pending) == (dst.dims, dst.pending):
@@ -155,12 +151,12 @@ def _route(src: Layout, dst: Layout, mesh: Mesh, itemsize: int, limit: int | Non
         return _Route((_Leg(src, dst, None, ()),), 0.0, 0, 1)
     found = refine(src, dst, mesh)
     if isinstance(found, Puzzle):
-        return _solve(found, src, dst, mesh, itemsize, limit)
+        return _solve(found, src, dst, mesh, itemsize)
     routes = []
     for leave, enter in _between(src, dst, found):
-        first = _route(src, leave, mesh, itemsize, limit)
+        first = _route(src, leave, mesh, itemsize)
         fit = _NOTHING if leave is enter else _Route((_Leg(leave, enter, None, ()),), 0.0, 0, 1)
-        routes.append(first.then(fit).then(_route(enter, dst, mesh, itemsize, limit)))
+        routes.append(first.then(fit).then(_route(enter, dst, mesh, itemsize)))
     return min(routes, key=lambda route: route.key)
 
 
@@ -193,20 +189,15 @@ def conversion_curve(src: Layout, dst: Layout, mesh: Mesh) -> Curve | None:
     return curve_of(found, mesh) if isinstance(found, Puzzle) else None
 
 
-def _solve(puzzle: Puzzle, src: Layout, dst: Layout, mesh: Mesh, itemsize: int, limit: int | None) -> _Route:
-    alike = normal(puzzle, mesh, limit is not None)
+def _solve(puzzle: Puzzle, src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> _Route:
+    alike = normal(puzzle, mesh)
     back, slots = alike.back, alike.slots
     nbytes = itemsize * local_numel(puzzle, puzzle.start)
-    if is_free(mesh) and limit is None:
+    if is_free(mesh):
         nbytes = prod(p.size for p in alike.pieces) ** 2  # everything scales; a multiple of all that it is divided by
-    abstract = answer(Question(alike.pieces, nbytes, alike.prices, limit))
-    if abstract is None:
-        raise SpecError(
-            f"no conversion from {src} to {dst} on {mesh!r} stays within {limit} bytes per rank; raise the limit"
-        )
     steps: list[Step] = []
     where = list(puzzle.start)
-    for kind, who, after in abstract:
+    for kind, who, after in answer(Question(alike.pieces, nbytes, alike.prices)):
         chosen = tuple(sorted(back[k] for k in who))
         for k in who:
             where[back[k]] = after[k] if after[k] < 0 else slots[after[k]]

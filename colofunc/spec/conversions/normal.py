@@ -52,15 +52,15 @@ def is_free(mesh: Mesh) -> bool:
     return all(mesh.alpha_beta(kind, (axis,)) == (0.0, 0.0) for kind in KINDS for axis in mesh.axis_names)
 
 
-def normal(puzzle: Puzzle, mesh: Mesh, detours: bool = False) -> Normal:
-    """The puzzle under standard names. `detours`: by way of axes that hold copies, however many there are."""
+def normal(puzzle: Puzzle, mesh: Mesh) -> Normal:
+    """The puzzle under standard names."""
     mixed = len({loc for loc in (*puzzle.start, *puzzle.goal) if loc < COPY}) > 1
     reduces = any(a < COPY and a != b for a, b in zip(puzzle.start, puzzle.goal))
     ends = list(enumerate(zip(puzzle.start, puzzle.goal)))
     active = [k for k, (a, b) in ends if a != b or (a < COPY and mixed)]
     # A sum may go by way of an axis that holds copies, on less data. With many axes the search takes seconds and finds nothing.
     idle = [k for k, (a, b) in ends if a == b == COPY and reduces]
-    if len(active) + len(idle) <= MOST_BY_WAY or detours:
+    if len(active) + len(idle) <= MOST_BY_WAY:
         active = sorted({*active, *idle})
     free = is_free(mesh)
     best: Normal | None = None
@@ -133,9 +133,7 @@ class Curve:
         return self._solve(nbytes)
 
     def _solve(self, nbytes: float) -> tuple[float, float]:
-        steps = answer(Question(self.pieces, nbytes, self.prices))
-        assert steps is not None, "without a limit there always is a way"
-        line = _line_of(self.pieces, self.prices, steps)
+        line = _line_of(self.pieces, self.prices, answer(Question(self.pieces, nbytes, self.prices)))
         k = bisect_left(self._sizes, nbytes)
         self._sizes.insert(k, nbytes)
         self._lines.insert(k, line)

@@ -96,19 +96,17 @@ def farthest(mesh: Mesh, names: tuple[str, ...]) -> tuple[int, ...]:
 
 @attrs.frozen
 class Question:
-    """A normalised puzzle. nbytes: of one rank's part at the start; limit: of peak bytes."""
+    """A normalised puzzle. nbytes: of one rank's part at the start."""
 
     pieces: tuple[Piece, ...]
     nbytes: float
     prices: Prices
-    limit: int | None = None
 
 
 @lru_cache(maxsize=1 << 16)
-def answer(q: Question) -> tuple[Step, ...] | None:
-    """The cheapest steps from start to goal that are found; None where the peak limit leaves no way."""
-    found = _found(q)
-    return found if found is None or q.limit is not None else _reducing(q, found)
+def answer(q: Question) -> tuple[Step, ...]:
+    """The cheapest steps from start to goal that are found."""
+    return _reducing(q, _found(q))
 
 
 def _reducing(q: Question, steps: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -135,7 +133,7 @@ def _reducing(q: Question, steps: tuple[Step, ...]) -> tuple[Step, ...]:
     return tuple(done)
 
 
-def _found(q: Question) -> tuple[Step, ...] | None:
+def _found(q: Question) -> tuple[Step, ...]:
     start = tuple(p.start for p in q.pieces)
     goal = tuple(p.goal for p in q.pieces)
     if len(q.pieces) <= MOST_SEARCHED_WHOLE:
@@ -150,24 +148,13 @@ def _found(q: Question) -> tuple[Step, ...] | None:
 def _permuting_first(q: Question, start: Locations, goal: Locations) -> tuple[Step, ...] | None:
     """One permutation, then what is left: Note [Trading places]."""
     met = _staying(tuple(p.size for p in q.pieces), goal, start)
-    if met == start or not _leaves_room(q, start):
-        return None
-    rest = _search(q, met, goal)
-    return None if rest is None else (_permute(start, met), *rest)
+    return None if met == start else (_permute(start, met), *_search(q, met, goal))
 
 
 def _permuting_last(q: Question, start: Locations, goal: Locations) -> tuple[Step, ...] | None:
     """All that no permutation does, then one."""
     met = _staying(tuple(p.size for p in q.pieces), start, goal)
-    if met == goal or not _leaves_room(q, goal):
-        return None
-    rest = _search(q, start, met)
-    return None if rest is None else (*rest, _permute(met, goal))
-
-
-def _leaves_room(q: Question, where: Locations) -> bool:
-    """Whether a permutation there, which has a part beside the one that it makes, stays within the limit."""
-    return q.limit is None or 2 * _part_bytes(q, where) <= q.limit
+    return None if met == goal else (*_search(q, start, met), _permute(met, goal))
 
 
 def _part_bytes(q: Question, where: Locations) -> float:
@@ -207,7 +194,7 @@ def _permute(here: Locations, there: Locations) -> Step:
     return "permute", tuple(k for k, loc in enumerate(here) if loc != there[k]), there
 
 
-def _search(q: Question, start: Locations, goal: Locations, known: tuple[Step, ...] | None = None) -> tuple[Step, ...] | None:
+def _search(q: Question, start: Locations, goal: Locations, known: tuple[Step, ...] | None = None) -> tuple[Step, ...]:
     """A* from locations of a question's pieces to others. known: a way that is kept where no cheaper one is found soon."""
     most = None if known is None else _cost(q, start, known)
     pieces = tuple(attrs.evolve(p, start=a, goal=b) for p, a, b in zip(q.pieces, start, goal))
@@ -237,8 +224,6 @@ def _search(q: Question, start: Locations, goal: Locations, known: tuple[Step, .
             tried += 1
             more, share, alpha_s, beta_s = terms(kind, who)
             nbytes = max(before, whole / (held * more))
-            if q.limit is not None and 2 * nbytes > q.limit:
-                continue
             cost = (seconds + (alpha_s + beta_s * nbytes), wire + share * nbytes, moves + 1)
             if most is not None and cost >= most:
                 continue
@@ -253,6 +238,7 @@ def _search(q: Question, start: Locations, goal: Locations, known: tuple[Step, .
                 done.discard(after)
                 hope = (cost[0] + haste * left_s, cost[1] + haste * left_bytes, cost[2] + left)
                 heapq.heappush(queue, (hope, count, after))
+    assert known is not None, "there always is a way"
     return known
 
 
