@@ -693,3 +693,33 @@ def test_a_rank_that_fails_within_a_microbatch_ends_all() -> None:
     with pytest.raises(FaultError, match="rank 1 fails at send") as caught:
         launch(dies_in_a_step, 2, timeout_s=200)
     assert "on rank 1" in caught.value.__notes__[-1] and time.monotonic() - began < 60
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, with some layers between."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1000, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return nn.functional.linear(x, self.embedding.weight)
+
+
+def test_a_plan_says_that_one_stage_has_most_of_the_work_or_all_of_it() -> None:
+    def lowered(layers: int) -> Any:
+        step, state = cf.train_step(
+            cf.functional(Tied(layers)), cf.adapt(torch.optim.SGD, lr=0.1), inputs=lambda ids: ((ids,), {}),
+            loss=lambda out, ids: nn.functional.cross_entropy(out.flatten(0, 1), ids.flatten()),
+        )  # fmt: skip
+        return cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4).lower(state, torch.zeros(8, 16, dtype=torch.int64))
+
+    with pytest.warns(UserWarning, match=r"one stage has all the work and none sends to another.*Try: stages= that divide the work"):
+        low = lowered(1)  # the tied weight is on both stages, and the layer on one
+    assert low.plan.pipeline is None and "4 microbatches follow one another there" in low.plan.table()
+    table = lowered(2).plan.table()
+    assert re.search(r"pp=1 does \d\d% of the pipeline's work, where 50% would be even, and the others wait for it. Try: other", table)

@@ -592,6 +592,22 @@ def test_one_stage_with_all_the_work_is_refused() -> None:
         chain.lower(state, batches([CALM], 1.0)[0])
 
 
+def test_one_microbatch_is_refused() -> None:
+    """It has no schedule, so that each step waited and nothing said so."""
+    chain, state = staged("zb-h2", "next step")
+    with pytest.raises(PlanError, match=r'microbatches=1, and one microbatch has no schedule.*Try: validate="step", or more microbatches'):
+        cf.pipeline(chain, microbatches=1, validate="next step")
+    step, state = cf.train_step(
+        cf.functional(Layers().double()), cf.adapt(torch.optim.SGD, lr=1e-3), lambda out, b: (out - b[2]).pow(2).mean(),
+        inputs=lambda b: ((b[0], b[1]), {}), clip=0.9,
+    )  # fmt: skip
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches="auto", validate="next step")
+    (batch,) = batches([CALM], 1.0)
+    with pytest.raises(PlanError, match=r"microbatches='auto' is 1 for a batch of 1 rows, and one microbatch has no schedule"):
+        chain.lower(state, tuple(x[:1] for x in batch))
+    assert chain.lower(state, tuple(x[:2] for x in batch)).plan.pipeline.microbatches == 2
+
+
 def test_an_unknown_way_to_validate_is_refused() -> None:
     with pytest.raises(PlanError, match="unknown validate 'never'"):
         staged("zb-h2", "never")
