@@ -214,9 +214,10 @@ class _Asked:
 
     def loops(self, build: Build) -> Build:
         """The loop over microbatches, with the schedule's timetable."""
+        schedule, ranks = self._schedule(build), self._ranks(build.mesh)
+        schedule.check_microbatches(ranks, self.number)
         if self.number == 1:
             return build
-        schedule, ranks = self._schedule(build), self._ranks(build.mesh)
         stages = {}
         for position, found in self._assigned(build, schedule, ranks).items() if schedule.stages_per_rank > 1 else ():
             if len(found) == 1:
