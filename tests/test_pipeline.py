@@ -479,6 +479,7 @@ def test_a_table_by_hand_is_run() -> None:
     [
         ("dualpipev", 2, "schedule 'dualpipev' needs at least 8 microbatches on 4 ranks and has 2; give microbatches=8"),
         ("interleaved-1f1b", 2, "schedule 'interleaved-1f1b' needs at least 4 microbatches on 4 ranks and has 2; give microbatches=4"),
+        ("interleaved-1f1b", 1, "schedule 'interleaved-1f1b' needs at least 4 microbatches on 4 ranks and has 1; give microbatches=4"),
     ],
 )
 def test_a_schedule_that_needs_more_microbatches(schedule: str, microbatches: int, says: str) -> None:
@@ -693,3 +694,49 @@ def test_a_rank_that_fails_within_a_microbatch_ends_all() -> None:
     with pytest.raises(FaultError, match="rank 1 fails at send") as caught:
         launch(dies_in_a_step, 2, timeout_s=200)
     assert "on rank 1" in caught.value.__notes__[-1] and time.monotonic() - began < 60
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, with some layers between."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1000, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return nn.functional.linear(x, self.embedding.weight)
+
+
+def test_a_plan_says_that_one_stage_has_most_of_the_work_or_all_of_it() -> None:
+    def lowered(layers: int) -> Any:
+        step, state = cf.train_step(
+            cf.functional(Tied(layers)), cf.adapt(torch.optim.SGD, lr=0.1), inputs=lambda ids: ((ids,), {}),
+            loss=lambda out, ids: nn.functional.cross_entropy(out.flatten(0, 1), ids.flatten()),
+        )  # fmt: skip
+        return cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4).lower(state, torch.zeros(8, 16, dtype=torch.int64))
+
+    with pytest.warns(UserWarning, match=r"one stage has all the work and none sends to another.*Try: stages= that divide the work"):
+        low = lowered(1)  # the tied weight is on both stages, and the layer on one
+    assert low.plan.pipeline is None and "4 microbatches follow one another there" in low.plan.table()
+    table = lowered(2).plan.table()
+    assert re.search(r"pp=1 does \d\d% of the pipeline's work, where 50% would be even, and the others wait for it. Try: other", table)
+
+
+def test_a_plan_says_where_a_parameter_is_and_what_another_cut_changes() -> None:
+    """It said that a stage's weight is the same on every rank, and that plans with other cuts decide alike."""
+    step, state, batch = mlp()
+
+    def plan(first: int) -> Any:
+        stages = {f"{2 * layer}.*": int(layer >= first) for layer in range(4)}  # activations are between
+        return cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=2, stages=stages).lower(state, batch).plan
+
+    one, other = plan(1), plan(2)
+    said = one.why("0.weight")
+    assert "kept as 'a b @pp=0'" in said and "at pp=0 only, where its stage is" in said and "the same on every rank" not in said
+    name = next(leaf.name for leaf in one.inputs if leaf.name.endswith("2.weight") and leaf.role == "param")
+    assert f"{name}: a b @pp=1 -> a b @pp=0" in one.diff(other)
+    assert one.why_not("cut by memory").startswith("cut by memory: not compared. Other cuts are where stages= are open")

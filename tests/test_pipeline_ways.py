@@ -209,6 +209,12 @@ def test_microbatches_that_mix_samples_are_an_error_and_not_one_microbatch() -> 
     with pytest.raises(cf.PlanError, match=r"fp8_scale in .* mixes the samples of the batch") as refused:
         chain.lower(state, batch)
     assert 'give cf.fp8 scaling="delayed" or "rowwise_with_gw_hp" to keep the numbers of the whole batch' in str(refused.value)
+    assert refused.value.__notes__ == ["1 microbatch, cut by time has a plan; write microbatches=1 where that will do"]
+    with pytest.raises(cf.PlanError, match="mixes the samples of the batch") as refused:
+        cf.checkpoint(chain, budget=1000).lower(state, batch)
+    assert refused.value.__notes__[0].startswith(
+        "no number of microbatches has a plan: above 1 that operator mixes them, and 1 microbatch, cut by time: the leanest plan that was"
+    )
 
 
 def test_where_no_way_fits_the_least_of_the_leanest_is_named() -> None:

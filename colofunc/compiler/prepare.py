@@ -40,6 +40,7 @@ from colofunc.mesh.sizes import size_text
 from colofunc.planner.collector import fewer_collections
 from colofunc.planner.describe import UNUSED
 from colofunc.planner.plan import Plan
+from colofunc.planner.stages.report import one_stage_works
 from colofunc.plugins import bringing, build_registry
 from colofunc.program.ir import Program, Value
 from colofunc.program.passes.kernels import capability_on
@@ -114,6 +115,12 @@ def prepare(
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
     if priced.topology.reserved_bytes:
         plan = attrs.evolve(plan, notes=(*plan.notes, _margin(priced, any(transform.auto_budget for transform in staged.transforms))))
+    stages = planning.constraints.stages
+    if stages is not None and planning.parts > 1 and plan.pipeline is None:
+        idle = one_stage_works(stages.axis, planning.parts)
+        plan = attrs.evolve(plan, notes=(*plan.notes, idle))
+        if mesh.is_main:
+            warnings.warn(idle, stacklevel=5)
     plan = attrs.evolve(plan, card=_card(priced, plan))
     low = Lowered(
         traced=seen.traced,

@@ -193,7 +193,20 @@ class _Search:
             return
         tried = [way for way, other in self.others.items() if self._several(way) and (way in self.refused or other.peak_bytes)]
         if tried and all(isinstance(self.refused.get(way), Mixes) for way in tried):
-            raise self.refused[min(tried)]
+            error = self.refused[min(tried)]
+            self._say_what_one_does(error)
+            raise error
+
+    def _say_what_one_does(self, error: Exception) -> None:
+        """One microbatch is what the error recommends, and may not fit."""
+        if self.best is not None:
+            error.add_note(f"{self.ways.variant(self.best.way).words} has a plan; write microbatches=1 where that will do")
+            return
+        for way in sorted(self.refused):
+            if not self._several(way):
+                words, first_line = self.ways.variant(way).words, str(self.refused[way]).splitlines()[0]
+                error.add_note(f"no number of microbatches has a plan: above 1 that operator mixes them, and {words}: {first_line}")
+                return
 
     def _several(self, way: Way) -> bool:
         return self.ways.variant(way).transform.microbatches > 1

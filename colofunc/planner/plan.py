@@ -22,7 +22,7 @@ from colofunc.errors import PlanError, near
 from colofunc.planner.plan_table import plan_table, size_text, time_text
 from colofunc.planner.plan_why import LEGEND, more_text, where_text, why_decision, why_leaf
 from colofunc.planner.stages.report import Pipelined
-from colofunc.spec.layout import At
+from colofunc.spec.layout import At, at_text
 
 FORMAT_VERSION = 1
 MARK = "colofunc_plan"
@@ -81,6 +81,11 @@ class Leaf:
     read_by: tuple[str, ...] = ()  # the first few operators
     alternatives: tuple[Alternative, ...] = ()  # the best few specs
     at: At | None = None  # where it exists, if not everywhere: ("pp", (1,))
+
+    @property
+    def placed(self) -> str:
+        """The spec, and where it exists."""
+        return self.spec if self.at is None else f"{self.spec} {at_text(self.at)}".lstrip()
 
 
 @attrs.frozen
@@ -209,6 +214,11 @@ class Plan:
             ways.insert(0, f"{self.way} is what was chosen")
         if ways:
             return "\n".join(ways)
+        if self.pipeline is not None and what.startswith("cut by"):
+            return (
+                f"{what}: not compared. Other cuts are where stages= are open and a budget is met with help only "
+                "(values made again, copies)"
+            )
         lines = []
         for d in self.find(glob):
             found = [a for a in d.alternatives if _is(what, a)]
@@ -226,7 +236,7 @@ class Plan:
     def diff(self, other: Plan) -> str:
         """What changes from this plan to `other`, a line each; "" where they decide alike."""
         lines = [f"mesh {self.mesh} -> {other.mesh}"] if self.mesh != other.mesh else []
-        mine, theirs = ({x.name: x.spec for x in p.inputs} for p in (self, other))
+        mine, theirs = ({x.name: x.placed for x in p.inputs} for p in (self, other))
         lines += _changes(mine, theirs)
         before, after = ({k: d.strategy for d in p.decisions for k in d.keys} for p in (self, other))
         lines += _changes(before, after)

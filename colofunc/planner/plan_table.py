@@ -55,7 +55,8 @@ def pipeline_table(pipeline: Pipelined) -> str:
         stages = " ".join(map(str, use.stages))
         nbytes = size_text(use.kept_bytes), size_text(use.peak_bytes)
         lines.append((str(index), stages, *nbytes, time_text(use.compute_s), time_text(use.wait_s)))
-    return columns(lines, (0,))
+    table = columns(lines, (0,))
+    return f"{table}\n{pipeline.uneven}" if pipeline.uneven else table
 
 
 @attrs.frozen

@@ -16,6 +16,7 @@ from colofunc.planner.plan_table import time_text
 
 if TYPE_CHECKING:
     from colofunc.planner.plan import Alternative, Decision, Leaf, Plan
+    from colofunc.spec.layout import At
 
 LEGEND = "(a rule: dims of one name are split together, a name that no result has is summed, [name] stays whole)"
 
@@ -37,8 +38,8 @@ def why_decision(plan: Plan, decision: Decision, most: int) -> list[str]:
 def why_leaf(plan: Plan, leaf: Leaf, most: int) -> list[str]:
     """Lines about one input: how it lies, who reads it, why, and at most so many alternatives."""
     lines = [
-        f"{leaf.name} {leaf.role} {leaf.dtype}{list(leaf.shape)} kept as {leaf.spec!r}",
-        f"  {_spread(plan, leaf.spec)}",
+        f"{leaf.name} {leaf.role} {leaf.dtype}{list(leaf.shape)} kept as {leaf.placed!r}",
+        f"  {_spread(plan, leaf.spec, leaf.at)}",
     ]
     if leaf.read_by:
         lines.append(f"  read by {', '.join(leaf.read_by)}")
@@ -105,8 +106,8 @@ def _dims(pattern: str) -> list[str]:
     return re.findall(r"\([^)]*\)|\S+", pattern)
 
 
-def _spread(plan: Plan, spec: str) -> str:
-    """A spec in words, axis by axis."""
+def _spread(plan: Plan, spec: str, at: At | None) -> str:
+    """A spec in words, axis by axis. at: where alone the value exists."""
     dims = _dims(spec)
     said = []
     for axis, size in plan.mesh:
@@ -114,7 +115,9 @@ def _spread(plan: Plan, spec: str) -> str:
             continue
         over = [dim for dim, words in enumerate(dims) if axis in words.strip("()").split()]
         pending = any(words.startswith("+") and axis in words.lstrip("+").split(",") for words in dims)
-        if over:
+        if at is not None and axis == at[0]:
+            said.append(f"at {' and '.join(f'{axis}={index}' for index in at[1])} only, where its stage is")
+        elif over:
             said.append(f"dim {over[0]} in {size} parts over {axis}")
         elif pending:
             said.append(f"a term of a sum on every rank of {axis}")

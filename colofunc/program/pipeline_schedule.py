@@ -130,8 +130,8 @@ class Schedule:
         numbers = [number for number in range(least, rows + 1) if rows % number == 0]
         return [number for number in numbers if not (self.whole_groups and number % ranks)]
 
-    def table(self, ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
-        """The checked table. Raises PlanError where there are too few microbatches, or the schedule's own table cannot be run."""
+    def check_microbatches(self, ranks: int, microbatches: int) -> None:
+        """Raises PlanError where they are too few for it on so many ranks, or come in no whole groups."""
         least = self.least_microbatches(ranks)
         if microbatches < least:
             raise PlanError(
@@ -144,6 +144,10 @@ class Schedule:
                 f"schedule {self.name!r} takes groups of {ranks} microbatches on {ranks} ranks, which do not divide {microbatches}; "
                 f"give microbatches={more}, or another schedule"
             )
+
+    def table(self, ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
+        """The checked table. Raises PlanError where there are too few microbatches, or the schedule's own table cannot be run."""
+        self.check_microbatches(ranks, microbatches)
         if costs is not None and costs.stages != self.stages(ranks):
             wanted = self.stages(ranks)
             raise PlanError(f"schedule {self.name!r} has {wanted} stages on {ranks} ranks and was given costs of {costs.stages}")

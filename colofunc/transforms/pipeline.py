@@ -77,7 +77,7 @@ def pipeline(
 
     Raises PlanError for an axis that the mesh does not have, a schedule that nobody gives, more stages than there are
     layers, microbatches that do not divide the batch, and an operator that mixes samples ("auto": where it leaves one
-    microbatch only); with validate="next step" where the update itself communicates between stages, values are moved
+    microbatch only); with validate="next step" for one microbatch, where the update itself communicates between stages, values are moved
     between tiers of memory, ranks are of unlike devices, no stage waits for another or one sends on what it was told, what
     stages say is put together by a collective that cannot stand before their messages, or a part of the step writes to
     what another still reads or passes on what has no layout; and in the first call where its messages would go by NCCL.
@@ -94,8 +94,17 @@ def pipeline(
             "write stages={'layers.0.*': 0, 'layers.1.*': 1}, or None for balanced ones"
         )
     number = None if isinstance(microbatches, str) else microbatches
+    if number == 1 and validate == "next step":
+        raise PlanError(_one_is_not_validated("microbatches=1"))
     asked = _Asked(axis, number, schedule, None if stages is None else tuple(stages.items()), batch, mixing, validate)
     return stage(step_fn, asked.transform())
+
+
+def _one_is_not_validated(what: str) -> str:
+    return (
+        f'cf.pipeline(validate="next step"): {what}, and one microbatch has no schedule: each stage waits for the one before it, so that '
+        'nothing would be validated later. Try: validate="step", or more microbatches'
+    )
 
 
 def _name_stages(stages: Any) -> bool:
@@ -166,6 +175,10 @@ class _Asked:
             return [self.microbatches]
         rows = rows_of(self.batch, build)
         numbers = schedule.admitted(rows, ranks)
+        if numbers == [1] and self.validate == "next step":
+            raise PlanError(_one_is_not_validated(f"microbatches='auto' is 1 for a batch of {rows} rows"))
+        if self.validate == "next step":
+            numbers = [number for number in numbers if number > 1]
         if not numbers:
             raise PlanError(
                 f"microbatches='auto': no divisor of the {rows} rows of the batch is a number of microbatches that the "
@@ -201,9 +214,10 @@ class _Asked:
 
     def loops(self, build: Build) -> Build:
         """The loop over microbatches, with the schedule's timetable."""
+        schedule, ranks = self._schedule(build), self._ranks(build.mesh)
+        schedule.check_microbatches(ranks, self.number)
         if self.number == 1:
             return build
-        schedule, ranks = self._schedule(build), self._ranks(build.mesh)
         stages = {}
         for position, found in self._assigned(build, schedule, ranks).items() if schedule.stages_per_rank > 1 else ():
             if len(found) == 1:

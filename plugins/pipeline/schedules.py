@@ -10,11 +10,12 @@ made by our list scheduler under their limits of memory; DualPipeV as DeepSeek p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import ceil
 
 from colofunc_plugins.pipeline.list_scheduler import Rules, schedule_list
+from colofunc_plugins.pipeline.local_search import improve
 
 import colofunc as cf
 from colofunc.ext import Action, ActionTable, StageCosts
@@ -200,6 +201,7 @@ def automatic(
     name: str, stages_per_rank: int, placement: str, others: tuple[cf.ext.Schedule, ...], by_span: bool = False
 ) -> cf.ext.Schedule:
     """A schedule that looks at costs: the fastest within the cap of `others`, which have the same stages, and of lists by several rules.
+    That one is improved by local search.
 
     by_span: fastest is the one whose longest span of one rank is shortest, not the one that ends first. That is the time of a step where
     each rank goes on to the next step by itself, as with a post-validated optimizer (2401.10241, section 4).
@@ -226,6 +228,11 @@ def _fastest(
     for other in others:
         if microbatches >= other.least_microbatches(ranks) and not (other.whole_groups and microbatches % ranks):
             tables.append(other.table(ranks, microbatches, costs, cap_bytes))
+    return improve(_fastest_of(tables, costs, cap_bytes, by_span), costs, cap_bytes, by_span)
+
+
+def _fastest_of(tables: Sequence[ActionTable], costs: StageCosts, cap_bytes: float | None, by_span: bool) -> ActionTable:
+    """Of those that fit; of equally fast ones the one that keeps least."""
     played = []
     for table in tables:
         simulated = cf.ext.simulate(table, costs)

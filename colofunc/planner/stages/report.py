@@ -24,6 +24,8 @@ STEPS = (3, 7)
 """The seconds of a step in a row: from the end of the first of these steps to that of the second, over the steps between."""
 KEPT = frozenset({"param", "frozen", "buffer", "state"})
 """Roles of what a rank holds between steps."""
+UNEVEN = 1.5
+"""A rank that computes more than this times its even share is named."""
 
 
 class Count(Protocol):
@@ -66,6 +68,28 @@ class Pipelined:
         if any(speed != 1.0 for speed in speeds):
             words += f", on ranks of speeds {', '.join(f'{speed:g}' for speed in speeds)}"
         return words
+
+    @property
+    def uneven(self) -> str:
+        """The rank that the others wait for, where its share of the work is far from even; "" where it is not."""
+        work_s = [use.compute_s for use in self.ranks]
+        share = max(work_s) / sum(work_s) if sum(work_s) else 0.0
+        if share <= UNEVEN / len(work_s):
+            return ""
+        slowest, even = work_s.index(max(work_s)), 1 / len(work_s)
+        return (
+            f"{self.axis}={slowest} does {share:.0%} of the pipeline's work, where {even:.0%} would be even, and the others wait for it. "
+            "Try: other stages=, fewer stages, or its layers divided along another axis (tensor)"
+        )
+
+
+def one_stage_works(axis: str, microbatches: int) -> str:
+    """Of a step for which a pipeline was asked, and in which no stage sends to another."""
+    return (
+        f"cf.pipeline(axis={axis!r}): one stage has all the work and none sends to another, as where a tied weight is on every stage: "
+        f"{microbatches} microbatches follow one another there, and nothing runs at the same time. "
+        f"Try: stages= that divide the work, more layers, or the ranks of {axis!r} for another plan"
+    )
 
 
 def pipeline_loop(program: Program) -> Loop | None:
