@@ -16,12 +16,12 @@ from quantize_matrix import WHERE, Net, step_of, tokens
 from torch import nn
 
 import colofunc as cf
+from colofunc.compiler.quantized_weights import packed
 from colofunc.ops.quantized import FORMATS, NF4_LEVELS, OPERATORS, Quantized
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.plugins import build_registry
 from colofunc.program.lazy import lazy_tensor
 from colofunc.program.tracing.trace import trace
-from colofunc.transforms.quantize import packed
 
 SCHEMES = list(BUILT_IN)
 

@@ -67,7 +67,7 @@ def from_main(watch: Watch | None, make: Callable[[], T]) -> T | None:
             result = make()
         except Exception as error:
             failure = error
-    sent = None if failure is None else _pickled_alike(failure)
+    sent = None if failure is None else alike(failure)
     with watch if failure is None else nullcontext():
         failure_of_main = broadcast_object(sent)
     if failure is not None:
@@ -86,7 +86,7 @@ def told(watch: Watch | None, value: T | None) -> T:
     return value
 
 
-def _pickled_alike(error: Exception) -> Exception:
+def alike(error: Exception) -> Exception:
     """An error that survives the journey: the same type where one message makes it, else CollectiveError."""
     text = str(error)
     try:
