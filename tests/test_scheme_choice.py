@@ -14,6 +14,7 @@ from quantize_matrix import WHERE, step_of, tokens
 from torch import nn
 
 import colofunc as cf
+from colofunc.executors.launch import launch
 from colofunc.ops.quantized import Quantized
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.planner.scheme_search import choice_of
@@ -460,6 +461,29 @@ def test_what_was_chosen_stands_and_is_shared() -> None:
     assert cf.scheme_choice(loose, placed, x).schemes == choice.schemes
     with cf.testing.float64():
         cf.testing.check(first, params, x, steps=1)
+
+
+def on_ranks() -> Any:
+    forward, params, x, table = layers(2, 256, 16, "int8", "nf4")
+    sharded = cf.shard(forward, cf.Mesh(dp=2), zero(3, "dp"))
+    step = cf.quantize(sharded, "auto", errors=table, rise=1e-6, budget="250KiB")
+    refused = ""
+    try:
+        cf.quantize(sharded, "auto", errors=table, budget="50KiB").lower(params, x)
+    except cf.PlanError as error:
+        refused = str(error)
+    out = step(step.init(params, x), x).full()
+    return dict(cf.scheme_choice(step, params, x).schemes), torch.equal(out, step(step.init(params, x), x).full()), refused
+
+
+@pytest.mark.dist
+def test_real_ranks_take_what_rank_0_has_chosen() -> None:
+    forward, params, x, table = layers(2, 256, 16, "int8", "nf4")
+    simulated = cf.quantize(cf.shard(forward, cf.Mesh(dp=2), zero(3, "dp")), "auto", errors=table, rise=1e-6, budget="250KiB")
+    results = launch(on_ranks, 2, timeout_s=200)
+    assert results[0] == results[1]
+    assert results[0][0] == cf.scheme_choice(simulated, params, x).schemes and results[0][1]
+    assert "with weights of 69,632 bytes, the least possible, the step is not within its budget" in results[0][2]
 
 
 # ---- what it says to mistakes ----
