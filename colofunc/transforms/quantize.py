@@ -49,6 +49,7 @@ from colofunc.planner.sharding.linked_rows import linked_rows
 from colofunc.planner.weight_seconds import weight_seconds
 from colofunc.plugins import build_registry
 from colofunc.program.passes.packed_reads import PRODUCTS, packed_inputs, read_packed
+from colofunc.program.tracing.modules_used import other_names
 from colofunc.program.tracing.roles import mark
 from colofunc.program.tracing.tree import container, join, rebuild
 
@@ -373,9 +374,15 @@ class _Given:
         """Raises InputError where a glob has matched nothing that can be quantized."""
         stay = [name for name in self.names if self.weights.stays(name)]
         glob = self.weights.unmatched([*self.quantized, *stay])
-        if glob is not None:
-            known = near(glob, self.names)
-            raise InputError(f"cf.quantize: where={glob!r} matches no weight of the step (tied ones go by their first name){known}")
+        if glob is None:
+            return
+        for name, first in other_names().items():
+            if matches(name, glob):
+                raise InputError(
+                    f"cf.quantize: where={glob!r} matches {name!r}, which is tied to {first!r} and goes by that name. Try: where={first!r}, "
+                    "which quantizes it wherever it is read"
+                )
+        raise InputError(f"cf.quantize: where={glob!r} matches no weight of the step{near(glob, self.names)}")
 
     def check_unchanged(self, state: Any, out: Any) -> None:
         """Raises InputError where the step returns another value for a quantized weight."""
