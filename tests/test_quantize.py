@@ -1,6 +1,7 @@
 """cf.quantize: packed weights against their definition, as values of a state, and what it says to mistakes."""
 
 import gc
+import re
 import weakref
 from collections import Counter
 from functools import partial

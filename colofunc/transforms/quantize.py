@@ -379,8 +379,8 @@ class _Given:
         for name, first in other_names().items():
             if matches(name, glob):
                 raise InputError(
-                    f"cf.quantize: where={glob!r} matches {name!r}, which is tied to {first!r} and goes by that name. Try: where={first!r}, "
-                    "which quantizes it wherever it is read"
+                    f"cf.quantize: where={glob!r} matches {name!r}, which is tied to {first!r} and goes by that name. "
+                    f"Try: where={first!r}, which quantizes it wherever it is read"
                 )
         raise InputError(f"cf.quantize: where={glob!r} matches no weight of the step{near(glob, self.names)}")
 
