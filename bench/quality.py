@@ -3,7 +3,7 @@
 Trained with AdamW in 32 bits and with `state_bits=8`, from the same weights on the same batches; the first is then evaluated on text that
 it was not trained on with its weights in every scheme of `cf.quantize`, by the bits that it needs for a byte.
 
-With a scheme for each matrix, tables too, which `cf.quantize(step, "auto")` chooses, predictions are compared with those of the model as it
+With a scheme for each matrix, tables too, which `errors.within` chooses, predictions are compared with those of the model as it
 was, beside those with one scheme for all of them that takes no more bytes.
 
 A model of this size has no channels that are many times as large as the others, as large models have. So it is evaluated once more with

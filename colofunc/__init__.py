@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from colofunc.functional.padding import pad
     from colofunc.functional.pretrained import save_pretrained
     from colofunc.functional.save import save
-    from colofunc.functional.scheme_errors import scheme_errors, schemes_that_fit, sensitivities
+    from colofunc.functional.scheme_errors import scheme_choice, scheme_errors, sensitivities
     from colofunc.mesh.profile import profile_mesh
     from colofunc.planner.plan import Plan
     from colofunc.planner.recompute.policies import every, save_only
@@ -151,8 +151,8 @@ __all__ = [
     "save_only",
     "save_pretrained",
     "schedule",
+    "scheme_choice",
     "scheme_errors",
-    "schemes_that_fit",
     "sensitivities",
     "set_random_state",
     "shard",
@@ -191,8 +191,8 @@ _WHEN_USED = {
     "save": "functional.save",
     "save_only": "planner.recompute.policies",
     "save_pretrained": "functional.pretrained",
+    "scheme_choice": "functional.scheme_errors",
     "scheme_errors": "functional.scheme_errors",
-    "schemes_that_fit": "functional.scheme_errors",
     "sensitivities": "functional.scheme_errors",
     "shard": "transforms.shard",
     "smoothquant": "functional.calibration",

@@ -20,11 +20,11 @@ from colofunc_plugins.pipeline import stages
 from torch import nn
 
 import colofunc as cf
+from colofunc.compiler.quantized_weights import packed
 from colofunc.dtensor.placed import SHELF
 from colofunc.ops.quantized_frozen import sources
 from colofunc.planner.schemes import SchemeChoice
 from colofunc.plugins import build_registry
-from colofunc.transforms.quantize import packed
 
 CALIBRATED = ("awq", "smoothquant")
 MEASURED = (*CALIBRATED, "auto")

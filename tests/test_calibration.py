@@ -10,9 +10,9 @@ import torch
 from quantize_matrix import WHERE, step_of, tokens
 
 import colofunc as cf
+from colofunc.compiler.quantized_weights import packed
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.program.lazy import lazy_tensor, make
-from colofunc.transforms.quantize import packed
 
 INT8 = partial(cf.ext.Quantizer, form="int8", quantize=BUILT_IN["int8"].quantize)
 

@@ -1,5 +1,6 @@
 """cf.checkpoint: the peak is within the budget, the numbers are the same, and a larger budget never costs time."""
 
+from collections import Counter
 from functools import partial
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import colofunc as cf
 from colofunc.planner.candidate import Fitted
 from colofunc.planner.recompute import fastest, orders
 from colofunc.planner.recompute.orders import Order
+from colofunc.program.facts import is_product
 from colofunc.program.passes.recompute import made_again
 from colofunc.testing import check
 
@@ -221,3 +223,26 @@ def test_a_leanest_order_that_does_not_fit_with_its_copies_ends_no_search() -> N
     whole = Fitted(cast(Any, None), 95, more_s=9.0)
     found = orders.fastest(proposed, lambda one: float(proposed.index(one)), tried, whole, 100, work_s=1.0)
     assert min(one.more_s for one in found if one.fits(100)) == 5.0
+
+
+class Gated(nn.Module):
+    """A residual block whose products share their input, as those of a transformer do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.back = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.nn.functional.layer_norm(x, (64,))
+        return x + self.back(torch.tanh(self.one(rows)) * torch.tanh(self.two(rows)) * torch.tanh(self.three(rows)))
+
+
+def test_nothing_but_what_goes_from_block_to_block_is_kept_beside_adapters() -> None:
+    """With two small products beside each, fewest values are alive within blocks as well; cut there, what the block reads is kept."""
+    torch.manual_seed(0)
+    adapted = cf.lora(cf.functional(nn.Sequential(*[Gated() for _ in range(4)])), where="*", rank=2)
+    step_fn, state = cf.train_step(adapted, cf.adapt(torch.optim.SGD, lr=0.1), loss=lambda out: out.square().mean())
+    low = cf.checkpoint(step_fn, policy="nothing").lower(state, torch.randn(512, 64))
+    again = Counter(node.path for node in low.program.nodes if node.note.startswith("made again") and is_product(node.target))
+    assert all(again[f"{block}.{name}"] == 3 for block in (1, 2) for name in ("one", "two", "three")), again

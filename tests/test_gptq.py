@@ -9,11 +9,11 @@ from quantize_matrix import WHERE, Net, step_of, tokens
 from torch import nn
 
 import colofunc as cf
+from colofunc.compiler.quantized_weights import packed
 from colofunc.ops.gptq import factor, rounded
 from colofunc.ops.quantized import FORMATS
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.program.lazy import lazy_tensor
-from colofunc.transforms.quantize import packed
 
 
 def inputs(rows: int = 512, columns: int = 256) -> torch.Tensor:

@@ -14,13 +14,13 @@ from quantize_matrix import CALIBRATED, MODES, WHERE, Net, scheme_of, step_of, t
 from torch import nn
 
 import colofunc as cf
+from colofunc.compiler.quantized_weights import packed
 from colofunc.functional.checkpoint.index import index_bytes
 from colofunc.ops.input_scales import ALPHAS
 from colofunc.ops.quantized import Quantized, unpacked
 from colofunc.ops.quantized_inputs import rounded_rows
 from colofunc.ops.quantizers import BUILT_IN, int4
 from colofunc.program.lazy import lazy_tensor
-from colofunc.transforms.quantize import packed
 
 NO_OUTLIERS_KEPT = cf.ext.Quantizer("w8a8", form="int8", quantize=BUILT_IN["int8"].quantize, outliers=float("inf"))
 """W8A8 that rounds all inputs."""

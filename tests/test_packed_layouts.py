@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import colofunc as cf
+from colofunc.compiler.quantized_weights import packed
 from colofunc.errors import CheckpointError
 from colofunc.functional.checkpoint import files, hf, packed_built_in, packed_layouts
 from colofunc.functional.checkpoint.disk import fetch
@@ -30,7 +31,6 @@ from colofunc.ops.quantizers import BUILT_IN
 from colofunc.plugins import build_registry
 from colofunc.program.lazy import make, make_parts
 from colofunc.program.lazy_packed import stored_in
-from colofunc.transforms.quantize import packed
 
 MESH = cf.Mesh(dp=2, tp=2)
 SHAPES = {"up": (256, 128), "down": (64, 256)}

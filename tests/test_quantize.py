@@ -1,6 +1,7 @@
 """cf.quantize: packed weights against their definition, as values of a state, and what it says to mistakes."""
 
 import gc
+import re
 import weakref
 from collections import Counter
 from functools import partial
@@ -16,12 +17,12 @@ from quantize_matrix import WHERE, Net, step_of, tokens
 from torch import nn
 
 import colofunc as cf
+from colofunc.compiler.quantized_weights import packed
 from colofunc.ops.quantized import FORMATS, NF4_LEVELS, OPERATORS, Quantized
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.plugins import build_registry
 from colofunc.program.lazy import lazy_tensor
 from colofunc.program.tracing.trace import trace
-from colofunc.transforms.quantize import packed
 
 SCHEMES = list(BUILT_IN)
 
@@ -396,7 +397,7 @@ MISTAKES = {
     ),
     "no glob": Mistake("cf.quantize(where=[]): give a glob over names of weights, or several. Try: where='*.weight'", {"where": []}),
     "glob": Mistake(
-        "cf.quantize: where='upp.weight' matches no weight of the step (tied ones go by their first name); "
+        "cf.quantize: where='upp.weight' matches no weight of the step; "
         "did you mean 'up.weight' or 'norm.weight' or 'down.weight'?",
         {"where": "upp.weight"},
     ),
@@ -586,3 +587,28 @@ def test_an_index_with_parts_that_do_not_fit_is_refused(tmp_path: Path) -> None:
     said = r"the index holds a quantized weight of the format 'nf4' with data, scale, which this version does not know"
     with pytest.raises(cf.CheckpointError, match=said):
         cf.load(tmp_path / "w")
+
+
+def test_a_tied_weight_that_goes_by_another_name_is_said_by_both() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(16, 64)
+            self.head = nn.Linear(64, 16, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.tanh(self.table(ids)))
+
+    model, ids = cf.functional(Tied()), torch.tensor([[1, 2]])
+
+    def forward(params: Any, ids: torch.Tensor) -> torch.Tensor:
+        return model.apply(params, {}, ids)[0]
+
+    says = (
+        "cf.quantize: where='head.weight' matches 'head.weight', which is tied to 'table.weight' and goes by that name. "
+        "Try: where='table.weight', which quantizes it wherever it is read"
+    )
+    with pytest.raises(cf.InputError, match=re.escape(says)):
+        cf.quantize(forward, "int8", where="head.weight").lower(model.params, ids)
+    cf.quantize(forward, "int8", where="table.weight").lower(model.params, ids)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import colofunc as cf
+from colofunc.compiler.quantized_weights import packed
 from colofunc.ops.quantized import fp8_bits, unpacked
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.ops.small_floats import E2M1_LEVELS, E4M3_LEVELS, E5M2_INFINITY, FLOAT8_LEVELS, e2m1_values, e4m3_bits
-from colofunc.transforms.quantize import packed
 
 POWERS = [Fraction(2) ** k for k in range(-127, 128)]
 

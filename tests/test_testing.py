@@ -281,6 +281,15 @@ def loss_and_gradients(model: cf.Model) -> Any:
     return step
 
 
+def test_float64_multiplies_groups_which_torch_does_in_narrower_dtypes_only() -> None:
+    """As transformers' experts do, called as they are."""
+    x, w, offs = torch.randn(6, 16), torch.randn(3, 16, 8), torch.tensor([2, 3, 6], dtype=torch.int32)
+    with cf.testing.float64():
+        found = torch.nn.functional.grouped_mm(x.double(), w.double(), offs=offs)
+    rows = [x[start:end].double() @ w[group].double() for group, (start, end) in enumerate(((0, 2), (2, 3), (3, 6)))]
+    torch.testing.assert_close(found, torch.cat(rows), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}])
 def test_float64_doubles_frozen_weights_and_buffers(axes) -> None:
     module = Scaled()

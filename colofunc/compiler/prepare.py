@@ -75,11 +75,13 @@ def prepare(
     watch: Watch | None,
     measured: tuple[Plan, Timed] | None = None,
     before: Sequence[Lowered] = (),
+    says_least: bool = True,
 ) -> Lowered:
     """Trace, plan and lower for one signature. `leaves`: those that lie somewhere already stay there.
 
     `measured`: a plan whose sharding stands, and how long its operators take: what is kept, copied and made again is decided anew.
-    `before`: what was prepared of this step for other signatures; see `plan_cache`.
+    `before`: what was prepared of this step for other signatures; see `plan_cache`. `says_least`: whether the error says the least budget
+    where nothing fits.
     """
     mesh, sharding = staged.mesh, staged.sharding
     registry = build_registry((*sharding.plugins, *bringing(sharding.plans)))
@@ -100,8 +102,8 @@ def prepare(
     def planned_by(way: Staged) -> Planning:
         return gathered(way, seen, priced, registry, placed, before, timed, real)
 
-    def recall(planning: Planning, says_least: bool) -> Outcome:
-        return planning.near(before, say, says_least) if measured is None else planning.measured(measured[0])
+    def recall(planning: Planning, last: bool) -> Outcome:
+        return planning.near(before, say, last and says_least) if measured is None else planning.measured(measured[0])
 
     traced_build = build.evolve(
         mesh=priced, program=seen.program, traced=seen.traced, budget_bytes=least_budget_of(staged, priced)
@@ -122,6 +124,8 @@ def prepare(
         if mesh.is_main:
             warnings.warn(idle, stacklevel=5)
     plan = attrs.evolve(plan, card=_card(priced, plan))
+    said = [note for transform in staged.transforms for note in transform.notes]
+    plan = attrs.evolve(plan, notes=(*plan.notes, *said))
     low = Lowered(
         traced=seen.traced,
         global_program=planning.program,

@@ -21,7 +21,7 @@ import torch
 
 from colofunc.compiler.decisions import Decided
 from colofunc.dtensor.tensor import DTensor
-from colofunc.errors import CollectiveError, InputError
+from colofunc.errors import CollectiveError, ColofuncError, InputError
 from colofunc.executors.backend import backend_for, on_real_ranks
 from colofunc.executors.distributed import broadcast_object
 from colofunc.executors.watch import Watch
@@ -67,7 +67,7 @@ def from_main(watch: Watch | None, make: Callable[[], T]) -> T | None:
             result = make()
         except Exception as error:
             failure = error
-    sent = None if failure is None else _pickled_alike(failure)
+    sent = None if failure is None else alike(failure)
     with watch if failure is None else nullcontext():
         failure_of_main = broadcast_object(sent)
     if failure is not None:
@@ -86,14 +86,17 @@ def told(watch: Watch | None, value: T | None) -> T:
     return value
 
 
-def _pickled_alike(error: Exception) -> Exception:
-    """An error that survives the journey: the same type where one message makes it, else CollectiveError."""
+def alike(error: Exception) -> Exception:
+    """An error that survives the journey: of the nearest of its types that one message makes, else CollectiveError."""
     text = str(error)
-    try:
-        if str(type(error)(text)) == text:
-            return type(error)(text)
-    except Exception:  # types with other arguments
-        pass
+    for kind in type(error).__mro__:
+        if not issubclass(kind, Exception) or kind in (Exception, ColofuncError):
+            break
+        try:
+            if str(kind(text)) == text:
+                return kind(text)
+        except Exception:  # types with other arguments
+            continue
     return CollectiveError(f"rank 0 failed: {type(error).__name__}: {text}")
 
 

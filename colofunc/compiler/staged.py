@@ -35,6 +35,7 @@ class Compiler(Protocol):
     def lower(self, staged: Staged, args: tuple[Any, ...]) -> Any: ...
     def compare(self, staged: Staged, args: tuple[Any, ...], tolerance: float | None) -> Any: ...
     def profile(self, staged: Staged, args: tuple[Any, ...], path: Any, steps: int) -> Any: ...
+    def settled(self, staged: Staged, open: Transform, args: tuple[Any, ...]) -> Staged: ...
 
 
 @attrs.frozen(eq=False)
@@ -54,32 +55,51 @@ class Staged:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step: DTensors (or plain global tensors) in, DTensors out."""
-        return self.compiler.call(self, self.arguments(args, kwargs))
+        step, args = self._ready(args, kwargs)
+        return step.compiler.call(step, args)
 
     def init(self, *args: Any, **kwargs: Any) -> Any:
         """Argument 0 placed as this step wants it; the others may be `cf.abstract` examples."""
-        return self.compiler.init(self, self.arguments(args, kwargs))
+        step, args = self._ready(args, kwargs)
+        return step.compiler.init(step, args)
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """The function on one device: breakpoints work. DTensors enter whole, results are plain (collective on real ranks).
 
         Random numbers are those of the staged step; what transforms keep in the state is there, as `reference` says.
         """
-        leaves, tree = flatten(self.arguments(args, kwargs))
+        step, args = self._ready(args, kwargs)
+        leaves, tree = flatten(args)
         with canonical.single_device():
-            return self.reference(*unflatten(tree, [_plain(leaf) for leaf in leaves]))
+            return step.reference(*unflatten(tree, [_plain(leaf) for leaf in leaves]))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Trace, plan and lower for arguments like these, without running: a `Lowered`."""
-        return self.compiler.lower(self, self.arguments(args, kwargs))
+        step, args = self._ready(args, kwargs)
+        return step.compiler.lower(step, args)
 
     def compare(self, *args: Any, tolerance: float | None = None, **kwargs: Any) -> Any:
         """The first value that this step computes differently from its function on one device; see `low.compare`."""
-        return self.compiler.compare(self, self.arguments(args, kwargs), tolerance)
+        step, args = self._ready(args, kwargs)
+        return step.compiler.compare(step, args, tolerance)
 
     def profile(self, path: Any, *args: Any, steps: int = 3, **kwargs: Any) -> Any:
         """Time a few steps on copies of the arguments: a Chrome trace at `path`, and a `Profile` with `.table()`."""
-        return self.compiler.profile(self, self.arguments(args, kwargs), path, steps)
+        step, args = self._ready(args, kwargs)
+        return step.compiler.profile(step, args, path, steps)
+
+    def settled(self, *args: Any, **kwargs: Any) -> Staged:
+        """The step with all said that its transforms leave open, for arguments like these and all later ones: itself where nothing is.
+
+        What another step is to share with it, such as the schemes of weights, is in `settled.transform(name).decided`.
+        """
+        open = next((one for one in self.transforms if one.open is not None), None)
+        return self if open is None else self.compiler.settled(self, open, _positional(self.fn, args, kwargs))
+
+    def _ready(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Staged, tuple[Any, ...]]:
+        """What runs, and its arguments."""
+        step = self.settled(*args, **kwargs)
+        return step, step.arguments(args, kwargs)
 
     def on(self, executor: str) -> Staged:
         """The same step on another executor: "simulated", "distributed" or "compiled"."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import attrs
@@ -26,6 +27,7 @@ from colofunc.compiler.prepared_step import Ready, lies_as_planned
 from colofunc.compiler.profile import profile
 from colofunc.compiler.rank_agreement import watch_of
 from colofunc.compiler.retraces import Retraces, Signature
+from colofunc.compiler.settling import settled
 from colofunc.compiler.staged import Staged, applied
 from colofunc.compiler.surroundings import Surroundings, ambient, look_around
 from colofunc.compiler.transform import Transform
@@ -61,6 +63,7 @@ class StepCompiler:
         self._last: tuple[Sequence[Leaf], Tree, Surroundings] = (), Tree("sequence"), Surroundings(ambient())
         self._retraces = Retraces()
         self._calls = 0
+        self._settled: Staged | None = None
 
     def call(self, staged: Staged, args: tuple[Any, ...]) -> Any:
         name = getattr(staged.fn, "__name__", "step")
@@ -139,9 +142,16 @@ class StepCompiler:
         made = [ready.owned(*one) for one in zip(placed, ready.homes, ready.roles, strict=False)]
         return unflatten(first_tree, made)
 
-    def lower(self, staged: Staged, args: tuple[Any, ...]) -> Lowered:
+    def settled(self, staged: Staged, open: Transform, args: tuple[Any, ...]) -> Staged:
+        """The chain with what one transform leaves open decided, by the first arguments."""
+        if self._settled is None:
+            self._settled = settled(staged, open, args, partial(_lowered_with, args), watch_of(staged.mesh, staged.executor))
+        return self._settled
+
+    def lower(self, staged: Staged, args: tuple[Any, ...], says_least: bool = True) -> Lowered:
+        """says_least: whether the error says the least budget where nothing fits, which takes a search of its own."""
         leaves, tree = flatten(args)
-        return self._get(staged, args, leaves, tree).low
+        return self._get(staged, args, leaves, tree, says_least=says_least).low
 
     def compare(self, staged: Staged, args: tuple[Any, ...], tolerance: float | None) -> Compared:
         return compare(self._get(staged, args, *flatten(args), runs=True).low, args, staged.reference, tolerance)
@@ -149,7 +159,9 @@ class StepCompiler:
     def profile(self, staged: Staged, args: tuple[Any, ...], path: Any, steps: int) -> Profile:
         return profile(self._get(staged, args, *flatten(args), runs=True).low, args, path, steps)
 
-    def _get(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], tree: Tree, runs: bool = False) -> Ready:
+    def _get(
+        self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], tree: Tree, runs: bool = False, says_least: bool = True
+    ) -> Ready:
         """The step for these arguments, prepared now if it was not. `runs`: not only to look at, so the mesh has to be there."""
         if any(x.is_nested for x in leaves):  # which have no shape
             check_arguments(staged, args)
@@ -176,7 +188,7 @@ class StepCompiler:
             disk = next((one.disk for one in staged.transforms if one.disk is not None), None)
             before = [r.low for some in self._ready.values() for r in some]
             earlier = _used_by(before)
-            low = prepare(staged, args, leaves, watch, before=before)
+            low = prepare(staged, args, leaves, watch, before=before, says_least=says_least)
             # A step may switch modes itself: what counts is how a call finds them, where that is known.
             used = _used_by([low]).earlier(earlier).without(around.modes, around.frozen)
             ready = Ready(low, staged.executor, watch, staged.fn, disk, leaves, used)
@@ -184,6 +196,13 @@ class StepCompiler:
             known.append(ready)
         self._last = leaves, tree, around
         return ready
+
+
+def _lowered_with(args: tuple[Any, ...], staged: Staged) -> Lowered:
+    """One of several ways to write a chain, for a call's arguments. Raises, sooner than `lower`, where it fits no budget."""
+    compiler = staged.compiler
+    assert isinstance(compiler, StepCompiler), "it was made beside this one"
+    return compiler.lower(staged, staged.arguments(args), says_least=False)
 
 
 def _used_by(prepared: Sequence[Lowered]) -> Used:

@@ -56,6 +56,18 @@ class Variant:
     leaner: Callable[[], Sequence[Variant]] = _none
 
 
+@attrs.frozen(eq=False)
+class Open:
+    """Choices of a transform on which the state and the trace depend, such as the scheme of each weight.
+
+    closed: a choice, which can be a key and be sent to other ranks -> the transform with it. search: given what finishes the chain with a
+    choice (a `Lowered`, or in a line why it fits no budget), the choice that is taken; it runs on rank 0.
+    """
+
+    closed: Callable[[Any], Transform]
+    search: Callable[[Callable[[Any], Any]], Any]
+
+
 class Search(Protocol):
     """Looks for an order of one rank's program that fits: what is made again, and when.
 
@@ -176,6 +188,9 @@ class Transform:
     `variants`: of a traced step, the ways to write this transform where it leaves something open; () where it does not. Each is planned
     as if it had been written so, and the fastest that fits is taken; of a plan that is followed (`Build.way`) the one with its words, which
     variants have to include whatever the budget is now. One transform of a chain may have some.
+    `open`: of a call's arguments, choices on which the state and the trace depend; the chain is finished with several before anything else
+    is done, and one is taken (`settling`). A transform that has it has no hooks; what is taken has. One transform of a chain may.
+    `decided`: what was taken there. `notes`: lines for the plan.
     """
 
     name: str
@@ -195,6 +210,9 @@ class Transform:
     measure: int = attrs.field(default=0, kw_only=True)
     wider: str = attrs.field(default="", kw_only=True)
     variants: Variants | None = attrs.field(default=None, kw_only=True)
+    open: Callable[[tuple[Any, ...]], Open] | None = attrs.field(default=None, kw_only=True)
+    decided: Any = attrs.field(default=None, kw_only=True)
+    notes: tuple[str, ...] = attrs.field(default=(), kw_only=True)
 
     @property
     def auto_budget(self) -> bool:

@@ -2,7 +2,7 @@
 
     measuring = cf.shard(cf.sensitivities(loss_fn), mesh, zero(3, "dp"))            # loss_fn(params, batch) -> loss
     errors = cf.scheme_errors(model.params, [measuring(model.params, batch) for batch in batches])
-    step = cf.quantize(step, "auto", budget="2GiB", errors=errors)
+    step = cf.quantize(step, "auto", errors=errors, budget="48GB", rise=1e-3)       # or cf.quantize(step, errors.within("2GiB"))
 
 Problem: how far a weight W moves says little: what counts is what its inputs make of that, and what the loss makes of
 its outputs. Trying each weight in each scheme takes a run over the calibration data for each of them. Idea: near a
@@ -40,23 +40,22 @@ from torch import Tensor
 
 from colofunc import compat
 from colofunc.compiler.lowered import Lowered
+from colofunc.compiler.quantized_weights import packed
 from colofunc.compiler.staged import Staged
 from colofunc.dtensor.tensor import DTensor
-from colofunc.errors import CapacityError, InputError, PlanError, near
+from colofunc.errors import InputError, near
 from colofunc.functional.calibration import MOMENTS, Seen, Statistic, globs_of, joined
 from colofunc.mesh import Mesh
-from colofunc.mesh.sizes import parse_bytes
 from colofunc.ops.measured import Measured
 from colofunc.ops.quantized import Quantized
 from colofunc.ops.quantized_frozen import reading
 from colofunc.ops.quantized_inputs import linear_inputs
 from colofunc.ops.quantizers import BUILT_IN, Quantizer, rows_at_once
 from colofunc.planner.plan import matches
-from colofunc.planner.plan_table import time_text
-from colofunc.planner.schemes import AS_IT_IS, Option, SchemeChoice, SchemeErrors, Staging, Tried, WeightOptions
+from colofunc.planner.schemes import AS_IT_IS, Option, SchemeChoice, SchemeErrors, WeightOptions
 from colofunc.planner.weight_seconds import weight_seconds
 from colofunc.program.lazy import LazyTensor, make
-from colofunc.transforms.quantize import packed, quantize
+from colofunc.transforms.quantize import quantize
 from colofunc.transforms.shard import shard
 
 MAKER = "cf.sensitivities"
@@ -67,8 +66,6 @@ SEEN = attrs.evolve(MOMENTS, maker=MAKER)
 GRADIENTS = Statistic(MAKER, "squares of gradients", "(o,)", torch.square, torch.add, sizes=True, cause="so the loss or its gradients had")
 ROWS = attrs.evolve(GRADIENTS, what="squares of gradients of rows", shape="(v, c)")
 Sensitivities = Mapping[str, Mapping[str, Tensor]]
-STEPS_TRIED = 12
-"""At most so many choices are finished with the whole step."""
 
 
 class _Squares(torch.autograd.Function):
@@ -351,68 +348,16 @@ def _seconds_of(low: Lowered, names: Sequence[str]) -> dict[str, float]:
 # ---- a whole step ----
 
 
-def schemes_that_fit(
-    errors: SchemeErrors,
-    staged: Staging,
-    args: Sequence[Any],
-    budget: str | int,
-    keep: str | Iterable[str] = (),
-    limit_s: float | None = None,
-) -> SchemeChoice:
-    """The choice of least error with which the whole step fits `budget` bytes of device memory a rank, recomputation
-    and offload included.
+def scheme_choice(step: Any, *args: Any) -> SchemeChoice:
+    """What a step with `cf.quantize(step, "auto", ...)` has chosen, for another step with these weights; `print` shows it.
 
-    staged: a choice -> the step with it, such as `lambda choice: cf.offload(cf.checkpoint(cf.quantize(step, choice)),
-    budget="48GB")`. args: the step's arguments, abstract ones too. keep: as in `errors.within`. limit_s: at most so
-    many seconds of a step, as planned.
-
-    How: choices differ in the bytes of all weights; the more bytes, the less error. Between the most and the least
-    bytes, the step is finished with a choice and counted by the accountant, halving what is left to look at,
-    `STEPS_TRIED` times at most. That more bytes of weights make a higher peak is taken for granted, and checked of
-    those that were tried: what is returned was finished, and fits. `choice.tried` lists all of them. Raises PlanError
-    where the step does not fit with the smallest weights either.
+    args: the step's arguments, abstract ones too; where it was not called before, it chooses now. `choice.tried` lists
+    what the whole step was finished with. Raises InputError where the step leaves no schemes open, PlanError where none
+    fit.
     """
-    limit = parse_bytes(budget, "budget")
-    weights = errors.kept(keep)
-    least = sum(min(option.nbytes for option in weight.options) for weight in weights)
-    most = sum(weight.options[0].nbytes for weight in weights)
-    tried: list[Tried] = []
-
-    def fits(choice: SchemeChoice) -> bool:
-        tried.append(_tried(choice, staged, tuple(args), limit, limit_s))
-        return not tried[-1].why
-
-    best = errors.within(most, keep)
-    if not fits(best):
-        best = errors.within(least, keep)
-        if not fits(best):
-            raise PlanError(
-                f"cf.schemes_that_fit: with weights of {least:,} bytes, the least possible, the step is not within {limit:,} bytes: "
-                f"{tried[-1].why}. Try: a larger budget; cf.offload and cf.checkpoint in staged="
-            )
-        low, high = best.nbytes, most
-        while len(tried) < STEPS_TRIED and high - low > 1:
-            choice = errors.within((low + high) // 2, keep)
-            if choice.nbytes <= low:  # nothing lies between
-                low = (low + high) // 2
-                continue
-            if fits(choice):
-                best, low = choice, max(choice.nbytes, (low + high) // 2)
-            else:
-                high = choice.nbytes
-    return attrs.evolve(best, tried=tuple(tried))
-
-
-def _tried(choice: SchemeChoice, staged: Staging, args: tuple[Any, ...], limit: int, limit_s: float | None) -> Tried:
-    """The step finished with a choice, and counted."""
-    try:
-        low = _lowered(staged(choice), args)
-    except (PlanError, CapacityError) as error:  # what a chain with a budget of its own says where nothing fits
-        return Tried(choice.nbytes, choice.error, None, None, str(error).splitlines()[0])
-    peak, seconds = low.memory().peak_bytes["device"], low.lanes().end_s
-    why = ""
-    if peak > limit:
-        why = f"its peak is {peak - limit:,} bytes above"
-    elif limit_s is not None and seconds > limit_s:
-        why = f"it takes {time_text(seconds - limit_s)} more than {time_text(limit_s)}"
-    return Tried(choice.nbytes, choice.error, peak, seconds, why)
+    transform = step.settled(*args).transform("quantize") if isinstance(step, Staged) else None
+    if transform is None or not isinstance(transform.decided, SchemeChoice):
+        raise InputError(
+            "cf.scheme_choice: the step chooses no schemes. Try: step = cf.quantize(step, 'auto', errors=cf.scheme_errors(...))"
+        )
+    return transform.decided

@@ -3,20 +3,20 @@
     errors = cf.scheme_errors(weights, sensitivities)            # of each weight and scheme: bytes, and what it does to the loss
     choice = errors.within("2GiB", keep="*.head.weight")
     print(choice)                                                # a line for each weight: what was chosen, and why
-    step = cf.quantize(step, choice)                             # or cf.quantize(step, "auto", budget="2GiB", keep=..., errors=errors)
+    step = cf.quantize(step, choice)
 
 Problem: one scheme for all weights spends as much on those that hardly matter as on those that do. Idea: the errors of
 different weights add up (`colofunc/functional/scheme_errors.py` says what they are), and so do bytes and seconds; so
 the choice is a knapsack (at the end of this file), which is solved exactly, or with a bound that says how far off it
 may be. Not to quantize a weight is one of its options, with no error.
 
-Decided together are the schemes of all weights. A whole step's peak, with recomputation and offload, is decided around
-that: `cf.schemes_that_fit` finishes the step with several choices and counts them.
+Here the schemes of all weights are decided together, and nothing else. `scheme_search` finishes the whole step with several choices, and
+so decides them together with sharding, recomputation and offload: `cf.quantize(step, "auto", ...)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -116,8 +116,7 @@ class SchemeErrors:
         if scheme not in names:
             raise InputError(f"there are no errors of the scheme {scheme!r}{near(scheme, names, 'schemes')}")
         chosen = [Chosen(weight, weight.option(scheme) or weight.options[0]) for weight in self.weights]
-        nbytes = sum(one.option.nbytes for one in chosen)
-        return SchemeChoice(tuple(chosen), nbytes)
+        return SchemeChoice(tuple(chosen), sum(one.option.nbytes for one in chosen))
 
     def _check_seconds(self) -> None:
         if any(option.seconds is None for weight in self.weights for option in weight.options):
@@ -165,13 +164,15 @@ class Chosen:
         if not better:
             return "nothing has less error"
         nearest = min(better, key=lambda option: (option.nbytes, option.error))
-        more = nearest.nbytes - self.option.nbytes
-        if choice.limit_s is not None and more <= choice.free_bytes:  # then it is seconds that have no room
+        more, free_bytes = nearest.nbytes - self.option.nbytes, choice.free_bytes
+        if free_bytes is None:  # decided with the whole step
+            return f"{nearest.name} takes {size_text(more)} more for {self.option.error - nearest.error:.1e} less"
+        if choice.limit_s is not None and more <= free_bytes:  # then it is seconds that have no room
             return f"{nearest.name} takes {time_text((nearest.seconds or 0.0) - (self.option.seconds or 0.0))} more"
         if more <= 0:  # of a choice that is not the one of least error
             return f"{nearest.name} has less error in no more bytes"
         gain = self.option.error - nearest.error
-        return f"{nearest.name} takes {size_text(more)} more for {gain:.1e} less; {size_text(choice.free_bytes)} are free"
+        return f"{nearest.name} takes {size_text(more)} more for {gain:.1e} less; {size_text(free_bytes)} are free"
 
 
 @attrs.frozen
@@ -191,16 +192,16 @@ class SchemeChoice:
     """The scheme of each weight, for `cf.quantize(step, choice)`. `print` shows a line for each weight: what was
     chosen, and why.
 
-    `budget_bytes`, `limit_s`: what it was to keep to. `bound`: the error that any choice within them has at least, None
-    where it was not looked for. `tried`: the choices that a whole step was finished with, where `cf.schemes_that_fit`
-    made this one.
+    `budget_bytes`, `limit_s`: what these weights were to keep to; None: nothing of their own. `bound`: the error that any
+    choice within them has at least, None where it was not looked for. `tried`: the choices that a whole step was
+    finished with, where "auto" made this one (on rank 0).
     """
 
     weights: tuple[Chosen, ...]
-    budget_bytes: int
+    budget_bytes: int | None
     limit_s: float | None = None
     bound: float | None = None
-    tried: tuple[Tried, ...] = ()
+    tried: Sequence[Tried] = ()
 
     @property
     def nbytes(self) -> int:
@@ -208,9 +209,9 @@ class SchemeChoice:
         return sum(chosen.option.nbytes for chosen in self.weights)
 
     @property
-    def free_bytes(self) -> int:
-        """What the budget has left."""
-        return self.budget_bytes - self.nbytes
+    def free_bytes(self) -> int | None:
+        """What the budget has left; None: there is none for weights alone."""
+        return None if self.budget_bytes is None else self.budget_bytes - self.nbytes
 
     @property
     def error(self) -> float:
@@ -258,12 +259,13 @@ class SchemeChoice:
             option = chosen.option
             times = [time_text(option.seconds or 0.0) for _ in seconds]
             rows.append((chosen.weight.name, option.name, f"{option.nbytes:,}", f"{option.error:.1e}", *times, chosen.why(self)))
-        return "\n".join([self._sentence(), columns(rows, range(2, 4 + len(seconds))), *self._tries()])
+        return "\n".join([self.sentence(), columns(rows, range(2, 4 + len(seconds))), *self._tries()])
 
-    def _sentence(self) -> str:
+    def sentence(self) -> str:
+        """Bytes and error of all weights, in a line."""
         before = sum(chosen.weight.options[0].nbytes for chosen in self.weights)
-        said = f"{size_text(self.nbytes)} of {size_text(before)} within {size_text(self.budget_bytes)}; the loss rises by {self.error:.2e}"
-        said = f"{said} by the estimate"
+        within = "" if self.budget_bytes is None else f" within {size_text(self.budget_bytes)}"
+        said = f"{size_text(self.nbytes)} of {size_text(before)}{within}; the loss rises by {self.error:.2e} by the estimate"
         if self.bound is None:
             return said
         least = "the least possible" if self.error <= self.bound * (1 + CLOSE) else f"at least {self.bound:.2e} is possible"
@@ -278,10 +280,6 @@ class SchemeChoice:
             step = "-" if tried.seconds is None else time_text(tried.seconds)
             rows.append((size_text(tried.nbytes), f"{tried.error:.1e}", peak, step, tried.why))
         return ["tried with the whole step:", columns(rows, range(4))]
-
-
-Staging = Callable[[SchemeChoice], Any]
-"""A choice -> the step with it, staged."""
 
 
 # ---- a knapsack with groups ----

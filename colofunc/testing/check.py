@@ -57,6 +57,7 @@ def check(step: Staged, state: Any, *batch: Any, steps: int = 2, tolerance: floa
         raise InputError(f"check wants a staged step, not {type(step).__name__}. Try: check(cf.shard(step_fn, mesh), state, batch)")
     reference, batch = plain_copy(state), plain_copy(batch)
     reference, batch = doubled_inside((reference, batch))
+    step = step.settled(reference, *batch)
     policy = policy_of(step)
     worst, leaves, done = 0.0, 0, 0
     with torch.random.fork_rng(devices=()):

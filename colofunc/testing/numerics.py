@@ -21,13 +21,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from colofunc import compat
 from colofunc.ops.dtypes import DOUBLED
+from colofunc.ops.grouped import grouped_mm
 
 _DOUBLE: dict[Any, Callable[..., Any]] = {torch.Tensor.float: torch.Tensor.double}
 # Functions that take their dtype from an array, which no argument names.
 _FROM_ARRAYS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer})
+
+_GROUPED = frozenset({F.grouped_mm, compat.grouped_mm})
 
 
 class _Double(TorchFunctionMode):
@@ -41,8 +46,18 @@ class _Double(TorchFunctionMode):
         if _mixes([*args, *kwargs.values()]) and not (func.__name__.endswith("_") or "out" in kwargs):
             args = tuple(map(_double_tensor, args))
             kwargs = {name: _double_tensor(value) for name, value in kwargs.items()}
+        if func in _GROUPED:
+            return _grouped(func, *args, **kwargs)
         out = func(*args, **kwargs)
         return out.double() if func in _FROM_ARRAYS and out.dtype is torch.float32 else out
+
+
+def _grouped(func: Any, x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor | None = None, **more: Any) -> Any:
+    """A product of groups, which torch has for narrower dtypes only."""
+    plain = offs is not None and all(value is None for value in more.values())
+    if plain and x.dtype is torch.float64 and (x.dim(), w.dim()) == (2, 3):
+        return grouped_mm.apply(x, w, offs)
+    return func(x, w, offs=offs, **more)
 
 
 def _double(x: Any) -> Any:

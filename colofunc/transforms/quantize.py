@@ -24,34 +24,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
-from weakref import WeakValueDictionary
 
 import attrs
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from colofunc import compat
+from colofunc.compiler.quantized_weights import AUTO, Schemes, Weights
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.step_compiler import stage
-from colofunc.compiler.transform import Build, Transform
-from colofunc.dtensor.roles import give_role, role_of
-from colofunc.dtensor.tensor import DTensor
+from colofunc.compiler.transform import Build, Open, Transform
 from colofunc.errors import InputError, PlanError, near
+from colofunc.mesh.sizes import Room, parse_room
 from colofunc.ops.canonical import autocast
 from colofunc.ops.int8_products import PRODUCT, rounded_linear, takes
+from colofunc.ops.measured import same_weight
 from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
 from colofunc.ops.quantized_frozen import opened, reading
 from colofunc.ops.quantized_inputs import LinearCalls, divided, rounded_rows
-from colofunc.ops.quantizers import Quantizer, misfit
+from colofunc.ops.quantizers import Quantizer
 from colofunc.planner.plan import matches
-from colofunc.planner.schemes import SchemeChoice, SchemeErrors
+from colofunc.planner.scheme_search import Finished, Picks, choice_of, search
+from colofunc.planner.schemes import AS_IT_IS, SchemeChoice, SchemeErrors, Tried, WeightOptions
 from colofunc.planner.sharding.linked_rows import linked_rows
+from colofunc.planner.weight_seconds import weight_seconds
 from colofunc.plugins import build_registry
-from colofunc.program.lazy import LazyTensor
-from colofunc.program.lazy_packed import packed_lazily
 from colofunc.program.passes.packed_reads import PRODUCTS, packed_inputs, read_packed
+from colofunc.program.tracing.modules_used import other_names
 from colofunc.program.tracing.roles import mark
 from colofunc.program.tracing.tree import container, join, rebuild
 
@@ -69,34 +67,40 @@ def quantize(
     where: str | Iterable[str] = "*.weight",
     plugins: Sequence[Any] = (),
     *,
-    budget: str | int | None = None,
-    keep: str | Iterable[str] = (),
     errors: SchemeErrors | None = None,
+    keep: str | Iterable[str] = (),
+    budget: str | int | float | None = None,
+    rise: float | None = None,
+    limit_s: float | None = None,
 ) -> Any:
     """The step with quantized weights, which it reads and does not train.
 
     scheme: "int8", "int8-dynamic", "fp8", "int4-g128", "nf4", "nf4-g64", "mxfp8", "nvfp4", a name that a plugin brings,
-    `cf.gptq(moments)`, `cf.awq(moments)`, `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, or a choice of one for each
-    weight: "auto", which is that of `errors.within(budget, keep)`, or what that returned. budget, keep, errors: for
-    "auto", where `errors` comes from `cf.scheme_errors`. where: globs over the weights' own dotted names; of what they
-    match, vectors stay (norms, biases). plugins: further plugins with schemes. As a decorator: `@cf.quantize("int8")`.
-    Raises InputError, at once or when the step is traced, where scheme, globs or shapes do not fit.
+    `cf.gptq(moments)`, `cf.awq(moments)`, `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, a choice of one for each
+    weight (`errors.within(...)`, `cf.scheme_choice(step, ...)`), or "auto". where: globs over the weights' own dotted
+    names; of what they match, vectors stay (norms, biases). plugins: further plugins with schemes. As a decorator:
+    `@cf.quantize("int8")`.
+
+    "auto" chooses for each weight at the first call, together with sharding, recomputation and offload: the whole chain
+    is finished with one choice after the other, and of those that fit its budgets the best is taken. errors: of
+    `cf.scheme_errors`. keep: globs over names of weights that stay as they are. budget: device memory of a rank, as in
+    `cf.offload`; None: what the rest of the chain, or the topology, says. rise: the loss may rise by so much at most;
+    the fastest step is taken. limit_s: a step may take so many seconds at most; without `rise`, what is taken has the
+    least error.
+
+    Raises InputError, at once or when the step is traced, where scheme, globs or shapes do not fit; "auto" PlanError
+    where nothing fits.
     """
+    auto: dict[str, Any] = {"errors": errors, "keep": keep, "budget": budget, "rise": rise, "limit_s": limit_s}
     if isinstance(step_fn, (str, Quantizer, SchemeChoice)):
-        return partial(quantize, scheme=step_fn, where=where, plugins=plugins, budget=budget, keep=keep, errors=errors)
+        return partial(quantize, scheme=step_fn, where=where, plugins=plugins, **auto)
     globs = (where,) if isinstance(where, str) else tuple(where)
     if not globs or not all(isinstance(glob, str) for glob in globs):
         raise InputError(f"cf.quantize(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'")
-    weights = _Weights(_chosen(budget, keep, errors) if scheme == AUTO else _quantizer(scheme, plugins, budget, keep, errors), globs)
-    options = {"scheme": weights.name, "where": globs}
-    transform = Transform(
-        "quantize",
-        options,
-        wrap=partial(_wrapped, weights),
-        grow=partial(_grown, weights),
-        rewrite_global=_read_packed,
-        constrain=_linked,
-    )
+    if scheme == AUTO:
+        transform = _Auto.of(globs, **auto).transform()
+    else:
+        transform = transform_of(_quantizer(scheme, plugins, auto), globs)
     if isinstance(step_fn, Staged) and step_fn.transform("quantize") is not None:
         raise PlanError(
             "quantize is applied twice to one step. Try: one cf.quantize with the globs of all weights in where=; scheme 'auto', which "
@@ -105,25 +109,24 @@ def quantize(
     return stage(step_fn, transform)
 
 
-AUTO = "auto"
-Schemes = Quantizer | SchemeChoice
+def transform_of(quantizer: Schemes, globs: tuple[str, ...], **further: Any) -> Transform:
+    """The transform with a scheme, or with a choice of one for each weight."""
+    weights = Weights(quantizer, globs)
+    return Transform(
+        "quantize",
+        {"scheme": weights.name, "where": globs},
+        wrap=partial(_wrapped, weights),
+        grow=partial(_grown, weights),
+        rewrite_global=_read_packed,
+        constrain=_linked,
+        **further,
+    )
 
 
-def _chosen(budget: str | int | None, keep: str | Iterable[str], errors: SchemeErrors | None) -> SchemeChoice:
-    if not isinstance(errors, SchemeErrors):
-        raise InputError(
-            f"cf.quantize(scheme='auto', errors={reprlib.repr(errors)}): a choice is made by what was measured. "
-            "Try: errors=cf.scheme_errors(weights, cf.sensitivities(loss_fn)(params, batch))"
-        )
-    if budget is None:
-        raise InputError("cf.quantize(scheme='auto', budget=None): give the bytes that all weights may take. Try: budget='2GiB'")
-    return errors.within(budget, keep)
-
-
-def _quantizer(scheme: Any, plugins: Sequence[Any], budget: object, keep: object, errors: object) -> Schemes:
-    if budget is not None or keep != () or errors is not None:
-        given = _short(scheme)
-        raise InputError(f"cf.quantize(scheme={given}): budget, keep and errors are for scheme 'auto'. Try: where= for which weights")
+def _quantizer(scheme: Any, plugins: Sequence[Any], auto: Mapping[str, Any]) -> Schemes:
+    given = [name for name, value in auto.items() if value not in (None, ())]
+    if given:
+        raise InputError(f"cf.quantize(scheme={_short(scheme)}): {', '.join(given)} is for scheme 'auto'. Try: where= for which weights")
     if isinstance(scheme, SchemeChoice):
         return scheme
     known = build_registry(tuple(plugins)).quantizers
@@ -145,158 +148,80 @@ def _short(scheme: Any) -> str:
     return reprlib.repr(scheme)
 
 
-# ---- which weights, and what they are packed to ----
-
-
-# Weight -> {(quantizer, how often the weight had been written to): what it was packed to}. Steps that train and evaluate one model share
-# it; it lives as long as one of their transforms.
-_SHARED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# ---- a choice with the whole step ----
 
 
 @attrs.frozen(eq=False)
-class _Weights:
-    """What one transform quantizes. `known`: tensor -> (how often it had been written to, what it was packed to)."""
+class _Auto:
+    """What "auto" is asked for."""
 
-    quantizer: Schemes
     globs: tuple[str, ...]
-    known: WeakTensorKeyDictionary = attrs.field(factory=WeakTensorKeyDictionary)
+    weights: tuple[WeightOptions, ...]
+    room: Room | None
+    rise: float | None
+    limit_s: float | None
 
-    @property
-    def name(self) -> str:
-        """What the scheme is called."""
-        return AUTO if isinstance(self.quantizer, SchemeChoice) else self.quantizer.name
-
-    def matched(self, name: str) -> bool:
-        """Whether a glob matches."""
-        return any(matches(name, glob) for glob in self.globs)
-
-    def meant(self, name: str, weight: Tensor) -> bool:
-        """Whether a glob matches a tensor that can be a weight, neither a vector nor a buffer or state, and that was
-        not chosen to stay."""
-        if not weight.is_floating_point() or weight.dim() < 2 or role_of(weight) in ("state", "buffer"):
-            return False
-        return self.matched(name) and self.scheme(name) is not None
-
-    def stays(self, name: str) -> bool:
-        """Whether a glob matches a weight that was chosen to stay as it is."""
-        if not isinstance(self.quantizer, SchemeChoice) or not self.matched(name):
-            return False
-        chosen = self.quantizer.known(name)
-        return chosen is not None and chosen.option.scheme is None
-
-    def scheme(self, name: str) -> Quantizer | None:
-        """The scheme of all weights, or that which was chosen for this one; None: it stays as it is."""
-        return self.quantizer.scheme(name) if isinstance(self.quantizer, SchemeChoice) else self.quantizer
-
-    def packed(self, name: str, weight: Tensor) -> Quantized:
-        """The weight in the scheme. Raises InputError where it cannot be taken."""
-        quantizer = self.scheme(name)
-        assert quantizer is not None, "it is meant"
-        why = quantizer.refuses(tuple(weight.shape))
-        if why:
+    @staticmethod
+    def of(globs: tuple[str, ...], errors: Any, keep: Any, budget: Any, rise: Any, limit_s: Any) -> _Auto:
+        """Raises InputError where something is missing, or is no limit."""
+        if not isinstance(errors, SchemeErrors):
             raise InputError(
-                f"cf.quantize: {name!r} has shape {tuple(weight.shape)}: {why}. Try: globs in where= that leave it out, or scheme 'int8'"
+                f"cf.quantize(scheme='auto', errors={reprlib.repr(errors)}): a choice is made by what was measured. "
+                "Try: errors=cf.scheme_errors(weights, cf.sensitivities(loss_fn)(params, batch))"
             )
-        version = compat.version(weight)
-        known = self.known.get(weight)
-        if known is None or known[0] != version:
-            shared = _SHARED.setdefault(weight, WeakValueDictionary())
-            result = shared.get((quantizer, version))
-            if result is None:
-                result = shared[quantizer, version] = packed(quantizer.named(name), weight, name)
-            known = self.known[weight] = version, result
-        found: Quantized = known[1]
-        return found
+        for name, limit in (("rise", rise), ("limit_s", limit_s)):
+            is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+            if limit is not None and not (is_number and limit >= 0):
+                raise InputError(f"cf.quantize(scheme='auto', {name}={limit!r}): give a number, 0 or more. Try: {name}=1e-3")
+        room = None if budget is None else parse_room(budget, "cf.quantize(budget=)")
+        weights = []
+        for weight in errors.kept(keep):
+            matched = any(matches(weight.name, glob) for glob in globs)
+            stays = weight.stays or f"where={globs!r} leaves it out"
+            weights.append(weight if matched else attrs.evolve(weight, options=weight.options[:1], stays=stays))
+        return _Auto(globs, tuple(weights), room, rise, limit_s)
 
-    def checked(self, name: str, weight: Quantized) -> Quantized:
-        """A weight that comes quantized. Raises InputError where its numbers are not the scheme's, or its parts do not fit."""
-        scheme = self.scheme(name) if self.matched(name) else None
-        asked = "it to stay as it is" if scheme is None else repr(scheme.name)
-        if self.matched(name) and (scheme is None or not _has_numbers_of(weight, scheme)):
-            raise InputError(
-                f"cf.quantize: {name!r} is quantized already, as {weight.scheme!r}, and the step asks for {asked}. Try: "
-                "the scheme that it has, or the weight that it was quantized from"
-            )
-        wrong = misfit(weight)
-        if wrong:
-            raise InputError(
-                f"cf.quantize: {name!r} is no weight of shape {weight.shape} in {weight.scheme!r}: {wrong}. Try: a checkpoint as cf.save "
-                "writes it, or the weight that it was quantized from"
-            )
-        return weight
+    def transform(self) -> Transform:
+        limits = {"rise": self.rise, "limit_s": self.limit_s}
+        return Transform("quantize", {"scheme": AUTO, "where": self.globs, **limits}, budget=self.room, open=self.open)
 
-    def outliers(self, name: str) -> float | None:
-        """From which size on inputs of a weight's layers stay as they are; None: all do."""
-        if not self.matched(name):
-            return None if isinstance(self.quantizer, SchemeChoice) else self.quantizer.outliers
-        scheme = self.scheme(name)
-        return None if scheme is None else scheme.named(name).outliers
+    def open(self, args: tuple[Any, ...]) -> Open:
+        """A state that is quantized already is taken as it is."""
+        weights = self.weights
+        kept = {name: leaf.scheme for name, leaf in found_in(args[0] if args else ()) if isinstance(leaf, Quantized)}
+        if kept:
+            weights = tuple(_as_kept(weight, kept) for weight in weights)
+        tried: list[Tried] = []
+        return Open(partial(self.closed, weights, tried), partial(self.search, weights, tried))
 
-    @property
-    def leaves_inputs(self) -> bool:
-        """Whether no scheme rounds inputs or divides them by a scale."""
-        if isinstance(self.quantizer, SchemeChoice):
-            return False  # asked of each weight
-        return self.quantizer.outliers is None and self.quantizer.input_scale is None and self.quantizer.by_name is None
+    def closed(self, weights: tuple[WeightOptions, ...], tried: Sequence[Tried], picks: Picks) -> Transform:
+        """The transform with these options. tried: what is known so far of others."""
+        choice = choice_of(weights, picks, tried)
+        return transform_of(choice, self.globs, budget=self.room, decided=choice, notes=(f"schemes of weights: {choice.sentence()}",))
 
-    def unmatched(self, names: Iterable[str]) -> str | None:
-        """A glob that matches none of these names."""
-        names = list(names)
-        return next((glob for glob in self.globs if not any(matches(name, glob) for name in names)), None)
+    def search(self, weights: tuple[WeightOptions, ...], tried: list[Tried], lower: Callable[[Any], Any]) -> Picks:
+        names = [weight.name for weight in weights]
+
+        def finish(picks: Picks) -> Finished:
+            low = lower(picks)
+            choice = choice_of(weights, picks)
+            if isinstance(low, str):
+                tried.append(Tried(choice.nbytes, choice.error, None, None, low))
+                return Finished(why=low)
+            peak_bytes, seconds = low.memory().peak_bytes["device"], low.lanes().end_s
+            tried.append(Tried(choice.nbytes, choice.error, peak_bytes, seconds))
+            return Finished(peak_bytes, seconds, weight_seconds(low.program, low.priced, low.registry.rule, names))
+
+        return search(weights, finish, self.rise, self.limit_s)
 
 
-def _has_numbers_of(weight: Quantized, scheme: Quantizer) -> bool:
-    """Whether a weight's numbers are those that the scheme would have given it, as of schemes that differ in what they do to inputs."""
-    if weight.scheme == scheme.name:
-        return True
-    of_rows = scheme.by_name is None and not scheme.asks_all_rows and weight.input_scale is None
-    own = build_registry().quantizers.get(weight.scheme)
-    if own is None or own.by_name is not None:
-        return False
-    return of_rows and (own.form, own.quantize) == (scheme.form, scheme.quantize) and weight.form == scheme.form
-
-
-def packed(quantizer: Quantizer, weight: Tensor, name: str = "weight") -> Quantized:
-    """A weight in a scheme. Of one that is lazy the parts are lazy too: each is made of the rows that are asked for.
-
-    Raises InputError where the weight has NaN or infinite numbers, a lazy one when it is made, or the quantizer breaks
-    its format.
-    """
-    if isinstance(weight, DTensor) and (quantizer.by_name is not None or quantizer.input_scale is not None):
-        weight = weight.full()  # columns one after the other, or something of all rows: not where they lie on several ranks
-    with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
-        if isinstance(weight, LazyTensor):
-            found = packed_lazily(quantizer, weight, partial(_finite, name))
-        else:
-            found = _finite(name, quantizer.pack(weight))
-    wrong = misfit(found)
-    if wrong:
-        raise InputError(
-            f"cf.quantize: the quantizer {quantizer.name!r} gives {name!r} of shape {tuple(weight.shape)} wrong parts: {wrong}. Try: "
-            "quantize= that returns them so"
-        )
-    give_role("frozen", found.tensors)
-    return found
-
-
-def _finite(name: str, weight: Quantized) -> Quantized:
-    """The weight. Raises InputError where a scale is not finite, as of rows with NaN or infinite numbers."""
-    for part in weight.tensors:
-        for shard in part.parts if isinstance(part, DTensor) else (part,):
-            known = not shard.is_meta and not isinstance(shard, compat.FakeTensor)
-            if known and not _all_finite(shard, weight.format.nan if part is weight.scale else None):
-                raise InputError(
-                    f"cf.quantize: {name!r} has rows with NaN or infinite numbers, of which no scale can be made. Try: the weights of an "
-                    "earlier checkpoint; globs in where= that leave it out"
-                )
-    return weight
-
-
-def _all_finite(part: Tensor, nan: int | None) -> bool:
-    """Whether all numbers of a part are. nan: what stands for one that is not, where they are kept as bits."""
-    if nan is not None:
-        return not bool((part == nan).any())
-    return not part.is_floating_point() or bool(part.isfinite().all())
+def _as_kept(weight: WeightOptions, kept: Mapping[str, str]) -> WeightOptions:
+    """A weight of a state that is quantized: as it lies there."""
+    scheme = next((scheme for name, scheme in kept.items() if same_weight(name, weight.name)), AS_IT_IS)
+    option = weight.option(scheme)
+    if option is None:
+        return weight  # in a scheme that was not measured; the step says what is wrong
+    return attrs.evolve(weight, options=(option,), stays="it lies so in the state")
 
 
 # ---- the state ----
@@ -331,7 +256,7 @@ def found_in(obj: Any) -> Iterator[tuple[str, Tensor | Quantized]]:
     yield from found
 
 
-def _grown(weights: _Weights, build: Build) -> Build:
+def _grown(weights: Weights, build: Build) -> Build:
     """Argument 0 with the weights that are meant quantized."""
     meant: dict[int, str] = {}
     for name, leaf in found_in(build.state):
@@ -355,7 +280,7 @@ def _grown(weights: _Weights, build: Build) -> Build:
 # ---- the step ----
 
 
-def _wrapped(weights: _Weights, build: Build) -> Build:
+def _wrapped(weights: Weights, build: Build) -> Build:
     fn = build.fn
 
     @wraps(fn)
@@ -376,7 +301,7 @@ def _wrapped(weights: _Weights, build: Build) -> Build:
 class _Given:
     """The weights of one run of a step: what its code was given in place of which."""
 
-    def __init__(self, weights: _Weights) -> None:
+    def __init__(self, weights: Weights) -> None:
         self.weights = weights
         self.names: dict[str, None] = {}  # of all weights that the run has met
         self.quantized: dict[str, None] = {}
@@ -449,9 +374,15 @@ class _Given:
         """Raises InputError where a glob has matched nothing that can be quantized."""
         stay = [name for name in self.names if self.weights.stays(name)]
         glob = self.weights.unmatched([*self.quantized, *stay])
-        if glob is not None:
-            known = near(glob, self.names)
-            raise InputError(f"cf.quantize: where={glob!r} matches no weight of the step (tied ones go by their first name){known}")
+        if glob is None:
+            return
+        for name, first in other_names().items():
+            if matches(name, glob):
+                raise InputError(
+                    f"cf.quantize: where={glob!r} matches {name!r}, which is tied to {first!r} and goes by that name. "
+                    f"Try: where={first!r}, which quantizes it wherever it is read"
+                )
+        raise InputError(f"cf.quantize: where={glob!r} matches no weight of the step{near(glob, self.names)}")
 
     def check_unchanged(self, state: Any, out: Any) -> None:
         """Raises InputError where the step returns another value for a quantized weight."""

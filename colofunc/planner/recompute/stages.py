@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import attrs
 
@@ -28,6 +28,10 @@ SMALL = 1 << 10
 """Values of at most this many bytes are always kept."""
 RISE = 1.25
 """Live bytes between two cuts must exceed those at the cuts by this factor."""
+NEAR = 1.5
+"""A cut has at most this many times the bytes of those next to it."""
+BLOCK = 16
+"""A cut is within a block if, at most this many times its bytes away on either side, there is one with less (by the factor above)."""
 FEW = 3
 """Where a chain is equally narrow everywhere, it is cut each time this many of its values have been made."""
 WAYS = 12
@@ -106,7 +110,7 @@ def chain_of(program: Program, node_s: NodeS, keeps: Keeps | None = None, every:
     facts = _facts(program)
     if facts.first is None:
         return Chain(program, ())
-    ranges, stage_of, rests, backs = facts.divided(every)
+    ranges, stage_of, rests, backs = facts.divided(every, keeps is not None)
     parts = [_part(facts, nodes, s, stage_of, rests, backs[s], node_s, keeps) for s, nodes in enumerate(ranges)]
     return Chain(program, tuple(parts))
 
@@ -153,22 +157,23 @@ class _Facts:
         self.last = back[-1] if back else 0
         self.maker = program.made_at
         self.readers: Mapping[int, tuple[int, ...]] = program.readers
-        self._divided: dict[int, Divided] = {}
+        self._divided: dict[tuple[int, bool], Divided] = {}
 
     @cached_property
-    def cuts(self) -> list[int]:
-        """Nodes behind which forward may be cut."""
+    def cuts(self) -> list[Cut]:
+        """Where forward may be cut."""
         return _cuts(self)
 
-    def divided(self, every: int) -> Divided:
-        """Forward in stages, where so many of those between cuts are one."""
-        if every not in self._divided:
-            ends = [0, *(cut + 1 for cut in self.cuts[every - 1 :: every]), self.first or 0]
+    def divided(self, every: int, blocks: bool = False) -> Divided:
+        """Forward in stages, where so many of those between cuts are one. blocks: leave out cuts within blocks."""
+        if (every, blocks) not in self._divided:
+            cuts = [cut.at for cut in (_between_blocks(self.cuts) if blocks else self.cuts)]
+            ends = [0, *(cut + 1 for cut in cuts[every - 1 :: every]), self.first or 0]
             ranges = [range(a, b) for a, b in pairwise(ends) if b > a]
             stage_of = {k: s for s, nodes in enumerate(ranges) for k in nodes}
             rests = self.resting(stage_of)
-            self._divided[every] = ranges, stage_of, rests, _backs(self, ranges, rests)
-        return self._divided[every]
+            self._divided[every, blocks] = ranges, stage_of, rests, _backs(self, ranges, rests)
+        return self._divided[every, blocks]
 
     def group(self, value: int) -> int:
         return self.memory.group(value)
@@ -218,7 +223,31 @@ def _facts(program: Program) -> _Facts:
     return _Facts(program)
 
 
-def _cuts(facts: _Facts) -> list[int]:
+@attrs.frozen
+class Cut:
+    """Forward cut behind a node: bytes that are alive there, and bytes that were made up to there."""
+
+    at: int
+    nbytes: int
+    made_bytes: int
+
+
+def _between_blocks(cuts: Sequence[Cut]) -> list[Cut]:
+    """Those that are not within a block: where much less is alive at a cut shortly before and at one shortly behind.
+
+    What a block reads all along, as what a residual connection adds, would be kept for each cut within it: it is read by stages that do
+    not follow at once. A search for the best order finds that out by itself; a policy has one way for each stage.
+    """
+    found = []
+    for number, cut in enumerate(cuts):
+        before = (other for other in cuts[:number] if cut.made_bytes - other.made_bytes <= BLOCK * cut.nbytes)
+        behind = (other for other in cuts[number + 1 :] if other.made_bytes - cut.made_bytes <= BLOCK * cut.nbytes)
+        if not all(any(other.nbytes * NEAR < cut.nbytes for other in side) for side in (before, behind)):
+            found.append(cut)
+    return found
+
+
+def _cuts(facts: _Facts) -> list[Cut]:
     """Nodes behind which the fewest bytes are alive, as seen from both sides; where they stay as few, behind every few values."""
     first = facts.first or 0
     change, made = [0] * (first + 1), [0] * (first + 1)
@@ -238,6 +267,7 @@ def _cuts(facts: _Facts) -> list[int]:
     for step in change[:first]:
         alive += step
         curve.append(alive)
+    so_far = list(accumulate(made))
     found: list[tuple[int, int]] = []
     low, at, since = float("inf"), -1, 0
     for k, nbytes in enumerate(curve):
@@ -253,7 +283,9 @@ def _cuts(facts: _Facts) -> list[int]:
             found.append((at, int(low)))
             low, since = float("inf"), 0
     near = [min(b for _, b in found[max(0, k - 1) : k + 2]) for k in range(len(found))]
-    return [at for (at, nbytes), least in zip(found, near, strict=True) if nbytes <= 1.5 * least and at < first - 1]
+    return [
+        Cut(at, nbytes, so_far[at]) for (at, nbytes), least in zip(found, near, strict=True) if nbytes <= NEAR * least and at < first - 1
+    ]
 
 
 def _backs(facts: _Facts, ranges: Sequence[range], rests: Collection[int]) -> list[range]:

@@ -33,6 +33,9 @@ class HasFrozen(Protocol):
     @property
     def frozen(self) -> Mapping[str, torch.Tensor]: ...
 
+    @property
+    def module(self) -> torch.nn.Module: ...
+
 
 @attrs.frozen(eq=False)
 class Mode:
@@ -167,6 +170,20 @@ def note_model(model: HasFrozen) -> None:
     here = active()
     if here is not None:
         here.models[id(model)] = ref(model)
+
+
+def other_names() -> dict[str, str]:
+    """Of tied weights of all models that the step has called so far: a further name -> the first one, by which a step knows the weight."""
+    here = active()
+    models = () if here is None else noted(here)[1]
+    found: dict[str, str] = {}
+    for model in models:
+        first: dict[int, str] = {}
+        for name, weight in model.module.named_parameters(remove_duplicate=False):
+            canonical = first.setdefault(id(weight), name)
+            if canonical != name:
+                found[name] = canonical
+    return found
 
 
 def noted(here: Whereabouts) -> tuple[tuple[torch.nn.Module, ...], tuple[HasFrozen, ...]]:

@@ -1,0 +1,101 @@
+"""Settling: a transform that leaves open what the state and the trace depend on is decided with the whole chain, before its first call.
+
+Problem: which scheme a weight is quantized in decides what the state is, so it has to be known before anything is traced; which is best
+is known only of a finished step, with its sharding, what is made again and what is copied. Idea: such a transform (`Transform.open`) has
+choices, and a search among them. The search asks for the step with one choice at a time; the chain is finished with it like any other,
+and counted. What is taken stands for all later calls.
+
+On real ranks rank 0 searches and tells the others which choice is next; all of them trace it.
+
+    step.settled(state, batch)           # the chain with the transform that was taken in its place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from colofunc.compiler.rank_agreement import alike, told
+from colofunc.compiler.staged import Staged, in_place_of
+from colofunc.compiler.transform import Open, Transform
+from colofunc.errors import CapacityError, CollectiveError, ColofuncError, PlanError
+from colofunc.executors.watch import Watch
+
+Lower = Callable[[Staged], Any]
+"""The chain with one choice -> what it is lowered to. Raises PlanError or CapacityError where it fits no budget."""
+NEXT, TAKE, FAILED = "next", "take", "failed"
+"""What rank 0 says of a choice: that it is to be finished, that it is taken; or of an error, that the search has ended with it."""
+
+
+def settled(staged: Staged, transform: Transform, args: tuple[Any, ...], lower: Lower, watch: Watch | None) -> Staged:
+    """The chain with the best choice of an open transform. Collective on real ranks. Raises what its search raises."""
+    assert transform.open is not None, "it leaves something open"
+    chain = _Chain(staged, transform, transform.open(args), lower, watch)
+    if watch is None or watch.rank == 0:
+        return chain.lead()
+    return chain.follow()
+
+
+@attrs.define(eq=False)
+class _Chain:
+    """One chain, with each choice that was asked for."""
+
+    staged: Staged
+    transform: Transform
+    open: Open
+    lower: Lower
+    watch: Watch | None
+    with_choice: dict[Any, Staged] = attrs.field(factory=dict)
+
+    def lead(self) -> Staged:
+        try:
+            taken = self.open.search(self._finished)
+        except CollectiveError:  # another rank's, which ends all
+            raise
+        except Exception as error:
+            self._tell(FAILED, alike(error))
+            raise
+        self._tell(TAKE, taken)
+        return self._taken(taken)
+
+    def follow(self) -> Staged:
+        word, choice = self._hear()
+        while word == NEXT:
+            try:
+                self.lower(self._with(choice))
+            except CollectiveError:
+                raise
+            except ColofuncError:  # rank 0 has it too, and says what comes next
+                pass
+            word, choice = self._hear()
+        if word == FAILED:
+            raise choice
+        return self._taken(choice)
+
+    def _tell(self, word: str, choice: Any) -> None:
+        if self.watch is not None:
+            told(self.watch, (word, choice))
+
+    def _hear(self) -> tuple[str, Any]:
+        return told(self.watch, None)
+
+    def _finished(self, choice: Any) -> Any:
+        """What the chain is lowered to, or in a line why it cannot be."""
+        self._tell(NEXT, choice)
+        try:
+            return self.lower(self._with(choice))
+        except (PlanError, CapacityError) as error:
+            return str(error).splitlines()[0]
+
+    def _with(self, choice: Any) -> Staged:
+        if choice not in self.with_choice:
+            chain = attrs.evolve(self.staged, plan=None)
+            self.with_choice[choice] = in_place_of(chain, self.transform, self.open.closed(choice))
+        return self.with_choice[choice]
+
+    def _taken(self, choice: Any) -> Staged:
+        if self.staged.plan is None:
+            return self._with(choice)  # which is planned already
+        return in_place_of(self.staged, self.transform, self.open.closed(choice))

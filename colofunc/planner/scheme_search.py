@@ -1,0 +1,289 @@
+"""Schemes of weights, sharding, what is made again and what is copied, decided together.
+
+Problem: how small weights have to be depends on what recomputation and copies would cost instead, and that is known only of a finished
+step. To decide schemes first quantizes what there was room for, or keeps what is then copied in every step. Idea: a choice of schemes is
+a candidate. The step is finished with it by the one planner, which decides sharding, recomputation and residency for these very weights,
+and is counted by the accountant and the clock. Of what fits the best is taken:
+
+    limit_s     the least error of all that take at most so many seconds (None: any)
+    rise        the fewest seconds of all whose loss rises by at most so much
+
+Which candidates: one scheme for all weights, where seconds count; then choices for some bytes of all weights, each a knapsack (`schemes`),
+halving the bytes next to the best one; and of the best with other schemes for some weights (all others of a small model) those that may be
+better by what is known. That is the seconds of a weight in a scheme, as they were counted in the steps finished so far, and that a choice
+needs no less memory than one that is too large already and has no weight larger than it.
+
+    as it is    0         1.20 s (copied)
+    int8        4e-5      0.41 s
+    nf4         9e-3      0.46 s                  refused: rise=1e-3
+    int8, two as they are       2e-5   0.39 s     taken
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise, product
+from math import inf, prod
+
+import attrs
+
+from colofunc.errors import PlanError
+from colofunc.planner.plan_table import time_text
+from colofunc.planner.schemes import Chosen, Item, SchemeChoice, Tried, WeightOptions, least_cost
+
+Picks = tuple[int, ...]
+"""Of each weight the number of an option."""
+LEVELS = 12
+"""At most so many choices for some bytes are finished with the whole step, those of one scheme counted."""
+OTHERS = 12
+"""At most so many choices are finished because they differ from the best one in some weights."""
+ALL = 256
+"""Where there are no more choices than this, all of them are looked at; otherwise those that differ in one weight."""
+LITTLE = 1e-3
+"""Of the least that may be gained by other schemes for some weights, in relation to all."""
+NARROW = 1 / 256
+"""Where two levels of bytes are no further apart, in relation to all bytes, nothing is looked for between them."""
+
+
+@attrs.frozen(eq=False)
+class Finished:
+    """A step with a choice of schemes: its peak on a rank, its seconds by the clock, and those of each weight. `why`: it fits no budget."""
+
+    peak_bytes: int | None = None
+    seconds: float | None = None
+    weight_s: Mapping[str, float] = attrs.field(factory=dict)
+    why: str = ""
+
+
+Finish = Callable[[Picks], Finished]
+
+
+def search(weights: Sequence[WeightOptions], finish: Finish, rise: float | None = None, limit_s: float | None = None) -> Picks:
+    """The best choice that fits, as said above. Raises PlanError where none was found."""
+    return _Search(weights, finish, rise, limit_s).run()
+
+
+def choice_of(weights: Sequence[WeightOptions], picks: Picks, tried: Sequence[Tried] = ()) -> SchemeChoice:
+    """The choice with these options."""
+    chosen = tuple(Chosen(weight, weight.options[pick]) for weight, pick in zip(weights, picks, strict=True))
+    return SchemeChoice(chosen, budget_bytes=None, tried=tried)
+
+
+@attrs.define(eq=False)
+class _Search:
+    weights: Sequence[WeightOptions]
+    finish: Finish
+    rise: float | None
+    limit_s: float | None
+    tried: dict[Picks, Finished] = attrs.field(factory=dict)
+    too_large: list[Picks] = attrs.field(factory=list)
+    known_s: dict[tuple[int, int], float] = attrs.field(factory=dict)
+    """(weight, option) -> the least seconds that were counted of them."""
+    best: Picks | None = None
+    small: Picks = ()
+
+    def run(self) -> Picks:
+        sure, self.small = self.surest(), self.smallest()
+        self.look(sure)
+        if self.best is None or self.rise is not None:
+            seconds_count = self.rise is not None or self.limit_s is not None
+            for picks in self.uniform() if seconds_count else ():
+                self.look(picks)
+            self.look(self.small)
+            if self.best is None and self.rise is None and self.small in self.too_large:
+                raise PlanError(self.refused())  # no other has a smaller weight
+            self.between(self.nbytes(self.small), self.nbytes(sure))
+            self.others()
+        if self.best is None:
+            raise PlanError(self.refused())
+        return self.best
+
+    # ---- what is known of a choice ----
+
+    def nbytes(self, picks: Picks) -> int:
+        return sum(weight.options[pick].nbytes for weight, pick in zip(self.weights, picks, strict=True))
+
+    def error(self, picks: Picks) -> float:
+        return sum(weight.options[pick].error for weight, pick in zip(self.weights, picks, strict=True))
+
+    def seconds_of(self, number: int, pick: int) -> float:
+        """Of all that reads a weight: as counted, else in relation to its bytes, of which all are read."""
+        known = self.known_s.get((number, pick))
+        if known is not None:
+            return known
+        sizes = [option.nbytes for option in self.weights[number].options]
+        beside = []
+        for (other, k), seconds in self.known_s.items():
+            if other == number:
+                beside.append((abs(sizes[k] - sizes[pick]), seconds / sizes[k]))
+        return min(beside)[1] * sizes[pick] if beside else float(sizes[pick])
+
+    def estimated_s(self, picks: Picks) -> float:
+        """Seconds of the step, no more than what is likely: the rest of it as in the fastest step so far."""
+        rest = inf
+        for other, done in self.tried.items():
+            if done.seconds is not None:
+                rest = min(rest, done.seconds - sum(self.seconds_of(n, pick) for n, pick in enumerate(other)))
+        return (0.0 if rest == inf else rest) + sum(self.seconds_of(n, pick) for n, pick in enumerate(picks))
+
+    def fits(self, done: Finished) -> bool:
+        return not done.why and (self.limit_s is None or (done.seconds or 0.0) <= self.limit_s)
+
+    def key(self, picks: Picks) -> tuple[float, float]:
+        """What is to be least."""
+        seconds, error = self.tried[picks].seconds or 0.0, self.error(picks)
+        return (error, seconds) if self.rise is None else (seconds, error)
+
+    def is_too_large(self, picks: Picks) -> bool:
+        """Whether a choice with no larger weight was too large."""
+        for other in self.too_large:
+            pairs = zip(self.weights, picks, other, strict=True)
+            if all(weight.options[here].nbytes >= weight.options[there].nbytes for weight, here, there in pairs):
+                return True
+        return False
+
+    # ---- finishing ----
+
+    def look(self, picks: Picks) -> None:
+        """Finish the step with a choice, if it was not and may be taken."""
+        if picks in self.tried or (self.rise is not None and self.error(picks) > self.rise) or self.is_too_large(picks):
+            return
+        done = self.tried[picks] = self.finish(picks)
+        if done.why:
+            self.too_large.append(picks)
+        for number, pick in enumerate(picks):
+            seconds = done.weight_s.get(self.weights[number].name)
+            if seconds is not None:
+                self.known_s[number, pick] = min(seconds, self.known_s.get((number, pick), inf))
+        if self.fits(done) and (self.best is None or self.key(picks) < self.key(self.best)):
+            self.best = picks
+
+    # ---- candidates ----
+
+    def surest(self) -> Picks:
+        """The least error, of several choices the one of fewest bytes."""
+        return tuple(
+            min(range(len(weight.options)), key=lambda k: (weight.options[k].error, weight.options[k].nbytes)) for weight in self.weights
+        )
+
+    def uniform(self) -> Iterator[Picks]:
+        """One scheme for all weights that it takes, the others of least error."""
+        sure = self.surest()
+        for name in dict.fromkeys(option.name for weight in self.weights for option in weight.options):
+            yield tuple(
+                next((k for k, option in enumerate(weight.options) if option.name == name), sure[number])
+                for number, weight in enumerate(self.weights)
+            )
+
+    def smallest(self) -> Picks:
+        """The fewest bytes whose error may be."""
+        limits = () if self.rise is None else (self.rise,)
+        groups = [[Item(one.nbytes, (one.error,)[: len(limits)]) for one in weight.options] for weight in self.weights]
+        picked = least_cost(groups, limits)
+        assert picked is not None, "to leave all as they are has no error"
+        return picked.picks
+
+    def at(self, nbytes: float) -> Picks | None:
+        """The best by what is known within some bytes; None: nothing is."""
+        limits, groups = [nbytes], []
+        if self.rise is not None:
+            limits.append(self.rise)
+        elif self.limit_s is not None and self.known_s:
+            zero = tuple(0 for _ in self.weights)
+            rest = self.estimated_s(zero) - sum(self.seconds_of(n, 0) for n in range(len(self.weights)))
+            limits.append(self.limit_s - rest)
+        for number, weight in enumerate(self.weights):
+            items = []
+            for k, one in enumerate(weight.options):
+                seconds = self.seconds_of(number, k)
+                cost, takes = (one.error, seconds) if self.rise is None else (seconds, one.error)
+                items.append(Item(cost, (one.nbytes, takes)[: len(limits)]))
+            groups.append(items)
+        picked = least_cost(groups, limits)
+        if picked is None and len(limits) > 1 and self.rise is None:  # by the estimate; it may be possible all the same
+            picked = least_cost([[Item(item.cost, item.takes[:1]) for item in items] for items in groups], limits[:1])
+        return None if picked is None else picked.picks
+
+    def between(self, low: float, high: float) -> None:
+        """Choices for bytes between the fewest and the most, next to the best."""
+        levels = sorted({low, high, *(float(self.nbytes(picks)) for picks in self.tried)})
+        narrow = NARROW * (high - low)
+        for _ in range(LEVELS):
+            apart = [(above - below, below, above) for below, above in pairwise(levels) if above - below > max(narrow, 1)]
+            here = [interval for interval in apart if self.is_next_to_best(*interval[1:])]
+            if not here or len(self.tried) >= LEVELS:
+                return
+            _, below, above = max(here)
+            middle = (below + above) // 2
+            picks = self.at(middle)
+            if picks is not None:
+                self.look(picks)
+            levels = sorted({*levels, middle, *([] if picks is None else [float(self.nbytes(picks))])})
+
+    def is_next_to_best(self, below: float, above: float) -> bool:
+        """Whether a better choice may be between two levels of bytes. More bytes have less error, so error alone is looked for above."""
+        if self.best is None:
+            return True
+        best = self.nbytes(self.best)
+        refused = [self.nbytes(picks) for picks, done in self.tried.items() if not self.fits(done)]
+        least_refused = min((one for one in refused if one > best), default=inf)
+        if self.rise is None:
+            return best <= below and above <= least_refused
+        fitting = [self.nbytes(picks) for picks, done in self.tried.items() if self.fits(done)]
+        under = max((one for one in fitting if one < best), default=0.0)
+        over = min((one for one in fitting if one > best), default=inf)
+        return under <= below and above <= min(over, least_refused)
+
+    def others(self) -> None:
+        """The best with other schemes for some weights, where that may be better."""
+        looked = 0
+        while looked < OTHERS:
+            picks = next(iter(sorted(self.promising(), key=self.promise)), None)
+            if picks is None:
+                return
+            self.look(picks)
+            looked += 1
+
+    def promise(self, picks: Picks) -> tuple[float, Picks]:
+        """By what is known; the least first."""
+        by_error = self.rise is None and self.best is not None
+        return (self.error(picks) if by_error else self.estimated_s(picks)), picks
+
+    def promising(self) -> Iterator[Picks]:
+        for picks in self.unlike():
+            if picks in self.tried or self.is_too_large(picks) or (self.rise is not None and self.error(picks) > self.rise):
+                continue
+            if self.best is None:
+                yield picks
+            elif self.rise is None:
+                quick = self.limit_s is None or self.estimated_s(picks) <= self.limit_s
+                if quick and self.error(picks) < self.error(self.best) * (1 - LITTLE):
+                    yield picks
+            elif self.estimated_s(picks) < (self.tried[self.best].seconds or 0.0) * (1 - LITTLE):
+                yield picks
+
+    def unlike(self) -> Iterator[Picks]:
+        """All choices of a small model, of others those that differ from the best in one weight."""
+        counts = [len(weight.options) for weight in self.weights]
+        if prod(counts) <= ALL:
+            yield from product(*map(range, counts))
+        elif self.best is not None:
+            for number, count in enumerate(counts):
+                for pick in range(count):
+                    yield (*self.best[:number], pick, *self.best[number + 1 :])
+
+    def refused(self) -> str:
+        """Why nothing was found."""
+        small = self.small
+        why = self.tried[small].why if small in self.tried else "it is refused with smaller ones"
+        within = "" if self.rise is None else f" with a rise of the loss of at most {self.rise:.1e}"
+        if not why and self.limit_s is not None:
+            fastest = min(done.seconds for done in self.tried.values() if done.seconds is not None)
+            return (
+                f"cf.quantize(scheme='auto', limit_s={self.limit_s}): the fastest step that was found takes {time_text(fastest)}. "
+                "Try: a larger limit_s or budget"
+            )
+        return (
+            f"cf.quantize(scheme='auto'): with weights of {self.nbytes(small):,} bytes, the least possible{within}, the step is not within "
+            f"its budget: {why}. Try: a larger budget{'' if self.rise is None else ' or rise='}; cf.offload and cf.checkpoint in the chain"
+        )
