@@ -1,9 +1,9 @@
 """Search under the true cost: exact for small programs, otherwise a pairwise model that is corrected as it goes.
 
 The true cost counts a conversion once however many operators use it; the pairwise model must split it among them. So:
-solve the pairwise model with every split that could be right, then re-split by what the best choice actually shares and
-solve again (each step an exact solve around a random cut), and try moves of a whole flow at once: all consumers of a
-value to one layout. Only steps that lower the true cost are kept.
+solve the pairwise model as if nothing were shared, then re-split by what the best choice actually shares and solve again
+(each step an exact solve around a random cut), and try moves of a whole flow at once: all consumers of a value to one layout.
+Only steps that lower the true cost are kept.
 """
 
 from __future__ import annotations
@@ -22,12 +22,8 @@ from colofunc.planner.sharding.model import Model
 
 EXACT = 63
 """Models with at most this many classes may be solved exactly: a table has an axis for each of them, and numpy indexes 63 at once."""
-STARTS = 3
-"""At most this many of the assignments to begin from are improved, the cheapest."""
 EVEN = 0.5
 """What each use pays of a conversion that may be shared, in the model by which a search leaves a local optimum."""
-TRIES = 3
-"""The best of them is polished this many times, each time around other cuts: where that ends depends on them."""
 
 
 @attrs.frozen
@@ -62,18 +58,13 @@ def search(
     rng = np.random.default_rng(seed)
     quick = attrs.evolve(effort, passes=max(3, effort.passes // 6), patience=2)
     pool = [list(s) for s in starts]
-    for share in (1.0, 0.0) if fresh or not pool else ():
-        core, recover = model.pair_graph(share).reduce()
-        pool.append(recover(improve(core, core.greedy(core.alive), rng, quick)))
-    for start in sorted(starts, key=model.true_cost)[:STARTS]:
-        core, recover = model.pair_graph(start).reduce()
-        pool.append(recover(improve(core, list(start), rng, quick)))
+    if fresh or not pool:
+        core, recover = model.pair_graph(1.0).reduce()
+        pool.append(recover(improve(core, core.greedy(), rng, quick)))
     best = min(pool, key=model.true_cost)
     if restarts:
         return _restarted(model, best, seed, effort, restarts)
-    here = Position(model, best)  # where one try has been, another one knows its way
-    ends = [polish(here, best, np.random.default_rng((seed, k)), effort) for k in range(TRIES if fresh else 1)]
-    return min(ends, key=model.true_cost)
+    return polish(Position(model, best), best, np.random.default_rng((seed, 0)), effort)
 
 
 def _restarted(model: Model, start: list[int], seed: int, effort: Effort, restarts: int) -> list[int]:
