@@ -347,7 +347,10 @@ class _Spread:
         self.copies.append(Copy(p, True, stay.item, stay.first, stay.first))
 
     def _hoist(self, p: int, soon: float) -> None:
-        """Starts what fits, until the engine is busy up to where this position ends."""
+        """Starts what fits, until the engine is busy up to where this position ends.
+
+        Where only the first may start, and not one of the 7 behind it, OPT-13B within 40 GB (`bench moved`) takes 11 % longer.
+        """
         while self.head < len(self.queue) and self.started[self.head]:
             self.head += 1
         for index in range(self.head, min(self.head + 8, len(self.queue))):
