@@ -35,5 +35,5 @@ def solve(problem: Problem, seed: int = 0, effort: Effort = NORMAL) -> tuple[int
     if order is not None:
         return tuple(eliminate_all(graph, order, (), [0] * graph.size))
     core, recover = graph.reduce()
-    found = improve(core, core.greedy(), np.random.default_rng(seed), effort)
+    found = improve(core, core.greedy(graph.alive), np.random.default_rng(seed), effort)
     return tuple(recover(found))

@@ -37,6 +37,8 @@ from colofunc.spec.rule import Strategy
 
 SEED = 0
 """Of the random cuts of every search: all ranks find the same."""
+BATCHES = 5
+"""At most this many ways to lay out the batch, the most split first, are begun from."""
 RESTARTS = 2
 """How often a search from an assignment of a like program leaves it and descends anew."""
 
@@ -189,9 +191,7 @@ def _fastest(
     options = lean(program, ties, options) if few else options
     always = copies_of(program, [program.inputs[k] for k, said in constraints.regather.items() if said])
     model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), always, sums=constraints.sums, kernel_s=kernel_s)
-    begin = [_choice_of(a, ties, options) for a in starts]
-    if fresh:
-        begin.append([0] * len(options))  # all replicated
+    begin = [*(_choice_of(a, ties, options) for a in starts), *(_starts(program, ties, model) if fresh else ())]
     choice = search(model, begin, SEED, effort, fresh, restarts)
     if model.true_cost(choice) >= BIG:
         raise PlanError(
@@ -254,6 +254,40 @@ def _choice_of(assignment: Assignment, ties: Ties, options: Sequence[tuple[Strat
         same = (k for k, s in enumerate(strategies) if (s.ins, s.outs) == (had.ins, had.outs))
         out.append(next(same, 0))
     return out
+
+
+def _starts(program: Program, ties: Ties, model: Model) -> list[list[int]]:
+    """Assignments to begin from: all replicated, and greedy ones for each way to lay out the batch."""
+    batch = {ties.of_input(k) for k, id in enumerate(program.inputs) if program.values[id].role == "batch"}
+    largest = max(
+        batch, key=lambda c: (max(s.outs[0].local_numel for s in model.options[c] if s.outs[0]), -c), default=None
+    )
+    starts = [[0] * len(model.options)]
+    if largest is None or len(model.options) <= 2:
+        return starts
+    graph = model.pair_graph(1.0)
+    order = range(len(model.options))
+    ways = sorted(range(len(model.options[largest])), key=lambda o: _numel(model.options[largest][o]))
+    for o in ways[:BATCHES]:
+        text = model.options[largest][o].outs[0]
+        alike = {c: _first(model.options[c], text) for c in sorted(batch)}
+        starts.append(graph.greedy(order, {**alike, largest: o}))
+    return starts
+
+
+def _numel(strategy: Strategy) -> int:
+    return sum(lay.local_numel for lay in strategy.outs if lay is not None)
+
+
+def _first(options: Sequence[Strategy], like: Layout | None) -> int:
+    """The option that spreads its dims over the same axes as `like` does, as far as it has those dims."""
+    assert like is not None
+    want = [tuple(a for _, a in dim if a) for dim in like.dims]
+    for k, s in enumerate(options):
+        lay = s.outs[0]
+        if lay is not None and [tuple(a for _, a in dim if a) for dim in lay.dims] == want[: len(lay.dims)]:
+            return k
+    return 0
 
 
 def _parameters(program: Program) -> frozenset[int]:

@@ -12,7 +12,7 @@ Source: Dechter, Bucket elimination (Artificial Intelligence 113, 1999); greedy 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from math import log
 
@@ -94,12 +94,15 @@ class Graph:
             others.discard(v)
         return out
 
-    def greedy(self) -> list[int]:
+    def greedy(self, order: Iterable[int], given: Mapping[int, int] | None = None) -> list[int]:
         """Each variable in turn takes what is cheapest with those decided, hoping for the best of the others."""
-        x = [0] * self.size
-        done: set[int] = set()
+        given = given or {}
+        x = [given.get(v, 0) for v in range(self.size)]
+        done = set(given)
         around = self.around()
-        for v in self.alive:
+        for v in order:
+            if v in done:
+                continue
             score = self.unary[v].copy()
             for scope in around[v]:
                 table = self.tables[scope]
