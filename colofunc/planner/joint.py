@@ -222,7 +222,10 @@ class _Together(Generic[P]):
         return self.best is not None and self.best.total_s <= first.proposed.cost_s * (1 + FINE)
 
     def for_less(self, tries: int) -> None:
-        """Sharding alone: for the budget, then for less, until no help is needed or even so it is slower."""
+        """Sharding alone: for the budget, then for less, until no help is needed or even so it is slower.
+
+        Without it one of 20 steps of two layers (`bench jointly`, as of a larger step) takes 28 % longer.
+        """
         aim = self.aim
         for _ in range(tries):
             try:

@@ -1,6 +1,6 @@
 """One search: which updates run on the host, and for each such split what is copied when.
 
-    found = search(ground, policy, placed, limit, like)     # splits of the updates -> a sketch each -> the best in full
+    found = search(ground, policy, placed, limit, like)     # splits of the updates -> copies for each -> the best
     found.rank, found.hint                                  # bytes over the limit, then seconds; what to try for a similar program
 """
 
@@ -19,8 +19,6 @@ from colofunc.planner.offload.updates import splits
 
 CLOSER = 3
 """At most this many rounds of trying shares of the updates half way between the best and its neighbours."""
-FULL = 2
-"""At most this many splits of a large program are searched in full, those that look best in a sketch."""
 
 
 @attrs.frozen
@@ -94,7 +92,7 @@ def search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | None
             items, trace = trace_of(ground, on_host, placed, limit, policy.activations)
             least = least_budget(trace)[0]
             search = Search(trace, max(limit, least), ground.links, policy.slack if like is None else 0.0)
-            if search.many and like is None and least <= limit:
+            if search.small and like is None and least <= limit:  # of what does not fit nobody asks how long it takes
                 search.run()
             else:
                 search.sketch(points)
@@ -105,9 +103,6 @@ def search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | None
         if like is not None or tries[0].search.still is not None:
             break
         near = splits(ground, policy.update, placed, share, [one.share for one in tries], seen)
-    for one in tries[:FULL] if like is None else ():
-        if not one.search.many and not one.over:  # of what does not fit nobody asks how long it takes
-            one.search.run()
     slack = tries[0].search.slack
     one, most_s = _best_first(tries, slack)[0], _most_s(tries, slack)
     bound = min(each.search.least_bytes() for each in tries) if slack == inf and like is None else 0

@@ -5,7 +5,7 @@ is no better; a plan that exceeds its budget once is none.
 Idea: a plan is three decisions. *Residents*, home items that never move, save their traffic in every step. Of the rest,
 Belady's rule evicts (`evict`), in a room that may be smaller than the budget so that copies in flight find place; or both
 are chosen by a linear program that copies fewest bytes in that room (`fewest`). Copies are spread over the compute
-(`spread`). Each candidate (which order of residents, how many, how much room) is scored by playing it on the timeline; the
+(`spread`). Each candidate (how many residents, how much room) is scored by playing it on the timeline; the
 fastest wins, ties go to the one that moves less. Where some *slack* is given, of all candidates that take at most that part
 longer than the fastest the one that moves least wins.
 
@@ -21,10 +21,8 @@ step the same way to count moves.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from math import inf
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import attrs
@@ -48,43 +46,35 @@ from colofunc.planner.offload.timeline import (
 
 __all__ = ["Item", "Links", "Move", "Residency", "Search", "Timeline", "Trace", "check", "least_budget", "reside", "simulate"]
 
-WORK = 150_000  # positions and uses that one call may walk through, over all candidates
-
-
 class Point(NamedTuple):
-    """What one candidate does with the budget. Parts are of what is left when the one before has its own."""
+    """What one candidate does with the budget. `filled` is a part of what is left when what stays has its own."""
 
-    order: int  # of those in which home items may stay
-    stay: float  # part of that order's bytes that stays
+    stay: float  # part that stays: of the bytes of home items that may, in order; or of the state, where copies are `fewest`
     filled: float  # part of the rest that Belady fills; copies in flight may have all
-    spent: float = 1.0  # part of the budget that is used at all
-    fewest: bool = False  # residents and evictions by bytes: `order` says nothing, `stay` is a part of the state
-
-    def around(self, step: float, orders: int, solve: bool) -> Iterator[Point]:
-        for field in ("filled", "stay", "spent"):
-            for change in (step, -step):
-                yield self._replace(**{field: min(1.0, max(0.0, getattr(self, field) + change))})
-        if solve:
-            yield self._replace(fewest=not self.fewest)
-        yield from (self._replace(order=other) for other in range(orders) if other != self.order)
+    order: int = 0  # of those in which home items may stay
+    fewest: bool = False  # residents and evictions by a linear program for fewest bytes: `order` says nothing
 
 
-STARTS = (
-    Point(0, 0.0, 1.0),
-    Point(0, 1.0, 1.0),
-    Point(0, 0.0, 0.9),
-    Point(0, 0.5, 0.8),
-    Point(0, 0.9, 0.9),
-    Point(0, 0.25, 0.5),
-    Point(1, 0.5, 0.9),
-    Point(0, 0.5, 1.0, fewest=True),
+POINTS = (
+    Point(0.0, 1.0),
+    Point(1.0, 1.0),
+    Point(0.0, 0.9),
+    Point(0.5, 0.8),
+    Point(0.9, 0.9),
+    Point(0.25, 0.5),
+    Point(0.5, 0.9, order=1),
+    Point(0.5, 1.0, fewest=True),
+    Point(1.0, 1.0, fewest=True),
 )
+"""What is tried. A search from the best of them for better parts found nothing faster on any row of `bench memory_plans`, `moved` and
+`jointly`; the parts below 1 hide copies that these alone do not (`tests/test_residency.py`: 1.9 % of a step of 40 layers)."""
 SLACK = 0.03
 """Plans of a large trace whose time differs by less than this part count as equally fast. Seconds are a model, and it does not know that
 copies take from the bandwidth of the host's memory, which updates there need."""
-MANY_FROM = 200  # candidates from which on a call tries all that there is to try
-FEWEST = Point(0, 1.0, 1.0, fewest=True)
-SKETCH = (STARTS[1], FEWEST, STARTS[7])  # where little may be tried
+SMALL = 740
+"""Positions, and twice the uses, of the largest trace of which everything is tried, and where nothing counts as equally fast."""
+SKETCH = (POINTS[1], POINTS[8], POINTS[7], POINTS[0])
+"""What is tried of a large trace."""
 
 
 def least_budget(trace: Trace) -> tuple[int, int]:
@@ -135,8 +125,6 @@ class _Found:
     moved: int
     copies: list[Copy]
     residents: tuple[int, ...]
-    room: int
-    spent: int
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -155,38 +143,29 @@ class Search:
                 f"{trace.base[position]} bytes that cannot move and needs {least - trace.base[position]} more of items at once. "
                 f"Try: a budget of at least {least}, or smaller items"
             )
-        self.trace, self.budget, self.links = trace, budget, links
+        self.trace, self.budget, self.floor, self.links = trace, budget, least, links
         self.facts = Facts(trace)
         self.alone = play(self.facts.lanes, (), links)
         self.fixed = [i for i, item in enumerate(trace.items) if item.fixed and item.home]
-        self.known: dict[tuple[object, int, int], tuple[float, int]] = {}
-        self.spreads: dict[tuple[object, ...], tuple[float, list[Copy]]] = {}
         self.gave_up = False  # a linear program took too many iterations, and this is found without it
         self.best: _Found | None = None
         self.front: list[_Found] = []  # those that nothing beats in seconds and bytes
         self.where: Point | None = None  # what gave the best
         uses = sum(len(u) for u in self.facts.uses)
-        self.left = min(500, max(9, WORK // (len(trace.seconds) + 2 * uses + 10)))
+        self.small = len(trace.seconds) + 2 * uses < SMALL
         if slack is None:
-            slack = 0.0 if self.many else SLACK
+            slack = 0.0 if self.small else SLACK
         self.slack = slack
         self.still = self._everything()  # where nothing has to move there is nothing to search
-
-    @property
-    def many(self) -> bool:
-        """Whether the trace is small enough to try all there is to try."""
-        return self.left > MANY_FROM
 
     def sketch(self, points: Sequence[Point] = SKETCH) -> None:
         """Try a few candidates."""
         for point in points if self.still is None else ():
-            if point.order < len(self.orders):
-                self._at(point)
+            self._at(point)
 
     def run(self) -> None:
-        """Try all that the work allows."""
-        if self.still is None:
-            self._search()
+        """Try all of them."""
+        self.sketch(POINTS)
 
     @property
     def fastest_s(self) -> float:
@@ -223,49 +202,28 @@ class Search:
             return None
         return Residency((), frozenset(home), max(held, default=0), self.alone.makespan, 0.0, (0, 0))
 
-    @property
-    def open(self) -> bool:
-        """Is there work left, and something to gain?"""
-        return self.left > 0 and (self.best is None or self.slack > 0 or self.best.seconds > self.alone.makespan)
-
     # ---- one candidate ----
 
-    def score(self, residents: Sequence[int], room: int, spent: int) -> tuple[float, int]:
-        """(seconds, bytes moved) with these residents, where Belady fills `room` and all fill `spent` bytes."""
+    def score(self, residents: Sequence[int], room: int) -> None:
+        """With these residents, where Belady fills `room` bytes."""
         kept = tuple(sorted(residents))
-        return self._scored((kept, room, spent), lambda: (kept, evict(self.facts, room, kept)))
+        self._add(kept, evict(self.facts, room, kept))
 
-    def least(self, stay: float, room: int, spent: int) -> tuple[float, int]:
-        """(seconds, bytes moved) with about the fewest bytes moved where that part of the state may stay."""
-        key, found = (stay, room, spent), self.programs.at(room, stay)
-        self.gave_up |= found is None
-        same = (inf, 0) if found is None else self.known.get((found.asked, room, spent))
-        if key not in self.known and same is not None:
-            self.left -= 1
-            self.known[key] = same
-        return self._scored(key, lambda: (tuple(found.residents), found.stays))
+    def least(self, stay: float, room: int) -> None:
+        """With about the fewest bytes moved where that part of the state may stay."""
+        found = self.programs.at(room, stay)
+        if found is None:
+            self.gave_up = True
+        else:
+            self._add(tuple(found.residents), found.stays)
 
-    def _scored(
-        self, key: tuple[object, int, int], chosen: Callable[[], tuple[tuple[int, ...], list[list[Stay]]]]
-    ) -> tuple[float, int]:
-        if key not in self.known:
-            self.left -= 1
-            residents, stays = chosen()
-            seconds, copies = self._spread(tuple(residents), stays, key[2])
-            rank = self.known[key] = seconds, sum(self.facts.nbytes[c.item] for c in copies)
-            found = _Found(*rank, copies, residents, key[1], key[2])
-            if self.best is None or rank < self.best.rank:
-                self.best = found
-            if all(one.seconds > rank[0] or one.moved > rank[1] for one in self.front):
-                self.front = [found, *(one for one in self.front if one.seconds < rank[0] or one.moved < rank[1])]
-        return self.known[key]
-
-    def _spread(self, residents: tuple[int, ...], stays: list[list[Stay]], spent: int) -> tuple[float, list[Copy]]:
-        """Rooms that are nearly alike evict the same, so more than half of the candidates have been spread before."""
-        asked = residents, tuple(map(tuple, stays)), spent
-        if asked not in self.spreads:
-            self.spreads[asked] = spread(self.facts, stays, residents, spent, self.links)
-        return self.spreads[asked]
+    def _add(self, residents: tuple[int, ...], stays: list[list[Stay]]) -> None:
+        seconds, copies = spread(self.facts, stays, residents, self.budget, self.links)
+        found = _Found(seconds, sum(self.facts.nbytes[copy.item] for copy in copies), copies, residents)
+        if self.best is None or found.rank < self.best.rank:
+            self.best = found
+        if all(one.seconds > found.seconds or one.moved > found.moved for one in self.front):
+            self.front = [found, *(one for one in self.front if one.seconds < found.seconds or one.moved < found.moved)]
 
     def _result(self, best: _Found) -> Residency:
         nbytes = self.facts.nbytes
@@ -278,31 +236,27 @@ class Search:
 
     # ---- which residents ----
 
-    def _orders(self) -> Iterator[list[int]]:
-        """Home items that may stay, the ones to keep first: by copies saved per byte, by both ends."""
-        items, uses = self.trace.items, self.facts.uses
+    @cached_property
+    def orders(self) -> list[list[int]]:
+        """Home items that may stay together, the ones to keep first: those that change and are used last, which leave no store at the end;
+        and those that are used nearest either end, which are fetched or stored where nothing hides it."""
+        items, uses, size = self.trace.items, self.facts.uses, self.facts.size
         able = [i for i, item in enumerate(items) if item.home and item.stays and not item.host_uses and uses[i] and not item.fixed]
-        last_write = {i: max(changes(items[i]), default=-1) for i in able}
-        keys: list[Callable[[int], tuple[float, ...]]] = [
-            lambda i: (-(last_write[i] >= 0), -uses[i][-1], i),
-            lambda i: (min(uses[i][0], self.facts.size - 1 - uses[i][-1]), -(last_write[i] >= 0), i),
-        ]
-        for key in keys:
-            yield sorted(able, key=key)
+        stored_last = sorted(able, key=lambda i: (not changes(items[i]), -uses[i][-1], i))
+        at_an_end = sorted(able, key=lambda i: (min(uses[i][0], size - 1 - uses[i][-1]), not changes(items[i]), i))
+        return [self._fitting(stored_last), self._fitting(at_an_end)]
 
-    def _fitting(self, order: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Those of the order that may stay together, and the least budget with the first 0, 1, 2, ... of them."""
+    def _fitting(self, order: Sequence[int]) -> list[int]:
+        """Those of the order that may stay together."""
         held = self.facts.base + self.facts.needed + self._fixed_bytes()
         out: list[int] = []
-        least = [int(held.max())]
         for i in order:
             more = held + self.facts.nbytes[i]
             more[self.facts.uses[i]] -= self.facts.nbytes[i]
             if int(more.max()) <= self.budget:
                 held = more
                 out.append(i)
-                least.append(int(more.max()))
-        return out, least
+        return out
 
     def _fixed_bytes(self) -> np.ndarray:
         held = np.zeros(self.facts.size, dtype=np.int64)
@@ -313,64 +267,19 @@ class Search:
                 held[uses] -= item.nbytes
         return held
 
-    # ---- which of them ----
-
     @cached_property
     def programs(self) -> Any:
         """Linear programs for fewest bytes; with their solver only where they are used."""
         return importlib.import_module("colofunc.planner.offload.least_traffic").Programs(self.facts)
 
-    @cached_property
-    def orders(self) -> list[tuple[list[int], list[int], np.ndarray]]:
-        """Distinct orders of home items that may stay; with the least budget, and the bytes, of the first 0, 1, 2, ... of them."""
-        found: dict[tuple[int, ...], tuple[list[int], list[int], np.ndarray]] = {}
-        for order in self._orders():
-            fitting, least = self._fitting(order)
-            held = np.concatenate(([0], np.cumsum([self.facts.nbytes[i] for i in fitting], dtype=np.int64)))
-            found.setdefault(tuple(fitting), (fitting, least, held))
-        return list(found.values())
-
-    def _at(self, point: Point) -> tuple[float, int]:
-        """What a point of the search costs."""
+    def _at(self, point: Point) -> None:
         before = self.best
-        found = self._by_bytes(point) if point.fewest else self._by_order(point)
+        if point.fewest:
+            self.least(point.stay, self.floor + int((self.budget - self.floor) * point.filled))
+        else:
+            order = self.orders[point.order]
+            held = np.concatenate(([0], np.cumsum([self.facts.nbytes[i] for i in order], dtype=np.int64)))
+            count = int(np.searchsorted(held, point.stay * float(held[-1]), side="right")) - 1
+            taken = int(held[count])
+            self.score([*self.fixed, *order[:count]], taken + int((self.budget - taken) * point.filled))
         self.where = point if self.best is not before else self.where
-        return found
-
-    def _by_bytes(self, point: Point) -> tuple[float, int]:
-        least = self.orders[0][1][0]
-        room, spent = (least + int((self.budget - least) * part) for part in (point.filled, point.spent))
-        return self.least(point.stay, min(room, spent), max(room, spent))
-
-    def _by_order(self, point: Point) -> tuple[float, int]:
-        order, floors, held = self.orders[point.order]
-        count = int(np.searchsorted(held, point.stay * float(held[-1]), side="right")) - 1
-        least, taken = floors[count], int(held[count])
-        spent = least + int((self.budget - least) * point.spent)
-        return self.score([*self.fixed, *order[:count]], taken + int((spent - taken) * point.filled), spent)
-
-    def _search(self) -> None:
-        """Pattern search from STARTS with a step that shrinks."""
-        if self.links.one_queue and not self.many and self._busy():
-            return
-        starts = [point for point in STARTS if point.order < len(self.orders)]
-        solve = not self.many or self.slack > 0  # of a small trace everything is tried for what a linear program takes
-        starts += [point for point in (FEWEST, self.where) if point is not None and point not in starts and (solve or not point.fewest)]
-        for best, where in sorted(((self._at(point), point) for point in starts), key=itemgetter(0))[:3]:
-            step = 0.2
-            while self.open and step > 0.01:
-                before = best
-                for point in where.around(step, len(self.orders), solve):
-                    if self.open and (found := self._at(point)) < best:
-                        best, where = found, point
-                if best == before:
-                    step /= 2
-
-    def _busy(self) -> bool:
-        """Whether what copies fewest bytes keeps the one queue that there is busy nearly all the time: nothing else is faster then."""
-        self.sketch((FEWEST, STARTS[-1]))
-        if self.best is None:
-            return False
-        sizes = ((copy.fetch, self.facts.nbytes[copy.item]) for copy in self.best.copies)
-        busy_s = sum(self.links.fetch_s(nbytes) if fetch else self.links.store_s(nbytes) for fetch, nbytes in sizes)
-        return self.best.seconds <= (1 + SLACK) * busy_s

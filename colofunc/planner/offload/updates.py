@@ -6,7 +6,8 @@ run on the host, the rest on the device. A few shares are tried, then those half
 
     share 0.75    host: layer 3, 2, 1      device: layer 0, whose update hides the copies of the others
 
-Casts go with them where that makes narrower what travels: gradients leave as they were computed, masters come back narrow.
+Casts go with them where that makes narrower what travels: gradients leave as they were computed, masters come back narrow. Without that
+OPT-13B within 40 GB (`bench moved`) takes 65 % longer.
 
 An update is one operator, or all that was traced of it: Muon's products of matrices, an optimizer written by hand (`Update`).
 """
