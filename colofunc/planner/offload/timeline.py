@@ -152,7 +152,10 @@ class Lanes:
                 other = [q for q in before if self.on_host[q] != self.on_host[p]]
                 if other:
                     self.waits.setdefault(p, []).extend(other)
-                since = [p] if p in writes else [*since, p]
+                if p in writes:
+                    since = [p]
+                else:
+                    since.append(p)  # in place: thousands of updates read one learning rate
 
 
 class Played:
