@@ -13,6 +13,7 @@ On real ranks rank 0 searches and tells the others which choice is next; all of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -64,10 +65,8 @@ class _Chain:
     def follow(self) -> Staged:
         word, choice = self._hear()
         while word == NEXT:
-            try:
+            with suppress(PlanError, CapacityError):  # rank 0 has it too, and says what comes next
                 self.lower(self._with(choice))
-            except (PlanError, CapacityError):  # rank 0 has it too, and says what comes next
-                pass
             word, choice = self._hear()
         if word == FAILED:
             raise choice
