@@ -235,6 +235,14 @@ def test_a_choice_that_was_not_looked_for_claims_no_least_error() -> None:
     )
 
 
+def test_a_choice_of_a_step_says_where_less_error_takes_no_more_bytes() -> None:
+    """As the fastest may: it has no limit of its own, of which something is free."""
+    choice = attrs.evolve(errors().uniform("nf4"), budget_bytes=None)
+    _, up, down = (one.why(choice) for one in choice.weights)
+    assert up == "int4-g128 has less error in no more bytes"
+    assert down.startswith("int4-g128 takes 256 B more for ") and down.endswith("e-06 less")
+
+
 def rounded(option: Any) -> Any:
     """Errors to millionths, so that a text does not depend on last places; seconds are not asked for."""
     return attrs.evolve(option, error=math.ceil(option.error * 1e6 - 0.1) * 1e-6)
@@ -580,6 +588,11 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         cf.PlanError,
         "cf.quantize(scheme='auto', limit_s=0.0): the fastest step that was found takes ",
         lambda: auto(limit_s=0.0, errors=errors(FEW)).lower(loss_of()[1], tokens()),
+    ),
+    "a state that is quantized too much": (
+        cf.PlanError,
+        "cf.quantize(scheme='auto', rise=1e-12): weights that are quantized already let the loss rise by ",
+        lambda: auto(rise=1e-12, errors=errors(FEW)).lower(cf.quantize(len, "nf4").init(loss_of()[1]), tokens()),
     ),
     "no open schemes": (
         cf.InputError,
