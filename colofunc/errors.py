@@ -128,7 +128,7 @@ class CheckpointError(ColofuncError, RuntimeError):
 
 
 class DiskError(ColofuncError, OSError):
-    """A directory of the disk tier that is missing, not writable, full, removed or in use, or data that reads back changed.
+    """A directory of the disk tier that is missing, not writable, full or removed, or data that reads back changed.
 
     The message names the path, and where there is too little room the bytes needed and free. What the last commit wrote
     stays as it was. Every chunk takes its room twice, because a write never touches the version that counts.

@@ -235,6 +235,14 @@ def test_a_choice_that_was_not_looked_for_claims_no_least_error() -> None:
     )
 
 
+def test_a_choice_of_a_step_says_where_less_error_takes_no_more_bytes() -> None:
+    """As the fastest may: it has no limit of its own, of which something is free."""
+    choice = attrs.evolve(errors().uniform("nf4"), budget_bytes=None)
+    _, up, down = (one.why(choice) for one in choice.weights)
+    assert up == "int4-g128 has less error in no more bytes"
+    assert down.startswith("int4-g128 takes 256 B more for ") and down.endswith("e-06 less")
+
+
 def rounded(option: Any) -> Any:
     """Errors to millionths, so that a text does not depend on last places; seconds are not asked for."""
     return attrs.evolve(option, error=math.ceil(option.error * 1e6 - 0.1) * 1e-6)
@@ -473,7 +481,25 @@ def on_ranks() -> Any:
     except cf.PlanError as error:
         refused = str(error)
     out = step(step.init(params, x), x).full()
-    return dict(cf.scheme_choice(step, params, x).schemes), torch.equal(out, step(step.init(params, x), x).full()), refused
+    return dict(cf.scheme_choice(step, params, x).schemes), torch.equal(out, step(step.init(params, x), x).full()), refused, mistakes()
+
+
+def mistakes() -> list[str]:
+    """What ranks say of a function that fails on both, and of one that fails on rank 1."""
+    _, params, x, table = layers(2, 256, 16, "int8")
+    mesh, said = cf.Mesh(dp=2), []
+    for alone in (False, True):
+
+        def wrong(params: Any, x: torch.Tensor, alone: bool = alone) -> torch.Tensor:
+            if alone and mesh.is_main:
+                return x * 2
+            raise ZeroDivisionError("a mistake in the step")
+
+        try:
+            cf.quantize(cf.shard(wrong, mesh), "auto", errors=table).lower(params, x)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
 
 
 @pytest.mark.dist
@@ -481,9 +507,12 @@ def test_real_ranks_take_what_rank_0_has_chosen() -> None:
     forward, params, x, table = layers(2, 256, 16, "int8", "nf4")
     simulated = cf.quantize(cf.shard(forward, cf.Mesh(dp=2), zero(3, "dp")), "auto", errors=table, rise=1e-6, budget="250KiB")
     results = launch(on_ranks, 2, timeout_s=200)
-    assert results[0] == results[1]
+    assert results[0][:3] == results[1][:3]
     assert results[0][0] == cf.scheme_choice(simulated, params, x).schemes and results[0][1]
     assert "with weights of 69,632 bytes, the least possible, the step is not within its budget" in results[0][2]
+    own = "ZeroDivisionError: a mistake in the step"
+    assert results[1][3] == [own, own] and results[0][3][0] == own
+    assert results[0][3][1].startswith("CollectiveError: the traced program failed on rank 1: " + own)
 
 
 # ---- what it says to mistakes ----
@@ -559,6 +588,11 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         cf.PlanError,
         "cf.quantize(scheme='auto', limit_s=0.0): the fastest step that was found takes ",
         lambda: auto(limit_s=0.0, errors=errors(FEW)).lower(loss_of()[1], tokens()),
+    ),
+    "a state that is quantized too much": (
+        cf.PlanError,
+        "cf.quantize(scheme='auto', rise=1e-12): weights that are quantized already let the loss rise by ",
+        lambda: auto(rise=1e-12, errors=errors(FEW)).lower(cf.quantize(len, "nf4").init(loss_of()[1]), tokens()),
     ),
     "no open schemes": (
         cf.InputError,

@@ -249,3 +249,34 @@ def test_mistakes_of_hooks_are_named() -> None:
         cf.ext.stage(cf.ext.stage(step, lost), lost)
     with pytest.raises(cf.PlanError, match="wants a step function, not int"):
         cf.ext.stage(3, lost)  # type: ignore[arg-type]
+
+
+def repeated(name: str = "repeated") -> Any:
+    """Leaves open how often the function runs; what fits its own number of operators and does most is taken."""
+
+    def closed(times: int) -> Any:
+        def wrap(build: Any) -> Any:
+            def run(x: torch.Tensor) -> torch.Tensor:
+                for _ in range(times):
+                    x = build.fn(x)
+                return x
+
+            return build.evolve(fn=run)
+
+        return cf.ext.Transform(name, {"times": times}, wrap=wrap, decided=times, notes=(f"{times} times",))
+
+    def search(finish: Callable[[int], Any]) -> int:
+        return max(times for times in (1, 2, 3) if len(finish(times).program.nodes) <= 2)
+
+    return cf.ext.Transform(name, open=lambda args: cf.ext.Open(closed, search))
+
+
+def test_a_transform_of_anybody_may_leave_open_what_the_trace_depends_on() -> None:
+    x = torch.linspace(0, 1, 8)
+    step = cf.shard(cf.ext.stage(torch.sin, repeated()), cf.Mesh())
+    settled = step.settled(x)
+    assert settled.transform("repeated").decided == 2 and settled is step.settled(x) and settled.settled(x) is settled
+    torch.testing.assert_close(step(x).full(), x.sin().sin())
+    assert step.lower(x).plan.notes[-1] == "2 times"
+    with pytest.raises(cf.PlanError, match="repeated and again both leave open what the state depends on, and one of a chain may"):
+        cf.ext.stage(step, repeated("again"))

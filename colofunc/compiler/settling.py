@@ -13,6 +13,7 @@ On real ranks rank 0 searches and tells the others which choice is next; all of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -20,7 +21,7 @@ import attrs
 from colofunc.compiler.rank_agreement import alike, told
 from colofunc.compiler.staged import Staged, in_place_of
 from colofunc.compiler.transform import Open, Transform
-from colofunc.errors import CapacityError, CollectiveError, ColofuncError, PlanError
+from colofunc.errors import CapacityError, PlanError
 from colofunc.executors.watch import Watch
 
 Lower = Callable[[Staged], Any]
@@ -48,14 +49,15 @@ class _Chain:
     lower: Lower
     watch: Watch | None
     with_choice: dict[Any, Staged] = attrs.field(factory=dict)
+    shared: Exception | None = None
+    """What finishing the chain raised, on the other ranks too: each raises its own."""
 
     def lead(self) -> Staged:
         try:
             taken = self.open.search(self._finished)
-        except CollectiveError:  # another rank's, which ends all
-            raise
         except Exception as error:
-            self._tell(FAILED, alike(error))
+            if error is not self.shared:
+                self._tell(FAILED, alike(error))
             raise
         self._tell(TAKE, taken)
         return self._taken(taken)
@@ -63,12 +65,8 @@ class _Chain:
     def follow(self) -> Staged:
         word, choice = self._hear()
         while word == NEXT:
-            try:
+            with suppress(PlanError, CapacityError):  # rank 0 has it too, and says what comes next
                 self.lower(self._with(choice))
-            except CollectiveError:
-                raise
-            except ColofuncError:  # rank 0 has it too, and says what comes next
-                pass
             word, choice = self._hear()
         if word == FAILED:
             raise choice
@@ -88,6 +86,9 @@ class _Chain:
             return self.lower(self._with(choice))
         except (PlanError, CapacityError) as error:
             return str(error).splitlines()[0]
+        except Exception as error:
+            self.shared = error
+            raise
 
     def _with(self, choice: Any) -> Staged:
         if choice not in self.with_choice:

@@ -183,6 +183,11 @@ def applied(step: Staged, transform: Transform) -> Staged:
         why = before.clashes.get(transform.name) or transform.clashes.get(before.name)
         if why:
             raise PlanError(f"{before.name} and {transform.name} cannot both be applied to one step: {why}")
+        if before.open is not None and transform.open is not None:
+            raise PlanError(
+                f"{before.name} and {transform.name} both leave open what the state depends on, and one of a chain may. Try: decide one, "
+                f"and give the other step.settled(...).transform({before.name!r}).decided"
+            )
     return attrs.evolve(step, transforms=(*step.transforms, transform), compiler=fresh(step.compiler))
 
 

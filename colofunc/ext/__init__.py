@@ -12,7 +12,7 @@ What people type who train a model is in `cf` itself.
 """
 
 from colofunc.compiler.step_compiler import stage
-from colofunc.compiler.transform import Build, Lies, Sharding, Transform, Variant
+from colofunc.compiler.transform import Build, Lies, Open, Sharding, Transform, Variant
 from colofunc.functional.checkpoint import packed_tensors
 from colofunc.ops import collectives
 from colofunc.ops.kernels import Kernel
@@ -64,6 +64,7 @@ __all__ = [
     "NamedPlan",
     "Node",
     "Offloaded",
+    "Open",
     "Program",
     "Quantized",
     "Quantizer",

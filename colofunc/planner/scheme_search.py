@@ -83,7 +83,13 @@ class _Search:
     small: Picks = ()
 
     def run(self) -> Picks:
-        sure, self.small = self.surest(), self.smallest()
+        sure = self.surest()
+        if self.rise is not None and self.error(sure) > self.rise:
+            raise PlanError(
+                f"cf.quantize(scheme='auto', rise={self.rise}): weights that are quantized already let the loss rise by "
+                f"{self.error(sure):.1e}. Try: a larger rise; the weights that they were quantized from"
+            )
+        self.small = self.smallest()
         self.look(sure)
         if self.best is None or self.rise is not None:
             seconds_count = self.rise is not None or self.limit_s is not None
@@ -180,8 +186,7 @@ class _Search:
         limits = () if self.rise is None else (self.rise,)
         groups = [[Item(one.nbytes, (one.error,)[: len(limits)]) for one in weight.options] for weight in self.weights]
         picked = least_cost(groups, limits)
-        assert picked is not None, "to leave all as they are has no error"
-        return picked.picks
+        return self.surest() if picked is None else picked.picks
 
     def at(self, nbytes: float) -> Picks | None:
         """The best by what is known within some bytes; None: nothing is."""

@@ -165,14 +165,13 @@ class Chosen:
             return "nothing has less error"
         nearest = min(better, key=lambda option: (option.nbytes, option.error))
         more, free_bytes = nearest.nbytes - self.option.nbytes, choice.free_bytes
-        if free_bytes is None:  # decided with the whole step
-            return f"{nearest.name} takes {size_text(more)} more for {self.option.error - nearest.error:.1e} less"
-        if choice.limit_s is not None and more <= free_bytes:  # then it is seconds that have no room
+        # Of weights that have a limit of their own, it is seconds that have no room.
+        if free_bytes is not None and choice.limit_s is not None and more <= free_bytes:
             return f"{nearest.name} takes {time_text((nearest.seconds or 0.0) - (self.option.seconds or 0.0))} more"
         if more <= 0:  # of a choice that is not the one of least error
             return f"{nearest.name} has less error in no more bytes"
-        gain = self.option.error - nearest.error
-        return f"{nearest.name} takes {size_text(more)} more for {gain:.1e} less; {size_text(free_bytes)} are free"
+        gain = f"{nearest.name} takes {size_text(more)} more for {self.option.error - nearest.error:.1e} less"
+        return gain if free_bytes is None else f"{gain}; {size_text(free_bytes)} are free"
 
 
 @attrs.frozen

@@ -384,4 +384,3 @@ def _alive(nodes: Sequence[Node], outputs: Sequence[int]) -> list[Node]:
             kept.append(node)
             read.update(node.refs)
     return kept[::-1]
-
