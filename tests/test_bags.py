@@ -121,3 +121,9 @@ def test_a_recommender_is_split_and_equal(how: str) -> None:
     check(step, state, batch, steps=2)
     coverage = step.lower(state, batch).coverage()
     assert not coverage.fallbacks and coverage.flops > (0.4 if how == "rows of tables" else 0.9)
+
+
+def test_a_table_is_known_as_a_weight_wherever_it_stands() -> None:
+    step = cf.shard(lambda ids, tables: F.embedding_bag(ids, tables["a"], mode="sum"), cf.Mesh(dp=2))
+    roles = {leaf.name: leaf.role for leaf in step.lower(INDEX, {"a": seeded(ROWS, WIDTH)}).plan.inputs}
+    assert list(roles.values()) == ["batch", "param"], roles

@@ -133,7 +133,8 @@ def test_a_damaged_file_is_an_error_that_names_the_place(tmp_path, place, value,
         ("aten.mm.default", "product"), ("colofunc.linear", "product"), ("aten.gelu_backward.grad_input", "transcendental"),
         ("aten.tanh_backward.default", "elementwise"), ("aten.exp_.default", "transcendental"), ("aten.mul.out", "elementwise"),
         ("aten.native_layer_norm_backward.default", "normalisation"), ("aten._softmax_backward_data.default", "softmax"),
-        ("aten.embedding_dense_backward.default", "gather"), ("aten.sum.dim_IntList", "reduction"), ("colofunc.adamw_", "update"),
+        ("aten.embedding_dense_backward.default", "gather"), ("colofunc.embedding_bag_backward", "gather"),
+        ("colofunc.embedding_bag_factors_backward", "gather"), ("aten.sum.dim_IntList", "reduction"), ("colofunc.adamw_", "update"),
     ],
 )  # fmt: skip
 def test_kinds_of_kernels(target, kind):

@@ -3,6 +3,7 @@
 import re
 import time
 import types
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -724,6 +725,14 @@ def test_a_plan_says_that_one_stage_has_most_of_the_work_or_all_of_it() -> None:
     assert low.plan.pipeline is None and "4 microbatches follow one another there" in low.plan.table()
     table = lowered(2).plan.table()
     assert re.search(r"pp=1 does \d\d% of the pipeline's work, where 50% would be even, and the others wait for it. Try: other", table)
+
+
+def test_one_rank_is_no_stage_that_has_all_the_work() -> None:
+    step, state, batch = mlp()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        low = cf.pipeline(cf.shard(step, cf.Mesh(pp=1)), microbatches=2).lower(state, batch)
+    assert "one stage has all the work" not in low.plan.table()
 
 
 def test_a_plan_says_where_a_parameter_is_and_what_another_cut_changes() -> None:

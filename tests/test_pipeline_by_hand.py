@@ -89,3 +89,25 @@ def test_a_second_forward_pass_with_other_weights_is_refused_in_words() -> None:
     with pytest.raises(PlanError, match=r"weights that a step makes of gradients, for a second forward pass, are on none\. Try: cf.acc"):
         cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=2).lower(model.params, batch)
     check(cf.accumulate(step, microbatches=2), model.params, batch, steps=2)
+
+
+def test_what_backward_does_not_read_has_its_stage_too() -> None:
+    """The last product where the loss is a mean of scores, as a critic's, and a head of which only a figure is shown."""
+    torch.manual_seed(0)
+    critic, head = cf.functional(net(8, 1)), cf.functional(nn.Linear(1, 2).to(D))
+
+    def step(state, batch):
+        def loss_fn(params):
+            scores = critic.apply(params, critic.buffers, batch)[0]
+            shown = head.apply(state["head"], head.buffers, scores.detach())[0].abs().mean()
+            return scores.mean(), shown
+
+        (loss, shown), grads = cf.value_and_grad(loss_fn, has_aux=True)(state["critic"])
+        updated = {name: value - 0.1 * grads[name] for name, value in state["critic"].items()}
+        return {"critic": updated, "head": state["head"]}, (loss, shown)
+
+    state, batch = {"critic": critic.params, "head": head.params}, torch.randn(ROWS, 8, dtype=D)
+    staged = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=2)
+    check(staged, state, batch, steps=2)
+    at = {leaf.name: leaf.at for leaf in staged.lower(state, batch).plan.inputs if leaf.role in ("param", "frozen")}
+    assert len(at) == 6 and set(at.values()) == {("pp", (0,)), ("pp", (1,))}, at

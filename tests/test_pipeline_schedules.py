@@ -168,6 +168,17 @@ def test_local_search_plays_as_the_simulator_and_never_makes_a_step_slower(name:
             assert least_s(rank_of, microbatches, costs, by_span) <= (max(after.spans_s) if by_span else after.makespan_s)
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "seed", "cap"), [("auto-span", 3, 12, 114, None), ("auto", 4, 8, 214, 5.44068955)]
+)
+def test_local_search_leaves_messages_in_their_order(name: str, ranks: int, microbatches: int, seed: int, cap: float | None) -> None:
+    """NCCL delivers in the order of sending: each stage does its forwards, and its input gradients, in the order of its neighbours."""
+    table = SCHEDULES[name].table(ranks, microbatches, costs_by_chance(ranks, seed), cap)
+    for kind in "FI":
+        orders = {tuple(action.microbatch for action in row if action.kind == kind) for row in in_parts(table).rows}
+        assert len(orders) == 1, (kind, orders)
+
+
 def in_parts(table: ActionTable) -> ActionTable:
     """Every B as an I and a W."""
     text = re.sub(r"(\d+)B(\d+)", r"\1I\2 \1W\2", "\n".join(" ".join(map(str, row)) for row in table.rows))

@@ -118,7 +118,7 @@ def prepare(
     if priced.topology.reserved_bytes:
         plan = attrs.evolve(plan, notes=(*plan.notes, _margin(priced, any(transform.auto_budget for transform in staged.transforms))))
     stages = planning.constraints.stages
-    if stages is not None and planning.parts > 1 and plan.pipeline is None:
+    if stages is not None and mesh.axis_size(stages.axis) > 1 and planning.parts > 1 and plan.pipeline is None:
         idle = one_stage_works(stages.axis, planning.parts)
         plan = attrs.evolve(plan, notes=(*plan.notes, idle))
         if mesh.is_main:

@@ -18,7 +18,8 @@ _NAMES = {
     "normalisation": "native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit _fused_rms_norm rms_norm",
     "softmax": "_softmax _log_softmax log_softmax_ cross_entropy_dx_",
     "reduction": "sum mean amax amin max min var var_mean prod any all norm linalg_vector_norm",
-    "gather": "embedding index index_select gather embedding_dense index_put index_add scatter scatter_add embedding_add_",
+    "gather": """embedding index index_select gather embedding_dense index_put index_add scatter scatter_add embedding_add_ embedding_bag
+        embedding_bag_factors""",
 }
 ONLY_MULTIPLY = frozenset("tanh_backward sigmoid_backward elu_backward".split())
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}

@@ -96,6 +96,8 @@ class Search:
         number = {action: k for k, action in enumerate(self.actions)}
         # Per action (-1: none): what it reads of a neighbour; what of its own stage and microbatch stands in front of it and behind it.
         self.needs, self.before, self.behind = ([-1] * len(self.actions) for _ in range(3))
+        # Per action, the stage and the direction in which it hands on what it makes; None for a W.
+        self.sent = [None if action.kind == "W" else (action.stage, action.kind) for action in self.actions]
         # Per action, seconds to send what it makes; -1 where nobody on another rank reads it.
         self.sends_s = [-1.0] * len(self.actions)
         for k, action in enumerate(self.actions):
@@ -231,10 +233,17 @@ class Search:
             for place in range(begin, end):
                 k = row[place]
                 # The step begins with its first block and ends with its last: nothing is in front of the one or behind the other.
-                if number > 0 and place > begin and self.before[k] not in row[begin:place]:
+                if number > 0 and place > begin and self._may_pass(k, self.before[k], row[begin:place]):
                     yield rank, place, begin
-                if number < len(blocks) - 1 and place < end - 1 and self.behind[k] not in row[place:end]:
+                if number < len(blocks) - 1 and place < end - 1 and self._may_pass(k, self.behind[k], row[place + 1 : end]):
                     yield rank, place, end - 1
+
+    def _may_pass(self, k: int, bound: int, others: Sequence[int]) -> bool:
+        """Whether an action may change places with others of its rank. bound: what of its own stage and microbatch it may not pass.
+
+        What a stage sends stays in the order of the other stages: NCCL delivers messages in the order in which they are sent.
+        """
+        return bound not in others and (self.sent[k] is None or all(self.sent[other] != self.sent[k] for other in others))
 
     def _blocks(self, rows: Rows, played: Played) -> list[list[int]]:
         """The longest path, in parts that stay on one rank."""

@@ -159,20 +159,29 @@ def cuts_at(program: Program, ends: tuple[int, ...]) -> Cuts:
 
 
 def _forward_pass(program: Program) -> frozenset[int]:
-    """Positions of the forward nodes that backward needs the results of; of all where there is no backward.
+    """Positions of the nodes of the forward pass; of all forward nodes where there is no backward.
 
-    An update that is written by hand, and what a step keeps for the next one, are computed outside of a gradient too, but behind it.
+    An update that is written by hand, and what a step keeps for the next one, are computed outside of a gradient too, but behind it: they
+    are made of gradients, or stand behind the last of them. What backward needs the results of is always of the pass. The rest in front
+    of backward is too: the last product of a loss that is a mean of scores, running statistics, a head whose loss is only shown.
     """
     forward = [k for k, node in enumerate(program.nodes) if node.phase == "forward"]
-    needed = {ref for node in program.nodes if node.phase == "backward" for ref in node.refs}
-    if not needed:
+    backward = [k for k, node in enumerate(program.nodes) if node.phase == "backward"]
+    if not backward:
         return frozenset(forward)
+    needed = {ref for k in backward for ref in program.nodes[k].refs}
     found = set[int]()
     for k in reversed(forward):
         node = program.nodes[k]
         if any(id in needed for id in node.results):
             found.add(k)
             needed.update(node.refs)
+    of_gradients = set[int]()
+    for k, node in enumerate(program.nodes[: backward[-1]]):
+        if node.phase != "forward" or any(ref in of_gradients for ref in node.refs):
+            of_gradients.update(node.results)
+        else:
+            found.add(k)
     return frozenset(found)
 
 

@@ -33,6 +33,7 @@ WEIGHTS = {
     "colofunc.linear": (1, 2),
     "colofunc.scaled_linear": (1, 4),
     "aten.embedding.default": (0,),
+    "colofunc.embedding_bag": (0,),
     "aten.convolution.default": (1, 2),
     "aten.native_layer_norm.default": (1, 2),
     "aten.native_group_norm.default": (1, 2),
