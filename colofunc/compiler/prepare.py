@@ -115,17 +115,8 @@ def prepare(
     planned_s = time.perf_counter() - began - traced_s
     if traced_s + planned_s > SLOW_S and mesh.is_main:
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
-    if priced.topology.reserved_bytes:
-        plan = attrs.evolve(plan, notes=(*plan.notes, _margin(priced, any(transform.auto_budget for transform in staged.transforms))))
-    stages = planning.constraints.stages
-    if stages is not None and mesh.axis_size(stages.axis) > 1 and planning.parts > 1 and plan.pipeline is None:
-        idle = one_stage_works(stages.axis, planning.parts)
-        plan = attrs.evolve(plan, notes=(*plan.notes, idle))
-        if mesh.is_main:
-            warnings.warn(idle, stacklevel=5)
-    plan = attrs.evolve(plan, card=_card(priced, plan))
-    said = [note for transform in staged.transforms for note in transform.notes]
-    plan = attrs.evolve(plan, notes=(*plan.notes, *said))
+    notes = _notes(staged, planning, priced, plan)
+    plan = attrs.evolve(plan, card=_card(priced, plan), notes=(*plan.notes, *notes))
     low = Lowered(
         traced=seen.traced,
         global_program=planning.program,
@@ -149,6 +140,23 @@ def prepare(
     if mesh.is_main:
         _warn_of_unknown_machine(low)
     return low
+
+
+def _notes(staged: Staged, planning: Planning, priced: Mesh, plan: Plan) -> list[str]:
+    """What a plan says beside its decisions: the margin of memory, a pipeline of one stage, and what transforms have to say."""
+    notes: list[str] = []
+    if priced.topology.reserved_bytes:
+        notes.append(_margin(priced, any(transform.auto_budget for transform in staged.transforms)))
+    stages = planning.constraints.stages
+    in_a_row = stages is not None and staged.mesh.axis_size(stages.axis) > 1 and planning.parts > 1
+    if stages is not None and in_a_row and plan.pipeline is None:
+        idle = one_stage_works(stages.axis, planning.parts)
+        notes.append(idle)
+        if staged.mesh.is_main:
+            warnings.warn(idle, stacklevel=6)
+    for transform in staged.transforms:
+        notes += transform.notes
+    return notes
 
 
 def _seen_alike(watch: Watch | None, mesh: Mesh, see: Callable[[], Seen]) -> Seen:

@@ -14,6 +14,7 @@ have to fit there. The optimum is exact for the ranks in their order: dynamic pr
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from copy import copy
 from math import inf
@@ -45,7 +46,7 @@ class Cuts:
 
     def stages_of(self, position: int) -> tuple[int, ...]:
         """The stages that read an input."""
-        found = {sum(end <= use for end in self.ends[:-1]) for use in self.uses.get(position, ())}
+        found = {bisect_right(self.ends[:-1], use) for use in self.uses.get(position, ())}
         return tuple(sorted(found))
 
 
