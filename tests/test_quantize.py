@@ -14,6 +14,7 @@ import pytest
 import torch
 from colofunc_plugins import tensor, zero
 from quantize_matrix import WHERE, Net, step_of, tokens
+from test_scheme_choice import Tied
 from torch import nn
 
 import colofunc as cf
@@ -590,16 +591,6 @@ def test_an_index_with_parts_that_do_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tied_weight_that_goes_by_another_name_is_said_by_both() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(16, 64)
-            self.head = nn.Linear(64, 16, bias=False)
-            self.head.weight = self.table.weight
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.head(torch.tanh(self.table(ids)))
-
     model, ids = cf.functional(Tied()), torch.tensor([[1, 2]])
 
     def forward(params: Any, ids: torch.Tensor) -> torch.Tensor:

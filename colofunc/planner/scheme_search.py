@@ -79,6 +79,8 @@ class _Search:
     too_large: list[Picks] = attrs.field(factory=list)
     known_s: dict[tuple[int, int], float] = attrs.field(factory=dict)
     """(weight, option) -> the least seconds that were counted of them."""
+    rest_s: float = 0.0
+    """Seconds of the fastest step so far beside those of the weights."""
     best: Picks | None = None
     small: Picks = ()
 
@@ -126,11 +128,11 @@ class _Search:
 
     def estimated_s(self, picks: Picks) -> float:
         """Seconds of the step, no more than what is likely: the rest of it as in the fastest step so far."""
-        rest = inf
-        for other, done in self.tried.items():
-            if done.seconds is not None:
-                rest = min(rest, done.seconds - sum(self.seconds_of(n, pick) for n, pick in enumerate(other)))
-        return (0.0 if rest == inf else rest) + sum(self.seconds_of(n, pick) for n, pick in enumerate(picks))
+        return self.rest_s + self.weights_s(picks)
+
+    def weights_s(self, picks: Picks) -> float:
+        """Seconds of all that reads weights."""
+        return sum(self.seconds_of(number, pick) for number, pick in enumerate(picks))
 
     def fits(self, done: Finished) -> bool:
         return not done.why and (self.limit_s is None or (done.seconds or 0.0) <= self.limit_s)
@@ -161,6 +163,9 @@ class _Search:
             seconds = done.weight_s.get(self.weights[number].name)
             if seconds is not None:
                 self.known_s[number, pick] = min(seconds, self.known_s.get((number, pick), inf))
+        # Of all that were finished anew: what is known of weights has changed.
+        rests = [one.seconds - self.weights_s(other) for other, one in self.tried.items() if one.seconds is not None]
+        self.rest_s = min(rests, default=0.0)
         if self.fits(done) and (self.best is None or self.key(picks) < self.key(self.best)):
             self.best = picks
 
@@ -194,9 +199,7 @@ class _Search:
         if self.rise is not None:
             limits.append(self.rise)
         elif self.limit_s is not None and self.known_s:
-            zero = tuple(0 for _ in self.weights)
-            rest = self.estimated_s(zero) - sum(self.seconds_of(n, 0) for n in range(len(self.weights)))
-            limits.append(self.limit_s - rest)
+            limits.append(self.limit_s - self.rest_s)
         for number, weight in enumerate(self.weights):
             items = []
             for k, one in enumerate(weight.options):
@@ -243,7 +246,7 @@ class _Search:
         """The best with other schemes for some weights, where that may be better."""
         looked = 0
         while looked < OTHERS:
-            picks = next(iter(sorted(self.promising(), key=self.promise)), None)
+            picks = min(self.promising(), key=self.promise, default=None)
             if picks is None:
                 return
             self.look(picks)

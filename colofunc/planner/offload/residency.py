@@ -46,6 +46,7 @@ from colofunc.planner.offload.timeline import (
 
 __all__ = ["Item", "Links", "Move", "Residency", "Search", "Timeline", "Trace", "check", "least_budget", "reside", "simulate"]
 
+
 class Point(NamedTuple):
     """What one candidate does with the budget. `filled` is a part of what is left when what stays has its own."""
 
