@@ -3,6 +3,7 @@
 import attrs
 import pytest
 import torch
+from colofunc_plugins import zero
 from live_bytes import measure
 from test_executors import MESH, adamw_inputs, adamw_program, per_rank, program
 
@@ -11,6 +12,7 @@ from colofunc.errors import PlanError
 from colofunc.executors.backend import backend_for
 from colofunc.executors.distributed import overlapped
 from colofunc.executors.launch import launch
+from colofunc.planner.offload.trace import ground_of
 from colofunc.program.ir import Ref
 from colofunc.program.memory import _run_meta, memory
 from colofunc.program.passes.inplace import in_place
@@ -104,7 +106,7 @@ def test_whole_step_agrees_to_the_byte(mesh):
 # ---- in flight on real ranks ----
 
 
-def deep(mesh, depth=6, width=32):
+def deep(mesh, depth=6, width=32, rows=8):
     """Layers whose stored parts are gathered for each use: what `overlap` starts early."""
     torch.manual_seed(0)
     state = {f"w{k}": torch.randn(width, width, dtype=torch.float64) / 6 for k in range(depth)}
@@ -120,7 +122,7 @@ def deep(mesh, depth=6, width=32):
         return {k: v - 0.1 * grads[k] for k, v in state.items()}, loss
 
     staged = cf.shard(step, mesh, {"w*": "(dp a) b"}, in_specs=(None, "(dp b) i"))
-    return staged, state, torch.randn(8, width, dtype=torch.float64)
+    return staged, state, torch.randn(rows, width, dtype=torch.float64)
 
 
 def parts_of(low, state, batch, ranks):
@@ -129,7 +131,7 @@ def parts_of(low, state, batch, ranks):
 
 
 def test_what_is_in_flight_counts():
-    staged, state, batch = deep(cf.Mesh(dp=2, topology="ideal"))
+    staged, state, batch = deep(cf.Mesh(dp=2, topology="ideal"), rows=64)
     here, there = (staged.on(name).lower(state, batch) for name in ("simulated", "distributed"))
     assert here.memory().timeline == memory(here.program).timeline
     running = overlapped(there.program)
@@ -148,14 +150,16 @@ def test_a_strided_operand_is_copied_to_be_sent():
     p = program([0], nodes, [4], [(3, 2), (2, 3), (2, 3), (2, 3), (2, 3)])
     assert memory(p).timeline["device"] == (48, 96, 96, 144)
     assert memory(p, sent=True).timeline["device"] == (48, 144, 144, 144)
+    ground = ground_of(p, cf.Mesh(dp=2), lambda node, values: 1.0)  # what offload keeps to a budget
+    assert ground.held == (48, 144, 144, 144)
 
 
 def test_a_budget_holds_what_is_in_flight():
     free = cf.Mesh(dp=2, topology="ideal")
-    staged, state, batch = deep(free)
+    staged, state, batch = deep(free, rows=64)
     budget = staged.lower(state, batch).memory().peak_bytes["device"]
     tiers = tuple(attrs.evolve(t, capacity_bytes=budget) if t.name == "device" else t for t in free.topology.tiers)
-    staged, _, _ = deep(free.with_topology(attrs.evolve(free.topology, tiers=tiers)))
+    staged, _, _ = deep(free.with_topology(attrs.evolve(free.topology, tiers=tiers)), rows=64)
     assert staged.lower(state, batch).memory().peak_bytes["device"] <= budget
     with pytest.raises(PlanError, match="no plan found within"):
         staged.on("distributed").lower(state, batch)
@@ -213,3 +217,26 @@ def test_a_mode_around_the_caller_changes_no_figure():
     _run_meta.cache_clear()
     with cf.testing.float64():
         assert low.memory().timeline == before
+
+
+def test_gradients_that_are_sent_are_not_all_held_until_the_norm_is_known():
+    """Clipping reads all of them behind the last. What was sent of a layer is free when that of the next but one is on its way."""
+    width, peaks = 1024, {}
+    for depth in (4, 12):
+        state = {f"w{k}": cf.abstract((width, width), torch.float32) for k in range(depth)}
+
+        def step(state, batch, depth=depth):
+            def loss_of(params):
+                h = batch
+                for k in range(depth):
+                    h = torch.tanh(h @ params[f"w{k}"])
+                return h.square().mean()
+
+            loss, grads = cf.value_and_grad(loss_of)(state)
+            scale = 1 / sum(g.square().sum() for g in grads.values()).sqrt()
+            return {k: v - 0.1 * scale * grads[k] for k, v in state.items()}, loss
+
+        staged = cf.shard(step, cf.Mesh(dp=8), zero(3, "dp", regather=True)).on("distributed")
+        peaks[depth] = staged.lower(state, cf.abstract((8, width), torch.float32)).memory().peak_bytes["device"]
+    kept = 2 * (12 - 4) * width * width * 4 // 8  # of eight layers a rank's part of the parameters and of their gradients
+    assert peaks[12] == peaks[4] + kept

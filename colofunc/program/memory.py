@@ -66,7 +66,7 @@ def memory(program: Program, sent: bool = False) -> MemoryReport:
     """
     last = lifetimes(program)
     storages, makers, metas = _storages(program, last, sent=sent)
-    storages += _sent(program, last, metas) if sent else []
+    storages += sent_copies(program, metas) if sent else []
     _gathered_inside(program, storages)
     if validates_late(program):
         nbytes, value = kept_bytes(program), program.inputs[0]
@@ -114,7 +114,8 @@ def inside(body: Program, given: Mapping[int, Meta], added: Collection[int] = ()
     within: dict[int, int] = {}
     storages, makers, metas = _storages(body, last_uses(body), given, home, within)
     _count_with_the_sum(body, added, storages, home)
-    return Lies(tuple(storages), home, within, metas), _report(body, storages, makers).timeline["device"]
+    report = _report(body, [*storages, *sent_copies(body, metas)], makers)
+    return Lies(tuple(storages), home, within, metas), report.timeline["device"]
 
 
 def _count_with_the_sum(body: Program, added: Collection[int], storages: Sequence[Storage], home: Mapping[int, int]) -> None:
@@ -123,9 +124,9 @@ def _count_with_the_sum(body: Program, added: Collection[int], storages: Sequenc
         storages[home[body.outputs[k]]].nbytes = 0
 
 
-def _sent(program: Program, last: Mapping[int, int], metas: Mapping[int, Meta]) -> list[Storage]:
-    """Contiguous copies of the operands of started collectives, from the start to the wait."""
-    out = []
+def sent_copies(program: Program, metas: Mapping[int, Meta]) -> list[Storage]:
+    """Contiguous copies of the operands of started collectives, from the start to the wait. metas: of its values, as `lies` has them."""
+    last, out = program.last_uses, list[Storage]()
     for index, node in enumerate(program.nodes):
         kind = kind_of(node)
         if kind is not None and kind[1] and is_wire(node) and not _tensor(metas[node.refs[0]]).is_contiguous():
@@ -237,7 +238,7 @@ def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int, sent:
     last = last_uses(body)
     home: dict[int, int] = {}
     storages, makers, inner = _storages(body, last, given, home, sent=sent)
-    storages += _sent(body, last, inner) if sent else []
+    storages += sent_copies(body, inner) if sent else []
     _count_with_the_sum(body, added_in_place(loop).values(), storages, home)
     if loop.cut_by is not None and _is_one_ranks(loop.cut_by):
         body, storages = _by_timetable(loop, storages, home, loop.cut_by, posted=sent)

@@ -173,4 +173,5 @@ def _at(item: Item, where: Sequence[int]) -> Item:
     def there(positions: Sequence[int] | frozenset[int]) -> list[int]:
         return [where[p] for p in positions]
 
-    return attrs.evolve(item, uses=tuple(there(item.uses)), writes=there(item.writes), host_uses=there(item.host_uses))
+    held = tuple((where[begin], where[end]) for begin, end in item.held)
+    return attrs.evolve(item, uses=tuple(there(item.uses)), writes=there(item.writes), host_uses=there(item.host_uses), held=held)

@@ -15,7 +15,7 @@ segment one fetch, started as early as its engine and the budget allow, in order
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
 from operator import itemgetter
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import attrs
 import numpy as np
 
-from colofunc.planner.offload.timeline import Lanes, Links, Move, Trace, changes, device_uses
+from colofunc.planner.offload.timeline import Lanes, Links, Move, Trace, changes, device_uses, needed
 
 
 @attrs.frozen
@@ -57,8 +57,10 @@ class Facts:
         self.nbytes = self.lanes.nbytes
         self.never = self.size + 1
         self.uses = [device_uses(item) for item in trace.items]
+        self.stretches = [needed(item) for item in trace.items]
         self.needs: list[list[int]] = [[] for _ in range(self.size)]
         self.next_use: list[list[int]] = []  # of each device use: the next one, `never` if a host write comes before
+        self.held: list[list[bool]] = []  # of each device use: whether the item may not leave before the next one
         self.versions: list[list[Version]] = []
         self.unsaved: list[list[int]] = []  # at each device use: the version that an eviction behind it has to store, or -1
         self.fixed = [item.fixed for item in trace.items]
@@ -67,13 +69,14 @@ class Facts:
                 self.needs[p].append(index)
             self._add(index, sorted(changes(item)), sorted(item.host_uses))
         self.base = np.asarray(trace.base, dtype=np.int64)
-        self.needed = np.asarray([sum(self.nbytes[i] for i in needs) for needs in self.needs], dtype=np.int64)
+        self.needed = needed_bytes(zip(self.nbytes, self.stretches, strict=True), self.size)
 
     def _add(self, index: int, writes: list[int], on_host: list[int]) -> None:
         item, uses = self.trace.items[index], self.uses[index]
         host_writes = [w for w in writes if w in item.host_uses]
         ahead = [b if bisect_right(host_writes, a) == bisect_right(host_writes, b) else self.never for a, b in pairwise(uses)]
         self.next_use.append([*ahead, self.never] if uses else [])
+        self.held.append(_held(uses, self.stretches[index]))
         versions = []
         for w, end in zip(writes, [*writes[1:], self.size], strict=False):
             if w not in item.host_uses:
@@ -83,6 +86,26 @@ class Facts:
                 versions.append(Version(w, end, not last and end not in item.host_uses, host_read, item.home and last))
         self.versions.append(versions)
         self.unsaved.append([_unsaved(versions, use) for use in uses])
+
+
+def needed_bytes(items: Iterable[tuple[int, Sequence[tuple[int, int]]]], positions: int) -> np.ndarray:
+    """At each position the bytes of items, each with the stretches at which it lies on the device in any case."""
+    change = [0] * (positions + 1)
+    for nbytes, stretches in items:
+        for begin, end in stretches:
+            change[begin] += nbytes
+            change[end] -= nbytes
+    return np.cumsum(np.asarray(change[:-1], dtype=np.int64))
+
+
+def _held(uses: Sequence[int], stretches: Sequence[tuple[int, int]]) -> list[bool]:
+    """Of each use whether the item may not leave before the next one."""
+    held, number = list[bool](), 0
+    for later in uses[1:]:
+        while stretches[number][1] <= later:
+            number += 1
+        held.append(stretches[number][0] < later)
+    return [*held, False] if uses else []
 
 
 def _unsaved(versions: list[Version], use: int) -> int:
@@ -104,7 +127,8 @@ class _Belady:
         for item in residents:
             self.resident[item] = True
         taken = sum(facts.nbytes[i] for i in residents)
-        self.room = (room_bytes - taken - facts.base).tolist()
+        needed = facts.needed - needed_bytes(((facts.nbytes[i], facts.stretches[i]) for i in residents), facts.size)
+        self.room = np.maximum(room_bytes - taken - facts.base, needed).tolist()
         self.seen = [0] * count  # device uses so far
         self.next = [-1] * count  # next device use of an item that is on the device, else -1
         self.since = [0] * count  # where its stay began
@@ -119,6 +143,7 @@ class _Belady:
         """Thousands of positions for each of hundreds of candidates pass here, so what is read often has a name of its own."""
         facts, resident, seen, following, room = self.facts, self.resident, self.seen, self.next, self.room
         nbytes, next_use, never, unsaved, fixed = facts.nbytes, facts.next_use, facts.never, facts.unsaved, facts.fixed
+        held = facts.held
         for p, needs in enumerate(facts.needs):
             for item in self.dead:
                 self._close(item, p - 1)
@@ -130,14 +155,14 @@ class _Belady:
                     self.held += nbytes[item]
                 following[item] = p
             if self.held > room[p]:
-                self._make_room(p, sum(nbytes[item] for item in mine))
+                self._make_room(p)
             for item in mine:
                 use = seen[item]
                 seen[item] += 1
                 following[item] = ahead = next_use[item][use]
                 if ahead == never:
                     self.dead.append(item)
-                elif not fixed[item]:
+                elif not fixed[item] and not held[item][use]:
                     version = unsaved[item][use]
                     dirty = version >= 0 and self.stored[item] != version
                     heappush(self.far, (-ahead, dirty, nbytes[item], item))
@@ -145,9 +170,8 @@ class _Belady:
             self._close(item, facts.size - 1)
         return self.stays
 
-    def _make_room(self, p: int, need: int) -> None:
-        room = max(self.room[p], need)
-        while self.held > room and self.far:
+    def _make_room(self, p: int) -> None:
+        while self.held > self.room[p] and self.far:
             ahead, dirty, _, item = heappop(self.far)
             if self.next[item] != -ahead or -ahead <= p:
                 continue

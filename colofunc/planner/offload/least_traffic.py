@@ -110,7 +110,8 @@ class _Fewest:
         uses, item = self.facts.uses[index], self.facts.trace.items[index]
         if item.home or uses:
             self.room[slice(None) if item.home else slice(uses[0], uses[-1] + 1)] -= item.nbytes
-            self.room[uses] += item.nbytes
+            for begin, end in self.facts.stretches[index]:
+                self.room[begin:end] += item.nbytes
         for gap in self.gaps[index]:
             if gap >= 0:
                 self.held[gap] = []
@@ -124,10 +125,10 @@ class _Fewest:
     def _gaps(self, index: int) -> list[int]:
         found, stored, at = list[int](), dict[int, int](), -1
         uses, versions = self.facts.uses[index], self.facts.versions[index]
-        for a, ahead in zip(uses, self.facts.next_use[index][:-1], strict=False):
+        for a, ahead, held in zip(uses, self.facts.next_use[index][:-1], self.facts.held[index], strict=False):
             while at + 1 < len(versions) and versions[at + 1].written <= a:
                 at += 1
-            if ahead == self.facts.never or a + 1 >= ahead:
+            if ahead == self.facts.never or held:
                 found.append(NEVER if ahead == self.facts.never else ALWAYS)
                 continue
             gap = self._variable(index, 1.0, [(a + 1, ahead)])

@@ -69,7 +69,7 @@ def _beside(ground: Ground, k: int, loop: Loop, items: list[int], trace: Trace) 
     needed = sum(
         item.nbytes
         for s, item in zip(items, trace.items, strict=True)
-        if k in item.uses and not (item.home and s in operands)
+        if (k in item.uses or any(begin < k < end for begin, end in item.held)) and not (item.home and s in operands)
     )
     _, held = inside(loop.body, _metas(ground, k, loop), added_in_place(loop).values())  # as the loop was counted
     return trace.base[k] - max(held, default=0) + needed

@@ -29,7 +29,7 @@ import attrs
 import numpy as np
 
 from colofunc.errors import PlanError
-from colofunc.planner.offload.evict import Copy, Facts, Stay, evict, spread
+from colofunc.planner.offload.evict import Copy, Facts, Stay, evict, needed_bytes, spread
 from colofunc.planner.offload.timeline import (
     Item,
     Links,
@@ -40,6 +40,7 @@ from colofunc.planner.offload.timeline import (
     bytes_by_position,
     changes,
     check,
+    needed,
     play,
     simulate,
 )  # fmt: skip
@@ -80,17 +81,15 @@ SKETCH = (POINTS[1], POINTS[8], POINTS[7], POINTS[0])
 
 def least_budget(trace: Trace) -> tuple[int, int]:
     """(bytes, position): the least budget for which a plan exists, and the position that asks for it."""
-    needed = [0] * (len(trace.seconds) + 1)
+    items = list[tuple[int, list[tuple[int, int]]]]()
     for item in trace.items:
-        spans = [(p, p + 1) for p in item.uses if p not in item.host_uses]
+        stretches = needed(item)
         if item.fixed and item.home:
-            spans = [(0, len(trace.seconds))]
-        elif item.fixed and spans:
-            spans = [(spans[0][0], spans[-1][1])]
-        for begin, end in spans:
-            needed[begin] += item.nbytes
-            needed[end] -= item.nbytes
-    total = np.cumsum(np.asarray(needed[:-1], dtype=np.int64)) + np.asarray(trace.base, dtype=np.int64)
+            stretches = [(0, len(trace.seconds))]
+        elif item.fixed and stretches:
+            stretches = [(stretches[0][0], stretches[-1][1])]
+        items.append((item.nbytes, stretches))
+    total = needed_bytes(items, len(trace.seconds)) + np.asarray(trace.base, dtype=np.int64)
     if not total.size:
         return 0, 0
     return int(total.max()), int(total.argmax())
@@ -253,7 +252,8 @@ class Search:
         out: list[int] = []
         for i in order:
             more = held + self.facts.nbytes[i]
-            more[self.facts.uses[i]] -= self.facts.nbytes[i]
+            for begin, end in self.facts.stretches[i]:
+                more[begin:end] -= self.facts.nbytes[i]
             if int(more.max()) <= self.budget:
                 held = more
                 out.append(i)
@@ -265,7 +265,8 @@ class Search:
             uses = self.facts.uses[i]
             if item.fixed and (uses or item.home):
                 held[slice(None) if item.home else slice(uses[0], uses[-1] + 1)] += item.nbytes
-                held[uses] -= item.nbytes
+                for begin, end in self.facts.stretches[i]:
+                    held[begin:end] -= item.nbytes
         return held
 
     @cached_property

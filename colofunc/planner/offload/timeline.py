@@ -37,6 +37,7 @@ class Item:
     host_uses: frozenset[int] = attrs.field(default=frozenset(), converter=_frozen)  # uses that need it on the host instead
     fixed: bool = False  # stays on the device all the time
     stays: bool = True  # of a home item: whether it may be a resident
+    held: tuple[tuple[int, int], ...] = ()  # (use, later use) between which it stays on the device: something in flight needs it
 
 
 @attrs.frozen
@@ -109,6 +110,20 @@ class Timeline:
 
 def device_uses(item: Item) -> list[int]:
     return [p for p in item.uses if p not in item.host_uses]
+
+
+def needed(item: Item) -> list[tuple[int, int]]:
+    """Stretches of positions, their ends not among them, at which the item lies on the device in any case."""
+    held_to = dict(item.held)
+    stretches = list[tuple[int, int]]()
+    for use in device_uses(item):
+        end = max(use, held_to.get(use, use)) + 1
+        if stretches and use <= stretches[-1][1]:
+            begin, before = stretches.pop()
+            stretches.append((begin, max(before, end)))
+        else:
+            stretches.append((use, end))
+    return stretches
 
 
 def changes(item: Item) -> frozenset[int]:
@@ -356,6 +371,8 @@ class _Replay:
 
     def use(self, p: int) -> None:
         for i, item in enumerate(self.trace.items):
+            if i not in self.good and any(begin < p < end for begin, end in item.held):
+                raise ProgramError(f"item {i} is not on the device at position {p}, where something in flight needs it")
             if p not in item.uses:
                 continue
             here, there = (self.host, self.good) if p in item.host_uses else (self.good, self.host)

@@ -29,7 +29,7 @@ from colofunc.planner.offload.timeline import Lanes, play
 from colofunc.program.facts import is_copy, is_pointwise, is_wire, kind_of, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.lanes import played
-from colofunc.program.memory import Lies, lies
+from colofunc.program.memory import Lies, Storage, lies, sent_copies
 from colofunc.program.passes.narrow_gradients import droppable_casts
 from colofunc.program.passes.tiered import TIERS, Tiered, Tiers, is_view, readers
 
@@ -70,13 +70,14 @@ def ground_of(program: Program, mesh: Mesh, node_s: NodeS, given: Mapping[int, s
     """The ground of a whole program. given: position of an input -> tier."""
     found = lies(program)
     tiers = {found.home[program.inputs[k]]: tier for k, tier in (given or {}).items()}
-    return of_lies(program, found, _held(found, max(1, len(program.nodes))), mesh, node_s, tiers)
+    storages = *found.storages, *sent_copies(program, found.metas)
+    return of_lies(program, found, _held(storages, max(1, len(program.nodes))), mesh, node_s, tiers)
 
 
-def _held(found: Lies, count: int) -> list[int]:
+def _held(storages: Iterable[Storage], count: int) -> list[int]:
     """Bytes of device memory at each node, as the accountant counts them."""
     change = np.zeros(count + 1, dtype=np.int64)
-    for s in found.storages:
+    for s in storages:
         if s.tier == "device":
             change[max(0, s.born)] += s.nbytes
             change[min(s.dies, count - 1) + 1] -= s.nbytes
@@ -195,9 +196,10 @@ def trace_of(
             continue
         begin, end = (0, count) if home else (storage.born, min(storage.dies, count - 1) + 1)
         base[begin:end] -= storage.nbytes
-        uses = sorted({*uses, *busy.get(s, ()), *there})
+        held = _merged(busy.get(s, ()))
+        uses = sorted({*uses, *(end for span in held for end in span), *there})
         writes = frozenset(changed.get(s, set()) | ({storage.born} if not home else set()))
-        items.append(Item(value.nbytes, home, tuple(uses), writes & set(uses), frozenset(there), stays=tier != far))
+        items.append(Item(value.nbytes, home, tuple(uses), writes & set(uses), frozenset(there), stays=tier != far, held=held))
         chosen.append(s)
     seconds = tuple(ground.host_s[k] if k in on_host else ground.device_s[k] for k in range(count))
     if leave:
@@ -221,10 +223,13 @@ def _shared(found: Lies) -> set[int]:
     return {s for i, s in found.home.items() if i not in found.within and found.storages[s].value != i}
 
 
-def _in_flight(ground: Ground, changed: dict[int, set[int]]) -> dict[int, set[int]]:
-    """Storage -> positions at which a started collective or copy reads or fills it; its result is `changed` where it is
-    waited for."""
-    program, busy, started = ground.program, dict[int, set[int]](), dict[int, int]()
+def _in_flight(ground: Ground, changed: dict[int, set[int]]) -> dict[int, list[tuple[int, int]]]:
+    """Storage -> from where to where a started collective or copy reads or fills it; its result is `changed` where it is waited for.
+
+    Only the two ends are uses: a collective may run beside thousands of operators, and so many collectives may there be.
+    """
+    program, started = ground.program, dict[int, int]()
+    busy: dict[int, list[tuple[int, int]]] = {}
     for k, node in enumerate(program.nodes):
         if (is_wire(node) or is_copy(node)) and node.target.endswith("_start"):
             started.update(dict.fromkeys(node.results, k))
@@ -232,8 +237,19 @@ def _in_flight(ground: Ground, changed: dict[int, set[int]]) -> dict[int, set[in
             begin = started[node.refs[0]]
             changed.setdefault(ground.lies.home[node.refs[0]], set()).add(k)
             for i in (node.refs[0], *program.nodes[begin].refs):
-                busy.setdefault(ground.lies.home[i], set()).update(range(begin, k + 1))
+                busy.setdefault(ground.lies.home[i], []).append((begin, k))
     return busy
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Spans from position to position, in order; those that overlap are one."""
+    merged = list[tuple[int, int]]()
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((begin, end))
+    return tuple(merged)
 
 
 def write(

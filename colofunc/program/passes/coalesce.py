@@ -115,7 +115,7 @@ def updates_late(program: Program, lag: int = 2) -> Program:
     For executors whose collectives are asynchronous; what an update writes stays unread and unwritten in between.
     """
     memory = aliases(program)
-    made = program.made_at
+    made, touches = program.made_at, _Touches(program, memory)
     wires = [index for index, node in enumerate(program.nodes) if is_wire(node)]
     place: list[tuple[int, bool]] = []
     for index, node in enumerate(program.nodes):
@@ -125,36 +125,54 @@ def updates_late(program: Program, lag: int = 2) -> Program:
             last = max((s for s in sources if s >= 0 and is_wire(program.nodes[s])), default=None)
             if last is not None:
                 beyond = bisect_right(wires, last) + lag - 1
-                at = _free_until(program, memory, index, wires[beyond] if beyond < len(wires) else len(program.nodes) - 1)
+                at = touches.free_until(index, wires[beyond] if beyond < len(wires) else len(program.nodes) - 1)
         place.append((at, at != index))
     return program.by_place(place)
 
 
-def _free_until(program: Program, memory: Aliases, index: int, end: int) -> int:
-    """The last node up to `end` behind which node `index` may run instead of where it stands."""
-    node = program.nodes[index]
-    reads = {memory.group(i) for i in node.refs}
-    writes = {memory.group(i) for i in written(node)}
-    for k in range(index + 1, end + 1):
-        other = program.nodes[k]
-        if any(memory.group(i) in writes for i in other.refs) or any(memory.group(i) in reads for i in written(other)):
-            return k - 1
-    return max(index, end)
+class _Touches:
+    """Where memory is read and written, by group and in order. Nobody scans a program for each of thousands of nodes."""
+
+    def __init__(self, program: Program, memory: Aliases) -> None:
+        self.program, self.memory = program, memory
+        self.reads: dict[int, list[int]] = {}
+        self.writes: dict[int, list[int]] = {}
+        for index, node in enumerate(program.nodes):
+            for group in {memory.group(i) for i in node.refs}:
+                self.reads.setdefault(group, []).append(index)
+            for group in {memory.group(i) for i in written(node)}:
+                self.writes.setdefault(group, []).append(index)
+
+    def free_until(self, index: int, end: int) -> int:
+        """The last node up to `end` behind which node `index` may run instead of where it stands."""
+        node, group = self.program.nodes[index], self.memory.group
+        later = [_first_behind(self.reads.get(group(i), ()), index) for i in written(node)]
+        later += [_first_behind(self.writes.get(group(i), ()), index) for i in node.refs]
+        first = min((position for position in later if position is not None), default=None)
+        return max(index, end) if first is None or first > end else first - 1
+
+
+def _first_behind(positions: Sequence[int], index: int) -> int | None:
+    at = bisect_right(positions, index)
+    return positions[at] if at < len(positions) else None
 
 
 def views_late(program: Program) -> Program:
-    """Move views of what a collective delivers down to their first reader: until then nobody waits for it."""
+    """Move views of what a collective delivers down to their first reader: until then nobody waits for it.
+
+    Where somebody does (`colofunc.wait`), that was decided.
+    """
     memory = aliases(program)
-    made = program.made_at
+    made, touches = program.made_at, _Touches(program, memory)
     place = [(index, 1) for index in range(len(program.nodes))]
     readers: dict[int, tuple[int, int]] = {}  # value -> place of its first reader
     for index in range(len(program.nodes) - 1, -1, -1):
         node = program.nodes[index]
-        if may_alias(node) and not written(node) and not is_wire(node) and node.refs:
+        if may_alias(node) and not written(node) and not is_wire(node) and node.target != "colofunc.wait" and node.refs:
             source = made.get(memory.group(node.refs[0]), -1)
             first = min((readers[o] for o in node.outs if o in readers), default=None)
             if source >= 0 and is_wire(program.nodes[source]) and first is not None:
-                free = _free_until(program, memory, index, first[0] - 1)
+                free = touches.free_until(index, first[0] - 1)
                 place[index] = (free + 1, 0) if free > index else (index, 1)
         for i in node.refs:
             readers[i] = min(readers.get(i, place[index]), place[index])
@@ -167,7 +185,7 @@ def outputs_late(body: Program) -> Program:
     What is computed until then overlaps it: a loop takes an output where it stands.
     """
     memory, outputs = aliases(body), set(body.outputs)
-    made = body.made_at
+    made, touches = body.made_at, _Touches(body, memory)
     after = next_of_kind(body)
     read = body.readers
     place = [(index, 0) for index in range(len(body.nodes))]
@@ -180,5 +198,5 @@ def outputs_late(body: Program) -> Program:
         ends = all((o in outputs or o in read) and moved.issuperset(read.get(o, ())) for o in node.results)
         if source >= 0 and is_wire(body.nodes[source]) and ends:
             moved.add(index)
-            place[index] = (_free_until(body, memory, index, min(after[source], len(body.nodes) - 1)), 1)
+            place[index] = (touches.free_until(index, min(after[source], len(body.nodes) - 1)), 1)
     return body.by_place(place)

@@ -7,19 +7,25 @@ Two small passes that change order and nothing else:
 
 A gather of stored state has its operand from the very beginning; starting all of them at once would hold the whole
 model. `overlap` starts a collective earlier than it stands only as far as few others that were moved up are in flight.
+A gradient that is sent is read when all are there, if the step clips by their norm; waiting for it then would hold what
+is sent of the whole model. So it is waited for earlier where operands in flight would take more than a few do.
 The order of collectives is part of the program, hence the same on all ranks.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 
 import attrs
 
-from colofunc.program.aliases import aliases
+from colofunc.program.aliases import Aliases, aliases
 from colofunc.program.editor import Editor
 from colofunc.program.facts import is_wire, kind_of, may_alias, written
 from colofunc.program.ir import Node, Program, Ref
+
+IN_FLIGHT = 2
+"""Operands that live on only because a collective in flight reads them may take so many times the largest of them."""
 
 
 def updates_early(program: Program) -> Program:
@@ -99,7 +105,7 @@ def overlap(
             wrote.setdefault(memory.group(i), []).append(index)
     edit = Editor(program, ids)
     starts: dict[int, list[Node]] = {}  # in front of position k, with the packing that goes along
-    waits: dict[int, list[Node]] = {}
+    waits = _Waits()
     hoisted: list[tuple[int, int]] = []  # first use and bytes of collectives that were moved up
     waited: set[int] = set()
     floor: dict[str, int] = {}  # starts of one kind keep their order
@@ -133,12 +139,61 @@ def overlap(
             starts.setdefault(at, []).append(program.nodes[packing])
             edit.drop(packing)
         starts.setdefault(at, []).append(start)
-        waits.setdefault(used, []).append(wait)
+        waits.add(wait, used, index, _held_bytes(program, memory, made, index))
         edit.drop(index)
     # Waits first: the operand of a start may be what a wait at the same place delivers.
-    for index in sorted({*starts, *waits}):
-        edit.insert(index, *waits.get(index, ()), *starts.get(index, ()))
+    waits_at = waits.by_position()
+    for index in sorted({*starts, *waits_at}):
+        edit.insert(index, *waits_at.get(index, ()), *starts.get(index, ()))
     return edit.done()
+
+
+@attrs.define(eq=False)
+class _Wait:
+    node: Node
+    position: int  # in front of which it stands
+    held_bytes: int  # of operands that live until then because of it
+
+
+class _Waits:
+    """Where each collective is waited for: in front of its first use, or earlier, for operands in flight not to take too much."""
+
+    def __init__(self) -> None:
+        self.all: list[_Wait] = []
+        self.flying: deque[_Wait] = deque()  # those that hold operands, the oldest first
+        self.flying_bytes = self.largest_bytes = 0
+
+    def add(self, node: Node, used: int, index: int, held_bytes: int) -> None:
+        """One that stands at `index` and is used at `used`: those before it are waited for right behind, as far as that is needed."""
+        wait = _Wait(node, used, held_bytes)
+        self.all.append(wait)
+        if not held_bytes:
+            return
+        self.flying.append(wait)
+        self.flying_bytes += held_bytes
+        self.largest_bytes = max(self.largest_bytes, held_bytes)
+        while self.flying[0].position <= index + 1 or self.flying_bytes > IN_FLIGHT * self.largest_bytes:
+            oldest = self.flying.popleft()
+            self.flying_bytes -= oldest.held_bytes
+            oldest.position = min(oldest.position, index + 1)
+            if not self.flying:
+                return
+
+    def by_position(self) -> dict[int, list[Node]]:
+        found: dict[int, list[Node]] = {}
+        for wait in self.all:
+            found.setdefault(wait.position, []).append(wait.node)
+        return found
+
+
+def _held_bytes(program: Program, memory: Aliases, made: Mapping[int, int], index: int) -> int:
+    """Bytes of the operands of a collective that were made in the program and that nobody reads behind it."""
+    dying: dict[int, int] = {}  # memory group -> bytes
+    for i in program.nodes[index].refs:
+        group = memory.group(i)
+        if group in made and memory.last_read(group) <= index and not memory.is_output(group):
+            dying[group] = max(dying.get(group, 0), program.values[group].nbytes)
+    return sum(dying.values())
 
 
 def _packing(program: Program, made: Mapping[int, int], node: Node) -> int | None:
