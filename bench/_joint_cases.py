@@ -144,8 +144,9 @@ def largest(program: Program, beside: bool = False) -> int:
 @attrs.frozen
 class Deciding:
     """The product's decision of a case. `moves`, `again`: whether values may be copied, or made again. `prices`: whether memory
-    has one. `few`: whether all shardings are looked at, as of small steps; of larger ones prices lead to some, and `room`: where
-    nothing fits others are those in which no operator is too large alone."""
+    has one. `few`: whether all shardings are looked at, as of small steps; of larger ones prices lead to some, and `room`: others are
+    those that are best where only state has a price, or only what is made, and where nothing fits those in which no operator is too
+    large alone."""
 
     case: Case
     moves: bool = True
@@ -194,10 +195,10 @@ class Deciding:
     def every(self, price_s: float | None) -> Iterator[Proposed[Choice]]:
         """All; or some, as `sharding.enumeration.more_choices` finds them."""
         some: list[Choice] = []
-        if price_s is None and self.room:
-            some = list(self.roomy())
-        elif price_s is not None and self.few:
+        if price_s is not None and self.few:
             some = list(self.case.choices())
+        elif self.room:
+            some = list(self.roomy() if price_s is None else self.leaning(price_s))
         yield from map(self.proposed, sorted(some, key=self.case.cost_s))
 
     def roomy(self) -> Iterator[Choice]:
@@ -207,3 +208,10 @@ class Deciding:
             for most in (1.0, *rooms, min(held.values()) / self.case.budget):
                 some = [c for c in held if held[c] <= self.case.budget * min(1.0, most)]
                 yield from sorted(some, key=self.case.cost_s)[:1]
+
+    def leaning(self, price_s: float) -> Iterator[Choice]:
+        """The best ones where only bytes of state have a price, or only those that are made."""
+        for part in (1.0, 0.25):
+            unit_s = price_s * part * 4 * UNIT
+            yield min(self.case.choices(), key=lambda c: self.case.cost_s(c) + unit_s * sum(x.state for x in self.case.picked(c)))
+            yield min(self.case.choices(), key=lambda c: self.case.cost_s(c) + unit_s * sum(x.out for x in self.case.picked(c)))

@@ -9,7 +9,7 @@ import torch
 import colofunc as cf
 from colofunc.planner.sharding import assign
 from colofunc.planner.sharding.eliminate import Graph, exact_order
-from colofunc.planner.sharding.enumeration import _in_order, _stays, alone_each, at_least, buckets_of, cheapest, fitting, roomy
+from colofunc.planner.sharding.enumeration import _in_order, _stays, alone_each, at_least, buckets_of, cheapest, fitting, leaning, roomy
 from colofunc.program.ir import Program
 
 
@@ -97,6 +97,25 @@ def test_shardings_that_may_be_brought_down_to_a_budget(monkeypatch: pytest.Monk
     alone = alone_each(program, one.model, one.ties)
     at = lambda budget: [at_least(alone, x) for x in roomy(program, one.model, one.ties, one.choice, budget)]  # noqa: E731
     assert max(at(106_752)) == 65_536 and at(60_000) and max(at(60_000)) <= 32_768 and not at(20_000)
+
+
+def test_where_only_state_costs_it_is_split_and_where_only_what_is_made_costs_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two ranks the weight and its bias, 8448 bytes, the batch, 32768, and 256 x 64 floats of the layer, 65536."""
+    program, one = planned(monkeypatch)
+
+    def held_bytes(choice: list[int], items: list[int]) -> int:
+        total = 0
+        for variable, (item, *_) in enumerate(one.ties.members):
+            layout = one.model.options[variable][choice[variable]].outs[0]
+            if item in items and layout is not None:
+                total += layout.local_numel * 4
+        return total
+
+    inputs = [k for k, i in enumerate(program.inputs) if program.values[i].role in ("param", "batch")]
+    layer = [one.ties.n_inputs + k for k, node in enumerate(program.nodes) if node.target == "colofunc.linear"]
+    state, little_state, made, little_made = leaning(program, one.model, one.ties, one.choice, 1.0)
+    assert held_bytes(state, inputs) == held_bytes(little_state, inputs) == (8448 + 32_768) / 2
+    assert held_bytes(made, layer) == held_bytes(little_made, layer) == 65_536 / 2
 
 
 def test_inputs_that_never_leave_lie_beside_operators_that_do_not_read_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,9 @@ from colofunc.planner.sharding.lower_bound import arguments_at_least, at_least_a
 from colofunc.program.ir import Program
 
 SMALL, WORK = 100, 400
-"""Programs of at most SMALL nodes: all shardings are looked at, where they are few. At most WORK nodes are finished in all of them; a
-program of at most WORK nodes is searched from nothing even where a sharding of a like one is known, which takes little."""
+"""Programs of at most SMALL nodes: all shardings are looked at, where they are few; of at most WORK nodes: a few to which no price leads.
+At most WORK nodes are finished in all of them. A program of at most WORK nodes is searched from nothing even where a sharding of a like one
+is known, which takes little."""
 SAME, CLEARLY = 0.01, 0.05
 """A known sharding is kept where another one is faster by at most SAME; it is not counted where the search says that it is slower by more
 than CLEARLY."""
@@ -310,8 +311,10 @@ def finished(completion: Completion, decided: Decided, budget_bytes: int | None)
 def _every(
     make: Callable[..., Decided], program: Program, candidates: Candidates, budget_bytes: int, price_s: float | None
 ) -> Iterator[Proposed[Sharding]]:
-    """All shardings of a small program, cheapest first; where nothing fits so far (no price) some, of a larger one none otherwise."""
-    for found in others(program, candidates.memo, budget_bytes, len(program.nodes) > SMALL, price_s):
+    """Of a small program all shardings, cheapest first, of a larger one some; of a large one only where nothing fits so far (no price)."""
+    if price_s is not None and len(program.nodes) > WORK:
+        return
+    for found in others(program, candidates.memo, budget_bytes, len(program.nodes) <= SMALL, price_s):
         yield _proposed(make, found, None)
 
 

@@ -213,12 +213,12 @@ def in_model_of(found: Assignment, known: Assignment, program: Program) -> Assig
     return again if alike else None
 
 
-def others(program: Program, memo: Memo, budget_bytes: int, few: bool, price_s: float | None) -> Iterator[Assignment]:
-    """Of a step that was assigned before all others that are worth a look (`cheapest.others`), cheapest first."""
+def others(program: Program, memo: Memo, budget_bytes: int, small: bool, price_s: float | None) -> Iterator[Assignment]:
+    """Of a step that was assigned before all others that are worth a look (`enumeration.more_choices`), cheapest first."""
     ways, known = list[Iterator[Assignment]](), memo.fastest
     for regather, (model, alive) in memo.models.items() if known else ():
         assert known is not None
-        found = more_choices(program, model, known.ties, known.choice, budget_bytes, few, price_s)
+        found = more_choices(program, model, known.ties, known.choice, budget_bytes, small, price_s)
         ways.append(map(partial(_assignment, program, model, known.ties, alive, regather), found))
     return merge(*ways, key=lambda a: a.cost_s)
 
