@@ -8,7 +8,7 @@ planner promised and what the program does can be compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from math import prod
 from typing import Any
@@ -254,7 +254,7 @@ def _describe(args: tuple[Any, ...], values: Mapping[int, Value], key: list[Any]
 def _work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> Work:
     call, _ = call_of(node, values)
     types = [t for t in (*call.ins, *call.outs) if t is not None]
-    dtype = str(types[0].dtype if types else torch.float32).removeprefix("torch.")
+    dtype = arithmetic_dtype([(t.dtype, prod(t.shape)) for t in types])
     if _sort_of(call.target) in (VIEW, UNCOUNTED):
         return 0.0, 0.0, dtype
     rule = rule_of(call) if not call.target.startswith("colofunc.all_") else None
@@ -262,6 +262,20 @@ def _work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> Work:
     flops = float(rule.flops) if rule is not None and rule.flops is not None else float(biggest)
     moved = float(sum(t.nbytes for t in types))
     return flops, moved + _written_bytes(node, values) if moved else 0.0, dtype
+
+
+def arithmetic_dtype(tensors: Sequence[tuple[torch.dtype, int]]) -> str:
+    """Of operands and results with their numbers of elements, the name of the floating dtype that most elements have.
+
+    What is in another dtype beside it (a gradient in float32, the weights of a router) is cast before it is multiplied.
+    """
+    elements: dict[torch.dtype, int] = {}
+    for dtype, count in tensors:
+        if dtype.is_floating_point:
+            elements[dtype] = elements.get(dtype, 0) + count
+    first = tensors[0][0] if tensors else torch.float32
+    most = max(elements, key=lambda dtype: elements[dtype], default=first)
+    return str(most).removeprefix("torch.")
 
 
 def _written_bytes(node: Node, values: Mapping[int, Value]) -> int:

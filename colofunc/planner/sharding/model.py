@@ -13,6 +13,7 @@ every option of one class, all else as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 
 import attrs
 import numpy as np
@@ -21,7 +22,9 @@ from colofunc.mesh import Mesh
 from colofunc.planner.sharding.classes import Ties
 from colofunc.planner.sharding.eliminate import Array, Graph
 from colofunc.planner.sharding.flows import Coded, Conversions, ConvertS, Flow, flows_of
+from colofunc.program.cost import arithmetic_dtype
 from colofunc.program.ir import Node, Program
+from colofunc.program.work_kinds import work_kind
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Strategy
 
@@ -184,6 +187,6 @@ def own_s(program: Program, node: Node | None, strategy: Strategy, mesh: Mesh, k
     seconds = None if kernel_s is None else kernel_s(node, strategy)
     if seconds is not None:
         return seconds + cost.extra_s + tie_s
-    dtype = next((program.values[o].dtype for o in node.results), None)
-    name = "float32" if dtype is None or not dtype.is_floating_point else str(dtype).removeprefix("torch.")
-    return mesh.compute_s(cost.flops, cost.nbytes, name) + cost.extra_s + tie_s
+    tensors = [(program.values[i].dtype, prod(program.values[i].shape)) for i in (*node.refs, *node.results)]
+    compute_s = mesh.compute_s(cost.flops, cost.nbytes, arithmetic_dtype(tensors), work_kind(node.target))
+    return compute_s + cost.extra_s + tie_s
