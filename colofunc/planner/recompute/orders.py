@@ -97,19 +97,32 @@ class _Among:
         return found
 
     def _search(self, low: int, high: int) -> None:
-        """Sketches: some that lie apart, then those beside the best, ever closer."""
-        ends, best = (low, high), min(self.sketches, key=self._rank, default=low)
-        while low <= high:
-            step = max(1, (high - low) // 4)
-            for k in range(low, high + 1, step):
-                if self.sketches and self.again_s(k) >= self.sketches[best].more_s and self.sketches[best].fits(self.budget):
-                    ends, high = (ends[0], k - 1), min(high, k - 1)
-                    break
-                self.sketch(k)
-                best = min(self.sketches, key=self._rank)
-            low, high = max(ends[0], best - step + 1), min(ends[1], best + step - 1)
-            if step == 1 or self.again_s(high) - self.again_s(low) < FINE * self.work_s:
+        """Sketches: some that lie apart, then those half way between the best and its neighbours."""
+        for k in range(low, high + 1, max(1, (high - low) // 4)):
+            if self.sketches and self.again_s(k) >= self._best_s():
                 break
+            self.sketch(k)
+        while middles := [k for k in self._middles(low, high) if self.again_s(k) < self._best_s()]:
+            for k in middles:
+                self.sketch(k)
+
+    def _middles(self, low: int, high: int) -> list[int]:
+        """Half way between the best sketch and the nearest ones on either side, where they are told apart."""
+        best = min(self.sketches, key=self._rank, default=low)
+        below = max((k for k in self.sketches if k < best), default=max(low - 1, -1))
+        above = min((k for k in self.sketches if k > best), default=high + 1)
+        middles = list[int]()
+        for one, other in ((below, best), (best, above)):
+            middle = (one + other) // 2
+            apart_s = self.again_s(min(other, high)) - self.again_s(max(one, low))
+            if one < middle < other and low <= middle <= high and apart_s >= FINE * self.work_s:
+                middles.append(middle)
+        return middles
+
+    def _best_s(self) -> float:
+        """Of the best sketch, if it fits."""
+        best = self.sketches[min(self.sketches, key=self._rank)]
+        return best.more_s if best.fits(self.budget) else inf
 
     def _first(self, low: int, high: int, holds: Callable[[int], bool]) -> int:
         """The first of low..high for which something holds that holds for all behind it; high + 1 where for none."""
