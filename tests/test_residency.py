@@ -4,7 +4,7 @@ Oracles share no code with the planner: `check` replays what lies where; the few
 contents of the device, the least makespan from trying every valid set of moves.
 """
 
-from itertools import combinations, permutations, product
+from itertools import combinations, pairwise, permutations, product
 from math import inf
 from random import Random
 
@@ -45,6 +45,8 @@ def test_an_impossible_budget_names_the_least_and_its_position() -> None:
         (Item(4, True, (0, 2)), "ascending positions below 2"),
         (Item(4, True, (0,), {1}), "none of its uses"),
         (Item(4, True, (0,), (), {0}, fixed=True), "fixed on the device and needed on the host at \\[0\\]"),
+        (Item(4, True, (0,), held=((0, 1),)), "held over \\(\\(0, 1\\),\\); give ascending pairs of its uses on the device \\[0\\]"),
+        (Item(4, True, (0, 1), (), {1}, held=((0, 1),)), "ascending pairs of its uses on the device \\[0\\]"),
     ],
 )
 def test_a_trace_that_contradicts_itself_is_refused(item: Item, says: str) -> None:
@@ -83,6 +85,20 @@ def test_fixed_items_stay() -> None:
     plan = reside(trace, 12, LINKS)
     check(trace, plan, 12)
     assert 0 in plan.residents and all(m.item == 2 for m in plan.moves)
+
+
+def test_what_is_in_flight_stays_between_its_ends() -> None:
+    """Without the span, item 0 would make room for item 1 between its uses; with it, both lie there."""
+    items = Item(4, True, (0, 3), stays=False), Item(6, True, (1,), stays=False)
+    apart = Trace((1.0,) * 4, (), (0,) * 4, items)
+    assert least_budget(apart) == (6, 1)
+    held = Trace((1.0,) * 4, (), (0,) * 4, (attrs.evolve(items[0], held=((0, 3),)), items[1]))
+    assert least_budget(held) == (10, 1)
+    plan = reside(apart, 6, LINKS)
+    check(apart, plan, 6)
+    with pytest.raises(ProgramError, match=r"item 0 is not on the device at position [12], where something in flight needs it"):
+        check(held, plan, 6)
+    check(held, reside(held, 10, LINKS), 10)
 
 
 def test_elixirs_replay_takes_twelve_moves() -> None:
@@ -173,12 +189,22 @@ def made(random: Random, positions: int, count: int, host: bool = False) -> Trac
     return Trace(seconds, lane, tuple(random.randint(0, 3) for _ in range(positions)), tuple(items))
 
 
+def in_flight(random: Random, trace: Trace) -> Trace:
+    """The trace, where some items may not leave between two uses, none of them on the host in between."""
+    items = []
+    for item in trace.items:
+        pairs = [(a, b) for a, b in pairwise(item.uses) if not {a, b} & item.host_uses and random.random() < 0.4]
+        items.append(attrs.evolve(item, held=tuple(pairs)))
+    return attrs.evolve(trace, items=tuple(items))
+
+
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 10**9), positions=st.integers(1, 14), count=st.integers(0, 8), host=st.booleans(), more=st.integers(0, 9))
 def test_plans_hold(seed: int, positions: int, count: int, host: bool, more: int) -> None:
     """At the least budget and above: every use valid, never above budget, times and bytes as the timeline finds them."""
     random = Random(seed)
     trace = made(random, positions, count, host)
+    trace = in_flight(random, trace) if seed % 2 else trace
     links = Links(random.choice([1.0, 4.0]), random.choice([1.0, 4.0]), random.choice([0.0, 0.1]))
     budget = least_budget(trace)[0] + more
     plan = reside(trace, budget, links)

@@ -40,6 +40,7 @@ from colofunc.planner.offload.timeline import (
     bytes_by_position,
     changes,
     check,
+    device_uses,
     needed,
     play,
     simulate,
@@ -115,6 +116,9 @@ def _check_trace(trace: Trace) -> None:
             raise PlanError(f"item {index} has uses {uses}; give ascending positions below {len(trace.seconds)}")
         if not item.writes <= set(uses) or not item.host_uses <= set(uses):
             raise PlanError(f"item {index} has writes or host_uses that are none of its uses {uses}")
+        on_device = frozenset(device_uses(item))
+        if any(begin not in on_device or end not in on_device or begin >= end for begin, end in item.held):
+            raise PlanError(f"item {index} is held over {item.held}; give ascending pairs of its uses on the device {sorted(on_device)}")
         if item.fixed and item.host_uses:
             raise PlanError(f"item {index} is fixed on the device and needed on the host at {sorted(item.host_uses)}; choose one")
 
