@@ -19,7 +19,8 @@ from colofunc.executors.launch import launch
 from colofunc.program.check import check_program
 from colofunc.program.memory import memory
 from colofunc.program.places import on_rank
-from colofunc.spec.conversions.conversion import conversion
+from colofunc.spec.conversions.conversion import conversion, conversion_s
+from colofunc.spec.conversions.pattern import pattern_s
 from colofunc.testing import check
 
 MESH = cf.Mesh(pp=2, dp=2, topology="8xa100-80g")
@@ -96,6 +97,25 @@ def test_a_value_stays_itself_wherever_it_goes(seed: int) -> None:
         moves = conversion(source, target, mesh, 8).moves
         there = source.at is None or (target.at is not None and set(target.at[1]) <= set(source.at[1]))
         assert [move.target for move in moves].count("send") == (not there)
+
+
+def test_a_sum_at_one_stage_takes_no_help_from_the_others() -> None:
+    """Between boxes a gradient is summed sooner in halves, if both stages had a copy of it; one stage has none of the other's."""
+    mesh = cf.Mesh(pp=2, dp=32, topology="8xa100-80g")
+    layouts = [cf.Spec(text).bind(mesh, (1 << 17, 1 << 12)) for text in ("a b +dp", "(dp a) b")]
+    anywhere, there = conversion(*layouts, mesh, 4), conversion(*(one.with_at(("pp", (1,))) for one in layouts), mesh, 4)
+    assert [move.args[0] for move in anywhere.moves if move.target in ("take_shard", "all_gather")] == [("pp",), ("pp",)]
+    assert [move.target for move in there.moves if move.target != "rearrange"] == ["reduce_scatter"]
+    assert anywhere.cost_s < there.cost_s == conversion_s(*layouts, mesh, 4, apart="pp") == pattern_s(*layouts, mesh, 4, apart="pp")
+
+
+def test_stages_of_several_boxes_each() -> None:
+    model = cf.functional(nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096)).to("meta"))
+    step_fn, state = cf.train_step(model, cf.adapt(torch.optim.SGD, lr=0.1), lambda out: out.square().mean())
+    step = cf.shard(step_fn, cf.Mesh(pp=2, dp=32, topology="8xa100-80g"), zero(1, "dp"))
+    low = cf.pipeline(step, microbatches=2).lower(state, cf.abstract((64, 4096)))
+    sums = [node for node in low.program.nodes if node.target == "colofunc.reduce_scatter"]
+    assert sums and all(node.args[1] == ("dp",) and node.on is not None for node in sums)
 
 
 def test_eager_operators_run_where_their_operands_are() -> None:

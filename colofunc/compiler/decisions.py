@@ -7,6 +7,7 @@ and those of plugins; of an input leaf, every major-only layout. DTensor argumen
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -300,8 +301,10 @@ def assigned(
     """Who computes what: over all open axes at once where at most two are open, axis by axis beyond."""
     candidates.follow_wishes(constraints)
     kernel_s = KernelSeconds(program, mesh, candidates.registry.kernels, candidates.rule_of)
+    staged_axis = next((axis for axis, _ in constraints.at.values()), None)
+    convert_s = pattern_s if staged_axis is None else partial(pattern_s, apart=staged_axis)
     return assign_by_axes(
-        program, mesh, candidates.along, constraints, pattern_s, budget_bytes, axes=axes, slack=SLACK, memo=candidates.memo,
+        program, mesh, candidates.along, constraints, convert_s, budget_bytes, axes=axes, slack=SLACK, memo=candidates.memo,
         price_s=price_s, kernel_s=kernel_s,
     )  # fmt: skip
 

@@ -76,22 +76,26 @@ class _Route:
 
 
 _NOTHING = _Route((), 0.0, 0, 0)
-_SECONDS: dict[tuple[Layout, Layout, Mesh, int], float] = {}
+_SECONDS: dict[tuple[Layout, Layout, Mesh, int, str | None], float] = {}
 
 
-def conversion_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
-    """Seconds of `conversion`; one dict lookup when asked again."""
-    found = _SECONDS.get((src, dst, mesh, itemsize))
+def conversion_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int, apart: str | None = None) -> float:
+    """Seconds of `conversion`; one dict lookup when asked again.
+
+    apart: an axis at whose indices values will be apart (stages), of layouts that do not say where they are yet.
+    """
+    found = _SECONDS.get((src, dst, mesh, itemsize, apart))
     if found is None:
-        found = 0.0 if src is dst else _route(src, dst, mesh, itemsize).cost_s + _sent_s(src, dst, mesh, itemsize)
-        _SECONDS[src, dst, mesh, itemsize] = found
+        route = _route(src, dst, mesh, itemsize, _apart(src, dst) or apart)
+        found = 0.0 if src is dst else route.cost_s + _sent_s(src, dst, mesh, itemsize)
+        _SECONDS[src, dst, mesh, itemsize, apart] = found
     return found
 
 
 def conversion_bytes(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> int:
     """Bytes that a rank receives in `conversion`."""
     sent_bytes = 0 if covers(src.at, dst.at) else prod(dst.local_shape) * itemsize
-    return 0 if src is dst else _route(src, dst, mesh, itemsize).wire_bytes + sent_bytes
+    return 0 if src is dst else _route(src, dst, mesh, itemsize, _apart(src, dst)).wire_bytes + sent_bytes
 
 
 @lru_cache(maxsize=1 << 16)
@@ -101,7 +105,7 @@ def conversion(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> Conversio
         raise SpecError(f"no conversion from {src} to {dst}: the global shapes differ")
     if src is dst:
         return Conversion((), 0.0, 0)
-    route = _route(src, dst, mesh, itemsize)
+    route = _route(src, dst, mesh, itemsize, _apart(src, dst))
     axis_sizes = mesh.shape
     moves: list[Move] = []
     for leg in route.legs:
@@ -115,6 +119,12 @@ def conversion(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> Conversio
         moves.append(_send(src, dst, mesh))
     sent_bytes = 0 if there else prod(dst.local_shape) * itemsize
     return Conversion(tuple(moves), route.cost_s + _sent_s(src, dst, mesh, itemsize), route.wire_bytes + sent_bytes)
+
+
+def _apart(src: Layout, dst: Layout) -> str | None:
+    """The axis at some indices of which the value is: no copies lie along it that could help to convert."""
+    at = src.at or dst.at
+    return None if at is None else at[0]
 
 
 def _at(move: Move, at: At | None) -> Move:
@@ -141,22 +151,22 @@ def _sent_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
 
 
 @lru_cache(maxsize=1 << 18)
-def _route(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> _Route:
-    """Legs of the cheapest way. Tiers, and where a value exists, are ignored."""
+def _route(src: Layout, dst: Layout, mesh: Mesh, itemsize: int, apart: str | None) -> _Route:
+    """Legs of the cheapest way, none of them along the axis `apart`. Tiers, and where a value exists, are ignored."""
     src, dst = src.with_tier("device").with_at(None), dst.with_tier("device").with_at(None)
     if (src.dims, src.pending) == (dst.dims, dst.pending):
         return _NOTHING
     if 0 in src.shape:
         # Nothing moves. The copy in the other layout is a value of its own all the same: the one that was there keeps its layout.
         return _Route((_Leg(src, dst, None, ()),), 0.0, 0, 1)
-    found = refine(src, dst, mesh)
+    found = refine(src, dst, mesh, apart)
     if isinstance(found, Puzzle):
         return _solve(found, src, dst, mesh, itemsize)
     routes = []
     for leave, enter in _between(src, dst, found):
-        first = _route(src, leave, mesh, itemsize)
+        first = _route(src, leave, mesh, itemsize, apart)
         fit = _NOTHING if leave is enter else _Route((_Leg(leave, enter, None, ()),), 0.0, 0, 1)
-        routes.append(first.then(fit).then(_route(enter, dst, mesh, itemsize)))
+        routes.append(first.then(fit).then(_route(enter, dst, mesh, itemsize, apart)))
     return min(routes, key=lambda route: route.key)
 
 
@@ -181,11 +191,12 @@ def _between(src: Layout, dst: Layout, whole: frozenset[int]) -> list[tuple[Layo
 
 
 @lru_cache(maxsize=1 << 16)
-def conversion_curve(src: Layout, dst: Layout, mesh: Mesh) -> Curve | None:
-    """Seconds over bytes of a rank's part of `src`; None where the way leads through whole dims, or there is nothing to do."""
+def conversion_curve(src: Layout, dst: Layout, mesh: Mesh, apart: str | None = None) -> Curve | None:
+    """Seconds over bytes of a rank's part of `src`; None where the way leads through whole dims, or there is nothing to do. apart: as
+    of `conversion_s`."""
     if src.shape != dst.shape or 0 in src.shape:
         return None
-    found = refine(src, dst, mesh)
+    found = refine(src, dst, mesh, apart)
     return curve_of(found, mesh) if isinstance(found, Puzzle) else None
 
 

@@ -28,16 +28,16 @@ Odd = tuple[Dim, Dim, int]
 Key = tuple[tuple[Major, ...], tuple[Odd, ...], tuple[int, ...], bool, Pending, Pending]
 
 
-def pattern_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
+def pattern_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int, apart: str | None = None) -> float:
     """`conversion_s`, asked a few times per pattern."""
-    return 0.0 if src is dst else _patterns(mesh).seconds(src, dst, itemsize)
+    return 0.0 if src is dst else _patterns(mesh, apart).seconds(src, dst, itemsize)
 
 
 class _Patterns:
-    """What is known on one mesh."""
+    """What is known on one mesh, where the indices of one axis may be `apart`."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, apart: str | None) -> None:
+        self.mesh, self.apart = mesh, apart
         self.free = is_free(mesh)
         self._of: dict[Layout, Pattern | None] = {}
         self._curves: dict[tuple[Layout, Layout], Curve | None] = {}
@@ -51,7 +51,7 @@ class _Patterns:
         except KeyError:
             curve = self._curves[src, dst] = self._curve(src, dst)
         if curve is None:
-            return conversion_s(src, dst, self.mesh, itemsize)
+            return conversion_s(src, dst, self.mesh, itemsize, self.apart)
         return curve.seconds(src.local_numel * itemsize)
 
     def _curve(self, src: Layout, dst: Layout) -> Curve | None:
@@ -60,7 +60,7 @@ class _Patterns:
             return None
         key = _key(a, b)
         if key not in self._shared:
-            self._shared[key] = conversion_curve(*_stand_in(key, self.mesh), self.mesh)
+            self._shared[key] = conversion_curve(*_stand_in(key, self.mesh), self.mesh, self.apart)
         return self._shared[key]
 
     def _pattern(self, layout: Layout) -> Pattern | None:
@@ -70,8 +70,8 @@ class _Patterns:
 
 
 @lru_cache(maxsize=64)
-def _patterns(mesh: Mesh) -> _Patterns:
-    return _Patterns(mesh)
+def _patterns(mesh: Mesh, apart: str | None) -> _Patterns:
+    return _Patterns(mesh, apart)
 
 
 def _pattern(layout: Layout, ranks: int) -> Pattern | None:

@@ -51,12 +51,12 @@ class Puzzle:
 
 
 @lru_cache(maxsize=1 << 14)
-def refine(src: Layout, dst: Layout, mesh: Mesh) -> Puzzle | frozenset[int]:
-    """The puzzle, or the dims that must be whole in between."""
+def refine(src: Layout, dst: Layout, mesh: Mesh, apart: str | None = None) -> Puzzle | frozenset[int]:
+    """The puzzle, or the dims that must be whole in between. apart: an axis that holds no copies, so that it cannot help to reduce."""
     dim_cuts, axis_cuts, bad = _cuts(src, dst)
     if bad:
         return bad
-    parts = _parts(src, dst, mesh, axis_cuts)
+    parts = _parts(src, dst, mesh, apart, axis_cuts)
     index = {(p.axis, p.stride): k for k, p in enumerate(parts)}
     start, goal = [COPY] * len(parts), [COPY] * len(parts)
     sizes: list[int] = []
@@ -129,13 +129,13 @@ def _cuts(src: Layout, dst: Layout) -> tuple[list[set[int]], dict[str, set[int]]
     return dim_cuts, axis_cuts, frozenset(bad)
 
 
-def _parts(src: Layout, dst: Layout, mesh: Mesh, cuts: dict[str, set[int]]) -> tuple[Part, ...]:
+def _parts(src: Layout, dst: Layout, mesh: Mesh, apart: str | None, cuts: dict[str, set[int]]) -> tuple[Part, ...]:
     """Parts of all axes, in the mesh's order, major first. Axes that hold copies on both sides only help to reduce."""
     used = {*src.axes, *dst.axes, *(a for a, _ in src.pending), *(a for a, _ in dst.pending)}
     reduces = bool(set(src.pending) - set(dst.pending))
     out = []
     for axis, size in mesh.axes:
-        if size == 1 or (axis not in used and not reduces):
+        if size == 1 or (axis not in used and (axis == apart or not reduces)):
             continue
         marks = sorted({1, size, *cuts.get(axis, ())}, reverse=True)
         for high, low in pairwise(marks):
