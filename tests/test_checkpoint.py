@@ -11,6 +11,7 @@ from colofunc_plugins import tensor, zero
 from torch import nn
 
 import colofunc as cf
+from colofunc.compiler import completion
 from colofunc.planner.candidate import Fitted
 from colofunc.planner.recompute import fastest, orders
 from colofunc.planner.recompute.orders import Order
@@ -113,6 +114,22 @@ def test_every_n_stages_holds_fewer_inputs() -> None:
     step, *args = training(layers=6, rows=1024, d=8)
     one, two = (peak(cf.checkpoint(step, policy=cf.every(n)), *args) for n in (1, 3))
     assert one < peak(cf.shard(step, cf.Mesh()), *args) and two != one
+
+
+@pytest.mark.filterwarnings("ignore:the plan uses")
+@pytest.mark.parametrize("name", ["sharded", "pipelined"])
+def test_a_policy_within_its_budget_asks_for_no_other_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it makes again was asked for; no sharding or cut that holds less would spare it."""
+    finished = []
+    once = completion.Completion.finish
+    monkeypatch.setattr(completion.Completion, "finish", lambda self, *args: finished.append(args) or once(self, *args))
+    step, *args = training()
+    chains = {
+        "sharded": lambda: cf.shard(step, cf.Mesh(dp=2, tp=2, topology=AMPLE)),
+        "pipelined": lambda: cf.pipeline(cf.shard(step, cf.Mesh(pp=2, dp=2)), microbatches=4),
+    }
+    low = cf.checkpoint(chains[name](), policy="nothing", budget="1GiB").lower(*args)
+    assert len(finished) == 1 and any("made again" in words for words in low.plan.memory)
 
 
 def test_a_policy_over_the_budget_and_words_that_mean_nothing_are_errors() -> None:

@@ -184,6 +184,11 @@ class Completion:
         """Whether a program that is too large may be made to fit."""
         return bool(self.searches or self.moves)
 
+    @property
+    def follows_policies(self) -> bool:
+        """Whether what is made again was all asked for, and nothing is copied: then no budget changes what is done."""
+        return 0 < len(self.searches) == len(self.wider) and not self.moves
+
     def _node_s(self, node: Node, values: Mapping[int, Value]) -> float:
         """Orders of the same work have most of their nodes in common, so those that came by are `known`, with what they read and make."""
         took = self.known.get(id(node))

@@ -185,7 +185,7 @@ class _Search:
         if found is not None:
             plan = found.outcome[0].plan
             self._lose(found.way, plan.cost_s, plan.peak_bytes, "; ".join(plan.memory))
-        return bool(outcome[0].plan.memory)
+        return bool(outcome[0].plan.memory) and not planning.completion.follows_policies
 
     def _check_mixing(self) -> None:
         """Raises where one microbatch is all that is left because an operator mixes samples: what was asked for is a pipeline."""

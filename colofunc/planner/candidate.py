@@ -20,7 +20,8 @@ from colofunc.spec.layout import At
 class Fitted:
     """A finished program, its peak in bytes, the seconds that keeping to a budget costs it (values made again, copies that
     nothing hides), and in words what was done for it. `hint`: what was chosen for its copies; None where there is no choice.
-    `peaks`: of a pipeline, by where ranks are on its axis. `byte_s`: seconds that one more byte would save, if known."""
+    `peaks`: of a pipeline, by where ranks are on its axis. `byte_s`: seconds that one more byte would save, if known. `asked_s`: of
+    its seconds those of what a policy makes again, whatever the budget."""
 
     program: Program
     peak_bytes: int
@@ -31,6 +32,7 @@ class Fitted:
     peaks: Mapping[At, int] = attrs.field(factory=dict)
     stages: tuple[Any, ...] = ()  # the programs on the way here, where somebody wants to see them
     byte_s: float | None = None
+    asked_s: float = 0.0
 
     def fits(self, budget_bytes: int) -> bool:
         """Whether it runs within the budget, and all other memory there is."""

@@ -218,8 +218,8 @@ class _Together(Generic[P]):
         return one
 
     def near(self, first: Scored[P]) -> bool:
-        """Whether the best is as fast as the fastest is without a budget."""
-        return self.best is not None and self.best.total_s <= first.proposed.cost_s * (1 + FINE)
+        """Whether the best is as fast as the fastest sharding is without a budget."""
+        return self.best is not None and self.best.total_s <= (first.proposed.cost_s + first.done.asked_s) * (1 + FINE)
 
     def for_less(self, tries: int) -> None:
         """Sharding alone: for the budget, then for less, until no help is needed or even so it is slower.

@@ -63,7 +63,9 @@ Without them a U-shaped net (`tests/test_relaxed.py`, three levels) finds no pla
 
 def by_policy(program: Program, node_s: NodeS, policy: Policy, finish: Finish) -> Fitted:
     """The program that keeps what the policy says, and what goes from stage to stage."""
-    return _with_again(_by_policy_everywhere(program, node_s, policy), finish, node_s, _seconds(program, node_s))
+    made, plain_s = _by_policy_everywhere(program, node_s, policy), _seconds(program, node_s)
+    done = _with_again(made, finish, node_s, plain_s)
+    return attrs.evolve(done, asked_s=_seconds(made, node_s) - plain_s)
 
 
 def _with_again(made: Program, finish: Finish, node_s: NodeS, plain_s: float, like: Fitted | None = None) -> Fitted:
