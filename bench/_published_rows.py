@@ -22,7 +22,8 @@ KF KempnerInstitute/KempnerForge benchmarks/mfu_scaling/mfu_scaling_2026-04-05.m
 Looked at and left out, as a part of their configuration is not known or not expressed here: FlashAttention's GPT-3 runs (dropout within
 attention); nanoGPT (which card, attention by hand); fms-fsdp on H100, 7 B and 13 B (how they are sharded, which layers are made again), and
 compiled (only shares of a peak that are rounded to 2 digits); torchtitan's 70B with asynchronous tensor parallelism (figures in a picture);
-SmolLM3 (its network and optimizer's sharding); runs in float8, on pipelines, and of mixtures of experts.
+SmolLM3 (its network and optimizer's sharding); BigScience's pipelines (attention by hand in float16); Megatron's on several stages (rows of
+a microbatch, stages a rank); runs in float8, and of mixtures of experts.
 """
 
 from __future__ import annotations
@@ -88,9 +89,15 @@ class Run:
     attention: Attention = "flash"
     collectives: Collectives = "whole"
     peak_gib: float | None = None
+    peak_of: Literal["alive", "reserved"] = "reserved"
     uplink_gb_s: float | None = None
     sums: Literal["float32", "bfloat16"] = "float32"
+    schedule: str = ""
     unknown: str = ""
+
+    @property
+    def ranks(self) -> int:
+        return prod(self.axes.values())
 
     @property
     def calibrates(self) -> bool:
@@ -106,6 +113,7 @@ L405 = Model(126, 16384, 128, 8, 53248, 128256)
 LLAMA2_7, LLAMA2_13 = Model(32, 4096, 32, 32, 11008, 32000), Model(40, 5120, 40, 40, 13824, 32000)
 CODE_LLAMA_34, LLAMA2_70 = Model(48, 8192, 64, 8, 22016, 32000), Model(80, 8192, 64, 8, 28672, 32000)
 TINY_LLAMA = Model(22, 2048, 32, 4, 5632, 32000)
+G175 = Model(96, 12288, 96, 96, 49152, 51200, gated=False, tied=True)
 NEMOTRON_15 = Model(32, 6144, 48, 8, 24576, 256000, gated=False)
 
 
@@ -166,8 +174,8 @@ RUNS: tuple[Run, ...] = (
     _kempner("K11", 2, 32, 4.79, 45.1),
     _kempner("K12", 4, 64, 4.87, 39.2),
     _kempner("K13", 8, 128, 5.03, 36.3),
-    Run("U1", "U", L3, "a100-80g", {"dp": 1}, 4096, 2, 8192 / 7075, fused=False, masters=False),
-    Run("U2", "U", L3, "a100-80g", {"dp": 1}, 4096, 2, 8192 / 8998, masters=False),
+    Run("U1", "U", L3, "a100-80g", {"dp": 1}, 4096, 2, 8192 / 7075, fused=False, masters=False, peak_gib=60.0, peak_of="alive"),
+    Run("U2", "U", L3, "a100-80g", {"dp": 1}, 4096, 2, 8192 / 8998, masters=False, peak_gib=51.0, peak_of="alive"),
     _mosaic("P1", _opt(32, 4096, 32, 50368), 2048, 6, 2, 4641),
     _mosaic("P2", _opt(32, 4096, 32, 50368), 16384, 4, 2, 2453, "full"),
     _mosaic("P3", _opt(40, 5120, 40, 50368), 2048, 2, 3, 2262),
@@ -257,3 +265,23 @@ HELD_OUT: tuple[Run, ...] = (
     _kempner_held("KF4", L8, {"dp": 8, "tp": 4}, 4, 2, 1.68, 27.6),
     _kempner_held("KF5", L70, {"dp": 8, "tp": 4}, 2, 4, 14.85, 93.2),
 )
+
+
+def _gpt3(id: str, dp: int, seconds: float) -> Run:
+    """64 microbatches of a row each; collectives of tensor parallelism in chunks, as of the other rows of D and N."""
+    more = dict(zero=1, attention="hopper", collectives="chunked", schedule="interleaved-1f1b", unknown="two stages a rank")
+    return Run(id, "D", G175, "8xh100", {"pp": 8, "dp": dp, "tp": 4}, 2048, 64 * dp, seconds, 64, **more)  # type: ignore[arg-type]
+
+
+PIPELINED: tuple[Run, ...] = (
+    Run("E3", "E", E13, "8xa100-80g", {"pp": 2, "dp": 32}, 2048, 2048, 31.1, 64, 1, schedule="1f1b"),
+    Run("E5", "E", E13, "8xa100-80g", {"pp": 2, "dp": 32}, 2048, 2048, 33.1, 32, 1, schedule="1f1b"),
+    _gpt3("D35", 4, 8.309),
+    _gpt3("D36", 32, 8.453),
+    Run(
+        "R2", "R", G175, "8xa100-80g", {"pp": 8, "tp": 8}, 2048, 64, 13.75, 64, 0, schedule="interleaved-1f1b",
+        unknown="two stages a rank, it has three; which kernel of attention",
+    ),
+)
+"""Pipelines of the tables that other rows are from, and R: arXiv 2205.05198, 175 B with sequence parallelism and attention made again,
+which flash attention is. Predicted when all else was settled: they neither calibrate nor test."""

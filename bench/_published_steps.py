@@ -2,6 +2,7 @@
 
 Layers of a decoder are alike, so a step of all layers takes what one of `FEW[0]` takes and a layer's seconds for each that is missing; the
 difference to a step of `FEW[1]` layers says what a layer takes. `python -m bench published` checks that on a run that is planned whole.
+Pipelines are planned whole.
 """
 
 from __future__ import annotations
@@ -57,9 +58,13 @@ def lowered(run: Run, layers: int) -> Lowered:
     model, opt = cf.functional(module if run.masters else module.to(torch.bfloat16)), cf.adapt(torch.optim.AdamW, lr=1e-4)
     step_fn, _ = cf.train_step(model, opt)
     state = {"params": model.params, "buffers": model.buffers, "opt": opt.init(model.params)}
-    step = cf.shard(step_fn, cf.Mesh(**run.axes, topology=machine(run)), *_plans(run), plugins=[colofunc_plugins])
+    topology = roomy(machine(run)) if run.schedule else machine(run)
+    step = cf.shard(step_fn, cf.Mesh(**run.axes, topology=topology), *_plans(run), plugins=[colofunc_plugins])
     step = cf.precision(step, cf.Policy(compute="bf16", reduce=run.sums)) if run.masters else step
-    step = cf.accumulate(step, microbatches=run.microbatches)
+    if run.schedule:
+        step = cf.pipeline(step, axis="pp", microbatches=run.microbatches, schedule=run.schedule)
+    else:
+        step = cf.accumulate(step, microbatches=run.microbatches)
     policy = _policy(run)
     step = step if policy is None else cf.checkpoint(step, policy=policy, budget="10TiB")
     ids = cf.abstract((run.sequences, run.tokens), torch.int64)
@@ -74,6 +79,12 @@ def machine(run: Run, is_sheet: bool = False) -> Topology:
         link = attrs.evolve(outer, bandwidth_bytes_per_s=1e9 * run.uplink_gb_s, sharing="uplink")
         sheet = attrs.evolve(sheet, levels=(*inner, link))
     return sheet if is_sheet else attrs.evolve(attainable(sheet), name=run.topology + ATTAINABLE)
+
+
+def roomy(topology: Topology) -> Topology:
+    """Without a limit to the device's memory, for nothing to be made again that the run has kept."""
+    tiers = tuple(attrs.evolve(tier, capacity_bytes=None) if tier.name == "device" else tier for tier in topology.tiers)
+    return attrs.evolve(topology, tiers=tiers)
 
 
 def _plans(run: Run) -> list[Any]:
@@ -184,9 +195,10 @@ COLLECTIVES: Mapping[Collectives, type[Alone]] = {"whole": Alone, "chunked": Chu
 
 @attrs.frozen(eq=False)
 class Planned:
-    """Two steps of few layers, as the executor orders them."""
+    """Steps of so many layers each, as the executor orders them."""
 
     run: Run
+    layers: tuple[int, ...]
     programs: tuple[Program, ...]
     lows: tuple[Lowered, ...]
 
@@ -201,18 +213,22 @@ class Planned:
     def seconds(self, topology: Topology, is_fused: bool | None = None) -> float:
         """Of a step with all layers."""
         fuses = self.run.fused if is_fused is None else is_fused
-        few, more = (self.played(low, program, topology, fuses) for low, program in zip(self.lows, self.programs, strict=True))
-        return few + (more - few) / (FEW[1] - FEW[0]) * (self.run.model.layers - FEW[0])
+        return self._of_all([self.played(low, program, topology, fuses) for low, program in zip(self.lows, self.programs, strict=True)])
+
+    def alive_bytes(self) -> int:
+        """At the peak of a step with all layers."""
+        return round(self._of_all([low.memory().peak_bytes["device"] for low in self.lows]))
+
+    def _of_all(self, found: Sequence[float]) -> float:
+        if self.layers == (self.run.model.layers,):
+            return found[0]
+        (few, more), (few_layers, more_layers) = found, self.layers
+        return few + (more - few) / (more_layers - few_layers) * (self.run.model.layers - few_layers)
 
 
-def whole_s(run: Run, topology: Topology) -> float:
-    """Of a step that is planned with all layers."""
-    low = lowered(run, run.model.layers)
-    program = ordered(low.program, low.mesh, "distributed", grouped=True)
-    return Planned(run, (program,), (low,)).played(low, program, topology, run.fused)
-
-
-def planned(run: Run) -> Planned:
-    lows = tuple(lowered(run, layers) for layers in FEW)
+def planned(run: Run, layers: tuple[int, ...] = FEW) -> Planned:
+    """A run's steps of so many layers; of a pipeline the one with all of them."""
+    layers = (run.model.layers,) if run.schedule else layers
+    lows = tuple(lowered(run, count) for count in layers)
     programs = tuple(ordered(low.program, low.mesh, "distributed", grouped=True) for low in lows)
-    return Planned(run, programs, lows)
+    return Planned(run, layers, programs, lows)
