@@ -108,7 +108,8 @@ def nearby(
     def finish(sharding: Sharding, below_s: float) -> Fitted:
         return completion.finish(sharding(), budget_bytes, below_s)
 
-    best = joint.nearby(_proposed(make, known, None), propose, finish, budget_bytes, parts, end_s=completion.end_s)
+    small = len(completion.program.nodes) <= WORK
+    best = joint.nearby(_proposed(make, known, None), propose, finish, budget_bytes, parts, end_s=completion.end_s, small=small)
     if best is None:
         raise PlanError(f"no sharding near one that is known fits within {said(budget_bytes)} a rank")
     return _told(completion, best.proposed.plan(), best.done)

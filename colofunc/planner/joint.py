@@ -107,13 +107,13 @@ def together(
 
 def nearby(
     known: Proposed[P], propose: Propose[P], finish: Complete[P], budget: int, parts: int = 1, searches: int = NEARBY,
-    end_s: EndS | None = None,
+    end_s: EndS | None = None, small: bool = True,
 ) -> Scored[P] | None:  # fmt: skip
     """The fastest plan that fits of `known`, the fastest sharding, and a few at prices of memory; None where none of them does.
 
-    `known` met a budget of a like step. `propose` is expected to search from there.
+    `known` met a budget of a like step. `propose` is expected to search from there. `small`: as of `together`.
     """
-    search = _Together(propose, finish, budget, budget * parts, small=True)
+    search = _Together(propose, finish, budget, budget * parts, small)
     best = search.run_nearby(known, searches)
     return best if end_s is None else search.soonest(end_s)
 
@@ -188,7 +188,8 @@ class _Together(Generic[P]):
     def run_nearby(self, known: Proposed[P], searches: int) -> Scored[P] | None:
         fastest = self.score(self.propose(None, 0.0))
         if fastest is not None and not self.near(fastest):
-            self.score(known)
+            if self.promises(known):
+                self.score(known)
             if self.best is not None:
                 self.priced(fastest, searches)
         return self.best
