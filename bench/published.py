@@ -49,13 +49,11 @@ Note [Missed]. What was found out about the pair whose order is missed, and two 
   its microbatches are known.
 
 Note [Peaks]. U1 and U2 publish what was alive, and the plan is within 10 % of both. The others publish what torch's caching allocator had
-reserved, beside which stands what the plan says of a card (`colofunc.mesh.card`). They differ by more, for a plan is not held as those
-runs held their tensors:
-- Reserved memory keeps the blocks of every phase where the card has room, as all of these had.
-- A plan frees the logits in 16 bits and writes the gradients of the loss over what it was made of: two blocks of float32 beside 128,256
-  words, 16 GiB of the peaks of T1, K1 to K3 and K10, where autograd has three or four. Under tensor parallelism they stay split by words
-  (K11 to K13, 6 GiB).
-- K1: microbatches add up their gradients in float32 here, 15 GiB more than in the parameters' bfloat16.
+reserved, beside which stands what the plan says of a card (`colofunc.mesh.card`): T1, T2 and T42 are within 8 %, KF1 to KF3 within 13 %.
+The rest is KempnerForge's, whose plan of memory is not that of a plan here:
+- K1 and K2, too large: microbatches add up their gradients in float32 here, 15 GiB more than in the parameters' bfloat16 on one card.
+- K10 to K13, KF4 and KF5, 25 to 60 % too small: microbatches under FSDP. Their frame of steps would hold gradients in whole until the last
+  one if it sends none before, which is of that size (K10: 28 GiB of the 32 that are missing); whether it does was not found out.
 
     python -m bench published
 """
