@@ -699,3 +699,10 @@ def test_a_mistake_is_named(kind: type[Exception], says: str, mistake: Callable[
     with pytest.raises(kind) as caught:
         mistake()
     assert says in str(caught.value)
+
+
+def test_nothing_to_keep_is_as_good_as_unsaid() -> None:
+    for keep in ((), [], set[str]()):
+        assert cf.quantize(len, "int8", keep=keep).transform("quantize") is not None
+    with pytest.raises(cf.InputError, match="keep is for scheme 'auto'"):
+        cf.quantize(len, "int8", keep=["*.head"])

@@ -97,7 +97,7 @@ def equal_parts(microbatches: int, batch: int | str | None, mixing: str, build: 
         return build
     rows, places_of, over = _places(_leaves(batch, build.traced), microbatches, _rules(build), build.program)
     unmixed(over, "time", microbatches, mixing)
-    says = f"{microbatches} microbatches, which have to divide the rows that a rank has ({_padded(f'{microbatches} * ranks')}),"
+    says = f"{microbatches} microbatches that divide the rows of a rank ({_padded(f'{microbatches} * ranks')})"
     items = {}
     for item, places in places_of.items():
         accepts = partial(_divides, microbatches, rows, places)

@@ -20,7 +20,7 @@ Some schemes round the inputs of linear layers too, or divide them by a scale: a
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -124,7 +124,7 @@ def transform_of(quantizer: Schemes, globs: tuple[str, ...], **further: Any) -> 
 
 
 def _quantizer(scheme: Any, plugins: Sequence[Any], auto: Mapping[str, Any]) -> Schemes:
-    given = [name for name, value in auto.items() if value not in (None, ())]
+    given = [name for name, value in auto.items() if value is not None and not (isinstance(value, Sized) and not value)]
     if given:
         raise InputError(f"cf.quantize(scheme={_short(scheme)}): {', '.join(given)} is for scheme 'auto'. Try: where= for which weights")
     if isinstance(scheme, SchemeChoice):
