@@ -7,7 +7,8 @@ import torch
 
 from colofunc.errors import DiskError
 from colofunc.executors.disk.tensors import Room, Scratch, Staging, reading, unread, writing
-from colofunc.planner.offload.residency import Item, Links, Move, Trace, simulate
+from colofunc.planner.offload.residency import Item, Links, Move, Trace
+from colofunc.planner.offload.timeline import Lanes, play
 
 
 def test_a_disk_has_one_queue_for_both_directions() -> None:
@@ -15,7 +16,7 @@ def test_a_disk_has_one_queue_for_both_directions() -> None:
     trace = Trace(seconds=(1.0, 1.0, 1.0), host=(), base=(0, 0, 0), items=items)
     moves = (Move(0, "fetch", 0, 0), Move(0, "store", 1, 3), Move(1, "fetch", 1, 2))
     # 4 s of reading, 1 s of work; then two engines move 4 s beside one another, one queue 8 s; the last position takes 1 s.
-    seconds = [simulate(trace, moves, (), Links(2.0, 2.0, 0.0, queue)).makespan_s for queue in (False, True)]
+    seconds = [play(Lanes(trace), moves, Links(2.0, 2.0, 0.0, queue)).makespan for queue in (False, True)]
     assert seconds == [5.0 + 4.0 + 1.0, 5.0 + 8.0 + 1.0]
 
 

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from copies import check
 from test_offload import one, peak, training
 
 import colofunc as cf
@@ -13,7 +14,7 @@ from colofunc.mesh.sizes import parse_bytes
 from colofunc.planner.offload import least_traffic as solver
 from colofunc.planner.offload.evict import Facts, Stay, evict, spread
 from colofunc.planner.offload.least_traffic import Programs, fewest, least_bytes
-from colofunc.planner.offload.residency import SKETCH, Item, Links, Search, Trace, check, reside
+from colofunc.planner.offload.residency import SKETCH, Item, Links, Search, Trace, reside
 
 LINKS = Links(4.0, 4.0, 0.0)
 

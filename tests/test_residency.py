@@ -10,12 +10,13 @@ from random import Random
 
 import attrs
 import pytest
+from copies import check, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colofunc.errors import PlanError, ProgramError
 from colofunc.planner.offload.evict import Facts, evict, spread
-from colofunc.planner.offload.residency import Item, Links, Move, Residency, Trace, check, least_budget, reside, simulate
+from colofunc.planner.offload.residency import Item, Links, Move, Residency, Trace, least_budget, reside
 from colofunc.planner.offload.timeline import Lanes, bytes_by_position, changes, device_uses, play
 
 LINKS = Links(4.0, 4.0, 0.0)

@@ -35,18 +35,15 @@ from colofunc.planner.offload.timeline import (
     Links,
     Move,
     Residency,
-    Timeline,
     Trace,
     bytes_by_position,
     changes,
-    check,
     device_uses,
     needed,
     play,
-    simulate,
 )  # fmt: skip
 
-__all__ = ["Item", "Links", "Move", "Residency", "Search", "Timeline", "Trace", "check", "least_budget", "reside", "simulate"]
+__all__ = ["Item", "Links", "Move", "Residency", "Search", "Trace", "least_budget", "reside"]
 
 
 class Point(NamedTuple):
