@@ -332,3 +332,15 @@ def test_updates_side_by_side_are_one_call() -> None:
     inputs = ((0,),) * sum(i not in segmented.constants for i in segmented.inputs)
     source = run.write(inputs, torch.device("cpu")).function().source
     assert source.count("adamw_all_(") == 1 and source.count("adamw_(") == 0
+
+
+def test_a_compiled_step_is_planned_by_its_fused_kernels_and_as_real_ranks_run_it():
+    """Before there are any: collectives run beside compute, and what is fused is written once. Small updates go together later."""
+    width = 1024
+    layers = [one for _ in range(4) for one in (nn.Linear(width, width, device="meta"), nn.GELU(), nn.LayerNorm(width, device="meta"))]
+    step_fn, state = cf.train_step(cf.functional(nn.Sequential(*layers)), cf.adapt(torch.optim.AdamW, lr=0.1), loss=lambda out: out.mean())
+    step = cf.shard(step_fn, cf.Mesh(dp=8, topology="8xh100:attainable"), zero(3, "dp"))
+    eager, compiled = (step.on(name).lower(state, cf.abstract((1 << 17, width))) for name in ("distributed", "compiled"))
+    assert compiled.plan.cost_s == pytest.approx(compiled.lanes().end_s, rel=0.01)
+    assert any(term.hidden_s > 0 for term in compiled.terms() if term.what.startswith("all_gather"))
+    assert compiled.plan.cost_s < 0.95 * eager.plan.cost_s

@@ -67,7 +67,8 @@ class Completion:
     `kernels`: settles which kernels calls get. `chunks`: input position -> elements of the chunks that it lies in. `temporaries`:
     whether they are written over. `count`: the accountant of the executor that will run it.
     `searches`, `moves`: of transforms; moves get the program in the `order` in which that executor runs it, with so many bytes gathered
-    ahead, and where inputs lie. `timed`: how long operators take, where that was measured.
+    ahead, and where inputs lie. `clocked`: a program with the seconds that this executor's own kernels take. `timed`: how long operators
+    take, where that was measured.
     `wider`: what to write where policies forbid what needs less memory. `left_out`: names of passes. `placing`: where inputs, nodes and
     outputs are, if not everywhere. `room_bytes`: what a rank may hold, the one that may hold most. `keeps`: whether the program behind
     each pass is kept (`Fitted.stages`).
@@ -84,6 +85,7 @@ class Completion:
     moves: Sequence[Move] = ()
     lies: Lies = NOWHERE
     order: Callable[[Program, float], Program] = lambda program, _: program
+    clocked: Callable[[Program], Program] = lambda program: program
     ways: Sequence[Rewrite] = AS_IT_IS
     kernels: Callable[[Program], Program] = lambda program: program
     timed: Timed | None = None
@@ -294,7 +296,7 @@ class Completion:
 
     def lanes(self, done: Program) -> Lanes:
         """How long what is done takes, in the order in which the executor runs it."""
-        return played(self.order(done, inf), self.mesh, self._node_s)
+        return played(self.clocked(self.order(done, inf)), self.mesh, self._node_s)
 
     def end_s(self, done: Fitted) -> float:
         """Seconds of a finished step by the clock."""
@@ -302,7 +304,7 @@ class Completion:
 
     def pipelined(self, done: Program) -> Pipelined | None:
         """What the plan says of a pipeline that runs as `done`."""
-        return pipelined(done, self.mesh, self._node_s, self.count)
+        return pipelined(self.clocked(done), self.mesh, self._node_s, self.count)
 
     def _peaks(self, done: Program) -> dict[At | None, int]:
         """Bytes by where ranks are on the axis of a pipeline; None: without one, of the rank that has least left.

@@ -35,6 +35,7 @@ from colofunc.dtensor.placed import SHELF
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import PlanError
 from colofunc.executors.backend import held, ordered
+from colofunc.executors.fused import fused
 from colofunc.mesh import Mesh
 from colofunc.mesh.detection import auto_bytes
 from colofunc.mesh.sizes import Room
@@ -48,6 +49,7 @@ from colofunc.planner.sharding.assign import Memo
 from colofunc.planner.sharding.constraints import Constraint, Constraints, retried
 from colofunc.planner.sharding.explain import constraints_from
 from colofunc.plugins.registry import Registry
+from colofunc.program.cost import RuleOf
 from colofunc.program.ir import Program
 from colofunc.program.lazy import LazyTensor
 from colofunc.program.passes.kernels import with_kernels
@@ -234,6 +236,7 @@ def gathered(
         moves=build.moves or _given(lies),
         lies=lies,
         order=partial(_in_order, mesh=priced, executor=staged.executor),
+        clocked=partial(_clocked, mesh=priced, executor=staged.executor, rule_of=registry.rule),
         ways=ways_of(build.alternatives),
         kernels=partial(with_kernels, mesh=priced, table=registry.kernels),
         timed=timed,
@@ -320,6 +323,11 @@ def can_be_left_out(build: Build) -> list[str]:
 def _in_order(program: Program, ahead_bytes: float, mesh: Mesh, executor: str | None) -> Program:
     """As the executor runs it, with at most so many bytes gathered ahead of their use."""
     return ordered(program, mesh, executor, ahead_bytes)
+
+
+def _clocked(program: Program, mesh: Mesh, executor: str | None, rule_of: RuleOf) -> Program:
+    """With the seconds of fused operators, where the executor fuses them."""
+    return fused(program, mesh, rule_of) if executor == "compiled" else program
 
 
 # ---- where inputs lie ----

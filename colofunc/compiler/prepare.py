@@ -31,6 +31,7 @@ from colofunc.compiler.transform import Build
 from colofunc.compiler.variants import Ways, planned
 from colofunc.dtensor.roles import role_of
 from colofunc.errors import PlanError
+from colofunc.executors.backend import planned_on_real_ranks
 from colofunc.executors.rank_program import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
@@ -96,7 +97,7 @@ def prepare(
             if is_again(low, seen.program, seen.donated, placed.fixed):
                 return attrs.evolve(low, traced=seen.traced, hidden=seen.hidden)
     priced = as_measured(mesh, watch, say)
-    real = staged.executor == "distributed" or watch is not None
+    real = planned_on_real_ranks(mesh, staged.executor) or watch is not None
     timed = None if measured is None else measured[1]
 
     def planned_by(way: Staged) -> Planning:

@@ -102,7 +102,10 @@ class Staged:
         return step, step.arguments(args, kwargs)
 
     def on(self, executor: str) -> Staged:
-        """The same step on another executor: "simulated", "distributed" or "compiled"."""
+        """The same step on another executor: "simulated", "distributed" or "compiled".
+
+        On the last two it is planned as real ranks run it, with collectives beside compute, also before there are any.
+        """
         if executor not in EXECUTORS:
             raise PlanError(f"unknown executor {executor!r}{near(executor, EXECUTORS, 'executors')}")
         return attrs.evolve(self, executor=executor, compiler=fresh(self.compiler))

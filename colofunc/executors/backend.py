@@ -191,14 +191,20 @@ def on_real_ranks(mesh: Mesh, name: str | None = None) -> bool:
     return (1 if launch is None else launch.world_size) == mesh.size
 
 
+def planned_on_real_ranks(mesh: Mesh, name: str | None = None) -> bool:
+    """Whether a step on `mesh` is planned as real ranks run it: it runs on them, or was put on an executor of them before there are any."""
+    return on_real_ranks(mesh, name) or (mesh.size > 1 and name in ("distributed", "compiled"))
+
+
 def held(program: Program, mesh: Mesh, name: str | None = None, grouped: bool = False, rank: int | None = None) -> MemoryReport:
     """What a rank holds while the executor runs `program`: on real ranks with what is in flight. Joins nothing.
 
     rank: by default the one that holds most, where ranks do different things.
 
-    A step that was put on "distributed" counts as on real ranks before there are any. grouped: see `ordered`; no peak is another by it.
+    A step that was put on "distributed" or "compiled" counts as on real ranks before there are any. grouped: see `ordered`; no peak is
+    another by it.
     """
-    real = on_real_ranks(mesh, name) or (mesh.size > 1 and name == "distributed")
+    real = planned_on_real_ranks(mesh, name)
     some = distinct_ranks(program, mesh) if rank is None else (rank,)
     parts = [on_rank(program, mesh, one).program for one in some]
     reports = [memory(ordered(part, mesh, name, grouped=grouped), sent=real) for part in parts]
@@ -217,7 +223,7 @@ def ordered(program: Program, mesh: Mesh, name: str | None = None, ahead_bytes: 
     grouped: with small updates side by side, which is the very order; plans are searched without it. Where ranks do different things, each
     puts its own part in order.
     """
-    real = on_real_ranks(mesh, name) or (mesh.size > 1 and name == "distributed")
+    real = planned_on_real_ranks(mesh, name)
     return overlapped(program, ahead_bytes, grouped) if real and not has_places(program) else program
 
 
