@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import colofunc as cf
+import colofunc.mesh.attainable as attaining
 from colofunc.errors import TopologyError
 from colofunc.mesh import PRESETS, Mesh, Rate, presets
 from colofunc.mesh import curves as curves_module
@@ -109,6 +110,8 @@ def test_a_topology_with_rates_of_attention_is_a_file_like_any_other(tmp_path):
     [
         (("colofunc_curves",), 2, 'it does not begin with "colofunc_curves": 1'),
         (("memory", "share"), "much", "curves.memory.share is 'much'; it must be of type int or float"),
+        (("memory", "share"), 7.0, "Share.share is 7.0; give a part above 0, at most 1"),
+        (("products", 0, "source"), " ", "ProductRate.source is empty; say where the figure is from"),
         (("launch_s",), -1.0, "Curves.launch_s is -1.0; give a finite number above 0"),
         (("attention", 0, "points"), [], "AttentionRate of 'flash': points (); give numbers above 0, fewest keys first"),
         (("spped",), 1, "curves has an unknown field 'spped'"),
@@ -159,3 +162,28 @@ def test_attention_of_a_host_takes_what_was_measured_of_it():
     step = cf.shard(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), mesh)
     flops = 4 * 64 * 2 * 4 * 256 * 256 / 2
     assert step.lower(q, k, v).lanes().end_s == pytest.approx(flops / 2e10 + base.device.launch_s)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (dict(dtype="bfloat61"), "products of 'bfloat61' are none of the data sheet's, which has float64, .*; did you mean 'bfloat16'"),
+        (dict(flops_per_s=1e18), r"products of 'bfloat16' reach 1e\+18 a second, more than the data sheet's 9.895e\+14"),
+    ],
+)
+def test_products_are_of_the_data_sheet(monkeypatch, change, says):
+    known = curves_of("h100")
+    first = next(one for one in known.products if one.dtype == "bfloat16")
+    products = (attrs.evolve(first, **change),)
+    monkeypatch.setattr(attaining, "curves_of", lambda device: attrs.evolve(known, products=products))
+    with pytest.raises(TopologyError, match=f"curves of 'h100': {says}"):
+        attaining.attainable(PRESETS["8xh100"])
+
+
+def test_a_dtype_with_a_curve_of_its_own_goes_by_it(monkeypatch):
+    known = curves_of("h100")
+    first = next(one for one in known.products if one.dtype == "bfloat16")
+    products = (*known.products, attrs.evolve(first, dtype="float16", flops_per_s=first.flops_per_s / 2))
+    monkeypatch.setattr(attaining, "curves_of", lambda device: attrs.evolve(known, products=products))
+    rates = {rate.dtype: rate.flops_per_s for rate in attaining.attainable(PRESETS["8xh100"]).device.rates}
+    assert rates["float16"] == pytest.approx(rates["bfloat16"] / 2)

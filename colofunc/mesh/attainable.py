@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import attrs
 
+from colofunc.errors import TopologyError, near
 from colofunc.mesh.curves import Curves, curves_of
-from colofunc.mesh.topology import Rate, Topology
+from colofunc.mesh.topology import Device, Rate, Topology
 
 HALF_PART, FLOAT8_PART, LINKS_PART = 0.8, 0.73, 0.78
 """Of products in 16 and in 8 bits, and of links in a box, where a device has no file: the middle of those that have one."""
@@ -30,9 +31,14 @@ BITS_8 = ("float8", "int8")
 
 
 def attainable(topology: Topology) -> Topology:
-    """A topology of data sheets with what programs attain of its rates, memory and links."""
+    """A topology of data sheets with what programs attain of its rates, memory and links.
+
+    Raises TopologyError where the curves of its device have products of which the sheet knows nothing, or that are faster than it says.
+    """
     device = topology.device
     curves = curves_of(device.name)
+    if curves is not None:
+        _check_products(curves, device)
     links_part = LINKS_PART if curves is None else curves.links.share
     levels = []
     for level in topology.levels:
@@ -60,13 +66,23 @@ def attainable(topology: Topology) -> Topology:
     return attrs.evolve(topology, device=device, levels=tuple(levels), links=tuple(links))
 
 
+def _check_products(curves: Curves, device: Device) -> None:
+    sheet = {rate.dtype: rate.flops_per_s for rate in device.rates}
+    for one in curves.products:
+        where = f"curves of {device.name!r}: products of {one.dtype!r}"
+        if one.dtype not in sheet:
+            raise TopologyError(f"{where} are none of the data sheet's, which has {', '.join(sheet)}{near(one.dtype, sheet)}")
+        if one.flops_per_s > sheet[one.dtype]:
+            raise TopologyError(f"{where} reach {one.flops_per_s:.4g} a second, more than the data sheet's {sheet[one.dtype]:.4g}")
+
+
 def _product_part(rate: Rate, topology: Topology, curves: Curves | None) -> float:
     """What products of a dtype attain of their rate; a dtype that no curve has attains what those of its width do."""
     narrow = rate.dtype in BITS_8
     if curves is not None:
         sheet = {one.dtype: one.flops_per_s for one in topology.device.rates}
-        like = "float8" if narrow else "bfloat16"
-        attained = curves.product_flops_per_s(like)
-        if attained is not None and like in sheet:
-            return attained / sheet[like]
+        for like in (rate.dtype, "float8" if narrow else "bfloat16"):
+            attained = curves.product_flops_per_s(like)
+            if attained is not None and like in sheet:
+                return attained / sheet[like]
     return FLOAT8_PART if narrow else HALF_PART

@@ -45,13 +45,23 @@ def _above_zero(instance: object, attribute: attrs.Attribute[Any], value: float)
         raise TopologyError(f"{type(instance).__name__}.{attribute.name} is {value!r}; give a finite number above 0")
 
 
+def _a_part(instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
+    if not 0 < value <= 1:
+        raise TopologyError(f"{type(instance).__name__}.{attribute.name} is {value!r}; give a part above 0, at most 1")
+
+
+def _said(instance: object, attribute: attrs.Attribute[Any], value: str) -> None:
+    if not value.strip():
+        raise TopologyError(f"{type(instance).__name__}.{attribute.name} is empty; say where the figure is from")
+
+
 @attrs.frozen
 class ProductRate:
     """Operations a second of large products of one dtype, at best."""
 
     dtype: str
     flops_per_s: float = attrs.field(validator=_above_zero, converter=float)
-    source: str
+    source: str = attrs.field(validator=_said)
 
 
 @attrs.frozen
@@ -61,7 +71,7 @@ class AttentionRate:
     kernel: str
     head: int = attrs.field(validator=_above_zero)
     points: tuple[tuple[float, float, float], ...]
-    source: str
+    source: str = attrs.field(validator=_said)
 
     def __attrs_post_init__(self) -> None:
         keys = [point[0] for point in self.points]
@@ -105,8 +115,8 @@ class WorkRate:
 class Share:
     """What programs reach of a data sheet's figure, a part of it. `error`: relative, where it comes from a fit."""
 
-    share: float = attrs.field(validator=_above_zero, converter=float)
-    source: str
+    share: float = attrs.field(validator=_a_part, converter=float)
+    source: str = attrs.field(validator=_said)
     error: float = 0.0
 
 
@@ -124,10 +134,10 @@ class Curves:
     sustained: Share
     memory: Share
     launch_s: float = attrs.field(validator=_above_zero, converter=float)
-    launch_source: str
+    launch_source: str = attrs.field(validator=_said)
     links: Share
     latency_s: float = attrs.field(validator=_above_zero, converter=float)
-    latency_source: str
+    latency_source: str = attrs.field(validator=_said)
     copies: Share
     attention: tuple[AttentionRate, ...] = ()
     contention: Share | None = None
