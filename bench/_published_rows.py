@@ -285,3 +285,59 @@ PIPELINED: tuple[Run, ...] = (
 )
 """Pipelines of the tables that other rows are from, and R: arXiv 2205.05198, 175 B with sequence parallelism and attention made again,
 which flash attention is. Predicted when all else was settled: they neither calibrate nor test."""
+
+
+_MPT: Mapping[str, Model] = {
+    "125M": _opt(12, 768, 12, 50368), "350M": _opt(24, 1024, 16, 50368), "760M": _opt(24, 1536, 12, 50368),
+    "1B": _opt(24, 2048, 16, 50368), "3B": _opt(32, 2560, 20, 50368), "7B": _opt(32, 4096, 32, 50368),
+    "13B": _opt(40, 5120, 40, 50368), "30B": _opt(48, 7168, 56, 50368), "70B": _opt(80, 8192, 64, 50368),
+}  # fmt: skip
+
+
+def _mosaic_a100(
+    id: str, model: str, gpus: int, gb: int, tokens: int, each: int, times: int, tokens_s: float, again: Again = "none", masters: bool = True
+) -> Run:
+    rows = gpus * each * times
+    unknown = "links between boxes: the usual ones" if gpus > 8 else ""
+    more = dict(again=again, masters=masters, fused=False, attention="triton", unknown=unknown)
+    seconds = _tokens_s(tokens_s, gpus, tokens, rows)
+    return Run(id, id[:2], _MPT[model], f"8xa100-{gb}g", {"dp": gpus}, tokens, rows, seconds, times, **more)  # type: ignore[arg-type]
+
+
+def _llm_c(id: str, layers: int, hidden: int, heads: int, each: int, seconds: float) -> Run:
+    """524,288 tokens a step."""
+    return Run(id, "CA", _opt(layers, hidden, heads, 50304), "8xa100-80g", {"dp": 8}, 1024, 512, seconds, 64 // each, zero=1)
+
+
+FURTHER: tuple[Run, ...] = (
+    _titan("T4", L8, _TITAN_CARD, {"dp": 128}, 256, 5605, 128, again="operators", fused=False, peak_gib=67.0),
+    _titan("T5", L8, _TITAN_CARD, {"dp": 128}, 256, 6514, 128, again="operators", peak_gib=62.0),
+    _titan("T26", L8, _TITAN_CARD, {"dp": 8, "tp": 8}, 96, 4809, 64, again="operators", collectives="chunked"),
+    Run("U4", "U", L3, "a100-80g", {"dp": 1}, 4096, 2, 8192 / 7210, again="full", masters=False, unknown="the loss in pieces, as one here"),
+    _llm_c("CA1", 12, 768, 12, 64, 0.300),
+    _llm_c("CA2", 24, 1024, 16, 64, 0.820),
+    _llm_c("CA3", 36, 1280, 20, 32, 1.7),
+    _mosaic_h100("MH5", _MPT["30B"], 8, 8192, 1, 21, 1384, again="full"),
+    _mosaic_h100("MH6", _MPT["30B"], 8, 4096, 1, 21, 1802, again="full"),
+    _mosaic_h100("MH7", _MPT["13B"], 8, 2048, 2, 1, 4792),
+    _mosaic_h100("MH8", _MPT["13B"], 64, 2048, 2, 1, 4800, unknown="links between boxes: the usual ones"),
+    _mosaic_h100("MH9", _MPT["7B"], 8, 65536, 1, 2, 1956, again="full"),
+    _mosaic_h100("MH10", _MPT["760M"], 8, 2048, 24, 2, 63147),
+    _mosaic_h100("MH11", _MPT["3B"], 8, 512, 40, 6, 27965),
+    _mosaic_h100("MH12", _MPT["70B"], 32, 2048, 2, 16, 882, again="full", unknown="links between boxes: the usual ones"),
+    _mosaic_h100("MH13", _MPT["760M"], 8, 1024, 48, 2, 78581),
+    _mosaic_h100("MH14", _MPT["1B"], 8, 65536, 1, 2, 5506, again="full"),
+    _mosaic_a100("MA1", "125M", 8, 80, 2048, 40, 2, 142830),
+    _mosaic_a100("MA2", "125M", 8, 80, 65536, 1, 2, 20368),
+    _mosaic_a100("MA3", "350M", 8, 80, 512, 128, 2, 69330),
+    _mosaic_a100("MA4", "760M", 8, 80, 512, 96, 2, 29446),
+    _mosaic_a100("MA5", "3B", 8, 80, 2048, 10, 2, 10811),
+    _mosaic_a100("MA6", "13B", 8, 80, 32768, 1, 3, 1016, "full"),
+    _mosaic_a100("MA7", "70B", 32, 80, 2048, 2, 16, 373, "full", False),
+    _mosaic_a100("MF1", "13B", 8, 40, 2048, 4, 16, 1668, "full", False),
+    _mosaic_a100("MF2", "13B", 16, 40, 2048, 10, 1, 1993, "full", False),
+    _mosaic_a100("MF3", "70B", 64, 40, 2048, 2, 1, 276, "full", False),
+    _mosaic_a100("MF4", "70B", 128, 40, 2048, 4, 1, 376, "full", False),
+)
+"""Further rows of the tables of T, U, MH and of llm.c's scripts, chosen by a reader who looked for where the clock fails, when all else was
+settled: they neither calibrate nor test, and none is dropped for being missed. MA, MF: llm-foundry's tables of A100 with 80 and 40 GB."""
