@@ -295,8 +295,9 @@ _MPT: Mapping[str, Model] = {
 
 
 def _mosaic_a100(
-    id: str, model: str, gpus: int, gb: int, tokens: int, each: int, times: int, tokens_s: float, again: Again = "none", masters: bool = True
-) -> Run:
+    id: str, model: str, gpus: int, gb: int, tokens: int, each: int, times: int, tokens_s: float, again: Again = "none",
+    masters: bool = True,
+) -> Run:  # fmt: skip
     rows = gpus * each * times
     unknown = "links between boxes: the usual ones" if gpus > 8 else ""
     more = dict(again=again, masters=masters, fused=False, attention="triton", unknown=unknown)
