@@ -196,7 +196,7 @@ class _Asked:
         def send_s(nbytes: float) -> float:
             return build.mesh.collective_s("send", nbytes, (self.axis,))
 
-        return CutProblem(build.program, count, seconds, send_s, devices)
+        return CutProblem(build.program, count, seconds, send_s, devices, self.indices(schedule, ranks))
 
     def _devices(self, build: Build, schedule: Schedule, ranks: int) -> list[Device]:
         """Per stage, what it has of its ranks."""

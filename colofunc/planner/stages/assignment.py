@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from copy import copy
+from itertools import combinations_with_replacement
 from math import inf
 
 import attrs
@@ -62,14 +63,21 @@ class CutProblem:
     """A global program's forward pass, to be cut in so many stages.
 
     node_s: seconds of a node on one device. send_s: seconds to hand on so many bytes. devices: of each stage, where they differ; where
-    no cut fits their memory, as without recomputation or offload, they are told apart by their speeds alone. Raises PlanError where there
-    are fewer places to cut than stages need.
+    no cut fits their memory, as without recomputation or offload, they are told apart by their speeds alone. ranks: of each stage, where a
+    rank has several. Raises PlanError where there are fewer places to cut than stages need.
     """
 
     def __init__(
-        self, program: Program, stages: int, node_s: Callable[[Node], float], send_s: Callable[[int], float], devices: Sequence[Device] = ()
+        self,
+        program: Program,
+        stages: int,
+        node_s: Callable[[Node], float],
+        send_s: Callable[[int], float],
+        devices: Sequence[Device] = (),
+        ranks: Sequence[int] = (),
     ) -> None:
         self.program = program
+        self.ranks = ranks or range(stages)
         self.reading = _Reading(program)
         places = self.reading.narrow_places(stages)
         if len(places) < stages:
@@ -91,9 +99,53 @@ class CutProblem:
         return other
 
     def balanced(self) -> Cuts:
-        """The cuts whose slowest stage is the fastest."""
-        chosen = self._fastest(self._over_capacity())
-        return self._cuts(chosen or self._fastest([None] * len(self.devices)))
+        """The cuts whose slowest stage is the fastest; from there, where a rank has several stages, those whose slowest rank is faster."""
+        over = self._over_capacity()
+        chosen = self._fastest(over)
+        if not chosen:
+            over = [None] * len(self.devices)
+            chosen = self._fastest(over)
+        return self._cuts(self._evened(chosen, over) if len(set(self.ranks)) < len(self.devices) else chosen)
+
+    def slowest_rank_s(self) -> float:
+        """Seconds of the slowest rank's stages by `balanced`."""
+        of_ranks: dict[int, float] = {}
+        for rank, seconds in zip(self.ranks, self.balanced().seconds, strict=True):
+            of_ranks[rank] = of_ranks.get(rank, 0.0) + seconds
+        return max(of_ranks.values())
+
+    def _evened(self, chosen: Sequence[int], over: Sequence[np.ndarray | None]) -> list[int]:
+        """Pieces go from one stage to another, and all cuts in between by one piece, as long as the slowest ranks get faster by it."""
+        best, best_s = list(chosen), self._by_rank_s(chosen)
+        improved = True
+        while improved:
+            improved = False
+            for first, last in combinations_with_replacement(range(1, len(best)), 2):
+                for by in (-1, 1):
+                    moved = [begin + by if first <= k <= last else begin for k, begin in enumerate(best)]
+                    if self._may_be(moved, over):
+                        moved_s = self._by_rank_s(moved)
+                        if moved_s < best_s:
+                            best, best_s, improved = moved, moved_s, True
+        return best
+
+    def _may_be(self, chosen: Sequence[int], over: Sequence[np.ndarray | None]) -> bool:
+        """Whether each stage has a piece, and room for what it has."""
+        ends = (*chosen[1:], self.line.pieces)
+        if any(begin >= end for begin, end in zip(chosen, ends, strict=True)):
+            return False
+        return all(too_much is None or not too_much[begin, end] for begin, end, too_much in zip(chosen, ends, over, strict=True))
+
+    def _by_rank_s(self, chosen: Sequence[int]) -> list[float]:
+        """Seconds of each rank's stages together, the slowest rank first; then of the slowest stage."""
+        ends = (*chosen[1:], self.line.pieces)
+        of_ranks: dict[int, float] = {}
+        slowest_s = 0.0
+        for begin, end, rank, device in zip(chosen, ends, self.ranks, self.devices, strict=True):
+            seconds = float((self.line.until[end] - self.line.until[begin]) / device.speed + self.line.received_s[begin])
+            of_ranks[rank] = of_ranks.get(rank, 0.0) + seconds
+            slowest_s = max(slowest_s, seconds)
+        return [*(round(one, 15) for one in sorted(of_ranks.values(), reverse=True)), slowest_s]
 
     def leaner(self, held: Held, levels: int) -> list[Cuts]:
         """The cuts whose fullest stage holds least, then faster ones that hold more, up to `balanced`, which is left out.
@@ -211,24 +263,29 @@ class _Reading:
                 uses.setdefault(position, []).append(index)
         self.places = places
         self.uses = {position: tuple(found) for position, found in uses.items()}
-        self._crossing = self._count_crossing()
+        self._crossing, self._crossing_values = self._count_crossing()
 
-    def _count_crossing(self) -> np.ndarray:
-        """Per position, bytes that nodes in front of it hand on to forward nodes at it or behind it."""
-        change = np.zeros(len(self.program.nodes) + 1)
+    def _count_crossing(self) -> tuple[np.ndarray, np.ndarray]:
+        """Per position, (bytes, number) of the values that nodes in front of it hand on to forward nodes at it or behind it."""
+        nbytes, values = np.zeros(len(self.program.nodes) + 1), np.zeros(len(self.program.nodes) + 1)
         for id in self.computed:
             readers = [k for k in self.program.readers.get(id, ()) if k in self.forward]
             if readers:
-                change[self.program.made_at[id] + 1] += self.program.values[id].nbytes
-                change[readers[-1] + 1] -= self.program.values[id].nbytes
-        return np.cumsum(change)
+                begin, end = self.program.made_at[id] + 1, readers[-1] + 1
+                nbytes[begin] += self.program.values[id].nbytes
+                nbytes[end] -= self.program.values[id].nbytes
+                values[begin] += 1
+                values[end] -= 1
+        return np.cumsum(nbytes), np.cumsum(values)
 
     def narrow_places(self, least: int) -> list[int]:
-        """The places where no less crosses at the next ones, as between layers and not within one; all where these are fewer than `least`.
+        """The places where no fewer values cross at the next ones, as between layers and not within one; all where these are fewer than
+        `least`.
 
-        Within a layer a residual crosses beside what the layer computes, forward and backward.
+        Within a layer a residual crosses beside what the layer computes, forward and backward. How large they are says nothing of where a
+        layer ends: that has its price in the cut.
         """
-        crossing = [self.crossing_bytes(place) for place in self.places]
+        crossing = [self._crossing_values[place] for place in self.places]
         narrow = self.places[:1]
         for k in range(1, len(self.places)):
             if crossing[k] <= min(crossing[max(k - 1, 1) : k + 2]):

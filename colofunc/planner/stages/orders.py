@@ -29,7 +29,7 @@ Order = tuple[int, ...]
 
 
 def best_order(devices: Sequence[Device], stages_per_device: int, problem_of: Callable[[Order], CutProblem]) -> Order | None:
-    """The order in which the slowest stage is fastest; None where the given one is as good.
+    """The order in which the slowest rank is fastest; None where the given one is as good.
 
     devices: in the order in which they stand, with what a stage has of each. problem_of: the cuts to be made in an order.
     """
@@ -38,7 +38,7 @@ def best_order(devices: Sequence[Device], stages_per_device: int, problem_of: Ca
         return None
 
     def slowest_s(order: Order) -> float:
-        return max(problem_of(order).balanced().seconds)
+        return problem_of(order).slowest_rank_s()
 
     if stages_per_device > 1:
         return least_order(devices, slowest_s)
