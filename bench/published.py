@@ -181,7 +181,7 @@ def bench() -> Section:
     sums = [sum_up(held, "rows held out"), sum_up(others, "rows of the table of P1 to P5"), sum_up(pipelined, "pipelines")]
     sums.append(sum_up(further, "further rows, looked for where the clock fails"))
     every = [*results, *others, *held, *pipelined, *further]
-    sums.append(order(every, "the same of all rows here"))
+    sums.append(order(every, "configurations of one model in the published order, of all rows here"))
     peaks = [peaks_of(every, "alive", "what is alive"), peaks_of(every, "reserved", "what a card holds, beside what was reserved")]
     beside = each([*others, *held, *pipelined, *further])
     return Section("Published runs", SETTING, [*summary(results), *sums, *peaks, *ablation(results), *rows, *beside])
