@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -195,6 +196,24 @@ def test_groups_of_interleaved() -> None:
     message = r"'interleaved-1f1b' takes groups of 4 microbatches on 4 ranks, which do not divide 6; give microbatches=8, or another"
     with pytest.raises(cf.PlanError, match=message):
         SCHEDULES["interleaved-1f1b"].table(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda: SCHEDULES["1f1b"].table(0, 4), "schedule '1f1b' was given 0 ranks; give a number from 1 on"),
+        (lambda: SCHEDULES["1f1b"].table(2, 2.5), "schedule '1f1b' was given 2.5 microbatches; give a number from 1 on"),
+        (lambda: StageCosts.uniform(2, float("nan")), "forward_s of a stage is nan; give seconds and bytes of at least 0"),
+        (
+            lambda: cf.ext.Schedule("mine", lambda *args: [["0F0"]]).table(1, 1),
+            "schedule 'mine' made a list; its `make` returns a cf.ext.ActionTable",
+        ),
+        (lambda: cf.pipeline(lambda state, batch: state, schedule=["1f1b"]), r"schedule=\['1f1b'\] is no name of a schedule"),
+    ],
+)
+def test_what_is_no_schedule_is_named(wrong: Callable[[], object], says: str) -> None:
+    with pytest.raises(cf.PlanError, match=says):
+        wrong()
 
 
 def test_text_and_trace_of_a_simulated_table() -> None:

@@ -49,8 +49,9 @@ class StageCosts:
             wanted = self.stages - 1 if field.name.startswith("send") else self.stages
             if len(values) != wanted:
                 raise PlanError(f"costs of {self.stages} stages have {len(values)} figures {field.name}; give {wanted}")
-            if any(value < 0 for value in values):
-                raise PlanError(f"{field.name} of a stage is {min(values)}; give seconds and bytes of at least 0")
+            wrong = [value for value in values if not value >= 0]
+            if wrong:
+                raise PlanError(f"{field.name} of a stage is {wrong[0]}; give seconds and bytes of at least 0")
 
     @property
     def stages(self) -> int:
@@ -131,7 +132,10 @@ class Schedule:
         return [number for number in numbers if not (self.whole_groups and number % ranks)]
 
     def check_microbatches(self, ranks: int, microbatches: int) -> None:
-        """Raises PlanError where they are too few for it on so many ranks, or come in no whole groups."""
+        """Raises PlanError where they are no number, too few for it on so many ranks, or come in no whole groups."""
+        for number, what in ((ranks, "ranks"), (microbatches, "microbatches")):
+            if not isinstance(number, int) or number < 1:
+                raise PlanError(f"schedule {self.name!r} was given {number!r} {what}; give a number from 1 on")
         least = self.least_microbatches(ranks)
         if microbatches < least:
             raise PlanError(
@@ -156,6 +160,8 @@ class Schedule:
         return table
 
     def _check(self, table: ActionTable, ranks: int, microbatches: int) -> None:
+        if not isinstance(table, ActionTable):
+            raise PlanError(f"schedule {self.name!r} made a {type(table).__name__}; its `make` returns a cf.ext.ActionTable")
         try:
             check_table(table, self.stages(ranks), microbatches)
         except PlanError as error:

@@ -84,6 +84,8 @@ def pipeline(
     """
     if microbatches != AUTO:
         check_number(microbatches, "pipeline")
+    if not isinstance(schedule, str):
+        raise PlanError(f"schedule={schedule!r:.80} is no name of a schedule. Try: schedule='1f1b', or a plugin with colofunc_schedules")
     if mixing not in MIXING:
         raise PlanError(f"unknown mixing {mixing!r}{near(str(mixing), MIXING, 'ways')}")
     if validate not in VALIDATE:

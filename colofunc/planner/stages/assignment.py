@@ -15,9 +15,8 @@ have to fit there. The optimum is exact for the ranks in their order: dynamic pr
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from itertools import combinations_with_replacement
 from math import inf
 
 import attrs
@@ -109,25 +108,28 @@ class CutProblem:
 
     def slowest_rank_s(self) -> float:
         """Seconds of the slowest rank's stages by `balanced`."""
-        of_ranks: dict[int, float] = {}
-        for rank, seconds in zip(self.ranks, self.balanced().seconds, strict=True):
-            of_ranks[rank] = of_ranks.get(rank, 0.0) + seconds
-        return max(of_ranks.values())
+        return max(self._seconds_of_ranks(self.balanced().seconds).values())
 
     def _evened(self, chosen: Sequence[int], over: Sequence[np.ndarray | None]) -> list[int]:
-        """Pieces go from one stage to another, and all cuts in between by one piece, as long as the slowest ranks get faster by it."""
+        """A piece goes from a stage of the slowest rank to one of another, and all cuts in between by one piece, as long as that helps."""
         best, best_s = list(chosen), self._by_rank_s(chosen)
-        improved = True
-        while improved:
-            improved = False
-            for first, last in combinations_with_replacement(range(1, len(best)), 2):
-                for by in (-1, 1):
-                    moved = [begin + by if first <= k <= last else begin for k, begin in enumerate(best)]
-                    if self._may_be(moved, over):
-                        moved_s = self._by_rank_s(moved)
-                        if moved_s < best_s:
-                            best, best_s, improved = moved, moved_s, True
-        return best
+        while True:
+            ways = [way for way in self._given_away(best) if self._may_be(way, over)]
+            fastest = min(ways, key=self._by_rank_s, default=best)
+            if self._by_rank_s(fastest) >= best_s:
+                return best
+            best, best_s = fastest, self._by_rank_s(fastest)
+
+    def _given_away(self, chosen: Sequence[int]) -> Iterator[list[int]]:
+        """Every way for the slowest rank to have a piece less."""
+        of_ranks = self._seconds_of_ranks(self._stage_seconds(chosen))
+        slowest = max(of_ranks, key=lambda rank: of_ranks[rank])
+        stages = range(len(chosen))
+        for giver in stages:
+            for taker in stages if self.ranks[giver] == slowest else ():
+                if self.ranks[taker] != slowest:
+                    first, last, by = (giver + 1, taker, -1) if giver < taker else (taker + 1, giver, 1)
+                    yield [begin + by if first <= stage <= last else begin for stage, begin in enumerate(chosen)]
 
     def _may_be(self, chosen: Sequence[int], over: Sequence[np.ndarray | None]) -> bool:
         """Whether each stage has a piece, and room for what it has."""
@@ -138,14 +140,23 @@ class CutProblem:
 
     def _by_rank_s(self, chosen: Sequence[int]) -> list[float]:
         """Seconds of each rank's stages together, the slowest rank first; then of the slowest stage."""
+        seconds = self._stage_seconds(chosen)
+        of_ranks = self._seconds_of_ranks(seconds)
+        return [*(round(one, 15) for one in sorted(of_ranks.values(), reverse=True)), max(seconds)]
+
+    def _stage_seconds(self, chosen: Sequence[int]) -> list[float]:
         ends = (*chosen[1:], self.line.pieces)
+        until, received_s = self.line.until, self.line.received_s
+        return [
+            float((until[end] - until[begin]) / device.speed + received_s[begin])
+            for begin, end, device in zip(chosen, ends, self.devices, strict=True)
+        ]
+
+    def _seconds_of_ranks(self, seconds: Sequence[float]) -> dict[int, float]:
         of_ranks: dict[int, float] = {}
-        slowest_s = 0.0
-        for begin, end, rank, device in zip(chosen, ends, self.ranks, self.devices, strict=True):
-            seconds = float((self.line.until[end] - self.line.until[begin]) / device.speed + self.line.received_s[begin])
-            of_ranks[rank] = of_ranks.get(rank, 0.0) + seconds
-            slowest_s = max(slowest_s, seconds)
-        return [*(round(one, 15) for one in sorted(of_ranks.values(), reverse=True)), slowest_s]
+        for rank, each in zip(self.ranks, seconds, strict=True):
+            of_ranks[rank] = of_ranks.get(rank, 0.0) + each
+        return of_ranks
 
     def leaner(self, held: Held, levels: int) -> list[Cuts]:
         """The cuts whose fullest stage holds least, then faster ones that hold more, up to `balanced`, which is left out.
@@ -198,12 +209,8 @@ class CutProblem:
         return self.line.in_order(over, speeds)[0]
 
     def _cuts(self, chosen: Sequence[int]) -> Cuts:
-        firsts = [self.begins[k] for k in chosen]
-        ends = (*firsts[1:], len(self.program.nodes))
-        taken = []
-        for first, end, k, device in zip(firsts, ends, chosen, self.devices, strict=True):
-            taken.append(float((self.until[end] - self.until[first]) / device.speed + self.line.received_s[k]))
-        return Cuts(ends, tuple(taken), self.reading.uses)
+        ends = (*(self.begins[k] for k in chosen[1:]), len(self.program.nodes))
+        return Cuts(ends, tuple(self._stage_seconds(chosen)), self.reading.uses)
 
 
 def cuts_at(program: Program, ends: tuple[int, ...]) -> Cuts:
