@@ -424,6 +424,7 @@ def test_the_text_says_who_does_what() -> None:
         (dict(stages=[("0.*", 0)]), "stages=[('0.*', 0)] names no stages; write stages={'layers.0.*': 0"),
         (dict(stages={0: 1}), "stages={0: 1} names no stages"),
         (dict(schedule=None), "unknown schedule None; schedules: '1f1b'"),
+        (dict(schedule=["1f1b"]), "unknown schedule ['1f1b']; did you mean '1f1b'?"),
         (dict(axis=3), "cf.pipeline(axis=3): Mesh(pp=4"),
         (dict(stages={"0.*": 4}), "stages={'0.*': 4}: the schedule '1f1b' has 4 stages on 'pp'; write stages from 0 to 3, or"),
         (dict(stages={"9.*": 0}), "stages={'9.*': 0} matches no parameter; the first are"),

@@ -208,7 +208,6 @@ def test_groups_of_interleaved() -> None:
             lambda: cf.ext.Schedule("mine", lambda *args: [["0F0"]]).table(1, 1),
             "schedule 'mine' made a list; its `make` returns a cf.ext.ActionTable",
         ),
-        (lambda: cf.pipeline(lambda state, batch: state, schedule=["1f1b"]), r"schedule=\['1f1b'\] is no name of a schedule"),
     ],
 )
 def test_what_is_no_schedule_is_named(wrong: Callable[[], object], says: str) -> None:

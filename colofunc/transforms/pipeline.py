@@ -84,8 +84,6 @@ def pipeline(
     """
     if microbatches != AUTO:
         check_number(microbatches, "pipeline")
-    if not isinstance(schedule, str):
-        raise PlanError(f"schedule={schedule!r:.80} is no name of a schedule. Try: schedule='1f1b', or a plugin with colofunc_schedules")
     if mixing not in MIXING:
         raise PlanError(f"unknown mixing {mixing!r}{near(str(mixing), MIXING, 'ways')}")
     if validate not in VALIDATE:
@@ -257,8 +255,8 @@ class _Asked:
 
     def _schedule(self, build: Build) -> Schedule:
         known = build.registry.schedules
-        if self.schedule not in known:
-            raise PlanError(f"unknown schedule {self.schedule!r}{near(self.schedule, sorted(known), 'schedules')}")
+        if not isinstance(self.schedule, str) or self.schedule not in known:
+            raise PlanError(f"unknown schedule {self.schedule!r}{near(str(self.schedule), sorted(known), 'schedules')}")
         return known[self.schedule]
 
     def _assigned(self, build: Build, schedule: Schedule, ranks: int) -> dict[int, tuple[int, ...]]:
