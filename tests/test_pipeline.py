@@ -559,14 +559,20 @@ def train_all(ranks: int) -> dict[str, list[float]]:
     return {**losses, "auto": train("1f1b", ranks, "auto")}
 
 
-@pytest.mark.dist
-def test_real_ranks_compute_what_one_device_does() -> None:
+def losses_of_one_device() -> list[float]:
+    """What `train` is to find."""
     step, state, batch = mlp(8)
     expected = []
     with cf.testing.float64():
         for _ in range(2):
             state, metrics = step(state, batch)
             expected.append(float(metrics["loss"]))
+    return expected
+
+
+@pytest.mark.dist
+def test_real_ranks_compute_what_one_device_does() -> None:
+    expected = losses_of_one_device()
     for found in launch(train_all, 2, 2):
         for losses in found.values():
             assert losses == pytest.approx(expected, rel=1e-10)
