@@ -106,19 +106,20 @@ def test_whole_step_agrees_to_the_byte(mesh):
 # ---- in flight on real ranks ----
 
 
+def loss_of_layers(params, batch):
+    h = batch
+    for weight in params.values():
+        h = torch.tanh(h @ weight)
+    return h.square().mean()
+
+
 def deep(mesh, depth=6, width=32, rows=8):
     """Layers whose stored parts are gathered for each use: what `overlap` starts early."""
     torch.manual_seed(0)
     state = {f"w{k}": torch.randn(width, width, dtype=torch.float64) / 6 for k in range(depth)}
 
     def step(state, batch):
-        def loss_of(params):
-            h = batch
-            for k in range(depth):
-                h = torch.tanh(h @ params[f"w{k}"])
-            return h.square().mean()
-
-        loss, grads = cf.value_and_grad(loss_of)(state)
+        loss, grads = cf.value_and_grad(lambda params: loss_of_layers(params, batch))(state)
         return {k: v - 0.1 * grads[k] for k, v in state.items()}, loss
 
     staged = cf.shard(step, mesh, {"w*": "(dp a) b"}, in_specs=(None, "(dp b) i"))
@@ -225,14 +226,8 @@ def test_gradients_that_are_sent_are_not_all_held_until_the_norm_is_known():
     for depth in (4, 12):
         state = {f"w{k}": cf.abstract((width, width), torch.float32) for k in range(depth)}
 
-        def step(state, batch, depth=depth):
-            def loss_of(params):
-                h = batch
-                for k in range(depth):
-                    h = torch.tanh(h @ params[f"w{k}"])
-                return h.square().mean()
-
-            loss, grads = cf.value_and_grad(loss_of)(state)
+        def step(state, batch):
+            loss, grads = cf.value_and_grad(lambda params: loss_of_layers(params, batch))(state)
             scale = 1 / sum(g.square().sum() for g in grads.values()).sqrt()
             return {k: v - 0.1 * scale * grads[k] for k, v in state.items()}, loss
 

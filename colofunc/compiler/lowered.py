@@ -23,7 +23,7 @@ from colofunc.compiler.terms import terms as find_terms
 from colofunc.dtensor.placed import SHELF, ToDisk
 from colofunc.errors import PlanError
 from colofunc.executors.backend import Backend, fullest, held, ordered
-from colofunc.executors.fused import fused
+from colofunc.executors.fused import as_executed
 from colofunc.executors.rank_program import program_hash
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Plan
@@ -195,8 +195,7 @@ class Lowered:
         return period_s(self._clocked(self.ordered()), self.priced, seconds)
 
     def _clocked(self, program: Program) -> Program:
-        """A program with the seconds of fused operators, where the executor fuses them."""
-        return fused(program, self.priced, self.registry.rule) if self.executor == "compiled" else program
+        return as_executed(program, self.executor, self.priced, self.registry.rule)
 
     def compare(self, *args: Any, tolerance: float | None = None) -> Compared:
         """The first value that the mesh computes differently from one device. Runs both, consumes nothing."""

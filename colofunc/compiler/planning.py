@@ -35,7 +35,7 @@ from colofunc.dtensor.placed import SHELF
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import PlanError
 from colofunc.executors.backend import held, ordered
-from colofunc.executors.fused import fused
+from colofunc.executors.fused import as_executed
 from colofunc.mesh import Mesh
 from colofunc.mesh.detection import auto_bytes
 from colofunc.mesh.sizes import Room
@@ -49,7 +49,6 @@ from colofunc.planner.sharding.assign import Memo
 from colofunc.planner.sharding.constraints import Constraint, Constraints, retried
 from colofunc.planner.sharding.explain import constraints_from
 from colofunc.plugins.registry import Registry
-from colofunc.program.cost import RuleOf
 from colofunc.program.ir import Program
 from colofunc.program.lazy import LazyTensor
 from colofunc.program.passes.kernels import with_kernels
@@ -236,7 +235,7 @@ def gathered(
         moves=build.moves or _given(lies),
         lies=lies,
         order=partial(_in_order, mesh=priced, executor=staged.executor),
-        clocked=partial(_clocked, mesh=priced, executor=staged.executor, rule_of=registry.rule),
+        clocked=partial(as_executed, executor=staged.executor, mesh=priced, rule_of=registry.rule),
         ways=ways_of(build.alternatives),
         kernels=partial(with_kernels, mesh=priced, table=registry.kernels),
         timed=timed,
@@ -323,11 +322,6 @@ def can_be_left_out(build: Build) -> list[str]:
 def _in_order(program: Program, ahead_bytes: float, mesh: Mesh, executor: str | None) -> Program:
     """As the executor runs it, with at most so many bytes gathered ahead of their use."""
     return ordered(program, mesh, executor, ahead_bytes)
-
-
-def _clocked(program: Program, mesh: Mesh, executor: str | None, rule_of: RuleOf) -> Program:
-    """With the seconds of fused operators, where the executor fuses them."""
-    return fused(program, mesh, rule_of) if executor == "compiled" else program
 
 
 # ---- where inputs lie ----

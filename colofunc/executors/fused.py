@@ -43,6 +43,11 @@ def fused(program: Program, mesh: Mesh, rule_of: RuleOf) -> Program:
     return edit.done()
 
 
+def as_executed(program: Program, executor: str | None, mesh: Mesh, rule_of: RuleOf) -> Program:
+    """A program with the seconds of fused operators, where the executor fuses them."""
+    return fused(program, mesh, rule_of) if executor == NAME else program
+
+
 def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
     """The operators of a piece that are no products, by how many products stand before them on the longest way to them."""
     depth: dict[int, int] = {}  # of a value: products up to it

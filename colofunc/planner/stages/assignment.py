@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from itertools import product
 from math import inf
 
 import attrs
@@ -124,12 +125,11 @@ class CutProblem:
         """Every way for the slowest rank to have a piece less."""
         of_ranks = self._seconds_of_ranks(self._stage_seconds(chosen))
         slowest = max(of_ranks, key=lambda rank: of_ranks[rank])
-        stages = range(len(chosen))
-        for giver in stages:
-            for taker in stages if self.ranks[giver] == slowest else ():
-                if self.ranks[taker] != slowest:
-                    first, last, by = (giver + 1, taker, -1) if giver < taker else (taker + 1, giver, 1)
-                    yield [begin + by if first <= stage <= last else begin for stage, begin in enumerate(chosen)]
+        givers = [stage for stage, rank in enumerate(self.ranks) if rank == slowest]
+        takers = [stage for stage, rank in enumerate(self.ranks) if rank != slowest]
+        for giver, taker in product(givers, takers):
+            first, last, by = (giver + 1, taker, -1) if giver < taker else (taker + 1, giver, 1)
+            yield [begin + by if first <= stage <= last else begin for stage, begin in enumerate(chosen)]
 
     def _may_be(self, chosen: Sequence[int], over: Sequence[np.ndarray | None]) -> bool:
         """Whether each stage has a piece, and room for what it has."""
