@@ -25,7 +25,7 @@ from colofunc.executors.backend import ordered
 from colofunc.executors.fused import fused
 from colofunc.mesh import Topology, resolve_topology
 from colofunc.mesh.attainable import attainable
-from colofunc.mesh.presets import ATTAINABLE
+from colofunc.mesh.presets import DATASHEET
 from colofunc.planner.recompute.policies import Policy
 from colofunc.program.cost import collective_of, node_s
 from colofunc.program.facts import is_product
@@ -73,12 +73,12 @@ def lowered(run: Run, layers: int) -> Lowered:
 
 def machine(run: Run, is_sheet: bool = False) -> Topology:
     """What a run was on, by what programs attain of it, or by its data sheet."""
-    sheet = resolve_topology(run.topology)
+    sheet = resolve_topology(run.topology + DATASHEET)
     if run.uplink_gb_s is not None:
         *inner, outer = sheet.levels
         link = attrs.evolve(outer, bandwidth_bytes_per_s=1e9 * run.uplink_gb_s, sharing="uplink")
         sheet = attrs.evolve(sheet, levels=(*inner, link))
-    return sheet if is_sheet else attrs.evolve(attainable(sheet), name=run.topology + ATTAINABLE)
+    return sheet if is_sheet else attrs.evolve(attainable(sheet), name=run.topology)
 
 
 def roomy(topology: Topology) -> Topology:

@@ -339,7 +339,7 @@ def test_a_compiled_step_is_planned_by_its_fused_kernels_and_as_real_ranks_run_i
     width = 1024
     layers = [one for _ in range(4) for one in (nn.Linear(width, width, device="meta"), nn.GELU(), nn.LayerNorm(width, device="meta"))]
     step_fn, state = cf.train_step(cf.functional(nn.Sequential(*layers)), cf.adapt(torch.optim.AdamW, lr=0.1), loss=lambda out: out.mean())
-    step = cf.shard(step_fn, cf.Mesh(dp=8, topology="8xh100:attainable"), zero(3, "dp"))
+    step = cf.shard(step_fn, cf.Mesh(dp=8, topology="8xh100"), zero(3, "dp"))
     eager, compiled = (step.on(name).lower(state, cf.abstract((1 << 17, width))) for name in ("distributed", "compiled"))
     assert compiled.plan.cost_s == pytest.approx(compiled.lanes().end_s, rel=0.01)
     assert any(term.hidden_s > 0 for term in compiled.terms() if term.what.startswith("all_gather"))

@@ -43,22 +43,22 @@ def test_a_file_speaks_of_presets_and_every_figure_has_a_source(path):
 def test_a_device_that_is_not_there_yet_is_added_as_the_docs_say(tmp_path, monkeypatch):
     """An entry of `DEVICES` and of `_BOXES`, and a copied file with another name."""
     device, capacity_bytes = presets.DEVICES["h200"]
-    old = Mesh(topology="8xh200:attainable").topology.device
+    old = Mesh(topology="8xh200").topology.device
     monkeypatch.setitem(presets.DEVICES, "h300", (attrs.evolve(device, name="h300"), 2 * capacity_bytes))
     monkeypatch.setitem(presets._BOXES, "h300", presets._BOXES["h200"])
-    assert Mesh(topology="8xh300:attainable").topology.device.attention == ()  # as it has no file
+    assert Mesh(topology="8xh300").topology.device.attention == ()  # as it has no file
     data = json.loads((FOLDER / "h200.json").read_text())
     data |= {"devices": ["h300"], "sustained": {"share": 1.0, "source": "no whole step was measured"}}
     (tmp_path / "h300.json").write_text(json.dumps(data))
     monkeypatch.setattr(curves_module, "_shipped", curves_module._shipped.__wrapped__)  # which has kept what it read
     monkeypatch.setattr(curves_module, "FOLDER", tmp_path)
-    new = Mesh(topology="8xh300:attainable").topology.device
+    new = Mesh(topology="8xh300").topology.device
     assert new.attention == old.attention and new.contention == old.contention and new.sustained == 1.0
     assert new.flops_per_s["bfloat16"] == pytest.approx(old.flops_per_s["bfloat16"] / old.sustained)
 
 
 def test_products_of_many_sizes_take_what_was_measured():
-    curves, topology = curves_of("h100"), Mesh(topology="h100:attainable").topology
+    curves, topology = curves_of("h100"), Mesh(topology="h100").topology
     best = tuple(Rate(one.dtype, one.flops_per_s) for one in curves.products)  # one at a time, not a whole step of them
     mesh = Mesh(topology=attrs.evolve(topology, device=attrs.evolve(topology.device, rates=best)))
     off = []
@@ -69,7 +69,7 @@ def test_products_of_many_sizes_take_what_was_measured():
 
 
 def test_gathers_of_many_sizes_take_what_was_measured():
-    mesh = Mesh(dp=8, topology="8xh100:attainable")
+    mesh = Mesh(dp=8, topology="8xh100")
     for nbytes, rate in GATHERED.items():
         assert mesh.collective_s("all_gather", nbytes, ("dp",)) == pytest.approx(nbytes / (rate * 1e9), rel=0.25)
 
@@ -83,7 +83,7 @@ def attention(target: str, rows: int, head: int) -> KernelCall:
 
 @pytest.mark.parametrize(("rows", "head", "tflops"), [(512, 64, 141), (2048, 128, 265), (16384, 128, 328), (16384, 64, 284)])
 def test_attention_forward_and_backward_takes_what_was_measured(rows, head, tflops):
-    rates = attrs.evolve(rates_of(Mesh(topology="h100:attainable").topology), launch_s=0.0)
+    rates = attrs.evolve(rates_of(Mesh(topology="h100").topology), launch_s=0.0)
     flash = {kernel.target: kernel for kernel in FUSED if kernel.fn in (cuda.flash, cuda.flash_backward)}
     seconds = sum(flash[target].cost_s(attention(target, rows, head), rates) for target in (FORWARD, BACKWARD))
     flops = 3.5 * 4 * 16 * head * rows * rows / 2
@@ -99,10 +99,10 @@ def test_between_lengths_and_beyond_them():
 
 
 def test_a_topology_with_rates_of_attention_is_a_file_like_any_other(tmp_path):
-    topology = Mesh(topology="h100:attainable").topology
+    topology = Mesh(topology="h100").topology
     topology.save(tmp_path / "mine.json")
     assert topology.device.attention and cf.Mesh(topology=tmp_path / "mine.json").topology == topology
-    assert "attention" not in PRESETS["h100"].to_dict()["device"]
+    assert "attention" not in presets.SHEETS["h100"].to_dict()["device"]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_products_are_of_the_data_sheet(monkeypatch, change, says):
     products = (attrs.evolve(first, **change),)
     monkeypatch.setattr(attaining, "curves_of", lambda device: attrs.evolve(known, products=products))
     with pytest.raises(TopologyError, match=f"curves of 'h100': {says}"):
-        attaining.attainable(PRESETS["8xh100"])
+        attaining.attainable(presets.SHEETS["8xh100"])
 
 
 def test_a_dtype_with_a_curve_of_its_own_goes_by_it(monkeypatch):
@@ -185,5 +185,5 @@ def test_a_dtype_with_a_curve_of_its_own_goes_by_it(monkeypatch):
     first = next(one for one in known.products if one.dtype == "bfloat16")
     products = (*known.products, attrs.evolve(first, dtype="float16", flops_per_s=first.flops_per_s / 2))
     monkeypatch.setattr(attaining, "curves_of", lambda device: attrs.evolve(known, products=products))
-    rates = {rate.dtype: rate.flops_per_s for rate in attaining.attainable(PRESETS["8xh100"]).device.rates}
+    rates = {rate.dtype: rate.flops_per_s for rate in attaining.attainable(presets.SHEETS["8xh100"]).device.rates}
     assert rates["float16"] == pytest.approx(rates["bfloat16"] / 2)

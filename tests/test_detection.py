@@ -14,10 +14,10 @@ from colofunc import env
 from colofunc.compiler import machine
 from colofunc.errors import PlanError, TopologyError
 from colofunc.mesh import KINDS, PRESETS, Mesh, Topology
-from colofunc.mesh.attainable import attainable
 from colofunc.mesh.cost import rate
 from colofunc.mesh.curves import curves_of
 from colofunc.mesh.detection import auto_bytes, found_topology, margin_bytes, preset_of
+from colofunc.mesh.presets import SHEETS
 from colofunc.mesh.profile import profile_mesh
 from colofunc.mesh.topology import Measured
 
@@ -42,9 +42,9 @@ def test_devices_are_known_by_what_they_call_themselves(name: str, preset: str |
     assert preset_of(name) == preset
 
 
-@pytest.mark.parametrize("name", sorted({*PRESETS} - {"gloo-cpu", "ideal"}))
+@pytest.mark.parametrize("name", sorted(SHEETS))
 def test_what_is_attained_is_less_than_the_sheet(name: str) -> None:
-    sheet, found = PRESETS[name], attainable(PRESETS[name])
+    sheet, found = SHEETS[name], PRESETS[name]
     for before, after in zip(sheet.device.rates, found.device.rates, strict=True):
         assert 0.4 < after.flops_per_s / before.flops_per_s < 0.9  # of products in whole steps; least where 500 W is all there is
     for was, now in ((sheet.levels, found.levels), (sheet.links[:2], found.links[:2])):
@@ -62,30 +62,25 @@ def test_what_is_attained_is_less_than_the_sheet(name: str) -> None:
 def test_products_attain_what_was_published_and_steps_their_share(name: str, dtype: str, published: float) -> None:
     curves = curves_of(PRESETS[name].device.name)
     assert curves is not None
-    assert rate(attainable(PRESETS[name]), dtype) == pytest.approx(published * curves.sustained.share, rel=0.02)
+    assert rate(PRESETS[name], dtype) == pytest.approx(published * curves.sustained.share, rel=0.02)
 
 
 def test_collectives_and_copies_attain_what_was_published() -> None:
-    eight = Mesh(dp=8, topology=attainable(PRESETS["8xh100"]))
+    eight = Mesh(dp=8, topology="8xh100")
     nbytes = 2 << 30
     gathered = nbytes / eight.collective_s("all_gather", nbytes, ("dp",))  # bytes of the full tensor: 400 GB/s, XLA's table for sm_90
     assert gathered == pytest.approx(400e9, rel=0.03)
-    older = Mesh(dp=8, topology=attainable(PRESETS["8xa100-80g"]))
+    older = Mesh(dp=8, topology="8xa100-80g")
     bus = 2 * 7 / 8 * nbytes / older.collective_s("all_reduce", nbytes, ("dp",))
     assert bus == pytest.approx(235e9, rel=0.03)
     assert GIB / eight.copy_s(GIB, "host", "device") == pytest.approx(55.4e9, rel=0.03)
 
 
 def test_a_laptop_plans_with_the_rates_that_are_found_on_the_machine() -> None:
-    named = Mesh(dp=8, topology="8xh100:attainable").topology
-    assert attrs.evolve(named, name="8xh100") == attainable(PRESETS["8xh100"])
+    named = Mesh(dp=8, topology="8xh100").topology
     with Machine(cards=8):
         found = found_topology(8, 8, CARD)
     assert (found.device, found.levels, found.links) == (named.device, named.levels, named.links)
-    with pytest.raises(TopologyError, match="no topology '8xh1000'"):
-        Mesh(topology="8xh1000:attainable")
-    with pytest.raises(TopologyError, match="'ideal' has no data sheet's figures"):
-        Mesh(topology="ideal:attainable")
 
 
 # ---- memory
@@ -140,7 +135,7 @@ def test_a_mesh_without_topology_is_planned_for_the_card_that_it_runs_on() -> No
         assert topology.tier("device").capacity_bytes == 81559 * MIB and topology.reserved_bytes == GIB
         host_bytes = env.memory_limit_bytes()
         assert host_bytes is None or topology.tier("host").capacity_bytes == int(0.8 * host_bytes)
-        assert topology.device == attainable(PRESETS["h100"]).device
+        assert topology.device == PRESETS["h100"].device
         assert any("1 GiB are left to" in note for note in low.plan.notes) and low.priced.capacity_bytes("device") == 80535 * MIB
         for mesh, name in (
             (Mesh(device="cpu"), "gloo-cpu"), (Mesh(dp=2), "gloo-cpu"), (Mesh(dp=2, device="cuda"), "2xh100 (found)"),
@@ -153,7 +148,7 @@ def test_a_mesh_without_topology_is_planned_for_the_card_that_it_runs_on() -> No
 @pytest.mark.parametrize("axes", [{}, {"dp": 4}])
 def test_a_mesh_that_wants_gpus_where_there_are_none_is_planned_for_the_stated_default(axes: dict[str, int]) -> None:
     priced = cf.shard(step, Mesh(**axes, device="cuda")).lower(*ARGS).priced
-    assert priced.topology.name == "8xh100 (assumed)" and priced.topology.levels == attainable(PRESETS["8xh100"]).levels
+    assert priced.topology.name == "8xh100 (assumed)" and priced.topology.levels == PRESETS["8xh100"].levels
     assert priced.capacity_bytes("device") == 80 * 10**9 - (3 if axes else 1) * GIB
 
 

@@ -356,7 +356,7 @@ def test_groups_use_the_links_they_span() -> None:
 
 
 def test_groups_share_the_uplink_of_their_node() -> None:
-    mesh = Mesh(dp=2, cp=2, tp=4, topology="8xv100")  # one uplink of 50 GB/s for the 8 devices of a node
+    mesh = Mesh(dp=2, cp=2, tp=4, topology="8xv100:datasheet")  # one uplink of 50 GB/s for the 8 devices of a node
     beta = {axes: mesh.alpha_beta("all_gather", axes)[1] for axes in (("dp",), ("dp", "cp"), ("dp", "cp", "tp"))}
     nvlink = 150e9
     assert beta["dp",] == pytest.approx(1 / 2 * 8 / 50e9)
@@ -368,7 +368,7 @@ def test_groups_share_the_uplink_of_their_node() -> None:
 
 
 def test_a_permute_shares_an_uplink_as_its_table_says() -> None:
-    mesh = Mesh(dpo=2, dp=8, topology="8xv100")
+    mesh = Mesh(dpo=2, dp=8, topology="8xv100:datasheet")
     both = ("dpo", "dp")
     nvlink, uplink = (level.bandwidth_bytes_per_s for level in mesh.topology.levels)
     crossing = {by: mesh.alpha_beta("permute", both, rotation(16, by))[1] * uplink for by in (1, 3, 8, 15)}
@@ -447,7 +447,7 @@ def test_measured_stages_keep_the_slow_axis_for_the_small_buffer() -> None:
 
 
 def test_roofline() -> None:
-    mesh = Mesh(dp=8, topology="8xa100-80g")
+    mesh = Mesh(dp=8, topology="8xa100-80g:datasheet")
     launch = mesh.topology.device.launch_s
     assert mesh.compute_s(312e12, 0, "bfloat16") == pytest.approx(1 + launch)
     assert mesh.compute_s(312e12, 4 * 2039e9, "torch.bfloat16") == pytest.approx(4 + launch)
@@ -476,7 +476,7 @@ def test_capacities_are_per_rank() -> None:
 
 
 def test_copies_go_hop_by_hop_and_share_what_is_shared() -> None:
-    mesh = Mesh(dp=8, topology="8xa100-80g")
+    mesh = Mesh(dp=8, topology="8xa100-80g:datasheet")
     up = mesh.copy_s(31.5e9, "device", "host")
     assert up == pytest.approx(1 + 10e-6)
     assert mesh.copy_s(30.4e9, "host", "disk") == pytest.approx(8 + 100e-6)

@@ -35,6 +35,7 @@ from colofunc.mesh import (
 )
 from colofunc.mesh.curves import HOST_KERNEL, AttentionRate, WorkRate
 from colofunc.mesh.curves import KINDS as KERNELS
+from colofunc.mesh.presets import SHEETS
 from colofunc.mesh.profile import fit, profile_mesh
 from colofunc.mesh.topology import Rate
 
@@ -46,7 +47,7 @@ CARD = torch.device("cuda", 0)
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_presets_are_whole(name: str) -> None:
     topology = PRESETS[name]
-    assert topology.name == name and resolve_topology(name) is topology
+    assert topology.name == name and resolve_topology(name) == topology
     assert {"float64", "float32", "float16"} <= {rate.dtype for rate in topology.device.rates}
     assert topology.max_devices is None, "further nodes are joined by the outer level"
     ends = {(link.src, link.dst) for link in topology.links}
@@ -73,9 +74,9 @@ def test_published_figures() -> None:
         "rtx3050": (18.2e12, 224e9, 8), "rtx2070": (29.9e12, 448e9, 8), "rtx2060": (25.8e12, 336e9, 6),
     }  # fmt: skip
     for name, (half, memory, gigabytes) in known.items():
-        device = PRESETS[name].device
-        assert {rate.dtype: rate.flops_per_s for rate in device.rates}["float16"] == half
-        assert (device.memory_bytes_per_s, PRESETS[name].tier("device").capacity_bytes) == (memory, gigabytes * 10**9)
+        sheet = resolve_topology(f"{name}:datasheet")
+        assert {rate.dtype: rate.flops_per_s for rate in sheet.device.rates}["float16"] == half
+        assert (sheet.device.memory_bytes_per_s, sheet.tier("device").capacity_bytes) == (memory, gigabytes * 10**9)
 
 
 def test_a_node_of_any_size() -> None:
@@ -88,13 +89,13 @@ def test_a_node_of_any_size() -> None:
 @pytest.mark.parametrize("card", ["2060", "2070", "3050", "3060", "3080", "3090", "4090", "5090"])
 def test_cards_go_by_their_numbers(card: str) -> None:
     for name in (card, f"rtx-{card}"):
-        assert resolve_topology(name).device is PRESETS[f"rtx{card}"].device
+        assert resolve_topology(name).device == PRESETS[f"rtx{card}"].device
     assert resolve_topology(f"2x{card}").node_devices == 2
 
 
 def test_trays_of_a_rack_are_one_domain() -> None:
     """72 devices share links, 4 of them a host."""
-    rack = PRESETS["4xgb200"]
+    rack = SHEETS["4xgb200"]
     assert (rack.node_devices, rack.levels[0].size, rack.levels[1].size) == (4, 72, None)
     rank_bytes, ranks = 1e9 / 72, 72
     seconds = Mesh(dp=ranks, topology=rack).collective_s("all_gather", 1e9, ("dp",))
@@ -119,6 +120,8 @@ def test_names_of_plugins_come_first() -> None:
     [
         ("8xa100-80gb", "no topology '8xa100-80gb'; did you mean '8xa100-80g'"),
         ("0xh100", "no topology '0xh100'"),
+        ("8xh1000:datasheet", "no topology '8xh1000:datasheet'"),
+        ("ideal:datasheet", "topology 'ideal:datasheet' has no data sheet; leave out ':datasheet'"),
         ("", "no topology ''"),
         (3, "topology is 3; give a name, a path or a Topology"),
         ("nowhere/box.json", "cannot read topology file 'nowhere/box.json': No such file or directory; name a file that is there, or"),
@@ -278,9 +281,9 @@ def test_a_card_has_three_kernels_of_attention() -> None:
 
 def test_devices_that_are_joined_in_pairs_use_the_links_to_their_peers() -> None:
     """Two of four have a third of a device's links; a shift has one peer, however many take part; between boxes nothing changes."""
-    switched, pairs = PRESETS["8xh100"].levels[0], PRESETS["4xh100-hgx"]
+    switched, pairs = SHEETS["8xh100"].levels[0], SHEETS["4xh100-hgx"]
     assert (pairs.levels[0].size, pairs.node_devices) == (4, 4) and pairs.levels[0].bandwidth_bytes_per_s == switched.bandwidth_bytes_per_s
-    board, box = Mesh(pp=2, dp=2, tp=2, topology="4xh100-hgx"), Mesh(pp=2, dp=2, tp=2, topology="4xh100")
+    board, box = (Mesh(pp=2, dp=2, tp=2, topology=f"{name}:datasheet") for name in ("4xh100-hgx", "4xh100"))
     times = {("tp",): 3.0, ("dp",): 3.0, ("dp", "tp"): 1.0, ("pp",): 1.0}
     for axes, longer in times.items():
         for kind in ("all_gather", "all_to_all"):
@@ -291,8 +294,8 @@ def test_devices_that_are_joined_in_pairs_use_the_links_to_their_peers() -> None
 
 def test_what_programs_attain_counts_contention_and_a_data_sheet_does_not() -> None:
     for name in ("8xh100", "8xl40s"):  # with a file of its own, and without
-        assert PRESETS[name].device.contention == 0.0 and resolve_topology(f"{name}:attainable").device.contention == 0.189
-    assert "contention" not in PRESETS["8xh100"].to_dict()["device"]
+        assert resolve_topology(f"{name}:datasheet").device.contention == 0.0 and resolve_topology(name).device.contention == 0.189
+    assert "contention" not in SHEETS["8xh100"].to_dict()["device"]
 
 
 def test_kernels_of_attention_that_are_not_measured_keep_their_rates() -> None:
@@ -309,7 +312,7 @@ def test_the_best_of_all_rounds_counts() -> None:
 
 def test_measured_figures_stand_beside_those_of_a_preset() -> None:
     """In the sizes that were measured; the preset has no curve of its own for them."""
-    preset = PRESETS["8xh100"]
+    preset = SHEETS["8xh100"]
     curve, rates = WorkRate("elementwise", "bfloat16", ((1 << 20, 1e12), (1 << 24, 2e12)), "measured"), (Rate("bfloat16", 6e14),)
     found = attrs.evolve(preset, name="mine", device=attrs.evolve(preset.device, rates=rates, sustained=0.75, work=(curve,)))
     text = found.diff(preset)

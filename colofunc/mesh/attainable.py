@@ -4,7 +4,7 @@ Problem: no product reaches the rate that a data sheet gives for tensor cores, a
 the sheet is too fast everywhere, and not by the same factor. Idea: put what the device's file of curves says in place of the sheet's
 figures (`colofunc.mesh.curves`); a device without a file gets the middle of the others.
 
-    attainable(PRESETS["8xh100"])      # also Mesh(dp=8, topology="8xh100:attainable")
+    attainable(SHEETS["8xh100"])      # also Mesh(dp=8, topology="8xh100")
 """
 
 from __future__ import annotations

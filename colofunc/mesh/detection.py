@@ -87,7 +87,7 @@ def assumed_topology(ranks: int) -> Topology:
     base = PRESETS[CUDA_DEFAULT]
     total_bytes = base.tier("device").capacity_bytes
     assert total_bytes is not None, "a preset of a card says what memory it has"
-    return attrs.evolve(attainable(base), name=CUDA_DEFAULT + ASSUMED, reserved_bytes=margin_bytes(total_bytes, 0, ranks))
+    return attrs.evolve(base, name=CUDA_DEFAULT + ASSUMED, reserved_bytes=margin_bytes(total_bytes, 0, ranks))
 
 
 def _host_bytes() -> int | None:

@@ -3,13 +3,13 @@
 Problem: a plan must be possible before anybody has logged in to the machine. Idea: three small tables (devices, boxes,
 which device sits in which box) and a resolver for names, files and records. `NxDEVICE` is a node of N devices.
 
->>> resolve_topology("8xa100-80g").device.memory_bytes_per_s
+>>> resolve_topology("8xa100-80g:datasheet").device.memory_bytes_per_s
 2039000000000.0
 
-Rates are dense (no structured sparsity) with 32-bit accumulation. Capacities are the printed decimal gigabytes: a few
-per cent under the physical size, which is what contexts and allocators take. Bandwidths of links are those of the
-standard; what programs attain is less (`8xh100:attainable`), and a profiled file (`colofunc.mesh.profile`) is better than either.
-Latencies and launch times are typical values, which no data sheet gives.
+A sheet's rates are dense (no structured sparsity) with 32-bit accumulation, its bandwidths of links those of the standard. Programs
+attain less, so a name stands for what they attain (`colofunc.mesh.attainable`), and `8xh100:datasheet` for the sheet itself; a profiled
+file (`colofunc.mesh.profile`) is better than either. Capacities are the printed decimal gigabytes: a few per cent under the physical size,
+which is what contexts and allocators take. Latencies and launch times are typical values, which no data sheet gives.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import attrs
 
@@ -26,7 +26,7 @@ from colofunc.mesh.attainable import attainable
 from colofunc.mesh.topology import Device, Level, Link, Rate, Tier, Topology
 
 DEFAULT_TOPOLOGY = "gloo-cpu"
-ATTAINABLE = ":attainable"
+DATASHEET = ":datasheet"
 
 GB, TB, T = 10**9, 10**12, 1e12
 _US = 1e-6
@@ -374,13 +374,31 @@ def _board(name: str) -> Topology:
     return attrs.evolve(box, levels=(attrs.evolve(inner, sharing="pairs"), *outer))
 
 
-PRESETS: dict[str, Topology] = {
-    "gloo-cpu": _gloo_cpu(),
-    "ideal": _ideal(),
+SHEETS: dict[str, Topology] = {
     **{name: node(name, name, _SLOTS.get(name, 1)) for name in DEVICES},
     **{name: node(name, name[2:], int(name[0])) for name in _NODES},
     **{f"{name}-hgx": _board(name) for name in BOARDS},
 }
+"""Presets with the figures of data sheets."""
+_RECORDS = {"gloo-cpu": _gloo_cpu(), "ideal": _ideal()}
+
+
+class _Presets(Mapping[str, Topology]):
+    """Presets by name, with what programs attain; each is made when it is asked for, since the files of curves are read for it."""
+
+    def __getitem__(self, name: str) -> Topology:
+        if name in _RECORDS:
+            return _RECORDS[name]
+        return attainable(SHEETS[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*_RECORDS, *SHEETS])
+
+    def __len__(self) -> int:
+        return len(_RECORDS) + len(SHEETS)
+
+
+PRESETS: Mapping[str, Topology] = _Presets()
 
 
 def resolve_topology(
@@ -388,7 +406,7 @@ def resolve_topology(
 ) -> Topology:
     """A topology from a record, a name of `extra` (plugins) or `PRESETS`, `NxDEVICE`, or the path of a saved file.
 
-    "NAME:attainable": with what programs attain of a data sheet's figures, as a machine is planned that was found.
+    A name of a device or of a box stands for what programs attain on it, "NAME:datasheet" for the figures of its data sheet.
     """
     if isinstance(topology, Topology):
         return topology
@@ -396,23 +414,32 @@ def resolve_topology(
         return Topology.load(topology)
     if not isinstance(topology, str):
         raise TopologyError(f"topology is {topology!r}; give a name, a path or a Topology")
-    known = {**PRESETS, **(extra or {})}
-    if topology in known:
-        return known[topology]
-    if topology.endswith(ATTAINABLE):
-        sheet = resolve_topology(topology.removesuffix(ATTAINABLE), extra)
-        if sheet.device.name not in DEVICES:
-            raise TopologyError(f"topology {sheet.name!r} has no data sheet's figures to take less of; leave out {ATTAINABLE!r}")
-        return attrs.evolve(attainable(sheet), name=topology)
-    match = re.fullmatch(r"(?:(\d+)x)?(.+)", topology)
-    assert match is not None or not topology
-    device = match.group(2) if match else ""
-    device = _ALIASES.get(device, device)
-    if match and device in DEVICES and match.group(1) != "0":
-        return node(topology, device, int(match.group(1) or 1))
+    if extra and topology in extra:
+        return extra[topology]
+    if topology in PRESETS:
+        return PRESETS[topology]
+    sheet = _sheet(topology.removesuffix(DATASHEET))
+    if sheet is not None and topology.endswith(DATASHEET):
+        return attrs.evolve(sheet, name=topology)
+    if sheet is not None:
+        return attainable(sheet)
     if topology.endswith(".json") or os.sep in topology:
         return Topology.load(topology)
+    known = [*PRESETS, *(extra or {})]
+    if topology.removesuffix(DATASHEET) in known:
+        raise TopologyError(f"topology {topology!r} has no data sheet; leave out {DATASHEET!r}")
     raise TopologyError(
         f"no topology {topology!r}{near(topology, [*known, *_ALIASES], 'topologies')} (or NxDEVICE such as "
         "'4xa100-80g', or the path of a .json file)"
     )
+
+
+def _sheet(name: str) -> Topology | None:
+    """The data sheets' figures of a preset or of `NxDEVICE`; None for another name."""
+    if name in SHEETS:
+        return SHEETS[name]
+    match = re.fullmatch(r"(?:(\d+)x)?(.+)", name)
+    if match is None or match.group(1) == "0":
+        return None
+    device = _ALIASES.get(match.group(2), match.group(2))
+    return node(name, device, int(match.group(1) or 1)) if device in DEVICES else None
