@@ -12,11 +12,12 @@ from pretended import Machine
 import colofunc as cf
 from colofunc import env
 from colofunc.compiler import machine
+from colofunc.compiler.planning import auto_bytes
 from colofunc.errors import PlanError, TopologyError
 from colofunc.mesh import KINDS, PRESETS, Mesh, Topology
 from colofunc.mesh.cost import rate
 from colofunc.mesh.curves import curves_of
-from colofunc.mesh.detection import auto_bytes, found_topology, margin_bytes, preset_of
+from colofunc.mesh.detection import found_topology, margin_bytes, preset_of
 from colofunc.mesh.presets import SHEETS
 from colofunc.mesh.profile import profile_mesh
 from colofunc.mesh.topology import Measured
@@ -99,12 +100,32 @@ def test_the_margin_is_stated_and_grows_with_what_is_taken(total: int, taken: in
 
 
 @pytest.mark.parametrize("total", [24 * GIB, 80 * GIB, 192 * GIB])
-def test_a_budget_auto_leaves_an_8th_to_the_allocator_on_a_machine_that_was_found(total: int) -> None:
+def test_a_budget_auto_leaves_the_margin_and_an_8th_of_the_rest_to_the_allocator(total: int) -> None:
+    """Of a card that was found as of one that is named; one rank has no communicators."""
     base = PRESETS["8xh100"]
     tiers = tuple(attrs.evolve(tier, capacity_bytes=total) if tier.name == "device" else tier for tier in base.tiers)
-    assert auto_bytes(attrs.evolve(base, tiers=tiers)) == total  # it was named: so be it
-    assert auto_bytes(attrs.evolve(base, tiers=tiers, reserved_bytes=3 * GIB)) == (total - 3 * GIB) * 7 // 8
-    assert auto_bytes(PRESETS["ideal"]) is None
+    for reserved_bytes, left_bytes in ((0, total - 3 * GIB), (3 * GIB, total - 3 * GIB), (9 * GIB, total - 9 * GIB)):
+        topology = attrs.evolve(base, tiers=tiers, reserved_bytes=reserved_bytes)
+        assert auto_bytes(Mesh(dp=8, topology=topology)) == left_bytes * 7 // 8
+    assert auto_bytes(Mesh(topology=attrs.evolve(base, tiers=tiers))) == (total - GIB) * 7 // 8
+    assert auto_bytes(Mesh(topology="ideal")) is None
+
+
+def test_a_plan_within_a_budget_auto_fits_on_the_card_that_is_named() -> None:
+    """By its own table."""
+    rows = 13 * GIB // 8 // 1024  # 6.5 GiB
+    args = cf.abstract((rows, 1024)), cf.abstract((1024, 4))
+
+    def chain(capacity_bytes: int) -> Any:
+        base = PRESETS["rtx3050"]
+        tiers = tuple(attrs.evolve(tier, capacity_bytes=capacity_bytes) if tier.name == "device" else tier for tier in base.tiers)
+        return cf.checkpoint(cf.shard(step, Mesh(topology=attrs.evolve(base, tiers=tiers))))
+
+    plan = chain(9 * GIB).lower(*args).plan
+    assert plan.card and not any("no fit" in line for line in plan.card)
+    assert any("a budget 'auto' is 7 GiB of a card of 9 GiB" in note for note in plan.notes), plan.notes
+    with pytest.raises(PlanError, match=r"no plan found within|least"):
+        chain(8 * GIB).lower(*args)
 
 
 def test_what_is_reserved_is_no_plan_s(tmp_path: Any) -> None:
@@ -173,7 +194,7 @@ def test_a_budget_auto_leaves_more_than_one_that_is_said() -> None:
             cf.checkpoint(plain).lower(*args)
     with Machine(capacity_bytes=9 * GIB):
         notes = cf.checkpoint(cf.shard(step, Mesh())).lower(*args).plan.notes
-        assert any("a budget 'auto' is 7 GiB, less by what the caching allocator may lose" in note for note in notes), notes
+        assert any("a budget 'auto' is 7 GiB of a card of 9 GiB" in note for note in notes), notes
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from colofunc.errors import PlanError
 from colofunc.executors.backend import held, ordered
 from colofunc.executors.fused import as_executed
 from colofunc.mesh import Mesh
-from colofunc.mesh.detection import auto_bytes
+from colofunc.mesh.card import card_memory
 from colofunc.mesh.sizes import Room
 from colofunc.planner.candidate import Fitted
 from colofunc.planner.offload.choice import Hint
@@ -51,7 +51,7 @@ from colofunc.planner.sharding.explain import constraints_from
 from colofunc.plugins.registry import Registry
 from colofunc.program.ir import Program
 from colofunc.program.lazy import LazyTensor
-from colofunc.program.passes.kernels import with_kernels
+from colofunc.program.passes.kernels import capability_on, with_kernels
 from colofunc.program.placing import placing_of
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.trace import Traced
@@ -272,10 +272,19 @@ def least_budget_of(staged: Staged, priced: Mesh) -> int | None:
     budgets = [max(limited, default=None)]
     for transform in staged.transforms:
         if transform.auto_budget:
-            budgets.append(auto_bytes(priced.topology))
+            budgets.append(auto_bytes(priced))
         elif transform.budget is not None:
             budgets.append(bytes_in(priced, "device", transform.budget, f"cf.{transform.name}(budget", "6GiB"))
     return min((budget for budget in budgets if budget is not None), default=None)
+
+
+def auto_bytes(priced: Mesh) -> int | None:
+    """What a budget "auto" comes to on each device; None is unlimited.
+
+    Of a CUDA card, found or named, what its context, libraries, communicators and fragments leave.
+    """
+    card = None if capability_on(priced.topology) is None else card_memory(priced.topology, 0, priced.size, is_tight=True)
+    return priced.capacity_bytes("device") if card is None else card.budget_bytes
 
 
 def bytes_in(mesh: Mesh, tier: str, given: Room, said: str, such: str) -> int | None:

@@ -24,7 +24,7 @@ from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.machine import as_measured
 from colofunc.compiler.passes import Pass, Stage, Stages, check_interface, left_out, run_passes
 from colofunc.compiler.plan_cache import is_again
-from colofunc.compiler.planning import Outcome, Placed, Planning, Seen, can_be_left_out, gathered, least_budget_of, rewrites
+from colofunc.compiler.planning import Outcome, Placed, Planning, Seen, auto_bytes, can_be_left_out, gathered, least_budget_of, rewrites
 from colofunc.compiler.rank_agreement import equal_captured, same, share
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.transform import Build
@@ -36,7 +36,6 @@ from colofunc.executors.rank_program import program_hash
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.mesh.card import card_memory
-from colofunc.mesh.detection import auto_bytes
 from colofunc.mesh.sizes import size_text
 from colofunc.planner.collector import fewer_collections
 from colofunc.planner.describe import UNUSED
@@ -147,7 +146,9 @@ def _notes(staged: Staged, planning: Planning, priced: Mesh, plan: Plan) -> list
     """What a plan says beside its decisions: the margin of memory, a pipeline of one stage, and what transforms have to say."""
     notes: list[str] = []
     if priced.topology.reserved_bytes:
-        notes.append(_margin(priced, any(transform.auto_budget for transform in staged.transforms)))
+        notes.append(_margin(priced))
+    if any(transform.auto_budget for transform in staged.transforms) and auto_bytes(priced) != priced.capacity_bytes("device"):
+        notes.append(_auto(priced))
     stages = planning.constraints.stages
     in_a_row = stages is not None and staged.mesh.axis_size(stages.axis) > 1 and planning.parts > 1
     if stages is not None and in_a_row and plan.pipeline is None:
@@ -168,12 +169,12 @@ def _seen_alike(watch: Watch | None, mesh: Mesh, see: Callable[[], Seen]) -> See
     return seen
 
 
-def _margin(priced: Mesh, auto: bool) -> str:
-    """What a plan does not use of a card. auto: its budget is all that there is."""
+def _margin(priced: Mesh) -> str:
+    """What a plan does not use of a card that was found."""
     usable_bytes, reserved_bytes = priced.capacity_bytes("device"), priced.topology.reserved_bytes
     return (
         f"of a card's memory plans may use {size_text(usable_bytes or 0)}; {size_text(reserved_bytes)} are left to what is there already, "
-        "the driver's context, buffers of collectives and workspaces of libraries" + (_fragments(priced) if auto else "")
+        "the driver's context, buffers of collectives and workspaces of libraries"
     )
 
 
@@ -185,10 +186,13 @@ def _card(priced: Mesh, plan: Plan) -> tuple[str, ...]:
     return () if card is None else card.lines()
 
 
-def _fragments(priced: Mesh) -> str:
+def _auto(priced: Mesh) -> str:
+    """What a budget "auto" leaves of a card."""
+    capacity_bytes = priced.topology.tier("device").capacity_bytes
     return (
-        f"; a budget 'auto' is {size_text(auto_bytes(priced.topology) or 0)}, less by what the caching allocator may lose to fragments. "
-        "A budget in bytes is taken as it is"
+        f"a budget 'auto' is {size_text(auto_bytes(priced) or 0)} of a card of {size_text(capacity_bytes or 0)}: the rest is for the "
+        "driver's context, libraries, buffers of collectives, and what the caching allocator may lose to fragments. A budget in bytes "
+        "is taken as it is"
     )
 
 

@@ -121,18 +121,6 @@ def margin_bytes(total_bytes: int, taken_bytes: int, ranks: int) -> int:
     return min(max(stated_bytes, pieces + min(rest_bytes, most_bytes)), total_bytes - 1)
 
 
-def auto_bytes(topology: Topology) -> int | None:
-    """What a budget "auto" comes to on each device; None is unlimited. On a machine that was found less than plans may use.
-
-    A topology that somebody has named is taken at its word.
-    """
-    capacity_bytes = topology.tier("device").capacity_bytes
-    if capacity_bytes is None:
-        return None
-    usable_bytes = capacity_bytes - topology.reserved_bytes
-    return usable_bytes - usable_bytes // FRAGMENTS if topology.reserved_bytes else usable_bytes
-
-
 def _in_slots(level: Level, base: Topology) -> Level:
     """Links in the box of a card that has none of its own: they are those to the host."""
     if level.name not in ("nvlink", "infinity"):
