@@ -87,7 +87,7 @@ def made(seed: int, layers: int = 2, options: int = 2, part: float | None = None
 
 
 def machine(case: Case) -> cf.Mesh:
-    base = cf.Mesh(topology="a100-40g").topology
+    base = cf.Mesh(topology="a100-40g:datasheet").topology
     rate = case.units_per_s * 4 * UNIT
     links = tuple(attrs.evolve(link, bandwidth_bytes_per_s=rate, latency_s=0.0) for link in base.links)
     return cf.Mesh(topology=attrs.evolve(base, links=links, host_bytes_per_s=case.host_units_per_s * 4 * UNIT))

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import colofunc as cf
 from bench import Row, Section, fresh
-from colofunc.mesh.presets import ATTAINABLE
+from colofunc.mesh.presets import DATASHEET
 
 
 @attrs.frozen
@@ -77,7 +77,7 @@ def measure(name: str) -> dict[str, Any]:
         return case.chain(cf.shard(step_fn, cf.Mesh(**case.axes, topology=topology)))
 
     batch = {"input_ids": ids, "labels": ids}
-    sheet, attained = case.topology, case.topology + ATTAINABLE
+    sheet, attained = case.topology + DATASHEET, case.topology
     by_sheet = staged(sheet).lower(state, batch).plan
     followed = staged(attained).with_plan(by_sheet).lower(state, batch).plan
     by_curves = staged(attained).lower(state, batch).plan

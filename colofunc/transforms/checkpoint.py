@@ -37,7 +37,7 @@ def checkpoint(
     """The step within `budget` bytes a rank, at every moment: the fastest way found.
 
     budget: "10GiB", a number of bytes, a part of the device's memory (0.5 or "0.5"), or "auto", as without one: all that the
-    mesh's topology has.
+    mesh's topology has, of a CUDA card what context, libraries, communicators and fragments leave of it.
     policy: "auto" chooses by cost, per value; "everything" keeps all, "nothing" only what goes from stage to stage, "dots"
     the results of products, convolutions and attention; `cf.save_only(globs)` what these modules return, `cf.every(n)` every
     n-th stage. Raises PlanError with the least peak found where nothing fits.

@@ -50,9 +50,9 @@ def offload(
 ) -> Any:
     """The step within `budget` bytes of device memory a rank, at every moment.
 
-    budget: "6GiB", a number of bytes, a part of the device's memory (0.5 or "0.5"), or "auto": all of it. policy: "auto" decides by
-    time, "bytes" by what is copied; "device" moves nothing, "host" and "disk" keep
-    all state there; plugins have more (`gemini`), or a `MemoryPolicy`.
+    budget: "6GiB", a number of bytes, a part of the device's memory (0.5 or "0.5"), or "auto": all of it, of a CUDA card what
+    context, libraries, communicators and fragments leave. policy: "auto" decides by time, "bytes" by what is copied; "device" moves
+    nothing, "host" and "disk" keep all state there; plugins have more (`gemini`), or a `MemoryPolicy`.
     host: of host memory a rank, in the same words; "auto" is what the topology has. disk: a directory for state that neither
     holds. Its room is taken by `step.init`, which raises DiskError where it cannot be; files go when nobody has the state any
     more, and what a killed process left goes when the next one begins there. True: only to plan for a disk of the topology's size;
