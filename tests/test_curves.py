@@ -187,3 +187,31 @@ def test_a_dtype_with_a_curve_of_its_own_goes_by_it(monkeypatch):
     monkeypatch.setattr(attaining, "curves_of", lambda device: attrs.evolve(known, products=products))
     rates = {rate.dtype: rate.flops_per_s for rate in attaining.attainable(presets.SHEETS["8xh100"]).device.rates}
     assert rates["float16"] == pytest.approx(rates["bfloat16"] / 2)
+
+
+# Bytes, then what `busbw` says of an all-reduce of them, GB/s. stas00/ml-engineering (B200), coreweave/nccl-tests@0120901 (H100, whose
+# switches add up), NVIDIA/nccl-tests#119 (A100, four cards of 25 GB/s a box).
+REDUCED = {
+    ("8xb200", 32): {1 << 20: 5, 16 << 20: 64, 256 << 20: 229, 1 << 30: 362, 16 << 30: 382},
+    ("8xh100", 96): {512 << 20: 356, 1 << 30: 366, 8 << 30: 387},
+}
+
+
+@pytest.mark.parametrize("machine", REDUCED)
+def test_all_reduces_over_boxes_take_what_was_measured(machine):
+    """Within half: least where there is little to send. NVIDIA's library changes its ways between 16 and 256 MB."""
+    topology, ranks = machine
+    mesh = Mesh(dp=ranks, topology=topology)
+    off = []
+    for nbytes, gb_s in REDUCED[machine].items():
+        bus = 2 * (ranks - 1) / ranks * nbytes / mesh.collective_s("all_reduce", nbytes, ("dp",)) / 1e9
+        off.append(abs(math.log(bus / gb_s)))
+    assert max(off) < math.log(1.5) and off[-1] < 0.05, off
+
+
+def test_an_all_reduce_over_boxes_is_bound_by_the_cards_of_a_box():
+    box = PRESETS["8xa100-80g"]
+    inner, outer = box.levels
+    half = attrs.evolve(box, levels=(inner, attrs.evolve(outer, bandwidth_bytes_per_s=outer.bandwidth_bytes_per_s / 2)))
+    seconds = Mesh(dp=24, topology=half).collective_s("all_reduce", 1 << 33, ("dp",))
+    assert 2 * 23 / 24 * (1 << 33) / seconds == pytest.approx(96e9, rel=0.02)

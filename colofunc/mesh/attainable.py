@@ -40,6 +40,7 @@ def attainable(topology: Topology) -> Topology:
     if curves is not None:
         _check_products(curves, device)
     links_part = LINKS_PART if curves is None else curves.links.share
+    gain = 1.0 if curves is None or curves.all_reduce is None else curves.all_reduce.times
     levels = []
     for level in topology.levels:
         if level.name in ("infiniband", "ethernet"):
@@ -48,6 +49,7 @@ def attainable(topology: Topology) -> Topology:
             part, latency_s = PCIE_PART, level.latency_s
         else:
             part, latency_s = links_part, level.latency_s if curves is None else curves.latency_s
+            level = attrs.evolve(level, all_reduce_gain=gain)
         levels.append(attrs.evolve(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * part, latency_s=latency_s))
     copies_part = PCIE_PART if curves is None else curves.copies.share
     links = []

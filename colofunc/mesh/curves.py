@@ -121,11 +121,20 @@ class Share:
 
 
 @attrs.frozen
+class Gain:
+    """How many times faster something is than without it."""
+
+    times: float = attrs.field(validator=_above_zero, converter=float)
+    source: str = attrs.field(validator=_said)
+
+
+@attrs.frozen
 class Curves:
     """What devices reach. `sustained`: the part of the rates of `products` that is left where whole steps of them run.
 
     `memory`: of the device's memory, by elementwise kernels. `launch_s`: of a kernel, beside its work. `links`: of those in a box, by
-    collectives; `latency_s`: of one of their messages. `copies`: of the link between device and host.
+    collectives; `latency_s`: of one of their messages; `all_reduce`: what an all-reduce gains in a box whose switches add up, None where
+    they do not. `copies`: of the link between device and host.
     `contention`: by what part of its time a kernel takes longer while a collective runs beside it; None where that is not known.
     """
 
@@ -141,6 +150,7 @@ class Curves:
     copies: Share
     attention: tuple[AttentionRate, ...] = ()
     contention: Share | None = None
+    all_reduce: Gain | None = None
 
     def product_flops_per_s(self, dtype: str) -> float | None:
         """Of large products of a dtype in a step; None where nothing is known."""

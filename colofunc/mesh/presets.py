@@ -31,6 +31,9 @@ DATASHEET = ":datasheet"
 GB, TB, T = 10**9, 10**12, 1e12
 _US = 1e-6
 _LAUNCH_S = 5 * _US
+_NET_US = 14
+"""A message of a ring from box to box: what NVIDIA's library chooses its algorithms by (NVIDIA/nccl, src/graph/tuning.cc, hwLat).
+Small all-reduces over 32 B200 (tests/test_curves.py) would be met better by twice as much, those over 96 H100 by less."""
 
 # PCI Express x16, each direction, 128b/130b coding: 3.0 is 8 GT/s a lane, 4.0 is 16, 5.0 is 32 (PCI-SIG).
 _PCIE3, _PCIE4, _PCIE5 = 15.75e9, 31.5e9, 63.0e9
@@ -155,7 +158,7 @@ def _level(name: str, bytes_per_s: float, latency_us: float, sharing: str = "dev
 # DGX A100 data sheet: NVLink 600 GB/s both ways, NVSwitch; 8 x HDR 200 Gb/s; 2 TB; 8 x 3.84 TB.
 _DGX_A100 = Box(
     inner=_level("nvlink", 300e9, 3),
-    outer=_level("infiniband", 25e9, 6),
+    outer=_level("infiniband", 25e9, _NET_US),
     host_bytes=2 * TB,
     disk_bytes=30 * TB,
     pcie_bytes_per_s=_PCIE4,
@@ -166,7 +169,7 @@ _DGX_A100 = Box(
 # DGX H100 and H200 data sheets: NVLink 900 GB/s both ways; 8 x NDR 400 Gb/s; 2 TB; 8 x 3.84 TB.
 _DGX_H100 = Box(
     inner=_level("nvlink", 450e9, 3),
-    outer=_level("infiniband", 50e9, 6),
+    outer=_level("infiniband", 50e9, _NET_US),
     host_bytes=2 * TB,
     disk_bytes=30 * TB,
     pcie_bytes_per_s=_PCIE5,
@@ -180,7 +183,7 @@ _DGX_B200 = attrs.evolve(_DGX_H100, inner=_level("nvlink", 900e9, 3), host_bytes
 # 900 GB/s both ways for its two devices. A tray has 4 x 400 Gb/s and 4 x 3.84 TB.
 _GB200_TRAY = Box(
     inner=_level("nvlink", 900e9, 3),
-    outer=_level("infiniband", 50e9, 6),
+    outer=_level("infiniband", 50e9, _NET_US),
     host_bytes=960 * GB,
     disk_bytes=15 * TB,
     pcie_bytes_per_s=225e9,
@@ -194,7 +197,7 @@ _MI300X_PLATFORM = attrs.evolve(_DGX_H100, inner=_level("infinity", 448e9, 3), h
 # A server without links of its own between devices: 200 Gb/s a node, 1 TB, 2 x 3.84 TB.
 _SERVER_PCIE4 = Box(
     inner=_level("pcie", _PCIE4, 10),
-    outer=_level("infiniband", 25e9, 6, "uplink"),
+    outer=_level("infiniband", 25e9, _NET_US, "uplink"),
     host_bytes=TB,
     disk_bytes=7680 * GB,
     pcie_bytes_per_s=_PCIE4,
@@ -206,14 +209,14 @@ _SERVER_PCIE4 = Box(
 _SERVER_PCIE5 = attrs.evolve(
     _SERVER_PCIE4,
     inner=_level("pcie", _PCIE5, 10),
-    outer=_level("infiniband", 50e9, 6, "uplink"),
+    outer=_level("infiniband", 50e9, _NET_US, "uplink"),
     host_bytes=2 * TB,
     pcie_bytes_per_s=_PCIE5,
 )
 # DGX-1 (V100) data sheet: 6 links of 25 GB/s each way; 4 x EDR 100 Gb/s a node; 512 GB; 4 x 1.92 TB SATA.
 _DGX_1 = Box(
     inner=_level("nvlink", 150e9, 3),
-    outer=_level("infiniband", 50e9, 6, "uplink"),
+    outer=_level("infiniband", 50e9, _NET_US, "uplink"),
     host_bytes=512 * GB,
     disk_bytes=7680 * GB,
     pcie_bytes_per_s=_PCIE3,

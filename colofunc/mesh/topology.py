@@ -112,6 +112,7 @@ class Level:
     """Links that join inner domains (single devices at the innermost level) into domains of `size` devices.
 
     size: devices of one domain, None for as many as there are. bandwidth: each direction, of whom `sharing` says.
+    all_reduce_gain: by what an all-reduce is faster than twice a gather of its bytes, where switches add up (NVLink SHARP).
     """
 
     name: str
@@ -119,6 +120,7 @@ class Level:
     bandwidth_bytes_per_s: float = attrs.field(validator=_positive, converter=float)
     latency_s: float = attrs.field(validator=_not_negative, converter=float)
     sharing: Sharing = attrs.field(default="device", validator=_one_of("device", "pairs", "uplink", "medium"))
+    all_reduce_gain: float = attrs.field(default=1.0, validator=_positive, converter=float)
 
 
 @attrs.frozen
@@ -296,6 +298,9 @@ class Topology:
         for name, absent in _NOT_IN_OLDER_FILES:
             if getattr(self.device, name) == absent:
                 del data["device"][name]
+        for level, values in zip(self.levels, data["levels"], strict=True):
+            if level.all_reduce_gain == 1.0:
+                del values["all_reduce_gain"]
         if not self.ranks:
             del data["ranks"]
         return data
