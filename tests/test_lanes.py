@@ -13,7 +13,7 @@ from colofunc.pictures import memory_picture, unrolled
 from colofunc.program.lanes import Busy, Lanes, chrome_trace, lanes
 from colofunc.testing import programs
 
-MESH = cf.Mesh(dp=2, topology="2xa100-40g")
+MESH = cf.Mesh(dp=2, topology="2xa100-40g:datasheet")  # without contention
 N = 1 << 20
 COPY_S = MESH.copy_s(8 * N, "host", "device")
 

@@ -27,6 +27,7 @@ from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
 from colofunc.program.memory import MemoryReport, memory
+from colofunc.program.passes.kernels import capability_on
 from colofunc.program.places import distinct_ranks, has_places, on_rank
 
 Shards = list[torch.Tensor]
@@ -192,8 +193,13 @@ def on_real_ranks(mesh: Mesh, name: str | None = None) -> bool:
 
 
 def planned_on_real_ranks(mesh: Mesh, name: str | None = None) -> bool:
-    """Whether a step on `mesh` is planned as real ranks run it: it runs on them, or was put on an executor of them before there are any."""
-    return on_real_ranks(mesh, name) or (mesh.size > 1 and name in ("distributed", "compiled"))
+    """Whether a step on `mesh` is planned as real ranks run it: it runs on them, was put on an executor of them before there are any, or
+    its mesh names a machine with CUDA cards. A step that was put on "simulated" never is.
+    """
+    if mesh.size == 1 or name == "simulated":
+        return False
+    named = not mesh.assumed and capability_on(mesh.topology) is not None
+    return named or name in ("distributed", "compiled") or on_real_ranks(mesh, name)
 
 
 def held(program: Program, mesh: Mesh, name: str | None = None, grouped: bool = False, rank: int | None = None) -> MemoryReport:
