@@ -324,7 +324,7 @@ def test_a_plan_counts_its_seconds_and_its_memory() -> None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).float().sum()
 
     x, of = cf.abstract((1, 8192, 6144), torch.bfloat16), cf.abstract((1, 8192), torch.int64)
-    low = cf.shard(lambda x, of: cf.value_and_grad(layer)(x, of), cf.Mesh(topology="8xh100")).lower(x, of)
+    low = cf.shard(lambda x, of: cf.value_and_grad(layer)(x, of), cf.Mesh(topology="8xh100:datasheet")).lower(x, of)
     forward, backward = [node for node in low.program.nodes if "attention" in node.target]
     assert (forward.kernel.name, backward.kernel.name) == ("flex", "flex_backward")
     # Half of the pairs, two products of 128 each: 550 GFLOP; at 50 % of 989.5 TFLOP/s.

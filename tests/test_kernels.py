@@ -21,7 +21,7 @@ from colofunc.program.ir import Program
 from colofunc.program.passes.kernels import capability_on
 from colofunc.program.positions import Positions
 
-H100 = cf.Mesh(topology="8xh100")
+H100 = cf.Mesh(topology="8xh100:datasheet")
 
 
 @pytest.fixture(autouse=True)

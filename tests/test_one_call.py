@@ -290,7 +290,7 @@ def test_updates_of_a_lowered_step_are_one_call_past(way, monkeypatch) -> None:
             axis, plan = ("tp", tensor("1d", "tp")) if way == "sums over tp" else ("dp", zero(3, "dp", chunk=32 * 33))
             mesh = cf.Mesh(**{axis: 4}, topology="8xa100-80g")
             return cf.shard(step, mesh, plan).on("distributed").lower(state, batch)
-        mesh = cf.Mesh(topology="a100-40g")
+        mesh = cf.Mesh(topology="a100-40g:datasheet")
         whole = cf.shard(step, mesh).lower(state, batch).memory().peak_bytes["device"]
         return cf.offload(cf.shard(step, mesh), budget=int(0.8 * whole)).lower(state, batch)
 

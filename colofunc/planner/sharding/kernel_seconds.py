@@ -67,7 +67,7 @@ class KernelSeconds:
         if self._kernel_s(KernelCall(call.target, tuple(whole.items()), capability), candidates) < launch_s:
             return None
         pattern = any(word not in rule.sizes for _, word in strategy.axes)
-        arguments.update({"causal": False, "window": 0} if pattern else _last_rows(call, strategy.ins, arguments))
+        arguments.update(_whole_block(arguments) if pattern else _last_rows(call, strategy.ins, arguments))
         shown = KernelCall(call.target, tuple(arguments.items()), capability)
         seconds = self._kernel_s(shown, candidates)
         return launch_s + (seconds * strategy.cost.flops / _flops(shown) if pattern else seconds)
@@ -95,6 +95,13 @@ def _arguments(call: Call, shapes: Sequence[tuple[int, ...]]) -> dict[str, Any]:
 
 def _has_elements(arguments: Mapping[str, Any]) -> bool:
     return all(min(arguments[name].shape) > 0 for name in ("q", "k", "v"))
+
+
+def _whole_block(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A block whose rows see all of its columns but the first row one less: kernels that know no positions are not for it."""
+    if not (arguments["causal"] or arguments["window"]):
+        return {}
+    return {"causal": True, "window": 0, "q_offset": Like((), torch.int64, (max(0, arguments["k"].shape[2] - 2), 0))}
 
 
 def _last_rows(call: Call, ins: Sequence[Layout], arguments: Mapping[str, Any]) -> dict[str, Any]:
