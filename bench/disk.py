@@ -25,7 +25,8 @@ import torch
 
 import colofunc as cf
 from bench import Row, Section, ratio
-from colofunc.executors.disk.store import DiskStore, aligned_empty
+from colofunc.executors.disk.store import DiskStore
+from colofunc.executors.pages import pages
 
 CHUNK_BYTES, CHUNKS = 32 << 20, 8
 BLOCK_BYTES = 4 << 20
@@ -81,7 +82,7 @@ class Store:
 
 def memory(shift: int) -> list[torch.Tensor]:
     """Chunks of random bytes that begin `shift` bytes after a page."""
-    made = [aligned_empty(CHUNK_BYTES + shift)[shift:] for _ in range(CHUNKS)]
+    made = [torch.from_numpy(pages(CHUNK_BYTES + shift))[shift:] for _ in range(CHUNKS)]
     for k, chunk in enumerate(made):
         chunk.copy_(torch.from_numpy(np.random.default_rng(k).integers(0, 256, CHUNK_BYTES, np.uint8)))
     return made
@@ -146,7 +147,7 @@ def steps(folder: Path) -> tuple[list[tuple[float, float, float]], int]:
     host_step, disk_step = (cf.offload(cf.shard(step_fn, cf.Mesh()), policy=p, disk=folder) for p in ("host", "disk"))
     states = [host_step.init(state, batch), disk_step.init(state, batch)]
     nbytes = disk_step.lower(state, batch).memory().peak_bytes["disk"]
-    chunks = [aligned_empty(4 * WIDTH * WIDTH) for _ in range(nbytes // (4 * WIDTH * WIDTH))]
+    chunks = [torch.from_numpy(pages(4 * WIDTH * WIDTH)) for _ in range(nbytes // (4 * WIDTH * WIDTH))]
     store = Store(DiskStore(folder, [len(chunk) for chunk in chunks]))
     found = []
     for k in range(WARM + ROUNDS):

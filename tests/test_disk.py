@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from colofunc.errors import DiskError
 from colofunc.executors.disk.layout import Layout, disk_bytes
-from colofunc.executors.disk.store import DiskStore, aligned_empty
+from colofunc.executors.disk.store import DiskStore
+from colofunc.executors.pages import pages
 
 PAGE = 4096
 EDGES = [0, 1, 511, 512, 513, 4095, 4096, 4097, 8191, 8192, 12289]
@@ -29,7 +30,7 @@ def store(directory: Any, sizes: Any = (5000, 3), **options: Any) -> DiskStore:
 
 def random_bytes(seed: int, size: int, shift: int = 0) -> torch.Tensor:
     """A tensor whose memory begins `shift` bytes after a page."""
-    whole = aligned_empty(size + shift)
+    whole = torch.from_numpy(pages(size + shift))
     whole[shift:] = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, np.uint8))
     return whole[shift:]
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from saved import MESH, bits, tensors
 
 import colofunc as cf
-from colofunc.executors.disk import files as disk_files
+from colofunc.executors import direct_io
 from colofunc.functional.checkpoint import disk, files, index
 from colofunc.functional.checkpoint.disk import fetch
 from colofunc.functional.checkpoint.parts import Ranks, assign
@@ -79,24 +79,24 @@ def test_what_is_loaded_holds_no_more_memory_than_it_shows(tmp_path) -> None:
 def test_a_stream_writes_the_bytes_that_it_is_given(tmp_path, monkeypatch, how) -> None:
     """Of any lengths, over many buffers, whatever the file system takes."""
     monkeypatch.setattr(disk, "BUFFER_BYTES", 8192)
-    pwrite, control, flags = os.pwrite, disk_files.fcntl.fcntl, []
+    pwritev, control, flags = os.pwritev, direct_io.fcntl.fcntl, []
 
-    def write(fd: int, data: Any, at: int) -> int:
-        direct = bool(disk_files.DIRECT & control(fd, disk_files.fcntl.F_GETFL))
+    def write(fd: int, buffers: list[Any], at: int) -> int:
+        direct = bool(direct_io.DIRECT & control(fd, direct_io.fcntl.F_GETFL))
         flags.append(direct)
         if how == "refused when written" and direct:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return pwrite(fd, data[: 4096 if how == "short writes" else None], at)
+        return pwritev(fd, [buffers[0][: 4096 if how == "short writes" else None]], at)
 
     def controlled(fd: int, what: int, *args: int) -> int:
-        if how == "refused when set" and args and args[0] & disk_files.DIRECT:
+        if how == "refused when set" and args and args[0] & direct_io.DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         return control(fd, what, *args)
 
-    monkeypatch.setattr(os, "pwrite", write)
-    monkeypatch.setattr(disk_files.fcntl, "fcntl", controlled)
+    monkeypatch.setattr(os, "pwritev", write)
+    monkeypatch.setattr(direct_io.fcntl, "fcntl", controlled)
     if how == "no such flag":
-        monkeypatch.setattr(disk_files, "DIRECT", 0)
+        monkeypatch.setattr(direct_io, "DIRECT", 0)
     made = torch.Generator().manual_seed(0)
     parts = [os.urandom(int(n)) for n in torch.randint(0, 20_000, (30,), generator=made)]
     with open(tmp_path / "f", "xb", buffering=0) as file, disk.stream(file.fileno()) as out:

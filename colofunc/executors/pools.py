@@ -11,6 +11,7 @@ tensor, or a view of it, any more.
     del x                           # its buffer is free again
 
 On a machine with CUDA the memory is pinned; elsewhere it is pages like any others. All of it goes with the pool and the last tensor.
+See Note [Who keeps host memory] in `pages`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ can be told from what a living one uses. Which of the two versions counts is kno
         lock                              held with flock(2); says host, process and rank
         version-0, version-1              chunk k at the same offset in both, offsets and lengths rounded up to 4096 bytes
 
-Bytes pass the page cache (`O_DIRECT`) where the file system can: a training step must not push its own data out of memory.
+Bytes pass the page cache where the file system can (`direct_io`): a training step must not push its own data out of memory.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from typing import Any
 
 from colofunc import owned
 from colofunc.errors import DiskError
-from colofunc.executors.disk.layout import VERSIONS, Buffer, Layout, disk_bytes
+from colofunc.executors.direct_io import Buffer, is_direct, read_at, set_direct, write_at
+from colofunc.executors.disk.layout import VERSIONS, Layout, disk_bytes
 from colofunc.mesh.sizes import size_text
-
-DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has no such thing
 
 LOCK = "lock"
 PREFIX = "colofunc-disk-rank"
@@ -53,18 +52,6 @@ def disk_error(doing: str, path: str | os.PathLike[str], error: OSError, more: s
     return DiskError(f"{doing} {os.fspath(path)!r}: {error.strerror or error}{more}. Try: {hint}")
 
 
-def set_direct(fd: int, on: bool) -> bool:
-    """Pass the page cache from now on, or no longer; whether it does: some file systems cannot."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | DIRECT if on else flags & ~DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return False
-    return on and DIRECT != 0
-
-
 # ---- the folder of one store ----
 
 
@@ -74,7 +61,6 @@ class Files:
     def __init__(self, path: Path, lock_fd: int, layout: Layout) -> None:
         self.path, self.layout = path, layout
         self.owner = os.getpid()
-        self.direct = DIRECT != 0
         self._lock_fd = lock_fd
         self._folder_fd = owned.open_folder(path)
         self._fds: list[int] = []
@@ -86,38 +72,24 @@ class Files:
             self._fds.append(os.open(name, flags, 0o600, dir_fd=self._folder_fd))
             if self.layout.file_bytes:
                 os.posix_fallocate(self._fds[-1], 0, self.layout.file_bytes)
-        self._set_direct(self.direct)
+            set_direct(self._fds[-1], True)
+
+    @property
+    def direct(self) -> bool:
+        """Whether bytes pass the page cache."""
+        return all(is_direct(fd) for fd in self._fds)
 
     def write(self, version: int, data: Buffer, at: int) -> None:
         """All of `data` to byte `at`; both are multiples of a page."""
         fd = self._fds[version]
         if os.fstat(fd).st_nlink == 0:  # the system would go on writing to a file that nobody can find
             raise FileNotFoundError(errno.ENOENT, "the file was removed")
-        while len(data):
-            count = self._moved(os.pwritev, fd, data, at)
-            data, at = data[count:], at + count
+        write_at(fd, data, at)
 
     def read(self, version: int, into: Buffer, at: int) -> None:
-        while len(into):
-            count = self._moved(os.preadv, self._fds[version], into, at)
-            if not count:
-                raise OSError(errno.EIO, f"the file ends at byte {at}")
-            into, at = into[count:], at + count
-
-    def _moved(self, move: Any, fd: int, data: Buffer, at: int) -> int:
-        """Bytes moved by one system call, past the page cache unless the file system refuses."""
-        try:
-            return move(fd, [data], at)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-        self._set_direct(False)  # some take the flag and refuse the call; a call that ended within a block leaves the rest unaligned
-        return move(fd, [data], at)
-
-    def _set_direct(self, on: bool) -> None:
-        for fd in self._fds:
-            on = set_direct(fd, on)
-        self.direct = on
+        count = read_at(self._fds[version], into, at)
+        if count < len(into):
+            raise OSError(errno.EIO, f"the file ends at byte {at + count}")
 
     def shut(self) -> None:
         """Close everything, remove the files, give the lock back. Not for a forked process."""

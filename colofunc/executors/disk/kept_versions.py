@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from colofunc.errors import DiskError
-from colofunc.executors.disk.queue import Ticket, aligned
+from colofunc.executors.disk.queue import Ticket
+from colofunc.executors.pages import pages
 
 SAY_AFTER_S = 5.0
 DEADLINE_S = 1800.0
@@ -89,7 +90,7 @@ class Held:
 
     def read(self) -> Tensor:
         """Its bytes."""
-        into = torch.from_numpy(aligned(self._nbytes))
+        into = torch.from_numpy(pages(self._nbytes))
         self._read(into).wait()
         return into
 

@@ -14,20 +14,13 @@ from itertools import accumulate
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from colofunc.errors import DiskError
+from colofunc.executors.direct_io import PAGE_BYTES, Buffer, padded
 
-PAGE_BYTES = 4096  # address, offset and length of direct I/O are multiples of a disk's block, which divides this
 BLOCK_BYTES = 4 << 20  # moved in one call: one thread with such blocks fills a drive
 
 VERSIONS = ("version-0", "version-1")  # the two files
-
-Buffer = NDArray[np.uint8]
-
-
-def padded(nbytes: int) -> int:
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 @attrs.frozen

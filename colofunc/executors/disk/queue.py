@@ -11,16 +11,15 @@ chain of which only the first work has blocks in the common queue.
 
 from __future__ import annotations
 
-import mmap
 from collections import deque
 from collections.abc import Callable
 from threading import Condition, Event, Thread, current_thread
 
 import attrs
-import numpy as np
 
 from colofunc.errors import DiskError
-from colofunc.executors.disk.layout import PAGE_BYTES, Buffer
+from colofunc.executors.direct_io import Buffer
+from colofunc.executors.pages import pages
 
 Before = Callable[[], None]  # returns when host memory may be read or written: what copies of a card are waited for by
 Move = Callable[[int, Buffer], None]  # (block of the chunk, a buffer of the thread)
@@ -77,7 +76,7 @@ class Workers:
         self._writing = 0
         self._stopping = False
         # Daemons: others would be waited for before the end of the process can stop them.
-        args = [(aligned(block_bytes),) for _ in range(threads)]
+        args = [(pages(block_bytes),) for _ in range(threads)]
         self._threads = [Thread(target=self._serve, args=a, name=f"colofunc-disk-{k}", daemon=True) for k, a in enumerate(args)]
         for thread in self._threads:
             thread.start()
@@ -149,16 +148,3 @@ class Workers:
             self._begin(chain[0])
         else:
             del self._chains[work.chunk]
-
-
-# ---- memory that direct I/O can use ----
-
-
-def aligned(nbytes: int) -> Buffer:
-    """Zeros that begin at a page."""
-    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8, nbytes)
-
-
-def whole_pages(data: Buffer) -> bool:
-    """Whether direct I/O takes this memory as it is."""
-    return data.ctypes.data % PAGE_BYTES == 0 and len(data) % PAGE_BYTES == 0

@@ -34,10 +34,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from colofunc.errors import DiskError
+from colofunc.executors.direct_io import Buffer, padded, whole_pages
 from colofunc.executors.disk.files import Files, create, disk_error
 from colofunc.executors.disk.kept_versions import Held, Holds, Reader
-from colofunc.executors.disk.layout import BLOCK_BYTES, VERSIONS, Buffer, Layout, checksum, padded
-from colofunc.executors.disk.queue import Before, Move, Ticket, Work, Workers, aligned, whole_pages
+from colofunc.executors.disk.layout import BLOCK_BYTES, VERSIONS, Layout, checksum
+from colofunc.executors.disk.queue import Before, Move, Ticket, Work, Workers
 from colofunc.mesh.sizes import size_text
 
 THREADS = min(4, os.cpu_count() or 1)
@@ -178,7 +179,7 @@ class DiskStore:
 
         The tensor is borrowed: nothing may change it until the ticket is done; `before()` is called by whoever reads it, before each
         block, and returns when its bytes are there. Where its memory begins at a page
-        (`aligned_empty`, pinned memory) it is written from where it lies, else it goes through the store's buffers.
+        (`pages`, pinned memory) it is written from where it lies, else it goes through the store's buffers.
         Where it would replace what is held (`hold`), it waits until that is released. Raises DiskError where that takes too long.
         """
         source = self._bytes_of(chunk, tensor, "write")
@@ -320,8 +321,3 @@ def _threads(threads: int, buffers_bytes: int, block_bytes: int) -> int:
 def _about(tensor: Tensor) -> str:
     strides = "" if tensor.is_contiguous() else f" with strides {tuple(tensor.stride())}"
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}{strides}"
-
-
-def aligned_empty(nbytes: int) -> Tensor:
-    """A uint8 tensor that `DiskStore` reads and writes in place. Round the bytes up to 4096 where the last page matters too."""
-    return torch.from_numpy(aligned(nbytes))

@@ -28,7 +28,8 @@ from torch.utils import _pytree as pytree
 
 from colofunc import compat
 from colofunc.errors import DiskError
-from colofunc.executors.disk.layout import BLOCK_BYTES, VERSIONS, padded
+from colofunc.executors.direct_io import padded
+from colofunc.executors.disk.layout import BLOCK_BYTES, VERSIONS
 from colofunc.executors.disk.queue import Before, Ticket
 from colofunc.executors.disk.store import DiskStore
 from colofunc.executors.pages import pages

@@ -12,8 +12,6 @@ that, the same buffers are written the usual way.
 
 from __future__ import annotations
 
-import errno
-import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,11 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from colofunc.executors.disk.files import set_direct
+from colofunc.executors.direct_io import DIRECT, PAGE_BYTES, Buffer, padded, read_at, set_direct, write_at
+from colofunc.executors.pages import pages
 
 BUFFER_BYTES = 2 << 20  # a multiple of any block size of a disk
 BUFFERS, WRITERS = 4, 2
-Buffer = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class Stream:
@@ -64,7 +62,7 @@ class Stream:
         if self._errors:
             raise self._errors[0]
         set_direct(self._fd, False)
-        write_at(self._fd, memory(self._buffer[: self._held]), self._at)
+        write_at(self._fd, self._buffer[: self._held], self._at)
         os.fsync(self._fd)
 
     def stop(self) -> None:
@@ -89,16 +87,15 @@ class Stream:
             raise self._errors[0]
 
     def _fresh(self) -> Buffer:
-        """Another buffer, which begins at a page."""
         self._made += 1
-        return np.frombuffer(mmap.mmap(-1, BUFFER_BYTES), dtype=np.uint8)
+        return pages(BUFFER_BYTES)
 
     def _write(self) -> None:
         while (full := self._full.get()) is not None:
             buffer, at = full
             try:
                 if not self._errors:
-                    write_at(self._fd, memory(buffer), at)
+                    write_at(self._fd, buffer, at)
             except BaseException as error:  # raised by the next call of `write` or by `finish`
                 self._errors.append(error)
             self._free.put(buffer)
@@ -115,28 +112,6 @@ def stream(fd: int) -> Iterator[Stream]:
         made.stop()
 
 
-def memory(buffer: Buffer) -> memoryview:
-    whole: Any = buffer
-    return memoryview(whole)
-
-
-def write_at(fd: int, data: memoryview, at: int) -> None:
-    """All of `data` to byte `at` of a file."""
-    buffered = False
-    while len(data):
-        try:
-            count = os.pwrite(fd, data, at)
-        except OSError as error:
-            # Some file systems take the flag and refuse the write; one that ended in the middle of a block is not aligned. The
-            # flag is the file's, so the other thread may have taken it away since: ask for nothing, try once without.
-            if error.errno != errno.EINVAL or buffered:
-                raise
-            set_direct(fd, False)
-            buffered = True
-            continue
-        data, at = data[count:], at + count
-
-
 # ---- reading ----
 # Problem: one thread that reads and then sums leaves the disk idle half of the time, and what is read the usual way is copied
 # from the page cache by the same thread. Idea: a few threads, each with a block of its own: while one sums, others wait for
@@ -148,9 +123,7 @@ def write_at(fd: int, data: memoryview, at: int) -> None:
 
 DEEP = 8  # threads that keep a disk busy
 FROM_BYTES = 4 << 20  # less is read by the thread that asks
-PAGE = 4096  # a multiple of any block size of a disk
 PROBES = 4  # pages of the file that are looked up in the page cache
-DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has no such thing
 NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 Block = tuple[int, memoryview]  # where in the file, where to
 
@@ -200,24 +173,16 @@ def _together(threads: int, count: int, work: Callable[[int], None]) -> None:
 def _one(fd: int, direct: int | None, block: Block) -> int:
     at, memory = block
     count = _read_direct(direct, memory, at) if direct is not None else None
-    return read(fd, memory, at) if count is None else count
-
-
-def read(fd: int, memory: memoryview, at: int) -> int:
-    """Fill `memory` from byte `at` on; how much of it the file had."""
-    count = 0
-    while count < len(memory):
-        got = os.preadv(fd, [memory[count:]], at + count)
-        if got == 0:
-            break
-        count += got
-    return count
+    return read_at(fd, memory, at) if count is None else count
 
 
 def _read_direct(fd: int, memory: memoryview, at: int) -> int | None:
-    """The same past the page cache, by way of a buffer that begins at a page; None where the file system refuses."""
-    skip = at % PAGE
-    length = -(-(skip + len(memory)) // PAGE) * PAGE
+    """The same past the page cache, by way of a buffer that begins at a page; None where the file system refuses.
+
+    A call that ends within a page has come to the end of the file, so that no other follows: it would begin within a page.
+    """
+    skip = at % PAGE_BYTES
+    length = padded(skip + len(memory))
     buffer = _buffer(length)
     count = 0
     while count < skip + len(memory):
@@ -226,21 +191,21 @@ def _read_direct(fd: int, memory: memoryview, at: int) -> int | None:
         except OSError:
             return None  # the usual way finds out whether it is the file or the way of reading
         count += got
-        if got == 0 or got % PAGE:
+        if got == 0 or got % PAGE_BYTES:
             break
     count = min(max(count - skip, 0), len(memory))
-    np.copyto(np.frombuffer(memory, dtype=np.uint8)[:count], np.frombuffer(buffer, dtype=np.uint8)[skip : skip + count])
+    np.copyto(np.frombuffer(memory, dtype=np.uint8)[:count], buffer[skip : skip + count])
     return count
 
 
 _held = local()
 
 
-def _buffer(nbytes: int) -> memoryview:
+def _buffer(nbytes: int) -> Buffer:
     """This thread's, at least so large."""
-    found: memoryview | None = getattr(_held, "buffer", None)
+    found: Buffer | None = getattr(_held, "buffer", None)
     if found is None or len(found) < nbytes:
-        found = _held.buffer = memoryview(mmap.mmap(-1, nbytes))
+        found = _held.buffer = pages(nbytes)
     return found
 
 
