@@ -8,9 +8,14 @@ same numbers, to the byte.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from colofunc.errors import CapacityError
 from colofunc.executors.disk.tensors import OnDisk
@@ -170,3 +175,23 @@ def _held(tensors: Iterable[tuple[object, Holder]], ranks: int) -> dict[tuple[in
             key = (rank, tier)
             held[key] = held.get(key, 0) + nbytes
     return held
+
+
+class Held(TorchDispatchMode):
+    """The most bytes that were alive at once of those that operators inside have made. operands: their storages do not count."""
+
+    def __init__(self, operands: Any) -> None:
+        super().__init__()
+        self._operands = {x.untyped_storage()._cdata for x in operands if isinstance(x, Tensor)}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
+        for x in tree_leaves(made):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self._operands:
+                storage = x.untyped_storage()
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, sum(nbytes for _, nbytes in self._alive.values()))
+        return made

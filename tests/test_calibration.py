@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from quantize_matrix import WHERE, step_of, tokens
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import colofunc as cf
 from colofunc.compiler.quantized_weights import packed
@@ -15,6 +16,37 @@ from colofunc.ops.quantizers import BUILT_IN
 from colofunc.program.lazy import lazy_tensor, make
 
 INT8 = partial(cf.ext.Quantizer, form="int8", quantize=BUILT_IN["int8"].quantize)
+
+
+# ---- a model of mixtures of experts ----
+
+
+@pytest.mark.parametrize("maker", [cf.input_moments, cf.input_maxima, cf.sensitivities])
+def test_a_double_mixtral_is_measured_by_itself_as_in_a_step(maker: Callable[..., Any]) -> None:
+    """Its experts are grouped products, which torch refuses in float64, and dropout draws the numbers of a step."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+        num_experts_per_tok=2, vocab_size=64, max_position_embeddings=32, use_cache=False, attention_dropout=0.5,
+    )  # fmt: skip
+    module = MixtralForCausalLM(config).double().train()
+    module.set_experts_implementation("grouped_mm")
+    model = cf.functional(module)
+    ids = torch.randint(0, 64, (2, 8))
+
+    def loss(params: Any, ids: torch.Tensor) -> torch.Tensor:
+        return model.apply(params, model.buffers, input_ids=ids)[0].logits.square().mean()
+
+    step = cf.shard(maker(loss), cf.Mesh())
+    found = []
+    for measuring in (maker(loss), step.eager, step):
+        with cf.random(3):  # of attention's dropout
+            found.append(torch.utils._pytree.tree_leaves(measuring(model.params, ids)))
+    alone, eager, staged = found
+    assert len(alone) == len(eager) == len(staged) >= 11
+    for value, same, wanted in zip(alone, eager, staged, strict=True):
+        torch.testing.assert_close(value, wanted.full(), rtol=1e-10, atol=1e-12)
+        assert torch.equal(value, same)
 
 
 # ---- schemes by the name of a weight ----

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import colofunc as cf
@@ -16,6 +14,7 @@ from colofunc.ops.built_in import CUDA_KERNELS
 from colofunc.ops.experts import experts
 from colofunc.ops.grouped import grouped_mm
 from colofunc.ops.kernels import Kernel, KernelCall, bound, choose, describe, table_of
+from tests.live_bytes import Held
 
 H100 = cf.Mesh(topology="8xh100")
 TABLE = table_of(CUDA_KERNELS)
@@ -39,26 +38,6 @@ def layer(dtype: torch.dtype, experts: int, d: int, f: int, tokens: int, k: int,
         "colofunc.grouped_mm": (x, empty(experts, d, f), offs),
         "colofunc.grouped_mm_dw": (x, empty(tokens, f), offs),
     }
-
-
-class Held(TorchDispatchMode):
-    """The most bytes that were alive at once of those that were made inside."""
-
-    def __init__(self, operands: Any) -> None:
-        super().__init__()
-        self._operands = {x.untyped_storage()._cdata for x in operands if isinstance(x, Tensor)}
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
-        for x in tree_leaves(made):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self._operands:
-                storage = x.untyped_storage()
-                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, sum(nbytes for _, nbytes in self._alive.values()))
-        return made
 
 
 def takers(target: str, args: tuple[Any, ...], capability: tuple[int, int] = (9, 0)) -> tuple[list[Kernel], KernelCall]:

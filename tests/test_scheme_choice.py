@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -22,6 +23,7 @@ from colofunc.planner.schemes import SchemeChoice, SchemeErrors
 from colofunc.planner.weight_seconds import weight_seconds
 from colofunc.program.cost import node_s
 from colofunc.program.lazy import lazy_tensor
+from colofunc.transforms import quantize as quantize_module
 
 FEW = ("int8", "mxfp8", "nf4")
 
@@ -356,7 +358,9 @@ def by_trying(table: SchemeErrors, chains: Mapping[str, Callable[[SchemeChoice],
     return found
 
 
-def layers(count: int, size: int, rows: int, *schemes: str) -> tuple[Callable[..., Any], Any, torch.Tensor, SchemeErrors]:
+def layers(
+    count: int, size: int, rows: int, *schemes: str | cf.ext.Quantizer
+) -> tuple[Callable[..., Any], Any, torch.Tensor, SchemeErrors]:
     """(forward, its parameters, a batch, errors) of a few products."""
     torch.manual_seed(0)
     model = cf.functional(nn.Sequential(*[layer for _ in range(count) for layer in (nn.Linear(size, size), nn.GELU())]))
@@ -469,6 +473,65 @@ def test_what_was_chosen_stands_and_is_shared() -> None:
     assert cf.scheme_choice(loose, placed, x).schemes == choice.schemes
     with cf.testing.float64():
         cf.testing.check(first, params, x, steps=1)
+
+
+def test_a_plan_has_the_schemes_and_a_step_that_follows_it_or_runs_elsewhere_searches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, params, x, table = layers(2, 256, 16, "int8", "nf4")
+
+    def auto(**options: Any) -> Any:
+        sharded = cf.shard(forward, cf.Mesh(dp=2), zero(3, "dp"))
+        return cf.quantize(sharded, "auto", **{"errors": table, "rise": 1e-6, "budget": "250KiB", **options})
+
+    step = auto()
+    wanted, chosen = step(params, x).full(), cf.scheme_choice(step, params, x).schemes
+    plan = step.lower(params, x).plan
+    plan.save(tmp_path / "plan.json")
+    loaded = cf.Plan.load(tmp_path / "plan.json")
+    assert dict(loaded.taken) == chosen and "nf4" in chosen.values()
+    plain = auto(keep="*", budget=None).lower(params, x).plan
+    name = next(name for name, scheme in chosen.items() if scheme == "nf4")
+    assert f"{name}: as it is -> nf4" in plain.diff(plan)
+
+    def no_search(*args: Any) -> Any:
+        raise AssertionError("it was decided before")
+
+    monkeypatch.setattr(quantize_module, "search", no_search)
+    for again in (auto().with_plan(loaded), step.with_plan(attrs.evolve(plan, taken=())), step.on("simulated"), step.on("compiled")):
+        assert cf.scheme_choice(again, params, x).schemes == chosen
+    assert torch.equal(auto().with_plan(loaded)(params, x).full(), wanted)
+    with pytest.raises(AssertionError, match="decided before"):
+        auto().lower(params, x)
+    refusals = {
+        "the plan has 'nf4' for": lambda: auto(keep=name).with_plan(loaded),
+        "the plan has no scheme for": lambda: auto().with_plan(attrs.evolve(plan, taken=plan.taken[:1])),
+        "the plan has 'other.weight', of which nothing": lambda: auto().with_plan(attrs.evolve(plan, taken=(("other.weight", "int8"),))),
+        "rise=1e-12): with the schemes of the plan the loss rises by": lambda: auto(rise=1e-12).with_plan(loaded),
+    }
+    for says, make in refusals.items():
+        with pytest.raises(cf.PlanError) as caught:
+            make().lower(params, x)
+        assert says in str(caught.value) and "the step without a plan, which chooses anew" in str(caught.value)
+
+
+def test_a_search_packs_nothing() -> None:
+    """All schemes of all weights together would take more than the weights; only what was chosen is packed, once."""
+    made: list[int] = []
+
+    def counted(rows: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        if not rows.is_meta:
+            made.append(rows.shape[0])
+        return BUILT_IN["int8"].quantize(rows)
+
+    forward, params, x, table = layers(2, 256, 16, "nf4", cf.ext.Quantizer("counted", form="int8", quantize=counted))
+    made.clear()
+    step = cf.quantize(cf.shard(forward, cf.Mesh(dp=2)), "auto", errors=table, rise=1e-6)
+    choice = cf.scheme_choice(step, params, x)
+    assert len(choice.tried) > 2 and not made
+    step(params, x)
+    step(params, x[:8])
+    assert made == [256] * list(choice.schemes.values()).count("counted")
 
 
 def on_ranks() -> Any:

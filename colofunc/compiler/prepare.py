@@ -116,7 +116,8 @@ def prepare(
     if traced_s + planned_s > SLOW_S and mesh.is_main:
         say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
     notes = _notes(staged, planning, priced, plan)
-    plan = attrs.evolve(plan, card=_card(priced, plan), notes=(*plan.notes, *notes))
+    taken = tuple(pair for transform in staged.transforms for pair in transform.taken)
+    plan = attrs.evolve(plan, card=_card(priced, plan), notes=(*plan.notes, *notes), taken=taken)
     low = Lowered(
         traced=seen.traced,
         global_program=planning.program,

@@ -41,10 +41,15 @@ _SHARED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 @attrs.frozen(eq=False)
 class Weights:
-    """What one transform quantizes. `known`: tensor -> (how often it had been written to, what it was packed to)."""
+    """What one transform quantizes. `known`: tensor -> (how often it had been written to, what it was packed to).
+
+    `sketches`: of a search among schemes, whose steps are counted and never run: a tensor is packed without values. What lies on ranks is
+    packed all the same, as the layouts of its parts count, and kept here for the next step of the search; None: it is no search.
+    """
 
     quantizer: Schemes
     globs: tuple[str, ...]
+    sketches: list[Quantized] | None = None
     known: WeakTensorKeyDictionary = attrs.field(factory=WeakTensorKeyDictionary)
 
     @property
@@ -86,10 +91,16 @@ class Weights:
         version = compat.version(weight)
         known = self.known.get(weight)
         if known is None or known[0] != version:
+            if self.sketches is not None and not isinstance(weight, (DTensor, LazyTensor)):
+                without_values = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+                known = self.known[weight] = version, packed(quantizer.named(name), without_values, name)
+                return known[1]
             shared = _SHARED.setdefault(weight, WeakValueDictionary())
             result = shared.get((quantizer, version))
             if result is None:
                 result = shared[quantizer, version] = packed(quantizer.named(name), weight, name)
+            if self.sketches is not None:
+                self.sketches.append(result)
             known = self.known[weight] = version, result
         found: Quantized = known[1]
         return found

@@ -36,6 +36,7 @@ class Compiler(Protocol):
     def compare(self, staged: Staged, args: tuple[Any, ...], tolerance: float | None) -> Any: ...
     def profile(self, staged: Staged, args: tuple[Any, ...], path: Any, steps: int) -> Any: ...
     def settled(self, staged: Staged, open: Transform, args: tuple[Any, ...]) -> Staged: ...
+    def another(self) -> Compiler: ...
 
 
 @attrs.frozen(eq=False)
@@ -108,11 +109,11 @@ class Staged:
         """
         if executor not in EXECUTORS:
             raise PlanError(f"unknown executor {executor!r}{near(executor, EXECUTORS, 'executors')}")
-        return attrs.evolve(self, executor=executor, compiler=fresh(self.compiler))
+        return attrs.evolve(self, executor=executor, compiler=self.compiler.another())
 
     def with_plan(self, plan: Any) -> Staged:
         """The same step, deciding as `plan` did wherever it speaks."""
-        return attrs.evolve(self, plan=plan, compiler=fresh(self.compiler))
+        return attrs.evolve(self, plan=plan, compiler=self.compiler.another())
 
     @property
     def mesh(self) -> Mesh:

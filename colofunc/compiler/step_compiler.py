@@ -10,7 +10,7 @@ DTensor arguments already have, which the plan takes as given). A call like the 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -64,6 +64,15 @@ class StepCompiler:
         self._retraces = Retraces()
         self._calls = 0
         self._settled: Staged | None = None
+        self._taken: Mapping[str, str] = {}  # what the same chain has taken on another executor, or by another plan
+
+    def another(self) -> StepCompiler:
+        """An empty one for the same chain, on another executor or by another plan: what was left open stays decided."""
+        new = StepCompiler()
+        new._taken = self._taken
+        for transform in () if self._settled is None else self._settled.transforms:
+            new._taken = dict(transform.taken) or new._taken
+        return new
 
     def call(self, staged: Staged, args: tuple[Any, ...]) -> Any:
         name = getattr(staged.fn, "__name__", "step")
@@ -145,7 +154,9 @@ class StepCompiler:
     def settled(self, staged: Staged, open: Transform, args: tuple[Any, ...]) -> Staged:
         """The chain with what one transform leaves open decided, by the first arguments."""
         if self._settled is None:
-            self._settled = settled(staged, open, args, partial(_lowered_with, args), watch_of(staged.mesh, staged.executor))
+            said = self._taken if staged.plan is None else dict(staged.plan.taken) or self._taken
+            watch = watch_of(staged.mesh, staged.executor)
+            self._settled = settled(staged, open, args, partial(_lowered_with, args), watch, said)
         return self._settled
 
     def lower(self, staged: Staged, args: tuple[Any, ...], says_least: bool = True) -> Lowered:

@@ -61,11 +61,16 @@ class Open:
     """Choices of a transform on which the state and the trace depend, such as the scheme of each weight.
 
     closed: a choice, which can be a key and be sent to other ranks -> the transform with it. search: given what finishes the chain with a
-    choice (a `Lowered`, or in a line why it fits no budget), the choice that is taken; it runs on rank 0.
+    choice (a `Lowered`, or in a line why it fits no budget), the choice that is taken; it runs on rank 0. sketched: a choice -> the
+    transform with it that the search finishes the chain with, which is counted and never runs, so it needs no values; None: `closed`.
+    recalled: what was taken before, as `Transform.taken` says it -> the choice, without a search; PlanError where it may not be chosen
+    here. None: there is always a search.
     """
 
     closed: Callable[[Any], Transform]
     search: Callable[[Callable[[Any], Any]], Any]
+    sketched: Callable[[Any], Transform] | None = None
+    recalled: Callable[[Mapping[str, str]], Any] | None = None
 
 
 class Search(Protocol):
@@ -190,7 +195,7 @@ class Transform:
     variants have to include whatever the budget is now. One transform of a chain may have some.
     `open`: of a call's arguments, choices on which the state and the trace depend; the chain is finished with several before anything else
     is done, and one is taken (`settling`). A transform that has it has no hooks; what is taken has. One transform of a chain may.
-    `decided`: what was taken there. `notes`: lines for the plan.
+    `decided`: what was taken there; `taken`: the same as plans keep it, pairs such as (weight, scheme). `notes`: lines for the plan.
     """
 
     name: str
@@ -212,6 +217,7 @@ class Transform:
     variants: Variants | None = attrs.field(default=None, kw_only=True)
     open: Callable[[tuple[Any, ...]], Open] | None = attrs.field(default=None, kw_only=True)
     decided: Any = attrs.field(default=None, kw_only=True)
+    taken: tuple[tuple[str, str], ...] = attrs.field(default=(), kw_only=True)
     notes: tuple[str, ...] = attrs.field(default=(), kw_only=True)
 
     @property

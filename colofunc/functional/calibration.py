@@ -15,6 +15,7 @@ rows as they do for gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from numbers import Real
 from typing import Any
@@ -26,7 +27,7 @@ from torch import Tensor
 from colofunc.compiler.staged import Staged
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
-from colofunc.ops import input_scales
+from colofunc.ops import canonical, input_scales
 from colofunc.ops.gptq import DAMPING, calibrated
 from colofunc.ops.linear import linear_dw
 from colofunc.ops.measured import Measured
@@ -34,6 +35,7 @@ from colofunc.ops.quantized_frozen import reading
 from colofunc.ops.quantized_inputs import WeightNames, linear_inputs
 from colofunc.ops.quantizers import Quantizer
 from colofunc.planner.plan import matches
+from colofunc.program.tracing.meta import active
 from colofunc.program.tracing.tree import walk
 
 Values = Mapping[str, Tensor]  # weight's name -> what was measured of its inputs
@@ -116,6 +118,11 @@ def globs_of(maker: str, step_fn: Callable[..., Any], where: str | Iterable[str]
     return globs
 
 
+def as_a_step() -> AbstractContextManager[None]:
+    """Inside, a function that is called by itself computes as it does in a step: torch has no grouped products of float64, steps have."""
+    return nullcontext() if active() is not None or canonical.on_single_device() else canonical.single_device()
+
+
 def _measuring(statistic: Statistic, step_fn: Callable[..., Any], where: str | Iterable[str]) -> Callable[..., dict[str, Tensor]]:
     globs = globs_of(statistic.maker, step_fn, where)
 
@@ -123,7 +130,7 @@ def _measuring(statistic: Statistic, step_fn: Callable[..., Any], where: str | I
     def measured(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
         seen = Seen(statistic, globs)
         seen.note_all(args[0] if args else {})
-        with reading(seen.frozen, lambda wide, weight: None), linear_inputs(seen.name, seen.see):
+        with as_a_step(), reading(seen.frozen, lambda wide, weight: None), linear_inputs(seen.name, seen.see):
             step_fn(*args, **kwargs)
         return seen.result()
 

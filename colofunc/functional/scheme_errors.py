@@ -44,7 +44,7 @@ from colofunc.compiler.quantized_weights import packed
 from colofunc.compiler.staged import Staged
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
-from colofunc.functional.calibration import MOMENTS, Seen, Statistic, globs_of, joined
+from colofunc.functional.calibration import MOMENTS, Seen, Statistic, as_a_step, globs_of, joined
 from colofunc.mesh import Mesh
 from colofunc.ops.measured import Measured
 from colofunc.ops.quantized import Quantized
@@ -155,7 +155,7 @@ def sensitivities(loss_fn: Callable[..., Any], where: str | Iterable[str] = "*.w
     def measured(*args: Any, **kwargs: Any) -> dict[str, dict[str, Tensor]]:
         seen = _Gradients(globs)
         seen.note_all(args[0] if args else {})
-        with torch.enable_grad(), reading(seen.frozen, lambda wide, weight: None):
+        with as_a_step(), torch.enable_grad(), reading(seen.frozen, lambda wide, weight: None):
             with linear_inputs(seen.name, seen.see, seen.watch, seen.watch_rows):
                 loss = loss_fn(*args, **kwargs)
             if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():

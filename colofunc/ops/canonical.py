@@ -17,6 +17,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import cache
 from itertools import count
 from math import prod, sqrt
@@ -50,6 +51,9 @@ def modes(seed: Tensor | Callable[[], Tensor], sites: Iterator[int] | None = Non
     return [Canonical(provide, count() if sites is None else sites)]
 
 
+_SINGLE_DEVICE: ContextVar[bool] = ContextVar("colofunc_single_device", default=False)
+
+
 @contextmanager
 def single_device(seed: Tensor | None = None) -> Iterator[None]:
     """Run a step eagerly under the canonical operators. Without a seed, one is drawn from torch's generator
@@ -62,9 +66,18 @@ def single_device(seed: Tensor | None = None) -> Iterator[None]:
             drawn.append(draw_seed())
         return drawn[0]
 
-    with ExitStack() as stack:
-        stack.enter_context(Canonical(provide, count(), beside=True))
-        yield
+    token = _SINGLE_DEVICE.set(True)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(Canonical(provide, count(), beside=True))
+            yield
+    finally:
+        _SINGLE_DEVICE.reset(token)
+
+
+def on_single_device() -> bool:
+    """Whether the code runs inside `single_device`."""
+    return _SINGLE_DEVICE.get()
 
 
 class Canonical(TorchFunctionMode):

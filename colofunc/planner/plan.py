@@ -146,6 +146,7 @@ class Plan:
     pipeline: Pipelined | None = None  # its schedule, and what each stage holds, computes and waits for
     way: str = ""  # of a transform that left something open, the way that was taken, and the others
     others: tuple[OtherWay, ...] = ()
+    taken: tuple[tuple[str, str], ...] = ()  # of a transform that left open what the state depends on: (weight, scheme) of each weight
 
     def __str__(self) -> str:
         """One sentence."""
@@ -240,6 +241,7 @@ class Plan:
         lines += _changes(mine, theirs)
         before, after = ({k: d.strategy for d in p.decisions for k in d.keys} for p in (self, other))
         lines += _changes(before, after)
+        lines += _changes(dict(self.taken), dict(other.taken))
         if lines and self.cost_s:
             lines.append(
                 f"{time_text(self.cost_s)} -> {time_text(other.cost_s)} ({other.cost_s / self.cost_s - 1:+.1%})"

@@ -109,9 +109,9 @@ def quantize(
     return stage(step_fn, transform)
 
 
-def transform_of(quantizer: Schemes, globs: tuple[str, ...], **further: Any) -> Transform:
-    """The transform with a scheme, or with a choice of one for each weight."""
-    weights = Weights(quantizer, globs)
+def transform_of(quantizer: Schemes, globs: tuple[str, ...], sketches: list[Quantized] | None = None, **further: Any) -> Transform:
+    """The transform with a scheme, or with a choice of one for each weight. sketches: as in `Weights`."""
+    weights = Weights(quantizer, globs, sketches)
     return Transform(
         "quantize",
         {"scheme": weights.name, "where": globs},
@@ -192,12 +192,48 @@ class _Auto:
         if kept:
             weights = tuple(_as_kept(weight, kept) for weight in weights)
         tried: list[Tried] = []
-        return Open(partial(self.closed, weights, tried), partial(self.search, weights, tried))
+        sketches: list[Quantized] = []
+        return Open(
+            partial(self.closed, weights, tried, None),
+            partial(self.search, weights, tried),
+            partial(self.closed, weights, tried, sketches),
+            partial(self.recalled, weights),
+        )
 
-    def closed(self, weights: tuple[WeightOptions, ...], tried: Sequence[Tried], picks: Picks) -> Transform:
-        """The transform with these options. tried: what is known so far of others."""
+    def closed(
+        self, weights: tuple[WeightOptions, ...], tried: Sequence[Tried], sketches: list[Quantized] | None, picks: Picks
+    ) -> Transform:
+        """The transform with these options. tried: what is known so far of others. sketches: as in `Weights`."""
         choice = choice_of(weights, picks, tried)
-        return transform_of(choice, self.globs, budget=self.room, decided=choice, notes=(f"schemes of weights: {choice.sentence()}",))
+        notes = (f"schemes of weights: {choice.sentence()}",)
+        return transform_of(
+            choice, self.globs, sketches, budget=self.room, decided=choice, taken=tuple(choice.schemes.items()), notes=notes
+        )
+
+    def recalled(self, weights: tuple[WeightOptions, ...], taken: Mapping[str, str]) -> Picks:
+        """The choice that a plan says. Raises PlanError where it may not be chosen here."""
+        remedy = "Try: errors=, keep= and where= that the plan was made with; the step without a plan, which chooses anew"
+        names = [weight.name for weight in weights]
+        for name in taken:
+            if name not in names:
+                raise PlanError(f"cf.quantize(scheme='auto'): the plan has {name!r}, of which nothing was measured here. {remedy}")
+        picks = []
+        for weight in weights:
+            options = [option.name for option in weight.options]
+            scheme = taken.get(weight.name)
+            if scheme not in options:
+                has = "no scheme" if scheme is None else repr(scheme)
+                raise PlanError(
+                    f"cf.quantize(scheme='auto'): the plan has {has} for {weight.name!r}, and here it may be: {', '.join(options)}. "
+                    f"{remedy}"
+                )
+            picks.append(options.index(scheme))
+        error = choice_of(weights, tuple(picks)).error
+        if self.rise is not None and error > self.rise:
+            raise PlanError(
+                f"cf.quantize(scheme='auto', rise={self.rise}): with the schemes of the plan the loss rises by {error:.1e}. {remedy}"
+            )
+        return tuple(picks)
 
     def search(self, weights: tuple[WeightOptions, ...], tried: list[Tried], lower: Callable[[Any], Any]) -> Picks:
         names = [weight.name for weight in weights]
