@@ -75,19 +75,29 @@ def test_parts_on_ranks(target: str, padding: int, weighted: bool) -> None:
     }
     tried = check_strategies(None, f"colofunc.{target}", sample(*calls[target]), meshes=[cf.Mesh(a=2, b=2)])
     names = {each.strategy for each in tried}
-    factors_of = {"embedding_bag": "bnev", "embedding_bag_backward": "bnev", "embedding_bag_factors_backward": "bne"}
+    factors_of = {"embedding_bag": "bnev", "embedding_bag_backward": "bnev", "embedding_bag_factors_backward": "bnev"}
     assert {f"{{a: {factor}}}" for factor in factors_of[target]} <= names, names
 
 
-def test_infinity_in_a_table_stays_in_the_bags_that_ask_for_it() -> None:
-    weight = seeded(ROWS, WIDTH)
-    weight[6] = float("inf")  # the first row of the second rank's part, where it looks for what it does not have
-    index = INDEX.clone()
-    index[index == 6] = 7
-    index[2, 1] = 6
-    step = cf.shard(lambda w, i: F.embedding_bag(i, w, mode="sum"), cf.Mesh(tp=2), in_specs=("(tp v) e", "b n"), out_specs="b e", donate=())
-    out = step(weight, index).full()
-    assert out.isfinite().all(1).tolist() == [bag != 2 for bag in range(BAGS)]
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("padding", [None, 1])
+def test_numbers_that_are_not_finite_are_those_of_one_device(weighted: bool, padding: int | None) -> None:
+    """Infinity in rows of both ranks' parts, in bags with rows of other ranks, in padding, and in what comes back."""
+    weight, grad = seeded(ROWS, WIDTH), seeded(BAGS, WIDTH)
+    weight[0], weight[6], weight[8], weight[1, 2] = torch.inf, -torch.inf, torch.nan, torch.inf
+    grad[4, 1], grad[5, 3] = torch.inf, torch.nan
+    factors = seeded(BAGS, EACH).abs() + 1 if weighted else None
+
+    def both(w: torch.Tensor, i: torch.Tensor, f: torch.Tensor | None, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = [w.requires_grad_()] if f is None else [w.requires_grad_(), f.requires_grad_()]
+        out = F.embedding_bag(i, w, mode="sum", per_sample_weights=f, padding_idx=padding)
+        return out.detach(), *torch.autograd.grad(out, leaves, g)
+
+    step = cf.shard(both, cf.Mesh(tp=2), in_specs=("(tp v) e", "b n", None if factors is None else "b n", "b e"), donate=())
+    want = step.eager(weight, INDEX, factors, grad)
+    assert any(x.isinf().any() for x in want) and any(x.isnan().any() for x in want)
+    for mine, theirs in zip(step(weight, INDEX, factors, grad), want, strict=True):
+        torch.testing.assert_close(mine.full(), theirs, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 def test_an_index_that_no_rank_has_fails() -> None:
@@ -127,3 +137,29 @@ def test_a_table_is_known_as_a_weight_wherever_it_stands() -> None:
     step = cf.shard(lambda ids, tables: F.embedding_bag(ids, tables["a"], mode="sum"), cf.Mesh(dp=2))
     roles = {leaf.name: leaf.role for leaf in step.lower(INDEX, {"a": seeded(ROWS, WIDTH)}).plan.inputs}
     assert list(roles.values()) == ["batch", "param"], roles
+
+
+FLAT = [("sum", False), ("sum", True), ("mean", False), ("max", False)]
+
+
+@pytest.mark.parametrize(("mode", "weighted"), FLAT)
+def test_bags_cut_at_offsets_are_split_by_columns(mode: str, weighted: bool) -> None:
+    def gradients(w: torch.Tensor, flat: torch.Tensor, offsets: torch.Tensor, f: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        leaves = [w.requires_grad_()] if f is None else [w.requires_grad_(), f.requires_grad_()]
+        out = F.embedding_bag(flat, w, offsets, mode=mode, per_sample_weights=f)
+        return out.detach(), *torch.autograd.grad(out.sin().sum(), leaves)
+
+    specs = ("v (tp e)", "i", "o", "i" if weighted else None)
+    args = seeded(ROWS, WIDTH), INDEX.reshape(-1), torch.tensor([0, 3, 3, 10]), seeded(BAGS * EACH) if weighted else None
+    split = ("b (tp e)", "v (tp e)", "i") if weighted else ("b (tp e)", "v (tp e)")
+    step = cf.shard(gradients, cf.Mesh(tp=2), in_specs=specs, out_specs=split, donate=())
+    check(step, *args)
+    assert not step.lower(*args).coverage().fallbacks
+
+
+def test_parts_of_the_factors_gradient_of_bags_cut_at_offsets() -> None:
+    flat, offsets = INDEX.reshape(-1), torch.tensor([0, 3, 3, 10, 11, 20, 20, 30])
+    _, bag_of, _, _ = torch.ops.aten._embedding_bag(seeded(ROWS, WIDTH), flat, offsets)
+    call = sample(seeded(BAGS, WIDTH), seeded(ROWS, WIDTH), flat, offsets, bag_of, 0, 3)
+    tried = check_strategies(None, "aten._embedding_bag_per_sample_weights_backward", call, meshes=[cf.Mesh(a=2)])
+    assert "{a: e}" in {each.strategy for each in tried}

@@ -30,7 +30,7 @@ from colofunc.compiler.passes import REWRITES, Pass, Stages, run_passes
 from colofunc.compiler.plan_cache import decided_by, key_of, nearest, remembered
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.transform import Build, Hook, Lies, Move, Rewrite, Transform, through
-from colofunc.compiler.user_constraints import pin, wanted, wished_axes, without_places, without_tiers
+from colofunc.compiler.user_constraints import pin, staying, wanted, wished_axes, without_places, without_tiers
 from colofunc.dtensor.placed import SHELF
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import PlanError
@@ -83,20 +83,27 @@ class Seen:
 
 @attrs.frozen
 class Placed:
-    """Inputs that lie somewhere already, by value id. `movable`: those that a plan may place anew, and the others."""
+    """Inputs that lie somewhere already, by value id.
 
-    fixed: Mapping[int, Layout]
-    movable: Mapping[int, Layout]
+    `fixed`: they stay there. `rows`: of batches, which a plan may lay otherwise, axis by axis. `state`: as a file had it, or another step;
+    all of it stays, or all of it is placed anew (a parameter and its moments belong together).
+    """
+
+    fixed: dict[int, Layout]
+    rows: dict[int, Layout]
+    state: dict[int, Layout]
 
     @staticmethod
     def of_leaves(program: Program, leaves: Sequence[torch.Tensor | None]) -> Placed:
-        fixed: dict[int, Layout] = {}
-        movable: dict[int, Layout] = {}
+        placed = Placed({}, {}, {})
         for position, leaf in enumerate(leaves):
-            if isinstance(leaf, DTensor):
-                layouts = movable if leaf.movable else fixed
-                layouts[program.inputs[position]] = leaf.sharding
-        return Placed(fixed, movable)
+            if not isinstance(leaf, DTensor):
+                continue
+            layouts = placed.fixed
+            if leaf.movable:
+                layouts = placed.state if leaf.owned else placed.rows
+            layouts[program.inputs[position]] = leaf.sharding
+        return placed
 
 
 @attrs.frozen(eq=False)
@@ -201,12 +208,13 @@ def gathered(
     sharding, program = staged.sharding, seen.program
     candidates = Candidates(program, priced, registry)
     constraints, named = wanted(
-        program, seen.traced, priced, sharding, placed.fixed, placed.movable, staged.plan, candidates.rule_of, candidates.extra_of
+        program, seen.traced, priced, sharding, placed.fixed, placed.rows, staged.plan, candidates.rule_of, candidates.extra_of
     )
     budget_bytes = least_budget_of(staged, priced)
     build = Build(staged.build.transforms, priced, program=program, traced=seen.traced, registry=registry, constraints=constraints)
     build = build.evolve(budget_bytes=budget_bytes)
-    build = through("candidates", through("constrain", build))
+    build = through("constrain", build)
+    build = through("candidates", build.evolve(constraints=staying(program, placed.state, build.constraints)))
     hidden = _placed_hidden(seen, staged.mesh, before, _tiers_stay(build.moves, placed, timed))
     constraints, wished = without_tiers(_as_placed(program, hidden.layouts, build.constraints), program)
     # From here on outputs share memory with inputs where the constraints let them.

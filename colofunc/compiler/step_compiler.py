@@ -34,7 +34,7 @@ from colofunc.compiler.transform import Transform
 from colofunc.compiler.warmup import everywhere, moved, step_s, warmup
 from colofunc.dtensor.other_mesh import FromOtherMesh
 from colofunc.dtensor.placed import elsewhere, place, side_by_side
-from colofunc.dtensor.tensor import DTensor
+from colofunc.dtensor.tensor import DTensor, as_movable
 from colofunc.errors import ColofuncError, InputError, PlanError
 from colofunc.executors.backend import backend_for
 from colofunc.executors.profile import Profile
@@ -133,11 +133,15 @@ class StepCompiler:
             known.insert(0, old.after)
 
     def init(self, staged: Staged, args: tuple[Any, ...]) -> Any:
-        """Argument 0 placed in the layouts of the plan; its tensors are copied, so the originals stay the caller's."""
+        """Argument 0 placed in the layouts of the plan; its tensors are copied, so the originals stay the caller's.
+
+        What lies on the mesh already stays as it is split if the step's plans allow that, see `user_constraints.staying`.
+        """
         args = brought_over(args, staged.mesh)
         leaves, tree = flatten(args)
-        ready = self._get(staged, args, leaves, tree, runs=True)
         first, first_tree = flatten(args[0])
+        state = [as_movable(x) if isinstance(x, DTensor) else x for x in first]
+        ready = self._get(staged, args, [*state, *leaves[len(first) :]], tree, runs=True)
         ready.compare("init", first)
         names, layouts = ready.low.traced.names, ready.low.input_layouts
         ready.hidden()

@@ -88,7 +88,7 @@ def wanted(
 ) -> tuple[Constraints, dict[str, str]]:
     """All constraints, and which plan speaks for which axis (axis -> name, for the plan's words).
 
-    `usual`: how movable inputs lie.
+    `usual`: how rows of batches lie for which nobody gave a spec.
     """
     constraints = _given(program, given) | _specs(program, traced, mesh, sharding)
     wishes: list[Wish] = []
@@ -128,19 +128,38 @@ def wished_axes(mesh: Mesh, constraints: Constraints, named: Mapping[str, str]) 
     return tuple(a for a in mesh.axis_names if a in axes)
 
 
+def staying(program: Program, state: Mapping[int, Layout], constraints: Constraints) -> Constraints:
+    """The constraints, and that a state stays split as it is, if they allow that for every leaf of it.
+
+    Otherwise they say nothing of where it is: it is placed as a plain state would be. A leaf that alone stayed behind, such as the moments
+    of a parameter that a plan moves, would be converted in every step. In which memory it lies is this step's to decide.
+    """
+    state = {id: layout.with_tier("device") for id, layout in state.items()}
+    for position, id in enumerate(program.inputs):
+        layout = state.get(id)
+        if layout is None:
+            continue
+        leaf = leaf_strategy(layout)
+        at = constraints.at.get(position, layout.at)
+        if at != layout.at or not all(constraint.accepts(leaf) for constraint in constraints.items.get(position, ())):
+            return constraints
+    return constraints | _given(program, state)
+
+
 def _given(program: Program, given: Mapping[int, Layout]) -> Constraints:
     items: dict[int, tuple[Constraint, ...]] = {}
     for position, id in enumerate(program.inputs):
         layout = given.get(id)
         if layout is not None:
-            items[position] = (pin(layout, f"{program.values[id].name} already lies as {layout.text()!r}"),)
+            says = f"{program.values[id].name} already lies as {layout.text()!r} (step.init(state, ...) places a state anew)"
+            items[position] = (pin(layout, says),)
     return Constraints(items)
 
 
 def _as_usual(
     program: Program, mesh: Mesh, usual: Mapping[int, Layout], named: Mapping[str, str], constraints: Constraints
 ) -> list[Wish]:
-    """Movable inputs stay where they are on axes of which nobody speaks: no plan, and no spec of this input."""
+    """Rows of batches stay where they are on axes of which nobody speaks: no plan, and no spec of this input."""
     wishes = []
     for position, id in enumerate(program.inputs):
         layout = usual.get(id)

@@ -24,7 +24,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import Backend
 from colofunc.executors.copies import COPIER
-from colofunc.executors.disk.tensors import OnDisk
+from colofunc.executors.disk.tensors import OnDisk, in_memory
 from colofunc.executors.pools import in_tier, pinned_like
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
@@ -65,6 +65,20 @@ def place(
     return [settled[id(s)] for s in made]
 
 
+def _on_their_own(converted: Shards, parts: Shards, tier: str) -> Shards:
+    """Converted parts in memory of their own: a slice would keep all that it was cut from, and a step writes to its state in place."""
+    lent = {mine.untyped_storage().data_ptr() for mine in parts if not isinstance(mine, OnDisk)}
+    own: dict[int, torch.Tensor] = {}  # ranks that share a part go on sharing it
+    for mine in converted:
+        own[id(mine)] = mine if tier == "disk" else in_memory(mine)
+        if isinstance(mine, OnDisk):
+            continue
+        memory = mine.untyped_storage()
+        if memory.nbytes() != mine.nbytes or memory.data_ptr() in lent:
+            own[id(mine)] = mine.clone()
+    return [own[id(mine)] for mine in converted]
+
+
 def _own(x: torch.Tensor, tier: str, device: torch.device) -> torch.Tensor:
     """A caller's tensor where a value of that tier lies. On the host it is a copy: a card may read it when the caller has gone on."""
     if tier != "host" or not x.is_cpu or isinstance(x, OnDisk):
@@ -88,7 +102,8 @@ def _placed(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy:
             raise elsewhere(what, x, mesh)
         if x.sharding is layout:
             return [s.clone() for s in x.parts] if copy else x.parts_in_flight
-        return convert_shards(x.parts, x.sharding, layout, mesh, backend)
+        converted = convert_shards(x.parts, x.sharding, layout, mesh, backend)
+        return _on_their_own(converted, x.parts, layout.tier) if copy or x.owned else converted
     if x.is_meta:
         raise InputError(
             f"{what} of shape {tuple(x.shape)} has no data (meta tensor); give real values to run, cf.lazy(...) to have them made, "

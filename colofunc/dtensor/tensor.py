@@ -81,6 +81,11 @@ def parts_of(leaves: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [(x._held.shards or []) if type(x) is DTensor else [] for x in leaves]
 
 
+def as_movable(x: DTensor) -> DTensor:
+    """The same tensor, for a plan that may lay it otherwise with the rest of its state."""
+    return DTensor(x.parts_in_flight, x.sharding, x.mesh, x._backend, x.requires_grad, owned=True, movable=True, role=x.role)
+
+
 def validate(some: Iterable[DTensor]) -> None:
     """What a step has guessed of tensors is put right on all ranks, where they are read by some only afterwards. Collective."""
     for x in some:
@@ -102,7 +107,7 @@ class DTensor(torch.Tensor):
     # What most have not is said by the class, as a step makes hundreds of them.
     _origin: Origin | None = None
     _lays_grad: bool = False
-    movable: bool = False  # lies as nobody asked for, so a step's plan may lay it otherwise
+    movable: bool = False  # lies as nobody asked for, so a step's plan may lay it otherwise; beside `owned`, with the rest of its state
 
     @staticmethod
     def __new__(

@@ -193,7 +193,7 @@ def _load(
         spec = chosen.get(name)
         if spec is None and isinstance(example, DTensor) and example.mesh == mesh:
             spec = example.sharding.with_pending(())
-        return placed(entry, layout_for(entry, mesh, spec), mesh, at)
+        return placed(entry, layout_for(entry, mesh, spec), mesh, at, asked=spec is not None)
 
     wanted = list(names(found.tree)) if like is None else list(examples)
     state = build(_read_all(wanted, one))

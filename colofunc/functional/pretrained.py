@@ -68,9 +68,10 @@ def load_model(
     def one(name: str, own: Tensor) -> Tensor:
         entry = found.get(name)
         if entry is None:
-            return own if mesh is None else placed(_of(name, own), layout_for(_of(name, own), mesh, None), mesh, there)
+            return own if mesh is None else placed(_of(name, own), layout_for(_of(name, own), mesh, None), mesh, there, asked=False)
         if mesh is not None:
-            return placed(entry, layout_for(entry, mesh, chosen.get(name)), mesh, there)
+            spec = chosen.get(name)
+            return placed(entry, layout_for(entry, mesh, spec), mesh, there, asked=spec is not None)
         if isinstance(own, LazyTensor) and device is None:
             if entry.packed is not None:
                 return packed_layouts.lazily(entry)

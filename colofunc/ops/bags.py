@@ -56,6 +56,27 @@ def _backward(grad: Tensor, index: Tensor, factors: Tensor | None, rows: int, pa
     return result
 
 
+def first_bags(weight: Tensor, index: Tensor, counts: Tensor, factors: Tensor | None) -> Tensor:
+    """The sums of the first `counts` (b,) rows of each bag; (b, e). The others of a bag are one behind it, which is left out."""
+    bags = index.shape[0]
+    begins = _offsets(index)
+    offsets = torch.stack([begins, begins + counts], 1).reshape(-1)
+    bag = torch.ops.aten._embedding_bag_forward_only.default
+    result: Tensor = bag(weight, index.reshape(-1), offsets, False, SUM, False, _flat(factors), False, -1)[0]
+    return result.view(bags, 2, weight.shape[1])[:, 0].contiguous()
+
+
+def backward_of_some(grad: Tensor, index: Tensor, counted: Tensor, factors: Tensor | None, rows: int) -> Tensor:
+    """The gradient (rows, e) of a sum over those rows that are `counted` (b, n). The others are in one more bag, whose gradient is 0."""
+    bags, each = index.shape
+    more = torch.cat([grad, grad.new_zeros((1, grad.shape[1]))])
+    bag_of = torch.where(counted.reshape(-1), _bag_of(index), bags)
+    sizes, no_maxima = index.new_full((bags + 1,), each), index.new_empty(0)
+    dense = torch.ops.aten._embedding_bag_dense_backward.default
+    result: Tensor = dense(more, index.reshape(-1), bag_of, sizes, no_maxima, rows, False, SUM, _flat(factors), -1)
+    return result
+
+
 def _factors_backward(grad: Tensor, weight: Tensor, index: Tensor, padding: int) -> Tensor:
     if not index.numel():
         return grad.new_zeros(index.shape)

@@ -79,8 +79,11 @@ def plain(entry: Entry, device: torch.device | str | None = None) -> torch.Tenso
     return value if device is None else value.to(device)
 
 
-def placed(entry: Entry, layout: Layout, mesh: Mesh, device: torch.device) -> DTensor:
-    """The tensor in a layout: only what this process's ranks hold is read. device: where the tier of that name is."""
+def placed(entry: Entry, layout: Layout, mesh: Mesh, device: torch.device, asked: bool) -> DTensor:
+    """The tensor in a layout: only what this process's ranks hold is read. device: where the tier of that name is.
+
+    asked: whether the caller gave the layout. One that only comes from the folder gives way to the plans of a step.
+    """
     backend = backend_for(mesh)
     where = device if layout.tier == "device" else torch.device("cpu")
 
@@ -92,7 +95,7 @@ def placed(entry: Entry, layout: Layout, mesh: Mesh, device: torch.device) -> DT
         return entry.part(layout, mesh, rank).to(where)
 
     parts = shared_parts(layout, mesh, backend.ranks(mesh), made)
-    return DTensor(parts, layout, mesh, backend, owned=True)
+    return DTensor(parts, layout, mesh, backend, owned=True, movable=not asked)
 
 
 def device_for(mesh: Mesh | None, device: torch.device | str | None) -> torch.device:

@@ -14,7 +14,8 @@ Dims that have no common refinement, or are padded to different sizes, are made 
 Tier and quantisation scheme are not a conversion's business: a copy or a quantizer is another node.
 
 A value that exists at some indices of an axis only (`Layout.at`) is converted where it is, and then sent to where it is wanted: to one
-index a send and a receive, to all a broadcast. What is there already, as a copy on all ranks is, costs nothing.
+index a send and a receive, to all a broadcast. What is there already, as a copy on all ranks is, costs nothing. Where one end is at an
+index of an axis and the other is split along it, the value exists on all ranks in between (`_on_all_ranks`).
 """
 
 from __future__ import annotations
@@ -86,14 +87,21 @@ def conversion_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int, apart: str
     """
     found = _SECONDS.get((src, dst, mesh, itemsize, apart))
     if found is None:
-        route = _route(src, dst, mesh, itemsize, _apart(src, dst) or apart)
-        found = 0.0 if src is dst else route.cost_s + _sent_s(src, dst, mesh, itemsize)
+        between = _on_all_ranks(src, dst)
+        if between is not None:
+            found = conversion_s(src, between, mesh, itemsize, apart) + conversion_s(between, dst, mesh, itemsize, apart)
+        else:
+            route = _route(src, dst, mesh, itemsize, _apart(src, dst) or apart)
+            found = 0.0 if src is dst else route.cost_s + _sent_s(src, dst, mesh, itemsize)
         _SECONDS[src, dst, mesh, itemsize, apart] = found
     return found
 
 
 def conversion_bytes(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> int:
     """Bytes that a rank receives in `conversion`."""
+    between = _on_all_ranks(src, dst)
+    if between is not None:
+        return conversion_bytes(src, between, mesh, itemsize) + conversion_bytes(between, dst, mesh, itemsize)
     sent_bytes = 0 if covers(src.at, dst.at) else prod(dst.local_shape) * itemsize
     return 0 if src is dst else _route(src, dst, mesh, itemsize, _apart(src, dst)).wire_bytes + sent_bytes
 
@@ -105,6 +113,10 @@ def conversion(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> Conversio
         raise SpecError(f"no conversion from {src} to {dst}: the global shapes differ")
     if src is dst:
         return Conversion((), 0.0, 0)
+    between = _on_all_ranks(src, dst)
+    if between is not None:
+        first, second = conversion(src, between, mesh, itemsize), conversion(between, dst, mesh, itemsize)
+        return Conversion(first.moves + second.moves, first.cost_s + second.cost_s, first.wire_bytes + second.wire_bytes)
     route = _route(src, dst, mesh, itemsize, _apart(src, dst))
     axis_sizes = mesh.shape
     moves: list[Move] = []
@@ -119,6 +131,25 @@ def conversion(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> Conversio
         moves.append(_send(src, dst, mesh))
     sent_bytes = 0 if there else prod(dst.local_shape) * itemsize
     return Conversion(tuple(moves), route.cost_s + _sent_s(src, dst, mesh, itemsize), route.wire_bytes + sent_bytes)
+
+
+def _on_all_ranks(src: Layout, dst: Layout) -> Layout | None:
+    """The layout on the way in which the value exists on all ranks, where neither end has room for the other's axis; else None.
+
+    `(pp a) b -> a b @pp=1` is gathered on all ranks, of which only those at index 1 keep it; `a b @pp=1 -> (pp a) b` is sent to all, which
+    then take their parts.
+    """
+    if src.at is not None:
+        other = dst.at is not None and dst.at[0] != src.at[0]
+        return src.with_at(None) if other or _uses(dst, src.at[0]) else None
+    if dst.at is not None and _uses(src, dst.at[0]):
+        return dst.with_at(None)
+    return None
+
+
+def _uses(layout: Layout, axis: str) -> bool:
+    """Whether the parts of a layout differ along an axis."""
+    return axis in layout.axes or any(axis == pending for pending, _ in layout.pending)
 
 
 def _apart(src: Layout, dst: Layout) -> str | None:
@@ -136,8 +167,7 @@ def _send(src: Layout, dst: Layout, mesh: Mesh) -> Move:
     """From the first index at which the value is to all at which it is wanted."""
     assert src.at is not None, "what all ranks have is sent to nobody"
     axis, (source, *_) = src.at
-    if dst.at is not None and dst.at[0] != axis:
-        raise SpecError(f"no conversion from {src} to {dst}: one is at an index of {axis!r}, the other of {dst.at[0]!r}; use one axis")
+    assert dst.at is None or dst.at[0] == axis, "see _on_all_ranks"
     targets = tuple(range(mesh.axis_size(axis))) if dst.at is None else dst.at[1]
     members = tuple(sorted({source, *targets}))
     on = None if len(members) == mesh.axis_size(axis) else (axis, members)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 
 from colofunc.mesh import Mesh
-from colofunc.ops.bags import embedding_bag, embedding_bag_backward
+from colofunc.ops.bags import backward_of_some, embedding_bag_factors_backward, first_bags
 from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.rules.build import Local, StrategyFn, Texts, at, bind, names
 from colofunc.spec.rules.local import clear, first_of, inside, no_traffic
@@ -78,36 +78,36 @@ def _split_rows(call: Call, mesh: Mesh) -> Iterator[Strategy]:
     yield from opened(call, mesh, embedding_dense_backward(call), ["v"], code, no_traffic)
 
 
-def _bag_mode(call: Call, index: int = 4) -> int:
-    return int(call.arg(index, "mode", 0))
-
-
 def flat_bags(call: Call) -> Rule | None:
     """Only the embedding dim is free: bags are runs of the flat index, cut at offsets that are data."""
     per_sample = at(call, 6, "per_sample_weights")
-    if len(call.ins[1].shape) != 1 or _bag_mode(call) == 2:
+    if len(call.ins[1].shape) != 1:
         return None
-    return bind(
-        call,
-        {0: "[v] e", 1: "[i]", 2: "[o]", per_sample: "[i]"},
-        ["[n] e", "[x]", "[y]", "[z]"],
-        copied=[(1, "e"), (2, "e"), (3, "e")],
-    )
+    _, *others = call.outs
+    outs, copied = ["[n] e"], []
+    for number, typ in enumerate(others, 1):  # of a maximum, which row it is from, column by column
+        is_by_column = typ is not None and len(typ.shape) == 2
+        outs.append(f"[y{number}] e" if is_by_column else f"[y{number}]")
+        if not is_by_column:
+            copied.append((number, "e"))
+    return bind(call, {0: "[v] e", 1: "[i]", 2: "[o]", per_sample: "[i]"}, outs, copied=copied)
 
 
-def flat_bags_dense_backward(call: Call) -> Rule | None:
-    if _bag_mode(call, 7) == 2 or len(call.ins) > 6:
-        return None
-    indices: Texts = {k: f"[x{k}]" for k in range(1, len(call.ins))}
-    return bind(call, {0: "[n] e", **indices}, ["[v] e"], linear=[{0}])
-
-
-def flat_bags_backward(call: Call) -> Rule | None:
-    """As the dense one: the gradient of each bag goes to its rows, column by column."""
-    if _bag_mode(call, 8) == 2 or len(call.ins) > 6 or call.arg(9, "sparse", False):
-        return None
-    rest: Texts = {k: f"[x{k}]" for k in range(1, len(call.ins))}
+def flat_bags_backward(call: Call) -> Rule:
+    """The gradient of each bag goes to its rows, column by column."""
+    rest: Texts = {}
+    for number, typ in enumerate(call.ins[1:], 1):
+        rest[number] = f"[x{number}] e" if len(typ.shape) == 2 else f"[x{number}]"
     return bind(call, {0: "[n] e", **rest}, ["[v] e"], linear=[{0}])
+
+
+def flat_bags_sparse_backward(call: Call) -> Rule | None:
+    return None if call.arg(9, "sparse", False) else flat_bags_backward(call)
+
+
+def flat_bags_factors_backward(call: Call) -> Rule:
+    data: Texts = {number: f"[x{number}]" for number in range(2, len(call.ins))}
+    return bind(call, {0: "[n] e", 1: "[v] e", **data}, ["[i]"], reduce={"e": "sum"}, linear=[{0}, {1}])
 
 
 # ---- bags of a matrix of indices ----
@@ -127,21 +127,17 @@ def bags_factors_backward(call: Call) -> Rule:
     return bind(call, {0: "b e", 1: "[v] e", 2: "b n"}, ["b n"], reduce={"e": "sum"}, linear=[{0}, {1}])
 
 
-def _own(
-    index: torch.Tensor, factors: torch.Tensor | None, first: torch.Tensor | int, rows: int, padding: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(local indices (b, n), factors that are 0 for rows that this rank has not, which bags (b, 1) have rows here).
-
-    In place of a row that another rank has stands one of this rank's rows that is in the same bag, so that no NaN gets into others.
-    """
+def _mine(index: torch.Tensor, first: torch.Tensor | int, rows: int, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(local indices, which of them are rows of this rank that count), both (b, n)."""
     here, mine = inside(index, first, rows)
-    mine = mine & (index != padding)
-    some = torch.where(mine, here, 0).amax(1, keepdim=True)
-    kept = mine.to(dtype) if factors is None else clear(factors, mine)
-    return torch.where(mine, here, some), kept, mine.any(1, keepdim=True)
+    return here, mine & (index != padding)
 
 
 def _split_bags(call: Call, mesh: Mesh) -> Iterator[Strategy]:
+    """Rows of other ranks stand behind the own ones of their bag, and are summed in a bag of their own, which nobody reads.
+
+    Zeros as factors would not do: a row may hold infinity, and nothing times infinity is NaN.
+    """
     if 0 in call.ins[1].shape:
         return
     padding, size = int(call.arg(3, "padding")), call.ins[0].shape[0]
@@ -150,10 +146,12 @@ def _split_bags(call: Call, mesh: Mesh) -> Iterator[Strategy]:
         rows = split.ins[0].dims[0]
 
         def local(weight: torch.Tensor, index: torch.Tensor, *factors: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-            own, kept, has = _own(index, factors[0] if factors else None, first_of(rows, mesh), weight.shape[0], padding, weight.dtype)
+            here, mine = _mine(index, first_of(rows, mesh), weight.shape[0], padding)
             # An index that no rank has must fail as on one device, not give zeros.
-            own = torch.where((index < 0) | (index >= size), index, own)
-            return clear(embedding_bag(weight, own, kept, -1), has)
+            here = torch.where((index < 0) | (index >= size), index, here)
+            own_first = mine.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+            of_rows = factors[0].gather(1, own_first) if factors else None
+            return first_bags(weight, here.gather(1, own_first), mine.sum(1), of_rows)
 
         return local
 
@@ -161,6 +159,7 @@ def _split_bags(call: Call, mesh: Mesh) -> Iterator[Strategy]:
 
 
 def _split_bags_rows(call: Call, mesh: Mesh) -> Iterator[Strategy]:
+    """To the rows of other ranks goes the gradient of one more bag, which is zero."""
     if 0 in call.ins[1].shape:
         return
     padding = int(call.arg(4, "padding"))
@@ -171,28 +170,47 @@ def _split_bags_rows(call: Call, mesh: Mesh) -> Iterator[Strategy]:
         rows, mine_rows = out.local_shape[0], out.dims[0]
 
         def local(grad: torch.Tensor, index: torch.Tensor, *factors: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-            own, kept, has = _own(index, factors[0] if factors else None, first_of(mine_rows, mesh), rows, padding, grad.dtype)
-            return embedding_bag_backward(clear(grad, has), own, kept, rows, -1)
+            here, mine = _mine(index, first_of(mine_rows, mesh), rows, padding)
+            return backward_of_some(grad, here, mine, clear(factors[0], mine) if factors else None, rows)
 
         return local
 
     yield from opened(call, mesh, bags_backward(call), ["v"], code, no_traffic)
 
 
+def _split_bags_factors(call: Call, mesh: Mesh) -> Iterator[Strategy]:
+    if 0 in call.ins[2].shape:
+        return
+    padding = int(call.arg(3, "padding"))
+
+    def code(call: Call, split: Split) -> Local:
+        rows = split.ins[1].dims[0]
+
+        def local(grad: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+            here, mine = _mine(index, first_of(rows, mesh), weight.shape[0], padding)
+            return clear(embedding_bag_factors_backward(grad, weight, here, -1), mine)
+
+        return local
+
+    yield from opened(call, mesh, bags_factors_backward(call), ["v"], code, no_traffic, how="sum")
+
+
 RULES: dict[str, RuleFn] = {
     "colofunc.embedding_bag": bags,
     "colofunc.embedding_bag_backward": bags_backward,
     "colofunc.embedding_bag_factors_backward": bags_factors_backward,
-    "aten._embedding_bag_backward": flat_bags_backward,
+    "aten._embedding_bag_backward": flat_bags_sparse_backward,
+    "aten._embedding_bag_per_sample_weights_backward": flat_bags_factors_backward,
     "aten.embedding": embedding,
     "aten.embedding_dense_backward": embedding_dense_backward,
-    "aten._embedding_bag_dense_backward": flat_bags_dense_backward,
+    "aten._embedding_bag_dense_backward": flat_bags_backward,
     "aten._embedding_bag": flat_bags,
     "aten._embedding_bag_forward_only": flat_bags,
 }
 STRATEGIES: dict[str, StrategyFn] = {
     "colofunc.embedding_bag": _split_bags,
     "colofunc.embedding_bag_backward": _split_bags_rows,
+    "colofunc.embedding_bag_factors_backward": _split_bags_factors,
     "aten.embedding": _split_lookup,
     "aten.embedding_dense_backward": _split_rows,
 }
