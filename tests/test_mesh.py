@@ -346,14 +346,14 @@ def test_groups_use_the_links_they_span() -> None:
     m = 1 << 30
     for axes, expected in (
         (("tp",), (7 * 3e-6, m * 7 / 8 / nvlink)),
-        (("dp",), (3 * 14e-6, m * 3 / 4 / infiniband)),
-        (("dp", "tp"), (28 * 3e-6 + 3 * 14e-6, m * 31 / 32 / min(nvlink, 8 * infiniband))),
+        (("dp",), (3 * 6e-6, m * 3 / 4 / infiniband)),
+        (("dp", "tp"), (28 * 3e-6 + 3 * 6e-6, m * 31 / 32 / min(nvlink, 8 * infiniband))),
     ):
         for kind, times in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
             assert mesh.collective_s(kind, m, axes) == pytest.approx(times * sum(expected), rel=1e-12)
     expected = m * (7 / nvlink + 24 / infiniband) / 32
-    assert mesh.collective_s("all_to_all", m, ("dp", "tp")) == pytest.approx(7 * 3e-6 + 3 * 14e-6 + expected, rel=1e-12)
-    assert mesh.collective_s("permute", m, ("dp", "tp")) == pytest.approx(14e-6 + m / infiniband, rel=1e-12)
+    assert mesh.collective_s("all_to_all", m, ("dp", "tp")) == pytest.approx(7 * 3e-6 + 3 * 6e-6 + expected, rel=1e-12)
+    assert mesh.collective_s("permute", m, ("dp", "tp")) == pytest.approx(6e-6 + m / infiniband, rel=1e-12)
 
 
 def test_groups_share_the_uplink_of_their_node() -> None:

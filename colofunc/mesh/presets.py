@@ -31,9 +31,10 @@ DATASHEET = ":datasheet"
 GB, TB, T = 10**9, 10**12, 1e12
 _US = 1e-6
 _LAUNCH_S = 5 * _US
-_NET_US = 14
-"""A message of a ring from box to box: what NVIDIA's library chooses its algorithms by (NVIDIA/nccl, src/graph/tuning.cc, hwLat).
-Small all-reduces over 32 B200 (tests/test_curves.py) would be met better by twice as much, those over 96 H100 by less."""
+_NET_US = 6
+"""A message of a ring from box to box, a typical value. NVIDIA's library chooses its protocols by 4 and 14 (NVIDIA/nccl,
+src/graph/tuning.cc, hwLat, rings by LL128 and Simple): with 14 Megatron's rows of 48 boxes and one rank in each (M4 of `bench published`)
+are 30 % too slow, with 6 they are 16 %. Small all-reduces over 32 B200 (tests/test_curves.py) would be met better by more."""
 
 # PCI Express x16, each direction, 128b/130b coding: 3.0 is 8 GT/s a lane, 4.0 is 16, 5.0 is 32 (PCI-SIG).
 _PCIE3, _PCIE4, _PCIE5 = 15.75e9, 31.5e9, 63.0e9
