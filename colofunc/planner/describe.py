@@ -28,7 +28,7 @@ import attrs
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.classes import starred
 from colofunc.program.ir import Node, Program
-from colofunc.spec.layout import Layout
+from colofunc.spec.layout import Layout, axes_of
 from colofunc.spec.rule import Strategy
 
 HEAVY = ("linear", "mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "grouped", "matmul")
@@ -191,12 +191,12 @@ def shares(
             tally, factor = on[name.startswith("attention")], dict(s.axes).get(axis, "whole")
             tally[factor] = tally.get(factor, 0.0) + weight
         elif name == "experts":
-            experts |= axis in _axes(s.ins[3], 0)
+            experts |= axis in axes_of(s.ins[3].dims[0])
         elif name == "embedding" and s.ins:
-            vocabulary |= any(axis in _axes(lay, 0) for lay in s.ins if len(lay.shape) == 2)
+            vocabulary |= any(axis in axes_of(lay.dims[0]) for lay in s.ins if len(lay.shape) == 2)
         elif node.phase == "forward" and name in ("add", "layer_norm", "native_layer_norm") and s.outs[0] is not None:
             out = s.outs[0]
-            _count(stream, out, 1, any(axis in _axes(out, d) for d in range(1, len(out.shape) - 1)))
+            _count(stream, out, 1, any(axis in axes_of(out.dims[d]) for d in range(1, len(out.shape) - 1)))
         elif node.phase == "forward" and s.outs and s.outs[0] is not None:
             _count(other_work, s.outs[0], 1, axis in s.outs[0].axes)
         for o, lay in zip(node.outs, s.outs, strict=True):
@@ -236,7 +236,7 @@ def kind_of(name: str, s: Strategy, axis: str) -> str:
     if axis in (a for a, _ in y.pending):
         return "row"
     for d in range(len(y.shape)):
-        if axis in _axes(y, d):
+        if axis in axes_of(y.dims[d]):
             inner = len(y.shape) == 2 and next(a for n, a in y.dims[d] if n > 1) is None  # of rows (b (cp s)) that are flat
             return "sequence" if d == 0 and inner else _dim_word(name, d, len(y.shape))
     return "row" if axis in x.axes else "whole"
@@ -256,10 +256,6 @@ def _dim_word(name: str, d: int, dims: int) -> str:
     else:
         words, rest = ("batch",), "sequence"
     return words[d] if d < len(words) else rest
-
-
-def _axes(layout: Layout, dim: int) -> tuple[str, ...]:
-    return tuple(a for _, a in layout.dims[dim] if a is not None)
 
 
 def _weight(program: Program, node: Node) -> float:

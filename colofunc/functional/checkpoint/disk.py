@@ -187,7 +187,7 @@ def _read_direct(fd: int, memory: memoryview, at: int) -> int | None:
     count = 0
     while count < skip + len(memory):
         try:
-            got = os.preadv(fd, [buffer[count:length]], at - skip + count)
+            got = os.preadv(fd, [buffer[count:length].data], at - skip + count)
         except OSError:
             return None  # the usual way finds out whether it is the file or the way of reading
         count += got
