@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -99,6 +100,12 @@ def _say_misspelt() -> None:
 def switched_on(name: str) -> bool:
     """Whether a documented debugging switch is set to something other than '', '0', 'off', 'false' or 'no'."""
     return switch(name).lower() not in ("", "0", "off", "false", "no")
+
+
+def say(text: str) -> None:
+    """One line to the person who waits."""
+    if not switched_on("COLOFUNC_QUIET"):
+        print(f"colofunc: {text}", file=sys.stderr, flush=True)
 
 
 def measures() -> bool:

@@ -336,7 +336,7 @@ REFUSED: tuple[Refusal, ...] = ()
 class Outcome:
     """`refused`: why, "" if equal. `worst`: the largest difference, of what is allowed in bf16."""
 
-    cell: Cell
+    cell: Any  # a `Cell` of this matrix or of another
     worst: float
     refused: str = ""
 
@@ -345,7 +345,7 @@ def run(cell: Cell, layers: int = LAYERS) -> Outcome:
     """Plan, check the signature, run two steps, compare. Raises AssertionError or CheckError where the cell is broken."""
     step, state, batch = step_of(cell.kind, cell.extra, cell.precision, layers)
     if cell.precision == "bf16":
-        known = _known(cell.kind, cell.extra, layers)
+        known = known_of(cell.kind, cell.extra, layers)
         return _run(cell, staged(cell, step), state, batch, functools.partial(narrow.check, known=known))
     with cf.testing.float64():
         state, batch = doubled_inside((state, batch))
@@ -353,7 +353,7 @@ def run(cell: Cell, layers: int = LAYERS) -> Outcome:
 
 
 @functools.cache
-def _known(kind: str, extra: str, layers: int) -> narrow.Known:
+def known_of(kind: str, extra: str, layers: int) -> narrow.Known:
     """What the narrow step of a kind does on one device; the same for all its cells."""
     step, state, batch = step_of(kind, extra, "bf16", layers)
     return narrow.measured(staged(Cell(kind=kind, precision="bf16", extra=extra), step).reference, state, batch)

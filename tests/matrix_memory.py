@@ -26,7 +26,7 @@ import attrs
 import matrix
 import narrow
 from live_bytes import measure
-from matrix import Cell, signature, staged, step_of
+from matrix import Cell, known_of, signature, staged, step_of
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
@@ -89,16 +89,10 @@ def run(some: Narrow) -> Found:
     cell = some.cell
     step, state, batch = step_of(cell.kind, cell.extra, cell.precision, some.layers)
     if cell.precision == "bf16":
-        return _run(some, step, state, batch, functools.partial(narrow.check, known=_known(cell.kind, cell.extra, some.layers)))
+        return _run(some, step, state, batch, functools.partial(narrow.check, known=known_of(cell.kind, cell.extra, some.layers)))
     with cf.testing.float64():
         state, batch = doubled_inside((state, batch))
         return _run(some, step, state, batch, check)
-
-
-@functools.cache
-def _known(kind: str, extra: str, layers: int) -> narrow.Known:
-    step, state, batch = step_of(kind, extra, "bf16", layers)
-    return narrow.measured(staged(Cell(kind=kind, precision="bf16", extra=extra), step).reference, state, batch)
 
 
 def _run(some: Narrow, step: Any, state: Any, batch: Any, compare: Callable[..., Any]) -> Found:

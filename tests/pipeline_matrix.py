@@ -27,6 +27,7 @@ import torch
 from colofunc_plugins import experts, tensor, zero
 from colofunc_plugins.sequence import ring, ulysses
 from live_bytes import measure
+from matrix import Outcome
 from pipelined import loop_of
 from torch import nn
 
@@ -236,15 +237,6 @@ class Refusal:
 
 
 REFUSED: tuple[Refusal, ...] = ()
-
-
-@attrs.frozen
-class Outcome:
-    """`refused`: why, "" if equal. `worst`: the largest difference, of what is allowed in bf16."""
-
-    cell: Cell
-    worst: float
-    refused: str = ""
 
 
 def run(cell: Cell) -> Outcome:

@@ -8,13 +8,14 @@ from types import ModuleType
 import attrs
 import pytest
 import torch
+from least_named import limited
 from live_bytes import measure
 from microbatches import MESHES, loops, regression
 
 import colofunc as cf
 from colofunc.errors import PlanError
 from colofunc.executors.compiled import compile_segments
-from colofunc.executors.simulated import SimulatedProgram, run_simulated
+from colofunc.executors.simulated import SimulatedProgram
 from colofunc.plugins import build_registry
 from colofunc.program.check import check_program
 from colofunc.program.editor import Editor
@@ -68,12 +69,6 @@ def test_the_accountant_and_the_executor_agree_to_the_byte(name, mesh):
     placed = zip(leaves, low.input_layouts, strict=False)
     shards = [[part.contiguous().clone() for part in parts(leaf, layout, low.mesh)] for leaf, layout in placed]
     assert measure(low.program, low.mesh, shards).timeline == dict(low.memory().timeline)
-
-
-def limited(mesh: cf.Mesh, capacity_bytes: int) -> cf.Mesh:
-    """The same mesh with devices of so many bytes."""
-    tiers = tuple(attrs.evolve(t, capacity_bytes=capacity_bytes) if t.name == "device" else t for t in mesh.topology.tiers)
-    return cf.Mesh(**dict(mesh.axes), topology=attrs.evolve(mesh.topology, tiers=tiers))
 
 
 def test_a_budget_that_only_microbatches_meet():
@@ -263,8 +258,8 @@ def test_time_is_an_axis_of_a_mesh():
     low = cf.shard(step, cf.Mesh(), donate=()).lower(state, batch)
     split = over_time(*with_rules(low.global_program, 4))
     leaves = [leaf.detach() for leaf in torch.utils._pytree.tree_leaves((state, batch))]
-    together = run_simulated(split, cf.Mesh(time=4), [[leaf] * 4 for leaf in leaves])
-    after = run_simulated(folded(low.global_program, 4), cf.Mesh(), [[leaf] for leaf in leaves])
+    together = SimulatedProgram(split, cf.Mesh(time=4))([[leaf] * 4 for leaf in leaves])
+    after = SimulatedProgram(folded(low.global_program, 4), cf.Mesh())([[leaf] for leaf in leaves])
     for a, b in zip(together, after, strict=True):
         torch.testing.assert_close(a[0], b[0], rtol=1e-10, atol=1e-10)
 
@@ -289,6 +284,6 @@ def test_compiled_bodies():
     working = loops(segmented)[1]
     assert len(working.body.nodes) < 10 < len(loops(low.program)[1].body.nodes)
     got = SimulatedProgram(segmented, cf.Mesh(), bound)([[leaf.clone()] for leaf in leaves])
-    expected = run_simulated(low.program, cf.Mesh(), [[leaf.clone()] for leaf in leaves])
+    expected = SimulatedProgram(low.program, cf.Mesh())([[leaf.clone()] for leaf in leaves])
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a[0], b[0], rtol=1e-10, atol=1e-10)

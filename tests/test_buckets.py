@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_executors import program
 
-from colofunc.executors.simulated import run_simulated
+from colofunc.executors.simulated import SimulatedProgram
 from colofunc.mesh import Mesh
 from colofunc.program.check import check_program
 from colofunc.program.ir import Ref
@@ -22,7 +22,7 @@ def targets(p):
 
 def run(p, shapes):
     torch.manual_seed(0)
-    return run_simulated(p, MESH, [[torch.randn(s, dtype=torch.float64) for _ in range(4)] for s in shapes])
+    return SimulatedProgram(p, MESH)([[torch.randn(s, dtype=torch.float64) for _ in range(4)] for s in shapes])
 
 
 CASES = {

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from test_checkpoint import made_again
 from torch import nn
 
 import colofunc as cf
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Transform
-from colofunc.program.passes.recompute import made_again
 
 orders = pytest.importorskip("bench._orders", reason="needs the partitioner of a recent torch", exc_type=ImportError)
 budget = pytest.importorskip("bench.budget", exc_type=ImportError)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colofunc.planner.recompute.chain import Back, Kept, Run, Stage, Table, solve
+from colofunc.planner.recompute.chain import Back, Kept, Run, Stage, Table
 
 UNIT, LOSS = Stage(1, 1, 1, (Kept(1, 0),)), Stage(0, 0, 0, (Kept(0, 0),))
 # FIGURES: Rotor on L stages and a loss, x_0 counted in M.
@@ -16,12 +16,12 @@ ROTOR = {4: {4: 13, 5: 10, 6: 8}, 8: {4: 43, 5: 26, 6: 22, 7: 20, 8: 19, 9: 18, 
 
 @pytest.mark.parametrize(("length", "memory", "seconds"), [(n, m, s) for n, row in ROTOR.items() for m, s in row.items()])
 def test_rotors_figures(length: int, memory: int, seconds: int) -> None:
-    assert solve([UNIT] * length + [LOSS], memory - 1, memory - 1).seconds == seconds
+    found = Table([UNIT] * length + [LOSS], memory - 1, memory - 1).at(memory - 1)
+    assert found is not None and found.seconds == seconds
 
 
-def test_less_than_one_stage_needs_is_an_error() -> None:
-    with pytest.raises(ValueError, match="1 bytes do not hold"):
-        solve([UNIT] * 4 + [LOSS], 1, 1)
+def test_in_less_than_one_stage_needs_nothing_fits() -> None:
+    assert Table([UNIT] * 4 + [LOSS], 1, 1).at(1) is None
 
 
 stages = st.builds(

@@ -16,7 +16,8 @@ from colofunc.planner.candidate import Fitted
 from colofunc.planner.recompute import fastest, orders
 from colofunc.planner.recompute.orders import Order
 from colofunc.program.facts import is_product
-from colofunc.program.passes.recompute import made_again
+from colofunc.program.ir import Program
+from colofunc.program.passes.recompute import AGAIN
 from colofunc.testing import check
 
 AMPLE = "8xa100-80g"
@@ -38,6 +39,11 @@ def training(layers: int = 6, d: int = 16, rows: int = 256, dropout: float = 0.0
     fn = lambda out, b: ((out - b["y"]) ** 2).mean()  # noqa: E731
     step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.AdamW, lr=1e-2), loss=fn, inputs=lambda b: ((b["x"],), {}))
     return step, state, batch
+
+
+def made_again(program: Program) -> list[int]:
+    """Indices of the nodes that run a second time."""
+    return [k for k, node in enumerate(program.nodes) if node.note.startswith(AGAIN)]
 
 
 def peak(staged: Any, *args: Any) -> int:

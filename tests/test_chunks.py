@@ -21,7 +21,7 @@ from colofunc.compiler.decisions import Decided, decide
 from colofunc.executors import distributed
 from colofunc.executors.distributed import overlapped
 from colofunc.executors.launch import launch
-from colofunc.executors.simulated import own_memory, run_simulated
+from colofunc.executors.simulated import SimulatedProgram, own_memory
 from colofunc.ops.flat import are_adjacent, flat_of, together
 from colofunc.program.check import check_program
 from colofunc.program.facts import is_wire
@@ -106,7 +106,7 @@ def agrees_to_the_byte(step: Any, state: Any, batch: Any, p: Any, low: Any) -> N
     split = {part.untyped_storage().data_ptr() for parts in on_host for part in parts}
     inputs = [[part.clone() if part.untyped_storage().data_ptr() in split else part for part in parts] for parts in leaves]
     inputs.append([x.clone() for x in cf.distribute(batch, low.input_layouts[len(inputs)], DP2).parts])
-    want = run_simulated(low.program, DP2, [[x.clone() for x in shards] for shards in inputs])
+    want = SimulatedProgram(low.program, DP2)([[x.clone() for x in shards] for shards in inputs])
     measured = measure(p, DP2, inputs)
     assert memory(p).timeline == measured.timeline
     for got, expected in zip(measured.outputs, want, strict=True):
@@ -343,7 +343,7 @@ def small(nodes: Any, shapes: Any, outputs: Any, aliases: Any = ((0, 0), (1, 1))
 
 def run(p: Any) -> Any:
     torch.manual_seed(0)
-    return run_simulated(p, DP2, [[torch.randn(p.values[i].shape, dtype=torch.float64) for _ in range(2)] for i in p.inputs])
+    return SimulatedProgram(p, DP2)([[torch.randn(p.values[i].shape, dtype=torch.float64) for _ in range(2)] for i in p.inputs])
 
 
 def test_a_group_that_waits_for_itself_is_dissolved() -> None:

@@ -23,7 +23,7 @@ from colofunc.compiler.observation import arguments_of
 from colofunc.executors.copies import Copier, Copying, Engines
 from colofunc.executors.pages_in_use import Flights
 from colofunc.executors.pools import Pool
-from colofunc.executors.simulated import SimulatedProgram, compile_program
+from colofunc.executors.simulated import SimulatedProgram
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.passing import Passing, SizeClass
 
@@ -343,7 +343,7 @@ def test_a_step_from_the_source_for_a_gpu_gives_the_numbers_of_the_cpu(where: st
     low = cf.offload(cf.shard(step, one()), **options).lower(*args)
     inputs = arguments_of(low, args)
     copies = lambda: inputs.copies(range(len(inputs.shards)))  # noqa: E731
-    wanted = [shards[0] for shards in compile_program(low.program, low.mesh)(copies())]
+    wanted = [shards[0] for shards in SimulatedProgram(low.program, low.mesh)(copies())]
     for seed in range(5):
         got = as_on_gpu(low, copies(), seed, settles=True)
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), f"schedule {seed}"

@@ -132,8 +132,6 @@ OWN: dict[str, tuple[Any, ...]] = {
     "colofunc.slice_scatter_": (r(3, 5), r(3, 2), 1, 1, 3),
     "colofunc.select_scatter_": (r(3, 5), r(3), 1, -1),
     "colofunc.diagonal_scatter_": (r(3, 5), r(3), 1),
-    "colofunc.take_range": (r(3, 5), 4, (2, 3)),
-    "colofunc.put_range": (r(2, 3), 4, 12),
     "colofunc.pack": ((r(4), r(2, 3)), 0, torch.float32),
     "colofunc.write_": (r(2, 3), r(6)),
     "colofunc.log_softmax_": (r(3, 5), 1),

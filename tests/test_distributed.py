@@ -17,7 +17,7 @@ from colofunc.executors.backend import backend_for
 from colofunc.executors.distributed import broadcast_object
 from colofunc.executors.faults import FaultError, fail
 from colofunc.executors.launch import launch
-from colofunc.executors.simulated import run_simulated
+from colofunc.executors.simulated import SimulatedProgram
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Ref
 from colofunc.program.passes.schedule import overlap
@@ -66,7 +66,7 @@ def run_collectives():
 
 
 def test_collectives_equal_the_simulated_mesh():
-    want = run_simulated(many_collectives(), MESH, [[inputs(r) for r in range(4)]])
+    want = SimulatedProgram(many_collectives(), MESH)([[inputs(r) for r in range(4)]])
     for rank, (plain, split) in enumerate(launch(run_collectives, 4, timeout_s=90)):
         for w, a, b in zip(want, plain, split, strict=True):
             torch.testing.assert_close(a, w[rank])

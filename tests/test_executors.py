@@ -14,7 +14,7 @@ from colofunc.executors.compiled import compile_segments
 from colofunc.executors.distributed import overlapped
 from colofunc.executors.faults import FaultError, fail
 from colofunc.executors.kernels import callable_of, rearrange_text
-from colofunc.executors.simulated import SimulatedProgram, compile_program, run_simulated
+from colofunc.executors.simulated import SimulatedProgram
 from colofunc.mesh import Mesh
 from colofunc.ops.linear import FOR_MATRICES
 from colofunc.ops.targets import resolve
@@ -67,7 +67,7 @@ def test_rearrange_is_einops(pattern, names, sizes, shape):
 def test_collectives(kind, options, shape, want, axis):
     p = program([0], [(f"colofunc.{kind}", (R(0), (axis,), 2, *options), (1,))], [1], [shape, shape])
     xs = per_rank(*shape)
-    (got,) = run_simulated(p, MESH, [xs])
+    (got,) = SimulatedProgram(p, MESH)([xs])
     for group in MESH.groups((axis,)):
         for i, r in enumerate(group):
             torch.testing.assert_close(got[r], want([xs[m] for m in group], i), rtol=0, atol=0)
@@ -76,7 +76,7 @@ def test_collectives(kind, options, shape, want, axis):
 def test_ranks_that_share_compute_once():
     p = program([0, 1], [("aten.mul.Tensor", (R(0), R(1)), (2,)), ("aten.neg.default", (R(1),), (3,))], [2, 3], [(3,)] * 4)
     x, y = per_rank(3)[:2]
-    run = compile_program(p, MESH)
+    run = SimulatedProgram(p, MESH)
     run([[x, x, y, y], [y] * 4])
     (function,) = run._functions.values()
     assert function.source.count(" mul(") == 2
@@ -88,7 +88,7 @@ def test_equal_views_of_one_memory_are_one_tensor():
     nodes = [("colofunc.sgd_", (R(0), R(1), None, R(2), R(2), 0.0, 0.0, 0.0, False), ())]
     p = program([0, 1, 2], nodes, [0], [(3,), (3,), ()])
     w, g, lr = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64), torch.ones((), dtype=torch.float64)
-    (out,) = run_simulated(p, MESH, [[w.view(3) for _ in range(4)], [g] * 4, [lr] * 4])
+    (out,) = SimulatedProgram(p, MESH)([[w.view(3) for _ in range(4)], [g] * 4, [lr] * 4])
     assert [o.tolist() for o in out] == [[-1.0] * 3] * 4
 
 
@@ -96,7 +96,7 @@ def test_write_to_a_shared_tensor_with_different_operands():
     nodes = [("colofunc.sgd_", (R(0), R(1), None, R(2), R(2), 0.0, 0.0, 0.0, False), ())]
     p = program([0, 1, 2], nodes, [0], [(3,), (3,), ()])
     w, lr, gs = torch.zeros(3, dtype=torch.float64), torch.ones((), dtype=torch.float64), per_rank(3)
-    (out,) = run_simulated(p, MESH, [[w] * 4, gs, [lr] * 4])
+    (out,) = SimulatedProgram(p, MESH)([[w] * 4, gs, [lr] * 4])
     for got, g in zip(out, gs):
         torch.testing.assert_close(got, -g)
     assert len({id(o) for o in out}) == 4
@@ -106,7 +106,7 @@ def test_write_to_an_input_that_another_input_shares():
     nodes = [("colofunc.sgd_", (R(0), R(1), None, R(2), R(2), 0.0, 0.0, 0.0, False), ()), ("aten.neg.default", (R(1),), (3,))]
     p = program([0, 1, 2], nodes, [0, 3], [(3,), (3,), (), (3,)])
     w, lr = torch.ones(3, dtype=torch.float64), torch.ones((), dtype=torch.float64)
-    new, neg = run_simulated(p, MESH, [[w] * 4, [w] * 4, [lr] * 4])
+    new, neg = SimulatedProgram(p, MESH)([[w] * 4, [w] * 4, [lr] * 4])
     assert new[0].tolist() == [0.0] * 3
     assert neg[0].tolist() == [-1.0] * 3
 
@@ -119,7 +119,7 @@ def test_started_collective_is_nan_until_the_wait():
     ]
     p = program([0], nodes, [2, 3], [(3,)] * 4)
     xs = per_rank(3)
-    early, late = run_simulated(p, MESH, [xs])
+    early, late = SimulatedProgram(p, MESH)([xs])
     assert all(e.isnan().all() for e in early)
     torch.testing.assert_close(late[0], xs[0] + xs[2])
 
@@ -140,7 +140,7 @@ def test_overlap_keeps_numbers_and_order():
     assert targets[0] == "all_gather_start"
     assert targets.index("all_reduce_start") < targets.index("aten.add.Tensor") < len(targets) - 2
     xs, ys = per_rank(3), per_rank(2)
-    for a, b in zip(run_simulated(p, MESH, [xs, ys]), run_simulated(split, MESH, [xs, ys])):
+    for a, b in zip(SimulatedProgram(p, MESH)([xs, ys]), SimulatedProgram(split, MESH)([xs, ys])):
         for s, t in zip(a, b):
             torch.testing.assert_close(s, t, rtol=0, atol=0)
 
@@ -190,14 +190,14 @@ def random_program(draw):
 def test_what_real_ranks_run_gives_what_stands_in_the_program(seed):
     p = random_program(random.Random(seed))
     given = [per_rank(3) for _ in p.inputs]
-    for a, b in zip(run_simulated(p, MESH, given), run_simulated(overlapped(p), MESH, given)):
+    for a, b in zip(SimulatedProgram(p, MESH)(given), SimulatedProgram(overlapped(p), MESH)(given)):
         for s, t in zip(a, b):
             torch.testing.assert_close(s, t, rtol=0, atol=0)
 
 
 def test_fault_is_raised_once_reached():
     p = program([0], [("colofunc.all_gather", (R(0), ("dp",), 2), (1,))], [1], [(3,), (2, 3)])
-    run = compile_program(p, MESH)
+    run = SimulatedProgram(p, MESH)
     with fail(rank=1, at="all_gather", skip=1):
         run([per_rank(3)])
         with pytest.raises(FaultError, match="rank 1 fails at all_gather"):
@@ -208,7 +208,7 @@ def test_fault_is_raised_once_reached():
 def test_error_names_the_node():
     p = program([0, 1], [("aten.mm.default", (R(0), R(1)), (2,))], [2], [(2, 3), (3, 2), (2, 2)])
     with pytest.raises(RuntimeError) as caught:
-        run_simulated(p, MESH, [per_rank(2, 3), per_rank(4, 2)])
+        SimulatedProgram(p, MESH)([per_rank(2, 3), per_rank(4, 2)])
     assert any("aten.mm.default" in note and "step.py:1" in note for note in caught.value.__notes__)
 
 
@@ -241,8 +241,8 @@ def test_update_becomes_in_place():
     assert [n.target for n in q.nodes] == ["aten.neg.default", "colofunc.adamw_"]
     assert q.outputs == (0, 2, 3)
     inputs = adamw_inputs()
-    want = run_simulated(p, MESH, [[x[0].clone()] * 4 for x in inputs])
-    got = run_simulated(q, MESH, inputs)
+    want = SimulatedProgram(p, MESH)([[x[0].clone()] * 4 for x in inputs])
+    got = SimulatedProgram(q, MESH)(inputs)
     assert got[0][0] is inputs[0][0]
     for a, b in zip(want, got):
         torch.testing.assert_close(a[0], b[0], rtol=0, atol=0)
@@ -255,8 +255,8 @@ def test_update_leaves_alone_an_old_value_that_is_read(unsafe):
     (update,) = (n for n in q.nodes if n.target == "colofunc.adamw_")
     assert update.args[0].id not in q.inputs and q.outputs[0] not in q.inputs  # a copy of the parameter is updated
     inputs = adamw_inputs()
-    want = run_simulated(p, MESH, [[x[0].clone()] * 4 for x in inputs])
-    got = run_simulated(q, MESH, inputs)
+    want = SimulatedProgram(p, MESH)([[x[0].clone()] * 4 for x in inputs])
+    got = SimulatedProgram(q, MESH)(inputs)
     for a, b in zip(want, got):
         torch.testing.assert_close(a[0], b[0], rtol=0, atol=0)
 
@@ -310,7 +310,7 @@ def test_sums_go_into_fresh_tensors(later, targets):
     q = in_place(p)
     assert [n.target for n in q.nodes][:3] == targets
     inputs = [per_rank(2, 2), [per_rank(2, 2)[0]] * 4]
-    for a, b in zip(run_simulated(p, MESH, inputs), run_simulated(q, MESH, inputs)):
+    for a, b in zip(SimulatedProgram(p, MESH)(inputs), SimulatedProgram(q, MESH)(inputs)):
         for s, t in zip(a, b):
             torch.testing.assert_close(s, t, rtol=0, atol=0)
 
@@ -328,7 +328,7 @@ def test_compiled_segments_are_exact():
     segmented, bound = compile_segments(p, "aot_eager")
     assert [n.target for n in segmented.nodes] == ["segment.0.", "colofunc.all_reduce", "aten.tanh.default"]
     got = SimulatedProgram(segmented, MESH, bound)(inputs)
-    for a, b in zip(run_simulated(p, MESH, inputs), got):
+    for a, b in zip(SimulatedProgram(p, MESH)(inputs), got):
         for s, t in zip(a, b):
             torch.testing.assert_close(s, t)
 
@@ -336,7 +336,7 @@ def test_compiled_segments_are_exact():
 def test_compiled_segment_writes_in_place():
     p = in_place(adamw_program())
     inputs = adamw_inputs()
-    want = run_simulated(p, MESH, [[x[0].clone()] * 4 for x in inputs])
+    want = SimulatedProgram(p, MESH)([[x[0].clone()] * 4 for x in inputs])
     segmented, bound = compile_segments(p, "aot_eager")
     got = SimulatedProgram(segmented, MESH, bound)(inputs)
     assert got[0][0] is inputs[0][0]
@@ -401,7 +401,7 @@ def test_what_lanes_share_is_written_for_each_by_whatever_name_it_is_read_later(
     shape = (12,) if view else (4, 3)
     made = program([0, 2], nodes, [4, 5], [(4, 3), (4, 3), shape, (12,), shape, (4, 3)])
     made = attrs.evolve(made, nodes=tuple(attrs.evolve(n, kwargs=(("out", into),)) if "out" in n.target else n for n in made.nodes))
-    got = run_simulated(made, mesh, [[common, common], mine])
+    got = SimulatedProgram(made, mesh)([[common, common], mine])
     for rank in range(2):
         want = -common * mine[rank].view(4, 3)
         torch.testing.assert_close(got[0][rank].view(4, 3), want, rtol=0, atol=0)

@@ -9,7 +9,7 @@ from matrix import CONTEXT, TENSOR, ZERO, Cell, mesh_of, module_of, staged, step
 import colofunc as cf
 from colofunc.executors.backend import Simulated
 from colofunc.executors.distributed import overlapped
-from colofunc.executors.simulated import SimulatedProgram, compile_program
+from colofunc.executors.simulated import SimulatedProgram
 from colofunc.testing.check import run_reference
 
 QUICK = (
@@ -49,7 +49,7 @@ def expected(cell: Cell) -> tuple[float, torch.Tensor]:
 
 
 def compile_as_real_ranks(self: Simulated, program: Any, mesh: cf.Mesh) -> SimulatedProgram:
-    return compile_program(overlapped(program), mesh)
+    return SimulatedProgram(overlapped(program), mesh)
 
 
 def check(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:

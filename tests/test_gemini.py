@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from colofunc_plugins import elixir, gemini
-from colofunc_plugins.gemini import chunk_states
 from colofunc_plugins.gemini.rcache import divided, loads, rates
 from test_offload import one, peak, training
 
@@ -103,16 +102,6 @@ def test_numbers_and_budget_hold(name: str) -> None:
     staged = cf.offload(cf.shard(step, one()), policy=policy, budget=budget)
     assert peak(staged, *args) <= budget
     check(staged, *args, steps=2)
-
-
-def test_chunk_states_are_free_where_only_the_host_has_them() -> None:
-    step, *args = training()
-    low = cf.offload(cf.shard(step, one()), policy=gemini("host")).lower(*args)
-    of = {c.name: [state for _, state in c.changes] for c in chunk_states(low)}
-    words = of["state.params.4.weight"]
-    assert words[0] == "free" and words.count("compute") >= 2 and words[-1] == "free"
-    low = cf.offload(cf.shard(step, one()), policy=gemini("device")).lower(*args)
-    assert all("free" not in [state for _, state in c.changes] for c in chunk_states(low))
 
 
 @pytest.mark.parametrize("wrong", [dict(placement="hots"), dict(param=1.5), dict(margin=-1)])

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import colofunc as cf
-from colofunc.executors.simulated import run_simulated
+from colofunc.executors.simulated import SimulatedProgram
 from colofunc.mesh import Mesh
 from colofunc.program.lower import Choice, call_of, lower
 from colofunc.program.tracing.trace import record_local, trace
@@ -36,7 +36,7 @@ def lower_at_random(program, mesh, seed):
 def run(local, mesh, tensors):
     leaves = iter(tensors)
     shards = [parts(next(leaves), local.values[i].layout, mesh) for i in local.inputs if i not in local.constants]
-    outs = run_simulated(local, mesh, shards)
+    outs = SimulatedProgram(local, mesh)(shards)
     return [join(o, local.values[i].layout, mesh) for o, i in zip(outs, local.outputs, strict=True)]
 
 

@@ -4,13 +4,13 @@ Problem: a rule about views, buffers or lifetimes that is right for one step is 
 random chains of transforms on random meshes, and at every position of the program that comes of it the same number.
 """
 
-import attrs
 import pytest
 import torch
 import torch.nn.functional as F
 from colofunc_plugins import ring, tensor, ulysses, zero
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from least_named import limited
 from live_bytes import measure
 
 import colofunc as cf
@@ -203,11 +203,6 @@ def test_identical_layers_are_one_line():
     )
     report = cf.shard(step_fn, ONE).lower(state, torch.ones(4, 8)).memory()
     assert "   6 x      256 B  parameters         state.params.*.weight" in str(report)
-
-
-def limited(mesh, capacity_bytes):
-    tiers = tuple(attrs.evolve(t, capacity_bytes=capacity_bytes) if t.name == "device" else t for t in mesh.topology.tiers)
-    return mesh.with_topology(attrs.evolve(mesh.topology, tiers=tiers))
 
 
 def test_what_does_not_fit_names_what_is_alive_and_the_line():

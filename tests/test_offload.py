@@ -14,7 +14,7 @@ from torch import nn
 
 import colofunc as cf
 from colofunc.executors.launch import launch
-from colofunc.executors.simulated import run_simulated
+from colofunc.executors.simulated import SimulatedProgram
 from colofunc.planner.offload import fastest as offload
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Ref, map_refs
@@ -260,7 +260,7 @@ def test_a_missing_wait_shows_as_nan() -> None:
     outputs = tuple(waits.get(o, o) for o in low.program.outputs)
     broken = attrs.evolve(low.program, nodes=tuple(nodes), outputs=outputs)
     inputs = [[x.clone()] for part in args for x in _tensors(part)]
-    outs = run_simulated(broken, mesh, inputs)
+    outs = SimulatedProgram(broken, mesh)(inputs)
     assert any(torch.isnan(out[0]).any() for out in outs if out[0].is_floating_point())
 
 

@@ -12,7 +12,7 @@ from test_offload import training
 from torch import nn
 
 import colofunc as cf
-from colofunc.executors.simulated import SimulatedProgram, run_simulated
+from colofunc.executors.simulated import SimulatedProgram
 from colofunc.ops.define import KERNELS
 from colofunc.ops.update_lists import MANY
 from colofunc.program.ir import Ref
@@ -122,8 +122,8 @@ def names(p):
 def same_results(p, q, mesh=ONE):
     torch.manual_seed(0)
     inputs = [[torch.rand(s, dtype=D)] for s in ((4,), (4,), (4,), (), ())]
-    first = run_simulated(p, mesh, [[x[0].clone()] for x in inputs])
-    second = run_simulated(q, mesh, [[x[0].clone()] for x in inputs])
+    first = SimulatedProgram(p, mesh)([[x[0].clone()] for x in inputs])
+    second = SimulatedProgram(q, mesh)([[x[0].clone()] for x in inputs])
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first, second, strict=True))
 
 
@@ -227,7 +227,7 @@ def test_no_peak_is_higher_and_no_number_another() -> None:
         joined += len(runs_of_updates(q)) > len(runs_of_updates(p))
         torch.manual_seed(seed)
         inputs = [torch.rand(p.values[i].shape, dtype=D) for i in p.inputs]
-        first, second = (run_simulated(each, ONE, [[x.clone()] for x in inputs]) for each in (p, q))
+        first, second = (SimulatedProgram(each, ONE)([[x.clone()] for x in inputs]) for each in (p, q))
         assert all(torch.equal(a[0], b[0]) for a, b in zip(first, second, strict=True)), seed
     assert joined > 20
 
@@ -410,7 +410,7 @@ def test_ranks_that_hold_parts_of_their_own_update_them_one_by_one() -> None:
     inputs = [per_rank(4), per_rank(4), *([x] * 4 for x in torch.rand(3, 4, dtype=D))]
     inputs[3:] = [[torch.tensor(0.5, dtype=D)] * 4 for _ in range(2)]
     runner = SimulatedProgram(q, mesh)
-    want = run_simulated(p, mesh, [[x.clone() for x in each] if k < 2 else each for k, each in enumerate(inputs)])
+    want = SimulatedProgram(p, mesh)([[x.clone() for x in each] if k < 2 else each for k, each in enumerate(inputs)])
     got = runner([[x.clone() for x in each] if k < 2 else each for k, each in enumerate(inputs)])
     assert all(torch.equal(a, b) for x, y in zip(want, got, strict=True) for a, b in zip(x, y, strict=True))
     apart, alike = (runner.write(tuple(lanes), torch.device("cpu")).function().source for lanes in (

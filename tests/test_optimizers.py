@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from test_functional import bias_free_net, norm_net, same
 from torch import nn
 from torch.optim import lr_scheduler as L
 
@@ -24,20 +25,6 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(D)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-def norm_net() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-
-
-def bias_free_net() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)).double()
-
-
-def same(a: dict, b: dict, tol: float = 1e-12) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name].detach(), rtol=tol, atol=tol, msg=lambda m, name=name: f"{name}: {m}")
 
 
 # ---- every class ----

@@ -7,6 +7,7 @@ import pytest
 import torch
 from colofunc_plugins import zero
 from pipelined import loop_of, mlp
+from post_validated import flat
 from torch import nn
 
 import colofunc as cf
@@ -45,13 +46,6 @@ def narrow(schedule: str) -> tuple[Any, Any, Any]:
 def kept(state: Any) -> dict[str, torch.Tensor]:
     """Parameters and moments, whole."""
     return {f"{tree}.{name}": x.full().clone() for tree in ("params", "opt") for name, x in flat(state[tree]).items()}
-
-
-def flat(tree: Any, path: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, x in tree.items():
-        found |= flat(x, f"{path}{name}.") if isinstance(x, dict) else {path + name: x}
-    return found
 
 
 @pytest.mark.parametrize("what", ["overflow", "nan"])

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from least_named import limited
 
 import colofunc as cf
 from colofunc.errors import PlanError
@@ -397,11 +398,6 @@ def lowered(mesh: Mesh, optimizer: Any, rows: int, width: int, *plans: Any) -> A
     step, state = cf.train_step(cf.functional(model), cf.adapt(optimizer, lr=1e-3))
     ids = cf.abstract((rows, 64), torch.int64)
     return cf.shard(step, mesh, *plans).lower(state, {"input_ids": ids, "labels": ids})
-
-
-def limited(mesh: Mesh, nbytes: int) -> Mesh:
-    tiers = (attrs.evolve(t, capacity_bytes=nbytes) if t.name == "device" else t for t in mesh.topology.tiers)
-    return mesh.with_topology(attrs.evolve(mesh.topology, tiers=tuple(tiers)))
 
 
 A100 = cf.Mesh(dp=4, topology="8xa100-80g")

@@ -11,7 +11,7 @@ from choice_problem import Problem, cost, solve
 from interpreter import run_reference
 
 from colofunc.errors import PlanError
-from colofunc.executors.simulated import run_simulated
+from colofunc.executors.simulated import SimulatedProgram
 from colofunc.mesh import Mesh
 from colofunc.planner.describe import describe
 from colofunc.planner.sharding.assign import Assignment, assign
@@ -280,7 +280,7 @@ def test_a_budget_forces_parameters_to_be_gathered_again() -> None:
         [part(x, found.inputs[i], mesh, rank) for rank in range(mesh.size)]
         for i, x in zip(program.inputs, inputs, strict=False)
     ]
-    outs = [run_simulated(p, mesh, [list(map(torch.clone, x)) for x in shards]) for p in (once, again)]
+    outs = [SimulatedProgram(p, mesh)([list(map(torch.clone, x)) for x in shards]) for p in (once, again)]
     for a, b in zip(*outs, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     whole = run_reference(program, inputs)
@@ -399,7 +399,7 @@ def test_conversions_of_one_value_to_one_layout_are_paid_once() -> None:
     found = plan(program)
     steps = [found.model.steps(f, found.choice) for f in range(len(found.model.flows))]
     again = sum(seconds * flow.count for flow, some in zip(found.model.flows, steps) for _, _, seconds in some)
-    assert again == pytest.approx(found.conversions_s)
+    assert again == pytest.approx(found.model.conversions_s(found.choice))
     for some in steps:
         assert len({to for _, to, _ in some}) == len(some)
 

@@ -13,7 +13,7 @@ import colofunc as cf
 from colofunc.compiler.observation import arguments_of
 from colofunc.executors.launch import launch
 from colofunc.executors.pools import Pool
-from colofunc.executors.simulated import compile_program
+from colofunc.executors.simulated import SimulatedProgram
 from colofunc.program.facts import is_copy
 from colofunc.program.passing import PAGE_BYTES, Passing, SizeClass, passing, rounded
 
@@ -96,7 +96,7 @@ def test_the_plan_counts_what_is_in_use_at_one_time() -> None:
     staged, args = offloaded()
     low = staged.lower(*args)
     plan = passing(low.program)
-    runner = compile_program(low.program, low.mesh)
+    runner = SimulatedProgram(low.program, low.mesh)
     inputs = arguments_of(low, args)
     runner(inputs.copies(range(len(inputs.shards))))
     assert runner.pool is not None and runner.pool.most == {c.nbytes: c.count for c in plan.classes}  # neither more nor fewer
@@ -124,7 +124,7 @@ def test_no_memory_is_taken_after_the_first_step(monkeypatch: pytest.MonkeyPatch
 def test_spoiled_buffers_change_no_number(share: float) -> None:
     staged, args = offloaded(share)
     low = staged.lower(*args)
-    runner = compile_program(low.program, low.mesh)
+    runner = SimulatedProgram(low.program, low.mesh)
     inputs = arguments_of(low, args)
     plain = runner(inputs.copies(range(len(inputs.shards))))
     assert runner.pool is not None

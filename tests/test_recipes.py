@@ -1,22 +1,19 @@
 """The recipes of examples/ that are about plans: they run, equal one device, and move what their plan says."""
 
-import importlib.util
-import sys
 import types
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from colofunc_plugins import zero
+from test_examples import script
 
 import colofunc as cf
 from colofunc.testing import check, float64
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TOPOLOGY = "4xa100-80g"  # no free communication: what is split is split because it was wished
 
 
@@ -24,15 +21,6 @@ TOPOLOGY = "4xa100-80g"  # no free communication: what is split is split because
 def evoformer() -> Iterator[types.ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         yield script("evoformer", patch)
-
-
-def script(name: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A script of examples/ as a module."""
-    found = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(found)
-    monkeypatch.setitem(sys.modules, name, module)
-    found.loader.exec_module(module)
-    return module
 
 
 @cache  # two tests look at the same plan

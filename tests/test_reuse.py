@@ -7,7 +7,7 @@ from test_memory import agree
 
 import colofunc as cf
 from colofunc.executors.kernels import callable_of
-from colofunc.executors.simulated import run_simulated
+from colofunc.executors.simulated import SimulatedProgram
 from colofunc.ops import fused
 from colofunc.ops.targets import resolve
 from colofunc.program.facts import makes_memory
@@ -22,7 +22,7 @@ NEG = ("aten.neg.default", (R(0),), (1,))
 def same_numbers(p, inputs):
     """In place against functional, on inputs that must stay as they are."""
     before = [[x.clone() for x in shards] for shards in inputs]
-    want, got = run_simulated(p, MESH, inputs), run_simulated(in_place(p), MESH, inputs)
+    want, got = SimulatedProgram(p, MESH)(inputs), SimulatedProgram(in_place(p), MESH)(inputs)
     for a, b in zip([*want, *before], [*got, *inputs]):
         for s, t in zip(a, b):
             torch.testing.assert_close(s, t, rtol=0, atol=0)

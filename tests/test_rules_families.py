@@ -9,7 +9,7 @@ import pytest
 import torch
 from rule_oracle import cases, close, make_call, mesh_of, run, spread, verify
 
-from colofunc.executors.simulated import run_simulated
+from colofunc.executors.simulated import SimulatedProgram
 from colofunc.ops import attention, random  # noqa: F401 - registers the operators
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import Choice, lower
@@ -413,6 +413,6 @@ def test_lowered_calls_equal_the_whole(name: str) -> None:
         layouts = [lay for lay in strategy.outs if lay is not None]
         local = lower(program, [Choice(strategy, rule)], dict(enumerate(strategy.ins)), layouts, mesh, record_local)
         shards = [spread(x, lay, mesh) for x, lay in zip(tensors, strategy.ins, strict=True)]
-        results = run_simulated(local, mesh, shards)
+        results = SimulatedProgram(local, mesh)(shards)
         for got, lay, o in zip(results, layouts, made, strict=True):
             assert close(join(got, lay, mesh), whole[o - n]), f"{strategy.name}: result {o - n}"

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import torch
+from least_named import limited
 from torch import nn
 
 import colofunc as cf
@@ -308,12 +308,6 @@ def test_the_named_cases_are_found() -> None:
     assert str(wide.plan).startswith("tp: Megatron column/row (found)")
     assert specs(wide)["state.params.fc1.weight"] == "(tp a) b"
     assert specs(wide)["state.params.fc2.weight"] == "a (tp b)"
-
-
-def limited(mesh: cf.Mesh, capacity_bytes: int) -> cf.Mesh:
-    """The same mesh with devices of so many bytes."""
-    tiers = tuple(attrs.evolve(t, capacity_bytes=capacity_bytes) if t.name == "device" else t for t in mesh.topology.tiers)
-    return cf.Mesh(**dict(mesh.axes), topology=attrs.evolve(mesh.topology, tiers=tiers))
 
 
 # ---- what the user fixes is what comes out ----

@@ -22,7 +22,7 @@ from colofunc.program.passes.packed_gathers import gathered_packed
 from colofunc.program.passes.time import Rules, lies_over_time, over_time
 from colofunc.program.tracing.trace import Traced, record_local
 from colofunc.program.tracing.tree import Tree
-from colofunc.spec.layout import Dim, Layout
+from colofunc.spec.layout import Dim, Layout, axes_of
 from colofunc.spec.rule import Strategy
 
 
@@ -266,7 +266,7 @@ def _axes_of_rows(program: Program, leaves: list[int]) -> frozenset[str]:
     if not dims:
         return frozenset()
     [(most_common, _)] = dims.most_common(1)
-    return frozenset(axis for _, axis in most_common if axis is not None)
+    return frozenset(axes_of(most_common))
 
 
 def _loops(

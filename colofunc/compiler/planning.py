@@ -5,8 +5,8 @@ plan is asked for in several ways: from nothing, as the plan of another length, 
 each way is a method of it, and all of them end alike.
 
     planning = gathered(staged, seen, priced, registry, placed, before, measured)
-    planning.search(say)                   # from the cache, else from nothing
-    planning.near(before, say)             # as the plan of a like batch did, else as above
+    planning.search()                      # from the cache, else from nothing
+    planning.near(before)                  # as the plan of a like batch did, else as above
     planning.measured(plan)                # the sharding of a plan stands: what is kept, copied and made again is decided anew
 
 Each gives what was decided, and the program that a rank runs.
@@ -14,7 +14,7 @@ Each gives what was decided, and the program that a rank runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import inf
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import attrs
 import torch
 
+from colofunc import env
 from colofunc.compiler.budget import Missed, finished, nearby, within
 from colofunc.compiler.completion import Completion, ways_of
 from colofunc.compiler.decisions import Candidates, Decided, assigned
@@ -127,7 +128,7 @@ class Planning:
     asked: tuple[Any, ...]
     missed: list[tuple[Constraints, Missed]] = attrs.field(factory=list, init=False)
 
-    def search(self, say: Callable[[str], None], says_least: bool = True) -> Outcome:
+    def search(self, says_least: bool = True) -> Outcome:
         """The plan that the cache has, else the best that is found.
 
         says_least: whether the least budget is looked for where nothing fits, for the error; otherwise this raises DoesNotFit, sooner, and
@@ -135,17 +136,17 @@ class Planning:
         """
         key = key_of(self.program, self.mesh, self.registry, self.constraints, self.hooks, self.asked)
         from_nothing = partial(retried, partial(self._under, says_least=says_least), self.constraints, self.program)
-        return remembered(key, from_nothing, self._rebuilt, say)
+        return remembered(key, from_nothing, self._rebuilt, env.say)
 
-    def near(self, before: Sequence[Lowered], say: Callable[[str], None], says_least: bool = True) -> Outcome:
+    def near(self, before: Sequence[Lowered], says_least: bool = True) -> Outcome:
         """Searched from where the plan of a like batch is, if there is one; else from nothing."""
         like = nearest(before, self.program)
         if like is None or self.missed:
-            return self.search(say, says_least)
+            return self.search(says_least)
         try:
             return retried(partial(self._from, like), self.constraints, self.program)
         except PlanError:  # what it decided cannot be done with these sizes, or nothing near it keeps to the budget
-            return self.search(say, says_least)
+            return self.search(says_least)
 
     def measured(self, plan: Plan) -> Outcome:
         """The sharding of `plan`, completed anew."""

@@ -8,7 +8,6 @@ real ranks all trace and compare, rank 0 plans for all.
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -62,12 +61,6 @@ SLOW_S = 2.0
 """Where tracing and planning take longer, a line says so."""
 
 
-def say(text: str) -> None:
-    """One line to the person who waits."""
-    if not env.switched_on("COLOFUNC_QUIET"):
-        print(f"colofunc: {text}", file=sys.stderr, flush=True)
-
-
 def prepare(
     staged: Staged,
     args: tuple[Any, ...],
@@ -95,7 +88,7 @@ def prepare(
         for low in before:
             if is_again(low, seen.program, seen.donated, placed.fixed):
                 return attrs.evolve(low, traced=seen.traced, hidden=seen.hidden)
-    priced = as_measured(mesh, watch, say)
+    priced = as_measured(mesh, watch, env.say)
     real = planned_on_real_ranks(mesh, staged.executor) or watch is not None
     timed = None if measured is None else measured[1]
 
@@ -103,7 +96,7 @@ def prepare(
         return gathered(way, seen, priced, registry, placed, before, timed, real)
 
     def recall(planning: Planning, last: bool) -> Outcome:
-        return planning.near(before, say, last and says_least) if measured is None else planning.measured(measured[0])
+        return planning.near(before, last and says_least) if measured is None else planning.measured(measured[0])
 
     traced_build = build.evolve(
         mesh=priced, program=seen.program, traced=seen.traced, budget_bytes=least_budget_of(staged, priced)
@@ -114,7 +107,7 @@ def prepare(
         choices, plan, local = share(watch, made, planning.program, planning.candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s
     if traced_s + planned_s > SLOW_S and mesh.is_main:
-        say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
+        env.say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
     notes = _notes(staged, planning, priced, plan)
     taken = tuple(pair for transform in staged.transforms for pair in transform.taken)
     plan = attrs.evolve(plan, card=_card(priced, plan), notes=(*plan.notes, *notes), taken=taken)

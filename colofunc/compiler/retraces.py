@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import attrs
 import torch
 
-from colofunc.compiler.prepare import say
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.surroundings import Surroundings
+from colofunc.env import say
 from colofunc.program.tracing.trace import argument_names
 from colofunc.program.tracing.tree import Tree
 

@@ -18,11 +18,12 @@ from typing import Any
 import attrs
 import torch
 
+from colofunc import env
 from colofunc.compiler.compare import Compared, compare
 from colofunc.compiler.disk_state import Shelves
 from colofunc.compiler.guard import Given, Guard
 from colofunc.compiler.lowered import Lowered
-from colofunc.compiler.prepare import prepare, say
+from colofunc.compiler.prepare import prepare
 from colofunc.compiler.prepared_step import Ready, lies_as_planned
 from colofunc.compiler.profile import profile
 from colofunc.compiler.rank_agreement import watch_of
@@ -86,7 +87,7 @@ class StepCompiler:
         ready = self._get(staged, args, leaves, tree, runs=True)
         ready.compare("call", leaves)
         if ready.measure:
-            ready.measure, ready.warmup = 0, warmup(ready.low, ready.backend, ready.measure, name, say)
+            ready.measure, ready.warmup = 0, warmup(ready.low, ready.backend, ready.measure, name)
         elif ready.warmup is not None and not ready.warmup.left:
             self._plan_again(staged, args, leaves, ready, name)
         guard = None
@@ -125,7 +126,7 @@ class StepCompiler:
         faster = after_s < before_s * (1 - LEAST)
         if low.mesh.is_main:
             what = "is planned again" if faster else "keeps its plan, the best that is known by that"
-            say(f"{name} {what}: measured, a step takes {time_text(before_s)}, planned anew {time_text(after_s)}")
+            env.say(f"{name} {what}: measured, a step takes {time_text(before_s)}, planned anew {time_text(after_s)}")
         if faster:
             low = attrs.evolve(low, plan=attrs.evolve(low.plan, cost_s=after_s))
             old.after = Ready(low, staged.executor, old.watch, staged.fn, old.disk, leaves, old.used)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from colofunc import env
 from colofunc.compiler.disk_state import Shelves
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.backend import Backend
@@ -36,13 +37,13 @@ if TYPE_CHECKING:
 Shards = list[torch.Tensor]
 
 
-def warmup(low: Lowered, backend: Backend, steps: int, name: str, say: Callable[[str], None]) -> Warmup | None:
+def warmup(low: Lowered, backend: Backend, steps: int, name: str) -> Warmup | None:
     """What measures the first steps; None, and a line that says why, where their operators cannot be timed."""
     why = "a compiled step has no operators to time" if low.executor == "compiled" else ""
     if backend.watch is None and low.mesh.size > 1:
         why = "times of a simulated mesh say nothing of its ranks"
     if why:
-        say(f"{name} is not measured: {why}")
+        env.say(f"{name} is not measured: {why}")
     return None if why else Warmup(low, backend, steps)
 
 

@@ -21,7 +21,7 @@ from colofunc.executors.distributed import Distributed, init_from_env, overlappe
 from colofunc.executors.post_validated import Unsettled
 from colofunc.executors.presence import Limits
 from colofunc.executors.program_cache import Kept
-from colofunc.executors.simulated import SimulatedProgram, compile_program
+from colofunc.executors.simulated import SimulatedProgram
 from colofunc.executors.source import Tap
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
@@ -83,7 +83,7 @@ class Simulated:
         return tuple(range(mesh.size))
 
     def compile(self, program: Program, mesh: Mesh) -> SimulatedProgram:
-        return compile_program(program, mesh)
+        return SimulatedProgram(program, mesh)
 
     def later(self, program: Program, mesh: Mesh) -> Begin:
         run = self.compile(program, mesh)

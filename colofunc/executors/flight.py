@@ -114,13 +114,13 @@ def mark(device: torch.device) -> torch.cuda.Event:
     return event
 
 
-def abort_all(device: str = "cuda") -> list[Any]:
+def abort_all() -> list[Any]:
     """End what all process groups have under way on GPUs, without the peers; the groups. They carry nothing after that.
 
     Side by side: the kernels of one communicator may stand behind those of another.
     """
     groups = compat.all_groups()
-    threads = [threading.Thread(target=compat.abort, args=(group, device), daemon=True) for group in groups]
+    threads = [threading.Thread(target=compat.abort, args=(group, "cuda"), daemon=True) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -82,16 +82,6 @@ class SimulatedProgram:
         return writer
 
 
-def compile_program(program: Program, mesh: Mesh) -> SimulatedProgram:
-    """`program` as a function of its inputs' shards; keep it, compiling costs tens of microseconds per node."""
-    return SimulatedProgram(program, mesh)
-
-
-def run_simulated(program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
-    """Compile and run once."""
-    return compile_program(program, mesh)(inputs)
-
-
 def written_inputs(program: Program) -> tuple[int, ...]:
     """Positions of the inputs that a program writes to, constants not counted."""
     changed: set[int] = set()

@@ -279,7 +279,7 @@ class Writer:
         for number, (lane, kernel) in enumerate(zip(first_lanes.values(), kernels, strict=True)):
             targets = ["_" if out is None else self.stem(out) + suffixes[number] for out in node.outs]
             if kernel is not None:
-                self.line(self._assignment(targets, self._kernel_call(node, kernel, lane), result))
+                self.line(self._assignment(targets, self._kernel_call(kernel, lane), result))
                 continue
             words = self._words(node, kwargs, lane)
             call = f"{function}({', '.join(words)})"
@@ -328,7 +328,7 @@ class Writer:
         adder = self.bind(ADDERS[node.target], f"{node.target.split('.')[1]}_added")
         return f"{call} if {first} else {adder}({total}{suffix}, {', '.join(words)})"
 
-    def _kernel_call(self, node: Node, chosen: Chosen, lane: int) -> str:
+    def _kernel_call(self, chosen: Chosen, lane: int) -> str:
         """A call of a kernel for this device; positions that the host knows are tensors of the host."""
         words = []
         for arg in chosen.arguments:

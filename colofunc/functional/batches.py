@@ -23,7 +23,7 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.compiler.prepare import say
+from colofunc.env import say
 from colofunc.errors import InputError, near
 from colofunc.executors.backend import backend_for
 from colofunc.functional import reading

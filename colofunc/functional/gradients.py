@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from colofunc import compat
 from colofunc.errors import InputError
 from colofunc.ops import policy
+from colofunc.ops.squares import written_out
 from colofunc.program.tracing.meta import active, phase
 from colofunc.program.tracing.tree import Tree, flatten, map_tensors, unflatten
 
@@ -144,11 +145,6 @@ def clip_by_global_norm(grads: Any, max_norm: float | Tensor) -> tuple[Any, Tens
     if not leaves:
         return grads, torch.zeros(())
     with phase("update"):
-        total = torch.stack([_sum_of_squares(g) for g in leaves]).sum().sqrt()
+        total = torch.stack([written_out(g) for g in leaves]).sum().sqrt()
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         return unflatten(tree, [g * scale.to(g.dtype) for g in leaves]), total
-
-
-def _sum_of_squares(g: Tensor) -> Tensor:
-    wide = g.to(torch.promote_types(g.dtype, torch.float32))
-    return (wide * wide).sum()

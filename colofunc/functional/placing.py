@@ -14,10 +14,10 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.compiler.prepare import say
 from colofunc.compiler.rank_agreement import checksum
 from colofunc.compiler.user_constraints import specs_of
 from colofunc.dtensor.tensor import DTensor
+from colofunc.env import say
 from colofunc.errors import InputError
 from colofunc.executors.backend import Backend
 from colofunc.functional.batch_agreement import Said

@@ -30,13 +30,14 @@ from colofunc.functional.checkpoint import hf, packed_layouts, packed_writing, p
 from colofunc.functional.checkpoint.files import dtype_name
 from colofunc.functional.checkpoint.folder import Writing, sync
 from colofunc.functional.checkpoint.index import PLAIN, write_index
+from colofunc.functional.checkpoint.packed_tensors import boxed
 from colofunc.functional.checkpoint.parts import Ranks
 from colofunc.functional.checkpoint.place import Entry, device_for, layout_for, placed, plain, specs_by_name
 from colofunc.functional.modules import Model, functional
 from colofunc.mesh import Mesh
 from colofunc.ops.quantized import Quantized
 from colofunc.program.lazy import LazyTensor, lazy_tensor, make
-from colofunc.spec.regions import Region
+from colofunc.spec.regions import Region, take
 
 SHARD_BYTES = 5_000_000_000
 DEADLINE_S = 1800.0
@@ -75,7 +76,7 @@ def load_model(
         if isinstance(own, LazyTensor) and device is None:
             if entry.packed is not None:
                 return packed_layouts.lazily(entry)
-            return lazy_tensor(entry.shape, entry.dtype, partial(plain, entry), partial(_box, entry))
+            return lazy_tensor(entry.shape, entry.dtype, partial(plain, entry), partial(boxed, entry))
         return plain(entry, there)
 
     groups = [{name: one(name, own) for name, own in group.items()} for group in (model.params, model.frozen, model.buffers)]
@@ -101,12 +102,17 @@ def _found(folder: Path, model: Model, held: Mapping[str, Tensor], strict: bool)
     return found
 
 
-def _check_shapes(found: Mapping[str, Entry], held: Mapping[str, Tensor], folder: Path) -> None:
-    wrong = [
+def _of_other_shapes(found: Mapping[str, Entry], held: Mapping[str, Tensor]) -> list[str]:
+    """What is stored in another shape than the model has, in words."""
+    return [
         f"{name} is {entry.shape} in the folder and {tuple(held[name].shape)} in the model"
         for name, entry in found.items()
         if entry.shape != tuple(held[name].shape)
     ]
+
+
+def _check_shapes(found: Mapping[str, Entry], held: Mapping[str, Tensor], folder: Path) -> None:
+    wrong = _of_other_shapes(found, held)
     if wrong:
         raise CheckpointError(f"{folder} does not fit the model: {'; '.join(wrong[:8])}. Try: the base model that it was trained on")
 
@@ -116,11 +122,7 @@ def _of(name: str, own: Tensor) -> Entry:
     if own.is_meta:
         raise CheckpointError(f"{name!r} is not in the folder and has no data in the model; build the model with cf.lazy")
     region = Region.whole(own.shape)
-    return Entry(name, tuple(own.shape), own.dtype, ((region, own),), lambda value, picks: hf.pick(make(value).detach().cpu(), picks))
-
-
-def _box(entry: Entry, box: tuple[slice, ...]) -> Tensor:
-    return entry.region(Region.box([s.start for s in box], [s.stop - s.start for s in box]))
+    return Entry(name, tuple(own.shape), own.dtype, ((region, own),), lambda value, picks: take(make(value).detach().cpu(), picks))
 
 
 def _fitting(module: nn.Module, entries: dict[str, Entry], held: Mapping[str, Tensor], where: str, strict: bool) -> dict[str, Entry]:
@@ -136,11 +138,7 @@ def _fitting(module: nn.Module, entries: dict[str, Entry], held: Mapping[str, Te
     stored = {names[name] for name in module.state_dict() if names.get(name) in held}
     missing = [name for name in held if name in stored and name not in found]
     missing, unexpected = hf.without_ignored(module, missing, unexpected)
-    wrong = [
-        f"{name} is {entry.shape} in the folder and {tuple(held[name].shape)} in the model"
-        for name, entry in found.items()
-        if entry.shape != tuple(held[name].shape)
-    ]
+    wrong = _of_other_shapes(found, held)
     for name, entry in found.items():
         own = held[name].dtype
         if _is_real(entry.dtype) != _is_real(own):

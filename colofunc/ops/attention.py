@@ -92,10 +92,10 @@ def blockwise(
         if _one_call(bias, opt):
             out, lse = _flash(q, k, v, float_bias(bias, q.dtype), opt)
             return rows_major(out), rows_major(lse)
-        late = _late(q, k, bias, opt)
+        late = _late(k, bias, opt)
         if late is not None:
             return _late_rows(q, k, v, opt, late)
-        return _by_rows(q, k, v, bias, opt, _flash_block, mask_rows(q, k, opt))
+        return _by_rows(q, k, v, bias, opt, _flash_block, mask_rows(k, opt))
     return _by_rows(q, k, v, bias, opt, _math_block, score_rows(q, k))
 
 
@@ -116,7 +116,7 @@ def _one_call(bias: Tensor | None, opt: Options) -> bool:
 # first `late` rows see nothing, the others are an ordinary causal attention; if the columns are early enough, all see all.
 
 
-def _late(q: Tensor, k: Tensor, bias: Tensor | None, opt: Options) -> int | None:
+def _late(k: Tensor, bias: Tensor | None, opt: Options) -> int | None:
     """How many rows see nothing (0: all rows see all columns); None where that does not say it all. See Note [Late rows]."""
     offsets = [o for o in (opt.q_offset, opt.k_offset) if o is not None]
     if bias is not None or opt.code is not None or not opt.causal or opt.window or any(o.dim() for o in offsets):
@@ -218,10 +218,10 @@ def blockwise_backward(
         finite = lse.nan_to_num(neginf=0.0) if bias is not None or opt.masked else lse
         if _one_call(bias, opt):
             return *_flash_grads(grad_out, q, k, v, float_bias(bias, q.dtype), out, finite, opt, opt.causal), dbias
-        late = _late(q, k, bias, opt)
+        late = _late(k, bias, opt)
         if late is not None:
             return *_late_grads(grad_out, q, k, v, out, finite, opt, late), dbias
-        return *_grads_by_rows(grad_out, q, k, v, bias, out, finite, opt, None, None, mask_rows(q, k, opt)), dbias
+        return *_grads_by_rows(grad_out, q, k, v, bias, out, finite, opt, None, None, mask_rows(k, opt)), dbias
     finite = lse.nan_to_num(neginf=0.0)
     wide_bias = dbias if need_dbias else None
     return *_grads_by_rows(

@@ -152,7 +152,7 @@ def _visible(opt: Options, rows: slice, row: Tensor, column: Tensor) -> Tensor:
     return keep if keep.dim() == 4 else keep[None, None]
 
 
-def mask_rows(q: Tensor, k: Tensor, opt: Options) -> int:
+def mask_rows(k: Tensor, opt: Options) -> int:
     masks = 1 if opt.code is None else opt.code.shape[0]
     return max(32, min(512, MAX_MASK // max(1, masks * k.shape[2])))
 

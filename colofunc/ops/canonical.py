@@ -259,7 +259,7 @@ def _attention(
             return NotImplemented  # torch says what is wrong
         q = q.expand(-1, heads, -1, -1)
     k, v = (t if t.shape[1] == heads else t.expand(-1, heads, -1, -1) for t in (k, v))
-    bias = None if attn_mask is None else _mask(attn_mask, lead, query.dim())
+    bias = None if attn_mask is None else _mask(attn_mask, lead)
     seed, site = mode.key() if dropout_p > 0.0 else (None, 0)
     out, _ = attention.apply(
         q, k, v, bias, float(scale), is_causal, 0, float(dropout_p), seed, site, None, None, [], [], None, None, None, None
@@ -283,7 +283,7 @@ def _four(x: Tensor, lead: torch.Size) -> Tensor:
     return x.expand((*lead, *x.shape[-3:])).reshape((prod(lead), *x.shape[-3:]))
 
 
-def _mask(mask: Tensor, lead: torch.Size, dims: int) -> Tensor:
+def _mask(mask: Tensor, lead: torch.Size) -> Tensor:
     """The mask with four dims, each of size one or full."""
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)

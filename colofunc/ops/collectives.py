@@ -22,8 +22,7 @@ group is named by mesh axes, chunks always stand in a leading dim, and a rank's 
 "sum", "max" or "min". There is no group behind a single tensor, so running one eagerly is an error: executors
 interpret these nodes, traces see their shapes. Gradients are transposes of the linear map over all ranks' values
 together (the loss is the sum of what the ranks return), as in JAX: all_gather and reduce_scatter are each other's.
-`rearrange` (einops), `fit` (pad with zeros or cut at the end), `take_range` and `put_range` (a tensor as a range of a
-flat buffer) are ordinary functions with kernels.
+`rearrange` (einops) and `fit` (pad with zeros or cut at the end) are ordinary functions with kernels.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from colofunc.mesh import Mesh
 from colofunc.ops.define import define
 
 __all__ = [
-    "all_gather", "all_reduce", "all_to_all", "axis_index", "fit", "keep_first", "permute",
-    "put_range", "rearrange", "rearrange_view", "reduce_scatter", "take_range", "take_shard",
+    "all_gather", "all_reduce", "all_to_all", "axis_index", "fit", "keep_first", "permute", "rearrange", "rearrange_view",
+    "reduce_scatter", "take_shard",
 ]  # fmt: skip
 
 REDUCTIONS = ("sum", "max", "min")
@@ -253,40 +252,6 @@ def _fit_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return _FIT(grad, ctx.shape), None
 
 
-def _take_range(x: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
-    return x.reshape(-1)[offset : offset + prod(shape)].reshape(tuple(shape)).clone()
-
-
-def _take_range_fake(x: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
-    if offset + prod(shape) > x.numel():
-        raise CollectiveError(f"colofunc.take_range: {tuple(shape)} at {offset} ends past the {x.numel()} elements")
-    return x.new_empty(tuple(shape))
-
-
-def _put_range(x: Tensor, offset: int, numel: int) -> Tensor:
-    out = x.new_zeros(numel)
-    out[offset : offset + x.numel()] = x.reshape(-1)
-    return out
-
-
-def _put_range_fake(x: Tensor, offset: int, numel: int) -> Tensor:
-    if offset + x.numel() > numel:
-        raise CollectiveError(f"colofunc.put_range: {x.numel()} elements at {offset} do not fit a buffer of {numel}")
-    return x.new_empty(numel)
-
-
-def _range_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.shape, ctx.offset = tuple(inputs[0].shape), inputs[1]
-
-
-def _take_range_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _PUT_RANGE(grad, ctx.offset, prod(ctx.shape)).reshape(ctx.shape), None, None
-
-
-def _put_range_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _TAKE_RANGE(grad, ctx.offset, ctx.shape), None, None
-
-
 # ---- registration ----
 
 
@@ -327,14 +292,6 @@ _REARRANGE = define(
     _rearrange, _rearrange_fake, (_rearrange_save, _rearrange_back), kind="layout",
 )  # fmt: skip
 _FIT = define("fit(Tensor x, int[] shape) -> Tensor", _fit, _fit_fake, (_fit_save, _fit_back), for_compilers=_fit)
-_TAKE_RANGE = define(
-    "take_range(Tensor x, int offset, int[] shape) -> Tensor",
-    _take_range, _take_range_fake, (_range_save, _take_range_back), for_compilers=_take_range,
-)  # fmt: skip
-_PUT_RANGE = define(
-    "put_range(Tensor x, int offset, int numel) -> Tensor",
-    _put_range, _put_range_fake, (_range_save, _put_range_back), for_compilers=_put_range,
-)  # fmt: skip
 
 
 # ---- for local code ----
@@ -410,13 +367,3 @@ def rearrange(x: Tensor, pattern: str, **sizes: int) -> Tensor:
 def fit(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Pad with zeros, or cut, each dim at its end."""
     return _FIT(x, list(shape))
-
-
-def take_range(x: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
-    """The tensor of this shape that lies at `offset` of x's elements."""
-    return _TAKE_RANGE(x, offset, list(shape))
-
-
-def put_range(x: Tensor, offset: int, numel: int) -> Tensor:
-    """A flat buffer of zeros with x's elements at `offset`."""
-    return _PUT_RANGE(x, offset, numel)

@@ -33,7 +33,7 @@ Run = tuple[int, int]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are taken in: at least float32."""
+    """The dtype that sums are kept in: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 

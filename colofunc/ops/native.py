@@ -16,7 +16,6 @@ COLOFUNC_CACHE=off, where a library could not be kept, auto does without, and re
 from __future__ import annotations
 
 import ctypes
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -140,12 +139,13 @@ def _shipped(library: native_build.Library) -> ctypes.CDLL | None:
     if path is None:
         return None
     if not native_build.is_trusted(path, PYTHON):
-        _say(f"the kernels that came with colofunc are passed over: {path} is a link, or more users may write it than may write {PYTHON}")
+        writable = f"{path} is a link, or more users may write it than may write {PYTHON}"
+        env.say(f"the kernels that came with colofunc are passed over: {writable}")
         return None
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
-        _say(f"the kernels that came with colofunc cannot be loaded here ({error}), so they are compiled")
+        env.say(f"the kernels that came with colofunc cannot be loaded here ({error}), so they are compiled")
         return None
     if library.kind == "cuda":
         # Loading has registered its kernels, so that no other library can take its place in this process.
@@ -158,7 +158,7 @@ def _loaded(folder: Path, library: native_build.Library) -> ctypes.CDLL:
     path = folder / native_build.library_name(library)
     if not native_build.is_trusted(path):
         kind = "the CPU" if library.kind == "cpu" else "GPUs"
-        _say(f"compiling kernels for {kind} into {folder}, once (some seconds)")
+        env.say(f"compiling kernels for {kind} into {folder}, once (some seconds)")
     path = native_build.build(folder, library)
     try:
         loaded = ctypes.CDLL(str(path))
@@ -181,8 +181,3 @@ def _check_device(loaded: ctypes.CDLL, remedy: str) -> None:
     if lacks is not None:
         said = lacks.decode()
         raise NativeError(f"this GPU cannot run the compiled kernels: {said}. Try: {remedy}")
-
-
-def _say(text: str) -> None:
-    if not env.switched_on("COLOFUNC_QUIET"):
-        print(f"colofunc: {text}", file=sys.stderr, flush=True)

@@ -55,8 +55,8 @@ def _fake(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _written_out(x: Tensor) -> Tensor:
-    """For a compiler, which makes one loop of it."""
+def written_out(x: Tensor) -> Tensor:
+    """As a step writes it, and for a compiler, which makes one loop of it."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * wide).sum()
 
@@ -76,5 +76,5 @@ def _squares_host_(out: Tensor, x: Tensor) -> None:
     out.copy_(_by_rows(x))
 
 
-sum_of_squares = define("sum_of_squares(Tensor x) -> Tensor", _sum_of_squares, _fake, (_save, _backward), for_compilers=_written_out)
+sum_of_squares = define("sum_of_squares(Tensor x) -> Tensor", _sum_of_squares, _fake, (_save, _backward), for_compilers=written_out)
 squares_host_ = define("squares_host_(Tensor(a!) out, Tensor x) -> ()", _squares_host_, nothing)

@@ -28,7 +28,7 @@ import attrs
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.classes import starred
 from colofunc.program.ir import Node, Program
-from colofunc.spec.layout import Layout
+from colofunc.spec.layout import Layout, axes_of
 from colofunc.spec.rule import Strategy
 
 HEAVY = ("linear", "mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "grouped", "matmul")
@@ -118,7 +118,7 @@ def words(s: Shares) -> str:
     }
     kind, share = max(dims.items(), key=lambda item: item[1])
     if kind == "batch":
-        text = _stored("data parallel", s)
+        text = _data_parallel(s)
     elif kind == "sequence":
         text = "sequence parallel" + (", weights sharded (ZeRO-3)" if s.params > 0.5 else "")
     elif kind == "tensor":
@@ -156,12 +156,12 @@ def _pattern(s: Shares) -> str:
     return ""
 
 
-def _stored(text: str, s: Shares) -> str:
+def _data_parallel(s: Shares) -> str:
     if s.params > 0.5:
         return "ZeRO-3"
     if s.states > 0.5:
         return "ZeRO-2" if s.grads > 0.5 else "ZeRO-1"
-    return text
+    return "data parallel"
 
 
 def _tensor(s: Shares) -> str:
@@ -191,25 +191,25 @@ def shares(
             tally, factor = on[name.startswith("attention")], dict(s.axes).get(axis, "whole")
             tally[factor] = tally.get(factor, 0.0) + weight
         elif name == "experts":
-            experts |= axis in _axes(s.ins[3], 0)
+            experts |= axis in axes_of(s.ins[3].dims[0])
         elif name == "embedding" and s.ins:
-            vocabulary |= any(axis in _axes(lay, 0) for lay in s.ins if len(lay.shape) == 2)
+            vocabulary |= any(axis in axes_of(lay.dims[0]) for lay in s.ins if len(lay.shape) == 2)
         elif node.phase == "forward" and name in ("add", "layer_norm", "native_layer_norm") and s.outs[0] is not None:
             out = s.outs[0]
-            _count(stream, out, 1, any(axis in _axes(out, d) for d in range(1, len(out.shape) - 1)))
+            _count(stream, out, any(axis in axes_of(out.dims[d]) for d in range(1, len(out.shape) - 1)))
         elif node.phase == "forward" and s.outs and s.outs[0] is not None:
-            _count(other_work, s.outs[0], 1, axis in s.outs[0].axes)
+            _count(other_work, s.outs[0], axis in s.outs[0].axes)
         for o, lay in zip(node.outs, s.outs, strict=True):
             widened = bool(masters) and name == "_to_copy"  # already reduced to what updates the masters
             if o is not None and lay is not None and program.values[o].role == "grad" and not widened:
-                _count(grads, lay, 1, axis in lay.axes)
+                _count(grads, lay, axis in lay.axes)
     total = sum(work.values())
     kept = {role: [0.0, 0.0] for role in ("param", "state")}
     for id, lay in inputs.items():
         role = "state" if id in masters else program.values[id].role
         role = "param" if role == "frozen" else role
         if role in kept:
-            _count(kept[role], lay, 1, axis in lay.axes)
+            _count(kept[role], lay, axis in lay.axes)
     return Shares(
         {k: (n / total if total else float(k == "whole")) for k, n in work.items()},
         _share(kept["param"]),
@@ -236,7 +236,7 @@ def kind_of(name: str, s: Strategy, axis: str) -> str:
     if axis in (a for a, _ in y.pending):
         return "row"
     for d in range(len(y.shape)):
-        if axis in _axes(y, d):
+        if axis in axes_of(y.dims[d]):
             inner = len(y.shape) == 2 and next(a for n, a in y.dims[d] if n > 1) is None  # of rows (b (cp s)) that are flat
             return "sequence" if d == 0 and inner else _dim_word(name, d, len(y.shape))
     return "row" if axis in x.axes else "whole"
@@ -258,10 +258,6 @@ def _dim_word(name: str, d: int, dims: int) -> str:
     return words[d] if d < len(words) else rest
 
 
-def _axes(layout: Layout, dim: int) -> tuple[str, ...]:
-    return tuple(a for _, a in layout.dims[dim] if a is not None)
-
-
 def _weight(program: Program, node: Node) -> float:
     """Roughly the flops: for y[b, o] = x[b, i] w[i, o] the root of |x| |w| |y| is b i o."""
     operands = sorted(prod(program.values[r].shape) for r in node.refs)[-2:]
@@ -269,12 +265,10 @@ def _weight(program: Program, node: Node) -> float:
     return float(prod(operands) * out) ** 0.5
 
 
-def _count(tally: list[float], layout: Layout, weight: float, hit: bool) -> None:
-    n = 1.0
-    for size in layout.shape:
-        n *= size
-    tally[0] += weight * n * hit
-    tally[1] += weight * n
+def _count(tally: list[float], layout: Layout, hit: bool) -> None:
+    elements = prod(layout.shape)
+    tally[0] += elements * hit
+    tally[1] += elements
 
 
 def _share(tally: Sequence[float]) -> float:

@@ -30,7 +30,7 @@ from colofunc.program.facts import COLLECTIVES, is_wire
 from colofunc.program.ir import GATHERS, Loop, Node, Program, Ref, Value
 from colofunc.program.places import SEND, made_at
 from colofunc.program.text import node_text, type_text
-from colofunc.program.tracing.infer import Meta, check_dtypes, contiguous, infer, remembered, slots
+from colofunc.program.tracing.infer import Meta, called, check_dtypes, contiguous, infer, remembered, slots
 from colofunc.spec.layout import at_text, covers
 
 STAGES = ("global", "local", "inplace")
@@ -320,17 +320,11 @@ def _types(key: Any, node: Node, metas: list[Meta]) -> list[Meta | None]:
     # Tensors without data are ten times as fast as fake ones; where they do not serve, fake ones decide.
     func = resolve(node.target)
     check_dtypes(func, metas)
-    operands = iter([torch.empty_strided(m.shape, m.strides, dtype=m.dtype, device="meta") for m in metas])
-
-    def real(arg: Any) -> Any:
-        if type(arg) is Ref:
-            return next(operands)
-        return [real(a) for a in arg] if type(arg) is tuple else arg
-
+    operands = [torch.empty_strided(m.shape, m.strides, dtype=m.dtype, device="meta") for m in metas]
     try:
         if not metas:
             raise NotImplementedError("a factory names its device")
-        out = func(*[real(a) for a in node.args], **{k: real(v) for k, v in node.kwargs})
+        out = called(func, node.args, node.kwargs, operands)
     except Exception:
         results = remembered(key, func, node.args, node.kwargs, metas)
         return [None if i is None else results.metas[i] for i in slots(results.form)]

@@ -34,6 +34,11 @@ At = tuple[str, tuple[int, ...]]
 REDUCTIONS = ("sum", "max", "min")
 
 
+def axes_of(dim: Dim) -> tuple[str, ...]:
+    """The mesh axes on a dim, major first."""
+    return tuple(axis for _, axis in dim if axis is not None)
+
+
 @lru_cache(maxsize=1 << 16)
 def canonical_dim(atoms: Dim) -> Dim:
     """Merge adjacent local atoms and drop atoms of size 1: `((2,a),(1,b),(3,None),(4,None))` -> `((2,a),(12,None))`."""

@@ -163,7 +163,6 @@ class Strategy:
     cost: Cost = Cost()
     local: Callable[..., Any] | None = None
     axes: tuple[tuple[str, str], ...] = ()  # (mesh axis, factor) in order
-    where: str = "device"
 
     def with_pattern(
         self,

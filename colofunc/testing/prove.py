@@ -219,7 +219,7 @@ def prove(
     what = f"{call.target} {strategy.name} on {_words(mesh)}"
     _check_layouts(call, strategy, what)
     local = _lowered(call, strategy, rule, mesh, what)
-    _check_cost(call, strategy, rule, mesh, local, registry, what)
+    _check_cost(strategy, rule, mesh, local, registry, what)
     inputs = [terms(x, layout, mesh) for x, layout in zip(tensors, strategy.ins, strict=True)]
     try:
         outs = backend_for(mesh, "simulated").run(local, mesh, inputs)
@@ -311,7 +311,7 @@ def _check_copies(what: str, shards: Sequence[torch.Tensor], layout: Layout, mes
             raise CheckError(f"{what}: ranks {other} and {rank} hold the same part with different values")
 
 
-def _check_cost(call: Call, strategy: Strategy, rule: Rule | None, mesh: Mesh, local: Program, registry: Registry, what: str) -> None:
+def _check_cost(strategy: Strategy, rule: Rule | None, mesh: Mesh, local: Program, registry: Registry, what: str) -> None:
     cost = strategy.cost
     figures = {"flops": cost.flops, "nbytes": cost.nbytes, "peak_bytes": cost.peak_bytes, "extra_s": cost.extra_s}
     wrong = [f"{name}={value}" for name, value in figures.items() if not (math.isfinite(value) and value >= 0)]

@@ -146,17 +146,17 @@ def _wrapped(policy: Policy, build: Build) -> Build:
             with Mixed(policy) as mixed:
                 out = fn(*args)
             mixed.check_overrides()
-            return _checked(policy, args, out)
+            return _checked(args, out)
         record, state = split_scale(args[0])
         with Mixed(policy, record["scale"]) as mixed:
-            out = _checked(policy, (state,), fn(state, *args[1:]))
+            out = _checked((state,), fn(state, *args[1:]))
         mixed.check_overrides()
         return _scaled(policy, record, state, out, mixed)
 
     return build.evolve(fn=stepped)
 
 
-def _checked(policy: Policy, args: tuple[Any, ...], out: Any) -> Any:
+def _checked(args: tuple[Any, ...], out: Any) -> Any:
     """`out`, unless it is a state of which a leaf has lost digits."""
     if not args:
         return out

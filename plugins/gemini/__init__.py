@@ -7,7 +7,7 @@ Problem: chunks of parameters and optimizer state have to lie somewhere between 
 runs learns too late. Idea: the traced program is the statistics that Gemini gathers in warm-up (`warmup` measures seconds,
 too), so a policy only says which tier each state is kept in; what moves when follows from the uses (`cf.offload`). In these
 systems' words: a chunk is *held* where it lies, *computed* with while an operator reads it, and *free* on the device where only
-the host has it (`chunk_states`); the *margin* is what the device has left beside parameters and non-model data, and a ratio of
+the host has it; the *margin* is what the device has left beside parameters and non-model data, and a ratio of
 it takes optimizer state.
 
 Source: PatrickStar (2108.05818) for chunk states and margin; Colossal-AI's Gemini for the policies' names; Elixir (2212.05339)
@@ -25,7 +25,7 @@ from colofunc_plugins.gemini.rcache import divided, rates
 
 import colofunc as cf
 
-__all__ = ["chunk_states", "elixir", "gemini"]
+__all__ = ["elixir", "gemini"]
 
 Placement = Literal["device", "host", "static", "auto"]
 PLACEMENTS = ("device", "host", "static", "auto")
@@ -142,52 +142,6 @@ def _taken(states: Sequence[cf.ext.State], order: Sequence[int], nbytes: float) 
             found.add(k)
             left -= states[k].nbytes
     return found
-
-
-@attrs.frozen
-class ChunkStates:
-    """What happens to one state in a step: (node, "free" | "hold" | "compute") where that changes."""
-
-    name: str
-    changes: tuple[tuple[int, str], ...]
-
-
-def chunk_states(low: Any) -> tuple[ChunkStates, ...]:
-    """Of each parameter and moment of a lowered step, in Gemini's words: "compute" while a node on the device reads it, "hold"
-    while the device keeps it, "free" while only the host does."""
-    program = low.program
-    source = {i: i for i in program.inputs}  # a copy of an input, or a view of it -> the input
-    reads: dict[int, list[int]] = {}
-    spans: dict[int, list[int]] = {}
-    last = program.last_uses
-    for k, node in enumerate(program.nodes):
-        name = node.target.removeprefix("colofunc.").removesuffix("_start")
-        if name in ("to_device", "to_host", "wait", "put") and node.refs[0] in source:
-            source.update(dict.fromkeys(node.results, source[node.refs[0]]))
-            continue
-        for i in node.refs:
-            if i in source and program.values[i].tier == "device":
-                reads.setdefault(source[i], []).append(k)
-    for value, i in source.items():
-        if program.values[value].tier == "device" and value != i:
-            made = next(k for k, node in enumerate(program.nodes) if value in node.outs)
-            spans.setdefault(i, []).extend(range(made, last.get(value, made) + 1))
-    out = []
-    for i in program.inputs:
-        value = program.values[i]
-        if value.role in ("param", "state", "frozen", "buffer"):
-            held = set(spans.get(i, ())) if value.tier != "device" else set(range(len(program.nodes)))
-            out.append(ChunkStates(value.name, tuple(_changes(len(program.nodes), held, set(reads.get(i, ()))))))
-    return tuple(out)
-
-
-def _changes(count: int, held: set[int], read: set[int]) -> Iterable[tuple[int, str]]:
-    before = ""
-    for k in range(count):
-        now = "compute" if k in read else "hold" if k in held else "free"
-        if now != before:
-            yield k, now
-        before = now
 
 
 @cf.hookimpl

@@ -177,11 +177,12 @@ def read_piece(
     buffer = empty(stop - base)
     _read_blocks(folder, name, piece, first, needed, memory(buffer[first * BLOCK_BYTES - base :]), verify)
     rows = buffer[begin - base : end - base].view(CARRIERS[dtype.itemsize])
-    inner = take(rows.reshape(high - low, *shape[1:]), [_shifted(picks[0], low), *picks[1:]])
+    inner = take(rows.reshape(high - low, *shape[1:]), [shifted(picks[0], low), *picks[1:]])
     return inner.view(dtype) if piece.region.shape else inner.view(dtype).reshape(())
 
 
-def _shifted(pick: Pick, by: int) -> Pick:
+def shifted(pick: Pick, by: int) -> Pick:
+    """The same rows, counted from row `by` on."""
     return slice(pick.start - by, pick.stop - by, pick.step) if isinstance(pick, slice) else pick - by
 
 

@@ -53,10 +53,6 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def pick(value: Tensor, picks: Sequence[Pick]) -> Tensor:
-    return take(value, picks)
-
-
 def cast(entry: Entry, dtype: torch.dtype) -> Entry:
     """The entry with its values in another dtype."""
     if entry.dtype == dtype:

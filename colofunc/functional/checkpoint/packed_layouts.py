@@ -33,14 +33,14 @@ from torch import Tensor
 from colofunc import untrusted
 from colofunc.errors import CheckpointError, PluginError
 from colofunc.functional.checkpoint import packed_built_in, plainfile
-from colofunc.functional.checkpoint.files import dtype_name
+from colofunc.functional.checkpoint.files import dtype_name, shifted
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.ops.quantized import FORMATS
 from colofunc.plugins import build_registry
 from colofunc.program.lazy import LazyTensor
 from colofunc.program.lazy_packed import Stored
-from colofunc.spec.regions import Pick, Region, extent, take
+from colofunc.spec.regions import Region, extent, take
 
 
 def layouts() -> dict[str, PackedLayout]:
@@ -165,11 +165,7 @@ def _read(stored: Stored, picks: Any) -> Tensor:
     (first, end), (left, right) = extent(picks[0]), extent(picks[1])
     box = stored.read((slice(first, end), slice(left, right)))
     assert box is not None
-    return take(box, [_shifted(picks[0], first), _shifted(picks[1], left)])
-
-
-def _shifted(pick: Pick, by: int) -> Pick:
-    return slice(pick.start - by, pick.stop - by, pick.step) if isinstance(pick, slice) else pick - by
+    return take(box, [shifted(picks[0], first), shifted(picks[1], left)])
 
 
 def lazily(entry: Entry) -> LazyTensor:

@@ -161,9 +161,8 @@ class _Union:
         trace = Trace(seconds, self.on_host, ground.held[:count], tuple(self.items))
         moves = tuple(sorted(self.moves, key=lambda move: move.start))
         took_s = play(Lanes(trace), moves, ground.links).makespan
-        exposed_s = max(0.0, took_s - play(Lanes(trace), (), ground.links).makespan)
         to_device, to_host = self.moved
-        found = Residency(moves, frozenset(self.residents), self.peak_bytes, took_s, exposed_s, (to_device, to_host))
+        found = Residency(moves, frozenset(self.residents), self.peak_bytes, took_s, (to_device, to_host))
         return Chosen(frozenset(self.on_host), self.storages, trace, found, self.over)
 
 

@@ -92,9 +92,7 @@ def as_disk(links: Links, mesh: Mesh, part: float) -> Links:
 
 def timed(trace: Trace, found: Residency, links: Links) -> Residency:
     """What was found for other links, as long as it takes with these."""
-    lanes = Playing(trace)
-    seconds = play(lanes, found.moves, links).makespan
-    return attrs.evolve(found, seconds=seconds, exposed_s=max(0.0, seconds - play(lanes, (), links).makespan))
+    return attrs.evolve(found, seconds=play(Playing(trace), found.moves, links).makespan)
 
 
 def least_disk_s(mesh: Mesh, nbytes: int) -> float:

@@ -201,7 +201,7 @@ class Search:
         held = bytes_by_position(self.trace, (), home)
         if max(held, default=0) > self.budget:
             return None
-        return Residency((), frozenset(home), max(held, default=0), self.alone.makespan, 0.0, (0, 0))
+        return Residency((), frozenset(home), max(held, default=0), self.alone.makespan, (0, 0))
 
     # ---- one candidate ----
 
@@ -232,8 +232,7 @@ class Search:
         up = sum(nbytes[m.item] for m in moves if m.kind == "fetch")
         peak = max(bytes_by_position(self.trace, moves, best.residents), default=0)
         seconds = play(self.facts.lanes, moves, self.links).makespan
-        exposed = max(0.0, seconds - self.alone.makespan)
-        return Residency(moves, frozenset(best.residents), peak, seconds, exposed, (up, best.moved - up))
+        return Residency(moves, frozenset(best.residents), peak, seconds, (up, best.moved - up))
 
     # ---- which residents ----
 

@@ -84,7 +84,6 @@ class Residency:
     residents: frozenset[int]  # home items that never leave the device
     peak_bytes: int
     seconds: float
-    exposed_s: float  # beyond the same positions without copies
     moved_bytes: tuple[int, int]  # to the device, to the host
 
 

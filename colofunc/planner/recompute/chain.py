@@ -19,7 +19,7 @@ be done at all. Seconds fall as memory grows, so what is left of a split is one 
 Source: Beaumont et al., Optimal checkpointing for heterogeneous chains (1911.13214), there with one way v to keep.
 
 >>> unit, loss = Stage(1, 1, 1, (Kept(1, 0),)), Stage(0, 0, 0, (Kept(0, 0),))
->>> solve([unit] * 4 + [loss], memory=4 - 1, slots=3).seconds
+>>> Table([unit] * 4 + [loss], memory=4 - 1, slots=3).at(3).seconds
 13.0
 """
 
@@ -240,14 +240,6 @@ class Table:
         behind = self.cost[self.rows[i + 1 : j + 1, j], self.size + m - self.outs[i:j]]
         ahead = self.cost[self.rows[i, i:j], self.size + m - self._left(i + 1, j)]
         return behind + ahead + np.cumsum(self.forward_s[i:j])
-
-
-def solve(stages: Sequence[Stage], memory: int, slots: int = 200) -> Sweep:
-    """The least time with `memory` bytes beside the chain's input. Raises ValueError where nothing fits."""
-    found = Table(stages, memory, slots).at(slots)
-    if found is None:
-        raise ValueError(f"{memory} bytes do not hold any stage with its gradient")
-    return found
 
 
 def _pieces(stages: Sequence[Stage]) -> tuple[np.ndarray, Sequence[tuple[int, int]]]:

@@ -57,7 +57,6 @@ class Assignment:
     inputs: Mapping[int, Layout]
     outputs: tuple[Layout, ...]
     cost_s: float
-    conversions_s: float
     peak_bytes: int
     regather: frozenset[int]
     model: Model
@@ -311,11 +310,8 @@ def _assignment(
         inputs[program.inputs[leaf_of[p]]] if p in leaf_of else settled(layouts[id], fixed[id])
         for p, id in enumerate(program.outputs)
     )
-    cost_s, conversions_s = model.true_cost(choice), model.conversions_s(choice)
-    peak = live.peak(choice).nbytes
-    return Assignment(
-        strategies, inputs, outputs, cost_s, conversions_s, peak, regather, model, ties, tuple(map(int, choice))
-    )
+    cost_s, peak = model.true_cost(choice), live.peak(choice).nbytes
+    return Assignment(strategies, inputs, outputs, cost_s, peak, regather, model, ties, tuple(map(int, choice)))
 
 
 def _whole(strategy: Strategy) -> Layout:

@@ -230,16 +230,15 @@ def eliminate_all(graph: Graph, order: Sequence[int], fixed: Sequence[int], x: S
 
 def exact_order(graph: Graph, most: int) -> list[int] | None:
     """An elimination order whose largest sum has at most `most` elements, or None if the greedy order has none."""
-    order, fixed = _order(graph, most, None)
+    order, fixed = partial_order(graph, most, None)
     return None if fixed else order
 
 
-def partial_order(graph: Graph, most: int, rng: np.random.Generator) -> tuple[list[int], list[int]]:
-    """(order, fixed): which variables to fix, at random, so that the others are eliminated within `most` elements."""
-    return _order(graph, most, rng)
+def partial_order(graph: Graph, most: int, rng: np.random.Generator | None) -> tuple[list[int], list[int]]:
+    """(order, fixed): which variables to fix, at random, so that the others are eliminated within `most` elements.
 
-
-def _order(graph: Graph, most: int, rng: np.random.Generator | None) -> tuple[list[int], list[int]]:
+    Without `rng` nothing is fixed at random: where an order gets stuck, all that is left is `fixed`.
+    """
     logs = [log(max(1, len(u))) for u in graph.unary]
     limit = log(most) + 1e-9
     neighbours = graph.neighbours()

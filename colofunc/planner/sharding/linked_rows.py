@@ -17,7 +17,7 @@ import attrs
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.constraints import Constraint, Constraints, leaf_strategy
 from colofunc.program.ir import Program
-from colofunc.spec.layout import Dim, make_layout
+from colofunc.spec.layout import Dim, axes_of, make_layout
 from colofunc.spec.rule import Strategy
 from colofunc.spec.strategies import enumerate_layouts
 
@@ -50,8 +50,8 @@ def linked_rows(program: Program, mesh: Mesh, constraints: Constraints, groups: 
 
 def _most_split(rows: set[Dim], spoken: Collection[str]) -> set[Dim]:
     """Of several ways those that split rows over most of the axes that plans speak of: the tensors are to choose the same one."""
-    most = max(sum(axis in spoken for axis in _axes(dim)) for dim in rows)
-    return {dim for dim in rows if sum(axis in spoken for axis in _axes(dim)) == most}
+    most = max(sum(axis in spoken for axis in axes_of(dim)) for dim in rows)
+    return {dim for dim in rows if sum(axis in spoken for axis in axes_of(dim)) == most}
 
 
 def _is_pinned(constraint: Constraint) -> bool:
@@ -75,11 +75,6 @@ def _allowed(program: Program, mesh: Mesh, id: int, some: Sequence[Constraint]) 
     return found
 
 
-def _axes(dim: Dim) -> tuple[str, ...]:
-    """The mesh axes on a dim, major first."""
-    return tuple(axis for _, axis in dim if axis is not None)
-
-
 def _is_striped(dim: Dim) -> bool:
     """Whether a rank has several runs of a dim, as of the rows of queries, keys and values in one weight."""
     return any(axis is None for _, axis in dim[:-1])
@@ -92,11 +87,11 @@ def _striped_offers(common: Collection[Dim], said: Sequence[Constraint], shape: 
         spoken.update(constraint.axes or _of_offers(constraint))
     found = []
     for rows in sorted(filter(_is_striped, common), key=str):  # as sets have no order that all ranks agree on
-        if not spoken.issuperset(_axes(rows)):
+        if not spoken.issuperset(axes_of(rows)):
             continue
-        others = [axis for axis in mesh.axis_names if axis in spoken and axis not in _axes(rows)]
+        others = [axis for axis in mesh.axis_names if axis in spoken and axis not in axes_of(rows)]
         for layout in enumerate_layouts(shape, mesh, others):
-            if not _axes(layout.dims[0]):
+            if not axes_of(layout.dims[0]):
                 found.append(leaf_strategy(make_layout((rows, *layout.dims[1:]), shape)))
     return tuple(found)
 
@@ -114,7 +109,7 @@ def _alike(common: frozenset[Dim], mesh: Mesh, name: str, offers: tuple[Strategy
     """Rows lie in one of some ways."""
 
     def among(axes: Collection[str]) -> set[tuple[str, ...]]:
-        return {tuple(axis for axis in _axes(dim) if axis in axes) for dim in common}
+        return {tuple(axis for axis in axes_of(dim) if axis in axes) for dim in common}
 
     def accepts(strategy: Strategy) -> bool:
         layout = strategy.outs[0]
@@ -125,7 +120,7 @@ def _alike(common: frozenset[Dim], mesh: Mesh, name: str, offers: tuple[Strategy
 
         def test(strategy: Strategy) -> bool:
             layout = strategy.outs[0]
-            return layout is not None and tuple(axis for axis in _axes(layout.dims[0]) if axis in axes) in wanted
+            return layout is not None and tuple(axis for axis in axes_of(layout.dims[0]) if axis in axes) in wanted
 
         return test
 

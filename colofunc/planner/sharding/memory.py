@@ -29,7 +29,6 @@ class Peak:
     """The largest moment. `alive_outs`: (class, result) -> members alive there; `alive_copies`: flow -> copies."""
 
     nbytes: int
-    position: int
     by_role: Mapping[str, int]
     alive_outs: Mapping[tuple[int, int], int]
     alive_copies: Mapping[int, int]
@@ -94,7 +93,7 @@ class Liveness:
             if here:
                 copied[f] = copied.get(f, 0) + here
                 roles["copy"] = roles.get("copy", 0) + here * int(size)
-        return Peak(nbytes, position, dict(sorted(roles.items(), key=lambda item: -item[1])), outs, copied)
+        return Peak(nbytes, dict(sorted(roles.items(), key=lambda item: -item[1])), outs, copied)
 
 
 def _reduced(coded: Coded, source: int, targets: Sequence[int]) -> bool:

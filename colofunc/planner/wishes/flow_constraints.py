@@ -29,7 +29,7 @@ from colofunc.planner.wishes.propagation import follow
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
 from colofunc.program.ir import Node, Program
 from colofunc.program.lower import call_of
-from colofunc.spec.layout import Atom, Dim, Layout
+from colofunc.spec.layout import Atom, Dim, Layout, axes_of
 from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.strategies import build, lay_out, place, placements, usable
 
@@ -179,9 +179,9 @@ def combined(
     merged: dict[str, Dim] = {}
     for strategy in strategies:
         placement = _placement(rule, strategy) if strategy.local is None else {}
-        split = {factor: dim for factor, dim in placement.items() if _axes(dim)}
-        taken = _axes_of(merged.values())
-        if not split or taken & _axes_of(split.values()):
+        split = {factor: dim for factor, dim in placement.items() if axes_of(dim)}
+        taken = _all_axes(merged.values())
+        if not split or taken & _all_axes(split.values()):
             return ()
         for factor, dim in split.items():
             refined = _refined(merged[factor], dim) if factor in merged else dim
@@ -191,12 +191,8 @@ def combined(
     return with_open_axes(call, rule, build(call, rule, merged), mesh, extra)
 
 
-def _axes(dim: Dim) -> set[str]:
-    return {axis for _, axis in dim if axis is not None}
-
-
-def _axes_of(dims: Iterable[Dim]) -> set[str]:
-    return {axis for dim in dims for axis in _axes(dim)}
+def _all_axes(dims: Iterable[Dim]) -> set[str]:
+    return {axis for dim in dims for axis in axes_of(dim)}
 
 
 def _refined(one: Dim, other: Dim) -> Dim | None:
@@ -275,7 +271,7 @@ def _relaid(call: Call, rule: Rule, other: Strategy, like: Strategy, placement: 
     there = set[str]()
     for lies in placed:
         if lies is not None:
-            there |= _axes_of(lies[factor] for factor in own.values() if factor in lies)
+            there |= _all_axes(lies[factor] for factor in own.values() if factor in lies)
     if call.target.startswith(DEALT_ROWS):
         guests = dict.fromkeys(guests, tuple(sorted(there - set(own), key=mesh.axis_names.index)))
     all_guests = tuple(axis for axes in guests.values() for axis in axes)
@@ -299,6 +295,6 @@ def _has_guest_of_another(inside: Mapping[str, Dim], guests: Mapping[str, tuple[
     """Whether some factor has an axis that is the guest of another factor."""
     for factor, dim in inside.items():
         for host, axes in guests.items():
-            if host != factor and _axes(dim) & set(axes):
+            if host != factor and not set(axes).isdisjoint(axes_of(dim)):
                 return True
     return False

@@ -91,7 +91,7 @@ def weighted(program: Program, rules: Rules) -> Iterator[Product]:
         rule = rules.rule(node) if node.phase == "forward" else None
         if rule is None or rule.flops is None or rule.outs[0] is None:
             continue
-        matrices = [_matrix_of(program, program.makers, ref) for ref in node.refs]
+        matrices = [_matrix_of(program, ref) for ref in node.refs]
         of_experts = [leaf for leaf, _ in matrices if leaf is not None and len(program.values[leaf].shape) == 3]
         if len(of_experts) > 1:
             continue  # both products of a layer of experts, as one operator
@@ -152,28 +152,35 @@ def _carried(node: Node) -> Sequence[int]:
     return fp8.carried(node.target, node.refs)
 
 
-def _matrix_of(program: Program, makers: Mapping[int, Node], id: int) -> tuple[int | None, bool]:
+def _matrix_of(program: Program, id: int) -> tuple[int | None, bool]:
     """(leaf behind a value whose last two dims are those of a matrix, whether these are swapped); None: there is none.
 
     Through casts, transposes, and choices among the matrices of a leaf of three dims.
+    """
+    dims = len(program.values[id].shape)
+    leaf, swapped = _leaf_behind(program, program.makers, id, choices=True)
+    # The data of a packed weight may have other dims than the weight.
+    is_matrix = leaf is not None and dims in (2, 3) and len(program.values[leaf].shape) == dims
+    return (leaf if is_matrix else None), swapped
+
+
+def _leaf_behind(program: Program, makers: Mapping[int, Node], id: int, choices: bool) -> tuple[int | None, bool]:
+    """(weight leaf behind a value, whether its last two dims are swapped); None: there is none.
+
+    Through casts and transposes; with `choices` also from some of the matrices of a leaf of three dims to the leaf.
     """
     swapped = False
     while id in makers:
         node, shape = makers[id], program.values[id].shape
         before = program.values[node.refs[0]].shape if node.refs else ()
-        if len(shape) < 2 or len(before) != len(shape):
-            return None, False
-        if node.target in _TRANSPOSES and shape == (*before[:-2], before[-1], before[-2]):
+        # Of three dims the first is what is chosen from.
+        chosen = choices and node.target == "aten.index.Tensor" and len(node.refs) == 2 and len(shape) == 3 and shape[1:] == before[1:]
+        if node.target in _TRANSPOSES and len(shape) >= 2 and shape == (*before[:-2], before[-1], before[-2]):
             swapped = not swapped
-        elif node.target == "aten.index.Tensor" and len(node.refs) == 2:
-            # Of three dims the first is what is chosen from.
-            if len(shape) != 3 or shape[1:] != before[1:]:
-                return None, False
-        elif len(_carried(node)) != 1 or (before != shape and node.target not in quantized.DEQUANTIZE):
+        elif not chosen and (len(_carried(node)) != 1 or (before != shape and node.target not in quantized.DEQUANTIZE)):
             return None, False
         id = node.refs[0]
-    is_weight = program.values[id].role in ("param", "frozen") and len(program.values[id].shape) in (2, 3)
-    return (id if is_weight else None), swapped
+    return (id if program.values[id].role in ("param", "frozen") else None), swapped
 
 
 def work(program: Program, rules: Rules) -> dict[int, int]:
@@ -252,17 +259,8 @@ def _said(program: Program, node: Node) -> str:
 
 
 def leaf_of(program: Program, makers: Mapping[int, Node], id: int) -> tuple[int | None, bool]:
-    """(weight leaf behind a value, whether its dims are swapped), through casts and transposes. `makers`: program.makers."""
-    swapped = False
-    while id in makers and len(_carried(makers[id])) == 1:
-        node = makers[id]
-        source = program.values[node.refs[0]].shape
-        if node.target in _TRANSPOSES and len(source) == 2:
-            swapped = not swapped
-        elif source != program.values[id].shape and node.target not in quantized.DEQUANTIZE:
-            return None, False
-        id = node.refs[0]
-    return (id if program.values[id].role in ("param", "frozen") else None), swapped
+    """(weight leaf behind a value, whether its last two dims are swapped), through casts and transposes. `makers`: program.makers."""
+    return _leaf_behind(program, makers, id, choices=False)
 
 
 def gradients(program: Program, product: Product, targets: Sequence[str]) -> tuple[int, ...]:

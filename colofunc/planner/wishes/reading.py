@@ -191,8 +191,8 @@ def experts(
 
 def _leaves_of(program: Program, rules: Rules, id: int, lies: Layout) -> dict[int, Layout]:
     """The leaf behind a weight that is to lie so; of a quantized one the parts, as far as they can be split like it."""
-    leaf, _ = leaf_of(program, program.makers, id)
-    if leaf is not None:
+    leaf, swapped = leaf_of(program, program.makers, id)
+    if leaf is not None and not swapped:
         return {leaf: lies}
     if not stored(program, id):
         return {}

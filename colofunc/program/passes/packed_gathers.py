@@ -26,7 +26,7 @@ from colofunc.ops.quantized import DEQUANTIZE
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.passes.packed_reads import CAST, DIVISION, TURNS, VIEWS
-from colofunc.spec.layout import Layout, make_layout
+from colofunc.spec.layout import Layout, axes_of, make_layout
 
 GATHER, REARRANGE = "colofunc.all_gather", "colofunc.rearrange"
 
@@ -88,12 +88,12 @@ class _Gathered:
         whole = values[nodes[self.rearrange].results[0]].layout
         if whole is None or first.on != nodes[self.gather].on:
             return False
-        axes = (*_axes(whole, self.dims[-1]), *gathered)
+        axes = (*axes_of(whole.dims[self.dims[-1]]), *gathered)
         for id in (*first.refs, first.results[0]):
             layout = values[id].layout
             if layout is None or layout.is_padded:
                 return False
-            if self.dim < len(layout.dims) and (_axes(layout, self.dim) != axes or not _in_blocks(layout, self.dim)):
+            if self.dim < len(layout.dims) and (axes_of(layout.dims[self.dim]) != axes or not _in_blocks(layout, self.dim)):
                 return False
         return True
 
@@ -200,11 +200,6 @@ def _pattern(dims: int, dim: int) -> str:
     after: list[str] = names[1:]
     after[dim] = f"(a {after[dim]})"
     return f"{' '.join(names)} -> {' '.join(after)}"
-
-
-def _axes(layout: Layout, dim: int) -> tuple[str, ...]:
-    """The mesh axes on a dim, major first."""
-    return tuple(axis for _, axis in layout.dims[dim] if axis is not None)
 
 
 def _in_blocks(layout: Layout, dim: int) -> bool:

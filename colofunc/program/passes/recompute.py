@@ -13,7 +13,7 @@ from what is there, so every order is right, and a bad one only slow. Random ope
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -108,8 +108,3 @@ class Replay:
             if not left_out:
                 nodes.append(attrs.evolve(node, **changes) if changes else node)
         return edit.written(nodes, [names.get(out, out) for out in self.program.outputs])
-
-
-def made_again(program: Program) -> Collection[int]:
-    """Indices of the nodes that run a second time."""
-    return [k for k, node in enumerate(program.nodes) if node.note.startswith(AGAIN)]

@@ -133,7 +133,7 @@ class _Build(Builder):
 
     def layout_of(self, old: int, layout: Layout | None) -> Layout | None:
         """How a value lies over mesh and time together."""
-        return None if layout is None else with_time(self.program.values[old].layout, layout, self.axis)
+        return None if layout is None else with_time(self.program.values[old].layout, layout)
 
     def emit(self, node: Node) -> None:
         node = _filled(node, self.values)
@@ -190,7 +190,7 @@ class _Build(Builder):
         if node is None or kind_of(node) is not None or len(node.outs) != 1:
             return None
         call, ids = call_of(node, self.program.values)
-        rule = self.rule_at(node, call, ids)
+        rule = self.rule_at(call, ids)
         if rule is None or rule.flops is not None or rule.outs[0] is None:
             return None
         placement = place(rule.outs[0], rule, over)
@@ -204,7 +204,7 @@ class _Build(Builder):
 
     # ---- nodes ----
 
-    def rule_at(self, node: Node, call: Call, ids: Sequence[int]) -> Rule | None:
+    def rule_at(self, call: Call, ids: Sequence[int]) -> Rule | None:
         """The rule of a node, by who made its operands: `x[arange(b), i]` takes one element of each row."""
         rows = index_of_rows(call)
         if rows and self._counts(ids[rows[0]], call.ins[rows[0]].shape[0]):
@@ -235,7 +235,7 @@ class _Build(Builder):
             self.leaves.update(o for o in node.results if given)  # the batch itself is moved once
             self._run(node, replicated_strategy(call), None)
             return
-        rule = self.rule_at(node, call, ids)
+        rule = self.rule_at(call, ids)
         strategy = self._choose(call, ids, lies, rule)
         if all(lay.is_replicated for lay in (*strategy.ins, *(o for o in strategy.outs if o is not None))):
             strategy, rule = replicated_strategy(call), None

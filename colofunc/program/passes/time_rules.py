@@ -141,7 +141,7 @@ _RULES: dict[str, Callable[[Call], Rule | None]] = {
 }
 
 
-def with_time(layout: Layout | None, over: Layout, axis: str) -> Layout | None:
+def with_time(layout: Layout | None, over: Layout) -> Layout | None:
     """The layout over mesh and time together: `(dp a) b` whose local part lies as `(time a) b` is `(dp time a) b`."""
     if over.is_replicated:
         return layout

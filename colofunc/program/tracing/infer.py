@@ -12,7 +12,7 @@ torch's fake tensors and kept in a table keyed by operator, arguments and operan
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -190,18 +190,22 @@ def _run(
         torch.no_grad(),
         mode,
     ):
-        operands = iter([torch.empty_strided(m.shape, m.strides, dtype=m.dtype) for m in metas])
-
-        def real(arg: Any) -> Any:
-            if type(arg) is Ref:
-                return next(operands)
-            return [real(a) for a in arg] if type(arg) is tuple else arg
-
-        positional = [real(a) for a in args]
-        keywords = {k: real(v) for k, v in kwargs}
-        out = func(*positional, **keywords)
+        out = called(func, args, kwargs, [torch.empty_strided(m.shape, m.strides, dtype=m.dtype) for m in metas])
     found: list[Meta] = []
     return Results(_form(out, found), tuple(found))
+
+
+def called(func: Any, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], operands: Iterable[torch.Tensor]) -> Any:
+    """What `func` returns, with one operand after the other in the place of each `Ref` in args, then kwargs."""
+    left = iter(operands)
+
+    def real(arg: Any) -> Any:
+        if type(arg) is Ref:
+            return next(left)
+        return [real(a) for a in arg] if type(arg) is tuple else arg
+
+    positional = [real(a) for a in args]
+    return func(*positional, **{k: real(v) for k, v in kwargs})
 
 
 def _form(out: Any, metas: list[Meta]) -> Any:

@@ -30,10 +30,11 @@ import torch
 
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import Axes, all_gather, all_to_all, axis_index, permute, rearrange, reduce_scatter, take_shard
+from colofunc.ops.kernels import wide
 from colofunc.ops.targets import resolve
 from colofunc.spec.layout import Atom
 from colofunc.spec.rule import Call, Ref
-from colofunc.spec.rules.opened import Split, wide
+from colofunc.spec.rules.opened import Split
 
 __all__ = [
     "among_zeros", "clear", "collected", "exchanged", "first_of", "gathered", "inside", "part", "passing", "place_of", "positions", "rerun",

@@ -21,9 +21,10 @@ import torch
 
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import all_reduce
+from colofunc.ops.kernels import wide
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Factors, Operand, Ref, Rule, Strategy
-from colofunc.spec.rules.opened import Local, Split, opened, wide
+from colofunc.spec.rules.opened import Local, Split, opened
 from colofunc.spec.rules.pattern import Args, RuleFn, dims_of, factors, with_arg
 from colofunc.spec.rules.reduce import reduced_dims, vector_norm
 

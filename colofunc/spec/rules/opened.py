@@ -15,6 +15,7 @@ import attrs
 import torch
 
 from colofunc.mesh import Mesh
+from colofunc.ops.kernels import wide
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.strategies import build, placements
@@ -67,11 +68,6 @@ def opened(
         split = Split(on, strategy.ins, strategy.outs)
         seconds = calls * mesh.collective_s("all_reduce", traffic(call, split) / max(calls, 1), on)
         yield attrs.evolve(strategy, local=code(call, split), cost=attrs.evolve(strategy.cost, extra_s=seconds))
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are kept in: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def nbytes_without(layout: Layout, dim: int, dtype: torch.dtype) -> float:

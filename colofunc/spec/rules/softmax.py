@@ -17,8 +17,9 @@ import torch
 
 from colofunc.mesh import Mesh
 from colofunc.ops.collectives import all_reduce
+from colofunc.ops.kernels import wide
 from colofunc.spec.rule import Call, Operand, Rule, Strategy
-from colofunc.spec.rules.opened import Local, Split, nbytes_without, opened, wide
+from colofunc.spec.rules.opened import Local, Split, nbytes_without, opened
 from colofunc.spec.rules.pattern import RuleFn, dims_of, wrap
 
 
