@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from colofunc_plugins import zero
+from colofunc_plugins import tensor, zero
 from torch import nn
 
 import colofunc as cf
@@ -163,3 +163,40 @@ def test_parts_of_the_factors_gradient_of_bags_cut_at_offsets() -> None:
     call = sample(seeded(BAGS, WIDTH), seeded(ROWS, WIDTH), flat, offsets, bag_of, 0, 3)
     tried = check_strategies(None, "aten._embedding_bag_per_sample_weights_backward", call, meshes=[cf.Mesh(a=2)])
     assert "{a: e}" in {each.strategy for each in tried}
+
+
+MODES: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
+    "1d": ({"tp": 2}, ("tp",)),
+    "auto": ({"tp": 2}, ("tp",)),
+    "2d": ({"x": 2, "y": 2}, ("x", "y")),
+    "2.5d": ({"x": 2, "y": 2, "z": 2}, ("x", "y", "z")),
+    "3d": ({"z": 2, "x": 2, "y": 2}, ("z", "x", "y")),
+}
+
+
+class Tagger(nn.Module):
+    """Bags of words, weighted by word, through two products to scores of all words."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(16, 8, mode=mode)
+        self.weight = nn.Parameter(torch.randn(16)) if mode == "sum" else None
+        self.inner, self.outer, self.scores = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 16, bias=False)
+
+    def forward(self, ids: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids) if self.weight is None else self.words(ids, per_sample_weights=self.weight[ids])
+        return F.cross_entropy(self.scores(x + self.outer(F.gelu(self.inner(x)))), word)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("way", MODES)
+def test_tensor_parallelism_of_a_model_with_bags(way: str, mode: str) -> None:
+    torch.manual_seed(0)
+    step_fn, state = cf.train_step(cf.functional(Tagger(mode).double()), cf.adapt(torch.optim.AdamW, lr=0.1), loss=lambda out: out)
+    batch = {"ids": torch.randint(0, 16, (BAGS, EACH)), "word": torch.randint(0, 16, (BAGS,))}
+    axes, names = MODES[way]
+    step = cf.shard(step_fn, cf.Mesh(**axes), tensor(way, names))
+    check(step, state, batch, steps=2)
+    specs = {leaf.name: leaf.spec for leaf in step.lower(state, batch).plan.inputs}
+    if way == "1d" and mode != "max":  # where the scores are split along the words, so is the table that is as long
+        assert specs["state.params.words.weight"] == specs["state.params.scores.weight"] == "(tp a) b"

@@ -87,7 +87,7 @@ class Megatron:
 
     def _specs(self, program: Any, pairs: Any, axis: str) -> Iterator[tuple[int, str]]:
         """Leaf -> spec, of weights, biases and tables."""
-        tables = _tables(program)
+        tables = [id for id in cf.ext.products.tables(program) if program.values[id].role in ("param", "frozen")]
         for product in self._held(pairs):
             if product in pairs.rows:
                 yield product.leaf, product.spec(summed=cf.ext.products.dim(axis, "_", pairs.rows[product]))
@@ -98,9 +98,3 @@ class Megatron:
             if product in pairs.vocabulary:
                 rows = program.values[product.leaf].shape[product.kept]
                 yield from ((id, f"({axis} _) _") for id in tables if program.values[id].shape[0] == rows and id != product.leaf)
-
-
-def _tables(program: Any) -> list[int]:
-    """Weights that are looked up by index."""
-    refs = [node.refs[0] for node in program.nodes if node.phase == "forward" and node.target.startswith("aten.embedding.")]
-    return [id for id in dict.fromkeys(refs) if program.values[id].role in ("param", "frozen")]

@@ -21,7 +21,7 @@ import attrs
 from colofunc.mesh import Mesh
 from colofunc.ops.fp8 import MAXIMUM
 from colofunc.ops.int8_products import SIZE
-from colofunc.planner.wishes.products import Product, weighted
+from colofunc.planner.wishes.products import Product, tables, weighted
 from colofunc.planner.wishes.propagation import Rules
 from colofunc.program.ir import Node, Program
 from colofunc.spec.layout import Layout
@@ -220,12 +220,7 @@ def _final(program: Program, products: Collection[int]) -> set[int]:
 
 def _table_rows(program: Program) -> set[int]:
     """How many rows the tables have that are looked up by index: sizes of vocabularies."""
-    rows = set()
-    for node in program.nodes:
-        if node.phase == "forward" and node.target.startswith("aten.embedding."):
-            table = program.values[node.refs[0]]
-            rows.add(table.shape[0])
-    return rows
+    return {program.values[table].shape[0] for table in tables(program)}
 
 
 def _stripes(layout: Layout, axis: str) -> int:

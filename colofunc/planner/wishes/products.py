@@ -38,7 +38,7 @@ from colofunc.program.ir import Node, Program
 from colofunc.spec.rule import Factors, Rule
 
 __all__ = [
-    "FORMS", "Form", "Product", "dim", "forms", "gradients", "leaf_of", "parts", "share", "strategies", "weighted", "why_whole",
+    "FORMS", "Form", "Product", "dim", "forms", "gradients", "leaf_of", "parts", "share", "strategies", "tables", "weighted", "why_whole",
     "wishes", "work", "worthwhile",
 ]  # fmt: skip
 
@@ -197,13 +197,24 @@ def work(program: Program, rules: Rules) -> dict[int, int]:
 
 def _is_weight(program: Program, makers: Mapping[int, Node], id: int) -> bool:
     """Whether a value is a weight, or what was chosen from one by index (an expert's matrices)."""
-    while id in makers and not makers[id].target.startswith("aten.embedding"):
+    while id in makers and not is_lookup(makers[id]):
         read = _carried(makers[id])
         numbers = [ref for ref in read if len(read) == 1 or program.values[ref].dtype.is_floating_point]
         if len(numbers) != 1:
             return False
         id = numbers[0]
     return program.values[id].role in ("param", "frozen")
+
+
+def is_lookup(node: Node) -> bool:
+    """Whether an operator looks rows of its first operand up by index, and can where each rank has some of the rows."""
+    return node.target.startswith("aten.embedding.") or node.target == "colofunc.embedding_bag"
+
+
+def tables(program: Program) -> list[int]:
+    """Values whose rows are looked up by index, by themselves or as bags that are summed, in the order of their lookups."""
+    read = [node.refs[0] for node in program.nodes if node.phase == "forward" and is_lookup(node)]
+    return list(dict.fromkeys(read))
 
 
 def share(program: Program, rules: Rules, split: Collection[int]) -> tuple[float, str]:
