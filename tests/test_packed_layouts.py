@@ -145,6 +145,15 @@ def rows_in_8_bits(name: str, shape: tuple[int, int], dtype: torch.dtype = torch
     return {f"{name}.weight": numbers, f"{name}.weight_scale": scale}, numbers.float() * scale.float()
 
 
+def blocks_in_float8(name: str, shape: tuple[int, int]) -> Made:
+    """A last block of rows may be a part of one."""
+    made = generator(name)
+    numbers = (integers(-127, 128, shape, made).float() / 16).to(torch.float8_e4m3fn)
+    scale = torch.rand(-(-shape[0] // 128), shape[1] // 128, generator=made)
+    wide = scale.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)
+    return {f"{name}.weight": numbers, f"{name}.weight_scale_inv": scale}, numbers.float() * wide
+
+
 @attrs.frozen
 class Case:
     make: Any
@@ -167,6 +176,7 @@ CASES = {
     "pack-quantized, symmetric": Case(partial(pack_quantized, symmetric=True), "int4-g128", "pack-quantized", as_written=False),
     "int-quantized": Case(rows_in_8_bits, "int8", "int-quantized", as_written=False),  # scales are written in float32
     "float-quantized": Case(partial(rows_in_8_bits, dtype=torch.float8_e4m3fn), "fp8", "float-quantized", as_written=False),
+    "finegrained-fp8": Case(blocks_in_float8, "fp8-g128", "finegrained-fp8"),
     "float-quantized, one scale": Case(
         partial(rows_in_8_bits, dtype=torch.float8_e4m3fn, whole=True), "fp8", "float-quantized", as_written=False
     ),
@@ -562,6 +572,12 @@ MISTAKES = {
                                      lambda tensors: tensors.update({"up.input_zero_point": torch.zeros(1, dtype=torch.int8)})),
     "static inputs of 4 bits": Mistake("pack-quantized", "'up.input_scale' is for static scales of inputs, which are not read. Try: dyn",
                                        lambda tensors: tensors.update({"up.input_scale": torch.ones(1)})),
+    "other blocks": Mistake("finegrained-fp8", "'down.weight_scale_inv' is of blocks of [1, 32] by the configuration, and 128 x 128 can",
+                            None, {"weight_block_size": [1, 32]}),
+    "one scale of float8": Mistake("finegrained-fp8", "'up.weight_scale_inv' has shape (), and the weight needs (2, 1)",
+                                   with_("up.weight_scale_inv", lambda x: torch.tensor(1.0))),
+    "static inputs of float8": Mistake("finegrained-fp8", "'up.activation_scale' is for static scales of inputs, which are not read. Try:",
+                                       lambda tensors: tensors.update({"up.activation_scale": torch.ones(())})),
     "no shape": Mistake("pack-quantized", "'up.weight_shape' is missing", without("up.weight_shape")),
     "another shape": Mistake("pack-quantized", "'up.weight_packed' has shape (256, 16), and a weight of shape (256, 256) in 4 bits",
                              with_("up.weight_shape", lambda x: torch.tensor([256, 256]))),
@@ -583,7 +599,8 @@ def test_it_says_what_is_wrong_with_a_folder(tmp_path: Path, name: str) -> None:
     assert said.startswith(f"{path}: {mistake.says}") and ". Try: " in said, said
 
 
-SCALES_OF = {"nf4": "weight.absmax", "int8": "SCB", "gptq": "scales", "pack-quantized": "weight_scale", "float-quantized": "weight_scale"}
+SCALES_OF = {"nf4": "weight.absmax", "int8": "SCB", "gptq": "scales", "pack-quantized": "weight_scale", "float-quantized": "weight_scale",
+             "finegrained-fp8": "weight_scale_inv"}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "key"), SCALES_OF.items())
@@ -647,6 +664,9 @@ def test_it_says_what_cannot_be_written(tmp_path: Path) -> None:
         cf.save_pretrained(model, state, tmp_path / "a", layout="bitsandbytes-nf4")
     with pytest.raises(CheckpointError, match=r"'up\.weight' has scales that float16 does not hold.*Try: layout='pack-quantized'"):
         cf.save_pretrained(model, state, tmp_path / "a", layout="awq")
+    state = {"params": cf.quantize(forward(model), "fp8-g128").init(model.params, inputs())}
+    with pytest.raises(CheckpointError, match=r"scales of single rows, and the layout 'finegrained-fp8'.*layout='float-quantized'"):
+        cf.save_pretrained(model, state, tmp_path / "a", layout="finegrained-fp8")
     assert not (tmp_path / "a").exists()
 
 

@@ -375,7 +375,7 @@ def test_what_a_plugin_gives_is_looked_at() -> None:
     said = r"colofunc_quantizers of plugin 'wrong': the value of 'wrong' is 3; give a cf\.ext\.Quantizer"
     with pytest.raises(cf.PluginError, match=said):
         build_registry((Wrong(),))
-    with pytest.raises(cf.InputError, match=r"Quantizer 'mine': there is no format 'int3'\. Try: one of int8, fp8, int4, nf4"):
+    with pytest.raises(cf.InputError, match=r"Quantizer 'mine': there is no format 'int3'\. Try: one of int8, fp8, fp8_g128, int4, nf4"):
         cf.ext.Quantizer("mine", form="int3", quantize=dict)
 
 
@@ -392,8 +392,8 @@ class Mistake:
 MISTAKES = {
     "scheme": Mistake("cf.quantize: there is no scheme 'int7'; did you mean 'int8'?", scheme="int7"),
     "no scheme": Mistake(
-        "cf.quantize(scheme=None): give the name of a scheme (int8, int8-dynamic, int4-g128, nf4, nf4-g64, fp8, mxfp8, nvfp4), or "
-        "a cf.ext.Quantizer",
+        "cf.quantize(scheme=None): give the name of a scheme (int8, int8-dynamic, int4-g128, nf4, nf4-g64, fp8, fp8-g128, mxfp8, nvfp4), "
+        "or a cf.ext.Quantizer",
         scheme=None,
     ),
     "no glob": Mistake("cf.quantize(where=[]): give a glob over names of weights, or several. Try: where='*.weight'", {"where": []}),

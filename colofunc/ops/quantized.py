@@ -12,6 +12,7 @@ format has three operators:
     format  data                            scale                   zero            outer           bits a weight, of 4096 columns
     int8    int8 (o, i)                     float32 (o)                                             8.01
     fp8     uint8 (o, i), bits of e4m3fn    float32 (o)                                             8.01
+    fp8_g128 uint8 (o, i), bits of e4m3fn   float32 (o, i/128)                                      8.25
     int4    uint8 (o, i/2), two in a byte   float32 (o, i/128)      uint8 (o, i/128)                4.31
     nf4     uint8 (o, i/2), two in a byte   uint8 (o, i/64)                         float32 (o)     4.13
     nf4_g64 uint8 (o, i/2), two in a byte   float32 (o, i/64)                                       4.50
@@ -120,6 +121,12 @@ def _widen_fp8(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return e4m3_values(data, dtype) * scale.to(dtype).unsqueeze(1)
 
 
+def _widen_fp8_g128(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    data, scale = parts
+    numbers = e4m3_values(data, dtype).unflatten(1, (scale.shape[1], -1))
+    return (numbers * scale.to(dtype).unsqueeze(2)).flatten(1)
+
+
 def _fp8_bits_fake(x: Tensor) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.uint8)
 
@@ -183,6 +190,7 @@ def _widen_nvfp4(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 FORMATS: Mapping[str, Format] = {
     "int8": Format("int8", ("data", "scale"), 1, 1, _widen_int8),
     "fp8": Format("fp8", ("data", "scale"), 1, 1, _widen_fp8),
+    "fp8_g128": Format("fp8_g128", ("data", "scale"), 128, 1, _widen_fp8_g128),
     "int4": Format("int4", ("data", "scale", "zero"), 128, 2, _widen_int4),
     "nf4": Format("nf4", ("data", "scale", "outer"), 64, 2, _widen_nf4),
     "nf4_g64": Format("nf4_g64", ("data", "scale"), 64, 2, _widen_nf4_g64),

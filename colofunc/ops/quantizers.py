@@ -4,6 +4,7 @@
     int8         a row's largest is 127                                       |w - w'| <= scale / 2
     int8-dynamic the same, and inputs of linear layers in int8 too (`colofunc/ops/quantized_inputs.py`)
     fp8          a row's largest is 448, the largest of e4m3fn
+    fp8-g128     the same for each 128 columns of a row
     int4-g128    groups of 128 columns: 0 to 15 between their least and largest, with 0 exact
     nf4          blocks of 64 columns: the nearest of the 16 levels of a normal variable; the blocks' scales in 8 bits
     nf4-g64      the same blocks and levels, with their scales in float32, as bitsandbytes rounds without double quantization
@@ -55,9 +56,9 @@ class Quantizer:
     """A scheme: which format its weights have, and how their numbers are chosen.
 
     `quantize(weight)`: (o, i) of float32 or float64 -> the parts of the format by name ("data", "scale", ...); a row's result may depend on
-    this row only. `form`: "int8", "fp8", "int4", "nf4", "nf4_g64", "mxfp8" or "nvfp4" (see `colofunc/ops/quantized.py`). `outliers`: inputs
-    of linear layers are rounded to int8 too, row by row while the step runs, but for those that are at least so large; None: inputs stay as
-    they are.
+    this row only. `form`: "int8", "fp8", "fp8_g128", "int4", "nf4", "nf4_g64", "mxfp8" or "nvfp4" (see `colofunc/ops/quantized.py`).
+    `outliers`: inputs of linear layers are rounded to int8 too, row by row while the step runs, but for those that are at least so large;
+    None: inputs stay as they are.
     `input_scale(blocks)`: a weight as blocks of its rows, (some, i) each in order -> (i,) float32, positive: columns are multiplied by it
     before `quantize`, and inputs divided by it; None: by nothing. `by_largest`: `quantize(weight, largest)` is given max |w| of the whole
     weight too, () in the dtype of its rows. `by_name`: weight's name -> the scheme for it, of the same name and form,
@@ -246,6 +247,13 @@ def fp8(weight: Tensor) -> dict[str, Tensor]:
     return {"data": fp8_bits(_divided(weight, scale.unsqueeze(1))), "scale": scale}
 
 
+def fp8_g128(weight: Tensor) -> dict[str, Tensor]:
+    """As `fp8`, with a scale for each group of columns of a row."""
+    groups = weight.unflatten(1, (-1, FORMATS["fp8_g128"].group))
+    scale = _steps(groups.abs().amax(2), 448.0)
+    return {"data": fp8_bits(_divided(groups, scale.unsqueeze(2)).flatten(1)), "scale": scale}
+
+
 def int4(weight: Tensor) -> dict[str, Tensor]:
     """Per group of columns, from its least to its largest number, 0 being among them."""
     groups = weight.unflatten(1, (-1, FORMATS["int4"].group))
@@ -311,6 +319,7 @@ BUILT_IN: Mapping[str, Quantizer] = {
         Quantizer("nf4", form="nf4", quantize=nf4),
         Quantizer("nf4-g64", form="nf4_g64", quantize=nf4_g64),
         Quantizer("fp8", form="fp8", quantize=fp8),
+        Quantizer("fp8-g128", form="fp8_g128", quantize=fp8_g128),
         Quantizer("mxfp8", form="mxfp8", quantize=mxfp8),
         Quantizer("nvfp4", form="nvfp4", quantize=nvfp4, by_largest=True),
     )

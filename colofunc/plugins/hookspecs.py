@@ -125,9 +125,9 @@ def colofunc_transforms() -> Mapping[str, Any]:
 def colofunc_quantizers() -> Mapping[str, Any]:
     """Scheme name -> `cf.ext.Quantizer(name, form=..., quantize=...)`, for `cf.quantize(step, name)`.
 
-    `form` is how a weight is kept and multiplied with: "int8", "fp8", "int4", "nf4", "nf4_g64", "mxfp8" or "nvfp4"; `quantize(weight)`
-    chooses the numbers of a matrix (o, i), and gives the parts of that format by name (`{"data": ..., "scale": ...}`). A row's result may
-    depend on this row only, and with `by_largest=True` on max |w| of the whole weight, which is its second argument then.
+    `form` is how a weight is kept and multiplied with: "int8", "fp8", "fp8_g128", "int4", "nf4", "nf4_g64", "mxfp8" or "nvfp4";
+    `quantize(weight)` chooses the numbers of a matrix (o, i), and gives the parts of that format by name (`{"data": ..., "scale": ...}`). A
+    row's result may depend on this row only, and with `by_largest=True` on max |w| of the whole weight, which is its second argument then.
 
     `outliers=6.0` rounds inputs of linear layers to int8 too, row by row, but for those of this size and more; `math.inf` rounds all of
     them, None (the default) none.

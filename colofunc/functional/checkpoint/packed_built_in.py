@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from colofunc.functional.checkpoint.packed_bitsandbytes import INT8, NF4
+from colofunc.functional.checkpoint.packed_blocks import FINEGRAINED_FP8
 from colofunc.functional.checkpoint.packed_int4 import AWQ, GPTQ, PACK_QUANTIZED
 from colofunc.functional.checkpoint.packed_rows import FLOAT_QUANTIZED, INT_QUANTIZED
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout
 from colofunc.plugins.hookspecs import hookimpl
 
-BUILT_IN: Mapping[str, PackedLayout] = {one.name: one for one in (NF4, INT8, GPTQ, AWQ, PACK_QUANTIZED, INT_QUANTIZED, FLOAT_QUANTIZED)}
+ALL = (NF4, INT8, GPTQ, AWQ, PACK_QUANTIZED, FINEGRAINED_FP8, INT_QUANTIZED, FLOAT_QUANTIZED)
+BUILT_IN: Mapping[str, PackedLayout] = {one.name: one for one in ALL}
 
 
 @hookimpl

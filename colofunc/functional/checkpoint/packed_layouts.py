@@ -13,11 +13,12 @@ plain weights. A lazy weight keeps what it was made of (`Stored`), so that `cf.q
     gptq               x.{qweight, qzeros, scales, g_idx}                                       int4
     awq                x.{qweight, qzeros, scales}                                              int4
     pack-quantized     x.{weight_packed, weight_scale, weight_shape, weight_zero_point}         int4
+    finegrained-fp8    x.weight, x.weight_scale_inv                                             fp8_g128
     int-quantized      x.weight, x.weight_scale                                                 int8
     float-quantized    x.weight, x.weight_scale                                                 fp8
 
-The layouts themselves are in `packed_bitsandbytes.py`, `packed_int4.py` and `packed_rows.py`; plugins give more by the hook
-`colofunc_packed_layouts`, as these come (`packed_built_in.py`).
+The layouts themselves are in `packed_bitsandbytes.py`, `packed_int4.py`, `packed_blocks.py` and `packed_rows.py`; plugins give more by the
+hook `colofunc_packed_layouts`, as these come (`packed_built_in.py`).
 """
 
 from __future__ import annotations
