@@ -145,9 +145,9 @@ def test_pieces_that_no_placement_has() -> None:
     message = "'auto' has 4 or 8 stages on 4 ranks and was given costs of 6 pieces; give a multiple of its stages"
     with pytest.raises(cf.PlanError, match=message):
         placed(SCHEDULES["auto"], 4, 8, StageCosts.uniform(6))
-    with pytest.raises(cf.PlanError, match="schedule 'auto' has 4 or 8 stages on 4 ranks and was given costs of 6$"):
+    with pytest.raises(cf.PlanError, match=r"schedule 'auto' has 4 or 8 stages on 4 ranks and was given costs of 6$"):
         SCHEDULES["auto"].table(4, 8, StageCosts.uniform(6))
-    with pytest.raises(cf.PlanError, match="one microbatch keeps 2 bytes on rank 0 of the pipeline, more than the 1.5 that it may"):
+    with pytest.raises(cf.PlanError, match=r"one microbatch keeps 2 bytes on rank 0 of the pipeline, more than the 1.5 that it may"):
         placed(SCHEDULES["auto"], 4, 8, StageCosts.uniform(8), 1.5)
 
 
@@ -245,6 +245,24 @@ def test_groups_of_interleaved() -> None:
     message = r"'interleaved-1f1b' takes groups of 4 microbatches on 4 ranks, which do not divide 6; give microbatches=8, or another"
     with pytest.raises(cf.PlanError, match=message):
         SCHEDULES["interleaved-1f1b"].table(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "rows", "says"),
+    [
+        ("interleaved-1f1b", 6, 24, "do not divide 6; give microbatches=4 or 8 or 12 or 24, which divide the 24 rows of the batch"),
+        ("interleaved-1f1b", 6, 6, "no such number divides the 6 rows of the batch: pad it to a multiple of 4, or give another schedule"),
+        ("dualpipev", 6, 24, "has 6; give microbatches=8 or 12 or 24, which divide the 24 rows of the batch, or another schedule"),
+        ("dualpipev", 6, 6, "no such number divides the 6 rows of the batch: pad it to a multiple of 8, or give another schedule"),
+    ],
+)
+def test_numbers_that_are_advised_divide_the_batch(name: str, microbatches: int, rows: int, says: str) -> None:
+    with pytest.raises(cf.PlanError, match=re.escape(says)) as refused:
+        SCHEDULES[name].check_microbatches(4, microbatches, rows)
+    advised = re.search(r"microbatches=([\d or]+),", str(refused.value))
+    for number in advised.group(1).split(" or ") if advised else ():
+        assert rows % int(number) == 0
+        SCHEDULES[name].check_microbatches(4, int(number), rows)
 
 
 @pytest.mark.parametrize(

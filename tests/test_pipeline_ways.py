@@ -1,5 +1,6 @@
 """What a pipeline leaves open: how many microbatches, and where it is cut under a budget."""
 
+import re
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from colofunc_plugins import zero
 from pipelined import cut_as, gpt2, mlp
 from torch import nn
 
@@ -238,6 +240,37 @@ def test_what_cannot_be_chosen_is_an_error(rows: int, options: dict[str, Any], s
     step, state, batch = example(4, rows)
     with pytest.raises(cf.PlanError, match=says):
         cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), **{"microbatches": "auto", **options}).lower(state, batch)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "says"),
+    [
+        ("interleaved-1f1b", 3, r"do not divide 3; give microbatches=2 or 4 or 6 or 12, which divide the 12 rows of the batch, or another"),
+        ("1f1b", 4, r"4 microbatches that divide the rows of .* clashes with .*; give microbatches=2 or 3 or 6, or drop one of them"),
+        ("interleaved-1f1b", 4, r"clashes with .*; give microbatches=2 or 6, or drop one of them"),
+        ("dualpipev", 12, r"clashes with .*; give microbatches=6, or drop one of them"),
+    ],
+)
+def test_numbers_that_an_error_names_have_a_plan(schedule: str, microbatches: int, says: str) -> None:
+    """12 rows, of which zero gives each rank of `dp` the half."""
+    step, state, batch = example(4, 12)
+
+    def lowered(number: int) -> Any:
+        return cf.pipeline(cf.shard(step, cf.Mesh(pp=2, dp=2), zero(1, "dp")), microbatches=number, schedule=schedule).lower(state, batch)
+
+    with pytest.raises(cf.PlanError, match=says) as refused:
+        lowered(microbatches)
+    if "clashes" in says:
+        (advised,) = re.findall(r"microbatches=([\d or]+),", str(refused.value))
+        for number in advised.split(" or "):
+            assert lowered(int(number)).plan.pipeline.microbatches == int(number)
+
+
+def test_a_clash_that_no_number_of_microbatches_ends_names_none() -> None:
+    step, state, batch = example(4, 6)
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2, dp=2), zero(1, "dp")), microbatches=6, schedule="interleaved-1f1b")
+    with pytest.raises(cf.PlanError, match=r"6 microbatches that divide the rows of a rank .* clashes with [^;]*; drop one of them$"):
+        chain.lower(state, batch)
 
 
 def test_microbatches_that_mix_samples_are_an_error_and_not_one_microbatch() -> None:

@@ -161,23 +161,36 @@ class Schedule:
         numbers = [number for number in range(least, rows + 1) if rows % number == 0]
         return [number for number in numbers if not (self.whole_groups and number % ranks)]
 
-    def check_microbatches(self, ranks: int, microbatches: int) -> None:
-        """Raises PlanError where they are no number, too few for it on so many ranks, or come in no whole groups."""
+    def check_microbatches(self, ranks: int, microbatches: int, rows: int | None = None) -> None:
+        """Raises PlanError where they are no number, too few for it on so many ranks, or come in no whole groups.
+
+        rows: of the batch; then what the error advises divides them.
+        """
         for number, what in ((ranks, "ranks"), (microbatches, "microbatches")):
             if not isinstance(number, int) or number < 1:
                 raise PlanError(f"schedule {self.name!r} was given {number!r} {what}; give a number from 1 on")
         least = self.least_microbatches(ranks)
         if microbatches < least:
+            advice = self._advice(ranks, least, rows)
             raise PlanError(
-                f"schedule {self.name!r} needs at least {least} microbatches on {ranks} ranks and has {microbatches}; "
-                f"give microbatches={least}, or another schedule"
+                f"schedule {self.name!r} needs at least {least} microbatches on {ranks} ranks and has {microbatches}; {advice}"
             )
         if self.whole_groups and microbatches % ranks:
-            more = microbatches + -microbatches % ranks
+            advice = self._advice(ranks, microbatches + -microbatches % ranks, rows)
             raise PlanError(
                 f"schedule {self.name!r} takes groups of {ranks} microbatches on {ranks} ranks, which do not divide {microbatches}; "
-                f"give microbatches={more}, or another schedule"
+                f"{advice}"
             )
+
+    def _advice(self, ranks: int, number: int, rows: int | None) -> str:
+        """What to do instead. number: of microbatches that it takes, whatever the batch."""
+        if rows is None:
+            return f"give microbatches={number}, or another schedule"
+        admitted = self.admitted(rows, ranks)
+        if not admitted:
+            multiple = ranks if self.whole_groups else self.least_microbatches(ranks)
+            return f"no such number divides the {rows} rows of the batch: pad it to a multiple of {multiple}, or give another schedule"
+        return f"give microbatches={' or '.join(map(str, admitted))}, which divide the {rows} rows of the batch, or another schedule"
 
     def table(self, ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
         """The checked table. Raises PlanError where there are too few microbatches, or the schedule's own table cannot be run."""

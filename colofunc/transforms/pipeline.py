@@ -151,10 +151,10 @@ class _Asked:
         """Numbers of microbatches, placements of a schedule that has several, orders of devices that differ, and behind each, under a
         budget or for a plan that is followed, cuts; () where none of them is open."""
         ranks, several = self._ranks(build.mesh), len(self._placements(build)) > 1
+        numbers = self.numbers(build, self._schedule(build), ranks)
         ways: list[_Way] = []
         for schedule in self._placements(build):
             ways += self._ways(build, schedule, ranks, schedule.name if several else "")
-        numbers = self.numbers(build, ways[0].schedule, ranks)
         if self.microbatches is not None and len(ways) == 1 and not ways[0].cuts_open:
             return ()
         # One microbatch has no schedule, so that it has no placement to be chosen.
@@ -183,6 +183,7 @@ class _Asked:
     def numbers(self, build: Build, schedule: Schedule, ranks: int) -> list[int]:
         """Of microbatches."""
         if self.microbatches is not None:
+            self._admitted(build, schedule, ranks)
             return [self.microbatches]
         rows = rows_of(self.batch, build)
         numbers = schedule.admitted(rows, ranks)
@@ -197,6 +198,15 @@ class _Asked:
                 f"{ranks if schedule.whole_groups else schedule.least_microbatches(ranks)}"
             )
         return numbers
+
+    def _admitted(self, build: Build, schedule: Schedule, ranks: int) -> frozenset[int]:
+        """Numbers of microbatches that the schedule takes and that divide the batch; raises PlanError where what was given is none that
+        the schedule takes. One microbatch needs no batch, where the schedule takes it."""
+        if self.number == 1 and schedule.least_microbatches(ranks) == 1 and not schedule.whole_groups:
+            return frozenset((1,))
+        rows = rows_of(self.batch, build)
+        schedule.check_microbatches(ranks, self.number, rows)
+        return frozenset(schedule.admitted(rows, ranks))
 
     def _problem(self, build: Build, schedule: Schedule, ranks: int) -> CutProblem:
         """Where the forward pass may be cut."""
@@ -220,16 +230,16 @@ class _Asked:
     def constrained(self, build: Build) -> Build:
         """Parameters exist on the ranks of their stages, and every rank's rows come in equal microbatches."""
         schedule, ranks = self._schedule(build), self._ranks(build.mesh)
+        admitted = self._admitted(build, schedule, ranks)
         stages = StagesOf(self.axis, tuple(self.indices(schedule, ranks)), self._assigned(build, schedule, ranks))
         at = stages.apart(ranks)
         if self.number > 1:
-            build = equal_parts(self.number, self.batch, self.mixing, build)
+            build = equal_parts(self.number, self.batch, self.mixing, build, admitted.__contains__)
         return build.evolve(constraints=build.constraints | Constraints(at=at, stages=stages))
 
     def loops(self, build: Build) -> Build:
         """The loop over microbatches, with the schedule's timetable."""
         schedule, ranks = self._schedule(build), self._ranks(build.mesh)
-        schedule.check_microbatches(ranks, self.number)
         if self.number == 1:
             return build
         stages = {}
