@@ -37,7 +37,7 @@ Recall = Callable[[Planning, bool], Outcome]
 """(what to plan, whether an error has to say the least budget) -> its plan."""
 
 
-ESTIMATED = 0.05
+ESTIMATED = 0.02
 """A way that its estimate puts behind another one by more than this part is not planned, where that one fits without help."""
 
 Way = tuple[int, ...]

@@ -39,6 +39,7 @@ from colofunc.planner.stages.piece_costs import PieceCosts
 from colofunc.planner.stages.timetables import Scheduled, by_timetable
 from colofunc.program.cost import node_s
 from colofunc.program.ir import Node, Program, computed_once, kept_with
+from colofunc.program.passes.kernels import with_kernels
 from colofunc.program.passes.loop import MIXING
 from colofunc.program.pipeline_schedule import Schedule
 from colofunc.program.placing import StagesOf, placing_of
@@ -218,7 +219,9 @@ class _Asked:
         """Where the schedule, played by estimates, ends first, and after how many seconds."""
         mesh = build.mesh
         sharing, launch_s = mesh.size // ranks, mesh.topology.device.launch_s
-        costs_of = partial(PieceCosts.of, problem, _node_s(build), launch_s, sharing)
+        kernels = partial(with_kernels, build.program, mesh, build.registry.kernels)
+        with_their_kernels = kept_with(build.program, (with_kernels, mesh), kernels)
+        costs_of = partial(PieceCosts.of, problem, with_their_kernels, _node_s(build), launch_s, sharing)
         pieces = kept_with(build.program, (PieceCosts, tuple(problem.begins), mesh, sharing), costs_of)
         search = CutSearch(problem, pieces, schedule, ranks, self.number, partial(_send_s, mesh, self.axis))
         return kept_with(build.program, (CutSearch, self, mesh), search.fastest)

@@ -8,7 +8,7 @@ Idea: a piece is what stands between two places where a cut may be. A backward o
 reads, as in the finished program; it is a weight gradient (W) where it leads to one gradient of its own piece and to nothing else. What a
 stage takes is then the sum over its pieces. Updates of its weights follow when its last microbatch is done.
 
-These are estimates: how other axes split an operator is not known yet (its ranks share it evenly), nor what kernels are fused.
+These are estimates: how other axes split an operator is not known yet (its ranks share it evenly).
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class PieceCosts:
     backward: bool
 
     @staticmethod
-    def of(problem: CutProblem, node_s: Callable[[Node], float], launch_s: float, sharing: int) -> PieceCosts:
-        """node_s: seconds of a node on one device, its launch among them. sharing: ranks that share a stage."""
-        program, begins = problem.program, problem.begins
+    def of(problem: CutProblem, program: Program, node_s: Callable[[Node], float], launch_s: float, sharing: int) -> PieceCosts:
+        """program: that of the problem, its calls with the kernels that a plan counts on. node_s: seconds of a node on one device, its
+        launch among them. sharing: ranks that share a stage."""
+        begins = problem.begins
         parts = _Parts(program, begins, problem.reading.of_weights, problem.reading.uses, problem.reading.computed)
         seconds = {kind: np.zeros((len(begins) + 1, 2)) for kind in KINDS}
         for index, (piece, kind) in parts.of_nodes().items():
