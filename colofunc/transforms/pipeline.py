@@ -67,10 +67,11 @@ def pipeline(
     """The step with its layers on the ranks of `axis`, and its batch in `microbatches` that follow one another there.
 
     microbatches: how many, or "auto": of all divisors of the batch that the schedule admits, the one with the fastest
-    plan that fits. schedule: a name of `colofunc_schedules`, such as "gpipe", "1f1b", "zb-h1". stages: glob over names
-    of parameters -> stage (the first that matches counts); None: the forward pass is cut where its stages take equally
-    long, or, where that fits a budget with help only (values made again, copies), where the plan is fastest of a few
-    cuts from equally long to equally full. batch: the argument whose leaves are split on dim 0, by position or name
+    plan that fits. schedule: a name of `colofunc_schedules`, such as "gpipe", "1f1b", "zb-h1"; "auto": by
+    the costs of the step, also how many stages a rank has and which. stages: glob over names
+    of parameters -> stage (the first that matches counts); None: the forward pass is cut where its schedule ends
+    first, or, where that fits a budget with help only (values made again, copies), where the plan is fastest of a few
+    cuts from there to equally full ones. batch: the argument whose leaves are split on dim 0, by position or name
     (None: argument 1, or 0 if it is the only one). mixing: what to do with operators that mix samples, as under
     `cf.accumulate`: "error", or "per-microbatch" (the numbers change). Otherwise the numbers are those of one device.
     validate: when a rank looks at what other stages say of its update (the factor of clipping by the joint norm,
@@ -120,7 +121,7 @@ def _name_stages(stages: Any) -> bool:
 @attrs.frozen
 class _Asked:
     """What the pipeline was asked for. microbatches: None: that is open. ends: where the forward pass is cut (`Cuts`);
-    None: where stages take equally long. order: of each rank of the schedule, its index on the axis; None: the same."""
+    None: where the schedule ends first. order: of each rank of the schedule, its index on the axis; None: the same."""
 
     axis: str
     microbatches: int | None
