@@ -179,8 +179,10 @@ def signature(cell: Cell, low: Any) -> list[str]:
 
 def _table(cell: Cell, low: Any) -> list[str]:
     """The loop is run by the table of the schedule, and some schedules hand on two stages a rank."""
-    schedule, timetable = low.registry.schedules[cell.schedule], loop_of(low.program).timetable
-    if timetable.schedule != cell.schedule:
+    timetable = loop_of(low.program).timetable
+    placements = low.registry.schedules[cell.schedule].placements
+    schedule = next((each for each in placements if each.name == timetable.schedule), None)
+    if schedule is None:
         return [f"the loop is run by {timetable.schedule!r}"]
     if timetable.table.stages != RANKS * schedule.stages_per_rank:
         return [f"{timetable.table.stages} stages on {RANKS} ranks"]

@@ -1,12 +1,14 @@
 """What a pipeline leaves open: how many microbatches, and where it is cut under a budget."""
 
+import re
+from collections.abc import Sequence
 from itertools import combinations, pairwise
 from typing import Any
 
 import attrs
-import numpy as np
 import pytest
 import torch
+from colofunc_plugins import zero
 from pipelined import cut_as, gpt2, mlp
 from torch import nn
 
@@ -14,7 +16,7 @@ import colofunc as cf
 from colofunc.compiler.staged import in_place_of
 from colofunc.compiler.transform import Build, Variant
 from colofunc.planner.plan import Plan
-from colofunc.planner.stages.assignment import CutProblem, Held
+from colofunc.planner.stages.assignment import CutProblem, Cuts, Held
 from colofunc.testing import check
 
 Way = tuple[Variant, float]
@@ -95,7 +97,7 @@ def test_no_way_is_faster_in_many_settings(schedule: str, share: float, model: s
 
 def test_cuts_are_chosen_with_the_budget() -> None:
     """Where the stage that is full is not the one that is slow: a cut that is not balanced needs nothing made again."""
-    step, state, batch = example(4, 256)
+    step, state, batch = example(5, 256)
     free = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4)
     alone = free.lower(state, batch).plan
     budget = int(0.9 * alone.peak_bytes)
@@ -108,15 +110,19 @@ def test_cuts_are_chosen_with_the_budget() -> None:
 
 
 def test_the_best_of_all_cuts_is_found() -> None:
-    """Every cut of four layers in two stages, by hand."""
-    step, state, batch = example(4, 256)
+    """Every cut of five layers in two stages, by hand; of some there is no plan within the budget."""
+    step, state, batch = example(5, 256)
     mesh = cf.Mesh(pp=2)
     budget = int(0.9 * cf.pipeline(cf.shard(step, mesh), microbatches=4).lower(state, batch).plan.peak_bytes)
     seconds = []
-    for first in (1, 2, 3):
-        stages = {f"{2 * layer}.*": int(layer >= first) for layer in range(4)}
+    for first in (1, 2, 3, 4):
+        stages = {f"{2 * layer}.*": int(layer >= first) for layer in range(5)}
         chain = cf.checkpoint(cf.pipeline(cf.shard(step, mesh), microbatches=4, stages=stages), budget=budget)
-        seconds.append(chain.lower(state, batch).plan.cost_s)
+        try:
+            seconds.append(chain.lower(state, batch).plan.cost_s)
+        except cf.PlanError:
+            seconds.append(float("inf"))
+    assert float("inf") in seconds
     low = cf.checkpoint(cf.pipeline(cf.shard(step, mesh), microbatches=4), budget=budget).lower(state, batch)
     assert low.plan.cost_s == pytest.approx(min(seconds), rel=1e-12)
 
@@ -140,21 +146,34 @@ def test_no_cut_between_layers_is_faster_whatever_their_widths(widths: tuple[int
     assert planned_s(None) <= by_hand * 1.02
 
 
-def test_the_leanest_cut_holds_least_of_all_cuts() -> None:
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1)])
+def test_the_leanest_cut_holds_least_of_all_cuts(ranks: tuple[int, ...]) -> None:
     step, state, batch = gpt2(6)
     program = cf.pipeline(cf.shard(step, cf.Mesh(pp=3)), microbatches=4).lower(state, batch).global_program
-    problem = CutProblem(program, 3, lambda node: float(len(node.outs)), lambda nbytes: 0.0)
-    held = Held((3, 2, 1), 0.25)
-    lean, *others = problem.leaner(held, 3)
+    stages = len(ranks)
+    problem = CutProblem(program, stages, lambda node: float(len(node.outs)), lambda nbytes: 0.0, ranks=ranks)
+    held = Held(tuple(range(stages, 0, -1)), 0.25)
+    found = [*problem.leaner(held, 3), problem.balanced()]
     needs, last = problem._needs(held), len(problem.begins)
-    peaks = {}
-    for way in combinations(range(1, last), 2):
-        ends = (0, *way, last)
-        peaks[way] = max(float(need[first, end]) for need, (first, end) in zip(needs, pairwise(ends), strict=True))
-    assert problem._peak(lean, needs) == pytest.approx(min(peaks.values()))
-    slowest = [max(cuts.seconds) for cuts in (lean, *others, problem.balanced())]
-    assert slowest == sorted(slowest, reverse=True)
-    assert np.all(np.diff([problem._peak(cuts, needs) for cuts in (lean, *others, problem.balanced())]) >= 0)
+
+    def peak(begins: Sequence[int]) -> float:
+        """Bytes of the fullest rank."""
+        nbytes = dict.fromkeys(ranks, 0.0)
+        for stage, (first, end) in enumerate(pairwise((*begins, last))):
+            nbytes[ranks[stage]] += float(needs[stage][first, end])
+        return max(nbytes.values())
+
+    def slowest(cuts: Cuts) -> float:
+        """Seconds of the slowest rank."""
+        seconds = dict.fromkeys(ranks, 0.0)
+        for stage, rank in enumerate(ranks):
+            seconds[rank] += cuts.seconds[stage]
+        return max(seconds.values())
+
+    peaks = [peak([0, *map(problem.begins.index, cuts.ends[:-1])]) for cuts in found]
+    least = min(peak((0, *way)) for way in combinations(range(1, last), stages - 1))
+    assert peaks[0] == pytest.approx(least) and peaks == sorted(peaks)
+    assert [slowest(cuts) for cuts in found] == sorted(map(slowest, found), reverse=True)
 
 
 def test_a_plan_says_which_way_it_goes_and_is_followed() -> None:
@@ -179,7 +198,7 @@ def test_a_plan_says_which_way_it_goes_and_is_followed() -> None:
 
 @pytest.mark.parametrize("microbatches", [4, "auto"])
 def test_a_followed_plan_keeps_its_cut_without_its_budget(microbatches: int | str) -> None:
-    step, state, batch = example(4, 256)
+    step, state, batch = example(5, 256)
     fixed = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4)
     plan = cf.checkpoint(fixed, budget=int(0.9 * fixed.lower(state, batch).plan.peak_bytes)).lower(state, batch).plan
     assert plan.way not in ("", "4 microbatches, cut by time")
@@ -221,6 +240,37 @@ def test_what_cannot_be_chosen_is_an_error(rows: int, options: dict[str, Any], s
     step, state, batch = example(4, rows)
     with pytest.raises(cf.PlanError, match=says):
         cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), **{"microbatches": "auto", **options}).lower(state, batch)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "says"),
+    [
+        ("interleaved-1f1b", 3, r"do not divide 3; give microbatches=2 or 4 or 6 or 12, which divide the 12 rows of the batch, or another"),
+        ("1f1b", 4, r"4 microbatches that divide the rows of .* clashes with .*; give microbatches=2 or 3 or 6, or drop one of them"),
+        ("interleaved-1f1b", 4, r"clashes with .*; give microbatches=2 or 6, or drop one of them"),
+        ("dualpipev", 12, r"clashes with .*; give microbatches=6, or drop one of them"),
+    ],
+)
+def test_numbers_that_an_error_names_have_a_plan(schedule: str, microbatches: int, says: str) -> None:
+    """12 rows, of which zero gives each rank of `dp` the half."""
+    step, state, batch = example(4, 12)
+
+    def lowered(number: int) -> Any:
+        return cf.pipeline(cf.shard(step, cf.Mesh(pp=2, dp=2), zero(1, "dp")), microbatches=number, schedule=schedule).lower(state, batch)
+
+    with pytest.raises(cf.PlanError, match=says) as refused:
+        lowered(microbatches)
+    if "clashes" in says:
+        (advised,) = re.findall(r"microbatches=([\d or]+),", str(refused.value))
+        for number in advised.split(" or "):
+            assert lowered(int(number)).plan.pipeline.microbatches == int(number)
+
+
+def test_a_clash_that_no_number_of_microbatches_ends_names_none() -> None:
+    step, state, batch = example(4, 6)
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2, dp=2), zero(1, "dp")), microbatches=6, schedule="interleaved-1f1b")
+    with pytest.raises(cf.PlanError, match=r"6 microbatches that divide the rows of a rank .* clashes with [^;]*; drop one of them$"):
+        chain.lower(state, batch)
 
 
 def test_microbatches_that_mix_samples_are_an_error_and_not_one_microbatch() -> None:

@@ -7,7 +7,7 @@ program of one rank as a loop over them (`program.passes.time`, `program.passes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from math import prod
@@ -87,9 +87,12 @@ def on_rows(batch: int | str | None, build: Build) -> frozenset[int]:
     return frozenset(reading)
 
 
-def equal_parts(microbatches: int, batch: int | str | None, mixing: str, build: Build) -> Build:
+def equal_parts(
+    microbatches: int, batch: int | str | None, mixing: str, build: Build, admits: Callable[[int], bool] = bool
+) -> Build:
     """However the mesh splits the batch, what a rank has of it comes in equal parts: in the leaves and wherever they flow.
 
+    admits: whether the transform takes another number of microbatches, where an error is to name some that would do.
     Raises PlanError where an operator mixes samples: of the step itself, so on every mesh and with every plan. A plan may bring all
     rows to every rank and compute such an operator behind the loop, but then it is not accumulated, and only some plans do.
     """
@@ -101,7 +104,8 @@ def equal_parts(microbatches: int, batch: int | str | None, mixing: str, build: 
     items = {}
     for item, places in places_of.items():
         accepts = partial(_divides, microbatches, rows, places)
-        items[item] = (Constraint(("microbatches", microbatches, places), accepts, says),)
+        instead = partial(_other_numbers, rows, places, admits)
+        items[item] = (Constraint(("microbatches", microbatches, places), accepts, says, instead=instead),)
     return build.evolve(constraints=build.constraints | Constraints(items))
 
 
@@ -185,6 +189,15 @@ def _divides(microbatches: int, rows: int, places: tuple[Place | None, ...], str
         if rows % ranks or rows // ranks % microbatches:
             return False
     return True
+
+
+def _other_numbers(rows: int, places: tuple[Place | None, ...], admits: Callable[[int], bool], strategies: Sequence[Strategy]) -> str:
+    """Numbers of microbatches, above 1, into which rows come under one of some strategies."""
+    found = []
+    for number in range(2, rows + 1):
+        if rows % number == 0 and admits(number) and any(_divides(number, rows, places, strategy) for strategy in strategies):
+            found.append(number)
+    return f"give microbatches={' or '.join(map(str, found))}" if found else ""
 
 
 def _stay(rows: int, places: tuple[Place | None, ...], axes: frozenset[str], all_of_them: bool, strategy: Strategy) -> bool:

@@ -8,12 +8,16 @@ are not planned at all. What became of each is in the plan.
     8 microbatches, cut by time      1.20 s, fits with values made again
     8 microbatches, cut by memory    1.15 s                                     taken
     4 microbatches, cut by time      at least 1.31 s: not planned
+
+Where a bound tells ways apart too seldom, as placements of one schedule, a variant has an estimate too: those that are far behind are not
+planned once one of their group fits without help.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 
 import attrs
 
@@ -24,7 +28,7 @@ from colofunc.compiler.staged import Staged, in_place_of
 from colofunc.compiler.transform import Build, Transform, Variant
 from colofunc.errors import CapacityError, PlanError, near
 from colofunc.executors.watch import Watch
-from colofunc.planner.plan import OtherWay, Plan
+from colofunc.planner.plan import ESTIMATE, OtherWay, Plan
 from colofunc.program.passes.loop import Mixes
 
 As = Callable[[Staged], Planning]
@@ -32,6 +36,9 @@ As = Callable[[Staged], Planning]
 Recall = Callable[[Planning, bool], Outcome]
 """(what to plan, whether an error has to say the least budget) -> its plan."""
 
+
+ESTIMATED = 0.02
+"""A way that its estimate puts behind another one by more than this part is not planned, where that one fits without help."""
 
 Way = tuple[int, ...]
 """The number of a variant, and of one of those that are leaner."""
@@ -145,15 +152,18 @@ class _Search:
         self.refused: dict[Way, PlanError | CapacityError] = {}
         self.leanest: tuple[int, Way, Planning] | None = None  # of those that do not fit: its peak, which it is, how it was planned
         self.bounds: dict[Way, float] = {}
+        self.fits: dict[str, float] = {}  # group -> the least estimate of its ways that were planned and fit without help
 
     def run(self) -> Planned:
         left: list[Way] = [(number,) for number in range(len(self.ways.variants))]
         while left:
             # A single way needs no bound, and has one only for the time that it takes to compute.
-            way = left[0] if len(left) == 1 and self.best is None else min(left, key=lambda each: (self._bound_s(each), each))
+            way = left[0] if len(left) == 1 and self.best is None else min(left, key=lambda each: (self._order_s(each), each))
             left.remove(way)
             if self.best is not None and self._bound_s(way) >= self._best_s():
                 self._lose(way, self._bound_s(way), 0, "")
+            elif self._is_far_behind(way):
+                self._lose(way, self._order_s(way), 0, ESTIMATE)
             elif self._try(way):
                 left += self.ways.behind(way)
         self._check_mixing()
@@ -165,6 +175,15 @@ class _Search:
         if way not in self.bounds:
             self.bounds[way] = self.ways.variant(way).at_least_s()
         return self.bounds[way]
+
+    def _order_s(self, way: Way) -> float:
+        """Seconds by which ways are tried in order: their estimate, or a bound."""
+        about = self.ways.variant(way).about
+        return self._bound_s(way) if about is None else about[1]
+
+    def _is_far_behind(self, way: Way) -> bool:
+        about = self.ways.variant(way).about
+        return about is not None and about[1] > self.fits.get(about[0], inf) * (1 + ESTIMATED)
 
     def _try(self, way: Way) -> bool:
         """Plan one way; whether it fits with help only, or not at all."""
@@ -180,6 +199,9 @@ class _Search:
             self._lose(way, None, peak_bytes, str(error).splitlines()[0])
             return isinstance(error, (DoesNotFit, CapacityError))
         found = Planned(way, planning, outcome)
+        about = self.ways.variant(way).about
+        if about is not None and not outcome[0].plan.memory:
+            self.fits[about[0]] = min(about[1], self.fits.get(about[0], inf))
         if self.best is None or _seconds(found) < self._best_s():
             self.best, found = found, self.best
         if found is not None:

@@ -100,11 +100,16 @@ class AxisUse:
         return f"{self.axis}: {self.words} ({self.by})"
 
 
+ESTIMATE = "by an estimate"
+"""Why a way was not planned."""
+
+
 @attrs.frozen
 class OtherWay:
     """A way to write an open transform that was not taken: what it says, seconds a step, peak, and what there is to say of it.
 
-    cost_s: None where no plan was found. peak_bytes: 0 where it was not planned, because it takes at least `cost_s`.
+    cost_s: None where no plan was found. peak_bytes: 0 where it was not planned, because it takes at least `cost_s`, or where `why` is
+    ESTIMATE about as long.
     """
 
     words: str
@@ -116,6 +121,8 @@ class OtherWay:
         """Beside the plan that was taken."""
         if self.cost_s is None:
             return f"{self.words}: {self.why}"
+        if self.why == ESTIMATE:
+            return f"{self.words}: its schedule takes about {time_text(self.cost_s)} by an estimate, so not planned"
         if not self.peak_bytes:
             return f"{self.words}: at least {time_text(self.cost_s)} per step in place of {time_text(plan.cost_s)}, so not planned"
         figures = (

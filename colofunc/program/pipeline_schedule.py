@@ -66,6 +66,19 @@ class StageCosts:
         boundaries = (send,) * (stages - 1)
         return cls((f,) * stages, (i,) * stages, (w,) * stages, boundaries, boundaries, (kept,) * stages, (weight_kept,) * stages)
 
+    def joined(self, parts: int) -> StageCosts:
+        """Costs where each `parts` neighbours are one stage. Raises PlanError where they leave a remainder."""
+        if parts < 1 or self.stages % parts:
+            raise PlanError(f"{self.stages} stages cannot be joined by {parts}; give a divisor of {self.stages}")
+        sums = {}
+        for field in attrs.fields(StageCosts):
+            values = getattr(self, field.name)
+            if field.name.startswith("send"):  # between the stages that are left
+                sums[field.name] = values[parts - 1 :: parts]
+            else:
+                sums[field.name] = [sum(values[first : first + parts]) for first in range(0, self.stages, parts)]
+        return StageCosts(**sums)
+
     def seconds(self, action: Action) -> float:
         """How long an action takes."""
         if action.kind == "F":
@@ -88,7 +101,9 @@ class Schedule:
     costs gives the same table for all. placement: which rank has which stage: "loop" (stage mod ranks) or "v" (0..p-1, then p-1..0).
     splits_backward: whether the table has I and W. least_per_rank: microbatches that it needs for each rank, at least. whole_groups:
     whether it takes multiples of the number of ranks only. looks_at_costs: whether the table depends on costs and the cap; then
-    `cf.pipeline` gives both.
+    `cf.pipeline` gives both. among: schedules of one placement each, the first with as many stages as this one; `cf.pipeline` plans the
+    step by each and takes the fastest, and `make` gets costs of as many stages as any of them has. draft: makes a table for costs in less
+    time, by which cuts are compared; None: `make` does.
     """
 
     name: str
@@ -99,12 +114,27 @@ class Schedule:
     least_per_rank: int = 0
     whole_groups: bool = False
     looks_at_costs: bool = False
+    among: tuple[Schedule, ...] = attrs.field(default=(), repr=False)
+    draft: MakeTable | None = attrs.field(default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
         if self.placement not in PLACEMENTS:
             raise PlanError(f"schedule {self.name!r} has the placement {self.placement!r}; give 'loop' or 'v'")
         if self.stages_per_rank < 1:
             raise PlanError(f"schedule {self.name!r} has {self.stages_per_rank} stages per rank; give at least 1")
+        if any(each.among for each in self.among):
+            raise PlanError(f"schedule {self.name!r} is among schedules that have some among them; give those themselves")
+        if self.among and self.among[0].stages_per_rank != self.stages_per_rank:
+            wanted = self.among[0]
+            raise PlanError(
+                f"schedule {self.name!r} has {self.stages_per_rank} stages per rank, and the first of those it takes, {wanted.name!r}, has "
+                f"{wanted.stages_per_rank}; give both the same"
+            )
+
+    @property
+    def placements(self) -> tuple[Schedule, ...]:
+        """The schedules of one placement each that it may be."""
+        return self.among or (self,)
 
     def alike(self, other: Schedule) -> bool:
         """Whether both have the same stages on the same ranks."""
@@ -131,45 +161,71 @@ class Schedule:
         numbers = [number for number in range(least, rows + 1) if rows % number == 0]
         return [number for number in numbers if not (self.whole_groups and number % ranks)]
 
-    def check_microbatches(self, ranks: int, microbatches: int) -> None:
-        """Raises PlanError where they are no number, too few for it on so many ranks, or come in no whole groups."""
+    def check_microbatches(self, ranks: int, microbatches: int, rows: int | None = None) -> None:
+        """Raises PlanError where they are no number, too few for it on so many ranks, or come in no whole groups.
+
+        rows: of the batch; then what the error advises divides them.
+        """
         for number, what in ((ranks, "ranks"), (microbatches, "microbatches")):
             if not isinstance(number, int) or number < 1:
                 raise PlanError(f"schedule {self.name!r} was given {number!r} {what}; give a number from 1 on")
         least = self.least_microbatches(ranks)
         if microbatches < least:
+            advice = self._advice(ranks, least, rows)
             raise PlanError(
-                f"schedule {self.name!r} needs at least {least} microbatches on {ranks} ranks and has {microbatches}; "
-                f"give microbatches={least}, or another schedule"
+                f"schedule {self.name!r} needs at least {least} microbatches on {ranks} ranks and has {microbatches}; {advice}"
             )
         if self.whole_groups and microbatches % ranks:
-            more = microbatches + -microbatches % ranks
+            advice = self._advice(ranks, microbatches + -microbatches % ranks, rows)
             raise PlanError(
                 f"schedule {self.name!r} takes groups of {ranks} microbatches on {ranks} ranks, which do not divide {microbatches}; "
-                f"give microbatches={more}, or another schedule"
+                f"{advice}"
             )
+
+    def _advice(self, ranks: int, number: int, rows: int | None) -> str:
+        """What to do instead. number: of microbatches that it takes, whatever the batch."""
+        if rows is None:
+            return f"give microbatches={number}, or another schedule"
+        admitted = self.admitted(rows, ranks)
+        if not admitted:
+            multiple = ranks if self.whole_groups else self.least_microbatches(ranks)
+            return f"no such number divides the {rows} rows of the batch: pad it to a multiple of {multiple}, or give another schedule"
+        return f"give microbatches={' or '.join(map(str, admitted))}, which divide the {rows} rows of the batch, or another schedule"
 
     def table(self, ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
         """The checked table. Raises PlanError where there are too few microbatches, or the schedule's own table cannot be run."""
         self.check_microbatches(ranks, microbatches)
-        if costs is not None and costs.stages != self.stages(ranks):
-            wanted = self.stages(ranks)
+        counts = sorted({each.stages(ranks) for each in self.placements})
+        if costs is not None and costs.stages not in counts:
+            wanted = " or ".join(map(str, counts))
             raise PlanError(f"schedule {self.name!r} has {wanted} stages on {ranks} ranks and was given costs of {costs.stages}")
         table = self.make(ranks, microbatches, costs, cap_bytes)
         self._check(table, ranks, microbatches)
         return table
 
+    def drafted(self, ranks: int, microbatches: int, costs: StageCosts) -> ActionTable:
+        """A table to compare cuts by."""
+        if self.draft is None:
+            return self.table(ranks, microbatches, costs)
+        return self.draft(ranks, microbatches, costs, None)
+
     def _check(self, table: ActionTable, ranks: int, microbatches: int) -> None:
         if not isinstance(table, ActionTable):
             raise PlanError(f"schedule {self.name!r} made a {type(table).__name__}; its `make` returns a cf.ext.ActionTable")
+        stages = table.stages if self.among else self.stages(ranks)
         try:
-            check_table(table, self.stages(ranks), microbatches)
+            check_table(table, stages, microbatches)
         except PlanError as error:
             raise PlanError(f"schedule {self.name!r} on {ranks} ranks: {error}") from None
-        for stage, rank in table.rank_of.items():
-            wanted = self.rank_of(stage, ranks)
-            if rank != wanted:
-                raise PlanError(
-                    f"schedule {self.name!r} has stage {stage} on rank {rank}, and its placement {self.placement!r} says rank {wanted}; "
-                    "change one of them"
-                )
+        if any(each.stages(ranks) == stages and not each.misplaced(table, ranks) for each in self.among):
+            return
+        for stage, rank, wanted in self.misplaced(table, ranks):
+            raise PlanError(
+                f"schedule {self.name!r} has stage {stage} on rank {rank}, and its placement {self.placement!r} says rank {wanted}; "
+                "change one of them"
+            )
+
+    def misplaced(self, table: ActionTable, ranks: int) -> list[tuple[int, int, int]]:
+        """(stage, its rank in a table, its rank by the placement) of stages that are elsewhere."""
+        places = [(stage, rank, self.rank_of(stage, ranks)) for stage, rank in table.rank_of.items()]
+        return [place for place in places if place[1] != place[2]]

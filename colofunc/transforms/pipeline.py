@@ -30,13 +30,16 @@ from colofunc.errors import PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.constraints import Constraints
-from colofunc.planner.stages.assignment import WEIGHTS, CutProblem, Cuts, Held, cuts_at
+from colofunc.planner.stages.assignment import WEIGHTS, CutProblem, Cuts, Held, cuts_at, reading_of
 from colofunc.planner.stages.bound import Bound
+from colofunc.planner.stages.cut_search import CutSearch
 from colofunc.planner.stages.cuts import Device
 from colofunc.planner.stages.orders import Order, best_order, least_order, roomiest_first
+from colofunc.planner.stages.piece_costs import PieceCosts
 from colofunc.planner.stages.timetables import Scheduled, by_timetable
 from colofunc.program.cost import node_s
-from colofunc.program.ir import Program, computed_once
+from colofunc.program.ir import Node, Program, computed_once, kept_with
+from colofunc.program.passes.kernels import with_kernels
 from colofunc.program.passes.loop import MIXING
 from colofunc.program.pipeline_schedule import Schedule
 from colofunc.program.placing import StagesOf, placing_of
@@ -64,10 +67,11 @@ def pipeline(
     """The step with its layers on the ranks of `axis`, and its batch in `microbatches` that follow one another there.
 
     microbatches: how many, or "auto": of all divisors of the batch that the schedule admits, the one with the fastest
-    plan that fits. schedule: a name of `colofunc_schedules`, such as "gpipe", "1f1b", "zb-h1". stages: glob over names
-    of parameters -> stage (the first that matches counts); None: the forward pass is cut where its stages take equally
-    long, or, where that fits a budget with help only (values made again, copies), where the plan is fastest of a few
-    cuts from equally long to equally full. batch: the argument whose leaves are split on dim 0, by position or name
+    plan that fits. schedule: a name of `colofunc_schedules`, such as "gpipe", "1f1b", "zb-h1"; "auto": by
+    the costs of the step, also how many stages a rank has and which. stages: glob over names
+    of parameters -> stage (the first that matches counts); None: the forward pass is cut where its schedule ends
+    first, or, where that fits a budget with help only (values made again, copies), where the plan is fastest of a few
+    cuts from there to equally full ones. batch: the argument whose leaves are split on dim 0, by position or name
     (None: argument 1, or 0 if it is the only one). mixing: what to do with operators that mix samples, as under
     `cf.accumulate`: "error", or "per-microbatch" (the numbers change). Otherwise the numbers are those of one device.
     validate: when a rank looks at what other stages say of its update (the factor of clipping by the joint norm,
@@ -117,7 +121,7 @@ def _name_stages(stages: Any) -> bool:
 @attrs.frozen
 class _Asked:
     """What the pipeline was asked for. microbatches: None: that is open. ends: where the forward pass is cut (`Cuts`);
-    None: where stages take equally long. order: of each rank of the schedule, its index on the axis; None: the same."""
+    None: where the schedule ends first. order: of each rank of the schedule, its index on the axis; None: the same."""
 
     axis: str
     microbatches: int | None
@@ -146,23 +150,32 @@ class _Asked:
         )
 
     def variants(self, build: Build) -> Sequence[Variant]:
-        """Numbers of microbatches, orders of devices that differ, and behind each, under a budget or for a plan that is
-        followed, cuts; () where none of them is open."""
-        schedule, ranks = self._schedule(build), self._ranks(build.mesh)
+        """Numbers of microbatches, placements of a schedule that has several, orders of devices that differ, and behind each, under a
+        budget or for a plan that is followed, cuts; () where none of them is open."""
+        ranks, several = self._ranks(build.mesh), len(self._placements(build)) > 1
+        numbers = self.numbers(build, self._schedule(build), ranks)
+        ways: list[_Way] = []
+        for schedule in self._placements(build):
+            ways += self._ways(build, schedule, ranks, schedule.name if several else "")
+        if self.microbatches is not None and len(ways) == 1 and not ways[0].cuts_open:
+            return ()
+        # One microbatch has no schedule, so that it has no placement to be chosen.
+        return [way.variant(number) for number in numbers for way in ways if number > 1 or way.schedule is ways[0].schedule]
+
+    def _ways(self, build: Build, schedule: Schedule, ranks: int, name: str) -> list[_Way]:
+        """Of one placement, in each order of the ranks. name: what tells it from others."""
         count = schedule.stages(ranks)
         cuts_open = self.stages is None and count > 1
-        problem = self._problem(build, schedule, ranks) if cuts_open else None
+        asked = attrs.evolve(self, schedule=schedule.name)
+        problem = asked._problem(build, schedule, ranks) if cuts_open else None
         # A plan that was made under a budget is followed without one too.
         leaner = cuts_open and (build.budget_bytes is not None or bool(build.way))
-        orders = _Way(self, build, schedule, ranks, problem, leaner).orders()
-        if self.microbatches is not None and not orders and not leaner:
-            return ()
-        ways = [_Way(self, build, schedule, ranks, problem, leaner)]
-        for order in orders:
-            asked = attrs.evolve(self, order=order)
-            there = None if problem is None else problem.on(asked._devices(build, schedule, ranks))
-            ways.append(_Way(asked, build, schedule, ranks, there, leaner))
-        return [way.variant(number) for number in self.numbers(build, schedule, ranks) for way in ways]
+        ways = [_Way(asked, build, schedule, ranks, problem, leaner, name)]
+        for order in ways[0].orders():
+            ordered = attrs.evolve(asked, order=order)
+            there = None if problem is None else problem.on(ordered._devices(build, schedule, ranks))
+            ways.append(_Way(ordered, build, schedule, ranks, there, leaner, name))
+        return ways
 
     def indices(self, schedule: Schedule, ranks: int) -> list[int]:
         """Per stage, the index of the axis that has it."""
@@ -172,6 +185,7 @@ class _Asked:
     def numbers(self, build: Build, schedule: Schedule, ranks: int) -> list[int]:
         """Of microbatches."""
         if self.microbatches is not None:
+            self._admitted(build, schedule, ranks)
             return [self.microbatches]
         rows = rows_of(self.batch, build)
         numbers = schedule.admitted(rows, ranks)
@@ -187,35 +201,49 @@ class _Asked:
             )
         return numbers
 
+    def _admitted(self, build: Build, schedule: Schedule, ranks: int) -> frozenset[int]:
+        """Numbers of microbatches that the schedule takes and that divide the batch; raises PlanError where what was given is none that
+        the schedule takes. One microbatch needs no batch, where the schedule takes it."""
+        if self.number == 1 and schedule.least_microbatches(ranks) == 1 and not schedule.whole_groups:
+            return frozenset((1,))
+        rows = rows_of(self.batch, build)
+        schedule.check_microbatches(ranks, self.number, rows)
+        return frozenset(schedule.admitted(rows, ranks))
+
     def _problem(self, build: Build, schedule: Schedule, ranks: int) -> CutProblem:
         """Where the forward pass may be cut."""
-        seconds = partial(node_s, values=build.program.values, mesh=build.mesh, rule_of=build.registry.rule)
-        count = schedule.stages(ranks)
-        devices = self._devices(build, schedule, ranks)
+        count, devices = schedule.stages(ranks), self._devices(build, schedule, ranks)
+        send_s = partial(_send_s, build.mesh, self.axis)
+        return CutProblem(build.program, count, _node_s(build), send_s, devices, self.indices(schedule, ranks))
 
-        def send_s(nbytes: float) -> float:
-            return build.mesh.collective_s("send", nbytes, (self.axis,))
-
-        return CutProblem(build.program, count, seconds, send_s, devices, self.indices(schedule, ranks))
+    def fastest_cut(self, build: Build, schedule: Schedule, ranks: int, problem: CutProblem) -> tuple[Cuts, float]:
+        """Where the schedule, played by estimates, ends first, and after how many seconds."""
+        mesh = build.mesh
+        sharing, launch_s = mesh.size // ranks, mesh.topology.device.launch_s
+        kernels = partial(with_kernels, build.program, mesh, build.registry.kernels)
+        with_their_kernels = kept_with(build.program, (with_kernels, mesh), kernels)
+        costs_of = partial(PieceCosts.of, problem, with_their_kernels, _node_s(build), launch_s, sharing)
+        pieces = kept_with(build.program, (PieceCosts, tuple(problem.begins), mesh, sharing), costs_of)
+        search = CutSearch(problem, pieces, schedule, ranks, self.number, partial(_send_s, mesh, self.axis))
+        return kept_with(build.program, (CutSearch, self, mesh), search.fastest)
 
     def _devices(self, build: Build, schedule: Schedule, ranks: int) -> list[Device]:
-        """Per stage, what it has of its ranks."""
-        each = schedule.stages_per_rank
-        return [_device(build.mesh, self.axis, index, each) for index in self.indices(schedule, ranks)]
+        """Per stage, all that its rank has."""
+        return [_device(build.mesh, self.axis, index) for index in self.indices(schedule, ranks)]
 
     def constrained(self, build: Build) -> Build:
         """Parameters exist on the ranks of their stages, and every rank's rows come in equal microbatches."""
         schedule, ranks = self._schedule(build), self._ranks(build.mesh)
+        admitted = self._admitted(build, schedule, ranks)
         stages = StagesOf(self.axis, tuple(self.indices(schedule, ranks)), self._assigned(build, schedule, ranks))
         at = stages.apart(ranks)
         if self.number > 1:
-            build = equal_parts(self.number, self.batch, self.mixing, build)
+            build = equal_parts(self.number, self.batch, self.mixing, build, admitted.__contains__)
         return build.evolve(constraints=build.constraints | Constraints(at=at, stages=stages))
 
     def loops(self, build: Build) -> Build:
         """The loop over microbatches, with the schedule's timetable."""
         schedule, ranks = self._schedule(build), self._ranks(build.mesh)
-        schedule.check_microbatches(ranks, self.number)
         if self.number == 1:
             return build
         stages = {}
@@ -254,10 +282,26 @@ class _Asked:
         return mesh.axis_size(self.axis)
 
     def _schedule(self, build: Build) -> Schedule:
-        known = build.registry.schedules
+        """The one that was asked for; of one with several placements the first that can be."""
+        return self._placements(build)[0]
+
+    def _placements(self, build: Build) -> list[Schedule]:
+        """The schedules of one placement each that the model's layers, or the stages that were given, allow."""
+        known = dict(build.registry.schedules)
+        for each in build.registry.schedules.values():
+            known.update({placed.name: placed for placed in each.among if placed.name not in known})
         if not isinstance(self.schedule, str) or self.schedule not in known:
             raise PlanError(f"unknown schedule {self.schedule!r}{near(str(self.schedule), sorted(known), 'schedules')}")
-        return known[self.schedule]
+        placements, ranks = list(known[self.schedule].placements), self._ranks(build.mesh)
+        if len(placements) == 1:
+            return placements
+        counts = sorted({placed.stages(ranks) for placed in placements})
+        if self.stages is not None:
+            wanted = 1 + max(stage for _, stage in self.stages)
+            count = next((count for count in counts if count >= wanted), counts[-1])
+            return [placed for placed in placements if placed.stages(ranks) == count]
+        places = len(reading_of(build.program).places)
+        return [placed for placed in placements if placed.stages(ranks) <= max(places, counts[0])]
 
     def _assigned(self, build: Build, schedule: Schedule, ranks: int) -> dict[int, tuple[int, ...]]:
         """Position of an input -> the stages that it belongs to."""
@@ -267,7 +311,10 @@ class _Asked:
         if count == 1:
             return {}
         program = build.program
-        cuts = self._problem(build, schedule, ranks).balanced() if self.ends is None else cuts_at(program, self.ends)
+        if self.ends is not None:
+            cuts = cuts_at(program, self.ends)
+        else:
+            cuts, _ = self.fastest_cut(build, schedule, ranks, self._problem(build, schedule, ranks))
         return {position: found for position in range(len(program.inputs)) if (found := cuts.stages_of(position))}
 
     def _by_globs(self, program: Program, count: int) -> dict[int, tuple[int, ...]]:
@@ -292,7 +339,7 @@ class _Asked:
 
 @attrs.frozen(eq=False)
 class _Way:
-    """What is open, written in every way. problem: of the cuts; None: they are given."""
+    """What is open, written in every way. problem: of the cuts; None: they are given. name: of the placement, where there are several."""
 
     asked: _Asked
     build: Build
@@ -300,18 +347,25 @@ class _Way:
     ranks: int
     problem: CutProblem | None
     cuts_open: bool
+    name: str
 
     def variant(self, number: int) -> Variant:
-        """So many microbatches, cut where stages take equally long."""
-        words = f"{number} microbatches" if number > 1 else "1 microbatch"
+        """So many microbatches, cut where the schedule ends first."""
+        microbatches = f"{number} microbatches" if number > 1 else "1 microbatch"
+        words = microbatches
+        if self.name and number > 1:
+            words += f", {self.name}"
         if self.asked.order is not None:
             words += f", ranks in the order {self.asked.axis}={','.join(map(str, self.asked.order))}"
-        transform = attrs.evolve(self.asked, microbatches=number).transform(False)
+        asked = attrs.evolve(self.asked, microbatches=number)
         if self.problem is None:
-            return Variant(transform, words, lambda: self.bound.of_any_cut(number))
-        balanced = self.problem.balanced()
+            return Variant(asked.transform(False), words, lambda: self.bound.of_any_cut(number))
+        cuts, about_s = asked.fastest_cut(self.build, self.schedule, self.ranks, self.problem)
         leaner = partial(self._leaner, self.problem, number, words)
-        by_time = Variant(transform, f"{words}, cut by time", partial(self._at_least_s, balanced, number))
+        transform = attrs.evolve(asked, ends=cuts.ends).transform(False)
+        by_time = Variant(transform, f"{words}, cut by time", partial(self._at_least_s, cuts, number))
+        if self.name:
+            by_time = attrs.evolve(by_time, about=(microbatches, about_s))
         return attrs.evolve(by_time, leaner=leaner) if self.cuts_open else by_time
 
     def _leaner(self, problem: CutProblem, number: int, words: str) -> list[Variant]:
@@ -340,7 +394,7 @@ class _Way:
         if not self.build.mesh.topology.ranks or self.problem is None:
             return []
         problem, several = self.problem, self.schedule.stages_per_rank
-        devices = [_device(self.build.mesh, self.asked.axis, index, several) for index in range(self.ranks)]
+        devices = [_device(self.build.mesh, self.asked.axis, index) for index in range(self.ranks)]
         where = self.asked.indices(self.schedule, self.ranks)
         numbers = self.asked.numbers(self.build, self.schedule, self.ranks)
         middle = numbers[len(numbers) // 2]
@@ -366,11 +420,11 @@ class _Way:
         return Bound.of(
             build.program,
             on_rows(self.asked.batch, build),
-            partial(node_s, values=build.program.values, mesh=mesh, rule_of=build.registry.rule),
+            _node_s(build),
             mesh.topology.device.launch_s,
             lambda target: (target, "cuda") in kernels,
             rank_of,
-            [_device(mesh, self.asked.axis, rank, 1).speed for rank in rank_of],
+            [_device(mesh, self.asked.axis, rank).speed for rank in rank_of],
             mesh.size // self.ranks,
             self.schedule.splits_backward,
         )
@@ -386,18 +440,27 @@ def _held(schedule: Schedule, size: int, ranks: int, microbatches: int) -> Held:
     return Held(in_flight, ranks / (microbatches * size))
 
 
-def _device(mesh: Mesh, axis: str, index: int, stages: int) -> Device:
-    """What a stage has of the ranks at an index: the speed of the slowest, and its part of their memory together.
+def _device(mesh: Mesh, axis: str, index: int) -> Device:
+    """What the ranks at an index have: the speed of the slowest, and their memory together.
 
-    They hold a stage's weights together at best (ZeRO, tensor parallelism), so that a stage that does not fit in this
-    fits nowhere there.
+    They hold a stage's weights together at best (ZeRO, tensor parallelism), so that stages that do not fit in this
+    fit nowhere there.
     """
     ranks = mesh.at(**{axis: index})
     if not mesh.topology.ranks:
         return Device(1.0, inf)
     capacities = [mesh.device_bytes(rank) for rank in ranks]
-    capacity_bytes = sum(inf if each is None else each for each in capacities)
-    return Device(mesh.speed(ranks), capacity_bytes / stages)
+    return Device(mesh.speed(ranks), sum(inf if each is None else each for each in capacities))
+
+
+def _node_s(build: Build) -> Callable[[Node], float]:
+    """Seconds of a node of the global program on one device."""
+    return partial(node_s, values=build.program.values, mesh=build.mesh, rule_of=build.registry.rule)
+
+
+def _send_s(mesh: Mesh, axis: str, nbytes: float) -> float:
+    """Seconds until the next rank of the axis has so many bytes."""
+    return mesh.collective_s("send", nbytes, (axis,))
 
 
 __all__ = ["pipeline"]

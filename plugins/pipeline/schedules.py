@@ -207,7 +207,34 @@ def automatic(
     each rank goes on to the next step by itself, as with a post-validated optimizer (2401.10241, section 4).
     """
     make = partial(_fastest, stages_per_rank, placement, others, by_span)
-    return cf.ext.Schedule(name, make, stages_per_rank, placement, splits_backward=True, looks_at_costs=True)
+    draft = partial(_drafted, stages_per_rank, placement)
+    return cf.ext.Schedule(name, make, stages_per_rank, placement, splits_backward=True, looks_at_costs=True, draft=draft)
+
+
+def of_placements(name: str, among: tuple[cf.ext.Schedule, ...]) -> cf.ext.Schedule:
+    """The fastest of schedules that look at costs and have one placement each; the first of them where there are no costs to look at."""
+    first = among[0]
+    make = partial(_of_placements, among)
+    return cf.ext.Schedule(name, make, first.stages_per_rank, first.placement, splits_backward=True, looks_at_costs=True, among=among)
+
+
+def _of_placements(
+    among: tuple[cf.ext.Schedule, ...], ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None
+) -> ActionTable:
+    stages = among[0].stages(ranks) if costs is None else costs.stages
+    costs = StageCosts.uniform(stages) if costs is None else costs
+    tables = []
+    errors = []
+    for schedule in among:
+        if schedule.stages(ranks) != stages:
+            continue
+        try:
+            tables.append(schedule.table(ranks, microbatches, costs, cap_bytes))
+        except cf.PlanError as error:  # a rank has other stages there, which may keep more than the cap
+            errors.append(error)
+    if not tables:
+        raise errors[0]
+    return _fastest_of(tables, costs, cap_bytes, by_span=False)
 
 
 def _fastest(
@@ -220,15 +247,29 @@ def _fastest(
     costs: StageCosts | None = None,
     cap_bytes: float | None = None,
 ) -> ActionTable:
-    stages = ranks * stages_per_rank
-    costs = StageCosts.uniform(stages) if costs is None else costs
-    shape = cf.ext.Schedule("auto", gpipe, stages_per_rank, placement)
-    rank_of = [shape.rank_of(stage, ranks) for stage in range(stages)]
+    costs = StageCosts.uniform(ranks * stages_per_rank) if costs is None else costs
+    rank_of = _ranks_of(stages_per_rank, placement, ranks)
     tables = [schedule_list(rank_of, microbatches, costs, cap_bytes, rules) for rules in RULES]
     for other in others:
         if microbatches >= other.least_microbatches(ranks) and not (other.whole_groups and microbatches % ranks):
             tables.append(other.table(ranks, microbatches, costs, cap_bytes))
     return improve(_fastest_of(tables, costs, cap_bytes, by_span), costs, cap_bytes, by_span)
+
+
+def _drafted(
+    stages_per_rank: int, placement: str, ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None
+) -> ActionTable:
+    """The faster of two lists, which says how two cuts compare."""
+    costs = StageCosts.uniform(ranks * stages_per_rank) if costs is None else costs
+    rank_of = _ranks_of(stages_per_rank, placement, ranks)
+    tables = [schedule_list(rank_of, microbatches, costs, cap_bytes, Rules(forward_first=first)) for first in (False, True)]
+    return min(tables, key=lambda table: cf.ext.simulate(table, costs).makespan_s)
+
+
+def _ranks_of(stages_per_rank: int, placement: str, ranks: int) -> list[int]:
+    """Per stage, its rank."""
+    shape = cf.ext.Schedule("auto", gpipe, stages_per_rank, placement)
+    return [shape.rank_of(stage, ranks) for stage in range(shape.stages(ranks))]
 
 
 def _fastest_of(tables: Sequence[ActionTable], costs: StageCosts, cap_bytes: float | None, by_span: bool) -> ActionTable:
@@ -251,7 +292,7 @@ RULES = (
 
 @cf.hookimpl
 def colofunc_schedules() -> dict[str, cf.ext.Schedule]:
-    """The schedules that ship with colofunc, by name. `auto` and `auto-span` have one stage a rank, `auto-v` two in the shape of a V."""
+    """The schedules that ship with colofunc, by name. `auto` is the fastest of one stage a rank, and two in the shape of a V or in turn."""
     split = partial(cf.ext.Schedule, splits_backward=True)
     one = (
         cf.ext.Schedule("gpipe", gpipe),
@@ -259,12 +300,14 @@ def colofunc_schedules() -> dict[str, cf.ext.Schedule]:
         split("zb-h1", zero_bubble_h1),
         split("zb-h2", zero_bubble_h2),
     )
+    in_turn = (interleaved(),)
     vee = (
         split("zb-v", zero_bubble_v, 2, "v"),
         split("v-half", v_half, 2, "v"),
         split("v-min", v_min, 2, "v"),
         split("dualpipev", dual_pipe_v, 2, "v", least_per_rank=2),
     )
-    chosen = (automatic("auto", 1, "loop", one), automatic("auto-span", 1, "loop", one, by_span=True), automatic("auto-v", 2, "v", vee))
-    records = (*one, interleaved(), *vee, *chosen)
+    placed = (automatic("auto-one", 1, "loop", one), automatic("auto-v", 2, "v", vee), automatic("auto-interleaved", 2, "loop", in_turn))
+    span = automatic("auto-span", 1, "loop", one, by_span=True)
+    records = (*one, *in_turn, *vee, of_placements("auto", placed), *placed, span)
     return {record.name: record for record in records}

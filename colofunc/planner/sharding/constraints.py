@@ -7,7 +7,7 @@ no operands and one result, so one kind of test serves both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import attrs
@@ -30,6 +30,7 @@ class Constraint:
     something of these only. Where axes are decided one after another, `partly(some of them)` is the test of those that have
     been decided; without it the constraint waits for all. `room(some of them)` tests that the others will find
     room when their turn comes. `pattern`: they are one pattern of one operator, and decided together.
+    `instead`: of strategies that all other constraints accept, what to write so that this one accepts some; "" where nothing helps.
     """
 
     key: Hashable
@@ -40,6 +41,7 @@ class Constraint:
     pattern: bool = attrs.field(default=False, eq=False)
     partly: Callable[[tuple[str, ...]], Callable[[Strategy], bool]] | None = attrs.field(default=None, eq=False)
     room: Callable[[tuple[str, ...]], Callable[[Strategy], bool]] | None = attrs.field(default=None, eq=False)
+    instead: Callable[[Sequence[Strategy]], str] | None = attrs.field(default=None, eq=False)
 
     def on(self, axes: Collection[str]) -> Constraint | None:
         """What it says of `axes` alone; None: nothing yet."""
@@ -193,7 +195,8 @@ def allowed(
         kept = [strategy for strategy in left if constraint.accepts(strategy)]
         if not kept and position:
             others = "; ".join(other.says for other in on_item[:position])
-            raise PlanError(f"{constraint.says} clashes with {others}, on {_describe(program, item)}; drop one of them")
+            advice = _instead(_offered(enumerated, on_item), on_item[: position + 1])
+            raise PlanError(f"{constraint.says} clashes with {others}, on {_describe(program, item)}; {advice}drop one of them")
         if not kept:
             raise PlanError(
                 f"{constraint.says} cannot be done: {_describe(program, item)} has "
@@ -204,6 +207,19 @@ def allowed(
     if not left:
         raise PlanError(f"{_describe(program, item)} has no strategy; give it a rule or a replicated strategy")
     return tuple(left)
+
+
+def _instead(options: Sequence[Strategy], constraints: Sequence[Constraint]) -> str:
+    """What else than dropping one of some constraints that clash would do; "" where nothing is known."""
+    for constraint in constraints:
+        if constraint.instead is None:
+            continue
+        others = [other for other in constraints if other is not constraint]
+        left = [strategy for strategy in options if all(other.accepts(strategy) for other in others)]
+        advice = constraint.instead(left)
+        if advice:
+            return f"{advice}, or "
+    return ""
 
 
 def _offered(

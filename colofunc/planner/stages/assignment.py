@@ -9,16 +9,19 @@ crosses it. The cuts are those whose slowest stage, with what it receives, is th
 What depends on no weight (masks, rotary tables) crosses nothing: each stage makes it anew.
 
 Where ranks differ, the seconds of a stage are divided by the speed of its ranks, and its weights, with gradients and optimizer state,
-have to fit there. The optimum is exact for the ranks in their order: dynamic programming over (stages, pieces), as in `cuts`.
+have to fit there. The optimum is exact for the ranks in their order: dynamic programming over (stages, pieces), as in `cuts`. Where a rank
+has several stages, the sums of these count, of seconds and of bytes: all cuts are compared where they are few, else pieces go from one
+stage to another as long as that helps.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from itertools import product
-from math import inf
+from functools import cached_property, partial
+from itertools import combinations
+from math import comb, inf
 
 import attrs
 import numpy as np
@@ -26,10 +29,14 @@ import numpy as np
 from colofunc.errors import PlanError
 from colofunc.planner.stages.cuts import Device, Line
 from colofunc.program.aliases import aliases
-from colofunc.program.ir import Node, Program
+from colofunc.program.ir import Node, Program, computed_once
 
 BISECTIONS = 40
 """So often the least cap that some cut keeps to is halved."""
+MOST_CUTS = 20_000
+"""Where there are no more cuts than these, every one is looked at."""
+NEAR = 1e-9
+"""Bytes that differ by a smaller part are equal."""
 WEIGHTS = frozenset({"param", "frozen", "buffer"})
 """Roles of inputs that lie where they are read."""
 
@@ -62,9 +69,11 @@ class Held:
 class CutProblem:
     """A global program's forward pass, to be cut in so many stages.
 
-    node_s: seconds of a node on one device. send_s: seconds to hand on so many bytes. devices: of each stage, where they differ; where
-    no cut fits their memory, as without recomputation or offload, they are told apart by their speeds alone. ranks: of each stage, where a
-    rank has several. Raises PlanError where there are fewer places to cut than stages need.
+    node_s: seconds of a node on one device. send_s: seconds to hand on so many bytes. devices: of each stage, the whole of what its rank
+    has, where they differ; where no cut fits their memory, as without recomputation or offload, they are told apart by their speeds alone.
+    ranks: of each stage, where a rank has several. Raises PlanError where there are fewer places to cut than stages need.
+
+    A cut is written as the pieces that begin its stages, several as an array (cuts, stages) of these.
     """
 
     def __init__(
@@ -78,7 +87,7 @@ class CutProblem:
     ) -> None:
         self.program = program
         self.ranks = ranks or range(stages)
-        self.reading = _Reading(program)
+        self.reading = reading_of(program)
         places = self.reading.narrow_places(stages)
         if len(places) < stages:
             raise PlanError(
@@ -96,67 +105,114 @@ class CutProblem:
         """The same, on other devices."""
         other = copy(self)
         other.devices = devices
+        other.__dict__.pop("_chosen", None)
         return other
 
     def balanced(self) -> Cuts:
-        """The cuts whose slowest stage is the fastest; from there, where a rank has several stages, those whose slowest rank is faster."""
-        over = self._over_capacity()
-        chosen = self._fastest(over)
-        if not chosen:
-            over = [None] * len(self.devices)
-            chosen = self._fastest(over)
-        return self._cuts(self._evened(chosen, over) if len(set(self.ranks)) < len(self.devices) else chosen)
+        """The cuts whose slowest stage is the fastest; where a rank has several stages, those whose slowest rank is."""
+        return self.cuts(self.balanced_begins())
+
+    def balanced_begins(self) -> list[int]:
+        """The pieces that begin the stages of `balanced`."""
+        return self._chosen[0]
 
     def slowest_rank_s(self) -> float:
         """Seconds of the slowest rank's stages by `balanced`."""
-        return max(self._seconds_of_ranks(self.balanced().seconds).values())
+        return float(self._rank_seconds(np.array([self.balanced_begins()])).max())
 
-    def _evened(self, chosen: Sequence[int], over: Sequence[np.ndarray | None]) -> list[int]:
-        """A piece goes from a stage of the slowest rank to one of another, and all cuts in between by one piece, as long as that helps."""
-        best, best_s = list(chosen), self._by_rank_s(chosen)
+    def may_be(self, cuts: np.ndarray) -> np.ndarray:
+        """(cuts,) whether each stage has a piece, and each rank room for what it has, where any cut leaves room."""
+        _, fits = self._chosen
+        return self._have_pieces(cuts) & (self._over_bytes(cuts) <= 0.0 if fits else True)
+
+    def near(self, begins: Sequence[int]) -> np.ndarray:
+        """(cuts, stages) every way for a stage to have a piece less and another one more; all cuts in between move by one piece."""
+        ways = [np.array(begins)]
+        for giver in range(len(begins)):
+            for taker in range(len(begins)):
+                moved = np.array(begins)
+                if giver < taker:
+                    moved[giver + 1 : taker + 1] -= 1
+                else:
+                    moved[taker + 1 : giver + 1] += 1
+                ways.append(moved)
+        cuts = np.unique(np.array(ways), axis=0)
+        return np.asarray(cuts[self._have_pieces(cuts)])
+
+    def every(self) -> np.ndarray | None:
+        """(cuts, stages) all cuts; None where these are more than `MOST_CUTS`."""
+        stages, pieces = len(self.devices), self.line.pieces
+        if comb(pieces - 1, stages - 1) > MOST_CUTS:
+            return None
+        return np.array([(0, *rest) for rest in combinations(range(1, pieces), stages - 1)])
+
+    @cached_property
+    def _chosen(self) -> tuple[list[int], bool]:
+        """The balanced cut, and whether it leaves room on every rank."""
+        roomy: list[np.ndarray | None] = [None] * len(self.devices)
+        fitting = self._fastest(self._over_capacity())
+        if not self._several:
+            return (fitting, True) if fitting else (self._fastest(roomy), False)
+        chosen = self._least(fitting or self._fastest(roomy), [self._over_bytes, self._by_rank_s])
+        if self._over_bytes(np.array([chosen]))[0] <= 0.0:
+            return chosen, True
+        return self._least(self._fastest(roomy), [self._by_rank_s]), False
+
+    @property
+    def _several(self) -> bool:
+        """Whether a rank has several stages."""
+        return len(set(self.ranks)) < len(self.devices)
+
+    def _least(self, begins: list[int], order: Sequence[Callable[[np.ndarray], np.ndarray]]) -> list[int]:
+        """Of all cuts, or of those that moves from the given one lead to, the least by some figures, the first of which counts most."""
+        every = self.every()
+        if every is not None:
+            return self._least_of(every, order)
+        best = begins
         while True:
-            ways = [way for way in self._given_away(best) if self._may_be(way, over)]
-            fastest = min(ways, key=self._by_rank_s, default=best)
-            if self._by_rank_s(fastest) >= best_s:
+            found = self._least_of(np.vstack([[best], self.near(best)]), order)
+            if found == best:
                 return best
-            best, best_s = fastest, self._by_rank_s(fastest)
+            best = found
 
-    def _given_away(self, chosen: Sequence[int]) -> Iterator[list[int]]:
-        """Every way for the slowest rank to have a piece less."""
-        of_ranks = self._seconds_of_ranks(self._stage_seconds(chosen))
-        slowest = max(of_ranks, key=lambda rank: of_ranks[rank])
-        givers = [stage for stage, rank in enumerate(self.ranks) if rank == slowest]
-        takers = [stage for stage, rank in enumerate(self.ranks) if rank != slowest]
-        for giver, taker in product(givers, takers):
-            first, last, by = (giver + 1, taker, -1) if giver < taker else (taker + 1, giver, 1)
-            yield [begin + by if first <= stage <= last else begin for stage, begin in enumerate(chosen)]
+    def _least_of(self, cuts: np.ndarray, order: Sequence[Callable[[np.ndarray], np.ndarray]]) -> list[int]:
+        """Of equals the first."""
+        columns = [column for figures in order for column in np.atleast_2d(figures(cuts).T)]
+        return [int(begin) for begin in cuts[np.lexsort(columns[::-1])[0]]]
 
-    def _may_be(self, chosen: Sequence[int], over: Sequence[np.ndarray | None]) -> bool:
-        """Whether each stage has a piece, and room for what it has."""
-        ends = (*chosen[1:], self.line.pieces)
-        if any(begin >= end for begin, end in zip(chosen, ends, strict=True)):
-            return False
-        return all(too_much is None or not too_much[begin, end] for begin, end, too_much in zip(chosen, ends, over, strict=True))
+    def _have_pieces(self, cuts: np.ndarray) -> np.ndarray:
+        """(cuts,) whether each stage has a piece."""
+        return np.asarray((np.diff(cuts, axis=1, append=self.line.pieces) > 0).all(axis=1))
 
-    def _by_rank_s(self, chosen: Sequence[int]) -> list[float]:
-        """Seconds of each rank's stages together, the slowest rank first; then of the slowest stage."""
-        seconds = self._stage_seconds(chosen)
-        of_ranks = self._seconds_of_ranks(seconds)
-        return [*(round(one, 15) for one in sorted(of_ranks.values(), reverse=True)), max(seconds)]
+    def _over_bytes(self, cuts: np.ndarray) -> np.ndarray:
+        """(cuts,) bytes that do not fit on the ranks."""
+        kept = self._of_ranks(self.line.kept[self._ends(cuts)] - self.line.kept[cuts])
+        rooms = np.array([self.devices[self.ranks.index(rank)].capacity_bytes for rank in dict.fromkeys(self.ranks)])
+        return np.asarray(np.maximum(kept - rooms, 0.0).sum(axis=1))
 
-    def _stage_seconds(self, chosen: Sequence[int]) -> list[float]:
-        ends = (*chosen[1:], self.line.pieces)
+    def _by_rank_s(self, cuts: np.ndarray) -> np.ndarray:
+        """(cuts, ranks + 1) seconds of each rank's stages together, the slowest rank first; then of the slowest stage."""
+        seconds = self._stage_seconds(cuts)
+        of_ranks = -np.sort(-self._of_ranks(seconds), axis=1)
+        return np.hstack([np.round(of_ranks, 15), seconds.max(axis=1, keepdims=True)])
+
+    def _rank_seconds(self, cuts: np.ndarray) -> np.ndarray:
+        return self._of_ranks(self._stage_seconds(cuts))
+
+    def _stage_seconds(self, cuts: np.ndarray) -> np.ndarray:
+        """(cuts, stages) forward, with what a stage receives."""
+        speeds = np.array([device.speed for device in self.devices])
         until, received_s = self.line.until, self.line.received_s
-        return [
-            float((until[end] - until[begin]) / device.speed + received_s[begin])
-            for begin, end, device in zip(chosen, ends, self.devices, strict=True)
-        ]
+        return np.asarray((until[self._ends(cuts)] - until[cuts]) / speeds + received_s[cuts])
 
-    def _seconds_of_ranks(self, seconds: Sequence[float]) -> dict[int, float]:
-        of_ranks: dict[int, float] = {}
-        for rank, each in zip(self.ranks, seconds, strict=True):
-            of_ranks[rank] = of_ranks.get(rank, 0.0) + each
-        return of_ranks
+    def _ends(self, cuts: np.ndarray) -> np.ndarray:
+        return np.hstack([cuts[:, 1:], np.full((len(cuts), 1), self.line.pieces)])
+
+    def _of_ranks(self, figures: np.ndarray) -> np.ndarray:
+        """(cuts, ranks) sums over the stages of each rank."""
+        ranks = list(dict.fromkeys(self.ranks))
+        has = np.array([[stage_rank == rank for rank in ranks] for stage_rank in self.ranks], dtype=float)
+        return np.asarray(figures @ has)
 
     def leaner(self, held: Held, levels: int) -> list[Cuts]:
         """The cuts whose fullest stage holds least, then faster ones that hold more, up to `balanced`, which is left out.
@@ -165,8 +221,20 @@ class CutProblem:
         backward reads. Where recomputation or offload help this is an estimate, as is the part of a rank where other axes split layers.
         """
         needs = self._needs(held)
-        balanced = self.balanced()
+        balanced = self.balanced_begins()
         most = self._peak(balanced, needs)
+        lean = self._leanest(needs, most)
+        least = self._peak(lean, needs)
+        found: list[list[int]] = []
+        for level in range(levels):
+            cap_bytes = least + (most - least) * level / levels
+            chosen = lean if level == 0 and self._several else self._within(cap_bytes, needs, lean)
+            if chosen != balanced and chosen not in found:
+                found.append(chosen)
+        return [self.cuts(chosen) for chosen in found]
+
+    def _leanest(self, needs: Sequence[np.ndarray], most: float) -> list[int]:
+        """The cut whose fullest rank holds least. most: bytes that some cut keeps to."""
         low, high = 0.0, most
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
@@ -174,14 +242,18 @@ class CutProblem:
                 high = middle
             else:
                 low = middle
-        found: list[Cuts] = []
-        for level in range(levels):
-            cap_bytes = high + (most - high) * level / levels
-            chosen = self._fastest([need > cap_bytes for need in needs])
-            cuts = self._cuts(chosen)
-            if cuts.ends != balanced.ends and all(cuts.ends != other.ends for other in found):
-                found.append(cuts)
-        return found
+        lean = self._fastest([need > high for need in needs])
+        return self._least(lean, [partial(self._peaks, needs), self._by_rank_s]) if self._several else lean
+
+    def _within(self, cap_bytes: float, needs: Sequence[np.ndarray], lean: list[int]) -> list[int]:
+        """The fastest cut whose fullest rank holds no more; from the leanest on, where a rank has several stages."""
+        if not self._several:
+            return self._fastest([need > cap_bytes * (1 + NEAR) for need in needs])
+
+        def over_bytes(cuts: np.ndarray) -> np.ndarray:
+            return np.maximum(self._peaks(needs, cuts) - cap_bytes * (1 + NEAR), 0.0)
+
+        return self._least(lean, [over_bytes, self._by_rank_s])
 
     def _needs(self, held: Held) -> list[np.ndarray]:
         """Of each stage [i, j]: bytes where it has the pieces i..j-1, in parts of its device's memory where devices differ."""
@@ -196,10 +268,15 @@ class CutProblem:
             needs.append((kept + in_flight * held.part * activations) * scale)
         return needs
 
-    def _peak(self, cuts: Cuts, needs: Sequence[np.ndarray]) -> float:
-        firsts = [0, *cuts.ends[:-1]]
-        pieces = [*(self.begins.index(first) for first in firsts), len(self.begins)]
-        return max(float(need[pieces[k], pieces[k + 1]]) for k, need in enumerate(needs))
+    def _peak(self, begins: Sequence[int], needs: Sequence[np.ndarray]) -> float:
+        """Bytes of the fullest rank."""
+        return float(self._peaks(needs, np.array([begins]))[0])
+
+    def _peaks(self, needs: Sequence[np.ndarray], cuts: np.ndarray) -> np.ndarray:
+        """(cuts,) bytes of the fullest rank."""
+        ends = self._ends(cuts)
+        of_stages = np.stack([need[cuts[:, k], ends[:, k]] for k, need in enumerate(needs)], axis=1)
+        return np.asarray(self._of_ranks(of_stages).max(axis=1))
 
     def _over_capacity(self) -> list[np.ndarray | None]:
         return [self.line.over(device.capacity_bytes) for device in self.devices]
@@ -208,14 +285,22 @@ class CutProblem:
         speeds = [device.speed for device in self.devices]
         return self.line.in_order(over, speeds)[0]
 
-    def _cuts(self, chosen: Sequence[int]) -> Cuts:
-        ends = (*(self.begins[k] for k in chosen[1:]), len(self.program.nodes))
-        return Cuts(ends, tuple(self._stage_seconds(chosen)), self.reading.uses)
+    def cuts(self, begins: Sequence[int]) -> Cuts:
+        """The cut whose stages begin with these pieces."""
+        ends = (*(self.begins[k] for k in begins[1:]), len(self.program.nodes))
+        seconds = self._stage_seconds(np.array([begins]))[0]
+        return Cuts(ends, tuple(float(each) for each in seconds), self.reading.uses)
 
 
 def cuts_at(program: Program, ends: tuple[int, ...]) -> Cuts:
     """Cuts that are known by where they are; nobody has timed them."""
-    return Cuts(ends, (), _Reading(program).uses)
+    return Cuts(ends, (), reading_of(program).uses)
+
+
+@computed_once
+def reading_of(program: Program) -> Reading:
+    """What the forward pass of a program reads."""
+    return Reading(program)
 
 
 def _forward_pass(program: Program) -> frozenset[int]:
@@ -245,7 +330,7 @@ def _forward_pass(program: Program) -> frozenset[int]:
     return frozenset(found)
 
 
-class _Reading:
+class Reading:
     """What the forward pass reads. `forward`: positions of its nodes. `places`: of those that are the first to read some weight."""
 
     def __init__(self, program: Program) -> None:

@@ -15,6 +15,7 @@ work, in parts of the span.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -135,6 +136,54 @@ def simulate(table: ActionTable, costs: StageCosts) -> Simulated:
         if sent_s is not None:
             wire_free_s[rank] = arrives_s[action] = max(wire_free_s[rank], end_s) + sent_s
     return Simulated(costs, tuple(map(tuple, rows)))
+
+
+class Player:
+    """A table to be played for many costs, of which only the end is asked."""
+
+    def __init__(self, table: ActionTable) -> None:
+        self.ranks, self.stages = table.ranks, table.stages
+        self._steps: list[tuple[int, str, int, int, int]] = []  # rank, kind, stage, what it needs of another rank or -1, its send or -1
+        number: dict[Action, int] = {}
+        for rank, action in linear_order(table):
+            needed = [number[need] for need in table.needs(action) if table.rank_of[need.stage] != rank]
+            self._steps.append((rank, action.kind, action.stage, needed[0] if needed else -1, self._send(action, table)))
+            number[action] = len(number)
+
+    @property
+    def actions(self) -> int:
+        """How many there are."""
+        return len(self._steps)
+
+    def _send(self, action: Action, table: ActionTable) -> int:
+        """The place of its seconds in `send_s` and, behind those, `send_back_s`."""
+        if action.kind == "W":
+            return -1
+        pair, reader = (action.stage, action.stage + 1) if action.kind == "F" else (action.stage - 1, action.stage - 1)
+        if not 0 <= reader < self.stages or table.rank_of[reader] == table.rank_of[action.stage]:
+            return -1
+        return pair if action.kind == "F" else self.stages - 1 + pair
+
+    def end_s(self, costs: StageCosts, behind_s: Sequence[float] | None = None) -> float:
+        """When the last rank ends: `simulate(table, costs).makespan_s` where nothing comes behind its row.
+
+        behind_s: per rank, seconds of what does.
+        """
+        backward_s = [inputs + weights for inputs, weights in zip(costs.input_s, costs.weight_s, strict=True)]
+        seconds = {"F": costs.forward_s, "I": costs.input_s, "W": costs.weight_s, "B": backward_s}
+        sends_s = (*costs.send_s, *costs.send_back_s)
+        free_s, wire_free_s = [0.0] * self.ranks, [0.0] * self.ranks
+        arrives_s = [0.0] * len(self._steps)
+        for k, (rank, kind, stage, need, send) in enumerate(self._steps):
+            start_s = free_s[rank]
+            if need >= 0 and arrives_s[need] > start_s:
+                start_s = arrives_s[need]
+            end_s = free_s[rank] = start_s + seconds[kind][stage]
+            if send >= 0:
+                arrives_s[k] = wire_free_s[rank] = max(wire_free_s[rank], end_s) + sends_s[send]
+        if behind_s is None:
+            return max(free_s)
+        return max(end_s + more_s for end_s, more_s in zip(free_s, behind_s, strict=True))
 
 
 def _sent_s(action: Action, table: ActionTable, costs: StageCosts) -> float | None:

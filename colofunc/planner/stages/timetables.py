@@ -25,7 +25,7 @@ from colofunc.program.places import SEND
 from colofunc.program.stage_costs import one_trip, stage_costs
 
 
-def _in_parts(table: ActionTable) -> ActionTable:
+def in_parts(table: ActionTable) -> ActionTable:
     """A table that has I and W somewhere has them everywhere: a whole backward is one behind the other."""
     if not any(action.kind == "W" for action in table.actions):
         return table
@@ -39,7 +39,7 @@ def _in_parts(table: ActionTable) -> ActionTable:
     return ActionTable(tuple(rows))
 
 
-def _forward_only(table: ActionTable) -> ActionTable:
+def forward_only(table: ActionTable) -> ActionTable:
     """What is left of a schedule where nothing is differentiated."""
     return ActionTable(tuple(tuple(action for action in row if action.kind == "F") for row in table.rows))
 
@@ -85,7 +85,7 @@ class Scheduled:
         return self._of(self.schedule.table(ranks, self.microbatches, costs, cap_bytes))
 
     def _of(self, table: ActionTable) -> Timetable:
-        table = _at(self.indices, _in_parts(table) if self.backward else _forward_only(table))
+        table = _at(self.indices, in_parts(table) if self.backward else forward_only(table))
         return Timetable(self.axis, table, self.stages, schedule=self.schedule.name, validate_late=self.validate_late)
 
 
