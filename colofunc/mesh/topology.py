@@ -24,6 +24,7 @@ from colofunc import owned, untrusted
 from colofunc.errors import TopologyError, near
 from colofunc.mesh.curves import AttentionRate, WorkRate, attention_flops_per_s
 from colofunc.mesh.sizes import size_text
+from colofunc.mesh.software import Software, software
 
 FORMAT_VERSION = 1
 MARK = "colofunc_topology"
@@ -170,7 +171,7 @@ class Topology:
 
     host_bytes_per_s: what an elementwise kernel on the host (an update) reads and writes, all devices of a node together.
     reserved_bytes: of each device's memory, what no plan may use: the driver's context, buffers of collectives, workspaces of libraries.
-    ranks: the devices that are not as `device` says; see `with_rank`.
+    ranks: the devices that are not as `device` says; see `with_rank`. software: see `with_software`.
     """
 
     name: str
@@ -183,6 +184,7 @@ class Topology:
     host_bytes_per_s: float = attrs.field(default=100e9, validator=_positive, converter=float)
     reserved_bytes: int = attrs.field(default=0, validator=_not_negative)
     ranks: tuple[RankDevice, ...] = ()
+    software: Software = Software()
 
     def __attrs_post_init__(self) -> None:
         size: int | None = 1
@@ -225,6 +227,19 @@ class Topology:
         """
         others = tuple(device for device in self.ranks if device.rank != rank)
         return attrs.evolve(self, ranks=(*others, RankDevice(rank, speed, capacity_bytes)))
+
+    def with_software(self, attention: str = "", collectives: Mapping[str, str] | None = None, fused: bool = False) -> Topology:
+        """The same machine, on which other software runs the step: what a plan for it says is to be compared with that software's runs.
+
+        attention: the kernel by whose rates attention counts, of those that the device's file has ("flash", "cudnn", "triton", "flash3");
+        "" for the quickest of torch's. collectives: mesh axis -> "early" (as here), "waits" or "chunks", see `colofunc.mesh.software`.
+        fused: it has kernels by hand for what stands between products; what is compiled is `step.on("compiled")`. Plans only: a step that runs uses its own kernels. Raises TopologyError for a kernel without rates, or a way that there is not.
+        """
+        known = dict.fromkeys(one.kernel for one in self.device.attention)
+        if attention and attention not in known:
+            there = f"; it has rates of {', '.join(known)}" if known else "; it has rates of no kernel: plan for one that was measured"
+            raise TopologyError(f"device {self.device.name!r} has no attention by {attention!r}{near(attention, known)}{there}")
+        return attrs.evolve(self, software=software(attention, collectives or {}, fused))
 
     def rank(self, rank: int) -> RankDevice:
         """What is known of the device of a rank."""
@@ -298,6 +313,8 @@ class Topology:
                 del data["device"][name]
         if not self.ranks:
             del data["ranks"]
+        if self.software == Software():
+            del data["software"]
         return data
 
     @staticmethod

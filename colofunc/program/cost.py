@@ -121,7 +121,7 @@ def program_cost(program: Program, mesh: Mesh, rule_of: RuleOf) -> CostReport:
             key = (kind, ",".join(axes))
             nbytes[key] += wire_bytes(kind, full, n)
             calls[key] += 1
-            communication_s += _wired_s(node, mesh, kind, axes, full)
+            communication_s += _wired_s(node, mesh, kind, axes, full) if node.kernel is None else node.kernel.seconds
             continue
         work, moved, dtype = node_work(node, program.values, rule_of)
         flops += work
@@ -138,14 +138,14 @@ def node_s(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf)
     if node.loop is not None:
         inner = program_cost(node.loop.body, mesh, rule_of)
         return inner.seconds * node.loop.trips
+    if node.kernel is not None:
+        return node.kernel.seconds
     sort = _sort_of(node.target)
     if sort == WIRED:
         collective = collective_of(node, values)
         assert collective is not None, "an operator that is wired has a collective"
         kind, axes, _, full = collective
         return _wired_s(node, mesh, kind, axes, full)
-    if node.kernel is not None:
-        return node.kernel.seconds
     if sort != WORK:
         return mesh.view_s if sort == VIEW else 0.0
     known, key = _seconds_known(mesh, rule_of), _key_of(node, values)

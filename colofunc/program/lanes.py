@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import attrs
 
 from colofunc.mesh import Mesh
+from colofunc.mesh.software import WAITS
 from colofunc.program.actions import Action, linear_order
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.facts import COPIES, WIRE, kind_of, written
@@ -233,6 +234,7 @@ class _Player:
         self.launch_s, self.view_s = device.host_launch_s, device.host_view_s
         self.contention, self.wired_s = device.contention, 0.0  # until when collectives run, beside which kernels take longer
         self.starts: list[float] = []
+        self.waits = mesh.topology.software.axes(WAITS)  # axes whose collectives hold the device up, also where they are started early
 
     def play(self) -> Lanes:
         for node in self.program.nodes:
@@ -323,6 +325,8 @@ class _Player:
             for engine in engines:
                 self.free[engine] = begin + seconds
         apart = lane == "host" or (kind is not None and kind[1])
+        if self.waits and lane == "collectives" and self.waits.issuperset(node.args[1]):
+            apart = False
         if apart or lane in COPY_LANES:
             self._made(node, begin + seconds)
         if self.contention and lane == "collectives" and begin + seconds > self.wired_s:
