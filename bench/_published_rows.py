@@ -43,7 +43,7 @@ Attention = Literal["flash", "triton", "cudnn"]
 Fused = Literal["", "compiled", "by hand"]
 """What is fused between products: nothing, what torch compiles, what Megatron, NeMo, Lit-GPT and llm.c have kernels for by hand."""
 Collectives = Literal["early", "waits", "chunks"]
-"""How collectives of tensor parallelism run, see `colofunc.mesh.software`."""
+"""How collectives of tensor parallelism run, see `colofunc.mesh.software`: in T, TH and K, which have torch's DTensor, each is waited for."""
 
 
 @attrs.frozen
@@ -159,7 +159,7 @@ _TITAN_CARD = "8xh100-96g"
 RUNS: tuple[Run, ...] = (
     _titan("T1", L8, _TITAN_CARD, {"dp": 8}, 16, 5762, 8, again="operators", fused="", peak_gib=82.4),
     _titan("T2", L8, _TITAN_CARD, {"dp": 8}, 16, 6667, 8, again="operators", peak_gib=77.0),
-    _titan("T25", L8, _TITAN_CARD, {"dp": 8, "tp": 8}, 96, 4378, 64, again="operators"),
+    _titan("T25", L8, _TITAN_CARD, {"dp": 8, "tp": 8}, 96, 4378, 64, again="operators", collectives="waits"),
     _titan("T33", L8, "8xa100-80g", {"dp": 64}, 64, 2904, 64, again="layers", fused=""),
     _titan("T34", L8, "8xa100-80g", {"dp": 64}, 64, 2973, 64, again="operators", fused=""),
     _titan("T35", L70, "8xa100-80g", {"dp": 64}, 64, 331, 64, again="full", fused=""),
@@ -239,7 +239,7 @@ HELD_OUT: tuple[Run, ...] = (
     _held("TA3", LLAMA2_13, "8xa100-80g", {"dp": 64}, 4096, 2, 1904, again="operators", **_EAGER),
     _held("TA4", LLAMA2_70, "8xa100-80g", {"dp": 64}, 4096, 1, 355, again="operators", **_EAGER),
     _held("TA5", LLAMA2_70, "8xa100-80g", {"dp": 64}, 4096, 2, 353, again="full", **_EAGER),
-    _held("TH1", L405, _TITAN_CARD, {"dp": 16, "tp": 8}, 8192, 2, 109, again="full", **_EAGER),
+    _held("TH1", L405, _TITAN_CARD, {"dp": 16, "tp": 8}, 8192, 2, 109, again="full", collectives="waits", **_EAGER),
     _held("I1", LLAMA2_7, "8xa100-80g", {"dpo": 16, "dp": 8}, 4096, 2, 3760, uplink_gb_s=50, **_IBM),
     _held("I2", LLAMA2_13, "8xa100-80g", {"dpo": 16, "dp": 8}, 4096, 1, 1700, uplink_gb_s=50, **_IBM),
     _held("I3", CODE_LLAMA_34, "8xa100-80g", {"dp": 128}, 4096, 8, 772, again="full", uplink_gb_s=50, **_IBM),

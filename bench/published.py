@@ -117,6 +117,7 @@ def variants(run: Run) -> dict[str, Topology]:
     rates = tuple(Rate(r.dtype, r.flops_per_s / curves.sustained.share) for r in device.rates)
     return {
         "sustained": attrs.evolve(topology, device=attrs.evolve(device, rates=rates)),
+        "tiles": attrs.evolve(topology, device=attrs.evolve(device, tiles=None)),
         "attention": attrs.evolve(topology, device=attrs.evolve(device, attention=())),
         "memory": attrs.evolve(topology, device=attrs.evolve(device, memory_bytes_per_s=sheet.device.memory_bytes_per_s)),
         "links": attrs.evolve(topology, levels=sheet.levels),

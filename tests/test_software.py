@@ -17,7 +17,7 @@ from bench._published_steps import machine, module_of, planned
 from colofunc.compiler.lowered import Lowered
 from colofunc.errors import PlanError, TopologyError
 from colofunc.mesh.curves import attention_flops_per_s, curves_of
-from colofunc.program import chunks
+from colofunc.program import beside_products
 from colofunc.program.ir import Program
 
 ATTAINED = cf.Mesh(topology="8xh100:attainable").topology
@@ -31,9 +31,9 @@ GATHER = [
 
 def chunked_s(monkeypatch: pytest.MonkeyPatch, made: Program, **taken_s: float) -> list[float | None]:
     """What the pass writes to each node, where operators take so long."""
-    monkeypatch.setattr(chunks, "node_s", lambda node, values, mesh, rule_of: taken_s[node.target.split(".")[1]])
+    monkeypatch.setattr(beside_products, "node_s", lambda node, values, mesh, rule_of: taken_s[node.target.split(".")[1]])
     mesh = cf.Mesh(dp=2, tp=4, topology=ATTAINED.with_software(collectives={"tp": "chunks"}))
-    found = chunks.in_chunks(made, mesh, lambda call: None)
+    found = beside_products.in_chunks(made, mesh, lambda call: None)
     return [None if node.kernel is None else node.kernel.seconds for node in found.nodes]
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from colofunc.executors.segments import pieces
 from colofunc.mesh import Mesh
 from colofunc.ops.kernels import Planned
-from colofunc.program.chunks import in_chunks
+from colofunc.program.beside_products import in_chunks
 from colofunc.program.cost import RuleOf, node_work
 from colofunc.program.editor import Editor
 from colofunc.program.facts import is_product, written

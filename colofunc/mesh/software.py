@@ -15,7 +15,7 @@ Note [How collectives run]. Of the axes that are named:
 - "waits": the device waits for each where it stands, as in tensor parallelism by torch's DTensor, which reads what a collective gives at once.
 - "chunks": gathers whose result a product reads, and reduce-scatters of what a product makes, are cut in as many pieces as there are ranks,
   each of which runs beside the product of another: Transformer Engine's user buffers, torch's asynchronous tensor parallelism (the idea:
-  arXiv 2105.05720, section 3). What is waited for: `colofunc.program.chunks`.
+  arXiv 2105.05720, section 3). What is waited for: `colofunc.program.beside_products`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import attrs
 
 from colofunc import owned, untrusted
 from colofunc.errors import TopologyError, near
-from colofunc.mesh.curves import AttentionRate, WorkRate, attention_flops_per_s
+from colofunc.mesh.curves import AttentionRate, Tiles, WorkRate, attention_flops_per_s
 from colofunc.mesh.sizes import size_text
 from colofunc.mesh.software import Software, software
 
@@ -33,7 +33,8 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 TIERS = ("device", "host", "disk")
 
 _NOT_IN_OLDER_FILES = (
-    ("attention", ()), ("sustained", 1.0), ("work", ()), ("host_launch_s", 0.0), ("host_view_s", 0.0), ("contention", 0.0)
+    ("attention", ()), ("sustained", 1.0), ("work", ()), ("host_launch_s", 0.0), ("host_view_s", 0.0), ("contention", 0.0),
+    ("tiles", None),
 )  # fmt: skip
 """Fields of a device, and what they are where a file has none."""
 
@@ -81,7 +82,8 @@ class Device:
     sustained: `rates` are this part of what single products reach, because that much is left where whole steps of them run.
     attention, work: rates of kernels by size, where they are known. host_launch_s, host_view_s: in which the host hands out a kernel, and
     makes a view; 0 where that is not known. contention: by how much longer an operator takes while a collective runs beside it, 0.2 for a
-    fifth; 0 where the clock is not to count that (`program.lanes`, Note [Contention with compute]).
+    fifth; 0 where the clock is not to count that (`program.lanes`, Note [Contention with compute]). tiles: by which the rate of a product goes
+    by its sizes (`mesh.curves`, Note [Products]); None where all have the same.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Device:
     host_launch_s: float = attrs.field(default=0.0, validator=_not_negative, converter=float)
     host_view_s: float = attrs.field(default=0.0, validator=_not_negative, converter=float)
     contention: float = attrs.field(default=0.0, validator=_not_negative, converter=float)
+    tiles: Tiles | None = None
 
     @cached_property
     def flops_per_s(self) -> Mapping[str, float]:
