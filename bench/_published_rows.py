@@ -38,12 +38,13 @@ Again = Literal["none", "full", "operators", "layers"]
 """What forward makes again for backward: nothing · all but the inputs of layers · every second product · all of every second layer."""
 
 Attention = Literal["flash", "triton", "cudnn"]
-"""Kernels of attention, by the names in the devices' files. flash: FlashAttention-2, which torch has · triton: FlashAttention as llm-foundry's
-`attn_impl: triton` · cudnn: that of Transformer Engine and llm.c on sm_90."""
+"""Kernels of attention, by the names in the devices' files. flash: FlashAttention-2, which torch has · triton: FlashAttention
+as llm-foundry's `attn_impl: triton` · cudnn: that of Transformer Engine and llm.c on sm_90."""
 Fused = Literal["", "compiled", "by hand"]
 """What is fused between products: nothing, what torch compiles, what Megatron, NeMo, Lit-GPT and llm.c have kernels for by hand."""
 Collectives = Literal["early", "waits", "chunks"]
-"""How collectives of tensor parallelism run, see `colofunc.mesh.software`: in T, TH and K, which have torch's DTensor, each is waited for."""
+"""How collectives of tensor parallelism run, see `colofunc.mesh.software`. In T, TH, K and KF, which have torch's DTensor, each is waited
+for."""
 
 
 @attrs.frozen
@@ -66,8 +67,9 @@ class Run:
     """One published run. `sequences`: of a step, all ranks; `microbatches`: one after another. `zero`: stage over dp, 0 for none.
 
     `measured_s`: of a step. `masters`: float32 copies of parameters. `attention`: the kernel that the run used. `collectives`: how those of
-    tensor parallelism run. `apart`: whether each product has the gradient of its input reduced and scattered by itself. `uplink_gb_s`: GB/s of the one link that a box has to others, where that is not the usual one. `sums`: what gradients are summed in
-    between ranks, where there are masters. `unknown`: what of the configuration had to be assumed.
+    tensor parallelism run. `apart`: whether each product has the gradient of its input reduced and scattered by itself. `uplink_gb_s`:
+    GB/s of the one link that a box has to others, where that is not the usual one. `sums`: what gradients are summed in between ranks,
+    where there are masters. `unknown`: what of the configuration had to be assumed.
     """
 
     id: str
@@ -305,7 +307,8 @@ def _mosaic_a100(
 
 def _llm_c(id: str, layers: int, hidden: int, heads: int, each: int, seconds: float) -> Run:
     """524,288 tokens a step."""
-    return Run(id, "CA", _opt(layers, hidden, heads, 50304), "8xa100-80g", {"dp": 8}, 1024, 512, seconds, 64 // each, zero=1, fused="by hand")
+    model, times = _opt(layers, hidden, heads, 50304), 64 // each
+    return Run(id, "CA", model, "8xa100-80g", {"dp": 8}, 1024, 512, seconds, times, zero=1, fused="by hand")
 
 
 FURTHER: tuple[Run, ...] = (

@@ -82,8 +82,8 @@ class Device:
     sustained: `rates` are this part of what single products reach, because that much is left where whole steps of them run.
     attention, work: rates of kernels by size, where they are known. host_launch_s, host_view_s: in which the host hands out a kernel, and
     makes a view; 0 where that is not known. contention: by how much longer an operator takes while a collective runs beside it, 0.2 for a
-    fifth; 0 where the clock is not to count that (`program.lanes`, Note [Contention with compute]). tiles: by which the rate of a product goes
-    by its sizes (`mesh.curves`, Note [Products]); None where all have the same.
+    fifth; 0 where the clock is not to count that (`program.lanes`, Note [Contention with compute]). tiles: by which the rate of a product
+    goes by its sizes (`mesh.curves`, Note [Products]); None where all have the same.
     """
 
     name: str
@@ -187,7 +187,7 @@ class Topology:
     host_bytes_per_s: float = attrs.field(default=100e9, validator=_positive, converter=float)
     reserved_bytes: int = attrs.field(default=0, validator=_not_negative)
     ranks: tuple[RankDevice, ...] = ()
-    software: Software = Software()
+    software: Software = attrs.field(factory=Software)
 
     def __attrs_post_init__(self) -> None:
         size: int | None = 1
@@ -236,7 +236,9 @@ class Topology:
 
         attention: the kernel by whose rates attention counts, of those that the device's file has ("flash", "cudnn", "triton", "flash3");
         "" for the quickest of torch's. collectives: mesh axis -> "early" (as here), "waits" or "chunks", see `colofunc.mesh.software`.
-        fused: it has kernels by hand for what stands between products; what is compiled is `step.on("compiled")`. Plans only: a step that runs uses its own kernels. Raises TopologyError for a kernel without rates, or a way that there is not.
+        fused: it has kernels by hand for what stands between products; what is compiled is `step.on("compiled")`.
+
+        Plans only: a step that runs uses its own kernels. Raises TopologyError for a kernel without rates, or a way that there is not.
         """
         known = dict.fromkeys(one.kernel for one in self.device.attention)
         if attention and attention not in known:

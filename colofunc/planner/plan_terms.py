@@ -16,10 +16,12 @@ import attrs
 
 from colofunc.planner.plan_table import time_text
 
-
 COMPUTE, MEMORY, LAUNCHES, ON_HOST = "compute", "memory", "launches", "on the host"
 OF_DEVICE = frozenset({COMPUTE, MEMORY, LAUNCHES, ON_HOST})
 """Sorts that are no collective and no copy."""
+
+ROUNDING = 1e-6
+"""Less of a term that nothing hides is what sums of seconds leave."""
 
 
 @attrs.frozen
@@ -111,6 +113,9 @@ def terms_text(found: Sequence[Term], step_s: float) -> str:
     if not found:
         return ""
     first = found[0]
+    if first.exposed_s <= ROUNDING * first.seconds:
+        head = f"in a step of {time_text(step_s)}, the device's work hides all of it"
+        return "\n".join([head, *(f"  {term}" for term in found)])
     share = first.exposed_s / step_s if step_s else 0.0
     exposed = f"{time_text(first.exposed_s)} that nothing hides, {share:.0%} of the step"
     head = f"in a step of {time_text(step_s)}, {first.what} decides: {exposed}"

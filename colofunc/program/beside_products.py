@@ -2,7 +2,8 @@
 
 Problem: frameworks for large models cut the gathers and reduce-scatters of tensor parallelism in pieces, so that the links work while the
 product computes what they bring or take. The executors here run them whole; a plan that is compared with such a run has to count what is
-left of them. Idea: a pass that changes nothing of a program but the seconds of those collectives (`Node.kernel`, where the clock looks first).
+left of them. Idea: a pass that changes nothing of a program but the seconds of those collectives (`Node.kernel`, where the clock looks
+first).
 
     in_chunks(program, mesh, rule_of)      # of the axes that `Topology.with_software(collectives={"tp": "chunks"})` names
 

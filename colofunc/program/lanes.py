@@ -18,8 +18,8 @@ The trips of a loop follow one another. Seconds are those of the planner: roofli
 
 Note [Contention with compute]. A collective's kernels keep some of the device's processors and of its memory's bandwidth. Where a machine
 says by how much (`Device.contention`), an operator takes so much longer for as long as a collective runs beside it; the collective itself
-takes what it takes alone, and it makes no difference how many there are. In a pipeline what a part sends runs beside the parts behind it on the
-same rank; of those the operators take longer, which are taken to be spread evenly over a part (`beside_s`).
+takes what it takes alone, and it makes no difference how many there are. In a pipeline what a part sends runs beside the parts behind it on
+the same rank; of those the operators take longer, which are taken to be spread evenly over a part (`beside_s`).
 """
 
 from __future__ import annotations
