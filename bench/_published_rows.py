@@ -37,15 +37,14 @@ import attrs
 Again = Literal["none", "full", "operators", "layers"]
 """What forward makes again for backward: nothing · all but the inputs of layers · every second product · all of every second layer."""
 
-Attention = Literal["flash", "triton", "hopper"]
-"""flash: FlashAttention-2, which torch has · triton: FlashAttention as llm-foundry's `attn_impl: triton` · hopper: cuDNN's for sm_90."""
-Collectives = Literal["whole", "chunked", "apart"]
-"""Of tensor parallelism. whole: as planned here · chunked: gathers and reduce-scatters run in chunks beside the products that they feed or
-follow · apart: each product has the gradient of its input reduced and scattered by itself."""
-TIMES_FLASH: Mapping[Attention, tuple[float, float]] = {"triton": (0.5, 0.5), "hopper": (1.88, 1.6)}
-"""How many times FlashAttention-2's rate kernels reach, forward and backward. triton: arXiv 2307.08691, abstract (twice as fast as its
-predecessor). hopper: forward the ratio of FlashAttention-3's published curve to FlashAttention-2's for 8k tokens and heads of 128 (602 and
-308 T and the like, all lengths alike within 10 %); backward 1.5 to 1.75 times, arXiv 2407.08608."""
+Attention = Literal["flash", "triton", "cudnn"]
+"""Kernels of attention, by the names in the devices' files. flash: FlashAttention-2, which torch has · triton: FlashAttention
+as llm-foundry's `attn_impl: triton` · cudnn: that of Transformer Engine and llm.c on sm_90."""
+Fused = Literal["", "compiled", "by hand"]
+"""What is fused between products: nothing, what torch compiles, what Megatron, NeMo, Lit-GPT and llm.c have kernels for by hand."""
+Collectives = Literal["early", "waits", "chunks"]
+"""How collectives of tensor parallelism run, see `colofunc.mesh.software`. In T, TH, K and KF, which have torch's DTensor, each is waited
+for."""
 
 
 @attrs.frozen
@@ -67,10 +66,10 @@ class Model:
 class Run:
     """One published run. `sequences`: of a step, all ranks; `microbatches`: one after another. `zero`: stage over dp, 0 for none.
 
-    `measured_s`: of a step. `fused`: compiled, or kernels by hand that leave out what a compiler leaves out. `masters`: float32 copies of
-    parameters. `attention`: the kernel that the run used, see `TIMES_FLASH`. `collectives`: how those of tensor parallelism run.
-    `uplink_gb_s`: GB/s of the one link that a box has to others, where that is not the usual one. `sums`: what gradients are summed in
-    between ranks, where there are masters. `unknown`: what of the configuration had to be assumed.
+    `measured_s`: of a step. `masters`: float32 copies of parameters. `attention`: the kernel that the run used. `collectives`: how those of
+    tensor parallelism run. `apart`: whether each product has the gradient of its input reduced and scattered by itself. `uplink_gb_s`:
+    GB/s of the one link that a box has to others, where that is not the usual one. `sums`: what gradients are summed in between ranks,
+    where there are masters. `unknown`: what of the configuration had to be assumed.
     """
 
     id: str
@@ -84,10 +83,11 @@ class Run:
     microbatches: int = 1
     zero: int = 3
     again: Again = "none"
-    fused: bool = True
+    fused: Fused = "compiled"
     masters: bool = True
     attention: Attention = "flash"
-    collectives: Collectives = "whole"
+    collectives: Collectives = "early"
+    apart: bool = False
     peak_gib: float | None = None
     peak_of: Literal["alive", "reserved"] = "reserved"
     uplink_gb_s: float | None = None
@@ -134,7 +134,7 @@ def _titan(id: str, model: Model, topology: str, axes: dict[str, int], sequences
 def _mosaic(id: str, model: Model, tokens: int, each: int, times: int, tokens_s: float, again: Again = "none") -> Run:
     rows = 8 * each * times
     seconds = _tokens_s(tokens_s, 8, tokens, rows)
-    return Run(id, "P", model, "8xa100-80g", {"dp": 8}, tokens, rows, seconds, times, again=again, fused=False, attention="triton")
+    return Run(id, "P", model, "8xa100-80g", {"dp": 8}, tokens, rows, seconds, times, again=again, fused="", attention="triton")
 
 
 def _megatron(id: str, heads: int, hidden: int, layers: int, tp: int, sequences: int, tflops: float) -> Run:
@@ -143,15 +143,15 @@ def _megatron(id: str, heads: int, hidden: int, layers: int, tp: int, sequences:
     seconds = each * tokens * sequences / (tflops * 1e12 * 48 * tp)
     axes = {"dpo": 3, "dp": 16, "tp": tp}  # 48 ranks divide no vocabulary
     # "We perform fine-grained overlapping of ... tensor-parallel (--tp-comm-overlap)": Megatron-LM's README, above its table of models.
-    collectives = "chunked" if tp > 1 else "whole"
-    more = dict(zero=1, attention="hopper", collectives=collectives, unknown="rows of a microbatch: all 4 of a rank")
+    collectives = "chunks" if tp > 1 else "early"
+    more = dict(zero=1, fused="by hand", attention="cudnn", collectives=collectives, unknown="rows of a microbatch: all 4 of a rank")
     return Run(id, "M", model, "8xh100", axes, tokens, sequences, seconds, **more)  # type: ignore[arg-type]
 
 
 def _kempner(id: str, dp: int, sequences: int, seconds: float, peak_gib: float) -> Run:
-    """With tensor parallelism, whose plan gives each of q, k, v, gate and up its input as a part of the sequence (KempnerForge,
-    kempnerforge/distributed/tensor_parallel.py)."""
-    more = dict(again="full", masters=False, collectives="apart", peak_gib=peak_gib)
+    """With tensor parallelism by torch's DTensor, whose plan gives each of q, k, v, gate and up its input as a part of the sequence
+    (KempnerForge, kempnerforge/distributed/tensor_parallel.py)."""
+    more = dict(again="full", masters=False, collectives="waits", apart=True, peak_gib=peak_gib)
     return Run(id, "K15", K15, "4xh200-hgx", {"dp": dp, "tp": 4}, 4096, sequences, seconds, 4, **more)  # type: ignore[arg-type]
 
 
@@ -159,22 +159,22 @@ _D_S = {8: 12.78, 16: 12.99, 32: 13.00, 64: 13.00, 128: 13.16}
 _TITAN_CARD = "8xh100-96g"
 
 RUNS: tuple[Run, ...] = (
-    _titan("T1", L8, _TITAN_CARD, {"dp": 8}, 16, 5762, 8, again="operators", fused=False, peak_gib=82.4),
+    _titan("T1", L8, _TITAN_CARD, {"dp": 8}, 16, 5762, 8, again="operators", fused="", peak_gib=82.4),
     _titan("T2", L8, _TITAN_CARD, {"dp": 8}, 16, 6667, 8, again="operators", peak_gib=77.0),
-    _titan("T25", L8, _TITAN_CARD, {"dp": 8, "tp": 8}, 96, 4378, 64, again="operators"),
-    _titan("T33", L8, "8xa100-80g", {"dp": 64}, 64, 2904, 64, again="layers", fused=False),
-    _titan("T34", L8, "8xa100-80g", {"dp": 64}, 64, 2973, 64, again="operators", fused=False),
-    _titan("T35", L70, "8xa100-80g", {"dp": 64}, 64, 331, 64, again="full", fused=False),
+    _titan("T25", L8, _TITAN_CARD, {"dp": 8, "tp": 8}, 96, 4378, 64, again="operators", collectives="waits"),
+    _titan("T33", L8, "8xa100-80g", {"dp": 64}, 64, 2904, 64, again="layers", fused=""),
+    _titan("T34", L8, "8xa100-80g", {"dp": 64}, 64, 2973, 64, again="operators", fused=""),
+    _titan("T35", L70, "8xa100-80g", {"dp": 64}, 64, 331, 64, again="full", fused=""),
     _titan("T42", L8, _TITAN_CARD, {"dp": 8}, 8, 6150, 8, again="operators", peak_gib=47.7, unknown="which H100: as the other rows"),
     # The report says 4 rows in each of 2 microbatches, as here; the commands of these two in its driver, mfu_bench.sh, say 2 in each of 4.
     Run("K1", "K8", L8, "4xh200-hgx", {"dp": 1}, 4096, 8, 3.13, 2, again="full", masters=False, peak_gib=80.7),
     Run("K2", "K8", L8, "4xh200-hgx", {"dp": 2}, 4096, 16, 3.50, 2, again="full", masters=False, peak_gib=62.4),
     Run("K3", "K8", L8, "4xh200-hgx", {"dp": 4}, 4096, 32, 3.36, 2, again="full", masters=False, peak_gib=61.1),
-    Run("K10", "K15", K15, "4xh200-hgx", {"dp": 8}, 4096, 128, 14.81, 4, again="full", fused=False, masters=False, peak_gib=88.5),
+    Run("K10", "K15", K15, "4xh200-hgx", {"dp": 8}, 4096, 128, 14.81, 4, again="full", fused="", masters=False, peak_gib=88.5),
     _kempner("K11", 2, 32, 4.79, 45.1),
     _kempner("K12", 4, 64, 4.87, 39.2),
     _kempner("K13", 8, 128, 5.03, 36.3),
-    Run("U1", "U", L3, "a100-80g", {"dp": 1}, 4096, 2, 8192 / 7075, fused=False, masters=False, peak_gib=60.0, peak_of="alive"),
+    Run("U1", "U", L3, "a100-80g", {"dp": 1}, 4096, 2, 8192 / 7075, fused="", masters=False, peak_gib=60.0, peak_of="alive"),
     Run("U2", "U", L3, "a100-80g", {"dp": 1}, 4096, 2, 8192 / 8998, masters=False, peak_gib=51.0, peak_of="alive"),
     _mosaic("P1", _opt(32, 4096, 32, 50368), 2048, 6, 2, 4641),
     _mosaic("P2", _opt(32, 4096, 32, 50368), 16384, 4, 2, 2453, "full"),
@@ -182,16 +182,16 @@ RUNS: tuple[Run, ...] = (
     _mosaic("P4", _opt(48, 7168, 56, 50368), 2048, 3, 21, 916, "full"),
     _mosaic("P5", _opt(48, 7168, 56, 50368), 8192, 1, 21, 574, "full"),
     *(
-        Run(f"D{k}", "D", L8, "8xh100", {"dp": n // 2, "cp": 2}, 8192, 16 * n, seconds, 32, 1, attention="hopper")
+        Run(f"D{k}", "D", L8, "8xh100", {"dp": n // 2, "cp": 2}, 8192, 16 * n, seconds, 32, 1, fused="by hand", attention="cudnn")
         for k, (n, seconds) in enumerate(_D_S.items(), 1)
     ),
     _megatron("M1", 16, 2048, 24, 1, 192, 409),
     _megatron("M2", 32, 4096, 30, 2, 192, 466),
     _megatron("M3", 48, 6144, 32, 4, 192, 489),
     _megatron("M4", 56, 7168, 48, 8, 192, 460),
-    Run("E1", "E", E13, "8xa100-80g", {"dp": 64}, 2048, 2048, 26.5, 32, 1),
-    Run("E2", "E", E13, "8xa100-80g", {"dp": 32, "tp": 2}, 2048, 2048, 29.7, 32, 1),
-    Run("E4", "E", E13, "8xa100-80g", {"dp": 32, "tp": 2}, 2048, 2048, 31.3, 64, 1),
+    Run("E1", "E", E13, "8xa100-80g", {"dp": 64}, 2048, 2048, 26.5, 32, 1, fused="by hand"),
+    Run("E2", "E", E13, "8xa100-80g", {"dp": 32, "tp": 2}, 2048, 2048, 29.7, 32, 1, fused="by hand"),
+    Run("E4", "E", E13, "8xa100-80g", {"dp": 32, "tp": 2}, 2048, 2048, 31.3, 64, 1, fused="by hand"),
 )
 
 OTHERS: tuple[Run, ...] = (
@@ -216,24 +216,24 @@ def _held(id: str, model: Model, topology: str, axes: dict[str, int], tokens: in
 def _mosaic_h100(id: str, model: Model, gpus: int, tokens: int, each: int, times: int, tokens_s: float, **more: object) -> Run:
     rows = gpus * each * times
     seconds, axes = _tokens_s(tokens_s, gpus, tokens, rows), {"dp": gpus}
-    more = dict(fused=False, attention="triton", **more)
+    more = dict(fused="", attention="triton", **more)
     return Run(id, "MH", model, "8xh100", axes, tokens, rows, seconds, times, **more)  # type: ignore[arg-type]
 
 
 def _nemotron(id: str, dp: int, seconds: float) -> Run:
     """Each rank has 4 microbatches of 4 rows; gathers and reduce-scatters of tensor parallelism in chunks (`ub_tp_comm_overlap`)."""
-    more = dict(zero=1, attention="hopper", collectives="chunked")
+    more = dict(zero=1, fused="by hand", attention="cudnn", collectives="chunks")
     return Run(id, "N", NEMOTRON_15, "8xh100", {"dp": dp, "tp": 4}, 4096, 16 * dp, seconds, 4, **more)  # type: ignore[arg-type]
 
 
 def _kempner_held(id: str, model: Model, axes: dict[str, int], each: int, times: int, seconds: float, peak_gib: float) -> Run:
     rows = axes.get("dp", 1) * each * times
-    more = dict(again="full", masters=False, collectives="apart", peak_gib=peak_gib)
+    more = dict(again="full", masters=False, collectives="waits", apart=True, peak_gib=peak_gib)
     return Run(id, "KF", model, "4xh200-hgx", axes, 4096, rows, seconds, times, **more)  # type: ignore[arg-type]
 
 
-_EAGER = dict(fused=False)
-_IBM = dict(fused=False, sums="bfloat16")  # fms_fsdp/policies/mixed_precision.py@8ec8256 and pretraining/policies/ before it: `bfSixteen`
+_EAGER = dict(fused="")
+_IBM = dict(fused="", sums="bfloat16")  # fms_fsdp/policies/mixed_precision.py@8ec8256 and pretraining/policies/ before it: `bfSixteen`
 
 HELD_OUT: tuple[Run, ...] = (
     _held("TA1", LLAMA2_13, "8xa100-80g", {"dp": 64}, 4096, 2, 2162, **_EAGER),
@@ -241,7 +241,7 @@ HELD_OUT: tuple[Run, ...] = (
     _held("TA3", LLAMA2_13, "8xa100-80g", {"dp": 64}, 4096, 2, 1904, again="operators", **_EAGER),
     _held("TA4", LLAMA2_70, "8xa100-80g", {"dp": 64}, 4096, 1, 355, again="operators", **_EAGER),
     _held("TA5", LLAMA2_70, "8xa100-80g", {"dp": 64}, 4096, 2, 353, again="full", **_EAGER),
-    _held("TH1", L405, _TITAN_CARD, {"dp": 16, "tp": 8}, 8192, 2, 109, again="full", **_EAGER),
+    _held("TH1", L405, _TITAN_CARD, {"dp": 16, "tp": 8}, 8192, 2, 109, again="full", collectives="waits", **_EAGER),
     _held("I1", LLAMA2_7, "8xa100-80g", {"dpo": 16, "dp": 8}, 4096, 2, 3760, uplink_gb_s=50, **_IBM),
     _held("I2", LLAMA2_13, "8xa100-80g", {"dpo": 16, "dp": 8}, 4096, 1, 1700, uplink_gb_s=50, **_IBM),
     _held("I3", CODE_LLAMA_34, "8xa100-80g", {"dp": 128}, 4096, 8, 772, again="full", uplink_gb_s=50, **_IBM),
@@ -255,10 +255,10 @@ HELD_OUT: tuple[Run, ...] = (
     _nemotron("N1", 4, 2.812),
     _nemotron("N2", 128, 2.875),
     Run(
-        "S1", "S", TINY_LLAMA, "8xa100-40g", {"dp": 16}, 2048, 1024, _tokens_s(24000, 16, 2048, 1024), 8,
+        "S1", "S", TINY_LLAMA, "8xa100-40g", {"dp": 16}, 2048, 1024, _tokens_s(24000, 16, 2048, 1024), 8, fused="by hand",
         unknown="links between boxes: the usual ones",
     ),
-    Run("C1", "C", _opt(48, 1600, 25, 50304), "8xh100", {"dp": 8}, 1024, 1024, 2.80, 8, zero=1, attention="hopper"),
+    Run("C1", "C", _opt(48, 1600, 25, 50304), "8xh100", {"dp": 8}, 1024, 1024, 2.80, 8, zero=1, fused="by hand", attention="cudnn"),
     _kempner_held("KF1", L8, {"tp": 2}, 4, 2, 2.49, 57.8),
     _kempner_held("KF2", L8, {"tp": 4}, 4, 2, 1.30, 39.4),
     _kempner_held("KF3", L8, {"dp": 2, "tp": 2}, 4, 2, 2.52, 45.9),
@@ -269,17 +269,17 @@ HELD_OUT: tuple[Run, ...] = (
 
 def _gpt3(id: str, dp: int, seconds: float) -> Run:
     """64 microbatches of a row each; collectives of tensor parallelism in chunks, as of the other rows of D and N."""
-    more = dict(zero=1, attention="hopper", collectives="chunked", schedule="interleaved-1f1b", unknown="two stages a rank")
+    more = dict(zero=1, fused="by hand", attention="cudnn", collectives="chunks", schedule="interleaved-1f1b", unknown="two stages a rank")
     return Run(id, "D", G175, "8xh100", {"pp": 8, "dp": dp, "tp": 4}, 2048, 64 * dp, seconds, 64, **more)  # type: ignore[arg-type]
 
 
 PIPELINED: tuple[Run, ...] = (
-    Run("E3", "E", E13, "8xa100-80g", {"pp": 2, "dp": 32}, 2048, 2048, 31.1, 64, 1, schedule="1f1b"),
-    Run("E5", "E", E13, "8xa100-80g", {"pp": 2, "dp": 32}, 2048, 2048, 33.1, 32, 1, schedule="1f1b"),
+    Run("E3", "E", E13, "8xa100-80g", {"pp": 2, "dp": 32}, 2048, 2048, 31.1, 64, 1, fused="by hand", schedule="1f1b"),
+    Run("E5", "E", E13, "8xa100-80g", {"pp": 2, "dp": 32}, 2048, 2048, 33.1, 32, 1, fused="by hand", schedule="1f1b"),
     _gpt3("D35", 4, 8.309),
     _gpt3("D36", 32, 8.453),
     Run(
-        "R2", "R", G175, "8xa100-80g", {"pp": 8, "tp": 8}, 2048, 64, 13.75, 64, 0, schedule="interleaved-1f1b",
+        "R2", "R", G175, "8xa100-80g", {"pp": 8, "tp": 8}, 2048, 64, 13.75, 64, 0, schedule="interleaved-1f1b", fused="by hand",
         unknown="two stages a rank, it has three; which kernel of attention",
     ),
 )
@@ -300,20 +300,21 @@ def _mosaic_a100(
 ) -> Run:  # fmt: skip
     rows = gpus * each * times
     unknown = "links between boxes: the usual ones" if gpus > 8 else ""
-    more = dict(again=again, masters=masters, fused=False, attention="triton", unknown=unknown)
+    more = dict(again=again, masters=masters, fused="", attention="triton", unknown=unknown)
     seconds = _tokens_s(tokens_s, gpus, tokens, rows)
     return Run(id, id[:2], _MPT[model], f"8xa100-{gb}g", {"dp": gpus}, tokens, rows, seconds, times, **more)  # type: ignore[arg-type]
 
 
 def _llm_c(id: str, layers: int, hidden: int, heads: int, each: int, seconds: float) -> Run:
     """524,288 tokens a step."""
-    return Run(id, "CA", _opt(layers, hidden, heads, 50304), "8xa100-80g", {"dp": 8}, 1024, 512, seconds, 64 // each, zero=1)
+    model, times = _opt(layers, hidden, heads, 50304), 64 // each
+    return Run(id, "CA", model, "8xa100-80g", {"dp": 8}, 1024, 512, seconds, times, zero=1, fused="by hand")
 
 
 FURTHER: tuple[Run, ...] = (
-    _titan("T4", L8, _TITAN_CARD, {"dp": 128}, 256, 5605, 128, again="operators", fused=False, peak_gib=67.0),
+    _titan("T4", L8, _TITAN_CARD, {"dp": 128}, 256, 5605, 128, again="operators", fused="", peak_gib=67.0),
     _titan("T5", L8, _TITAN_CARD, {"dp": 128}, 256, 6514, 128, again="operators", peak_gib=62.0),
-    _titan("T26", L8, _TITAN_CARD, {"dp": 8, "tp": 8}, 96, 4809, 64, again="operators", collectives="chunked"),
+    _titan("T26", L8, _TITAN_CARD, {"dp": 8, "tp": 8}, 96, 4809, 64, again="operators", collectives="chunks"),
     Run("U4", "U", L3, "a100-80g", {"dp": 1}, 4096, 2, 8192 / 7210, again="full", masters=False, unknown="the loss in pieces, as one here"),
     _llm_c("CA1", 12, 768, 12, 64, 0.300),
     _llm_c("CA2", 24, 1024, 16, 64, 0.820),

@@ -7,8 +7,7 @@ Pipelines are planned whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -19,18 +18,16 @@ from colofunc_plugins.sequence import ring
 from transformers import LlamaConfig, LlamaForCausalLM, NemotronConfig, NemotronForCausalLM, OPTConfig, OPTForCausalLM
 
 import colofunc as cf
-from bench._published_rows import TIMES_FLASH, Attention, Collectives, Model, Run
+from bench._published_rows import Model, Run
 from colofunc.compiler.lowered import Lowered
-from colofunc.executors.backend import ordered
-from colofunc.executors.fused import fused
+from colofunc.executors.fused import as_executed
 from colofunc.mesh import Topology, resolve_topology
 from colofunc.mesh.attainable import attainable
 from colofunc.mesh.presets import DATASHEET
 from colofunc.planner.recompute.policies import Policy
-from colofunc.program.cost import collective_of, node_s
 from colofunc.program.facts import is_product
-from colofunc.program.ir import Node, Program, Value
-from colofunc.program.lanes import Seconds, played
+from colofunc.program.ir import Node
+from colofunc.program.lanes import lanes
 from colofunc.program.passes.kernels import with_kernels
 
 FEW = (2, 4)
@@ -67,6 +64,7 @@ def lowered(run: Run, layers: int) -> Lowered:
         step = cf.accumulate(step, microbatches=run.microbatches)
     policy = _policy(run)
     step = step if policy is None else cf.checkpoint(step, policy=policy, budget="10TiB")
+    step = step.on("compiled" if run.fused == "compiled" else "distributed")
     ids = cf.abstract((run.sequences, run.tokens), torch.int64)
     return step.lower(state, {"input_ids": ids, "labels": ids})
 
@@ -78,7 +76,11 @@ def machine(run: Run, is_sheet: bool = False) -> Topology:
         *inner, outer = sheet.levels
         link = attrs.evolve(outer, bandwidth_bytes_per_s=1e9 * run.uplink_gb_s, sharing="uplink")
         sheet = attrs.evolve(sheet, levels=(*inner, link))
-    return sheet if is_sheet else attrs.evolve(attainable(sheet), name=run.topology)
+    collectives, by_hand = {"tp": run.collectives}, run.fused == "by hand"
+    if is_sheet:
+        return sheet.with_software(collectives=collectives, fused=by_hand)
+    reached = attrs.evolve(attainable(sheet), name=run.topology)
+    return reached.with_software(run.attention, collectives, fused=by_hand)
 
 
 def roomy(topology: Topology) -> Topology:
@@ -93,7 +95,7 @@ def _plans(run: Run) -> list[Any]:
         copies = "dpo" if "dpo" in run.axes else ()
         plans.append(zero(3, "dp", replicate=copies, regather=True) if run.zero == 3 else zero(run.zero, "dp", replicate=copies))
     if run.axes.get("tp", 1) > 1:
-        plans.append(tensor("1d", "tp", sequence=True))
+        plans.append(tensor("1d", "tp", sequence=True, apart=run.apart))
     if run.axes.get("cp", 1) > 1:
         plans.append(ring("cp", balance="stripes"))
     return plans
@@ -118,106 +120,30 @@ def _keeps_layers(node: Node, readers: Sequence[Node]) -> bool:
     return not numbers or numbers[0] % 2 == 0
 
 
-def with_attention(topology: Topology, kernel: Attention) -> Topology:
-    """A machine whose attention is by one kernel, flash or another one."""
-    ahead, back = TIMES_FLASH.get(kernel, (1.0, 1.0))
-    rates = [
-        attrs.evolve(one, points=tuple((keys, forward * ahead, backward * back) for keys, forward, backward in one.points))
-        for one in topology.device.attention
-        if one.kernel == "flash"
-    ]
-    return attrs.evolve(topology, device=attrs.evolve(topology.device, attention=tuple(rates)))
-
-
-class Alone:
-    """Seconds of operators as the clock has them, and what products stand around a collective of tensor parallelism."""
-
-    MOST_STEPS = 4
-    """Views, changes of layout, casts and sums may stand between a collective and its product, so many one behind the other."""
-
-    def __init__(self, program: Program, seconds: Seconds) -> None:
-        self.whole_s = seconds
-        self.known = {id(each.values): each for each in program.with_bodies()}  # of a loop too, whose values have numbers of their own
-
-    def seconds(self, node: Node, values: Mapping[int, Value]) -> float:
-        return self.whole_s(node, values)
-
-    def products(self, node: Node, values: Mapping[int, Value], behind: bool) -> list[Node]:
-        """The products that read a result, or make an operand, with none in between."""
-        near, found, program = [node], dict[int, Node](), self.known[id(values)]
-        for _ in range(self.MOST_STEPS):
-            near = [other for one in near for other in self._next(one, program, behind)]
-            found |= {id(one): one for one in near if is_product(one.target)}
-            near = [one for one in near if not is_product(one.target)]
-        return list(found.values())
-
-    def _next(self, node: Node, program: Program, behind: bool) -> list[Node]:
-        if not behind:
-            return [program.makers[i] for i in node.refs if i in program.makers]
-        return [program.nodes[k] for i in node.results for k in program.readers.get(i, ())]
-
-
-class Chunked(Alone):
-    """Seconds of operators where collectives of tensor parallelism run in chunks beside products. See Note [In chunks].
-
-    Note [In chunks]. A gather over n ranks whose result a product reads, and a reduce-scatter of what a product makes, are cut in n pieces
-    of which each runs beside the product of another: one piece has nothing to run beside, and what takes longer than the product has not
-    either. So the device waits for max(t / n, t - product) in place of t, as Transformer Engine's user buffers do it and as `async_tp` of
-    torch does (2105.05720, section 3, tells the idea).
-    """
-
-    def seconds(self, node: Node, values: Mapping[int, Value]) -> float:
-        whole_s = self.whole_s(node, values)
-        known = collective_of(node, values)
-        if known is None or known[1] != ("tp",) or known[0] not in ("all_gather", "reduce_scatter"):
-            return whole_s
-        products_s = [self.whole_s(product, values) for product in self.products(node, values, known[0] == "all_gather")]
-        return max(whole_s / known[2], whole_s - max(products_s)) if products_s else whole_s
-
-
-class Apart(Alone):
-    """Seconds of operators where each product of tensor parallelism has the gradient of its input summed and scattered by itself.
-
-    The plans of torch's DTensor say so where each of several products that read one input is given it as a part of the sequence; the
-    plans here sum the gradients first. Forward gathers of the one input are alike, and a compiler makes them once.
-    """
-
-    def seconds(self, node: Node, values: Mapping[int, Value]) -> float:
-        whole_s = self.whole_s(node, values)
-        known = collective_of(node, values)
-        if known is None or known[:2] != ("reduce_scatter", ("tp",)):
-            return whole_s
-        return whole_s * max(1, len(self.products(node, values, False)))
-
-
-COLLECTIVES: Mapping[Collectives, type[Alone]] = {"whole": Alone, "chunked": Chunked, "apart": Apart}
-
-
 @attrs.frozen(eq=False)
 class Planned:
-    """Steps of so many layers each, as the executor orders them."""
+    """Steps of so many layers each."""
 
     run: Run
     layers: tuple[int, ...]
-    programs: tuple[Program, ...]
     lows: tuple[Lowered, ...]
 
-    def played(self, low: Lowered, program: Program, topology: Topology, is_fused: bool) -> float:
-        """Seconds of one of the steps on a machine."""
-        mesh, rule = low.mesh.with_topology(with_attention(topology, self.run.attention)), low.registry.rule
-        on_it = with_kernels(program, mesh, low.registry.kernels)
-        on_it = fused(on_it, mesh, rule) if is_fused else on_it
-        seconds = partial(node_s, mesh=mesh, rule_of=rule)
-        return played(on_it, mesh, COLLECTIVES[self.run.collectives](on_it, seconds).seconds).end_s
+    def seconds(self) -> float:
+        """Of a step with all layers, as planned."""
+        return self._of_all([low.lanes().end_s for low in self.lows])
 
-    def seconds(self, topology: Topology, is_fused: bool | None = None) -> float:
-        """Of a step with all layers."""
-        fuses = self.run.fused if is_fused is None else is_fused
-        return self._of_all([self.played(low, program, topology, fuses) for low, program in zip(self.lows, self.programs, strict=True)])
+    def seconds_on(self, topology: Topology, executor: str | None = None) -> float:
+        """The same step on another machine, or as another executor runs it."""
+        return self._of_all([self._played(low, topology, executor or low.executor) for low in self.lows])
 
     def alive_bytes(self) -> int:
         """At the peak of a step with all layers."""
         return round(self._of_all([low.memory().peak_bytes["device"] for low in self.lows]))
+
+    def _played(self, low: Lowered, topology: Topology, executor: str | None) -> float:
+        mesh, rule = low.mesh.with_topology(topology), low.registry.rule
+        there = with_kernels(low.ordered(), mesh, low.registry.kernels)
+        return lanes(as_executed(there, executor, mesh, rule), mesh, rule).end_s
 
     def _of_all(self, found: Sequence[float]) -> float:
         if self.layers == (self.run.model.layers,):
@@ -229,6 +155,4 @@ class Planned:
 def planned(run: Run, layers: tuple[int, ...] = FEW) -> Planned:
     """A run's steps of so many layers; of a pipeline the one with all of them."""
     layers = (run.model.layers,) if run.schedule else layers
-    lows = tuple(lowered(run, count) for count in layers)
-    programs = tuple(ordered(low.program, low.mesh, "distributed", grouped=True) for low in lows)
-    return Planned(run, layers, programs, lows)
+    return Planned(run, layers, tuple(lowered(run, count) for count in layers))

@@ -40,6 +40,7 @@ def tensor(
     vocabulary: bool = True,
     depth: int | None = None,
     size: int | None = None,
+    apart: bool = False,
 ) -> Megatron | Auto | Gridded:
     """Tensor parallelism over one axis, or over a grid of two or three.
 
@@ -49,8 +50,11 @@ def tensor(
     sequence: whether "1d" keeps what lies between the pairs (norms, residual sums) split along the sequence, so that each
     all-reduce becomes a reduce-scatter and an all-gather of the same bytes. vocabulary: whether "1d" splits the output
     layer, its loss and the embedding along the vocabulary, where the loss can. depth: how many copies "2.5d" makes, the size of
-    its third axis ("depth", where two are named). size: how many ranks there are in all, to be checked.
+    its third axis ("depth", where two are named). size: how many ranks there are in all, to be checked. apart: whether "1d" with
+    `sequence` reduces and scatters the gradients of one input one by one, as plans of torch's DTensor do, not their sum.
     """
+    if apart and mode != "1d":
+        raise cf.PlanError(f"tensor({mode!r}) has no apart; it is of tensor('1d', 'tp', sequence=True, apart=True)")
     if mode in MODES:
         return grid(mode, axis, depth=depth, size=size)
     if mode != "1d":
@@ -58,4 +62,4 @@ def tensor(
         raise cf.PlanError(f"tensor has modes {modes}, not {mode!r}; write tensor('1d', 'tp')")
     if depth is not None:
         raise cf.PlanError(f"tensor('1d') has no depth; write tensor('2.5d', ('x', 'y', 'z'), depth={depth})")
-    return megatron(axis, sequence=sequence, vocabulary=vocabulary, size=size)
+    return megatron(axis, sequence=sequence, vocabulary=vocabulary, size=size, apart=apart)

@@ -16,7 +16,7 @@ from colofunc.ext import StageCosts, simulate
 from colofunc.pictures import ACTIONS, pipeline_picture
 from colofunc.planner.plan import Plan
 from colofunc.program.cost import node_s
-from colofunc.program.lanes import rows_by_timetable
+from colofunc.program.lanes import PartTime, rows_by_timetable
 from colofunc.program.places import SEND
 from colofunc.program.stage_costs import stage_costs
 from colofunc.testing import check
@@ -56,6 +56,47 @@ def test_the_simulator_is_the_clock() -> None:
         for row, simulated in zip(rows, expected.rows, strict=True):
             assert [did.end_s for did in row] == pytest.approx([span.end_s for span in simulated], rel=1e-12)
     assert low.pipeline().makespan_s == pytest.approx(simulate(loop.timetable.table, costs).makespan_s, rel=1e-12)
+
+
+# ---- collectives beside a part ----
+
+
+@pytest.mark.parametrize(
+    ("wired_s", "taken_s"),
+    [(0.0, 10.0), (-1.0, 10.0), (2.2, 10.2), (11.0, 11.0), (50.0, 11.0)],
+)
+def test_a_part_takes_longer_while_something_is_sent(wired_s: float, taken_s: float) -> None:
+    """Half of it is work, which takes a fifth longer: while the links work, all takes a tenth longer."""
+    part = PartTime(10.0, (), (), work_s=5.0)
+    assert part.beside_s(wired_s, 0.2) == pytest.approx(taken_s)
+    assert part.beside_s(wired_s, 0.0) == 10.0
+
+
+def test_a_part_of_work_alone_counts_as_an_operator_does() -> None:
+    """The clock of what is no pipeline, for the same seconds of links."""
+    part = PartTime(10.0, (), (), work_s=10.0)
+    for wired_s in (0.5, 3.0, 11.9, 12.1, 40.0):
+        alone = wired_s * 0.2 / 1.2 + 10.0 if wired_s < 12.0 else 12.0
+        assert part.beside_s(wired_s, 0.2) == pytest.approx(alone)
+
+
+def contended(contention: float, schedule: str = "1f1b") -> Any:
+    base = cf.Mesh(topology="8xh100").topology
+    topology = attrs.evolve(base, device=attrs.evolve(base.device, contention=contention))
+    step, state, _ = mlp(6)
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=RANKS, topology=topology)), microbatches=MICROBATCHES, schedule=schedule, stages=STAGES)
+    return chain.lower(state, MANY_ROWS)
+
+
+def test_sends_slow_down_the_parts_of_a_pipeline_where_the_device_says_so() -> None:
+    """By no more than all of its work could be, and nobody works less."""
+    free, slowed = contended(0.0), contended(0.2)
+    assert free.pipeline().makespan_s < slowed.pipeline().makespan_s <= 1.2 * free.pipeline().makespan_s
+    assert free.plan.cost_s < slowed.plan.cost_s
+    for before, after in zip(free.pipeline().work_s, slowed.pipeline().work_s, strict=True):
+        assert before <= after <= 1.2 * before
+    # The rank of the last stage sends gradients only, and all ranks send something.
+    assert all(after > before for before, after in zip(free.pipeline().work_s, slowed.pipeline().work_s, strict=True))
 
 
 def test_auto_has_the_costs_of_the_stages() -> None:

@@ -370,6 +370,7 @@ def _told(completion: Completion, decided: Decided, done: Fitted) -> tuple[Decid
         cost_s=lanes.end_s,
         communication_s=lanes.busy_s().get("collectives", 0.0),
         memory=done.words,
+        spent=completion.spent(program, lanes, decided.plan),
     )
     return attrs.evolve(decided, plan=plan.with_pipeline(completion.pipelined(program))), program
 

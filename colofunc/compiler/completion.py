@@ -23,12 +23,15 @@ import attrs
 from colofunc.compiler.decisions import Decided
 from colofunc.compiler.kept_programs import KeptPrograms, Packed, Written
 from colofunc.compiler.passes import Pass, Stage, Stages, run_passes
+from colofunc.compiler.terms import spent
 from colofunc.compiler.transform import Lies, Move, Rewrite, Search
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.candidate import Finish, Finishing, Fitted
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
+from colofunc.planner.plan import Plan
+from colofunc.planner.plan_terms import Spent
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.stages.report import Count, Pipelined, pipeline_loop, pipelined
 from colofunc.program.check import Checker
@@ -297,6 +300,10 @@ class Completion:
     def lanes(self, done: Program) -> Lanes:
         """How long what is done takes, in the order in which the executor runs it."""
         return played(self.clocked(self.order(done, inf)), self.mesh, self._node_s)
+
+    def spent(self, done: Program, lanes: Lanes, plan: Plan) -> tuple[Spent, ...]:
+        """Which terms those seconds are made of. lanes: what `self.lanes(done)` gives."""
+        return spent(self.clocked(self.order(done, inf)), lanes, self.mesh, self.rule_of, plan)
 
     def end_s(self, done: Fitted) -> float:
         """Seconds of a finished step by the clock."""

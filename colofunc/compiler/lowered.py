@@ -18,8 +18,7 @@ import torch
 from colofunc.compiler.check_finite import Finite, check_finite
 from colofunc.compiler.compare import Compared, compare
 from colofunc.compiler.passes import Passes, Stages
-from colofunc.compiler.terms import Term, terms_text
-from colofunc.compiler.terms import terms as find_terms
+from colofunc.compiler.terms import spent
 from colofunc.dtensor.placed import SHELF, ToDisk
 from colofunc.errors import PlanError
 from colofunc.executors.backend import Backend, fullest, held, ordered
@@ -27,6 +26,7 @@ from colofunc.executors.fused import as_executed
 from colofunc.executors.rank_program import program_hash
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Plan
+from colofunc.planner.plan_terms import Term, about, summed
 from colofunc.planner.stages.report import clocked, period_s
 from colofunc.planner.stages.simulate import Simulated
 from colofunc.plugins import Registry
@@ -156,25 +156,18 @@ class Lowered:
         return lanes(self._clocked(self.ordered()), self.priced, self.registry.rule, chosen)
 
     def terms(self, glob: str = "*") -> tuple[Term, ...]:
-        """What the seconds of matching modules or operators are made of: work, launches, each collective by its axes, copies.
+        """What the seconds of matching modules or operators are made of: compute, memory, launches, each collective by its axes, copies.
 
         Those first that hold the step up longest; of the rank whose `lanes()` these are.
         """
-        return self._terms(glob, self.lanes())
+        rank = fullest(self.program, self.mesh, self.executor)
+        program = on_rank(self._clocked(self.ordered()), self.mesh, rank).program
+        rows = spent(program, self.lanes(), self.priced, self.registry.rule, self.plan)
+        return summed(row for row in rows if glob == "*" or about(row, glob))
 
     def why(self, glob: str, most: int = 4) -> str:
-        """`plan.why`, and which term of the clock decides: `all_gather tp 3.1 ms, 1.2 ms of it hidden`.
-
-        Raises PlanError where the glob matches nothing of the plan.
-        """
-        said, played = self.plan.why(glob, most), self.lanes()
-        terms = terms_text(self._terms(glob, played), played.end_s)
-        return f"{said}\n{terms}" if terms else said
-
-    def _terms(self, glob: str, played: Lanes) -> tuple[Term, ...]:
-        rank = fullest(self.program, self.mesh, self.executor)
-        program = on_rank(self.ordered(), self.mesh, rank).program
-        return find_terms(program, played, self.priced.topology.device.launch_s, glob)
+        """`plan.why(glob, most)`."""
+        return self.plan.why(glob, most)
 
     def pipeline(self) -> Simulated:
         """The schedule of a pipelined step as the clock plays it: `print(low.pipeline().text())` draws a lane per rank.

@@ -4,102 +4,138 @@ Problem: "12 ms of communication" does not say whether a faster link, a larger b
 depends on which collective it is and on whether the device computes meanwhile. Idea: the lanes say when everything runs
 (`program/lanes.py`). What runs beside the device's work is hidden as far as the device works, and the rest is exposed.
 
-    for term in low.terms("*.mlp"):
-        print(term)              # all_gather tp            3.1 ms, 1.2 ms of it hidden  (48 calls)
+    print(low.plan.why("*.mlp"))             # ... all_gather tp            3.1 ms, 1.2 ms of it hidden  (48 calls)
+    print(low.plan.why("all_gather"))        # the same of one kind of collectives, and whose they are
+    for term in low.terms("*.mlp"): ...
+
+An operator's seconds beside its launch are "compute" where its operations take longer than its bytes, else "memory".
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import attrs
 
-from colofunc.planner.plan import matches
-from colofunc.planner.plan_table import time_text
-from colofunc.program.cost import collective_of
-from colofunc.program.ir import Program, Value
+from colofunc.mesh import Mesh
+from colofunc.planner.plan import Plan
+from colofunc.planner.plan_terms import COMPUTE, LAUNCHES, MEMORY, ON_HOST, Spent
+from colofunc.program.cost import RuleOf, collective_of, is_bound_by_memory
+from colofunc.program.ir import Node, Program
 from colofunc.program.lanes import Busy, Lanes
 
-WORK, LAUNCHES, ON_HOST = "work", "launches", "on the host"
 COPIES = {"to device": "copies to device", "to host": "copies to host", "disk": "copies to or from disk"}
+MOST_STEPS = 4
+"""At most this many casts, views and packings stand between a parameter or its gradient and the collective that sends it."""
+
+Key = tuple[str, str, str, str, tuple[str, ...]]
 
 
-@attrs.frozen
-class Term:
-    """Seconds of a step of one sort; `hidden_s`: of them, while the device works. `calls`: operators, every trip of a loop counted."""
+def spent(program: Program, played: Lanes, mesh: Mesh, rule_of: RuleOf, plan: Plan) -> tuple[Spent, ...]:
+    """What a step takes, a row for each operator of a module and each sort of seconds.
 
-    what: str
-    seconds: float
-    hidden_s: float
-    calls: int
-
-    @property
-    def exposed_s(self) -> float:
-        return self.seconds - self.hidden_s
-
-    def __str__(self) -> str:
-        hidden = f", {time_text(self.hidden_s)} of it hidden" if self.hidden_s else ""
-        return f"{self.what:<24} {time_text(self.seconds)}{hidden}  ({self.calls} calls)"
-
-
-def terms(program: Program, played: Lanes, launch_s: float, glob: str = "*") -> tuple[Term, ...]:
-    """The terms of the operators that match, those first that hold the step up longest.
-
-    program: what was played; launch_s: of the device, what every kernel takes beside its work. glob: of modules, or of operators. A
-    collective is of the module that reads what it sends, the first of them where several tensors are sent together.
+    program: what was played, in the order in which it was; plan: by which layers are alike. A collective is of the module that reads what
+    it sends, the first of them where several tensors are sent together, and of the parameters whose values or gradients those are.
     """
-    working = _Working.of(played.busy)
-    found: dict[str, Term] = {}
+    working, alike = _Working.of(played.busy), _Alike(plan)
+    launch_s = mesh.topology.device.launch_s
+    leaves_of: dict[int, tuple[str, ...]] = {}
+    bound: dict[int, bool] = {}
+    found: dict[Key, list[float]] = {}
+
+    def add(busy: Busy, what: str, seconds: float, hidden_s: float, leaves: tuple[str, ...] = ()) -> None:
+        node = busy.node
+        key = alike.path(node), node.target, node.phase, what, leaves
+        row = found.setdefault(key, [0.0, 0.0, 0.0])
+        for k, more in enumerate((seconds, hidden_s, 1.0)):
+            row[k] += more
+
     for busy in played.busy:
-        if not _matches(busy, glob):
+        node, seconds, body = busy.node, busy.end_s - busy.start_s, _body(program, busy)
+        if busy.lane != "compute":
+            if id(node) not in leaves_of:
+                leaves_of[id(node)] = alike.names(_leaves(node, body))
+            add(busy, _words(busy, body), seconds, working.between(busy.start_s, busy.end_s), leaves_of[id(node)])
             continue
-        seconds = busy.end_s - busy.start_s
-        if busy.lane == "compute":
-            launching_s = min(seconds, launch_s)
-            _add(found, Term(WORK, seconds - launching_s, 0.0, 1))
-            _add(found, Term(LAUNCHES, launching_s, 0.0, 1))
-        else:
-            _add(found, Term(_words(busy, _values(program, busy)), seconds, working.between(busy.start_s, busy.end_s), 1))
-    return tuple(sorted((term for term in found.values() if term.seconds), key=lambda term: -term.exposed_s))
+        if id(node) not in bound:
+            bound[id(node)] = is_bound_by_memory(node, body.values, mesh, rule_of)
+        launching_s = min(seconds, launch_s)
+        add(busy, MEMORY if bound[id(node)] else COMPUTE, seconds - launching_s, 0.0)
+        add(busy, LAUNCHES, launching_s, 0.0)
+    rows = (Spent(*key[:4], row[0], row[1], int(row[2]), key[4]) for key, row in found.items() if row[0])
+    return tuple(sorted(rows, key=lambda row: -(row.seconds - row.hidden_s)))
 
 
-def terms_text(found: Sequence[Term], step_s: float) -> str:
-    """The terms in lines, under which one decides; "" for none."""
-    if not found:
-        return ""
-    first = found[0]
-    share = first.exposed_s / step_s if step_s else 0.0
-    exposed = f"{time_text(first.exposed_s)} that nothing hides, {share:.0%} of the step"
-    head = f"in a step of {time_text(step_s)}, {first.what} decides: {exposed}"
-    return "\n".join([head, *(f"  {term}" for term in found)])
-
-
-def _matches(busy: Busy, glob: str) -> bool:
-    """By the module that an operator is of, or one around it, or by the operator."""
-    parts = busy.node.path.split(".")
-    names = [busy.node.target, *(".".join(parts[:k]) for k in range(1, len(parts) + 1))]
-    return any(matches(name, glob) for name in names)
-
-
-def _values(program: Program, busy: Busy) -> Mapping[int, Value]:
-    """Of the program that a node stands in: the whole, or the body of a loop."""
+def _body(program: Program, busy: Busy) -> Program:
+    """Where a node stands: in the whole, or in the body of a loop."""
     node = program.nodes[busy.index]
-    return program.values if node.loop is None else node.loop.body.values
+    return program if node.loop is None else node.loop.body
 
 
-def _words(busy: Busy, values: Mapping[int, Value]) -> str:
+def _words(busy: Busy, body: Program) -> str:
     if busy.lane != "collectives":
         return COPIES.get(busy.lane, ON_HOST)
-    collective = collective_of(busy.node, values)
+    collective = collective_of(busy.node, body.values)
     return busy.label if collective is None else f"{collective[0]} {','.join(collective[1])}"
 
 
-def _add(found: dict[str, Term], term: Term) -> None:
-    so_far = found.get(term.what, Term(term.what, 0.0, 0.0, 0))
-    total_s, hidden_s = so_far.seconds + term.seconds, so_far.hidden_s + term.hidden_s
-    found[term.what] = Term(term.what, total_s, hidden_s, so_far.calls + term.calls)
+def _leaves(node: Node, body: Program) -> list[str]:
+    """The parameters that a collective or a copy is of: what it sends are their values or their gradients, as they are, cast or packed."""
+    found, near = dict[str, None](), list(node.refs)
+    for _ in range(MOST_STEPS):
+        further: list[int] = []
+        for id in near:
+            value = body.values[id]
+            if value.name and value.role in ("param", "frozen", "grad"):
+                found[value.name.removeprefix("grad.")] = None
+            elif value.role in ("param", "frozen", "grad") and id in body.makers:
+                further += body.makers[id].refs
+        near = further
+    return list(found)
+
+
+class _Alike:
+    """Names of modules and parameters, with digits starred where the plan decides for several layers at once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.starred: dict[tuple[str, str], str] = {}
+        self.paths: dict[str, str] = {}
+        for decision in plan.decisions:
+            if decision.count == 1:
+                continue
+            members = [key.split("|", 1)[0] for key in decision.keys]
+            starred = _starred(members)
+            for path in members:
+                self.starred[path, decision.target] = self.paths[path] = starred
+
+    def path(self, node: Node) -> str:
+        return self.starred.get((node.path, node.target)) or self.paths.get(node.path, node.path)
+
+    def names(self, leaves: Sequence[str]) -> tuple[str, ...]:
+        """Of parameters, each once."""
+        found = dict[str, None]()
+        for leaf in leaves:
+            found[self._name(leaf)] = None
+        return tuple(found)
+
+    def _name(self, leaf: str) -> str:
+        """The module is the end of what stands before the last dot: "state.params.h.3.attn.weight" is of "h.3.attn"."""
+        *around, name = leaf.split(".")
+        for k in range(len(around)):
+            module = self.paths.get(".".join(around[k:]))
+            if module is not None:
+                return ".".join([*around[:k], module, name])
+        return leaf
+
+
+def _starred(paths: Sequence[str]) -> str:
+    """What paths of layers that are alike have in common: "h.0.fc1" and "h.1.fc1" are "h.*.fc1"."""
+    common = []
+    for parts in zip(*(path.split(".") for path in paths), strict=True):
+        common.append(parts[0] if len(set(parts)) == 1 else "*")
+    return ".".join(common)
 
 
 @attrs.frozen

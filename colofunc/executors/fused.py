@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from colofunc.executors.segments import pieces
 from colofunc.mesh import Mesh
 from colofunc.ops.kernels import Planned
+from colofunc.program.beside_products import in_chunks
 from colofunc.program.cost import RuleOf, node_work
 from colofunc.program.editor import Editor
 from colofunc.program.facts import is_product, written
@@ -44,8 +45,10 @@ def fused(program: Program, mesh: Mesh, rule_of: RuleOf) -> Program:
 
 
 def as_executed(program: Program, executor: str | None, mesh: Mesh, rule_of: RuleOf) -> Program:
-    """A program with the seconds of fused operators, where the executor fuses them."""
-    return fused(program, mesh, rule_of) if executor == NAME else program
+    """A program with the seconds of fused operators, where the executor fuses them, and with what other software is planned for."""
+    fuses = executor == NAME or mesh.topology.software.fused
+    executed = fused(program, mesh, rule_of) if fuses else program
+    return in_chunks(executed, mesh, rule_of)
 
 
 def _groups(nodes: Sequence[Node]) -> list[list[Node]]:

@@ -62,7 +62,7 @@ def attainable(topology: Topology) -> Topology:
     else:
         memory = device.memory_bytes_per_s * curves.memory.share
         device = attrs.evolve(device, rates=rates, memory_bytes_per_s=memory, launch_s=curves.launch_s, attention=curves.attention)
-        device = attrs.evolve(device, sustained=curves.sustained.share)
+        device = attrs.evolve(device, sustained=curves.sustained.share, tiles=curves.tiles)
     known = None if curves is None else curves.contention
     device = attrs.evolve(device, contention=CONTENTION if known is None else known.share)
     return attrs.evolve(topology, device=device, levels=tuple(levels), links=tuple(links))

@@ -22,8 +22,9 @@ import attrs
 
 from colofunc import owned, untrusted
 from colofunc.errors import TopologyError, near
-from colofunc.mesh.curves import AttentionRate, WorkRate, attention_flops_per_s
+from colofunc.mesh.curves import AttentionRate, Tiles, WorkRate, attention_flops_per_s
 from colofunc.mesh.sizes import size_text
+from colofunc.mesh.software import Software, software
 
 FORMAT_VERSION = 1
 MARK = "colofunc_topology"
@@ -32,7 +33,8 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 TIERS = ("device", "host", "disk")
 
 _NOT_IN_OLDER_FILES = (
-    ("attention", ()), ("sustained", 1.0), ("work", ()), ("host_launch_s", 0.0), ("host_view_s", 0.0), ("contention", 0.0)
+    ("attention", ()), ("sustained", 1.0), ("work", ()), ("host_launch_s", 0.0), ("host_view_s", 0.0), ("contention", 0.0),
+    ("tiles", None),
 )  # fmt: skip
 """Fields of a device, and what they are where a file has none."""
 
@@ -80,7 +82,8 @@ class Device:
     sustained: `rates` are this part of what single products reach, because that much is left where whole steps of them run.
     attention, work: rates of kernels by size, where they are known. host_launch_s, host_view_s: in which the host hands out a kernel, and
     makes a view; 0 where that is not known. contention: by how much longer an operator takes while a collective runs beside it, 0.2 for a
-    fifth; 0 where the clock is not to count that (`program.lanes`, Note [Contention with compute]).
+    fifth; 0 where the clock is not to count that (`program.lanes`, Note [Contention with compute]). tiles: by which the rate of a product
+    goes by its sizes (`mesh.curves`, Note [Products]); None where all have the same.
     """
 
     name: str
@@ -93,6 +96,7 @@ class Device:
     host_launch_s: float = attrs.field(default=0.0, validator=_not_negative, converter=float)
     host_view_s: float = attrs.field(default=0.0, validator=_not_negative, converter=float)
     contention: float = attrs.field(default=0.0, validator=_not_negative, converter=float)
+    tiles: Tiles | None = None
 
     @cached_property
     def flops_per_s(self) -> Mapping[str, float]:
@@ -172,7 +176,7 @@ class Topology:
 
     host_bytes_per_s: what an elementwise kernel on the host (an update) reads and writes, all devices of a node together.
     reserved_bytes: of each device's memory, what no plan may use: the driver's context, buffers of collectives, workspaces of libraries.
-    ranks: the devices that are not as `device` says; see `with_rank`.
+    ranks: the devices that are not as `device` says; see `with_rank`. software: see `with_software`.
     """
 
     name: str
@@ -185,6 +189,7 @@ class Topology:
     host_bytes_per_s: float = attrs.field(default=100e9, validator=_positive, converter=float)
     reserved_bytes: int = attrs.field(default=0, validator=_not_negative)
     ranks: tuple[RankDevice, ...] = ()
+    software: Software = attrs.field(factory=Software)
 
     def __attrs_post_init__(self) -> None:
         size: int | None = 1
@@ -227,6 +232,21 @@ class Topology:
         """
         others = tuple(device for device in self.ranks if device.rank != rank)
         return attrs.evolve(self, ranks=(*others, RankDevice(rank, speed, capacity_bytes)))
+
+    def with_software(self, attention: str = "", collectives: Mapping[str, str] | None = None, fused: bool = False) -> Topology:
+        """The same machine, on which other software runs the step: what a plan for it says is to be compared with that software's runs.
+
+        attention: the kernel by whose rates attention counts, of those that the device's file has ("flash", "cudnn", "triton", "flash3");
+        "" for the quickest of torch's. collectives: mesh axis -> "early" (as here), "waits" or "chunks", see `colofunc.mesh.software`.
+        fused: it has kernels by hand for what stands between products; what is compiled is `step.on("compiled")`.
+
+        Plans only: a step that runs uses its own kernels. Raises TopologyError for a kernel without rates, or a way that there is not.
+        """
+        known = dict.fromkeys(one.kernel for one in self.device.attention)
+        if attention and attention not in known:
+            there = f"; it has rates of {', '.join(known)}" if known else "; it has rates of no kernel: plan for one that was measured"
+            raise TopologyError(f"device {self.device.name!r} has no attention by {attention!r}{near(attention, known)}{there}")
+        return attrs.evolve(self, software=software(attention, collectives or {}, fused))
 
     def rank(self, rank: int) -> RankDevice:
         """What is known of the device of a rank."""
@@ -303,6 +323,8 @@ class Topology:
                 del values["all_reduce_gain"]
         if not self.ranks:
             del data["ranks"]
+        if self.software == Software():
+            del data["software"]
         return data
 
     @staticmethod

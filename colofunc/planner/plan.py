@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import attrs
@@ -20,6 +19,8 @@ import attrs
 from colofunc import owned, untrusted
 from colofunc.errors import PlanError, near
 from colofunc.planner.plan_table import plan_table, size_text, time_text
+from colofunc.planner.plan_terms import Spent, about, collectives_text, moved, summed, terms_text
+from colofunc.planner.plan_terms import matches as matches
 from colofunc.planner.plan_why import LEGEND, more_text, where_text, why_decision, why_leaf
 from colofunc.planner.stages.report import Pipelined
 from colofunc.spec.layout import At, at_text
@@ -154,6 +155,7 @@ class Plan:
     way: str = ""  # of a transform that left something open, the way that was taken, and the others
     others: tuple[OtherWay, ...] = ()
     taken: tuple[tuple[str, str], ...] = ()  # of a transform that left open what the state depends on: (weight, scheme) of each weight
+    spent: tuple[Spent, ...] = ()  # what the seconds of a step are made of, by the clock
 
     def __str__(self) -> str:
         """One sentence."""
@@ -199,17 +201,28 @@ class Plan:
         return plan_table(self, self.decisions if glob == "*" else self.find(glob), costly)
 
     def why(self, glob: str, most: int = 4) -> str:
-        """What was chosen for matching operators, modules, parameters or parts of the batch, and what else would cost."""
+        """What was chosen for matching operators, modules, parameters or parts of the batch, what else would cost, and which term decides.
+
+        A collective is asked for by its kind, or with its axes ("all_gather tp"); then its seconds are said, by modules and parameters, and
+        how much of them the device's work hides. So are those of copies ("copies to device"). Raises PlanError where nothing matches.
+        """
+        sent = [row for row in self.spent if moved(row, glob)]
         leaves = [leaf for leaf in self.inputs if leaf.name and matches(leaf.name, glob)]  # constants of the program have none
         decisions = [d for d in self.decisions if any(matches(name, glob) for name in _names(d))]
         if not leaves and not decisions:  # a module that only holds others
             decisions = [d for d in self.decisions if any(matches(name, glob) for name in _parents(d))]
-        if not leaves and not decisions:
-            known = {d.path or d.target for d in self.decisions} | {leaf.name for leaf in self.inputs}
-            raise PlanError(f"{glob!r} matches no operator, module or leaf of the plan{near(glob, known)}")
+        if not leaves and not decisions and not sent:
+            known = {d.path or d.target for d in self.decisions} | {leaf.name for leaf in self.inputs} | {row.what for row in self.spent}
+            raise PlanError(f"{glob!r} matches no operator, module, leaf or collective of the plan{near(glob, known)}")
         lines = [line for leaf in leaves for line in why_leaf(self, leaf, most)]
         lines += [line for d in decisions for line in why_decision(self, d, most)]
-        return "\n".join([*lines, LEGEND] if decisions else lines)
+        if decisions:
+            lines.append(LEGEND)
+        if leaves or decisions:
+            lines += [terms_text(summed(row for row in self.spent if about(row, glob)), self.cost_s)]
+        if sent and glob != "*":
+            lines += collectives_text(sent, most)
+        return "\n".join(line for line in lines if line)
 
     def why_not(self, what: str, glob: str = "*") -> str:
         """What another choice would cost: a strategy "{tp: i}", any with an axis on a factor "tp: i", or a name.
@@ -300,11 +313,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(v) for v in value]
     return INFINITY if value == float("inf") else value
-
-
-def matches(name: str, glob: str) -> bool:
-    """Whether a dotted name, or its end from some dot on, matches the glob."""
-    return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
 
 
 def parse_axes(text: str) -> tuple[tuple[str, str], ...]:

@@ -18,7 +18,8 @@ import torch
 
 from colofunc.errors import InputError, near
 from colofunc.mesh import Mesh, wire_bytes
-from colofunc.mesh.curves import HOST_KERNEL, attention_flops_per_s
+from colofunc.mesh.cost import rate
+from colofunc.mesh.curves import HOST_KERNEL, Tiles, attention_flops_per_s
 from colofunc.ops.scatter import TOUCH_A_PART
 from colofunc.ops.twins import functional_of
 from colofunc.program import facts
@@ -121,7 +122,7 @@ def program_cost(program: Program, mesh: Mesh, rule_of: RuleOf) -> CostReport:
             key = (kind, ",".join(axes))
             nbytes[key] += wire_bytes(kind, full, n)
             calls[key] += 1
-            communication_s += _wired_s(node, mesh, kind, axes, full)
+            communication_s += _wired_s(node, mesh, kind, axes, full) if node.kernel is None else node.kernel.seconds
             continue
         work, moved, dtype = node_work(node, program.values, rule_of)
         flops += work
@@ -138,14 +139,14 @@ def node_s(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf)
     if node.loop is not None:
         inner = program_cost(node.loop.body, mesh, rule_of)
         return inner.seconds * node.loop.trips
+    if node.kernel is not None:
+        return node.kernel.seconds
     sort = _sort_of(node.target)
     if sort == WIRED:
         collective = collective_of(node, values)
         assert collective is not None, "an operator that is wired has a collective"
         kind, axes, _, full = collective
         return _wired_s(node, mesh, kind, axes, full)
-    if node.kernel is not None:
-        return node.kernel.seconds
     if sort != WORK:
         return mesh.view_s if sort == VIEW else 0.0
     known, key = _seconds_known(mesh, rule_of), _key_of(node, values)
@@ -180,7 +181,35 @@ def _kernel_s(node: Node, values: Mapping[int, Value], mesh: Mesh, work: Work) -
         attained = attention_flops_per_s(attention, HOST_KERNEL, max(q[3], v[3]), max(1.0, keys), is_backward)
         if attained is not None:
             return flops / attained + mesh.topology.device.launch_s
-    return mesh.compute_s(flops, moved, dtype, work_kind(node.target))
+    kind, tiles = work_kind(node.target), mesh.topology.device.tiles
+    if tiles is not None and kind == "product" and mesh.topology.device.work_rate(kind, dtype) is None:
+        flops *= _product_times(node, values, flops, tiles)
+    return mesh.compute_s(flops, moved, dtype, kind)
+
+
+def _product_times(node: Node, values: Mapping[int, Value], flops: float, tiles: Tiles) -> float:
+    """How many times longer a product takes for its sizes; 1 where they cannot be told.
+
+    Of a batch of (m, k) by (k, n) products a has b m k elements, the other operand b k n, and the result b m n; bmnk are half its
+    operations. So whatever the order of dims, and whatever is transposed, m, n, k and b are told by these four numbers. A convolution has
+    fewer elements in its input than k by m, and counts as one product.
+    """
+    sizes = sorted((prod(values[i].shape) for i in node.refs), reverse=True)[:2]
+    result = next((prod(values[i].shape) for i in node.results), 0)
+    if len(sizes) < 2 or not flops or not result or 0 in sizes:
+        return 1.0
+    multiplied = flops / 2
+    batch = max(1.0, result * sizes[0] * sizes[1] / multiplied**2)
+    m, k = multiplied / sizes[1], multiplied / result
+    return tiles.times(m, result / (m * batch), k, batch)
+
+
+def is_bound_by_memory(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf) -> bool:
+    """Whether moving an operator's bytes takes longer than its operations, by the rates of large ones."""
+    if node.loop is not None:
+        return False
+    flops, moved, dtype = node_work(node, values, rule_of)
+    return moved / mesh.topology.device.memory_bytes_per_s > flops / rate(mesh.topology, dtype)
 
 
 WIRED, VIEW, UNCOUNTED, WORK = "wired", "view", "uncounted", "work"

@@ -18,7 +18,8 @@ The trips of a loop follow one another. Seconds are those of the planner: roofli
 
 Note [Contention with compute]. A collective's kernels keep some of the device's processors and of its memory's bandwidth. Where a machine
 says by how much (`Device.contention`), an operator takes so much longer for as long as a collective runs beside it; the collective itself
-takes what it takes alone, and it makes no difference how many there are.
+takes what it takes alone, and it makes no difference how many there are. In a pipeline what a part sends runs beside the parts behind it on
+the same rank; of those the operators take longer, which are taken to be spread evenly over a part (`beside_s`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple
 import attrs
 
 from colofunc.mesh import Mesh
+from colofunc.mesh.software import WAITS
 from colofunc.program.actions import Action, linear_order
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.facts import COPIES, WIRE, kind_of, written
@@ -168,7 +170,8 @@ def rows_by_timetable(
 ) -> list[list[Did]]:
     """Per index of the pipeline's axis, when it does its actions: in order, each when what it reads has come.
 
-    free_s: index -> when it can begin. What a part sends leaves when the part has ended.
+    free_s: index -> when it can begin. What a part sends leaves when the part has ended, and slows down what the rank does next where the
+    device says so (Note [Contention with compute]).
     """
     free = dict.fromkeys(range(timetable.table.ranks), 0.0) | dict(free_s or {})
     wire_free, came = dict(free), dict[tuple[int, int], float]()
@@ -177,7 +180,7 @@ def rows_by_timetable(
     for here, action in linear_order(timetable.table):
         part, microbatch = parts[action.stage, action.kind], action.microbatch
         start_s = max(free[here], *(came.get((id, microbatch), 0.0) for id in part.reads), 0.0)
-        free[here] = start_s + part.seconds
+        free[here] = start_s + part.beside_s(wire_free[here] - start_s, mesh.topology.device.contention)
         rows[here].append(Did(start_s, free[here], action))
         for id, sent_s in part.sends:
             wire_free[here] = max(wire_free[here], free[here]) + sent_s
@@ -193,18 +196,30 @@ def part_times(loop: Loop, timetable: Timetable, mesh: Mesh, seconds: Seconds) -
         if mesh.topology.ranks:
             stage, _ = part
             speed = mesh.speed(mesh.at(**{timetable.along: timetable.table.rank_of[stage]}))
-            time = attrs.evolve(time, seconds=time.seconds / speed)
+            time = attrs.evolve(time, seconds=time.seconds / speed, work_s=time.work_s / speed)
         found[part] = time
     return found
 
 
 @attrs.frozen
 class PartTime:
-    """A part of a body: how long it takes alone, the values that it reads, those that it sends with their seconds."""
+    """A part of a body: how long it takes alone, the values that it reads, those that it sends with their seconds.
+
+    work_s: of its seconds those in which the device computes.
+    """
 
     seconds: float
     reads: tuple[int, ...]
     sends: tuple[tuple[int, float], ...]
+    work_s: float = 0.0
+
+    def beside_s(self, wired_s: float, contention: float) -> float:
+        """Seconds where collectives run for so long beside it, which make operators take longer by `contention` of their time."""
+        if wired_s <= 0 or contention <= 0 or not self.seconds:
+            return self.seconds
+        slower = 1 + contention * self.work_s / self.seconds  # so many times longer, while they run
+        longer_s = self.seconds * slower
+        return longer_s if longer_s <= wired_s else self.seconds + wired_s * (1 - 1 / slower)
 
     @staticmethod
     def of(body: Program, span: tuple[int, int], mesh: Mesh, seconds: Seconds) -> PartTime:
@@ -216,7 +231,9 @@ class PartTime:
                 sends += [(out, seconds(node, body.values)) for out in node.results]
             else:
                 player.step(node)
-        return PartTime(player.lanes().end_s, tuple(reads), tuple(sends))
+        played = player.lanes()
+        work_s = sum(busy.end_s - busy.start_s for busy in played.busy if busy.lane == "compute")
+        return PartTime(played.end_s, tuple(reads), tuple(sends), work_s)
 
 
 class _Player:
@@ -233,6 +250,7 @@ class _Player:
         self.launch_s, self.view_s = device.host_launch_s, device.host_view_s
         self.contention, self.wired_s = device.contention, 0.0  # until when collectives run, beside which kernels take longer
         self.starts: list[float] = []
+        self.waits = mesh.topology.software.axes(WAITS)  # axes whose collectives hold the device up, also where they are started early
 
     def play(self) -> Lanes:
         for node in self.program.nodes:
@@ -323,6 +341,8 @@ class _Player:
             for engine in engines:
                 self.free[engine] = begin + seconds
         apart = lane == "host" or (kind is not None and kind[1])
+        if self.waits and lane == "collectives" and self.waits.issuperset(node.args[1]):
+            apart = False
         if apart or lane in COPY_LANES:
             self._made(node, begin + seconds)
         if self.contention and lane == "collectives" and begin + seconds > self.wired_s:

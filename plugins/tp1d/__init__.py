@@ -25,20 +25,31 @@ __all__ = ["Megatron", "megatron"]
 
 
 def megatron(
-    axis: str | Sequence[str] | None = None, *, sequence: bool = False, vocabulary: bool = True, size: int | None = None
+    axis: str | Sequence[str] | None = None,
+    *,
+    sequence: bool = False,
+    vocabulary: bool = True,
+    size: int | None = None,
+    apart: bool = False,
 ) -> Megatron:
     """`tensor("1d", axis)`: column and row pairs over one axis, "tp" by default.
 
     sequence: whether what lies between the pairs (norms, residual sums) stays split along the sequence, so that each all-reduce
     becomes a reduce-scatter and an all-gather of the same bytes. vocabulary: whether the output layer, its loss and the
-    embedding are split along the vocabulary, where the loss can. size: how many ranks there are.
+    embedding are split along the vocabulary, where the loss can. size: how many ranks there are. apart: with `sequence`, the gradients of
+    an input that several products read (q, k and v) are reduced and scattered one by one, as plans of torch's DTensor do that give each
+    product its input as a part of the sequence; else they are summed first, which sends less.
+
+    Raises PlanError where `apart` is said without `sequence`.
     """
     axes = ("tp",) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
     if len(axes) != 1 or not isinstance(axes[0], str):
         raise cf.PlanError(f"tensor('1d') takes one axis, not {axis!r}; write tensor('1d', ('tp',)), or make a view of several")
     if size is not None and (isinstance(size, bool) or size < 1):
         raise cf.PlanError(f"tensor('1d'): size={size!r} is no number of ranks")
-    return Megatron(axes, sequence, vocabulary)
+    if apart and not sequence:
+        raise cf.PlanError("tensor('1d', apart=True) is of gradients that are scattered along the sequence; add sequence=True")
+    return Megatron(axes, sequence, vocabulary, apart)
 
 
 @attrs.frozen
@@ -48,6 +59,7 @@ class Megatron:
     axes: tuple[str, ...]
     sequence: bool = False
     vocabulary: bool = True
+    apart: bool = False
 
     @property
     def name(self) -> str:
@@ -77,7 +89,7 @@ class Megatron:
         found, weights = [], [id for id in program.inputs if program.values[id].role in ("param", "frozen")]
         for id, spec in cf.ext.reading.with_moments(program, {id: specs.get(id, "...") for id in weights}).items():
             value = program.values[id]
-            found.append(cf.ext.Wish(value.name, spec, self.axes, (value.role,), self.name, along=id in specs, rest=rest))
+            found.append(cf.ext.Wish(value.name, spec, self.axes, (value.role,), self.name, along=id in specs, rest=rest, apart=self.apart))
         return found + list(dict.fromkeys(wish for _, wishes, _ in layers for wish in wishes))
 
     def _held(self, pairs: Any) -> list[Any]:

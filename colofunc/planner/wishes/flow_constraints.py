@@ -57,7 +57,7 @@ def along(
     wish, n = flow.wish, len(program.inputs)
     patterns = {k: ways for k, some in flow.held.items() if (ways := _patterns(some, extra_of(program.nodes[k]), mesh))}
     starts = {id: layout for id, (_, layout) in flow.seeds.items()}
-    followed = follow(program, mesh, starts, rule_of, wish.rest, wish.across, patterns, wish.gathers)
+    followed = follow(program, mesh, starts, rule_of, wish.rest, wish.across, patterns, wish.gathers, wish.apart)
     mine = dict.fromkeys(a for layout in starts.values() for a in layout.axes)
     axes = tuple(mine | dict.fromkeys(a for some in patterns.values() for a, _ in some[0].axes))
     known: dict[Any, tuple[Strategy, ...]] = {}

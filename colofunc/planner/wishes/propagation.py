@@ -61,6 +61,7 @@ def follow(
     across: Collection[str] = (),
     held: Mapping[int, Sequence[Strategy]] | None = None,
     gathers: Collection[str] = (),
+    apart: bool = False,
 ) -> Followed:
     """Follow leaves that lie as `seeds` says (value id -> spec) through the operators up to the update.
 
@@ -68,13 +69,14 @@ def follow(
     is not in it is whole), and they are followed further. None: the flow ends there. `across`: operators that the flow
     crosses whatever they do inside: each factor lies in their results as it does in their operands. `held`: index of a node
     -> the strategies of a pattern that it is held to: the flow goes on from what it gives, wherever it came from. `gathers`:
-    operators whose last operand yields where it does not fit the others.
+    operators whose last operand yields where it does not fit the others. `apart`: each pending result comes to rest by itself,
+    also where the sum of several could.
     """
     rules = Rules(program, mesh, rule_of)
     lies = {id: bind(spec, mesh, program.values[id].shape) for id, spec in seeds.items()}
     if rest is None:
         lies = {id: layout for id, layout in lies.items() if not layout.is_replicated}
-    walk = _Walk(rules, lies, rest, gathers)
+    walk = _Walk(rules, lies, rest, gathers, apart)
     for index, node in enumerate(program.nodes):
         if held and index in held:
             walk.hold(index, node, held[index])
@@ -97,6 +99,7 @@ class _Walk:
     lies: dict[int, Layout]
     rest: Mapping[int, str] | None
     gathers: Collection[str]
+    apart: bool
     strategies: dict[int, Strategy] = attrs.field(factory=dict)
     at_rest: set[int] = attrs.field(factory=set)
 
@@ -138,7 +141,7 @@ class _Walk:
         """How the operands lie, those that a flow has reached; pending ones come to rest unless the node carries them on."""
         operands = {ref: self.lies[ref] for ref in node.refs if ref in self.lies}
         pending = [ref for ref, layout in operands.items() if layout.pending]
-        if self.rest is None or not pending or _passes(node, operands, self.rules):
+        if self.rest is None or not pending or _passes(node, operands, self.rules, self.apart):
             return operands
         for ref in pending:
             operands[ref] = self.lies[ref] = _at_rest(operands[ref], self.rules.mesh, self.rest)
@@ -173,10 +176,10 @@ def _giving(node: Node, wants: Mapping[int, Layout], rules: Rules) -> Strategy |
     return None
 
 
-def _passes(node: Node, lies: Mapping[int, Layout], rules: Rules) -> bool:
-    """Whether a pending sum is carried on: through views, and through sums of nothing but pending terms."""
+def _passes(node: Node, lies: Mapping[int, Layout], rules: Rules, apart: bool) -> bool:
+    """Whether a pending sum is carried on: through views, and through sums of nothing but pending terms unless those rest apart."""
     base = node.target.rsplit(".", 1)[0]
-    sums = base in ("aten.add", "aten.sub") and all(r in lies and lies[r].pending for r in node.refs)
+    sums = not apart and base in ("aten.add", "aten.sub") and all(r in lies and lies[r].pending for r in node.refs)
     return (sums or base in FREE) and rules.take(node, lies) is not None
 
 

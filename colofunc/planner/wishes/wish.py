@@ -49,6 +49,7 @@ class Wish:
     operator's rule, or what a plugin's strategy calls its own pattern ("{cp: ring}"). `across`: operators that are not
     followed but crossed: what goes in split comes out split, and a wish of its own says how they work (see `follow`).
     `rank`: where wishes speak for one axis of one tensor or operator, those of lower rank are not heard.
+    `apart`: where several results that are reduced on the way are summed, each is reduced by itself before (see `follow`).
     `gathers`: products whose last operand is gathered where it does not fit the others (keys, of which rows of scores need all).
     `values`: ids of values inside the program, instead of names: those that read them take them so, and it is followed from there.
     Of an operator wish: only the operators that make one of them, where several stand under one path (an adapter's products).
@@ -71,6 +72,7 @@ class Wish:
     rank: int = 0
     values: tuple[int, ...] = ()
     gathers: tuple[str, ...] = ()
+    apart: bool = False
 
     @property
     def wants(self) -> tuple[Want, ...]:

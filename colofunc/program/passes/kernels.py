@@ -17,7 +17,7 @@ from typing import Any
 
 from colofunc.mesh import Mesh, Topology
 from colofunc.mesh.cost import rate
-from colofunc.mesh.curves import attention_flops_per_s
+from colofunc.mesh.curves import AttentionRate, attention_flops_per_s
 from colofunc.ops.kernels import Kernel, KernelCall, Like, Planned, Rates, Table, bound, choose, signature
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref, Value
@@ -43,9 +43,18 @@ def capability_on(topology: Topology) -> tuple[int, int] | None:
 @lru_cache(maxsize=64)
 def rates_of(topology: Topology) -> Rates:
     """What kernels are compared by on a machine."""
-    device = topology.device
+    device, named = topology.device, topology.software.attention
     attention = partial(attention_flops_per_s, device.attention)
+    if named:
+        attention = partial(_by_one, device.attention, named)
     return Rates(lambda dtype: rate(topology, str(dtype)), device.memory_bytes_per_s, device.launch_s, attention)
+
+
+def _by_one(known: tuple[AttentionRate, ...], named: str, kernel: str, head: int, keys: float, backward: bool) -> float | None:
+    """Attention of other software (`Topology.with_software`): torch's flash kernel stands for the one that is named, and the others of
+    torch stand to it as they do without rates of their own.
+    """
+    return attention_flops_per_s(known, named, head, keys, backward) if kernel == "flash" else None
 
 
 def with_kernels(program: Program, mesh: Mesh, table: Table) -> Program:
