@@ -133,7 +133,7 @@ def test_why_lists_the_choice_and_alternatives() -> None:
     assert "h.0.fc1 colofunc.linear [forward]" in text
     assert "wished: the plan: '*.fc1' -> '{tp: o}'" in text
     assert "instead {" in text
-    with pytest.raises(PlanError, match=r"matches no operator, module or leaf of the plan; did you mean .*'h.0.fc1'"):
+    with pytest.raises(PlanError, match=r"matches no operator, module, leaf or collective of the plan; did you mean .*'h.0.fc1'"):
         plan.why("h.0.fc3")
 
 

@@ -243,7 +243,7 @@ def test_a_plan_answers() -> None:
     assert str(plan).startswith("dp: ")
     assert "colofunc.linear" in plan.why("fc1") and "[forward]" in plan.why("fc1")
     assert "fc1 colofunc.linear" in plan.why_not("{}", "fc1")
-    with pytest.raises(cf.PlanError, match=r"matches no operator, module or leaf of the plan; did you mean 'fc1'"):
+    with pytest.raises(cf.PlanError, match=r"matches no operator, module, leaf or collective of the plan; did you mean 'fc1'"):
         plan.why("fc11")
     assert len(plan.table(costly=3).splitlines()) < len(plan.table(costly=None).splitlines())
 

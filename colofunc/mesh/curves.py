@@ -12,9 +12,9 @@ of its three matrices at that of memory: sizes count through both. On the 11 pro
 
 Where a device's file has `tiles`, the rate goes by m, n and k as well. A result is computed in tiles, one a processor at a time, so that
 all wait for the last wave; a tile takes as long as k + `ramp` steps, as its loop along k has to fill and its result to be written. A
-library has tiles of several sizes and takes those with which it ends first. Rates of `products` are those of the shape `best`, at which they were
-measured, and other shapes stand to it as this model has them. One constant more was fitted to the same 11 products, the ramp; all else is
-counted or given. It follows them within 6 %, 10 % at worst.
+library has tiles of several sizes and takes those with which it ends first. Rates of `products` are those of the shape `best`, at which
+they were measured, and other shapes stand to it as this model has them. One constant more was fitted to the same 11 products, the ramp; all
+else is counted or given. It follows them within 6 %, 10 % at worst.
 
 Note [Attention]. The rate of a kernel grows with the number of keys that a row has, because each block of rows begins and ends once. Tables
 are published for causal masks, where a row of a sequence of s has s/2 keys on average; a call is looked up by its keys, causal or not.
