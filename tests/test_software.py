@@ -164,7 +164,7 @@ def test_software_that_nobody_has_is_an_error_with_a_near_name() -> None:
         ATTAINED.with_software(attention="flahs")
     none = "; it has rates of no kernel: plan for one that was measured"
     with pytest.raises(TopologyError, match=rf"device 'h100' has no attention by 'cudnn'.*{none}"):
-        cf.mesh.PRESETS["8xh100"].with_software(attention="cudnn")
+        cf.topology("8xh100:datasheet").with_software(attention="cudnn")
     with pytest.raises(TopologyError, match=r"collectives of an axis run 'chunk'; did you mean 'chunks'"):
         ATTAINED.with_software(collectives={"tp": "chunk"})
 
