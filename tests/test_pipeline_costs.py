@@ -128,17 +128,18 @@ def test_a_budget_is_kept_by_the_stage_that_is_over_it() -> None:
     assert sends[0] == sends[1] == 6
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
-def test_a_pipeline_within_a_budget_trains_as_one_device_does(schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "share"), [("1f1b", 0.9), ("auto-one", 0.6)])
+def test_a_pipeline_within_a_budget_trains_as_one_device_does(schedule: str, share: float) -> None:
+    """By values that are made again; `auto-one` has less in flight first, which is enough here."""
     step, state, _ = mlp(4)
     batch = (torch.randn(256, 8, dtype=torch.float64), torch.randn(256, 4, dtype=torch.float64))
     free = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule=schedule)
     alone = free.lower(state, batch)
-    budget = int(0.9 * alone.plan.peak_bytes)
+    budget = int(share * alone.plan.peak_bytes)
     there = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule=schedule, stages=cut_as(alone))
     chain = cf.checkpoint(there, budget=budget)
     low = chain.lower(state, batch)
-    assert low.plan.memory and low.memory().peak_bytes["device"] <= budget
+    assert bool(low.plan.memory) == (schedule == "1f1b") and low.memory().peak_bytes["device"] <= budget
     with cf.testing.float64():
         check(chain, state, batch, steps=2)
 

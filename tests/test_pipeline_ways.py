@@ -15,7 +15,7 @@ from torch import nn
 import colofunc as cf
 from colofunc.compiler.staged import in_place_of
 from colofunc.compiler.transform import Build, Variant
-from colofunc.planner.plan import Plan
+from colofunc.planner.plan import ESTIMATE, OtherWay, Plan
 from colofunc.planner.stages.assignment import CutProblem, Cuts, Held
 from colofunc.testing import check
 
@@ -299,3 +299,35 @@ def test_numbers_that_depend_on_microbatches_are_not_left_open() -> None:
     step, _, _ = example()
     with pytest.raises(cf.PlanError, match="its numbers depend on how many microbatches there are"):
         cf.local_stats(cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches="auto"))
+
+
+def test_auto_is_planned_by_the_placement_that_is_fastest() -> None:
+    """Wide layers on two ranks: never slower than a named schedule, and the plan says what became of the other placements."""
+    net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+    opt = cf.adapt(torch.optim.SGD, lr=1e-3)
+    step, state = cf.train_step(cf.functional(net), opt, loss=lambda out: out.square().mean(), inputs=lambda x: ((x,), {}))
+    batch, mesh = cf.abstract((16384, 1024)), cf.Mesh(pp=2, topology="4xa100-80g")
+
+    def planned(schedule: str, stages: dict[str, int] | None = None) -> Plan:
+        return cf.pipeline(cf.shard(step, mesh), microbatches=4, schedule=schedule, stages=stages).lower(state, batch).plan
+
+    chosen = planned("auto")
+    assert chosen.way == f"4 microbatches, {chosen.pipeline.schedule}, cut by time"
+    for name in ("1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "auto-one", "auto-v", "auto-interleaved"):
+        assert chosen.cost_s <= planned(name).cost_s * (1 + 1e-9), name
+    assert "4 microbatches, auto-one, cut by time: at least" in chosen.why_not("auto-one")
+    far = OtherWay("4 microbatches, auto-v, cut by time", 0.5, 0, ESTIMATE)
+    assert far.line(chosen) == "4 microbatches, auto-v, cut by time: its schedule takes about 500 ms by an estimate, so not planned"
+    # Stages that were given leave the placements that have as many.
+    assert planned("auto", {f"{layer}.*": layer // 4 for layer in range(8)}).pipeline.schedule == "auto-one"
+    assert planned("auto", {f"{layer}.*": layer // 2 for layer in range(8)}).pipeline.schedule in ("auto-v", "auto-interleaved")
+    again = cf.pipeline(cf.shard(step, mesh), microbatches=4, schedule="auto").with_plan(chosen).lower(state, batch).plan
+    assert (again.way, again.pipeline) == (chosen.way, chosen.pipeline)
+
+
+def test_a_model_with_few_layers_has_one_stage_a_rank() -> None:
+    step, state, batch = example(3, 8)
+    low = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule="auto").lower(state, batch)
+    assert low.plan.pipeline.schedule == "auto-one" and low.plan.way == ""
+    with pytest.raises(cf.PlanError, match="4 stages, and the forward pass has 3 operators with weights of their own to begin one at"):
+        cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), microbatches=4, schedule="auto").lower(state, batch)

@@ -39,6 +39,8 @@ Recall = Callable[[Planning, bool], Outcome]
 
 ESTIMATED = 0.02
 """A way that its estimate puts behind another one by more than this part is not planned, where that one fits without help."""
+LARGE = 2000
+"""Of programs of more operators, which take long to plan, a way that is behind by less is not planned either."""
 
 Way = tuple[int, ...]
 """The number of a variant, and of one of those that are leaner."""
@@ -46,12 +48,16 @@ Way = tuple[int, ...]
 
 @attrs.frozen(eq=False)
 class Ways:
-    """The ways to write the open transform of a step; none where its chain leaves nothing open. only: the one that is to be taken."""
+    """The ways to write the open transform of a step; none where its chain leaves nothing open. only: the one that is to be taken.
+
+    estimated: by which part a way may be behind the best of its group and still be planned.
+    """
 
     staged: Staged
     open: Transform | None
     variants: tuple[Variant, ...]
     only: Way | None = None
+    estimated: float = ESTIMATED
     leaner: dict[int, Sequence[Variant]] = attrs.field(factory=dict, init=False)
 
     @staticmethod
@@ -65,7 +71,7 @@ class Ways:
         for transform in staged.transforms:
             variants = () if transform.variants is None else tuple(transform.variants(build))
             if variants:
-                ways = Ways(staged, transform, variants)
+                ways = Ways(staged, transform, variants, estimated=0.0 if len(build.program.nodes) > LARGE else ESTIMATED)
                 return attrs.evolve(ways, only=ways.called(way)) if way else ways
         if way:
             raise PlanError(
@@ -183,7 +189,7 @@ class _Search:
 
     def _is_far_behind(self, way: Way) -> bool:
         about = self.ways.variant(way).about
-        return about is not None and about[1] > self.fits.get(about[0], inf) * (1 + ESTIMATED)
+        return about is not None and about[1] > self.fits.get(about[0], inf) * (1 + self.ways.estimated)
 
     def _try(self, way: Way) -> bool:
         """Plan one way; whether it fits with help only, or not at all."""

@@ -291,7 +291,8 @@ class _Asked:
         for each in build.registry.schedules.values():
             known.update({placed.name: placed for placed in each.among if placed.name not in known})
         if not isinstance(self.schedule, str) or self.schedule not in known:
-            raise PlanError(f"unknown schedule {self.schedule!r}{near(str(self.schedule), sorted(known), 'schedules')}")
+            name = "" if self.schedule is None else str(self.schedule)
+            raise PlanError(f"unknown schedule {self.schedule!r}{near(name, sorted(known), 'schedules')}")
         placements, ranks = list(known[self.schedule].placements), self._ranks(build.mesh)
         if len(placements) == 1:
             return placements
