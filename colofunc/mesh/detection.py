@@ -128,9 +128,10 @@ def auto_bytes(topology: Topology) -> int | None:
     """
     capacity_bytes = topology.tier("device").capacity_bytes
     if capacity_bytes is None:
-        return None
+        return topology.budget_bytes
     usable_bytes = capacity_bytes - topology.reserved_bytes
-    return usable_bytes - usable_bytes // FRAGMENTS if topology.reserved_bytes else usable_bytes
+    left_bytes = usable_bytes - usable_bytes // FRAGMENTS if topology.reserved_bytes else usable_bytes
+    return left_bytes if topology.budget_bytes is None else min(left_bytes, topology.budget_bytes)
 
 
 def _in_slots(level: Level, base: Topology) -> Level:
