@@ -38,14 +38,18 @@ from rich.console import Console
 
 from colofunc import errors, owned
 from colofunc.compiler.lowered import Lowered
+from colofunc.compiler.planning import least_budget_of
 from colofunc.compiler.staged import Staged, in_place_of
 from colofunc.errors import ColofuncError, InputError, MeshError, near
 from colofunc.mesh import PRESETS, Mesh, Topology, resolve_topology
+from colofunc.mesh.card import card_memory
+from colofunc.mesh.detection import margin_bytes
 from colofunc.mesh.sizes import parse_bytes, parse_room, size_text
 from colofunc.ops.native import prebuild, ship
 from colofunc.planner.plan import MARK as PLAN_MARK
 from colofunc.planner.plan_table import time_text
 from colofunc.program.lanes import TRACE_MARK, chrome_trace
+from colofunc.program.passes.kernels import capability_on
 from colofunc.transforms.checkpoint import checkpoint
 from colofunc.transforms.offload import offload, with_disk
 from colofunc.transforms.pipeline import AUTO, pipeline
@@ -82,7 +86,7 @@ def plan(
     device: Annotated[str, typer.Option(help="a device such as a100-40g: one, or as many as the mesh has ranks")] = "",
     topology: Annotated[str, typer.Option(help="a machine such as 8xa100-80g, or a .json file of a measured one")] = "",
     mesh: Annotated[str, typer.Option(help="axes, such as dp=2,tp=4; default: the step's own, or one device")] = "",
-    budget: Annotated[str, typer.Option(help="device memory of a rank, such as 40GiB or 0.5; default: all of the device")] = "",
+    budget: Annotated[str, typer.Option(help="device memory of a rank, such as 40GiB or 0.5; default: what is left for tensors")] = "",
     host: Annotated[str, typer.Option(help="host memory of a node, such as 512GiB or 0.5; default: that of the usual machine")] = "",
     disk: Annotated[str, typer.Option(help="a disk of a node: 2TB, 2TB,7GB/s,5GB/s (read, write) or a directory; default: none")] = "",
     within: Annotated[str, typer.Option(help="what may be done to meet the budget")] = "checkpoint,offload",
@@ -106,8 +110,9 @@ def plan(
         staged = placed(step, axes, machine(device, topology, host, budget, disk), wanted, directory(disk))
         with errors_of(target, ours=True):
             low: Lowered = staged.lower(*args)
-        report(console, low, target, rows, bool(disk))
-        written(console, low, target, picture, trace, save)
+        budget_bytes = least_budget_of(staged, low.priced)
+        report(console, low, target, rows, budget_bytes, bool(disk))
+        written(console, low, target, budget_bytes, picture, trace, save)
     except ColofuncError as error:
         _complain("\n".join([f"colofunc: {error}", *getattr(error, "__notes__", ())]))
         raise typer.Exit(1) from error
@@ -260,7 +265,8 @@ def axes_of(text: str) -> dict[str, int]:
 def machine(device: str, topology: str, host: str, budget: str, disk: str = "") -> Callable[[Mesh], Mesh]:
     """The mesh on what the options name: as many devices as it has ranks, at most eight in a node.
 
-    A budget is what a device has, so that it holds whatever the step says itself.
+    A budget is that of the device, so that it holds whatever the step says itself. Of a card plans get what a machine that was found gives
+    them: not what libraries, communicators and the driver take.
     """
     if device and topology:
         raise InputError(f"--device {device} and --topology {topology} both name a machine; give one of them")
@@ -273,8 +279,10 @@ def machine(device: str, topology: str, host: str, budget: str, disk: str = "") 
         if disk:
             found = _with_disk(found, disk)
         if budget:
-            has, given = found.tier("device").capacity_bytes, _room(found, "device", budget, "--budget")
-            found = _with_room(found, "device", given if has is None or given is None else min(given, has))
+            found = attrs.evolve(found, budget_bytes=_room(found, "device", budget, "--budget"))
+        total_bytes = found.tier("device").capacity_bytes
+        if total_bytes is not None and not found.reserved_bytes and capability_on(found) is not None:
+            found = attrs.evolve(found, reserved_bytes=margin_bytes(total_bytes, 0, mesh.size))
         return mesh.with_topology(found)
 
     return on
@@ -366,6 +374,8 @@ def placed(step: Any, axes: dict[str, int], on: Callable[[Mesh], Mesh], within: 
         raise InputError("--disk is of use to offload only; leave --within out, or write --within offload")
     sharded = step.transform("shard") if isinstance(step, Staged) else None
     mesh = on(Mesh(**axes) if axes or sharded is None else step.mesh)  # type: ignore[arg-type]
+    if not within and not (isinstance(step, Staged) and any(step.transform(name) for name in MOVES)):
+        mesh = _for_what_is_kept(mesh)
     if sharded is None:
         step = shard(step, mesh)
     else:
@@ -378,15 +388,27 @@ def placed(step: Any, axes: dict[str, int], on: Callable[[Mesh], Mesh], within: 
     return staged
 
 
+def _for_what_is_kept(mesh: Mesh) -> Mesh:
+    """The mesh for a plan that may make nothing again and copy nothing: gaps between its blocks are all that it has to leave room for."""
+    card = card_memory(mesh.topology, 0, mesh.size, is_tight=False)
+    if card is None or not mesh.topology.reserved_bytes:
+        return mesh
+    limit_bytes = min(card.kept_bytes, mesh.topology.budget_bytes or card.kept_bytes)
+    return mesh.with_topology(attrs.evolve(mesh.topology, budget_bytes=limit_bytes))
+
+
 # ---- what is said ----
 
 
-def report(console: Console, low: Lowered, target: str, rows: int, disk: bool = False) -> None:
-    """What was decided and why, what is held, and how long it takes."""
-    rooms = [(tier, low.priced.capacity_bytes(tier)) for tier in ("device", "host", "disk") if disk or tier != "disk"]
+def report(console: Console, low: Lowered, target: str, rows: int, budget_bytes: int | None, disk: bool = False) -> None:
+    """What was decided and why, what is held, and how long it takes. budget_bytes: what the plan may hold on a device."""
+    rooms = [("device", low.priced.topology.tier("device").capacity_bytes)]
+    rooms += [(tier, low.priced.capacity_bytes(tier)) for tier in ("host", "disk") if disk or tier != "disk"]
     mesh = " ".join(f"{name}={n}" for name, n in low.plan.mesh) or "one device"
     words = [f"{target} on {low.priced.topology.name}, {mesh}"]
     words += [f"{tier} {size_text(room)} a rank" for tier, room in rooms if room is not None]
+    if budget_bytes is not None and budget_bytes != rooms[0][1]:
+        words.append(f"tensors within {size_text(budget_bytes)}")
     console.print(" · ".join(words), style="bold", highlight=False, soft_wrap=True)
     boxes, left_over = divmod(low.priced.size, low.priced.topology.node_devices)
     if boxes and left_over:
@@ -444,12 +466,12 @@ def writable(**paths: str) -> None:
             raise InputError(f"--{option} {path} cannot be written: {why}; name a file in a folder that is there") from error
 
 
-def written(console: Console, low: Lowered, target: str, picture: str, trace: str, save: str) -> None:
+def written(console: Console, low: Lowered, target: str, budget_bytes: int | None, picture: str, trace: str, save: str) -> None:
     """The files that were asked for."""
     if picture:
         pictures = importlib.import_module("colofunc.pictures")  # with matplotlib, only where it is used
         words = [f"{target} on {low.priced.topology.name}", *map(str, low.plan.axes), *low.plan.memory]
-        pictures.memory_picture(low, picture, low.priced.capacity_bytes("device"), " · ".join(words))
+        pictures.memory_picture(low, picture, budget_bytes, " · ".join(words))
     if trace:
         data = chrome_trace(low.lanes(), low.memory(), f"{target} on {low.priced.topology.name}, as planned")
         owned.write_text(trace, json.dumps(data), TRACE_MARK, "--trace", InputError)

@@ -59,6 +59,7 @@ def test_a_plan_says_memory_by_kind_and_seconds(script):
     code, said = run(f"{script}:step", "--device", "a100-40g")
     assert code == 0
     assert "my_training.py:step on a100-40g, one device · device 37.25 GiB a rank · host 931.3 GiB a rank" in said
+    assert "tensors within 31.72 GiB" in said
     assert "device: peak" in said and "optimizer state" in said and "my_training.py:7" in said
     assert "a step takes" in said and "compute" in said
     assert "main.py" not in said and "cli.py" not in said  # lines are the user's, or none
@@ -75,7 +76,7 @@ def test_a_budget_is_met_and_drawn(script, tmp_path):
         f"{script}:step", "--device", "rtx-2060", "--budget", "300KiB", "--host", "8GiB",
         "--picture", picture, "--trace", trace, "--save", save,
     )  # fmt: skip
-    assert code == 0 and "device 300 KiB a rank · host 8 GiB a rank" in said and f"wrote {picture}" in said
+    assert code == 0 and "device 5.588 GiB a rank · host 8 GiB a rank · tensors within 300 KiB" in said and f"wrote {picture}" in said
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert cf.Plan.load(save).topology == "rtx-2060"
     events = json.loads(trace.read_text())["traceEvents"]
@@ -141,6 +142,30 @@ def test_a_plan_for_a_disk_without_a_directory_does_not_run(script):
 def test_a_last_box_that_is_partly_used_is_said(script):
     code, said = run(f"{script}:small", "--device", "a100-80g", "--mesh", "dp=12", "--rows", 0)
     assert code == 0 and "boxes of 8 devices: 12 ranks use 4 of the last one" in said
+
+
+LARGE = """
+def large():
+    net = cf.lazy(lambda: torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(6))))
+    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.AdamW, lr=1e-3), loss=lambda out: (out**2).mean())
+    return step, state, cf.abstract((ROWS, 1024))
+"""
+
+
+@pytest.mark.parametrize("within", ["checkpoint,offload", "checkpoint", ""])
+@pytest.mark.parametrize("axes", ["dp=1", "dp=2"])
+@pytest.mark.parametrize("rows", [0.6, 1.1])
+def test_a_plan_leaves_room_for_all_that_it_says_is_on_the_card(script, within, axes, rows):
+    """rows: so many that the activations alone are that part of a V100. A plan that cannot be made is an error, no plan that is no fit."""
+    card_bytes = cf.mesh.resolve_topology("v100").tier("device").capacity_bytes
+    number = int(rows * card_bytes / (6 * 4096)) * int(axes[-1]) // 64 * 64
+    script.write_text(script.read_text() + LARGE.replace("ROWS", str(number)))
+    code, said = run(f"{script}:large", "--device", "v100", "--mesh", axes, "--within", within)
+    assert "no fit" not in said
+    if code:
+        assert within != "checkpoint,offload" and "no plan found within" in said
+    else:
+        assert re.search(r"together [\d.]+ GiB, [\d.]+ [GMK]iB to spare", said)
 
 
 def test_a_budget_holds_whatever_the_step_says_itself(script):

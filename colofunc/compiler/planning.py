@@ -292,8 +292,11 @@ def auto_bytes(priced: Mesh) -> int | None:
 
     Of a CUDA card, found or named, what its context, libraries, communicators and fragments leave.
     """
+    limits = [priced.capacity_bytes("device")]
     card = None if capability_on(priced.topology) is None else card_memory(priced.topology, 0, priced.size, is_tight=True)
-    return priced.capacity_bytes("device") if card is None else card.budget_bytes
+    if card is not None:
+        limits.append(card.budget_bytes)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def bytes_in(mesh: Mesh, tier: str, given: Room, said: str, such: str) -> int | None:

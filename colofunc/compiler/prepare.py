@@ -165,9 +165,10 @@ def _seen_alike(watch: Watch | None, mesh: Mesh, see: Callable[[], Seen]) -> See
 
 def _margin(priced: Mesh) -> str:
     """What a plan does not use of a card that was found."""
-    usable_bytes, reserved_bytes = priced.capacity_bytes("device"), priced.topology.reserved_bytes
+    reserved_bytes = priced.topology.reserved_bytes
+    usable_bytes = (priced.topology.tier("device").capacity_bytes or 0) - reserved_bytes
     return (
-        f"of a card's memory plans may use {size_text(usable_bytes or 0)}; {size_text(reserved_bytes)} are left to what is there already, "
+        f"of a card's memory plans may use {size_text(usable_bytes)}; {size_text(reserved_bytes)} are left to what is there already, "
         "the driver's context, buffers of collectives and workspaces of libraries"
     )
 

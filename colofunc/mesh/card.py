@@ -46,6 +46,12 @@ class CardMemory:
         _, *stated = self.parts
         return (self.total_bytes - sum(nbytes for _, nbytes in stated)) * TIGHT_FRAGMENTS // FRAGMENTS
 
+    @property
+    def kept_bytes(self) -> int:
+        """The same of a plan that keeps all, whose blocks leave fewer gaps."""
+        _, *stated = self.parts
+        return (self.total_bytes - sum(nbytes for _, nbytes in stated)) * KEPT_FRAGMENTS // (KEPT_FRAGMENTS + 1)
+
     def lines(self) -> tuple[str, ...]:
         """A line a part, then the sum beside what the card has."""
         rows = [("tensors alive at the peak", self.alive_bytes), *self.parts]

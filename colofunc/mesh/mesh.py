@@ -347,7 +347,9 @@ class Mesh:
         self._check_rank(rank)
         own_bytes = self.topology.rank(rank).capacity_bytes
         capacity_bytes = self.topology.tier("device").capacity_bytes if own_bytes is None else own_bytes
-        return None if capacity_bytes is None else capacity_bytes - self.topology.reserved_bytes
+        usable_bytes = None if capacity_bytes is None else capacity_bytes - self.topology.reserved_bytes
+        limits = [limit for limit in (usable_bytes, self.topology.budget_bytes) if limit is not None]
+        return min(limits, default=None)
 
     def speed(self, ranks: Iterable[int]) -> float:
         """How many times as fast as the topology's device the slowest of some ranks computes."""

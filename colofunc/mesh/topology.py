@@ -177,6 +177,7 @@ class Topology:
     host_bytes_per_s: what an elementwise kernel on the host (an update) reads and writes, all devices of a node together.
     reserved_bytes: of each device's memory, what no plan may use: the driver's context, buffers of collectives, workspaces of libraries.
     ranks: the devices that are not as `device` says; see `with_rank`. software: see `with_software`.
+    budget_bytes: what a plan may hold on a device at most, where that is less than the device has.
     """
 
     name: str
@@ -190,6 +191,7 @@ class Topology:
     reserved_bytes: int = attrs.field(default=0, validator=_not_negative)
     ranks: tuple[RankDevice, ...] = ()
     software: Software = attrs.field(factory=Software)
+    budget_bytes: int | None = attrs.field(default=None, validator=_positive_or_none)
 
     def __attrs_post_init__(self) -> None:
         size: int | None = 1
@@ -325,6 +327,8 @@ class Topology:
             del data["ranks"]
         if self.software == Software():
             del data["software"]
+        if self.budget_bytes is None:
+            del data["budget_bytes"]
         return data
 
     @staticmethod

@@ -30,6 +30,7 @@ from colofunc.ops.measured import same_weight
 from colofunc.ops.quantizers import Quantizer
 from colofunc.planner.plan import matches
 from colofunc.planner.plan_table import time_text
+from colofunc.planner.solver_lines import without_solver_lines
 from colofunc.program.text import columns
 
 AS_IT_IS = "as it is"
@@ -374,7 +375,8 @@ def _solved(groups: Sequence[Sequence[Item]], limits: Sequence[float]) -> Picked
     # The solver stops within 1e-6 of the least cost: costs are scaled so that this is nothing.
     scale = 1e6 / (float(cost.max()) or 1.0)
     options = {"mip_rel_gap": 0.0, "node_limit": MOST_NODES}
-    result = milp(cost * scale, constraints=rows, bounds=Bounds(0, 1), integrality=np.ones(len(items)), options=options)
+    with without_solver_lines():
+        result = milp(cost * scale, constraints=rows, bounds=Bounds(0, 1), integrality=np.ones(len(items)), options=options)
     if result.x is None:
         return None
     picks, begin = [], 0
