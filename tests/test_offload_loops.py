@@ -51,7 +51,7 @@ def test_gradients_are_summed_on_the_host_where_the_device_has_no_room_for_them(
 
 def test_a_budget_of_any_transform_has_parameters_gathered_in_every_trip() -> None:
     step, *args = training()
-    base = cf.accumulate(cf.shard(step, cf.Mesh(dp=4, topology="4xa100-80g"), zero(3, "dp")), microbatches=4)
+    base = cf.accumulate(cf.shard(step, cf.Mesh(dp=4, topology="4xa100-80g"), zero(3, "dp")), microbatches=4).on("simulated")
     low = base.lower(*args)
     for within in (cf.offload, cf.checkpoint):
         staged = within(base, budget=int(low.memory().peak_bytes["device"] * 0.5))

@@ -270,7 +270,7 @@ def test_a_rank_with_little_memory_gets_fewer_weights() -> None:
     step, _, _ = layers(64, 8)
     room_bytes = int(3.8 * layer_bytes)
     mesh = cf.Mesh(pp=2, topology=SLOW.with_rank(0, capacity_bytes=room_bytes + SLOW.reserved_bytes))
-    chain = cf.pipeline(cf.shard(step, mesh), microbatches=4)
+    chain = cf.pipeline(cf.shard(step, mesh), microbatches=4).on("simulated")
     with cf.testing.float64():
         state, batch = doubled_inside((state, batch))
         low = chain.lower(state, batch)
