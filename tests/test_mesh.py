@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import random
 import re
 import warnings
 from itertools import permutations
@@ -490,3 +491,41 @@ def test_topologies_come_as_name_record_or_file(tmp_path: object) -> None:
     resolve_topology("8xh100").save(path)
     by = [Mesh(dp=8, topology=topology) for topology in ("8xh100", PRESETS["8xh100"], path, str(path))]
     assert all(mesh == by[0] for mesh in by)
+
+
+def slowest_pair(mesh: Mesh, table: tuple[int, ...]) -> tuple[float, float]:
+    """Of a permutation of all ranks: the latency of the farthest way, and seconds per byte of the link that is busiest for its rate."""
+    latencies, seconds = [0.0], [0.0]
+    inner = 1
+    for level in mesh.topology.levels:
+        outer = level.size or mesh.size
+        crossing = [(rank, giver) for rank, giver in enumerate(table) if rank // inner != giver // inner]
+        own = [rank for rank, giver in crossing if rank // outer == giver // outer]
+        receivers = {"uplink": [rank // inner for rank, _ in crossing], "medium": [rank // outer for rank, _ in crossing]}
+        users = receivers.get(level.sharing, own)
+        if users:
+            latencies.append(level.latency_s)
+            each = level.size - 1 if level.sharing == "pairs" and level.size else 1
+            seconds.append(each * max(map(users.count, users)) / level.bandwidth_bytes_per_s)
+        inner = outer
+    return max(latencies), max(seconds)
+
+
+@pytest.mark.parametrize("topology", ["8xv100", "8xrtx4090", "4xh100-hgx", "8xa100-80g"])
+def test_a_permute_takes_as_long_as_its_slowest_pair(topology: str) -> None:
+    mesh = Mesh(dp=16, topology=topology)
+    draw = random.Random(0)
+    for _ in range(100):
+        table = list(range(16))
+        moved = draw.sample(range(16), draw.randint(2, 16))
+        for place, giver in zip(moved, draw.sample(moved, len(moved)), strict=True):
+            table[place] = giver
+        assert mesh.alpha_beta("permute", ("dp",), tuple(table)) == pytest.approx(slowest_pair(mesh, tuple(table)))
+
+
+def test_many_within_a_box_may_take_longer_than_the_one_that_leaves_it() -> None:
+    base = Mesh(dp=16, topology="8xv100").topology
+    bus = attrs.evolve(base.levels[0], sharing="medium", bandwidth_bytes_per_s=10e9)
+    mesh = Mesh(dp=16, topology=attrs.evolve(base, levels=(bus, *base.levels[1:])))
+    alpha_s, beta_s = mesh.alpha_beta("permute", ("dp",), rotation(16))
+    assert alpha_s == base.levels[1].latency_s and beta_s == pytest.approx(8 / 10e9)

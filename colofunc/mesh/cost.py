@@ -165,22 +165,29 @@ def rotation(n: int, by: int = 1) -> tuple[int, ...]:
 def permute_alpha_beta(topology: Topology, groups: Sequence[Group], table: Sequence[int], mesh_size: int) -> tuple[float, float]:
     """`alpha_beta` of a permute. table: per member of a group the one whose data it gets.
 
-    Only links of the outermost level that some rank's data crosses count: the slowest rank decides.
+    The slowest pair decides, of those whose data crosses one box as of those between boxes: many that share a bus may take longer than the
+    one that leaves it. A device's own links carry what stays within their level; an uplink or a medium also what goes further.
     """
     ranks = np.array(groups)
     givers = ranks[:, list(table)]
     alpha_s = beta_s = 0.0
     inner_size = 1
     for level in topology.levels:
-        homes = ranks // inner_size
+        homes, outer_size = ranks // inner_size, level.size or max(mesh_size, inner_size)
+        domains = ranks // outer_size
         crosses = homes != givers // inner_size
-        if crosses.any():
-            together: float = _together(level, inner_size, mesh_size)
-            if level.sharing == "uplink":
-                together = int(np.bincount(homes[crosses]).max())
-            elif level.sharing == "pairs" and level.size is not None:  # one of a device's links leads to its peer
-                together = level.size - 1
-            alpha_s, beta_s = level.latency_s, together / level.bandwidth_bytes_per_s
+        ends_here = crosses & (domains == givers // outer_size)
+        together: float = 0
+        if level.sharing == "uplink" and crosses.any():
+            together = int(np.bincount(homes[crosses]).max())
+        elif level.sharing == "medium" and crosses.any():
+            together = int(np.bincount(domains[crosses]).max())
+        elif level.sharing == "pairs" and level.size is not None and ends_here.any():  # one of a device's links leads to its peer
+            together = level.size - 1
+        elif ends_here.any():
+            together = 1
+        if together:
+            alpha_s, beta_s = max(alpha_s, level.latency_s), max(beta_s, together / level.bandwidth_bytes_per_s)
         inner_size = level.size or inner_size
     return alpha_s, beta_s
 
