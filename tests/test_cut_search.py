@@ -9,6 +9,7 @@ import pytest
 import torch
 from pipelined import gpt2
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import colofunc as cf
 from colofunc.ext import ActionTable, StageCosts, simulate
@@ -83,6 +84,24 @@ def test_what_pieces_take_is_what_the_clock_says_of_the_stages(name: str) -> Non
             assert ours.send_s[pair] == pytest.approx(clocked.send_s[pair], rel=0.03)
             assert ours.send_back_s[pair] == pytest.approx(clocked.send_back_s[pair], rel=0.03)
     assert seconds == pytest.approx(low.plan.cost_s, rel=0.03)
+
+
+def test_what_all_layers_read_takes_no_backward_to_the_first() -> None:
+    """Rotary tables and masks are made in front of the first layer, and read by the backward of each; casts of weights stand between."""
+    sizes = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, vocab_size=1024)
+    with torch.device("meta"):
+        model = cf.functional(LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, use_cache=False)))
+    opt = cf.adapt(torch.optim.AdamW, lr=1e-4)
+    step_fn, _ = cf.train_step(model, opt)
+    state = {"params": model.params, "buffers": model.buffers, "opt": opt.init(model.params)}
+    ids = cf.abstract((32, 512), torch.int64)
+    step = cf.precision(cf.shard(step_fn, cf.Mesh(pp=2, topology=A100)), "bf16")
+    low = cf.pipeline(step, microbatches=8, schedule="1f1b").lower(state, {"input_ids": ids, "labels": ids})
+    costs = low.pipeline().costs
+    work_s = [f + i + w for f, i, w in zip(costs.forward_s, costs.input_s, costs.weight_s, strict=True)]
+    assert max(work_s) < 1.25 * min(work_s)
+    of_layers = [{leaf.at for leaf in low.plan.inputs if f"state.params.model.layers.{k}." in leaf.name} for k in range(4)]
+    assert of_layers[0] == {("pp", (0,))} and of_layers[3] == {("pp", (1,))}
 
 
 def backward_s(costs: StageCosts, search: CutSearch) -> list[float]:

@@ -33,7 +33,7 @@ def test_every_strategy_computes_what_the_operator_does(op: str, axes: dict[str,
 def test_bytes_of_each_product_equal_the_closed_form(product: str, z: int, x: int, y: int) -> None:
     fn, *shapes, out = PRODUCTS[product]
     words = "{x: 3d inputs, y: 3d outputs, z: 3d rows}"
-    mesh = cf.Mesh(z=z, x=x, y=y, topology=TOPOLOGY)
+    mesh = cf.Mesh(z=z, x=x, y=y, topology=f"{z * x * y}xa100-80g")  # between boxes other conversions may be faster
     step = one(PLAN, mesh, words, (fn,), tuple(LIES[s] for s in shapes), LIES[out])
     closed = {"y": B * I * (y - 1), "x": B * O * (x - 1), "z": I * O * (z - 1)}
     assert received(step.lower(*(cf.abstract(shape, D) for shape in shapes))) == {a: n // (x * y * z) for a, n in closed.items()}

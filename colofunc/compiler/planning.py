@@ -288,15 +288,18 @@ def least_budget_of(staged: Staged, priced: Mesh) -> int | None:
 
 
 def auto_bytes(priced: Mesh) -> int | None:
-    """What a budget "auto" comes to on each device; None is unlimited.
+    """What a budget "auto" comes to on each device; None is unlimited. Ranks whose own device has less are kept to that as well.
 
     Of a CUDA card, found or named, what its context, libraries, communicators and fragments leave.
     """
-    limits = [priced.capacity_bytes("device")]
-    card = None if capability_on(priced.topology) is None else card_memory(priced.topology, 0, priced.size, is_tight=True)
+    topology = priced.topology
+    left_bytes = topology.tier("device").capacity_bytes
+    card = None if capability_on(topology) is None else card_memory(topology, 0, priced.size, is_tight=True)
     if card is not None:
-        limits.append(card.budget_bytes)
-    return min((limit for limit in limits if limit is not None), default=None)
+        left_bytes = card.budget_bytes
+    elif left_bytes is not None:
+        left_bytes -= topology.reserved_bytes
+    return min((limit for limit in (left_bytes, topology.budget_bytes) if limit is not None), default=None)
 
 
 def bytes_in(mesh: Mesh, tier: str, given: Room, said: str, such: str) -> int | None:

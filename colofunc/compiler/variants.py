@@ -166,7 +166,7 @@ class _Search:
             # A single way needs no bound, and has one only for the time that it takes to compute.
             way = left[0] if len(left) == 1 and self.best is None else min(left, key=lambda each: (self._order_s(each), each))
             left.remove(way)
-            if self.best is not None and self._bound_s(way) >= self._best_s():
+            if self.best is not None and (self._bound_s(way), False) >= _merit(self.best):
                 self._lose(way, self._bound_s(way), 0, "")
             elif self._is_far_behind(way):
                 self._lose(way, self._order_s(way), 0, ESTIMATE)
@@ -208,7 +208,7 @@ class _Search:
         about = self.ways.variant(way).about
         if about is not None and not outcome[0].plan.memory:
             self.fits[about[0]] = min(about[1], self.fits.get(about[0], inf))
-        if self.best is None or _seconds(found) < self._best_s():
+        if self.best is None or _merit(found) < _merit(self.best):
             self.best, found = found, self.best
         if found is not None:
             plan = found.outcome[0].plan
@@ -264,3 +264,9 @@ class _Search:
 
 def _seconds(planned: Planned) -> float:
     return planned.outcome[0].plan.cost_s
+
+
+def _merit(planned: Planned) -> tuple[float, bool]:
+    """Of equally fast plans the one that makes nothing again and copies nothing is better."""
+    plan = planned.outcome[0].plan
+    return plan.cost_s, bool(plan.memory)

@@ -110,6 +110,7 @@ class _Parts:
         self.pieces_of = {position: {self._at(index) for index in found} for position, found in uses.items()}
         self.position = {id: k for k, id in enumerate(program.inputs)}
         self.reached = self._reached()
+        self.last_fed = self._last_fed()
 
     def of_nodes(self) -> dict[int, tuple[int, str]]:
         """Position of a node -> (piece, kind of part)."""
@@ -140,7 +141,8 @@ class _Parts:
         return bisect_right(self.begins, index) - 1
 
     def _piece(self, node: Node, made: Mapping[int, int]) -> int:
-        """The piece of the weight of which it makes the gradient, else the last whose results it reads; none behind its gradients."""
+        """The piece of the weight of which it makes the gradient, else the last whose results it reads; none behind its gradients, and none
+        in front of a piece whose weights wait for it: what it reads may be of the first piece and of all, such as a rotary table."""
         for out in node.results:
             if out in self.gradient_of:
                 pieces = self.pieces_of.get(self.position[self.gradient_of[out]], set())
@@ -153,7 +155,11 @@ class _Parts:
                 own.append(self._at(self.program.made_at[ref]))
             for position in self.of_weights.get(ref, ()):
                 own += self.pieces_of.get(position, ())
-        return max((piece for piece in own if piece <= most), default=most)
+        known = [piece for piece in own if piece <= most]
+        if not known:
+            return most
+        waiting = max((self.last_fed.get(out, 0) for out in node.results), default=0)
+        return max(max(known), min(waiting, most))
 
     def _is_of_weights(self, node: Node, piece: int) -> bool:
         """Whether nothing but one gradient, of a weight of the same piece, waits for it."""
@@ -162,6 +168,20 @@ class _Parts:
             return False
         (gradient,) = reached
         return piece in self.pieces_of.get(self.position[self.gradient_of[gradient]], ())
+
+    def _last_fed(self) -> dict[int, int]:
+        """Value of the backward pass -> the last piece to whose weights' gradients it leads."""
+        last: dict[int, int] = {}
+        for gradient, weight in self.gradient_of.items():
+            pieces = self.pieces_of.get(self.position[weight], set())
+            if len(pieces) == 1:  # of a tied weight each piece makes its own part
+                (last[gradient],) = pieces
+        for node in reversed(self.program.nodes):
+            piece = max((last.get(out, 0) for out in node.results), default=0)
+            if node.phase == "backward" and piece:
+                for ref in node.refs:
+                    last[ref] = max(last.get(ref, 0), piece)
+        return last
 
     def _reached(self) -> dict[int, int]:
         """Value -> the gradient that it leads to in the backward pass, or MANY."""
