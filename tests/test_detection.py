@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from colofunc_plugins import zero
 from pretended import Machine
 
 import colofunc as cf
@@ -82,6 +83,18 @@ def test_a_laptop_plans_with_the_rates_that_are_found_on_the_machine() -> None:
     with Machine(cards=8):
         found = found_topology(8, 8, CARD)
     assert (found.device, found.levels, found.links) == (named.device, named.levels, named.links)
+
+
+def test_a_laptop_plans_a_step_as_the_named_machine_runs_it() -> None:
+    """With collectives beside compute; a step that is put on "simulated" is planned for the process that simulates."""
+    layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, device="meta") for _ in range(4)))
+    step_fn, state = cf.train_step(cf.functional(layers), cf.adapt(torch.optim.SGD, lr=0.1), loss=lambda out: out.square().mean())
+    sharded = cf.shard(step_fn, Mesh(dp=8, topology="8xh100"), zero(3, "dp"))
+    plain, real, simulated = (
+        chain.lower(state, cf.abstract((1 << 16, 1024))) for chain in (sharded, sharded.on("distributed"), sharded.on("simulated"))
+    )
+    assert (plain.plan.cost_s, plain.plan.peak_bytes) == (real.plan.cost_s, real.plan.peak_bytes)
+    assert plain.plan.cost_s < simulated.plan.cost_s and not any(term.hidden_s for term in simulated.terms())
 
 
 # ---- memory

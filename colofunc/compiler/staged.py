@@ -105,7 +105,8 @@ class Staged:
     def on(self, executor: str) -> Staged:
         """The same step on another executor: "simulated", "distributed" or "compiled".
 
-        On the last two it is planned as real ranks run it, with collectives beside compute, also before there are any.
+        On the last two, and by default where the mesh names a machine with CUDA cards, it is planned as real ranks run it, with
+        collectives beside compute, also before there are any.
         """
         if executor not in EXECUTORS:
             raise PlanError(f"unknown executor {executor!r}{near(executor, EXECUTORS, 'executors')}")
