@@ -31,7 +31,7 @@ What other software does is told to the machine that a run is planned for (`Topo
 public names gets its seconds (`tests/test_software.py`).
 
 Note [Missed]. What was found out about the pair whose order is missed, and two runs that nearly are:
-- Terms: without the attainable share of memory the testing half is 5.5 % off in the middle and 27 % at worst, with it 6.9 and 25 %; the
+- Terms: without the attainable share of memory the testing half is 4.8 % off in the middle and 27 % at worst, with it 5.8 and 25 %; the
   share is from another source and stays. Contention leaves the middle and brings the worst from 26 to 25 %.
 - The order: the pair that stands the other way round is closer than the clock is right. T33 and T34 (which recompute every second
   layer, and every second product) are 2.3 % apart, and predicted 0.9 % the other way. Letting axes share the links of one box, as their
@@ -41,8 +41,8 @@ Note [Missed]. What was found out about the pair whose order is missed, and two 
   within 8.4 %. By its own table it falls from 51 % of the cards' peak to 39 % where the sequence doubles, and 13 B parameters do not (58
   and 56 %). Its 16 bytes a parameter take 56 GiB of a card before anything is computed; an allocator that has to give memory back in every
   layer would be slow so. Whether it had to is not published.
-- MH5: that model with 8,192 tokens on 8 H100, 26 % too fast as well, so that it is no accident of one table; MF3, 70 B on 64 cards of 40 GB
-  with two rows a rank, is 31 % too fast, and 10 % on 128 cards with four (MF4). No term here tells why.
+- MH5: that model with 8,192 tokens on 8 H100, 27 % too fast as well, so that it is no accident of one table; MF3, 70 B on 64 cards of 40 GB
+  with two rows a rank, is 33 % too fast, and 10 % on 128 cards with four (MF4). No term here tells why.
 - MH3, held out: P4's model and configuration on H100, 22 % too fast, where P4 on A100 is within 5 %, and the same table's 7 B without
   recomputation within 8 %. That table falls from 43 % of the cards' peak on 16 cards, where each has half the states, to 38 % on 8; so
   it is P5's reason again.
@@ -53,8 +53,12 @@ Note [Missed]. What was found out about the pair whose order is missed, and two 
 - M1: logits of 131,072 words beside 24 layers of 2,048, which a compiler fuses here. Neither the loss of the published run nor the rows of
   its microbatches are known.
 
-Note [Peaks]. U1 and U2 publish what was alive, and the plan is within 10 % of both. The others publish what torch's caching allocator had
-reserved, beside which stands what the plan says of a card (`colofunc.mesh.card`): T1, T2 and T42 are within 8 %, KF1 to KF3 within 13 %.
+Note [Peaks]. U1 and U2 publish what was alive, and the plan is within 7 % of U1. The others publish what torch's caching allocator had
+reserved, beside which stands what the plan says of a card (`colofunc.mesh.card`): T1 is within 6 %, KF1 to KF3 within 13 %.
+- Runs that are compiled (T2, T5, T42, K1 to K3, U2) are 8 to 16 % larger than the same plan with kernels by hand: of a compiled step each operator's
+  result counts, and the compiler keeps the logits in float32 once, or never. As the plan keeps to budgets by it, it errs to that side.
+- T4 and T5, on 128 cards: the longer a gather takes to begin, the more is gathered at once (two layers by 6 gathers; by 53 where beginning
+  one took no time), and the step holds it.
 The rest is KempnerForge's, whose plan of memory is not that of a plan here:
 - K1 and K2, too large: microbatches add up their gradients in float32 here, 15 GiB more than in the parameters' bfloat16 on one card.
 - K10 to K13, KF4 and KF5, 25 to 60 % too small: microbatches under FSDP. Their frame of steps would hold gradients in whole until the last
