@@ -55,8 +55,9 @@ Note [Missed]. What was found out about the pair whose order is missed, and two 
 
 Note [Peaks]. U1 and U2 publish what was alive, and the plan is within 7 % of U1. The others publish what torch's caching allocator had
 reserved, beside which stands what the plan says of a card (`colofunc.mesh.card`): T1 is within 6 %, KF1 to KF3 within 13 %.
-- Runs that are compiled (T2, T5, T42, K1 to K3, U2) are 8 to 16 % larger than the same plan with kernels by hand: of a compiled step each operator's
-  result counts, and the compiler keeps the logits in float32 once, or never. As the plan keeps to budgets by it, it errs to that side.
+- Runs that are compiled (T2, T5, T42, K1 to K3, U2) are 8 to 16 % larger than the same plan with kernels by hand: of a compiled step each
+  operator's result counts, and the compiler keeps the logits in float32 once, or never. As the plan keeps to budgets by it, it errs to
+  that side.
 - T4 and T5, on 128 cards: the longer a gather takes to begin, the more is gathered at once (two layers by 6 gathers; by 53 where beginning
   one took no time), and the step holds it.
 The rest is KempnerForge's, whose plan of memory is not that of a plan here:
