@@ -205,16 +205,9 @@ class _Run:
 
     def _last_fed(self) -> dict[int, int]:
         """Value of the backward pass -> the last stage to whose parameters' gradients it leads: no earlier stage can make it."""
-        last: dict[int, int] = {}
-        for gradient, weight in self.gradient_of.items():
-            if len(self.home[weight]) == 1:  # of a tied weight each stage makes its own part
-                last[gradient] = max(self.home[weight])
-        for node in reversed(self.program.nodes):
-            stage = max((last.get(out, 0) for out in node.results), default=0)
-            if node.phase == "backward" and stage:
-                for ref in node.refs:
-                    last[ref] = max(last.get(ref, 0), stage)
-        return last
+        # Of a tied weight each stage makes its own part.
+        single = {gradient: self.home[weight] for gradient, weight in self.gradient_of.items() if len(self.home[weight]) == 1}
+        return last_fed(self.program, {gradient: max(home) for gradient, home in single.items()})
 
     def _first_fed(self) -> dict[int, int]:
         """Value of the backward pass -> the first stage to whose parameters' gradients it leads."""
@@ -322,6 +315,17 @@ def _ats(stages: StagesOf, places: Iterable[Indices]) -> tuple[At | None, ...]:
         ranks = {stages.ranks[stage] for stage in at}
         ats.append(None if ranks == all_ranks else (stages.axis, tuple(sorted(ranks))))
     return tuple(ats)
+
+
+def last_fed(program: Program, of_gradients: Mapping[int, int]) -> dict[int, int]:
+    """Value of the backward pass -> the largest number of a gradient that it leads to. of_gradients: gradient -> its number."""
+    last = dict(of_gradients)
+    for node in reversed(program.nodes):
+        number = max((last.get(out, 0) for out in node.results), default=0)
+        if node.phase == "backward" and number:
+            for ref in node.refs:
+                last[ref] = max(last.get(ref, 0), number)
+    return last
 
 
 def gradients(program: Program) -> dict[int, int]:

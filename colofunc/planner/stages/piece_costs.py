@@ -22,7 +22,7 @@ import numpy as np
 from colofunc.planner.stages.assignment import CutProblem
 from colofunc.program.ir import Node, Program
 from colofunc.program.pipeline_schedule import StageCosts
-from colofunc.program.placing import gradients
+from colofunc.program.placing import gradients, last_fed
 
 KINDS = ("F", "I", "W")
 MANY = -1
@@ -171,17 +171,12 @@ class _Parts:
 
     def _last_fed(self) -> dict[int, int]:
         """Value of the backward pass -> the last piece to whose weights' gradients it leads."""
-        last: dict[int, int] = {}
+        piece_of: dict[int, int] = {}
         for gradient, weight in self.gradient_of.items():
             pieces = self.pieces_of.get(self.position[weight], set())
             if len(pieces) == 1:  # of a tied weight each piece makes its own part
-                (last[gradient],) = pieces
-        for node in reversed(self.program.nodes):
-            piece = max((last.get(out, 0) for out in node.results), default=0)
-            if node.phase == "backward" and piece:
-                for ref in node.refs:
-                    last[ref] = max(last.get(ref, 0), piece)
-        return last
+                (piece_of[gradient],) = pieces
+        return last_fed(self.program, piece_of)
 
     def _reached(self) -> dict[int, int]:
         """Value -> the gradient that it leads to in the backward pass, or MANY."""
