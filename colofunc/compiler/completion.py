@@ -17,6 +17,7 @@ from functools import partial
 from itertools import product
 from math import inf
 from operator import itemgetter
+from typing import Protocol
 
 import attrs
 
@@ -33,13 +34,14 @@ from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.plan import Plan
 from colofunc.planner.plan_terms import Spent
 from colofunc.planner.recompute.stages import NodeS
-from colofunc.planner.stages.report import Count, Pipelined, pipeline_loop, pipelined
+from colofunc.planner.stages.report import Pipelined, pipeline_loop, pipelined
 from colofunc.program.check import Checker
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.facts import is_copy
-from colofunc.program.ir import Loop, Node, Program, Value
+from colofunc.program.ir import Loop, Node, Program, Value, kept_with
 from colofunc.program.lanes import Lanes, played
 from colofunc.program.lower import lower
+from colofunc.program.memory_report import MemoryReport
 from colofunc.program.passes.buckets import Most, buckets
 from colofunc.program.passes.chunks import chunked
 from colofunc.program.passes.coalesce import reduces_early, views_late
@@ -60,6 +62,12 @@ SHARE = 32
 """Under a budget, a bucket of collectives may use at most 1/SHARE of it."""
 AS_IT_IS: Sequence[Rewrite] = (lambda program, _: program,)
 NOWHERE = Lies({}, {})
+
+
+class Count(Protocol):
+    """The accountant. rank: None for the one that holds most."""
+
+    def __call__(self, program: Program, *, rank: int | None = None) -> MemoryReport: ...
 
 
 @attrs.frozen(eq=False)
@@ -311,7 +319,11 @@ class Completion:
 
     def pipelined(self, done: Program) -> Pipelined | None:
         """What the plan says of a pipeline that runs as `done`."""
-        return pipelined(self.clocked(done), self.mesh, self._node_s, self.count)
+        return pipelined(self.clocked(done), self.mesh, self._node_s, partial(self._peak_bytes, done))
+
+    def _peak_bytes(self, done: Program, rank: int) -> int:
+        """What a rank holds on its device; kept, as a budget asks for it and what the plan says of a pipeline does again."""
+        return kept_with(done, (self.count, rank), lambda: self.count(done, rank=rank).peak_bytes["device"])
 
     def _peaks(self, done: Program) -> dict[At | None, int]:
         """Bytes by where ranks are on the axis of a pipeline; None: without one, of the rank that has least left.
@@ -330,7 +342,7 @@ class Completion:
         peaks: dict[At | None, int] = {}
         for rank, lacking in lacks.items():
             place = self._place(loop, rank)
-            held_bytes = self.count(done, rank=rank).peak_bytes["device"] + lacking
+            held_bytes = self._peak_bytes(done, rank) + lacking
             peaks[place] = max(peaks.get(place, 0), held_bytes)
         return peaks
 

@@ -1,13 +1,13 @@
 """What a plan says of a pipeline: the schedule, its bubble, and what each stage holds, computes and waits for.
 
-    pipelined(program, mesh, seconds, count).words      "pipeline of 4 stages, 1f1b, 8 microbatches, bubble 27.3%"
+    pipelined(program, mesh, seconds, peak_bytes).words      "pipeline of 4 stages, 1f1b, 8 microbatches, bubble 27.3%"
 
 All seconds are those of the clock (`program.lanes`), all bytes those of the accountant.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import attrs
 
@@ -15,7 +15,6 @@ from colofunc.mesh import Mesh
 from colofunc.planner.stages.simulate import Simulated, Span
 from colofunc.program.ir import Loop, Program
 from colofunc.program.lanes import Seconds, played, rows_by_timetable
-from colofunc.program.memory_report import MemoryReport
 from colofunc.program.places import distinct_ranks, on_rank
 from colofunc.program.post_validation import copied_bytes, in_parts, validates_late
 from colofunc.program.stage_costs import stage_costs
@@ -26,12 +25,6 @@ KEPT = frozenset({"param", "frozen", "buffer", "state"})
 """Roles of what a rank holds between steps."""
 UNEVEN = 1.5
 """A rank that computes more than this times its even share is named."""
-
-
-class Count(Protocol):
-    """The accountant. rank: None for the one that holds most."""
-
-    def __call__(self, program: Program, *, rank: int | None = None) -> MemoryReport: ...
 
 
 @attrs.frozen
@@ -123,8 +116,8 @@ def period_s(program: Program, mesh: Mesh, seconds: Seconds) -> float:
     return (long - short) / (many - few) + copies_s
 
 
-def pipelined(program: Program, mesh: Mesh, seconds: Seconds, count: Count) -> Pipelined | None:
-    """What a plan says of a step's pipeline; None where it has none."""
+def pipelined(program: Program, mesh: Mesh, seconds: Seconds, peak_bytes: Callable[[int], int]) -> Pipelined | None:
+    """What a plan says of a step's pipeline; None where it has none. peak_bytes: of a rank, on its device."""
     loop, played = pipeline_loop(program), clocked(program, mesh, seconds)
     if loop is None or loop.cut_by is None or played is None:
         return None
@@ -136,7 +129,7 @@ def pipelined(program: Program, mesh: Mesh, seconds: Seconds, count: Count) -> P
         part = on_rank(program, mesh, rank).program
         held = sum(part.values[id].nbytes for id in part.inputs if part.values[id].role in KEPT)
         kept[index] = max(kept[index], held)
-        peaks[index] = max(peaks[index], count(program, rank=rank).peak_bytes["device"])
+        peaks[index] = max(peaks[index], peak_bytes(rank))
     uses = []
     for index, row in enumerate(timetable.table.rows):
         stages = tuple(sorted({action.stage for action in row}))
