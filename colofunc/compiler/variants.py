@@ -239,10 +239,6 @@ class _Search:
     def _several(self, way: Way) -> bool:
         return self.ways.variant(way).transform.microbatches > 1
 
-    def _best_s(self) -> float:
-        assert self.best is not None, "one was found"
-        return _seconds(self.best)
-
     def _lose(self, way: Way, cost_s: float | None, peak_bytes: int, why: str) -> None:
         self.others[way] = OtherWay(self.ways.variant(way).words, cost_s, peak_bytes, why)
 
@@ -260,10 +256,6 @@ class _Search:
             raise
         self.others.pop(way)
         return Planned(way, planning, outcome)
-
-
-def _seconds(planned: Planned) -> float:
-    return planned.outcome[0].plan.cost_s
 
 
 def _merit(planned: Planned) -> tuple[float, bool]:
