@@ -52,23 +52,32 @@ def zero(
     """
     if isinstance(stage, bool) or stage not in (1, 2, 3):
         raise cf.PlanError(f"zero has stages 1, 2 and 3, not {stage!r}; write zero(3, 'dp')")
-    mine, copies = _names(axes), _names(replicate)
-    moments = mine if optimizer is None else _names(optimizer)
-    if not mine:
+
+    split, copied = _names(axes), _names(replicate)
+    moments = split if optimizer is None else _names(optimizer)
+    if not split:
         raise cf.PlanError("zero needs an axis to split over; write zero(3, 'dp')")
-    if set(mine) & set(copies):
-        raise cf.PlanError(f"zero: {sorted(set(mine) & set(copies))} cannot both split and copy; name other axes in replicate=")
-    if unknown := [a for a in moments if a not in (*mine, *copies)]:
-        raise cf.PlanError(f"zero: optimizer={unknown} must be among axes {mine} and replicate {copies}, which the batch lies on")
+    if set(split) & set(copied):
+        raise cf.PlanError(f"zero: {sorted(set(split) & set(copied))} cannot both split and copy; name other axes in replicate=")
+    unknown = [axis for axis in moments if axis not in (*split, *copied)]
+    if unknown:
+        raise cf.PlanError(f"zero: optimizer={unknown} must be among axes {split} and replicate {copied}, which the batch lies on")
+
     if regather is not None and stage != 3:
         raise cf.PlanError(f"zero({stage}) gathers no parameters, so regather={regather} says nothing; drop it or use stage 3")
-    if not (chunk is None or chunk == "auto" or (isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0)):
+    if not _is_chunk_size(chunk):
         raise cf.PlanError(f"zero: chunk={chunk!r} is no number of elements; write chunk=\"auto\" or chunk=1 << 20")
-    return Zero(stage, (*mine, *copies), mine, moments, regather, chunk)
+    return Zero(stage, (*split, *copied), split, moments, regather, chunk)
 
 
 def _names(axes: str | Sequence[str]) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _is_chunk_size(chunk: object) -> bool:
+    if chunk is None or chunk == "auto":
+        return True
+    return isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0
 
 
 @attrs.frozen
@@ -96,55 +105,81 @@ class Zero:
 
     def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
         """What updates make of shards of tensors that the ranks do not divide."""
-        if not (call.ins and call.ins[0].shape and all(a in mesh for a in self.axes)):
-            return  # of microbatches, which are a mesh of their own
+        if not all(axis in mesh for axis in self.axes):
+            return  # a mesh of microbatches has none of them
+        if not call.ins or not call.ins[0].shape:
+            return
         stored = mesh.atoms(self.stored)
-        if prod(mesh.axis_size(a) for a in stored) > 1:
-            want = places(call.ins[0].shape, (mesh.atoms(self.moments), stored), mesh, True)
-            if _is_padded(want):
-                yield from strategies(call, mesh, want, stored)
+        if _ranks(mesh, stored) == 1:
+            return
+        spec = places(call.ins[0].shape, (mesh.atoms(self.moments), stored), mesh, True)
+        if _is_padded(spec):
+            yield from strategies(call, mesh, spec, stored)
 
     def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.ext.Wish]:
+        """The batch on all axes; parameters, gradients and moments stored as the stage says."""
         axes = tuple(sorted(mesh.atoms(self.axes), key=mesh.axis_names.index))
-        stored, moments = mesh.atoms(self.stored), mesh.atoms(self.moments)
-        alone = all(a in axes or mesh.axis_size(a) == 1 for a in mesh.axis_names)
-        found = self._batch(program, mesh, axes)
+        alone = all(axis in axes or mesh.axis_size(axis) == 1 for axis in mesh.axis_names)
         masters = _masters(program)
+        wishes = self._batch(program, mesh, axes)
         for id in program.inputs:
             value = program.values[id]
             if value.role == "state":
-                ways = (moments, stored)
+                spec = places(value.shape, self._split_moments(mesh), mesh, alone)
+                wishes.append(cf.ext.Wish(value.name, spec, axes, ("state",), self.name))
             elif value.role in ("param", "frozen"):
-                ways = (stored,) if self.stage == 3 else (moments, stored) if id in masters else ()
-            else:
-                continue
-            want = places(value.shape, ways, mesh, alone)
-            mine = value.role in ("param", "frozen")
-            again = False if mine and self.stage < 3 else self.regather if mine else None
-            chunk = self.chunk if mine else None
-            lies = places(value.shape, (moments, stored), mesh, alone)
-            if value.role == "param" and not _is_padded(lies):
-                found.append(cf.ext.Wish(f"grad.{value.name}", lies, axes, ("grad",), self.name, optional=True))
-            # Stage 2 keeps no whole gradient, and neither does stage 3 where memory is what counts.
-            each = True if mine and (self.stage == 2 or self.regather) else None
-            found.append(cf.ext.Wish(value.name, want, axes, (value.role,), self.name, regather=again, chunk=chunk, scatter=each))
-        return found
+                if value.role == "param":
+                    wishes += self._gradient(value, mesh, axes, alone)
+                wishes.append(self._parameter(value, mesh, axes, alone, id in masters))
+        return wishes
+
+    def _split_moments(self, mesh: cf.Mesh) -> tuple[tuple[str, ...], ...]:
+        """The axes that split optimizer state; those of parameters where a tensor has no dim for so many ranks."""
+        return mesh.atoms(self.moments), mesh.atoms(self.stored)
+
+    def _parameter(self, value: Any, mesh: cf.Mesh, axes: tuple[str, ...], alone: bool, is_master: bool) -> cf.ext.Wish:
+        """Where a parameter is stored, and how it is gathered."""
+        if self.stage == 3:
+            ways: tuple[tuple[str, ...], ...] = (mesh.atoms(self.stored),)
+        elif is_master:
+            ways = self._split_moments(mesh)
+        else:
+            ways = ()
+        spec = places(value.shape, ways, mesh, alone)
+        regather = self.regather if self.stage == 3 else False
+        # Stage 2 keeps no whole gradient, and neither does stage 3 where memory is what counts.
+        scatter = True if self.stage == 2 or self.regather else None
+        return cf.ext.Wish(value.name, spec, axes, (value.role,), self.name, regather=regather, chunk=self.chunk, scatter=scatter)
+
+    def _gradient(self, value: Any, mesh: cf.Mesh, axes: tuple[str, ...], alone: bool) -> Iterator[cf.ext.Wish]:
+        """A gradient that the step keeps lies as the moments do; padding is for updates alone."""
+        spec = places(value.shape, self._split_moments(mesh), mesh, alone)
+        if not _is_padded(spec):
+            yield cf.ext.Wish(f"grad.{value.name}", spec, axes, ("grad",), self.name, optional=True)
 
     def _batch(self, program: Any, mesh: cf.Mesh, axes: tuple[str, ...]) -> list[cf.ext.Wish]:
         """The rows of the batch on all axes, and whatever works on them."""
-        leaves = [program.values[i] for i in program.inputs if program.values[i].role == "batch" and program.values[i].shape]
+        values = [program.values[id] for id in program.inputs]
+        leaves = [value for value in values if value.role == "batch" and value.shape]
         if not leaves:
             raise cf.PlanError(f"{self.name} splits the batch, and this step has no batch: no argument behind the state has a tensor")
-        rows = Counter(v.shape[0] for v in leaves).most_common(1)[0][0]
-        ways = prod(mesh.axis_size(a) for a in axes)
-        if rows % ways:
+        rows = Counter(leaf.shape[0] for leaf in leaves).most_common(1)[0][0]
+        ranks = _ranks(mesh, axes)
+        if rows % ranks:
             raise cf.PlanError(
-                f"{self.name}: the {rows} rows of the batch ({leaves[0].name!r}) do not divide over {ways} ranks; "
-                f"take a multiple of these (cf.pad(batch, multiple=1, rows={ways}) adds rows that labels or a mask leave out)"
+                f"{self.name}: the {rows} rows of the batch ({leaves[0].name!r}) do not divide over {ranks} ranks; "
+                f"take a multiple of these (cf.pad(batch, multiple=1, rows={ranks}) adds rows that labels or a mask leave out)"
             )
         spec = f"({' '.join(axes)} _) ..."
-        mine = [v for v in leaves if v.shape[0] == rows]
-        return [cf.ext.Wish(v.name, spec, axes, ("batch",), self.name, along=True) for v in mine]
+        return [
+            cf.ext.Wish(leaf.name, spec, axes, ("batch",), self.name, along=True)
+            for leaf in leaves
+            if leaf.shape[0] == rows
+        ]  # fmt: skip
+
+
+def _ranks(mesh: cf.Mesh, axes: Sequence[str]) -> int:
+    return prod(mesh.axis_size(axis) for axis in axes)
 
 
 def _is_padded(want: Any) -> bool:
@@ -153,16 +188,22 @@ def _is_padded(want: Any) -> bool:
 
 def _masters(program: Any) -> set[int]:
     """Parameters that forward reads in a narrower dtype only: what it reads is gathered, they themselves are optimizer state."""
-    reads: dict[int, list[Any]] = {}
+    readers: dict[int, list[Any]] = {}
     for node in program.nodes:
-        for id in node.refs if node.phase == "forward" else ():
-            reads.setdefault(id, []).append(node)
-    params = [id for id in program.inputs if program.values[id].role == "param"]
-    return {id for id in params if reads.get(id) and all(_narrows(node, program.values) for node in reads[id])}
+        if node.phase == "forward":
+            for id in node.refs:
+                readers.setdefault(id, []).append(node)
+    masters = set[int]()
+    for id, nodes in readers.items():
+        if program.values[id].role == "param" and all(_narrows(node, program.values) for node in nodes):
+            masters.add(id)
+    return masters
 
 
 def _narrows(node: Any, values: Any) -> bool:
-    return node.target == "aten._to_copy.default" and values[node.outs[0]].dtype.itemsize < values[node.refs[0]].dtype.itemsize
+    if node.target != "aten._to_copy.default":
+        return False
+    return bool(values[node.outs[0]].dtype.itemsize < values[node.refs[0]].dtype.itemsize)
 
 
 def places(shape: tuple[int, ...], ways: Sequence[tuple[str, ...]], mesh: cf.Mesh, alone: bool) -> Any:
@@ -171,16 +212,18 @@ def places(shape: tuple[int, ...], ways: Sequence[tuple[str, ...]], mesh: cf.Mes
     `alone`: no other axis is in play, so the first such dim will do; else any of them, and what else lies there decides.
     """
     for axes in ways:
-        n = prod(mesh.axis_size(a) for a in axes)
-        dims = [d for d, size in enumerate(shape) if size % n == 0 and size]
-        specs = tuple(_spec(shape, d, axes) for d in dims)
+        ranks = _ranks(mesh, axes)
+        specs = tuple(_spec(shape, dim, axes) for dim, size in enumerate(shape) if size and size % ranks == 0)
         if specs:
             return specs[0] if alone or len(specs) == 1 else specs
     if ways and prod(shape) > SMALL:
-        longest = max(range(len(shape)), key=lambda d: shape[d])
+        longest = shape.index(max(shape))
         return _spec(shape, longest, ways[-1], "~")
-    return " ".join("_" for _ in shape)
+    return " ".join(["_"] * len(shape))
 
 
 def _spec(shape: tuple[int, ...], dim: int, axes: tuple[str, ...], pad: str = "") -> str:
-    return " ".join(f"({' '.join(axes)} _{pad})" if d == dim else "_" for d in range(len(shape)))
+    """`dim` on `axes`, the others whole: `_ (dp _) _`; with `pad` "~" padded to a multiple."""
+    words = ["_"] * len(shape)
+    words[dim] = f"({' '.join(axes)} _{pad})"
+    return " ".join(words)

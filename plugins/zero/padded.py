@@ -35,22 +35,31 @@ def strategies(call: Any, mesh: cf.Mesh, spec: str, axes: tuple[str, ...]) -> It
     shape = call.ins[0].shape
     if not _stays_zero(call):
         return
-    shards, whole = cf.Spec(spec).bind(mesh, shape), lambda t: cf.Spec(_whole(len(t.shape))).bind(mesh, t.shape)
-    large = [t.shape == shape for t in call.ins]
-    if any(t.shape and not mine for t, mine in zip(call.ins, large, strict=True)):
+    if any(t.shape not in ((), shape) for t in call.ins):
         return  # broadcast
-    ins = tuple(shards if mine else whole(t) for t, mine in zip(call.ins, large, strict=True))
+    shards = cf.Spec(spec).bind(mesh, shape)
     pending = " ".join(f"+{axis}" for axis in axes)
+
+    def layout(t: Any) -> cf.Layout:
+        return shards if t.shape == shape else cf.Spec(_whole(len(t.shape))).bind(mesh, t.shape)
+
+    ins = tuple(layout(t) for t in call.ins)
+    outs: tuple[cf.Layout | None, ...]
     if call.target == "aten.sum.default":
-        outs: tuple[Any, ...] = (cf.Spec(pending).bind(mesh, ()),)
+        outs = (cf.Spec(pending).bind(mesh, ()),)
     elif call.target == "colofunc.lamb_direction":
-        outs = tuple(cf.Spec(f"_ {pending}").bind(mesh, (2,)) if k == _NORMS else shards for k in range(len(call.outs)))
+        norms = cf.Spec(f"_ {pending}").bind(mesh, (2,))
+        outs = tuple(norms if result == _NORMS else shards for result in range(len(call.outs)))
     else:
-        outs = tuple(None if t is None else shards if t.shape == shape else whole(t) for t in call.outs)
-    nbytes = sum(lies.local_numel * t.dtype.itemsize for lies, t in zip(ins, call.ins, strict=True))
-    nbytes += sum(lies.local_numel * t.dtype.itemsize for lies, t in zip(outs, call.outs, strict=True) if t is not None)
-    name = "{" + ", ".join(f"{axis}: padded" for axis in axes) + "}"
-    yield cf.Strategy(name, ins, outs, cf.Cost(float(shards.local_numel), float(nbytes)), axes=tuple((a, "padded") for a in axes))
+        outs = tuple(None if t is None else layout(t) for t in call.outs)
+
+    nbytes = 0
+    for placed, t in zip((*ins, *outs), (*call.ins, *call.outs), strict=True):
+        if placed is not None:
+            nbytes += placed.local_numel * t.dtype.itemsize
+    words = tuple((axis, "padded") for axis in axes)
+    name = "{" + ", ".join(f"{axis}: {word}" for axis, word in words) + "}"
+    yield cf.Strategy(name, ins, outs, cf.Cost(float(shards.local_numel), float(nbytes)), axes=words)
 
 
 def _stays_zero(call: Any) -> bool:
