@@ -51,9 +51,12 @@ def gemini(
         raise cf.PlanError(f"gemini(warmup={warmup}): give how many first steps are measured, such as 2")
 
     def place(states: Sequence[cf.ext.State], room: cf.ext.Room) -> Sequence[str | None]:
-        if placement in ("device", "host"):
-            return [placement if s.nbytes > SCALAR else "device" for s in states]
-        if placement == "static":
+        everything = set(range(len(states)))
+        if placement == "device":
+            away = set[int]()
+        elif placement == "host":
+            away = everything
+        elif placement == "static":
             away = _last(states, "param", param) | _last(states, "state", optim)
         elif room.budget_bytes is None:
             away = set()
@@ -62,8 +65,8 @@ def gemini(
             held = _first(states, ("frozen", "buffer", "param"), left)
             left -= sum(states[k].nbytes for k in held)
             held |= _first(states, ("state",), left * margin)
-            away = set(range(len(states))) - held
-        return ["host" if k in away and s.nbytes > SCALAR else "device" for k, s in enumerate(states)]
+            away = everything - held
+        return ["host" if k in away and state.nbytes > SCALAR else "device" for k, state in enumerate(states)]
 
     update = {"device": "device", "host": "host"}.get(placement)
     return cf.ext.MemoryPolicy(f"gemini {placement}", place, update, activations=False, measure=warmup)
@@ -82,57 +85,74 @@ def elixir() -> cf.ext.MemoryPolicy:
     def place(states: Sequence[cf.ext.State], room: cf.ext.Room) -> Sequence[str | None]:
         if room.budget_bytes is None:
             return [None] * len(states)
-        chunks = _chunks([s.nbytes if s.role == "param" else 0 for s in states])
-        follows = _followers(states)
-        size = max((sum(states[k].nbytes for k in chunk) for chunk in chunks), default=0)
-        state = max((sum(states[j].nbytes for k in chunk for j in follows.get(k, ())) for chunk in chunks), default=0)
-        kept, _ = divided(len(chunks), size, state, room.budget_bytes - room.other_bytes, rates(room.ranks))
-        held = {j for chunk in chunks[:kept] for k in chunk for j in (k, *follows.get(k, ()))}
-        said = {k: "device" if k in held or s.nbytes <= SCALAR else "host" for k, s in enumerate(states)}
-        return [said[k] if s.role in ("param", "state") else None for k, s in enumerate(states)]
+        chunks = _chunks([state.nbytes if state.role == "param" else 0 for state in states])
+        followers = _followers(states)
+        moments = [[j for k in chunk for j in followers.get(k, ())] for chunk in chunks]  # the optimizer state of each chunk
+        chunk_bytes = max((_nbytes(states, chunk) for chunk in chunks), default=0)
+        state_bytes = max((_nbytes(states, members) for members in moments), default=0)
+        kept, _ = divided(len(chunks), chunk_bytes, state_bytes, room.budget_bytes - room.other_bytes, rates(room.ranks))
+
+        held = {k for members in (*chunks[:kept], *moments[:kept]) for k in members}
+        tiers = list[str | None]()
+        for k, state in enumerate(states):
+            if state.role not in ("param", "state"):
+                tiers.append(None)
+            else:
+                tiers.append("device" if k in held or state.nbytes <= SCALAR else "host")
+        return tiers
 
     return cf.ext.MemoryPolicy("elixir", place, activations=False)
 
 
+def _nbytes(states: Sequence[cf.ext.State], members: Sequence[int]) -> int:
+    return sum(states[k].nbytes for k in members)
+
+
 def _chunks(sizes: Sequence[int]) -> list[list[int]]:
     """Those with bytes, in order, in chunks of at most the largest one's bytes."""
-    found, left, most = list[list[int]](), 0, max(sizes, default=0)
+    chunks, left, largest = list[list[int]](), 0, max(sizes, default=0)
     for k, nbytes in enumerate(sizes):
-        if nbytes and nbytes > left:
-            found.append([])
-            left = most
-        if nbytes:
-            found[-1].append(k)
-            left -= nbytes
-    return found
+        if not nbytes:
+            continue
+        if nbytes > left:
+            chunks.append([])
+            left = largest
+        chunks[-1].append(k)
+        left -= nbytes
+    return chunks
 
 
 def _followers(states: Sequence[cf.ext.State]) -> dict[int, list[int]]:
     """Parameter -> optimizer states that are named after it: the longest end that a parameter's dotted name shares."""
-    ends: dict[str, int] = {}  # every end of a name -> the parameter, unless two share it
-    for k, s in enumerate(states):
-        parts = s.name.split(".") if s.role == "param" else []
-        for j in range(len(parts)):
-            end = ".".join(parts[j:])
-            ends[end] = -1 if end in ends else k
+    owners: dict[str, int] = {}  # every end of a name -> the parameter, -1 where two share it
+    for k, state in enumerate(states):
+        if state.role == "param":
+            for end in _ends(state.name):
+                owners[end] = -1 if end in owners else k
     found: dict[int, list[int]] = {}
-    for k, s in enumerate(states):
-        parts = s.name.split(".") if s.role == "state" else []
-        owner = next((ends[end] for j in range(len(parts)) if (end := ".".join(parts[j:])) in ends), -1)
-        if owner >= 0:
-            found.setdefault(owner, []).append(k)
+    for k, state in enumerate(states):
+        if state.role == "state":
+            owner = next((owners[end] for end in _ends(state.name) if end in owners), -1)
+            if owner >= 0:
+                found.setdefault(owner, []).append(k)
     return found
+
+
+def _ends(name: str) -> list[str]:
+    """Every end of a dotted name, longest first: a.b.c, b.c, c."""
+    parts = name.split(".")
+    return [".".join(parts[begin:]) for begin in range(len(parts))]
 
 
 def _first(states: Sequence[cf.ext.State], roles: Iterable[str], nbytes: float) -> set[int]:
     """The first states of these roles that fit in so many bytes."""
-    return _taken(states, [k for k, s in enumerate(states) if s.role in tuple(roles)], nbytes)
+    return _taken(states, [k for k, state in enumerate(states) if state.role in tuple(roles)], nbytes)
 
 
 def _last(states: Sequence[cf.ext.State], role: str, part: float) -> set[int]:
     """The last states of a role, with at most that part of its bytes; all of them where the part is 1."""
-    mine = [k for k, s in enumerate(states) if s.role == role and s.nbytes > SCALAR]
-    return _taken(states, mine[::-1], part * sum(states[k].nbytes for k in mine))
+    able = [k for k, state in enumerate(states) if state.role == role and state.nbytes > SCALAR]
+    return _taken(states, able[::-1], part * sum(states[k].nbytes for k in able))
 
 
 def _taken(states: Sequence[cf.ext.State], order: Sequence[int], nbytes: float) -> set[int]:

@@ -36,14 +36,17 @@ def rates(n: int) -> Rates:
 
 def loads(steps: Sequence[Sequence[int]], blocks: int) -> int:
     """Chunks that a cache of so many blocks has to load: what is needed farthest ahead leaves. A step needs all its chunks at once."""
-    held, count = set[int](), 0
-    for p, need in enumerate(steps):
-        missing = set(need) - held
+    cached, count = set[int](), 0
+    for step, needed in enumerate(steps):
+        missing = set(needed) - cached
         count += len(missing)
-        held |= missing
-        ahead = {c: next((q for q in range(p + 1, len(steps)) if c in steps[q]), len(steps)) for c in held}
-        while len(held) > blocks and (out := max(held - set(need), key=lambda c: (ahead[c], c), default=None)) is not None:
-            held.remove(out)
+        cached |= missing
+
+        def next_use(chunk: int, step: int = step) -> int:
+            return next((later for later in range(step + 1, len(steps)) if chunk in steps[later]), len(steps))
+
+        farthest_first = sorted(cached - set(needed), key=lambda chunk: (next_use(chunk), chunk), reverse=True)
+        cached -= set(farthest_first[: max(0, len(cached) - blocks)])
     return count
 
 

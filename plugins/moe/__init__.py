@@ -63,14 +63,20 @@ class Experts:
 
     def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
         """Dispatch of one call, with every way to place the other axes; none on a mesh without the plan's own."""
-        if all(a in mesh for a in self.axes):
-            yield from strategies(call, mesh, tuple(a for a in mesh.atoms(self.axes) if mesh.axis_size(a) > 1))
+        if all(axis in mesh for axis in self.axes):
+            yield from strategies(call, mesh, _of_several_ranks(mesh, mesh.atoms(self.axes)))
 
     def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.ext.Wish]:
+        """Rows of the batch and experts on the axes; the operator of experts by dispatch."""
         axes = mesh.atoms(self.axes)
-        ranks = prod(mesh.axis_size(a) for a in axes)
+        ranks = prod(mesh.axis_size(axis) for axis in axes)
         if ranks == 1:
             return []
+        layers = self._layers(program, ranks)
+        return [*self._rows(program, ranks, axes), *self._state(program, layers, axes), self._dispatch(_of_several_ranks(mesh, axes))]
+
+    def _layers(self, program: Any, ranks: int) -> list[Any]:
+        """The operators of experts. Raises PlanError where there are none, or the ranks do not divide them."""
         layers = [node for node in program.nodes if node.target == FORWARD]
         if not layers:
             raise cf.PlanError(
@@ -84,24 +90,37 @@ class Experts:
                     f"{self.name}: the {count} experts of {node.path or 'the step'!r} do not divide over {ranks} ranks; "
                     "use an axis whose size divides them"
                 )
+        return layers
+
+    def _rows(self, program: Any, ranks: int, axes: Sequence[str]) -> Iterator[cf.ext.Wish]:
+        """Whatever works on the rows of the batch does so along them; experts do as they are wished to."""
+        spec = f"({' '.join(axes)} _) ..."
+        for leaf in cf.ext.reading.rows(program, ranks, self.name):
+            yield cf.ext.Wish(leaf.name, spec, self.axes, ("batch",), self.name, along=True, across=TARGETS)
+
+    def _state(self, program: Any, layers: Sequence[Any], axes: Sequence[str]) -> Iterator[cf.ext.Wish]:
+        """Weights of experts and their moments by expert; all else whole, where no other plan has a say."""
         weights = _weights(program, layers)
-        text = " ".join(axes)
-        of = cf.ext.reading.moments(program)
-        rows = cf.ext.reading.rows(program, ranks, self.name)
-        # Whatever works on the rows does so along them; experts do as they are wished to.
-        found = [cf.ext.Wish(v.name, f"({text} _) ...", self.axes, ("batch",), self.name, along=True, across=TARGETS) for v in rows]
+        parameter_of = cf.ext.reading.moments(program)
         for id in program.inputs:
             value = program.values[id]
-            mine = of.get(id, id) in weights
-            if value.role in ("param", "frozen", "state"):
-                dims = ["_"] * len(value.shape)
-                spec = " ".join([f"({text} _)", *dims[1:]] if mine else dims)
-                found.append(cf.ext.Wish(value.name, spec, self.axes, (value.role,), self.name, rank=1 if mine else -1))
-        several = [a for a in axes if mesh.axis_size(a) > 1]
-        words = ("dispatch", "staged")[: len(several)]
-        wants = tuple("{" + ", ".join(f"{a}: {word}" for a in several) + "}" for word in words)
-        want, both = wants if len(wants) > 1 else wants[0], ("forward", "backward")
-        return [*found, cf.ext.Wish("*", want, self.axes, source=self.name, targets=TARGETS, phases=both, rank=1)]
+            if value.role not in ("param", "frozen", "state"):
+                continue
+            words, rank = ["_"] * len(value.shape), -1
+            if parameter_of.get(id, id) in weights:
+                words[0], rank = f"({' '.join(axes)} _)", 1
+            yield cf.ext.Wish(value.name, " ".join(words), self.axes, (value.role,), self.name, rank=rank)
+
+    def _dispatch(self, axes: Sequence[str]) -> cf.ext.Wish:
+        """How the operator of experts runs: over two axes at once or staged, whichever costs less."""
+        ways = ("dispatch", "staged")[: len(axes)]
+        wants = tuple("{" + ", ".join(f"{axis}: {way}" for axis in axes) + "}" for way in ways)
+        want = wants if len(wants) > 1 else wants[0]
+        return cf.ext.Wish("*", want, self.axes, source=self.name, targets=TARGETS, phases=("forward", "backward"), rank=1)
+
+
+def _of_several_ranks(mesh: cf.Mesh, axes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
 
 
 def _seen(program: Any) -> str:

@@ -65,6 +65,11 @@ class Dispatch:
         return prod(self.mesh.axis_size(a) for a in self.axes)
 
     @property
+    def experts_each(self) -> int:
+        """Of one rank."""
+        return int(self.call.ins[self.x + 3].shape[0]) // self.ranks
+
+    @property
     def tokens(self) -> int:
         """Of one rank."""
         return prod(self.way.ins[self.x].local_shape[:-1])
@@ -85,14 +90,14 @@ class Dispatch:
     @property
     def rounds(self) -> int:
         """A divisor of the number of tokens: as many as leave `SLACK` times the expected rows to each."""
-        n = self.tokens
         most = min(MOST_ROUNDS, int(1 / min(1.0, SLACK * self.share)))
-        return max(r for r in range(1, most + 1) if n % r == 0)
+        return max(count for count in range(1, most + 1) if self.tokens % count == 0)
 
     def expected(self, number: int) -> int:
         """Rows of each queue that a round is expected to move."""
-        c = self.tokens // self.rounds
-        return min(c, max(0, ceil(self.tokens * self.share) - number * c))
+        queue = self.tokens // self.rounds
+        left = ceil(self.tokens * self.share) - number * queue
+        return min(queue, max(0, left))
 
     def work(self, number: int) -> dict[tuple[int, str], float]:
         """The argument that says which part of the choices in a round's rows is expected to be of experts of this rank.
@@ -107,29 +112,36 @@ class Dispatch:
 
     def strategy(self) -> cf.Strategy:
         word = "staged" if self.staged else "dispatch"
-        mine = tuple((a, word) for a in self.axes)
-        words = ", ".join(filter(None, (*(f"{a}: {w}" for a, w in mine), self.way.name.strip("{}"))))
+        words = [f"{axis}: {word}" for axis in self.axes]
+        others = self.way.name.strip("{}")
+        if others:
+            words.append(others)
+        name = "{" + ", ".join(words) + "}"
+        axes = (*((axis, word) for axis in self.axes), *self.way.axes)
         local = partial(_without_mesh, self.run_backward if self.backward else self.run_forward)
-        return attrs.evolve(self.way, name=f"{{{words}}}", local=local, cost=self.cost(), axes=(*mine, *self.way.axes))
+        return attrs.evolve(self.way, name=name, local=local, cost=self.cost(), axes=axes)
 
     def cost(self) -> cf.Cost:
+        """Of the way, and what is sent beside it, with the buffers it is sent from."""
         wide, per_token = self._bytes()
+        groups = [(axis,) for axis in self.axes] if self.staged else [self.axes]
         seconds = self._all_reduce_s()
-        for t in range(self.rounds):
-            nbytes = self.ranks * self.expected(t)
-            if not nbytes:
+        for number in range(self.rounds):
+            rows = self.ranks * self.expected(number)
+            if not rows:
                 continue
-            for each in (*wide, *per_token):
-                groups = [(a,) for a in self.axes] if self.staged else [self.axes]
-                seconds += sum(self.mesh.collective_s("all_to_all", nbytes * each, group) for group in groups)
+            for row_bytes in (*wide, *per_token):
+                seconds += sum(self.mesh.collective_s("all_to_all", rows * row_bytes, group) for group in groups)
         peak = (3 if self.backward else 2) * self.ranks * (self.tokens // self.rounds) * max(wide)
         return attrs.evolve(self.way.cost, extra_s=self.way.cost.extra_s + seconds, peak_bytes=self.way.cost.peak_bytes + peak)
 
     def _bytes(self) -> tuple[list[int], list[int]]:
         """Bytes per row of each tensor that travels: of the width, and of the choices."""
-        s, w = (self.call.ins[k].dtype.itemsize for k in (self.x, self.x + 2))
-        wide = [self.width * s] * (3 if self.backward else 2)
-        return wide, [self.choices * 4, *[self.choices * w] * (2 if self.backward else 1)]
+        x, weight = self.call.ins[self.x], self.call.ins[self.x + 2]
+        wide = [self.width * x.dtype.itemsize] * (3 if self.backward else 2)
+        indices = self.choices * 4  # sent as int32
+        weights = [self.choices * weight.dtype.itemsize] * (2 if self.backward else 1)
+        return wide, [indices, *weights]
 
     def _all_reduce_s(self) -> float:
         return self.mesh.collective_s("all_reduce", 8.0 * self.tokens, self.axes)
@@ -154,13 +166,14 @@ class Dispatch:
 
     def queues(self, index: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Slots, and for each round how many rows it moves: one value each, at once, since the host has to learn it."""
-        slot, rows = slots(index, self.call.ins[self.x + 3].shape[0] // self.ranks, self.ranks, self.rounds)
+        slot, rows = slots(index, self.experts_each, self.ranks, self.rounds)
         rows = collectives.all_reduce(rows, self.axes, self.mesh, "max")
         return slot, [rows[t] for t in range(self.rounds)]
 
     def here(self, index: torch.Tensor) -> torch.Tensor:
         """Indices among the experts of this rank; those of others fall outside."""
-        return index - (collectives.axis_index(self.axes, self.mesh) * (self.call.ins[self.x + 3].shape[0] // self.ranks)).to(index.dtype)
+        first = collectives.axis_index(self.axes, self.mesh) * self.experts_each
+        return index - first.to(index.dtype)
 
     def weights(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The operands after (index, weight); ranks with parts of the hidden units add up, and the bias counts once."""
@@ -201,12 +214,19 @@ class Dispatch:
 
 def strategies(call: Any, mesh: cf.Mesh, axes: tuple[str, ...]) -> Iterator[cf.Strategy]:
     """Dispatch over one axis, or over two at once and staged."""
-    x = int(call.target == BACKWARD)
-    rows, held, ranks = {"b0": f"{' '.join(axes)} _"}, {"e": f"{' '.join(axes)} _"}, prod(mesh.axis_size(a) for a in axes)
+    backward = call.target == BACKWARD
+    x = int(backward)
+    ranks = prod(mesh.axis_size(axis) for axis in axes)
     if ranks == 1 or call.ins[x].shape[0] % ranks or call.ins[x + 3].shape[0] % ranks:
         return
-    ins = [rows] * (3 + x) + [held] * (len(call.ins) - 3 - x)
-    outs = [rows, rows, *(held if t is not None and t.shape != (0,) else {} for t in call.outs[2:])] if x else [rows]
+    by_row = {"b0": f"{' '.join(axes)} _"}
+    by_expert = {"e": f"{' '.join(axes)} _"}
+    ins = [by_row] * (3 + x) + [by_expert] * (len(call.ins) - 3 - x)
+    outs = [by_row]
+    if backward:
+        outs.append(by_row)
+        for gradient in call.outs[2:]:  # of weights and biases, of which some may be missing
+            outs.append(by_expert if gradient is not None and gradient.shape != (0,) else {})
     for way in cf.ext.ways(call, mesh, ins, outs):
         if any(factor == "e" for _, factor in way.axes):
             continue

@@ -22,12 +22,14 @@ class Gathered(cf.ext.AttentionPattern):
     words = "gathered", "gathered striped"
 
     def price(self, flops: float) -> tuple[float, float, float]:
-        a, keys = self.attention, self.n * self.block_bytes()
-        extra_s, peak_bytes = self.mesh.collective_s("all_gather", keys, (self.axis,)), 2 * keys
-        if a.backward:
-            sums = self.n * self.block_bytes(cf.ext.local.wide(a.dtype))
-            extra_s += self.mesh.collective_s("reduce_scatter", sums, (self.axis,))
-            peak_bytes += 2 * sums
+        call = self.attention
+        keys_bytes = self.n * self.block_bytes()
+        extra_s = self.mesh.collective_s("all_gather", keys_bytes, (self.axis,))
+        peak_bytes = 2 * keys_bytes
+        if call.backward:
+            sums_bytes = self.n * self.block_bytes(cf.ext.local.wide(call.dtype))
+            extra_s += self.mesh.collective_s("reduce_scatter", sums_bytes, (self.axis,))
+            peak_bytes += 2 * sums_bytes
         return flops * self.busiest, extra_s, peak_bytes
 
     def attend(self, x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:

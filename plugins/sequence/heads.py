@@ -48,89 +48,116 @@ class Heads:
     word = "heads"
 
     @property
-    def n(self) -> int:
+    def ranks(self) -> int:
+        """n."""
         return self.mesh.axis_size(self.axis)
 
     @property
-    def h(self) -> int:
-        """Query heads of a rank outside (other axes may split them, too)."""
+    def query_heads(self) -> int:
+        """h: query heads of a rank outside (other axes may split them, too)."""
         return self.attention.layout("q", self.way).local_shape[1]
 
     @property
-    def g(self) -> int:
+    def key_heads(self) -> int:
+        """g: key heads of a rank outside."""
         return self.attention.layout("k", self.way).local_shape[1]
 
     @property
-    def p(self) -> int:
-        """Query heads of a rank inside, padding included."""
-        return -(-self.h // self.n)
+    def heads_each(self) -> int:
+        """p: query heads of a rank inside, padding included."""
+        return -(-self.query_heads // self.ranks)
 
     @property
     def fits(self) -> bool:
-        run = all(axis is not None for _, axis in self.attention.layout("q", self.way).dims[1][:-1])  # a rank's heads are consecutive
-        return self.g % self.n != 0 and not self.attention.shape("q_offset") and (run or not self.attention.get("dropout"))
+        """Whether this exchange is for the call: the rule's own cannot do it, and bits of dropout stay those of one device."""
+        if self.key_heads % self.ranks == 0 or self.attention.shape("q_offset"):
+            return False
+        heads = self.attention.layout("q", self.way).dims[1]
+        consecutive = all(axis is not None for _, axis in heads[:-1])
+        return consecutive or not self.attention.get("dropout")
 
     # ---- who reads which key heads ----
 
-    def reads(self, j: int) -> list[int]:
-        """The key head that each query head of rank j reads."""
-        return [i // (self.h // self.g) for i in range(j * self.p, min((j + 1) * self.p, self.h))]
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.query_heads // self.key_heads
+
+    def keys_read(self, rank: int) -> list[int]:
+        """The key head that each query head of a rank reads."""
+        begin, end = rank * self.heads_each, min((rank + 1) * self.heads_each, self.query_heads)
+        return [head // self.group for head in range(begin, end)]
 
     @property
-    def kept(self) -> int:
+    def keys_each(self) -> int:
         """Key heads that a rank needs at most."""
-        return max(len(set(self.reads(j))) for j in range(self.n))
+        return max(len(set(self.keys_read(rank))) for rank in range(self.ranks))
 
-    def first(self, j: int) -> int:
-        """The first key head of rank j."""
-        return min(j * self.p // (self.h // self.g), self.g - self.kept)
+    def first_key(self, rank: int) -> int:
+        """The first key head that a rank gets."""
+        return min(rank * self.heads_each // self.group, self.key_heads - self.keys_each)
 
     @property
     def aligned(self) -> bool:
         """Whether the groups of every rank are those that the operator assumes: equally many query heads per key head."""
-        r, rest = divmod(self.p, self.kept)
-        return not rest and all(k - self.first(j) == i // r for j in range(self.n) for i, k in enumerate(self.reads(j)))
+        if self.heads_each % self.keys_each:
+            return False
+        group = self.heads_each // self.keys_each
+        for rank in range(self.ranks):
+            for head, key in enumerate(self.keys_read(rank)):
+                if key - self.first_key(rank) != head // group:
+                    return False
+        return True
 
-    def read(self) -> torch.Tensor:
+    def key_index(self) -> torch.Tensor:
         """Which of my key heads each of my query heads reads."""
-        r, me = self.h // self.g, collectives.axis_index(self.axis, self.mesh)
-        mine = (me * self.p + torch.arange(self.p)).clamp(max=self.h - 1) // r
-        first = (me * self.p // r).clamp(max=self.g - self.kept)
-        return (mine - first).clamp(0, self.kept - 1)
+        me = collectives.axis_index(self.axis, self.mesh)
+        heads = me * self.heads_each + torch.arange(self.heads_each)
+        keys = heads.clamp(max=self.query_heads - 1) // self.group
+        first = (me * self.heads_each // self.group).clamp(max=self.key_heads - self.keys_each)
+        return (keys - first).clamp(0, self.keys_each - 1)
 
     # ---- what it costs, and what stands between ----
 
     @property
     def work(self) -> float:
-        return self.p * self.n / self.h
+        return self.heads_each * self.ranks / self.query_heads
 
     @property
     def keys(self) -> float:
-        return (self.kept if self.aligned else self.p) * self.n / self.g
+        return (self.keys_each if self.aligned else self.heads_each) * self.ranks / self.key_heads
 
     def price(self) -> tuple[float, float]:
-        a = self.attention
-        rows = a.layout("q", self.way).local_numel // self.h * self.p * self.n * a.dtype.itemsize
-        columns = 2 * a.layout("k", self.way).local_numel // self.g * self.kept * self.n
-        wires = [rows, columns * a.dtype.itemsize, rows]  # q, k and v, out
-        wires += [rows, rows, columns * cf.ext.local.wide(a.dtype).itemsize] if a.backward else []
-        return sum(self.mesh.collective_s("all_to_all", nbytes, (self.axis,)) for nbytes in wires), sum(wires)
+        """(seconds on the wire, bytes of all that is sent)."""
+        call = self.attention
+        per_query_head = call.layout("q", self.way).local_numel // self.query_heads
+        queries = per_query_head * self.heads_each * self.ranks
+        keys_and_values = 2 * call.layout("k", self.way).local_numel // self.key_heads * self.keys_each * self.ranks
+
+        query_bytes = queries * call.dtype.itemsize
+        wires = [query_bytes, keys_and_values * call.dtype.itemsize, query_bytes]  # q, k and v, out
+        if call.backward:
+            wires += [query_bytes, query_bytes, keys_and_values * cf.ext.local.wide(call.dtype).itemsize]
+        seconds = sum(self.mesh.collective_s("all_to_all", nbytes, (self.axis,)) for nbytes in wires)
+        return seconds, sum(wires)
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
         """Where there is dropout: the place of my heads among the (b, h, s, t) weights."""
         if "sizes" not in options:
             return options
-        q, t = self.attention.layout("q", self.way), self.attention.sizes["t"]
-        at = sum(1 for _, axis in q.dims[0] if axis is None) or 1
-        sizes, me = options["sizes"], collectives.axis_index(self.axis, self.mesh)
-        offset = options["offset"] + me * (self.p * q.shape[2] * t)
-        return options | {"sizes": [*sizes[:at], self.p, *sizes[at + 1 :]], "offset": offset}
+        queries, columns = self.attention.layout("q", self.way), self.attention.sizes["t"]
+        me = collectives.axis_index(self.axis, self.mesh)
+        offset = options["offset"] + me * (self.heads_each * queries.shape[2] * columns)
+        sizes = list(options["sizes"])
+        heads_at = sum(1 for _, axis in queries.dims[0] if axis is None) or 1  # behind the factors of the batch
+        sizes[heads_at] = self.heads_each
+        return options | {"sizes": sizes, "offset": offset}
 
     # ---- there and back ----
 
     def there(self, x: Parts) -> Parts:
         """Some heads of all rows."""
-        found = {**x, "k": self.key_heads(x["k"]), "v": self.key_heads(x["v"])}
+        found = {**x, "k": self.to_key_heads(x["k"]), "v": self.to_key_heads(x["v"])}
         for name in ("q", "grad_out", "out", "lse", "grad_lse"):
             if name in x:
                 found[name] = self.to_heads(x[name])
@@ -148,7 +175,7 @@ class Heads:
         dq, dk, dv, dbias = found
         if self.attention.needs_dbias:
             dbias = self.to_rows(dbias, *self.bias).reshape(x["bias"].shape)
-        return self.to_rows(dq), self.key_columns(dk), self.key_columns(dv), dbias
+        return self.to_rows(dq), self.to_key_columns(dk), self.to_key_columns(dv), dbias
 
     @property
     def bias(self) -> tuple[bool, bool]:
@@ -159,7 +186,7 @@ class Heads:
         """(b, h, m, ..) of my rows -> (b, p, n m, ..) of my heads; a bias may have no heads, or no rows, of its own."""
         if not heads:
             return cf.ext.local.gathered(x, 2, self.axis, self.mesh) if rows else x
-        x = collectives.fit(x, (x.shape[0], self.p * self.n, *x.shape[2:]))
+        x = collectives.fit(x, (x.shape[0], self.heads_each * self.ranks, *x.shape[2:]))
         return cf.ext.local.exchanged(x, 1, 2, self.axis, self.mesh) if rows else cf.ext.local.part(x, 1, self.axis, self.mesh)
 
     def to_rows(self, x: torch.Tensor, heads: bool = True, rows: bool = True) -> torch.Tensor:
@@ -167,22 +194,27 @@ class Heads:
         if not heads:
             return cf.ext.local.scattered(x, 2, self.axis, self.mesh) if rows else x
         x = cf.ext.local.exchanged(x, 2, 1, self.axis, self.mesh) if rows else cf.ext.local.among_zeros(x, 1, self.axis, self.mesh)
-        return x[:, : self.h]
+        return x[:, : self.query_heads]
 
-    def key_heads(self, x: torch.Tensor) -> torch.Tensor:
+    def to_key_heads(self, x: torch.Tensor) -> torch.Tensor:
         """(b, g, m, e) of my columns -> (b, kept or p, n m, e): the key heads that my query heads read."""
-        parts = [x[:, self.first(j) : self.first(j) + self.kept] for j in range(self.n)]
+        parts = []
+        for rank in range(self.ranks):
+            first = self.first_key(rank)
+            parts.append(x[:, first : first + self.keys_each])
         came = collectives.all_to_all(torch.stack(parts), self.axis, self.mesh)
         mine = collectives.rearrange(came, "n b g m e -> b g (n m) e")
-        return mine if self.aligned else mine.index_select(1, self.read())
+        return mine if self.aligned else mine.index_select(1, self.key_index())
 
-    def key_columns(self, dx: torch.Tensor) -> torch.Tensor:
-        """The way back of `key_heads` for gradients: summed over the ranks that read a head."""
+    def to_key_columns(self, dx: torch.Tensor) -> torch.Tensor:
+        """The way back of `to_key_heads` for gradients: summed over the ranks that read a head."""
         total = dx.to(cf.ext.local.wide(dx.dtype))
         if not self.aligned:
-            total = total.new_zeros((total.shape[0], self.kept, *total.shape[2:])).index_add(1, self.read(), total)
-        came = collectives.all_to_all(collectives.rearrange(total, "b g (n m) e -> n b g m e", n=self.n), self.axis, self.mesh)
-        found = came.new_zeros((came.shape[1], self.g, *came.shape[3:]))
-        for j in range(self.n):
-            found = found.index_add(1, torch.arange(self.first(j), self.first(j) + self.kept), came[j])
+            total = total.new_zeros((total.shape[0], self.keys_each, *total.shape[2:])).index_add(1, self.key_index(), total)
+        by_rank = collectives.rearrange(total, "b g (n m) e -> n b g m e", n=self.ranks)
+        came = collectives.all_to_all(by_rank, self.axis, self.mesh)
+        found = came.new_zeros((came.shape[1], self.key_heads, *came.shape[3:]))
+        for rank in range(self.ranks):
+            first = self.first_key(rank)
+            found = found.index_add(1, torch.arange(first, first + self.keys_each), came[rank])
         return found.to(dx.dtype)

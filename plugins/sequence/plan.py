@@ -58,8 +58,9 @@ class SequencePlan:
 
     def __attrs_post_init__(self) -> None:
         first, mode = self.axes[0], self.mode
-        for wrong in (a for a in self.axes if not isinstance(a, str)):
-            raise cf.PlanError(f"{mode} takes the name of one axis, not {wrong!r}; write {mode}('cp'), or make a view of several")
+        for axis in self.axes:
+            if not isinstance(axis, str):
+                raise cf.PlanError(f"{mode} takes the name of one axis, not {axis!r}; write {mode}('cp'), or make a view of several")
         if first in self.axes[1:]:
             raise cf.PlanError(f"{mode}: axis {first!r} cannot both hold blocks of tokens and split heads; name two axes")
         if self.balance not in BALANCES:
@@ -85,17 +86,21 @@ class SequencePlan:
         return KINDS[self.mode].strategies(call, mesh, axis, Heads, [a for a in mesh.axis_names if a != axis])
 
     def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.ext.Rules | None = None) -> list[cf.ext.Wish]:
-        axis, *heads = (self._atom(mesh, a) for a in self.axes)
-        if all(mesh.axis_size(a) == 1 for a in (axis, *heads)):
+        """Tokens on the axes, and the pattern of attention over them."""
+        axis, *heads = (self._atom(mesh, name) for name in self.axes)
+        if all(mesh.axis_size(name) == 1 for name in (axis, *heads)):
             return []
-        written = self.mode != "ring"
+        written = self.mode != "ring"  # attention that a model writes out as products has no blocks that could travel
         instead = f"take gather_kv({self.axes[0]!r}) or ulysses({self.axes[0]!r})"
         calls = cf.ext.tokens.attention(program, self.name, written, instead=instead)
+
         striped = self.mode != "ulysses" and self._striped(calls)
-        dealt = (*heads, "_", axis) if striped else (axis, *heads, "_")
+        order = (*heads, "_", axis) if striped else (axis, *heads, "_")
         exchanged = axis if self.mode == "ulysses" else ""
-        tokens = cf.ext.tokens.wishes(program, mesh, f"({' '.join(dealt)})", self.axes, self.name, written, rules, exchanged)
-        return [*tokens, *(self._patterns(calls, mesh, axis, heads, striped) if calls else ())]
+        wishes = list(cf.ext.tokens.wishes(program, mesh, f"({' '.join(order)})", self.axes, self.name, written, rules, exchanged))
+        if calls:
+            wishes.append(self._pattern(calls, mesh, axis, heads, striped))
+        return wishes
 
     def _atom(self, mesh: cf.Mesh, name: str) -> str:
         atoms = mesh.atoms((name,))
@@ -106,19 +111,26 @@ class SequencePlan:
     def _striped(self, calls: Sequence[cf.ext.AttentionCall]) -> bool:
         if self.balance != "auto":
             return self.balance == "stripes"
-        return any(a.get("causal") and not 0 < a.get("window") <= a.sizes["t"] // 2 for a in calls)
+        return any(call.get("causal") and not _sees_at_most_half(call) for call in calls)
 
-    def _patterns(
+    def _pattern(
         self, calls: Sequence[cf.ext.AttentionCall], mesh: cf.Mesh, axis: str, heads: list[str], striped: bool
-    ) -> list[cf.ext.Wish]:
-        """What attention does, forward and backward."""
-        splits = [axis] if self.mode == "ulysses" else heads
+    ) -> cf.ext.Wish:
+        """What attention does, forward and backward: blocks over one axis, heads over another by the rule or by an exchange."""
+        head_axes = [axis] if self.mode == "ulysses" else heads
         fewest = min(call.sizes["g"] * call.sizes["r"] for call in calls)
-        for a in (a for a in splits if mesh.axis_size(a) > fewest):
-            raise cf.PlanError(
-                f"{self.name}: {fewest} heads over the {mesh.axis_size(a)} ranks of {a!r} leave ranks without any; use fewer ranks, or "
-                f"ring({a!r}), which splits tokens only"
-            )
-        blocks = [] if self.mode == "ulysses" else [f"{axis}: {KINDS[self.mode].words[striped]}"]
-        wants = tuple(f"{{{', '.join((*blocks, *some))}}}" for some in product(*([f"{a}: g", f"{a}: heads"] for a in splits)))
-        return [cf.ext.Wish("*", wants, self.axes, source=self.name, targets=TARGETS, phases=("forward", "backward"))]
+        for name in head_axes:
+            if mesh.axis_size(name) > fewest:
+                raise cf.PlanError(
+                    f"{self.name}: {fewest} heads over the {mesh.axis_size(name)} ranks of {name!r} leave ranks without any; "
+                    f"use fewer ranks, or ring({name!r}), which splits tokens only"
+                )
+        blocks = () if self.mode == "ulysses" else (f"{axis}: {KINDS[self.mode].words[striped]}",)
+        ways_of_heads = product(*([f"{name}: g", f"{name}: heads"] for name in head_axes))
+        wants = tuple("{" + ", ".join((*blocks, *way)) + "}" for way in ways_of_heads)
+        return cf.ext.Wish("*", wants, self.axes, source=self.name, targets=TARGETS, phases=("forward", "backward"))
+
+
+def _sees_at_most_half(call: cf.ext.AttentionCall) -> bool:
+    """Whether a window leaves at most half of the tokens."""
+    return 0 < call.get("window") <= call.sizes["t"] // 2

@@ -37,20 +37,27 @@ class Ring(cf.ext.AttentionPattern):
     @property
     def blocks(self) -> int:
         """How many blocks a rank works on: a causal window reaches only so far back."""
-        window, size = self.attention.get("window"), self.layout("k").shape[2] // self.n
-        if not (self.attention.get("causal") and window and self.alike) or self.striped:
+        window = self.attention.get("window")
+        if self.striped or not (self.attention.get("causal") and window and self.alike):
             return self.n
-        return int(min(self.n, (window + size - 2) // size + 1))
+        block = self.layout("k").shape[2] // self.n
+        return int(min(self.n, (window + block - 2) // block + 1))
 
     def price(self, flops: float) -> tuple[float, float, float]:
         """The rank with most work decides; what is sent costs time only where work does not hide it."""
-        a, blocks = self.attention, self.blocks
-        sent = [self.block_bytes(), self.block_bytes(cf.ext.local.wide(a.dtype))] if a.backward else [self.block_bytes()]
-        start_s, hop_s = (
-            sum(self.mesh.collective_s("permute", each, (self.axis,)) for each in some) for some in ([1] * len(sent), sent)
-        )
-        work_s = self.mesh.compute_s(flops / blocks, 0, str(a.dtype).removeprefix("torch."))
-        return flops * (self.busiest if self.alike else 1), (blocks - 1) * (start_s + max(0.0, hop_s - work_s)), 2 * sum(sent)
+        call, blocks = self.attention, self.blocks
+        sent = [self.block_bytes()]
+        if call.backward:
+            sent.append(self.block_bytes(cf.ext.local.wide(call.dtype)))  # dK and dV
+        start_s = len(sent) * self._hop_s(1)
+        hop_s = sum(self._hop_s(nbytes) for nbytes in sent)
+        work_s = self.mesh.compute_s(flops / blocks, 0, str(call.dtype).removeprefix("torch."))
+        shown_s = start_s + max(0.0, hop_s - work_s)
+        busiest = self.busiest if self.alike else 1
+        return flops * busiest, (blocks - 1) * shown_s, 2 * sum(sent)
+
+    def _hop_s(self, nbytes: int) -> float:
+        return self.mesh.collective_s("permute", nbytes, (self.axis,))
 
     def steps(self, x: dict[str, torch.Tensor]) -> Iterator[Found]:
         """What the operator gives on this rank's rows and the block of keys and values that it has at each step."""
@@ -64,10 +71,12 @@ class Ring(cf.ext.AttentionPattern):
     def backward(self, x: dict[str, torch.Tensor]) -> Found:
         dtype, steps = x["q"].dtype, self.steps(x)
         dq, dk, dv, dbias = next(steps)
-        dq, own, biases = dq.to(cf.ext.local.wide(dtype)), self.key_grads(dk, dv), [dbias]
+        dq = dq.to(cf.ext.local.wide(dtype))
+        own, biases = self.key_grads(dk, dv), [dbias]
         home = None  # what other ranks add to dK and dV travels with these; the own part need not go round
         for step, (part, dk, dv, dbias) in enumerate(steps, 1):
-            dq, dkv = dq + part.to(dq.dtype), self.key_grads(dk, dv)
+            dq = dq + part.to(dq.dtype)
+            dkv = self.key_grads(dk, dv)
             hops = 1 if step + 1 < self.blocks else -step  # on with the keys; in the end, home
             table = [(i - hops) % self.n for i in range(self.n)]
             home = collectives.permute(dkv if home is None else dkv + home, self.axis, self.mesh, table)

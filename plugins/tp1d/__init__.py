@@ -42,7 +42,9 @@ def megatron(
 
     Raises PlanError where `apart` is said without `sequence`.
     """
-    axes = ("tp",) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    if axis is None:
+        axis = "tp"
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if len(axes) != 1 or not isinstance(axes[0], str):
         raise cf.PlanError(f"tensor('1d') takes one axis, not {axis!r}; write tensor('1d', ('tp',)), or make a view of several")
     if size is not None and (isinstance(size, bool) or size < 1):
@@ -66,6 +68,7 @@ class Megatron:
         return f"tensor(1d, {self.axes[0]})"
 
     def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.ext.Rules | None = None) -> list[cf.ext.Wish]:
+        """Weights of pairs of products split by column and by row, experts' as well; all other weights whole."""
         (axis,) = mesh.atoms(self.axes)
         if mesh.axis_size(axis) == 1:
             return []
@@ -85,12 +88,19 @@ class Megatron:
             held = {product.index for product in (*pairs.columns, *pairs.rows)} | {index for index, _, _ in layers}
             instead = f"use fewer ranks, tensor('auto', {axis!r}), or zero(...) for this model"
             cf.ext.products.worthwhile(program, rules, held, self.name, instead)
-        rest = {3: f"_ ({axis} _) _"} if self.sequence else {}
-        found, weights = [], [id for id in program.inputs if program.values[id].role in ("param", "frozen")]
-        for id, spec in cf.ext.reading.with_moments(program, {id: specs.get(id, "...") for id in weights}).items():
-            value = program.values[id]
-            found.append(cf.ext.Wish(value.name, spec, self.axes, (value.role,), self.name, along=id in specs, rest=rest, apart=self.apart))
-        return found + list(dict.fromkeys(wish for _, wishes, _ in layers for wish in wishes))
+        found = self._state(program, specs, axis)
+        of_experts = dict.fromkeys(wish for _, wishes, _ in layers for wish in wishes)  # each once
+        return [*found, *of_experts]
+
+    def _state(self, program: Any, specs: dict[int, str | cf.Layout], axis: str) -> list[cf.ext.Wish]:
+        """Every weight and its moments as `specs` says, or whole."""
+        rest = {3: f"_ ({axis} _) _"} if self.sequence else {}  # what follows from no weight: (b, s, d) along the sequence
+        every = {id: specs.get(id, "...") for id in program.inputs if program.values[id].role in ("param", "frozen")}
+        found = list[cf.ext.Wish]()
+        for id, spec in cf.ext.reading.with_moments(program, every).items():
+            value, along = program.values[id], id in specs
+            found.append(cf.ext.Wish(value.name, spec, self.axes, (value.role,), self.name, along=along, rest=rest, apart=self.apart))
+        return found
 
     def _held(self, pairs: Any) -> list[Any]:
         """The products that are split."""
@@ -106,7 +116,10 @@ class Megatron:
                 continue
             split = cf.ext.products.dim(axis, "_", pairs.columns[product])
             yield product.leaf, product.spec(kept=split)
-            yield from ((vector, split) for vector in product.vectors)
+            for vector in product.vectors:
+                yield vector, split
             if product in pairs.vocabulary:
                 rows = program.values[product.leaf].shape[product.kept]
-                yield from ((id, f"({axis} _) _") for id in tables if program.values[id].shape[0] == rows and id != product.leaf)
+                for table in tables:
+                    if program.values[table].shape[0] == rows and table != product.leaf:
+                        yield table, f"({axis} _) _"

@@ -41,7 +41,7 @@ def tensor(
 def _axes(mode: str, axis: str | Sequence[str] | None, depth: int | None) -> tuple[str, ...]:
     counts = MODES[mode]
     names = ("tp",) if 1 in counts else ("x", "y", "z")[: counts[-1]]
-    axes = names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = (axis,) if isinstance(axis, str) else tuple(names if axis is None else axis)
     if depth is not None and mode != "2.5d":
         raise cf.PlanError(f"tensor({mode!r}) has no depth; write tensor('2.5d', ('x', 'y', 'z'), depth={depth})")
     if depth is not None and (isinstance(depth, bool) or depth < 1):

@@ -48,7 +48,12 @@ class Cube:
     def layer(self, z: str) -> Lies:
         """The same with z, or without it ("")."""
         x, y = self.x, self.y
-        return {"x": {"b": f"{z} {y}", "i": x}, "w": {"i": f"{x} {z}", "o": y}, "y": {"b": f"{z} {x}", "o": y}, "bias": {"o": y}}
+        return {
+            "x": {"b": f"{z} {y}", "i": x},
+            "w": {"i": f"{x} {z}", "o": y},
+            "y": {"b": f"{z} {x}", "o": y},
+            "bias": {"o": y},
+        }
 
     def words(self, stripes: int) -> Words:
         """What a wish calls the pattern."""
@@ -57,11 +62,12 @@ class Cube:
 
     def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
         """The cube's strategies for a call, and those of one layer of it, for a planner that has not come to z."""
-        for n in STRIPES:
-            for flat in (False, True):
-                cost, local = partial(self.cost, call, mesh, flat), partial(self.local, flat)
-                lies, words, hidden = (self.layer(""), self.words(n)[:2], (self.z,)) if flat else (self.lies, self.words(n), ())
-                yield from products.strategies(call, mesh, lies, words, cost, local, stripes=n, hidden=hidden)
+        for stripes in STRIPES:
+            words = self.words(stripes)
+            costs, code = partial(self.cost, call, mesh), self.local
+            yield from products.strategies(call, mesh, self.lies, words, partial(costs, False), partial(code, False), stripes=stripes)
+            layer = partial(products.strategies, call, mesh, self.layer(""), words[:2], partial(costs, True), partial(code, True))
+            yield from layer(stripes=stripes, hidden=(self.z,))
 
     def along(self, flat: bool) -> dict[str, str]:
         """The axis along which each matrix is stored split, and whole in the product."""
@@ -76,10 +82,14 @@ class Cube:
         shape, along = way.outs[0].local_shape, self.along(flat)
 
         def local(*shards: T, mesh: cf.Mesh) -> T:
-            m = {name: cf.ext.local.gathered(m, 0, along[name], mesh) if name in along else m for name, m in form.matrices(shards).items()}
-            found = form.product(m)
+            matrices = dict[str, T]()
+            for name, matrix in form.matrices(shards).items():
+                matrices[name] = cf.ext.local.gathered(matrix, 0, along[name], mesh) if name in along else matrix
+            found = form.product(matrices)
             if form.wanted in along:
                 found = cf.ext.local.scattered(found, 0, along[form.wanted], mesh)
-            return form.given(found + m["bias"] if "bias" in m else found, shape)
+            if "bias" in matrices:
+                found = found + matrices["bias"]
+            return form.given(found, shape)
 
         return local

@@ -19,7 +19,7 @@ from typing import Any
 
 import attrs
 from colofunc_plugins.tp2d_25d_3d.grid3d import Cube
-from colofunc_plugins.tp2d_25d_3d.summa import STRIPES, Grid
+from colofunc_plugins.tp2d_25d_3d.summa import STRIPES, Grid, Words
 
 import colofunc as cf
 from colofunc.ext import products
@@ -43,8 +43,9 @@ class Gridded:
 
     def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
         """Of one call, on all grids that the plan uses."""
-        for grid in self.grids(mesh) if all(axis in mesh for axis in self.axes) else ():  # a mesh of time has none of them
-            yield from grid.strategies(call, mesh)
+        if all(axis in mesh for axis in self.axes):  # a mesh of time has none of them
+            for grid in self.grids(mesh):
+                yield from grid.strategies(call, mesh)
 
     def grids(self, mesh: cf.Mesh) -> tuple[Grid | Cube, ...]:
         """The grid of column products, and that of row products where it is another."""
@@ -54,26 +55,30 @@ class Gridded:
         return (Grid(*mesh.atoms(self.axes)),)
 
     def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.ext.Rules | None = None) -> list[cf.ext.Wish]:
+        """Rows of the batch, weights on the grid, and the pattern of each product with one of them; experts' as well."""
         self._check(mesh)
-        if all(mesh.axis_size(a) == 1 for a in self.axes):
+        if all(mesh.axis_size(axis) == 1 for axis in self.axes):
             return []
-        rules, rows = rules or cf.ext.Rules(program, mesh), self._rows(program, mesh)
+        rules = rules or cf.ext.Rules(program, mesh)
+        rows = self._rows(program, mesh)
         specs: dict[int, str | cf.Layout] = {}
         patterns = {}
         for product, grid, stripes in self._products(program, mesh, rules):
-            inputs, outputs = products.dim(grid.lies["w"]["i"], "_"), products.dim(grid.lies["w"]["o"], "_", stripes)
+            inputs = products.dim(grid.lies["w"]["i"], "_")
+            outputs = products.dim(grid.lies["w"]["o"], "_", stripes)
             specs.setdefault(product.leaf, product.spec(inputs, outputs))
             for vector in product.vectors:
                 specs.setdefault(vector, outputs)
             patterns[product] = grid.words(stripes)
         if not specs:
-            sizes = " by ".join(str(mesh.axis_size(a)) for a in mesh.atoms(self.axes))
+            sizes = " by ".join(str(mesh.axis_size(axis)) for axis in mesh.atoms(self.axes))
             raise cf.PlanError(
                 f"{self.name} finds no product with a weight whose inputs and outputs both divide over {sizes} ranks; "
                 "use fewer ranks, or tensor('1d', axis), which splits one of the two"
             )
         found = list(products.wishes(program, mesh, patterns, self.name))
-        held, dense = {product.index for product in patterns}, set(specs)
+        held = {product.index for product in patterns}
+        dense = set(specs)
         # A token's whole width is gathered from the axis that splits it, which has hidden units instead; the others have rows.
         first, width, *more = mesh.atoms(self.axes)
         for index, wishes, leaves in cf.ext.reading.experts(program, mesh, width, self.name, (first, *more), rules):
@@ -83,7 +88,8 @@ class Gridded:
             dense -= set(leaves)  # what works on them is said already
         products.worthwhile(program, rules, held, self.name, "use zero(...) for this model, or sizes that the axes divide")
         for id, spec in cf.ext.reading.with_moments(program, specs).items():
-            found.append(cf.ext.Wish(program.values[id].name, spec, self.axes, (program.values[id].role,), self.name, along=id in dense))
+            value = program.values[id]
+            found.append(cf.ext.Wish(value.name, spec, self.axes, (value.role,), self.name, along=id in dense))
         return [*rows, *dict.fromkeys(found)]
 
     def _check(self, mesh: cf.Mesh) -> None:
@@ -104,9 +110,11 @@ class Gridded:
             if program.nodes[product.index].target not in products.FORMS or product.index in apart:
                 continue
             grid = grids[-1] if product in pairs.rows else grids[0]
+            inputs, outputs = products.parts(mesh, grid.lies, "i"), products.parts(mesh, grid.lies, "o")
+            shape = program.values[product.leaf].shape
             stripes = pairs.columns.get(product, 1)
-            shape, inputs, outputs = program.values[product.leaf].shape, *(products.parts(mesh, grid.lies, f) for f in "io")
-            stripes = stripes if stripes in STRIPES and shape[product.kept] % (outputs * stripes) == 0 else 1
+            if stripes not in STRIPES or shape[product.kept] % (outputs * stripes):
+                stripes = 1
             if shape[product.summed] % inputs == 0 and shape[product.kept] % outputs == 0:
                 yield product, grid, stripes
 
@@ -115,10 +123,10 @@ class Gridded:
         first, _, *depth = mesh.atoms(self.axes)
         if self.mode == "3d":  # further on the one other axis, then on the other
             depth = []
-        on = tuple(sorted((first, *depth), key=mesh.axis_names.index))
-        ways = products.parts(mesh, self.grids(mesh)[0].lies, "b") * prod(map(mesh.axis_size, depth))
-        spec = f"({' '.join(on)} _) ..."
-        return [cf.ext.Wish(v.name, spec, on, ("batch",), self.name, along=True) for v in cf.ext.reading.rows(program, ways, self.name)]
+        axes = tuple(sorted((first, *depth), key=mesh.axis_names.index))
+        parts = products.parts(mesh, self.grids(mesh)[0].lies, "b") * prod(map(mesh.axis_size, depth))
+        leaves = cf.ext.reading.rows(program, parts, self.name)
+        return [cf.ext.Wish(leaf.name, f"({' '.join(axes)} _) ...", axes, ("batch",), self.name, along=True) for leaf in leaves]
 
 
 @attrs.frozen
@@ -149,19 +157,29 @@ class Auto:
         return [Grid(*way) for way in permutations(names)] if len(names) == 2 else []
 
     def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.ext.Rules | None = None) -> list[cf.ext.Wish]:
-        axes = [a for a in mesh.atoms(self.axes) if mesh.axis_size(a) > 1]
+        """Of every product with a weight all ways to split its work over all axes."""
+        axes = [axis for axis in mesh.atoms(self.axes) if mesh.axis_size(axis) > 1]
         if not axes:
             return []
-        found, rules = [], rules or cf.ext.Rules(program, mesh)
+        rules = rules or cf.ext.Rules(program, mesh)
         patterns = tuple(grid.words(1) for grid in self.grids(mesh))
+        found = list[cf.ext.Wish]()
         for product in products.weighted(program, rules):
             node = program.nodes[product.index]
-            able = [[(a, f) for f in product.weight_factors if rules.place(node, f, a) is not None] for a in axes]
-            if all(able):
-                ways = (*combine(*able), *(patterns if node.target in products.FORMS else ()))
-                want = tuple("{" + ", ".join(f"{axis}: {word}" for axis, word in way) + "}" for way in ways)
-                found.append(cf.ext.Wish(node.path, want, self.axes, source=self.name, targets=(node.target,)))
+            by_axis = [_placed(product, node, axis, rules) for axis in axes]
+            if not all(by_axis):
+                continue
+            ways: list[Words] = [*combine(*by_axis)]
+            if node.target in products.FORMS:
+                ways += patterns
+            wants = tuple("{" + ", ".join(f"{axis}: {word}" for axis, word in way) + "}" for way in ways)
+            found.append(cf.ext.Wish(node.path, wants, self.axes, source=self.name, targets=(node.target,)))
         if not found:
-            n = " by ".join(str(mesh.axis_size(a)) for a in axes)
-            raise cf.PlanError(f"{self.name}: no product with a weight has a dim that divides over {n} ranks; use fewer")
+            sizes = " by ".join(str(mesh.axis_size(axis)) for axis in axes)
+            raise cf.PlanError(f"{self.name}: no product with a weight has a dim that divides over {sizes} ranks; use fewer")
         return list(dict.fromkeys(found))
+
+
+def _placed(product: products.Product, node: Any, axis: str, rules: cf.ext.Rules) -> list[tuple[str, str]]:
+    """(axis, factor) of the factors of the weight that may lie on the axis."""
+    return [(axis, factor) for factor in product.weight_factors if rules.place(node, factor, axis) is not None]

@@ -48,19 +48,25 @@ class Grid:
     @property
     def lies(self) -> Lies:
         """Where the axes lie in X, W, Y and the bias."""
-        return {"x": {"b": self.x, "i": self.y}, "w": {"i": self.x, "o": self.y}, "y": {"b": self.x, "o": self.y}, "bias": {"o": self.y}}
+        return {
+            "x": {"b": self.x, "i": self.y},
+            "w": {"i": self.x, "o": self.y},
+            "y": {"b": self.x, "o": self.y},
+            "bias": {"o": self.y},
+        }
 
     def words(self, stripes: int) -> Words:
         """What a wish calls the pattern."""
-        depth = () if self.depth is None else ((self.depth, "summa depth"),)
-        return (self.x, "summa rows"), (self.y, "summa columns" + (f" in {stripes}" if stripes > 1 else "")), *depth
+        columns = "summa columns" + (f" in {stripes}" if stripes > 1 else "")
+        words = ((self.x, "summa rows"), (self.y, columns))
+        return words if self.depth is None else (*words, (self.depth, "summa depth"))
 
     def strategies(self, call: Any, mesh: cf.Mesh) -> Iterator[cf.Strategy]:
         """SUMMA for a call on this grid, and without its depth, for a planner that has not come to that axis."""
         cost, local = partial(self.cost, call, mesh), partial(self.local, mesh)
-        for n in STRIPES:
-            words = self.words(n)
-            laid = partial(products.strategies, call, mesh, self.lies, words[:2], cost, local, stripes=n, sort=True)
+        for stripes in STRIPES:
+            words = self.words(stripes)
+            laid = partial(products.strategies, call, mesh, self.lies, words[:2], cost, local, stripes=stripes, sort=True)
             yield from laid(depth=words[2:])
             if self.depth is not None:
                 yield from laid(hidden=(self.depth,))
