@@ -192,3 +192,22 @@ def test_repeats_that_are_inputs_need_the_size_of_the_result():
 def test_packed_sequences_are_refused_with_the_way_out():
     with pytest.raises(cf.TraceError, match="recurrent layers take padded sequences as they are"):
         cf.shard(lambda x: nn.utils.rnn.pack_padded_sequence(x[:, None], [4]).data, cf.Mesh(dp=1))(X)
+
+
+def test_what_torch_compile_has_made_runs_as_the_python_that_it_is():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = torch.compile(nn.Linear(3, 8)), nn.Linear(8, 1)
+
+        def forward(self, x):
+            return self.last(self.first(x).tanh())
+
+    torch.manual_seed(0)
+    model = cf.functional(Net().double())
+    tail = torch.compile(lambda x: (x * 2).square().mean())
+
+    def step(params, x):
+        return cf.value_and_grad(lambda p: tail(model.apply(p, {}, x)[0]))(params)
+
+    cf.testing.check(cf.shard(step, cf.Mesh(dp=2)), dict(model.params), X)
