@@ -211,3 +211,41 @@ def test_what_torch_compile_has_made_runs_as_the_python_that_it_is():
         return cf.value_and_grad(lambda p: tail(model.apply(p, {}, x)[0]))(params)
 
     cf.testing.check(cf.shard(step, cf.Mesh(dp=2)), dict(model.params), X)
+
+
+def by_if(x):
+    if not torch.isfinite(x).all():
+        raise ValueError("not finite")
+    if not (x.dim() > 1 and torch.isfinite(x).any()):
+        raise ValueError("nothing finite")
+    return x.square().mean()
+
+
+def by_if_of_two(x):
+    if x.dim() > 5 or (x.max() > 1e3 and x.dim() > 1):
+        message = f"too large: {x.shape}"
+        raise ValueError(message)
+    return x.square().mean()
+
+
+def by_assert(x):
+    assert (x.abs() < 1e3).all().item() and not bool(torch.isnan(x).any()), "values"
+    return x.square().mean()
+
+
+@pytest.mark.parametrize("checked", [by_if, by_if_of_two, by_assert])
+def test_a_check_that_only_raises_is_left_out_with_a_warning(checked):
+    with pytest.warns(UserWarning, match=r"a check of values at test_trace_inside.py:\d+ in by_\w+ raises .*step is without it"):
+        low = cf.shard(checked, cf.Mesh(dp=2)).lower(X)
+    assert not any("isfinite" in node.target or "isnan" in node.target for node in low.program.nodes)
+    cf.testing.compare(cf.shard(checked, cf.Mesh(dp=2))(X), checked(X))
+
+
+def test_a_condition_that_does_more_than_to_raise_is_refused():
+    def clamped(x):
+        if not torch.isfinite(x).all():
+            x = x.nan_to_num()
+        return x.sum()
+
+    with pytest.raises(cf.TraceError, match="data-dependent control flow"):
+        cf.shard(clamped, cf.Mesh(dp=2)).lower(X)
