@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, cached_property, partial
 from itertools import chain
@@ -256,6 +257,14 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], c
     with torch.no_grad():
         compiled: Callable[..., Any] = backend(graph, list(inputs), **options)
     return compiled
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Inside, what `torch.compile` has made runs as the Python that it was made from, which is what a trace wants to see.
+
+    Whoever has compiled something has loaded its module; nobody else waits seconds for that.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 # Settings of inductor for graphs on a CPU. On its own account it turns all convolutions there to channels-last. They gain a fifth by

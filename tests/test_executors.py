@@ -457,3 +457,14 @@ def test_every_call_for_matrices_is_compared():
 def test_every_quick_way_is_compared():
     by_strides = {"aten.native_layer_norm_backward.default", *OF_GROUPS}
     assert {name for name in kernels._FAST if name.startswith("aten.")} - QUICK.keys() == by_strides
+
+
+def test_views_that_want_neighbours_in_memory_take_any_strides():
+    """What ranks send may lie transposed where one device has it in order."""
+    pairs = torch.randn(2, 3, 4, dtype=torch.float64).permute(1, 2, 0)
+    as_complex = resolve("aten.view_as_complex.default")
+    assert torch.equal(as_complex(pairs), torch.view_as_complex(pairs.contiguous()))
+    assert as_complex(pairs.contiguous()[:, 1:]).untyped_storage().nbytes() == pairs.nbytes  # where it can, it is a view
+    numbers = torch.arange(24, dtype=torch.int16).view(4, 6).T
+    for dtype in (torch.int8, torch.float16, torch.int32, torch.int64):
+        assert torch.equal(resolve("aten.view.dtype")(numbers, dtype), numbers.contiguous().view(dtype))

@@ -93,6 +93,17 @@ def odd(p, x):
     return F.cross_entropy((x @ p["a"]).relu() @ p["b"], torch.arange(7) % 5)
 
 
+def windows(state, x):
+    """What becomes of a state that nobody reads any more is written into its memory, also by operators that move and multiply."""
+    before = state["rows"] * 1.0
+    new = {"rows": torch.cat([before[:, 1:], x[:, :1]], 1), "pair": torch.stack([x, x.exp()], 2), "sums": x.cumsum(1)}
+    return {**new, "product": x[:, None] * x[:, :, None] @ x[..., None]}, before.sum()
+
+
+def windows_state():
+    return {"rows": r(8, 6), "pair": r(8, 6, 2), "sums": r(8, 6), "product": r(8, 6, 1)}
+
+
 def ids(high, *shape):
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(1))
 
@@ -115,6 +126,8 @@ def kinds():
         "sort": (sgd(lambda p, x: ((x @ p["w"]).sort(-1).values * torch.arange(8)).sum()), {"w": r(6, 8)}, r(8, 6)),
         "cumsum": (sgd(lambda p, x: (x @ p["w"]).cumsum(0).pow(2).mean()), {"w": r(6, 8)}, r(8, 6)),
         "embedding bag": (sgd(bag), {"w": r(16, 8)}, ids(16, 4, 6)),
+        "sparse gradients": (sgd(lambda p, i: F.embedding(i, p["w"], sparse=True).pow(2).sum()), {"w": r(16, 8)}, ids(16, 4, 6)),
+        "new values in old memory": (windows, windows_state(), r(8, 6)),
         "index_add": (sgd(scatter_add), {"w": r(6, 8)}, r(12, 6), ids(16, 12)),
         "transposed convolution": (
             sgd(lambda p, x: F.conv_transpose2d(x, p["w"], stride=2).pow(2).mean()), {"w": r(4, 8, 2, 2)}, r(4, 4, 5, 5),

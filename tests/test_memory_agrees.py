@@ -217,3 +217,17 @@ def test_what_does_not_fit_names_what_is_alive_and_the_line():
         measure(low.program, limited(ONE, peak - 1), given.copies(range(len(given.shards))))
     with pytest.raises(PlanError, match=rf"the least found has a peak of .*It holds .*{words}"):
         cf.checkpoint(cf.shard(step.fn, ONE), policy="everything", budget=peak - 1).lower(step.state, step.batch)
+
+
+def test_what_one_rank_keeps_of_a_sum_holds_no_more_than_the_others_zeros():
+    """A part of larger memory: the first rank would hold all of it."""
+
+    def add(base, index, new):
+        return (base.flip(0) * 2)[:, :1].index_add(0, index, new)
+
+    step = cf.shard(add, cf.Mesh(dp=2, topology="ideal"), in_specs=("a b", "(dp a)", "(dp a) b"), out_specs="a b")
+    args = torch.randn(3, 600), torch.arange(2).repeat(512), torch.randn(1024, 1)
+    low = step.lower(*args)
+    assert "keep_first" in low.text()
+    measured = measure(low.program, low.mesh, arguments_of(low, step.arguments(args)).copies(range(3)))
+    assert dict(low.memory().timeline) == measured.timeline

@@ -192,3 +192,60 @@ def test_repeats_that_are_inputs_need_the_size_of_the_result():
 def test_packed_sequences_are_refused_with_the_way_out():
     with pytest.raises(cf.TraceError, match="recurrent layers take padded sequences as they are"):
         cf.shard(lambda x: nn.utils.rnn.pack_padded_sequence(x[:, None], [4]).data, cf.Mesh(dp=1))(X)
+
+
+def test_what_torch_compile_has_made_runs_as_the_python_that_it_is():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = torch.compile(nn.Linear(3, 8)), nn.Linear(8, 1)
+
+        def forward(self, x):
+            return self.last(self.first(x).tanh())
+
+    torch.manual_seed(0)
+    model = cf.functional(Net().double())
+    tail = torch.compile(lambda x: (x * 2).square().mean())
+
+    def step(params, x):
+        return cf.value_and_grad(lambda p: tail(model.apply(p, {}, x)[0]))(params)
+
+    cf.testing.check(cf.shard(step, cf.Mesh(dp=2)), dict(model.params), X)
+
+
+def by_if(x):
+    if not torch.isfinite(x).all():
+        raise ValueError("not finite")
+    if not (x.dim() > 1 and torch.isfinite(x).any()):
+        raise ValueError("nothing finite")
+    return x.square().mean()
+
+
+def by_if_of_two(x):
+    if x.dim() > 5 or (x.max() > 1e3 and x.dim() > 1):
+        message = f"too large: {x.shape}"
+        raise ValueError(message)
+    return x.square().mean()
+
+
+def by_assert(x):
+    assert (x.abs() < 1e3).all().item() and not bool(torch.isnan(x).any()), "values"
+    return x.square().mean()
+
+
+@pytest.mark.parametrize("checked", [by_if, by_if_of_two, by_assert])
+def test_a_check_that_only_raises_is_left_out_with_a_warning(checked):
+    with pytest.warns(UserWarning, match=r"a check of values at test_trace_inside.py:\d+ in by_\w+ raises .*step is without it"):
+        low = cf.shard(checked, cf.Mesh(dp=2)).lower(X)
+    assert not any("isfinite" in node.target or "isnan" in node.target for node in low.program.nodes)
+    cf.testing.compare(cf.shard(checked, cf.Mesh(dp=2))(X), checked(X))
+
+
+def test_a_condition_that_does_more_than_to_raise_is_refused():
+    def clamped(x):
+        if not torch.isfinite(x).all():
+            x = x.nan_to_num()
+        return x.sum()
+
+    with pytest.raises(cf.TraceError, match="data-dependent control flow"):
+        cf.shard(clamped, cf.Mesh(dp=2)).lower(X)

@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
+import colofunc as cf
 from colofunc.errors import ColofuncError, TraceError
 from colofunc.program.tracing.trace import trace
 
@@ -138,3 +140,27 @@ def test_formatting_a_traced_value() -> None:
 
 def test_trace_errors_are_colofunc_errors() -> None:
     assert issubclass(TraceError, ColofuncError)
+
+
+def test_a_choice_of_functions_by_value_is_refused() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))  # type: ignore[no-any-return]
+
+    with pytest.raises(TraceError, match=r"test_trace_refused.py:\d+ in step takes functions .*Try: torch.where"):
+        trace(step, (torch.ones(2),))
+
+
+def test_nested_tensors_are_refused() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.nested.nested_tensor([x[:3], x[:2]], layout=torch.jagged).values()  # type: ignore[no-any-return]
+
+    with pytest.raises(TraceError, match=r"nested tensor is made at test_trace_refused.py:\d+ in step"):
+        trace(step, (torch.ones(4),))
+
+
+def test_a_checkpoint_that_calls_backward_is_refused() -> None:
+    def step(w: torch.Tensor) -> Any:
+        return cf.value_and_grad(lambda w: torch.utils.checkpoint.checkpoint(torch.tanh, w, use_reentrant=True).sum())(w)
+
+    with pytest.raises(TraceError, match=r"test_trace_refused.py:\d+ in step goes through .*Try: use_reentrant=False"):
+        trace(step, (torch.ones(2),))

@@ -105,6 +105,11 @@ def rearrange_text(name: str, steps: Steps) -> str:
     return text
 
 
+def in_its_memory(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it where it is a part of larger memory, which would stay as long as the part."""
+    return x if x.untyped_storage().nbytes() <= x.nbytes else x.clone()
+
+
 def reduce_members(members: Sequence[torch.Tensor], how: str) -> torch.Tensor:
     """The reduction of the members' tensors in member order, in a contiguous buffer of its own."""
     fns: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from colofunc.errors import ProgramError
+from colofunc.executors.kernels import in_its_memory
 from colofunc.program.actions import linear_order
 from colofunc.program.facts import COPIES, PEERS
 from colofunc.program.ir import Loop, Node, Part, Timetable
@@ -318,8 +319,8 @@ def write_in_loop(writer: Writer, node: Node, kind: str) -> bool:
         if kind == "take_shard":
             writer.line(f"{name} = {source[lane]}[{counter}]")
         elif kind == "keep_first":
-            zeros = writer.bind(torch.zeros_like, "zeros_like")
-            writer.line(f"{name} = {source[lane]} if {counter} == 0 else {zeros}({source[lane]})")
+            own, zeros = writer.bind(in_its_memory, "in_its_memory"), writer.bind(torch.zeros_like, "zeros_like")
+            writer.line(f"{name} = {own}({source[lane]}) if {counter} == 0 else {zeros}({source[lane]})")
         else:
             raise ProgramError(f"{node.target} over {axes[0]} stands in the loop over it")
     return True

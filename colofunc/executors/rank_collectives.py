@@ -17,7 +17,7 @@ import torch
 from colofunc.executors.faults import ask
 from colofunc.executors.flight import Flight
 from colofunc.executors.groups import Ahead, Groups, Receiver, Start, Started
-from colofunc.executors.kernels import HostCount, first_rows, with_zeros
+from colofunc.executors.kernels import HostCount, first_rows, in_its_memory, with_zeros
 from colofunc.executors.source import Writer, only
 from colofunc.program.facts import COPIES, PEERS
 from colofunc.program.ir import Node, Program, Ref
@@ -63,8 +63,10 @@ class RankWires:
         """What all members hold, as a pending reduction: of a sum only the first keeps it, of a maximum all do."""
         ref, axes, _, how = node.args
         source = writer.literal(ref, 0)
-        if how == "sum" and self.groups.of(axes).place != 0:
-            source = f"{writer.bind(torch.zeros_like, 'zeros_like')}({source})"
+        if how == "sum":
+            is_first = self.groups.of(axes).place == 0
+            made = writer.bind(in_its_memory, "in_its_memory") if is_first else writer.bind(torch.zeros_like, "zeros_like")
+            source = f"{made}({source})"
         self._define(writer, node, source)
 
     def _collective(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:

@@ -32,7 +32,7 @@ SHORTEST = 48
 PERIODS = 64
 """Distances at which a piece may repeat itself, the most frequent ones, that are tried."""
 REARRANGE = "colofunc.rearrange"
-MAY_COPY = frozenset("aten.view aten.reshape aten._unsafe_view aten._reshape_alias aten.as_strided".split())
+MAY_COPY = frozenset("aten.view aten.reshape aten._unsafe_view aten._reshape_alias aten.as_strided aten.view_as_complex".split())
 
 
 @attrs.frozen(eq=False)

@@ -15,7 +15,7 @@ import torch
 
 from colofunc.errors import ProgramError
 from colofunc.executors.faults import ask
-from colofunc.executors.kernels import HostCount, first_rows, reduce_members, with_zeros, without_rest
+from colofunc.executors.kernels import HostCount, first_rows, in_its_memory, reduce_members, with_zeros, without_rest
 from colofunc.executors.source import ABSENT, Writer, listed, only
 from colofunc.mesh import Mesh
 from colofunc.ops.copies import duplicate
@@ -286,9 +286,10 @@ class SimulatedWires:
         ref, axes, _, how = node.args
         source = writer.where[ref.id]
         keeps = [place == 0 or how != "sum" for place in self._places(axes)]
-        zeros = writer.bind(torch.zeros_like, "zeros_like")
+        zeros, own = writer.bind(torch.zeros_like, "zeros_like"), writer.bind(in_its_memory, "in_its_memory")
         for name, lane in writer.assign(only(node), list(zip(source, keeps, strict=True))):
-            writer.line(f"{name} = {source[lane]}" if keeps[lane] else f"{name} = {zeros}({source[lane]})")
+            kept = f"{own}({source[lane]})" if how == "sum" else source[lane]
+            writer.line(f"{name} = {kept}" if keeps[lane] else f"{name} = {zeros}({source[lane]})")
 
 
 def _variables(writer: Writer, node: Node) -> list[tuple[str, ...]]:

@@ -68,7 +68,7 @@ def single_device(seed: Tensor | None = None) -> Iterator[None]:
 
     token = _SINGLE_DEVICE.set(True)
     try:
-        with ExitStack() as stack:
+        with compat.uncompiled(), ExitStack() as stack:
             stack.enter_context(Canonical(provide, count(), beside=True))
             yield
     finally:
@@ -233,7 +233,7 @@ def _embedding_bag(
     """A matrix of indices, summed or averaged. All else is torch's: bags cut at offsets, a maximum, what writes to the table."""
     if input.dim() != 2 or input.is_floating_point() or mode not in ("sum", "mean") or weight.dim() != 2:
         return NotImplemented
-    if offsets is not None or include_last_offset or max_norm is not None or scale_grad_by_freq or sparse:
+    if offsets is not None or include_last_offset or max_norm is not None or scale_grad_by_freq:
         return NotImplemented
     factors = per_sample_weights
     if factors is not None and (mode == "mean" or factors.shape != input.shape or factors.dtype != weight.dtype):
@@ -241,6 +241,16 @@ def _embedding_bag(
     if padding_idx is not None and not -weight.shape[0] <= padding_idx < weight.shape[0]:
         return NotImplemented
     return bags_of(input, weight, mode, factors, padding_idx)
+
+
+def _dense_gradient(function: Any, position: int) -> Handler:
+    """`sparse`, the argument at `position`, asks for a gradient in another format. It has the same numbers dense, as all of a step is."""
+
+    def handle(mode: Canonical, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("sparse", None)
+        return function(*(False if k == position else x for k, x in enumerate(args)), **kwargs)
+
+    return handle
 
 
 def _attention(
@@ -350,6 +360,8 @@ def _lstm(
 HANDLERS: dict[Any, Handler] = {
     torch.ctc_loss: _ctc_loss,
     torch.lstm: _lstm,
+    torch.embedding: _dense_gradient(torch.embedding, 4),
+    torch.embedding_bag: _dense_gradient(torch.embedding_bag, 5),
     F.grouped_mm: _grouped_mm,
     compat.grouped_mm: _grouped_mm,
     F.linear: _linear,

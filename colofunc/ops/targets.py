@@ -33,9 +33,27 @@ def _as_strided(
     return torch.ops.aten.as_strided.default(x.contiguous(), size, stride, offset)
 
 
+def _view_as_complex(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.view_as_complex.default(x if _lies_in_units(x, 2) else x.contiguous())
+
+
+def _view_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    units = max(1, dtype.itemsize // x.dtype.itemsize)
+    lies = x.dtype.itemsize == dtype.itemsize or _lies_in_units(x, units)
+    return torch.ops.aten.view.dtype(x if lies else x.contiguous(), dtype)
+
+
+def _lies_in_units(x: torch.Tensor, count: int) -> bool:
+    """Whether each `count` neighbours of the last dim are one piece of memory, which another dtype can be read from."""
+    begins = (*x.stride()[:-1], x.storage_offset())
+    return x.stride(-1) == 1 and all(step % count == 0 for step in begins)
+
+
 # Kernels for values that have no strides of their own.
 _BY_VALUE: dict[str, Callable[..., torch.Tensor]] = {
     "aten.as_strided.default": _as_strided,
+    "aten.view_as_complex.default": _view_as_complex,
+    "aten.view.dtype": _view_as,
     **COPIES_FIRST,
 }
 

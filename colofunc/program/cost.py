@@ -286,11 +286,23 @@ def _work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> Work:
     dtype = arithmetic_dtype([(t.dtype, prod(t.shape)) for t in types])
     if _sort_of(call.target) in (VIEW, UNCOUNTED):
         return 0.0, 0.0, dtype
-    rule = rule_of(call) if not call.target.startswith("colofunc.all_") else None
+    rule = rule_of(_as_function(call)) if not call.target.startswith("colofunc.all_") else None
     biggest = max((prod(t.shape) for t in types), default=0)
     flops = float(rule.flops) if rule is not None and rule.flops is not None else float(biggest)
     moved = float(sum(t.nbytes for t in types))
     return flops, moved + _written_bytes(node, values) if moved else 0.0, dtype
+
+
+def _as_function(call: Call) -> Call:
+    """A call that is given memory for its result (`cat.out`) as the one that makes its result, of which rules speak."""
+    found = functional_of(call.target)
+    if found is None or not found[1]:
+        return call
+    target, argument = found
+    place = dict(call.kwargs)[argument]
+    kwargs = tuple((name, value) for name, value in call.kwargs if name != argument)
+    # The memory is the last operand, so that the others keep their numbers.
+    return attrs.evolve(call, target=target, kwargs=kwargs, ins=call.ins[: place.id], outs=(call.ins[place.id],))
 
 
 def arithmetic_dtype(tensors: Sequence[tuple[torch.dtype, int]]) -> str:

@@ -343,7 +343,7 @@ def _results(node: Node, program: Program, metas: Mapping[int, Meta]) -> tuple[M
         steps = rearrange_steps(pattern, tuple(names), tuple(sizes), values[node.refs[0]].shape)
         return (_rearranged(metas[node.refs[0]], steps),)
     if kind[0] == "keep_first":
-        # The first rank keeps its own; the others make zeros, and they are what the budget must hold.
+        # The first rank keeps its own, without what its memory holds beside it; the others make zeros, which the budget must hold.
         shape, strides, dtype = metas[node.refs[0]]
         zeros = torch.zeros_like(_tensor((shape, strides, dtype)))
         return ((-1, 0, zeros.untyped_storage().nbytes(), (shape, tuple(zeros.stride()), dtype)),)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import count
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 from weakref import ref
 
@@ -170,17 +170,20 @@ def _is_user(code: CodeType) -> bool:
     return known
 
 
+def user_frame() -> FrameType | None:
+    """The innermost frame outside torch, colofunc and the standard library."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_user(frame.f_code):
+        if frame.f_code.co_filename == _COMMAND_LINE:
+            return None  # further out is what started the command
+        frame = frame.f_back
+    return frame
+
+
 def user_line() -> str:
-    """`file.py:12 in f`: the innermost frame outside torch, colofunc and the standard library; "" if there is none."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if _is_user(code):
-            return _line(code.co_filename, frame.f_lineno, code.co_name)
-        if code.co_filename == _COMMAND_LINE:
-            return ""  # further out is what started the command
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    """`file.py:12 in f` of that frame; "" if there is none."""
+    frame = user_frame()
+    return "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def raised_line(error: BaseException) -> str:

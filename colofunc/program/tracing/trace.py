@@ -240,13 +240,14 @@ def _run(rec: Recorder, fn: Callable[..., Any], arguments: Any, modes: Sequence[
     with ExitStack() as stack:
         stack.enter_context(activate(rec.where))
         stack.enter_context(rec)
+        stack.enter_context(compat.uncompiled())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(honoured_autocast())
         for mode in modes:
             stack.enter_context(mode)
         try:
             return fn(*args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:
             said = in_words(error, rec.raised)
             if said is None:
                 raise
@@ -332,6 +333,18 @@ WORDS = {
     "You must implement the jvp function for custom autograd.Function": (
         "forward-mode derivatives (torch.func.jvp, jacfwd, hessian) at {} reach an operator that has none: attention and dropout "
         "stay whole in a step, and have gradients only. Try: torch.func.jacrev in place of jacfwd, jacrev(jacrev(f)) for a hessian"
+    ),
+    "There was no rule registered for HigherOrderOperator": (
+        "an operator at {} takes functions (torch.cond, while_loop, scan), one of which it chooses, or how often, by a value. Try: "
+        "torch.where of both results, or a loop in Python of as many rounds as are needed"
+    ),
+    "_nested_int_memo": (
+        "a nested tensor is made at {}; its sizes are values that one program cannot know. Try: rows padded to one length with a "
+        "mask, or packed to one length, with attention masked by the number of the sequence"
+    ),
+    "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()": (
+        "the gradient at {} goes through torch.utils.checkpoint(use_reentrant=True), which calls for .backward(). Try: use_reentrant=False "
+        "(transformers: gradient_checkpointing_enable(gradient_checkpointing_kwargs={{'use_reentrant': False}}))"
     ),
     "_apply(): Couldn't swap": (
         "a module that the step makes for itself is converted at {} (.cuda(), .double(), .half()), which would change tensors of the "

@@ -16,8 +16,9 @@ from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.ops.targets import target_of
 from colofunc.program.ir import Ref
+from colofunc.program.tracing import assertions
 from colofunc.program.tracing.infer import build, slots
-from colofunc.program.tracing.meta import inside_file, inside_folder, user_line
+from colofunc.program.tracing.meta import inside_file, inside_folder, user_frame, user_line
 from colofunc.program.tracing.record import PLACEMENT, Recorder, refs_of
 
 aten = torch.ops.aten
@@ -61,9 +62,24 @@ def item_of(rec: Recorder, tensor: torch.Tensor) -> Any:
         rec.unchecked = True
         return True
     known = _outside_its_range(rec, vid)
+    if known is None and tensor.dtype == torch.bool:
+        known = _assumed()
     if known is not None:
         return known
     raise data_dependent("Python asks for the value of a tensor")
+
+
+def _assumed() -> bool | None:
+    """The value of a condition that only raises an error, where nothing is wrong; None for every other condition."""
+    frame = user_frame()
+    passing = None if frame is None else assertions.passes(frame)
+    if passing is not None:
+        warnings.warn(
+            f"a check of values at {user_line()} raises an error or does nothing, and a step has no values while it is traced: the step "
+            "is without it. To check values beside a step: low.check_finite, cf.debug.print, or a result that is looked at afterwards",
+            stacklevel=2,
+        )
+    return passing
 
 
 ALWAYS_BELOW = {"aten.lt.Scalar": True, "aten.le.Scalar": True, "aten.gt.Scalar": False, "aten.ge.Scalar": False}
