@@ -48,7 +48,7 @@ def _direction_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, beta1: float, beta2: float,
     eps: float, weight_decay: float, maximize: bool = False, finite: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    as_they_lie = taken_as_they_lie(param, grad, exp_avg, exp_avg_sq, grads=HOST_GRADS)
+    as_they_lie = taken_as_they_lie(param, grad, exp_avg, exp_avg_sq)
     if as_they_lie and (finite is None or bool(finite)):
         with compat.no_function_modes():
             direction, squares = torch.empty_like(param), torch.empty(2, dtype=torch.float64)
