@@ -195,6 +195,7 @@ TRIED_ELSEWHERE = {
     "colofunc.adamw_device_": "test_native_cuda.py",  # on a card that there is
     "colofunc.sgd_device_": "test_native_cuda.py",
     "colofunc.lion_device_": "test_native_cuda.py",
+    "colofunc.lamb_device_": "test_native_cuda.py",
     "colofunc.sort_choices_": "test_native_cuda.py",
     "colofunc.add_choices_": "test_native_cuda.py",
     "colofunc.update": "test_device.py",

@@ -113,9 +113,9 @@ void sgd(
 
 void lamb(
     Tensor direction, Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor step, double beta1, double beta2, double eps,
-    double weight_decay, bool maximize) {
+    double weight_decay, bool maximize, std::optional<Tensor> finite) {
   const char* what = "lamb_device_";
-  Operands operands = operands_of(param, grad, &exp_avg, &exp_avg_sq, &step, nullptr, std::nullopt, true, what);
+  Operands operands = operands_of(param, grad, &exp_avg, &exp_avg_sq, &step, nullptr, finite, true, what);
   operands.out = floats(direction, param, what);
   const DeviceGuard guard(param.get_device_index());
   check_started(update_lamb(operands, beta1, beta2, eps, weight_decay, maximize, stream_of(param)), what);
