@@ -187,14 +187,15 @@ OWN |= on_packed_weights()
 TRIED_ELSEWHERE = {
     "colofunc.random_fill_": "test_native.py",  # by which random numbers are made on a CPU
     "colofunc.packed_linear_": "test_native_linear.py",  # by which products with packed weights are made on a CPU
-    "colofunc.adamw_narrow_": "test_update_narrow.py",  # on the host
-    "colofunc.sgd_narrow_": "test_update_narrow.py",
+    "colofunc.adamw_host_": "test_update_narrow.py",  # on the host
+    "colofunc.sgd_host_": "test_update_narrow.py",
     "colofunc.squares_host_": "test_squares.py",
     "colofunc.lion_host_": "test_lion_lamb.py",
     "colofunc.lamb_host_": "test_lion_lamb.py",
     "colofunc.adamw_device_": "test_native_cuda.py",  # on a card that there is
     "colofunc.sgd_device_": "test_native_cuda.py",
     "colofunc.lion_device_": "test_native_cuda.py",
+    "colofunc.lamb_device_": "test_native_cuda.py",
     "colofunc.sort_choices_": "test_native_cuda.py",
     "colofunc.add_choices_": "test_native_cuda.py",
     "colofunc.update": "test_device.py",

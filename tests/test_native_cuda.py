@@ -31,10 +31,11 @@ from colofunc.ops.quantized import OPERATORS, Quantized, packed_linear_
 from colofunc.ops.update import adamw_, sgd_
 from colofunc.ops.update_device import adamw_device_, sgd_device_
 from colofunc.ops.update_fused import fused_adamw_, fused_sgd_
+from colofunc.ops.update_lamb import lamb_device_, lamb_direction_
 from colofunc.ops.update_lion import lion_, lion_device_, lion_host_
 
 F32 = torch.float32
-KERNELS = ("adamw_device_", "sgd_device_", "lion_device_", "packed_linear_", "sort_choices_", "add_choices_")
+KERNELS = ("adamw_device_", "sgd_device_", "lion_device_", "lamb_device_", "packed_linear_", "sort_choices_", "add_choices_")
 can_compile = pytest.mark.skipif(
     torch.version.cuda is None or not any(map(shutil.which, env.cuda_compilers())), reason="there is no nvcc, or no CUDA in this torch"
 )
@@ -48,7 +49,7 @@ def test_the_library_compiles_links_and_registers_its_kernels(tmp_path: Path) ->
     path = native_build.build(tmp_path, native_build.cuda(("90",)))
     assert path.name.startswith("cuda-90-") and native_build.build(tmp_path, native_build.cuda(("90",))) == path
     code = (
-        "import ctypes, torch, colofunc.ops.experts, colofunc.ops.quantized, colofunc.ops.update_lion, colofunc.ops.update\n"
+        "import ctypes, torch, colofunc.ops.experts, colofunc.ops.quantized, colofunc.ops.update_lamb, colofunc.ops.update_lion\n"
         f"library = ctypes.CDLL({str(path)!r})\n"
         "library.colofunc_device_lacks.restype = ctypes.c_char_p\n"
         f"print(all(torch._C._dispatch_has_kernel_for_dispatch_key('colofunc::' + name, 'CUDA') for name in {KERNELS}))\n"
@@ -205,7 +206,8 @@ def test_references_of_experts_are_what_they_say() -> None:
         add_choices_.kernel(total, rows[:, :2], place.view(7, 2), scale, 3)
 
 
-def test_references_of_updates_are_torchs_on_a_cast() -> None:
+def test_references_of_updates_are_torchs_on_a_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLOFUNC_NATIVE", "off")
     p, g, m, v = operands(50, BF16)
     made, want = ([x.clone() for x in (p, m, v)] for _ in range(2))
     for finite in (None, torch.tensor(False), torch.tensor(True)):
@@ -218,6 +220,11 @@ def test_references_of_updates_are_torchs_on_a_cast() -> None:
         if finite is None or finite:
             lion_host_.kernel(want[0], g, want[1], 1e-2, 0.9, 0.99, 0.1, False)
         assert all(map(torch.equal, made, want))
+        direction = torch.full_like(p, 7.0)
+        lamb_device_(direction, made[0], g, *made[1:], step_of(3, 1e-2)[0], 0.9, 0.99, 1e-6, 0.1, False, finite)
+        along, _ = lamb_direction_.kernel(want[0], g, *want[1:], step_of(3, 1e-2)[0], 0.9, 0.99, 1e-6, 0.1, False, finite)
+        assert torch.equal(direction, along if finite is None or finite else torch.full_like(p, 7.0))
+        assert all(map(torch.equal, made, want))
 
 
 def opchecks(device: str) -> None:
@@ -226,6 +233,7 @@ def opchecks(device: str) -> None:
     torch.library.opcheck(adamw_device_.op, (p, g, m, v, step, lr, 0.9, 0.999, 1e-8, 0.1, True, False, None))
     torch.library.opcheck(sgd_device_.op, (p, g, None, lr, 0.0, 0.1, False, False, torch.tensor(True, device=device)))
     torch.library.opcheck(lion_device_.op, (p, g, m, lr, 0.9, 0.99, 0.1, False, None))
+    torch.library.opcheck(lamb_device_.op, (torch.empty_like(p), p, g, m, v, step, 0.9, 0.999, 1e-6, 0.1, False, None))
     whole = [torch.empty(n, dtype=torch.int64, device=device) for n in (6, 6, 6, 4)]
     counts = torch.empty(10, dtype=torch.int32, device=device)
     torch.library.opcheck(sort_choices_.op, (*whole, counts, torch.tensor([3, 1, 9, 1, 0, -1], device=device)))
@@ -287,13 +295,17 @@ def test_an_update_is_within_its_bound_of_float64(check: Any, on_card: pytest.Mo
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("numel", [0, 1, 3, 4, 5, 1023, 70_001, 3_000_001])
 def test_updates_have_the_bits_of_the_cpus_kernel(numel: int, dtype: torch.dtype, lies: Any, on_card: Any) -> None:
-    """SGD and Lion; a gradient in float32 is Lion's alone."""
+    """A gradient in float32 is Lion's and LAMB's alone."""
     p, g, m, v = operands(numel, dtype)
     p2, g2, m2, v2 = (lies(x) for x in (p, g, m, v))
     _, lr = step_of(3, 1e-2, "cuda")
     lion_.kernel(p2, g2, m2, lr, 0.9, 0.99, 0.1, maximize=True)
     lion_.kernel(p, g, m, lr.cpu(), 0.9, 0.99, 0.1, maximize=True)
     assert torch.equal(p2.cpu(), p) and torch.equal(m2.cpu(), m)
+    direction, _ = lamb_direction_.kernel(p2, g2, m2, v2, step_of(3, 1e-2, "cuda")[0], 0.9, 0.999, 1e-6, 0.1)
+    here, _ = lamb_direction_.kernel(p, g, m, v, step_of(3, 1e-2)[0], 0.9, 0.999, 1e-6, 0.1)
+    assert torch.equal(m2.cpu(), m) and torch.equal(v2.cpu(), v)
+    torch.testing.assert_close(direction.cpu(), here, rtol=8 * U, atol=8 * U)  # where powers differ in a last bit
     if dtype != F32:
         buffer, buffer2 = v.clone(), lies(v)
         for buffers, momentum, nesterov in (
@@ -318,6 +330,10 @@ def test_operands_that_lie_apart_meet_element_by_element(param: str, grad: str, 
     made = [laid(x.clone(), param) for x in (p, m, v)]
     adamw_.kernel(made[0], laid(g, grad), *made[1:], *step_of(7, 1e-2, "cuda"), 0.9, 0.999, 1e-8, 0.1, True)
     lion_.kernel(made[0], laid(g, grad), made[1], step_of(7, 1e-2, "cuda")[1], 0.9, 0.99, 0.1)
+    for x, gradient in ((want, g), (made, laid(g, grad))):
+        direction, squares = lamb_direction_.kernel(x[0], gradient, *x[1:], step_of(7, 1e-2, "cuda")[0], 0.9, 0.999, 1e-6, 0.1)
+        torch.testing.assert_close(squares[1], direction.double().square().sum(), rtol=1e-4, atol=0.0)
+        x.append(direction)
     torch.testing.assert_close(made, want, rtol=16 * U, atol=16 * U)
 
 
@@ -337,6 +353,7 @@ def test_the_host_waits_for_nothing_and_a_step_that_is_not_finite_changes_nothin
             adamw_.kernel(p, g, m, v, step, lr, 0.9, 0.999, 1e-8, 0.0, True, finite=finite)
             sgd_.kernel(p, g, m, step, lr, 0.9, 0.0, 0.0, False, finite=finite)
             lion_.kernel(p, g, m, lr, 0.9, 0.99, 0.0, finite=finite)
+            lamb_direction_.kernel(p, g, m, v, step, 0.9, 0.999, 1e-6, 0.1, finite=finite)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(map(torch.equal, kept[0], before)) and all(map(torch.equal, kept[1], before))
@@ -594,6 +611,7 @@ def test_kernels_run_on_the_current_stream_and_a_graph_captures_them(on_card: An
         packed_linear_(out, x, *parts, None, None)
         adamw_.kernel(p, g, m, v, step, lr, 0.9, 0.999, 1e-8, 0.1, True)
         lion_.kernel(p, g, m, lr, 0.9, 0.99, 0.1)
+        sgd_.kernel(p, lamb_direction_.kernel(p, g, m, v, step, 0.9, 0.999, 1e-6, 0.1)[0], None, step, lr, 0.0, 0.0, 0.0, False)
         sort_choices_(*made, counts, index)
 
     start = [t.clone() for t in (p, m, v)]

@@ -135,6 +135,50 @@ def test_a_step_that_clips_sums_squares_in_one_pass(on: str, small: None, mode: 
     cf.testing.check(step, state, x, steps=3)
 
 
+NARROW = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_narrow_gradients_are_summed_as_they_are(dtype: torch.dtype, small: None, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    fn, state, x = clipped(dtype)
+    low = cf.shard(fn, cf.Mesh()).lower(state, x)
+    sums = [node for node in low.program.nodes if node.target == "colofunc.sum_of_squares"]
+    assert len(sums) == 4 and all(low.program.values[node.refs[0]].dtype == dtype for node in sums)
+    monkeypatch.setattr(squares, "GRADS", ())
+    with_casts = cf.shard(fn, cf.Mesh()).lower(state, x)
+    read = [with_casts.program.values[n.refs[0]].dtype for n in with_casts.program.nodes if n.target == "colofunc.sum_of_squares"]
+    assert read == [torch.float32] * 4
+    assert len(with_casts.program.nodes) == len(low.program.nodes) + 4
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("numel", [0, 5, ROW, 5 * ROW + 77])
+def test_a_sum_of_narrow_numbers_has_the_bits_of_the_sum_of_the_cast(numel: int, dtype: torch.dtype, mode: str) -> None:  # noqa: F811
+    x = torch.randn(numel).to(dtype)
+    assert torch.equal(sum_of_squares(x), sum_of_squares(x.float()))
+
+
+def test_a_narrow_tensor_of_which_more_is_read_or_that_is_written_over_is_cast(small: None) -> None:
+    def read(x: Tensor) -> tuple[Tensor, Tensor]:
+        wide = x.float()
+        return (wide * wide).sum(), wide.exp()
+
+    def written(x: Tensor) -> tuple[Tensor, Tensor]:
+        made = x.exp()
+        wide = made.float()
+        made.zero_()
+        return (wide * wide).sum(), made
+
+    x = torch.randn(40, 60).bfloat16()
+    for fn in (read, written):
+        step = cf.shard(fn, cf.Mesh())
+        found, want = step(x.clone()), fn(x.clone())
+        torch.testing.assert_close([y.full() for y in found], list(want), rtol=1e-5, atol=0.0)
+    program = cf.shard(read, cf.Mesh()).lower(x).program
+    (node,) = [node for node in program.nodes if node.target == "colofunc.sum_of_squares"]
+    assert program.values[node.refs[0]].dtype == torch.float32
+
+
 @pytest.mark.parametrize("how", ["left out", "a GPU", "float64", "small"])
 def test_where_it_gains_nothing_a_program_stays(how: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if how != "small":

@@ -25,7 +25,7 @@ STAND_IN = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { ret
 # In a process of its own: a library stays registered for as long as its process lives.
 LOAD = """
 import ctypes, sys, torch
-import colofunc.ops.experts, colofunc.ops.quantized, colofunc.ops.update, colofunc.ops.update_lion
+import colofunc.ops.experts, colofunc.ops.quantized, colofunc.ops.update, colofunc.ops.update_lamb, colofunc.ops.update_lion
 path, stand_in, *names = sys.argv[1:]
 if stand_in:
     ctypes.CDLL(stand_in, ctypes.RTLD_GLOBAL)

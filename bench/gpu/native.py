@@ -24,6 +24,7 @@ from colofunc.ops.quantized import OPERATORS
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.ops.update import adamw_, sgd_
 from colofunc.ops.update_fused import fused_adamw_, fused_sgd_
+from colofunc.ops.update_lamb import lamb_direction_
 from colofunc.ops.update_lion import lion_
 
 K = 2
@@ -85,6 +86,13 @@ def updates(setup: Setup) -> list[Row]:
         with without_kernels():
             lion_.kernel(p, g, m, lr, 0.9, 0.99, 0.1)
 
+    def lamb() -> None:
+        lamb_direction_.kernel(p, g, m, v, step, 0.9, 0.999, 1e-6, 0.1)
+
+    def lamb_in_pieces() -> None:
+        with without_kernels():
+            lamb()
+
     def cast_and_adamw() -> None:
         fused_adamw_([p], [g.float()], [m], [v], [], step, lr, *adam, False, None)
 
@@ -96,6 +104,7 @@ def updates(setup: Setup) -> list[Row]:
         "AdamW": (lambda: adamw_.kernel(p, g, m, v, step, lr, *adam), torchs, cast_and_adamw, 0.85, 26),
         "SGD with momentum": (lambda: sgd_.kernel(p, g, m, step, lr, *sgd), torchs, cast_and_sgd, 0.8, 18),
         "Lion": (lambda: lion_.kernel(p, g, m, lr, 0.9, 0.99, 0.1), "torch's operators", lion_in_pieces, 0.4, 18),
+        "LAMB's direction and norms": (lamb, "torch's fused kernel and operators", lamb_in_pieces, 0.8, 38),
     }
     rows = []
     for name, (mine, other, theirs, aim, nbytes) in every.items():

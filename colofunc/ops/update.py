@@ -28,7 +28,7 @@ from torch import Tensor
 from colofunc.ops.define import define_update
 from colofunc.ops.update_device import adamw_device_, reads_narrow_there, sgd_device_
 from colofunc.ops.update_fused import beside, fusable, fused_adamw_, fused_sgd_, is_exact, sgd_is_fused
-from colofunc.ops.update_narrow import adamw_narrow_, host_form, in_memory_order, reads_narrow, sgd_narrow_, taken_as_they_lie
+from colofunc.ops.update_narrow import adamw_asks_kernel, adamw_host_, asks_kernel, host_form, in_memory_order, reads_narrow, sgd_host_
 
 
 def _aligned(grad: Tensor, param: Tensor) -> Tensor:
@@ -51,23 +51,20 @@ def _adamw_(
     eps: float, weight_decay: float, decoupled: bool, amsgrad: bool = False, max_exp_avg_sq: Tensor | None = None,
     maximize: bool = False, finite: Tensor | None = None,
 ) -> None:  # fmt: skip
-    if not amsgrad and taken_as_they_lie(param, grad, exp_avg, exp_avg_sq):
-        if finite is None or bool(finite):
-            adamw_narrow_.bare(
-                param, grad, exp_avg, exp_avg_sq, step.item(), lr.item(), beta1, beta2, eps, weight_decay, decoupled, maximize
-            )
+    if not amsgrad and adamw_asks_kernel(param, grad) and adamw_host_.bare(
+        param, grad, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize, finite
+    ):  # fmt: skip
         return
     maxima = [max_exp_avg_sq] if amsgrad and max_exp_avg_sq is not None else []
     if is_exact(param) and fusable(param, exp_avg, exp_avg_sq, *maxima):
-        if not maxima and reads_narrow(param, grad):
-            if finite is None or bool(finite):
-                operands = in_memory_order(param, grad, exp_avg, exp_avg_sq)
-                host_form(adamw_narrow_)(*operands, float(step), float(lr), beta1, beta2, eps, weight_decay, decoupled, maximize)
-            return
-        if not maxima and reads_narrow_there(param, grad):
+        if not maxima and (reads_narrow(param, grad) or reads_narrow_there(param, grad)):
             operands, flag = in_memory_order(param, grad, exp_avg, exp_avg_sq), None if finite is None else beside(finite, param)
-            adamw_device_(*operands, step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize, flag)
-            return
+            options = beta1, beta2, eps, weight_decay, decoupled, maximize, flag
+            if not param.is_cpu:
+                adamw_device_(*operands, step, lr, *options)
+                return
+            if host_form(adamw_host_)(*operands, beside(step, param), beside(lr, param), *options):
+                return
         fused_adamw_(
             [param], [_aligned(grad, param)], [exp_avg], [exp_avg_sq], maxima, step, lr, beta1, beta2, eps, weight_decay, decoupled,
             maximize, finite,
@@ -97,21 +94,19 @@ def _sgd_(
     weight_decay: float, nesterov: bool, maximize: bool = False, finite: Tensor | None = None,
 ) -> None:  # fmt: skip
     buffers = [buffer] if momentum != 0.0 and buffer is not None else []
-    if (momentum == 0.0 or dampening == 0.0) and taken_as_they_lie(param, grad, *buffers):
-        if finite is None or bool(finite):
-            sgd_narrow_.bare(param, grad, buffers[0] if buffers else None, lr.item(), momentum, weight_decay, nesterov, maximize)
+    if (momentum == 0.0 or dampening == 0.0) and asks_kernel(param, grad) and sgd_host_.bare(
+        param, grad, buffers[0] if buffers else None, lr, momentum, weight_decay, nesterov, maximize, finite
+    ):  # fmt: skip
         return
     if sgd_is_fused(param, momentum, dampening) and fusable(param, *buffers):
-        if reads_narrow(param, grad):
-            if finite is None or bool(finite):
-                p, g, *rest = in_memory_order(param, grad, *buffers)
-                host_form(sgd_narrow_)(p, g, rest[0] if rest else None, float(lr), momentum, weight_decay, nesterov, maximize)
-            return
-        if reads_narrow_there(param, grad):
+        if reads_narrow(param, grad) or reads_narrow_there(param, grad):
             p, g, *rest = in_memory_order(param, grad, *buffers)
-            flag = None if finite is None else beside(finite, param)
-            sgd_device_(p, g, rest[0] if rest else None, lr, momentum, weight_decay, nesterov, maximize, flag)
-            return
+            held, flag = rest[0] if rest else None, None if finite is None else beside(finite, param)
+            if not param.is_cpu:
+                sgd_device_(p, g, held, lr, momentum, weight_decay, nesterov, maximize, flag)
+                return
+            if host_form(sgd_host_)(p, g, held, beside(lr, param), momentum, weight_decay, nesterov, maximize, flag):
+                return
         fused_sgd_([param], [_aligned(grad, param)], buffers, lr, momentum, weight_decay, nesterov, maximize, finite)
         return
     lr, step, finite = beside(lr, param), beside(step, param), None if finite is None else beside(finite, param)

@@ -8,14 +8,14 @@ updates that stand side by side and differ in their tensors alone.
     adamw_(q, h, n, w, step, lr, 0.9, ...)      ->      adamw_all_((p, q), (g, h), (m, n), (v, w), step, lr, 0.9, ...)
 
 Parameters that the kernels cannot take (laid otherwise in memory than their operands) are updated one by one, which holds one
-temporary at a time. Optimizers for which torch has no kernel without temporaries are not here: its `_foreach` functions would hold
-those of all parameters at once.
+temporary at a time, and so are those for which there is a kernel in C++. Optimizers for which torch has no kernel without temporaries
+are not here: its `_foreach` functions would hold those of all parameters at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import attrs
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from colofunc.ops.define import KERNELS
 from colofunc.ops.update_fused import FUSED_DTYPES, fusable, fused_adamw_, fused_sgd_, is_exact, sgd_is_fused
+from colofunc.ops.update_narrow import adamw_asks_kernel
 
 _is_contiguous = Tensor.is_contiguous
 
@@ -66,6 +67,17 @@ def adamw_all_(
 ) -> None:  # fmt: skip
     """`colofunc.adamw_` of many parameters of one dtype on one device."""
     options = beta1, beta2, eps, weight_decay, decoupled
+    # Large parameters have a kernel of their own, whose numbers are other ones in the last bits.
+    alone = [not amsgrad and adamw_asks_kernel(p, g) for p, g in zip(params, grads, strict=True)]
+    if any(alone):
+        rows = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
+        for row in compress(rows, alone):
+            KERNELS["colofunc.adamw_"](*row, step, lr, *options, maximize=maximize, finite=finite)
+        others = [row for row, is_done in zip(rows, alone, strict=True) if not is_done]
+        if not others:
+            return
+        params, grads, exp_avgs, exp_avg_sqs = zip(*others, strict=True)
+        maxima = None
     tops = [top for top in maxima or () if top is not None] if amsgrad else []
 
     def fused(p: Any, g: Any, m: Any, v: Any, *x: Any) -> None:

@@ -3,9 +3,11 @@
 Problem: in mixed precision a gradient in bfloat16 meets a float32 parameter. To cast it as a whole writes and reads four bytes an
 element more than the update needs, and holds them. Idea: one pass over memory reads the narrow gradient and writes parameter and
 states, by a kernel in C++ (`ext/cuda/cpu/update.cpp`). Without a compiler torch's fused kernel works on a block at a time, whose cast
-stays in the cache; a parameter of one block is cast as before.
+stays in the cache; a parameter of one block is cast as before. AdamW's kernel takes a float32 gradient, too, for it is faster than torch's.
 
-    adamw_narrow_(param, grad, exp_avg, exp_avg_sq, step, lr, 0.9, 0.999, 1e-8, 0.01, True, False)    # float32, grad bfloat16
+    adamw_host_(param, grad, exp_avg, exp_avg_sq, step, lr, 0.9, 0.999, 1e-8, 0.01, True, False, None)    # float32, grad bfloat16
+
+The operators say whether they could take their operands, which are contiguous and on the host; where not, nothing has happened.
 
     adamw:  m += (g - m) (1 - beta1)      v = v beta2 + (1 - beta2) g g      p = p keep - rate m / (sqrt(v) inverse_root + eps)
     sgd:    b = b momentum + g            p -= lr (g + momentum b  or  b)
@@ -31,12 +33,14 @@ from torch import Tensor
 from colofunc import compat
 from colofunc.errors import InputError
 from colofunc.ops import native
-from colofunc.ops.define import Operator, define, nothing
+from colofunc.ops.define import Operator, define
 from colofunc.ops.update_fused import fused_adamw_, fused_sgd_
 
 GRADS = (torch.bfloat16, torch.float16)
 HOST_GRADS = (torch.float32, *GRADS)
-"""Of updates for which torch has no kernel either."""
+"""Of what the kernels on the host read."""
+WIDE_FROM = 1 << 16
+"""Elements from which on AdamW's kernel takes a float32 gradient: of smaller parameters torch's fused kernel updates many in a call."""
 BLOCK = 1 << 19
 """Elements that are cast at a time without the kernel, to 2 MiB: fewer calls than smaller ones, and less to read again than larger ones."""
 
@@ -53,20 +57,24 @@ def reads_narrow(param: Tensor, grad: Tensor) -> bool:
     return native.ready("cpu") or param.numel() > BLOCK
 
 
-def taken_as_they_lie(param: Tensor, grad: Tensor, *states: Tensor, grads: Sequence[torch.dtype] = GRADS) -> bool:
-    """Whether the kernel takes these tensors as they are: contiguous and on the host, in float32 by a gradient of one of `grads`.
+def asks_kernel(param: Tensor, grad: Tensor) -> bool:
+    """Whether `adamw_host_` or `sgd_host_` is called first, which says whether it could take its operands.
 
-    Asked before any other question about an update: to ask all of them takes a quarter of the time of an update in the cache.
+    To ask more here takes a tenth of the time of an update in the cache.
     """
-    dtype, shape = param.dtype, param.shape
-    if dtype != torch.float32 or grad.dtype not in grads or not param.is_cpu or grad.shape != shape:
+    return grad.dtype in GRADS and param.is_cpu and native.ready("cpu")
+
+
+def adamw_asks_kernel(param: Tensor, grad: Tensor) -> bool:
+    """The same for AdamW, whose kernel is faster than torch's with a float32 gradient, too; SGD's is not."""
+    if grad.dtype not in HOST_GRADS or not param.is_cpu or (grad.dtype == torch.float32 and param.numel() < WIDE_FROM):
         return False
-    if not (param.is_contiguous() and grad.is_contiguous()):
-        return False
-    for state in states:
-        if state.dtype != dtype or state.shape != shape or not state.is_contiguous():
-            return False
     return native.ready("cpu")
+
+
+def taken_as_they_lie(param: Tensor, grad: Tensor, *states: Tensor) -> bool:
+    """Whether LAMB's kernel takes these tensors: contiguous and on the host, in float32 by a gradient of one of `HOST_GRADS`."""
+    return _plain(param, grad, *states) and native.ready("cpu")
 
 
 def host_form(update: Operator) -> Callable[..., Any]:
@@ -118,33 +126,49 @@ def check_operands(
         raise InputError(f"{what}: a gradient is {able}, not {grad.dtype}. Try: {instead}")
 
 
+def _plain(param: Tensor, grad: Tensor, *states: Tensor) -> bool:
+    """Whether these are operands of `adamw_host_` and `sgd_host_`."""
+    if param.dtype != torch.float32 or grad.dtype not in HOST_GRADS or any(x.dtype != torch.float32 for x in states):
+        return False
+    return all(x.is_cpu and x.is_contiguous() and x.shape == param.shape for x in (param, grad, *states))
+
+
 def _adamw(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: float, lr: float, beta1: float, beta2: float, eps: float,
-    weight_decay: float, decoupled: bool, maximize: bool,
-) -> None:  # fmt: skip
-    check_operands("adamw_narrow_", param, grad, exp_avg, exp_avg_sq)
-    count, rate = torch.full((), step, dtype=torch.float32), torch.full((), lr, dtype=torch.float64)
-    for p, g, m, v in in_blocks(param, grad, exp_avg, exp_avg_sq):
-        fused_adamw_([p], [g], [m], [v], [], count, rate, beta1, beta2, eps, weight_decay, decoupled, maximize, None)
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float, beta2: float, eps: float,
+    weight_decay: float, decoupled: bool, maximize: bool, finite: Tensor | None,
+) -> bool:  # fmt: skip
+    if not _plain(param, grad, exp_avg, exp_avg_sq):
+        return False
+    if finite is None or bool(finite):
+        for p, g, m, v in in_blocks(param, grad, exp_avg, exp_avg_sq):
+            fused_adamw_([p], [g], [m], [v], [], step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize, None)
+    return True
 
 
 def _sgd(
-    param: Tensor, grad: Tensor, buffer: Tensor | None, lr: float, momentum: float, weight_decay: float, nesterov: bool, maximize: bool
-) -> None:
+    param: Tensor, grad: Tensor, buffer: Tensor | None, lr: Tensor, momentum: float, weight_decay: float, nesterov: bool, maximize: bool,
+    finite: Tensor | None,
+) -> bool:  # fmt: skip
     buffers = [] if buffer is None else [buffer]
-    check_operands("sgd_narrow_", param, grad, *buffers)
-    rate = torch.full((), lr, dtype=torch.float64)
-    for p, g, *b in in_blocks(param, grad, *buffers):
-        fused_sgd_([p], [g], b, rate, momentum, weight_decay, nesterov, maximize, None)
+    if not _plain(param, grad, *buffers):
+        return False
+    if finite is None or bool(finite):
+        for p, g, *b in in_blocks(param, grad, *buffers):
+            fused_sgd_([p], [g], b, lr, momentum, weight_decay, nesterov, maximize, None)
+    return True
 
 
-adamw_narrow_ = define(
-    "adamw_narrow_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, float step, float lr, float beta1, "
-    "float beta2, float eps, float weight_decay, bool decoupled, bool maximize) -> ()",
-    _adamw, nothing,
+def _taken(*args: object, **kwargs: object) -> bool:
+    return True
+
+
+adamw_host_ = define(
+    "adamw_host_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, float beta1, "
+    "float beta2, float eps, float weight_decay, bool decoupled, bool maximize, Tensor? finite) -> bool",
+    _adamw, _taken,
 )  # fmt: skip
-sgd_narrow_ = define(
-    "sgd_narrow_(Tensor(a!) param, Tensor grad, Tensor(b!)? buffer, float lr, float momentum, float weight_decay, bool nesterov, "
-    "bool maximize) -> ()",
-    _sgd, nothing,
+sgd_host_ = define(
+    "sgd_host_(Tensor(a!) param, Tensor grad, Tensor(b!)? buffer, Tensor lr, float momentum, float weight_decay, bool nesterov, "
+    "bool maximize, Tensor? finite) -> bool",
+    _sgd, _taken,
 )  # fmt: skip

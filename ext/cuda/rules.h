@@ -1,7 +1,7 @@
 // The rules of updates: what one element of a parameter and its states becomes. Shared by the CPU's kernels and the GPU's.
 //
 // Every operation rounds once: who includes this compiles without contracting products with sums. Formulas and bounds:
-// `colofunc/ops/update_narrow.py`, `update_lion.py`.
+// `colofunc/ops/update_narrow.py`, `update_lamb.py`, `update_lion.py`.
 
 #pragma once
 
@@ -17,7 +17,6 @@ namespace colofunc {
 
 struct Adam {
   static constexpr int states = 2;
-  static constexpr bool takes_wide = false;
   float sign, decay, keep, toward_first, keep_second, toward_second, rate, inverse_root, eps;
 
   COLOFUNC_RULE Adam(double step, double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize)
@@ -40,10 +39,25 @@ struct Adam {
   }
 };
 
+// The direction of LAMB, not the parameter: that of a step of AdamW at a rate of -1 from zero, and decay.
+struct Lamb {
+  static constexpr int states = 2;
+  Adam adam;
+  float decay;
+
+  COLOFUNC_RULE Lamb(double step, double beta1, double beta2, double eps, double weight_decay, bool maximize)
+      : adam(step, -1.0, beta1, beta2, eps, 0.0, true, maximize), decay(weight_decay) {}
+
+  COLOFUNC_RULE float next(float param, float grad, float& first, float& second) const {
+    const float way = adam.next(0.0f, grad, first, second);
+    // Not a product with zero: a parameter that is infinite is no direction.
+    return decay == 0.0f ? way : way + param * decay;
+  }
+};
+
 template <bool has_buffer>
 struct Sgd {
   static constexpr int states = has_buffer ? 1 : 0;
-  static constexpr bool takes_wide = false;
   float sign, decay, momentum, rate;
   bool nesterov;
 
@@ -60,7 +74,6 @@ struct Sgd {
 
 struct Lion {
   static constexpr int states = 1;
-  static constexpr bool takes_wide = true;
   float sign, keep, keep_toward, toward, keep_mean, mean, rate;
 
   COLOFUNC_RULE Lion(double lr, double beta1, double beta2, double weight_decay, bool maximize)

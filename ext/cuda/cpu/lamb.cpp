@@ -17,8 +17,7 @@ namespace {
 
 template <class Grad>
 struct Direction {
-  const Adam& rule;
-  float decay;
+  const Lamb& rule;
   float* direction;
   const float* param;
   const Grad* grad;
@@ -46,13 +45,10 @@ struct Direction {
   COLOFUNC_INLINE void move(
       float* __restrict d, const float* __restrict p, const Elements* __restrict g, float* __restrict a, float* __restrict b,
       int64_t count) const {
-    const Adam by = rule;
+    const Lamb by = rule;
     for (int64_t i = 0; i < count; ++i) {
       float one = a[i], two = b[i];
-      // At a rate of -1 AdamW moves a parameter of zero to its direction.
-      const float way = by.next(0.0f, widened(g[i]), one, two);
-      // Not a product with zero: a parameter that is infinite is no direction.
-      d[i] = decay == 0.0f ? way : way + p[i] * decay;
+      d[i] = by.next(p[i], widened(g[i]), one, two);
       a[i] = one;
       b[i] = two;
     }
@@ -63,18 +59,17 @@ void lamb(
     Tensor direction, Tensor squares, Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, double step, double beta1,
     double beta2, double eps, double weight_decay, bool maximize) {
   const char* what = "lamb_host_";
-  const Adam rule(step, -1.0, beta1, beta2, eps, 0.0, true, maximize);
+  const Lamb rule(step, beta1, beta2, eps, weight_decay, maximize);
   STD_TORCH_CHECK(
       squares.is_contiguous() && squares.numel() == 2 && squares.scalar_type() == ScalarType::Double, what, ": squares are two float64");
   float *d = floats(direction, param, what), *p = floats(param, param, what);
   float *a = floats(exp_avg, param, what), *b = floats(exp_avg_sq, param, what);
   const int64_t numel = param.numel(), rows = (numel + ROW - 1) / ROW;
   std::vector<double> of_params(rows), of_directions(rows);
-  over_gradient<true>(grad, param, what, [&](const auto* g) {
+  over_gradient(grad, param, what, [&](const auto* g) {
     using Grad = std::remove_cv_t<std::remove_pointer_t<decltype(g)>>;
     torch::stable::parallel_for(0, rows, ROW_GRAIN, [&](int64_t begin, int64_t end) {
-      at_best_level(Direction<Grad>{
-          rule, static_cast<float>(weight_decay), d, p, g, a, b, of_params.data(), of_directions.data(), numel, begin, end});
+      at_best_level(Direction<Grad>{rule, d, p, g, a, b, of_params.data(), of_directions.data(), numel, begin, end});
     });
   });
   double* sums = static_cast<double*>(squares.data_ptr());

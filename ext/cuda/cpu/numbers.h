@@ -34,17 +34,15 @@ inline float* floats(const Tensor& x, const Tensor& param, const char* what) {
   return static_cast<float*>(x.data_ptr());
 }
 
-// `use(elements)` with the gradient's elements in their own type. takes_wide: whether that may be float32.
-template <bool takes_wide, class Use>
+// `use(elements)` with the gradient's elements in their own type.
+template <class Use>
 void over_gradient(const Tensor& grad, const Tensor& param, const char* what, const Use& use) {
   check(grad, param, what);
   switch (grad.scalar_type()) {
     case ScalarType::BFloat16: return use(static_cast<const BFloat16*>(grad.data_ptr()));
     case ScalarType::Half: return use(static_cast<const Half*>(grad.data_ptr()));
-    case ScalarType::Float:
-      if constexpr (takes_wide) return use(static_cast<const float*>(grad.data_ptr()));
-      [[fallthrough]];
-    default: STD_TORCH_CHECK(false, what, ": a gradient is ", takes_wide ? "float32, " : "", "bfloat16 or float16");
+    case ScalarType::Float: return use(static_cast<const float*>(grad.data_ptr()));
+    default: STD_TORCH_CHECK(false, what, ": a gradient is float32, bfloat16 or float16");
   }
 }
 

@@ -26,7 +26,7 @@ void squares(Tensor out, Tensor x) {
   STD_TORCH_CHECK(out.numel() == 1 && out.scalar_type() == ScalarType::Double, what, ": the sum is one float64");
   const int64_t numel = x.numel(), rows = (numel + ROW - 1) / ROW;
   std::vector<double> sums(rows);
-  over_gradient<true>(x, x, what, [&](const auto* elements) {
+  over_gradient(x, x, what, [&](const auto* elements) {
     using Element = std::remove_cv_t<std::remove_pointer_t<decltype(elements)>>;
     torch::stable::parallel_for(0, rows, ROW_GRAIN, [&](int64_t begin, int64_t end) {
       at_best_level(Rows<Element>{elements, sums.data(), numel, begin, end});

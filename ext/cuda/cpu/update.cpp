@@ -1,7 +1,9 @@
-// Optimizer updates on the CPU that read a gradient narrower than the parameter; Lion, which torch has no kernel for, of any width.
+// Optimizer updates on the CPU in one pass, by a gradient as wide as the parameter or narrower.
 //
 // Without contracted products: these loops wait for memory, and one rounding more costs nothing. Operators, formulas and bounds:
 // `colofunc/ops/update_narrow.py`, `update_lion.py`.
+//
+// AdamW and SGD ask by themselves whether they can take their operands, and say so: in Python these questions take as long as the call.
 
 #include "exact.h"
 
@@ -63,7 +65,7 @@ void run(const Rule& rule, const Tensor& param, const Tensor& grad, const Tensor
   float* p = floats(param, param, what);
   float* a = first == nullptr ? nullptr : floats(*first, param, what);
   float* b = second == nullptr ? nullptr : floats(*second, param, what);
-  over_gradient<Rule::takes_wide>(grad, param, what, [&](const auto* narrow) {
+  over_gradient(grad, param, what, [&](const auto* narrow) {
     using Narrow = std::remove_cv_t<std::remove_pointer_t<decltype(narrow)>>;
     torch::stable::parallel_for(0, param.numel(), GRAIN, [&](int64_t begin, int64_t end) {
       at_best_level(Update<Rule, Narrow>{rule, p, a, b, narrow, begin, end});
@@ -71,21 +73,58 @@ void run(const Rule& rule, const Tensor& param, const Tensor& grad, const Tensor
   });
 }
 
-void adamw(
-    Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, double step, double lr, double beta1, double beta2, double eps,
-    double weight_decay, bool decoupled, bool maximize) {
-  const Adam rule(step, lr, beta1, beta2, eps, weight_decay, decoupled, maximize);
-  run(rule, param, grad, &exp_avg, &exp_avg_sq, "adamw_narrow_");
+bool is_plain(const Tensor& x, const Tensor& param) {
+  return x.is_cpu() && x.is_contiguous() && x.dim() == param.dim() && x.numel() == param.numel() &&
+      std::equal(x.sizes().begin(), x.sizes().end(), param.sizes().begin());
 }
 
-void sgd(
-    Tensor param, Tensor grad, std::optional<Tensor> buffer, double lr, double momentum, double weight_decay, bool nesterov,
-    bool maximize) {
-  if (buffer) {
-    run(Sgd<true>(lr, momentum, weight_decay, nesterov, maximize), param, grad, &*buffer, nullptr, "sgd_narrow_");
-  } else {
-    run(Sgd<false>(lr, momentum, weight_decay, nesterov, maximize), param, grad, nullptr, nullptr, "sgd_narrow_");
+bool is_state(const Tensor& x, const Tensor& param) {
+  return x.scalar_type() == ScalarType::Float && is_plain(x, param);
+}
+
+bool is_gradient(const Tensor& x, const Tensor& param) {
+  const ScalarType dtype = x.scalar_type();
+  const bool known = dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
+  return known && is_plain(x, param);
+}
+
+// A count, a rate or a flag in the memory of the host.
+std::optional<double> number(const Tensor& x) {
+  if (!x.is_cpu() || x.numel() != 1) return std::nullopt;
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return *static_cast<const float*>(x.data_ptr());
+    case ScalarType::Double: return *static_cast<const double*>(x.data_ptr());
+    case ScalarType::Long: return static_cast<double>(*static_cast<const int64_t*>(x.data_ptr()));
+    case ScalarType::Bool: return *static_cast<const bool*>(x.data_ptr()) ? 1.0 : 0.0;
+    default: return std::nullopt;
   }
+}
+
+bool adamw(
+    Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor step, Tensor lr, double beta1, double beta2, double eps,
+    double weight_decay, bool decoupled, bool maximize, std::optional<Tensor> finite) {
+  const std::optional<double> count = number(step), rate = number(lr), happens = finite ? number(*finite) : 1.0;
+  if (!count || !rate || !happens) return false;
+  if (!is_state(param, param) || !is_state(exp_avg, param) || !is_state(exp_avg_sq, param) || !is_gradient(grad, param)) return false;
+  if (*happens == 0.0) return true;
+  const Adam rule(*count, *rate, beta1, beta2, eps, weight_decay, decoupled, maximize);
+  run(rule, param, grad, &exp_avg, &exp_avg_sq, "adamw_host_");
+  return true;
+}
+
+bool sgd(
+    Tensor param, Tensor grad, std::optional<Tensor> buffer, Tensor lr, double momentum, double weight_decay, bool nesterov,
+    bool maximize, std::optional<Tensor> finite) {
+  const std::optional<double> rate = number(lr), happens = finite ? number(*finite) : 1.0;
+  if (!rate || !happens) return false;
+  if (!is_state(param, param) || (buffer && !is_state(*buffer, param)) || !is_gradient(grad, param)) return false;
+  if (*happens == 0.0) return true;
+  if (buffer) {
+    run(Sgd<true>(*rate, momentum, weight_decay, nesterov, maximize), param, grad, &*buffer, nullptr, "sgd_host_");
+  } else {
+    run(Sgd<false>(*rate, momentum, weight_decay, nesterov, maximize), param, grad, nullptr, nullptr, "sgd_host_");
+  }
+  return true;
 }
 
 void lion(
@@ -97,7 +136,7 @@ void lion(
 }  // namespace colofunc
 
 STABLE_TORCH_LIBRARY_IMPL(colofunc, CPU, m) {
-  m.impl("adamw_narrow_", TORCH_BOX(&colofunc::adamw));
-  m.impl("sgd_narrow_", TORCH_BOX(&colofunc::sgd));
+  m.impl("adamw_host_", TORCH_BOX(&colofunc::adamw));
+  m.impl("sgd_host_", TORCH_BOX(&colofunc::sgd));
   m.impl("lion_host_", TORCH_BOX(&colofunc::lion));
 }

@@ -26,9 +26,10 @@ struct Number {
   double value;
 };
 
-// What all updates share. Of `count` elements each; `first` and `second` are nullptr where a rule has no such state.
+// What all updates share. Of `count` elements each; `first` and `second` are nullptr where a rule has no such state. `out` is `param`, or
+// where LAMB's direction goes.
 struct Operands {
-  float *param, *first, *second;
+  float *param, *out, *first, *second;
   const void* grad;
   Kind kind;  // of the gradient
   int64_t count;
@@ -41,6 +42,8 @@ cudaError_t update_adamw(
     cudaStream_t stream);
 cudaError_t update_sgd(
     const Operands& operands, double momentum, double weight_decay, bool nesterov, bool maximize, cudaStream_t stream);
+cudaError_t update_lamb(
+    const Operands& operands, double beta1, double beta2, double eps, double weight_decay, bool maximize, cudaStream_t stream);
 cudaError_t update_lion(
     const Operands& operands, double beta1, double beta2, double weight_decay, bool maximize, cudaStream_t stream);
 

@@ -69,10 +69,10 @@ Number number(const Tensor& x, const Tensor& param, const char* what) {
 }
 
 Operands operands_of(
-    const Tensor& param, const Tensor& grad, const Tensor* first, const Tensor* second, const Tensor* step, const Tensor& lr,
+    const Tensor& param, const Tensor& grad, const Tensor* first, const Tensor* second, const Tensor* step, const Tensor* lr,
     const std::optional<Tensor>& finite, bool takes_wide, const char* what) {
   Operands found{};
-  found.param = floats(param, param, what);
+  found.param = found.out = floats(param, param, what);
   found.first = first == nullptr ? nullptr : floats(*first, param, what);
   found.second = second == nullptr ? nullptr : floats(*second, param, what);
   STD_TORCH_CHECK(grad.is_contiguous() && grad.numel() == param.numel(), what, ": not contiguous, or not of the parameter's size");
@@ -84,7 +84,7 @@ Operands operands_of(
   found.kind = kind_of(grad, what);
   found.count = param.numel();
   if (step != nullptr) found.step = number(*step, param, what);
-  found.lr = number(lr, param, what);
+  if (lr != nullptr) found.lr = number(*lr, param, what);
   if (finite) {
     STD_TORCH_CHECK(finite->scalar_type() == ScalarType::Bool && finite->numel() == 1, what, ": finite is one bool");
     check_beside(*finite, param, what);
@@ -97,7 +97,7 @@ void adamw(
     Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor step, Tensor lr, double beta1, double beta2, double eps,
     double weight_decay, bool decoupled, bool maximize, std::optional<Tensor> finite) {
   const char* what = "adamw_device_";
-  const Operands operands = operands_of(param, grad, &exp_avg, &exp_avg_sq, &step, lr, finite, false, what);
+  const Operands operands = operands_of(param, grad, &exp_avg, &exp_avg_sq, &step, &lr, finite, false, what);
   const DeviceGuard guard(param.get_device_index());
   check_started(update_adamw(operands, beta1, beta2, eps, weight_decay, decoupled, maximize, stream_of(param)), what);
 }
@@ -106,16 +106,26 @@ void sgd(
     Tensor param, Tensor grad, std::optional<Tensor> buffer, Tensor lr, double momentum, double weight_decay, bool nesterov,
     bool maximize, std::optional<Tensor> finite) {
   const char* what = "sgd_device_";
-  const Operands operands = operands_of(param, grad, buffer ? &*buffer : nullptr, nullptr, nullptr, lr, finite, false, what);
+  const Operands operands = operands_of(param, grad, buffer ? &*buffer : nullptr, nullptr, nullptr, &lr, finite, false, what);
   const DeviceGuard guard(param.get_device_index());
   check_started(update_sgd(operands, momentum, weight_decay, nesterov, maximize, stream_of(param)), what);
+}
+
+void lamb(
+    Tensor direction, Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor step, double beta1, double beta2, double eps,
+    double weight_decay, bool maximize, std::optional<Tensor> finite) {
+  const char* what = "lamb_device_";
+  Operands operands = operands_of(param, grad, &exp_avg, &exp_avg_sq, &step, nullptr, finite, true, what);
+  operands.out = floats(direction, param, what);
+  const DeviceGuard guard(param.get_device_index());
+  check_started(update_lamb(operands, beta1, beta2, eps, weight_decay, maximize, stream_of(param)), what);
 }
 
 void lion(
     Tensor param, Tensor grad, Tensor exp_avg, Tensor lr, double beta1, double beta2, double weight_decay, bool maximize,
     std::optional<Tensor> finite) {
   const char* what = "lion_device_";
-  const Operands operands = operands_of(param, grad, &exp_avg, nullptr, nullptr, lr, finite, true, what);
+  const Operands operands = operands_of(param, grad, &exp_avg, nullptr, nullptr, &lr, finite, true, what);
   const DeviceGuard guard(param.get_device_index());
   check_started(update_lion(operands, beta1, beta2, weight_decay, maximize, stream_of(param)), what);
 }
@@ -185,6 +195,7 @@ void added_choices(Tensor total, Tensor rows, Tensor place, std::optional<Tensor
 STABLE_TORCH_LIBRARY_IMPL(colofunc, CUDA, m) {
   m.impl("adamw_device_", TORCH_BOX(&colofunc::adamw));
   m.impl("sgd_device_", TORCH_BOX(&colofunc::sgd));
+  m.impl("lamb_device_", TORCH_BOX(&colofunc::lamb));
   m.impl("lion_device_", TORCH_BOX(&colofunc::lion));
   m.impl("packed_linear_", TORCH_BOX(&colofunc::packed_linear_on_gpu));
   m.impl("sort_choices_", TORCH_BOX(&colofunc::sorted_choices));

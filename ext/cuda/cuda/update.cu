@@ -1,4 +1,4 @@
-// Updates on a GPU by a gradient narrower than the parameter, and Lion's by any: one pass that reads and writes everything once.
+// Updates on a GPU by a gradient narrower than the parameter, Lion's and LAMB's direction by any: one pass that reads and writes everything once.
 //
 // A rate and a count of steps that lie on the device are read there, so the host waits for nothing. Rules: `rules.h`; this file is
 // compiled without contracting products with sums, so that the bits are those of the CPU's kernel for the same rate.
@@ -47,6 +47,15 @@ struct MakeSgd {
   }
 };
 
+struct MakeLamb {
+  using Rule = Lamb;
+  double beta1, beta2, eps, weight_decay;
+  bool maximize;
+  __device__ Rule operator()(double step, double) const {
+    return Rule(step, beta1, beta2, eps, weight_decay, maximize);
+  }
+};
+
 struct MakeLion {
   using Rule = Lion;
   double beta1, beta2, weight_decay;
@@ -68,7 +77,7 @@ __device__ __forceinline__ void move(const Rule& rule, const Operands& of, int64
   if constexpr (Rule::states > 1) b = reinterpret_cast<const Wide*>(of.second)[i];
 #pragma unroll
   for (int j = 0; j < COUNT; ++j) p.values[j] = rule.next(p.values[j], widened(g.values[j]), a.values[j], b.values[j]);
-  reinterpret_cast<Wide*>(of.param)[i] = p;
+  reinterpret_cast<Wide*>(of.out)[i] = p;
   if constexpr (Rule::states > 0) reinterpret_cast<Wide*>(of.first)[i] = a;
   if constexpr (Rule::states > 1) reinterpret_cast<Wide*>(of.second)[i] = b;
 }
@@ -98,7 +107,7 @@ cudaError_t start(const Make& make, const Operands& of, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(wanted < most ? wanted : most);
   return by_kind(of.kind, [&](auto narrow) {
     using Narrow = decltype(narrow);
-    const bool together = aligned(of.param, 16) && aligned(of.first, 16) && aligned(of.second, 16) &&
+    const bool together = aligned(of.param, 16) && aligned(of.out, 16) && aligned(of.first, 16) && aligned(of.second, 16) &&
         aligned(of.grad, PER_THREAD * sizeof(Narrow));
     if (together) {
       pass<PER_THREAD, Make, Narrow><<<blocks, THREADS, 0, stream>>>(make, of);
@@ -121,6 +130,11 @@ cudaError_t update_sgd(
     const Operands& operands, double momentum, double weight_decay, bool nesterov, bool maximize, cudaStream_t stream) {
   if (operands.first == nullptr) return start(MakeSgd<false>{momentum, weight_decay, nesterov, maximize}, operands, stream);
   return start(MakeSgd<true>{momentum, weight_decay, nesterov, maximize}, operands, stream);
+}
+
+cudaError_t update_lamb(
+    const Operands& operands, double beta1, double beta2, double eps, double weight_decay, bool maximize, cudaStream_t stream) {
+  return start(MakeLamb{beta1, beta2, eps, weight_decay, maximize}, operands, stream);
 }
 
 cudaError_t update_lion(
