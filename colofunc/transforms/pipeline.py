@@ -30,10 +30,11 @@ from colofunc.errors import PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.constraints import Constraints
-from colofunc.planner.stages.assignment import WEIGHTS, CutProblem, Cuts, Held, cuts_at, reading_of
+from colofunc.planner.stages.assignment import CutProblem, Cuts, Held, cuts_at
 from colofunc.planner.stages.bound import Bound
 from colofunc.planner.stages.cut_search import CutSearch
 from colofunc.planner.stages.cuts import Device
+from colofunc.planner.stages.forward_pass import WEIGHTS, reading_of
 from colofunc.planner.stages.orders import Order, best_order, least_order, roomiest_first
 from colofunc.planner.stages.piece_costs import PieceCosts
 from colofunc.planner.stages.timetables import Scheduled, by_timetable
