@@ -98,7 +98,7 @@ class StagesOn:
         return Held(in_flight, 1 / (microbatches * self.sharing))
 
     def cuts_of(self, assigned: Mapping[int, Sequence[int]], scheduled: Scheduled, given: bool, table: ActionTable) -> StageCuts | None:
-        """What a plan says of its cuts; None where stages that were given by hand are no line.
+        """What a plan says of its cuts; None where stages that were given by hand begin within pieces.
 
         assigned: position of an input -> its stages. table: the actions of each rank that run.
         """

@@ -91,7 +91,8 @@ def _cuts(pipeline: Pipelined, stage: int) -> StageCuts:
         raise PlanError(f"the pipeline has {count} stages and no stage {stage}; ask for one from 0 to {count - 1}")
     if pipeline.cuts is None:
         raise PlanError(
-            f"where stage {stage} begins cannot be said: the layers of its stages, as stages= gives them, do not stand behind one another"
+            f"where stage {stage} begins cannot be said: stages= begins one within a layer, or gives a layer to several stages; "
+            "cuts are compared between layers. Try: stages that begin there"
         )
     return pipeline.cuts
 

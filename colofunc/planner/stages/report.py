@@ -50,7 +50,7 @@ class StageUse:
 class Pipelined:
     """A pipeline as planned. `bubble`: the part of its span in which the rank with the longest one waits (2401.10241, section 5.3).
 
-    `cuts`: where its stages begin, and where else they could; None where stages that were given by hand do not stand in a line.
+    `cuts`: where its stages begin, and where else they could; None where stages that were given by hand begin within layers.
     """
 
     axis: str

@@ -204,7 +204,7 @@ def pieces_of(
 
 
 def begins_of(problem: CutProblem, assigned: Mapping[int, Sequence[int]], stages: int) -> tuple[int, ...] | None:
-    """The pieces that begin the stages to which inputs, by position, were given; None where these do not stand behind one another."""
+    """The pieces that begin the stages to which inputs, by position, were given; None where one begins within a piece."""
     begins: list[int] = []
     for number in range(len(problem.begins)):
         here = {assigned[position][0] for position in _positions(problem).get(number, ()) if position in assigned}
