@@ -34,7 +34,7 @@ from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.plan import Plan
 from colofunc.planner.plan_terms import Spent
 from colofunc.planner.recompute.stages import NodeS
-from colofunc.planner.stages.report import Pipelined, pipeline_loop, pipelined
+from colofunc.planner.stages.report import CutsOf, Pipelined, pipeline_loop, pipelined
 from colofunc.program.check import Checker
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.facts import is_copy
@@ -81,8 +81,8 @@ class Completion:
     ahead, and where inputs lie. `clocked`: a program with the seconds that this executor's own kernels take. `timed`: how long operators
     take, where that was measured.
     `wider`: what to write where policies forbid what needs less memory. `left_out`: names of passes. `placing`: where inputs, nodes and
-    outputs are, if not everywhere. `room_bytes`: what a rank may hold, the one that may hold most. `keeps`: whether the program behind
-    each pass is kept (`Fitted.stages`).
+    outputs are, if not everywhere. `room_bytes`: what a rank may hold, the one that may hold most. `cuts_of`: what there is to say of a
+    pipeline's cuts. `keeps`: whether the program behind each pass is kept (`Fitted.stages`).
     """
 
     program: Program
@@ -104,6 +104,7 @@ class Completion:
     left_out: frozenset[str] = frozenset()
     placing: Placing | None = None
     room_bytes: int | None = None
+    cuts_of: CutsOf | None = None
     keeps: bool = False
     known: dict[int, tuple[Node, tuple[int, ...], tuple[Value, ...], float]] = attrs.field(factory=dict, init=False)
     kept: KeptPrograms = attrs.field(factory=KeptPrograms, init=False)
@@ -319,7 +320,7 @@ class Completion:
 
     def pipelined(self, done: Program) -> Pipelined | None:
         """What the plan says of a pipeline that runs as `done`."""
-        return pipelined(self.clocked(done), self.mesh, self._node_s, partial(self._peak_bytes, done))
+        return pipelined(self.clocked(done), self.mesh, self._node_s, partial(self._peak_bytes, done), self.cuts_of)
 
     def _peak_bytes(self, done: Program, rank: int) -> int:
         """What a rank holds on its device; kept, as a budget asks for it and what the plan says of a pipeline does again."""

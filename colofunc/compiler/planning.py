@@ -252,6 +252,7 @@ def gathered(
         left_out=seen.left_out,
         placing=placing,
         room_bytes=budget_bytes,
+        cuts_of=build.cuts_of,
     )
     parts = build.microbatches
     asked = (_asked(staged.transforms), sorted(named.items()), budget_bytes, axes, temporaries, parts, on_real_ranks, sorted(seen.left_out))

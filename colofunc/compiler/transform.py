@@ -30,6 +30,7 @@ from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.sharding.constraints import NONE, Constraints
+from colofunc.planner.stages.report import CutsOf
 from colofunc.plugins.registry import Registry
 from colofunc.program.ir import Program
 from colofunc.program.tracing.trace import Traced
@@ -120,6 +121,7 @@ class Build:
     `alternatives`, `searches`, `moves`: ways to finish a program (`candidates`). Each transform adds to them: several ways to write
     one rank's program, the fastest first; a search for an order that fits; what writes copies between tiers. What they give is finished
     and counted, and the fastest that fits is taken.
+    `cuts_of`: of a pipeline, what the plan says of its cuts, by the table of actions that runs.
     """
 
     transforms: tuple[Transform, ...]
@@ -135,6 +137,7 @@ class Build:
     searches: tuple[Search, ...] = ()
     moves: tuple[Move, ...] = ()
     way: str = ""
+    cuts_of: CutsOf | None = None
 
     def evolve(self, **changes: Any) -> Build:
         """The same build, but for `changes`."""

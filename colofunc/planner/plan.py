@@ -18,6 +18,7 @@ import attrs
 
 from colofunc import owned, untrusted
 from colofunc.errors import PlanError, near
+from colofunc.planner.plan_cuts import why_cut, why_not_cut
 from colofunc.planner.plan_table import plan_table, size_text, time_text
 from colofunc.planner.plan_terms import Spent, about, collectives_text, moved, summed, terms_text
 from colofunc.planner.plan_terms import matches as matches
@@ -204,8 +205,12 @@ class Plan:
         """What was chosen for matching operators, modules, parameters or parts of the batch, what else would cost, and which term decides.
 
         A collective is asked for by its kind, or with its axes ("all_gather tp"); then its seconds are said, by modules and parameters, and
-        how much of them the device's work hides. So are those of copies ("copies to device"). Raises PlanError where nothing matches.
+        how much of them the device's work hides. So are those of copies ("copies to device"). Of a pipeline, "stage 2" says why that stage
+        begins where it does, "schedule" and "placement" what else there is. Raises PlanError where nothing matches.
         """
+        of_cuts = why_cut(self, glob, most)
+        if of_cuts:
+            return "\n".join(of_cuts)
         sent = [row for row in self.spent if moved(row, glob)]
         leaves = [leaf for leaf in self.inputs if leaf.name and matches(leaf.name, glob)]  # constants of the program have none
         decisions = [d for d in self.decisions if any(matches(name, glob) for name in _names(d))]
@@ -228,13 +233,17 @@ class Plan:
         """What another choice would cost: a strategy "{tp: i}", any with an axis on a factor "tp: i", or a name.
 
         Of a pipeline whose microbatches or cuts were chosen, whole words such as "16 microbatches" or "cut by memory"; the last one of
-        several may be a beginning, as in "16 micro".
+        several may be a beginning, as in "16 micro". Where else a stage could begin is asked for by "stage 2 at layers.7", or "stage 2" and
+        the name of a module or a parameter, another schedule for the same stages by its name.
         """
         ways = [other.line(self) for other in self.others if _says(what, other.words)]
         if _says(what, self.way):
             ways.insert(0, f"{self.way} is what was chosen")
         if ways:
             return "\n".join(ways)
+        of_cuts = why_not_cut(self, what, glob)
+        if of_cuts:
+            return "\n".join(of_cuts)
         if self.pipeline is not None and what.startswith("cut by"):
             return (
                 f"{what}: not compared. Other cuts are where stages= are open and a budget is met with help only "

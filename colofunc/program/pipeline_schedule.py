@@ -157,9 +157,11 @@ class Schedule:
 
     def admitted(self, rows: int, ranks: int) -> list[int]:
         """The divisors of a batch's rows that are numbers of microbatches for it on so many ranks, ascending."""
-        least = self.least_microbatches(ranks)
-        numbers = [number for number in range(least, rows + 1) if rows % number == 0]
-        return [number for number in numbers if not (self.whole_groups and number % ranks)]
+        return [number for number in range(1, rows + 1) if rows % number == 0 and self.takes(ranks, number)]
+
+    def takes(self, ranks: int, microbatches: int) -> bool:
+        """Whether it runs so many microbatches on so many ranks."""
+        return microbatches >= self.least_microbatches(ranks) and not (self.whole_groups and microbatches % ranks)
 
     def check_microbatches(self, ranks: int, microbatches: int, rows: int | None = None) -> None:
         """Raises PlanError where they are no number, too few for it on so many ranks, or come in no whole groups.

@@ -18,28 +18,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from math import inf
 from typing import Any
 
 import attrs
 
 from colofunc.compiler.microbatches import check_number, equal_parts, loops_over, on_rows, rows_of
+from colofunc.compiler.pipeline_stages import StagesOn, device_at, node_seconds
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Rewrite, Transform, Variant
 from colofunc.errors import PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.constraints import Constraints
-from colofunc.planner.stages.assignment import WEIGHTS, CutProblem, Cuts, Held, cuts_at, reading_of
+from colofunc.planner.stages.assignment import CutProblem, Cuts, cuts_at
 from colofunc.planner.stages.bound import Bound
-from colofunc.planner.stages.cut_search import CutSearch
-from colofunc.planner.stages.cuts import Device
+from colofunc.planner.stages.forward_pass import WEIGHTS, reading_of
 from colofunc.planner.stages.orders import Order, best_order, least_order, roomiest_first
-from colofunc.planner.stages.piece_costs import PieceCosts
 from colofunc.planner.stages.timetables import Scheduled, by_timetable
-from colofunc.program.cost import node_s
-from colofunc.program.ir import Node, Program, computed_once, kept_with
-from colofunc.program.passes.kernels import with_kernels
+from colofunc.program.ir import Program, computed_once
 from colofunc.program.passes.loop import MIXING
 from colofunc.program.pipeline_schedule import Schedule
 from colofunc.program.placing import StagesOf, placing_of
@@ -160,27 +156,26 @@ class _Asked:
         if self.microbatches is not None and len(ways) == 1 and not ways[0].cuts_open:
             return ()
         # One microbatch has no schedule, so that it has no placement to be chosen.
-        return [way.variant(number) for number in numbers for way in ways if number > 1 or way.schedule is ways[0].schedule]
+        return [way.variant(number) for number in numbers for way in ways if number > 1 or way.there.schedule is ways[0].there.schedule]
 
     def _ways(self, build: Build, schedule: Schedule, ranks: int, name: str) -> list[_Way]:
         """Of one placement, in each order of the ranks. name: what tells it from others."""
-        count = schedule.stages(ranks)
-        cuts_open = self.stages is None and count > 1
+        cuts_open = self.stages is None and schedule.stages(ranks) > 1
         asked = attrs.evolve(self, schedule=schedule.name)
-        problem = asked._problem(build, schedule, ranks) if cuts_open else None
+        there = asked.on(build, schedule)
+        problem = there.problem() if cuts_open else None
         # A plan that was made under a budget is followed without one too.
         leaner = cuts_open and (build.budget_bytes is not None or bool(build.way))
-        ways = [_Way(asked, build, schedule, ranks, problem, leaner, name)]
+        ways = [_Way(asked, there, problem, leaner, name)]
         for order in ways[0].orders():
-            ordered = attrs.evolve(asked, order=order)
-            there = None if problem is None else problem.on(ordered._devices(build, schedule, ranks))
-            ways.append(_Way(ordered, build, schedule, ranks, there, leaner, name))
+            ordered = attrs.evolve(there, order=order)
+            on_these = None if problem is None else problem.on(ordered.devices)
+            ways.append(_Way(attrs.evolve(asked, order=order), ordered, on_these, leaner, name))
         return ways
 
-    def indices(self, schedule: Schedule, ranks: int) -> list[int]:
-        """Per stage, the index of the axis that has it."""
-        order = range(ranks) if self.order is None else self.order
-        return [order[schedule.rank_of(stage, ranks)] for stage in range(schedule.stages(ranks))]
+    def on(self, build: Build, schedule: Schedule) -> StagesOn:
+        """The stages of one placement."""
+        return StagesOn(build, self.axis, schedule, self.order)
 
     def numbers(self, build: Build, schedule: Schedule, ranks: int) -> list[int]:
         """Of microbatches."""
@@ -210,32 +205,11 @@ class _Asked:
         schedule.check_microbatches(ranks, self.number, rows)
         return frozenset(schedule.admitted(rows, ranks))
 
-    def _problem(self, build: Build, schedule: Schedule, ranks: int) -> CutProblem:
-        """Where the forward pass may be cut."""
-        count, devices = schedule.stages(ranks), self._devices(build, schedule, ranks)
-        send_s = partial(_send_s, build.mesh, self.axis)
-        return CutProblem(build.program, count, _node_s(build), send_s, devices, self.indices(schedule, ranks))
-
-    def fastest_cut(self, build: Build, schedule: Schedule, ranks: int, problem: CutProblem) -> tuple[Cuts, float]:
-        """Where the schedule, played by estimates, ends first, and after how many seconds."""
-        mesh = build.mesh
-        sharing, launch_s = mesh.size // ranks, mesh.topology.device.launch_s
-        kernels = partial(with_kernels, build.program, mesh, build.registry.kernels)
-        with_their_kernels = kept_with(build.program, (with_kernels, mesh), kernels)
-        costs_of = partial(PieceCosts.of, problem, with_their_kernels, _node_s(build), launch_s, sharing)
-        pieces = kept_with(build.program, (PieceCosts, tuple(problem.begins), mesh, sharing), costs_of)
-        search = CutSearch(problem, pieces, schedule, ranks, self.number, partial(_send_s, mesh, self.axis))
-        return kept_with(build.program, (CutSearch, self, mesh), search.fastest)
-
-    def _devices(self, build: Build, schedule: Schedule, ranks: int) -> list[Device]:
-        """Per stage, all that its rank has."""
-        return [_device(build.mesh, self.axis, index) for index in self.indices(schedule, ranks)]
-
     def constrained(self, build: Build) -> Build:
         """Parameters exist on the ranks of their stages, and every rank's rows come in equal microbatches."""
         schedule, ranks = self._schedule(build), self._ranks(build.mesh)
         admitted = self._admitted(build, schedule, ranks)
-        stages = StagesOf(self.axis, tuple(self.indices(schedule, ranks)), self._assigned(build, schedule, ranks))
+        stages = StagesOf(self.axis, tuple(self.on(build, schedule).indices), self._assigned(build, schedule, ranks))
         at = stages.apart(ranks)
         if self.number > 1:
             build = equal_parts(self.number, self.batch, self.mixing, build, admitted.__contains__)
@@ -246,15 +220,15 @@ class _Asked:
         schedule, ranks = self._schedule(build), self._ranks(build.mesh)
         if self.number == 1:
             return build
-        stages = {}
-        for position, found in self._assigned(build, schedule, ranks).items() if schedule.stages_per_rank > 1 else ():
+        stages, assigned = {}, self._assigned(build, schedule, ranks)
+        for position, found in assigned.items() if schedule.stages_per_rank > 1 else ():
             if len(found) == 1:
                 stages[build.program.values[build.program.inputs[position]].name] = found[0]
         backward = any(node.phase == "backward" for node in build.program.nodes)
-        indices = self.indices(schedule, ranks)
+        there = self.on(build, schedule)
         late = self.validate == "next step"
         rule_of = build.registry.rule
-        scheduled = Scheduled(self.axis, self.number, schedule, stages, backward, rule_of, indices, validate_late=late)
+        scheduled = Scheduled(self.axis, self.number, schedule, stages, backward, rule_of, there.indices, validate_late=late)
         ways = loops_over(self.number, self.batch, self.mixing, build)
         written = [computed_once(partial(_rewritten, way, build.mesh)) for way in ways]  # the same loop for every timetable
         loops = [partial(by_timetable, loop, scheduled) for loop in written]
@@ -267,7 +241,8 @@ class _Asked:
                 if other.alike(schedule) and not other.splits_backward:
                     leaner.append(attrs.evolve(scheduled, schedule=other))
             loops += [partial(by_timetable, written[0], each) for each in leaner]
-        return build.evolve(alternatives=(*build.alternatives, loops))
+        cuts_of = partial(there.cuts_of, assigned, scheduled, self.stages is not None)
+        return build.evolve(alternatives=(*build.alternatives, loops), cuts_of=cuts_of)
 
     @property
     def number(self) -> int:
@@ -315,7 +290,8 @@ class _Asked:
         if self.ends is not None:
             cuts = cuts_at(program, self.ends)
         else:
-            cuts, _ = self.fastest_cut(build, schedule, ranks, self._problem(build, schedule, ranks))
+            there = self.on(build, schedule)
+            cuts, _ = there.fastest_cut(there.problem(), self.number)
         return {position: found for position in range(len(program.inputs)) if (found := cuts.stages_of(position))}
 
     def _by_globs(self, program: Program, count: int) -> dict[int, tuple[int, ...]]:
@@ -343,9 +319,7 @@ class _Way:
     """What is open, written in every way. problem: of the cuts; None: they are given. name: of the placement, where there are several."""
 
     asked: _Asked
-    build: Build
-    schedule: Schedule
-    ranks: int
+    there: StagesOn
     problem: CutProblem | None
     cuts_open: bool
     name: str
@@ -361,7 +335,7 @@ class _Way:
         asked = attrs.evolve(self.asked, microbatches=number)
         if self.problem is None:
             return Variant(asked.transform(False), words, lambda: self.bound.of_any_cut(number))
-        cuts, about_s = asked.fastest_cut(self.build, self.schedule, self.ranks, self.problem)
+        cuts, about_s = self.there.fastest_cut(self.problem, number)
         leaner = partial(self._leaner, self.problem, number, words)
         transform = attrs.evolve(asked, ends=cuts.ends).transform(False)
         by_time = Variant(transform, f"{words}, cut by time", partial(self._at_least_s, cuts, number))
@@ -371,7 +345,7 @@ class _Way:
 
     def _leaner(self, problem: CutProblem, number: int, words: str) -> list[Variant]:
         """Cut so that the fullest stage holds less."""
-        cuts = problem.leaner(_held(self.schedule, self.build.mesh.size, self.ranks, number), LEVELS)
+        cuts = problem.leaner(self.there.held(number), LEVELS)
         found = []
         for level, there in enumerate(cuts):
             how = f"between memory and time, {level} of {len(cuts) - 1}" if level else "by memory"
@@ -380,10 +354,10 @@ class _Way:
         return found
 
     def _at_least_s(self, cuts: Cuts, number: int) -> float:
-        program, ranks = self.build.program, self.ranks
+        program, mesh = self.there.build.program, self.there.build.mesh
         inputs = {position: found for position in range(len(program.inputs)) if (found := cuts.stages_of(position))}
-        stages = StagesOf(self.asked.axis, tuple(self.asked.indices(self.schedule, ranks)), inputs)
-        placing = placing_of(program, stages.apart(ranks), self.build.mesh, stages)
+        stages = StagesOf(self.asked.axis, tuple(self.there.indices), inputs)
+        placing = placing_of(program, stages.apart(self.there.ranks), mesh, stages)
         if placing is None:
             return 0.0
         rank_of = [at[1][0] if at is not None and len(at[1]) == 1 else None for at in placing.nodes]
@@ -392,12 +366,13 @@ class _Way:
     def orders(self) -> list[Order]:
         """Other orders of the ranks that may be better: of the fastest slowest stage, of the least bound, and the
         roomiest first under a budget, or for a plan that is followed and may have had one. [] where ranks are alike."""
-        if not self.build.mesh.topology.ranks or self.problem is None:
+        there, mesh = self.there, self.there.build.mesh
+        if not mesh.topology.ranks or self.problem is None:
             return []
-        problem, several = self.problem, self.schedule.stages_per_rank
-        devices = [_device(self.build.mesh, self.asked.axis, index) for index in range(self.ranks)]
-        where = self.asked.indices(self.schedule, self.ranks)
-        numbers = self.asked.numbers(self.build, self.schedule, self.ranks)
+        problem, schedule = self.problem, there.schedule
+        devices = [device_at(mesh, self.asked.axis, index) for index in range(there.ranks)]
+        where = there.indices
+        numbers = self.asked.numbers(there.build, schedule, there.ranks)
         middle = numbers[len(numbers) // 2]
 
         def problem_of(order: Order) -> CutProblem:
@@ -408,60 +383,31 @@ class _Way:
             bound = attrs.evolve(self.bound, rank_of=indices, speeds=[devices[index].speed for index in indices])
             return bound.at(problem_of(order).balanced(), middle)
 
-        found = [best_order(devices, several, problem_of), least_order(devices, at_least_s)]
-        if self.build.budget_bytes is not None or self.build.way:
+        found = [best_order(devices, schedule.stages_per_rank, problem_of), least_order(devices, at_least_s)]
+        if there.build.budget_bytes is not None or there.build.way:
             found.append(roomiest_first(devices))
         return list(dict.fromkeys(order for order in found if order is not None))
 
     @cached_property
     def bound(self) -> Bound:
         """On a step's time; it is computed where several ways are compared."""
-        build, mesh, kernels = self.build, self.build.mesh, self.build.registry.kernels
-        rank_of = self.asked.indices(self.schedule, self.ranks)
+        there, build = self.there, self.there.build
+        kernels = build.registry.kernels
         return Bound.of(
             build.program,
             on_rows(self.asked.batch, build),
-            _node_s(build),
-            mesh.topology.device.launch_s,
+            node_seconds(build),
+            build.mesh.topology.device.launch_s,
             lambda target: (target, "cuda") in kernels,
-            rank_of,
-            [_device(mesh, self.asked.axis, rank).speed for rank in rank_of],
-            mesh.size // self.ranks,
-            self.schedule.splits_backward,
+            there.indices,
+            [device.speed for device in there.devices],
+            there.sharing,
+            there.schedule.splits_backward,
         )
 
 
 def _rewritten(way: Rewrite, mesh: Mesh, program: Program) -> Program:
     return way(program, mesh)
-
-
-def _held(schedule: Schedule, size: int, ranks: int, microbatches: int) -> Held:
-    """What stages keep by the schedule's table. size: of the mesh."""
-    in_flight = schedule.table(ranks, microbatches).in_flight if microbatches > 1 else (1,) * schedule.stages(ranks)
-    return Held(in_flight, ranks / (microbatches * size))
-
-
-def _device(mesh: Mesh, axis: str, index: int) -> Device:
-    """What the ranks at an index have: the speed of the slowest, and their memory together.
-
-    They hold a stage's weights together at best (ZeRO, tensor parallelism), so that stages that do not fit in this
-    fit nowhere there.
-    """
-    ranks = mesh.at(**{axis: index})
-    if not mesh.topology.ranks:
-        return Device(1.0, inf)
-    capacities = [mesh.device_bytes(rank) for rank in ranks]
-    return Device(mesh.speed(ranks), sum(inf if each is None else each for each in capacities))
-
-
-def _node_s(build: Build) -> Callable[[Node], float]:
-    """Seconds of a node of the global program on one device."""
-    return partial(node_s, values=build.program.values, mesh=build.mesh, rule_of=build.registry.rule)
-
-
-def _send_s(mesh: Mesh, axis: str, nbytes: float) -> float:
-    """Seconds until the next rank of the axis has so many bytes."""
-    return mesh.collective_s("send", nbytes, (axis,))
 
 
 __all__ = ["pipeline"]

@@ -13,12 +13,16 @@ import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.planner.stages.simulate import Simulated, Span
+from colofunc.planner.stages.stage_cuts import StageCuts
+from colofunc.program.actions import ActionTable
 from colofunc.program.ir import Loop, Program
 from colofunc.program.lanes import Seconds, played, rows_by_timetable
 from colofunc.program.places import distinct_ranks, on_rank
 from colofunc.program.post_validation import copied_bytes, in_parts, validates_late
 from colofunc.program.stage_costs import stage_costs
 
+CutsOf = Callable[[ActionTable], StageCuts | None]
+"""What there is to say of the cuts, by the table that runs."""
 STEPS = (3, 7)
 """The seconds of a step in a row: from the end of the first of these steps to that of the second, over the steps between."""
 KEPT = frozenset({"param", "frozen", "buffer", "state"})
@@ -44,13 +48,17 @@ class StageUse:
 
 @attrs.frozen
 class Pipelined:
-    """A pipeline as planned. `bubble`: the part of its span in which the rank with the longest one waits (2401.10241, section 5.3)."""
+    """A pipeline as planned. `bubble`: the part of its span in which the rank with the longest one waits (2401.10241, section 5.3).
+
+    `cuts`: where its stages begin, and where else they could; None where stages that were given by hand begin within layers.
+    """
 
     axis: str
     schedule: str
     microbatches: int
     bubble: float
     ranks: tuple[StageUse, ...]
+    cuts: StageCuts | None = None
 
     @property
     def words(self) -> str:
@@ -116,7 +124,9 @@ def period_s(program: Program, mesh: Mesh, seconds: Seconds) -> float:
     return (long - short) / (many - few) + copies_s
 
 
-def pipelined(program: Program, mesh: Mesh, seconds: Seconds, peak_bytes: Callable[[int], int]) -> Pipelined | None:
+def pipelined(
+    program: Program, mesh: Mesh, seconds: Seconds, peak_bytes: Callable[[int], int], cuts_of: CutsOf | None = None
+) -> Pipelined | None:
     """What a plan says of a step's pipeline; None where it has none. peak_bytes: of a rank, on its device."""
     loop, played = pipeline_loop(program), clocked(program, mesh, seconds)
     if loop is None or loop.cut_by is None or played is None:
@@ -137,4 +147,5 @@ def pipelined(program: Program, mesh: Mesh, seconds: Seconds, peak_bytes: Callab
         speed = mesh.speed(mesh.at(**{timetable.along: index}))
         uses.append(StageUse(stages, kept[index], peaks[index], work_s, played.makespan_s - work_s, speed))
     schedule = f"{timetable.schedule} validated in the next step" if timetable.validate_late else timetable.schedule
-    return Pipelined(timetable.along, schedule, loop.trips, played.bubble, tuple(uses))
+    cuts = None if cuts_of is None else cuts_of(timetable.table)
+    return Pipelined(timetable.along, schedule, loop.trips, played.bubble, tuple(uses), cuts)

@@ -84,9 +84,12 @@ class Scheduled:
         cap_bytes = least + self.share * max(0.0, most - least)
         return self._of(self.schedule.table(ranks, self.microbatches, costs, cap_bytes))
 
+    def ordered(self, table: ActionTable) -> ActionTable:
+        """A schedule's table as it runs: of what the step has, on the ranks that have the stages."""
+        return _at(self.indices, in_parts(table) if self.backward else forward_only(table))
+
     def _of(self, table: ActionTable) -> Timetable:
-        table = _at(self.indices, in_parts(table) if self.backward else forward_only(table))
-        return Timetable(self.axis, table, self.stages, schedule=self.schedule.name, validate_late=self.validate_late)
+        return Timetable(self.axis, self.ordered(table), self.stages, schedule=self.schedule.name, validate_late=self.validate_late)
 
 
 def _least_bytes(costs: StageCosts, table: ActionTable, rank: int) -> float:

@@ -1,0 +1,148 @@
+"""The stages of one schedule on the ranks of an axis: which rank has them, and where the forward pass is cut for them.
+
+    there = StagesOn(build, "pp", schedule, order=None)
+    cuts, about_s = there.fastest_cut(there.problem(), microbatches=8)       # where the schedule, by estimates, ends first
+
+Problem: where stages begin goes by the devices that have them, by the kernels that a plan counts on and by the axes that share a stage,
+and is asked for by each way to write a pipeline. Idea: one record gathers what the planner's search for cuts (`planner.stages`) needs of a
+build; what it computes is kept with the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import inf
+
+import attrs
+
+from colofunc.compiler.transform import Build
+from colofunc.mesh import Mesh
+from colofunc.planner.stages.assignment import CutProblem, Cuts, Held
+from colofunc.planner.stages.cut_search import CutSearch
+from colofunc.planner.stages.cuts import Device
+from colofunc.planner.stages.orders import Order
+from colofunc.planner.stages.piece_costs import PieceCosts
+from colofunc.planner.stages.simulate import Player
+from colofunc.planner.stages.stage_cuts import OtherSchedule, StageCuts, begins_of, pieces_of
+from colofunc.planner.stages.timetables import Scheduled
+from colofunc.program.actions import ActionTable
+from colofunc.program.cost import node_s
+from colofunc.program.ir import Node, kept_with
+from colofunc.program.passes.kernels import with_kernels
+from colofunc.program.pipeline_schedule import Schedule
+
+MOST_COMPARED = 600
+"""Other schedules are compared where stages times microbatches are no more: their tables take long to make for many."""
+
+
+@attrs.frozen(eq=False)
+class StagesOn:
+    """order: of each rank of the schedule, its index on the axis; None: the same."""
+
+    build: Build
+    axis: str
+    schedule: Schedule
+    order: Order | None = None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks of the pipeline there are."""
+        return self.build.mesh.axis_size(self.axis)
+
+    @property
+    def count(self) -> int:
+        """How many stages there are."""
+        return self.schedule.stages(self.ranks)
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share a stage."""
+        return self.build.mesh.size // self.ranks
+
+    @property
+    def indices(self) -> list[int]:
+        """Per stage, the index of the axis that has it."""
+        order = range(self.ranks) if self.order is None else self.order
+        return [order[self.schedule.rank_of(stage, self.ranks)] for stage in range(self.count)]
+
+    @property
+    def devices(self) -> list[Device]:
+        """Per stage, all that its rank has."""
+        return [device_at(self.build.mesh, self.axis, index) for index in self.indices]
+
+    def problem(self) -> CutProblem:
+        """Where the forward pass may be cut."""
+        return CutProblem(self.build.program, self.count, node_seconds(self.build), self._send_s, self.devices, self.indices)
+
+    def pieces(self, problem: CutProblem) -> PieceCosts:
+        """What the pieces of a problem take."""
+        mesh, program = self.build.mesh, self.build.program
+        kernels = partial(with_kernels, program, mesh, self.build.registry.kernels)
+        with_their_kernels = kept_with(program, (with_kernels, mesh), kernels)
+        launch_s = mesh.topology.device.launch_s
+        costs_of = partial(PieceCosts.of, problem, with_their_kernels, node_seconds(self.build), launch_s, self.sharing)
+        return kept_with(program, (PieceCosts, tuple(problem.begins), mesh, self.sharing), costs_of)
+
+    def fastest_cut(self, problem: CutProblem, microbatches: int) -> tuple[Cuts, float]:
+        """Where the schedule, played by estimates, ends first, and after how many seconds."""
+        search = CutSearch(problem, self.pieces(problem), self.schedule, self.ranks, microbatches, self._send_s)
+        key = (CutSearch, self.axis, self.schedule, self.order, microbatches, self.build.mesh)
+        return kept_with(self.build.program, key, search.fastest)
+
+    def held(self, microbatches: int) -> Held:
+        """What stages keep by the schedule's table."""
+        in_flight = (1,) * self.count
+        if microbatches > 1:
+            in_flight = self.schedule.table(self.ranks, microbatches).in_flight
+        return Held(in_flight, 1 / (microbatches * self.sharing))
+
+    def cuts_of(self, assigned: Mapping[int, Sequence[int]], scheduled: Scheduled, given: bool, table: ActionTable) -> StageCuts | None:
+        """What a plan says of its cuts; None where stages that were given by hand begin within pieces.
+
+        assigned: position of an input -> its stages. table: the actions of each rank that run.
+        """
+        problem = self.problem()
+        begins = begins_of(problem, assigned, self.count)
+        if begins is None:
+            return None
+        pieces = pieces_of(problem, self.pieces(problem), scheduled.microbatches, self.sharing, self._send_s)
+        rows = tuple(" ".join(map(str, row)) for row in table.rows)
+        speeds = tuple(device.speed for device in self.devices)
+        cuts = StageCuts(pieces, begins, rows, speeds, scheduled.backward, given)
+        return attrs.evolve(cuts, others=tuple(self._others(cuts, scheduled)))
+
+    def _others(self, cuts: StageCuts, scheduled: Scheduled) -> list[OtherSchedule]:
+        """Schedules that look at no costs and have the same stages on the same ranks, fastest first."""
+        found: list[OtherSchedule] = []
+        if self.count * scheduled.microbatches > MOST_COMPARED:
+            return found
+        for other in self.build.registry.schedules.values():
+            alike = other.alike(self.schedule) and other.name != self.schedule.name
+            if other.looks_at_costs or not alike or not other.takes(self.ranks, scheduled.microbatches):
+                continue
+            table = attrs.evolve(scheduled, schedule=other).ordered(other.table(self.ranks, scheduled.microbatches))
+            found.append(OtherSchedule(other.name, cuts.counted_by(table, Player(table), cuts.begins)))
+        return sorted(found, key=lambda each: each.count.step_s)
+
+    def _send_s(self, nbytes: float) -> float:
+        """Seconds until the next rank of the axis has so many bytes."""
+        return self.build.mesh.collective_s("send", nbytes, (self.axis,))
+
+
+def node_seconds(build: Build) -> Callable[[Node], float]:
+    """Seconds of a node of the global program on one device."""
+    return partial(node_s, values=build.program.values, mesh=build.mesh, rule_of=build.registry.rule)
+
+
+def device_at(mesh: Mesh, axis: str, index: int) -> Device:
+    """What the ranks at an index have: the speed of the slowest, and their memory together.
+
+    They hold a stage's weights together at best (ZeRO, tensor parallelism), so that stages that do not fit in this
+    fit nowhere there.
+    """
+    ranks = mesh.at(**{axis: index})
+    if not mesh.topology.ranks:
+        return Device(1.0, inf)
+    capacities = [mesh.device_bytes(rank) for rank in ranks]
+    return Device(mesh.speed(ranks), sum(inf if each is None else each for each in capacities))
