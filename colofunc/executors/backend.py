@@ -18,11 +18,13 @@ from colofunc import env
 from colofunc.errors import InputError, MeshError, near
 from colofunc.executors.compiled import compile_segments
 from colofunc.executors.distributed import Distributed, init_from_env, overlapped, watch_of_group
+from colofunc.executors.fused import NAME as COMPILED
 from colofunc.executors.post_validated import Unsettled
 from colofunc.executors.presence import Limits
 from colofunc.executors.program_cache import Kept
 from colofunc.executors.simulated import SimulatedProgram
 from colofunc.executors.source import Tap
+from colofunc.executors.unwritten import counted
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
@@ -213,7 +215,8 @@ def held(program: Program, mesh: Mesh, name: str | None = None, grouped: bool = 
     real = planned_on_real_ranks(mesh, name)
     some = distinct_ranks(program, mesh) if rank is None else (rank,)
     parts = [on_rank(program, mesh, one).program for one in some]
-    reports = [memory(ordered(part, mesh, name, grouped=grouped), sent=real) for part in parts]
+    fusion = counted if name == COMPILED else None
+    reports = [memory(ordered(part, mesh, name, grouped=grouped), sent=real, fusion=fusion) for part in parts]
     return max(reports, key=lambda report: report.peak_bytes["device"])
 
 

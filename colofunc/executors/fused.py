@@ -9,6 +9,8 @@ by each group. A group is one launch. Products are as they were: the compiler ca
 
 The program that comes back has the seconds on its nodes, where the clock looks first (`Node.kernel`): those of a group on its first node.
 A norm is one group although it reads its rows twice, because they fit on the chip.
+
+What of it is written to memory: `unwritten`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def fused(program: Program, mesh: Mesh, rule_of: RuleOf) -> Program:
             edit.change_body(index, fused(node.loop.body, mesh, rule_of))
     for piece in pieces(program):
         where = {id(node): k for k, node in enumerate(program.nodes[piece.first : piece.first + piece.count], piece.first)}
-        for group in _groups(piece.nodes):
+        for group in groups(piece.nodes):
             seconds = _group_s(group, piece.outs, piece.nodes, program.values, mesh, rule_of)
             for place, node in enumerate(group):
                 kernel = FREE if place or seconds == 0.0 else Planned(NAME, seconds, 0)
@@ -51,7 +53,7 @@ def as_executed(program: Program, executor: str | None, mesh: Mesh, rule_of: Rul
     return in_chunks(executed, mesh, rule_of)
 
 
-def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
+def groups(nodes: Sequence[Node]) -> list[list[Node]]:
     """The operators of a piece that are no products, by how many products stand before them on the longest way to them."""
     depth: dict[int, int] = {}  # of a value: products up to it
     found: dict[int, list[Node]] = {}

@@ -13,12 +13,14 @@ Inputs and constants count from beginning to end, because the caller holds them.
 where its kernel says it, on the machine that the plan is made for (`passes.kernels`). `tests/live_bytes.py` measures the same numbers
 on the simulated mesh, but for these. A collective between its start and its wait holds its operand and its result; on real ranks
 (`sent=True`) also a copy of an operand that is not contiguous, and a pipeline's messages from one action before they are received.
+A compiler leaves values unwritten, and a compiled function holds its operands until it returns: both as `fusion` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -43,6 +45,22 @@ _ROOMY = frozenset(f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_lo
 Made = tuple[int, int, int, Meta]
 
 
+@attrs.frozen
+class Fused:
+    """What a compiler changes of one program. `unwritten`: values that no kernel writes, and the bytes that are written in place of each.
+
+    `last`: until when each value is held. `inner_bytes`: what operators, by their position, keep that is no value of the program.
+    """
+
+    unwritten: Mapping[int, int] = MappingProxyType({})
+    last: Mapping[int, int] = MappingProxyType({})
+    inner_bytes: Mapping[int, int] = MappingProxyType({})
+
+
+Fusion = Callable[[Program, Mapping[int, int]], Fused]
+"""What a compiler makes of a program, or of a loop's body, and of the last node that needs each value in it."""
+
+
 @attrs.define
 class Storage:
     """A piece of memory, held from node `born` to node `dies` (-1 and the number of nodes: the caller's)."""
@@ -57,15 +75,15 @@ class Storage:
     body: MemoryReport | None = None  # of the loop that it is inside
 
 
-def memory(program: Program, sent: bool = False) -> MemoryReport:
+def memory(program: Program, sent: bool = False, fusion: Fusion | None = None) -> MemoryReport:
     """Live bytes of one rank at every position of a local program (or a global one: then of one device).
 
     A loop is one position: what its body holds at its peak, beside what it reads and gathers. sent: count what real ranks
     copy in order to send it, while it is in flight (all of the operand; a backend may copy the parts for others only), and what they make
-    room for before it is received (as with gloo; NCCL does so later).
+    room for before it is received (as with gloo; NCCL does so later). fusion: what a compiler leaves out and holds longer.
     """
     last = lifetimes(program)
-    storages, makers, metas = _storages(program, last, sent=sent)
+    storages, makers, metas = _storages(program, last, sent=sent, fusion=fusion)
     storages += sent_copies(program, metas) if sent else []
     _gathered_inside(program, storages)
     if validates_late(program):
@@ -182,11 +200,14 @@ def _storages(
     where: dict[int, int] | None = None,
     within: dict[int, int] | None = None,
     sent: bool = False,
+    fusion: Fusion | None = None,
 ) -> tuple[list[Storage], dict[int, Node], dict[int, Meta]]:
     """Every storage with its lifetime, the node that makes each value, and how values lie. `given`: inputs counted elsewhere.
 
     `where` and `within` are filled as `Lies` wants them.
     """
+    fused = Fused(last=last) if fusion is None else fusion(program, last)
+    last, unwritten = fused.last, dict[int, int]()  # storages of which no kernel writes a value -> what is written instead
     end = len(program.nodes)
     storages: list[Storage] = []
     where = {} if where is None else where  # value -> storage
@@ -205,9 +226,10 @@ def _storages(
         storages.append(Storage(nbytes, value.tier, id, -1, end))
     for index, node in enumerate(program.nodes):
         if node.loop is not None:
-            storages += _inside(node, node.loop, metas, index, sent)
-        if node.kernel is not None and node.kernel.workspace_bytes:
-            storages.append(Storage(node.kernel.workspace_bytes, "device", node.refs[0], index, index, kind="workspaces"))
+            storages += _inside(node, node.loop, metas, index, sent, fusion)
+        own_bytes = fused.inner_bytes.get(index, 0) + (0 if node.kernel is None else node.kernel.workspace_bytes)
+        if own_bytes:
+            storages.append(Storage(own_bytes, "device", node.refs[0], index, index, kind="workspaces"))
         made = _results(node, program, metas)
         fresh: dict[int, int] = {}
         for o, one in zip(node.outs, made, strict=True):
@@ -223,21 +245,28 @@ def _storages(
             else:
                 home = fresh[share] = len(storages)
                 storages.append(Storage(nbytes, program.values[o].tier, o, index, index))
+                unwritten[home] = fused.unwritten.get(o, 0)
             if o is None:
                 continue
             where[o], metas[o], makers[o] = home, meta, node
             within.update({o: node.refs[operand]} if operand >= 0 else {})
             storages[home].dies = max(storages[home].dies, last.get(o, index), index)
+            if o not in fused.unwritten:
+                unwritten.pop(home, None)
+    for home, nbytes in unwritten.items():
+        storages[home].nbytes = nbytes
     return storages, makers, metas
 
 
-def _inside(node: Node, loop: Loop, metas: Mapping[int, Meta], index: int, sent: bool) -> list[Storage]:
+def _inside(
+    node: Node, loop: Loop, metas: Mapping[int, Meta], index: int, sent: bool, fusion: Fusion | None
+) -> list[Storage]:
     """What the body of a loop holds at its peak. From the second trip on all that it gathers is there, too."""
     body = loop.body
     given = {into: metas[i] for into, i in zip(body.inputs, node.refs, strict=True)}
     last = last_uses(body)
     home: dict[int, int] = {}
-    storages, makers, inner = _storages(body, last, given, home, sent=sent)
+    storages, makers, inner = _storages(body, last, given, home, sent=sent, fusion=fusion)
     storages += sent_copies(body, inner) if sent else []
     _count_with_the_sum(body, added_in_place(loop).values(), storages, home)
     if loop.cut_by is not None and _is_one_ranks(loop.cut_by):
