@@ -28,10 +28,10 @@ from colofunc.dtensor.roles import give_role, role_of
 from colofunc.errors import InputError
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
-from colofunc.ops.wire import Scheme, residual
+from colofunc.ops.wire import CARRY, Scheme, residual
 from colofunc.planner.sharding.constraints import Constraint, Constraints, leaf_strategy
 from colofunc.program.ir import Program
-from colofunc.program.passes.wide_sums import toward_gradients
+from colofunc.program.passes.wide_sums import gradients_of, toward
 from colofunc.program.passes.wire import LEAST, narrow_sums, saved_bytes, with_residuals
 from colofunc.program.tracing.kept import join_kept, split_kept, state_of
 from colofunc.program.tracing.roles import mark
@@ -42,6 +42,8 @@ from colofunc.spec.strategies import enumerate_layouts
 WIRE = "quantize_wire"
 KEY = "error_feedback"
 FIELD = "residual"
+LAST_RESORT_BYTES = 1 << 10
+"""What an element counts on the wire where a gradient would be summed before what was left is added to it."""
 
 
 def narrow_wire(scheme: Scheme) -> Transform:
@@ -68,10 +70,18 @@ def _narrowed(scheme: Scheme, build: Build) -> Build:
 
 def _priced(scheme: Scheme, build: Build) -> Build:
     """The planner pays for sums of gradients what `narrow_sums` makes of them: whole bytes of a number."""
-    values = build.program.values
-    large = [id for id in sorted(toward_gradients(build.program)) if values[id].dtype.is_floating_point and _numel(values[id].shape) >= LEAST]
-    sums = dict.fromkeys(large, max(1, round(scheme.bytes_a_number)))
+    program = build.program
+    sums = dict.fromkeys(_large(program, gradients_of(program)), max(1, round(scheme.bytes_a_number)))
+    # Where a gradient carries a residual, its terms are to reach that.
+    raw = [node.refs[0] for node in program.nodes if node.target == CARRY]
+    sums |= dict.fromkeys(_large(program, raw), LAST_RESORT_BYTES)
     return build.evolve(constraints=build.constraints | Constraints(sums=sums))
+
+
+def _large(program: Program, ids: Iterable[int]) -> list[int]:
+    """Those of what becomes some values that are sent narrow."""
+    values = ((id, program.values[id]) for id in sorted(toward(program, ids)))
+    return [id for id, value in values if value.dtype.is_floating_point and torch.Size(value.shape).numel() >= LEAST]
 
 
 def _saved(scheme: Scheme, program: Program) -> Sequence[str]:
@@ -79,10 +89,6 @@ def _saved(scheme: Scheme, program: Program) -> Sequence[str]:
     if not before:
         return ("no gradient is summed over the mesh in a message that is worth packing, so wire= changes nothing",)
     return (f"gradients on the wire as {scheme.name}: {size_text(after)} a step of each rank, {size_text(before)} as they are summed",)
-
-
-def _numel(shape: Iterable[int]) -> int:
-    return torch.Size(shape).numel()
 
 
 # ---- residuals in the state ----

@@ -17,6 +17,8 @@ global program whose pending sums this pass will widen.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 import torch
 
@@ -85,15 +87,20 @@ def _passes(node: Node, program: Program) -> bool:
 
 def gradients(program: Program, dtype: torch.dtype) -> frozenset[int]:
     """The values of a global program that are narrower than `dtype` and become a gradient: their sums will be widened."""
-    values = ((i, program.values[i].dtype) for i in toward_gradients(program))
+    values = ((i, program.values[i].dtype) for i in toward(program, gradients_of(program)))
     return frozenset(i for i, d in values if d.is_floating_point and d.itemsize < dtype.itemsize)
 
 
-def toward_gradients(program: Program) -> frozenset[int]:
-    """The values of a global program that become a gradient, element by element, and the gradients."""
+def gradients_of(program: Program) -> list[int]:
+    """The gradients of a global program."""
+    return [i for i, value in program.values.items() if value.role == "grad"]
+
+
+def toward(program: Program, ids: Iterable[int]) -> frozenset[int]:
+    """Some values of a global program, and those that become one of them, element by element."""
     made = program.makers
     found: set[int] = set()
-    pending = [i for i, value in program.values.items() if value.role == "grad"]
+    pending = list(ids)
     while pending:
         at = pending.pop()
         if at in found:
