@@ -71,13 +71,13 @@ def reaches_gradient(node: Node, program: Program) -> bool:
         if program.values[at].role == "grad":
             return True
         for reader in (program.nodes[index] for index in program.readers.get(at, ())):
-            if _passes(reader, program):
+            if passes_sums(reader, program):
                 pending += [o for o in reader.results if o not in seen]
                 seen.update(reader.results)
     return False
 
 
-def _passes(node: Node, program: Program) -> bool:
+def passes_sums(node: Node, program: Program) -> bool:
     """Whether the sum of parts of the operand is, element by element, what becomes of the sum in the result."""
     name = node.target.split(".")[1]
     if name in _SCALINGS:
@@ -107,7 +107,7 @@ def toward(program: Program, ids: Iterable[int]) -> frozenset[int]:
             continue
         found.add(at)
         node = made.get(at)
-        if node is not None and _passes(node, program):
+        if node is not None and passes_sums(node, program):
             pending += node.refs
     return frozenset(found)
 

@@ -32,11 +32,11 @@ from colofunc.ops.wire import CARRY, RESIDUAL, Scheme
 from colofunc.program.editor import Editor
 from colofunc.program.facts import kind_of, sides
 from colofunc.program.ir import Node, Program, Ref, Value
-from colofunc.program.passes.wide_sums import is_reduction, reaches_gradient
+from colofunc.program.passes.wide_sums import is_reduction, passes_sums, reaches_gradient
 
 LEAST = 2048
 """Sums of fewer numbers stay as they are: their latency is longer than their transfer, and many of them share one message."""
-WIDE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FIT = "colofunc.fit"
 _VIEWS = frozenset({"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten._reshape_alias.default"})
 
 
@@ -63,16 +63,13 @@ def _found(program: Program) -> Iterator[int]:
 def _carried(program: Program) -> Iterator[int]:
     """Positions of sums of what carries a residual: the first of each is narrow, what sums its result again is not."""
     for node in program.nodes:
-        if node.target != CARRY:
-            continue
-        sent = [node.outs[0]]
+        sent = [id for id in node.outs[:1] if id is not None and node.target == CARRY]
         while sent:
-            value = sent.pop()
-            for index in program.readers.get(value, ()) if value is not None else ():
+            for index in program.readers.get(sent.pop(), ()):
                 reader = program.nodes[index]
                 if is_reduction(reader):
                     yield index
-                if is_reduction(reader) or _is_move(reader):
+                if passes_sums(reader, program):
                     sent += reader.results
 
 
@@ -80,11 +77,14 @@ def _is_large_sum(program: Program, node: Node) -> bool:
     if not is_reduction(node):
         return False
     term = program.values[node.refs[0]]
-    return term.dtype in WIDE and prod(term.shape) >= LEAST
+    return term.dtype.is_floating_point and prod(term.shape) >= LEAST
 
 
-def _is_move(node: Node) -> bool:
-    """Whether a node gives its operand's elements in another shape, and can be undone."""
+def _is_move(node: Node, program: Program) -> bool:
+    """Whether a node gives its operand's elements in another shape, or some zeros beside them, and can be undone."""
+    if node.target == FIT:
+        before = program.values[node.refs[0]].shape
+        return all(there >= here for here, there in zip(before, node.args[1], strict=True))
     kind = kind_of(node)
     return node.target in _VIEWS or (kind is not None and kind[0] == "rearrange")
 
@@ -164,7 +164,7 @@ class _Writer:
             found = []
             for index in self.program.readers.get(value, ()):
                 reader = self.program.nodes[index]
-                if _is_large_sum(self.program, reader) or (_is_move(reader) and self._sums(reader)):
+                if _is_large_sum(self.program, reader) or (_is_move(reader, self.program) and self._sums(reader)):
                     found.append(index)
             if len(found) != 1:
                 return None
@@ -178,12 +178,14 @@ class _Writer:
         """Whether a large sum reads what a move gives, behind further moves."""
         for index in self.program.readers.get(move.results[0], ()):
             reader = self.program.nodes[index]
-            if _is_large_sum(self.program, reader) or (_is_move(reader) and self._sums(reader)):
+            if _is_large_sum(self.program, reader) or (_is_move(reader, self.program) and self._sums(reader)):
                 return True
         return False
 
     def _undone(self, like: Node, move: Node, before: Value, moved: int, result: int) -> Node:
         """The node that gives elements back the shape that they had before a move."""
+        if move.target == FIT:
+            return self._node(like, FIT, (Ref(moved), before.shape), result)
         if move.target in _VIEWS:
             return self._node(like, "aten.reshape.default", (Ref(moved), before.shape), result)
         _, pattern, names, sizes = move.args
