@@ -429,7 +429,7 @@ def _copied_in(
 
 
 def _tied(program: Program, constraints: Constraints) -> tuple[tuple[int, int], ...]:
-    """Donated pairs whose output may lie as its input does: the user fixed no other layout, and nothing is pending."""
+    """Donated pairs whose output may lie as its input does: the user fixed no other layout, and nothing is pending but what stays so."""
     lies: dict[int, Layout] = {}
     for position, of_input in constraints.items.items():
         for constraint in of_input:
@@ -438,6 +438,9 @@ def _tied(program: Program, constraints: Constraints) -> tuple[tuple[int, int], 
                     lies[position] = offer.outs[0]
     pairs = []
     for out, into in program.aliases:
+        if into in constraints.terms and out not in constraints.outputs:
+            pairs.append((out, into))
+            continue
         wanted_there, layout = constraints.outputs.get(out), lies.get(into)
         if (wanted_there is None or wanted_there is layout) and not (layout is not None and layout.pending):
             pairs.append((out, into))

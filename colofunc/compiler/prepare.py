@@ -108,7 +108,7 @@ def prepare(
     planned_s = time.perf_counter() - began - traced_s
     if traced_s + planned_s > SLOW_S and mesh.is_main:
         env.say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")
-    notes = _notes(staged, planning, priced, plan)
+    notes = _notes(staged, planning, priced, plan, local)
     taken = tuple(pair for transform in staged.transforms for pair in transform.taken)
     plan = attrs.evolve(plan, card=_card(priced, plan), notes=(*plan.notes, *notes), taken=taken)
     low = Lowered(
@@ -136,7 +136,7 @@ def prepare(
     return low
 
 
-def _notes(staged: Staged, planning: Planning, priced: Mesh, plan: Plan) -> list[str]:
+def _notes(staged: Staged, planning: Planning, priced: Mesh, plan: Plan, local: Program) -> list[str]:
     """What a plan says beside its decisions: the margin of memory, a pipeline of one stage, and what transforms have to say."""
     notes: list[str] = []
     if priced.topology.reserved_bytes:
@@ -152,6 +152,8 @@ def _notes(staged: Staged, planning: Planning, priced: Mesh, plan: Plan) -> list
             warnings.warn(idle, stacklevel=6)
     for transform in staged.transforms:
         notes += transform.notes
+        if transform.says is not None:
+            notes += transform.says(local)
     return notes
 
 

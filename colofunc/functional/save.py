@@ -39,7 +39,7 @@ from colofunc.functional.checkpoint.dcp import METADATA
 from colofunc.functional.checkpoint.files import Item, Piece, write_file
 from colofunc.functional.checkpoint.folder import Writing, keep_newest
 from colofunc.functional.checkpoint.index import INDEX, read_index, write_durably, write_index
-from colofunc.functional.checkpoint.parts import Leaf, Ranks, assign
+from colofunc.functional.checkpoint.parts import Leaf, Ranks, assign, carried_out
 from colofunc.functional.checkpoint.staging import Slab, ahead, as_given, snapshot, stage
 from colofunc.functional.checkpoint.tree import pack
 from colofunc.functional.checkpoint.waiting import Patience
@@ -196,6 +196,7 @@ class _Job:
                 tensors |= more
         distributed = [x for x in tensors.values() if isinstance(x, DTensor)]
         validate(distributed)
+        tensors = {name: carried_out(x) for name, x in tensors.items()}
         meshes = {x.mesh for x in distributed}
         ranks = Ranks.of(meshes)
         leaves = assign(tensors, ranks)

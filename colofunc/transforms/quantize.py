@@ -2,6 +2,7 @@
 
     step = cf.quantize(step_fn, "int8")
     step = cf.quantize(cf.shard(step_fn, mesh, zero(3, "dp")), "nf4", where="*.q_proj.weight")       # in any order
+    step = cf.quantize(cf.shard(step_fn, mesh, zero(2, "dp")), wire="int8", error_feedback=True)      # gradients (`compiler/wire.py`)
 
 Problem: a quantized weight is a tensor of another kind in most libraries, so nothing that works on tensors works on it.
 Idea: it is two or three plain tensors (`colofunc/ops/quantized.py`), which a plan, a checkpoint or a copy treats like
@@ -33,6 +34,8 @@ from colofunc.compiler.quantized_weights import AUTO, Schemes, Weights
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Open, Transform
+from colofunc.compiler.wire import error_feedback as residuals_kept
+from colofunc.compiler.wire import WIRE, narrow_wire
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh.sizes import Room, parse_room
 from colofunc.ops.canonical import autocast
@@ -42,6 +45,7 @@ from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
 from colofunc.ops.quantized_frozen import opened, reading
 from colofunc.ops.quantized_inputs import LinearCalls, divided, rounded_rows
 from colofunc.ops.quantizers import Quantizer
+from colofunc.ops.wire import scheme_of
 from colofunc.planner.plan import matches
 from colofunc.planner.scheme_search import Finished, Picks, choice_of, search
 from colofunc.planner.schemes import AS_IT_IS, SchemeChoice, SchemeErrors, Tried, WeightOptions
@@ -67,13 +71,15 @@ def quantize(
     where: str | Iterable[str] = "*.weight",
     plugins: Sequence[Any] = (),
     *,
+    wire: str | None = None,
+    error_feedback: bool = False,
     errors: SchemeErrors | None = None,
     keep: str | Iterable[str] = (),
     budget: str | int | float | None = None,
     rise: float | None = None,
     limit_s: float | None = None,
 ) -> Any:
-    """The step with quantized weights, which it reads and does not train.
+    """The step with quantized weights, which it reads and does not train, or with gradients that are sent in 8 or 4 bits; or both.
 
     scheme: "int8", "int8-dynamic", "fp8", "fp8-g128", "int4-g128", "nf4", "nf4-g64", "mxfp8", "nvfp4", a name that a
     plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`, `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, a choice of one
@@ -88,9 +94,20 @@ def quantize(
     the fastest step is taken. limit_s: a step may take so many seconds at most; without `rise`, what is taken has the
     least error.
 
+    wire: "int8", "int4" or "fp8", with the numbers that share a scale behind it if you like ("int8-g128"; 256, 64 and 256 if you do not):
+    how gradients are sent where ranks sum them. With a mesh of n ranks each of them rounds its term once, so a number of the sum is off
+    by at most the sum over ranks of A / 254 (int8), A / 14 (int4) or max(|x| / 16, A / 458752) (fp8), A being the largest of the group
+    that its term x is in, and where all ranks have the sum once more by that of the sum itself (`colofunc/ops/wire.py`). A group with a
+    number that is not finite arrives as NaN. Sums of fewer than 2,048 numbers, and of other dtypes than floating ones, stay as they are.
+    On a mesh that sums no gradients it changes nothing, and the plan says so. error_feedback: what a rank did not send is kept in the
+    state, and added to its next gradient.
+
     Raises InputError, at once or when the step is traced, where scheme, globs or shapes do not fit; "auto" PlanError
     where nothing fits.
     """
+    if wire is not None or error_feedback:
+        weights = {"where": where, "plugins": plugins, "errors": errors, "keep": keep, "budget": budget, "rise": rise, "limit_s": limit_s}
+        return _with_wire(step_fn, scheme, wire, error_feedback, weights)
     auto: dict[str, Any] = {"errors": errors, "keep": keep, "budget": budget, "rise": rise, "limit_s": limit_s}
     if isinstance(step_fn, (str, Quantizer, SchemeChoice)):
         return partial(quantize, scheme=step_fn, where=where, plugins=plugins, **auto)
@@ -107,6 +124,23 @@ def quantize(
             "chooses one for each weight"
         )
     return stage(step_fn, transform)
+
+
+def _with_wire(step_fn: Any, scheme: Any, wire: str | None, error_feedback: bool, weights: Mapping[str, Any]) -> Any:
+    """The step with gradients that are sent narrow, and with quantized weights where a scheme is given."""
+    if wire is None:
+        raise InputError("cf.quantize(error_feedback=True) is about gradients that are sent narrow. Try: wire='int8' beside it")
+    sent = scheme_of(wire)
+    if isinstance(step_fn, (str, Quantizer, SchemeChoice)):
+        step_fn, scheme = None, step_fn
+    if step_fn is None:
+        return partial(_with_wire, scheme=scheme, wire=wire, error_feedback=error_feedback, weights=weights)
+    if scheme is not None:
+        step_fn = quantize(step_fn, scheme, **weights)
+    if isinstance(step_fn, Staged) and step_fn.transform(WIRE) is not None:
+        raise PlanError("quantize(wire=...) is applied twice to one step. Try: one of them")
+    step_fn = stage(step_fn, narrow_wire(sent))
+    return stage(step_fn, residuals_kept()) if error_feedback else step_fn
 
 
 def transform_of(quantizer: Schemes, globs: tuple[str, ...], sketches: list[Quantized] | None = None, **further: Any) -> Transform:
@@ -133,7 +167,7 @@ def _quantizer(scheme: Any, plugins: Sequence[Any], auto: Mapping[str, Any]) -> 
     if isinstance(scheme, Quantizer):
         return scheme
     if not isinstance(scheme, str):
-        raise InputError(f"cf.quantize(scheme={_short(scheme)}): give the name of a scheme ({', '.join(known)}), or a cf.ext.Quantizer")
+        raise InputError(f"cf.quantize(scheme={_short(scheme)}): give the name of a scheme ({', '.join(known)}), a cf.ext.Quantizer, or wire=")
     if scheme not in known:
         raise InputError(f"cf.quantize: there is no scheme {scheme!r}{near(scheme, known, 'schemes')}")
     return known[scheme]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from math import prod
 from typing import Any
 
 import attrs
@@ -25,6 +26,7 @@ from colofunc.mesh import Mesh
 from colofunc.program.lazy import make
 from colofunc.spec.layout import Layout
 from colofunc.spec.regions import Region, owners, unpadded
+from colofunc.spec.strategies import enumerate_layouts
 
 
 @attrs.frozen
@@ -97,6 +99,16 @@ class Leaf:
         return parts[held] if len(parts) == self.tensor.mesh.size else parts[0]
 
 
+def carried_out(x: torch.Tensor) -> torch.Tensor:
+    """A tensor whose elements ranks hold: of a pending sum what it comes to, cut where it can be. Collective where it is one."""
+    if not isinstance(x, DTensor) or not x.sharding.pending:
+        return x
+    axes = [axis for axis, _ in x.sharding.pending]
+    bare = x.sharding.with_pending(())
+    options = [layout.with_tier(bare.tier).with_at(bare.at) for layout in enumerate_layouts(tuple(x.shape), x.mesh, axes, bare)]
+    return x.redistribute(min((bare, *options), key=lambda layout: prod(layout.local_shape)))
+
+
 def assign(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[Leaf]:
     """Leaves with their writers; equal on all ranks."""
     load = [0] * ranks.size
@@ -123,11 +135,6 @@ def assign(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[Leaf]:
 
 def check(name: str, x: torch.Tensor) -> None:
     """Raise InputError for a leaf that has no elements to write."""
-    if isinstance(x, DTensor) and x.sharding.pending:
-        raise InputError(
-            f"{name} {tuple(x.shape)} {x.sharding.text()!r} is a pending sum, of which no rank holds the value; save "
-            f"x.redistribute({x.sharding.with_pending(()).text()!r}) instead"
-        )
     if x.layout != torch.strided or x.is_quantized:
         raise InputError(f"{name} is {x.layout}, which safetensors cannot hold; save x.to_dense()")
     if x.is_meta or isinstance(x, compat.FakeTensor):

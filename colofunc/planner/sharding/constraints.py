@@ -77,7 +77,8 @@ class Constraints:
     """`items`: item number (see `Ties`) -> constraints. `outputs`: output position -> fixed layout.
 
     `regather`: input position -> whether it is gathered anew in every phase, where somebody said so.
-    `sums`: value id -> bytes of an element while it is summed over the mesh, where that is more than the value's own.
+    `sums`: value id -> bytes of an element while it is summed over the mesh, where those are not the value's own.
+    `terms`: input positions that are pending sums and are returned so.
     `chunks`: input position -> elements of the chunks that it lies in, or "auto". `scatter`: input position -> whether its
     gradient is reduced in each microbatch, where somebody said so. `at`: input position -> where it exists, if not everywhere: the search
     knows nothing of it (`program.placing`). `stages`: which stages of a pipeline that means, where there is one.
@@ -90,6 +91,7 @@ class Constraints:
     chunks: Mapping[int, int | str] = attrs.field(factory=dict)
     scatter: Mapping[int, bool] = attrs.field(factory=dict)
     at: Mapping[int, At] = attrs.field(factory=dict)
+    terms: frozenset[int] = frozenset()
     stages: StagesOf | None = None
 
     def key(self, item: int) -> Hashable:
@@ -131,6 +133,7 @@ class Constraints:
             chunks={**self.chunks, **other.chunks},
             scatter={**self.scatter, **other.scatter},
             at={**self.at, **other.at},
+            terms=self.terms | other.terms,
             stages=self.stages or other.stages,
         )
 

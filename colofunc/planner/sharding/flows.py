@@ -259,7 +259,7 @@ def flows_of(
 ) -> tuple[Flow, ...]:
     """All flows of a program. `outputs`: fixed layouts by output position; `regather`: converted anew in each phase.
 
-    `sums`: bytes of an element of a value while it is summed, where that is more than its own.
+    `sums`: bytes of an element of a value while it is summed, where those are not its own.
     """
     first = alike(options)
     uses: dict[int, dict[tuple[int, int, int], None]] = {id: {} for id in program.values}
@@ -286,7 +286,7 @@ def flows_of(
         if uses[id] or id in settle:
             size = program.values[id].dtype.itemsize
             together = parameters if id in late else 1
-            like = Flow(c, j, tuple(uses[id]), settle.get(id), size, max(size, sums.get(id, 0)), together, 0, ())
+            like = Flow(c, j, tuple(uses[id]), settle.get(id), size, sums.get(id, size), together, 0, ())
             grouped.setdefault(like, []).append(id)
     return tuple(attrs.evolve(flow, count=len(ids), values=tuple(ids)) for flow, ids in grouped.items())
 

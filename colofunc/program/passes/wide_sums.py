@@ -17,6 +17,8 @@ global program whose pending sums this pass will widen.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 import torch
 
@@ -33,7 +35,7 @@ _CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default
 def wide_sums(program: Program, dtype: torch.dtype) -> Program:
     """`program` (functional, local) with every sum of gradients over mesh axes at least in `dtype`."""
     narrow = [node for node in program.nodes if _is_narrow(node, program, dtype)]
-    narrow = [node for node in narrow if not program.values[node.refs[0]].shape or _to_gradient(node, program)]
+    narrow = [node for node in narrow if not program.values[node.refs[0]].shape or reaches_gradient(node, program)]
     if not narrow:
         return program
     state = _Rewriting(program, dtype)
@@ -42,13 +44,14 @@ def wide_sums(program: Program, dtype: torch.dtype) -> Program:
     return state.edit.done()
 
 
-def _is_reduction(node: Node) -> bool:
+def is_reduction(node: Node) -> bool:
+    """Whether a node adds up terms over the mesh."""
     kind = kind_of(node)
     return kind is not None and kind[0] in _REDUCES and node.args[-1] == "sum"
 
 
 def _is_narrow(node: Node, program: Program, dtype: torch.dtype) -> bool:
-    if not _is_reduction(node):
+    if not is_reduction(node):
         return False
     source = program.values[node.refs[0]].dtype
     return source.is_floating_point and source.itemsize < dtype.itemsize
@@ -59,7 +62,8 @@ def _is_move(node: Node) -> bool:
     return len(set(node.refs)) == 1 and (may_alias(node) or (kind is not None and kind[0] in ("take_shard", "rearrange")))
 
 
-def _to_gradient(node: Node, program: Program) -> bool:
+def reaches_gradient(node: Node, program: Program) -> bool:
+    """Whether what a node of a local program gives becomes a gradient, element by element."""
     seen: set[int] = set()
     pending = list(node.results)
     while pending:
@@ -67,13 +71,13 @@ def _to_gradient(node: Node, program: Program) -> bool:
         if program.values[at].role == "grad":
             return True
         for reader in (program.nodes[index] for index in program.readers.get(at, ())):
-            if _passes(reader, program):
+            if passes_sums(reader, program):
                 pending += [o for o in reader.results if o not in seen]
                 seen.update(reader.results)
     return False
 
 
-def _passes(node: Node, program: Program) -> bool:
+def passes_sums(node: Node, program: Program) -> bool:
     """Whether the sum of parts of the operand is, element by element, what becomes of the sum in the result."""
     name = node.target.split(".")[1]
     if name in _SCALINGS:
@@ -83,19 +87,29 @@ def _passes(node: Node, program: Program) -> bool:
 
 def gradients(program: Program, dtype: torch.dtype) -> frozenset[int]:
     """The values of a global program that are narrower than `dtype` and become a gradient: their sums will be widened."""
+    values = ((i, program.values[i].dtype) for i in toward(program, gradients_of(program)))
+    return frozenset(i for i, d in values if d.is_floating_point and d.itemsize < dtype.itemsize)
+
+
+def gradients_of(program: Program) -> list[int]:
+    """The gradients of a global program."""
+    return [i for i, value in program.values.items() if value.role == "grad"]
+
+
+def toward(program: Program, ids: Iterable[int]) -> frozenset[int]:
+    """Some values of a global program, and those that become one of them, element by element."""
     made = program.makers
     found: set[int] = set()
-    pending = [i for i, value in program.values.items() if value.role == "grad"]
+    pending = list(ids)
     while pending:
         at = pending.pop()
         if at in found:
             continue
         found.add(at)
         node = made.get(at)
-        if node is not None and _passes(node, program):
+        if node is not None and passes_sums(node, program):
             pending += node.refs
-    values = ((i, program.values[i].dtype) for i in found)
-    return frozenset(i for i, d in values if d.is_floating_point and d.itemsize < dtype.itemsize)
+    return frozenset(found)
 
 
 class _Rewriting:
@@ -150,7 +164,7 @@ class _Rewriting:
                 if self.edit.values[out].dtype != self.dtype:
                     return None
                 return [*chain, out]
-            if not _is_move(reader) and not _is_reduction(reader):
+            if not _is_move(reader) and not is_reduction(reader):
                 return None
             chain.append(out)
         return None

@@ -40,6 +40,7 @@ from colofunc.spec.rules import (
     sort_scan,
     updates,
     views,
+    wire,
 )
 from colofunc.spec.rules.pattern import RuleFn
 
@@ -57,6 +58,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     matmul,
     quantized,
     fp8,
+    wire,
     norms,
     softmax,
     losses,
