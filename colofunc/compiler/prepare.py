@@ -152,6 +152,8 @@ def _notes(staged: Staged, planning: Planning, priced: Mesh, plan: Plan) -> list
             warnings.warn(idle, stacklevel=6)
     for transform in staged.transforms:
         notes += transform.notes
+        if transform.says is not None:
+            notes += transform.says(planning.program)
     return notes
 
 

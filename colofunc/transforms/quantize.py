@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colofunc.compiler.quantized_weights import AUTO, Schemes, Weights
+from colofunc.compiler.saved_activations import checked_form, with_saved
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Open, Transform
@@ -72,8 +73,9 @@ def quantize(
     budget: str | int | float | None = None,
     rise: float | None = None,
     limit_s: float | None = None,
+    activations: str | None = None,
 ) -> Any:
-    """The step with quantized weights, which it reads and does not train.
+    """The step with quantized weights, which it reads and does not train, or with activations in 8 bits.
 
     scheme: "int8", "int8-dynamic", "fp8", "fp8-g128", "int4-g128", "nf4", "nf4-g64", "mxfp8", "nvfp4", a name that a
     plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`, `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, a choice of one
@@ -88,19 +90,28 @@ def quantize(
     the fastest step is taken. limit_s: a step may take so many seconds at most; without `rise`, what is taken has the
     least error.
 
+    activations: "int8" or "fp8": what backward reads of forward is kept in 8 bits, with a scale for at most 128 elements; outputs stay
+    the same to the bit, gradients change. With a scheme, or without: `cf.quantize(step, activations="int8")`.
+
     Raises InputError, at once or when the step is traced, where scheme, globs or shapes do not fit; "auto" PlanError
     where nothing fits.
     """
     auto: dict[str, Any] = {"errors": errors, "keep": keep, "budget": budget, "rise": rise, "limit_s": limit_s}
+    saved = checked_form(activations)
     if isinstance(step_fn, (str, Quantizer, SchemeChoice)):
-        return partial(quantize, scheme=step_fn, where=where, plugins=plugins, **auto)
+        return partial(quantize, scheme=step_fn, where=where, plugins=plugins, activations=saved, **auto)
+    if step_fn is None and scheme is None and saved is not None:
+        return partial(quantize, where=where, plugins=plugins, activations=saved, **auto)
     globs = (where,) if isinstance(where, str) else tuple(where)
     if not globs or not all(isinstance(glob, str) for glob in globs):
         raise InputError(f"cf.quantize(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'")
     if scheme == AUTO:
-        transform = _Auto.of(globs, **auto).transform()
+        transform = attrs.evolve(_Auto.of(globs, **auto), activations=saved).transform()
+    elif scheme is None and saved is not None:
+        _refuse_limits(scheme, auto)
+        transform = with_saved(Transform("quantize"), saved)
     else:
-        transform = transform_of(_quantizer(scheme, plugins, auto), globs)
+        transform = with_saved(transform_of(_quantizer(scheme, plugins, auto), globs), saved)
     if isinstance(step_fn, Staged) and step_fn.transform("quantize") is not None:
         raise PlanError(
             "quantize is applied twice to one step. Try: one cf.quantize with the globs of all weights in where=; scheme 'auto', which "
@@ -123,10 +134,15 @@ def transform_of(quantizer: Schemes, globs: tuple[str, ...], sketches: list[Quan
     )
 
 
-def _quantizer(scheme: Any, plugins: Sequence[Any], auto: Mapping[str, Any]) -> Schemes:
+def _refuse_limits(scheme: Any, auto: Mapping[str, Any]) -> None:
+    """Raises InputError where something is given that only scheme "auto" reads."""
     given = [name for name, value in auto.items() if value is not None and not (isinstance(value, Sized) and not value)]
     if given:
         raise InputError(f"cf.quantize(scheme={_short(scheme)}): {', '.join(given)} is for scheme 'auto'. Try: where= for which weights")
+
+
+def _quantizer(scheme: Any, plugins: Sequence[Any], auto: Mapping[str, Any]) -> Schemes:
+    _refuse_limits(scheme, auto)
     if isinstance(scheme, SchemeChoice):
         return scheme
     known = build_registry(tuple(plugins)).quantizers
@@ -160,6 +176,7 @@ class _Auto:
     room: Room | None
     rise: float | None
     limit_s: float | None
+    activations: str | None = None
 
     @staticmethod
     def of(globs: tuple[str, ...], errors: Any, keep: Any, budget: Any, rise: Any, limit_s: Any) -> _Auto:
@@ -182,8 +199,8 @@ class _Auto:
         return _Auto(globs, tuple(weights), room, rise, limit_s)
 
     def transform(self) -> Transform:
-        limits = {"rise": self.rise, "limit_s": self.limit_s}
-        return Transform("quantize", {"scheme": AUTO, "where": self.globs, **limits}, budget=self.room, open=self.open)
+        asked = {"rise": self.rise, "limit_s": self.limit_s, "activations": self.activations}
+        return Transform("quantize", {"scheme": AUTO, "where": self.globs, **asked}, budget=self.room, open=self.open)
 
     def open(self, args: tuple[Any, ...]) -> Open:
         """A state that is quantized already is taken as it is."""
@@ -206,9 +223,9 @@ class _Auto:
         """The transform with these options. tried: what is known so far of others. sketches: as in `Weights`."""
         choice = choice_of(weights, picks, tried)
         notes = (f"schemes of weights: {choice.sentence()}",)
-        return transform_of(
-            choice, self.globs, sketches, budget=self.room, decided=choice, taken=tuple(choice.schemes.items()), notes=notes
-        )
+        taken = tuple(choice.schemes.items())
+        found = transform_of(choice, self.globs, sketches, budget=self.room, decided=choice, taken=taken, notes=notes)
+        return with_saved(found, self.activations)
 
     def recalled(self, weights: tuple[WeightOptions, ...], taken: Mapping[str, str]) -> Picks:
         """The choice that a plan says. Raises PlanError where it may not be chosen here."""
