@@ -73,13 +73,14 @@ def group_of(shape: tuple[int, ...]) -> Groups | None:
     return found if most >= LEAST_GROUP else None
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+def scale_dtype_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scales of values in `dtype`."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _packed(groups: Tensor, numbers: torch.dtype) -> tuple[Tensor, Tensor]:
     """Groups (n, size) -> what stands for them, (n, size), and their scales, (n,)."""
-    wide = groups.to(_wide(groups.dtype))
+    wide = groups.to(scale_dtype_of(groups.dtype))
     largest = wide.abs().amax(1)
     # By a tensor: divided by a number, a card multiplies by its rounded inverse.
     scale = largest / torch.full_like(largest, LARGEST[numbers])
@@ -108,7 +109,7 @@ def _spans(groups: Tensor) -> list[tuple[int, int]]:
 
 def _pack_saved_fake(x: Tensor, dim: int, width: int, numbers: torch.dtype) -> tuple[Tensor, Tensor]:
     codes = x.new_empty(x.shape, dtype=torch.uint8 if numbers is E4M3 else numbers)
-    return codes, x.new_empty((*x.shape[:dim], x.shape[dim] // width), dtype=_wide(x.dtype))
+    return codes, x.new_empty((*x.shape[:dim], x.shape[dim] // width), dtype=scale_dtype_of(x.dtype))
 
 
 def _pack_whole(x: Tensor, dim: int, width: int, numbers: torch.dtype) -> tuple[Tensor, Tensor]:

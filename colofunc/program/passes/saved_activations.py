@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 import torch
 
-from colofunc.ops.saved_activations import PACK, WIDEN, Groups, group_of
+from colofunc.ops.saved_activations import PACK, WIDEN, Groups, group_of, scale_dtype_of
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
 from colofunc.program.facts import may_alias
@@ -40,15 +40,15 @@ NOTE = "kept in 8 bits for backward"
 
 @attrs.frozen
 class _Saved:
-    """One value that is kept. `made`: the position of its node; `read`: those of backward that read it or a view of it, ascending.
+    """One value that is kept. `read`: positions of the nodes of backward that read it or a view of it, ascending.
 
-    `last`: the position of the last node of forward that does.
+    `last`: that of the last node of forward that does. `packed`: in front of which node it is packed.
     """
 
     value: Value
     groups: Groups
-    made: int
     last: int
+    packed: int
     read: tuple[int, ...]
 
 
@@ -69,17 +69,18 @@ def save_packed(program: Program, numbers: torch.dtype) -> Program:
 
 
 def _write(program: Program, edit: Editor, saved: _Saved, numbers: torch.dtype, instead: dict[int, dict[int, int]]) -> None:
-    """The nodes that pack a value behind its maker, and those that widen it in front of its readers in backward."""
+    """The node that packs a value in forward, and those that widen it in front of its readers in backward."""
     value, groups = saved.value, saved.groups
-    maker = program.nodes[saved.made]
+    behind = program.nodes[saved.packed - 1]
+    beside = behind if value.id in behind.results else program.nodes[saved.packed]
     codes_dtype = torch.int8 if numbers is torch.int8 else torch.uint8
     count = value.shape[groups.dim] // groups.width
-    scale_dtype = torch.promote_types(value.dtype, torch.float32)
+    scale_dtype = scale_dtype_of(value.dtype)
     codes = edit.new(value, dtype=codes_dtype, name="")
     scale = edit.new(value, shape=(*value.shape[: groups.dim], count), dtype=scale_dtype, name="")
-    about = {"phase": maker.phase, "path": maker.path, "line": maker.line, "note": NOTE}
+    about = {"phase": beside.phase, "path": beside.path, "line": beside.line, "note": NOTE}
     pack = Node(PACK, (Ref(value.id), groups.dim, groups.width, numbers), (), (codes, scale), **about)
-    edit.insert(saved.made + 1, pack)
+    edit.insert(saved.packed, pack)
     for stretch in _stretches(saved.read):
         first = program.nodes[stretch[0]]
         wide = edit.new(value, name="")
@@ -182,8 +183,18 @@ class _Reads:
         if groups is None or BACKWARD not in phases or "update" in phases:
             return None
         read = tuple(reader for reader in readers if self.program.nodes[reader].phase == BACKWARD)
-        last = max((reader for reader in readers if reader not in read), default=position)
-        return _Saved(value, groups, position, last, read)
+        forward = [reader for reader in readers if reader not in read]
+        return _Saved(value, groups, max(forward, default=position), self._packed(position, forward, read), read)
+
+    def _packed(self, made: int, forward: Sequence[int], read: Sequence[int]) -> int:
+        """In front of which node a value is packed: of those of forward whose backward reads it the last, or behind its maker.
+
+        So what one part of forward (a stage) hands to the next one is packed by that which keeps it for its own backward.
+        """
+        nodes = self.program.nodes
+        origins = {(nodes[reader].path, nodes[reader].line) for reader in read}
+        keep = [reader for reader in forward if (nodes[reader].path, nodes[reader].line) in origins]
+        return max(keep, default=made + 1)
 
 
 @computed_once
