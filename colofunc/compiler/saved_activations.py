@@ -1,8 +1,8 @@
 """A transform that keeps activations in 8 bits for backward, with whatever else it does.
 
 Problem: it changes gradients, so what a step is compared with has to do the same, and what is kept is seen in the traced program only.
-Idea: the traced program is rewritten (`program/passes/saved_activations.py`). The function on one device, which nobody traces, is run as the
-program of a mesh of one: the same trace, with the same rewriting.
+Idea: the traced program is rewritten (`program/passes/saved_activations.py`). The function on one device, which nobody traces, is run
+as the program of a mesh of one: the same trace, with the same rewriting.
 """
 
 from __future__ import annotations

@@ -62,10 +62,14 @@ def save_packed(program: Program, numbers: torch.dtype) -> Program:
     for saved in found:
         _write(program, edit, saved, numbers, instead)
     for position, names in instead.items():
-        node = program.nodes[position]
-        args, kwargs = map_refs((node.args, node.kwargs), lambda id, names=names: Ref(names.get(id, id)))  # type: ignore[misc]
-        edit.change(position, args=args, kwargs=kwargs)
+        edit.replace(position, _reading(program.nodes[position], names))
     return edit.done()
+
+
+def _reading(node: Node, names: dict[int, int]) -> Node:
+    """The node reading these values in place of those."""
+    args, kwargs = map_refs((node.args, node.kwargs), lambda id: Ref(names.get(id, id)))
+    return attrs.evolve(node, args=args, kwargs=kwargs)
 
 
 def _write(program: Program, edit: Editor, saved: _Saved, numbers: torch.dtype, instead: dict[int, dict[int, int]]) -> None:
@@ -78,25 +82,28 @@ def _write(program: Program, edit: Editor, saved: _Saved, numbers: torch.dtype, 
     scale_dtype = scale_dtype_of(value.dtype)
     codes = edit.new(value, dtype=codes_dtype, name="")
     scale = edit.new(value, shape=(*value.shape[: groups.dim], count), dtype=scale_dtype, name="")
-    about = {"phase": beside.phase, "path": beside.path, "line": beside.line, "note": NOTE}
-    pack = Node(PACK, (Ref(value.id), groups.dim, groups.width, numbers), (), (codes, scale), **about)
-    edit.insert(saved.packed, pack)
+    packed = attrs.evolve(beside, target=PACK, args=(Ref(value.id), groups.dim, groups.width, numbers), kwargs=(), outs=(codes, scale))
+    edit.insert(saved.packed, attrs.evolve(packed, note=NOTE))
     for stretch in _stretches(saved.read):
         first = program.nodes[stretch[0]]
         wide = edit.new(value, name="")
-        about = {"phase": BACKWARD, "path": first.path, "line": first.line, "note": NOTE}
-        edit.insert(stretch[0], Node(WIDEN, (Ref(codes), Ref(scale), numbers, value.dtype), (), (wide,), **about))
-        again = {value.id: wide}
+        widened = attrs.evolve(first, target=WIDEN, args=(Ref(codes), Ref(scale), numbers, value.dtype), kwargs=(), outs=(wide,))
+        edit.insert(stretch[0], attrs.evolve(widened, note=NOTE))
+        there = {value.id: wide}
         for position in stretch:
             for ref in program.nodes[position].refs:
-                for view in _views_to(program, value.id, ref, again):
-                    fresh = {out: edit.new(program.values[out], name="") for out in view.results}
-                    args, kwargs = map_refs((view.args, view.kwargs), lambda id: Ref(again.get(id, id)))
-                    outs = tuple(None if out is None else fresh[out] for out in view.outs)
-                    edit.insert(stretch[0], attrs.evolve(view, args=args, kwargs=kwargs, outs=outs, phase=BACKWARD, note=NOTE))
-                    again.update(fresh)
-                if ref in again:
-                    instead.setdefault(position, {})[ref] = again[ref]
+                for view in _views_to(program, value.id, ref, there):
+                    edit.insert(stretch[0], _taken_again(program, edit, view, there))
+                if ref in there:
+                    instead.setdefault(position, {})[ref] = there[ref]
+
+
+def _taken_again(program: Program, edit: Editor, view: Node, there: dict[int, int]) -> Node:
+    """A view of forward of what is there now in place of its operand; its results join that."""
+    view = _reading(view, there)
+    there.update({out: edit.new(program.values[out], name="") for out in view.results})
+    outs = tuple(None if out is None else there[out] for out in view.outs)
+    return attrs.evolve(view, outs=outs, phase=BACKWARD, note=NOTE)
 
 
 def _stretches(read: Sequence[int]) -> Iterator[list[int]]:
