@@ -29,6 +29,7 @@ import attrs
 import torch.nn.functional as F
 from torch import Tensor
 
+from colofunc.compiler.packed_caches import checked_globs, with_caches
 from colofunc.compiler.quantized_weights import AUTO, Schemes, Weights
 from colofunc.compiler.saved_activations import checked_form, with_saved
 from colofunc.compiler.staged import Staged
@@ -52,7 +53,7 @@ from colofunc.plugins import build_registry
 from colofunc.program.passes.packed_reads import PRODUCTS, packed_inputs, read_packed
 from colofunc.program.tracing.modules_used import other_names
 from colofunc.program.tracing.roles import mark
-from colofunc.program.tracing.tree import container, join, rebuild
+from colofunc.program.tracing.tree import map_named
 
 FORMAT_OF = {
     **DEQUANTIZE,
@@ -74,8 +75,9 @@ def quantize(
     rise: float | None = None,
     limit_s: float | None = None,
     activations: str | None = None,
+    caches: str | Iterable[str] = (),
 ) -> Any:
-    """The step with quantized weights, which it reads and does not train, or with activations in 8 bits.
+    """The step with quantized weights, which it reads and does not train, or with activations or caches in 8 bits.
 
     scheme: "int8", "int8-dynamic", "fp8", "fp8-g128", "int4-g128", "nf4", "nf4-g64", "mxfp8", "nvfp4", a name that a
     plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`, `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, a choice of one
@@ -92,26 +94,28 @@ def quantize(
 
     activations: "int8" or "fp8": what backward reads of forward is kept in 8 bits, with a scale for at most 128 elements; outputs stay
     the same to the bit, gradients change. With a scheme, or without: `cf.quantize(step, activations="int8")`.
+    caches: globs over names in argument 0 of tensors into which the step writes rows (key-value caches): they are kept in int8, with a
+    scale for each row of the last dim. With a scheme, or without.
 
     Raises InputError, at once or when the step is traced, where scheme, globs or shapes do not fit; "auto" PlanError
     where nothing fits.
     """
     auto: dict[str, Any] = {"errors": errors, "keep": keep, "budget": budget, "rise": rise, "limit_s": limit_s}
-    saved = checked_form(activations)
+    saved, cached = checked_form(activations), checked_globs(caches)
     if isinstance(step_fn, (str, Quantizer, SchemeChoice)):
-        return partial(quantize, scheme=step_fn, where=where, plugins=plugins, activations=saved, **auto)
-    if step_fn is None and scheme is None and saved is not None:
-        return partial(quantize, where=where, plugins=plugins, activations=saved, **auto)
+        return partial(quantize, scheme=step_fn, where=where, plugins=plugins, activations=saved, caches=cached, **auto)
+    if step_fn is None and scheme is None and (saved is not None or cached):
+        return partial(quantize, where=where, plugins=plugins, activations=saved, caches=cached, **auto)
     globs = (where,) if isinstance(where, str) else tuple(where)
     if not globs or not all(isinstance(glob, str) for glob in globs):
         raise InputError(f"cf.quantize(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'")
     if scheme == AUTO:
-        transform = attrs.evolve(_Auto.of(globs, **auto), activations=saved).transform()
-    elif scheme is None and saved is not None:
+        transform = attrs.evolve(_Auto.of(globs, **auto), activations=saved, caches=cached).transform()
+    elif scheme is None and (saved is not None or cached):
         _refuse_limits(scheme, auto)
-        transform = with_saved(Transform("quantize"), saved)
+        transform = with_saved(with_caches(Transform("quantize"), cached), saved)
     else:
-        transform = with_saved(transform_of(_quantizer(scheme, plugins, auto), globs), saved)
+        transform = with_saved(with_caches(transform_of(_quantizer(scheme, plugins, auto), globs), cached), saved)
     if isinstance(step_fn, Staged) and step_fn.transform("quantize") is not None:
         raise PlanError(
             "quantize is applied twice to one step. Try: one cf.quantize with the globs of all weights in where=; scheme 'auto', which "
@@ -177,6 +181,7 @@ class _Auto:
     rise: float | None
     limit_s: float | None
     activations: str | None = None
+    caches: tuple[str, ...] = ()
 
     @staticmethod
     def of(globs: tuple[str, ...], errors: Any, keep: Any, budget: Any, rise: Any, limit_s: Any) -> _Auto:
@@ -199,7 +204,7 @@ class _Auto:
         return _Auto(globs, tuple(weights), room, rise, limit_s)
 
     def transform(self) -> Transform:
-        asked = {"rise": self.rise, "limit_s": self.limit_s, "activations": self.activations}
+        asked = {"rise": self.rise, "limit_s": self.limit_s, "activations": self.activations, "caches": self.caches}
         return Transform("quantize", {"scheme": AUTO, "where": self.globs, **asked}, budget=self.room, open=self.open)
 
     def open(self, args: tuple[Any, ...]) -> Open:
@@ -225,7 +230,7 @@ class _Auto:
         notes = (f"schemes of weights: {choice.sentence()}",)
         taken = tuple(choice.schemes.items())
         found = transform_of(choice, self.globs, sketches, budget=self.room, decided=choice, taken=taken, notes=notes)
-        return with_saved(found, self.activations)
+        return with_saved(with_caches(found, self.caches), self.activations)
 
     def recalled(self, weights: tuple[WeightOptions, ...], taken: Mapping[str, str]) -> Picks:
         """The choice that a plan says. Raises PlanError where it may not be chosen here."""
@@ -285,16 +290,7 @@ Walked = Callable[[str, Any], Any]
 def mapped(fn: Walked, obj: Any, name: str = "") -> Any:
     """A tree with `fn(name, leaf)` for every tensor and every quantized weight; the same object where nothing
     changes."""
-    if isinstance(obj, (Tensor, Quantized)):
-        return fn(name, obj)
-    parts = container(obj)
-    if parts is None:
-        return obj
-    kind, keys, items, context = parts
-    made = [mapped(fn, item, join(name, key)) for key, item in zip(keys, items, strict=True)]
-    if all(new is old for new, old in zip(made, items, strict=True)):
-        return obj
-    return rebuild(kind, type(obj), keys, made, context)
+    return map_named(fn, obj, (Tensor, Quantized), name)
 
 
 def found_in(obj: Any) -> Iterator[tuple[str, Tensor | Quantized]]:
