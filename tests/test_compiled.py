@@ -242,6 +242,7 @@ def classes(*shape):
     return torch.randint(0, 3, shape)
 
 
+CODES = torch.arange(-6, 6, dtype=torch.int8).view(3, 4)
 SEEN = {
     "colofunc.linear": [(r(2, 3, 4), r(5, 4), r(5)), (r(4), r(5, 4))],
     "colofunc.linear_dx": [(r(2, 3, 5), r(5, 4))],
@@ -253,6 +254,10 @@ SEEN = {
     "colofunc.write_": [(r(2, 3), r(6)), (r(3, 2).t(), r(6))],
     "colofunc.shift": [(r(3, 5), 1, -1, 0.0), (classes(4), 0, 2, -100)],
     "colofunc.fit": [(r(3, 5), (4, 2))],
+    "colofunc.pack_saved": [(r(3, 4, 6), 2, 3, torch.int8), (r(2, 4, 6).transpose(0, 1), 1, 2, torch.float8_e4m3fn)],
+    "colofunc.widen_saved": [
+        (CODES, r(3, 2), torch.int8, torch.float64), (CODES.abs().view(torch.uint8), r(3), torch.float8_e4m3fn, torch.bfloat16),
+    ],
     "colofunc.sum_of_squares": [(r(3, 5),), (r(5, 4).t(),), (r(2, 0),)],
     "colofunc.slice_scatter_": [(r(3, 5), r(3, 2), 1, 1, 3)],
     "colofunc.select_scatter_": [(r(3, 5), r(3), 1, -1)],

@@ -125,6 +125,8 @@ OWN: dict[str, tuple[Any, ...]] = {
         r(1, 2, 8, 16), r(1, 2, 8, 16), r(1, 2, 8, 16), r(1, 2, 8, 16), None, r(1, 2, 8, 16), r(1, 2, 8), 0.25, True, 0,
     ),
     "colofunc.shift": (r(3, 5), 1, -1, 0.0),
+    "colofunc.pack_saved": (r(3, 4), 1, 2, torch.int8),
+    "colofunc.widen_saved": (torch.ones(3, 4, dtype=torch.int8), r(3, 2), torch.int8, torch.float32),
     "colofunc.embedding_bag": (r(5, 3), SLOTS, r(3, 2), 1),
     "colofunc.embedding_bag_backward": (r(3, 4), SLOTS, None, 5, -1),
     "colofunc.embedding_bag_factors_backward": (r(3, 4), r(5, 4), SLOTS, 2),

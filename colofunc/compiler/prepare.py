@@ -153,7 +153,7 @@ def _notes(staged: Staged, planning: Planning, priced: Mesh, plan: Plan, local: 
     for transform in staged.transforms:
         notes += transform.notes
         if transform.says is not None:
-            notes += transform.says(local)
+            notes += transform.says(planning.program, local)
     return notes
 
 

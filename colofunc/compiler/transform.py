@@ -200,8 +200,8 @@ class Transform:
     variants have to include whatever the budget is now. One transform of a chain may have some.
     `open`: of a call's arguments, choices on which the state and the trace depend; the chain is finished with several before anything else
     is done, and one is taken (`settling`). A transform that has it has no hooks; what is taken has. One transform of a chain may.
-    `decided`: what was taken there; `taken`: the same as plans keep it, pairs such as (weight, scheme). `notes`: lines for the plan.
-    `says`: further ones, of the program that one rank runs.
+    `decided`: what was taken there; `taken`: the same as plans keep it, pairs such as (weight, scheme). `notes`: lines for the plan;
+    `says`: gives further ones, of the global program and of the one that a rank runs.
     """
 
     name: str
@@ -225,7 +225,7 @@ class Transform:
     decided: Any = attrs.field(default=None, kw_only=True)
     taken: tuple[tuple[str, str], ...] = attrs.field(default=(), kw_only=True)
     notes: tuple[str, ...] = attrs.field(default=(), kw_only=True)
-    says: Callable[[Program], Sequence[str]] | None = attrs.field(default=None, kw_only=True)
+    says: Callable[[Program, Program], Sequence[str]] | None = attrs.field(default=None, kw_only=True)
 
     @property
     def auto_budget(self) -> bool:

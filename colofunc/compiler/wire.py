@@ -84,8 +84,8 @@ def _large(program: Program, ids: Iterable[int]) -> list[int]:
     return [id for id, value in values if value.dtype.is_floating_point and torch.Size(value.shape).numel() >= LEAST]
 
 
-def _saved(scheme: Scheme, program: Program) -> Sequence[str]:
-    after, before = saved_bytes(program)
+def _saved(scheme: Scheme, program: Program, local: Program) -> Sequence[str]:
+    after, before = saved_bytes(local)
     if not before:
         return ("no gradient is summed over the mesh in a message that is worth packing, so wire= changes nothing",)
     return (f"gradients on the wire as {scheme.name}: {size_text(after)} a step of each rank, {size_text(before)} as they are summed",)

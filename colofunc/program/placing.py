@@ -8,6 +8,7 @@ Where these are apart, the fewest bytes travel:
   and what neither reads, such as a mask, is made on all ranks.
 - A gradient is made where its parameter is. Scalars that are computed of gradients of several stages (a joint norm, whether all are
   finite) are computed on all ranks: each stage sends its parts once, and no rank waits for another to answer.
+- What a stage hands on and the next one keeps packed for backward is packed there.
 - In a pipeline no byte is saved against the order of its stages: what is small and made of a weight alone, such as its cast, could be
   sent to an earlier stage, and what is computed with it would have to come back. What only the gradients of one stage are made of, such
   as the sum for a bias, runs there where the gradient that it reads comes anyway: sent from a later stage, it would be waited for behind
@@ -27,6 +28,7 @@ import attrs
 
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
+from colofunc.ops.saved_activations import PACK
 from colofunc.program.ir import Node, Program
 from colofunc.spec.layout import At
 from colofunc.spec.strategies import FREE
@@ -145,7 +147,7 @@ class _Run:
                 return self.home[self.gradient_of[id]]
         if len(homes) > 1 and self._joins_scalars(node):
             return self.everywhere
-        own = self._own_stage(node)
+        own = self._own_stage(node) if node.target != PACK else self._keeping_stage(node)
         if own is not None:
             return frozenset((own,))
         options = set(homes)
@@ -233,6 +235,10 @@ class _Run:
             if stage not in self.there[id] and not self._comes_anyway(id, stage, node):
                 return None
         return stage
+
+    def _keeping_stage(self, node: Node) -> int | None:
+        """The stage whose backward reads what is packed: an earlier one could not hand it on there."""
+        return max((self.last_fed[id] for id in node.results if id in self.last_fed), default=None)
 
     def _is_sum(self, node: Node) -> bool:
         """Whether a node sums what is larger than its result."""

@@ -30,12 +30,14 @@ import attrs
 import torch.nn.functional as F
 from torch import Tensor
 
+from colofunc.compiler.packed_caches import checked_globs, with_caches
 from colofunc.compiler.quantized_weights import AUTO, Schemes, Weights
+from colofunc.compiler.saved_activations import checked_form, with_saved
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Open, Transform
-from colofunc.compiler.wire import error_feedback as residuals_kept
 from colofunc.compiler.wire import WIRE, narrow_wire
+from colofunc.compiler.wire import error_feedback as residuals_kept
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh.sizes import Room, parse_room
 from colofunc.ops.canonical import autocast
@@ -55,7 +57,9 @@ from colofunc.plugins import build_registry
 from colofunc.program.passes.packed_reads import PRODUCTS, packed_inputs, read_packed
 from colofunc.program.tracing.modules_used import other_names
 from colofunc.program.tracing.roles import mark
-from colofunc.program.tracing.tree import container, join, rebuild
+from colofunc.program.tracing.tree import map_named
+
+QUANTIZE = "quantize"
 
 FORMAT_OF = {
     **DEQUANTIZE,
@@ -78,8 +82,10 @@ def quantize(
     budget: str | int | float | None = None,
     rise: float | None = None,
     limit_s: float | None = None,
+    activations: str | None = None,
+    caches: str | Iterable[str] = (),
 ) -> Any:
-    """The step with quantized weights, which it reads and does not train, or with gradients that are sent in 8 or 4 bits; or both.
+    """The step with quantized weights, which it reads and does not train; with activations, caches or gradients on the wire in few bits.
 
     scheme: "int8", "int8-dynamic", "fp8", "fp8-g128", "int4-g128", "nf4", "nf4-g64", "mxfp8", "nvfp4", a name that a
     plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`, `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, a choice of one
@@ -102,52 +108,71 @@ def quantize(
     On a mesh that sums no gradients it changes nothing, and the plan says so. error_feedback: what a rank did not send is kept in the
     state, and added to its next gradient.
 
+    activations: "int8" or "fp8": what backward reads of forward is kept in 8 bits, with a scale for at most 128 elements; outputs stay
+    the same to the bit, gradients change. With a scheme, or without: `cf.quantize(step, activations="int8")`.
+    caches: globs over names in argument 0 of tensors into which the step writes rows (key-value caches): they are kept in int8, with a
+    scale for each row of the last dim. With a scheme, or without.
+
     Raises InputError, at once or when the step is traced, where scheme, globs or shapes do not fit; "auto" PlanError
     where nothing fits.
     """
-    if wire is not None or error_feedback:
-        weights = {"where": where, "plugins": plugins, "errors": errors, "keep": keep, "budget": budget, "rise": rise, "limit_s": limit_s}
-        return _with_wire(step_fn, scheme, wire, error_feedback, weights)
-    auto: dict[str, Any] = {"errors": errors, "keep": keep, "budget": budget, "rise": rise, "limit_s": limit_s}
     if isinstance(step_fn, (str, Quantizer, SchemeChoice)):
-        return partial(quantize, scheme=step_fn, where=where, plugins=plugins, **auto)
+        step_fn, scheme = None, step_fn
+    for_auto = {"errors": errors, "keep": keep, "budget": budget, "rise": rise, "limit_s": limit_s}
+    saved, cached = checked_form(activations), checked_globs(caches)
+    transforms = _on_the_wire(wire, error_feedback)
+    if scheme is not None or saved is not None or cached or not transforms:
+        transforms.insert(0, _stored(scheme, where, plugins, for_auto, saved, cached))
+    if step_fn is None:
+        return partial(_staged, transforms)
+    return _staged(transforms, step_fn)
+
+
+def _staged(transforms: Sequence[Transform], step_fn: Any) -> Any:
+    """The step with these transforms. Raises PlanError where one of them was applied before."""
+    remedies = {
+        QUANTIZE: "one cf.quantize with the globs of all weights in where=; scheme 'auto', which chooses one for each weight",
+        WIRE: "one cf.quantize with wire=",
+    }
+    for transform in transforms:
+        if isinstance(step_fn, Staged) and step_fn.transform(transform.name) is not None and transform.name in remedies:
+            raise PlanError(f"{transform.name} is applied twice to one step. Try: {remedies[transform.name]}")
+        step_fn = stage(step_fn, transform)
+    return step_fn
+
+
+def _stored(
+    scheme: Any, where: str | Iterable[str], plugins: Sequence[Any], for_auto: Mapping[str, Any], saved: str | None, cached: tuple[str, ...]
+) -> Transform:
+    """What is kept in few bits: weights in a scheme, if there is one, activations that backward reads, caches."""
     globs = (where,) if isinstance(where, str) else tuple(where)
     if not globs or not all(isinstance(glob, str) for glob in globs):
         raise InputError(f"cf.quantize(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'")
     if scheme == AUTO:
-        transform = _Auto.of(globs, **auto).transform()
+        return attrs.evolve(_Auto.of(globs, **for_auto), activations=saved, caches=cached).transform()
+    _refuse_limits(scheme, for_auto)
+    if scheme is None and (saved is not None or cached):
+        transform = Transform(QUANTIZE)
     else:
-        transform = transform_of(_quantizer(scheme, plugins, auto), globs)
-    if isinstance(step_fn, Staged) and step_fn.transform("quantize") is not None:
-        raise PlanError(
-            "quantize is applied twice to one step. Try: one cf.quantize with the globs of all weights in where=; scheme 'auto', which "
-            "chooses one for each weight"
-        )
-    return stage(step_fn, transform)
+        transform = transform_of(_quantizer(scheme, plugins), globs)
+    return with_saved(with_caches(transform, cached), saved)
 
 
-def _with_wire(step_fn: Any, scheme: Any, wire: str | None, error_feedback: bool, weights: Mapping[str, Any]) -> Any:
-    """The step with gradients that are sent narrow, and with quantized weights where a scheme is given."""
+def _on_the_wire(wire: str | None, error_feedback: bool) -> list[Transform]:
+    """What sends gradients in few bits, and keeps what was not sent."""
     if wire is None:
-        raise InputError("cf.quantize(error_feedback=True) is about gradients that are sent narrow. Try: wire='int8' beside it")
-    sent = scheme_of(wire)
-    if isinstance(step_fn, (str, Quantizer, SchemeChoice)):
-        step_fn, scheme = None, step_fn
-    if step_fn is None:
-        return partial(_with_wire, scheme=scheme, wire=wire, error_feedback=error_feedback, weights=weights)
-    if scheme is not None:
-        step_fn = quantize(step_fn, scheme, **weights)
-    if isinstance(step_fn, Staged) and step_fn.transform(WIRE) is not None:
-        raise PlanError("quantize(wire=...) is applied twice to one step. Try: one of them")
-    step_fn = stage(step_fn, narrow_wire(sent))
-    return stage(step_fn, residuals_kept()) if error_feedback else step_fn
+        if error_feedback:
+            raise InputError("cf.quantize(error_feedback=True) is about gradients that are sent narrow. Try: wire='int8' beside it")
+        return []
+    narrow = narrow_wire(scheme_of(wire))
+    return [narrow, residuals_kept()] if error_feedback else [narrow]
 
 
 def transform_of(quantizer: Schemes, globs: tuple[str, ...], sketches: list[Quantized] | None = None, **further: Any) -> Transform:
     """The transform with a scheme, or with a choice of one for each weight. sketches: as in `Weights`."""
     weights = Weights(quantizer, globs, sketches)
     return Transform(
-        "quantize",
+        QUANTIZE,
         {"scheme": weights.name, "where": globs},
         wrap=partial(_wrapped, weights),
         grow=partial(_grown, weights),
@@ -157,17 +182,21 @@ def transform_of(quantizer: Schemes, globs: tuple[str, ...], sketches: list[Quan
     )
 
 
-def _quantizer(scheme: Any, plugins: Sequence[Any], auto: Mapping[str, Any]) -> Schemes:
+def _refuse_limits(scheme: Any, auto: Mapping[str, Any]) -> None:
+    """Raises InputError where something is given that only scheme "auto" reads."""
     given = [name for name, value in auto.items() if value is not None and not (isinstance(value, Sized) and not value)]
     if given:
         raise InputError(f"cf.quantize(scheme={_short(scheme)}): {', '.join(given)} is for scheme 'auto'. Try: where= for which weights")
+
+
+def _quantizer(scheme: Any, plugins: Sequence[Any]) -> Schemes:
     if isinstance(scheme, SchemeChoice):
         return scheme
     known = build_registry(tuple(plugins)).quantizers
     if isinstance(scheme, Quantizer):
         return scheme
     if not isinstance(scheme, str):
-        raise InputError(f"cf.quantize(scheme={_short(scheme)}): give the name of a scheme ({', '.join(known)}), a cf.ext.Quantizer, or wire=")
+        raise InputError(f"cf.quantize(scheme={_short(scheme)}): give a scheme ({', '.join(known)}), a cf.ext.Quantizer, or wire=")
     if scheme not in known:
         raise InputError(f"cf.quantize: there is no scheme {scheme!r}{near(scheme, known, 'schemes')}")
     return known[scheme]
@@ -194,6 +223,8 @@ class _Auto:
     room: Room | None
     rise: float | None
     limit_s: float | None
+    activations: str | None = None
+    caches: tuple[str, ...] = ()
 
     @staticmethod
     def of(globs: tuple[str, ...], errors: Any, keep: Any, budget: Any, rise: Any, limit_s: Any) -> _Auto:
@@ -216,8 +247,8 @@ class _Auto:
         return _Auto(globs, tuple(weights), room, rise, limit_s)
 
     def transform(self) -> Transform:
-        limits = {"rise": self.rise, "limit_s": self.limit_s}
-        return Transform("quantize", {"scheme": AUTO, "where": self.globs, **limits}, budget=self.room, open=self.open)
+        asked = {"rise": self.rise, "limit_s": self.limit_s, "activations": self.activations, "caches": self.caches}
+        return Transform(QUANTIZE, {"scheme": AUTO, "where": self.globs, **asked}, budget=self.room, open=self.open)
 
     def open(self, args: tuple[Any, ...]) -> Open:
         """A state that is quantized already is taken as it is."""
@@ -240,9 +271,9 @@ class _Auto:
         """The transform with these options. tried: what is known so far of others. sketches: as in `Weights`."""
         choice = choice_of(weights, picks, tried)
         notes = (f"schemes of weights: {choice.sentence()}",)
-        return transform_of(
-            choice, self.globs, sketches, budget=self.room, decided=choice, taken=tuple(choice.schemes.items()), notes=notes
-        )
+        taken = tuple(choice.schemes.items())
+        found = transform_of(choice, self.globs, sketches, budget=self.room, decided=choice, taken=taken, notes=notes)
+        return with_saved(with_caches(found, self.caches), self.activations)
 
     def recalled(self, weights: tuple[WeightOptions, ...], taken: Mapping[str, str]) -> Picks:
         """The choice that a plan says. Raises PlanError where it may not be chosen here."""
@@ -302,16 +333,7 @@ Walked = Callable[[str, Any], Any]
 def mapped(fn: Walked, obj: Any, name: str = "") -> Any:
     """A tree with `fn(name, leaf)` for every tensor and every quantized weight; the same object where nothing
     changes."""
-    if isinstance(obj, (Tensor, Quantized)):
-        return fn(name, obj)
-    parts = container(obj)
-    if parts is None:
-        return obj
-    kind, keys, items, context = parts
-    made = [mapped(fn, item, join(name, key)) for key, item in zip(keys, items, strict=True)]
-    if all(new is old for new, old in zip(made, items, strict=True)):
-        return obj
-    return rebuild(kind, type(obj), keys, made, context)
+    return map_named(fn, obj, (Tensor, Quantized), name)
 
 
 def found_in(obj: Any) -> Iterator[tuple[str, Tensor | Quantized]]:

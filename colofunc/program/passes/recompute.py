@@ -18,6 +18,7 @@ from typing import Any
 
 import attrs
 
+from colofunc.ops.saved_activations import PACK
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref, map_refs
 from colofunc.program.places import SEND
@@ -80,7 +81,8 @@ class Replay:
         for k in range(len(found) - 1, -1, -1):
             index, again, _ = found[k]
             node = nodes[index]
-            if (again or node.note.startswith(AGAIN)) and read.isdisjoint(node.results):
+            for_backward = again or node.note.startswith(AGAIN) or node.target == PACK  # what made something for it alone
+            if for_backward and read.isdisjoint(node.results):
                 found[k] = index, again, True
                 continue
             read.difference_update(node.results)

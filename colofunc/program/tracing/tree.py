@@ -27,6 +27,7 @@ import torch
 from torch.utils import _pytree
 
 from colofunc.errors import TraceError
+from colofunc.ops.packed_rows import PackedRows
 from colofunc.ops.quantized import Quantized
 
 
@@ -116,8 +117,22 @@ def _flatten(obj: Any, name: str, leaves: list[torch.Tensor]) -> Tree:
 
 
 def _child_name(obj: Any, name: str, key: object) -> str:
-    """What an item of a container is called. The data of a quantized weight has the weight's own name, by which plans mean it."""
-    return name if isinstance(obj, Quantized) and key == "data" else join(name, key)
+    """What an item of a container is called. The data of a quantized tensor has the tensor's own name, by which plans mean it."""
+    return name if isinstance(obj, (Quantized, PackedRows)) and key == "data" else join(name, key)
+
+
+def map_named(fn: Callable[[str, Any], Any], obj: Any, leaves: tuple[type, ...], name: str = "") -> Any:
+    """A tree with `fn(name, leaf)` for every object of these types; the same object where nothing changes."""
+    if isinstance(obj, leaves):
+        return fn(name, obj)
+    parts = container(obj)
+    if parts is None:
+        return obj
+    kind, keys, items, context = parts
+    made = [map_named(fn, item, leaves, join(name, key)) for key, item in zip(keys, items, strict=True)]
+    if all(new is old for new, old in zip(made, items, strict=True)):
+        return obj
+    return rebuild(kind, type(obj), keys, made, context)
 
 
 # Objects within static leaves are followed this far.

@@ -10,6 +10,8 @@
     row_size         b* i                         -> b*            an axis on i leaves max:axis
     int8_rows        b* i, b*                     -> b* i
     int8_rows_linear b* i, o i, o, b*, b* i, o    -> b* o          i summed: whole sums of a rank's columns, under one scale of a row
+    pack_saved       b* (g [h]) [c*]              -> b* (g [h]) [c*], b* g       a group is in one place
+    widen_saved      b* (g [h]) [c*], b* g        -> b* (g [h]) [c*]
 
 A bias is an addend, as in `linear`.
 """
@@ -110,6 +112,25 @@ def _int8_rows_linear(call: Call) -> Rule | None:
     return with_flops(bind(call, texts, [f"{batch} o"], reduce={"i": "sum"}, addends=[bias]))
 
 
+def _saved(shape: tuple[int, ...], dim: int) -> tuple[str, str]:
+    """The patterns of an activation in groups that cut `dim`, and of their scales."""
+    before = names("b", dim)
+    behind = [f"[c{number}]" for number in range(dim + 1, len(shape))]
+    return " ".join([*before, "(g [h])", *behind]), " ".join([*before, "g"])
+
+
+def _pack_saved(call: Call) -> Rule | None:
+    dim, width = call.arg(1, "dim"), call.arg(2, "width")
+    full, scale = _saved(call.ins[0].shape, dim)
+    return bind(call, {0: full}, [full, scale], sizes={"h": width})
+
+
+def _widen_saved(call: Call) -> Rule | None:
+    codes, scales = call.ins
+    full, scale = _saved(codes.shape, len(scales.shape) - 1)
+    return bind(call, {0: full, 1: scale}, [full], sizes={"g": scales.shape[-1]})
+
+
 _rows = pattern("b* [i] -> b* [i]")
 
 
@@ -138,6 +159,8 @@ RULES: dict[str, RuleFn] = {
     "colofunc.row_size": _row_size,
     "colofunc.int8_rows": pattern("b* i, b* -> b* i"),
     "colofunc.int8_rows_linear": _int8_rows_linear,
+    "colofunc.pack_saved": _pack_saved,
+    "colofunc.widen_saved": _widen_saved,
 }
 for _form in FORMATS.values():
     RULES[f"colofunc.{_form.name}_linear"] = _linear(_form)
