@@ -196,7 +196,10 @@ def _quantizer(scheme: Any, plugins: Sequence[Any]) -> Schemes:
     if isinstance(scheme, Quantizer):
         return scheme
     if not isinstance(scheme, str):
-        raise InputError(f"cf.quantize(scheme={_short(scheme)}): give a scheme ({', '.join(known)}), a cf.ext.Quantizer, or wire=")
+        raise InputError(
+            f"cf.quantize(scheme={_short(scheme)}): give a scheme ({', '.join(known)}), a cf.ext.Quantizer, or, for something else than "
+            "weights, activations=, caches= or wire="
+        )
     if scheme not in known:
         raise InputError(f"cf.quantize: there is no scheme {scheme!r}{near(scheme, known, 'schemes')}")
     return known[scheme]
