@@ -174,11 +174,20 @@ def places(shape: tuple[int, ...], ways: Sequence[tuple[str, ...]], mesh: cf.Mes
         n = prod(mesh.axis_size(a) for a in axes)
         dims = [d for d, size in enumerate(shape) if size % n == 0 and size]
         specs = tuple(_spec(shape, d, axes) for d in dims)
+        if alone and specs:
+            return specs[0]
+        if len(dims) == 1 and shape[dims[0]] % mesh.size and prod(shape) <= SMALL:
+            # What another plan cuts along the only dim may leave parts that the ranks do not divide.
+            return (*specs, _whole(shape))
         if specs:
-            return specs[0] if alone or len(specs) == 1 else specs
+            return specs[0] if len(specs) == 1 else specs
     if ways and prod(shape) > SMALL:
         longest = max(range(len(shape)), key=lambda d: shape[d])
         return _spec(shape, longest, ways[-1], "~")
+    return _whole(shape)
+
+
+def _whole(shape: tuple[int, ...]) -> str:
     return " ".join("_" for _ in shape)
 
 
