@@ -249,3 +249,10 @@ def test_a_condition_that_does_more_than_to_raise_is_refused():
 
     with pytest.raises(cf.TraceError, match="data-dependent control flow"):
         cf.shard(clamped, cf.Mesh(dp=2)).lower(X)
+
+
+def test_a_staged_step_inside_of_another_is_refused_with_the_way_out():
+    inner = cf.shard(torch.tanh, cf.Mesh(dp=2))
+    with pytest.raises(cf.TraceError, match=r"tanh, which is a staged step itself, is called .* at test_trace_inside.py:\d+ in .*its .fn"):
+        cf.shard(lambda x: inner(x) + 1, cf.Mesh(dp=2)).lower(X)
+    cf.testing.compare(cf.shard(lambda x: inner.fn(x) + 1, cf.Mesh(dp=2))(X), X.tanh() + 1)

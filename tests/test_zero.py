@@ -440,6 +440,17 @@ def test_three_axes_with_tensor_parallelism() -> None:
     assert check(staged, state, batch).worst < 1e-10
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_small_tensor_whose_parts_do_not_divide_is_copied(stage: int, reverse: bool) -> None:
+    """A bias of 30 on two ranks for tensor parallelism: 15 are no parts for two more."""
+    step, state, batch = mlp(hidden=30)
+    plans = [zero(stage, "dp"), tensor("1d", "tp")]
+    checked = check(cf.shard(step, cf.Mesh(dp=2, tp=2, topology=TOPOLOGY), *(plans[::-1] if reverse else plans)), state, batch)
+    places = {leaf.name: leaf.spec for leaf in checked.low.plan.inputs}
+    assert places["state.opt.exp_avg.0.bias"] == "(tp a)" and places["state.opt.exp_avg.2.bias"] == "(dp a)"
+
+
 # ---- refused ----
 
 

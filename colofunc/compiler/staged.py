@@ -19,9 +19,10 @@ import torch
 
 from colofunc.compiler.transform import Build, Sharding, Transform, in_order, through
 from colofunc.dtensor.tensor import DTensor
-from colofunc.errors import InputError, PlanError, near
+from colofunc.errors import InputError, PlanError, TraceError, near
 from colofunc.mesh import Mesh
 from colofunc.ops import canonical
+from colofunc.program.tracing.meta import active, user_line
 from colofunc.program.tracing.tree import flatten, unflatten
 
 EXECUTORS = ("simulated", "distributed", "compiled")
@@ -56,6 +57,11 @@ class Staged:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step: DTensors (or plain global tensors) in, DTensors out."""
+        if active() is not None:
+            raise TraceError(
+                f"{getattr(self.fn, '__name__', 'a step')}, which is a staged step itself, is called inside of another one at "
+                f"{user_line()}. Try: the function that it was made of (its .fn); the step around it plans both"
+            )
         step, args = self._ready(args, kwargs)
         return step.compiler.call(step, args)
 

@@ -44,8 +44,8 @@ def _axes(mode: str, axis: str | Sequence[str] | None, depth: int | None) -> tup
     axes = (axis,) if isinstance(axis, str) else tuple(names if axis is None else axis)
     if depth is not None and mode != "2.5d":
         raise cf.PlanError(f"tensor({mode!r}) has no depth; write tensor('2.5d', ('x', 'y', 'z'), depth={depth})")
-    if depth is not None and (isinstance(depth, bool) or depth < 1):
-        raise cf.PlanError(f"tensor('2.5d', depth={depth!r}): a grid is at least one deep")
+    if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
+        raise cf.PlanError(f"tensor('2.5d', depth={depth!r}): a grid is at least one deep. Try: depth=2, or three axes, ('x', 'y', 'z')")
     if len(axes) == 2 and depth is not None and depth > 1:
         axes = (*axes, "depth")
     if len(axes) not in counts or not all(isinstance(a, str) for a in axes):
@@ -59,7 +59,7 @@ def _axes(mode: str, axis: str | Sequence[str] | None, depth: int | None) -> tup
 def _sizes(mode: str, count: int, depth: int | None, size: int) -> tuple[int, ...] | None:
     """Sizes of the axes: a square, with `depth` copies, or a cube; "auto" leaves them to the mesh."""
     if mode == "auto":
-        if isinstance(size, bool) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise cf.PlanError(f"tensor({mode!r}): size={size!r} is no number of ranks")
         return None
     if mode == "2.5d" and count == 3 and depth is None:

@@ -213,12 +213,22 @@ def places(shape: tuple[int, ...], ways: Sequence[tuple[str, ...]], mesh: cf.Mes
     """
     for axes in ways:
         ranks = _ranks(mesh, axes)
-        specs = tuple(_spec(shape, dim, axes) for dim, size in enumerate(shape) if size and size % ranks == 0)
+        dims = [dim for dim, size in enumerate(shape) if size and size % ranks == 0]
+        specs = tuple(_spec(shape, dim, axes) for dim in dims)
+        if alone and specs:
+            return specs[0]
+        if len(dims) == 1 and shape[dims[0]] % mesh.size and prod(shape) <= SMALL:
+            # What another plan cuts along the only dim may leave parts that the ranks do not divide.
+            return (*specs, _whole(shape))
         if specs:
-            return specs[0] if alone or len(specs) == 1 else specs
+            return specs[0] if len(specs) == 1 else specs
     if ways and prod(shape) > SMALL:
         longest = shape.index(max(shape))
         return _spec(shape, longest, ways[-1], "~")
+    return _whole(shape)
+
+
+def _whole(shape: tuple[int, ...]) -> str:
     return " ".join(["_"] * len(shape))
 
 

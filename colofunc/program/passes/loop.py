@@ -191,6 +191,8 @@ def _mixes(node: Node, trips: int, mixing: str) -> PlanError:
             "the next one), or take one microbatch"
         )
     said = f"{name}{where}{line} mixes the samples of the batch"
+    if not who.startswith(("aten.", "colofunc.")):
+        said += ", as far as is known without a rule that keeps them apart (cf.operator(rule=...), or the hook colofunc_rules of a plugin)"
     if mixing == "per-microbatch":
         return Mixes(f"{said}: it needs all rows at once, so it cannot be computed per microbatch; take it out of the accumulated step")
     return Mixes(
