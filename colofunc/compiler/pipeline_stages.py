@@ -10,7 +10,7 @@ build; what it computes is kept with the program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from math import inf
 
@@ -19,6 +19,7 @@ import attrs
 from colofunc.compiler.transform import Build
 from colofunc.mesh import Mesh
 from colofunc.planner.stages.assignment import CutProblem, Cuts, Held
+from colofunc.planner.stages.bound import Bound
 from colofunc.planner.stages.cut_search import CutSearch
 from colofunc.planner.stages.cuts import Device
 from colofunc.planner.stages.orders import Order
@@ -31,6 +32,7 @@ from colofunc.program.cost import node_s
 from colofunc.program.ir import Node, kept_with
 from colofunc.program.passes.kernels import with_kernels
 from colofunc.program.pipeline_schedule import Schedule
+from colofunc.program.placing import StagesOf, placing_of
 
 MOST_COMPARED = 600
 """Other schedules are compared where stages times microbatches are no more: their tables take long to make for many."""
@@ -96,6 +98,32 @@ class StagesOn:
         if microbatches > 1:
             in_flight = self.schedule.table(self.ranks, microbatches).in_flight
         return Held(in_flight, 1 / (microbatches * self.sharing))
+
+    def bound(self, on_rows: Collection[int]) -> Bound:
+        """On a step's time. on_rows: positions of the nodes that read rows of the batch."""
+        build, kernels = self.build, self.build.registry.kernels
+        return Bound.of(
+            build.program,
+            on_rows,
+            node_seconds(build),
+            build.mesh.topology.device.launch_s,
+            lambda target: (target, "cuda") in kernels,
+            self.indices,
+            [device.speed for device in self.devices],
+            self.sharing,
+            self.schedule.splits_backward,
+        )
+
+    def at_least_s(self, bound: Bound, cuts: Cuts, microbatches: int) -> float:
+        """Seconds that a step takes at least, cut so."""
+        program = self.build.program
+        inputs = {position: found for position in range(len(program.inputs)) if (found := cuts.stages_of(position))}
+        stages = StagesOf(self.axis, tuple(self.indices), inputs)
+        placing = placing_of(program, stages.apart(self.ranks), self.build.mesh, stages)
+        if placing is None:
+            return 0.0
+        rank_of = [at[1][0] if at is not None and len(at[1]) == 1 else None for at in placing.nodes]
+        return bound.at(cuts, microbatches, rank_of)
 
     def cuts_of(self, assigned: Mapping[int, Sequence[int]], scheduled: Scheduled, given: bool, table: ActionTable) -> StageCuts | None:
         """What a plan says of its cuts; None where stages that were given by hand begin within pieces.

@@ -166,10 +166,10 @@ class _Search:
             # A single way needs no bound, and has one only for the time that it takes to compute.
             way = left[0] if len(left) == 1 and self.best is None else min(left, key=lambda each: (self._order_s(each), each))
             left.remove(way)
-            if self.best is not None and (self._bound_s(way), False) >= _merit(self.best):
-                self._lose(way, self._bound_s(way), 0, "")
-            elif self._is_far_behind(way):
+            if self._is_far_behind(way):  # which is known already; a bound takes time to compute
                 self._lose(way, self._order_s(way), 0, ESTIMATE)
+            elif self.best is not None and (self._bound_s(way), False) >= _merit(self.best):
+                self._lose(way, self._bound_s(way), 0, "")
             elif self._try(way):
                 left += self.ways.behind(way)
         self._check_mixing()

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -60,6 +60,12 @@ class Started:
         out = self._finish()
         self._finish = self._keep = None  # the buffers that it received into
         return out
+
+
+class Send(Protocol):
+    """Sends a tensor with a tag."""
+
+    def __call__(self, x: torch.Tensor, tag: int, last: bool = False) -> torch.Tensor: ...
 
 
 Start = Callable[[Any], Started]  # of a tensor; of several for `all_gather_flat`
@@ -187,19 +193,21 @@ class Groups:
             if pg is not dist.group.WORLD:
                 compat.set_group_limit(pg, limit_s)
 
-    def sender(self, axes: Sequence[str], targets: Sequence[int]) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    def sender(self, axes: Sequence[str], targets: Sequence[int]) -> Send:
         """A function that sends a copy of a tensor to other members, and gives that copy. `delivered` waits until they have it.
 
-        Messages of a pair with equal tags are received in the order in which they are sent (gloo; NCCL knows no tags).
+        last: nobody uses the tensor's memory from then on; it is sent as it is, if it fills that memory. Messages of a pair with equal
+        tags are received in the order in which they are sent (gloo; NCCL knows no tags).
         """
         group = self.of(axes)
         others = [group.members[k] for k in targets if k != group.place]
         through_host = self.carriers.get("cuda") == "gloo"
 
-        def send(x: torch.Tensor, tag: int) -> torch.Tensor:
+        def send(x: torch.Tensor, tag: int, last: bool = False) -> torch.Tensor:
             self.mail.under_way = True
             self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
-            kept = x.clone(memory_format=torch.contiguous_format)
+            whole = x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
+            kept = x if last and whole else x.clone(memory_format=torch.contiguous_format)
             if DOUBLED.get() and kept.dtype is torch.float32:
                 kept = kept.double()  # as the receiver's buffer is
             carried = kept.cpu() if through_host else kept

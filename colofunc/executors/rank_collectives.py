@@ -94,7 +94,8 @@ class RankWires:
         else:
             ref, axes, _, _, targets = node.args
             send = writer.bind(self.groups.sender(axes, targets), "send")
-            call = f"{send}({writer.where[ref.id][0]}, {_tag(writer, node)})"
+            last = _is_last_reader(writer, node, ref.id)
+            call = f"{send}({writer.where[ref.id][0]}, {_tag(writer, node)}, last={last})"
         writer.line(f"{writer.bind(ask, 'ask')}('send', {tuple(self.ranks)!r})")
         if node.results:
             self._define(writer, node, call)
@@ -150,6 +151,13 @@ class RankWires:
             self._define(writer, node, call)
         else:
             writer.line(call)
+
+
+def _is_last_reader(writer: Writer, node: Node, id: int) -> bool:
+    """Whether nobody reads or writes the memory of a value behind the node that sends it, so that it can be sent as it is."""
+    if node.results or writer.look is not None or writer.calls_segments or writer.pooled(id):
+        return False
+    return writer.sharing.dies(node, id)
 
 
 def _tag(writer: Writer, node: Node) -> str:

@@ -353,6 +353,11 @@ class Writer:
 
     # ---- host memory ----
 
+    @property
+    def calls_segments(self) -> bool:
+        """Whether parts of the program are compiled: which results of those share memory is not known here."""
+        return bool(self._bound)
+
     def pooled(self, id: int | None) -> str:
         """The pool that value `id` lies in, by name; "" where it has memory of its own."""
         if self.passing is None or id not in self.passing.values:

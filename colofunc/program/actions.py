@@ -262,12 +262,13 @@ def linear_order(table: ActionTable) -> Iterator[tuple[int, Action]]:
     no such order, and where an action needs one that is not there.
     """
     at = [0] * table.ranks
+    needs = [table.needs(row[0]) if row else () for row in table.rows]  # of each rank's next action
     done: set[Action] = set()
     left = len(table.actions)
     while left:
         ready = []
         for rank, row in enumerate(table.rows):
-            if at[rank] < len(row) and all(need in done for need in table.needs(row[at[rank]])):
+            if at[rank] < len(row) and done.issuperset(needs[rank]):
                 ready.append(rank)
         if not ready:
             raise PlanError(_deadlock(table, at, done))
@@ -275,6 +276,8 @@ def linear_order(table: ActionTable) -> Iterator[tuple[int, Action]]:
             action = table.rows[rank][at[rank]]
             yield rank, action
             at[rank] += 1
+            if at[rank] < len(table.rows[rank]):
+                needs[rank] = table.needs(table.rows[rank][at[rank]])
             done.add(action)
             left -= 1
 

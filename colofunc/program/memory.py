@@ -300,18 +300,23 @@ def _by_timetable(
         nodes += body.nodes[slice(*spans[part])]
     expanded = []
     reads = _parts_that_hold(body, home, timetable)
+    microbatches = {action.microbatch for action in row}
     for number, storage in enumerate(storages):
         if storage.born < 0:  # an input, which is counted outside
             continue
         first, last = timetable.part_at(storage.born), timetable.part_at(storage.dies)
-        for microbatch in {action.microbatch for action in row}:
+        others = reads.get(number, set()) - {first, last}  # the last part of the body need not be the last of a microbatch
+        received = posted and body.nodes[storage.born].target == RECEIVE
+        for microbatch in microbatches:
             born = begins[first, microbatch] + storage.born - spans[first][0]
-            if posted and body.nodes[storage.born].target == RECEIVE:
+            if received:
                 born = before[first, microbatch]
             dies = begins[last, microbatch] + storage.dies - spans[last][0]
-            for part in reads.get(number, set()) - {first, last}:  # the last part of the body need not be the last of a microbatch
+            for part in others:
                 dies = max(dies, begins[part, microbatch] + spans[part][1] - 1 - spans[part][0])
-            expanded.append(attrs.evolve(storage, born=born, dies=dies))
+            expanded.append(
+                Storage(storage.nbytes, storage.tier, storage.value, born, dies, storage.inside, storage.kind, storage.body)
+            )
     own = own_outputs_of_parts(loop) - set(added_in_place(loop).values())
     for index, outputs in gathered_at(body).items():
         part = timetable.part_at(index)

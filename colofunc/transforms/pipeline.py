@@ -23,7 +23,7 @@ from typing import Any
 import attrs
 
 from colofunc.compiler.microbatches import check_number, equal_parts, loops_over, on_rows, rows_of
-from colofunc.compiler.pipeline_stages import StagesOn, device_at, node_seconds
+from colofunc.compiler.pipeline_stages import StagesOn, device_at
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Rewrite, Transform, Variant
 from colofunc.errors import PlanError, near
@@ -38,7 +38,7 @@ from colofunc.planner.stages.timetables import Scheduled, by_timetable
 from colofunc.program.ir import Program, computed_once
 from colofunc.program.passes.loop import MIXING
 from colofunc.program.pipeline_schedule import Schedule
-from colofunc.program.placing import StagesOf, placing_of
+from colofunc.program.placing import StagesOf
 
 Globs = Mapping[str, int]
 AUTO = "auto"
@@ -354,14 +354,7 @@ class _Way:
         return found
 
     def _at_least_s(self, cuts: Cuts, number: int) -> float:
-        program, mesh = self.there.build.program, self.there.build.mesh
-        inputs = {position: found for position in range(len(program.inputs)) if (found := cuts.stages_of(position))}
-        stages = StagesOf(self.asked.axis, tuple(self.there.indices), inputs)
-        placing = placing_of(program, stages.apart(self.there.ranks), mesh, stages)
-        if placing is None:
-            return 0.0
-        rank_of = [at[1][0] if at is not None and len(at[1]) == 1 else None for at in placing.nodes]
-        return self.bound.at(cuts, number, rank_of)
+        return self.there.at_least_s(self.bound, cuts, number)
 
     def orders(self) -> list[Order]:
         """Other orders of the ranks that may be better: of the fastest slowest stage, of the least bound, and the
@@ -391,19 +384,7 @@ class _Way:
     @cached_property
     def bound(self) -> Bound:
         """On a step's time; it is computed where several ways are compared."""
-        there, build = self.there, self.there.build
-        kernels = build.registry.kernels
-        return Bound.of(
-            build.program,
-            on_rows(self.asked.batch, build),
-            node_seconds(build),
-            build.mesh.topology.device.launch_s,
-            lambda target: (target, "cuda") in kernels,
-            there.indices,
-            [device.speed for device in there.devices],
-            there.sharing,
-            there.schedule.splits_backward,
-        )
+        return self.there.bound(on_rows(self.asked.batch, self.there.build))
 
 
 def _rewritten(way: Rewrite, mesh: Mesh, program: Program) -> Program:

@@ -59,11 +59,13 @@ class _Play:
         self.wire_free_s = [0.0] * ranks
         self.held_bytes = [0.0] * ranks
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
-        self.next = [dict.fromkeys("FIW", 0) for _ in range(costs.stages)]
+        # Per stage, so many of its forwards, input gradients and weight gradients are done.
+        self.forwards, self.inputs, self.weights = [0] * costs.stages, [0] * costs.stages, [0] * costs.stages
         # Per stage and microbatch, when the input (of F) and the gradient (of I) arrive.
         self.forward_at = [[INF] * microbatches for _ in range(costs.stages)]
         self.gradient_at = [[INF] * microbatches for _ in range(costs.stages)]
         self.forward_at[0] = [0.0] * microbatches
+        self.most_bytes = self.cap_bytes * (1 + _NEAR)
         self.reserve_bytes = self._reserves()
         self.most_before = self._most_before() if rules.warmup < INF else [microbatches] * costs.stages
 
@@ -108,10 +110,15 @@ class _Play:
 
     def run(self) -> ActionTable:
         left = 3 * self.costs.stages * self.microbatches
-        choices = [self._choice(rank) for rank in range(len(self.rows))]
+        starts_s = [INF] * len(self.rows)
+        actions: list[Action | None] = [None] * len(self.rows)
+        touched = set(range(len(self.rows)))
         while left:
-            rank = min(range(len(choices)), key=lambda r: choices[r][0])
-            start_s, action = choices[rank]
+            for rank in touched:
+                starts_s[rank], actions[rank] = self._choice(rank)
+            start_s = min(starts_s)
+            rank = starts_s.index(start_s)
+            action = actions[rank]
             if action is None:
                 raise cf.PlanError(f"no rank of the pipeline can go on within {self.cap_bytes:g} bytes; give more memory")
             self._do(rank, action, start_s)
@@ -120,58 +127,64 @@ class _Play:
             for stage in (action.stage - 1, action.stage + 1):
                 if 0 <= stage <= self.last:
                     touched.add(self.rank_of[stage])
-            for each in touched:
-                choices[each] = self._choice(each)
         return ActionTable(tuple(map(tuple, self.rows)))
 
     def _choice(self, rank: int) -> tuple[float, Action | None]:
         """When a rank goes on, and with what."""
         free_s = self.free_s[rank]
-        forwards, backwards, weights = self._ready(rank)
-        waiting = forwards + backwards
-        soonest_s = min((at for at, _ in waiting), default=INF)
-        if soonest_s > free_s + _NEAR and weights:
-            wait_s = soonest_s - free_s
-            if wait_s >= self.rules.patience * self.costs.weight_s[weights[0].stage] or soonest_s == INF:
-                return free_s, weights[0]
+        forwards, backwards = self._ready(rank)
+        soonest_s = INF
+        for at, _ in (*forwards, *backwards):
+            soonest_s = min(soonest_s, at)
+        if soonest_s > free_s + _NEAR:
+            weight = self._weight(rank)
+            if weight is not None:
+                wait_s = soonest_s - free_s
+                if wait_s >= self.rules.patience * self.costs.weight_s[weight] or soonest_s == INF:
+                    return free_s, Action(weight, "W", self.weights[weight])
         if soonest_s == INF:
             return INF, None
         start_s = max(free_s, soonest_s)
-        first, second = (forwards, backwards) if self.rules.forward_first else (backwards, forwards)
-        for actions in (first, second):
-            ready = [action for at, action in actions if at <= start_s + _NEAR]
-            if ready:
-                return start_s, ready[0]
+        in_order = [("F", forwards), ("I", backwards)] if self.rules.forward_first else [("I", backwards), ("F", forwards)]
+        for kind, stages in in_order:
+            for at, stage in stages:
+                if at <= start_s + _NEAR:
+                    return start_s, Action(stage, kind, self.forwards[stage] if kind == "F" else self.inputs[stage])
         raise AssertionError("one of them is the soonest")
 
-    def _ready(self, rank: int) -> tuple[list[tuple[float, Action]], list[tuple[float, Action]], list[Action]]:
-        """Forwards and backwards with the moment from which they can run, as far as that is known and memory admits them, and weights."""
-        forwards, backwards, weights = [], [], []
-        for stage in self.stages_of[rank]:
-            following = self.next[stage]
+    def _ready(self, rank: int) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
+        """(moment from which it can run, stage) of the next forwards and backwards, as far as it is known and memory admits them.
+
+        The later stage first: it gives memory back sooner.
+        """
+        forwards, backwards = [], []
+        held_bytes = self.held_bytes[rank]
+        for stage in reversed(self.stages_of[rank]):
             kept, weight_kept = self.costs.kept_bytes[stage], self.costs.weight_kept_bytes[stage]
-            microbatch = following["F"]
-            if microbatch < self.microbatches and self.forward_at[stage][microbatch] < INF:
-                fits = self.held_bytes[rank] + kept + self.reserve_bytes[stage] <= self.cap_bytes * (1 + _NEAR)
-                if fits and (following["I"] or microbatch < self.most_before[stage]):
-                    forwards.append((self.forward_at[stage][microbatch], Action(stage, "F", microbatch)))
-            microbatch = following["I"]
-            if microbatch < following["F"] and self.gradient_at[stage][microbatch] < INF:
-                if weight_kept <= kept or self.held_bytes[rank] + weight_kept - kept <= self.cap_bytes * (1 + _NEAR):
-                    backwards.append((self.gradient_at[stage][microbatch], Action(stage, "I", microbatch)))
-            if following["W"] < following["I"]:
-                weights.append(Action(stage, "W", following["W"]))
-        # Of several the later stage first: it gives memory back sooner.
-        forwards.reverse()
-        backwards.reverse()
-        weights.sort(key=lambda action: (action.microbatch, -action.stage))
-        return forwards, backwards, weights
+            forward, backward = self.forwards[stage], self.inputs[stage]
+            if forward < self.microbatches and self.forward_at[stage][forward] < INF:
+                fits = held_bytes + kept + self.reserve_bytes[stage] <= self.most_bytes
+                if fits and (backward or forward < self.most_before[stage]):
+                    forwards.append((self.forward_at[stage][forward], stage))
+            if backward < forward and self.gradient_at[stage][backward] < INF:
+                if weight_kept <= kept or held_bytes + weight_kept - kept <= self.most_bytes:
+                    backwards.append((self.gradient_at[stage][backward], stage))
+        return forwards, backwards
+
+    def _weight(self, rank: int) -> int | None:
+        """The stage of a rank whose weight gradient is next: of the earliest microbatch, and there the later stage; None: there is none."""
+        found = None
+        for stage in self.stages_of[rank]:
+            if self.weights[stage] < self.inputs[stage] and (found is None or self.weights[stage] <= self.weights[found]):
+                found = stage
+        return found
 
     def _do(self, rank: int, action: Action, start_s: float) -> None:
         stage, microbatch = action.stage, action.microbatch
         end_s = start_s + self.costs.seconds(action)
         self.rows[rank].append(action)
-        self.next[stage][action.kind] += 1
+        done = {"F": self.forwards, "I": self.inputs, "W": self.weights}[action.kind]
+        done[stage] += 1
         self.free_s[rank] = end_s
         start_bytes, end_bytes = cf.ext.bytes_of(action, self.costs)
         self.held_bytes[rank] += start_bytes + end_bytes
