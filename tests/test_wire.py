@@ -158,7 +158,7 @@ def linear(dtype: torch.dtype = torch.float64) -> tuple[Any, Any, torch.Tensor]:
     torch.manual_seed(0)
 
     def step(state: Any, x: torch.Tensor) -> Any:
-        value, grads = cf.value_and_grad(lambda params: (x.tanh() @ params["w"]).sin().mul(0).add(x @ params["w"]).mul(x[:, :48]).sum())(state)
+        value, grads = cf.value_and_grad(lambda params: (x @ params["w"]).mul(x[:, :48]).sum())(state)
         return {"w": state["w"] - grads["w"]}, value
 
     return step, {"w": torch.zeros(64, 48, dtype=dtype)}, torch.randn(32, 64, dtype=dtype)
@@ -409,6 +409,7 @@ def train_on_two_ranks() -> list[torch.Tensor]:
 
 @pytest.mark.dist
 def test_processes_have_the_numbers_of_simulated_ranks() -> None:
-    got = cf.launch(train_on_two_ranks, 2, timeout_s=120)
-    for a, b in zip(got[0] if isinstance(got, list) and isinstance(got[0], list) else got, train_on_two_ranks(), strict=True):
-        assert torch.equal(a, b)
+    want = train_on_two_ranks()
+    for got in cf.launch(train_on_two_ranks, 2, timeout_s=200):
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)

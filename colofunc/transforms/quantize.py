@@ -34,8 +34,8 @@ from colofunc.compiler.quantized_weights import AUTO, Schemes, Weights
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Open, Transform
-from colofunc.compiler.wire import error_feedback as residuals_kept
 from colofunc.compiler.wire import WIRE, narrow_wire
+from colofunc.compiler.wire import error_feedback as residuals_kept
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh.sizes import Room, parse_room
 from colofunc.ops.canonical import autocast
@@ -167,7 +167,10 @@ def _quantizer(scheme: Any, plugins: Sequence[Any], auto: Mapping[str, Any]) -> 
     if isinstance(scheme, Quantizer):
         return scheme
     if not isinstance(scheme, str):
-        raise InputError(f"cf.quantize(scheme={_short(scheme)}): give the name of a scheme ({', '.join(known)}), a cf.ext.Quantizer, or wire=")
+        raise InputError(
+            f"cf.quantize(scheme={_short(scheme)}): give the name of a scheme ({', '.join(known)}), or a cf.ext.Quantizer, or wire= for "
+            "gradients alone"
+        )
     if scheme not in known:
         raise InputError(f"cf.quantize: there is no scheme {scheme!r}{near(scheme, known, 'schemes')}")
     return known[scheme]
