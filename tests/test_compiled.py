@@ -15,6 +15,7 @@ from colofunc.executors.segments import LONGEST, Piece, pieces
 from colofunc.executors.simulated import SimulatedProgram
 from colofunc.mesh import Mesh
 from colofunc.ops.define import FOR_COMPILERS, KERNELS
+from colofunc.ops.wire import wire_pack
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.spec.layout import replicated
 
@@ -274,6 +275,17 @@ SEEN = {
         (r(4, 500), SEED, 3, 0.1), (r(5, 4).t(), SEED, 3, 0.5, (4, 5), (10, 1), torch.tensor(7)), (r(4).bfloat16(), SEED, 3, 1 / 3),
         (r(4, 5), SEED, 3, 1.0),
     ],
+    "colofunc.wire_pack": [(r(3, 37), scheme, n) for scheme, n in (("int8", 2), ("int4-g8", 3), ("fp8-g16", 1))],
+    "colofunc.wire_open": [
+        (wire_pack(r(3, 37), scheme, n), (3, 37), torch.float64, scheme) for scheme, n in (("int8", 2), ("int4-g8", 3), ("fp8-g16", 1))
+    ],
+    "colofunc.wire_sum": [(wire_pack(r(3, 40), scheme, 3), (5, 8), torch.float64, scheme) for scheme in ("int8", "int4-g8", "fp8-g16")],
+    "colofunc.wire_left": [
+        (r(3, 40), wire_pack(r(3, 40), "int8", 3), "int8", None, None, None),
+        (r(3, 40), wire_pack(r(3, 40), "int8", 3), "int8", r(40), wire_pack(r(40), "int8", 1), torch.tensor(1)),
+    ],
+    "colofunc.carry": [(r(3, 5), r(3, 5))],
+    "colofunc.residual": [(r(3, 5), "params.w")],
 }  # fmt: skip
 
 

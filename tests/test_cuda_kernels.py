@@ -19,6 +19,7 @@ from colofunc.ops.define import KERNELS
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.ops.targets import overload
 from colofunc.ops.update_packed import _tables, block_of, packed
+from colofunc.ops.wire import wire_pack
 from colofunc.program.facts import kind_of
 from colofunc.program.ir import Node, Program
 
@@ -185,7 +186,21 @@ def on_packed_weights() -> dict[str, tuple[Any, ...]]:
     return found
 
 
+def messages() -> dict[str, tuple[Any, ...]]:
+    """Gradients on the wire: a tensor as a message, what is made of it again, and what is left."""
+    x, message = r(3, 16), wire_pack(r(3, 16), "int8-g8", 3)
+    return {
+        "colofunc.wire_pack": (x, "int8-g8", 3),
+        "colofunc.wire_open": (message, (3, 16), torch.float32, "int8-g8"),
+        "colofunc.wire_sum": (message, (16,), torch.float32, "int8-g8"),
+        "colofunc.wire_left": (x, message, "int8-g8", r(16), wire_pack(r(16), "int8-g8", 1), torch.tensor(1)),
+        "colofunc.carry": (x, r(3, 16)),
+        "colofunc.residual": (x, "params.w"),
+    }
+
+
 OWN |= on_packed_weights()
+OWN |= messages()
 TRIED_ELSEWHERE = {
     "colofunc.random_fill_": "test_native.py",  # by which random numbers are made on a CPU
     "colofunc.packed_linear_": "test_native_linear.py",  # by which products with packed weights are made on a CPU

@@ -158,7 +158,7 @@ def linear(dtype: torch.dtype = torch.float64) -> tuple[Any, Any, torch.Tensor]:
     torch.manual_seed(0)
 
     def step(state: Any, x: torch.Tensor) -> Any:
-        value, grads = cf.value_and_grad(lambda params: (x.tanh() @ params["w"]).sin().mul(0).add(x @ params["w"]).mul(x[:, :48]).sum())(state)
+        value, grads = cf.value_and_grad(lambda params: (x @ params["w"]).mul(x[:, :48]).sum())(state)
         return {"w": state["w"] - grads["w"]}, value
 
     return step, {"w": torch.zeros(64, 48, dtype=dtype)}, torch.randn(32, 64, dtype=dtype)
@@ -208,6 +208,22 @@ def test_residuals_are_saved_and_go_on_on_another_mesh(tmp_path: Any) -> None:
         again, _ = second(again, x)
         rest = again["error_feedback"]["residual"]["w.residual"].full()
         torch.testing.assert_close(again["w"].full() - rest, exact, rtol=1e-12, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["zero 1", "offload", "pipeline"])
+def test_a_state_with_residuals_is_loaded_as_it_lay_and_goes_on(name: str, tmp_path: Any) -> None:
+    step, state, batch = training()
+    made = chained(step, *BESIDE[name], wired("int8", True))
+    kept, _ = made(made.init(state, batch), batch)
+    cf.save(tmp_path / "c", kept)
+    again = cf.load(tmp_path / "c", like=kept)
+    for key, left in kept["error_feedback"]["residual"].items():
+        assert again["error_feedback"]["residual"][key].sharding is left.sharding
+        torch.testing.assert_close(whole(again["error_feedback"]["residual"][key]), whole(left), rtol=0, atol=0)
+    new, _ = made(again, batch)
+    want, _ = made(kept, batch)
+    for weight in WEIGHTS:  # ranks have other parts of what was not sent, which are rounded otherwise
+        torch.testing.assert_close(whole(new["params"][weight]), whole(want["params"][weight]), rtol=1e-3, atol=1e-3)
 
 
 def test_a_gradient_that_is_not_finite_is_seen_and_leaves_no_residual() -> None:
@@ -409,6 +425,7 @@ def train_on_two_ranks() -> list[torch.Tensor]:
 
 @pytest.mark.dist
 def test_processes_have_the_numbers_of_simulated_ranks() -> None:
-    got = cf.launch(train_on_two_ranks, 2, timeout_s=120)
-    for a, b in zip(got[0] if isinstance(got, list) and isinstance(got[0], list) else got, train_on_two_ranks(), strict=True):
-        assert torch.equal(a, b)
+    want = train_on_two_ranks()
+    for got in cf.launch(train_on_two_ranks, 2, timeout_s=200):
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)

@@ -19,7 +19,6 @@ from functools import partial, wraps
 from itertools import combinations
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -60,7 +59,10 @@ def narrow_wire(scheme: Scheme) -> Transform:
 
 
 def error_feedback() -> Transform:
-    """Residuals of gradients are kept. By its name it is in front of `precision`: a step that a loss scale skips keeps its residuals, too."""
+    """Residuals of gradients are kept.
+
+    By its name it is in front of `precision`, inside of which it so runs: a step that a loss scale skips keeps its residuals, too.
+    """
     return Transform(KEY, wrap=_wrapped, grow=_grown, rewrite_global=_carried, constrain=_pending)
 
 

@@ -191,9 +191,13 @@ def _load(
         if mesh is None:
             return plain(entry, at)
         spec = chosen.get(name)
-        if spec is None and isinstance(example, DTensor) and example.mesh == mesh:
+        alike = spec is None and isinstance(example, DTensor) and example.mesh == mesh
+        if alike and isinstance(example, DTensor):
             spec = example.sharding.with_pending(())
-        return placed(entry, layout_for(entry, mesh, spec), mesh, at, asked=spec is not None)
+        x = placed(entry, layout_for(entry, mesh, spec), mesh, at, asked=spec is not None)
+        if alike and isinstance(example, DTensor) and example.sharding.pending:
+            return x.redistribute(example.sharding)  # which the first of the ranks has, and the others zeros of
+        return x
 
     wanted = list(names(found.tree)) if like is None else list(examples)
     state = build(_read_all(wanted, one))

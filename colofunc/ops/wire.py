@@ -160,7 +160,8 @@ def _widened(packed: Tensor, dtype: torch.dtype, how: Scheme) -> Tensor:
     """(n, numbers of a row with its filling) in `dtype`."""
     n, form = packed.shape[0], how.form
     groups = packed.shape[1] // (how.group * form.bits // 8 + SCALE_BYTES)
-    data, scale = packed.split([groups * how.group * form.bits // 8, groups * SCALE_BYTES], 1)
+    data_bytes = groups * how.group * form.bits // 8
+    data, scale = packed[:, :data_bytes], packed[:, data_bytes:]
     if form.name == "fp8":
         numbers = e4m3_values(data.contiguous(), dtype)
     elif form.bits == 8:
@@ -213,9 +214,7 @@ def _left_fake(x: Tensor, packed: Tensor, scheme: str, total: Tensor | None, sen
     return x.new_empty(x.shape)
 
 
-wire_pack = define(
-    "wire_pack(Tensor x, str scheme, int n) -> Tensor", _pack, _pack_fake, for_compilers=_pack, own_memory=True
-)  # fmt: skip
+wire_pack = define("wire_pack(Tensor x, str scheme, int n) -> Tensor", _pack, _pack_fake, for_compilers=_pack, own_memory=True)
 wire_open = define(
     "wire_open(Tensor packed, int[] shape, ScalarType dtype, str scheme) -> Tensor", _open, _open_fake, for_compilers=_open, own_memory=True
 )

@@ -5,6 +5,9 @@
 A transform is a record with some of six hooks, each from a build to a build; this one changes the program of one rank.
 In front of every sum of gradients over the mesh it puts a cast, and behind it the cast back.
 
+It shows how such a transform is written in forty lines. `cf.quantize(step, wire="int8")` sends a quarter of the bytes, sums in float32 and
+can keep what it did not send (`error_feedback=True`).
+
 The error: a term is rounded once, and so is each of the n - 1 sums of n terms, each time by at most a half of bfloat16's last bit.
 So every element is off by at most `bound(n)` times the sum of its terms' magnitudes (Higham, "Accuracy and Stability of Numerical
 Algorithms", 2002, section 4.2). Numbers are not those of one device, which is why nobody gets this transform without asking.
