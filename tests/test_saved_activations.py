@@ -230,7 +230,7 @@ MODES = {
     "tensor": lambda step: cf.shard(step, TP, tensor("1d", "tp")),
     "sequence": lambda step: cf.shard(step, cf.Mesh(tp=4), tensor("1d", "tp", sequence=True)),
     "checkpoint": lambda step: cf.checkpoint(cf.shard(step, DP), policy="nothing"),
-    "checkpoint by cost": lambda step: cf.checkpoint(cf.shard(step, DP, zero(1, "dp")), budget="1.1MiB"),
+    "checkpoint by cost": lambda step: cf.checkpoint(cf.shard(step, DP, zero(1, "dp")), budget="1.7MiB"),
     "offload": lambda step: cf.offload(cf.shard(step, DP), policy="host"),
     "offload by cost": lambda step: cf.offload(cf.shard(step, DP, zero(1, "dp")), budget="900KiB"),
     "accumulate": lambda step: cf.accumulate(cf.shard(step, DP), microbatches=2),
