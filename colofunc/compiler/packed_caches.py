@@ -2,8 +2,8 @@
 
     step = cf.quantize(cf.shard(decode, mesh), caches="*cache*")
 
-The state has a `PackedRows` in the place of each (`grow`). The step's own code is given it widened and returns it so (`wrap`); in the traced
-program what it writes is packed and written where the packed cache lies (`program/passes/packed_rows.py`).
+The state has a `PackedRows` in the place of each (`grow`). The step's own code is given it widened and returns it so (`wrap`); in the
+traced program what it writes is packed and written where the packed cache lies (`program/passes/packed_rows.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from colofunc.compiler.as_program import as_program, hook_behind
-from colofunc.compiler.transform import Build, Transform
+from colofunc.compiler.transform import Build, Transform, behind_hook
 from colofunc.errors import InputError, near
 from colofunc.ops.packed_rows import PackedRows
 from colofunc.planner.plan import matches
@@ -33,7 +32,7 @@ def checked_globs(caches: Any) -> Globs:
     """Globs over caches' names. Raises InputError where they are something else."""
     globs = (caches,) if isinstance(caches, str) else tuple(caches) if isinstance(caches, Iterable) else (caches,)
     if not all(isinstance(glob, str) and glob for glob in globs):
-        raise InputError(f"cf.quantize(caches={caches!r}): give a glob over names of caches in the state, or several. Try: caches='*cache*'")
+        raise InputError(f"cf.quantize(caches={caches!r}): give a glob over names of caches, or several. Try: caches='*cache*'")
     return globs
 
 
@@ -44,10 +43,11 @@ def with_caches(transform: Transform, globs: Globs) -> Transform:
     return attrs.evolve(
         transform,
         options={**transform.options, "caches": globs},
-        grow=hook_behind(transform.grow, partial(_grown, globs)),
-        wrap=hook_behind(transform.wrap, partial(_wrapped, globs)),
-        rewrite_global=hook_behind(transform.rewrite_global, _rewritten),
-        constrain=hook_behind(transform.constrain, partial(_linked, globs)),
+        grow=behind_hook(transform.grow, partial(_grown, globs)),
+        wrap=behind_hook(transform.wrap, partial(_wrapped, globs)),
+        rewrite_global=behind_hook(transform.rewrite_global, _rewritten),
+        constrain=behind_hook(transform.constrain, partial(_linked, globs)),
+        changes_numbers=True,
     )
 
 
@@ -103,7 +103,7 @@ def _wrapped(globs: Globs, build: Build) -> Build:
         new, back = state_of(fn(map_named(widen, args[0], LEAVES), *args[1:]))
         return back(map_named(pack, new, LEAVES))
 
-    return as_program(build.evolve(fn=stepped))
+    return build.evolve(fn=stepped)
 
 
 def _rewritten(build: Build) -> Build:

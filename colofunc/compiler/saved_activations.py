@@ -1,6 +1,6 @@
 """A transform that keeps activations in 8 bits for backward, with whatever else it does.
 
-The traced program is rewritten (`program/passes/saved_activations.py`); the function on one device runs as such a program (`as_program`).
+The traced program is rewritten (`program/passes/saved_activations.py`), of which the function on one device makes one, too.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.compiler.as_program import as_program, hook_behind
-from colofunc.compiler.transform import Build, Transform
+from colofunc.compiler.transform import Build, Transform, behind_hook
 from colofunc.errors import InputError, near
 from colofunc.mesh.sizes import size_text
 from colofunc.ops.saved_activations import LEAST_ELEMENTS, NUMBERS
@@ -29,14 +28,14 @@ def checked_form(form: Any) -> str | None:
 
 
 def with_saved(transform: Transform, form: str | None) -> Transform:
-    """The transform, which keeps activations for backward in a form, too; itself where that is None. Behind all that wraps the step."""
+    """The transform, which keeps activations for backward in a form, too; itself where that is None."""
     if form is None:
         return transform
     return attrs.evolve(
         transform,
         options={**transform.options, "activations": form},
-        wrap=hook_behind(transform.wrap, as_program),
-        rewrite_global=hook_behind(transform.rewrite_global, partial(_rewritten, NUMBERS[form])),
+        rewrite_global=behind_hook(transform.rewrite_global, partial(_rewritten, NUMBERS[form])),
+        changes_numbers=True,
         says=partial(_said, form),
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, Protocol
 
 import attrs
@@ -23,7 +23,7 @@ from colofunc.errors import InputError, PlanError, TraceError, near
 from colofunc.mesh import Mesh
 from colofunc.ops import canonical
 from colofunc.program.tracing.meta import active, user_line
-from colofunc.program.tracing.tree import flatten, unflatten
+from colofunc.program.tracing.tree import flatten, map_tensors, unflatten
 
 EXECUTORS = ("simulated", "distributed", "compiled")
 
@@ -145,9 +145,26 @@ class Staged:
     def reference(self) -> Callable[..., Any]:
         """The function with what the transforms put around it: what this step computes on one device.
 
-        In the order of their hooks, whatever the order of the chain, so that `a(b(f))` and `b(a(f))` compute the same.
+        In the order of their hooks, whatever the order of the chain, so that `a(b(f))` and `b(a(f))` compute the same. Where they change
+        numbers of the traced program, it runs as the program of a mesh of one: the same trace, with the same rewriting.
         """
-        return through("wrap", self.build).fn
+        fn = through("wrap", self.build).fn
+        if not any(transform.changes_numbers for transform in self.transforms):
+            return fn
+        rewriting = [
+            Transform(each.name, each.options, rewrite_global=each.rewrite_global, behind=each.behind)
+            for each in self.transforms
+            if each.rewrite_global is not None
+        ]
+        alone = Staged(fn, tuple(rewriting), self.compiler.another(), executor="simulated")
+
+        @wraps(fn)
+        def stepped(*args: Any) -> Any:
+            if active() is not None:
+                return fn(*args)  # the trace, which is rewritten
+            return map_tensors(_plain, alone(*args))
+
+        return stepped
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
         """The arguments of a call by position, argument 0 with everything that the transforms keep in it."""

@@ -201,7 +201,8 @@ class Transform:
     `open`: of a call's arguments, choices on which the state and the trace depend; the chain is finished with several before anything else
     is done, and one is taken (`settling`). A transform that has it has no hooks; what is taken has. One transform of a chain may.
     `decided`: what was taken there; `taken`: the same as plans keep it, pairs such as (weight, scheme). `notes`: lines for the plan;
-    `says`: gives further ones, of the global program and of the one that a rank runs.
+    `says`: gives further ones, of the global program and of the one that a rank runs. `changes_numbers`: whether what `rewrite_global` makes
+    of the program has other numbers than it, so that one device runs it too (`Staged.reference`).
     """
 
     name: str
@@ -226,6 +227,7 @@ class Transform:
     taken: tuple[tuple[str, str], ...] = attrs.field(default=(), kw_only=True)
     notes: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     says: Callable[[Program, Program], Sequence[str]] | None = attrs.field(default=None, kw_only=True)
+    changes_numbers: bool = attrs.field(default=False, kw_only=True)
 
     @property
     def auto_budget(self) -> bool:
@@ -244,6 +246,15 @@ class Transform:
                 "return build.evolve(...) with what it changes"
             )
         return made
+
+
+def behind_hook(before: Hook | None, hook: Hook) -> Hook:
+    """A hook of a transform behind the one that it has."""
+
+    def both(build: Build) -> Build:
+        return hook(build if before is None else before(build))
+
+    return both
 
 
 HOOKS = ("wrap", "grow", "rewrite_global", "constrain", "candidates", "rewrite_local")

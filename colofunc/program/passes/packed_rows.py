@@ -49,6 +49,7 @@ class _Caches:
         self.edit = Editor(program)
         self.inputs = set(program.inputs)
         self.packed: dict[int, Pair] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of caches
         self.named: dict[int, str] = {}  # value -> the cache that it is of
         self.changed: dict[int, str] = {}  # value -> the cache of which it is all, changed otherwise than by rows
 
@@ -56,7 +57,9 @@ class _Caches:
         for index, node in enumerate(self.program.nodes):
             if node.target == WIDEN and self.inputs.issuperset(node.refs):
                 data, scale = node.refs
-                self._know(node.results[0], (data, scale), self.program.values[data].name)
+                cache = self.program.values[data]
+                self.shapes[cache.name] = cache.shape
+                self._know(node.results[0], (data, scale), cache.name)
                 self.edit.drop(index)
             elif node.target == PACK:
                 self._give(index, node)
@@ -76,11 +79,11 @@ class _Caches:
         self.named[id] = name
 
     def _follow(self, node: Node) -> None:
-        """Note what is all of a cache, changed: it is made of it and has its shape."""
+        """Note what is all of a cache, changed: it is made of rows of it and has its shape."""
         for ref in node.refs:
             name = self.packed_name(ref)
             for out in node.results:
-                if name and self.program.values[out].shape == self.program.values[ref].shape:
+                if name and self.program.values[out].shape == self.shapes[name]:
                     self.changed[out] = name
 
     def packed_name(self, id: int) -> str:
@@ -153,7 +156,8 @@ class _Caches:
         value = self.program.values[id]
         out = self.edit.new(value, name="")
         data, scale = self.packed[id]
-        self.edit.insert(index, attrs.evolve(node, target=WIDEN, args=(Ref(data), Ref(scale), NUMBERS, value.dtype), kwargs=(), outs=(out,)))
+        args = Ref(data), Ref(scale), NUMBERS, value.dtype
+        self.edit.insert(index, attrs.evolve(node, target=WIDEN, args=args, kwargs=(), outs=(out,)))
         return out
 
     def _widen(self, index: int, node: Node) -> None:
