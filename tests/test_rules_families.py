@@ -255,6 +255,7 @@ CASES |= {
     "matrix_exp": (("aten.linalg_matrix_exp.default", A), "b0"),
     "cross": (("aten.linalg_cross.default", r(4, 3, 6), r(4, 3, 6), {"dim": 1}), "d0 d2"),
     "cdist": (("aten._cdist_forward.default", r(2, 4, 3), r(2, 6, 3), 2.0, None), "b0 p q"),
+    "cdist by products": (("aten._euclidean_dist.default", r(2, 4, 3), r(2, 6, 3)), "b0 p q"),
     "cdist back": (
         ("aten._cdist_backward.default", r(2, 4, 6), r(2, 4, 3), r(2, 6, 3), 1.0, r(2, 4, 6).abs()),
         "b0 p q",

@@ -110,5 +110,6 @@ RULES: dict[str, RuleFn] = {
     "aten.linalg_matrix_sqrth": batched(2, outs=(2,)),
     "aten._trilinear": trilinear,
     "aten._cdist_forward": cdist,
+    "aten._euclidean_dist": cdist,
     "aten._cdist_backward": cdist_backward,
 }
