@@ -47,6 +47,17 @@ def test_without_a_compiler_the_reference_runs_and_one_warning_says_so(compiler:
     assert not list(tmp_path.glob("native/build-*"))
 
 
+def test_a_compiler_that_is_killed_is_one_that_fails(tmp_path: Path) -> None:
+    """As by the system, for want of memory."""
+    script = tmp_path / "c++"
+    script.write_text("#!/bin/sh\nkill -9 $$\n")
+    script.chmod(0o755)
+    done = tried(CXX=str(script), COLOFUNC_CACHE=str(tmp_path / "cache"), COLOFUNC_QUIET="1")
+    assert done.stdout.split() == ["False", str(kept_sum()), str(kept_sum())]
+    assert done.stderr.count("RuntimeWarning") == 1 and f"{script} could not compile the kernels" in done.stderr
+    assert not list(tmp_path.glob("cache/native/build-*")) and not list(tmp_path.glob("cache/native/*.so"))
+
+
 def test_require_is_an_error_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with pytest.raises(NativeError, match=r"there is no C\+\+ compiler \(/nowhere/c\+\+\). Try: apt-get install g\+\+, or name one in CXX"):

@@ -235,6 +235,19 @@ def test_operands_that_lie_apart_meet_element_by_element(param: str, grad: str, 
     torch.testing.assert_close(made, want, rtol=16 * U, atol=16 * U)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_operands_that_begin_anywhere_have_the_same_bits(dtype: torch.dtype, mode: str) -> None:
+    """Of which no vector instruction finds an aligned address."""
+    start, found = operands(1003, dtype), []
+    for begin in (0, 1, 3):
+        made = [torch.cat([x[:begin], x])[begin:] for x in start]
+        adamw_.kernel(*made, *step_of(7, 1e-2), 0.9, 0.999, 1e-8, 0.1, True)
+        sgd_.kernel(made[0], made[1], made[2], *step_of(7, 1e-2), 0.9, 0.0, 0.1, True)
+        found.append(made)
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
+
+
 def test_a_step_that_is_not_finite_changes_nothing(mode: str) -> None:
     p, g, m, v = operands(40, F16)
     g[3] = float("inf")
