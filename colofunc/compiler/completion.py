@@ -41,6 +41,7 @@ from colofunc.program.facts import is_copy
 from colofunc.program.ir import Loop, Node, Program, Value, kept_with
 from colofunc.program.lanes import Lanes, played
 from colofunc.program.lower import lower
+from colofunc.program.memory import memory
 from colofunc.program.memory_report import MemoryReport
 from colofunc.program.passes.buckets import Most, buckets
 from colofunc.program.passes.chunks import chunked
@@ -268,6 +269,12 @@ class Completion:
         peak_bytes = max(peaks.values())
         return Fitted(moved.program, peak_bytes, moved.exposed_s, moved.words, moved.short, moved.hint, _by_place(peaks), stages)
 
+    def _has_room(self, moved: Program, program: Program) -> bool:
+        """Whether a compiled program of which longer functions are made, which hold their operands and results to their end, still fits."""
+        if moved is program or self.room_bytes is None:
+            return True
+        return self.count(moved).peak_bytes["device"] <= max(self.room_bytes, self.count(program).peak_bytes["device"])
+
     def _moved(self, done: Program, budget_bytes: int | None, like: Hint | None = None) -> Offloaded:
         """With the copies of all that write some, one behind the other."""
         moved = [self.moves[0](done, self.mesh, self._node_s, budget_bytes, self.lies, like=like)]
@@ -284,7 +291,8 @@ class Completion:
         side by side, where that holds no more and takes no longer.
 
         They are not compiled, and one between two operators would keep a compiler from fusing these. But one may fill the time until
-        a copy has come, so where there are copies the clock decides.
+        a copy has come, so where there are copies the clock decides. Of a compiled step operators as they are written are asked, and then
+        whether longer functions still fit.
         """
         self.kept.clear()
         program = done.program
@@ -293,7 +301,9 @@ class Completion:
                 program = self._if_no_larger(program, rewritten(program, self.mesh))
         if "one_call" in self.left_out:
             return program
-        moved = updates_in_one_call(program, self.count)
+        moved = updates_in_one_call(program, self.count if self.temporaries else memory)
+        if not self.temporaries and not self._has_room(moved, program):
+            return program
         if moved is program or not any(map(is_copy, program.nodes)):
             return moved
         saved_s = (calls_saved(moved) - calls_saved(program)) * self.mesh.topology.device.launch_s  # which the clock counts one by one
