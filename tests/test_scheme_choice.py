@@ -15,6 +15,7 @@ from quantize_matrix import WHERE, step_of, tokens
 from torch import nn
 
 import colofunc as cf
+from colofunc.compiler import scheme_decision
 from colofunc.executors.launch import launch
 from colofunc.ops.quantized import Quantized
 from colofunc.ops.quantizers import BUILT_IN
@@ -23,7 +24,6 @@ from colofunc.planner.schemes import SchemeChoice, SchemeErrors
 from colofunc.planner.weight_seconds import weight_seconds
 from colofunc.program.cost import node_s
 from colofunc.program.lazy import lazy_tensor
-from colofunc.transforms import quantize as quantize_module
 
 FEW = ("int8", "mxfp8", "nf4")
 
@@ -497,7 +497,7 @@ def test_a_plan_has_the_schemes_and_a_step_that_follows_it_or_runs_elsewhere_sea
     def no_search(*args: Any) -> Any:
         raise AssertionError("it was decided before")
 
-    monkeypatch.setattr(quantize_module, "search", no_search)
+    monkeypatch.setattr(scheme_decision, "search", no_search)
     for again in (auto().with_plan(loaded), step.with_plan(attrs.evolve(plan, taken=())), step.on("simulated"), step.on("compiled")):
         assert cf.scheme_choice(again, params, x).schemes == chosen
     assert torch.equal(auto().with_plan(loaded)(params, x).full(), wanted)

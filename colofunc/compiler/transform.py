@@ -201,8 +201,8 @@ class Transform:
     `open`: of a call's arguments, choices on which the state and the trace depend; the chain is finished with several before anything else
     is done, and one is taken (`settling`). A transform that has it has no hooks; what is taken has. One transform of a chain may.
     `decided`: what was taken there; `taken`: the same as plans keep it, pairs such as (weight, scheme). `notes`: lines for the plan;
-    `says`: gives further ones, of the global program and of the one that a rank runs. `changes_numbers`: whether what `rewrite_global` makes
-    of the program has other numbers than it, so that one device runs it too (`Staged.reference`).
+    `says`: gives further ones, of the global program and of the one that a rank runs. `changes_numbers`: whether what `rewrite_global`
+    makes of the program has other numbers than it, so that one device runs it too (`Staged.reference`).
     """
 
     name: str

@@ -1,0 +1,245 @@
+"""The transform that has a step read quantized weights.
+
+Two or three plain tensors stand for a weight (`ops/quantized.py`). The step's own code is given the widened weight; in the traced program
+a product that reads it reads the packed tensors instead, forward and backward, so that no widened weight is left
+(`program/passes/packed_reads.py`). Another use (a table of embeddings, a convolution, a transposed product) has it widened in front.
+
+Which weights: those of argument 0 that are meant (`grow`; the state has a `Quantized` in their place from then on), and the frozen weights
+of a model that the step captures (`wrap`), which are read packed and stay what they are in the model. A weight that the step changes is an
+error: what is trained are adapters beside it (`cf.lora`).
+
+Some schemes round the inputs of linear layers too, or divide them by a scale: a function mode around the step does
+(`ops/quantized_inputs.py`), so that the trace and the one-device reference compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from colofunc.compiler.quantized_weights import Schemes, Weights
+from colofunc.compiler.transform import Build, Transform
+from colofunc.errors import InputError, near
+from colofunc.ops.canonical import autocast
+from colofunc.ops.int8_products import PRODUCT, rounded_linear, takes
+from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
+from colofunc.ops.quantized_frozen import opened, reading
+from colofunc.ops.quantized_inputs import LinearCalls, divided, rounded_rows
+from colofunc.planner.plan import matches
+from colofunc.planner.sharding.linked_rows import linked_rows
+from colofunc.program.passes.packed_reads import PRODUCTS, packed_inputs, read_packed
+from colofunc.program.tracing.modules_used import other_names
+from colofunc.program.tracing.roles import mark
+from colofunc.program.tracing.tree import map_named
+
+QUANTIZE = "quantize"
+
+FORMAT_OF = {
+    **DEQUANTIZE,
+    **{f"colofunc.{name}_{kind}": name for name in FORMATS for kind in PRODUCTS.values()},
+    PRODUCT: "int8",
+}
+"""Operator that reads a quantized weight -> its format."""
+
+
+def transform_of(quantizer: Schemes, globs: tuple[str, ...], sketches: list[Quantized] | None = None, **further: Any) -> Transform:
+    """The transform with a scheme, or with a choice of one for each weight. sketches: as in `Weights`."""
+    weights = Weights(quantizer, globs, sketches)
+    return Transform(
+        QUANTIZE,
+        {"scheme": weights.name, "where": globs},
+        wrap=partial(_wrapped, weights),
+        grow=partial(_grown, weights),
+        rewrite_global=_read_packed,
+        constrain=_linked,
+        **further,
+    )
+
+
+# ---- the state ----
+
+Walked = Callable[[str, Any], Any]
+
+
+def mapped(fn: Walked, obj: Any, name: str = "") -> Any:
+    """A tree with `fn(name, leaf)` for every tensor and every quantized weight; the same object where nothing
+    changes."""
+    return map_named(fn, obj, (Tensor, Quantized), name)
+
+
+def found_in(obj: Any) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """(name, leaf) of every tensor and every quantized weight of a tree."""
+    found: list[tuple[str, Tensor | Quantized]] = []
+
+    def note(name: str, leaf: Any) -> Any:
+        found.append((name, leaf))
+        return leaf
+
+    mapped(note, obj)
+    yield from found
+
+
+def _grown(weights: Weights, build: Build) -> Build:
+    """Argument 0 with the weights that are meant quantized."""
+    meant: dict[int, str] = {}
+    for name, leaf in found_in(build.state):
+        if isinstance(leaf, Tensor) and weights.meant(name, leaf):
+            meant[id(leaf)] = name
+    for name, leaf in found_in(build.state):
+        if id(leaf) in meant and isinstance(leaf, Tensor) and not weights.meant(name, leaf):
+            raise InputError(
+                f"cf.quantize: {meant[id(leaf)]!r} is tied to {name!r}, which where= leaves as it is, so that the two would differ. Try: "
+                "globs for both of them, or for neither"
+            )
+
+    def pack(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, Quantized):
+            return weights.checked(name, leaf)
+        return weights.packed(name, leaf) if id(leaf) in meant else leaf
+
+    return build.evolve(state=mapped(pack, build.state))
+
+
+# ---- the step ----
+
+
+def _wrapped(weights: Weights, build: Build) -> Build:
+    fn = build.fn
+
+    @wraps(fn)
+    def stepped(*args: Any) -> Any:
+        given = _Given(weights)
+        opened_args = [mapped(given.open, argument) for argument in args]
+        with given.reading(), given.rounding():
+            out = fn(*opened_args)
+        given.check_globs()
+        out = mapped(given.close, out)
+        if args:
+            given.check_unchanged(args[0], out)
+        return out
+
+    return build.evolve(fn=stepped)
+
+
+class _Given:
+    """The weights of one run of a step: what its code was given in place of which."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self.names: dict[str, None] = {}  # of all weights that the run has met
+        self.quantized: dict[str, None] = {}
+        self.originals: dict[int, tuple[Tensor, Quantized]] = {}  # id of a widened weight -> itself, what it was made of
+        self.outliers: dict[int, float | None] = {}  # id of a quantized weight -> the size of inputs that are not rounded
+
+    def open(self, name: str, leaf: Any) -> Any:
+        """What the step's code is given for a leaf of its arguments."""
+        if name:  # an argument that is a tensor itself has none
+            self.names[name] = None
+        if not isinstance(leaf, Quantized):
+            return leaf
+        self.quantized[name] = None
+        mark("frozen", leaf.tensors)
+        self.outliers[id(leaf)] = self.weights.outliers(name)
+        wide = opened(leaf)
+        self._note(wide, leaf)
+        return wide
+
+    def close(self, name: str, leaf: Any) -> Any:
+        """The quantized weight again, where a result is what the code was given."""
+        known = self.originals.get(id(leaf))
+        return leaf if known is None else known[1]
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, models read the frozen weights that are meant as quantized ones."""
+        with reading(self._packed, self._note):
+            yield
+
+    def rounding(self) -> AbstractContextManager[Any]:
+        """Inside, linear layers with quantized weights divide and round their inputs, where the scheme does."""
+        if self.weights.leaves_inputs and all(leaf.input_scale is None for _, leaf in self.originals.values()):
+            return nullcontext()
+        return LinearCalls(self._leaf, self._layer)
+
+    def _leaf(self, weight: Tensor) -> Quantized | None:
+        known = self.originals.get(id(weight))
+        return None if known is None else known[1]
+
+    def _layer(self, input: Tensor, weight: Tensor, bias: Tensor | None, leaf: Quantized) -> Tensor:
+        """What a linear layer gives that reads a widened weight: with inputs rounded too a product of whole numbers, where it can be."""
+        if leaf.input_scale is not None:
+            input = divided(input, leaf.input_scale)
+        outliers = self.outliers[id(leaf)]
+        if outliers is not None:
+            x, w, b = autocast(input, weight, bias)
+            assert x is not None and w is not None
+            if takes(x, w, b, leaf.form):
+                return rounded_linear(x, b, leaf.data, leaf.scale, outliers)
+            input = rounded_rows.apply(input, outliers)
+        return F.linear(input, weight if leaf.input_scale is None else leaf.for_divided_inputs(weight.dtype), bias)
+
+    def _note(self, wide: Tensor, leaf: Quantized) -> None:
+        self.originals[id(wide)] = wide, leaf
+
+    def _packed(self, frozen: Mapping[str, Tensor]) -> dict[str, Tensor | Quantized]:
+        found: dict[str, Tensor | Quantized] = {}
+        for name, weight in frozen.items():
+            self.names[name] = None
+            if self.weights.meant(name, weight):
+                self.quantized[name] = None
+                found[name] = leaf = self.weights.packed(name, weight)
+                self.outliers[id(leaf)] = self.weights.outliers(name)
+            else:
+                found[name] = weight
+        return found
+
+    def check_globs(self) -> None:
+        """Raises InputError where a glob has matched nothing that can be quantized."""
+        stay = [name for name in self.names if self.weights.stays(name)]
+        glob = self.weights.unmatched([*self.quantized, *stay])
+        if glob is None:
+            return
+        for name, first in other_names().items():
+            if matches(name, glob):
+                raise InputError(
+                    f"cf.quantize: where={glob!r} matches {name!r}, which is tied to {first!r} and goes by that name. "
+                    f"Try: where={first!r}, which quantizes it wherever it is read"
+                )
+        raise InputError(f"cf.quantize: where={glob!r} matches no weight of the step{near(glob, self.names)}")
+
+    def check_unchanged(self, state: Any, out: Any) -> None:
+        """Raises InputError where the step returns another value for a quantized weight."""
+        new = dict(found_in(out[0] if isinstance(out, tuple) and out else out))
+        for name, leaf in found_in(state):
+            after = new.get(name)
+            if isinstance(leaf, Quantized) and isinstance(after, Tensor) and tuple(after.shape) == leaf.shape:
+                raise InputError(
+                    f"cf.quantize: the step returns {name!r} changed, and a quantized weight is not trained. Try: globs in where= that "
+                    "leave out what is trained; model = cf.lora(model, ...), which trains adapters beside frozen weights"
+                )
+
+
+# ---- the program ----
+
+
+def _read_packed(build: Build) -> Build:
+    return build.evolve(program=read_packed(build.program))
+
+
+def _linked(build: Build) -> Build:
+    """The parts of a weight lie alike along its rows."""
+    groups: dict[tuple[int, ...], None] = {}
+    for node in build.program.nodes:
+        form = FORMAT_OF.get(node.target)
+        if form is None:
+            continue
+        first = 0 if node.target in DEQUANTIZE else 1
+        parts = packed_inputs(build.program, node.refs[first : first + len(FORMATS[form].parts)])
+        if parts is not None:
+            groups[parts] = None
+    return build.evolve(constraints=linked_rows(build.program, build.mesh, build.constraints, groups))
