@@ -77,8 +77,8 @@ def bench() -> Section:
     setting = (
         f"GPT-2 of 124 million parameters, {BATCH} x {LENGTH} tokens, AdamW with float32 masters, bf16, planned for one {CARD}. Quality: "
         f"LLaMA, 2 layers of 256, bytes of Python's standard library, {STEPS} steps of {ROWS} x {CONTEXT}, AdamW at {RATE:g} behind "
-        f"{WARM_UP} steps of warm-up, falling to 0; loss on {HELD_OUT_ROWS} rows of files that were not trained on, computed in float32. torch "
-        f"{torch.__version__}."
+        f"{WARM_UP} steps of warm-up, falling to 0; loss on {HELD_OUT_ROWS} rows of files that were not trained on, computed in float32. "
+        f"torch {torch.__version__}."
     )
     return Section("Activations in 8 bits", setting, rows)
 
