@@ -23,7 +23,6 @@ from colofunc.compiler.observation import arguments_of
 from colofunc.executors.distributed import Distributed, RankProgram
 from colofunc.executors.faults import FaultError, ask
 from colofunc.executors.groups import Ahead, Group, Groups, Mail, Receiver
-from colofunc.executors.groups import Groups
 from colofunc.executors.launch import launch
 from colofunc.executors.simulated import SimulatedProgram, distinct
 from colofunc.mesh.sizes import size_text
