@@ -578,6 +578,40 @@ def test_real_ranks_compute_what_one_device_does() -> None:
             assert losses == pytest.approx(expected, rel=1e-10)
 
 
+def copied_messages(ranks: int) -> dict[str, tuple[int, int]]:
+    """By schedule, (activations and gradients that a rank sent in a step, of them those that it copied for that)."""
+    counts = [0, 0]
+    sender = Groups.sender
+
+    def counting(groups: Groups, axes: Any, targets: Any) -> Any:
+        send = sender(groups, axes, targets)
+
+        def counted(x: torch.Tensor, tag: int, last: bool = False) -> torch.Tensor:
+            sent = send(x, tag, last)
+            if x.numel() > 1:  # the loss, which a rank may go on to read, is copied
+                counts[0] += 1
+                counts[1] += sent.data_ptr() != x.data_ptr()
+            return sent
+
+        return counted
+
+    Groups.sender = counting  # type: ignore[method-assign]
+    found = {}
+    for schedule in ("1f1b", "zb-v"):
+        step, state, batch = mlp(8)
+        chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=ranks)), microbatches=4, schedule=schedule)
+        counts[:] = [0, 0]
+        chain(chain.init(state, batch), batch)
+        found[schedule] = counts[0], counts[1]
+    return found
+
+
+@pytest.mark.dist
+def test_what_nobody_reads_later_is_sent_without_a_copy() -> None:
+    for found in launch(copied_messages, 2, 2):
+        assert found == {"1f1b": (4, 0), "zb-v": (8, 0)}
+
+
 def uneven() -> tuple[Any, Any, Any]:
     """(a pipeline of two stages, of which the second has four times the state, its state, a batch)."""
     torch.manual_seed(0)

@@ -43,8 +43,22 @@ def schedule_list(
     rank_of: Sequence[int], microbatches: int, costs: StageCosts, cap_bytes: float | None = None, rules: Rules | None = None
 ) -> ActionTable:
     """The table that comes of it. rank_of: per stage. Raises PlanError where a microbatch does not fit on a rank."""
+    table = schedule_within(rank_of, microbatches, costs, INF, cap_bytes, rules)
+    assert table is not None, "it may end at any moment"
+    return table
+
+
+def schedule_within(
+    rank_of: Sequence[int],
+    microbatches: int,
+    costs: StageCosts,
+    within_s: float,
+    cap_bytes: float | None = None,
+    rules: Rules | None = None,
+) -> ActionTable | None:
+    """The same; None as soon as some rank cannot have ended its work by `within_s`."""
     play = _Play(rank_of, microbatches, costs, INF if cap_bytes is None else cap_bytes, rules or Rules())
-    return play.run()
+    return play.run(within_s)
 
 
 class _Play:
@@ -56,6 +70,7 @@ class _Play:
         ranks = 1 + max(rank_of)
         self.stages_of = [[s for s in range(costs.stages) if rank_of[s] == rank] for rank in range(ranks)]
         self.free_s = [0.0] * ranks
+        self.left_s = [self._work_s(rank) for rank in range(ranks)]
         self.wire_free_s = [0.0] * ranks
         self.held_bytes = [0.0] * ranks
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
@@ -68,6 +83,11 @@ class _Play:
         self.most_bytes = self.cap_bytes * (1 + _NEAR)
         self.reserve_bytes = self._reserves()
         self.most_before = self._most_before() if rules.warmup < INF else [microbatches] * costs.stages
+
+    def _work_s(self, rank: int) -> float:
+        """Seconds of all that a rank has to do."""
+        costs, here = self.costs, self.stages_of[rank]
+        return self.microbatches * sum(costs.forward_s[stage] + costs.input_s[stage] + costs.weight_s[stage] for stage in here)
 
     def _most_before(self) -> list[int]:
         """Per stage, forwards that fit between the arrival of its first input and that of its first gradient, where nothing waits."""
@@ -108,7 +128,7 @@ class _Play:
             reserves.append(later + grows)
         return reserves
 
-    def run(self) -> ActionTable:
+    def run(self, within_s: float) -> ActionTable | None:
         left = 3 * self.costs.stages * self.microbatches
         starts_s = [INF] * len(self.rows)
         actions: list[Action | None] = [None] * len(self.rows)
@@ -122,6 +142,8 @@ class _Play:
             if action is None:
                 raise cf.PlanError(f"no rank of the pipeline can go on within {self.cap_bytes:g} bytes; give more memory")
             self._do(rank, action, start_s)
+            if self.free_s[rank] + self.left_s[rank] > within_s:
+                return None
             left -= 1
             touched = {rank}
             for stage in (action.stage - 1, action.stage + 1):
@@ -186,6 +208,7 @@ class _Play:
         done = {"F": self.forwards, "I": self.inputs, "W": self.weights}[action.kind]
         done[stage] += 1
         self.free_s[rank] = end_s
+        self.left_s[rank] -= self.costs.seconds(action)
         start_bytes, end_bytes = cf.ext.bytes_of(action, self.costs)
         self.held_bytes[rank] += start_bytes + end_bytes
         if action.kind == "F":

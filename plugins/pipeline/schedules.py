@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from math import ceil
 
-from colofunc_plugins.pipeline.list_scheduler import Rules, schedule_list
+from colofunc_plugins.pipeline.list_scheduler import INF, Rules, schedule_list, schedule_within
 from colofunc_plugins.pipeline.local_search import improve
 
 import colofunc as cf
@@ -234,7 +234,7 @@ def _of_placements(
             errors.append(error)
     if not tables:
         raise errors[0]
-    return _fastest_of(tables, costs, cap_bytes, by_span=False)
+    return _fastest_of([(table, cf.ext.simulate(table, costs)) for table in tables], cap_bytes, by_span=False)
 
 
 def _fastest(
@@ -249,11 +249,30 @@ def _fastest(
 ) -> ActionTable:
     costs = StageCosts.uniform(ranks * stages_per_rank) if costs is None else costs
     rank_of = _ranks_of(stages_per_rank, placement, ranks)
-    tables = [schedule_list(rank_of, microbatches, costs, cap_bytes, rules) for rules in RULES]
+    played = _lists(rank_of, microbatches, costs, cap_bytes, by_span)
     for other in others:
-        if microbatches >= other.least_microbatches(ranks) and not (other.whole_groups and microbatches % ranks):
-            tables.append(other.table(ranks, microbatches, costs, cap_bytes))
-    return improve(_fastest_of(tables, costs, cap_bytes, by_span), costs, cap_bytes, by_span)
+        if other.takes(ranks, microbatches):
+            table = other.table(ranks, microbatches, costs, cap_bytes)
+            played.append((table, cf.ext.simulate(table, costs)))
+    return improve(_fastest_of(played, cap_bytes, by_span), costs, cap_bytes, by_span)
+
+
+Played = tuple[ActionTable, cf.ext.Simulated]
+
+
+def _lists(rank_of: Sequence[int], microbatches: int, costs: StageCosts, cap_bytes: float | None, by_span: bool) -> list[Played]:
+    """A list by each of the rules. Where the one that ends first is taken, those that cannot be it are not played to their end."""
+    played = []
+    within_s = INF
+    for rules in RULES:
+        table = schedule_within(rank_of, microbatches, costs, within_s * (1 + MARGIN), cap_bytes, rules)
+        if table is None:
+            continue
+        simulated = cf.ext.simulate(table, costs)
+        played.append((table, simulated))
+        if cap_bytes is None and not by_span:
+            within_s = min(within_s, simulated.makespan_s)
+    return played
 
 
 def _drafted(
@@ -272,15 +291,14 @@ def _ranks_of(stages_per_rank: int, placement: str, ranks: int) -> list[int]:
     return [shape.rank_of(stage, ranks) for stage in range(shape.stages(ranks))]
 
 
-def _fastest_of(tables: Sequence[ActionTable], costs: StageCosts, cap_bytes: float | None, by_span: bool) -> ActionTable:
+def _fastest_of(played: Sequence[Played], cap_bytes: float | None, by_span: bool) -> ActionTable:
     """Of those that fit; of equally fast ones the one that keeps least."""
-    played = []
-    for table in tables:
-        simulated = cf.ext.simulate(table, costs)
+    fitting = []
+    for table, simulated in played:
         if cap_bytes is None or max(simulated.peak_bytes) <= cap_bytes * (1 + 1e-9):
             seconds = (max(simulated.spans_s), simulated.makespan_s) if by_span else (simulated.makespan_s,)
-            played.append((*seconds, max(simulated.peak_bytes), len(played), table))
-    return min(played)[-1]
+            fitting.append((*seconds, max(simulated.peak_bytes), len(fitting), table))
+    return min(fitting)[-1]
 
 
 RULES = (
@@ -288,6 +306,8 @@ RULES = (
     *(Rules(patience=patience, warmup=warmup) for patience in (0.0, 0.25, 0.5) for warmup in (0.0, 0.75)),
 )
 """What the list scheduler of `auto` tries."""
+MARGIN = 1e-6
+"""A list that ends later than the best by a smaller part is played to its end: sums of seconds are rounded."""
 
 
 @cf.hookimpl
