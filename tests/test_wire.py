@@ -247,6 +247,21 @@ def test_a_step_that_a_loss_scale_skips_keeps_its_residuals() -> None:
     assert all(torch.equal(whole(r), before[name]) for name, r in kept["error_feedback"]["residual"].items())
 
 
+def test_a_state_gets_residuals_wherever_it_lies_and_before_it_has_values() -> None:
+    step, state, batch = training()
+    sharded = cf.shard(step, DP, zero(3, "dp"))
+    made = wired("int8", True)(sharded)
+    running, _ = sharded(sharded.init(state, batch), batch)
+    running, _ = made(running, batch)
+    assert running["error_feedback"]["residual"]["params.0.weight.residual"].sharding.pending == (("dp", "sum"),)
+    lazy = cf.functional(cf.lazy(lambda: nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 48))))
+    step, state = cf.train_step(lazy, cf.adapt(torch.optim.SGD, lr=LR), lambda out: out.square().mean())
+    made = wired("int8", True)(cf.shard(step, DP, zero(3, "dp")))
+    assert "wire_left" in made.lower(state, cf.abstract((16, 64))).text()
+    kept, _ = made(made.init(state, batch[0]), batch[0])
+    assert whole(kept["error_feedback"]["residual"]["params.0.weight.residual"]).abs().max() > 0
+
+
 def test_one_device_has_nothing_to_send() -> None:
     step, state, batch = training()
     made = wired("int4", True)(step)
