@@ -307,8 +307,8 @@ WIDER: dict[str, tuple[Chain, ...]] = {
 def composes(name: str, feedback: bool, scheme: str = "int8") -> None:
     """Both orders are one program; it packs gradients, and what comes of them is near to what the step gives without.
 
-    With copies between tiers whole plans are counted side by side, and one that sums gradients in full before residuals are added may be the
-    fastest of a step as small as this: then nothing is left.
+    With copies between tiers whole plans are counted side by side, and one that sums gradients in full before residuals are added may be
+    the fastest of a step as small as this: then nothing is left.
     """
     transforms = (BESIDE | WIDER)[name]
     step, state, batch = training()
