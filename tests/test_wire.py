@@ -247,6 +247,21 @@ def test_a_step_that_a_loss_scale_skips_keeps_its_residuals() -> None:
     assert all(torch.equal(whole(r), before[name]) for name, r in kept["error_feedback"]["residual"].items())
 
 
+def test_a_state_gets_residuals_wherever_it_lies_and_before_it_has_values() -> None:
+    step, state, batch = training()
+    sharded = cf.shard(step, DP, zero(3, "dp"))
+    made = wired("int8", True)(sharded)
+    running, _ = sharded(sharded.init(state, batch), batch)
+    running, _ = made(running, batch)
+    assert running["error_feedback"]["residual"]["params.0.weight.residual"].sharding.pending == (("dp", "sum"),)
+    lazy = cf.functional(cf.lazy(lambda: nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 48))))
+    step, state = cf.train_step(lazy, cf.adapt(torch.optim.SGD, lr=LR), lambda out: out.square().mean())
+    made = wired("int8", True)(cf.shard(step, DP, zero(3, "dp")))
+    assert "wire_left" in made.lower(state, cf.abstract((16, 64))).text()
+    kept, _ = made(made.init(state, batch[0]), batch[0])
+    assert whole(kept["error_feedback"]["residual"]["params.0.weight.residual"]).abs().max() > 0
+
+
 def test_one_device_has_nothing_to_send() -> None:
     step, state, batch = training()
     made = wired("int4", True)(step)
@@ -289,13 +304,19 @@ WIDER: dict[str, tuple[Chain, ...]] = {
 }  # fmt: skip
 
 
-def composes(transforms: tuple[Chain, ...], feedback: bool, scheme: str = "int8") -> None:
-    """Both orders are one program; it packs gradients, and what comes of them is near to what the step gives without."""
+def composes(name: str, feedback: bool, scheme: str = "int8") -> None:
+    """Both orders are one program; it packs gradients, and what comes of them is near to what the step gives without.
+
+    With copies between tiers whole plans are counted side by side, and one that sums gradients in full before residuals are added may be
+    the fastest of a step as small as this: then nothing is left.
+    """
+    transforms = (BESIDE | WIDER)[name]
     step, state, batch = training()
     one, other = chained(step, *transforms, wired(scheme, feedback)), chained(step, wired(scheme, feedback), *transforms)
     plain = chained(step, *transforms)
     lows = [made.lower(state, batch) for made in (one, other)]
-    assert lows[0].text() == lows[1].text() and "wire_pack" in lows[0].text()
+    packs = "wire_pack" in lows[0].text()
+    assert lows[0].text() == lows[1].text() and (packs or (feedback and "offload" in name))
     kept, metrics = one(one.init(state, batch), batch)
     exact, wanted = plain(plain.init(state, batch), batch)
     torch.testing.assert_close(whole(metrics["loss"]), whole(wanted["loss"]))
@@ -303,14 +324,15 @@ def composes(transforms: tuple[Chain, ...], feedback: bool, scheme: str = "int8"
     for name, before in state["params"].items():
         after, reference = whole(kept["params"][name]), whole(exact["params"][name])
         assert (after - reference).abs().max() <= most * (reference - before).abs().max()
-    assert not all(torch.equal(whole(kept["params"][name]), whole(exact["params"][name])) for name in WEIGHTS)
+    assert packs != all(torch.equal(whole(kept["params"][name]), whole(exact["params"][name])) for name in WEIGHTS)
+    assert packs or not any(whole(left).any() for left in kept["error_feedback"]["residual"].values())
     one(kept, batch)
 
 
 @pytest.mark.parametrize("feedback", [False, True], ids=["", "feedback"])
 @pytest.mark.parametrize("name", BESIDE)
 def test_it_stands_beside_every_other_transform_in_either_order(name: str, feedback: bool) -> None:
-    composes(BESIDE[name], feedback)
+    composes(name, feedback)
 
 
 @pytest.mark.sweep
@@ -318,7 +340,7 @@ def test_it_stands_beside_every_other_transform_in_either_order(name: str, feedb
 @pytest.mark.parametrize("feedback", [False, True], ids=["", "feedback"])
 @pytest.mark.parametrize("name", [*BESIDE, *WIDER])
 def test_every_scheme_stands_beside_every_other_transform(name: str, feedback: bool, scheme: str) -> None:
-    composes((BESIDE | WIDER)[name], feedback, scheme)
+    composes(name, feedback, scheme)
 
 
 @pytest.mark.parametrize("feedback", [False, True], ids=["", "feedback"])

@@ -24,12 +24,14 @@ from torch import Tensor
 
 from colofunc.compiler.transform import Build, Transform
 from colofunc.dtensor.roles import give_role, role_of
+from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
 from colofunc.ops.wire import CARRY, Scheme, residual
 from colofunc.planner.sharding.constraints import Constraint, Constraints, leaf_strategy
 from colofunc.program.ir import Program
+from colofunc.program.lazy import zeros_like
 from colofunc.program.passes.wide_sums import gradients_of, toward
 from colofunc.program.passes.wire import LEAST, narrow_sums, saved_bytes, with_residuals
 from colofunc.program.tracing.kept import join_kept, split_kept, state_of
@@ -116,7 +118,9 @@ def _grown(build: Build) -> Build:
     found = dict(known or {})
     for path, leaf in walk(bare):
         if isinstance(leaf, Tensor) and _may_be_trained(leaf) and _key(path) not in found:
-            found[_key(path)] = torch.zeros(tuple(leaf.shape), dtype=leaf.dtype)
+            # Of a leaf on ranks too it is zeros of nobody yet: they are made where a plan wants them.
+            plain = torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta") if isinstance(leaf, DTensor) else leaf
+            found[_key(path)] = zeros_like(plain)
     if known is not None and found.keys() == known.keys():
         return build
     give_role("buffer", found.values())  # plans for optimizer state do not speak of it
