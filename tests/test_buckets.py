@@ -1,5 +1,6 @@
 """Buckets, early reductions and late updates: other programs, the same numbers."""
 
+import attrs
 import pytest
 import torch
 from test_executors import program
@@ -159,3 +160,15 @@ def test_a_gather_does_not_move_before_the_reduction_that_it_reads():
     check_program(together, MESH)
     for a, b in zip(run(p, [(3,), (3,)]), run(together, [(3,), (3,)]), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_software_that_gathers_a_block_at_a_time_has_no_bucket_of_two(blocks: bool):
+    """Four gathers of two blocks, and one of no block."""
+    mesh = Mesh(tp=2, topology=Mesh(topology="8xh100").topology.with_software(blocks=blocks))
+    nodes = [("colofunc.all_gather", (Ref(i), ("tp",), 2, 0), (i + 5,)) for i in range(5)]
+    p = program(list(range(5)), nodes, list(range(5, 10)), [(4,)] * 5 + [(8,)] * 5)
+    paths = ("layers.0.up", "layers.0.down", "layers.10.up", "layers.10.norm.1", "head")
+    p = p.reordered([attrs.evolve(node, path=path) for node, path in zip(p.nodes, paths, strict=True)])
+    gathers = [node.note for node in buckets(p, mesh).nodes if node.target == "colofunc.all_gather"]
+    assert gathers == (["bucket of 2", "bucket of 2", ""] if blocks else ["bucket of 5"])

@@ -9,6 +9,9 @@ ranks end with the figures of rank 0, and with what other devices measure otherw
 The fit minimises squared *relative* errors under alpha, beta >= 0 (Lawson and Hanson's NNLS): plain least squares
 would let the largest size decide alone, and a negative latency would break the planner. How one run is timed says `stopwatch`, what of a
 device is measured `device_profile`.
+
+It is a function and no method of `Mesh`, which is data: this module reads meshes, and a mesh knows nothing of stopwatches and process
+groups.
 """
 
 from __future__ import annotations

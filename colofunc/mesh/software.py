@@ -50,19 +50,21 @@ class Software:
     """What other software does. attention: the kernel by whose rates attention counts, one of the device's file; "" for torch's.
 
     fused: it has kernels by hand for what stands between products (norms with their sums, activation functions with their biases, the
-    loss), which count as those that a compiler would make.
+    loss), which count as those that a compiler would make. blocks: it gathers and reduces the parameters of a block at once, those of two
+    never: FSDP, whose units are the blocks of a model.
     """
 
     attention: str = ""
     collectives: tuple[AxisCollectives, ...] = ()
     fused: bool = False
+    blocks: bool = False
 
     def axes(self, way: str) -> frozenset[str]:
         """The mesh axes whose collectives run so."""
         return frozenset(one.axis for one in self.collectives if one.way == way)
 
 
-def software(attention: str, collectives: Mapping[str, str], fused: bool) -> Software:
+def software(attention: str, collectives: Mapping[str, str], fused: bool, blocks: bool) -> Software:
     """A record of what `Topology.with_software` takes."""
     ways = tuple(AxisCollectives(axis, way) for axis, way in sorted(collectives.items()) if way != EARLY)
-    return Software(attention, ways, fused)
+    return Software(attention, ways, fused, blocks)

@@ -235,12 +235,15 @@ class Topology:
         others = tuple(device for device in self.ranks if device.rank != rank)
         return attrs.evolve(self, ranks=(*others, RankDevice(rank, speed, capacity_bytes)))
 
-    def with_software(self, attention: str = "", collectives: Mapping[str, str] | None = None, fused: bool = False) -> Topology:
+    def with_software(
+        self, attention: str = "", collectives: Mapping[str, str] | None = None, fused: bool = False, blocks: bool = False
+    ) -> Topology:
         """The same machine, on which other software runs the step: what a plan for it says is to be compared with that software's runs.
 
         attention: the kernel by whose rates attention counts, of those that the device's file has ("flash", "cudnn", "triton", "flash3");
         "" for the quickest of torch's. collectives: mesh axis -> "early" (as here), "waits" or "chunks", see `colofunc.mesh.software`.
-        fused: it has kernels by hand for what stands between products; what is compiled is `step.on("compiled")`.
+        fused: it has kernels by hand for what stands between products; what is compiled is `step.on("compiled")`. blocks: no collective has
+        parameters of two blocks (modules with a number), as in FSDP; here as many go together as a message's latency makes worth it.
 
         Plans only: a step that runs uses its own kernels. Raises TopologyError for a kernel without rates, or a way that there is not.
         """
@@ -248,7 +251,7 @@ class Topology:
         if attention and attention not in known:
             there = f"; it has rates of {', '.join(known)}" if known else "; it has rates of no kernel: plan for one that was measured"
             raise TopologyError(f"device {self.device.name!r} has no attention by {attention!r}{near(attention, known)}{there}")
-        return attrs.evolve(self, software=software(attention, collectives or {}, fused))
+        return attrs.evolve(self, software=software(attention, collectives or {}, fused, blocks))
 
     def rank(self, rank: int) -> RankDevice:
         """What is known of the device of a rank."""

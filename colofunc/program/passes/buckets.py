@@ -7,11 +7,13 @@ collectives of the same kind, axes and dtype share one buffer where a latency co
 
 Gathers move up to the first of their bucket, whose operands are there already; reductions wait for the last of theirs,
 as long as nobody reads a result in between. A bucket is closed where its transfer takes many latencies, so that what
-follows can still overlap it. The order is part of the program, hence the same on all ranks.
+follows can still overlap it. The order is part of the program, hence the same on all ranks. Where a machine is said to run software that
+gathers a block at a time (`Software.blocks`), no bucket has members of two.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from math import inf
@@ -30,6 +32,7 @@ from colofunc.program.passes.merge import merge
 COPIES = 4  # reads and writes of a byte that goes into a buffer and out again
 LATENCIES = 20  # a bucket is full when its transfer takes this many
 NONE: frozenset[int] = frozenset()
+_NUMBERED = re.compile(r"(.*?\b\d+)(?:\.|$)")
 _KINDS = ("colofunc.all_gather", "colofunc.reduce_scatter", "colofunc.all_reduce")
 
 
@@ -112,7 +115,8 @@ def _find(program: Program, mesh: Mesh, apart: frozenset[int], most: Most) -> li
             continue
         # What is gathered anew in backward was let go of in between.
         phase = node.phase if kind == "all_gather" else ""
-        key = (kind, node.args[1:], node.on, program.values[node.refs[0]].dtype, phase)
+        block = _block(node.path) if mesh.topology.software.blocks else ""
+        key = (kind, node.args[1:], node.on, program.values[node.refs[0]].dtype, phase, block)
         used = first.get(node.outs[0], len(program.nodes)) if node.outs[0] is not None else len(program.nodes)
         bucket = open_buckets.get(key)
         together = nbytes + (0 if bucket is None else bucket.nbytes)
@@ -133,6 +137,12 @@ def _find(program: Program, mesh: Mesh, apart: frozenset[int], most: Most) -> li
             reduced[node.outs[0]] = open_buckets[key]
         every.append(open_buckets[key])
     return every
+
+
+def _block(path: str) -> str:
+    """The outermost numbered module on a path, "" for none: `layers.3` of `layers.3.mlp.up`."""
+    found = _NUMBERED.match(path)
+    return "" if found is None else found.group(1)
 
 
 def _first_reads(program: Program) -> dict[int, int]:
