@@ -3,7 +3,7 @@
 Problem: in mixed precision a gradient in bfloat16 meets a float32 parameter. To cast it as a whole writes and reads four bytes an
 element more than the update needs, and holds them. Idea: one pass over memory reads the narrow gradient and writes parameter and
 states, by a kernel in C++ (`ext/cuda/cpu/update.cpp`). Without a compiler torch's fused kernel works on a block at a time, whose cast
-stays in the cache; a parameter of one block is cast as before. AdamW's kernel takes a float32 gradient, too, for it is faster than torch's.
+stays in the cache; a parameter of one block is cast as before. AdamW's kernel takes a float32 gradient, too.
 
     adamw_host_(param, grad, exp_avg, exp_avg_sq, step, lr, 0.9, 0.999, 1e-8, 0.01, True, False, None)    # float32, grad bfloat16
 
@@ -66,7 +66,7 @@ def asks_kernel(param: Tensor, grad: Tensor) -> bool:
 
 
 def adamw_asks_kernel(param: Tensor, grad: Tensor) -> bool:
-    """The same for AdamW, whose kernel is faster than torch's with a float32 gradient, too; SGD's is not."""
+    """The same for AdamW, whose kernel gains with large float32 gradients, too; SGD's does not below tens of millions of elements."""
     if grad.dtype not in HOST_GRADS or not param.is_cpu or (grad.dtype == torch.float32 and param.numel() < WIDE_FROM):
         return False
     return native.ready("cpu")
