@@ -211,6 +211,7 @@ COMMON: dict[str, Callable[[torch.Tensor], Any]] = {
     "take_along_dim": lambda x: torch.take_along_dim(x, I[:, None], 0),
     "scatter": lambda x: x.scatter(1, x.argmin(1, keepdim=True), 9.0),
     "embedding": lambda x: F.embedding(I, x),
+    "embedding with a sparse gradient": lambda x: F.embedding(I, x, sparse=True),
     "one_hot": lambda x: F.one_hot((x[:, 0] > 0).long(), 2),
     "trace": lambda x: x[:4].trace(),
     "quantile": lambda x: x.quantile(0.3),

@@ -247,8 +247,12 @@ def _dense_gradient(function: Any, position: int) -> Handler:
     """`sparse`, the argument at `position`, asks for a gradient in another format. It has the same numbers dense, as all of a step is."""
 
     def handle(mode: Canonical, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("sparse", None)
-        return function(*(False if k == position else x for k, x in enumerate(args)), **kwargs)
+        is_sparse = args[position] if len(args) > position else kwargs.get("sparse", False)
+        if not is_sparse:
+            return NotImplemented
+        if len(args) > position:
+            return function(*args[:position], False, *args[position + 1 :], **kwargs)
+        return function(*args, **{**kwargs, "sparse": False})
 
     return handle
 
