@@ -77,10 +77,11 @@ def machine(run: Run, is_sheet: bool = False) -> Topology:
         link = attrs.evolve(outer, bandwidth_bytes_per_s=1e9 * run.uplink_gb_s, sharing="uplink")
         sheet = attrs.evolve(sheet, levels=(*inner, link))
     collectives, by_hand = {"tp": run.collectives}, run.fused == "by hand"
+    is_fsdp = run.zero == 3  # of all runs here that split parameters; its units are blocks
     if is_sheet:
-        return sheet.with_software(collectives=collectives, fused=by_hand)
+        return sheet.with_software(collectives=collectives, fused=by_hand, blocks=is_fsdp)
     reached = attrs.evolve(attainable(sheet), name=run.topology)
-    return reached.with_software(run.attention, collectives, fused=by_hand)
+    return reached.with_software(run.attention, collectives, fused=by_hand, blocks=is_fsdp)
 
 
 def roomy(topology: Topology) -> Topology:

@@ -100,13 +100,14 @@ def quantize(
 
 def _staged(transforms: Sequence[Transform], step_fn: Any) -> Any:
     """The step with these transforms. Raises PlanError where one of them was applied before."""
-    remedies = {
-        QUANTIZE: "one cf.quantize with the globs of all weights in where=; scheme 'auto', which chooses one for each weight",
-        WIRE: "one cf.quantize with wire=",
+    twice = {
+        QUANTIZE: "quantize is applied twice to one step. Try: one cf.quantize with the globs of all weights in where=; scheme 'auto', which "
+        "chooses one for each weight",
+        WIRE: "quantize(wire=...) is applied twice to one step. Try: one of them",
     }
     for transform in transforms:
-        if isinstance(step_fn, Staged) and step_fn.transform(transform.name) is not None and transform.name in remedies:
-            raise PlanError(f"{transform.name} is applied twice to one step. Try: {remedies[transform.name]}")
+        if isinstance(step_fn, Staged) and step_fn.transform(transform.name) is not None and transform.name in twice:
+            raise PlanError(twice[transform.name])
         step_fn = stage(step_fn, transform)
     return step_fn
 
