@@ -101,8 +101,10 @@ def quantize(
 def _staged(transforms: Sequence[Transform], step_fn: Any) -> Any:
     """The step with these transforms. Raises PlanError where one of them was applied before."""
     twice = {
-        QUANTIZE: "quantize is applied twice to one step. Try: one cf.quantize with the globs of all weights in where=; scheme 'auto', which "
-        "chooses one for each weight",
+        QUANTIZE: (
+            "quantize is applied twice to one step. Try: one cf.quantize with the globs of all weights in where=; scheme 'auto', which "
+            "chooses one for each weight"
+        ),
         WIRE: "quantize(wire=...) is applied twice to one step. Try: one of them",
     }
     for transform in transforms:
