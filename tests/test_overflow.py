@@ -7,10 +7,9 @@ import torch
 from colofunc_plugins import zero
 
 import colofunc as cf
-from colofunc.program.tracing.kept import join_kept
 from colofunc.testing.check import comparable, policy_of
 from colofunc.testing.models import Language
-from colofunc.transforms.precision import KEY, split_scale
+from colofunc.transforms.precision import LOSS_SCALE
 
 
 def test_a_dynamic_scale_overflows_in_the_sum_of_one_device_and_not_on_the_mesh() -> None:
@@ -118,4 +117,4 @@ def test_a_wrong_step_is_found_beside_an_overflow(where: str, spoiled: Any, mess
 def test_states_and_records_are_taken_apart_and_joined() -> None:
     record = {"scale": torch.tensor(4.0), "good": torch.tensor(1), "skipped": torch.tensor(0)}
     for bare in ({"w": torch.ones(2)}, (torch.ones(2),), [torch.ones(2)]):
-        assert split_scale(join_kept(bare, KEY, record)) == (record, bare)
+        assert LOSS_SCALE.split(LOSS_SCALE.join(bare, record)) == (record, bare)

@@ -322,7 +322,7 @@ class Bare:
         (lambda: cf.Policy(compute=16), r"16 is no dtype; write a name such as 'bf16'"),
         (lambda: cf.Policy(overrides={"*.head": "int4"}), r"overrides\['\*.head'\]='int4' is no precision"),
         (lambda: cf.Policy(loss_scale=-1), r"loss_scale=-1; write 'dynamic'"),
-        (lambda: cf.precision(lambda s, x: (s, x), "fp16").lower(Bare(torch.ones(1)), torch.ones(1)), r"type Bare here; .* a record"),
+        (lambda: cf.precision(lambda s, x: (s, x), "fp16").lower(Bare(torch.ones(1)), torch.ones(1)), r"type Bare here\. Try: .* a record"),
         (lambda: cf.precision(cf.precision(scaled_step, "bf16"), "fp16"), r"precision is applied twice"),
     ],
 )  # fmt: skip

@@ -414,7 +414,7 @@ def test_once_is_enough() -> None:
 
 def test_residuals_need_a_place_in_the_state() -> None:
     made = wired("int8", True)(lambda state, x: (state - x.sum(), x))
-    with pytest.raises(InputError, match=r"error_feedback=True\) keeps in the state what was not sent, and that is of type Tensor"):
+    with pytest.raises(InputError, match=r"error_feedback=True\) keeps what was not sent in the state, which is of type Tensor"):
         made(torch.ones(64, 64), torch.ones(4))
 
 

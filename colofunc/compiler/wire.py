@@ -25,7 +25,6 @@ from torch import Tensor
 from colofunc.compiler.transform import Build, Transform
 from colofunc.dtensor.roles import give_role, role_of
 from colofunc.dtensor.tensor import DTensor
-from colofunc.errors import InputError
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
 from colofunc.ops.wire import CARRY, Scheme, residual
@@ -34,7 +33,7 @@ from colofunc.program.ir import Program
 from colofunc.program.lazy import zeros_like
 from colofunc.program.passes.wide_sums import gradients_of, toward
 from colofunc.program.passes.wire import LEAST, narrow_sums, saved_bytes, with_residuals
-from colofunc.program.tracing.kept import join_kept, split_kept, state_of
+from colofunc.program.tracing.kept import Kept, state_of
 from colofunc.program.tracing.roles import mark
 from colofunc.program.tracing.tree import flatten, walk
 from colofunc.spec.layout import Layout
@@ -43,6 +42,7 @@ from colofunc.spec.strategies import enumerate_layouts
 WIRE = "quantize_wire"
 KEY = "error_feedback"
 FIELD = "residual"
+RESIDUALS = Kept(KEY, (FIELD,), "cf.quantize(error_feedback=True) keeps what was not sent")
 LAST_RESORT_BYTES = 1 << 10
 """What an element counts on the wire where a gradient would be summed before what was left is added to it."""
 
@@ -100,16 +100,8 @@ def _saved(scheme: Scheme, program: Program, local: Program) -> Sequence[str]:
 
 def _split(state: Any) -> tuple[Any, Any]:
     """(the residuals, None where there are none yet; the state without them)."""
-    try:
-        record, bare = split_kept(state, KEY, (FIELD,))
-    except LookupError:
-        kind = type(state).__name__
-    else:
-        return (None if record is None else record[FIELD]), bare
-    raise InputError(
-        f"cf.quantize(error_feedback=True) keeps in the state what was not sent, and that is of type {kind} here. Try: a dict or tuple as "
-        f"argument 0 of the step, such as {{'params': ..., 'opt': ...}}; a record with the field `{KEY}: Any = None`"
-    )
+    record, bare = RESIDUALS.split(state)
+    return (None if record is None else record[FIELD]), bare
 
 
 def _grown(build: Build) -> Build:
@@ -124,7 +116,7 @@ def _grown(build: Build) -> Build:
     if known is not None and found.keys() == known.keys():
         return build
     give_role("buffer", found.values())  # plans for optimizer state do not speak of it
-    return build.evolve(state=join_kept(bare, KEY, {FIELD: found}))
+    return build.evolve(state=RESIDUALS.join(bare, {FIELD: found}))
 
 
 def _may_be_trained(leaf: Tensor) -> bool:
@@ -151,7 +143,7 @@ def _wrapped(build: Build) -> Build:
         if flatten(new)[1].key() != flatten(state)[1].key():
             return out  # evaluates, and returns no state
         left = {key: residual(leaf, key.removesuffix(".residual")) for key, leaf in known.items()}
-        return back(join_kept(new, KEY, {FIELD: left}))
+        return back(RESIDUALS.join(new, {FIELD: left}))
 
     return build.evolve(fn=stepped)
 

@@ -28,10 +28,10 @@ from colofunc.ops import canonical
 from colofunc.ops.dtypes import Policy
 from colofunc.ops.updates import UPDATES
 from colofunc.program.ir import Program, Ref
-from colofunc.program.tracing.kept import join_kept, state_of
+from colofunc.program.tracing.kept import state_of
 from colofunc.program.tracing.tree import map_tensors, walk_keys
 from colofunc.testing.trees import NARROW, compare, plain_copy
-from colofunc.transforms.precision import KEY, next_scale, split_scale
+from colofunc.transforms.precision import LOSS_SCALE, next_scale
 
 FIRST_SEED = 1234
 
@@ -165,14 +165,14 @@ def comparable(policy: Policy, state: Any, got: Any, expected: Any, ranks: int, 
     """
     if not _returns(expected, state) or _taken(got) == _taken(expected):
         return got, expected, state
-    record, bare = split_scale(state)
+    record, bare = LOSS_SCALE.split(state)
     small = record["scale"] / 2 ** (ranks.bit_length() + 1)
-    smaller = join_kept(bare, KEY, {**record, "scale": small})
+    smaller = LOSS_SCALE.join(bare, {**record, "scale": small})
     expected = device_run(smaller)
     if _taken(got):
         mesh_took = got
     else:
-        skipped = join_kept(bare, KEY, next_scale(policy, record, torch.tensor(False)))
+        skipped = LOSS_SCALE.join(bare, next_scale(policy, record, torch.tensor(False)))
         compare(state_of(got)[0], skipped, f"{where}the state of a step that was skipped", tolerance=0.0)
         mesh_took = mesh_run(smaller)
     if not (_taken(mesh_took) and _taken(expected)):
@@ -185,7 +185,7 @@ def comparable(policy: Policy, state: Any, got: Any, expected: Any, ranks: int, 
     # What the mesh took with the scale as it was: the numbers are those of the smaller one, the record is not.
     new, back = state_of(expected)
     after = next_scale(policy, record, torch.tensor(True))
-    return got, back(join_kept(split_scale(new)[1], KEY, after)), smaller
+    return got, back(LOSS_SCALE.join(LOSS_SCALE.split(new)[1], after)), smaller
 
 
 def _returns(out: Any, state: Any) -> bool:
@@ -195,7 +195,7 @@ def _returns(out: Any, state: Any) -> bool:
 
 def _taken(out: Any) -> bool:
     """Whether a step was taken, from the loss scale in what it returned."""
-    return int(split_scale(state_of(out)[0])[0]["skipped"]) == 0
+    return int(LOSS_SCALE.split(state_of(out)[0])[0]["skipped"]) == 0
 
 
 # ---- bounds of one call ----

@@ -41,13 +41,14 @@ from colofunc.ops.quantized_frozen import reading
 from colofunc.ops.quantized_inputs import LinearCalls, WeightNames
 from colofunc.ops.small_floats import LARGEST
 from colofunc.planner.plan import matches
-from colofunc.program.tracing.kept import join_kept, split_kept, state_of
+from colofunc.program.tracing.kept import Kept, state_of
 from colofunc.program.tracing.meta import phase
 from colofunc.program.tracing.roles import mark
 from colofunc.program.tracing.tree import flatten, walk
 
 KEY = "fp8"
 FIELD = "amax_history"
+AMAX_HISTORY = Kept(KEY, (FIELD,), "cf.fp8(scaling='delayed') keeps largest numbers", "scaling='tensorwise', which keeps none")
 HISTORY = 16
 
 
@@ -99,17 +100,8 @@ class _Asked:
 
 def _split(state: Any) -> tuple[Any, Any]:
     """(largest numbers of earlier steps, None where there are none yet; the state without them)."""
-    try:
-        record, bare = split_kept(state, KEY, (FIELD,))
-    except LookupError:
-        kind = type(state).__name__
-    else:
-        return (None if record is None else record[FIELD]), bare
-    raise InputError(
-        f"cf.fp8(scaling='delayed') keeps largest numbers in the state, which is of type {kind} here. Try: a dict or tuple as argument 0 "
-        f"of the step, such as {{'params': ..., 'opt': ...}}; a record with the field `{KEY}: Any = None`; scaling='tensorwise', which "
-        "keeps none"
-    )
+    record, bare = AMAX_HISTORY.split(state)
+    return (None if record is None else record[FIELD]), bare
 
 
 def _grown(asked: _Asked, build: Build) -> Build:
@@ -130,7 +122,7 @@ def _grown(asked: _Asked, build: Build) -> Build:
     if known is not None and found.keys() == known.keys():
         return build
     give_role("buffer", found.values())  # as running statistics: every rank has all of them
-    return build.evolve(state=join_kept(bare, KEY, {FIELD: found}))
+    return build.evolve(state=AMAX_HISTORY.join(bare, {FIELD: found}))
 
 
 def _may_be_weight(leaf: Tensor) -> bool:
@@ -158,7 +150,7 @@ def _wrapped(asked: _Asked, build: Build) -> Build:
         new, back = state_of(out)
         if flatten(new)[1].key() != flatten(state)[1].key():
             return out  # evaluates, and returns no state
-        return back(join_kept(new, KEY, {FIELD: layers.next_history()}))
+        return back(AMAX_HISTORY.join(new, {FIELD: layers.next_history()}))
 
     return build.evolve(fn=stepped)
 

@@ -34,10 +34,12 @@ from colofunc.ops.dtypes import Policy, floating
 from colofunc.ops.policy import Mixed
 from colofunc.planner.sharding.constraints import Constraints
 from colofunc.program.passes.wide_sums import gradients, wide_sums
-from colofunc.program.tracing.kept import join_kept, split_kept, state_of
+from colofunc.program.tracing.kept import Kept, state_of
 from colofunc.program.tracing.tree import flatten, unflatten
 
-KEY = "loss_scale"
+LOSS_SCALE = Kept(
+    "loss_scale", ("scale", "good", "skipped"), "cf.precision('fp16') keeps its loss scale", "bf16, which needs none"
+)  # fmt: skip
 FIRST = 32768.0  # the largest power of two in float16, so that a loss in float16 can be scaled by it
 GROWS_AFTER = 2000  # good steps in a row
 LEAST = 1.0
@@ -97,13 +99,13 @@ class _Grow:
             state = unflatten(tree, [t.to(wide) if _narrower(t, wide) else t for t in leaves])
         if self.policy.scales is None:
             return state
-        record, bare = split_scale(state)
+        record, bare = LOSS_SCALE.split(state)
         if record is not None:
             self._look(record)
             return state
         first = FIRST if self.policy.scales == "dynamic" else float(self.policy.scales)
         zero = torch.zeros((), dtype=torch.int64)
-        return join_kept(bare, KEY, {"scale": torch.tensor(first), "good": zero, "skipped": zero.clone()})
+        return LOSS_SCALE.join(bare, {"scale": torch.tensor(first), "good": zero, "skipped": zero.clone()})
 
     def _look(self, record: Any) -> None:
         self.calls += 1
@@ -122,18 +124,6 @@ def _narrower(t: Tensor, wide: torch.dtype) -> bool:
     return t.is_floating_point() and t.dtype.itemsize < wide.itemsize
 
 
-def split_scale(state: Any) -> tuple[Any, Any]:
-    """(the loss scale in a state, None where there is none yet; the state without it). Raises InputError where it has no place."""
-    try:
-        return split_kept(state, KEY, ("scale", "good", "skipped"))
-    except LookupError:
-        kind = type(state).__name__
-    raise InputError(
-        f"the loss scale is kept in the state, which is of type {kind} here; make argument 0 of the step a dict or tuple, "
-        f"such as {{'params': ..., 'opt': ...}}, give a record the field `{KEY}: Any = None`, or compute in bf16, which needs no scale"
-    )
-
-
 # ---- the step ----
 
 
@@ -147,7 +137,7 @@ def _wrapped(policy: Policy, build: Build) -> Build:
                 out = fn(*args)
             mixed.check_overrides()
             return _checked(args, out)
-        record, state = split_scale(args[0])
+        record, state = LOSS_SCALE.split(args[0])
         with Mixed(policy, record["scale"]) as mixed:
             out = _checked((state,), fn(state, *args[1:]))
         mixed.check_overrides()
@@ -186,9 +176,9 @@ def _scaled(policy: Policy, record: Any, state: Any, out: Any, mixed: Mixed) -> 
         return out  # evaluates, and returns no state
     finite = mixed.all_finite()
     if finite is None:
-        return back(join_kept(new, KEY, record))
+        return back(LOSS_SCALE.join(new, record))
     kept = [mixed.chosen(b, a) for a, b in zip(old_leaves, leaves, strict=True)]
-    return back(join_kept(unflatten(tree, kept), KEY, next_scale(policy, record, finite)))
+    return back(LOSS_SCALE.join(unflatten(tree, kept), next_scale(policy, record, finite)))
 
 
 def next_scale(policy: Policy, record: Any, finite: Tensor) -> dict[str, Tensor]:
