@@ -30,7 +30,8 @@ LEAVES = (Tensor, PackedRows)
 
 def checked_globs(caches: Any) -> Globs:
     """Globs over caches' names. Raises InputError where they are something else."""
-    globs = (caches,) if isinstance(caches, str) else tuple(caches) if isinstance(caches, Iterable) else (caches,)
+    is_several = isinstance(caches, Iterable) and not isinstance(caches, str)
+    globs = tuple(caches) if is_several else (caches,)
     if not all(isinstance(glob, str) and glob for glob in globs):
         raise InputError(f"cf.quantize(caches={caches!r}): give a glob over names of caches, or several. Try: caches='*cache*'")
     return globs

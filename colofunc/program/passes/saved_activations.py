@@ -144,14 +144,13 @@ def bytes_kept(program: Program) -> tuple[int, int, int]:
 
 
 def _kept(program: Program) -> list[_Saved]:
-    """The values that are kept packed."""
+    """The values that are kept packed: those that lie while another one is read in backward, which is then gone."""
     every = [saved for saved in map(_Reads(program).of, _makers(program)) if saved is not None]
-    return [saved for saved in every if any(_within(other, saved) for other in every)]
+    return [saved for saved in every if any(_frees_before(other, saved) for other in every)]
 
 
-def _within(other: _Saved, saved: _Saved) -> bool:
-    """Whether another kept value is first read in backward before this one, and was made while forward no longer read this one
-    or reads it as long."""
+def _frees_before(other: _Saved, saved: _Saved) -> bool:
+    """Whether backward comes to another kept value before this one, and forward is done with this one no later than with the other."""
     return other.read[0] < saved.read[0] and other.last >= saved.last
 
 
