@@ -130,3 +130,60 @@ def test_under_autocast_it_is_computed_in_float32():
     got = full(cf.shard(step, cf.Mesh(dp=2))(*arguments))
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, step(*arguments), rtol=1e-6, atol=0)
+
+
+def joined_by_a_mask(x: torch.Tensor, labels: torch.Tensor, lengths: torch.Tensor) -> Any:
+    """As transformers joins targets: how many there are is known to the values alone."""
+    mask = labels >= 0
+    targets = torch.masked_select(labels, mask)
+    return cf.value_and_grad(lambda x: F.ctc_loss(x.log_softmax(-1), targets, lengths, mask.sum(-1), zero_infinity=True))(x)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 3, "tp": 2}])
+@pytest.mark.parametrize("left_out", ["behind", "between", "all", "none"])
+def test_targets_that_a_mask_joins(axes, left_out):
+    labels = ROWS.clone()
+    if left_out == "behind":
+        labels[torch.arange(4) >= LENGTHS[:, None]] = -100
+    elif left_out == "between":
+        labels[::2, 1] = -100
+    elif left_out == "all":
+        labels[:] = -100
+    step = cf.shard(joined_by_a_mask, cf.Mesh(**axes), in_specs=("t (dp n) c", "(dp n) s", "(dp n)"))
+    equal(step(SCORES, labels, INPUTS), joined_by_a_mask(SCORES, labels, INPUTS))
+
+
+OTHER_USES = {
+    "shape": lambda selected: torch.zeros(selected.shape),
+    "sum": lambda selected: selected.sum(),
+    "arithmetic": lambda selected: 1 + selected,
+    "in a list": lambda selected: torch.cat([selected, selected]),
+    "index": lambda selected: torch.arange(9)[selected],
+    "result": lambda selected: selected,
+    "loop": list,
+    "length": len,
+}
+
+
+@pytest.mark.parametrize("use", OTHER_USES.values(), ids=OTHER_USES)
+def test_every_other_use_of_what_a_mask_joins_needs_its_size(use):
+    step = cf.shard(lambda labels: use(labels.masked_select(labels > 0)), cf.Mesh(dp=2))
+    with pytest.raises(cf.TraceError, match=r"aten.masked_select.default makes a result of a shape .* at test_ctc.py:\d+"):
+        step(ROWS)
+
+
+@pytest.mark.sweep
+def test_a_speech_model_of_transformers_trains():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Wav2Vec2Config(
+        vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, conv_dim=[8, 8],
+        conv_stride=[5, 2], conv_kernel=[10, 3], num_feat_extract_layers=2, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+        layerdrop=0.0, mask_time_prob=0.0,
+    )  # fmt: skip
+    labels = torch.randint(1, 16, (4, 5))
+    labels[1::2, 3:] = -100
+    with cf.testing.float64():
+        model = cf.functional(transformers.Wav2Vec2ForCTC(config).double())
+        step, state = cf.train_step(model, cf.adapt(torch.optim.SGD, lr=1e-2), loss=lambda out: out.loss)
+        sharded = cf.shard(step, cf.Mesh(dp=2), zero(3, "dp"))
+        cf.testing.check(sharded, state, {"input_values": torch.randn(4, 200), "labels": labels}, steps=1)

@@ -40,6 +40,7 @@ from colofunc.ops.linear import linear
 from colofunc.ops.lstm import layer as lstm_layer
 from colofunc.ops.norms import rms_norm
 from colofunc.ops.seeds import draw_seed, stream
+from colofunc.ops.selected import Selected, select
 
 # Functions written in Python that call what is replaced: their bodies run under the mode again.
 OPENED = ("torch.nn.functional", "torch.nn.init", "torch.functional", "torch._jit_internal")
@@ -326,11 +327,22 @@ def _ctc_loss(
     zero_infinity: bool = False,
 ) -> Any:  # fmt: skip
     as_tensors = [isinstance(given, Tensor) for given in (input_lengths, target_lengths)]
-    if log_probs.dim() not in (2, 3) or targets.dim() not in (1, 2) or (any(as_tensors) and not all(as_tensors)):
+    joined = isinstance(targets, Selected)
+    if log_probs.dim() not in (2, 3) or (any(as_tensors) and not all(as_tensors)):
         return NotImplemented  # torch says what is wrong
+    if not joined and targets.dim() not in (1, 2):
+        return NotImplemented
     if _in_autocast():
         log_probs = log_probs.float() if log_probs.dtype in (torch.float16, torch.bfloat16) else log_probs
     return reduced_ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+
+
+def _masked_select(mode: Canonical, input: Tensor, mask: Tensor) -> Any:
+    """Its size is a value: where a step is traced, and the mask depends on its inputs, what is selected is kept in two parts."""
+    try:
+        return torch.masked_select(input, mask)
+    except TraceError as refusal:
+        return select(input, mask, refusal)
 
 
 def _lstm(
@@ -364,6 +376,8 @@ def _lstm(
 HANDLERS: dict[Any, Handler] = {
     torch.ctc_loss: _ctc_loss,
     torch.lstm: _lstm,
+    torch.masked_select: _masked_select,
+    Tensor.masked_select: _masked_select,
     torch.embedding: _dense_gradient(torch.embedding, 4),
     torch.embedding_bag: _dense_gradient(torch.embedding_bag, 5),
     F.grouped_mm: _grouped_mm,

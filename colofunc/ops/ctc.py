@@ -20,6 +20,7 @@ from torch import Tensor
 
 from colofunc.errors import InputError, TraceError
 from colofunc.ops.define import define
+from colofunc.ops.selected import Selected, padded
 
 MEAN, SUM = 1, 2  # torch's numbers of reductions
 Lengths = Tensor | Sequence[int]
@@ -89,14 +90,19 @@ def reduced_ctc_loss(
     batched = log_probs.dim() == 3
     scores = log_probs if batched else log_probs.unsqueeze(1)
     inputs, lengths = (_as_tensor(given, scores) for given in (input_lengths, target_lengths))
-    if targets.dim() == 1:
+    total: Tensor | int | None = None  # of targets that are joined to one
+    if isinstance(targets, Selected):
+        targets, total = padded(targets)
+    elif targets.dim() == 1:
+        total = targets.shape[0]
+    if total is None:
+        in_rows = lengths
+    else:
         longest = None
         if not isinstance(target_lengths, Tensor):
             longest = max([0, *target_lengths])
-            _check_total(targets, target_lengths)
-        targets, in_rows = _rows(targets, lengths, scores.shape[0], longest)
-    else:
-        in_rows = lengths
+            _check_total(total, target_lengths)
+        targets, in_rows = _rows(targets, total, lengths, scores.shape[0], longest)
     losses = ctc_loss.apply(scores, targets, inputs, in_rows, blank, zero_infinity)
     if zero_infinity:
         losses = torch.where(losses == float("inf"), 0.0, losses)
@@ -113,27 +119,27 @@ def _as_tensor(lengths: Lengths, scores: Tensor) -> Tensor:
     return torch.tensor(list(lengths), dtype=torch.int64, device=scores.device)
 
 
-def _check_total(targets: Tensor, lengths: Sequence[int]) -> None:
-    if sum(lengths) != targets.shape[0]:
+def _check_total(total: Tensor | int, lengths: Sequence[int]) -> None:
+    if isinstance(total, int) and sum(lengths) != total:
         raise InputError(
-            f"ctc_loss: concatenated targets {tuple(targets.shape)} and target_lengths that add up to {sum(lengths)}. "
+            f"ctc_loss: concatenated targets ({total},) and target_lengths that add up to {sum(lengths)}. "
             "Try: torch.cat of the targets of all samples, or targets (n, s) with a row for each"
         )
 
 
-def _rows(targets: Tensor, lengths: Tensor, steps: int, longest: int | None) -> tuple[Tensor, Tensor]:
-    """Concatenated targets as one row a sample, and how much of each row counts.
+def _rows(targets: Tensor, total: Tensor | int, lengths: Tensor, steps: int, longest: int | None) -> tuple[Tensor, Tensor]:
+    """Concatenated targets, of which the first `total` count, as one row a sample, and how much of each row counts.
 
     Where `longest` is not known, rows have one place more than there are steps: of a target that is longer than the inputs
     this much is as impossible as the whole.
     """
-    total = targets.shape[0]
-    size = min(total, steps + 1) if longest is None else longest
+    most = targets.shape[0]
+    size = min(most, steps + 1) if longest is None else longest
     if size == 0:
-        return targets.reshape(1, total)[:, :0].expand(lengths.shape[0], 0), lengths
+        return targets.reshape(1, most)[:, :0].expand(lengths.shape[0], 0), lengths
     ends = lengths.cumsum(0)
     place = torch.arange(size, device=targets.device)
     index = torch.where(place < lengths.unsqueeze(1), place + (ends - lengths).unsqueeze(1), 0)
     # Lengths that do not add up to what is there: places that do not exist, so that the lookup fails.
-    index = torch.where(ends[-1] == total, index, total)
+    index = torch.where(ends[-1] == total, index, most)
     return targets[index], lengths.clamp_max(size)

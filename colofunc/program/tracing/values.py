@@ -66,6 +66,12 @@ def item_of(rec: Recorder, tensor: torch.Tensor) -> Any:
         known = _assumed()
     if known is not None:
         return known
+    if _compares_uniform(rec, vid):
+        raise TraceError(
+            f"a random number decides at {user_line()} what runs, and a step is traced once: every call runs the same. Try: no such "
+            "choice (a model that leaves out layers: layerdrop=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0 in its config), "
+            "torch.where, or a bool that is drawn before the step and is an argument"
+        )
     raise data_dependent("Python asks for the value of a tensor")
 
 
@@ -92,17 +98,23 @@ def _outside_its_range(rec: Recorder, vid: int) -> bool | None:
     Transformers ask so for each layer whether it is left out, also where none is: `torch.rand([]) < self.layerdrop`, with 0.
     """
     compared = rec.producer.get(vid)
-    if compared is None or compared.target not in ALWAYS_BELOW:
+    if not _compares_uniform(rec, vid) or compared is None:
         return None
-    number, bound = compared.args
-    drawn = rec.producer.get(number.id)
-    if drawn is None or drawn.target != "colofunc.random_uniform":
-        return None
+    bound = compared.args[1]
     below = ALWAYS_BELOW[compared.target]
     if bound >= 1:
         return below
     # Nothing drawn is below 0, and 0 itself may be.
     return not below if bound < 0 or (bound == 0 and compared.target in ("aten.lt.Scalar", "aten.ge.Scalar")) else None
+
+
+def _compares_uniform(rec: Recorder, vid: int) -> bool:
+    """Whether a value says how a uniform random number compares with a number."""
+    compared = rec.producer.get(vid)
+    if compared is None or compared.target not in ALWAYS_BELOW:
+        return False
+    drawn = rec.producer.get(compared.args[0].id)
+    return drawn is not None and drawn.target == "colofunc.random_uniform"
 
 
 def data_dependent(what: str) -> TraceError:
