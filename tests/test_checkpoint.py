@@ -144,6 +144,9 @@ def test_a_policy_over_the_budget_and_words_that_mean_nothing_are_errors() -> No
         cf.checkpoint(step, budget="1KB", policy="everything").lower(*args)
     with pytest.raises(cf.PlanError, match=r"no policy 'dotz'.*dots"):
         cf.checkpoint(step, policy="dotz")
+    for word, policy in {"full": "nothing", "selective": "dots", "none": "everything"}.items():
+        with pytest.raises(cf.PlanError, match=f"no policy '{word}'.* is policy='{policy}'"):
+            cf.checkpoint(step, policy=word)
     with pytest.raises(cf.PlanError, match=r"policy=\['dots'\]\): a policy is one name .*'dots'.* cf.save_only\('\*\.attn', '\*\.mlp'\)"):
         cf.checkpoint(step, policy=["dots"])  # type: ignore[arg-type]
     with pytest.raises(cf.ColofuncError, match=r"'6 gigs' is no size"):

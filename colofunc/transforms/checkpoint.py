@@ -55,6 +55,10 @@ def checkpoint(
     return stage(step_fn, transform)
 
 
+OTHER_WORDS = {"full": "nothing", "selective": "dots", "none": "everything"}
+"""What Megatron and torchtitan call recomputation -> the policy that does the same."""
+
+
 def _policy(policy: str | Policy) -> Policy | None:
     """None: by cost."""
     if isinstance(policy, Policy):
@@ -64,6 +68,11 @@ def _policy(policy: str | Policy) -> Policy | None:
         raise PlanError(
             f"cf.checkpoint(policy={policy!r}): a policy is one name ({', '.join(map(repr, names))}), or made by cf.save_only or cf.every; "
             "several modules go into one: cf.save_only('*.attn', '*.mlp')"
+        )
+    if policy in OTHER_WORDS:
+        raise PlanError(
+            f"cf.checkpoint has no policy {policy!r}: policies say, as JAX's, which activations are saved. "
+            f"Megatron's and torchtitan's {policy!r} is policy={OTHER_WORDS[policy]!r}"
         )
     if policy not in names:
         raise PlanError(f"cf.checkpoint has no policy {policy!r}{near(str(policy), names, 'policies')}; or cf.save_only(...), cf.every(n)")
