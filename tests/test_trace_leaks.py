@@ -1,5 +1,6 @@
 """Tensors of a trace that a step keeps outside are errors at that trace, with the line that made them."""
 
+import functools
 import gc
 import sys
 import types
@@ -102,3 +103,33 @@ def test_a_module_that_keeps_a_tensor_is_a_warning():
         trace(module, (torch.ones(3),))
     with pytest.raises(TraceError, match="a trace that has ended"):
         module.table + 1
+
+
+@pytest.mark.parametrize("size", [0, 8, None], ids=["nothing", "some", "everything"])
+@pytest.mark.parametrize("several", [False, True], ids=["a tensor", "a list"])
+def test_a_cache_of_a_function_is_emptied(size, several):
+    """Libraries remember tables of positions so."""
+
+    @functools.lru_cache(maxsize=size)
+    def table(n):
+        positions = torch.arange(n) * 2.0
+        return [positions, positions + 1] if several else positions
+
+    def step(x):
+        made = table(3)
+        return x * (made[1] if several else made) + (table(3)[1] if several else table(3))
+
+    for _ in range(2):
+        trace(step, (torch.ones(3),))
+        assert table.cache_info().currsize == 0
+    assert torch.is_tensor(table(3)[1]) and table(3)[1].tolist() == ([1.0, 3.0, 5.0] if several else 2.0)
+
+
+def test_what_a_cached_function_keeps_elsewhere_is_still_an_error():
+    @functools.lru_cache
+    def kept(x):
+        kept.last = x * 2
+        return kept.last
+
+    with pytest.raises(TraceError, match="the step keeps a tensor"):
+        trace(lambda x: kept(x) + 1, (torch.ones(3),))

@@ -10,11 +10,13 @@ that made it and what holds it. (Autograd graphs may form cycles: these are coll
 
 Libraries keep tables of positions in attributes of their modules. Of a model's modules such attributes are put back as
 they were, with a warning if what was kept depends on the step's inputs. Of other modules such a leak is a warning: the
-program is right, and whoever reads the attribute afterwards gets an error that says what it is.
+program is right, and whoever reads the attribute afterwards gets an error that says what it is. A function under
+`functools.lru_cache` remembers traced results, too; a cache may forget at any time, so it is emptied.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import types
 import warnings
@@ -36,7 +38,9 @@ def refuse_leaks(rec: Recorder) -> None:
     if not any(ref() is not None for ref in rec.made):
         return
     gc.collect()
-    alive = [tensor for tensor in (ref() for ref in rec.made) if tensor is not None]
+    if _empty_caches(_alive(rec)):
+        gc.collect()
+    alive = _alive(rec)
     ours = {id(alive)}  # and no closure here may hold a tensor: its cell would be one more holder
     in_modules = []
     for tensor in alive:
@@ -47,6 +51,25 @@ def refuse_leaks(rec: Recorder) -> None:
     if in_modules:
         tensor, where = in_modules[0]
         warnings.warn(f"the step keeps {_named(rec, tensor)} in {where}; {ADVICE}", stacklevel=2)
+
+
+def _alive(rec: Recorder) -> list[torch.Tensor]:
+    return [tensor for tensor in (ref() for ref in rec.made) if tensor is not None]
+
+
+def _empty_caches(tensors: list[torch.Tensor]) -> bool:
+    """Empty every `functools.lru_cache` that remembers one of the tensors, alone or in a list; whether there was one."""
+    emptied = False
+    held: list[Any] = list(tensors)
+    # A result lies in the cache, in a dict of the cache, or in a list in one of these.
+    for _ in range(3):
+        holders = gc.get_referrers(*held) if held else []
+        for holder in holders:
+            if isinstance(holder, functools._lru_cache_wrapper):
+                holder.cache_clear()
+                emptied = True
+        held = [holder for holder in holders if isinstance(holder, (list, tuple, dict)) and holder is not held]
+    return emptied
 
 
 def put_back_attributes(rec: Recorder) -> list[str]:
