@@ -38,7 +38,7 @@ from rich.console import Console
 
 from colofunc import errors, owned
 from colofunc.compiler.lowered import Lowered
-from colofunc.compiler.planning import least_budget_of
+from colofunc.compiler.memory_limits import device_limit_bytes
 from colofunc.compiler.staged import Staged, in_place_of
 from colofunc.errors import ColofuncError, InputError, MeshError, near
 from colofunc.mesh import PRESETS, Mesh, Topology, resolve_topology
@@ -110,7 +110,7 @@ def plan(
         staged = placed(step, axes, machine(device, topology, host, budget, disk), wanted, directory(disk))
         with errors_of(target, ours=True):
             low: Lowered = staged.lower(*args)
-        budget_bytes = least_budget_of(staged, low.priced)
+        budget_bytes = device_limit_bytes(staged, low.priced)
         report(console, low, target, rows, budget_bytes, bool(disk))
         written(console, low, target, budget_bytes, picture, trace, save)
     except ColofuncError as error:
