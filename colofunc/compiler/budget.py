@@ -9,15 +9,16 @@ plan is made, completed and counted, and made again with less in mind until what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from math import inf
 
 import attrs
 
 from colofunc.compiler.completion import Completion
-from colofunc.compiler.decisions import Candidates, Decided, assigned, decide
+from colofunc.compiler.decisions import Decided
 from colofunc.compiler.least_budget import Search, Trial, budget_text, glance, least_budget
+from colofunc.compiler.sharder import Sharder, Sharding
 from colofunc.errors import CapacityError, PlanError
 from colofunc.planner.candidate import Fitted
 from colofunc.planner.joint import (
@@ -32,7 +33,6 @@ from colofunc.planner.joint import (
 )
 from colofunc.planner.sharding.assign import Assignment, Memo, OverBudget, in_model_of, others
 from colofunc.planner.sharding.by_axes import MOST_AXES
-from colofunc.planner.sharding.constraints import Constraints
 from colofunc.planner.sharding.lower_bound import arguments_at_least, at_least_any
 from colofunc.program.ir import Program
 
@@ -46,9 +46,6 @@ TOLERANCE, CLEARLY_SLOWER = 0.01, 0.05
 """A known sharding is kept where another one is faster by at most TOLERANCE; it is not counted where the search says that it is slower by
 more than CLEARLY_SLOWER."""
 
-Sharding = Callable[[], Decided]
-"""A sharding whose plan is written at the first call: of hundreds that are proposed few are finished."""
-
 
 class DoesNotFit(PlanError):
     """No plan was found within the budget, and the least was not looked for. peak_bytes: of the leanest that was tried."""
@@ -56,55 +53,6 @@ class DoesNotFit(PlanError):
     def __init__(self, peak_bytes: int) -> None:
         super().__init__(f"the leanest plan that was tried has a peak of {budget_text(peak_bytes)}")
         self.peak_bytes = peak_bytes
-
-
-@attrs.frozen(eq=False)
-class Sharder:
-    """Asks the planner for shardings of one step. `named`: axis -> the plan that speaks for it. `axes`: those that are searched."""
-
-    completion: Completion
-    candidates: Candidates
-    constraints: Constraints
-    named: Mapping[str, str]
-    axes: tuple[str, ...]
-
-    def assign(self, budget_bytes: int | None, price_s: float = 0.0) -> Assignment:
-        """The cheapest found that is estimated to fit, where a byte at the peak costs `price_s`."""
-        completion = self.completion
-        return assigned(
-            completion.program, completion.mesh, self.candidates, self.constraints, self.axes, budget_bytes, price_s
-        )
-
-    def decide(self, budget_bytes: int | None, assignment: Assignment | None = None) -> Decided:
-        """The decisions of an assignment, or of the one that is found for the budget."""
-        completion = self.completion
-        return decide(
-            completion.program,
-            completion.mesh,
-            self.candidates,
-            self.constraints,
-            self.named,
-            self.axes,
-            budget_bytes,
-            assignment,
-        )
-
-    def propose(self, aim_bytes: int | None, price_s: float) -> Proposal[Sharding]:
-        return self.proposal(self.assign(aim_bytes, price_s), aim_bytes)
-
-    def proposal(self, assignment: Assignment, aim_bytes: int | None) -> Proposal[Sharding]:
-        sharding = cache(partial(self.decide, aim_bytes, assignment))
-        return Proposal(sharding, assignment.cost_s, assignment.peak_bytes, _key(assignment))
-
-    @property
-    def program(self) -> Program:
-        return self.completion.program
-
-
-def _key(assignment: Assignment) -> object:
-    """Equal for assignments that decide alike."""
-    strategies = [(strategy.name, strategy.ins, strategy.outs) for strategy in assignment.strategies]
-    return strategies, assignment.inputs, assignment.regather
 
 
 # ---- ways to a plan ----

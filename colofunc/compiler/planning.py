@@ -22,7 +22,7 @@ from typing import Any
 import attrs
 
 from colofunc import env
-from colofunc.compiler.budget import FailedSearch, Sharder, plan_from_known, plan_of, plan_within
+from colofunc.compiler.budget import FailedSearch, plan_from_known, plan_of, plan_within
 from colofunc.compiler.completion import Completion, ways_of
 from colofunc.compiler.decisions import Candidates, Decided
 from colofunc.compiler.input_places import (
@@ -39,6 +39,7 @@ from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.memory_limits import device_limit_bytes
 from colofunc.compiler.passes import REWRITES, Pass, Stages, run_passes
 from colofunc.compiler.plan_cache import decided_by, key_of, nearest, remembered
+from colofunc.compiler.sharder import Sharder
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.transform import Build, Hook, Rewrite, Transform, through
 from colofunc.compiler.user_constraints import constraints_of_user, staying, wished_axes, without_places, without_tiers
