@@ -1,7 +1,7 @@
 """Small steps for the joint decision: random cases, the programs that they are, and what the product decides for each.
 
 Layers with a few shardings each (seconds, bytes of state, bytes of activations, seconds between neighbours). What decides is
-the product's: `jointly.together`, `recompute.fit`, `offload`. `_joint_oracle.py` looks at every decision there is.
+the product's: `joint.decide_jointly`, `recompute.fit`, `offload`. `_joint_oracle.py` looks at every decision there is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import colofunc as cf
 from colofunc.errors import PlanError
 from colofunc.planner.candidate import Finish, Fitted
-from colofunc.planner.joint import Proposed, together
+from colofunc.planner.joint import Proposal, decide_jointly
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import offload
 from colofunc.planner.recompute.fastest import fit
@@ -154,19 +154,19 @@ class Deciding:
     prices: bool = True
     few: bool = True
     room: bool = True
-    known: dict[Choice, Proposed[Choice]] = attrs.field(factory=dict, init=False)
+    known: dict[Choice, Proposal[Choice]] = attrs.field(factory=dict, init=False)
 
     def seconds(self) -> float:
         """Seconds of what is decided; inf where nothing is found."""
-        best, _ = together(self.propose, self.finish, self.case.budget, every=self.every)
+        best, _ = decide_jointly(self.propose, self.finish, self.case.budget, others=self.others)
         return INF if best is None else best.total_s
 
-    def proposed(self, choice: Choice) -> Proposed[Choice]:
+    def proposed(self, choice: Choice) -> Proposal[Choice]:
         if choice not in self.known:
-            self.known[choice] = Proposed(choice, self.case.cost_s(choice), plain_bytes(self.case, choice), choice)
+            self.known[choice] = Proposal(choice, self.case.cost_s(choice), plain_bytes(self.case, choice), choice)
         return self.known[choice]
 
-    def propose(self, aim: int | None, price_s: float) -> Proposed[Choice]:
+    def propose(self, aim: int | None, price_s: float) -> Proposal[Choice]:
         fits = [p for p in map(self.proposed, self.case.choices()) if aim is None or p.peak_bytes <= aim]
         if not fits:
             raise PlanError("nothing is that lean")
@@ -192,7 +192,7 @@ class Deciding:
         fitted, leanest = fit(program, node_s, finished, budget, below_s)
         return fitted or leanest
 
-    def every(self, price_s: float | None) -> Iterator[Proposed[Choice]]:
+    def others(self, price_s: float | None) -> Iterator[Proposal[Choice]]:
         """All; or some, as `sharding.enumeration.more_choices` finds them."""
         some: list[Choice] = []
         if price_s is not None and self.few:

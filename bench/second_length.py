@@ -23,7 +23,7 @@ LENGTHS = 128, 192
 PART = 0.6
 """Of what a step holds without a budget."""
 SLOWER = 1.01
-"""A second plan may be this much slower than one from nothing: as `colofunc.compiler.budget.SAME` allows."""
+"""A second plan may be this much slower than one from nothing: as `colofunc.compiler.budget.TOLERANCE` allows."""
 PART_OF_WORK = 0.5
 """What planning another length may take of what planning it from nothing does."""
 CASES: dict[str, Callable[[Any, int], Any]] = {

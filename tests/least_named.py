@@ -12,8 +12,8 @@ from typing import Any, cast
 import attrs
 
 import colofunc as cf
-from colofunc.compiler.budget import Tried
 from colofunc.compiler.decisions import Decided
+from colofunc.compiler.least_budget import Trial
 from colofunc.planner.candidate import Fitted
 from colofunc.program.ir import Program
 
@@ -35,10 +35,10 @@ LIMITS: dict[str, Callable[[Callable[[cf.Mesh], Any], cf.Mesh, int], Any]] = {
 }
 
 
-def tried(peak_bytes: int, budget_bytes: int, more_s: float = 0.0) -> Tried:
+def tried(peak_bytes: int, budget_bytes: int, more_s: float = 0.0) -> Trial:
     """A plan of so many bytes, as a search would have found it."""
     program = Program((), (), (), {}, {}, (), "inplace")
-    return Tried(cast(Decided, None), Fitted(program, peak_bytes, more_s), budget_bytes)
+    return Trial(cast(Decided, None), Fitted(program, peak_bytes, more_s), budget_bytes)
 
 
 def peak(staged: Any, *args: Any) -> int:

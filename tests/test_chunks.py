@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import colofunc as cf
-from colofunc.compiler import budget
+from colofunc.compiler import sharder
 from colofunc.compiler.decisions import Decided, decide
 from colofunc.executors import distributed
 from colofunc.executors.distributed import overlapped
@@ -281,7 +281,7 @@ def test_the_planner_counts_gradients_as_they_are_reduced(monkeypatch: pytest.Mo
         estimates.append(decided.plan.peak_bytes)
         return decided
 
-    monkeypatch.setattr(budget, "decide", seen)
+    monkeypatch.setattr(sharder, "decide", seen)
     step, state, batch = deep(DP4)
     low = step.on("simulated").lower(state, batch)
     assert low.plan.peak_bytes == low.memory().peak_bytes["device"] == pytest.approx(estimates[-1], rel=0.15)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import colofunc as cf
 from colofunc import cli
+from colofunc.command.machine import machine
 from colofunc.program.lanes import LANES
 
 SCRIPT = """
@@ -107,12 +108,12 @@ def test_a_disk_that_is_not_here_is_planned_drawn_and_taken_over_by_the_step_tha
 
 
 def test_the_rates_of_a_disk_are_those_that_are_named(tmp_path):
-    mesh = cli.machine("a100-40g", "", "", "", "1GB,7GB/s,5GB/s")(cf.Mesh())
+    mesh = machine("a100-40g", "", "", "", "1GB,7GB/s,5GB/s")(cf.Mesh())
     assert mesh.capacity_bytes("disk") == 10**9
     assert mesh.copy_s(7e9, "disk", "host") == pytest.approx(1.0001) and mesh.copy_s(5e9, "host", "disk") == pytest.approx(1.0001)
-    plain, sized = (cli.machine("a100-40g", "", "", "", disk)(cf.Mesh()) for disk in ("", "2TB"))
+    plain, sized = (machine("a100-40g", "", "", "", disk)(cf.Mesh()) for disk in ("", "2TB"))
     assert sized.copy_s(1e9, "disk", "host") == plain.copy_s(1e9, "disk", "host") and sized.capacity_bytes("disk") == 2 * 10**12
-    here = cli.machine("a100-40g", "", "", "", str(tmp_path))(cf.Mesh()).capacity_bytes("disk")
+    here = machine("a100-40g", "", "", "", str(tmp_path))(cf.Mesh()).capacity_bytes("disk")
     assert 0 < here <= shutil.disk_usage(tmp_path).total
 
 
@@ -259,7 +260,7 @@ def test_an_error_of_the_script_is_its_own(tmp_path, lines, says, at):
 def test_a_defect_of_ours_is_not_taken_for_the_scripts(script, monkeypatch):
     inside = {}
     exec(compile("def lower(*_):\n    raise ZeroDivisionError('ours')", cli.__file__, "exec"), inside)
-    monkeypatch.setattr(cli.Staged, "lower", inside["lower"])
+    monkeypatch.setattr(cf.Staged, "lower", inside["lower"])
     done = CliRunner().invoke(cli.app, ["plan", f"{script}:step", "--device", "h100"])
     assert isinstance(done.exception, ZeroDivisionError)
 

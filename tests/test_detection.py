@@ -13,7 +13,7 @@ from pretended import Machine
 import colofunc as cf
 from colofunc import env
 from colofunc.compiler import machine
-from colofunc.compiler.planning import auto_bytes
+from colofunc.compiler.memory_limits import auto_bytes
 from colofunc.errors import PlanError, TopologyError
 from colofunc.mesh import KINDS, PRESETS, Mesh, Topology
 from colofunc.mesh.cost import rate

@@ -31,11 +31,11 @@ def test_shardings_between_the_fastest_and_the_leanest_are_found_without_a_plan(
     there = {"fast": (1.0, 100), "good": (1.5, 60), "also": (2.0, 40), "lean": (4.0, 10), "bad": (5.0, 60)}
     asked = list[float]()
 
-    def propose(aim: int | None, price_s: float) -> jointly_planned.Proposed[str]:
+    def propose(aim: int | None, price_s: float) -> jointly_planned.Proposal[str]:
         asked.append(price_s)
         leanest = "lean" if aim is not None else ""
         name = leanest or min(there, key=lambda name: there[name][0] + price_s * there[name][1])
-        return jointly_planned.Proposed(name, *there[name], key=[name])
+        return jointly_planned.Proposal(name, *there[name], key=[name])
 
     assert [one.plan for one in jointly_planned.frontier(propose, 8)] == ["fast", "good", "also", "lean"]
     assert asked[:2] == [0.0, 0.0] and asked[2] == 3.0 / 90
@@ -49,19 +49,19 @@ def test_sharding_alone_is_searched_where_its_bound_says_that_it_may_be_faster(h
     whatever needs no help takes 1.1 s at least. Where help takes 3 s the prices that are asked say no more than 2 s."""
     there, aims = {"fast": (1.0, 100), "lean": (3.0, 40)}, list[int]()
 
-    def propose(aim: int | None, price_s: float) -> jointly_planned.Proposed[str]:
+    def propose(aim: int | None, price_s: float) -> jointly_planned.Proposal[str]:
         if aim is not None:
             aims.append(aim)
         fits = [name for name, (_, nbytes) in there.items() if aim is None or nbytes <= aim]
         if not fits:
             raise PlanError("nothing is that lean")
         name = min(fits, key=lambda name: there[name][0] + price_s * there[name][1])
-        return jointly_planned.Proposed(name, *there[name], key=name)
+        return jointly_planned.Proposal(name, *there[name], key=name)
 
     def finish(name: str, below_s: float) -> Fitted:
         return tried(min(70, there[name][1]), 70, more_s=help_s if name == "fast" else 0.0).done
 
-    best, _ = jointly_planned.together(propose, finish, budget=70)
+    best, _ = jointly_planned.decide_jointly(propose, finish, budget_bytes=70)
     assert best is not None and best.total_s == min(1.0 + help_s, 3.0) and len(aims) == alone
 
 
@@ -70,18 +70,18 @@ def test_what_a_price_says_is_no_faster_is_not_finished(small: bool, finished: s
     """`good` needs 5 B less for .1 s, so at that price a byte `near`, with 39 B too much, would take 1.78 s."""
     there, done = {"fast": (1.0, 100), "good": (1.2, 65), "near": (1.01, 99), "lean": (1.4, 55)}, set[str]()
 
-    def propose(aim: int | None, price_s: float) -> jointly_planned.Proposed[str]:
+    def propose(aim: int | None, price_s: float) -> jointly_planned.Proposal[str]:
         name = min(there, key=lambda name: there[name][0] + price_s * there[name][1])
-        return jointly_planned.Proposed(name, *there[name], key=name)
+        return jointly_planned.Proposal(name, *there[name], key=name)
 
     def finish(name: str, below_s: float) -> Fitted:
         done.add(name)
         more_s, byte_s = {"fast": (0.6, None), "good": (0.1, 0.05), "near": (0.59, None), "lean": (0.0, None)}[name]
         return attrs.evolve(tried(60, 60, more_s=more_s).done, byte_s=byte_s)
 
-    near = [jointly_planned.Proposed("near", *there["near"], key="near")]
-    best, _ = jointly_planned.together(propose, finish, budget=60, every=lambda price_s: near, small=small)
-    assert best is not None and best.proposed.plan == "good" and best.total_s == pytest.approx(1.3) and done == finished
+    near = [jointly_planned.Proposal("near", *there["near"], key="near")]
+    best, _ = jointly_planned.decide_jointly(propose, finish, budget_bytes=60, others=lambda price_s: near, small=small)
+    assert best is not None and best.proposal.plan == "good" and best.total_s == pytest.approx(1.3) and done == finished
 
 
 @pytest.mark.parametrize("small", [True, False])
@@ -89,16 +89,16 @@ def test_of_a_large_program_no_price_is_asked_where_nothing_can_be_faster(small:
     """At .02 s, which the next byte costs the fastest, whatever holds too much takes 1.2 + 5 * .02 s at least; `good` takes 1.25."""
     there, prices = {"fast": (1.0, 100), "good": (1.2, 65), "lean": (2.0, 30)}, list[float]()
 
-    def propose(aim: int | None, price_s: float) -> jointly_planned.Proposed[str]:
+    def propose(aim: int | None, price_s: float) -> jointly_planned.Proposal[str]:
         prices.append(price_s)
         name = min(there, key=lambda name: there[name][0] + price_s * there[name][1])
-        return jointly_planned.Proposed(name, *there[name], key=name)
+        return jointly_planned.Proposal(name, *there[name], key=name)
 
     def finish(name: str, below_s: float) -> Fitted:
         return attrs.evolve(tried(60, 60, more_s={"fast": 0.6, "good": 0.05, "lean": 0.0}[name]).done, byte_s=0.02)
 
-    best, _ = jointly_planned.together(propose, finish, budget=60, small=small)
-    assert best is not None and best.proposed.plan == "good"
+    best, _ = jointly_planned.decide_jointly(propose, finish, budget_bytes=60, small=small)
+    assert best is not None and best.proposal.plan == "good"
     assert prices[:2] == [0.0, 0.02] and (len(prices) > 2) == small
 
 
@@ -111,7 +111,7 @@ def test_the_oracle_by_hand() -> None:
 
 
 def test_what_holds_more_and_takes_longer_is_on_no_line() -> None:
-    assert jointly_planned._line([(100, 1.0), (60, 5.0), (10, 4.0), (10, 4.5), (40, 2.0)]) == [(10, 4.0), (40, 2.0), (100, 1.0)]
+    assert jointly_planned._pareto_line([(100, 1.0), (60, 5.0), (10, 4.0), (10, 4.5), (40, 2.0)]) == [(10, 4.0), (40, 2.0), (100, 1.0)]
 
 
 def seeds(*quick: int, sweep: tuple[int, ...]) -> list[Any]:

@@ -21,17 +21,17 @@ class Searches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans, self.finished = 0, 0
-        within, finish = planning.within, Completion.finish
+        search, finish = planning.plan_within, Completion.finish
 
         def planned(*args: Any, **options: Any) -> Any:
             self.plans += 1
-            return within(*args, **options)
+            return search(*args, **options)
 
         def completed(*args: Any) -> Any:
             self.finished += 1
             return finish(*args)
 
-        monkeypatch.setattr(planning, "within", planned)
+        monkeypatch.setattr(planning, "plan_within", planned)
         monkeypatch.setattr(Completion, "finish", completed)
 
 
@@ -107,7 +107,7 @@ def test_another_length_is_as_fast_as_planned_from_nothing(width: int, rows: int
 
 
 def test_a_large_step_is_searched_from_the_plan_of_the_first_length(searches: Searches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "WORK", 0)  # every step is a large one
+    monkeypatch.setattr(budget, "MEDIUM", 0)  # every step is a large one
     step_fn, state = language()
     step, batch = cf.shard(step_fn, cf.Mesh(dp=2, tp=2)), tokens(12, rows=16)
     step.lower(state, tokens(8, rows=16))
@@ -125,7 +125,7 @@ def test_a_second_length_keeps_to_its_budget_with_little_work(searches: Searches
     step.lower(state, tokens(8, rows=16))
     before = searches.finished
     second = step.lower(state, batch)
-    assert searches.finished - before <= 2 + joint.NEARBY
+    assert searches.finished - before <= 2 + joint.MAX_PRICES_FROM_KNOWN
     new = cf.checkpoint(cf.shard(step_fn, mesh), budget=least).lower(state, batch)
     assert second.memory().peak_bytes["device"] <= least
     assert second.plan.cost_s <= 1.01 * new.plan.cost_s

@@ -35,7 +35,7 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("ext", ["colofunc.ext"]),
     ("integrations", ["colofunc.integrations"]),
     ("testing", ["colofunc.testing"]),
-    ("command line", ["colofunc.cli", "colofunc.cli", "colofunc.__main__"]),
+    ("command line", ["colofunc.command", "colofunc.cli", "colofunc.__main__"]),
     ("public", ["colofunc"]),  # colofunc/__init__.py
 ]
 

@@ -11,7 +11,7 @@ from least_named import named, peak, tried
 from torch import nn
 
 import colofunc as cf
-from colofunc.compiler.budget import Tried, least_budget
+from colofunc.compiler.least_budget import Trial, least_budget
 from colofunc.planner.recompute.policies import NAMED, Policy
 
 POLICIES: tuple[str | Policy, ...] = (*NAMED, cf.every(2), cf.every(4))
@@ -130,7 +130,7 @@ def test_many_small_steps_down_are_one_large() -> None:
     """Each search for a byte less ends with the first plan that fits, here eight bytes less; one that finds none has seen the leanest."""
     asked = list[int]()
 
-    def leanest(budget_bytes: int) -> Tried:
+    def leanest(budget_bytes: int) -> Trial:
         asked.append(budget_bytes)
         fits = next((nbytes for nbytes in range(2000, 1000, -8) if nbytes <= budget_bytes), None)
         seen = 2000 if budget_bytes < 10 else 1008
@@ -141,7 +141,7 @@ def test_many_small_steps_down_are_one_large() -> None:
 
 
 def test_where_half_leads_nowhere_small_steps_go_on() -> None:
-    def leanest(budget_bytes: int) -> Tried:
+    def leanest(budget_bytes: int) -> Trial:
         return tried(next((nbytes for nbytes in (96, 94, 92, 90) if nbytes <= budget_bytes), 98), budget_bytes)
 
     assert least_budget(leanest, large=False).done.peak_bytes == 90

@@ -11,23 +11,23 @@ import colofunc as cf
 from colofunc.compiler.budget import SMALL
 from colofunc.compiler.completion import Completion
 from colofunc.planner.candidate import Fitted
-from colofunc.planner.joint import FEW, FRONTIER_LARGE, Proposed, together
+from colofunc.planner.joint import FRONTIER_PRICES_LARGE, MAX_PRICES_FAR_OVER, Proposal, decide_jointly
 from colofunc.program.ir import Program
 from colofunc.program.tracing.tree import walk
 
 NOTHING = Program((), (), (), {}, {}, (), "inplace")
 
 
-def asked(peak: int, least: int, searches: int = 6) -> int:
+def asked(peak: int, least: int, max_prices: int = 6) -> int:
     """How many shardings are proposed where all hold `peak` bytes, of a budget of 100."""
-    proposed = list[Proposed[int]]()
+    proposed = list[Proposal[int]]()
 
-    def propose(aim: int | None, price_s: float) -> Proposed[int]:
-        proposed.append(Proposed(len(proposed), 1.0 + 0.3 * len(proposed) ** 2, 1000 - 10 * len(proposed), len(proposed)))
+    def propose(aim: int | None, price_s: float) -> Proposal[int]:
+        proposed.append(Proposal(len(proposed), 1.0 + 0.3 * len(proposed) ** 2, 1000 - 10 * len(proposed), len(proposed)))
         return proposed[-1]
 
     finish = lambda plan, below_s: Fitted(NOTHING, peak, 0.0)  # noqa: E731
-    best, leanest = together(propose, finish, 100, tries=1, searches=searches, least=lambda: least)
+    best, leanest = decide_jointly(propose, finish, 100, tries=1, max_prices=max_prices, lower_bound=lambda: least)
     assert best is None and leanest.done.peak_bytes == peak
     return len(proposed)
 
@@ -37,7 +37,7 @@ def test_where_every_sharding_needs_far_too_much_none_but_the_fastest_is_looked_
 
 
 def test_where_the_leanest_holds_far_too_much_few_prices_are_tried() -> None:
-    assert asked(peak=201, least=0) == 2 + FEW < asked(peak=199, least=0) == 2 + 6
+    assert asked(peak=201, least=0) == 2 + MAX_PRICES_FAR_OVER < asked(peak=199, least=0) == 2 + 6
 
 
 def perceptron(mesh: cf.Mesh) -> tuple[cf.Staged, object, torch.Tensor]:
@@ -78,7 +78,7 @@ def test_of_a_budget_that_is_far_too_small_few_shardings_are_finished(monkeypatc
 
     monkeypatch.setattr(Completion, "finish", noted)
     least = named(cf.checkpoint(base, budget=1000), state, x)
-    assert least is not None and finished[0] > SMALL and len(finished) <= 1 + 2 + FRONTIER_LARGE
+    assert least is not None and finished[0] > SMALL and len(finished) <= 1 + 2 + FRONTIER_PRICES_LARGE
     assert peak(cf.checkpoint(base, budget=least), state, x) <= least
 
 

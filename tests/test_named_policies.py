@@ -15,8 +15,9 @@ from least_named import named, peak, tried
 from torch import nn
 
 import colofunc as cf
-from colofunc.compiler.budget import Tried, _fastest_of, least_budget
+from colofunc.compiler.budget import _fastest_of
 from colofunc.compiler.decisions import Decided
+from colofunc.compiler.least_budget import Trial, least_budget
 from colofunc.planner.candidate import Fitted
 from colofunc.planner.recompute import fastest
 from colofunc.planner.recompute.policies import NAMED, Policy
@@ -119,7 +120,7 @@ def test_what_a_sharding_of_the_pool_leads_to_is_named() -> None:
     """On several ranks a search may look at no sharding that is lean enough."""
     asked = list[int]()
 
-    def near(nbytes: int) -> Tried:
+    def near(nbytes: int) -> Trial:
         asked.append(nbytes)
         return tried(950 if nbytes < 940 else 700, nbytes)
 
@@ -132,7 +133,7 @@ def test_of_the_pool_the_fastest_that_fits_is_taken() -> None:
     def of_pool(peak_bytes: int, cost_s: float, more_s: float) -> Any:
         decided = SimpleNamespace(plan=SimpleNamespace(cost_s=cost_s))
         program = Program((), (), (), {}, {}, (), "inplace")
-        return lambda nbytes: Tried(cast(Decided, decided), Fitted(program, peak_bytes, more_s), nbytes)
+        return lambda nbytes: Trial(cast(Decided, decided), Fitted(program, peak_bytes, more_s), nbytes)
 
     pool = [of_pool(500, 1.0, 3.0), of_pool(800, 1.0, 1.0), of_pool(900, 1.0, 0.0), of_pool(700, 3.0, 0.0)]
     taken = _fastest_of(pool, 899)

@@ -16,7 +16,7 @@ from rich.console import Console
 from saved import bits, tensors
 
 import colofunc as cf
-from colofunc import cli
+from colofunc.command.report import write_files
 from colofunc.errors import CheckpointError, DiskError
 from colofunc.executors.disk.store import DiskStore
 from colofunc.functional.checkpoint import folder, index
@@ -263,7 +263,7 @@ def writers(tmp_path: Path) -> dict[str, Callable[[object], object]]:
         "Topology.save": low.mesh.topology.save,
         "profile": lambda path: step.profile(path, torch.ones(2), steps=1),
         "picture": lambda path: memory_picture(low, path),
-        "--trace": lambda path: cli.written(Console(quiet=True), low, "step", None, "", path, ""),
+        "--trace": lambda path: write_files(Console(quiet=True), low, "step", None, "", path, ""),
         "disk": lambda path: DiskStore(path, [16], rank=0).close(),
     }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import colofunc as cf
-from colofunc.cli import machine
+from colofunc.command.machine import machine
 from colofunc.errors import InputError
 from colofunc.mesh.sizes import parse_bytes, parse_room
 

@@ -9,364 +9,145 @@ plan is made, completed and counted, and made again with less in mind until what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
-from math import ceil, inf
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from math import inf
 
 import attrs
 
 from colofunc.compiler.completion import Completion
-from colofunc.compiler.decisions import Candidates, Decided, assigned, decide
+from colofunc.compiler.decisions import Decided
+from colofunc.compiler.least_budget import Search, Trial, budget_text, glance, least_budget
+from colofunc.compiler.sharder import Sharder, Sharding
 from colofunc.errors import CapacityError, PlanError
-from colofunc.planner import joint
 from colofunc.planner.candidate import Fitted
-from colofunc.planner.joint import FAR, FRONTIER, FRONTIER_LARGE, SEARCHES, Proposed, frontier, together
+from colofunc.planner.joint import (
+    FAR_OVER,
+    FRONTIER_PRICES,
+    FRONTIER_PRICES_LARGE,
+    MAX_PRICES,
+    Proposal,
+    decide_from_known,
+    decide_jointly,
+    frontier,
+)
 from colofunc.planner.sharding.assign import Assignment, Memo, OverBudget, in_model_of, others
 from colofunc.planner.sharding.by_axes import MOST_AXES
-from colofunc.planner.sharding.constraints import Constraints
 from colofunc.planner.sharding.lower_bound import arguments_at_least, at_least_any
 from colofunc.program.ir import Program
 
-SMALL, WORK = 100, 400
-"""Programs of at most SMALL nodes: all shardings are looked at, where they are few; of at most WORK nodes: a few to which no price leads.
-At most WORK nodes are finished in all of them. A program of at most WORK nodes is searched from nothing even where a sharding of a like one
-is known, which takes little."""
-SAME, CLEARLY = 0.01, 0.05
-"""A known sharding is kept where another one is faster by at most SAME; it is not counted where the search says that it is slower by more
-than CLEARLY."""
-LARGE = 2000
-"""Programs of more nodes have fewer searches for the least budget."""
-SEARCHES_LARGE = 3
-"""At most this many searches at a price of memory for these."""
-Sharding = Callable[[], Decided]
-"""Who computes what, its plan written at the first call."""
+SMALL, MEDIUM, LARGE = 100, 400, 2000
+"""In nodes. Up to SMALL: all shardings are compared, where they are few. Up to MEDIUM: a few to which no price leads are compared as well,
+at most MEDIUM nodes are finished in all of them, and a search begins from nothing even where a sharding of a like step is known, which
+takes little. Above LARGE: fewer searches."""
+MAX_PRICES_LARGE = 3
+"""At most this many searches at a price of memory for large programs."""
+TOLERANCE, CLEARLY_SLOWER = 0.01, 0.05
+"""A known sharding is kept where another one is faster by at most TOLERANCE; it is not counted where the search says that it is slower by
+more than CLEARLY_SLOWER."""
 
 
 class DoesNotFit(PlanError):
     """No plan was found within the budget, and the least was not looked for. peak_bytes: of the leanest that was tried."""
 
     def __init__(self, peak_bytes: int) -> None:
-        super().__init__(f"the leanest plan that was tried has a peak of {said(peak_bytes)}")
+        super().__init__(f"the leanest plan that was tried has a peak of {budget_text(peak_bytes)}")
         self.peak_bytes = peak_bytes
 
 
-def within(
-    completion: Completion,
-    candidates: Candidates,
-    constraints: Constraints,
-    named: Mapping[str, str],
-    budget_bytes: int | None,
-    axes: tuple[str, ...],
-    parts: int = 1,
-    tries: int = 4,
-) -> tuple[Decided, Program] | Missed:
+# ---- ways to a plan ----
+
+
+def plan_within(
+    sharder: Sharder, budget_bytes: int | None, parts: int = 1, tries: int = 4
+) -> tuple[Decided, Program] | FailedSearch:
     """Plan and complete so that the accountant agrees that the peak is within the budget.
 
     The planner knows nothing of microbatches: a step in `parts` may hold so many times less than it says. Where a step may
-    make values again or copy them, that and the sharding are decided together (`planner/joint.py`). Missed: nothing fits.
+    make values again or copy them, that and the sharding are decided together (`planner/joint.py`). FailedSearch: nothing fits.
     """
-    make = partial(decide, completion.program, completion.mesh, candidates, constraints, named, axes)
-    assign = partial(assigned, completion.program, completion.mesh, candidates, constraints, axes)
+    completion = sharder.completion
     if budget_bytes is None:
-        decided = make(budget_bytes=None)
-        done = completion.finish(decided, None)
-        if done.short:
-            raise CapacityError(done.short)
-        return _told(completion, decided, done)
-    needs = partial(_needs, completion, candidates, axes, parts)
-    search = partial(_searched, make, assign, candidates, needs=needs, parts=parts, tries=tries + parts.bit_length() - 1)
-    found, leanest = search(completion, budget_bytes)
-    if found is not None:
-        return _told(completion, found.decided, found.done)
-    return Missed(completion, candidates, budget_bytes, leanest, search, needs, make, assign, candidates.memo)
+        return plan_of(completion, sharder.decide(None), None)
+    search = BudgetSearch(sharder, parts, tries + parts.bit_length() - 1)
+    fastest, leanest = search.run(budget_bytes)
+    if fastest is None:
+        return FailedSearch(search, budget_bytes, leanest, sharder.candidates.memo)
+    return _with_counted_figures(completion, fastest.decided, fastest.done)
 
 
-def nearby(
-    completion: Completion,
-    candidates: Candidates,
-    constraints: Constraints,
-    named: Mapping[str, str],
-    budget_bytes: int | None,
-    axes: tuple[str, ...],
-    parts: int,
-    known: Assignment,
+def plan_from_known(
+    sharder: Sharder, budget_bytes: int | None, parts: int, known: Assignment
 ) -> tuple[Decided, Program]:
     """The fastest of a sharding that is known from a like step and of what searches from there find. Raises PlanError where none fits.
 
-    Without a budget `known` is taken where nothing is faster by more than SAME: two lengths that are planned alike are easier to follow.
+    Without a budget `known` is taken where nothing is faster by more than TOLERANCE: two lengths that are planned alike are easier to
+    follow.
     """
-    candidates.memo = Memo(like=known if len(completion.program.nodes) > WORK else None)
-    make = partial(decide, completion.program, completion.mesh, candidates, constraints, named, axes)
-    assign = partial(assigned, completion.program, completion.mesh, candidates, constraints, axes)
+    completion, program = sharder.completion, sharder.program
+    is_medium = len(program.nodes) <= MEDIUM
+    sharder.candidates.memo = Memo(like=None if is_medium else known)
     if budget_bytes is None or not completion.gives_way:
-        found = assign(budget_bytes)
-        return _faster(completion, make, in_model_of(found, known, completion.program) or known, found, budget_bytes)
-
-    def propose(aim: int | None, price_s: float) -> Proposed[Sharding]:
-        return _proposed(make, assign(aim, price_s), aim)
+        found = sharder.assign(budget_bytes)
+        return _faster_plan(sharder, in_model_of(found, known, program) or known, found, budget_bytes)
 
     def finish(sharding: Sharding, below_s: float) -> Fitted:
         return completion.finish(sharding(), budget_bytes, below_s)
 
-    small = len(completion.program.nodes) <= WORK
-    best = joint.nearby(_proposed(make, known, None), propose, finish, budget_bytes, parts, end_s=completion.end_s, small=small)
+    best = decide_from_known(
+        sharder.proposal(known, None),
+        sharder.propose,
+        finish,
+        budget_bytes,
+        parts,
+        end_s=completion.end_s,
+        small=is_medium,
+    )
     if best is None:
-        raise PlanError(f"no sharding near one that is known fits within {said(budget_bytes)} a rank")
-    return _told(completion, best.proposed.plan(), best.done)
+        raise PlanError(f"no sharding near one that is known fits within {budget_text(budget_bytes)} a rank")
+    return _with_counted_figures(completion, best.proposal.plan(), best.done)
 
 
-def _faster(
-    completion: Completion, make: Callable[..., Decided], known: Assignment, found: Assignment, budget_bytes: int | None
+def _faster_plan(
+    sharder: Sharder, known: Assignment, found: Assignment, budget_bytes: int | None
 ) -> tuple[Decided, Program]:
     """Of a known sharding and one that was found, the faster by the clock. The known one is not lowered where it is clearly slower."""
-    new = finished(completion, make(budget_bytes=budget_bytes, found=found), budget_bytes)
-    if known.cost_s > found.cost_s * (1 + CLEARLY):
-        return new
+    plan_found = plan_of(sharder.completion, sharder.decide(budget_bytes, found), budget_bytes)
+    if known.cost_s > found.cost_s * (1 + CLEARLY_SLOWER):
+        return plan_found
     try:
-        kept = finished(completion, make(budget_bytes=budget_bytes, found=known), budget_bytes)
+        plan_known = plan_of(sharder.completion, sharder.decide(budget_bytes, known), budget_bytes)
     except (PlanError, CapacityError):  # it is too large for these sizes
-        return new
-    return kept if kept[0].plan.cost_s <= new[0].plan.cost_s * (1 + SAME) else new
+        return plan_found
+    known_s, found_s = plan_known[0].plan.cost_s, plan_found[0].plan.cost_s
+    return plan_known if known_s <= found_s * (1 + TOLERANCE) else plan_found
 
 
-def _too_little(completion: Completion, budget_bytes: int, least: Tried, needs: Needs) -> str:
-    """What to say where nothing fits: what would, and what to try."""
-    others = [name for name, there in (("cf.checkpoint", completion.searches), ("cf.offload", completion.moves)) if not there]
-    less = ", ".join(["a smaller batch", *others, *completion.wider])
-    alone = f", and however it is sharded {words}" if (words := needs.above(budget_bytes)) else ""
-    if completion.mesh.topology.ranks:
-        alone += " (of ranks with less memory, what they lack to the roomiest counts as taken)"
-    return (
-        f"no plan found within {said(budget_bytes)} a rank: the least found has a peak of {said(least.done.peak_bytes)}{alone}; "
-        f"give at least that, or use more ranks, {less}, or a topology with more memory. "
-        f"It holds {completion.count(least.done.program).summary()}"
-    )
-
-
-@attrs.frozen(eq=False)
-class Missed:
-    """A search within a budget that found no plan, and what it takes to look for the least budget.
-
-    memo: what the search for a sharding found, which the one for the least goes on from.
-    """
-
-    completion: Completion
-    candidates: Candidates
-    budget_bytes: int
-    leanest: Tried
-    search: Callable[..., tuple[Tried | None, Tried]]
-    needs: Callable[[], Needs]
-    make: Callable[..., Decided]
-    assign: Callable[..., Assignment]
-    memo: Memo
-
-    def refused(self) -> DoesNotFit:
-        """To raise where nobody asks for the least."""
-        return DoesNotFit(self.leanest.done.peak_bytes)
-
-    def plan(self) -> tuple[Decided, Program]:
-        """What the search for the least budget finds, where that fits. Raises PlanError with the least otherwise."""
-        completion, budget_bytes = self.completion, self.budget_bytes
-        self.candidates.memo = self.memo
-        needs = self.needs()
-        self.candidates.memo = attrs.evolve(self.memo, fits={})
-        least = self._least()
-        if least.done.fits(budget_bytes):  # only what was asked for less was led there
-            plan = attrs.evolve(least.decided.plan, budget_bytes=least.budget_bytes)
-            return _told(completion, attrs.evolve(least.decided, plan=plan), least.done)
-        if self.leanest.done.short and self.leanest.done.peak_bytes <= budget_bytes:
-            raise CapacityError(self.leanest.done.short)
-        raise PlanError(_too_little(completion, budget_bytes, least, needs))
-
-    def _least(self) -> Tried:
-        """The leanest plan found: by a glance where the budget is far below it; where it fits, the fastest that was found on the way."""
-        nodes, known = len(self.completion.program.nodes), lru_cache(self.assign)
-        few = self._pool(known, FRONTIER_LARGE)
-        if few and nodes > SMALL:
-            lean = glance(few)
-            if lean.done.peak_bytes > FAR * self.budget_bytes and not lean.done.short:
-                return lean
-        pool = few if nodes > LARGE else self._pool(known, FRONTIER)
-        least = least_budget(self._again, nodes > LARGE, pool)
-        if not least.done.fits(self.budget_bytes):
-            return least
-        return _fastest_of([partial(_completed, self.completion, least.decided), *pool], self.budget_bytes) or least
-
-    def _again(self, asked_bytes: int) -> Tried:
-        self.candidates.memo = attrs.evolve(self.candidates.memo, fits={})  # as whoever gives that budget will find it
-        fits, lean = self.search(self.completion, asked_bytes, any_that_fits=True)
-        return fits or lean
-
-    def _pool(self, known: Callable[..., Assignment], most: int) -> list[Leanest]:
-        """Of several ranks; on one there is one sharding, in which every named policy was counted."""
-        several = self.completion.mesh.size > 1 and self.completion.gives_way
-        return _pool(self.make, known, self.completion, most) if several else []
-
-
-@attrs.frozen
-class Needs:
-    """Bytes that every sharding takes at least: for what one operator makes, and for arguments that stay where they are."""
-
-    operator_bytes: int
-    argument_bytes: int
-
-    def above(self, budget_bytes: int) -> str:
-        """In words, what of it is more than a budget; "" where nothing is."""
-        if self.argument_bytes > max(budget_bytes, self.operator_bytes):
-            return f"its arguments take {said(self.argument_bytes)}"
-        return f"one operator makes {said(self.operator_bytes)}" if self.operator_bytes > budget_bytes else ""
-
-
-@attrs.frozen(eq=False)
-class _Fits(Exception):
-    """Ends a search: a plan that fits, where it does not matter whether another one is faster."""
-
-    tried: Tried
-
-
-def _searched(
-    make: Callable[..., Decided],
-    assign: Callable[..., Assignment],
-    candidates: Candidates,
-    completion: Completion,
-    budget_bytes: int,
-    needs: Callable[[], Needs],
-    parts: int,
-    tries: int,
-    any_that_fits: bool = False,
-) -> tuple[Tried | None, Tried]:
-    """(the fastest plan found that fits or None, the leanest that was tried). any_that_fits: not the fastest, but the first."""
-    if not completion.gives_way:
-        return _lean(make, completion, budget_bytes, parts, tries)
-    if completion.mesh.size == 1:  # then there is one plan, whatever it may hold
-        decided = make(budget_bytes=None)
-        one = Tried(decided, completion.finish(decided, budget_bytes), budget_bytes)
-        return (one if one.done.fits(budget_bytes) else None), one
-    small = len(completion.program.nodes) <= WORK
-    searches = SEARCHES if len(completion.program.nodes) <= LARGE else SEARCHES_LARGE
-
-    def finish(sharding: Sharding, below_s: float) -> Fitted:
-        done = completion.finish(sharding(), budget_bytes, below_s)
-        if any_that_fits and done.fits(budget_bytes):
-            raise _Fits(Tried(sharding(), done, budget_bytes))
-        return done
-
-    def propose(aim: int | None, price_s: float) -> Proposed[Sharding]:
-        return _proposed(make, assign(aim, price_s), aim)
-
-    every = partial(_every, make, completion.program, candidates, budget_bytes * parts)
-    most = max(2, WORK // max(1, len(completion.program.nodes)))
-
-    def least() -> int:
-        found = needs()
-        return parts * max(found.operator_bytes, found.argument_bytes)
-
-    try:
-        best, lean = together(propose, finish, budget_bytes, parts, tries, searches, every, most, least, completion.end_s, small)
-    except _Fits as first:
-        return first.tried, first.tried
-    fastest = None if best is None else Tried(best.proposed.plan(), best.done, budget_bytes)
-    return fastest, Tried(lean.proposed.plan(), lean.done, budget_bytes)
-
-
-def _fastest_of(pool: Sequence[Leanest], budget_bytes: int) -> Tried | None:
-    """Of shardings that are completed for a budget the fastest that fits."""
-    best, best_s = None, inf
-    for complete in pool:
-        one = complete(budget_bytes)
-        took_s = one.decided.plan.cost_s + one.done.more_s
-        if one.done.fits(budget_bytes) and took_s < best_s:
-            best, best_s = one, took_s
-    return best
-
-
-def _pool(make: Callable[..., Decided], assign: Callable[..., Assignment], completion: Completion, most: int) -> list[Leanest]:
-    """Shardings from the fastest to the leanest, which depend on the program alone, each to be completed for so many bytes."""
-
-    def propose(aim: int | None, price_s: float) -> Proposed[Sharding]:
-        try:
-            return _proposed(make, assign(aim, price_s), None)
-        except OverBudget as refused:
-            return _proposed(make, refused.leanest, None)
-
-    def complete(sharding: Sharding, asked_bytes: int) -> Tried:
-        return _completed(completion, sharding(), asked_bytes)
-
-    return [partial(complete, proposed.plan) for proposed in frontier(propose, most)]
-
-
-def _completed(completion: Completion, decided: Decided, asked_bytes: int) -> Tried:
-    return Tried(decided, completion.finish(decided, asked_bytes), asked_bytes)
-
-
-def finished(completion: Completion, decided: Decided, budget_bytes: int | None) -> tuple[Decided, Program]:
+def plan_of(completion: Completion, decided: Decided, budget_bytes: int | None) -> tuple[Decided, Program]:
     """Complete a plan whose sharding stands. Raises PlanError where the fastest way found does not fit."""
     done = completion.finish(decided, budget_bytes)
-    if budget_bytes is None and done.short:
-        raise CapacityError(done.short)
-    if budget_bytes is not None and not done.fits(budget_bytes):
-        raise PlanError(done.short or f"the least found has a peak of {said(done.peak_bytes)}, the budget is {said(budget_bytes)}")
-    return _told(completion, decided, done)
+    if budget_bytes is None:
+        if done.short:
+            raise CapacityError(done.short)
+    elif not done.fits(budget_bytes):
+        peak, budget = budget_text(done.peak_bytes), budget_text(budget_bytes)
+        raise PlanError(done.short or f"the least found has a peak of {peak}, the budget is {budget}")
+    return _with_counted_figures(completion, decided, done)
 
 
-def _every(
-    make: Callable[..., Decided], program: Program, candidates: Candidates, budget_bytes: int, price_s: float | None
-) -> Iterator[Proposed[Sharding]]:
-    """Of a small program all shardings, cheapest first, of a larger one some; of a large one only where nothing fits so far (no price)."""
-    if price_s is not None and len(program.nodes) > WORK:
-        return
-    for found in others(program, candidates.memo, budget_bytes, len(program.nodes) <= SMALL, price_s):
-        yield _proposed(make, found, None)
-
-
-def _needs(completion: Completion, candidates: Candidates, axes: tuple[str, ...], parts: int) -> Needs:
-    """What every sharding of a step that was assigned before needs in each of its parts."""
-    program, known, mesh = completion.program, candidates.memo.fastest, completion.mesh
-    models = [known.model, *(model for model, _ in candidates.memo.models.values())] if known is not None else []
-    several = sum(mesh.axis_size(axis) > 1 for axis in axes) > MOST_AXES
-    makes = 0 if known is None or several else min(at_least_any(program, model, known.ties) for model in models)
-    return Needs(makes // parts, 0 if completion.moves else arguments_at_least(program, mesh.size, completion.lies.tiers))
-
-
-def _proposed(make: Callable[..., Decided], found: Assignment, aim: int | None) -> Proposed[Sharding]:
-    """A sharding to think about. Its plan is written when somebody asks: of hundreds that are proposed few are finished."""
-    return Proposed(lru_cache(1)(partial(make, budget_bytes=aim, found=found)), found.cost_s, found.peak_bytes, _key(found))
-
-
-def _key(found: Assignment) -> object:
-    """Equal for assignments that decide alike."""
-    return [(s.name, s.ins, s.outs) for s in found.strategies], found.inputs, found.regather
-
-
-def _lean(
-    make: Callable[..., Decided], completion: Completion, budget_bytes: int, parts: int, tries: int
-) -> tuple[Tried | None, Tried]:
-    """(the first plan that fits or None, the leanest): sharding is asked for less until what was counted fits."""
-    aim, least = budget_bytes * parts, list[Tried]()
-    for _ in range(tries):
-        try:
-            decided = make(budget_bytes=aim)
-        except OverBudget as refused:  # by an estimate: what is leanest by it is counted, too
-            decided = make(budget_bytes=None, found=refused.leanest)
-        one = Tried(decided, completion.finish(decided, budget_bytes), budget_bytes)
-        least.append(one)
-        if one.done.fits(budget_bytes):
-            return one, one
-        if decided.plan.peak_bytes > aim:  # then it is the leanest for every smaller aim
-            break
-        aim = int(min(aim, decided.plan.peak_bytes) * budget_bytes / one.done.peak_bytes * 0.99)
-    return None, min(least, key=lambda one: one.done.peak_bytes)
-
-
-def _told(completion: Completion, decided: Decided, done: Fitted) -> tuple[Decided, Program]:
+def _with_counted_figures(completion: Completion, decided: Decided, done: Fitted) -> tuple[Decided, Program]:
     """The plan says what the program that runs holds and how long it takes, and what was done to keep to the budget."""
     program = completion.ended(done)
     lanes = completion.lanes(program)
+    peak_bytes = 0
+    if program is done.program and not completion.mesh.topology.ranks:
+        peak_bytes = done.peak_bytes
     # Where ranks differ, what was compared with the budget is no number of bytes that some rank holds.
-    known_bytes = done.peak_bytes if program is done.program and not completion.mesh.topology.ranks else 0
+    if not peak_bytes:
+        peak_bytes = completion.count(program).peak_bytes["device"]
     plan = attrs.evolve(
         decided.plan,
-        peak_bytes=known_bytes or completion.count(program).peak_bytes["device"],
+        peak_bytes=peak_bytes,
         cost_s=lanes.end_s,
         communication_s=lanes.busy_s().get("collectives", 0.0),
         memory=done.words,
@@ -375,113 +156,235 @@ def _told(completion: Completion, decided: Decided, done: Fitted) -> tuple[Decid
     return attrs.evolve(decided, plan=plan.with_pipeline(completion.pipelined(program))), program
 
 
-# ---- the least budget ----
-# Problem: how much is sent at once, what is copied and which shardings are looked at go by the budget, so the peak of the leanest plan
-# that one search tried is not yet a budget that another search keeps to. Idea: begin with one byte and ask for one byte less than was
-# counted last, until nothing holds less. This depends on no budget that was given, so every error names the same bytes (but for a `glance`
-# where a budget is far too small, which may name more); and whoever gives at least them, and whose search finds nothing, is given the
-# plan that was counted.
-#
-#     given 1,000 B: nothing.  asked for 1 B: a plan of 728 B, 727 B: one of 696 B, 695 B: nothing below    696 B are named
-#
-# A search for one byte looks at little (`planner/joint.py` gives up early where a budget is far too small), and one that asks for a
-# byte less ends with the first plan that fits. So where a byte less was found once, half is asked for next: nothing is far too small
-# there, and the leanest of all that such a search looks at is what many small steps would come to.
-#
-# On several ranks which shardings a search looks at goes by what making values again costs, so one under a named policy looks at others
-# than a free one. Therefore a pool of shardings from the fastest to the leanest, which depends on the program alone, is completed as well:
-# the same ones under each policy, and a free step counts every named policy in each of them.
-
-
-MAX_DESCENTS, MAX_DESCENTS_LARGE = 12, 2
-"""At most this many searches below the least peak so far; the second for large programs, whose searches take long."""
-MAX_RAISES, RAISE_PART = 16, 8
-"""Where another tier is short, the device's budget is raised by 1/RAISE_PART at a time, at most this many times."""
-FINISHERS = 2
-"""Of the pool so many, the leanest, are asked for less than they were counted with."""
-GIB_FROM_BYTES = 1 << 27
-"""Budgets from here on are written in GiB with two decimals, smaller ones in bytes."""
+# ---- a search within a budget ----
 
 
 @attrs.frozen(eq=False)
-class Tried:
-    """A plan that was completed and counted, and the budget that it was made for."""
+class _FirstFit(Exception):
+    """Ends a search: a plan that fits, where it does not matter whether another one is faster."""
 
-    decided: Decided
-    done: Fitted
+    trial: Trial
+
+
+@attrs.frozen(eq=False)
+class BudgetSearch:
+    """Looks for plans of one step within budgets. `tries`: shardings at most for one budget, where nothing else can be done."""
+
+    sharder: Sharder
+    parts: int
+    tries: int
+
+    def run(self, budget_bytes: int, any_that_fits: bool = False) -> tuple[Trial | None, Trial]:
+        """(the fastest plan found that fits or None, the leanest that was tried). any_that_fits: not the fastest, but the first."""
+        completion = self.sharder.completion
+        if not completion.gives_way:
+            return self._by_sharding_alone(budget_bytes)
+        if completion.mesh.size == 1:  # then there is one sharding
+            only = self.complete(self.sharder.decide(None), budget_bytes)
+            return (only if only.done.fits(budget_bytes) else None), only
+        try:
+            return self._jointly(budget_bytes, any_that_fits)
+        except _FirstFit as first:
+            return first.trial, first.trial
+
+    def _jointly(self, budget_bytes: int, any_that_fits: bool) -> tuple[Trial | None, Trial]:
+        """Sharding and ways to make a program fit, decided together."""
+        completion, node_count = self.sharder.completion, len(self.sharder.program.nodes)
+
+        def finish(sharding: Sharding, below_s: float) -> Fitted:
+            done = completion.finish(sharding(), budget_bytes, below_s)
+            if any_that_fits and done.fits(budget_bytes):
+                raise _FirstFit(Trial(sharding(), done, budget_bytes))
+            return done
+
+        def lower_bound() -> int:
+            bounds = self.lower_bounds()
+            return self.parts * max(bounds.operator_bytes, bounds.argument_bytes)
+
+        best, leanest = decide_jointly(
+            self.sharder.propose,
+            finish,
+            budget_bytes,
+            self.parts,
+            self.tries,
+            max_prices=MAX_PRICES if node_count <= LARGE else MAX_PRICES_LARGE,
+            others=partial(self._others, budget_bytes),
+            max_others=max(2, MEDIUM // max(1, node_count)),
+            lower_bound=lower_bound,
+            end_s=completion.end_s,
+            small=node_count <= MEDIUM,
+        )
+        fastest = None if best is None else Trial(best.proposal.plan(), best.done, budget_bytes)
+        return fastest, Trial(leanest.proposal.plan(), leanest.done, budget_bytes)
+
+    def _others(self, budget_bytes: int, price_s: float | None) -> Iterator[Proposal[Sharding]]:
+        """Further shardings, cheapest first: of a small program all, of larger ones some, of large ones only if nothing fits."""
+        program = self.sharder.program
+        if price_s is not None and len(program.nodes) > MEDIUM:
+            return
+        aim_bytes, is_small = budget_bytes * self.parts, len(program.nodes) <= SMALL
+        for assignment in others(program, self.sharder.candidates.memo, aim_bytes, is_small, price_s):
+            yield self.sharder.proposal(assignment, None)
+
+    def _by_sharding_alone(self, budget_bytes: int) -> tuple[Trial | None, Trial]:
+        """(the first plan that fits or None, the leanest): sharding is asked for less until what was counted fits."""
+        aim_bytes = budget_bytes * self.parts
+        trials = list[Trial]()
+        for _ in range(self.tries):
+            try:
+                decided = self.sharder.decide(aim_bytes)
+            except OverBudget as refused:  # by an estimate, so what is leanest by it is counted as well
+                decided = self.sharder.decide(None, refused.leanest)
+            trial = self.complete(decided, budget_bytes)
+            trials.append(trial)
+            if trial.done.fits(budget_bytes):
+                return trial, trial
+            estimated_bytes = decided.plan.peak_bytes
+            if estimated_bytes > aim_bytes:  # then it is the leanest for every smaller aim
+                break
+            aim_bytes = int(min(aim_bytes, estimated_bytes) * budget_bytes / trial.done.peak_bytes * 0.99)
+        return None, min(trials, key=lambda trial: trial.done.peak_bytes)
+
+    def complete(self, decided: Decided, budget_bytes: int) -> Trial:
+        """A sharding that stands, completed within a budget if it can be."""
+        return Trial(decided, self.sharder.completion.finish(decided, budget_bytes), budget_bytes)
+
+    def pool(self, assign: Callable[..., Assignment], max_prices: int) -> list[Search]:
+        """Shardings from the fastest to the leanest, which depend on the program alone, each to be completed within so many bytes.
+
+        Of several ranks: on one there is one sharding, in which every named policy was counted.
+        """
+        completion = self.sharder.completion
+        if completion.mesh.size == 1 or not completion.gives_way:
+            return []
+
+        def propose(aim_bytes: int | None, price_s: float) -> Proposal[Sharding]:
+            try:
+                return self.sharder.proposal(assign(aim_bytes, price_s), None)
+            except OverBudget as refused:
+                return self.sharder.proposal(refused.leanest, None)
+
+        def complete(sharding: Sharding, budget_bytes: int) -> Trial:
+            return self.complete(sharding(), budget_bytes)
+
+        return [partial(complete, proposal.plan) for proposal in frontier(propose, max_prices)]
+
+    def lower_bounds(self) -> LowerBounds:
+        """What every sharding of a step that was assigned before needs in each of its parts."""
+        completion, memo = self.sharder.completion, self.sharder.candidates.memo
+        program, mesh = completion.program, completion.mesh
+        operator_bytes = 0
+        searched_axes = [axis for axis in self.sharder.axes if mesh.axis_size(axis) > 1]
+        # Where axes are decided by turns, no model has all of an operator's options.
+        if memo.fastest is not None and len(searched_axes) <= MOST_AXES:
+            models = [memo.fastest.model, *(model for model, _ in memo.models.values())]
+            operator_bytes = min(at_least_any(program, model, memo.fastest.ties) for model in models)
+        argument_bytes = 0
+        if not completion.moves:
+            argument_bytes = arguments_at_least(program, mesh.size, completion.lies.tiers)
+        return LowerBounds(operator_bytes // self.parts, argument_bytes)
+
+
+@attrs.frozen
+class LowerBounds:
+    """Bytes that every sharding takes at least: for what one operator makes, and for arguments that stay where they are."""
+
+    operator_bytes: int
+    argument_bytes: int
+
+    def above(self, budget_bytes: int) -> str:
+        """In words, which of them is more than a budget; "" where none is."""
+        if self.argument_bytes > max(budget_bytes, self.operator_bytes):
+            return f"its arguments take {budget_text(self.argument_bytes)}"
+        if self.operator_bytes > budget_bytes:
+            return f"one operator makes {budget_text(self.operator_bytes)}"
+        return ""
+
+
+# ---- where nothing fits ----
+
+
+@attrs.frozen(eq=False)
+class FailedSearch:
+    """A search within a budget that found no plan, and what it takes to look for the least budget.
+
+    memo: what the search for a sharding found, which the one for the least goes on from.
+    """
+
+    search: BudgetSearch
     budget_bytes: int
+    leanest: Trial
+    memo: Memo
 
-    @property
-    def least_bytes(self) -> int:
-        """The budget that it keeps to, as it is said."""
-        return said_bytes(self.done.peak_bytes)
+    def refusal(self) -> DoesNotFit:
+        """To raise where nobody asks for the least."""
+        return DoesNotFit(self.leanest.done.peak_bytes)
+
+    def plan_for_least(self) -> tuple[Decided, Program]:
+        """What the search for the least budget finds, where that fits. Raises PlanError with the least otherwise."""
+        sharder, budget_bytes = self.search.sharder, self.budget_bytes
+        sharder.candidates.memo = self.memo
+        bounds = self.search.lower_bounds()
+        sharder.candidates.memo = attrs.evolve(self.memo, fits={})
+        least = self._least()
+        if least.done.fits(budget_bytes):  # a search comes to it only when it is asked for less
+            plan = attrs.evolve(least.decided.plan, budget_bytes=least.budget_bytes)
+            return _with_counted_figures(sharder.completion, attrs.evolve(least.decided, plan=plan), least.done)
+        if self.leanest.done.short and self.leanest.done.peak_bytes <= budget_bytes:
+            raise CapacityError(self.leanest.done.short)
+        raise PlanError(_no_plan_text(sharder.completion, budget_bytes, least, bounds))
+
+    def _least(self) -> Trial:
+        """The leanest plan found: by a glance where the budget is far below it; where it fits, the fastest that was found on the way."""
+        node_count = len(self.search.sharder.program.nodes)
+        assign = cache(self.search.sharder.assign)
+        pool = self.search.pool(assign, FRONTIER_PRICES_LARGE)
+        if pool and node_count > SMALL:
+            leanest = glance(pool)
+            if leanest.done.peak_bytes > FAR_OVER * self.budget_bytes and not leanest.done.short:
+                return leanest
+        if node_count <= LARGE:
+            pool = self.search.pool(assign, FRONTIER_PRICES)
+        least = least_budget(self._search_anew, node_count > LARGE, pool)
+        if not least.done.fits(self.budget_bytes):
+            return least
+        return _fastest_of([partial(self.search.complete, least.decided), *pool], self.budget_bytes) or least
+
+    def _search_anew(self, budget_bytes: int) -> Trial:
+        # A search that anybody makes with this budget remembers no choices that met other ones.
+        candidates = self.search.sharder.candidates
+        candidates.memo = attrs.evolve(candidates.memo, fits={})
+        fits, leanest = self.search.run(budget_bytes, any_that_fits=True)
+        return fits or leanest
 
 
-Leanest = Callable[[int], Tried]
-"""Bytes -> of a search within so many the first plan that fits, or else the leanest."""
-
-
-def least_budget(search: Leanest, large: bool, pool: Sequence[Leanest] = ()) -> Tried:
-    """The leanest plan found. pool: shardings that are looked at whatever is asked for, each completed for so many bytes."""
-    best = _raised(search, _less_of(pool, search(1)))
-    return _descended(search, best, MAX_DESCENTS_LARGE if large else MAX_DESCENTS)
-
-
-def glance(pool: Sequence[Leanest]) -> Tried:
-    """The leanest of some shardings when little is asked for, with no second look: where a budget is far below it, that is enough."""
-    return min((complete(1) for complete in pool), key=_rank)
-
-
-def _less_of(pool: Sequence[Leanest], best: Tried) -> Tried:
-    """The leanest of the pool and what was found: all are asked for little, the best few for less than that."""
-    tried = sorted(((complete(1), complete) for complete in pool), key=lambda one: _rank(one[0]))
-    for one, complete in tried[:FINISHERS]:
-        best = min(best, _descended(complete, one, MAX_DESCENTS), key=_rank)
+def _fastest_of(pool: Sequence[Search], budget_bytes: int) -> Trial | None:
+    """Of shardings that are completed for a budget the fastest that fits."""
+    best, best_s = None, inf
+    for complete in pool:
+        trial = complete(budget_bytes)
+        total_s = trial.decided.plan.cost_s + trial.done.more_s
+        if trial.done.fits(budget_bytes) and total_s < best_s:
+            best, best_s = trial, total_s
     return best
 
 
-def _raised(search: Leanest, best: Tried) -> Tried:
-    """Where another tier is short, the first plan for more bytes of the device where none is."""
-    for _ in range(MAX_RAISES if best.done.short else 0):
-        asked_bytes = max(best.done.peak_bytes, best.budget_bytes + max(1, best.budget_bytes // RAISE_PART))
-        best = search(asked_bytes)
-        if not best.done.short:
-            break
-    return best
-
-
-def _descended(search: Leanest, best: Tried, searches: int) -> Tried:
-    """The leanest plan that one search leads to, from one that was found."""
-    halved = True  # not worth a search unless a byte less is found
-    for _ in range(searches):
-        less = search(_below(best.least_bytes) if halved else max(1, best.least_bytes // 2))
-        if not less.done.short and less.done.peak_bytes < best.done.peak_bytes:
-            best, halved = less, not halved
-        elif halved:
-            break
-        else:
-            halved = True
-    return best
-
-
-def _rank(one: Tried) -> tuple[bool, int]:
-    return bool(one.done.short), one.done.peak_bytes
-
-
-def said(nbytes: int) -> str:
-    """Rounded up: whoever gives it as a budget has enough."""
-    return f"{_hundredths(nbytes) / 100:.2f} GiB" if nbytes >= GIB_FROM_BYTES else f"{nbytes:,} B"
-
-
-def said_bytes(nbytes: int) -> int:
-    """The bytes that a budget has which is given as `said` says it."""
-    return int(_hundredths(nbytes) / 100 * 2**30) if nbytes >= GIB_FROM_BYTES else nbytes
-
-
-def _below(nbytes: int) -> int:
-    """The next smaller amount that is said in other words."""
-    return int((_hundredths(nbytes) - 1) / 100 * 2**30) if nbytes > GIB_FROM_BYTES else nbytes - 1
-
-
-def _hundredths(nbytes: int) -> int:
-    return ceil(nbytes / 2**30 * 100)
+def _no_plan_text(completion: Completion, budget_bytes: int, least: Trial, bounds: LowerBounds) -> str:
+    """What to say where nothing fits: what would, and what to try."""
+    remedies = ["a smaller batch"]
+    if not completion.searches:
+        remedies.append("cf.checkpoint")
+    if not completion.moves:
+        remedies.append("cf.offload")
+    remedies.extend(completion.wider)
+    notes = ""
+    if above := bounds.above(budget_bytes):
+        notes += f", and however it is sharded {above}"
+    if completion.mesh.topology.ranks:
+        notes += " (of ranks with less memory, what they lack to the roomiest counts as taken)"
+    return (
+        f"no plan found within {budget_text(budget_bytes)} a rank: "
+        f"the least found has a peak of {budget_text(least.done.peak_bytes)}{notes}; "
+        f"give at least that, or use more ranks, {', '.join(remedies)}, or a topology with more memory. "
+        f"It holds {completion.count(least.done.program).summary()}"
+    )

@@ -19,11 +19,13 @@ import torch
 
 from colofunc import env
 from colofunc.compiler.decisions import Decided
+from colofunc.compiler.input_places import PlacedInputs, TracedStep
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.machine import as_measured
+from colofunc.compiler.memory_limits import auto_bytes, device_limit_bytes
 from colofunc.compiler.passes import Pass, Stage, Stages, check_interface, left_out, run_passes
 from colofunc.compiler.plan_cache import is_again
-from colofunc.compiler.planning import Outcome, Placed, Planning, Seen, auto_bytes, can_be_left_out, gathered, least_budget_of, rewrites
+from colofunc.compiler.planning import Outcome, Planning, can_be_left_out, planning_of, rewrites
 from colofunc.compiler.rank_agreement import equal_captured, same, share
 from colofunc.compiler.staged import Staged
 from colofunc.compiler.transform import Build
@@ -83,7 +85,7 @@ def prepare(
     began = time.perf_counter()
     seen = _seen_alike(watch, mesh, partial(_seen, build, staged.reference, args, sharding.donate, without))
     traced_s = time.perf_counter() - began
-    placed = Placed.of_leaves(seen.program, leaves)
+    placed = PlacedInputs.of_leaves(seen.program, leaves)
     if measured is None:
         for low in before:
             if is_again(low, seen.program, seen.donated, placed.fixed):
@@ -93,13 +95,13 @@ def prepare(
     timed = None if measured is None else measured[1]
 
     def planned_by(way: Staged) -> Planning:
-        return gathered(way, seen, priced, registry, placed, before, timed, real)
+        return planning_of(way, seen, priced, registry, placed, before, timed, real)
 
     def recall(planning: Planning, last: bool) -> Outcome:
         return planning.near(before, last and says_least) if measured is None else planning.measured(measured[0])
 
     traced_build = build.evolve(
-        mesh=priced, program=seen.program, traced=seen.traced, budget_bytes=least_budget_of(staged, priced)
+        mesh=priced, program=seen.program, traced=seen.traced, budget_bytes=device_limit_bytes(staged, priced)
     )
     ways = Ways.of(staged, traced_build, staged.plan if measured is None else measured[0])
     with fewer_collections():
@@ -157,7 +159,7 @@ def _notes(staged: Staged, planning: Planning, priced: Mesh, plan: Plan, local: 
     return notes
 
 
-def _seen_alike(watch: Watch | None, mesh: Mesh, see: Callable[[], Seen]) -> Seen:
+def _seen_alike(watch: Watch | None, mesh: Mesh, see: Callable[[], TracedStep]) -> TracedStep:
     """The step as all ranks have traced it. Collective."""
     seen = same(watch, "the traced program", see, lambda seen: _digest(mesh, seen.program))
     hidden = zip(seen.program.inputs[seen.first_hidden :], seen.hidden, strict=False)
@@ -228,13 +230,13 @@ def _digest(mesh: Mesh, program: Program) -> str:
     return program_hash(attrs.evolve(program, constants={}), mesh)
 
 
-def _seen(build: Build, fn: Callable[..., Any], args: tuple[Any, ...], donate: Any, without: frozenset[str]) -> Seen:
+def _seen(build: Build, fn: Callable[..., Any], args: tuple[Any, ...], donate: Any, without: frozenset[str]) -> TracedStep:
     began = time.perf_counter()
     traced = trace(fn, args, role_of=role_of)
     traced_s = time.perf_counter() - began
     program, hidden, _ = _global(build, traced, without)
     donated, aliases = donation(traced, program, donate)
-    return Seen(traced, attrs.evolve(program, aliases=aliases), donated, hidden, without, traced_s)
+    return TracedStep(traced, attrs.evolve(program, aliases=aliases), donated, hidden, without, traced_s)
 
 
 def _global(build: Build, traced: Traced, without: frozenset[str], keep: bool = False) -> tuple[Program, tuple[torch.Tensor, ...], Stages]:
@@ -262,7 +264,7 @@ def _global(build: Build, traced: Traced, without: frozenset[str], keep: bool = 
     return program, hidden, stages
 
 
-def _stages(build: Build, seen: Seen, planning: Planning, plan: Plan, decided: Decided | None) -> Stages:
+def _stages(build: Build, seen: TracedStep, planning: Planning, plan: Plan, decided: Decided | None) -> Stages:
     """All that the step went through, run again but for the trace."""
     traced = Stage("trace", seen.traced.program, seen.traced_s)
     return (traced, *_global(build, seen.traced, seen.left_out, keep=True)[2], *planning.stages(plan, decided))

@@ -1,8 +1,9 @@
 """Transforms and builds: what anybody can do to a step on its way to a program that runs.
 
-Problem: a transform has something to say at several moments: around the function, in the state, in the traced program, of what the
-planner may decide, and of what one rank runs. Idea: one frozen record, the `Build`, says what is known of a step so far. A `Transform`
-is a name, options, and some of six hooks; each takes a build and gives one back. Built-in transforms and those of others use the same.
+Problem: a transform has something to say at several moments: around the function, in the state, in the traced program,
+of what the planner may decide, and of what one rank runs. Idea: one frozen record, the `Build`, says what is known of a
+step so far. A `Transform` is a name, options, and some of six hooks; each takes a build and gives one back. Built-in
+transforms and those of others use the same.
 
     def halved(step_fn=None):
         return cf.ext.stage(step_fn, cf.ext.Transform("halved", rewrite_local=halve))
@@ -10,8 +11,8 @@ is a name, options, and some of six hooks; each takes a build and gives one back
     def halve(build: cf.ext.Build) -> cf.ext.Build:
         return build.evolve(program=shorter(build.program, build.mesh))
 
-Several transforms of a chain may use the same hook. They do so in an order that does not depend on the chain, so that `a(b(f))` and
-`b(a(f))` are the same step: by name, but for what `behind` says.
+Several transforms of a chain may use the same hook. They do so in an order that does not depend on the chain, so that
+`a(b(f))` and `b(a(f))` are the same step: by name, but for what `behind` says.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ def _none() -> Sequence[Variant]:
 class Variant:
     """One way to write a transform that leaves something open: a record with everything said.
 
-    words: what it says, such as "8 microbatches, cut by time"; no two of a step are alike. at_least_s: gives seconds that a step takes at
-    least in this way. about: a group and seconds by an estimate: of the ways of one group those that are clearly behind one that fits
-    without help are not planned; None: there is no estimate. leaner: gives further ways, which are tried only where this one fits a budget
-    with help alone (values made again, copies), or not at all.
+    `words`: what it says, such as "8 microbatches, cut by time"; no two of a step are alike.
+    `at_least_s`: gives seconds that a step takes at least in this way.
+    `about`: a group and seconds by an estimate. Of the ways of one group, those that are clearly behind one that fits
+    without help are not planned. None: there is no estimate.
+    `leaner`: gives further ways, which are tried only where this one fits a budget with help alone (values made again,
+    copies), or not at all.
     """
 
     transform: Transform
@@ -63,11 +66,13 @@ class Variant:
 class Open:
     """Choices of a transform on which the state and the trace depend, such as the scheme of each weight.
 
-    closed: a choice, which can be a key and be sent to other ranks -> the transform with it. search: given what finishes the chain with a
-    choice (a `Lowered`, or in a line why it fits no budget), the choice that is taken; it runs on rank 0. sketched: a choice -> the
-    transform with it that the search finishes the chain with, which is counted and never runs, so it needs no values; None: `closed`.
-    recalled: what was taken before, as `Transform.taken` says it -> the choice, without a search; PlanError where it may not be chosen
-    here. None: there is always a search.
+    `closed`: a choice, which can be a key and be sent to other ranks -> the transform with it.
+    `search`: given what finishes the chain with a choice (a `Lowered`, or in a line why it fits no budget), the choice
+    that is taken; it runs on rank 0.
+    `sketched`: a choice -> the transform with it that the search finishes the chain with, which is counted and never
+    runs, so it needs no values; None: `closed`.
+    `recalled`: what was taken before, as `Transform.taken` says it -> the choice, without a search; PlanError where it
+    may not be chosen here. None: there is always a search.
     """
 
     closed: Callable[[Any], Transform]
@@ -79,8 +84,8 @@ class Open:
 class Search(Protocol):
     """Looks for an order of one rank's program that fits: what is made again, and when.
 
-    `finish` completes an order and counts its peak, and says from how many seconds more on one is of no use. Returns (what fits or
-    None, the leanest that was tried).
+    `finish` completes an order and counts its peak, and says from how many seconds more on one is of no use. Returns
+    (what fits or None, the leanest that was tried).
     """
 
     def __call__(
@@ -90,8 +95,9 @@ class Search(Protocol):
 
 @attrs.frozen
 class Lies:
-    """Where inputs lie before a step. `tiers`: position -> tier, of those that lie somewhere already or are wished to.
+    """Where inputs lie before a step.
 
+    `tiers`: position -> tier, of those that lie somewhere already or are wished to.
     `captured`: position of what the step captured -> whether somebody has it in memory as it is.
     """
 
@@ -111,22 +117,26 @@ class Move(Protocol):
 class Build:
     """What is known of one step so far. A hook returns it with what it has changed: `build.evolve(program=...)`.
 
-    `transforms`: all of the chain, in the order of the hooks. `mesh`: with the figures that a plan counts by, from the trace on.
-    `fn`: the step function (changed by `wrap`). `state`: argument 0 of a call (`grow`).
-    `program`: the global one (`rewrite_global`), or in `rewrite_local` one rank's. `traced`: names and trees of arguments and results.
+    `transforms`: all of the chain, in the order of the hooks.
+    `mesh`: with the figures that a plan counts by, from the trace on.
+    `fn`: the step function (changed by `wrap`).
+    `state`: argument 0 of a call (`grow`).
+    `program`: the global one (`rewrite_global`), or in `rewrite_local` one rank's.
+    `traced`: names and trees of arguments and results.
     `registry`: what plugins bring.
     `budget_bytes`: the device memory that a plan keeps to; None: no limit, or before anything is planned.
-    `way`: the words of the variant that a followed plan took; "": it took none, or no plan is followed.
     `constraints`: what the planner may not decide otherwise (`constrain`).
-    `alternatives`, `searches`, `moves`: ways to finish a program (`candidates`). Each transform adds to them: several ways to write
-    one rank's program, the fastest first; a search for an order that fits; what writes copies between tiers. What they give is finished
-    and counted, and the fastest that fits is taken.
+    `alternatives`, `searches`, `moves`: ways to finish a program (`candidates`). Each transform adds to them: several
+    ways to write one rank's program, the fastest first; a search for an order that fits; what writes copies between
+    tiers. What they give is finished and counted, and the fastest that fits is taken.
+    `way`: the words of the variant that a followed plan took; "": it took none, or no plan is followed.
     `cuts_of`: of a pipeline, what the plan says of its cuts, by the table of actions that runs.
     """
 
     transforms: tuple[Transform, ...]
     mesh: Mesh
-    fn: Callable[..., Any] = None  # type: ignore[assignment]  # what is not known yet is None: no hook runs so early that asks for it
+    # What is not known yet is None: no hook runs so early that asks for it.
+    fn: Callable[..., Any] = None  # type: ignore[assignment]
     state: Any = None
     program: Program = None  # type: ignore[assignment]
     traced: Traced = None  # type: ignore[assignment]
@@ -146,8 +156,13 @@ class Build:
     @property
     def hooks(self) -> tuple[Hook, ...]:
         """The functions of all hooks."""
-        found = (getattr(transform, name) for transform in self.transforms for name in HOOKS)
-        return tuple(hook for hook in found if hook is not None)
+        functions = list[Hook]()
+        for transform in self.transforms:
+            for name in HOOKS:
+                function: Hook | None = getattr(transform, name)
+                if function is not None:
+                    functions.append(function)
+        return tuple(functions)
 
     @property
     def microbatches(self) -> int:
@@ -163,9 +178,12 @@ Variants = Callable[[Build], Sequence[Variant]]
 class Sharding:
     """How a step is asked to lie on a mesh, as the user said it.
 
-    `plans`: what pins names to specs, in the order of their say. `in_specs`, `out_specs`: trees of specs for arguments and results.
-    `donate`: "auto", or positions: which arguments are consumed. `auto`: whether axes that no plan names are searched. `plugins`: modules
-    asked beside the installed ones. `agree_every`: after so many steps ranks compare their copies; 0: never.
+    `plans`: what pins names to specs, in the order in which they are asked.
+    `in_specs`, `out_specs`: trees of specs for arguments and results.
+    `donate`: "auto", or positions: which arguments are consumed.
+    `auto`: whether axes that no plan names are searched.
+    `plugins`: modules asked beside the installed ones.
+    `agree_every`: after this many steps ranks compare their copies; 0: never.
     """
 
     mesh: Mesh
@@ -182,27 +200,45 @@ class Sharding:
 class Transform:
     """One step of a chain. `options`: its own arguments; their texts are part of what a cached plan is found by.
 
+    The hooks, in the order in which they run:
+
     `wrap`: puts something around `build.fn` before it is traced, and before the single-device reference runs it.
-    `grow`: argument 0 with what the transform keeps in it, at every call; a state that has it already comes back as it is.
+    `grow`: argument 0 with what the transform keeps in it, at every call; a state that has it already comes back as is.
     `rewrite_global`: changes the traced program before anything is placed; inputs and outputs stay what they are.
     `constrain`: adds what the planner may not decide otherwise.
     `candidates`: adds ways to finish a program.
     `rewrite_local`: changes the program of one rank, behind the passes of plugins.
-    `behind`: names of transforms whose hooks run before this one's. `clashes`: other transform -> why the two cannot stand in one
-    chain, and what to do instead.
-    `budget`: the device memory that it keeps to, in bytes or as a part; (None, None): all there is; None: it keeps to none.
-    `microbatches`: in how many parts it computes the batch. `sharding`: how it asks the step to lie on a mesh; one of a chain may.
-    `disk`: the directory for what is kept on disk (True: a temporary one). `measure`: so many first steps are timed, and then what
-    moves when is planned again.
+
+    Its place in a chain:
+
+    `behind`: names of transforms whose hooks run before this one's.
+    `clashes`: other transform -> why the two cannot stand in one chain, and what to do instead.
+
+    What it asks for:
+
+    `budget`: the device memory that it keeps to, in bytes or as a part; (None, None): all there is; None: no limit.
+    `microbatches`: in how many parts it computes the batch.
+    `sharding`: how it asks the step to lie on a mesh; one of a chain may.
+    `disk`: the directory for what is kept on disk (True: a temporary one).
+    `measure`: this many first steps are timed, and then what moves when is planned again.
     `wider`: what to write instead where its policy forbids what would need less memory.
-    `variants`: of a traced step, the ways to write this transform where it leaves something open; () where it does not. Each is planned
-    as if it had been written so, and the fastest that fits is taken; of a plan that is followed (`Build.way`) the one with its words, which
-    variants have to include whatever the budget is now. One transform of a chain may have some.
-    `open`: of a call's arguments, choices on which the state and the trace depend; the chain is finished with several before anything else
-    is done, and one is taken (`settling`). A transform that has it has no hooks; what is taken has. One transform of a chain may.
-    `decided`: what was taken there; `taken`: the same as plans keep it, pairs such as (weight, scheme). `notes`: lines for the plan;
-    `says`: gives further ones, of the global program and of the one that a rank runs. `changes_numbers`: whether what `rewrite_global`
-    makes of the program has other numbers than it, so that one device runs it too (`Staged.reference`).
+
+    What it leaves open; of a chain one transform may:
+
+    `variants`: of a traced step, the ways to write this transform; () where nothing is open. Each is planned as if it had
+    been written so, and the fastest that fits is taken; of a plan that is followed (`Build.way`) the one with its words,
+    which variants have to include whatever the budget is now.
+    `open`: of a call's arguments, choices on which the state and the trace depend. The chain is finished with several
+    before anything else is done, and one is taken (`settling`). A transform that has it has no hooks; what is taken has.
+    `decided`: what was taken there.
+    `taken`: the same as plans keep it, pairs such as (weight, scheme).
+
+    What it says of a plan:
+
+    `notes`: lines for the plan.
+    `says`: gives further lines, of the global program and of the one that a rank runs.
+    `changes_numbers`: whether what `rewrite_global` makes of the program has other numbers than it, so that one device
+    runs it too (`Staged.reference`).
     """
 
     name: str
@@ -239,13 +275,13 @@ class Transform:
         function: Hook | None = getattr(self, hook)
         if function is None:
             return build
-        made = function(build)
-        if not isinstance(made, Build):
+        changed = function(build)
+        if not isinstance(changed, Build):
             raise PlanError(
-                f"transform {self.name!r}: its hook {hook} gave {type(made).__name__}, not a build; "
+                f"transform {self.name!r}: its hook {hook} gave {type(changed).__name__}, not a build; "
                 "return build.evolve(...) with what it changes"
             )
-        return made
+        return changed
 
 
 def behind_hook(before: Hook | None, hook: Hook) -> Hook:
@@ -268,17 +304,26 @@ def through(hook: str, build: Build) -> Build:
 
 
 def in_order(chain: Iterable[Transform]) -> tuple[Transform, ...]:
-    """The transforms in the order of their hooks: by name, but for what they say they are behind. Raises PlanError for a circle."""
+    """The transforms in the order of their hooks: by name, but for what they say they are behind.
+
+    Raises PlanError for a circle.
+    """
     by_name = {transform.name: transform for transform in chain}
     sorter: TopologicalSorter[str] = TopologicalSorter()
     for name in sorted(by_name):
-        sorter.add(name, *(before for before in by_name[name].behind if before in by_name))
+        predecessors = [other for other in by_name[name].behind if other in by_name]
+        sorter.add(name, *predecessors)
     try:
         sorter.prepare()
     except CycleError as error:
         circle = " behind ".join(reversed(error.args[1]))
-        raise PlanError(f"transforms that say they are behind one another: {circle}; drop one of them, or its `behind`") from error
-    ready, ordered = list[str](), list[Transform]()
+        raise PlanError(
+            f"transforms that say they are behind one another: {circle}; drop one of them, or its `behind`"
+        ) from error
+
+    # Of those that nothing has to precede any more, the first by name is next.
+    ready = list[str]()
+    ordered = list[Transform]()
     while sorter.is_active():
         ready = sorted((*ready, *sorter.get_ready()))
         name = ready.pop(0)

@@ -75,7 +75,7 @@ GUESSED = (
 )
 
 
-def wanted(
+def constraints_of_user(
     program: Program,
     traced: Traced,
     mesh: Mesh,

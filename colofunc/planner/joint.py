@@ -5,7 +5,7 @@ copies have been searched for, which takes too long for every sharding there is.
 byte at the peak costs. A finished plan tells it: what its next byte costs to be made again, or what making again and copying cost
 over the bytes that they saved. The search for a sharding pays it, its plan is finished and tells another one, a few times; of small
 programs so do two plans that cost the same at some price, because a third one may be better at it. The fastest is tried, and plans
-for a budget that sharding alone meets, unless the searches at prices say that none of these can be faster; every one is scored as
+for a budget that sharding alone meets, unless the searches at prices say that none of these can be faster; every one is counted as
 it would run, and the fastest that fits is taken. So none of the separate choices (the fastest and make again, or move; less by
 sharding alone) is better.
 
@@ -18,8 +18,8 @@ Source: Lagrangian duality; the prices are those of Everett, Operations Research
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import islice, pairwise, takewhile
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from math import inf
 from typing import Generic, TypeVar
 
@@ -29,30 +29,31 @@ from colofunc.errors import PlanError
 from colofunc.planner.candidate import Fitted
 
 P = TypeVar("P")
+"""A plan of a sharding, as whoever proposes it writes it."""
 
-DEARER = 4.0
+HIGHEST_PRICE = 4.0
 """The highest price tried, as a multiple of the one that a plan tells: that is an average, and the next byte may cost more."""
-SEARCHES = 6
-"""At most this many searches with a price of memory."""
-SEARCHES_FIT = 3
-"""At most this many of a program that is not small, once something fits."""
-LESS = 0.9
+MAX_PRICES = 6
+"""At most this many searches at a price of memory."""
+MAX_PRICES_ONCE_ONE_FITS = 3
+"""At most this many, in a program that is not small, once a plan fits."""
+MAX_PRICES_FROM_KNOWN = 2
+"""At most this many where a sharding is known that met a budget of a like step."""
+FAR_OVER, MAX_PRICES_FAR_OVER = 2, 2
+"""Where the leanest plan holds more than FAR_OVER times the budget, at most MAX_PRICES_FAR_OVER searches at a price of memory."""
+NEXT_BUDGET_PART = 0.9
 """Where a plan fits only with help, the next budget for sharding alone is at most this part of the last."""
-NEARBY = 2
-"""At most this many searches with a price of memory, where a sharding is known that met a budget of a like step."""
-FINE = 1e-3
+TOLERANCE = 1e-3
 """A plan within this relative distance of the fastest sharding is not improved further."""
-FAR, FEW = 2, 2
-"""Where the leanest plan needs more than FAR times the budget, at most FEW searches are at a price of memory."""
-FRONTIER, FRONTIER_LARGE = 8, 2
+FRONTIER_PRICES, FRONTIER_PRICES_LARGE = 8, 2
 """At most this many searches at prices between the fastest sharding and the leanest, where no plan tells a price; the second for large
 programs."""
-LOOK, LITTLE = 256, 0.01
-"""At most LOOK shardings to which no price leads are looked at, and only those whose relative gain may exceed LITTLE."""
+MAX_OTHERS, LEAST_GAIN = 256, 0.01
+"""At most MAX_OTHERS shardings to which no price leads are compared, and only those whose relative gain may exceed LEAST_GAIN."""
 
 
 @attrs.frozen(eq=False)
-class Proposed(Generic[P]):
+class Proposal(Generic[P]):
     """A plan of a sharding: its seconds and estimated peak without help, and what makes it differ from others."""
 
     plan: P
@@ -62,251 +63,317 @@ class Proposed(Generic[P]):
 
 
 @attrs.frozen(eq=False)
-class Scored(Generic[P]):
-    """A plan, finished."""
+class Finished(Generic[P]):
+    """A proposal whose program is completed and counted."""
 
-    proposed: Proposed[P]
+    proposal: Proposal[P]
     done: Fitted
 
     @property
     def total_s(self) -> float:
-        return self.proposed.cost_s + self.done.more_s
+        """Seconds of a step, with what keeping to the budget costs."""
+        return self.proposal.cost_s + self.done.more_s
 
 
-Propose = Callable[[int | None, float], Proposed[P]]  # (bytes to keep to, seconds a byte at the peak) -> the cheapest then
-Complete = Callable[[P, float], Fitted]  # (plan, seconds more from which on it is of no use) -> finished
+Propose = Callable[[int | None, float], Proposal[P]]
+"""(bytes to keep to, seconds that a byte at the peak costs) -> the cheapest sharding then."""
+Finish = Callable[[P, float], Fitted]
+"""(plan, seconds more from which on it is of no use) -> the finished program."""
 EndS = Callable[[Fitted], float]
-Every = Callable[[float | None], Iterable[Proposed[P]]]  # (seconds a byte costs; None: nothing fits so far) -> others, cheapest first
+"""A finished program -> seconds of a step by the clock."""
+Others = Callable[[float | None], Iterable[Proposal[P]]]
+"""Seconds that a byte costs (None: nothing fits so far) -> further shardings, the cheapest first."""
+Point = tuple[int, float]
+"""Bytes at the peak and seconds of one sharding."""
 
 
-def together(
+def decide_jointly(
     propose: Propose[P],
-    finish: Complete[P],
-    budget: int,
+    finish: Finish[P],
+    budget_bytes: int,
     parts: int = 1,
     tries: int = 4,
-    searches: int = SEARCHES,
-    every: Every[P] = lambda price_s: (),
-    most: int = LOOK,
-    least: Callable[[], int] = lambda: 0,
+    max_prices: int = MAX_PRICES,
+    others: Others[P] = lambda price_s: (),
+    max_others: int = MAX_OTHERS,
+    lower_bound: Callable[[], int] = lambda: 0,
     end_s: EndS | None = None,
     small: bool = True,
-) -> tuple[Scored[P] | None, Scored[P]]:
+) -> tuple[Finished[P] | None, Finished[P]]:
     """(the fastest plan found that fits or None, the leanest that was tried).
 
-    A step in `parts` microbatches may hold so many times less than is estimated. `every`: of a step that is small enough
-    to have few shardings all, of others some to which no price leads; where nothing fits some that may, in any order. At most `most`
-    of them are finished. `least`: bytes that every plan needs, asked for when one was finished; where these are too many, nothing else is.
-    `end_s`: seconds of a finished step by the clock, which has the last word among those that fit. `small`: searches take little, so more
-    prices are tried. Raises PlanError where nothing can be proposed.
+    A step in `parts` microbatches may hold so many times less than is estimated. `others`: of a step that is small enough
+    to have few shardings all, of others some to which no price leads; where nothing fits some that may, in any order. At most
+    `max_others` of them are finished. `lower_bound`: bytes that every plan needs, asked for when one was finished; where these are too
+    many, no other plan is tried. `end_s`: seconds of a finished step by the clock, which has the last word among those that fit.
+    `small`: searches take little, so more prices are tried. Raises PlanError where nothing can be proposed.
     """
-    search = _Together(propose, finish, budget, budget * parts, small)
-    best, leanest = search.run(tries, searches, every, most, least)
-    return (best if end_s is None else search.soonest(end_s)), leanest
+    search = _JointSearch(propose, finish, budget_bytes, budget_bytes * parts, small)
+    search.run(tries, max_prices, others, max_others, lower_bound)
+    best = search.best if end_s is None else search.fastest_by_clock(end_s)
+    return best, search.leanest()
 
 
-def nearby(
-    known: Proposed[P], propose: Propose[P], finish: Complete[P], budget: int, parts: int = 1, searches: int = NEARBY,
-    end_s: EndS | None = None, small: bool = True,
-) -> Scored[P] | None:  # fmt: skip
+def decide_from_known(
+    known: Proposal[P],
+    propose: Propose[P],
+    finish: Finish[P],
+    budget_bytes: int,
+    parts: int = 1,
+    max_prices: int = MAX_PRICES_FROM_KNOWN,
+    end_s: EndS | None = None,
+    small: bool = True,
+) -> Finished[P] | None:
     """The fastest plan that fits of `known`, the fastest sharding, and a few at prices of memory; None where none of them does.
 
-    `known` met a budget of a like step. `propose` is expected to search from there. `small`: as of `together`.
+    `known` met a budget of a like step. `propose` is expected to search from there. `small`: as of `decide_jointly`.
     """
-    search = _Together(propose, finish, budget, budget * parts, small)
-    best = search.run_nearby(known, searches)
-    return best if end_s is None else search.soonest(end_s)
+    search = _JointSearch(propose, finish, budget_bytes, budget_bytes * parts, small)
+    search.run_from_known(known, max_prices)
+    return search.best if end_s is None else search.fastest_by_clock(end_s)
 
 
-def frontier(propose: Propose[P], most: int) -> list[Proposed[P]]:
-    """Shardings from the fastest to the leanest, whatever is done with them afterwards: the two, and those at prices between.
+def frontier(propose: Propose[P], max_prices: int) -> list[Proposal[P]]:
+    """Different shardings from the fastest to the leanest, whatever is done with them afterwards: the two, and those at prices between.
 
-    `propose` gives the leanest where nothing keeps to the bytes asked for. Where neighbours are furthest apart is looked first.
+    `propose` gives the leanest where nothing keeps to the bytes asked for. The widest gaps in memory are searched first.
     """
-    found, asked = [propose(None, 0.0), propose(1, 0.0)], list[float]()
-    for _ in range(most):
-        line = _line((one.peak_bytes, one.cost_s) for one in found)
-        apart = sorted(pairwise(line), key=lambda pair: pair[0][0] - pair[1][0])
-        price_s = next((p for p in map(_price_between, apart) if not _near_any(p, asked)), None)
+    fastest, leanest = propose(None, 0.0), propose(1, 0.0)
+    proposals = [fastest, leanest]
+    asked_s = list[float]()
+    for _ in range(max_prices):
+        neighbours = pairwise(_pareto_line((proposal.peak_bytes, proposal.cost_s) for proposal in proposals))
+        widest_first = sorted(neighbours, key=lambda pair: pair[0][0] - pair[1][0])
+        price_s = _first_new([_price_between(lean, fast) for lean, fast in widest_first], asked_s)
         if price_s is None:
             break
-        asked.append(price_s)
-        found.append(propose(None, price_s))
-    different = list[Proposed[P]]()
-    for one in sorted(found, key=lambda one: one.cost_s):
-        if all(one.key != other.key for other in different):
-            different.append(one)
+        asked_s.append(price_s)
+        proposals.append(propose(None, price_s))
+
+    different = list[Proposal[P]]()
+    for proposal in sorted(proposals, key=lambda proposal: proposal.cost_s):
+        if all(proposal.key != other.key for other in different):
+            different.append(proposal)
     return different
 
 
-def _line(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Of (bytes, seconds) those that no other beats in both, from lean to fast."""
-    line = list[tuple[int, float]]()
-    for nbytes, cost_s in sorted(points):
+def _pareto_line(points: Iterable[Point]) -> list[Point]:
+    """The points that no other beats in both bytes and seconds, from the leanest to the fastest."""
+    line = list[Point]()
+    for peak_bytes, cost_s in sorted(points):
         if not line or cost_s < line[-1][1]:
-            line.append((nbytes, cost_s))
+            line.append((peak_bytes, cost_s))
     return line
 
 
-def _price_between(pair: tuple[tuple[int, float], tuple[int, float]]) -> float:
+def _price_between(lean: Point, fast: Point) -> float:
     """Seconds a byte at which a lean plan and a fast one cost the same."""
-    lean, fast = pair
-    return (lean[1] - fast[1]) / (fast[0] - lean[0])
+    (lean_bytes, lean_s), (fast_bytes, fast_s) = lean, fast
+    return (lean_s - fast_s) / (fast_bytes - lean_bytes)
 
 
-def _near_any(price_s: float, asked: Iterable[float]) -> bool:
-    return any(0.9 < price_s / other < 1.1 for other in asked)
+def _first_new(prices_s: Iterable[float], asked_s: Sequence[float]) -> float | None:
+    """The first price that is not within a tenth of one that was asked before."""
+    for price_s in prices_s:
+        if not any(0.9 < price_s / other_s < 1.1 for other_s in asked_s):
+            return price_s
+    return None
 
 
-class _Together(Generic[P]):
-    def __init__(self, propose: Propose[P], finish: Complete[P], budget: int, aim: int, small: bool) -> None:
-        self.propose, self.finish, self.budget, self.aim, self.small = propose, finish, budget, aim, small
-        self.scored: list[Scored[P]] = []
-        self.seen: set[tuple[int, float]] = set()  # (bytes, seconds) of all that was proposed
-        self.best: Scored[P] | None = None
-        self.alone_at_least_s = 0.0  # of what keeps to the budget without help, as far as searches at prices find what is cheapest
+class _JointSearch(Generic[P]):
+    """What one search has proposed and finished so far, and the steps that it is made of."""
+
+    def __init__(self, propose: Propose[P], finish: Finish[P], budget_bytes: int, aim_bytes: int, small: bool) -> None:
+        self.propose = propose
+        self.finish = finish
+        self.budget_bytes = budget_bytes
+        self.aim_bytes = aim_bytes  # the budget in terms of the estimate, which knows nothing of microbatches
+        self.small = small
+        self.finished: list[Finished[P]] = []
+        self.proposed: set[Point] = set()  # of all proposals, finished or not
+        self.best: Finished[P] | None = None
+        # Seconds of whatever keeps to the budget without help, at least: as far as searches at prices find what is cheapest.
+        self.unaided_at_least_s = 0.0
 
     def run(
-        self, tries: int, searches: int, every: Every[P], most: int, least: Callable[[], int]
-    ) -> tuple[Scored[P] | None, Scored[P]]:
-        first = self.score(self.propose(None, 0.0))
-        if first is not None and not self.near(first) and not (self.best is None and least() > self.aim):
-            fits = self.best is not None
-            if not fits:
-                self.for_less(tries)
-            self.priced(first, min(searches, FEW) if self.far() else searches)
-            if fits and self.best is not None and self.alone_at_least_s < self.best.total_s * (1 - FINE):
-                self.for_less(tries)
-            if self.best is None:
-                self.all_of(every(None), most)
-                if self.best is not None:
-                    self.priced(first, searches // 2)
-            if self.best is None or self.best.total_s > first.proposed.cost_s * (1 + LITTLE):
-                self.all_of(every(self.price_s(self.best or first)), most)
-        return self.best, self.leanest()
+        self, tries: int, max_prices: int, others: Others[P], max_others: int, lower_bound: Callable[[], int]
+    ) -> None:
+        fastest = self.try_proposal(self.propose(None, 0.0))
+        if fastest is None or self.costs_nothing(fastest):
+            return
+        if self.best is None and lower_bound() > self.aim_bytes:
+            return
 
-    def run_nearby(self, known: Proposed[P], searches: int) -> Scored[P] | None:
-        fastest = self.score(self.propose(None, 0.0))
-        if fastest is not None and not self.near(fastest):
-            if self.promises(known):
-                self.score(known)
+        # Where a plan fits already, sharding alone is tried last, and only if searches at prices leave open that it is faster.
+        fits_with_help = self.best is not None
+        if not fits_with_help:
+            self.shard_for_less(tries)
+        self.search_at_prices(fastest, min(max_prices, MAX_PRICES_FAR_OVER) if self.is_far_over() else max_prices)
+        if fits_with_help and self.best is not None and self.unaided_at_least_s < self.best.total_s * (1 - TOLERANCE):
+            self.shard_for_less(tries)
+
+        if self.best is None:
+            self.try_others(others(None), max_others)
             if self.best is not None:
-                self.priced(fastest, searches)
-        return self.best
+                self.search_at_prices(fastest, max_prices // 2)
+        if self.best is None or self.best.total_s > fastest.proposal.cost_s * (1 + LEAST_GAIN):
+            self.try_others(others(self.mean_price_s(self.best or fastest)), max_others)
 
-    def leanest(self) -> Scored[P]:
-        return min(self.scored, key=lambda one: one.done.peak_bytes)
+    def run_from_known(self, known: Proposal[P], max_prices: int) -> None:
+        fastest = self.try_proposal(self.propose(None, 0.0))
+        if fastest is None or self.costs_nothing(fastest):
+            return
+        if self.may_be_faster(known):
+            self.try_proposal(known)
+        if self.best is not None:
+            self.search_at_prices(fastest, max_prices)
 
-    def soonest(self, end_s: EndS) -> Scored[P] | None:
+    def leanest(self) -> Finished[P]:
+        return min(self.finished, key=lambda finished: finished.done.peak_bytes)
+
+    def fastest_by_clock(self, end_s: EndS) -> Finished[P] | None:
         """Of all that were finished and fit, the one that the clock says is the fastest."""
-        fits = [one for one in self.scored if one.done.fits(self.budget)]
-        return fits[0] if len(fits) == 1 else min(fits, key=lambda one: end_s(one.done), default=None)
+        fitting = [finished for finished in self.finished if finished.done.fits(self.budget_bytes)]
+        if len(fitting) == 1:  # the clock, which takes a while, is not asked
+            return fitting[0]
+        return min(fitting, key=lambda finished: end_s(finished.done), default=None)
 
-    def far(self) -> bool:
-        """Whether all that was tried holds far too much."""
-        return self.best is None and self.leanest().done.peak_bytes > FAR * self.budget
+    def is_far_over(self) -> bool:
+        """Whether everything that was tried holds far too much."""
+        return self.best is None and self.leanest().done.peak_bytes > FAR_OVER * self.budget_bytes
 
-    def score(self, proposed: Proposed[P]) -> Scored[P] | None:
-        """The plan finished, if it may be the best: it was not before, and is not slower without help than the best with it."""
-        self.seen.add((proposed.peak_bytes, proposed.cost_s))
-        if any(proposed.key == one.proposed.key for one in self.scored) or (self.best and proposed.cost_s >= self.best.total_s):
-            return None
-        below_s = inf if self.best is None else self.best.total_s - proposed.cost_s
-        one = Scored(proposed, self.finish(proposed.plan, below_s))
-        self.scored.append(one)
-        if one.done.fits(self.budget) and (self.best is None or one.total_s < self.best.total_s):
-            self.best = one
-        return one
-
-    def near(self, first: Scored[P]) -> bool:
+    def costs_nothing(self, fastest: Finished[P]) -> bool:
         """Whether the best is as fast as the fastest sharding is without a budget."""
-        return self.best is not None and self.best.total_s <= (first.proposed.cost_s + first.done.asked_s) * (1 + FINE)
+        if self.best is None:
+            return False
+        without_budget_s = fastest.proposal.cost_s + fastest.done.asked_s
+        return self.best.total_s <= without_budget_s * (1 + TOLERANCE)
 
-    def for_less(self, tries: int) -> None:
+    def try_proposal(self, proposal: Proposal[P]) -> Finished[P] | None:
+        """The proposal finished, if it may be the best: it was not before, and is not slower without help than the best with it."""
+        self.proposed.add((proposal.peak_bytes, proposal.cost_s))
+        if any(proposal.key == earlier.proposal.key for earlier in self.finished):
+            return None
+        below_s = inf
+        if self.best is not None:
+            if proposal.cost_s >= self.best.total_s:
+                return None
+            below_s = self.best.total_s - proposal.cost_s
+        finished = Finished(proposal, self.finish(proposal.plan, below_s))
+        self.finished.append(finished)
+        if finished.done.fits(self.budget_bytes) and (self.best is None or finished.total_s < self.best.total_s):
+            self.best = finished
+        return finished
+
+    def shard_for_less(self, tries: int) -> None:
         """Sharding alone: for the budget, then for less, until no help is needed or even so it is slower.
 
         Without it one of 20 steps of two layers (`bench jointly`, as of a larger step) takes 28 % longer.
         """
-        aim = self.aim
+        aim_bytes = self.aim_bytes
         for _ in range(tries):
             try:
-                proposed = self.propose(aim, 0.0)
+                proposal = self.propose(aim_bytes, 0.0)
             except PlanError:  # nothing is that lean
                 return
-            if self.best is not None and proposed.cost_s >= self.best.total_s:
+            if self.best is not None and proposal.cost_s >= self.best.total_s:
                 return
-            one = self.score(proposed)
-            if one is not None and one.done.fits(self.budget) and one.done.more_s <= 0:
+            finished = self.try_proposal(proposal)
+            if finished is not None and finished.done.fits(self.budget_bytes) and finished.done.more_s <= 0:
                 return
-            over = 1.0 if one is None else one.done.peak_bytes / self.budget
-            aim = int(min(aim, proposed.peak_bytes) * min(LESS, 0.99 / over))
+            # The next aim is less by what the plan held too much, and a little more.
+            over = 1.0 if finished is None else finished.done.peak_bytes / self.budget_bytes
+            aim_bytes = int(min(aim_bytes, proposal.peak_bytes) * min(NEXT_BUDGET_PART, 0.99 / over))
 
-    def priced(self, first: Scored[P], searches: int) -> None:
+    def search_at_prices(self, fastest: Finished[P], max_prices: int) -> None:
         """Sharding at prices of memory: those that the fastest plan and each new best one tell.
 
         Where nothing fits, and of small programs, a dearer one and those between plans as well.
         """
-        begin = self.next_price_s(first)
-        ahead, asked = [begin], list[float]()
-        for number in range(searches):
-            if number >= SEARCHES_FIT and not self.small and self.best is not None:
+        first_s = self.next_price_s(fastest)
+        told_s = [first_s]  # by the best plans, the latest first
+        asked_s = list[float]()
+        for number in range(max_prices):
+            if self.best is not None and not self.small and number >= MAX_PRICES_ONCE_ONE_FITS:
                 return
-            others = [DEARER * begin, *self.between()] if self.small or self.best is None else []
-            new = (p for p in (*ahead, *others) if not _near_any(p, asked))
-            price_s = next(new, None)
+            prices_s = [*told_s]
+            if self.small or self.best is None:
+                prices_s += [HIGHEST_PRICE * first_s, *self.prices_between_s()]
+            price_s = _first_new(prices_s, asked_s)
             if price_s is None:
                 return
-            asked.append(price_s)
-            proposed = self.propose(None, price_s)
+            asked_s.append(price_s)
+            proposal = self.propose(None, price_s)
+
             # Whatever keeps to the bytes costs no less at this price than what is cheapest at it, and the price of those bytes is known.
-            at_least_s = proposed.cost_s + price_s * (proposed.peak_bytes - self.aim)
-            self.alone_at_least_s = max(self.alone_at_least_s, at_least_s)
-            if not self.promises(proposed):
+            at_least_s = proposal.cost_s + price_s * (proposal.peak_bytes - self.aim_bytes)
+            self.unaided_at_least_s = max(self.unaided_at_least_s, at_least_s)
+            if not self.may_be_faster(proposal):
                 continue
-            before, one = self.best, self.score(proposed)
-            if not self.small and self.best is not None and self.best.total_s <= at_least_s:
+            best_before = self.best
+            finished = self.try_proposal(proposal)
+            if self.best is not None and not self.small and self.best.total_s <= at_least_s:
                 return  # where bytes beyond the budget cost this price, nothing is faster
-            if one is not None and self.best is not before and one.done.more_s > 0:
-                ahead.insert(0, self.next_price_s(one))
+            if finished is not None and self.best is not best_before and finished.done.more_s > 0:
+                told_s.insert(0, self.next_price_s(finished))
 
-    def all_of(self, every: Iterable[Proposed[P]], most: int) -> None:
-        """Of whatever may still be faster by more than a little what promises most: its seconds, and what the best pays a byte."""
-        known = None if self.best is None else self.price_s(self.best)
-        fast = takewhile(lambda p: self.best is None or p.cost_s * (1 + LITTLE) < self.best.total_s, every)
+    def try_others(self, others: Iterable[Proposal[P]], max_others: int) -> None:
+        """Finish those that promise most: by their seconds, and what the best plan pays for each byte that they hold too much."""
+        price_s = None if self.best is None else self.mean_price_s(self.best)
+        compared = list[Proposal[P]]()
+        for proposal in others:
+            if not self.gains_enough(proposal):  # nor do those behind it, which cost more
+                break
+            compared.append(proposal)
+            if len(compared) == MAX_OTHERS:
+                break
 
-        def promise(p: Proposed[P]) -> float:
-            return p.peak_bytes if known is None else p.cost_s + known * max(0, p.peak_bytes - self.aim)
+        def promised(proposal: Proposal[P]) -> float:
+            if price_s is None:
+                return proposal.peak_bytes
+            return proposal.cost_s + price_s * max(0, proposal.peak_bytes - self.aim_bytes)
 
-        for proposed in sorted(islice(fast, LOOK), key=promise)[:most]:
-            if self.best is None or (proposed.cost_s * (1 + LITTLE) < self.best.total_s and self.promises(proposed)):
-                self.score(proposed)
+        for proposal in sorted(compared, key=promised)[:max_others]:
+            if self.gains_enough(proposal) and self.may_be_faster(proposal):
+                self.try_proposal(proposal)
 
-    def promises(self, proposed: Proposed[P]) -> bool:
+    def gains_enough(self, proposal: Proposal[P]) -> bool:
+        """Whether a plan would be faster than the best by more than a little if it needed no help."""
+        return self.best is None or proposal.cost_s * (1 + LEAST_GAIN) < self.best.total_s
+
+    def may_be_faster(self, proposal: Proposal[P]) -> bool:
         """Whether a plan would be faster than the best if bytes beyond the budget cost it what they cost the best.
 
         Of a small program every plan may be: what one operator alone holds is not told by a price.
         """
         if self.small or self.best is None:
             return True
-        over = max(0, proposed.peak_bytes - self.aim)
-        return proposed.cost_s + self.price_s(self.best) * over < self.best.total_s * (1 - FINE)
+        over_bytes = max(0, proposal.peak_bytes - self.aim_bytes)
+        return proposal.cost_s + self.mean_price_s(self.best) * over_bytes < self.best.total_s * (1 - TOLERANCE)
 
-    def between(self) -> list[float]:
-        """Prices at which two plans that are next to each other cost the same; a third may beat both there. Nearest the best first."""
-        line = _line(self.seen)
-        best = self.best.proposed.peak_bytes if self.best is not None else self.aim
-        pairs = sorted(pairwise(line), key=lambda pair: min(abs(pair[0][0] - best), abs(pair[1][0] - best)))
-        return [_price_between(pair) for pair in pairs]
+    def prices_between_s(self) -> list[float]:
+        """Prices at which two neighbouring plans cost the same, where a third may beat both. Those nearest to the best come first."""
+        best_bytes = self.aim_bytes if self.best is None else self.best.proposal.peak_bytes
 
-    def next_price_s(self, one: Scored[P]) -> float:
-        """Seconds that the next byte costs a plan where it is known, otherwise what all that it has too much cost in the mean.
+        def distance_bytes(neighbours: tuple[Point, Point]) -> int:
+            (lean_bytes, _), (fast_bytes, _) = neighbours
+            return min(abs(lean_bytes - best_bytes), abs(fast_bytes - best_bytes))
+
+        nearest_first = sorted(pairwise(_pareto_line(self.proposed)), key=distance_bytes)
+        return [_price_between(lean, fast) for lean, fast in nearest_first]
+
+    def next_price_s(self, finished: Finished[P]) -> float:
+        """Seconds that a plan's next byte costs where they are known, otherwise the mean over all bytes that it has too much.
 
         Of the next one sharding has to be as cheap as making again is: there neither can take over bytes of the other for less.
         """
-        return one.done.byte_s or self.price_s(one)
+        return finished.done.byte_s or self.mean_price_s(finished)
 
-    def price_s(self, one: Scored[P]) -> float:
-        """Seconds that a byte costs that a plan has too much, as the best does away with them."""
-        total_s = one.total_s if self.best is None else min(one.total_s, self.best.total_s)
-        over = max(one.proposed.peak_bytes - self.aim, self.aim // 50, 1)
-        return max(total_s - one.proposed.cost_s, FINE * one.proposed.cost_s) / over
+    def mean_price_s(self, finished: Finished[P]) -> float:
+        """Seconds that each byte costs that a plan has too much, as the best plan does away with them."""
+        total_s = finished.total_s
+        if self.best is not None:
+            total_s = min(total_s, self.best.total_s)
+        cost_s = finished.proposal.cost_s
+        over_bytes = max(finished.proposal.peak_bytes - self.aim_bytes, self.aim_bytes // 50, 1)
+        return max(total_s - cost_s, TOLERANCE * cost_s) / over_bytes

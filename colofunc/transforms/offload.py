@@ -20,7 +20,7 @@ from typing import Any
 
 import attrs
 
-from colofunc.compiler.planning import bytes_in
+from colofunc.compiler.memory_limits import bytes_of
 from colofunc.compiler.staged import Staged, in_place_of
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Lies, Move, Transform
@@ -167,6 +167,6 @@ def _copied(
     *,
     like: Hint | None = None,
 ) -> Offloaded:
-    room = bytes_in(mesh, "host", host, "cf.offload(host", "16GiB")
+    room = bytes_of(host, mesh, "host", "cf.offload(host", "16GiB")
     captured = lies.captured if disk else dict.fromkeys(lies.captured, True)
     return fastest.offload(program, mesh, node_s, budget_bytes, policy, lies.tiers, room, disk, like, captured)

@@ -1,0 +1,1 @@
+"""What the command line is made of: `script` reads the step, `machine` says what it is planned for, `report` tells and writes the plan."""
