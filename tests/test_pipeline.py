@@ -20,19 +20,22 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
+from colofunc.executors import messages
 from colofunc.executors.distributed import Distributed, RankProgram
 from colofunc.executors.faults import FaultError, ask
-from colofunc.executors.groups import Ahead, Group, Groups, Mail, Receiver
+from colofunc.executors.groups import Group, Groups
 from colofunc.executors.launch import launch
+from colofunc.executors.messages import Ahead, Batch, Buffers, Mail, Receiver
 from colofunc.executors.simulated import SimulatedProgram, distinct
 from colofunc.mesh.sizes import size_text
 from colofunc.planner.offload.fastest import _Offloading
+from colofunc.program.aliases import aliases
 from colofunc.program.check import check_program
 from colofunc.program.ir import Loop
 from colofunc.program.memory import memory
 from colofunc.program.passes.loop import gathered_at
 from colofunc.program.passes.reuse import added_in_place
-from colofunc.program.places import RECEIVE, SEND, on_rank, out_of_order
+from colofunc.program.places import RECEIVE, SEND, channels, on_rank, out_of_order
 from colofunc.testing import check
 from colofunc.testing.check import doubled_inside
 
@@ -162,7 +165,7 @@ def test_what_the_next_action_receives_is_posted_before_an_action() -> None:
         log.append(f"post {tag}")
         return lambda: torch.tensor(tag)
 
-    receiver, ahead = Receiver(begin), Ahead([(0, 0), (1, 0), (0, 1), (1, 1)])
+    receiver, ahead = Receiver(begin), Ahead([(0, 0), (1, 0), (0, 1), (1, 1)], Batch(Mail()), Buffers())
     ahead.receives(1, receiver, lambda microbatch: 10 + microbatch)
     for _ in range(2):  # steps
         for part, microbatch in ahead:
@@ -174,13 +177,18 @@ def test_what_the_next_action_receives_is_posted_before_an_action() -> None:
         receiver(4)
 
 
-def bytes_posted_ahead(loop: Loop) -> list[int]:
-    """At each position of one rank's actions: a walk through them in which receivers note how long they hold what they posted."""
+def bytes_of_messages(loop: Loop) -> tuple[list[int], list[int]]:
+    """At each position of one rank's actions, what messages hold (before they are received, behind the last reader).
+
+    A walk through the actions in which receivers note how long they hold what they posted; the memory of a message is held until the
+    action ends that reads it last.
+    """
     timetable = loop.cut_by
     assert timetable is not None
     spans, numbers = list(timetable.spans()), {kind: k for k, kind in enumerate(timetable.parts)}
     order = [(numbers[action.stage, action.kind], action.microbatch) for action in timetable.table.rows[0]]
     early = [0] * sum(spans[part][1] - spans[part][0] for part, _ in order)
+    late = list(early)
     now = 0
 
     def begin(tag: int, nbytes: int) -> Callable[[], torch.Tensor]:
@@ -193,17 +201,33 @@ def bytes_posted_ahead(loop: Loop) -> list[int]:
 
         return wait
 
-    ahead, receivers = Ahead(order), dict[int, Receiver]()
+    ahead, receivers = Ahead(order, Batch(Mail()), Buffers()), dict[int, Receiver]()
+    memory_of = aliases(loop.body)
+    readers: dict[int, set[int]] = {}  # node that receives -> those that read its memory
     for k, node in enumerate(loop.body.nodes):
         if node.target == RECEIVE:
             receivers[k] = Receiver(partial(begin, nbytes=loop.body.values[node.results[0]].nbytes))
             ahead.receives(timetable.part_at(k), receivers[k], lambda microbatch: microbatch)
+            group = memory_of.group(node.results[0])
+            readers[k] = {k}
+            for other, reader in enumerate(loop.body.nodes):
+                if any(memory_of.group(ref) == group for ref in reader.refs):
+                    readers[k].add(other)
+    last_read: dict[tuple[int, int], tuple[int, int]] = {}  # (node that receives, microbatch) -> (position, end of its action)
     for part, microbatch in ahead:
-        for k in range(*spans[part]):
+        first, end = spans[part]
+        ends_at = now + end - first
+        for k in range(first, end):
             if k in receivers:
                 receivers[k](microbatch)
+            for receive, reading in readers.items():
+                if k in reading:
+                    last_read[receive, microbatch] = now, ends_at
             now += 1
-    return early
+    for (receive, _), (position, ends_at) in last_read.items():
+        for k in range(position + 1, ends_at):
+            late[k] += loop.body.values[loop.body.nodes[receive].results[0]].nbytes
+    return early, late
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
@@ -213,16 +237,17 @@ def test_messages_that_are_posted_ahead_are_counted_on_real_ranks(schedule: str)
     for rank in range(2):
         part = on_rank(low.program, low.mesh, rank).program
         (index,) = [k for k, node in enumerate(part.nodes) if node.loop is not None and node.loop.cut_by is not None]
-        late, soon = (memory(part, sent=sent).bodies[index].timeline["device"] for sent in (False, True))
-        early = bytes_posted_ahead(loop_of(part))
-        assert [b - a for a, b in zip(late, soon, strict=True)] == early and max(early) > 0
+        alone, sent = (memory(part, sent=sent).bodies[index].timeline["device"] for sent in (False, True))
+        early, late = bytes_of_messages(loop_of(part))
+        held = [a + b for a, b in zip(early, late, strict=True)]
+        assert [b - a for a, b in zip(alone, sent, strict=True)] == held and max(early) > 0 and max(late) > 0
 
 
 def test_no_step_begins_behind_one_that_raised_behind_its_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a loop or outside of one; that of another program on the same ranks neither: equal tags are taken in the order of sending."""
     groups = Groups(cf.Mesh(pp=2), 1, {}, 1.0)
     monkeypatch.setattr(groups, "of", lambda axes: Group(None, (0, 1), 1, None, None))
-    monkeypatch.setattr(torch.distributed, "irecv", lambda *_, **__: types.SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(messages, "begin_together", lambda begun: [setattr(one, "works", ()) for one in begun])
     receive = groups.receiver(("pp",), 0, (2,), torch.float32, torch.device("cpu"))
     with groups.messages():
         receive(0)
@@ -532,10 +557,21 @@ def test_parts_that_do_not_fit_the_body_are_found() -> None:
 
 
 def test_messages_that_are_received_in_another_order_are_named() -> None:
+    """A V gives activations and gradients to one rank: each kind in order, not all together, so that each has a channel of its own."""
     step, state, batch = mlp()
-    for schedule, found in {"1f1b": "", "zb-v": "message 3 of microbatch 0 from index 0 to 1 of 'pp'"}.items():
+    here, back = ("pp", 0, 1), ("pp", 1, 0)
+    expected = {
+        "1f1b": {(*here, 1): 0, (*back, 2): 0},
+        "zb-v": {(*here, 1): 1, (*here, 3): 2, (*back, 2): 1, (*back, 4): 2},
+    }
+    for schedule, numbers in expected.items():
         low = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule=schedule).lower(state, batch)
-        assert out_of_order(low.program, low.mesh) == found
+        assert out_of_order(low.program, low.mesh) == ""
+        assert channels(low.program, low.mesh) == numbers
+    turned = by_hand("0F0 0F1 0B1 0B0", "1F1 1B1 1F0 1B0")
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2), plugins=[turned]), microbatches=2, schedule="by-hand")
+    low = chain.lower(state, batch)
+    assert out_of_order(low.program, low.mesh) == "message 1 of microbatch 1 from index 0 to 1 of 'pp'"
 
 
 # ---- real ranks ----
@@ -583,11 +619,11 @@ def copied_messages(ranks: int) -> dict[str, tuple[int, int]]:
     counts = [0, 0]
     sender = Groups.sender
 
-    def counting(groups: Groups, axes: Any, targets: Any) -> Any:
-        send = sender(groups, axes, targets)
+    def counting(groups: Groups, axes: Any, targets: Any, own_tag: int) -> Any:
+        send = sender(groups, axes, targets, own_tag)
 
-        def counted(x: torch.Tensor, tag: int, last: bool = False) -> torch.Tensor:
-            sent = send(x, tag, last)
+        def counted(x: torch.Tensor, tag: int, last: bool = False, begin: bool = True) -> torch.Tensor:
+            sent = send(x, tag, last, begin)
             if x.numel() > 1:  # the loss, which a rank may go on to read, is copied
                 counts[0] += 1
                 counts[1] += sent.data_ptr() != x.data_ptr()

@@ -80,7 +80,7 @@ def memory(program: Program, sent: bool = False, fusion: Fusion | None = None) -
 
     A loop is one position: what its body holds at its peak, beside what it reads and gathers. sent: count what real ranks
     copy in order to send it, while it is in flight (all of the operand; a backend may copy the parts for others only), and what they make
-    room for before it is received (as with gloo; NCCL does so later). fusion: what a compiler leaves out and holds longer.
+    room for before it is received. fusion: what a compiler leaves out and holds longer.
     """
     last = lifetimes(program)
     storages, makers, metas = _storages(program, last, sent=sent, fusion=fusion)
@@ -285,7 +285,8 @@ def _by_timetable(
     """One rank's body and its storages as often as its actions come, in their order: what a microbatch keeps from part to part is there
     while the parts of others run. With them what is gathered, from the first time on. home: value -> its storage.
 
-    posted: what an action receives is there from the begin of the action before it, where real ranks make room for it.
+    posted: what an action receives is there from the begin of the action before it, where real ranks make room for it, to the end of the
+    one that reads it last.
     """
     body, (row,) = loop.body, timetable.table.rows
     numbers = {part: k for k, part in enumerate(timetable.parts)}
@@ -312,6 +313,8 @@ def _by_timetable(
             if received:
                 born = before[first, microbatch]
             dies = begins[last, microbatch] + storage.dies - spans[last][0]
+            if received:  # its memory is received into again, or given back, when the action has ended
+                dies = begins[last, microbatch] + spans[last][1] - 1 - spans[last][0]
             for part in others:
                 dies = max(dies, begins[part, microbatch] + spans[part][1] - 1 - spans[part][0])
             expanded.append(
