@@ -43,7 +43,7 @@ def _kind(action: Action, field: attrs.Attribute[str], kind: str) -> None:
         raise PlanError(f"an action has the kind {kind!r}; it is F (forward), B (backward), I (backward of inputs) or W (of weights)")
 
 
-@attrs.frozen(order=True)
+@attrs.frozen(order=True, cache_hash=True)  # tables are looked up by actions
 class Action:
     """One piece of work: a stage does it for a microbatch. Written "2F0": stage 2, forward, microbatch 0."""
 

@@ -157,20 +157,34 @@ def sent_copies(program: Program, metas: Mapping[int, Meta]) -> list[Storage]:
 def _report(program: Program, storages: list[Storage], makers: Mapping[int, Node]) -> MemoryReport:
     count, kinds = max(1, len(program.nodes)), kinds_of(program)
     tiers = sorted({s.tier for s in storages} | {"device"})
-    change = {tier: np.zeros((len(KINDS), count + 1), dtype=np.int64) for tier in tiers}
+    row_of = {kind: row for row, kind in enumerate(KINDS)}
+    changes: dict[str, list[tuple[int, int, int]]] = {tier: [] for tier in tiers}  # (row of the kind, position, bytes from there on)
     for s in storages:
         s.kind = s.kind or (s.inside.kind if s.inside is not None else kinds.get(s.value, "other"))
-        row = KINDS.index(s.kind)
-        change[s.tier][row, max(0, s.born)] += s.nbytes
-        change[s.tier][row, min(s.dies, count - 1) + 1] -= s.nbytes
-    lines = {tier: np.cumsum(steps[:, :-1], axis=1) for tier, steps in change.items()}
-    by_kind = {tier: {kind: tuple(row.tolist()) for kind, row in zip(KINDS, rows, strict=True)} for tier, rows in lines.items()}
+        row = row_of[s.kind]
+        changes[s.tier].append((row, max(0, s.born), s.nbytes))
+        changes[s.tier].append((row, min(s.dies, count - 1) + 1, -s.nbytes))
+    lines = {tier: _lines(changed, count) for tier, changed in changes.items()}
+    nothing = (0,) * count  # one for all kinds that there are none of
+    by_kind = {}
+    for tier, rows in lines.items():
+        there = rows.any(axis=1)
+        by_kind[tier] = {kind: tuple(rows[row].tolist()) if there[row] else nothing for row, kind in enumerate(KINDS)}
     timeline = {tier: tuple(rows.sum(axis=0).tolist()) for tier, rows in lines.items()}
-    peak_at = {tier: max(range(count), key=line.__getitem__) for tier, line in timeline.items()}
+    peak_at = {tier: int(rows.sum(axis=0).argmax()) for tier, rows in lines.items()}
     peak = {tier: timeline[tier][peak_at[tier]] for tier in tiers}
     alive = {tier: tuple(_alive(program, storages, makers, tier, peak_at[tier])) for tier in tiers}
     places = {tier: place_text(program, at) for tier, at in peak_at.items()}
     return MemoryReport(peak, timeline, peak_at, by_kind, alive, places, {s.born: s.body for s in storages if s.body is not None})
+
+
+def _lines(changes: Sequence[tuple[int, int, int]], count: int) -> np.ndarray:
+    """(kinds, count) bytes of each kind at each position. changes: (row of the kind, position, bytes more from there on)."""
+    more = np.zeros((len(KINDS), count + 1), dtype=np.int64)
+    if changes:
+        rows, positions, nbytes = np.array(changes, dtype=np.int64).T
+        np.add.at(more, (rows, positions), nbytes)
+    return np.asarray(np.cumsum(more[:, :-1], axis=1))
 
 
 def _alive(program: Program, storages: list[Storage], makers: Mapping[int, Node], tier: str, at: int) -> list[Live]:
