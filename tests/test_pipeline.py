@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
@@ -177,57 +178,51 @@ def test_what_the_next_action_receives_is_posted_before_an_action() -> None:
         receiver(4)
 
 
-def bytes_of_messages(loop: Loop) -> tuple[list[int], list[int]]:
-    """At each position of one rank's actions, what messages hold (before they are received, behind the last reader).
+def bytes_of_messages(loop: Loop) -> list[int]:
+    """At each position of one rank's actions, what its buffers hold beside messages from where they are received to their last reader.
 
-    A walk through the actions in which receivers note how long they hold what they posted; the memory of a message is held until the
-    action ends that reads it last.
+    A walk through the actions in which receivers take memory and hold it until it was read.
     """
     timetable = loop.cut_by
     assert timetable is not None
     spans, numbers = list(timetable.spans()), {kind: k for k, kind in enumerate(timetable.parts)}
     order = [(numbers[action.stage, action.kind], action.microbatch) for action in timetable.table.rows[0]]
-    early = [0] * sum(spans[part][1] - spans[part][0] for part, _ in order)
-    late = list(early)
-    now = 0
-
-    def begin(tag: int, nbytes: int) -> Callable[[], torch.Tensor]:
-        posted = now
-
-        def wait() -> torch.Tensor:
-            for k in range(posted, now):
-                early[k] += nbytes
-            return torch.tensor(tag)
-
-        return wait
-
-    ahead, receivers = Ahead(order, Batch(Mail()), Buffers()), dict[int, Receiver]()
+    buffers = Buffers()
+    ahead, receivers = Ahead(order, Batch(Mail()), buffers), dict[int, Receiver]()
     memory_of = aliases(loop.body)
-    readers: dict[int, set[int]] = {}  # node that receives -> those that read its memory
+    readers: dict[int, set[int]] = {}  # node that receives -> it and those that read its memory
+    rooms = {}
+
+    def begin(tag: int, room: Any) -> Callable[[], torch.Tensor]:
+        memory = buffers.take(room, torch.device("cpu"))
+        return lambda: memory
+
     for k, node in enumerate(loop.body.nodes):
         if node.target == RECEIVE:
-            receivers[k] = Receiver(partial(begin, nbytes=loop.body.values[node.results[0]].nbytes))
+            value = loop.body.values[node.results[0]]
+            rooms[k] = value.shape, value.dtype
+            receivers[k] = Receiver(partial(begin, room=rooms[k]), rooms[k])
             ahead.receives(timetable.part_at(k), receivers[k], lambda microbatch: microbatch)
-            group = memory_of.group(node.results[0])
             readers[k] = {k}
             for other, reader in enumerate(loop.body.nodes):
-                if any(memory_of.group(ref) == group for ref in reader.refs):
+                if any(memory_of.group(ref) == memory_of.group(node.results[0]) for ref in reader.refs):
                     readers[k].add(other)
-    last_read: dict[tuple[int, int], tuple[int, int]] = {}  # (node that receives, microbatch) -> (position, end of its action)
+    steps = [(k, microbatch) for part, microbatch in order for k in range(*spans[part])]
+    last_read = {}
+    for at, (k, microbatch) in enumerate(steps):
+        last_read.update({(receive, microbatch): at for receive, reading in readers.items() if k in reading})
+    holds: dict[tuple[int, int], torch.Tensor] = {}
+    more = []
     for part, microbatch in ahead:
-        first, end = spans[part]
-        ends_at = now + end - first
-        for k in range(first, end):
+        for k in range(*spans[part]):
             if k in receivers:
-                receivers[k](microbatch)
-            for receive, reading in readers.items():
-                if k in reading:
-                    last_read[receive, microbatch] = now, ends_at
-            now += 1
-    for (receive, _), (position, ends_at) in last_read.items():
-        for k in range(position + 1, ends_at):
-            late[k] += loop.body.values[loop.body.nodes[receive].results[0]].nbytes
-    return early, late
+                holds[k, microbatch] = receivers[k](microbatch)
+            kept = [x.nbytes for some in (buffers._held, buffers._free) for tensors in some.values() for x in tensors]
+            more.append(sum(kept) - sum(x.nbytes for x in holds.values()))
+            ended = [message for message in holds if last_read[message] == len(more) - 1]
+            for message in ended:
+                del holds[message]
+    return more
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
@@ -238,9 +233,8 @@ def test_messages_that_are_posted_ahead_are_counted_on_real_ranks(schedule: str)
         part = on_rank(low.program, low.mesh, rank).program
         (index,) = [k for k, node in enumerate(part.nodes) if node.loop is not None and node.loop.cut_by is not None]
         alone, sent = (memory(part, sent=sent).bodies[index].timeline["device"] for sent in (False, True))
-        early, late = bytes_of_messages(loop_of(part))
-        held = [a + b for a, b in zip(early, late, strict=True)]
-        assert [b - a for a, b in zip(alone, sent, strict=True)] == held and max(early) > 0 and max(late) > 0
+        more = bytes_of_messages(loop_of(part))
+        assert [b - a for a, b in zip(alone, sent, strict=True)] == more and max(more) > 0
 
 
 def test_no_step_begins_behind_one_that_raised_behind_its_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -614,10 +608,11 @@ def test_real_ranks_compute_what_one_device_does() -> None:
             assert losses == pytest.approx(expected, rel=1e-10)
 
 
-def copied_messages(ranks: int) -> dict[str, tuple[int, int]]:
-    """By schedule, (activations and gradients that a rank sent in a step, of them those that it copied for that)."""
-    counts = [0, 0]
-    sender = Groups.sender
+def messages_of_a_step(ranks: int) -> dict[str, tuple[int, ...]]:
+    """By schedule: activations and gradients that a rank sent in a step, of them those that it copied for that; messages that it received
+    into memory of another one, and batches that had several messages in them."""
+    counts = [0, 0, 0, 0]
+    sender, take, begin_together = Groups.sender, Buffers.take, messages.begin_together
 
     def counting(groups: Groups, axes: Any, targets: Any, own_tag: int) -> Any:
         send = sender(groups, axes, targets, own_tag)
@@ -631,21 +626,33 @@ def copied_messages(ranks: int) -> dict[str, tuple[int, int]]:
 
         return counted
 
-    Groups.sender = counting  # type: ignore[method-assign]
+    def taken(buffers: Buffers, room: Any, device: torch.device) -> torch.Tensor:
+        counts[2] += bool(buffers._free.get(room))
+        return take(buffers, room, device)
+
+    def begun(some: Any) -> None:
+        counts[3] += len(some) > 1
+        begin_together(some)
+
     found = {}
-    for schedule in ("1f1b", "zb-v"):
-        step, state, batch = mlp(8)
-        chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=ranks)), microbatches=4, schedule=schedule)
-        counts[:] = [0, 0]
-        chain(chain.init(state, batch), batch)
-        found[schedule] = counts[0], counts[1]
+    with mock.patch.multiple(Groups, sender=counting), mock.patch.multiple(Buffers, take=taken):
+        with mock.patch.multiple(messages, begin_together=begun):
+            for schedule in ("1f1b", "zb-v"):
+                step, state, batch = mlp(8)
+                chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=ranks)), microbatches=4, schedule=schedule)
+                counts[:] = [0, 0, 0, 0]
+                chain(chain.init(state, batch), batch)
+                found[schedule] = tuple(counts)
     return found
 
 
 @pytest.mark.dist
-def test_what_nobody_reads_later_is_sent_without_a_copy() -> None:
-    for found in launch(copied_messages, 2, 2):
-        assert found == {"1f1b": (4, 0), "zb-v": (8, 0)}
+def test_what_nobody_reads_later_is_sent_without_a_copy_and_its_memory_is_received_into() -> None:
+    by_rank = launch(messages_of_a_step, 2, 2)
+    for found in by_rank:
+        assert {schedule: counts[:2] for schedule, counts in found.items()} == {"1f1b": (4, 0), "zb-v": (8, 0)}
+        assert found["1f1b"][2] == 2
+    assert by_rank[0]["1f1b"][3] == 2
 
 
 def uneven() -> tuple[Any, Any, Any]:

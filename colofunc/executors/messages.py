@@ -117,22 +117,22 @@ def begin_together(messages: Sequence[Message]) -> None:
 class Buffers:
     """Memory that messages are received into.
 
-    What nobody holds any more when an action has ended is received into next, or given back: nothing is held for later. A message that is
-    under way is held by the library, and one that is being sent on by its sender.
+    What nobody holds any more when an action has ended is received into next, or one action later, or given back. A message that is under
+    way is held by the library, and one that is being sent on by its sender.
     """
 
     def __init__(self) -> None:
         self._held: dict[Room, list[torch.Tensor]] = {}
         self._free: dict[Room, list[torch.Tensor]] = {}
 
-    def turn(self, wanted: Iterable[Room]) -> None:
-        """An action has ended, and so many messages will be received next: their memory is what it has left; the rest is given back."""
-        counts = Counter(wanted)
+    def turn(self, wanted: Iterable[Room], later: Iterable[Room] = ()) -> None:
+        """An action has ended: keep of what is free as much as will be received into, before the next action and the one behind it."""
+        counts = Counter(wanted) + Counter(later)
         free: dict[Room, list[torch.Tensor]] = {}
         for room, tensors in self._held.items():
             left = [x for x in tensors if compat.is_held_alone(x)]
             self._held[room] = [x for x in tensors if not any(x is one for one in left)]
-            free[room] = left[: counts[room]]
+            free[room] = (self._free.get(room, []) + left)[: counts[room]]
         self._free = free
 
     def take(self, room: Room, device: torch.device) -> torch.Tensor:
@@ -188,18 +188,24 @@ class Ahead:
         """A part waits for a message, whose tag is that of the microbatch."""
         self._receives.setdefault(part, []).append((receiver, tag))
 
+    def _posted_before(self, number: int) -> list[tuple[Receiver, int]]:
+        """What is posted before an action, with tags: all that the one behind it receives, and the first one too."""
+        first = number + 1 if number else 0
+        asked: list[tuple[Receiver, int]] = []
+        for part, microbatch in self._order[first : number + 2]:
+            for receiver, tag in self._receives.get(part, ()):
+                asked.append((receiver, tag(microbatch)))
+        return asked
+
     def __iter__(self) -> Iterator[tuple[int, int]]:
         self.buffers.drop()  # of a step that raised
-        posted = 0
+        asked = self._posted_before(0)
         for number, action in enumerate(self._order):
-            asked: list[tuple[Receiver, int]] = []
-            for part, microbatch in self._order[posted : number + 2]:
-                for receiver, tag in self._receives.get(part, ()):
-                    asked.append((receiver, tag(microbatch)))
-            posted = number + 2
-            self.buffers.turn(receiver.room for receiver, _ in asked)
-            for receiver, number_of_message in asked:
-                receiver.post(number_of_message)
+            later = self._posted_before(number + 1)
+            self.buffers.turn([receiver.room for receiver, _ in asked], [receiver.room for receiver, _ in later])
+            for receiver, tag in asked:
+                receiver.post(tag)
+            asked = later
             self._batch.begin()
             yield action
         self.buffers.drop()

@@ -18,8 +18,10 @@ A compiler leaves values unwritten, and a compiled function holds its operands u
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -300,7 +302,7 @@ def _by_timetable(
     while the parts of others run. With them what is gathered, from the first time on. home: value -> its storage.
 
     posted: what an action receives is there from the begin of the action before it, where real ranks make room for it, to the end of the
-    one that reads it last.
+    one that reads it last, and longer where it is received into again (`_waits_to_be_received_into`).
     """
     body, (row,) = loop.body, timetable.table.rows
     numbers = {part: k for k, part in enumerate(timetable.parts)}
@@ -313,6 +315,8 @@ def _by_timetable(
         before[part, action.microbatch] = max(begins.values(), default=0)
         begins[part, action.microbatch] = len(nodes)
         nodes += body.nodes[slice(*spans[part])]
+    number_of = {action: number for number, action in enumerate(begins)}
+    messages: list[tuple[Storage, int, int]] = []  # (where it lies, action that receives, action that reads it last)
     expanded = []
     reads = _parts_that_hold(body, home, timetable)
     microbatches = {action.microbatch for action in row}
@@ -331,9 +335,13 @@ def _by_timetable(
                 dies = begins[last, microbatch] + spans[last][1] - 1 - spans[last][0]
             for part in others:
                 dies = max(dies, begins[part, microbatch] + spans[part][1] - 1 - spans[part][0])
+            if received:
+                last_number = max(number_of[part, microbatch] for part in (last, *others))
+                messages.append((storage, number_of[first, microbatch], last_number))
             expanded.append(
                 Storage(storage.nbytes, storage.tier, storage.value, born, dies, storage.inside, storage.kind, storage.body)
             )
+    expanded += _waits_to_be_received_into(messages, body, [*begins.values(), len(nodes)])
     own = own_outputs_of_parts(loop) - set(added_in_place(loop).values())
     for index, outputs in gathered_at(body).items():
         part = timetable.part_at(index)
@@ -343,6 +351,29 @@ def _by_timetable(
             born = first + index - spans[part][0] + (k in own)  # its own memory becomes that of the sum
             expanded.append(Storage(value.nbytes * times, value.tier, value.id, born, len(nodes)))
     return attrs.evolve(body, nodes=tuple(nodes)), expanded
+
+
+def _waits_to_be_received_into(messages: Sequence[tuple[Storage, int, int]], body: Program, begins: Sequence[int]) -> list[Storage]:
+    """What real ranks keep of messages that were read to their end, an action long, because what comes then goes into it (`Buffers.turn`).
+
+    messages: (where one lies, number of the action that receives it, of the one that reads it last). begins: positions at which actions
+    begin, and the end of the last one.
+    """
+    of_room: dict[Any, list[tuple[Storage, int, int]]] = {}
+    for message in messages:
+        value = body.values[message[0].value]
+        of_room.setdefault((value.shape, value.dtype), []).append(message)
+    waiting = []
+    for alike in of_room.values():
+        posted = Counter(max(0, receives - 1) for _, receives, _ in alike)
+        ended = Counter(reads for _, _, reads in alike)
+        storage, free = alike[0][0], 0
+        for number, (begin, end) in enumerate(pairwise(begins)):
+            free = min(free + ended[number - 1], posted[number] + posted[number + 1])
+            free = max(0, free - posted[number])
+            if free and begin < end:
+                waiting.append(Storage(free * storage.nbytes, storage.tier, storage.value, begin, end - 1))
+    return waiting
 
 
 def _parts_that_hold(body: Program, home: Mapping[int, int], timetable: Timetable) -> dict[int, set[int]]:
