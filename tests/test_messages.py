@@ -89,6 +89,24 @@ def test_what_an_action_sends_goes_with_what_the_next_one_receives(monkeypatch: 
     assert not buffers._held, "nothing is held behind the last action"
 
 
+def test_messages_of_two_actions_are_never_in_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL ends a batch as a whole: the first action would wait for what the second receives, which may be made of what the first sends."""
+    library = Library(monkeypatch)
+    batch = Batch(Mail())
+
+    def begin(tag: int):
+        batch.add(Message(dist.irecv, torch.zeros(1), 1, "there", tag))
+        return lambda: torch.tensor(tag)
+
+    ahead = Ahead([(0, 0), (1, 0), (2, 0)], batch, Buffers())
+    receivers = [Receiver(begin) for _ in range(3)]
+    for part, receiver in enumerate(receivers):
+        ahead.receives(part, receiver, lambda microbatch, part=part: part)
+    for part, _ in ahead:
+        assert int(receivers[part](part)) == part
+    assert library.batches == [[0], [1], [2]]
+
+
 def test_memory_that_is_not_received_into_next_is_given_back() -> None:
     buffers = Buffers()
     first = buffers.take(((8,), F32), CPU)

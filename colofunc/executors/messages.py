@@ -188,25 +188,27 @@ class Ahead:
         """A part waits for a message, whose tag is that of the microbatch."""
         self._receives.setdefault(part, []).append((receiver, tag))
 
-    def _posted_before(self, number: int) -> list[tuple[Receiver, int]]:
-        """What is posted before an action, with tags: all that the one behind it receives, and the first one too."""
-        first = number + 1 if number else 0
+    def _received_by(self, number: int) -> list[tuple[Receiver, int]]:
+        """What an action receives, with tags."""
         asked: list[tuple[Receiver, int]] = []
-        for part, microbatch in self._order[first : number + 2]:
+        for part, microbatch in self._order[number : number + 1]:
             for receiver, tag in self._receives.get(part, ()):
                 asked.append((receiver, tag(microbatch)))
         return asked
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         self.buffers.drop()  # of a step that raised
-        asked = self._posted_before(0)
+        posted = 0
         for number, action in enumerate(self._order):
-            later = self._posted_before(number + 1)
-            self.buffers.turn([receiver.room for receiver, _ in asked], [receiver.room for receiver, _ in later])
-            for receiver, tag in asked:
-                receiver.post(tag)
-            asked = later
-            self._batch.begin()
+            asked = [self._received_by(other) for other in range(posted, number + 2)]
+            posted = number + 2
+            wanted = [receiver.room for some in asked for receiver, _ in some]
+            self.buffers.turn(wanted, [receiver.room for receiver, _ in self._received_by(posted)])
+            # Each action's apart: a batch of NCCL ends as a whole, and what comes for the next action may be made of what this one sends.
+            for some in asked:
+                for receiver, tag in some:
+                    receiver.post(tag)
+                self._batch.begin()
             yield action
         self.buffers.drop()
         self._batch.begin()
