@@ -246,6 +246,15 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(StorageWeakRef(storage).cdata if key is None else key)
 
 
+def is_held_alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor holds the memory of one, nor anything in torch that is under way. False where torch does not say."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None or type(tensor) is not torch.Tensor:
+        return False
+    storage = tensor.untyped_storage()
+    return int(count(storage._cdata)) == 2  # by the tensor and by `storage`
+
+
 def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], compiler: str) -> Callable[..., Any]:
     """A graph without gradients, compiled for inputs of these shapes, strides and devices by a backend of `torch.compile`.
 

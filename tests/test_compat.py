@@ -42,6 +42,7 @@ TESTED = {
     "_op_dk": "test_run_composite",
     "_StridedShard": "test_strided_shard",
     "_cdata": "test_storage_key",
+    "_storage_Use_Count": "test_is_held_alone",
     "_get_default_store": "test_group_store",
     "_get_backend": "test_groups",
     "_timeout": "test_groups",
@@ -408,6 +409,20 @@ def test_storage_key(monkeypatch: pytest.MonkeyPatch, has_name: bool) -> None:
     for device in ("cpu", "meta"):
         x, y = torch.empty(4, 4, device=device), torch.empty(4, 4, device=device)
         assert compat.storage_key(x) == compat.storage_key(x[1:].t()) != compat.storage_key(y)
+
+
+@pytest.mark.parametrize("has_name", [True, False])
+def test_is_held_alone(monkeypatch: pytest.MonkeyPatch, has_name: bool) -> None:
+    if not has_name:
+        monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    x = torch.zeros(4)
+    again = x  # one tensor by two names
+    assert compat.is_held_alone(x) is has_name
+    view = again[1:]
+    assert not compat.is_held_alone(x)
+    del view
+    assert compat.is_held_alone(x) is has_name
+    assert not compat.is_held_alone(torch.nn.Parameter(x))
 
 
 def test_version() -> None:

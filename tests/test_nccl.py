@@ -189,6 +189,50 @@ def test_what_lies_on_the_host_travels_from_a_card(tmp_path: Path) -> None:
     same(load_file(tmp_path / "whole" / "model.safetensors"), params)
 
 
+# ---- a pipeline, whose messages wait for one another on streams ----
+
+
+def pipelined(schedule: str) -> tuple[cf.Staged, Any, torch.Tensor]:
+    """(step, state, batch) of four layers, clipped by the joint norm."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))).double()
+    model, opt = cf.functional(net), cf.adapt(torch.optim.AdamW, lr=1e-2)
+    step_fn, state = cf.train_step(model, opt, loss=lambda out, x: (out - x).square().mean(), clip=1.0, inputs=lambda x: x)
+    step = cf.pipeline(cf.shard(step_fn, cf.Mesh(pp=2)), microbatches=4, schedule=schedule) if schedule else step_fn
+    return step, state, torch.randn(8, 8).double()
+
+
+def losses_of(schedule: str) -> list[float]:
+    step, state, batch = pipelined(schedule)
+    state = step.init(state, batch) if schedule else state
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+def stages_on_cards(nccl: Nccl) -> tuple[dict[str, list[float]], int]:
+    """Losses by schedule, and how many batches of messages went by the groups of one direction."""
+    losses = {schedule: losses_of(schedule) for schedule in ("1f1b", "zb-v")}
+    (made,) = backend_for(cf.Mesh(pp=2))._groups.values()
+    return losses, len(made._pairs)
+
+
+def stages_under_nccl() -> Any:
+    return on_pretended_cards(stages_on_cards, "nccl")
+
+
+@pytest.mark.dist
+def test_stages_send_on_streams_of_their_own() -> None:
+    """A V's messages between two ranks have three orders: forward, and those of two stages at once."""
+    want = losses_of("")
+    for losses, pairs in cf.launch(stages_under_nccl, 2, timeout_s=120):
+        for found in losses.values():
+            same(found, want)
+        assert pairs == 6
+
+
 # ---- the collectives as NCCL is given them, on gloo ----
 
 CONVERSIONS = [("(dp a) b", "a b"), ("(dp a) b", "a (dp b)"), ("a (b dp)", "a (dp b)"), ("a b", "(dp a) b"), ("a (dp b)", "(a dp) b")]

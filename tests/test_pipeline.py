@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
@@ -20,19 +21,22 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
+from colofunc.executors import messages
 from colofunc.executors.distributed import Distributed, RankProgram
 from colofunc.executors.faults import FaultError, ask
-from colofunc.executors.groups import Ahead, Group, Groups, Mail, Receiver
+from colofunc.executors.groups import Group, Groups
 from colofunc.executors.launch import launch
+from colofunc.executors.messages import Ahead, Batch, Buffers, Mail, Receiver
 from colofunc.executors.simulated import SimulatedProgram, distinct
 from colofunc.mesh.sizes import size_text
 from colofunc.planner.offload.fastest import _Offloading
+from colofunc.program.aliases import aliases
 from colofunc.program.check import check_program
 from colofunc.program.ir import Loop
 from colofunc.program.memory import memory
 from colofunc.program.passes.loop import gathered_at
 from colofunc.program.passes.reuse import added_in_place
-from colofunc.program.places import RECEIVE, SEND, on_rank, out_of_order
+from colofunc.program.places import RECEIVE, SEND, channels, on_rank, out_of_order
 from colofunc.testing import check
 from colofunc.testing.check import doubled_inside
 
@@ -162,7 +166,7 @@ def test_what_the_next_action_receives_is_posted_before_an_action() -> None:
         log.append(f"post {tag}")
         return lambda: torch.tensor(tag)
 
-    receiver, ahead = Receiver(begin), Ahead([(0, 0), (1, 0), (0, 1), (1, 1)])
+    receiver, ahead = Receiver(begin), Ahead([(0, 0), (1, 0), (0, 1), (1, 1)], Batch(Mail()), Buffers())
     ahead.receives(1, receiver, lambda microbatch: 10 + microbatch)
     for _ in range(2):  # steps
         for part, microbatch in ahead:
@@ -174,36 +178,51 @@ def test_what_the_next_action_receives_is_posted_before_an_action() -> None:
         receiver(4)
 
 
-def bytes_posted_ahead(loop: Loop) -> list[int]:
-    """At each position of one rank's actions: a walk through them in which receivers note how long they hold what they posted."""
+def bytes_of_messages(loop: Loop) -> list[int]:
+    """At each position of one rank's actions, what its buffers hold beside messages from where they are received to their last reader.
+
+    A walk through the actions in which receivers take memory and hold it until it was read.
+    """
     timetable = loop.cut_by
     assert timetable is not None
     spans, numbers = list(timetable.spans()), {kind: k for k, kind in enumerate(timetable.parts)}
     order = [(numbers[action.stage, action.kind], action.microbatch) for action in timetable.table.rows[0]]
-    early = [0] * sum(spans[part][1] - spans[part][0] for part, _ in order)
-    now = 0
+    buffers = Buffers()
+    ahead, receivers = Ahead(order, Batch(Mail()), buffers), dict[int, Receiver]()
+    memory_of = aliases(loop.body)
+    readers: dict[int, set[int]] = {}  # node that receives -> it and those that read its memory
+    rooms = {}
 
-    def begin(tag: int, nbytes: int) -> Callable[[], torch.Tensor]:
-        posted = now
+    def begin(tag: int, room: Any) -> Callable[[], torch.Tensor]:
+        memory = buffers.take(room, torch.device("cpu"))
+        return lambda: memory
 
-        def wait() -> torch.Tensor:
-            for k in range(posted, now):
-                early[k] += nbytes
-            return torch.tensor(tag)
-
-        return wait
-
-    ahead, receivers = Ahead(order), dict[int, Receiver]()
     for k, node in enumerate(loop.body.nodes):
         if node.target == RECEIVE:
-            receivers[k] = Receiver(partial(begin, nbytes=loop.body.values[node.results[0]].nbytes))
+            value = loop.body.values[node.results[0]]
+            rooms[k] = value.shape, value.dtype
+            receivers[k] = Receiver(partial(begin, room=rooms[k]), rooms[k])
             ahead.receives(timetable.part_at(k), receivers[k], lambda microbatch: microbatch)
+            readers[k] = {k}
+            for other, reader in enumerate(loop.body.nodes):
+                if any(memory_of.group(ref) == memory_of.group(node.results[0]) for ref in reader.refs):
+                    readers[k].add(other)
+    steps = [(k, microbatch) for part, microbatch in order for k in range(*spans[part])]
+    last_read = {}
+    for at, (k, microbatch) in enumerate(steps):
+        last_read.update({(receive, microbatch): at for receive, reading in readers.items() if k in reading})
+    holds: dict[tuple[int, int], torch.Tensor] = {}
+    more = []
     for part, microbatch in ahead:
         for k in range(*spans[part]):
             if k in receivers:
-                receivers[k](microbatch)
-            now += 1
-    return early
+                holds[k, microbatch] = receivers[k](microbatch)
+            kept = [x.nbytes for some in (buffers._held, buffers._free) for tensors in some.values() for x in tensors]
+            more.append(sum(kept) - sum(x.nbytes for x in holds.values()))
+            ended = [message for message in holds if last_read[message] == len(more) - 1]
+            for message in ended:
+                del holds[message]
+    return more
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
@@ -213,16 +232,16 @@ def test_messages_that_are_posted_ahead_are_counted_on_real_ranks(schedule: str)
     for rank in range(2):
         part = on_rank(low.program, low.mesh, rank).program
         (index,) = [k for k, node in enumerate(part.nodes) if node.loop is not None and node.loop.cut_by is not None]
-        late, soon = (memory(part, sent=sent).bodies[index].timeline["device"] for sent in (False, True))
-        early = bytes_posted_ahead(loop_of(part))
-        assert [b - a for a, b in zip(late, soon, strict=True)] == early and max(early) > 0
+        alone, sent = (memory(part, sent=sent).bodies[index].timeline["device"] for sent in (False, True))
+        more = bytes_of_messages(loop_of(part))
+        assert [b - a for a, b in zip(alone, sent, strict=True)] == more and max(more) > 0
 
 
 def test_no_step_begins_behind_one_that_raised_behind_its_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a loop or outside of one; that of another program on the same ranks neither: equal tags are taken in the order of sending."""
     groups = Groups(cf.Mesh(pp=2), 1, {}, 1.0)
     monkeypatch.setattr(groups, "of", lambda axes: Group(None, (0, 1), 1, None, None))
-    monkeypatch.setattr(torch.distributed, "irecv", lambda *_, **__: types.SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(messages, "begin_together", lambda begun: [setattr(one, "works", ()) for one in begun])
     receive = groups.receiver(("pp",), 0, (2,), torch.float32, torch.device("cpu"))
     with groups.messages():
         receive(0)
@@ -532,10 +551,21 @@ def test_parts_that_do_not_fit_the_body_are_found() -> None:
 
 
 def test_messages_that_are_received_in_another_order_are_named() -> None:
+    """A V gives activations and gradients to one rank: each kind in order, not all together, so that each has a channel of its own."""
     step, state, batch = mlp()
-    for schedule, found in {"1f1b": "", "zb-v": "message 3 of microbatch 0 from index 0 to 1 of 'pp'"}.items():
+    here, back = ("pp", 0, 1), ("pp", 1, 0)
+    expected = {
+        "1f1b": {(*here, 1): 0, (*back, 2): 0},
+        "zb-v": {(*here, 1): 1, (*here, 3): 2, (*back, 2): 1, (*back, 4): 2},
+    }
+    for schedule, numbers in expected.items():
         low = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule=schedule).lower(state, batch)
-        assert out_of_order(low.program, low.mesh) == found
+        assert out_of_order(low.program, low.mesh) == ""
+        assert channels(low.program, low.mesh) == numbers
+    turned = by_hand("0F0 0F1 0B1 0B0", "1F1 1B1 1F0 1B0")
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2), plugins=[turned]), microbatches=2, schedule="by-hand")
+    low = chain.lower(state, batch)
+    assert out_of_order(low.program, low.mesh) == "message 1 of microbatch 1 from index 0 to 1 of 'pp'"
 
 
 # ---- real ranks ----
@@ -578,16 +608,17 @@ def test_real_ranks_compute_what_one_device_does() -> None:
             assert losses == pytest.approx(expected, rel=1e-10)
 
 
-def copied_messages(ranks: int) -> dict[str, tuple[int, int]]:
-    """By schedule, (activations and gradients that a rank sent in a step, of them those that it copied for that)."""
-    counts = [0, 0]
-    sender = Groups.sender
+def messages_of_a_step(ranks: int) -> dict[str, tuple[int, ...]]:
+    """By schedule: activations and gradients that a rank sent in a step, of them those that it copied for that; messages that it received
+    into memory of another one, and batches that had several messages in them."""
+    counts = [0, 0, 0, 0]
+    sender, take, begin_together = Groups.sender, Buffers.take, messages.begin_together
 
-    def counting(groups: Groups, axes: Any, targets: Any) -> Any:
-        send = sender(groups, axes, targets)
+    def counting(groups: Groups, axes: Any, targets: Any, own_tag: int) -> Any:
+        send = sender(groups, axes, targets, own_tag)
 
-        def counted(x: torch.Tensor, tag: int, last: bool = False) -> torch.Tensor:
-            sent = send(x, tag, last)
+        def counted(x: torch.Tensor, tag: int, last: bool = False, begin: bool = True) -> torch.Tensor:
+            sent = send(x, tag, last, begin)
             if x.numel() > 1:  # the loss, which a rank may go on to read, is copied
                 counts[0] += 1
                 counts[1] += sent.data_ptr() != x.data_ptr()
@@ -595,21 +626,33 @@ def copied_messages(ranks: int) -> dict[str, tuple[int, int]]:
 
         return counted
 
-    Groups.sender = counting  # type: ignore[method-assign]
+    def taken(buffers: Buffers, room: Any, device: torch.device) -> torch.Tensor:
+        counts[2] += bool(buffers._free.get(room))
+        return take(buffers, room, device)
+
+    def begun(some: Any) -> None:
+        counts[3] += len(some) > 1
+        begin_together(some)
+
     found = {}
-    for schedule in ("1f1b", "zb-v"):
-        step, state, batch = mlp(8)
-        chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=ranks)), microbatches=4, schedule=schedule)
-        counts[:] = [0, 0]
-        chain(chain.init(state, batch), batch)
-        found[schedule] = counts[0], counts[1]
+    with mock.patch.multiple(Groups, sender=counting), mock.patch.multiple(Buffers, take=taken):
+        with mock.patch.multiple(messages, begin_together=begun):
+            for schedule in ("1f1b", "zb-v"):
+                step, state, batch = mlp(8)
+                chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=ranks)), microbatches=4, schedule=schedule)
+                counts[:] = [0, 0, 0, 0]
+                chain(chain.init(state, batch), batch)
+                found[schedule] = tuple(counts)
     return found
 
 
 @pytest.mark.dist
-def test_what_nobody_reads_later_is_sent_without_a_copy() -> None:
-    for found in launch(copied_messages, 2, 2):
-        assert found == {"1f1b": (4, 0), "zb-v": (8, 0)}
+def test_what_nobody_reads_later_is_sent_without_a_copy_and_its_memory_is_received_into() -> None:
+    by_rank = launch(messages_of_a_step, 2, 2)
+    for found in by_rank:
+        assert {schedule: counts[:2] for schedule, counts in found.items()} == {"1f1b": (4, 0), "zb-v": (8, 0)}
+        assert found["1f1b"][2] == 2
+    assert by_rank[0]["1f1b"][3] == 2
 
 
 def uneven() -> tuple[Any, Any, Any]:

@@ -58,6 +58,15 @@ def test_the_simulator_is_the_clock() -> None:
     assert low.pipeline().makespan_s == pytest.approx(simulate(loop.timetable.table, costs).makespan_s, rel=1e-12)
 
 
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved-1f1b"])
+def test_the_simulator_is_the_clock_where_a_rank_has_several_stages(schedule: str) -> None:
+    step, state, _ = mlp(8)
+    low = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=MICROBATCHES, schedule=schedule).lower(state, MANY_ROWS)
+    played = simulate(loop_of(low.program).timetable.table, costs_of(low))
+    assert low.pipeline().makespan_s == pytest.approx(played.makespan_s, rel=1e-12)
+    assert low.plan.cost_s > played.makespan_s, "the update is behind the loop"
+
+
 # ---- collectives beside a part ----
 
 

@@ -13,8 +13,8 @@ import colofunc as cf
 from colofunc.errors import PlanError
 from colofunc.executors import distributed
 from colofunc.executors.distributed import Distributed
-from colofunc.executors.groups import Mail
 from colofunc.executors.launch import launch
+from colofunc.executors.messages import Batch, Mail
 from colofunc.executors.rank_program import Later
 from colofunc.program.ir import Node
 from colofunc.program.post_validation import Deferred, deferred
@@ -84,7 +84,7 @@ def test_whoever_waits_for_a_peer_that_ended_tells_the_watch() -> None:
         return lambda tag: wait
 
     later = object.__new__(Later)
-    later._groups = SimpleNamespace(mesh=cf.Mesh(pp=2), awaiter=awaiter, messages=nullcontext, mail=Mail())
+    later._groups = SimpleNamespace(mesh=cf.Mesh(pp=2), awaiter=awaiter, messages=nullcontext, mail=Mail(), batch=Batch(Mail()))
     later._on_rank = SimpleNamespace(inputs=())
     later._receives = [Node("colofunc.receive", (("pp",), (0,), 0, (), torch.float64), (), (1,))]
     later._sends = lambda inputs: []

@@ -24,8 +24,9 @@ import torch.distributed as dist
 from colofunc import compat, env
 from colofunc.errors import MeshError, PlanError
 from colofunc.executors.gpus import adopt_gpu, own_gpu
-from colofunc.executors.groups import Groups, Mail, exchange
+from colofunc.executors.groups import Groups, exchange
 from colofunc.executors.launch import before_end
+from colofunc.executors.messages import Mail
 from colofunc.executors.pools import in_tier
 from colofunc.executors.post_validated import Unsettled
 from colofunc.executors.presence import Limits
@@ -147,8 +148,8 @@ def _check_message_order(program: Program, mesh: Mesh) -> None:
     message = out_of_order(program, mesh)
     if message:
         raise PlanError(
-            f"NCCL delivers messages in the order in which they are sent, and this schedule receives {message} before one that was sent "
-            'earlier. Try: schedule="1f1b", or a group that carries tensors on GPUs with gloo'
+            f"NCCL delivers messages in the order in which they are sent, and this schedule receives {message} before one of the same "
+            'kind that was sent earlier. Try: schedule="1f1b", or a group that carries tensors on GPUs with gloo'
         )
 
 

@@ -16,19 +16,18 @@ buffers through a worker thread. Sends and receives of a pair match in the order
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
 
 from colofunc import compat
-from colofunc.errors import CollectiveError, ProgramError
 from colofunc.executors.kernels import reduce_members
+from colofunc.executors.messages import Batch, Buffers, Mail, Message, Receiver, Send
 from colofunc.mesh import Mesh
 from colofunc.ops.dtypes import DOUBLED
 from colofunc.ops.flat import flat_of
@@ -62,12 +61,6 @@ class Started:
         return out
 
 
-class Send(Protocol):
-    """Sends a tensor with a tag."""
-
-    def __call__(self, x: torch.Tensor, tag: int, last: bool = False) -> torch.Tensor: ...
-
-
 Start = Callable[[Any], Started]  # of a tensor; of several for `all_gather_flat`
 
 
@@ -82,69 +75,6 @@ class Group:
     inverse: tuple[int, ...] | None
 
 
-class Receiver:
-    """Waits for what a member sends with a tag. What was posted comes while this rank computes: gloo moves nothing before that."""
-
-    def __init__(self, begin: Callable[[int], Callable[[], torch.Tensor]]) -> None:
-        self._begin = begin
-        self._posted: deque[tuple[int, Callable[[], torch.Tensor]]] = deque()
-
-    def post(self, tag: int) -> None:
-        """Make room for a message that will be waited for, those with equal tags in order."""
-        self._posted.append((tag, self._begin(tag)))
-
-    def __call__(self, tag: int) -> torch.Tensor:
-        if not self._posted:
-            return self._begin(tag)()
-        posted, wait = self._posted.popleft()
-        if posted != tag:
-            raise ProgramError(f"a message with tag {tag} is waited for, and the next one that was posted has tag {posted}")
-        return wait()
-
-
-class Ahead:
-    """Actions of a rank one after another; what the next one receives is posted before an action begins."""
-
-    def __init__(self, order: Sequence[tuple[int, int]]) -> None:
-        self._order = order
-        self._receives: dict[int, list[tuple[Receiver, Callable[[int], int]]]] = {}
-
-    def receives(self, part: int, receiver: Receiver, tag: Callable[[int], int]) -> None:
-        """A part waits for a message, whose tag is that of the microbatch."""
-        self._receives.setdefault(part, []).append((receiver, tag))
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        posted = 0
-        for number, action in enumerate(self._order):
-            for part, microbatch in self._order[posted : number + 2]:
-                for receiver, tag in self._receives.get(part, ()):
-                    receiver.post(tag(microbatch))
-            posted = number + 2
-            yield action
-
-
-class Mail:
-    """Whether messages of this process may be under way whose program did not end. One for all meshes, which share a group of all ranks."""
-
-    def __init__(self) -> None:
-        self.under_way = False
-
-    @contextmanager
-    def of_program(self, rank: int) -> Iterator[None]:
-        """Inside, a program sends messages and waits for some. Raises CollectiveError where an earlier one raised behind its first message.
-
-        Messages of equal tags are taken in the order in which they were sent: this program would compute with that one's.
-        """
-        if self.under_way:
-            raise CollectiveError(
-                f"rank {rank}: an earlier step raised in the middle, and its messages may still be under way: "
-                "a further step would take them for its own. "
-                "Try: start the processes again, from the last state that was saved"
-            )
-        yield
-        self.under_way = False  # not where the program raised: no `finally`
-
-
 class Groups:
     """All process groups that programs on one mesh have asked for so far."""
 
@@ -156,8 +86,11 @@ class Groups:
         self.carriers = carriers
         self.limit_s = limit_s
         self._made: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._pairs: dict[tuple[int, int, int], Any] = {}  # (sender, receiver, number) -> process group; None where this rank is neither
         self._groups: dict[tuple[str, ...], Group] = {}
-        self._sent: list[tuple[Any, torch.Tensor]] = []  # what is on its way to single members, and what it is made of
+        self.batch = Batch(self.mail)
+        self._sent: list[Message] = []  # what is on its way to single members
+        self._channels: dict[tuple[str, int, int, int], Any] = {}  # (axis, source, target, tag) -> the group of such messages
 
     def of(self, axes: Sequence[str]) -> Group:
         """The group along `axes`. Collective the first time: every rank makes the same groups in the same order."""
@@ -189,68 +122,121 @@ class Groups:
     def limit(self, limit_s: float) -> None:
         """From now on so long, also for the groups that are there; that of all ranks is whose it is."""
         self.limit_s = limit_s
-        for pg in self._made.values():
-            if pg is not dist.group.WORLD:
+        for pg in (*self._made.values(), *self._pairs.values()):
+            if pg is not None and pg is not dist.group.WORLD:
                 compat.set_group_limit(pg, limit_s)
 
-    def sender(self, axes: Sequence[str], targets: Sequence[int]) -> Send:
+    def open_channels(self, numbers: Mapping[tuple[str, int, int, int], int], device: torch.device) -> None:
+        """Make a group of two for the messages from one index of an axis to another, for those of different numbers another one each.
+
+        For NCCL, which does the messages of a group one after another: one that waits holds back no other. Collective: all ranks make all
+        groups in one order, and both members begin with a sum, because NCCL connects them at the first call, which both have to make.
+        numbers: see `places.channels`.
+        """
+        for (axis, source, target, tag), number in numbers.items():
+            for members in self.mesh.groups((axis,)):
+                pair = members[source], members[target]
+                pg = self._channel(pair, number, device)
+                if self.rank in pair:
+                    self._channels[axis, source, target, tag] = pg
+
+    def _channel(self, pair: tuple[int, int], number: int, device: torch.device) -> Any:
+        key = (*pair, number)
+        if key not in self._pairs:
+            pg: Any = dist.new_group(sorted(pair), timeout=timedelta(seconds=self.limit_s))
+            self._pairs[key] = pg if self.rank in pair else None
+            if self.rank in pair:
+                dist.all_reduce(torch.zeros(1, device=device), group=pg)
+        return self._pairs[key]
+
+    def sender(self, axes: Sequence[str], targets: Sequence[int], own_tag: int = 0) -> Send:
         """A function that sends a copy of a tensor to other members, and gives that copy. `delivered` waits until they have it.
 
-        last: nobody uses the tensor's memory from then on; it is sent as it is, if it fills that memory. Messages of a pair with equal
-        tags are received in the order in which they are sent (gloo; NCCL knows no tags).
+        last: nobody uses the tensor's memory from then on; it is sent as it is, if it fills that memory. begin: no other message follows at
+        once, with which this one could go. Messages of a pair with equal tags are received in the order in which they are sent (gloo; with
+        NCCL those of one group are).
         """
         group = self.of(axes)
-        others = [group.members[k] for k in targets if k != group.place]
+        others = [k for k in targets if k != group.place]
         through_host = self.carriers.get("cuda") == "gloo"
 
-        def send(x: torch.Tensor, tag: int, last: bool = False) -> torch.Tensor:
-            self.mail.under_way = True
-            self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
+        def send(x: torch.Tensor, tag: int, last: bool = False, begin: bool = True) -> torch.Tensor:
+            self._sent = [message for message in self._sent if not message.over()]
             whole = x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
             kept = x if last and whole else x.clone(memory_format=torch.contiguous_format)
             if DOUBLED.get() and kept.dtype is torch.float32:
                 kept = kept.double()  # as the receiver's buffer is
             carried = kept.cpu() if through_host else kept
-            for member in others if x.numel() else ():
-                self._sent.append((dist.isend(_bytes(carried), member, group=group.pg, tag=tag), carried))
+            for place in others if x.numel() else ():
+                pg = self._channels.get((axes[0], group.place, place, own_tag), group.pg)
+                message = Message(dist.isend, _bytes(carried), group.members[place], pg, tag)
+                self._sent.append(message)
+                self.batch.add(message)
+            if begin:
+                self.batch.begin()
             return kept
 
         return send
 
-    def messages(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def messages(self) -> Iterator[None]:
         """Inside, a program sends messages and waits for some (see `Mail`)."""
-        return self.mail.of_program(self.rank)
+        with self.mail.of_program(self.rank):
+            self.batch.drop()
+            yield
 
     def delivered(self) -> None:
         """Wait for all that was sent: a process that ended before would take it along."""
-        for work, _ in self._sent:
-            work.wait()
+        self.batch.begin()
+        for message in self._sent:
+            message.wait()
         self._sent.clear()
 
     def receiver(
-        self, axes: Sequence[str], source: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+        self,
+        axes: Sequence[str],
+        source: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        buffers: Buffers | None = None,
+        own_tag: int = 0,
     ) -> Receiver:
-        """A function that waits for what a member sends with a tag."""
-        return Receiver(self.awaiter(axes, source, shape, dtype, device))
+        """A function that waits for what a member sends with a tag. buffers: what it is received into; None: memory of its own."""
+        begin = self.awaiter(axes, source, shape, dtype, device, buffers, own_tag)
+        return Receiver(begin, (tuple(shape), dtype))
 
     def awaiter(
-        self, axes: Sequence[str], source: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+        self,
+        axes: Sequence[str],
+        source: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        buffers: Buffers | None = None,
+        own_tag: int = 0,
     ) -> Callable[[int], Callable[[], torch.Tensor]]:
-        """A function that makes room for what a member sends with a tag, and gives a function that waits for it."""
+        """A function that makes room for what a member sends with a tag, and gives a function that waits for it.
+
+        It is begun with the batch, or by whoever waits for it first.
+        """
         group = self.of(axes)
         through_host = self.carriers.get("cuda") == "gloo"
+        room = tuple(shape), dtype
+        lies_on = torch.device("cpu") if through_host else device
 
         def begin(tag: int) -> Callable[[], torch.Tensor]:
-            self.mail.under_way = True
-            out = torch.empty(tuple(shape), dtype=dtype, device="cpu" if through_host else device)
-            work = None
+            out = torch.empty(room[0], dtype=dtype, device=lies_on) if buffers is None else buffers.take(room, lies_on)
+            pg = self._channels.get((axes[0], source, group.place, own_tag), group.pg)
+            message = Message(dist.irecv, _bytes(out), group.members[source], pg, tag)
             if out.numel():
-                work = dist.irecv(_bytes(out), group.members[source], group=group.pg, tag=tag)
-                assert work is not None, "a member of the group receives"
+                self.batch.add(message)
 
             def wait() -> torch.Tensor:
-                if work is not None:
-                    work.wait()
+                if out.numel():
+                    if message.works is None:
+                        self.batch.begin()
+                    message.wait()
                 return out.to(device)
 
             return wait

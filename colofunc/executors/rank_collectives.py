@@ -16,11 +16,13 @@ import torch
 
 from colofunc.executors.faults import ask
 from colofunc.executors.flight import Flight
-from colofunc.executors.groups import Ahead, Groups, Receiver, Start, Started
+from colofunc.executors.groups import Groups, Start, Started
 from colofunc.executors.kernels import HostCount, first_rows, in_its_memory, with_zeros
+from colofunc.executors.messages import Ahead, Buffers
 from colofunc.executors.source import Writer, only
-from colofunc.program.facts import COPIES, PEERS
+from colofunc.program.facts import COPIES, PEERS, is_peer
 from colofunc.program.ir import Node, Program, Ref
+from colofunc.program.places import SEND
 from colofunc.spec.layout import At
 from colofunc.spec.parts import holds
 
@@ -33,7 +35,8 @@ class RankWires:
         self.flight = flight
         self.ranks: Sequence[int] = (groups.rank,)
         self._row_counts: tuple[Program, set[int]] | None = None
-        self._ahead: Ahead | None = None  # of the loop in parts that is written, where receives are posted ahead
+        self._ahead: Ahead | None = None  # of the loop in parts that is written
+        self._begins: tuple[Program, set[int]] | None = None  # of a program, positions of sends that nothing follows at once
 
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         if kind in COPIES:
@@ -86,29 +89,44 @@ class RankWires:
 
     def _peer(self, writer: Writer, node: Node, kind: str) -> None:
         """This rank's half of a send: what it sends may be written over when the line has passed."""
+        own = own_tag(node)
         if kind == "receive":
             axes, _, source, shape, dtype = node.args
-            receiver = self.groups.receiver(axes, source, shape, dtype, writer.device)
-            self._post_ahead(writer, node, receiver)
+            ahead = self._ahead_of(writer)
+            buffers = None if ahead is None else ahead.buffers
+            receiver = self.groups.receiver(axes, source, shape, dtype, writer.device, buffers, own)
+            if ahead is not None:  # it may be posted one action before the one that waits for it
+                ahead.receives(writer.part, receiver, partial(_number, own, writer.loops[-1][0].trips))
             call = f"{writer.bind(receiver, 'receive')}({_tag(writer, node)})"
         else:
             ref, axes, _, _, targets = node.args
-            send = writer.bind(self.groups.sender(axes, targets), "send")
+            send = writer.bind(self.groups.sender(axes, targets, own), "send")
             last = _is_last_reader(writer, node, ref.id)
-            call = f"{send}({writer.where[ref.id][0]}, {_tag(writer, node)}, last={last})"
+            begin = "" if self._begins_at_once(writer, node) else ", begin=False"
+            call = f"{send}({writer.where[ref.id][0]}, {_tag(writer, node)}, last={last}{begin})"
         writer.line(f"{writer.bind(ask, 'ask')}('send', {tuple(self.ranks)!r})")
         if node.results:
             self._define(writer, node, call)
         else:
             writer.line(call)
 
-    def _post_ahead(self, writer: Writer, node: Node, receiver: Receiver) -> None:
-        """In a loop in parts, a receive may be posted one action before the one that waits for it."""
-        if self._ahead is None or not writer.loops:
-            return
-        loop, _ = writer.loops[-1]
-        if loop.cut_by is not None:
-            self._ahead.receives(writer.part, receiver, partial(_number, own_tag(node), loop.trips))
+    def _ahead_of(self, writer: Writer) -> Ahead | None:
+        """What goes through the actions around the node that is written; None outside of a loop in parts."""
+        in_parts = bool(writer.loops) and writer.loops[-1][0].cut_by is not None
+        return self._ahead if in_parts else None
+
+    def _begins_at_once(self, writer: Writer, node: Node) -> bool:
+        """Whether a send begins what was added before it: no other message follows at once, and no end of an action, which begins it."""
+        if writer.tap is not None or writer.look is not None:  # whoever looks may wait for others
+            return True
+        if self._begins is None or self._begins[0] is not writer.program:
+            ends: Sequence[int] = ()
+            if self._ahead_of(writer) is not None:
+                timetable = writer.loops[-1][0].cut_by
+                assert timetable is not None, "a loop in parts"
+                ends = timetable.ends
+            self._begins = writer.program, _sends_alone(writer.program, ends)
+        return id(node) in self._begins[1]
 
     def here(self, at: At | None) -> tuple[bool, ...]:
         return (holds(at, self.groups.mesh, self.groups.rank),)
@@ -132,9 +150,8 @@ class RankWires:
         return self._row_counts[1]
 
     def in_order(self, actions: Sequence[tuple[int, int]], device: torch.device) -> Iterable[tuple[int, int]]:
-        """NCCL runs what is given to it one after another: a receive that is posted early would keep back what is sent meanwhile."""
-        self._ahead = Ahead(actions) if self.groups.carriers.get(device.type) == "gloo" else None
-        return actions if self._ahead is None else self._ahead
+        self._ahead = Ahead(actions, self.groups.batch, Buffers())
+        return self._ahead
 
     def place(self, axes: Sequence[str], lane: int) -> int:
         return self.groups.mesh.index(self.groups.rank, axes)
@@ -151,6 +168,18 @@ class RankWires:
             self._define(writer, node, call)
         else:
             writer.line(call)
+
+
+def _sends_alone(program: Program, ends: Sequence[int]) -> set[int]:
+    """Sends, by `id`, behind which no other message follows at once. ends: of parts, at which somebody begins what is there."""
+    alone = set()
+    for position, node in enumerate(program.nodes):
+        if node.target != SEND or position + 1 in ends:
+            continue
+        following = program.nodes[position + 1 : position + 2]
+        if not any(is_peer(other) for other in following):
+            alone.add(id(node))
+    return alone
 
 
 def _is_last_reader(writer: Writer, node: Node, id: int) -> bool:

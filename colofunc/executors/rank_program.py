@@ -28,7 +28,7 @@ from colofunc.mesh.device import device_of
 from colofunc.program.editor import Editor
 from colofunc.program.facts import has_wires, is_peer, is_wire
 from colofunc.program.ir import Node, Program
-from colofunc.program.places import RECEIVE, OnRank
+from colofunc.program.places import RECEIVE, OnRank, channels
 
 
 class RankProgram:
@@ -101,14 +101,14 @@ class RankProgram:
         if self._watch is not None and has_wires(self._union):
             self._hash = program_hash(self._union, self._groups.mesh)
             self._watch.agree("the lowered program", self._hash, self._watch.deadline_s)
-        self._make_groups()
+        self._make_groups(device)
         flight = None if self._watch is None or device.type == "cpu" else self._watch.flight
         wires = RankWires(self._groups, flight)
         writer = Writer(self.program, 1, device, wires, partition, self._bound, tap=self._tap, pool=self.pool, whole=self._whole)
         writer.write()
         return writer.function()
 
-    def _make_groups(self) -> None:
+    def _make_groups(self, device: torch.device) -> None:
         """All ranks make all process groups, in the order of what all run, also those that they have no part in."""
         if self._on_rank is None:
             return
@@ -116,6 +116,8 @@ class RankProgram:
             for node in program.nodes:
                 if is_wire(node) or is_peer(node):
                     self._groups.of(node.args[1])
+        if self._groups.carriers.get(device.type) == "nccl":
+            self._groups.open_channels(channels(self._union, self._groups.mesh), device)
 
     def _outputs(self, here: list[Shards], device: torch.device) -> list[Shards]:
         """The outputs of the whole. here: those of this rank's program."""
@@ -171,6 +173,7 @@ class Later:
                 begin = self._groups.awaiter(axes, source, shape, dtype, device)
                 waits.append(begin(own_tag(node)))
             known = self._sends(inputs)
+            self._groups.batch.begin()
         own_inputs = [inputs[position] for position in self._on_rank.inputs]
 
         def finish() -> list[Shards]:

@@ -43,7 +43,7 @@ def _kind(action: Action, field: attrs.Attribute[str], kind: str) -> None:
         raise PlanError(f"an action has the kind {kind!r}; it is F (forward), B (backward), I (backward of inputs) or W (of weights)")
 
 
-@attrs.frozen(order=True)
+@attrs.frozen(order=True, cache_hash=True)  # tables are looked up by actions
 class Action:
     """One piece of work: a stage does it for a microbatch. Written "2F0": stage 2, forward, microbatch 0."""
 
@@ -142,8 +142,24 @@ class ActionTable:
         split = Action(stage, "I", microbatch)
         return split if split in self.place_of else Action(stage, "B", microbatch)
 
+    @cached_property
+    def _needs_of(self) -> dict[Action, tuple[Action, ...]]:
+        """Of each action that somebody has asked for, what it needs."""
+        return {}
+
     def needs(self, action: Action) -> tuple[Action, ...]:
         """Actions, of this stage or another one, whose results an action reads."""
+        found = self._needs_of.get(action)
+        if found is None:
+            found = self._needs_of[action] = self._needed(action)
+        return found
+
+    @cached_property
+    def in_order(self) -> tuple[tuple[int, Action], ...]:
+        """What `linear_order` gives."""
+        return tuple(_in_order(self))
+
+    def _needed(self, action: Action) -> tuple[Action, ...]:
         stage, microbatch = action.stage, action.microbatch
         if action.kind == "F":
             return (Action(stage - 1, "F", microbatch),) if stage else ()
@@ -261,6 +277,10 @@ def linear_order(table: ActionTable) -> Iterator[tuple[int, Action]]:
     Ranks take turns, and each runs an action where it can. Raises PlanError with the actions that wait for one another where there is
     no such order, and where an action needs one that is not there.
     """
+    return iter(table.in_order)
+
+
+def _in_order(table: ActionTable) -> Iterator[tuple[int, Action]]:
     at = [0] * table.ranks
     needs = [table.needs(row[0]) if row else () for row in table.rows]  # of each rank's next action
     done: set[Action] = set()

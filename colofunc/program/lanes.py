@@ -102,8 +102,9 @@ def _union(program: Program, mesh: Mesh, by_rank: Mapping[int, Lanes]) -> Lanes:
     at = dict.fromkeys(by_rank, 0)  # positions that each has come to
     where: dict[tuple[int, int], int] = {}  # (rank, position there) -> position in the program
     starts = []
+    taking_part = _TakingPart(mesh, tuple(by_rank))
     for index, node in enumerate(program.nodes):
-        here = [rank for rank in by_rank if _takes_part(node, mesh, rank)]
+        here = taking_part.of(node)
         starts.append(max(by_rank[rank].starts_s[at[rank]] for rank in here))
         where[here[0], at[here[0]]] = index
         at.update({rank: at[rank] + 1 for rank in here})
@@ -111,6 +112,21 @@ def _union(program: Program, mesh: Mesh, by_rank: Mapping[int, Lanes]) -> Lanes:
     bodies = {where[r, k]: body for r, lanes in by_rank.items() for k, body in lanes.bodies.items() if (r, k) in where}
     busy.sort(key=lambda b: b.index)
     return Lanes(tuple(busy), tuple(starts), max(lanes.end_s for lanes in by_rank.values()), bodies)
+
+
+class _TakingPart:
+    """Which of some ranks run a node. Most nodes are of one stage, so that few answers differ."""
+
+    def __init__(self, mesh: Mesh, ranks: Sequence[int]) -> None:
+        self._mesh, self._ranks = mesh, ranks
+        self._known: dict[Any, tuple[int, ...]] = {}  # (where a node runs, what a send says of its ranks) -> ranks
+
+    def of(self, node: Node) -> tuple[int, ...]:
+        key = node.on, node.args[1:] if node.target == SEND else ()
+        ranks = self._known.get(key)
+        if ranks is None:
+            ranks = self._known[key] = tuple(rank for rank in self._ranks if _takes_part(node, self._mesh, rank))
+        return ranks
 
 
 def _takes_part(node: Node, mesh: Mesh, rank: int) -> bool:
@@ -122,8 +138,9 @@ def _takes_part(node: Node, mesh: Mesh, rank: int) -> bool:
 def _together(program: Program, mesh: Mesh, seconds: Seconds, ranks: Sequence[int]) -> dict[int, Lanes]:
     """Per rank, what it does while the others do their part."""
     players = {rank: _Player(program, mesh, seconds) for rank in ranks}
+    taking_part = _TakingPart(mesh, ranks)
     for node in program.nodes:
-        here = {rank: player for rank, player in players.items() if _takes_part(node, mesh, rank)}
+        here = {rank: players[rank] for rank in taking_part.of(node)}
         if node.target == SEND:
             _, axes, _, source, targets = node.args
             sent_s = max(player.sends(node) for rank, player in here.items() if mesh.index(rank, axes) == source)

@@ -18,8 +18,10 @@ A compiler leaves values unwritten, and a compiled function holds its operands u
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -80,7 +82,7 @@ def memory(program: Program, sent: bool = False, fusion: Fusion | None = None) -
 
     A loop is one position: what its body holds at its peak, beside what it reads and gathers. sent: count what real ranks
     copy in order to send it, while it is in flight (all of the operand; a backend may copy the parts for others only), and what they make
-    room for before it is received (as with gloo; NCCL does so later). fusion: what a compiler leaves out and holds longer.
+    room for before it is received. fusion: what a compiler leaves out and holds longer.
     """
     last = lifetimes(program)
     storages, makers, metas = _storages(program, last, sent=sent, fusion=fusion)
@@ -157,20 +159,34 @@ def sent_copies(program: Program, metas: Mapping[int, Meta]) -> list[Storage]:
 def _report(program: Program, storages: list[Storage], makers: Mapping[int, Node]) -> MemoryReport:
     count, kinds = max(1, len(program.nodes)), kinds_of(program)
     tiers = sorted({s.tier for s in storages} | {"device"})
-    change = {tier: np.zeros((len(KINDS), count + 1), dtype=np.int64) for tier in tiers}
+    row_of = {kind: row for row, kind in enumerate(KINDS)}
+    changes: dict[str, list[tuple[int, int, int]]] = {tier: [] for tier in tiers}  # (row of the kind, position, bytes from there on)
     for s in storages:
         s.kind = s.kind or (s.inside.kind if s.inside is not None else kinds.get(s.value, "other"))
-        row = KINDS.index(s.kind)
-        change[s.tier][row, max(0, s.born)] += s.nbytes
-        change[s.tier][row, min(s.dies, count - 1) + 1] -= s.nbytes
-    lines = {tier: np.cumsum(steps[:, :-1], axis=1) for tier, steps in change.items()}
-    by_kind = {tier: {kind: tuple(row.tolist()) for kind, row in zip(KINDS, rows, strict=True)} for tier, rows in lines.items()}
+        row = row_of[s.kind]
+        changes[s.tier].append((row, max(0, s.born), s.nbytes))
+        changes[s.tier].append((row, min(s.dies, count - 1) + 1, -s.nbytes))
+    lines = {tier: _lines(changed, count) for tier, changed in changes.items()}
+    nothing = (0,) * count  # one for all kinds that there are none of
+    by_kind = {}
+    for tier, rows in lines.items():
+        there = rows.any(axis=1)
+        by_kind[tier] = {kind: tuple(rows[row].tolist()) if there[row] else nothing for row, kind in enumerate(KINDS)}
     timeline = {tier: tuple(rows.sum(axis=0).tolist()) for tier, rows in lines.items()}
-    peak_at = {tier: max(range(count), key=line.__getitem__) for tier, line in timeline.items()}
+    peak_at = {tier: int(rows.sum(axis=0).argmax()) for tier, rows in lines.items()}
     peak = {tier: timeline[tier][peak_at[tier]] for tier in tiers}
     alive = {tier: tuple(_alive(program, storages, makers, tier, peak_at[tier])) for tier in tiers}
     places = {tier: place_text(program, at) for tier, at in peak_at.items()}
     return MemoryReport(peak, timeline, peak_at, by_kind, alive, places, {s.born: s.body for s in storages if s.body is not None})
+
+
+def _lines(changes: Sequence[tuple[int, int, int]], count: int) -> np.ndarray:
+    """(kinds, count) bytes of each kind at each position. changes: (row of the kind, position, bytes more from there on)."""
+    more = np.zeros((len(KINDS), count + 1), dtype=np.int64)
+    if changes:
+        rows, positions, nbytes = np.array(changes, dtype=np.int64).T
+        np.add.at(more, (rows, positions), nbytes)
+    return np.asarray(np.cumsum(more[:, :-1], axis=1))
 
 
 def _alive(program: Program, storages: list[Storage], makers: Mapping[int, Node], tier: str, at: int) -> list[Live]:
@@ -285,7 +301,8 @@ def _by_timetable(
     """One rank's body and its storages as often as its actions come, in their order: what a microbatch keeps from part to part is there
     while the parts of others run. With them what is gathered, from the first time on. home: value -> its storage.
 
-    posted: what an action receives is there from the begin of the action before it, where real ranks make room for it.
+    posted: what an action receives is there from the begin of the action before it, where real ranks make room for it, to the end of the
+    one that reads it last, and longer where it is received into again (`_waits_to_be_received_into`).
     """
     body, (row,) = loop.body, timetable.table.rows
     numbers = {part: k for k, part in enumerate(timetable.parts)}
@@ -298,6 +315,8 @@ def _by_timetable(
         before[part, action.microbatch] = max(begins.values(), default=0)
         begins[part, action.microbatch] = len(nodes)
         nodes += body.nodes[slice(*spans[part])]
+    number_of = {action: number for number, action in enumerate(begins)}
+    messages: list[tuple[Storage, int, int]] = []  # (where it lies, action that receives, action that reads it last)
     expanded = []
     reads = _parts_that_hold(body, home, timetable)
     microbatches = {action.microbatch for action in row}
@@ -312,11 +331,17 @@ def _by_timetable(
             if received:
                 born = before[first, microbatch]
             dies = begins[last, microbatch] + storage.dies - spans[last][0]
+            if received:  # its memory is received into again, or given back, when the action has ended
+                dies = begins[last, microbatch] + spans[last][1] - 1 - spans[last][0]
             for part in others:
                 dies = max(dies, begins[part, microbatch] + spans[part][1] - 1 - spans[part][0])
+            if received:
+                last_number = max(number_of[part, microbatch] for part in (last, *others))
+                messages.append((storage, number_of[first, microbatch], last_number))
             expanded.append(
                 Storage(storage.nbytes, storage.tier, storage.value, born, dies, storage.inside, storage.kind, storage.body)
             )
+    expanded += _waits_to_be_received_into(messages, body, [*begins.values(), len(nodes)])
     own = own_outputs_of_parts(loop) - set(added_in_place(loop).values())
     for index, outputs in gathered_at(body).items():
         part = timetable.part_at(index)
@@ -326,6 +351,29 @@ def _by_timetable(
             born = first + index - spans[part][0] + (k in own)  # its own memory becomes that of the sum
             expanded.append(Storage(value.nbytes * times, value.tier, value.id, born, len(nodes)))
     return attrs.evolve(body, nodes=tuple(nodes)), expanded
+
+
+def _waits_to_be_received_into(messages: Sequence[tuple[Storage, int, int]], body: Program, begins: Sequence[int]) -> list[Storage]:
+    """What real ranks keep of messages that were read to their end, an action long, because what comes then goes into it (`Buffers.turn`).
+
+    messages: (where one lies, number of the action that receives it, of the one that reads it last). begins: positions at which actions
+    begin, and the end of the last one.
+    """
+    of_room: dict[Any, list[tuple[Storage, int, int]]] = {}
+    for message in messages:
+        value = body.values[message[0].value]
+        of_room.setdefault((value.shape, value.dtype), []).append(message)
+    waiting = []
+    for alike in of_room.values():
+        posted = Counter(max(0, receives - 1) for _, receives, _ in alike)
+        ended = Counter(reads for _, _, reads in alike)
+        storage, free = alike[0][0], 0
+        for number, (begin, end) in enumerate(pairwise(begins)):
+            free = min(free + ended[number - 1], posted[number] + posted[number + 1])
+            free = max(0, free - posted[number])
+            if free and begin < end:
+                waiting.append(Storage(free * storage.nbytes, storage.tier, storage.value, begin, end - 1))
+    return waiting
 
 
 def _parts_that_hold(body: Program, home: Mapping[int, int], timetable: Timetable) -> dict[int, set[int]]:

@@ -219,25 +219,58 @@ def _receive(node: Node, nodes_of: Sequence[list[Node]]) -> None:
     nodes_of[-1].append(node)
 
 
+Channel = tuple[str, int, int, int]  # (axis, index of the sender, index of the receiver, tag)
+Order = tuple[list[tuple[int, int]], list[tuple[int, int]]]  # (tag, microbatch) of messages as they are sent, and as they are received
+
+
+def channels(program: Program, mesh: Mesh) -> dict[Channel, int]:
+    """How messages between parts of loops are divided so that those of one channel are received in the order in which they are sent.
+
+    What one index of an axis sends to another is one channel, number 0; where it is received in another order than it is sent (a V gives
+    activations and gradients to the same rank), messages of each tag have a channel of their own, from number 1 on.
+    """
+    numbers: dict[Channel, int] = {}
+    for axis, pairs in _orders(program, mesh):
+        for (source, target), (sent, received) in pairs.items():
+            for number, tag in enumerate(sorted({tag for tag, _ in sent}), start=1):
+                key = axis, source, target, tag
+                numbers[key] = max(numbers.get(key, 0), 0 if sent == received else number)
+    return numbers
+
+
 def out_of_order(program: Program, mesh: Mesh) -> str:
-    """The first message between parts of a loop that a rank receives before one that the same rank has sent it earlier, "" if none is.
+    """The first message of a channel that a rank receives before one that was sent earlier, "" if none is.
 
     A library that tells messages of a pair by their order alone cannot carry such a loop.
     """
+    for axis, pairs in _orders(program, mesh):
+        for (source, target), (sent, received) in pairs.items():
+            for tag in sorted({tag for tag, _ in sent}):
+                sent_microbatches = [microbatch for other, microbatch in sent if other == tag]
+                microbatches = [microbatch for other, microbatch in received if other == tag]
+                for first, second in zip(sent_microbatches, microbatches, strict=True):
+                    if first != second:
+                        return f"message {tag} of microbatch {second} from index {source} to {target} of {axis!r}"
+    return ""
+
+
+def _orders(program: Program, mesh: Mesh) -> Iterator[tuple[str, dict[tuple[int, int], Order]]]:
+    """Of each loop that is cut (its axis, (index of the sender, of the receiver) -> the orders of their messages)."""
     for node in program.nodes:
         if node.loop is None or node.loop.cut_by is None:
             continue
-        axes = (node.loop.cut_by.along,)
-        by_index = [_messages(node, node.loop, program, mesh, rank) for rank in mesh.groups(axes)[0]]
+        axis = node.loop.cut_by.along
+        by_index = [_messages(node, node.loop, program, mesh, rank) for rank in mesh.groups((axis,))[0]]
+        pairs: dict[tuple[int, int], Order] = {}
         for source, of_source in enumerate(by_index):
-            for target, of_target in enumerate(by_index):
-                sent = [message for other, message in of_source if other == ("to", target)]
-                received = [message for other, message in of_target if other == ("from", source)]
-                for first, second in zip(sent, received, strict=True):
-                    if first != second:
-                        tag, microbatch = second
-                        return f"message {tag} of microbatch {microbatch} from index {source} to {target} of {axes[0]!r}"
-    return ""
+            for (way, target), message in of_source:
+                if way == "to":
+                    pairs.setdefault((source, target), ([], []))[0].append(message)
+        for target, of_target in enumerate(by_index):
+            for (way, source), message in of_target:
+                if way == "from":
+                    pairs[source, target][1].append(message)
+        yield axis, pairs
 
 
 Message = tuple[tuple[str, int], tuple[int, int]]  # ("to" or "from", index of the other), (tag, microbatch)

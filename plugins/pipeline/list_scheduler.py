@@ -13,6 +13,7 @@ Source: Zero Bubble Pipeline Parallelism (2401.10241, section 3.1), whose heuris
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import attrs
 
@@ -61,6 +62,15 @@ def schedule_within(
     return play.run(within_s)
 
 
+@lru_cache(maxsize=8)
+def _actions(stages: int, microbatches: int) -> dict[str, list[list[Action]]]:
+    """Kind -> stage -> microbatch -> the action: one of each for all lists that are made of so many."""
+    found = {}
+    for kind in ("F", "I", "W"):
+        found[kind] = [[Action(stage, kind, microbatch) for microbatch in range(microbatches)] for stage in range(stages)]
+    return found
+
+
 class _Play:
     """The step as far as it was played. Ranks are looked at in the order of the moments at which each can go on."""
 
@@ -76,6 +86,8 @@ class _Play:
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
         # Per stage, so many of its forwards, input gradients and weight gradients are done.
         self.forwards, self.inputs, self.weights = [0] * costs.stages, [0] * costs.stages, [0] * costs.stages
+        self.done = {"F": self.forwards, "I": self.inputs, "W": self.weights}
+        self.actions = _actions(costs.stages, microbatches)
         # Per stage and microbatch, when the input (of F) and the gradient (of I) arrive.
         self.forward_at = [[INF] * microbatches for _ in range(costs.stages)]
         self.gradient_at = [[INF] * microbatches for _ in range(costs.stages)]
@@ -131,28 +143,29 @@ class _Play:
     def run(self, within_s: float) -> ActionTable | None:
         left = 3 * self.costs.stages * self.microbatches
         starts_s = [INF] * len(self.rows)
-        actions: list[Action | None] = [None] * len(self.rows)
+        choices: list[tuple[int, str] | None] = [None] * len(self.rows)
         touched = set(range(len(self.rows)))
         while left:
             for rank in touched:
-                starts_s[rank], actions[rank] = self._choice(rank)
+                starts_s[rank], choices[rank] = self._choice(rank)
             start_s = min(starts_s)
             rank = starts_s.index(start_s)
-            action = actions[rank]
-            if action is None:
+            choice = choices[rank]
+            if choice is None:
                 raise cf.PlanError(f"no rank of the pipeline can go on within {self.cap_bytes:g} bytes; give more memory")
-            self._do(rank, action, start_s)
+            stage, kind = choice
+            self._do(rank, stage, kind, start_s)
             if self.free_s[rank] + self.left_s[rank] > within_s:
                 return None
             left -= 1
             touched = {rank}
-            for stage in (action.stage - 1, action.stage + 1):
-                if 0 <= stage <= self.last:
-                    touched.add(self.rank_of[stage])
+            for beside in (stage - 1, stage + 1):
+                if 0 <= beside <= self.last:
+                    touched.add(self.rank_of[beside])
         return ActionTable(tuple(map(tuple, self.rows)))
 
-    def _choice(self, rank: int) -> tuple[float, Action | None]:
-        """When a rank goes on, and with what."""
+    def _choice(self, rank: int) -> tuple[float, tuple[int, str] | None]:
+        """When a rank goes on, and with what: (stage, kind) of the next microbatch."""
         free_s = self.free_s[rank]
         forwards, backwards = self._ready(rank)
         soonest_s = INF
@@ -163,7 +176,7 @@ class _Play:
             if weight is not None:
                 wait_s = soonest_s - free_s
                 if wait_s >= self.rules.patience * self.costs.weight_s[weight] or soonest_s == INF:
-                    return free_s, Action(weight, "W", self.weights[weight])
+                    return free_s, (weight, "W")
         if soonest_s == INF:
             return INF, None
         start_s = max(free_s, soonest_s)
@@ -171,7 +184,7 @@ class _Play:
         for kind, stages in in_order:
             for at, stage in stages:
                 if at <= start_s + _NEAR:
-                    return start_s, Action(stage, kind, self.forwards[stage] if kind == "F" else self.inputs[stage])
+                    return start_s, (stage, kind)
         raise AssertionError("one of them is the soonest")
 
     def _ready(self, rank: int) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
@@ -201,22 +214,24 @@ class _Play:
                 found = stage
         return found
 
-    def _do(self, rank: int, action: Action, start_s: float) -> None:
-        stage, microbatch = action.stage, action.microbatch
-        end_s = start_s + self.costs.seconds(action)
-        self.rows[rank].append(action)
-        done = {"F": self.forwards, "I": self.inputs, "W": self.weights}[action.kind]
+    def _do(self, rank: int, stage: int, kind: str, start_s: float) -> None:
+        done = self.done[kind]
+        microbatch = done[stage]
         done[stage] += 1
+        action = self.actions[kind][stage][microbatch]
+        took_s = self.costs.seconds(action)
+        end_s = start_s + took_s
+        self.rows[rank].append(action)
         self.free_s[rank] = end_s
-        self.left_s[rank] -= self.costs.seconds(action)
+        self.left_s[rank] -= took_s
         start_bytes, end_bytes = cf.ext.bytes_of(action, self.costs)
         self.held_bytes[rank] += start_bytes + end_bytes
-        if action.kind == "F":
+        if kind == "F":
             if stage == self.last:
                 self.gradient_at[stage][microbatch] = end_s
             else:
                 self.forward_at[stage + 1][microbatch] = self._arrives_s(stage, stage + 1, end_s)
-        if action.kind == "I" and stage:
+        if kind == "I" and stage:
             self.gradient_at[stage - 1][microbatch] = self._arrives_s(stage, stage - 1, end_s)
 
     def _arrives_s(self, made: int, read: int, end_s: float) -> float:

@@ -11,6 +11,7 @@ depends on weights alone, or on none, is made anew by each stage that reads it a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -123,7 +124,7 @@ class Reading:
         kept = np.zeros(len(begins) + 1)
         for position, uses in self.uses.items():
             value = inputs[position]
-            piece = int(np.searchsorted(begins, uses[0], side="right"))
+            piece = bisect_right(begins, uses[0])
             kept[piece] += value.nbytes * (times if value.role == "param" else 1.0)
         return np.cumsum(kept)
 
@@ -139,7 +140,7 @@ class Reading:
                 made_in[group] = min(made_in.get(group, len(program.nodes)), program.made_at[id])
         saved = np.zeros(len(begins) + 1)
         for group, nbytes in sizes.items():
-            piece = int(np.searchsorted(begins, made_in[group], side="right"))
+            piece = bisect_right(begins, made_in[group])
             saved[piece] += nbytes
         return np.cumsum(saved)
 

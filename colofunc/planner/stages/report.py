@@ -20,6 +20,7 @@ from colofunc.program.lanes import Seconds, played, rows_by_timetable
 from colofunc.program.places import distinct_ranks, on_rank
 from colofunc.program.post_validation import copied_bytes, in_parts, validates_late
 from colofunc.program.stage_costs import stage_costs
+from colofunc.spec.parts import holds
 
 CutsOf = Callable[[ActionTable], StageCuts | None]
 """What there is to say of the cuts, by the table that runs."""
@@ -136,9 +137,7 @@ def pipelined(
     peaks = [0] * timetable.table.ranks
     for rank in distinct_ranks(program, mesh):
         index = mesh.index(rank, (timetable.along,))
-        part = on_rank(program, mesh, rank).program
-        held = sum(part.values[id].nbytes for id in part.inputs if part.values[id].role in KEPT)
-        kept[index] = max(kept[index], held)
+        kept[index] = max(kept[index], _kept_bytes(program, mesh, rank))
         peaks[index] = max(peaks[index], peak_bytes(rank))
     uses = []
     for index, row in enumerate(timetable.table.rows):
@@ -149,3 +148,14 @@ def pipelined(
     schedule = f"{timetable.schedule} validated in the next step" if timetable.validate_late else timetable.schedule
     cuts = None if cuts_of is None else cuts_of(timetable.table)
     return Pipelined(timetable.along, schedule, loop.trips, played.bubble, tuple(uses), cuts)
+
+
+def _kept_bytes(program: Program, mesh: Mesh, rank: int) -> int:
+    """Bytes of the weights and states that a rank has."""
+    nbytes = 0
+    for id in program.inputs:
+        value = program.values[id]
+        at = None if value.layout is None else value.layout.at
+        if value.role in KEPT and holds(at, mesh, rank):
+            nbytes += value.nbytes
+    return nbytes

@@ -14,6 +14,7 @@ step takes in full is what the plan says of itself.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
@@ -206,8 +207,9 @@ def pieces_of(
 def begins_of(problem: CutProblem, assigned: Mapping[int, Sequence[int]], stages: int) -> tuple[int, ...] | None:
     """The pieces that begin the stages to which inputs, by position, were given; None where one begins within a piece."""
     begins: list[int] = []
+    positions = _positions(problem)
     for number in range(len(problem.begins)):
-        here = {assigned[position][0] for position in _positions(problem).get(number, ()) if position in assigned}
+        here = {assigned[position][0] for position in positions.get(number, ()) if position in assigned}
         if not here:
             continue
         if len(here) > 1 or next(iter(here)) not in (len(begins) - 1, len(begins)):
@@ -227,6 +229,6 @@ def _positions(problem: CutProblem) -> dict[int, list[int]]:
     """Piece -> positions of the inputs that it is the first to read."""
     found: dict[int, list[int]] = {}
     for position, uses in problem.reading.uses.items():
-        piece = int(np.searchsorted(problem.begins, uses[0], side="right")) - 1
+        piece = bisect_right(problem.begins, uses[0]) - 1
         found.setdefault(piece, []).append(position)
     return found

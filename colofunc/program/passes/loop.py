@@ -91,12 +91,15 @@ def changed(loop: Loop, change: Callable[..., Program], owned: Owned | None = No
     body, nodes, ends = loop.body, list[Node](), list[int]()
     values, names = dict(body.values), dict[int, int]()
     own = owned(loop) if owned is not None else None
+    last_read = dict.fromkeys(body.outputs, len(body.nodes))  # value -> the last position at which it is read
+    for index, node in enumerate(body.nodes):
+        for ref in node.refs:
+            last_read[ref] = max(last_read.get(ref, index), index)
     for number, (first, end) in enumerate(timetable.spans()):
         mine = [_renamed(node, names) for node in body.nodes[first:end]]
         made = {out for node in mine for out in node.results}
         inputs = dict.fromkeys(ref for node in mine for ref in node.refs if ref not in made)
-        later = {ref for node in body.nodes[end:] for ref in node.refs} | set(body.outputs)
-        outputs = tuple(dict.fromkeys(out for node in mine for out in node.results if out in later))
+        outputs = tuple(dict.fromkeys(out for node in mine for out in node.results if last_read.get(out, -1) >= end))
         part = Program(tuple(inputs), tuple(mine), outputs, values, stage=body.stage, kernels=body.kernels)
         done = change(part) if own is None else change(part, frozenset(names.get(id, id) for id in own[number]))
         names |= dict(zip(outputs, done.outputs, strict=True))

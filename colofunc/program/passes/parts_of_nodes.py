@@ -20,6 +20,9 @@ from colofunc.program.places import SEND
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
 """Kinds of parts. A schedule has B, or I and W in its place."""
 
+ELSEWHERE = -1
+"""In place of an accumulator: a value reaches another stage, or several accumulators."""
+
 _OF_BATCH = frozenset({"batch", "constant", "seed"})
 """Roles of inputs of a loop that belong to no stage."""
 
@@ -147,17 +150,19 @@ class PartsOfNodes:
 
     def _weight_gradients(self) -> set[int]:
         """Positions of backward nodes from which one accumulator alone is reached: nobody waits for them."""
-        reached: dict[int, frozenset[object]] = {}  # value -> what is reached: accumulators, or `SEND` for another stage
-        nothing = frozenset[object]()
+        # Value -> the one accumulator that is reached, or `ELSEWHERE`: another stage, or several. What reaches nothing is not in it.
+        reached: dict[int, int] = {}
         for position, out in enumerate(self.body.outputs):
-            reached[out] = reached.get(out, nothing) | {position}
+            reached[out] = position if reached.get(out, position) == position else ELSEWHERE
         weight_gradients = set()
         for index, node in reversed(list(enumerate(self.body.nodes))):
-            from_here = nothing.union(*[reached.get(out, nothing) for out in node.results])
+            from_here = {reached[out] for out in node.results if out in reached}
             if node.target == SEND or not node.outs:
-                from_here |= {SEND}
-            elif node.phase != "forward" and len(from_here) <= 1 and SEND not in from_here:
+                from_here.add(ELSEWHERE)
+            elif node.phase != "forward" and len(from_here) <= 1 and ELSEWHERE not in from_here:
                 weight_gradients.add(index)
             for ref in node.refs:
-                reached[ref] = reached.get(ref, nothing) | from_here
+                both = from_here | {reached[ref]} if ref in reached else from_here
+                if both:
+                    reached[ref] = next(iter(both)) if len(both) == 1 else ELSEWHERE
         return weight_gradients

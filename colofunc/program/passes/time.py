@@ -118,6 +118,7 @@ class _Build(Builder):
         self.places: dict[int, At | None] = {}  # old id -> where it exists
         self.known: dict[Call, Rule | None] = {}
         self.more: dict[Call, tuple[Strategy, ...]] = {}
+        self.chosen: dict[Any, tuple[Rule | None, Strategy]] = {}  # a call and how its operands lie -> (its rule, what was chosen)
 
     # ---- values ----
 
@@ -236,7 +237,7 @@ class _Build(Builder):
             self._run(node, replicated_strategy(call), None)
             return
         rule = self.rule_at(call, ids)
-        strategy = self._choose(call, ids, lies, rule)
+        strategy = self._chosen(call, ids, lies, rule)
         if all(lay.is_replicated for lay in (*strategy.ins, *(o for o in strategy.outs if o is not None))):
             strategy, rule = replicated_strategy(call), None
         self._run(node, strategy, rule)
@@ -248,6 +249,16 @@ class _Build(Builder):
         self.run(node, Choice(strategy, rule))
 
     # ---- which strategy ----
+
+    def _chosen(self, call: Call, ids: Sequence[int], lies: Sequence[Layout], rule: Rule | None) -> Strategy:
+        """What `_choose` says, asked once of calls whose operands lie alike: layers of a model mostly do."""
+        have = []
+        for old in ids:
+            have.append(tuple((layout, self.level[new]) for layout, new in self.copies[old].items()))
+        key = call, tuple(map(ids.index, ids)), tuple(lies), tuple(have), id(rule)
+        if key not in self.chosen:
+            self.chosen[key] = rule, self._choose(call, ids, lies, rule)  # the rule, so that its `id` is nobody else's
+        return self.chosen[key][1]
 
     def _choose(self, call: Call, ids: Sequence[int], lies: Sequence[Layout], rule: Rule | None) -> Strategy:
         if not any(lay.axes for lay in lies):
