@@ -142,10 +142,13 @@ def unfused(topology: Topology) -> Topology:
     return attrs.evolve(topology, software=attrs.evolve(topology.software, fused=False))
 
 
-def result(run: Run) -> Result:
+def result(run: Run, is_ablated: bool = False) -> Result:
+    """is_ablated: with what it would be without each term."""
     steps = planned(run)
-    without = {term: steps.seconds_on(other) for term, other in variants(run).items()}
-    without["fusion"] = steps.seconds_on(unfused(machine(run)), "distributed")
+    without = {}
+    if is_ablated:
+        without = {term: steps.seconds_on(other) for term, other in variants(run).items()}
+        without["fusion"] = steps.seconds_on(unfused(machine(run)), "distributed")
     return Result(run, steps.seconds(), steps.alive_bytes(), without)
 
 
@@ -181,7 +184,7 @@ def errors(results: Sequence[Result], term: str = "") -> tuple[float, float]:
 def bench() -> Section:
     results, rows = [], []
     for run in RUNS:
-        one = result(run)
+        one = result(run, is_ablated=not run.calibrates)
         results.append(one)
         half = "calibrates" if run.calibrates else "tests"
         about = f" ({run.unknown})" if run.unknown else ""

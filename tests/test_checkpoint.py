@@ -269,14 +269,3 @@ def test_nothing_but_what_goes_from_block_to_block_is_kept_beside_adapters() -> 
     low = cf.checkpoint(step_fn, policy="nothing").lower(state, torch.randn(512, 64))
     again = Counter(node.path for node in low.program.nodes if node.note.startswith("made again") and is_product(node.target))
     assert all(again[f"{block}.{name}"] == 3 for block in (1, 2) for name in ("one", "two", "three")), again
-
-
-def test_a_loop_whose_gradients_are_reduced_behind_it_runs_once():
-    """Sums that backward reads behind the loop over microbatches are what a policy keeps: making them again is the whole step."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).double()
-    fn = lambda out: (out**2).mean()  # noqa: E731
-    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=0.1), loss=fn, inputs=lambda b: ((b,), {}))
-    staged = cf.accumulate(cf.shard(step, cf.Mesh(dp=2), zero(1, "dp")), 2)
-    low = cf.checkpoint(cf.precision(staged, "bf16"), policy="nothing").lower(state, torch.randn(8, 8, dtype=torch.float64))
-    assert sum(node.loop is not None for node in low.program.nodes) == 1
