@@ -24,9 +24,6 @@ PCIE_PART = 0.88
 NETWORK_PART = 0.95
 """Share of network cards that a collective attains: 382 of 400 GB/s for 32 B200 (stas00/ml-engineering), 96 of 100 for 24 A100
 (NVIDIA/nccl-tests#119)."""
-NETWORK_LATENCY_S = 14e-6
-"""One message of a ring through network cards, with what NCCL does for it; the wire's own is a part. NCCL, src/graph/tuning.cc, `hwLat`:
-ring, simple protocol, 14.0 us over the network (3.4 over NVLink, for which devices' files have 3.5 to 3.9)."""
 CONTENTION = 0.189
 """By what part of its time a kernel takes longer beside a collective (arXiv 2507.03114), where a device has no file, or its file does not
 say."""
@@ -47,7 +44,7 @@ def attainable(topology: Topology) -> Topology:
     levels = []
     for level in topology.levels:
         if level.name in ("infiniband", "ethernet"):
-            part, latency_s = NETWORK_PART, max(level.latency_s, NETWORK_LATENCY_S)
+            part, latency_s = NETWORK_PART, level.latency_s
         elif level.name == "pcie":
             part, latency_s = PCIE_PART, level.latency_s
         else:

@@ -8,7 +8,7 @@ collectives of the same kind, axes and dtype share one buffer where a latency co
 Gathers move up to the first of their bucket, whose operands are there already; reductions wait for the last of theirs,
 as long as nobody reads a result in between. A bucket is closed where its transfer takes many latencies, so that what
 follows can still overlap it. The order is part of the program, hence the same on all ranks. Where a machine is said to run software that
-gathers a block at a time (`Software.blocks`), no bucket has members of two.
+gathers a block at a time (`Software.blocks`), each block is a bucket, however large, and no bucket has members of two.
 """
 
 from __future__ import annotations
