@@ -42,6 +42,8 @@ Attention = Literal["flash", "triton", "cudnn"]
 as llm-foundry's `attn_impl: triton` · cudnn: that of Transformer Engine and llm.c on sm_90."""
 Fused = Literal["", "compiled", "by hand"]
 """What is fused between products: nothing, what torch compiles, what Megatron, NeMo, Lit-GPT and llm.c have kernels for by hand."""
+Logits = Literal["float32", "as computed", "gathered"]
+"""What the loss reads: logits as float32 · in the dtype of the last product · so, and under tensor parallelism gathered to each rank."""
 Collectives = Literal["early", "waits", "chunks"]
 """How collectives of tensor parallelism run, see `colofunc.mesh.software`. In T, TH, K and KF, which have torch's DTensor, each is waited
 for."""
@@ -69,7 +71,8 @@ class Run:
     `measured_s`: of a step. `masters`: float32 copies of parameters. `attention`: the kernel that the run used. `collectives`: how those of
     tensor parallelism run. `apart`: whether each product has the gradient of its input reduced and scattered by itself. `uplink_gb_s`:
     GB/s of the one link that a box has to others, where that is not the usual one. `sums`: what gradients are summed in between ranks,
-    where there are masters. `unknown`: what of the configuration had to be assumed.
+    where there are masters. `reduces`: whether gradients are reduced in each microbatch, or whole ones behind the last. `logits`: what the
+    loss reads. `unknown`: what of the configuration had to be assumed.
     """
 
     id: str
@@ -92,6 +95,8 @@ class Run:
     peak_of: Literal["alive", "reserved"] = "reserved"
     uplink_gb_s: float | None = None
     sums: Literal["float32", "bfloat16"] = "float32"
+    reduces: Literal["each", "last"] = "each"
+    logits: Logits = "float32"
     schedule: str = ""
     unknown: str = ""
 
@@ -148,11 +153,19 @@ def _megatron(id: str, heads: int, hidden: int, layers: int, tp: int, sequences:
     return Run(id, "M", model, "8xh100", axes, tokens, sequences, seconds, **more)  # type: ignore[arg-type]
 
 
+# KempnerForge at the commit that its report names, 01b461a. scripts/train.py: the loss is `F.cross_entropy` of the logits as they are, and
+# all microbatches but the last run under `set_requires_gradient_sync(False)` (training/grad.py), so that FSDP2 adds up whole gradients, in
+# its `reduce_dtype`, float32 (distributed/parallel.py; torch's `FSDPParam.to_accumulated_grad_if_needed`). The column "Mem/GPU" is
+# `torch.cuda.max_memory_allocated` (metrics/tracker.py, `peak_gb`): what was alive.
+_FORGE = dict(again="full", masters=False, reduces="last", logits="as computed", peak_of="alive")
+# Under tensor parallelism by torch's DTensor each of q, k, v, gate and up has its input as a part of the sequence, and the output layer
+# gives every rank all of the logits (`output_layouts=Replicate()`; distributed/tensor_parallel.py).
+_FORGE_TP: Mapping[str, object] = {**_FORGE, "logits": "gathered", "collectives": "waits", "apart": True}
+
+
 def _kempner(id: str, dp: int, sequences: int, seconds: float, peak_gib: float) -> Run:
-    """With tensor parallelism by torch's DTensor, whose plan gives each of q, k, v, gate and up its input as a part of the sequence
-    (KempnerForge, kempnerforge/distributed/tensor_parallel.py)."""
-    more = dict(again="full", masters=False, collectives="waits", apart=True, peak_gib=peak_gib)
-    return Run(id, "K15", K15, "4xh200-hgx", {"dp": dp, "tp": 4}, 4096, sequences, seconds, 4, **more)  # type: ignore[arg-type]
+    axes = {"dp": dp, "tp": 4}
+    return Run(id, "K15", K15, "4xh200-hgx", axes, 4096, sequences, seconds, 4, peak_gib=peak_gib, **_FORGE_TP)  # type: ignore[arg-type]
 
 
 _D_S = {8: 12.78, 16: 12.99, 32: 13.00, 64: 13.00, 128: 13.16}
@@ -167,10 +180,10 @@ RUNS: tuple[Run, ...] = (
     _titan("T35", L70, "8xa100-80g", {"dp": 64}, 64, 331, 64, again="full", fused=""),
     _titan("T42", L8, _TITAN_CARD, {"dp": 8}, 8, 6150, 8, again="operators", peak_gib=47.7, unknown="which H100: as the other rows"),
     # The report says 4 rows in each of 2 microbatches, as here; the commands of these two in its driver, mfu_bench.sh, say 2 in each of 4.
-    Run("K1", "K8", L8, "4xh200-hgx", {"dp": 1}, 4096, 8, 3.13, 2, again="full", masters=False, peak_gib=80.7),
-    Run("K2", "K8", L8, "4xh200-hgx", {"dp": 2}, 4096, 16, 3.50, 2, again="full", masters=False, peak_gib=62.4),
-    Run("K3", "K8", L8, "4xh200-hgx", {"dp": 4}, 4096, 32, 3.36, 2, again="full", masters=False, peak_gib=61.1),
-    Run("K10", "K15", K15, "4xh200-hgx", {"dp": 8}, 4096, 128, 14.81, 4, again="full", fused="", masters=False, peak_gib=88.5),
+    Run("K1", "K8", L8, "4xh200-hgx", {"dp": 1}, 4096, 8, 3.13, 2, peak_gib=80.7, **_FORGE),
+    Run("K2", "K8", L8, "4xh200-hgx", {"dp": 2}, 4096, 16, 3.50, 2, peak_gib=62.4, **_FORGE),
+    Run("K3", "K8", L8, "4xh200-hgx", {"dp": 4}, 4096, 32, 3.36, 2, peak_gib=61.1, **_FORGE),
+    Run("K10", "K15", K15, "4xh200-hgx", {"dp": 8}, 4096, 128, 14.81, 4, fused="", peak_gib=88.5, **_FORGE),
     _kempner("K11", 2, 32, 4.79, 45.1),
     _kempner("K12", 4, 64, 4.87, 39.2),
     _kempner("K13", 8, 128, 5.03, 36.3),
@@ -228,8 +241,7 @@ def _nemotron(id: str, dp: int, seconds: float) -> Run:
 
 def _kempner_held(id: str, model: Model, axes: dict[str, int], each: int, times: int, seconds: float, peak_gib: float) -> Run:
     rows = axes.get("dp", 1) * each * times
-    more = dict(again="full", masters=False, collectives="waits", apart=True, peak_gib=peak_gib)
-    return Run(id, "KF", model, "4xh200-hgx", axes, 4096, rows, seconds, times, **more)  # type: ignore[arg-type]
+    return Run(id, "KF", model, "4xh200-hgx", axes, 4096, rows, seconds, times, peak_gib=peak_gib, **_FORGE_TP)  # type: ignore[arg-type]
 
 
 _EAGER = dict(fused="")
@@ -256,6 +268,7 @@ HELD_OUT: tuple[Run, ...] = (
     _nemotron("N2", 128, 2.875),
     Run(
         "S1", "S", TINY_LLAMA, "8xa100-40g", {"dp": 16}, 2048, 1024, _tokens_s(24000, 16, 2048, 1024), 8, fused="by hand",
+        reduces="last",  # `fabric.no_backward_sync` but in the last microbatch
         unknown="links between boxes: the usual ones",
     ),
     Run("C1", "C", _opt(48, 1600, 25, 50304), "8xh100", {"dp": 8}, 1024, 1024, 2.80, 8, zero=1, fused="by hand", attention="cudnn"),

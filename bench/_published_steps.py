@@ -49,11 +49,31 @@ def module_of(model: Model, layers: int, tokens: int) -> torch.nn.Module:
         return OPTForCausalLM(OPTConfig(**sizes, **more, use_cache=False))
 
 
+class WithLoss(torch.nn.Module):
+    """A model whose loss reads its logits in the dtype in which they were computed; transformers' own makes them float32 before."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model, self.loss = model, Loss()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.model(input_ids=input_ids).logits, labels)
+
+
+class Loss(torch.nn.Module):
+    """Cross entropy of logits as they are, a module for plans to name."""
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 def lowered(run: Run, layers: int) -> Lowered:
     """A run's step with its plan pinned: who is where, what is made again."""
     module = module_of(run.model, layers, run.tokens)
+    own_loss = run.logits != "float32"
+    module = WithLoss(module) if own_loss else module
     model, opt = cf.functional(module if run.masters else module.to(torch.bfloat16)), cf.adapt(torch.optim.AdamW, lr=1e-4)
-    step_fn, _ = cf.train_step(model, opt)
+    step_fn, _ = cf.train_step(model, opt, loss=(lambda out: out)) if own_loss else cf.train_step(model, opt)
     state = {"params": model.params, "buffers": model.buffers, "opt": opt.init(model.params)}
     topology = roomy(machine(run)) if run.schedule else machine(run)
     step = cf.shard(step_fn, cf.Mesh(**run.axes, topology=topology), *_plans(run), plugins=[colofunc_plugins])
@@ -94,20 +114,29 @@ def _plans(run: Run) -> list[Any]:
     plans: list[Any] = []
     if run.zero and run.axes.get("dp", 1) > 1:
         copies = "dpo" if "dpo" in run.axes else ()
-        plans.append(zero(3, "dp", replicate=copies, regather=True) if run.zero == 3 else zero(run.zero, "dp", replicate=copies))
+        more = dict(regather=True, reduce=run.reduces) if run.zero == 3 else {}
+        plans.append(zero(run.zero, "dp", replicate=copies, **more))
     if run.axes.get("tp", 1) > 1:
         plans.append(tensor("1d", "tp", sequence=True, apart=run.apart))
+        if run.logits == "gathered":
+            # Each rank has all logits, and the loss of all of them.
+            plans.append(cf.ext.Wish("loss", "{tp: whole}", ("tp",), phases=("forward", "backward"), rank=1))
     if run.axes.get("cp", 1) > 1:
         plans.append(ring("cp", balance="stripes"))
     return plans
 
 
-def _policy(run: Run) -> Policy | str | None:
+def _policy(run: Run) -> Policy | None:
     if run.again == "operators":
         return Policy("every second product", _keeps_operators)
     if run.again == "layers":
         return Policy("every second layer", _keeps_layers)
-    return "nothing" if run.again == "full" else None
+    return Policy("nothing of layers", _keeps_rest) if run.again == "full" else None
+
+
+def _keeps_rest(node: Node, readers: Sequence[Node]) -> bool:
+    """Frameworks make layers again, each as a whole; the output layer and the loss are none."""
+    return not _numbers(node)
 
 
 def _keeps_operators(node: Node, readers: Sequence[Node]) -> bool:
@@ -117,8 +146,13 @@ def _keeps_operators(node: Node, readers: Sequence[Node]) -> bool:
 
 
 def _keeps_layers(node: Node, readers: Sequence[Node]) -> bool:
-    numbers = [int(word) for word in node.path.split(".") if word.isdigit()]
+    numbers = _numbers(node)
     return not numbers or numbers[0] % 2 == 0
+
+
+def _numbers(node: Node) -> list[int]:
+    """Of the layers that a node is in, outermost first."""
+    return [int(word) for word in node.path.split(".") if word.isdigit()]
 
 
 @attrs.frozen(eq=False)

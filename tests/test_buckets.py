@@ -172,3 +172,22 @@ def test_software_that_gathers_a_block_at_a_time_has_no_bucket_of_two(blocks: bo
     p = p.reordered([attrs.evolve(node, path=path) for node, path in zip(p.nodes, paths, strict=True)])
     gathers = [node.note for node in buckets(p, mesh).nodes if node.target == "colofunc.all_gather"]
     assert gathers == (["bucket of 2", "bucket of 2", ""] if blocks else ["bucket of 5"])
+
+
+def test_software_that_gathers_a_block_at_a_time_does_so_however_large_it_is():
+    """Two gathers that take longer than a latency, and the gradients of a block whose casts stand in no module."""
+    size = 1 << 22
+    nodes = [("colofunc.all_gather", (Ref(i), ("tp",), 2, 0), (i + 2,)) for i in range(2)]
+    nodes += [("aten.neg.default", (Ref(i),), (i + 4,)) for i in range(2)]
+    nodes += [("aten._to_copy.default", (Ref(i + 4),), (i + 6,)) for i in range(2)]
+    nodes += [("colofunc.reduce_scatter", (Ref(i + 6), ("tp",), 2, "sum"), (i + 8,)) for i in range(2)]
+    shapes = [(size,)] * 2 + [(2, size)] * 2 + [(size,)] * 2 + [(2, size // 2)] * 2 + [(size // 2,)] * 2
+    p = program([0, 1], nodes, [2, 3, 8, 9], shapes)
+    paths = ["layers.3.up", "layers.3.down", "layers.3.up", "layers.3.down", "", "", "", ""]
+    p = p.reordered([attrs.evolve(node, path=path) for node, path in zip(p.nodes, paths, strict=True)])
+    found = {}
+    for blocks in (False, True):
+        mesh = Mesh(tp=2, topology=Mesh(topology="8xh100").topology.with_software(blocks=blocks))
+        found[blocks] = [node.target for node in buckets(p, mesh).nodes if "gather" in node.target or "scatter" in node.target]
+    assert found[False] == ["colofunc.all_gather"] * 2 + ["colofunc.reduce_scatter"] * 2
+    assert found[True] == ["colofunc.all_gather", "colofunc.reduce_scatter"]

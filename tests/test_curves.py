@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import attrs
 import pytest
@@ -19,7 +20,7 @@ from colofunc.ops.kernels import KernelCall, Like
 from colofunc.plugins import build_registry
 from colofunc.program.cost import node_s
 from colofunc.program.ir import Node, Ref, Value
-from colofunc.program.passes.kernels import rates_of
+from colofunc.program.passes.kernels import capability_on, rates_of
 from colofunc.program.work_kinds import work_kind
 
 FILES = sorted(FOLDER.glob("*.json"))
@@ -58,6 +59,21 @@ def test_a_device_that_is_not_there_yet_is_added_as_the_docs_say(tmp_path, monke
     new = Mesh(topology="8xh300").topology.device
     assert new.attention == old.attention and new.contention == old.contention and new.sustained == 1.0
     assert new.flops_per_s["bfloat16"] == pytest.approx(old.flops_per_s["bfloat16"] / old.sustained)
+
+
+def test_a_card_that_has_a_data_sheet_alone_is_written_down_as_the_page_says(tmp_path, monkeypatch):
+    """Its own rates and memory, of which it reaches what the card that it is like does, and that card's kernels; by public names alone."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```$", (FOLDER.parents[2] / "docs" / "devices.md").read_text(), re.S | re.M)
+    (block,) = (block for block in blocks if "l40.json" in block)
+    exec(block, {})
+    mesh, like = (cf.Mesh(dp=8, topology=name) for name in ("l40.json", "8xl40s"))
+    rate, of_like = (one.topology.device.flops_per_s["bfloat16"] for one in (mesh, like))
+    assert mesh.topology.device.name == "l40" and rate / of_like == pytest.approx(181.05 / 362.05)
+    assert capability_on(mesh.topology) == capability_on(like.topology) == (8, 9)
+    x, w = (torch.zeros(8192, 4096, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    seconds, others = (cf.shard(torch.nn.functional.linear, one).lower(x, w).plan.cost_s for one in (mesh, like))
+    assert seconds > 1.5 * others
 
 
 def products_off(tiles: Tiles | None) -> list[float]:
@@ -253,14 +269,17 @@ REDUCED = {
 
 @pytest.mark.parametrize("machine", REDUCED)
 def test_all_reduces_over_boxes_take_what_was_measured(machine):
-    """Large ones. Where there is little to send, within 1.75 times: NVIDIA's library changes its ways between 16 and 256 MB."""
+    """Large ones, and small ones over links alone. The H100 have switches that add up (SHARP), to which 512 MB are not the messages of a
+    ring: within 1.4 times; so are 256 MB over 32 B200, where NVIDIA's library changes its ways."""
     topology, ranks = machine
     mesh = Mesh(dp=ranks, topology=topology)
     off = []
     for nbytes, gb_s in REDUCED[machine].items():
         bus = 2 * (ranks - 1) / ranks * nbytes / mesh.collective_s("all_reduce", nbytes, ("dp",)) / 1e9
         off.append(abs(math.log(bus / gb_s)))
-    assert max(off) < math.log(1.75) and off[-1] < 0.05, off
+    assert max(off) < math.log(1.4) and off[-1] < 0.05, off
+    if machine[0] == "8xb200":
+        assert max(off[:2]) < 0.07  # 1 and 16 MB, most of which is messages
 
 
 def test_an_all_reduce_over_boxes_is_bound_by_the_cards_of_a_box():

@@ -151,6 +151,20 @@ def test_a_gather_of_what_the_first_node_packs_keeps_its_pack():
     assert [node.target for node in overlap(p).nodes] == ["colofunc.pack", "colofunc.all_gather_start", "colofunc.wait"]
 
 
+def test_what_a_gather_sends_is_packed_ahead_also_where_it_is_cast_first() -> None:
+    """Masters in float32: the casts stand in front of all work, and the pack goes up to them with its gather."""
+    nodes = [
+        ("aten._to_copy.default", (R(0),), (1,)), ("aten.neg.default", (R(0),), (2,)),
+        ("colofunc.pack", ((R(1),), 0, torch.float32), (3,)), ("colofunc.all_gather", (R(3), ("dp",), 2, 0), (4,)),
+        ("aten.neg.default", (R(4),), (5,)),
+    ]  # fmt: skip
+    p = program([0], nodes, [2, 5], [(4,)] * 4 + [(8,)] * 2)
+    targets = [node.target for node in overlap(p).nodes]
+    assert targets == [
+        "aten._to_copy.default", "colofunc.pack", "colofunc.all_gather_start", "aten.neg.default", "colofunc.wait", "aten.neg.default",
+    ]  # fmt: skip
+
+
 def test_a_pass_that_moves_a_node_before_its_operand_is_an_error():
     p = program([0], [("aten.neg.default", (R(0),), (1,)), ("aten.abs.default", (R(1),), (2,))], [2], [(3,)] * 3)
     with pytest.raises(ProgramError, match=r"node 0, aten.abs.default at step.py:1, was moved before what makes its %1"):

@@ -341,13 +341,30 @@ def test_masters_do_not_make_it_another_stage(stage: int) -> None:
 def test_stage_two_reduces_every_microbatch_and_stage_one_once() -> None:
     (one, state), (two, _), (three, _) = narrow(1, microbatches=2), narrow(2, microbatches=2), narrow(3, microbatches=2)
     assert wires(two)["reduce_scatter"] == 2 * wires(one)["reduce_scatter"] == 2 * wires(three)["reduce_scatter"]
-    sums = {}
-    for low, stage in ((one, 1), (two, 2)):
-        (loop,) = [node for node in low.program.nodes if node.loop is not None]
-        sums[stage] = sum(low.program.values[o].nbytes for o in loop.outs if low.program.values[o].shape)
-    assert sums == {1: nbytes(state), 2: nbytes(state) // 4}  # float32: 4 P, and 4 P / n
+    assert [summed_bytes(low) for low in (one, two)] == [nbytes(state), nbytes(state) // 4]  # float32: 4 P, and 4 P / n
     peaks = [low.memory().peak_bytes["device"] for low in (one, two)]
     assert peaks[1] < peaks[0]
+
+
+def summed_bytes(low: Any) -> int:
+    """Of the gradients that the loop over microbatches adds up."""
+    (loop,) = [node for node in low.program.nodes if node.loop is not None]
+    return sum(low.program.values[o].nbytes for o in loop.outs if low.program.values[o].shape)
+
+
+def test_whole_gradients_are_reduced_once_where_the_plan_says_so() -> None:
+    """Stage 3 that gathers in each microbatch: 4 P of sums in place of 4 P / n, and half of the reductions."""
+    (each, state), (last, _) = (narrow(3, microbatches=2, regather=True, reduce=how) for how in ("each", "last"))
+    assert wires(each)["reduce_scatter"] == 2 * wires(last)["reduce_scatter"]
+    assert wires(each)["all_gather"] == wires(last)["all_gather"]
+    assert [summed_bytes(low) for low in (each, last)] == [nbytes(state) // 4, nbytes(state)]
+
+
+@pytest.mark.parametrize("how", ["each", "last"])
+def test_numbers_however_gradients_are_reduced(how: str) -> None:
+    step, state, batch = mlp(rows=16)
+    staged = cf.accumulate(cf.shard(step, DP2, zero(3, "dp", regather=True, reduce=how)), 4)
+    assert check(staged, state, batch).worst < 1e-12
 
 
 @pytest.mark.parametrize(("stage", "weights", "gradients"), [(1, 1, 1), (2, 1, 4), (3, 4, 4)])
@@ -471,6 +488,8 @@ def test_two_plans_for_one_axis_are_both_named() -> None:
         (lambda: zero(1, "dp", regather=True), "gathers no parameters"),
         (lambda: zero(3, "dp", chunk=0), "chunk=0 is no number of elements"),
         (lambda: zero(3, "dp", chunk="big"), "chunk='big' is no number"),
+        (lambda: zero(3, "dp", reduce="late"), "reduce='late' is no way to reduce gradients; write reduce=\"each\" or reduce=\"last\""),
+        (lambda: zero(2, "dp", reduce="last"), 'zero\\(2\\) keeps no whole gradient, so reduce="last" cannot be; use stage 1, or drop it'),
     ],
 )
 def test_refused(make: Any, says: str) -> None:

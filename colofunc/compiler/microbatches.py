@@ -39,12 +39,20 @@ def loops_over(microbatches: int, batch: int | str | None, mixing: str, build: B
     if mixing != "error" and not _mixes(leaves, microbatches, rules, build.traced.program):
         mixing = "error"  # nothing is estimated that another choice of rows computes exactly
     pinned = partial(_rows_on, leaves, microbatches, rules)
-    scatter_inside = (True,) if any(build.constraints.scatter.values()) else (False, True)
+    scatter_inside = _ways_to_reduce(build.constraints)
     gather_inside = (True,) if any(build.constraints.regather.values()) else (False, True)
     rewrites: list[Rewrite] = []
     for scatter, gather in product(scatter_inside, gather_inside):
         rewrites.append(partial(_accumulated, leaves, microbatches, mixing, rules, pinned, scatter, gather))
     return rewrites
+
+
+def _ways_to_reduce(constraints: Constraints) -> tuple[bool, ...]:
+    """Whether gradients are reduced in each microbatch: what somebody wants, True where wishes differ, or both ways."""
+    wanted = set(constraints.scatter.values())
+    if not wanted:
+        return False, True
+    return (True in wanted,)
 
 
 def _rules(build: Build) -> Rules:

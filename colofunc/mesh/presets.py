@@ -34,7 +34,10 @@ _LAUNCH_S = 5 * _US
 _NET_US = 6
 """A message of a ring from box to box, a typical value. NVIDIA's library chooses its protocols by 4 and 14 (NVIDIA/nccl,
 src/graph/tuning.cc, hwLat, rings by LL128 and Simple): with 14 Megatron's rows of 48 boxes and one rank in each (M4 of `bench published`)
-are 30 % too slow, with 6 they are 16 %. Small all-reduces over 32 B200 (tests/test_curves.py) would be met better by more."""
+are 30 % too slow, with 6 they are 16 %."""
+_SIMPLE_US = 14
+"""The same by the Simple protocol (NVIDIA/nccl, src/graph/tuning.cc, hwLat), which all-reduces of 1 and 16 MB over 32 B200 took: by 14 they
+are 2 and 6 % too fast (stas00/ml-engineering; tests/test_curves.py), by 6 they would be 19 and 19 %."""
 
 # PCI Express x16, each direction, 128b/130b coding: 3.0 is 8 GT/s a lane, 4.0 is 16, 5.0 is 32 (PCI-SIG).
 _PCIE3, _PCIE4, _PCIE5 = 15.75e9, 31.5e9, 63.0e9
@@ -179,7 +182,12 @@ _DGX_H100 = Box(
     host_bytes_per_s=307e9,  # DDR5-4800, 2 x 8
 )
 # DGX B200 data sheet: NVLink 14.4 TB/s both ways in 8; 8 x 400 Gb/s; 2 TB; 8 x 3.84 TB.
-_DGX_B200 = attrs.evolve(_DGX_H100, inner=_level("nvlink", 900e9, 3), host_bytes_per_s=358e9)  # DDR5-5600, 2 x 8
+_DGX_B200 = attrs.evolve(
+    _DGX_H100,
+    inner=_level("nvlink", 900e9, 3),
+    outer=_level("infiniband", 50e9, _SIMPLE_US),
+    host_bytes_per_s=358e9,  # DDR5-5600, 2 x 8
+)
 # GB200 NVL72 data sheet: 72 in one NVLink domain, 4 and 2 Grace CPUs a tray. A Grace has 480 GB, 512 GB/s, and NVLink-C2C of
 # 900 GB/s both ways for its two devices. A tray has 4 x 400 Gb/s and 4 x 3.84 TB.
 _GB200_TRAY = Box(

@@ -50,8 +50,8 @@ class Software:
     """What other software does. attention: the kernel by whose rates attention counts, one of the device's file; "" for torch's.
 
     fused: it has kernels by hand for what stands between products (norms with their sums, activation functions with their biases, the
-    loss), which count as those that a compiler would make. blocks: it gathers and reduces the parameters of a block at once, those of two
-    never: FSDP, whose units are the blocks of a model.
+    loss), which count as those that a compiler would make. blocks: it gathers the parameters of a block as one, however many they
+    are, and reduces their gradients as one, those of two never: FSDP, whose units are the blocks of a model.
     """
 
     attention: str = ""

@@ -40,6 +40,7 @@ def zero(
     optimizer: str | Sequence[str] | None = None,
     regather: bool | None = None,
     chunk: int | str | None = None,
+    reduce: str | None = None,
 ) -> Zero:
     """ZeRO over `axes`: stage 1 splits moments, 2 gradients too, 3 parameters too.
 
@@ -48,7 +49,11 @@ def zero(
     regather: whether stage 3 gathers again for backward (True: least memory, 3 instead of 2 times the parameters on the
     wire); None: only where memory asks for it. chunk: parameters in the order of their use in flat buffers of so many
     elements, each gathered and reduced as one; "auto": the size that wastes least; None: small ones go together where that
-    saves time.
+    saves time. reduce: under `cf.accumulate`, "each": gradients are reduced in each microbatch, a rank adds up its own parts; "last":
+    a rank adds up whole ones and reduces them behind the last microbatch, which sends less and holds all gradients (FSDP's `no_sync`,
+    FSDP2's `set_requires_gradient_sync(False)`); None: "each" in stage 2 and where stage 3 gathers again, else as memory asks.
+
+    Raises PlanError for what is no stage, axis, size or word of these, and where two of them say different things.
     """
     if isinstance(stage, bool) or stage not in (1, 2, 3):
         raise cf.PlanError(f"zero has stages 1, 2 and 3, not {stage!r}; write zero(3, 'dp')")
@@ -67,7 +72,11 @@ def zero(
         raise cf.PlanError(f"zero({stage}) gathers no parameters, so regather={regather} says nothing; drop it or use stage 3")
     if not _is_chunk_size(chunk):
         raise cf.PlanError(f"zero: chunk={chunk!r} is no number of elements; write chunk=\"auto\" or chunk=1 << 20")
-    return Zero(stage, (*split, *copied), split, moments, regather, chunk)
+    if reduce not in (None, "each", "last"):
+        raise cf.PlanError(f"zero: reduce={reduce!r} is no way to reduce gradients; write reduce=\"each\" or reduce=\"last\"")
+    if stage == 2 and reduce == "last":
+        raise cf.PlanError('zero(2) keeps no whole gradient, so reduce="last" cannot be; use stage 1, or drop it')
+    return Zero(stage, (*split, *copied), split, moments, regather, chunk, reduce)
 
 
 def _names(axes: str | Sequence[str]) -> tuple[str, ...]:
@@ -90,6 +99,7 @@ class Zero:
     moments: tuple[str, ...]
     regather: bool | None = None
     chunk: int | str | None = None
+    reduce: str | None = None
 
     @property
     def name(self) -> str:
@@ -147,9 +157,15 @@ class Zero:
             ways = ()
         spec = places(value.shape, ways, mesh, alone)
         regather = self.regather if self.stage == 3 else False
-        # Stage 2 keeps no whole gradient, and neither does stage 3 where memory is what counts.
-        scatter = True if self.stage == 2 or self.regather else None
+        scatter = self._reduces_in_each()
         return cf.ext.Wish(value.name, spec, axes, (value.role,), self.name, regather=regather, chunk=self.chunk, scatter=scatter)
+
+    def _reduces_in_each(self) -> bool | None:
+        """Whether gradients are reduced in each microbatch; None: as memory asks."""
+        if self.reduce is not None:
+            return self.reduce == "each"
+        # Stage 2 keeps no whole gradient, and neither does stage 3 where memory is what counts.
+        return True if self.stage == 2 or self.regather else None
 
     def _gradient(self, value: Any, mesh: cf.Mesh, axes: tuple[str, ...], alone: bool) -> Iterator[cf.ext.Wish]:
         """A gradient that the step keeps lies as the moments do; padding is for updates alone."""

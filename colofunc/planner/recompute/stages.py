@@ -196,7 +196,9 @@ def _by_policy(
     program = facts.program
 
     def kept(value: int) -> bool:
-        return keeps(program.nodes[facts.maker[value]], facts.read_by(value))
+        maker = program.nodes[facts.maker[value]]
+        # A loop over microbatches is the whole step: what it sums up, such as gradients that are reduced behind it, is not made twice.
+        return maker.loop is not None or keeps(maker, facts.read_by(value))
 
     chosen = {group for group, values in members.items() if any(map(kept, values))}
     again = _again(facts, nodes, saved, chosen | set(outs))

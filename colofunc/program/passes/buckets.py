@@ -8,7 +8,7 @@ collectives of the same kind, axes and dtype share one buffer where a latency co
 Gathers move up to the first of their bucket, whose operands are there already; reductions wait for the last of theirs,
 as long as nobody reads a result in between. A bucket is closed where its transfer takes many latencies, so that what
 follows can still overlap it. The order is part of the program, hence the same on all ranks. Where a machine is said to run software that
-gathers a block at a time (`Software.blocks`), no bucket has members of two.
+gathers a block at a time (`Software.blocks`), each block is a bucket, however large, and no bucket has members of two.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from colofunc.program.passes.merge import merge
 
 COPIES = 4  # reads and writes of a byte that goes into a buffer and out again
 LATENCIES = 20  # a bucket is full when its transfer takes this many
+MOST_STEPS = 4
+"""At most so many casts and changes of layout stand between a gradient and the collective that reduces it."""
 NONE: frozenset[int] = frozenset()
 _NUMBERED = re.compile(r"(.*?\b\d+)(?:\.|$)")
 _KINDS = ("colofunc.all_gather", "colofunc.reduce_scatter", "colofunc.all_reduce")
@@ -111,16 +113,19 @@ def _find(program: Program, mesh: Mesh, apart: frozenset[int], most: Most) -> li
             continue
         kind, axes, _, nbytes = collective
         alpha_s, beta_s = mesh.alpha_beta(kind, axes)
-        if COPIES * nbytes / mesh.topology.device.memory_bytes_per_s >= alpha_s:
+        block = _block_of(program, index) if mesh.topology.software.blocks else ""
+        # A block goes as one, however large: its last members would wait behind what the first have let begin.
+        is_whole = bool(block) and kind != "all_reduce"
+        if not is_whole and COPIES * nbytes / mesh.topology.device.memory_bytes_per_s >= alpha_s:
             continue
         # What is gathered anew in backward was let go of in between.
         phase = node.phase if kind == "all_gather" else ""
-        block = _block(node.path) if mesh.topology.software.blocks else ""
         key = (kind, node.args[1:], node.on, program.values[node.refs[0]].dtype, phase, block)
         used = first.get(node.outs[0], len(program.nodes)) if node.outs[0] is not None else len(program.nodes)
         bucket = open_buckets.get(key)
         together = nbytes + (0 if bucket is None else bucket.nbytes)
-        if bucket is not None and together * beta_s <= LATENCIES * alpha_s and most.allows(together):
+        is_small = is_whole or together * beta_s <= LATENCIES * alpha_s
+        if bucket is not None and is_small and most.allows(together):
             waits = reduced.get(node.refs[0])
             early = made.get(node.refs[0], -1) < bucket.members[0] and (waits is None or waits.members[-1] < bucket.members[0])
             if early if kind == "all_gather" else index < bucket.until:
@@ -137,6 +142,18 @@ def _find(program: Program, mesh: Mesh, apart: frozenset[int], most: Most) -> li
             reduced[node.outs[0]] = open_buckets[key]
         every.append(open_buckets[key])
     return every
+
+
+def _block_of(program: Program, index: int) -> str:
+    """The block whose parameters or gradients a collective moves: that of the module where it stands, or of what made its operand."""
+    node = program.nodes[index]
+    for _ in range(MOST_STEPS):
+        block = _block(node.path)
+        maker = program.made_at.get(node.refs[0]) if node.refs else None
+        if block or maker is None:
+            return block
+        node = program.nodes[maker]
+    return ""
 
 
 def _block(path: str) -> str:

@@ -197,12 +197,18 @@ def _held_bytes(program: Program, memory: Aliases, made: Mapping[int, int], inde
 
 
 def _packing(program: Program, made: Mapping[int, int], node: Node) -> int | None:
-    """The node that does nothing but pack what a gather sends, if it reads only what the caller gave."""
+    """The node that does nothing but pack what a gather sends, if it reads only what the caller gave, or casts of that."""
     at = made.get(node.refs[0])
     if at is None or program.nodes[at].target != "colofunc.pack":
         return None
     given = set(program.inputs)
-    return at if all(i in given for i in program.nodes[at].refs) else None
+    for i in program.nodes[at].refs:
+        maker = made.get(i)
+        if maker is not None and program.nodes[maker].target == "aten._to_copy.default":
+            i = program.nodes[maker].refs[0]
+        if i not in given:
+            return None
+    return at
 
 
 def _gate(hoisted: list[tuple[int, int]], nbytes: int, ahead: int, ahead_bytes: int) -> int:
