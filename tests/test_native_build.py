@@ -125,6 +125,22 @@ def test_a_killed_build_and_a_library_of_others_are_built_over(
     assert [child.communicate()[0].strip() for child in children] == ["True", "True"]
 
 
+@needs_compiler
+def test_a_library_that_this_torch_cannot_load_is_compiled_once_more_and_then_said(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As one of a torch with other symbols."""
+    source, library, script = tmp_path / "other.cpp", tmp_path / "other.so", tmp_path / "c++"
+    source.write_text("extern int of_another_torch; int* where = &of_another_torch;\n")
+    subprocess.run([native_build.compiler(), "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    script.write_text(
+        f'#!/bin/sh\necho "$*" | grep -q shared && echo link >> {tmp_path}/links\n'
+        f'while [ "$1" != "-o" ]; do shift; done\ncp {library} "$2"\n'
+    )
+    script.chmod(0o755)
+    fresh.setenv("CXX", str(script))
+    assert_the_reference_runs("the compiled kernels cannot be loaded: ")
+    assert (tmp_path / "links").read_text().split() == ["link", "link"]
+
+
 def tool(name: str) -> dict[str, object]:
     """What a file of `tools/` defines."""
     return runpy.run_path(str(ROOT / "tools" / name))
