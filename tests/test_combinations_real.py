@@ -9,20 +9,21 @@ from colofunc.executors.launch import launch
 from colofunc.testing.check import run_reference
 
 pytestmark = pytest.mark.dist
+LAYERS = 1  # every collective of a mode is there; what lies between two layers the simulated cells have
 ON_TWO = (Cell("zero3", ranks=2), Cell(tensor="1d+sp", ranks=2), Cell(context="ring", ranks=2), Cell(kind="experts", ranks=2))
 ON_FOUR = (Cell("zero3", "1d"), Cell("zero1", context="ulysses"), Cell(tensor="2d"), Cell("zero3", kind="experts"))
 
 
 def evaluation(cell):
     """A forward-only step on the state of training."""
-    model = cf.functional(module_of(cell.kind, torch.float64))
+    model = cf.functional(module_of(cell.kind, torch.float64, LAYERS))
     return lambda state, batch: model.apply(state["params"], state["buffers"], **batch)[0].loss
 
 
 def trained(cell):
     """Loss and parameters after two steps, whole, and the loss of an evaluation."""
     torch.set_num_threads(1)
-    step, state, batch = step_of(cell.kind)  # outside: the mode draws other numbers
+    step, state, batch = step_of(cell.kind, layers=LAYERS)  # outside: the mode draws other numbers
     with cf.testing.float64():
         step = staged(cell, step)
         state = step.init(state, batch)
@@ -37,7 +38,7 @@ def trained_all(cells):
 
 
 def alone(cell):
-    step, state, batch = step_of(cell.kind)
+    step, state, batch = step_of(cell.kind, layers=LAYERS)
     with cf.testing.float64():
         for _ in range(2):
             state, metrics = run_reference(step, state, batch)

@@ -1,9 +1,9 @@
 """The disk tier: what is read is what was written, a failure leaves the last commit, and a kill nothing."""
 
 import json
+import multiprocessing
+import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -164,21 +164,20 @@ def test_rollback_goes_to_the_last_commit(tmp_path: Path) -> None:
         assert read(tried, 0) == b"one"
 
 
-KILLED = """
-import os, signal, sys, torch
-from colofunc.executors.disk.store import DiskStore
-
-store = DiskStore(sys.argv[1], [100_000], block_bytes=4096, buffers_bytes=16384)
-store.write(0, torch.zeros(100_000, dtype=torch.uint8))
-store.commit()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def is_killed(path: str) -> None:
+    killed = DiskStore(path, [100_000], block_bytes=4096, buffers_bytes=16384)
+    killed.write(0, torch.zeros(100_000, dtype=torch.uint8))
+    killed.commit()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_a_killed_process_left_goes_with_the_next_store(tmp_path: Path, subprocess_env: dict[str, str]) -> None:
+@pytest.mark.dist  # from the server of warm processes
+def test_what_a_killed_process_left_goes_with_the_next_store(tmp_path: Path) -> None:
     living = store(tmp_path)
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=subprocess_env)
-    assert killed.returncode == -signal.SIGKILL and len(folders(tmp_path)) == 2
+    killed = multiprocessing.get_context("forkserver").Process(target=is_killed, args=(str(tmp_path),))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL and len(folders(tmp_path)) == 2
     with store(tmp_path, rank=3) as mine:
         assert folders(tmp_path) == sorted(Path(s.path).name for s in (living, mine))
     living.close()

@@ -6,6 +6,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,47 +24,61 @@ from colofunc.ops import random as R
 ROOT = Path(__file__).parents[1]
 
 
-def tried(**variables: str) -> "subprocess.CompletedProcess[str]":
-    """A small dropout in a process of its own, with warnings on its standard error."""
-    code = (
-        "import torch; from colofunc.ops import native, random as R\n"
-        "x = [float(R.dropout.kernel(torch.ones(64), torch.tensor(5), 3, 0.5).sum()) for _ in range(2)]\n"
-        "print(native.ready('cpu'), *x)"
-    )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **variables})
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """A process that has asked for no kernels yet, with an empty cache folder."""
+    monkeypatch.setattr(native, "_LIBRARIES", {})
+    monkeypatch.setattr(native, "_FAILED", {})
+    monkeypatch.setenv("COLOFUNC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLOFUNC_QUIET", "1")
+    monkeypatch.delenv("COLOFUNC_NATIVE", raising=False)
+    return monkeypatch
 
 
 def kept_sum() -> float:
     return float(R.dropout.kernel(torch.ones(64), SEED, 3, 0.5).sum())
 
 
+def reference_sum() -> float:
+    """The same by the operators of Python."""
+    with pytest.MonkeyPatch.context() as off:
+        off.setenv("COLOFUNC_NATIVE", "off")
+        return kept_sum()
+
+
+def assert_the_reference_runs(said: str) -> None:
+    """Though kernels are wanted; one warning says why, however often they are asked for."""
+    with pytest.warns(RuntimeWarning, match=f"{re.escape(said)}.*COLOFUNC_NATIVE=off says that this is meant") as told:
+        assert [kept_sum(), kept_sum()] == 2 * [reference_sum()]
+        assert not native.ready("cpu")
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize("compiler", ["/nowhere/c++", "/bin/false"])
-def test_without_a_compiler_the_reference_runs_and_one_warning_says_so(compiler: str, tmp_path: Path) -> None:
-    done = tried(CXX=compiler, COLOFUNC_CACHE=str(tmp_path), COLOFUNC_QUIET="1")
-    assert done.stdout.split() == ["False", str(kept_sum()), str(kept_sum())]
-    assert done.stderr.count("RuntimeWarning") == 1 and "COLOFUNC_NATIVE=off says that this is meant" in done.stderr
+def test_without_a_compiler_the_reference_runs_and_one_warning_says_so(compiler: str, fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh.setenv("CXX", compiler)
     said = {"/nowhere/c++": "there is no C++ compiler (/nowhere/c++)", "/bin/false": "/bin/false could not compile the kernels"}
-    assert said[compiler] in done.stderr
-    assert not list(tmp_path.glob("native/build-*"))
+    assert_the_reference_runs(said[compiler])
+    assert not list(tmp_path.glob("cache/native/build-*"))
 
 
-def test_a_compiler_that_is_killed_is_one_that_fails(tmp_path: Path) -> None:
+def test_a_compiler_that_is_killed_is_one_that_fails(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As by the system, for want of memory."""
     script = tmp_path / "c++"
     script.write_text("#!/bin/sh\nkill -9 $$\n")
     script.chmod(0o755)
-    done = tried(CXX=str(script), COLOFUNC_CACHE=str(tmp_path / "cache"), COLOFUNC_QUIET="1")
-    assert done.stdout.split() == ["False", str(kept_sum()), str(kept_sum())]
-    assert done.stderr.count("RuntimeWarning") == 1 and f"{script} could not compile the kernels" in done.stderr
+    fresh.setenv("CXX", str(script))
+    assert_the_reference_runs(f"{script} could not compile the kernels")
     assert not list(tmp_path.glob("cache/native/build-*")) and not list(tmp_path.glob("cache/native/*.so"))
 
 
-def test_require_is_an_error_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CXX", "/nowhere/c++")
+def test_require_is_an_error_where_there_is_no_compiler(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh.setenv("CXX", "/nowhere/c++")
     with pytest.raises(NativeError, match=r"there is no C\+\+ compiler \(/nowhere/c\+\+\). Try: apt-get install g\+\+, or name one in CXX"):
         native_build.build(tmp_path)
-    done = tried(CXX="/nowhere/c++", COLOFUNC_CACHE=str(tmp_path), COLOFUNC_NATIVE="require")
-    assert done.returncode == 1 and "COLOFUNC_NATIVE=require, and there is no C++ compiler" in done.stderr
+    fresh.setenv("COLOFUNC_NATIVE", "require")
+    with pytest.raises(NativeError, match=r"COLOFUNC_NATIVE=require, and there is no C\+\+ compiler"):
+        kept_sum()
 
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
@@ -72,9 +87,12 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
         native_build.build(tmp_path / "file" / "native")
 
 
-def test_without_a_cache_nothing_is_compiled(tmp_path: Path) -> None:
-    done = tried(COLOFUNC_CACHE="off", CXX="/bin/false")
-    assert done.stdout.split()[0] == "False" and not done.stderr
+def test_without_a_cache_nothing_is_compiled(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("COLOFUNC_CACHE", "off")
+    fresh.setattr(native_build, "build", lambda *args: pytest.fail("something is compiled"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not native.ready("cpu") and kept_sum() == reference_sum()
 
 
 def test_a_mode_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +123,22 @@ def test_a_killed_build_and_a_library_of_others_are_built_over(
         env={**os.environ, "COLOFUNC_CACHE": str(cache.parent), "COLOFUNC_NATIVE": "require"},
     ) for _ in range(2)]  # fmt: skip
     assert [child.communicate()[0].strip() for child in children] == ["True", "True"]
+
+
+@needs_compiler
+def test_a_library_that_this_torch_cannot_load_is_compiled_once_more_and_then_said(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As one of a torch with other symbols."""
+    source, library, script = tmp_path / "other.cpp", tmp_path / "other.so", tmp_path / "c++"
+    source.write_text("extern int of_another_torch; int* where = &of_another_torch;\n")
+    subprocess.run([native_build.compiler(), "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    script.write_text(
+        f'#!/bin/sh\necho "$*" | grep -q shared && echo link >> {tmp_path}/links\n'
+        f'while [ "$1" != "-o" ]; do shift; done\ncp {library} "$2"\n'
+    )
+    script.chmod(0o755)
+    fresh.setenv("CXX", str(script))
+    assert_the_reference_runs("the compiled kernels cannot be loaded: ")
+    assert (tmp_path / "links").read_text().split() == ["link", "link"]
 
 
 def tool(name: str) -> dict[str, object]:

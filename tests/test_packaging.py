@@ -65,29 +65,7 @@ def test_wheel_holds_both_packages(wheel: Path) -> None:
     sources = [path.relative_to(ROOT / "ext" / "cuda") for path in (ROOT / "ext").rglob("*") if path.suffix in (".h", ".cpp")]
     assert sources and {f"colofunc/native_sources/{path.as_posix()}" for path in sources} <= names
     assert not [name for name in names if name.startswith(("plugins/", "tests/", "tools/"))]
-    assert wheel.name.split("-")[1] == cf.__version__
-
-
-TRIED = """
-import torch, colofunc as cf
-from colofunc_plugins import zero
-step = cf.shard(lambda x: (x * x).sum(), cf.Mesh(dp=2), zero(3, "dp"))
-print(cf.__file__, float(step(torch.ones(4, 2))))
-"""
-
-
-@needs_setuptools
-@needs_pip
-def test_the_wheel_runs_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
-    """Its own environment, without this tree; what the wheel depends on is read from the environment of the tests."""
-    environment, clean = installed(wheel, tmp_path)
-    python, command = environment / "bin" / "python", environment / "bin" / "colofunc"
-    done = subprocess.run([str(python), "-c", TRIED], cwd=tmp_path, env=clean, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    place, value = done.stdout.split()
-    assert place.startswith(str(environment)) and float(value) == 8.0
-    said = subprocess.run([str(command), "--version"], cwd=tmp_path, env=clean, capture_output=True, text=True)
-    assert said.stdout.startswith(f"colofunc {cf.__version__}, torch "), said.stderr[-2000:]
+    assert wheel.name == f"colofunc-{cf.__version__}-py3-none-any.whl"
 
 
 def installed(wheel: Path, folder: Path) -> tuple[Path, dict[str, str]]:
@@ -104,41 +82,80 @@ def installed(wheel: Path, folder: Path) -> tuple[Path, dict[str, str]]:
     return environment, clean
 
 
-NATIVE = """
-import torch
+@pytest.fixture(scope="module")
+def environment(wheel: Path, kernels_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """Of a wheel that has kernels in it."""
+    folder = tmp_path_factory.mktemp("installed")
+    wheel = built(folder, kernels_folder)
+    assert re.fullmatch(r"colofunc-[^-]*-py3-none-(linux|manylinux|macosx)_.*\.whl", wheel.name)
+    umask = os.umask(0o002)  # a usual one, with which the group may write all that pip writes
+    try:
+        return installed(wheel, folder)
+    finally:
+        os.umask(umask)
+
+
+TRIED = """
+import os, pathlib, sys, torch, colofunc as cf
+from colofunc.errors import NativeError
 from colofunc.ops import native, native_build
-print(native_build.shipped(native_build.CPU) is not None, native.ready("cpu"))
+from colofunc_plugins import zero
+
+step = cf.shard(lambda x: (x * x).sum(), cf.Mesh(dp=2), zero(3, "dp"))
+print(cf.__file__, float(step(torch.ones(4, 2))))
+
+def tried(mode):
+    os.environ["COLOFUNC_NATIVE"] = mode
+    native._LIBRARIES.clear()
+    native._FAILED.clear()
+    return native_build.shipped(native_build.CPU) is not None, native.ready("cpu")
+
+# A library that was loaded once is not read again.
+library = native_build.shipped(native_build.CPU)
+whole = library.read_bytes()
+library.write_text("half a file")
+try:
+    tried("require")
+except NativeError as error:
+    print(error)
+library.write_bytes(whole)
+print(*tried("require"))
+source = native_build.source_folder() / "rules.h"
+source.write_text(source.read_text() + "// changed\\n")
+print(*tried("auto"))
 """
 
 
 @needs_setuptools
 @needs_pip
 @needs_compiler
-def test_a_wheel_brings_compiled_kernels_along(kernels_folder: Path, tmp_path: Path) -> None:
-    """They are loaded without a compiler and without a cache, unless they were made of other sources or cannot be loaded."""
-    wheel = built(tmp_path, kernels_folder)
-    assert re.fullmatch(r"colofunc-[^-]*-py3-none-(linux|manylinux|macosx)_.*\.whl", wheel.name)
-    umask = os.umask(0o002)  # a usual one, with which the group may write all that pip writes
-    environment, clean = installed(wheel, tmp_path)
-    os.umask(umask)
+def test_a_wheel_with_compiled_kernels_runs_in_a_fresh_environment(environment: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    """Its own environment, without this tree; what the wheel depends on is read from the environment of the tests.
 
-    def tried(**variables: str) -> "subprocess.CompletedProcess[str]":
-        given = {**clean, "CXX": "/nowhere/c++", "COLOFUNC_CACHE": "off", **variables}
-        command = [str(environment / "bin" / "python"), "-c", NATIVE]
-        return subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True)
-
-    assert tried(COLOFUNC_NATIVE="require").stdout.split() == ["True", "True"]
-    (library,) = environment.rglob("cpu-*.so")
+    Kernels are loaded without a compiler and without a cache, unless they were made of other sources or cannot be loaded.
+    """
+    root, clean = environment
+    (library,) = root.rglob("cpu-*.so")
     assert library.stat().st_mode & 0o777 == 0o664
-    whole = library.read_bytes()
-    library.write_text("half a file")
-    done = tried(COLOFUNC_NATIVE="require")
-    assert done.returncode == 1 and "there is no C++ compiler (/nowhere/c++)" in done.stderr
+    given = {**clean, "CXX": "/nowhere/c++", "COLOFUNC_CACHE": "off"}
+    done = subprocess.run([str(root / "bin" / "python"), "-c", TRIED], cwd=tmp_path, env=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ran, half, whole, changed = done.stdout.splitlines()
+    place, value = ran.split()
+    assert place.startswith(str(root)) and float(value) == 8.0
+    assert whole.split() == ["True", "True"]
+    assert "there is no C++ compiler (/nowhere/c++)" in half
     assert "the kernels that came with colofunc cannot be loaded here" in done.stderr and "so they are compiled" in done.stderr
-    library.write_bytes(whole)
-    (source,) = environment.rglob("rules.h")
-    source.write_text(source.read_text() + "// changed\n")
-    assert tried().stdout.split() == ["False", "False"]
+    assert changed.split() == ["False", "False"]
+
+
+@needs_setuptools
+@needs_pip
+@needs_compiler
+def test_the_command_of_a_wheel_is_there(environment: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    root, clean = environment
+    said = subprocess.run([str(root / "bin" / "colofunc"), "--version"], cwd=tmp_path, env=clean, capture_output=True, text=True)
+    assert said.stdout.startswith(f"colofunc {cf.__version__}, torch "), said.stderr[-2000:]
 
 
 def install_lines() -> list[tuple[str, str]]:

@@ -1,10 +1,14 @@
 """A save is there whole or not at all, whatever fails, and whoever else saves there; what `keep` removes."""
 
 import errno
+import multiprocessing
 import os
+import resource
 import shutil
-import subprocess
-import sys
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -52,28 +56,37 @@ def test_a_failing_disk_leaves_the_last_one(tmp_path, monkeypatch, where) -> Non
     cf.save(tmp_path / "c", tensors(1))
 
 
-LIMITED = """
-import resource, signal, sys, torch
-import colofunc as cf
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-cf.save(sys.argv[1], {"w": torch.zeros(1000)})
-resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-for format in ("safetensors", "dcp"):
-    try:
-        cf.save(sys.argv[1], {"w": torch.ones(1_000_000)}, format=format)
-    except cf.CheckpointError as error:
-        print(f"{format}:", " ".join(str(error).split()))
-"""
-
-
-def test_a_file_that_cannot_grow(tmp_path, subprocess_env) -> None:
-    """In one process, as its start is most of the work: the second format meets the checkpoint that the first has left."""
-    command = [sys.executable, "-c", LIMITED, str(tmp_path / "c")]
-    done = subprocess.run(command, env=subprocess_env, capture_output=True, text=True, timeout=120)
-    said = dict(line.split(":", 1) for line in done.stdout.splitlines())
+def limited(path: str, end: Connection) -> None:
+    """What is said in a process whose files may not grow: the second format meets the checkpoint that the first has left."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    cf.save(path, {"w": torch.zeros(1000)})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
     for format in ("safetensors", "dcp"):
-        assert "File too large" in said[format], (format, done.stderr)
-        assert "what was written is removed and the last checkpoint there is intact" in said[format], (format, done.stderr)
+        try:
+            cf.save(path, {"w": torch.ones(1_000_000)}, format=format)
+        except cf.CheckpointError as error:
+            end.send((format, " ".join(str(error).split())))
+    end.send(None)
+
+
+def another(work: Callable[..., None], path: Path) -> tuple[BaseProcess, Connection]:
+    """A process that does `work(path, connection)`, from the server of warm processes, and the connection to it."""
+    context = multiprocessing.get_context("forkserver")
+    mine, its = context.Pipe()
+    process = context.Process(target=work, args=(str(path), its))
+    process.start()
+    its.close()
+    return process, mine
+
+
+@pytest.mark.dist
+def test_a_file_that_cannot_grow(tmp_path) -> None:
+    process, connection = another(limited, tmp_path / "c")
+    said = dict(iter(connection.recv, None))
+    process.join()
+    for format in ("safetensors", "dcp"):
+        assert "File too large" in said[format], format
+        assert "what was written is removed and the last checkpoint there is intact" in said[format], format
     assert os.listdir(tmp_path) == ["c"] and cf.load(tmp_path / "c")["w"].shape == (1000,)
 
 
@@ -87,27 +100,23 @@ def test_two_savers_of_one_folder(tmp_path) -> None:
     assert os.listdir(tmp_path) == ["c"]
 
 
-HOLDS = """
-import os, sys, time, torch
-import colofunc as cf
-from colofunc.functional.checkpoint import disk
-write, path = disk.write_at, sys.argv[1]
+def holds(path: str, end: Connection) -> None:
+    """A save that waits for a word."""
+    write = disk.write_at
 
-def slowly(*args):
-    print("writing", flush=True)
-    sys.stdin.readline()
-    write(*args)
+    def slowly(*args: Any) -> None:
+        end.send("writing")
+        end.recv()
+        write(*args)
 
-disk.write_at = slowly
-cf.save(path, {"w": torch.full((1000,), 1.0)})
-"""
-RACES = """
-import sys
-from test_save_whole import races
-print("ready", flush=True)
-sys.stdin.readline()
-print(races(sys.argv[1], 1))
-"""
+    disk.write_at = slowly
+    cf.save(path, {"w": torch.full((1000,), 1.0)})
+
+
+def races_when_told(path: str, end: Connection) -> None:
+    end.send("ready")
+    end.recv()
+    end.send(races(path, 1))
 
 
 def races(path: str, who: int) -> int:
@@ -122,35 +131,36 @@ def races(path: str, who: int) -> int:
     return won
 
 
-def test_another_process_that_saves_there_is_named(tmp_path, subprocess_env) -> None:
+@pytest.mark.dist
+def test_another_process_that_saves_there_is_named(tmp_path) -> None:
     """Two runs with one folder: the second one learns of the first, whose save is not touched."""
     cf.save(tmp_path / "c", {"w": torch.zeros(3)})
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "c")], env=subprocess_env, **pipes) as other:
-        try:
-            assert other.stdout.readline() == "writing\n"
-            with pytest.raises(CheckpointError, match=rf"process {other.pid} on host .* is saving to .*c'; wait for it, or save to"):
-                cf.save(tmp_path / "c", {"w": torch.ones(3)})
-            assert cf.load(tmp_path / "c")["w"].tolist() == [0, 0, 0]
-            other.communicate("go\n" * 100, timeout=60)
-        finally:
-            other.kill()
-    assert other.returncode == 0 and cf.load(tmp_path / "c")["w"].shape == (1000,) and os.listdir(tmp_path) == ["c"]
+    other, connection = another(holds, tmp_path / "c")
+    try:
+        assert connection.recv() == "writing"
+        with pytest.raises(CheckpointError, match=rf"process {other.pid} on host .* is saving to .*c'; wait for it, or save to"):
+            cf.save(tmp_path / "c", {"w": torch.ones(3)})
+        assert cf.load(tmp_path / "c")["w"].tolist() == [0, 0, 0]
+        for _ in range(100):
+            connection.send("go")
+        other.join(60)
+    finally:
+        other.kill()
+    assert other.exitcode == 0 and cf.load(tmp_path / "c")["w"].shape == (1000,) and os.listdir(tmp_path) == ["c"]
 
 
-def test_two_processes_that_save_to_one_folder_all_the_time(tmp_path, subprocess_env) -> None:
+@pytest.mark.dist
+def test_two_processes_that_save_to_one_folder_all_the_time(tmp_path) -> None:
     """Whatever the order: each save is done or refused, and the folder holds one that was done, whole."""
-    env = {**subprocess_env, "PYTHONPATH": subprocess_env["PYTHONPATH"] + ":" + str(Path(__file__).parent)}
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with subprocess.Popen([sys.executable, "-c", RACES, str(tmp_path / "c")], env=env, **pipes) as other:
-        try:
-            assert other.stdout.readline() == "ready\n"
-            other.stdin.write("go\n")
-            other.stdin.flush()
-            mine = races(tmp_path / "c", 0)
-            won = [mine, int(other.communicate(timeout=120)[0])]
-        finally:
-            other.kill()
+    other, connection = another(races_when_told, tmp_path / "c")
+    try:
+        assert connection.recv() == "ready"
+        connection.send("go")
+        mine = races(tmp_path / "c", 0)
+        won = [mine, connection.recv()]
+        other.join(60)
+    finally:
+        other.kill()
     got = cf.load(tmp_path / "c")
     assert sum(won) > 0 and got["won"] == won[got["who"]] and os.listdir(tmp_path) == ["c"]
     assert torch.equal(got["w"], torch.full((5000,), float(got["won"])))

@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 def blocks(norm):
-    return nn.Sequential(*(Block(norm) for _ in range(3)))
+    return nn.Sequential(*(Block(norm) for _ in range(2)))
 
 
 def cross_entropy(out):

@@ -217,6 +217,7 @@ def test_the_kernel_has_the_same_bits_at_every_instruction_set_and_number_of_thr
         p, g, m, v = (x.clone() for x in start)
         try:
             assert adamw_host_(p, g, m, v, step, lr, 0.9, 0.999, 1e-8, 0.1, False, True, None)
+            assert adamw_host_(p, g, m, v, step, lr, 0.9, 0.999, 1e-8, 0.1, True, False, None)
             assert sgd_host_(p, g, m, lr, 0.9, 0.1, True, False, None)
             assert sgd_host_(p, g, None, lr, 0.0, 0.1, False, False, None)
         finally:

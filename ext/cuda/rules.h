@@ -15,6 +15,7 @@
 
 namespace colofunc {
 
+// A `Number` is one element, or a vector of them.
 struct Adam {
   static constexpr int states = 2;
   float sign, decay, keep, toward_first, keep_second, toward_second, rate, inverse_root, eps;
@@ -30,12 +31,21 @@ struct Adam {
         inverse_root(1.0 / std::sqrt(1.0 - std::pow(beta2, step))),
         eps(eps) {}
 
-  COLOFUNC_RULE float next(float param, float grad, float& first, float& second) const {
-    // Not a product with zero: a parameter that is infinite is no gradient.
-    const float g = decay == 0.0f ? grad * sign : grad * sign + param * decay;
+  // g: with the sign and, where it is no product with zero, with decay. A parameter that is infinite is no gradient.
+  template <class Number>
+  COLOFUNC_RULE void follow(const Number& g, Number& first, Number& second) const {
     first = first + (g - first) * toward_first;
     second = second * keep_second + toward_second * g * g;
-    return param * keep - rate * first / (std::sqrt(second) * inverse_root + eps);
+  }
+
+  template <class Number>
+  COLOFUNC_RULE Number moved(const Number& param, const Number& first, const Number& root_of_second) const {
+    return param * keep - rate * first / (root_of_second * inverse_root + eps);
+  }
+
+  COLOFUNC_RULE float next(float param, float grad, float& first, float& second) const {
+    follow(decay == 0.0f ? grad * sign : grad * sign + param * decay, first, second);
+    return moved(param, first, std::sqrt(second));
   }
 };
 

@@ -8,6 +8,7 @@
 #include "exact.h"
 
 #include "../common.h"
+#include "../packed.h"
 #include "../rules.h"
 #include "numbers.h"
 
@@ -24,8 +25,72 @@ constexpr int64_t GRAIN = 32768;
 // Elements of a gradient that are widened at a time: they stay in the first-level cache.
 constexpr int64_t BLOCK = 1024;
 
-// `first` and `second` are nullptr where a rule has no such state.
-template <class Rule, class Narrow>
+// ---- AdamW by vectors ----
+
+#if COLOFUNC_LEVELS > 1
+typedef Vectors<16>::Float Float16;
+
+COLOFUNC_INLINE Float16 root(const Float16& x) {
+  float lanes[16];
+  store(lanes, x);
+  for (float& lane : lanes) lane = std::sqrt(lane);
+  return load<Float16>(lanes);
+}
+
+COLOFUNC_INLINE Float16 sixteen(const float* from) {
+  return load<Float16>(from);
+}
+
+// A conversion by the compiler is five instructions in place of one.
+COLOFUNC_INLINE Float16 sixteen(const BFloat16* from) {
+  typedef uint16_t Halves __attribute__((vector_size(32)));
+  Vectors<16>::Int wide;
+  asm("vpmovzxwd %1, %0" : "=v"(wide) : "vm"(load<Halves>(from)));
+  return reinterpret_cast<Float16>(wide << 16);
+}
+
+// Vectors that are worked on side by side: as many as there are registers for.
+constexpr int BURST = 8;
+constexpr int64_t BURST_NUMBERS = 16 * BURST;
+
+// Returns how many elements were updated, whole bursts of them.
+//
+// Roots and quotients take ten cycles each. A loop over single vectors has them wait for the loads and sums in front of them; eight that
+// wait for nothing of each other keep the divider busy, and what is read of each operand lies in two lines of the memory's rows.
+template <bool DECAYS, class Grad>
+COLOFUNC_INLINE int64_t in_bursts(
+    const Adam& by, float* __restrict p, const Grad* __restrict g, float* __restrict a, float* __restrict b, int64_t count) {
+  int64_t i = 0;
+  for (; i + BURST_NUMBERS <= count; i += BURST_NUMBERS) {
+    Float16 grad[BURST], first[BURST], second[BURST];
+#pragma GCC unroll 8
+    for (int v = 0; v < BURST; ++v) {
+      const int64_t at = i + 16 * v;
+      grad[v] = sixteen(g + at) * by.sign;
+      if constexpr (DECAYS) grad[v] = grad[v] + load<Float16>(p + at) * by.decay;
+      first[v] = load<Float16>(a + at);
+      second[v] = load<Float16>(b + at);
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < BURST; ++v) {
+      by.follow(grad[v], first[v], second[v]);
+      store(a + i + 16 * v, first[v]);
+      store(b + i + 16 * v, second[v]);
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < BURST; ++v) {
+      const int64_t at = i + 16 * v;
+      store(p + at, by.moved(load<Float16>(p + at), first[v], root(second[v])));
+    }
+  }
+  return i;
+}
+#endif
+
+// ---- any rule ----
+
+// `first` and `second` are nullptr where a rule has no such state. BURSTS: AdamW with AVX-512.
+template <class Rule, class Narrow, bool BURSTS>
 struct Update {
   const Rule& rule;
   float *param, *first, *second;
@@ -35,7 +100,11 @@ struct Update {
   template <class Grad>
   COLOFUNC_INLINE void block(float* __restrict p, const Grad* __restrict g, float* __restrict a, float* __restrict b, int64_t count) const {
     const Rule by = rule;
-    for (int64_t i = 0; i < count; ++i) {
+    int64_t i = 0;
+#if COLOFUNC_LEVELS > 1
+    if constexpr (BURSTS) i = by.decay == 0.0f ? in_bursts<false>(by, p, g, a, b, count) : in_bursts<true>(by, p, g, a, b, count);
+#endif
+    for (; i < count; ++i) {
       float one = Rule::states > 0 ? a[i] : 0.0f;
       float two = Rule::states > 1 ? b[i] : 0.0f;
       p[i] = by.next(p[i], widened(g[i]), one, two);
@@ -68,7 +137,12 @@ void run(const Rule& rule, const Tensor& param, const Tensor& grad, const Tensor
   over_gradient(grad, param, what, [&](const auto* narrow) {
     using Narrow = std::remove_cv_t<std::remove_pointer_t<decltype(narrow)>>;
     torch::stable::parallel_for(0, param.numel(), GRAIN, [&](int64_t begin, int64_t end) {
-      at_best_level(Update<Rule, Narrow>{rule, p, a, b, narrow, begin, end});
+#if COLOFUNC_LEVELS > 1
+      if constexpr (std::is_same_v<Rule, Adam>) {
+        if (level() >= 2) return with_avx512(Update<Rule, Narrow, true>{rule, p, a, b, narrow, begin, end});
+      }
+#endif
+      at_best_level(Update<Rule, Narrow, false>{rule, p, a, b, narrow, begin, end});
     });
   });
 }
