@@ -57,8 +57,8 @@ def quantize(
 ) -> Any:
     """The step with quantized weights, which it reads and does not train; with activations, caches or gradients on the wire in few bits.
 
-    scheme: "int8", "int8-dynamic", "fp8", "fp8-g128", "int4-g128", "nf4", "nf4-g64", "mxfp8", "nvfp4", a name that a
-    plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`, `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, a choice of one
+    scheme: "int8", "int8-dynamic", "fp8", "fp8-e5m2", "fp8-g128", "int4-g128", "nf4", "nf4-g64", "mxfp8", "nvfp4", a
+    name that a plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`, `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, a choice of one
     for each weight (`errors.within(...)`, `cf.scheme_choice(step, ...)`), or "auto". where: globs over the weights' own dotted
     names; of what they match, vectors stay (norms, biases). plugins: further plugins with schemes. As a decorator:
     `@cf.quantize("int8")`.
