@@ -386,7 +386,8 @@ def test_what_a_plugin_gives_is_looked_at() -> None:
     said = r"colofunc_quantizers of plugin 'wrong': the value of 'wrong' is 3; give a cf\.ext\.Quantizer"
     with pytest.raises(cf.PluginError, match=said):
         build_registry((Wrong(),))
-    with pytest.raises(cf.InputError, match=r"Quantizer 'mine': there is no format 'int3'\. Try: one of int8, fp8, fp8_e5m2, fp8_g128, int4, nf4"):
+    said = r"Quantizer 'mine': there is no format 'int3'\. Try: one of int8, fp8, fp8_e5m2, fp8_g128, int4, nf4"
+    with pytest.raises(cf.InputError, match=said):
         cf.ext.Quantizer("mine", form="int3", quantize=dict)
 
 

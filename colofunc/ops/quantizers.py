@@ -57,7 +57,7 @@ class Quantizer:
     """A scheme: which format its weights have, and how their numbers are chosen.
 
     `quantize(weight)`: (o, i) of float32 or float64 -> the parts of the format by name ("data", "scale", ...); a row's result may depend on
-    this row only. `form`: "int8", "fp8", "fp8_e5m2", "fp8_g128", "int4", "nf4", "nf4_g64", "mxfp8" or "nvfp4" (see `colofunc/ops/quantized.py`).
+    this row only. `form`: "int8", "fp8", "fp8_e5m2", "fp8_g128", "int4", "nf4", "nf4_g64", "mxfp8" or "nvfp4" (`ops/quantized.py`).
     `outliers`: inputs of linear layers are rounded to int8 too, row by row while the step runs, but for those that are at least so large;
     None: inputs stay as they are.
     `input_scale(blocks)`: a weight as blocks of its rows, (some, i) each in order -> (i,) float32, positive: columns are multiplied by it

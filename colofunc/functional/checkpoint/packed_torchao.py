@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colofunc.errors import InputError
 from colofunc.functional.checkpoint.files import dtype_name
 from colofunc.functional.checkpoint.packed_int4 import GROUP, MIDDLE, SCALES, groups_of, of_groups
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors, boxed, part
@@ -143,6 +144,11 @@ def _write_float8(name: str, weight: Quantized) -> dict[str, Tensor]:
 
 def _write_int4(name: str, weight: Quantized) -> dict[str, Tensor]:
     assert weight.zero is not None
+    if weight.scale.shape[1] == 1:
+        raise InputError(
+            f"{name!r} has a single group of {GROUP} columns, and of such a weight torchao's classes for 4 and 8 bits have the same tensors. "
+            "Try: layout='pack-quantized', or layout=None"
+        )
     return {
         DATA: (unpacked(weight.data).to(torch.int8) - MIDDLE),
         SCALE: weight.scale,
