@@ -146,8 +146,8 @@ def _write_int4(name: str, weight: Quantized) -> dict[str, Tensor]:
     assert weight.zero is not None
     if weight.scale.shape[1] == 1:
         raise InputError(
-            f"{name!r} has a single group of {GROUP} columns, and of such a weight torchao's classes for 4 and 8 bits have the same tensors. "
-            "Try: layout='pack-quantized', or layout=None"
+            f"{name!r} has a single group of {GROUP} columns, and such a weight has the same tensors in torchao's classes for 4 and 8 "
+            "bits. Try: layout='pack-quantized', or layout=None"
         )
     return {
         DATA: (unpacked(weight.data).to(torch.int8) - MIDDLE),
