@@ -405,7 +405,7 @@ MISTAKES = {
     "scheme": Mistake("cf.quantize: there is no scheme 'int7'; did you mean 'int8'?", scheme="int7"),
     "no scheme": Mistake(
         "cf.quantize(scheme=None): give a scheme (int8, int8-dynamic, int4-g128, nf4, nf4-g64, fp8, fp8-e5m2, fp8-g128, mxfp8, nvfp4), "
-        "a cf.ext.Quantizer, or, for something else than weights, activations=, caches= or wire=",
+        "a cf.ext.Quantizer, or, for something else than weights, activations=, caches=, wire= or gathers=",
         scheme=None,
     ),
     "no glob": Mistake("cf.quantize(where=[]): give a glob over names of weights, or several. Try: where='*.weight'", {"where": []}),

@@ -36,6 +36,7 @@ OF_INPUTS = ("_weight_act_quant_scale", "_weight_act_quant_zero_point", "_weight
 """What static quantization of inputs has measured, and what inputs are multiplied by."""
 KEYS = (DATA, SCALE, ZERO, *OF_INPUTS)
 E4M3 = torch.float8_e4m3fn
+INT4_DTYPE = {"_type": "torch.dtype", "_data": "int4"}
 
 
 def _check_inputs(tensors: Tensors) -> None:
@@ -171,7 +172,7 @@ def _about(data: Tensor, scale: Tensor, dtype: torch.dtype) -> dict[str, Any]:
     if scale.shape[1] == 1:
         said |= {"act_quant_kwargs": None, "reduce_range": False}
         return {"_type": "Int8Tensor", "_data": said, "_tensor_data_names": names}
-    said |= {"target_dtype": _dtype(torch.int4), "activation_quantization": None}
+    said |= {"target_dtype": INT4_DTYPE, "activation_quantization": None}
     return {"_type": "IntxUnpackedToInt8Tensor", "_data": said, "_tensor_data_names": names}
 
 
@@ -200,7 +201,7 @@ def _config(name: str, **made_by: Any) -> Callable[[Sequence[str], torch.dtype],
 
 _PER_ROW = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
 _INT4 = {
-    "weight_dtype": _dtype(torch.int4),
+    "weight_dtype": INT4_DTYPE,
     "granularity": {"_type": "PerGroup", "_version": 1, "_data": {"group_size": GROUP}},
     "mapping_type": {"_type": "MappingType", "_data": "ASYMMETRIC"},
     "intx_packing_format": {"_type": "IntxPackingFormat", "_data": "UNPACKED_TO_INT8"},

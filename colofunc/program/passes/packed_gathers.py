@@ -15,7 +15,7 @@ Where the widened shard is turned in front of its gather, as backward reads it, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -31,11 +31,14 @@ from colofunc.spec.layout import Layout, axes_of, make_layout
 GATHER, REARRANGE = "colofunc.all_gather", "colofunc.rearrange"
 
 
-def gathered_packed(program: Program) -> Program:
-    """`program` (local) with packed tensors gathered in place of widened ones, where only the gather reads what was widened."""
+def gathered_packed(program: Program, widening: Collection[str] = DEQUANTIZE) -> Program:
+    """`program` (local) with packed tensors gathered in place of widened ones, where only the gather reads what was widened.
+
+    widening: the operators that give a wide tensor of packed ones, the numbers first, which lie alike along each dim that they have.
+    """
     edit = Editor(program)
     parts: dict[tuple[Any, ...], Ref] = {}
-    chains = [_Gathered.behind(program, index) for index, node in enumerate(program.nodes) if node.target in DEQUANTIZE]
+    chains = [_Gathered.behind(program, index) for index, node in enumerate(program.nodes) if node.target in widening]
     # Parts are gathered where the first chain is written that reads them, so chains are written in the order of their places.
     for found in sorted((chain for chain in chains if chain is not None), key=lambda chain: chain.rearrange):
         found.write(edit, parts)
@@ -77,7 +80,8 @@ class _Gathered:
         put = _only_reader(program, program.nodes[reader].results[0])
         if put is None or program.nodes[put].target != REARRANGE:
             return None
-        dims = _dims_back(program, chain, _dim_of(program.nodes[put].args[1], len(program.values[program.nodes[reader].refs[0]].shape)))
+        part = program.values[program.nodes[reader].refs[0]]
+        dims = _dims_back(program, chain, gathered_dim(program.nodes[put].args[1], len(part.shape)))
         found = None if dims is None else _Gathered(program, tuple(chain), reader, put, dims)
         return found if found is not None and found._fits() else None
 
@@ -136,7 +140,7 @@ class _Gathered:
         if key in parts:
             return parts[key]
         times = gather.args[2]
-        pattern = _pattern(len(value.shape), self.dim)
+        pattern = joining_pattern(len(value.shape), self.dim)
         whole = list(value.shape)
         whole[self.dim] *= times
         stacked = edit.new(value, shape=(times, *value.shape), layout=None, role="activation", of=None)
@@ -189,12 +193,12 @@ def _turn(node: Node, count: int) -> list[int]:
     return order
 
 
-def _dim_of(pattern: str, dims: int) -> int | None:
+def gathered_dim(pattern: str, dims: int) -> int | None:
     """The dim along which what an all-gather has stacked in front is joined: "a b c -> (a b) c" is 0; None: in another way."""
-    return next((dim for dim in range(min(2, dims)) if pattern == _pattern(dims, dim)), None)
+    return next((dim for dim in range(min(2, dims)) if pattern == joining_pattern(dims, dim)), None)
 
 
-def _pattern(dims: int, dim: int) -> str:
+def joining_pattern(dims: int, dim: int) -> str:
     """The pattern that joins dim 0 of a stack with dim `dim` of its tensors of so many dims, in front of it."""
     names = [chr(ord("a") + k) for k in range(dims + 1)]
     after: list[str] = names[1:]
