@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import colofunc as cf
 from colofunc.errors import InputError, PlanError
-from colofunc.ops.saved_activations import NUMBERS, group_of, pack_saved, widen_saved
-from colofunc.program.passes.rounded_parameters import gathered_bytes
+from colofunc.ops.saved_activations import NUMBERS, Groups, group_of, pack_saved, widen_saved
+from colofunc.program.passes.rounded_parameters import gathered_bytes, groups_of
 
 Chain = Callable[[Any], Any]
 LR = 0.5
@@ -97,6 +97,17 @@ def test_it_stands_beside_every_other_transform_in_either_order(name: str) -> No
     assert (sent > 0) == (name in GATHERED) and wide == 4 * sent
     if "gradients" not in name:  # whose terms are rounded once each
         cf.testing.check(last, state, batch)
+
+
+def test_a_table_that_ranks_share_by_columns_has_groups_that_they_do_not_cut() -> None:
+    assert groups_of((768, 3072)) == Groups(1, 128) and groups_of((50257, 768)) == Groups(1, 32)
+    assert groups_of((64, 64, 8, 8)) == group_of((64, 64, 8, 8)) and groups_of((4096,)) is None
+    model = cf.functional(nn.Embedding(33, 256))
+    step, state = cf.train_step(model, cf.adapt(torch.optim.SGD, lr=LR), lambda out: out.square().mean())
+    made, ids = narrow()(cf.shard(step, cf.Mesh(dp=8), zero(3, "dp"))), torch.arange(32).view(8, 4)
+    low = made.lower(state, ids)
+    assert gathered_bytes(low.program)[0] == 33 * 256 * 7 // 8
+    cf.testing.check(made, state, ids)
 
 
 def test_every_large_gather_of_parameters_is_narrow_and_no_more_is_held() -> None:

@@ -39,7 +39,7 @@ def _rounded(numbers: torch.dtype, build: Build) -> Build:
 
 def _gathered(build: Build) -> Build:
     """Wherever a plan gathers, one tensor in place of two, numbers and scales are gathered all the same."""
-    return build.evolve(program=rounded_in_front(gathered_packed(build.program, (WIDEN,))))
+    return build.evolve(program=rounded_in_front(gathered_packed(build.program, (WIDEN,), is_shared=True)))
 
 
 def _said(form: str, program: Program, local: Program) -> tuple[str, ...]:

@@ -31,14 +31,15 @@ from colofunc.spec.layout import Layout, axes_of, make_layout
 GATHER, REARRANGE = "colofunc.all_gather", "colofunc.rearrange"
 
 
-def gathered_packed(program: Program, widening: Collection[str] = DEQUANTIZE) -> Program:
+def gathered_packed(program: Program, widening: Collection[str] = DEQUANTIZE, is_shared: bool = False) -> Program:
     """`program` (local) with packed tensors gathered in place of widened ones, where only the gather reads what was widened.
 
     widening: the operators that give a wide tensor of packed ones, the numbers first, which lie alike along each dim that they have.
+    is_shared: also where others read the widened shard, which stays for them.
     """
     edit = Editor(program)
     parts: dict[tuple[Any, ...], Ref] = {}
-    chains = [_Gathered.behind(program, index) for index, node in enumerate(program.nodes) if node.target in widening]
+    chains = [_Gathered.behind(program, index, is_shared) for index, node in enumerate(program.nodes) if node.target in widening]
     # Parts are gathered where the first chain is written that reads them, so chains are written in the order of their places.
     for found in sorted((chain for chain in chains if chain is not None), key=lambda chain: chain.rearrange):
         found.write(edit, parts)
@@ -49,6 +50,12 @@ def _only_reader(program: Program, id: int) -> int | None:
     """The index of the one node that reads a value."""
     readers = program.readers.get(id, ())
     return readers[0] if len(readers) == 1 and id not in program.outputs else None
+
+
+def _only_gather(program: Program, id: int) -> int | None:
+    """The index of the one gather of a value that others read, too."""
+    gathers = [reader for reader in program.readers.get(id, ()) if program.nodes[reader].target == GATHER]
+    return gathers[0] if len(gathers) == 1 else None
 
 
 @attrs.frozen
@@ -67,11 +74,14 @@ class _Gathered:
         return self.dims[0]
 
     @staticmethod
-    def behind(program: Program, index: int) -> _Gathered | None:
+    def behind(program: Program, index: int, is_shared: bool = False) -> _Gathered | None:
         """What follows the `dequantize` at `index`; None where that is no gather, or one of another kind."""
         chain = [index]
         while True:
-            reader = _only_reader(program, program.nodes[chain[-1]].results[0])
+            made = program.nodes[chain[-1]].results[0]
+            reader = _only_reader(program, made)
+            if reader is None and is_shared:
+                reader = _only_gather(program, made)
             if reader is None:
                 return None
             if program.nodes[reader].target == GATHER:
@@ -107,6 +117,7 @@ class _Gathered:
         first, gather = nodes[self.chain[0]], nodes[self.gather]
         refs = [self._part(edit, parts, part) for part in first.refs]
         last = nodes[self.rearrange]
+        stays = _only_reader(self.program, nodes[self.chain[-1]].results[0]) is None
         args: tuple[Any, ...] = (*refs, *first.args[len(refs) :])
         for index, dim in zip(self.chain, self.dims, strict=True):
             node = nodes[index]
@@ -116,7 +127,8 @@ class _Gathered:
             if node.target in VIEWS:
                 args = (args[0], self._shape(own, dim))
             edit.insert(self.rearrange, attrs.evolve(node, args=args, outs=(out,), on=gather.on))
-            edit.drop(index)
+            if not stays:
+                edit.drop(index)
             if not at_end:
                 following = nodes[self.chain[self.chain.index(index) + 1]]
                 args = (Ref(out), *following.args[1:])

@@ -4,7 +4,7 @@
 
 Problem: a rank that has a part of each parameter is sent the others two or three times a step, in the dtype that they are kept in. What is
 sent can be narrower; but rounded on the way, a parameter would be another one wherever it is cut differently. Idea: the traced program
-rounds, in front of every plan. A group of at most 128 numbers of a row has a scale, and is never cut (`ops/saved_activations.py`), so
+rounds, in front of every plan. A group of 32 to 128 numbers of a row has a scale, and is never cut (`ops/saved_activations.py`), so
 that numbers are those of one device on every mesh; and rounding is row by row, so that a plan may round a shard, gather a byte a number
 and widen behind that. The update reads the parameter as it is; gradients are those for the rounded one, straight through the rounding.
 
@@ -20,7 +20,7 @@ from functools import partial
 import attrs
 import torch
 
-from colofunc.ops.saved_activations import PACK, WIDEN, Groups, group_of, scale_dtype_of
+from colofunc.ops.saved_activations import LEAST_GROUP, PACK, WIDEN, Groups, group_of, scale_dtype_of
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 from colofunc.program.passes.packed_gathers import GATHER, REARRANGE, gathered_dim, joining_pattern
@@ -29,13 +29,25 @@ NOTE = "parameters are read in 8 bits"
 PACKED = (torch.int8, torch.uint8)
 
 
+EVEN_ROWS = 64
+"""A parameter whose rows so many ranks do not share evenly (a vocabulary of 50,257) may lie along its columns instead."""
+
+
+def groups_of(shape: tuple[int, ...]) -> Groups | None:
+    """The groups of a parameter, from its shape alone; None where it is small. Small groups where columns may be cut."""
+    groups = group_of(shape)
+    if groups is None or shape[0] % EVEN_ROWS == 0 or groups.dim != len(shape) - 1 or groups.width % LEAST_GROUP:
+        return groups
+    return Groups(groups.dim, LEAST_GROUP)
+
+
 def read_rounded(program: Program, numbers: torch.dtype) -> Program:
     """`program` (global) whose forward and backward read large parameters as `numbers` (int8 or float8 e4m3)."""
     edit = Editor(program)
     instead: dict[int, dict[int, int]] = {}  # position of a reader -> what it reads in place of what
     for id in program.inputs:
         value = program.values[id]
-        groups = group_of(value.shape)
+        groups = groups_of(value.shape)
         if value.role != "param" or not value.dtype.is_floating_point or groups is None:
             continue
         first: dict[str, int] = {}
