@@ -227,3 +227,22 @@ def test_groups_differ_and_other_dtypes_are_updated_as_ever() -> None:
         wanted, _ = plain.update(grads, plain.init(params), params)
     same = {name: torch.equal(found[name], wanted[name]) for name in params}
     assert same == {"near": True, "drawn": False, "wide": True}
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_parameters_that_ranks_do_not_divide_are_rounded_alike(level: int) -> None:
+    opt = cf.adapt(ADAMW, lr=1e-3, rounding="stochastic")
+    torch.manual_seed(0)
+    params = {"w": torch.randn(67, 63).to(BF16), "bias": torch.randn(67).to(BF16)}
+
+    def step(state: Any, x: Tensor) -> tuple[Any, Tensor]:
+        grads, value = torch.func.grad_and_value(lambda p: (x @ p["w"].T + p["bias"]).float().sum())(state["params"])
+        params, opt_state = opt.update(grads, state["opt"], state["params"])
+        return {"params": params, "opt": opt_state}, value
+
+    state, x = {"params": params, "opt": opt.init(params)}, torch.randint(-1, 2, (16, 63)).to(BF16)
+    wanted, _ = step(state, x)
+    made = cf.shard(step, cf.Mesh(dp=2), zero(level, "dp"))
+    placed, _ = made(made.init(state, x), x)
+    for name, p in wanted["params"].items():
+        assert torch.equal(placed["params"][name].full(), p), name
