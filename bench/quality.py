@@ -32,7 +32,7 @@ HELD_OUT_ROWS = 64
 CALIBRATION_BATCHES = 8
 WHERE = "*_proj.weight"
 ALL = ("*_proj.weight", "*embed_tokens.weight", "*lm_head.weight")
-NEAREST = ("int8", "fp8", "mxfp8", "nvfp4", "int4-g128", "nf4")
+NEAREST = ("int8", "fp8", "fp8-e5m2", "fp8-g128", "mxfp8", "nvfp4", "int4-g128", "nf4")
 ALL_ROUNDED = "int8, all inputs rounded"
 PLANTED, CHANNELS = 30.0, 4
 # Scheme -> one that rounds to nearest, than which it is to be nearer to the model as it was.

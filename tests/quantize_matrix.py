@@ -28,7 +28,7 @@ from colofunc.plugins import build_registry
 
 CALIBRATED = ("awq", "smoothquant")
 MEASURED = (*CALIBRATED, "auto")
-SCHEMES = ("int8", "fp8", "fp8-g128", "int4-g128", "nf4", "nf4-g64", "mxfp8", "nvfp4", "int8-dynamic", *MEASURED)
+SCHEMES = ("int8", "fp8", "fp8-e5m2", "fp8-g128", "int4-g128", "nf4", "nf4-g64", "mxfp8", "nvfp4", "int8-dynamic", *MEASURED)
 WHERE = ("up.weight", "down.weight")
 AUTO_BYTES = 60_000
 """What "auto" may take: enough for int8 of one weight and 4 bits of the other."""

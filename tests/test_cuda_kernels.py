@@ -94,6 +94,10 @@ def moments() -> list[torch.Tensor]:
     return [r(4, 3), r(4, 3), r(4, 3), r(4, 3).abs()]
 
 
+def moments_in_bf16() -> list[torch.Tensor]:
+    return [x.bfloat16() for x in moments()]
+
+
 def moments_in_8_bits() -> list[torch.Tensor]:
     blocks = block_of((64, 64))
     assert blocks is not None
@@ -153,6 +157,8 @@ OWN: dict[str, tuple[Any, ...]] = {
     "colofunc.adamw_": (*moments(), ONE, RATE, 0.9, 0.999, 1e-8, 0.01, True),
     "colofunc.adamw8": (*moments_in_8_bits(), ONE, RATE, 0.9, 0.999, 1e-8, 0.01, True),
     "colofunc.adamw8_": (*moments_in_8_bits(), ONE, RATE, 0.9, 0.999, 1e-8, 0.01, True),
+    "colofunc.adamw_rounded": (*moments_in_bf16(), ONE, RATE, 0.9, 0.999, 1e-8, 0.01, True, False, None, 3),
+    "colofunc.adamw_rounded_": (*moments_in_bf16(), ONE, RATE, 0.9, 0.999, 1e-8, 0.01, True, False, None, 3),
     "colofunc.rounded_rows": (10 * r(3, 5), 6.0),
     "colofunc.row_size": (10 * r(3, 5), 6.0),
     "colofunc.int8_rows": (10 * r(3, 5), 6 * torch.ones(3), 6.0),
@@ -176,6 +182,7 @@ OWN: dict[str, tuple[Any, ...]] = {
 def on_packed_weights() -> dict[str, tuple[Any, ...]]:
     """Products with a packed weight, forward and backward, and what it is as a plain one."""
     found: dict[str, tuple[Any, ...]] = {"colofunc.fp8_bits": (r(3, 4),), "colofunc.mxfp8_numbers": (r(6, 128),)}
+    found["colofunc.fp8_e5m2_bits"] = (r(3, 4),)
     found["colofunc.nvfp4_numbers"] = (r(6, 128), ONE)
     for quantizer in BUILT_IN.values():
         parts = quantizer.pack(r(6, 128)).parts

@@ -326,6 +326,8 @@ def test_twins_write_the_same_numbers_in_place() -> None:
     p, g, m, v = rand(64, 64), rand(64, 64), rand(64, 64), rand(64, 64).abs()  # smaller ones have no moments in 8 bits
     blocks = block_of((64, 64))
     cases["colofunc.adamw8"] = (p, g, *packed(m, blocks, True), *packed(v, blocks, False), *t[4:], *options[:-1])
+    halves = [x.bfloat16() for x in (p, g, m, v)]
+    cases["colofunc.adamw_rounded"] = (*halves, *t[4:], *options[:-2], False, None, 3)
     assert cases.keys() == UPDATES.keys()
     for target, args in cases.items():
         twin, places = in_place_of(target)

@@ -351,7 +351,7 @@ def test_a_layout_that_nobody_knows_is_named(tmp_path: Path, key: str, dtype: to
     assert str(caught.value) == (
         f"{path}: 'up.{key}' is {str(dtype).removeprefix('torch.')} beside 'up.weight_scale', which is no layout of quantized weights that "
         "is known; known are bitsandbytes-nf4, bitsandbytes-int8, gptq, awq, pack-quantized, finegrained-fp8, int-quantized, "
-        "float-quantized. Try: the folder that it was made of, with its weights unquantized"
+        "float-quantized, torchao-int8, torchao-float8, torchao-int4. Try: the folder that it was made of, with its weights unquantized"
     )
 
 
@@ -658,7 +658,7 @@ def test_it_says_what_cannot_be_written(tmp_path: Path) -> None:
     state = {"params": cf.quantize(forward(model), "int4-g128").init(model.params, inputs())}
     said = (
         r"'up\.weight' cannot be written in the layout 'bitsandbytes-nf4': it is in the format 'int4'\. Try: layout='gptq' or 'awq' or "
-        r"'pack-quantized', or layout=None"
+        r"'pack-quantized' or 'torchao-int4', or layout=None"
     )
     with pytest.raises(cf.InputError, match=said):
         cf.save_pretrained(model, state, tmp_path / "a", layout="bitsandbytes-nf4")

@@ -55,6 +55,17 @@ def test_fp8_is_what_torch_rounds_to() -> None:
     assert torch.equal(found.dequantize(), (w / scale).to(torch.float8_e4m3fn).to(torch.float32) * scale)
 
 
+def test_fp8_e5m2_is_what_torch_rounds_to_and_reaches_further_down() -> None:
+    w = weight()
+    w[0, 0], w[0, 1] = 1.0, 2.0**-30
+    found = BUILT_IN["fp8-e5m2"].pack(w)
+    scale = (w.abs().amax(1) / 57344).unsqueeze(1)
+    assert torch.equal(found.dequantize(), (w / scale).to(torch.float8_e5m2).to(torch.float32) * scale)
+    assert float(found.dequantize()[0, 1]) > 0 == float(BUILT_IN["fp8"].pack(w).dequantize()[0, 1])
+    relative = ((found.dequantize() - w) / w).abs()[:, 2:]
+    assert float(relative.max()) <= 0.126, "2 bits behind the leading one"
+
+
 def test_a_group_of_int4_is_within_a_step_and_keeps_zero() -> None:
     w = weight()
     w[:, 3] = 0
@@ -375,7 +386,8 @@ def test_what_a_plugin_gives_is_looked_at() -> None:
     said = r"colofunc_quantizers of plugin 'wrong': the value of 'wrong' is 3; give a cf\.ext\.Quantizer"
     with pytest.raises(cf.PluginError, match=said):
         build_registry((Wrong(),))
-    with pytest.raises(cf.InputError, match=r"Quantizer 'mine': there is no format 'int3'\. Try: one of int8, fp8, fp8_g128, int4, nf4"):
+    said = r"Quantizer 'mine': there is no format 'int3'\. Try: one of int8, fp8, fp8_e5m2, fp8_g128, int4, nf4"
+    with pytest.raises(cf.InputError, match=said):
         cf.ext.Quantizer("mine", form="int3", quantize=dict)
 
 
@@ -392,8 +404,8 @@ class Mistake:
 MISTAKES = {
     "scheme": Mistake("cf.quantize: there is no scheme 'int7'; did you mean 'int8'?", scheme="int7"),
     "no scheme": Mistake(
-        "cf.quantize(scheme=None): give a scheme (int8, int8-dynamic, int4-g128, nf4, nf4-g64, fp8, fp8-g128, mxfp8, nvfp4), "
-        "a cf.ext.Quantizer, or, for something else than weights, activations=, caches= or wire=",
+        "cf.quantize(scheme=None): give a scheme (int8, int8-dynamic, int4-g128, nf4, nf4-g64, fp8, fp8-e5m2, fp8-g128, mxfp8, nvfp4), "
+        "a cf.ext.Quantizer, or, for something else than weights, activations=, caches=, wire= or gathers=",
         scheme=None,
     ),
     "no glob": Mistake("cf.quantize(where=[]): give a glob over names of weights, or several. Try: where='*.weight'", {"where": []}),

@@ -679,7 +679,8 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     ),
     "no name of a scheme": (
         cf.InputError,
-        "cf.scheme_errors: 3 in schemes= is of type int. Try: names of schemes (int8, fp8, mxfp8, nvfp4, int4-g128, nf4), cf.gptq(moments)",
+        "cf.scheme_errors: 3 in schemes= is of type int. Try: names of schemes (int8, fp8, fp8-g128, mxfp8, nvfp4, int4-g128, nf4), "
+        "cf.gptq(moments)",
         lambda: cf.scheme_errors(loss_of()[1], measured(), (3,)),
     ),
     "a model": (

@@ -32,7 +32,7 @@ from colofunc.planner.sharding.constraints import Constraint, Constraints, leaf_
 from colofunc.program.ir import Program
 from colofunc.program.lazy import zeros_like
 from colofunc.program.passes.wide_sums import gradients_of, toward
-from colofunc.program.passes.wire import LEAST, narrow_sums, saved_bytes, with_residuals
+from colofunc.program.passes.wire import LEAST, narrow_sums, saved_bytes, sums_in_full, with_residuals
 from colofunc.program.tracing.kept import Kept, state_of
 from colofunc.program.tracing.roles import mark
 from colofunc.program.tracing.tree import flatten, walk
@@ -90,6 +90,11 @@ def _large(program: Program, ids: Iterable[int]) -> list[int]:
 
 def _saved(scheme: Scheme, program: Program, local: Program) -> Sequence[str]:
     after, before = saved_bytes(local)
+    if not before and sums_in_full(local) and any(node.target == CARRY for node in program.nodes):
+        return (
+            f"gradients are summed in full before residuals are added, and not sent as {scheme.name}: of the plans that were counted this "
+            "one is the best. Nothing is left over in it",
+        )
     if not before:
         return ("no gradient is summed over the mesh in a message that is worth packing, so wire= changes nothing",)
     return (f"gradients on the wire as {scheme.name}: {size_text(after)} a step of each rank, {size_text(before)} as they are summed",)

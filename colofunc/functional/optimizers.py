@@ -13,8 +13,9 @@ have, are classes of `colofunc.functional.lion_lamb`.
 
 `groups` maps globs over parameter names to options that differ there, or to another optimizer for what they match;
 later entries win. `state_bits=8` keeps moments of Adam and AdamW as bytes and scales
-(`colofunc.functional.packed_moments`). `lr` is a number, a function of the number of updates already done (a 0-dim
-tensor, so write it with torch operators: `torch.cos`, not `math.cos`), or a torch scheduler (`cf.schedule`).
+(`colofunc.functional.packed_moments`), `rounding="stochastic"` updates parameters in bfloat16 without masters. `lr` is a
+number, a function of the number of updates already done (a 0-dim tensor, so write it with torch operators: `torch.cos`,
+not `math.cos`), or a torch scheduler (`cf.schedule`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from colofunc.functional.parameter_tree import check_shapes, named_gradients, na
 from colofunc.ops import policy
 from colofunc.ops import update as ops
 from colofunc.ops.update_packed import Blocks, adamw8, block_of
+from colofunc.ops.update_rounded import adamw_rounded
 from colofunc.ops.update_rules import KINDS, options_of, update
 from colofunc.program.lazy import zeros_like
 from colofunc.program.tracing.meta import phase
@@ -203,10 +205,13 @@ class Optimizer:
         if self.cls is torch.optim.SGD:
             return
         for name, param in params.items():
+            if packed_moments.is_rounded(param, self.of(name)):
+                continue
             if param.is_floating_point() and param.dtype.itemsize < 4:
                 warnings.warn(
                     f"{self.cls.__name__} updates parameters in {param.dtype} ({name!r} and others) without float32 masters, so small "
-                    'updates are lost; write cf.precision(step, "bf16"), which keeps masters and moments in float32',
+                    'updates are lost; write cf.precision(step, "bf16"), which keeps masters and moments in float32; Adam and '
+                    'AdamW train bfloat16 without masters by cf.adapt(..., rounding="stochastic")',
                     stacklevel=3,
                 )
                 return
@@ -240,11 +245,19 @@ class Optimizer:
             options = self.of(name)
             decoupled = self.cls is torch.optim.AdamW or bool(options.get("decoupled_weight_decay", False))
             beta1, beta2 = map(float, options["betas"])
+            rounded = packed_moments.is_rounded(param, options)
+            numbers = beta1, beta2, options["eps"], options["weight_decay"], decoupled
             if self._blocks(name, param) is not None:
                 keys = [first, SCALES[0], second, SCALES[1]]
+                site = (packed_moments.site_of(name),) if rounded else ()
                 new_params[name], *after = adamw8(
-                    param, grads[name], *(state[key][name] for key in keys), step, rates[name], beta1, beta2,
-                    options["eps"], options["weight_decay"], decoupled, options["maximize"], finite,
+                    param, grads[name], *(state[key][name] for key in keys), step, rates[name], *numbers, options["maximize"], finite, *site
+                )
+            elif rounded:
+                keys = [first, second]
+                new_params[name], *after = adamw_rounded(
+                    param, grads[name], state[first][name], state[second][name], step, rates[name], *numbers, options["maximize"], finite,
+                    packed_moments.site_of(name),
                 )  # fmt: skip
             else:
                 keys = [first, second]
@@ -253,8 +266,8 @@ class Optimizer:
                     keys.append("max_exp_avg_sq")
                     largest = state["max_exp_avg_sq"][name]
                 new_params[name], *after = ops.adamw(
-                    param, grads[name], state[first][name], state[second][name], step, rates[name], beta1, beta2,
-                    options["eps"], options["weight_decay"], decoupled, options["amsgrad"], largest, options["maximize"], finite,
+                    param, grads[name], state[first][name], state[second][name], step, rates[name], *numbers, options["amsgrad"], largest,
+                    options["maximize"], finite,
                 )  # fmt: skip
             for key, tensor in zip(keys, after, strict=False):  # without amsgrad the operator's third state is no state
                 new_state[key][name] = tensor
@@ -390,21 +403,28 @@ def adapt(
     lr: float | Schedule | None = None,
     groups: Mapping[str, Mapping[str, Any] | Optimizer] | None = None,
     state_bits: int = 32,
+    rounding: str = packed_moments.NEAREST,
     **options: Any,
 ) -> Optimizer:
     """The functional form of a `torch.optim` class, or of `cf.Lion` and `cf.LAMB`.
 
     `groups`: glob over parameter names -> options that differ there, or another adapted optimizer. `state_bits`: 8 keeps the moments of
     Adam and AdamW as codes of a byte with a float32 scale for each block of at most 128 elements, 8.25 bits an element, of parameters with
-    4096 elements and more; 32 keeps them in the parameter's dtype. Groups may differ in it. Raises InputError for a class that cannot be
-    traced, an option the class does not have, or a value it refuses.
+    4096 elements and more; 32 keeps them in the parameter's dtype. `rounding`: "stochastic" computes updates of Adam and AdamW in float32,
+    and rounds what they write in bfloat16 (parameters, their moments) up or down by a draw, so that small updates are right in the mean
+    without masters. The draw is one by the update's number, the parameter's name and the element's index in it, the same on every mesh.
+    Parameters in other dtypes are updated as ever. Groups may differ in both. Raises InputError for a class that cannot be traced, an
+    option the class does not have, or a value it refuses.
     """
     if cls not in OPERATORS and cls not in OWN:
         torch_optim.check(cls)
     defaults = torch_optim.defaults(cls, lr, options)
     packed_moments.check(cls, state_bits, defaults)
+    packed_moments.check_rounding(cls, rounding, defaults)
     if state_bits == 8:
         defaults["state_bits"] = 8
+    if rounding != packed_moments.NEAREST:
+        defaults["rounding"] = rounding
     rate = defaults.pop("lr") if lr is None else lr
     if not isinstance(groups or {}, Mapping) or not all(isinstance(g, Mapping | Optimizer) for g in (groups or {}).values()):
         raise InputError(f"groups={groups!r:.80} is no mapping to options. Try: groups={{'*.bias': dict(weight_decay=0.0)}}")
@@ -413,7 +433,8 @@ def adapt(
         if isinstance(changed, Optimizer):
             continue
         packed_moments.check(cls, changed.get("state_bits", 32), {**defaults, **changed}, f"groups[{glob!r}]: ")
-        unknown = [k for k in changed if k not in ("lr", "state_bits") and k not in defaults]
+        packed_moments.check_rounding(cls, changed.get("rounding", rounding), {**defaults, **changed}, f"groups[{glob!r}]: ")
+        unknown = [k for k in changed if k not in ("lr", *packed_moments.OWN_OPTIONS) and k not in defaults]
         if unknown:
             raise InputError(
                 f"groups[{glob!r}]: {cls.__name__} has no option {unknown[0]!r}{near(unknown[0], defaults)}"

@@ -1,15 +1,17 @@
-"""State of Adam and AdamW with moments in 8 bits: what `cf.adapt(torch.optim.AdamW, state_bits=8)` keeps.
+"""State of Adam and AdamW in few bits: what `cf.adapt(torch.optim.AdamW, state_bits=8, rounding="stochastic")` means.
 
     {"step": 0-dim, "exp_avg": {name: int8}, "exp_avg_scale": {name: float32}, "exp_avg_sq": {name: uint8}, "exp_avg_sq_scale": ...}
 
 Codes have their parameter's shape and the name that its moment has in any optimizer, so that plans mean them. Small parameters have
-moments as wide as they are and no scales. The code and the blocks: `colofunc.ops.update_packed`.
+moments as wide as they are and no scales. The code and the blocks: `colofunc.ops.update_packed`. Parameters in bfloat16 that are rounded
+stochastically have no masters, and moments in bfloat16 or 8 bits: `colofunc.ops.update_rounded`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -18,12 +20,16 @@ from colofunc.dtensor.roles import give_role
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.ops.update_packed import Blocks, code_dtype, packed, widened
+from colofunc.ops.update_rounded import ROUNDED
 from colofunc.program.lazy import zeros_like
 from colofunc.program.tracing.tree import flatten
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 """Of moments in 8 bits, for those parameters whose moments are."""
+OWN_OPTIONS = ("state_bits", "rounding")
+"""Options of `cf.adapt` that torch's classes do not have."""
+NEAREST, STOCHASTIC = "nearest", "stochastic"
 ADAMS = (torch.optim.AdamW, torch.optim.Adam)
 
 Params = Mapping[str, tuple[Tensor, Blocks | None]]  # name -> (parameter, how its moments are cut; None: kept wide)
@@ -41,9 +47,31 @@ def check(cls: type[torch.optim.Optimizer], bits: Any, options: Mapping[str, Any
         raise InputError(f"{where}state_bits=8: the maxima of amsgrad are kept in 32 bits only. Try: amsgrad=False, or state_bits=32")
 
 
+def check_rounding(cls: type[torch.optim.Optimizer], rounding: Any, options: Mapping[str, Any], where: str = "") -> None:
+    """Raises InputError where updates of a class with these options cannot be rounded so. where: what the error begins with."""
+    if rounding not in (NEAREST, STOCHASTIC):
+        raise InputError(f"{where}rounding={rounding!r}: numbers are rounded to the nearest, or by a draw. Try: rounding={STOCHASTIC!r}")
+    if rounding == NEAREST:
+        return
+    if cls not in ADAMS:
+        raise InputError(f"{where}rounding={rounding!r}: {cls.__name__} rounds to the nearest. Try: torch.optim.AdamW or torch.optim.Adam")
+    if options.get("amsgrad"):
+        raise InputError(f"{where}rounding={rounding!r}: the maxima of amsgrad are rounded to the nearest. Try: amsgrad=False")
+
+
+def is_rounded(param: Tensor, options: Mapping[str, Any]) -> bool:
+    """Whether what is written of this parameter is rounded by a draw: what is wider than bfloat16 needs none."""
+    return options.get("rounding") == STOCHASTIC and param.dtype in ROUNDED
+
+
+def site_of(name: str) -> int:
+    """Which draws are those of a parameter of this name."""
+    return crc32(name.encode())
+
+
 def options_of_torch(options: Mapping[str, Any]) -> dict[str, Any]:
     """Those options that the class itself has, but for its rate."""
-    return {key: value for key, value in options.items() if key not in ("lr", "state_bits")}
+    return {key: value for key, value in options.items() if key not in ("lr", *OWN_OPTIONS)}
 
 
 def zeros(params: Params) -> dict[str, dict[str, Tensor]]:

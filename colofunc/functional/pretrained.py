@@ -217,7 +217,7 @@ def save_pretrained(
                             stored |= packing.to_stored(group, packed[group[0]], form.to_stored)
                         else:
                             stored |= form.to_stored({name: gathered[name] for name in group})
-                    shards.add(stored)
+                    shards.add(stored, packing.header(stored, cast or hf.config_dtype(module)))
                 except Exception as problem:
                     error = problem
         if shards is not None and error is None:
@@ -351,11 +351,11 @@ class _Shards:
         self._map: dict[str, str] = {}
         self._bytes = 0
 
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
+    def add(self, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
         self._written += 1
         name = plainfile.single(self._stem) if self._count == 1 else f"{self._stem}-{self._written:05d}-of-{self._count:05d}.safetensors"
         whole = {k: v.contiguous().clone() if v.untyped_storage().nbytes() != v.nbytes else v.contiguous() for k, v in tensors.items()}
-        save_file(whole, self._folder / name, metadata={"format": "pt"})
+        save_file(whole, self._folder / name, metadata={"format": "pt", **header})
         self._map |= dict.fromkeys(tensors, name)
         self._bytes += sum(v.nbytes for v in whole.values())
 

@@ -59,7 +59,7 @@ from colofunc.transforms.quantize import quantize
 from colofunc.transforms.shard import shard
 
 MAKER = "cf.sensitivities"
-SCHEMES = ("int8", "fp8", "mxfp8", "nvfp4", "int4-g128", "nf4")
+SCHEMES = ("int8", "fp8", "fp8-g128", "mxfp8", "nvfp4", "int4-g128", "nf4")
 """What weights are tried in: all built-in schemes that leave inputs of layers as they are."""
 INPUTS, OUTPUTS, LOOKUPS = "inputs", "outputs", "lookups"
 SEEN = attrs.evolve(MOMENTS, maker=MAKER)

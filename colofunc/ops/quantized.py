@@ -12,6 +12,7 @@ format has three operators:
     format  data                            scale                   zero            outer           bits a weight, of 4096 columns
     int8    int8 (o, i)                     float32 (o)                                             8.01
     fp8     uint8 (o, i), bits of e4m3fn    float32 (o)                                             8.01
+    fp8_e5m2 uint8 (o, i), bits of e5m2     float32 (o)                                             8.01
     fp8_g128 uint8 (o, i), bits of e4m3fn   float32 (o, i/128)                                      8.25
     int4    uint8 (o, i/2), two in a byte   float32 (o, i/128)      uint8 (o, i/128)                4.31
     nf4     uint8 (o, i/2), two in a byte   uint8 (o, i/64)                         float32 (o)     4.13
@@ -56,7 +57,18 @@ from torch import Tensor
 from colofunc.errors import RuleError
 from colofunc.ops import native
 from colofunc.ops.define import Operator, define, nothing
-from colofunc.ops.small_floats import E4M3_NAN, E8M0_NAN, MX_BLOCK, NV_BLOCK, e2m1_values, e4m3_bits, e4m3_values, e8m0_values
+from colofunc.ops.small_floats import (
+    E4M3_NAN,
+    E8M0_NAN,
+    MX_BLOCK,
+    NV_BLOCK,
+    e2m1_values,
+    e4m3_bits,
+    e4m3_values,
+    e5m2_bits,
+    e5m2_values,
+    e8m0_values,
+)
 
 PARTS = ("data", "scale", "zero", "outer")
 """Names of the tensors that a weight may consist of, in the order in which operators take them."""
@@ -121,6 +133,11 @@ def _widen_fp8(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return e4m3_values(data, dtype) * scale.to(dtype).unsqueeze(1)
 
 
+def _widen_fp8_e5m2(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    data, scale = parts
+    return e5m2_values(data, dtype) * scale.to(dtype).unsqueeze(1)
+
+
 def _widen_fp8_g128(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     data, scale = parts
     numbers = e4m3_values(data, dtype).unflatten(1, (scale.shape[1], -1))
@@ -131,8 +148,9 @@ def _fp8_bits_fake(x: Tensor) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.uint8)
 
 
-# An operator, because a tensor on several ranks has no view in another dtype.
+# Operators, because a tensor on several ranks has no view in another dtype.
 fp8_bits = define("fp8_bits(Tensor x) -> Tensor", e4m3_bits, _fp8_bits_fake)
+fp8_e5m2_bits = define("fp8_e5m2_bits(Tensor x) -> Tensor", e5m2_bits, _fp8_bits_fake)
 
 
 def unpacked(data: Tensor) -> Tensor:
@@ -190,6 +208,7 @@ def _widen_nvfp4(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 FORMATS: Mapping[str, Format] = {
     "int8": Format("int8", ("data", "scale"), 1, 1, _widen_int8),
     "fp8": Format("fp8", ("data", "scale"), 1, 1, _widen_fp8),
+    "fp8_e5m2": Format("fp8_e5m2", ("data", "scale"), 1, 1, _widen_fp8_e5m2),
     "fp8_g128": Format("fp8_g128", ("data", "scale"), 128, 1, _widen_fp8_g128),
     "int4": Format("int4", ("data", "scale", "zero"), 128, 2, _widen_int4),
     "nf4": Format("nf4", ("data", "scale", "outer"), 64, 2, _widen_nf4),

@@ -4,7 +4,8 @@
     int8         a row's largest is 127                                       |w - w'| <= scale / 2
     int8-dynamic the same, and inputs of linear layers in int8 too (`colofunc/ops/quantized_inputs.py`)
     fp8          a row's largest is 448, the largest of e4m3fn
-    fp8-g128     the same for each 128 columns of a row
+    fp8-e5m2     a row's largest is 57344, the largest of e5m2
+    fp8-g128     as fp8, for each 128 columns of a row
     int4-g128    groups of 128 columns: 0 to 15 between their least and largest, with 0 exact
     nf4          blocks of 64 columns: the nearest of the 16 levels of a normal variable; the blocks' scales in 8 bits
     nf4-g64      the same blocks and levels, with their scales in float32, as bitsandbytes rounds without double quantization
@@ -31,8 +32,8 @@ from torch import Tensor
 
 from colofunc import compat
 from colofunc.errors import InputError
-from colofunc.ops.quantized import FORMATS, NF4_LEVELS, Format, Quantized, fp8_bits, nf4_scales, packed
-from colofunc.ops.small_floats import mxfp8_numbers, nvfp4_numbers
+from colofunc.ops.quantized import FORMATS, NF4_LEVELS, Format, Quantized, fp8_bits, fp8_e5m2_bits, nf4_scales, packed
+from colofunc.ops.small_floats import E5M2, LARGEST, mxfp8_numbers, nvfp4_numbers
 
 Numbers = Callable[..., Mapping[str, Tensor]]
 InputScale = Callable[[Iterable[Tensor]], Tensor]
@@ -56,7 +57,7 @@ class Quantizer:
     """A scheme: which format its weights have, and how their numbers are chosen.
 
     `quantize(weight)`: (o, i) of float32 or float64 -> the parts of the format by name ("data", "scale", ...); a row's result may depend on
-    this row only. `form`: "int8", "fp8", "fp8_g128", "int4", "nf4", "nf4_g64", "mxfp8" or "nvfp4" (see `colofunc/ops/quantized.py`).
+    this row only. `form`: "int8", "fp8", "fp8_e5m2", "fp8_g128", "int4", "nf4", "nf4_g64", "mxfp8" or "nvfp4" (`ops/quantized.py`).
     `outliers`: inputs of linear layers are rounded to int8 too, row by row while the step runs, but for those that are at least so large;
     None: inputs stay as they are.
     `input_scale(blocks)`: a weight as blocks of its rows, (some, i) each in order -> (i,) float32, positive: columns are multiplied by it
@@ -247,6 +248,12 @@ def fp8(weight: Tensor) -> dict[str, Tensor]:
     return {"data": fp8_bits(_divided(weight, scale.unsqueeze(1))), "scale": scale}
 
 
+def fp8_e5m2(weight: Tensor) -> dict[str, Tensor]:
+    """As `fp8` in float8_e5m2, which has a bit less and reaches further below a row's largest: to 2^-32 of it, in place of 2^-18."""
+    scale = _steps(weight.abs().amax(1), LARGEST[E5M2])
+    return {"data": fp8_e5m2_bits(_divided(weight, scale.unsqueeze(1))), "scale": scale}
+
+
 def fp8_g128(weight: Tensor) -> dict[str, Tensor]:
     """As `fp8`, with a scale for each group of columns of a row."""
     groups = weight.unflatten(1, (-1, FORMATS["fp8_g128"].group))
@@ -319,6 +326,7 @@ BUILT_IN: Mapping[str, Quantizer] = {
         Quantizer("nf4", form="nf4", quantize=nf4),
         Quantizer("nf4-g64", form="nf4_g64", quantize=nf4_g64),
         Quantizer("fp8", form="fp8", quantize=fp8),
+        Quantizer("fp8-e5m2", form="fp8_e5m2", quantize=fp8_e5m2),
         Quantizer("fp8-g128", form="fp8_g128", quantize=fp8_g128),
         Quantizer("mxfp8", form="mxfp8", quantize=mxfp8),
         Quantizer("nvfp4", form="nvfp4", quantize=nvfp4, by_largest=True),

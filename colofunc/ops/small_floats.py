@@ -78,6 +78,16 @@ def e4m3_bits(x: Tensor) -> Tensor:
     return float8_bits(x.clamp(-E4M3_LARGEST, E4M3_LARGEST), E4M3)
 
 
+def e5m2_bits(x: Tensor) -> Tensor:
+    """The same in e5m2."""
+    return float8_bits(x.clamp(-LARGEST[E5M2], LARGEST[E5M2]), E5M2)
+
+
+def e5m2_values(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of their bits."""
+    return bits.view(E5M2).to(dtype)
+
+
 def e4m3_values(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers of their bits."""
     return bits.view(E4M3).to(dtype)

@@ -23,12 +23,14 @@ seven decades.
 
 A first moment near the largest is within 1 %, and what is a thousandth of it still has some levels; a square is within
 3.3 %, and a positive one is never rounded to 0. Squares move so slowly that they are rounded up or down in turns (Note
-[Dither]), first moments to the nearest. Source: Dettmers et al. 2022, "8-bit optimizers via block-wise quantization"
-(2110.02861), section 2, which has a code like the first one for both moments.
+[Dither]), first moments to the nearest. With a `site`, a parameter in bfloat16 is rounded up or down by a draw (`ops.rounding`),
+and `sizes`, `strides`, `offset` say which part of the global one it is. Source: Dettmers et al. 2022, "8-bit optimizers
+via block-wise quantization" (2110.02861), section 2, which has a code like the first one for both moments.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from math import prod
 
@@ -38,6 +40,8 @@ from torch import Tensor
 
 from colofunc import compat
 from colofunc.ops.define import define_update
+from colofunc.ops.indices import index_of
+from colofunc.ops.rounding import PARAM_DRAW, rounded, words_of
 from colofunc.ops.update_fused import beside
 
 BLOCK = 128
@@ -214,7 +218,8 @@ def packed(moment: Tensor, blocks: Blocks, signed: bool) -> tuple[Tensor, Tensor
 def _adamw8_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_scale: Tensor, exp_avg_sq: Tensor, exp_avg_sq_scale: Tensor, step: Tensor,
     lr: Tensor, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool, maximize: bool = False,
-    finite: Tensor | None = None,
+    finite: Tensor | None = None, site: int | None = None, sizes: Sequence[int] = (), strides: Sequence[int] = (),
+    offset: Tensor | None = None,
 ) -> None:  # fmt: skip
     count = exp_avg_scale.numel()
     if not count:
@@ -235,6 +240,7 @@ def _adamw8_(
         grads = grad.contiguous().view(count, -1)
         size = param.numel() // count
         upward = dither(times, size, wide)  # Note [Dither]
+        index = index_of(param.shape, sizes, strides, offset, param.device)
         at_once = max(1, WIDENED_ELEMENTS // size) if param.device.type == "cpu" else count
         for begin in range(0, count, at_once):
             p, m, m_scale, v, v_scale = (x[begin : begin + at_once] for x in rows)
@@ -249,6 +255,9 @@ def _adamw8_(
             square = widen(v, v_scale.view(-1), False, wide) * beta2 + g * g * (1 - beta2)
             new = new - mean * first / (square.sqrt() / root + eps)
             codes = (*pack(mean, True, m_scale.dtype), *pack(square, False, v_scale.dtype, upward))
+            if site is not None:
+                words = words_of(index, begin * size, min(count, begin + at_once) * size, times.to(torch.int64), site)
+                new = rounded(new, words.view(new.shape), PARAM_DRAW)
             for old, x in zip((p, m, m_scale, v, v_scale), (new, *codes), strict=True):
                 x = x.view(old.shape).to(old.dtype)
                 old.copy_(x if finite is None else torch.where(beside(finite, param), x, old))
@@ -260,6 +269,6 @@ def _adamw8_(
 adamw8, adamw8_ = define_update(
     "adamw8_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_scale, Tensor(d!) exp_avg_sq, "
     "Tensor(e!) exp_avg_sq_scale, Tensor step, Tensor lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled, "
-    "bool maximize=False, Tensor? finite=None) -> ()",
+    "bool maximize=False, Tensor? finite=None, int? site=None, int[] sizes=[], int[] strides=[], Tensor? offset=None) -> ()",
     _adamw8_,
 )  # fmt: skip

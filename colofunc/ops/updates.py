@@ -10,6 +10,7 @@ from colofunc.ops.update import adamw as adamw  # the modules that define them
 from colofunc.ops.update_lamb import lamb_direction as lamb_direction
 from colofunc.ops.update_lion import lion as lion
 from colofunc.ops.update_packed import adamw8 as adamw8
+from colofunc.ops.update_rounded import adamw_rounded as adamw_rounded
 from colofunc.ops.update_rules import update as update
 
 UPDATES: Mapping[str, int] = {

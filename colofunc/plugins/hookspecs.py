@@ -125,7 +125,7 @@ def colofunc_transforms() -> Mapping[str, Any]:
 def colofunc_quantizers() -> Mapping[str, Any]:
     """Scheme name -> `cf.ext.Quantizer(name, form=..., quantize=...)`, for `cf.quantize(step, name)`.
 
-    `form` is how a weight is kept and multiplied with: "int8", "fp8", "fp8_g128", "int4", "nf4", "nf4_g64", "mxfp8" or "nvfp4";
+    `form` is how a weight is kept and multiplied with: "int8", "fp8", "fp8_e5m2", "fp8_g128", "int4", "nf4", "nf4_g64", "mxfp8" or "nvfp4";
     `quantize(weight)` chooses the numbers of a matrix (o, i), and gives the parts of that format by name (`{"data": ..., "scale": ...}`). A
     row's result may depend on this row only, and with `by_largest=True` on max |w| of the whole weight, which is its second argument then.
 

@@ -11,6 +11,7 @@ Idea: it is two or three plain tensors (`ops/quantized.py`), which a plan, a che
     activations for backward `compiler/saved_activations.py`
     key-value caches         `compiler/packed_caches.py`
     gradients on the wire    `compiler/wire.py`
+    parameters on the wire   `compiler/gathers.py`
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import attrs
 
+from colofunc.compiler.gathers import GATHERS, rounded_parameters
 from colofunc.compiler.packed_caches import checked_globs, with_caches
 from colofunc.compiler.quantized_weights import AUTO, Schemes
 from colofunc.compiler.saved_activations import checked_form, with_saved
@@ -47,6 +49,7 @@ def quantize(
     *,
     wire: str | None = None,
     error_feedback: bool = False,
+    gathers: str | None = None,
     errors: SchemeErrors | None = None,
     keep: str | Iterable[str] = (),
     budget: str | int | float | None = None,
@@ -57,8 +60,8 @@ def quantize(
 ) -> Any:
     """The step with quantized weights, which it reads and does not train; with activations, caches or gradients on the wire in few bits.
 
-    scheme: "int8", "int8-dynamic", "fp8", "fp8-g128", "int4-g128", "nf4", "nf4-g64", "mxfp8", "nvfp4", a name that a
-    plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`, `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, a choice of one
+    scheme: "int8", "int8-dynamic", "fp8", "fp8-e5m2", "fp8-g128", "int4-g128", "nf4", "nf4-g64", "mxfp8", "nvfp4", a
+    name that a plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`, `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, a choice of one
     for each weight (`errors.within(...)`, `cf.scheme_choice(step, ...)`), or "auto". where: globs over the weights' own dotted
     names; of what they match, vectors stay (norms, biases). plugins: further plugins with schemes. As a decorator:
     `@cf.quantize("int8")`.
@@ -78,6 +81,11 @@ def quantize(
     On a mesh that sums no gradients it changes nothing, and the plan says so. error_feedback: what a rank did not send is kept in the
     state, and added to its next gradient.
 
+    gathers: "int8" or "fp8": forward and backward read each trained parameter of 4,096 numbers and more in 8 bits, with a scale for at most
+    128 numbers of a row, so that ranks that have parts of it (ZeRO-3) are sent a byte a number. Off by at most A / 254 (int8) or
+    |x| / 16 + A / 458752 (fp8), A being the largest of the group; the same on every mesh, also where nothing is gathered. Updates read
+    and write parameters as they are kept.
+
     activations: "int8" or "fp8": what backward reads of forward is kept in 8 bits, with a scale for at most 128 elements; outputs stay
     the same to the bit, gradients change. With a scheme, or without: `cf.quantize(step, activations="int8")`.
     caches: globs over names in argument 0 of tensors into which the step writes rows (key-value caches): they are kept in int8, with a
@@ -91,6 +99,8 @@ def quantize(
     for_auto = {"errors": errors, "keep": keep, "budget": budget, "rise": rise, "limit_s": limit_s}
     saved, cached = checked_form(activations), checked_globs(caches)
     transforms = _on_the_wire(wire, error_feedback)
+    if gathers is not None:
+        transforms.append(rounded_parameters(gathers))
     if scheme is not None or saved is not None or cached or not transforms:
         transforms.insert(0, _stored(scheme, where, plugins, for_auto, saved, cached))
     if step_fn is None:
@@ -106,6 +116,7 @@ def _staged(transforms: Sequence[Transform], step_fn: Any) -> Any:
             "chooses one for each weight"
         ),
         WIRE: "quantize(wire=...) is applied twice to one step. Try: one of them",
+        GATHERS: "quantize(gathers=...) is applied twice to one step. Try: one of them",
     }
     for transform in transforms:
         if isinstance(step_fn, Staged) and step_fn.transform(transform.name) is not None and transform.name in twice:
@@ -157,7 +168,7 @@ def _quantizer(scheme: Any, plugins: Sequence[Any]) -> Schemes:
     if not isinstance(scheme, str):
         raise InputError(
             f"cf.quantize(scheme={_short(scheme)}): give a scheme ({', '.join(known)}), a cf.ext.Quantizer, or, for something else than "
-            "weights, activations=, caches= or wire="
+            "weights, activations=, caches=, wire= or gathers="
         )
     if scheme not in known:
         raise InputError(f"cf.quantize: there is no scheme {scheme!r}{near(scheme, known, 'schemes')}")

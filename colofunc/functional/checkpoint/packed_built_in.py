@@ -9,9 +9,11 @@ from colofunc.functional.checkpoint.packed_blocks import FINEGRAINED_FP8
 from colofunc.functional.checkpoint.packed_int4 import AWQ, GPTQ, PACK_QUANTIZED
 from colofunc.functional.checkpoint.packed_rows import FLOAT_QUANTIZED, INT_QUANTIZED
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout
+from colofunc.functional.checkpoint.packed_torchao import FLOAT8, INT4
+from colofunc.functional.checkpoint.packed_torchao import INT8 as TORCHAO_INT8
 from colofunc.plugins.hookspecs import hookimpl
 
-ALL = (NF4, INT8, GPTQ, AWQ, PACK_QUANTIZED, FINEGRAINED_FP8, INT_QUANTIZED, FLOAT_QUANTIZED)
+ALL = (NF4, INT8, GPTQ, AWQ, PACK_QUANTIZED, FINEGRAINED_FP8, INT_QUANTIZED, FLOAT_QUANTIZED, TORCHAO_INT8, FLOAT8, INT4)
 BUILT_IN: Mapping[str, PackedLayout] = {one.name: one for one in ALL}
 
 

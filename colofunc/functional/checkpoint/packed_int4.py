@@ -80,7 +80,7 @@ def _check_bits(tensors: Tensors, key: str, bits: object) -> None:
         raise tensors.wrong(key, f"has {bits} bits a number by the configuration, and 4 can be read", "bits=4 when quantizing")
 
 
-def _groups(tensors: Tensors, key: str, count: int, columns: int) -> int:
+def groups_of(tensors: Tensors, key: str, count: int, columns: int) -> int:
     """How many of our groups have one scale. Raises CheckpointError where groups cannot be ours."""
     if columns % GROUP or columns % count or columns // count % GROUP:
         raise tensors.wrong(
@@ -116,7 +116,7 @@ def _weight(
     )  # fmt: skip
 
 
-def _of_groups(each: int, columns: slice, read: Callable[[slice], Tensor]) -> Tensor:
+def of_groups(each: int, columns: slice, read: Callable[[slice], Tensor]) -> Tensor:
     """What our groups `columns` have, of `read(theirs)`: (rows, theirs), where a group of theirs is `each` of ours."""
     ours = torch.arange(columns.start, columns.stop) // each
     theirs = slice(columns.start // each, -(-columns.stop // each))
@@ -127,7 +127,7 @@ def _transposed_scales(tensors: Tensors, entry: Entry, each: int, box: Box) -> T
     def read(theirs: slice) -> Tensor:
         return boxed(entry, (theirs, box[0])).T.to(torch.float32)
 
-    return tensors.finite("scales", _of_groups(each, box[1], read))
+    return tensors.finite("scales", of_groups(each, box[1], read))
 
 
 def _transposed_zeros(entry: Entry, each: int, box: Box, places: Sequence[int] | None = None, add: int = 0) -> Tensor:
@@ -140,7 +140,7 @@ def _transposed_zeros(entry: Entry, each: int, box: Box, places: Sequence[int] |
             numbers = _placed(numbers, places)
         return numbers[:, inside].T
 
-    return _of_groups(each, box[1], read)
+    return of_groups(each, box[1], read)
 
 
 # ---- GPTQ ----
@@ -160,7 +160,7 @@ def _read_gptq(tensors: Tensors) -> Quantized:
     rows, columns = qweight.shape[1], 8 * qweight.shape[0]
     scales = tensors.matrix("scales", SCALES)
     count = scales.shape[0]
-    each = _groups(tensors, "scales", count, columns)
+    each = groups_of(tensors, "scales", count, columns)
     _check_rows(tensors, "scales", rows, "modules_in_block_to_quantize when quantizing, without this layer")
     tensors.checked("scales", SCALES, (count, rows))
     qzeros = tensors.checked("qzeros", (torch.int32,), (count, rows // 8))
@@ -258,7 +258,7 @@ def _read_awq(tensors: Tensors) -> Quantized:
     rows, columns = 8 * qweight.shape[1], qweight.shape[0]
     scales = tensors.matrix("scales", SCALES)
     count = scales.shape[0]
-    each = _groups(tensors, "scales", count, columns)
+    each = groups_of(tensors, "scales", count, columns)
     tensors.checked("scales", SCALES, (count, rows))
     qzeros = tensors.checked("qzeros", (torch.int32,), (count, rows // 8))
 
@@ -338,7 +338,7 @@ def _read_packed(tensors: Tensors) -> Quantized:
         raise tensors.wrong("weight_g_idx", "says that columns are not in the order of their groups", "actorder=None when quantizing")
     scales = tensors.matrix("weight_scale", SCALES)
     count = scales.shape[1]
-    each = _groups(tensors, "weight_scale", count, columns)
+    each = groups_of(tensors, "weight_scale", count, columns)
     tensors.checked("weight_scale", SCALES, (rows, count))
     zeros = None
     if "weight_zero_point" in tensors.entries:
@@ -354,7 +354,7 @@ def _read_packed(tensors: Tensors) -> Quantized:
         def read(theirs: slice) -> Tensor:
             return boxed(scales, (box[0], theirs)).to(torch.float32)
 
-        return tensors.finite("weight_scale", _of_groups(each, box[1], read))
+        return tensors.finite("weight_scale", of_groups(each, box[1], read))
 
     def zero(box: Box) -> Tensor:
         if zeros is None:
@@ -364,7 +364,7 @@ def _read_packed(tensors: Tensors) -> Quantized:
         def read(theirs: slice) -> Tensor:
             return _nibbles(boxed(zeros, (at, theirs)).T).T[inside]
 
-        return _of_groups(each, box[1], read)
+        return of_groups(each, box[1], read)
 
     return _weight((rows, columns), data, scale, zero)
 

@@ -16,9 +16,12 @@ plain weights. A lazy weight keeps what it was made of (`Stored`), so that `cf.q
     finegrained-fp8    x.weight, x.weight_scale_inv                                             fp8_g128
     int-quantized      x.weight, x.weight_scale                                                 int8
     float-quantized    x.weight, x.weight_scale                                                 fp8
+    torchao-int8       x._weight_qdata, x._weight_scale, x._weight_zero_point                   int8
+    torchao-float8     x._weight_qdata, x._weight_scale                                         fp8
+    torchao-int4       x._weight_qdata, x._weight_scale, x._weight_zero_point                   int4
 
-The layouts themselves are in `packed_bitsandbytes.py`, `packed_int4.py`, `packed_blocks.py` and `packed_rows.py`; plugins give more by the
-hook `colofunc_packed_layouts`, as these come (`packed_built_in.py`).
+The layouts themselves are in `packed_bitsandbytes.py`, `packed_int4.py`, `packed_blocks.py`, `packed_rows.py` and `packed_torchao.py`;
+plugins give more by the hook `colofunc_packed_layouts`, as these come (`packed_built_in.py`).
 """
 
 from __future__ import annotations
@@ -111,7 +114,7 @@ def _layers(
     return layers
 
 
-NUMBERS = ("weight", "weight_packed", "qweight")
+NUMBERS = ("weight", "weight_packed", "qweight", "_weight_qdata")
 """The tensors that hold packed numbers, in any layout."""
 
 

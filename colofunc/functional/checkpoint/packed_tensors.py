@@ -88,6 +88,10 @@ def _without_config(skipped: Sequence[str], dtype: torch.dtype) -> dict[str, Any
     return {}
 
 
+def _nothing_more(stored: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, str]:
+    return {}
+
+
 @attrs.frozen(eq=False)
 class PackedLayout:
     """How a library saves quantized weights.
@@ -97,7 +101,8 @@ class PackedLayout:
     weight, of lazy parts, float32. `write(name, weight)`: the tensors by key, of a weight whose parts have data; raises InputError where
     the layout cannot hold it. `config(skipped, dtype)`: "quantization_config" of a model in which the layers `skipped` stay as they are.
     `claims`: whether these tensors, some of them with its marks, are such a weight. Other models may have parameters of these names, so
-    dtypes decide; a tensor that is missing or misshapen is left to `read`.
+    dtypes decide; a tensor that is missing or misshapen is left to `read`. `header(stored, dtype)`: what a file with these tensors says in
+    its header beside them; dtype: of the weights before.
     """
 
     name: str
@@ -110,6 +115,7 @@ class PackedLayout:
     claims: Callable[[Tensors], bool]
     write: Write | None = None
     config: Callable[[Sequence[str], torch.dtype], dict[str, Any]] = _without_config
+    header: Callable[[Mapping[str, Tensor], torch.dtype], dict[str, str]] = _nothing_more
 
 
 def part(shape: Sequence[int], dtype: torch.dtype, read: Callable[[Box], Tensor]) -> LazyTensor:

@@ -108,6 +108,10 @@ class Packing:
         layer = key.removesuffix(".weight")
         return {f"{layer}.{suffix}": x for suffix, x in self.layout.write(name, weight).items()}
 
+    def header(self, stored: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, str]:
+        """What the header of a file with these tensors says in the layout."""
+        return {} if self.layout is None else self.layout.header(stored, dtype or torch.float32)
+
     def save_config(self, folder: Path, dtype: torch.dtype | None) -> None:
         """Have the configuration say how weights are kept, where there is one: also that they are no longer quantized."""
         path = folder / "config.json"

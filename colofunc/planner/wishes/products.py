@@ -29,7 +29,7 @@ import attrs
 
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
-from colofunc.ops import fp8, int8_products, quantized
+from colofunc.ops import fp8, int8_products, quantized, saved_activations
 from colofunc.planner.sharding.classes import starred
 from colofunc.planner.wishes.product_forms import FORMS, Form, Words, dim, forms, parts, split_words, strategies
 from colofunc.planner.wishes.propagation import Rules
@@ -53,6 +53,8 @@ WITH_PACKED = quantized.PRODUCTS | {int8_products.PRODUCT}
 """Products whose second operand is the data of a packed weight."""
 _TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
 _VIEWS = ("aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.clone.", "aten._to_copy.", fp8.CAST)
+_ROUNDED = (saved_activations.PACK, saved_activations.WIDEN)
+"""What stands for a value in 8 bits, and the value again: about the same numbers."""
 
 FAIR_SHARE = 0.5
 """Least share of the work with weights that a plan which splits products must split."""
@@ -146,8 +148,11 @@ def _free_factors(dim: Factors, rule: Rule) -> Factors:
 
 
 def _carried(node: Node) -> Sequence[int]:
-    """The operands whose numbers a node's result may have: of a cast x and not its scale, of a widened weight its data."""
-    if node.target in quantized.DEQUANTIZE:
+    """The operands whose numbers a node's result may have: of a cast x and not its scale, of a widened weight its data.
+
+    A parameter that is read in 8 bits is packed and widened, and is still itself.
+    """
+    if node.target in quantized.DEQUANTIZE or node.target == saved_activations.WIDEN:
         return node.refs[:1]
     return fp8.carried(node.target, node.refs)
 
@@ -318,7 +323,7 @@ def wishes(program: Program, mesh: Mesh, patterns: Mapping[Product, Words], sour
 
 
 def root(makers: Mapping[int, Node], id: int) -> int:
-    """The value that an id is, but for how its dims are cut and in which order they stand, and for casts."""
-    while id in makers and makers[id].target.startswith((*_TRANSPOSES, *_VIEWS)):
+    """The value that an id is, but for how its dims are cut and in which order they stand, and for casts and rounding."""
+    while id in makers and makers[id].target.startswith((*_TRANSPOSES, *_VIEWS, *_ROUNDED)):
         id = makers[id].refs[0]
     return id

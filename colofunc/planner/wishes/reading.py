@@ -28,6 +28,7 @@ from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.ops.fp8 import carried
 from colofunc.ops.quantized import DEQUANTIZE
+from colofunc.ops.saved_activations import WIDEN
 from colofunc.planner.wishes.products import leaf_of
 from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.wish import Wish
@@ -86,7 +87,8 @@ def stored(program: Program, id: int) -> tuple[int, ...]:
         node = made[id]
         if node.target in DEQUANTIZE:
             return tuple(part for part in node.refs if part not in made)
-        if len(carried(node.target, node.refs)) != 1 or not _keeps_dim_0(node, values[node.refs[0]].shape, values[id].shape):
+        read = node.refs[:1] if node.target == WIDEN else carried(node.target, node.refs)
+        if len(read) != 1 or not _keeps_dim_0(node, values[node.refs[0]].shape, values[id].shape):
             return ()
         id = node.refs[0]
     return (id,)

@@ -15,7 +15,7 @@ Where the widened shard is turned in front of its gather, as backward reads it, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -31,11 +31,15 @@ from colofunc.spec.layout import Layout, axes_of, make_layout
 GATHER, REARRANGE = "colofunc.all_gather", "colofunc.rearrange"
 
 
-def gathered_packed(program: Program) -> Program:
-    """`program` (local) with packed tensors gathered in place of widened ones, where only the gather reads what was widened."""
+def gathered_packed(program: Program, widening: Collection[str] = DEQUANTIZE, is_shared: bool = False) -> Program:
+    """`program` (local) with packed tensors gathered in place of widened ones, where only the gather reads what was widened.
+
+    widening: the operators that give a wide tensor of packed ones, the numbers first, which lie alike along each dim that they have.
+    is_shared: also where others read the widened shard, which stays for them.
+    """
     edit = Editor(program)
     parts: dict[tuple[Any, ...], Ref] = {}
-    chains = [_Gathered.behind(program, index) for index, node in enumerate(program.nodes) if node.target in DEQUANTIZE]
+    chains = [_Gathered.behind(program, index, is_shared) for index, node in enumerate(program.nodes) if node.target in widening]
     # Parts are gathered where the first chain is written that reads them, so chains are written in the order of their places.
     for found in sorted((chain for chain in chains if chain is not None), key=lambda chain: chain.rearrange):
         found.write(edit, parts)
@@ -46,6 +50,12 @@ def _only_reader(program: Program, id: int) -> int | None:
     """The index of the one node that reads a value."""
     readers = program.readers.get(id, ())
     return readers[0] if len(readers) == 1 and id not in program.outputs else None
+
+
+def _only_gather(program: Program, id: int) -> int | None:
+    """The index of the one gather of a value that others read, too."""
+    gathers = [reader for reader in program.readers.get(id, ()) if program.nodes[reader].target == GATHER]
+    return gathers[0] if len(gathers) == 1 else None
 
 
 @attrs.frozen
@@ -64,11 +74,14 @@ class _Gathered:
         return self.dims[0]
 
     @staticmethod
-    def behind(program: Program, index: int) -> _Gathered | None:
+    def behind(program: Program, index: int, is_shared: bool = False) -> _Gathered | None:
         """What follows the `dequantize` at `index`; None where that is no gather, or one of another kind."""
         chain = [index]
         while True:
-            reader = _only_reader(program, program.nodes[chain[-1]].results[0])
+            made = program.nodes[chain[-1]].results[0]
+            reader = _only_reader(program, made)
+            if reader is None and is_shared:
+                reader = _only_gather(program, made)
             if reader is None:
                 return None
             if program.nodes[reader].target == GATHER:
@@ -77,7 +90,8 @@ class _Gathered:
         put = _only_reader(program, program.nodes[reader].results[0])
         if put is None or program.nodes[put].target != REARRANGE:
             return None
-        dims = _dims_back(program, chain, _dim_of(program.nodes[put].args[1], len(program.values[program.nodes[reader].refs[0]].shape)))
+        part = program.values[program.nodes[reader].refs[0]]
+        dims = _dims_back(program, chain, gathered_dim(program.nodes[put].args[1], len(part.shape)))
         found = None if dims is None else _Gathered(program, tuple(chain), reader, put, dims)
         return found if found is not None and found._fits() else None
 
@@ -103,6 +117,7 @@ class _Gathered:
         first, gather = nodes[self.chain[0]], nodes[self.gather]
         refs = [self._part(edit, parts, part) for part in first.refs]
         last = nodes[self.rearrange]
+        stays = _only_reader(self.program, nodes[self.chain[-1]].results[0]) is None
         args: tuple[Any, ...] = (*refs, *first.args[len(refs) :])
         for index, dim in zip(self.chain, self.dims, strict=True):
             node = nodes[index]
@@ -112,7 +127,8 @@ class _Gathered:
             if node.target in VIEWS:
                 args = (args[0], self._shape(own, dim))
             edit.insert(self.rearrange, attrs.evolve(node, args=args, outs=(out,), on=gather.on))
-            edit.drop(index)
+            if not stays:
+                edit.drop(index)
             if not at_end:
                 following = nodes[self.chain[self.chain.index(index) + 1]]
                 args = (Ref(out), *following.args[1:])
@@ -136,7 +152,7 @@ class _Gathered:
         if key in parts:
             return parts[key]
         times = gather.args[2]
-        pattern = _pattern(len(value.shape), self.dim)
+        pattern = joining_pattern(len(value.shape), self.dim)
         whole = list(value.shape)
         whole[self.dim] *= times
         stacked = edit.new(value, shape=(times, *value.shape), layout=None, role="activation", of=None)
@@ -189,12 +205,12 @@ def _turn(node: Node, count: int) -> list[int]:
     return order
 
 
-def _dim_of(pattern: str, dims: int) -> int | None:
+def gathered_dim(pattern: str, dims: int) -> int | None:
     """The dim along which what an all-gather has stacked in front is joined: "a b c -> (a b) c" is 0; None: in another way."""
-    return next((dim for dim in range(min(2, dims)) if pattern == _pattern(dims, dim)), None)
+    return next((dim for dim in range(min(2, dims)) if pattern == joining_pattern(dims, dim)), None)
 
 
-def _pattern(dims: int, dim: int) -> str:
+def joining_pattern(dims: int, dim: int) -> str:
     """The pattern that joins dim 0 of a stack with dim `dim` of its tensors of so many dims, in front of it."""
     names = [chr(ord("a") + k) for k in range(dims + 1)]
     after: list[str] = names[1:]

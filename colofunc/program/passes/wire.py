@@ -37,6 +37,8 @@ from colofunc.program.passes.wide_sums import is_reduction, passes_sums, reaches
 LEAST = 2048
 """Sums of fewer numbers stay as they are: their latency is longer than their transfer, and many of them share one message."""
 FIT = "colofunc.fit"
+SUMS = ("colofunc.reduce_scatter", "colofunc.all_reduce")
+"""How the names of operators begin that sum over the mesh, those that are started included."""
 _VIEWS = frozenset({"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten._reshape_alias.default"})
 
 
@@ -74,8 +76,11 @@ def _carried(program: Program) -> Iterator[int]:
 
 
 def _is_large_sum(program: Program, node: Node) -> bool:
-    if not is_reduction(node):
-        return False
+    return is_reduction(node) and _is_large(program, node)
+
+
+def _is_large(program: Program, node: Node) -> bool:
+    """Whether what is summed is worth packing."""
     term = program.values[node.refs[0]]
     return term.dtype.is_floating_point and prod(term.shape) >= LEAST
 
@@ -258,6 +263,11 @@ def _path_of(value: Value, paths: Mapping[str, int]) -> str | None:
         return None
     name = value.name.removeprefix("grad.")
     return next((path for path in (name, name.partition(".")[2]) if path in paths), None)
+
+
+def sums_in_full(program: Program) -> bool:
+    """Whether gradients are summed over the mesh in a message that would be worth packing, and is not packed."""
+    return any(node.target.startswith(SUMS) and _is_large(program, node) for node in program.nodes)
 
 
 def saved_bytes(program: Program) -> tuple[int, int]:

@@ -153,6 +153,7 @@ def _open_rows(call: Call, mesh: Mesh) -> Iterator[Strategy]:
 STRATEGIES = {"colofunc.rounded_rows": _open_rows}
 RULES: dict[str, RuleFn] = {
     "colofunc.fp8_bits": pattern("b* -> b*"),
+    "colofunc.fp8_e5m2_bits": pattern("b* -> b*"),
     "colofunc.mxfp8_numbers": _numbers(FORMATS["mxfp8"]),
     "colofunc.nvfp4_numbers": _numbers(FORMATS["nvfp4"]),
     "colofunc.rounded_rows": _rows,

@@ -9,25 +9,27 @@ offset of its first element. See `colofunc.ops.random`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from colofunc.mesh import Mesh
 from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Call, Rule
-from colofunc.spec.rules.build import Local, at, bind, names
+from colofunc.spec.rules.build import Code, Local, at, bind, names
 from colofunc.spec.rules.local import place_of, rerun
 from colofunc.spec.rules.pattern import RuleFn
 
 
-def placed(first: int, shape_at: int | None) -> RuleFn:
-    """The rule of an operator with `sizes, strides, offset` from `first` on; `shape_at`: its shape argument, if any."""
+def knowing_its_place(first: int, shape_at: int | None = None) -> Code:
+    """Local code of an operator with `sizes, strides, offset` from `first` on, which lie as its first result does."""
 
     def code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Local | None:
         out = outs[0]
         if out is None or not out.axes:
             return None
 
-        def local(*shards: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        def local(*shards: torch.Tensor, mesh: Mesh) -> Any:
             sizes, strides, offset = place_of(out.dims, out.shape, mesh)
             changes = {(first, "sizes"): sizes, (first + 1, "strides"): strides, (first + 2, "offset"): offset}
             if shape_at is not None:
@@ -36,8 +38,20 @@ def placed(first: int, shape_at: int | None) -> RuleFn:
 
         return local
 
+    return code
+
+
+def is_placed(call: Call, first: int) -> bool:
+    """Whether a call says already which part of a global tensor it is about."""
+    return bool(call.arg(first, "sizes", ())) or at(call, first + 2, "offset") is not None
+
+
+def placed(first: int, shape_at: int | None) -> RuleFn:
+    """The rule of an operator with `sizes, strides, offset` from `first` on; `shape_at`: its shape argument, if any."""
+    code = knowing_its_place(first, shape_at)
+
     def rule(call: Call) -> Rule | None:
-        if call.outs[0] is None or call.arg(first, "sizes", ()) or at(call, first + 2, "offset") is not None:
+        if call.outs[0] is None or is_placed(call, first):
             return None
         dims = " ".join(names("d", len(call.outs[0].shape)))
         if shape_at is not None:

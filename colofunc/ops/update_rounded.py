@@ -1,0 +1,92 @@
+"""Adam and AdamW of parameters in bfloat16 without masters: computed in float32, and what is written rounded stochastically.
+
+    param, m, v = adamw_rounded(param, grad, m, v, step, lr, 0.9, 0.999, 1e-8, 0.01, True, False, None, site=3)
+
+Parameter and moments are in bfloat16 and read as they are; every operation below is one of torch's that rounds once in float32, so no
+element's result depends on where it lies, and `ops.rounding` draws by (step, site, index in the global tensor). Nothing random is kept: a
+step that is repeated, or goes on from a checkpoint, on any mesh, rounds alike.
+
+`sizes`, `strides`, `offset`: which part of the global parameter this is, see `colofunc.ops.indices`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from colofunc import compat
+from colofunc.errors import InputError
+from colofunc.ops.define import define_update
+from colofunc.ops.indices import index_of
+from colofunc.ops.rounding import DEVICE_TILE, HOST_TILE, PARAM_DRAW, rounded, words_of
+from colofunc.ops.update_fused import beside
+
+ROUNDED = (torch.bfloat16,)
+"""Dtypes of parameters that are rounded so."""
+MOMENT_DRAWS = (1, 2)
+"""Which draws of an element's word are those of the moments."""
+
+
+def _adamw_rounded_(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float, beta2: float, eps: float,
+    weight_decay: float, decoupled: bool, maximize: bool, finite: Tensor | None, site: int, sizes: Sequence[int] = (),
+    strides: Sequence[int] = (), offset: Tensor | None = None,
+) -> None:  # fmt: skip
+    if not param.numel():
+        return
+    if finite is not None and finite.device.type == "cpu":
+        if not bool(finite):
+            return
+        finite = None
+    with compat.no_function_modes():
+        wide = torch.float32
+        times, rate = beside(step, param).to(torch.float64), beside(lr, param).to(torch.float64)
+        first = (rate / (1 - beta1**times)).to(wide)
+        root = (1 - beta2**times).sqrt().to(wide)
+        keep = (1 - rate * weight_decay).to(wide)
+        written = [param, exp_avg, exp_avg_sq]
+        # A shard may lie in another order than its elements are counted in.
+        flat = [x.contiguous().view(-1) for x in written]
+        grads = grad.contiguous().view(-1)
+        index, seed = index_of(param.shape, sizes, strides, offset, param.device), times.to(torch.int64)
+        at_once = HOST_TILE if param.is_cpu else DEVICE_TILE
+        for begin in range(0, param.numel(), at_once):
+            end = min(param.numel(), begin + at_once)
+            parts = [x[begin:end] for x in flat]
+            new, mean, square = (x.to(wide) for x in parts)
+            g = grads[begin:end].to(wide)
+            g = -g if maximize else g
+            if weight_decay != 0.0 and decoupled:
+                new = new * keep
+            elif weight_decay != 0.0:
+                g = g + new * weight_decay
+            mean = mean * beta1 + g * (1 - beta1)
+            square = square * beta2 + g * g * (1 - beta2)
+            new = new - mean * first / (square.sqrt() / root + eps)
+            words = words_of(index, begin, end, seed, site)
+            for old, x, draw in zip(parts, (new, mean, square), (PARAM_DRAW, *MOMENT_DRAWS), strict=True):
+                x = rounded(x, words, draw)
+                old.copy_(x if finite is None else torch.where(beside(finite, param), x, old))
+        for x, part in zip(written, flat, strict=True):
+            if not x.is_contiguous():
+                x.copy_(part.view(x.shape))
+
+
+def _fake_(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float, beta2: float, eps: float,
+    weight_decay: float, decoupled: bool, maximize: bool, finite: Tensor | None, site: int, sizes: Sequence[int] = (),
+    strides: Sequence[int] = (), offset: Tensor | None = None,
+) -> None:  # fmt: skip
+    for name, x in (("parameter", param), ("first moment", exp_avg), ("second moment", exp_avg_sq)):
+        if x.dtype not in ROUNDED:
+            raise InputError(f"adamw_rounded: the {name} is in {x.dtype}. Try: parameters and moments in torch.bfloat16; colofunc.adamw")
+
+
+adamw_rounded, adamw_rounded_ = define_update(
+    "adamw_rounded_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, float beta1, "
+    "float beta2, float eps, float weight_decay, bool decoupled, bool maximize, Tensor? finite, int site, int[] sizes=[], "
+    "int[] strides=[], Tensor? offset=None) -> ()",
+    _adamw_rounded_, _fake_,
+)  # fmt: skip
