@@ -170,7 +170,7 @@ def _report(program: Program, storages: list[Storage], makers: Mapping[int, Node
     nothing = (0,) * count  # one for all kinds that there are none of
     by_kind = {}
     for tier, rows in lines.items():
-        there = rows.any(axis=1).tolist()
+        there = [bool(line.any()) for line in rows]
         by_kind[tier] = {kind: tuple(rows[row].tolist()) if there[row] else nothing for row, kind in enumerate(KINDS)}
     timeline = {tier: tuple(rows.sum(axis=0).tolist()) for tier, rows in lines.items()}
     peak_at = {tier: int(rows.sum(axis=0).argmax()) for tier, rows in lines.items()}
