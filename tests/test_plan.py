@@ -21,8 +21,9 @@ from colofunc.planner.plan import OtherWay, Plan, matches, parse_axes
 from colofunc.planner.sharding.assign import Assignment, assign
 from colofunc.planner.sharding.constraints import NONE, Constraints
 from colofunc.planner.sharding.explain import constraints_from, make_plan, node_keys
+from colofunc.planner.wishes.leaf_constraints import NamedValues
 from colofunc.planner.wishes.wish import Wish, wishes_of
-from colofunc.planner.wishes.wish_constraints import _Named, constraints_of
+from colofunc.planner.wishes.wish_constraints import constraints_of
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import call_of
 from colofunc.spec.conversions.conversion import conversion_s
@@ -172,7 +173,7 @@ def test_words_of_globs_and_strategies() -> None:
     assert matches("params.h.0.fc1.weight", "h.0.fc1.weight") and not matches("params.xh.0", "h.0")
     names = ("params.h.0.fc1.weight", "params.h.10.fc1.weight", "w", "a..b", ".a", "a.", "h.0.w.h.0.w")
     values = {k: Value(k, (1,), torch.float32, name, "param") for k, name in enumerate(names)}
-    found = _Named.of(list(values.values())).numbers
+    found = NamedValues.of(list(values.values())).numbers
     globs = {*names, "h.0.fc1.weight", "0.fc1.weight", "weight", "b", ".b", "", "a", "h.0.w", "fc1", "0"}
     for glob in globs:  # without a wildcard names are looked up; both ways mean the same leaves
         assert list(found.get(glob, ())) == [k for k, name in enumerate(names) if matches(name, glob)], glob

@@ -18,29 +18,27 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
-from itertools import chain, product
+from functools import partial
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
+from colofunc.compiler.differing import differing, judged
 from colofunc.compiler.observation import Arguments, Plain, arguments_of, collective_text, history, name_of, plain_program, whole
 from colofunc.compiler.tolerance import Allowed, Reference
 from colofunc.executors.copies import COPIER
 from colofunc.executors.source import Tap, Writer
 from colofunc.executors.tap import Lanes, everyones, values_tap
-from colofunc.mesh import Mesh
 from colofunc.ops import canonical
 from colofunc.ops.debug import quiet
-from colofunc.program.closeness import apart, scaled_difference
 from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.text import columns
 from colofunc.program.tracing.tree import flatten, unflatten
-from colofunc.spec.layout import Layout, make_layout
-from colofunc.spec.parts import join
+from colofunc.spec.layout import Dim, Layout, make_layout
 
 if TYPE_CHECKING:
     from colofunc.compiler.lowered import Lowered
@@ -98,7 +96,8 @@ class Compared:
     def table(self, most: int = SHOWN) -> str:
         """The first `most` differences, one line each."""
         rows = [("difference", "value", "spec", "phase", "line", "made by")]
-        rows += [(f"{d.difference:.3g}", d.name, d.spec, d.phase, d.line, d.made_by) for d in self.differences[:most]]
+        for found in self.differences[:most]:
+            rows.append((f"{found.difference:.3g}", found.name, found.spec, found.phase, found.line, found.made_by))
         return columns(rows)
 
     def __str__(self) -> str:
@@ -110,7 +109,9 @@ class Compared:
     __repr__ = __str__
 
 
-def compare(low: Lowered, args: tuple[Any, ...], fn: Callable[..., Any] | None = None, tolerance: float | None = None) -> Compared:
+def compare(
+    low: Lowered, args: tuple[Any, ...], fn: Callable[..., Any] | None = None, tolerance: float | None = None
+) -> Compared:
     """Compare every value of the local program with the global program's; collective on real ranks, consumes nothing.
 
     `fn`: the function itself, to be held against the global program too. Where all values agree the program that really
@@ -166,7 +167,8 @@ class _Look:
         owner = self.plain.owners[mine]
         assert layout is not None, "a copy of a global value has a layout"
         expected = self.reference.take(owner)
-        worst, ranks = differing(everyones(lanes, self.low.mesh.size), layout, self.low.mesh, expected, self.allowed.of(owner, expected))
+        mesh, allowed = self.low.mesh, self.allowed.of(owner, expected)
+        worst, ranks = differing(everyones(lanes, mesh.size), layout, mesh, expected, allowed)
         self.values += 1
         if not ranks:
             self.worst = max(self.worst, worst)
@@ -227,17 +229,23 @@ class _Look:
                 why = f"{PASSES}: the program before them gives the right value"
                 self.found.append(self._difference(owner, layout.text(), why, worst, ranks, self.makers.get(owner)))
 
-    def function(self, fn: Callable[..., Any], args: tuple[Any, ...], expected: Sequence[torch.Tensor], seed: torch.Tensor | None) -> None:
+    def function(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], expected: Sequence[torch.Tensor], seed: torch.Tensor | None
+    ) -> None:
         """The mesh computes the global program: does that compute the function?"""
         mine, tree = flatten(args)
         with canonical.single_device(seed), quiet(), torch.enable_grad():
-            leaves, _ = flatten(fn(*unflatten(tree, [whole(x).requires_grad_(x.requires_grad) for x in mine])))
-        order = {id(node): k for k, node in enumerate(self.low.global_program.nodes)}
+            inputs = [whole(leaf).requires_grad_(leaf.requires_grad) for leaf in mine]
+            leaves, _ = flatten(fn(*unflatten(tree, inputs)))
+        order = {id(node): index for index, node in enumerate(self.low.global_program.nodes)}
         made: list[int] = []
         for got, want, owner in zip(leaves, expected, self.low.global_program.outputs, strict=True):
             worst, fine = judged(want, got.detach(), self.allowed.of(owner, want))
             if not fine:
-                why = "tracing or simplifying, unless what it reads from outside (a global, an attribute) has changed since its trace"
+                why = (
+                    "tracing or simplifying, unless what it reads from outside (a global, an attribute) has changed "
+                    "since its trace"
+                )
                 self.found.append(self._difference(owner, "", why, worst, (), self.makers.get(owner)))
                 made.append(order.get(id(self.makers.get(owner)), -1))
         self.found = [found for _, found in sorted(zip(made, self.found, strict=True), key=lambda pair: pair[0])]
@@ -268,11 +276,21 @@ class Seen:
         assert layout is not None, "only values with layouts are looked at"
         if not at.keys() & set(layout.axes):
             return x, layout
-        atoms = [atom for dim in layout.dims for atom in dim]
-        cut = x.reshape([size for size, _ in atoms])[tuple(at[a] if a in at else slice(None) for _, a in atoms)]
-        dims = tuple(tuple((size, a) for size, a in dim if a not in at) for dim in layout.dims)
+        # One dim for each atom: those of time are indexed by the trip, and what is left of each dim is put together.
+        sizes, index, dims = list[int](), list[int | slice](), list[Dim]()
+        for dim in layout.dims:
+            left = []
+            for size, axis in dim:
+                sizes.append(size)
+                if axis in at:
+                    index.append(at[axis])
+                else:
+                    index.append(slice(None))
+                    left.append((size, axis))
+            dims.append(tuple(left))
         shape = tuple(prod(size for size, _ in dim) for dim in dims)
-        return cut.reshape(shape), make_layout(dims, shape, layout.pending, layout.tier, layout.scheme, layout.at)
+        part_layout = make_layout(tuple(dims), shape, layout.pending, layout.tier, layout.scheme, layout.at)
+        return x.reshape(sizes)[tuple(index)].reshape(shape), part_layout
 
 
 CLONE = "aten.clone.default"
@@ -286,21 +304,28 @@ def program_tap(whole: Program, look: Look) -> Tap:
         axes = [(loop.axis, loop.trips) for loop, _ in writer.loops]
         counters = "".join(f"{counter}, " for _, counter in writer.loops)
         for value in comparable(node, writer.program, whole, [axis for axis, _ in axes]):
-            writer.settle([name for lane in range(writer.lanes) for name in writer.on_host([value.id], lane)], [])
+            names = list[str]()
+            for lane in range(writer.lanes):
+                names += writer.on_host([value.id], lane)
+            writer.settle(names, [])
             seen = partial(_told, look, value, node, tuple(axes))
             writer.line(f"{writer.bind(seen, 'look')}(({counters}), ({', '.join(writer.everywhere(value.id))},))")
 
     return tap
 
 
-def _told(look: Look, value: Value, node: Node, axes: tuple[tuple[str, int], ...], trips: tuple[int, ...], lanes: Lanes) -> None:
-    look(Seen(value, node, tuple((axis, trip, n) for (axis, n), trip in zip(axes, trips, strict=True))), lanes)
+def _told(
+    look: Look, value: Value, node: Node, axes: tuple[tuple[str, int], ...], trips: tuple[int, ...], lanes: Lanes
+) -> None:
+    here = [(axis, trip, count) for (axis, count), trip in zip(axes, trips, strict=True)]
+    look(Seen(value, node, tuple(here)), lanes)
 
 
 def comparable(node: Node, program: Program, whole: Program, times: list[str]) -> Iterator[Value]:
-    """What is a copy of a global value, as its layout says, when a node has run: its results, and what it has written to a copy."""
-    ids = [o for o in node.results if not _is_written_later(o, program, whole)]
-    ids += [i for i in written(node) if _is_written_later(i, program, whole)]
+    """What is a copy of a global value, as its layout says, when a node has run: its results, and what it has written to
+    a copy."""
+    ids = [id for id in node.results if not _is_written_later(id, program, whole)]
+    ids += [id for id in written(node) if _is_written_later(id, program, whole)]
     for value in map(program.value, ids):
         layout = value.layout
         if value.of is None or layout is None or layout.shape != whole.values[value.of].shape:
@@ -331,62 +356,3 @@ def looked_at(program: Program, whole: Program, times: Mapping[str, int] | None 
             assert value.of is not None, "comparable values are copies"
             found[value.of] += prod(times.values())
     return found
-
-
-# ---- copies that differ ----
-# Problem: a value lies in parts, some of them several times, and one wrong copy is enough to spoil a step. Idea: the ranks
-# that hold one whole tensor between them are joined and compared; what is pending is reduced first.
-#
-#     worst, ranks = differing(shards, layout, mesh, expected, 1e-10)      # ranks: those of the copies that are off
-#
-# What a copy may be off by is a share of max(1, max|expected|), or an absolute difference for each element.
-
-
-def differing(
-    shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, expected: torch.Tensor, allowed: float | torch.Tensor
-) -> tuple[float, tuple[int, ...]]:
-    """(largest scaled difference, ranks of the copies that are further off than `allowed`; () if all are within)."""
-    worst = 0.0
-    wrong: list[int] = []
-    seen: dict[tuple[int, ...], tuple[float, bool]] = {}
-    for ranks, order in copies_of(layout, mesh):
-        mine = [shards[r] for r in order]
-        key = tuple(id(x) for x in mine)
-        if key not in seen:
-            seen[key] = judged(join(mine, layout, mesh).cpu(), expected, allowed)
-        worst = max(worst, seen[key][0])
-        if not seen[key][1]:
-            wrong += ranks
-    return worst, tuple(sorted(wrong))
-
-
-def judged(a: torch.Tensor, b: torch.Tensor, allowed: float | torch.Tensor) -> tuple[float, bool]:
-    """(scaled difference, whether it is allowed)."""
-    far = distance(a, b)
-    if isinstance(allowed, float | int):
-        return far, far <= allowed
-    return far, math.isfinite(far) and bool((apart(a, b) <= allowed)[torch.isfinite(b)].all())
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    if b.dtype.is_floating_point or b.dtype.is_complex:
-        return scaled_difference(a.to(b.dtype), b)
-    return float((a != b).sum())
-
-
-@lru_cache(maxsize=1 << 12)
-def copies_of(layout: Layout, mesh: Mesh) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """The whole tensors that a layout holds: (ranks that hold one, per rank: whose part stands for its own)."""
-    tied = {*layout.axes, *(a for a, _ in layout.pending)}
-    free: dict[str, Sequence[int]] = {a: range(mesh.axis_size(a)) for a in mesh.axis_names if a not in tied}
-    if layout.at is not None:
-        free[layout.at[0]] = layout.at[1]
-    return tuple(_copies(free, mesh))
-
-
-def _copies(free: Mapping[str, Sequence[int]], mesh: Mesh) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    everyone = range(mesh.size)
-    for index in product(*free.values()):
-        here = dict(zip(free, index, strict=True))
-        members = tuple(r for r in everyone if all(mesh.coordinates(r)[a] == i for a, i in here.items()))
-        yield members, tuple(mesh.rank_at({**mesh.coordinates(r), **here}) for r in everyone)

@@ -74,9 +74,11 @@ class PostValidated:
             self.heard(found)
             values |= found
             return self._outputs(values | self.updated(values))
-        late = {id: [torch.empty_like(x) for x in self._last[id]] for id in self.parts.late}
-        kept = [(x, x.clone()) for x in distinct(values[id] for id in self.parts.kept)]
-        guess = {id: [x.clone() for x in self._last[id]] for id in self.parts.judged}
+        late = {}
+        for id in self.parts.late:
+            late[id] = [torch.empty_like(shard) for shard in self._last[id]]
+        kept = [(shard, shard.clone()) for shard in distinct(values[id] for id in self.parts.kept)]
+        guess = _cloned({id: self._last[id] for id in self.parts.judged})
         made = self.updated(values | guess)
         again = {id: values[id] for id in self.parts.update.inputs if id in values}
         self.backend.unsettled = Unsettled(self, finish, again, kept, made, late)
@@ -90,7 +92,7 @@ class PostValidated:
         """Take note of what an exchange gave; whether that is what the one before gave."""
         same = bool(self._last) and all(_equal(found[id], self._last[id]) for id in self.parts.judged)
         # The update may write over what it reads.
-        self._last = {id: [x.clone() for x in shards] for id, shards in found.items()}
+        self._last = _cloned(found)
         self._steady = same
         return same
 
@@ -241,6 +243,13 @@ def distinct(some: Iterable[Shards]) -> list[torch.Tensor]:
 
 def _of(values: Mapping[int, Shards], program: Program) -> list[Shards]:
     return [values[id] for id in program.inputs if id not in program.constants]
+
+
+def _cloned(values: Mapping[int, Shards]) -> dict[int, Shards]:
+    clones: dict[int, Shards] = {}
+    for id, shards in values.items():
+        clones[id] = [shard.clone() for shard in shards]
+    return clones
 
 
 def _equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

@@ -126,7 +126,8 @@ class OtherWay:
         if self.why == ESTIMATE:
             return f"{self.words}: its schedule takes about {time_text(self.cost_s)} by an estimate, so not planned"
         if not self.peak_bytes:
-            return f"{self.words}: at least {time_text(self.cost_s)} per step in place of {time_text(plan.cost_s)}, so not planned"
+            least, taken = time_text(self.cost_s), time_text(plan.cost_s)
+            return f"{self.words}: at least {least} per step in place of {taken}, so not planned"
         figures = (
             f"{self.words}: {time_text(self.cost_s)} per step in place of {time_text(plan.cost_s)}, "
             f"peak {size_text(self.peak_bytes)} in place of {size_text(plan.peak_bytes)}"
@@ -155,12 +156,13 @@ class Plan:
     pipeline: Pipelined | None = None  # its schedule, and what each stage holds, computes and waits for
     way: str = ""  # of a transform that left something open, the way that was taken, and the others
     others: tuple[OtherWay, ...] = ()
-    taken: tuple[tuple[str, str], ...] = ()  # of a transform that left open what the state depends on: (weight, scheme) of each weight
+    taken: tuple[tuple[str, str], ...] = ()  # where a transform left open what the state depends on: (weight, scheme)
     spent: tuple[Spent, ...] = ()  # what the seconds of a step are made of, by the clock
 
     def __str__(self) -> str:
         """One sentence."""
-        mesh = " ".join([*(f"{name}={n}" for name, n in self.mesh), f"({self.topology})"])
+        sizes = [f"{name}={size}" for name, size in self.mesh]
+        mesh = " ".join([*sizes, f"({self.topology})"])
         what = " · ".join(map(str, self.axes)) or "one rank"
         share = self.communication_s / self.cost_s if self.cost_s else 0.0
         return (
@@ -171,14 +173,15 @@ class Plan:
     @property
     def calls(self) -> int:
         """Operator calls decided."""
-        return sum(d.count for d in self.decisions)
+        return sum(decision.count for decision in self.decisions)
 
     def leaf(self, name: str) -> Leaf:
         """The input leaf of that name."""
         for leaf in self.inputs:
             if leaf.name == name:
                 return leaf
-        raise PlanError(f"the plan has no input {name!r}{near(name, (x.name for x in self.inputs), 'inputs')}")
+        names = [leaf.name for leaf in self.inputs]
+        raise PlanError(f"the plan has no input {name!r}{near(name, names, 'inputs')}")
 
     def with_pipeline(self, pipeline: Pipelined | None) -> Plan:
         """This plan, saying what its pipeline does."""
@@ -190,11 +193,10 @@ class Plan:
 
     def find(self, glob: str) -> tuple[Decision, ...]:
         """Decisions whose module path or target matches; raises PlanError with near names where none does."""
-        found = tuple(d for d in self.decisions if any(matches(n, glob) for n in _names(d)))
+        found = tuple(decision for decision in self.decisions if _matches_any(_names(decision), glob))
         if not found:
-            raise PlanError(
-                f"{glob!r} matches no operator of the plan{near(glob, {d.path or d.target for d in self.decisions})}"
-            )
+            known = {decision.path or decision.target for decision in self.decisions}
+            raise PlanError(f"{glob!r} matches no operator of the plan{near(glob, known)}")
         return found
 
     def table(self, glob: str = "*", costly: int | None = 24) -> str:
@@ -202,29 +204,38 @@ class Plan:
         return plan_table(self, self.decisions if glob == "*" else self.find(glob), costly)
 
     def why(self, glob: str, most: int = 4) -> str:
-        """What was chosen for matching operators, modules, parameters or parts of the batch, what else would cost, and which term decides.
+        """What was chosen for matching operators, modules, parameters or parts of the batch, what else would cost, and
+        which term decides.
 
-        A collective is asked for by its kind, or with its axes ("all_gather tp"); then its seconds are said, by modules and parameters, and
-        how much of them the device's work hides. So are those of copies ("copies to device"). Of a pipeline, "stage 2" says why that stage
-        begins where it does, "schedule" and "placement" what else there is. Raises PlanError where nothing matches.
+        A collective is asked for by its kind, or with its axes ("all_gather tp"); then its seconds are said, by modules
+        and parameters, and how much of them the device's work hides. So are those of copies ("copies to device"). Of a
+        pipeline, "stage 2" says why that stage begins where it does, "schedule" and "placement" what else there is.
+        Raises PlanError where nothing matches.
         """
         of_cuts = why_cut(self, glob, most)
         if of_cuts:
             return "\n".join(of_cuts)
         sent = [row for row in self.spent if moved(row, glob)]
-        leaves = [leaf for leaf in self.inputs if leaf.name and matches(leaf.name, glob)]  # constants of the program have none
-        decisions = [d for d in self.decisions if any(matches(name, glob) for name in _names(d))]
+        leaves = [leaf for leaf in self.inputs if leaf.name and matches(leaf.name, glob)]  # constants have no name
+        decisions = [decision for decision in self.decisions if _matches_any(_names(decision), glob)]
         if not leaves and not decisions:  # a module that only holds others
-            decisions = [d for d in self.decisions if any(matches(name, glob) for name in _parents(d))]
+            decisions = [decision for decision in self.decisions if _matches_any(_parents(decision), glob)]
         if not leaves and not decisions and not sent:
-            known = {d.path or d.target for d in self.decisions} | {leaf.name for leaf in self.inputs} | {row.what for row in self.spent}
+            known = {decision.path or decision.target for decision in self.decisions}
+            known.update(leaf.name for leaf in self.inputs)
+            known.update(row.what for row in self.spent)
             raise PlanError(f"{glob!r} matches no operator, module, leaf or collective of the plan{near(glob, known)}")
-        lines = [line for leaf in leaves for line in why_leaf(self, leaf, most)]
-        lines += [line for d in decisions for line in why_decision(self, d, most)]
+
+        lines = list[str]()
+        for leaf in leaves:
+            lines += why_leaf(self, leaf, most)
+        for decision in decisions:
+            lines += why_decision(self, decision, most)
         if decisions:
             lines.append(LEGEND)
         if leaves or decisions:
-            lines += [terms_text(summed(row for row in self.spent if about(row, glob)), self.cost_s)]
+            spent = summed(row for row in self.spent if about(row, glob))
+            lines.append(terms_text(spent, self.cost_s))
         if sent and glob != "*":
             lines += collectives_text(sent, most)
         return "\n".join(line for line in lines if line)
@@ -232,9 +243,10 @@ class Plan:
     def why_not(self, what: str, glob: str = "*") -> str:
         """What another choice would cost: a strategy "{tp: i}", any with an axis on a factor "tp: i", or a name.
 
-        Of a pipeline whose microbatches or cuts were chosen, whole words such as "16 microbatches" or "cut by memory"; the last one of
-        several may be a beginning, as in "16 micro". Where else a stage could begin is asked for by "stage 2 at layers.7", or "stage 2" and
-        the name of a module or a parameter, another schedule for the same stages by its name.
+        Of a pipeline whose microbatches or cuts were chosen, whole words such as "16 microbatches" or "cut by memory";
+        the last one of several may be a beginning, as in "16 micro". Where else a stage could begin is asked for by
+        "stage 2 at layers.7", or "stage 2" and the name of a module or a parameter, another schedule for the same stages
+        by its name.
         """
         ways = [other.line(self) for other in self.others if _says(what, other.words)]
         if _says(what, self.way):
@@ -250,32 +262,51 @@ class Plan:
                 "(values made again, copies)"
             )
         lines = []
-        for d in self.find(glob):
-            found = [a for a in d.alternatives if _is(what, a)]
-            if _is(what, d):
-                lines.append(f"{where_text(d)} [{d.phase}]: {d.strategy} is what was chosen")
-            elif found:
-                lines.append(f"{where_text(d)} [{d.phase}]: {found[0].strategy} instead of {d.strategy}, {more_text(self, found[0])}")
-            elif glob != "*":
-                hint = near(what, _choices([d], what), "choices")
-                lines.append(f"{where_text(d)} [{d.phase}]: no strategy {what!r}; its rule is {d.rule or 'replicated'}{hint}")
+        for decision in self.find(glob):
+            line = self._why_not_line(decision, what)
+            if not line and glob != "*":
+                hint = near(what, _choices([decision], what), "choices")
+                rule = decision.rule or "replicated"
+                line = f"{_called(decision)}: no strategy {what!r}; its rule is {rule}{hint}"
+            if line:
+                lines.append(line)
         if not lines:
-            return f"no operator matching {glob!r} has a strategy {what!r}{near(what, _choices(self.decisions, what), 'choices')}"
+            hint = near(what, _choices(self.decisions, what), "choices")
+            return f"no operator matching {glob!r} has a strategy {what!r}{hint}"
         return "\n".join(lines)
+
+    def _why_not_line(self, decision: Decision, what: str) -> str:
+        """What an alternative would cost; "" where the operator has none such."""
+        if _is(what, decision):
+            return f"{_called(decision)}: {decision.strategy} is what was chosen"
+        for alternative in decision.alternatives:
+            if _is(what, alternative):
+                more = more_text(self, alternative)
+                return f"{_called(decision)}: {alternative.strategy} instead of {decision.strategy}, {more}"
+        return ""
 
     def diff(self, other: Plan) -> str:
         """What changes from this plan to `other`, a line each; "" where they decide alike."""
         lines = [f"mesh {self.mesh} -> {other.mesh}"] if self.mesh != other.mesh else []
-        mine, theirs = ({x.name: x.placed for x in p.inputs} for p in (self, other))
-        lines += _changes(mine, theirs)
-        before, after = ({k: d.strategy for d in p.decisions for k in d.keys} for p in (self, other))
-        lines += _changes(before, after)
+        lines += _changes(self._specs(), other._specs())
+        lines += _changes(self._strategies(), other._strategies())
         lines += _changes(dict(self.taken), dict(other.taken))
         if lines and self.cost_s:
             lines.append(
                 f"{time_text(self.cost_s)} -> {time_text(other.cost_s)} ({other.cost_s / self.cost_s - 1:+.1%})"
             )
         return "\n".join(lines)
+
+    def _specs(self) -> dict[str, str]:
+        return {leaf.name: leaf.placed for leaf in self.inputs}
+
+    def _strategies(self) -> dict[str, str]:
+        """Key of each operator call -> its strategy."""
+        strategies = {}
+        for decision in self.decisions:
+            for key in decision.keys:
+                strategies[key] = decision.strategy
+        return strategies
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a versioned JSON file. Raises PlanError where the path is a file that is no plan."""
@@ -318,9 +349,9 @@ class Plan:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
+        return [_finite(item) for item in value]
     return INFINITY if value == float("inf") else value
 
 
@@ -335,6 +366,10 @@ def parse_axes(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
+def _called(decision: Decision) -> str:
+    return f"{where_text(decision)} [{decision.phase}]"
+
+
 def _is(what: str, choice: Decision | Alternative) -> bool:
     pairs = parse_axes(what)
     if what.startswith("{") and pairs:
@@ -347,9 +382,10 @@ def _says(what: str, way: str) -> bool:
 
     "2 micro" is among "2 microbatches", "6 microbatches" are not among "16 microbatches", and "b", a strategy, is not among "cut by time".
     """
-    asked, said = ([word.rstrip(",") for word in words.split()] for words in (what, way))
-    for first in range(len(said) - len(asked) + 1):
-        there = said[first : first + len(asked)]
+    asked = [word.rstrip(",") for word in what.split()]
+    words = [word.rstrip(",") for word in way.split()]
+    for first in range(len(words) - len(asked) + 1):
+        there = words[first : first + len(asked)]
         if there == asked:
             return bool(asked)
         if len(asked) > 1 and there[:-1] == asked[:-1] and there[-1].startswith(asked[-1]):
@@ -359,28 +395,42 @@ def _says(what: str, way: str) -> bool:
 
 def _choices(decisions: Iterable[Decision], what: str) -> set[str]:
     """What `why_not` knows, in the words of the question: names of strategies, or single pairs "tp: i"."""
-    all_of: list[Decision | Alternative] = []
-    for d in decisions:
-        all_of += [d, *d.alternatives]
-    if ":" in what and not what.startswith("{"):
-        return {f"{axis}: {factor}" for c in all_of for axis, factor in c.axes}
-    return {c.strategy for c in all_of}
+    choices: list[Decision | Alternative] = []
+    for decision in decisions:
+        choices += [decision, *decision.alternatives]
+    if ":" not in what or what.startswith("{"):
+        return {choice.strategy for choice in choices}
+    pairs = set()
+    for choice in choices:
+        for axis, factor in choice.axes:
+            pairs.add(f"{axis}: {factor}")
+    return pairs
 
 
-def _names(d: Decision) -> Iterable[str]:
-    yield d.path
-    yield d.target
-    if "*" in d.path:
-        yield from dict.fromkeys(key.split("|", 1)[0] for key in d.keys)
+def _matches_any(names: Iterable[str], glob: str) -> bool:
+    return any(matches(name, glob) for name in names)
 
 
-def _parents(d: Decision) -> Iterable[str]:
+def _names(decision: Decision) -> Iterable[str]:
+    yield decision.path
+    yield decision.target
+    if "*" in decision.path:
+        yield from dict.fromkeys(key.split("|", 1)[0] for key in decision.keys)
+
+
+def _parents(decision: Decision) -> Iterable[str]:
     """Paths of the modules around a call."""
-    parts = d.path.split(".")
-    return [".".join(parts[:k]) for k in range(1, len(parts))]
+    parts = decision.path.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    lines = [f"{k}: {v} -> {after[k]}" for k, v in before.items() if k in after and after[k] != v]
-    lines += [f"- {k}: {v}" for k, v in before.items() if k not in after]
-    return lines + [f"+ {k}: {v}" for k, v in after.items() if k not in before]
+    """A line for each name that changed, went or came, in this order."""
+    changed, gone = list[str](), list[str]()
+    for name, value in before.items():
+        if name not in after:
+            gone.append(f"- {name}: {value}")
+        elif after[name] != value:
+            changed.append(f"{name}: {value} -> {after[name]}")
+    new = [f"+ {name}: {value}" for name, value in after.items() if name not in before]
+    return changed + gone + new

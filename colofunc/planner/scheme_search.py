@@ -173,23 +173,32 @@ class _Search:
 
     def surest(self) -> Picks:
         """The least error, of several choices the one of fewest bytes."""
-        return tuple(
-            min(range(len(weight.options)), key=lambda k: (weight.options[k].error, weight.options[k].nbytes)) for weight in self.weights
-        )
+        picks = []
+        for weight in self.weights:
+            ranked = [(option.error, option.nbytes, position) for position, option in enumerate(weight.options)]
+            picks.append(min(ranked)[2])
+        return tuple(picks)
 
     def uniform(self) -> Iterator[Picks]:
         """One scheme for all weights that it takes, the others of least error."""
-        sure = self.surest()
-        for name in dict.fromkeys(option.name for weight in self.weights for option in weight.options):
-            yield tuple(
-                next((k for k, option in enumerate(weight.options) if option.name == name), sure[number])
-                for number, weight in enumerate(self.weights)
-            )
+        surest = self.surest()
+        names = dict[str, None]()
+        for weight in self.weights:
+            names.update(dict.fromkeys(option.name for option in weight.options))
+        for name in names:
+            picks = list(surest)
+            for number, weight in enumerate(self.weights):
+                of_name = [position for position, option in enumerate(weight.options) if option.name == name]
+                if of_name:
+                    picks[number] = of_name[0]
+            yield tuple(picks)
 
     def smallest(self) -> Picks:
         """The fewest bytes whose error may be."""
         limits = () if self.rise is None else (self.rise,)
-        groups = [[Item(one.nbytes, (one.error,)[: len(limits)]) for one in weight.options] for weight in self.weights]
+        groups = []
+        for weight in self.weights:
+            groups.append([Item(option.nbytes, (option.error,)[: len(limits)]) for option in weight.options])
         picked = least_cost(groups, limits)
         return self.surest() if picked is None else picked.picks
 
@@ -209,7 +218,10 @@ class _Search:
             groups.append(items)
         picked = least_cost(groups, limits)
         if picked is None and len(limits) > 1 and self.rise is None:  # by the estimate; it may be possible all the same
-            picked = least_cost([[Item(item.cost, item.takes[:1]) for item in items] for items in groups], limits[:1])
+            by_bytes = []
+            for items in groups:
+                by_bytes.append([Item(item.cost, item.takes[:1]) for item in items])
+            picked = least_cost(by_bytes, limits[:1])
         return None if picked is None else picked.picks
 
     def between(self, low: float, high: float) -> None:

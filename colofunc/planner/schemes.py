@@ -137,13 +137,15 @@ class SchemeErrors:
 
 def _too_little(weights: Sequence[WeightOptions], limit: int, limit_s: float | None) -> str:
     """Why no choice keeps to the limits."""
-    least = sum(min(option.nbytes for option in weight.options) for weight in weights)
+    least, least_s = 0, 0.0
+    for weight in weights:
+        least += min(option.nbytes for option in weight.options)
+        least_s += min(option.seconds or 0.0 for option in weight.options)
     if least > limit:
         return (
-            f"these weights take {least:,} bytes at least, each in the smallest of the schemes, and the budget is {limit:,}. Try: "
-            f"budget={least}, or fewer globs in keep="
+            f"these weights take {least:,} bytes at least, each in the smallest of the schemes, "
+            f"and the budget is {limit:,}. Try: budget={least}, or fewer globs in keep="
         )
-    least_s = sum(min(option.seconds or 0.0 for option in weight.options) for weight in weights)
     return (
         f"no choice within {limit:,} bytes takes {time_text(limit_s or 0.0)} or less; the fastest of any size takes {time_text(least_s)}. "
         "Try: a larger limit_s or budget"

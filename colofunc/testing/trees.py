@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from colofunc.compiler.compare import judged
+from colofunc.compiler.differing import judged
 from colofunc.compiler.tolerance import HALVES
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckError

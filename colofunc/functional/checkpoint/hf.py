@@ -25,15 +25,20 @@ from colofunc.spec.regions import Pick, Region, extent, take
 
 def is_transformers(module: nn.Module) -> bool:
     """Whether this is a model of transformers, without importing it."""
-    return any(cls.__module__ == "transformers.modeling_utils" and cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
+    return _has_base(module, "transformers.modeling_utils", "PreTrainedModel")
 
 
 def is_peft(module: nn.Module) -> bool:
-    return any(cls.__module__ == "peft.peft_model" and cls.__name__ == "PeftModel" for cls in type(module).__mro__)
+    return _has_base(module, "peft.peft_model", "PeftModel")
 
 
 def is_diffusers(module: nn.Module) -> bool:
-    return any(cls.__module__ == "diffusers.models.modeling_utils" and cls.__name__ == "ModelMixin" for cls in type(module).__mro__)
+    return _has_base(module, "diffusers.models.modeling_utils", "ModelMixin")
+
+
+def _has_base(module: nn.Module, library_module: str, name: str) -> bool:
+    """Whether a class of a library is among those of a module, without importing the library."""
+    return any(cls.__module__ == library_module and cls.__name__ == name for cls in type(module).__mro__)
 
 
 def stem(module: nn.Module) -> str:
@@ -80,11 +85,15 @@ class _Names:
         from transformers import conversion_mapping, core_model_loading
 
         mapping = conversion_mapping.get_model_conversion_mapping(module)
-        renamings = [m for m in mapping if isinstance(m, core_model_loading.WeightRenaming)]
-        converters = [m for m in mapping if isinstance(m, core_model_loading.WeightConverter)]
-        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        renamings = [entry for entry in mapping if isinstance(entry, core_model_loading.WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, core_model_loading.WeightConverter)]
+        by_pattern = {}
+        for converter in converters:
+            by_pattern.update(dict.fromkeys(converter.source_patterns, converter))
         known = dict(module.state_dict())
-        rename = partial(core_model_loading.rename_source_key, base_model_prefix=module.base_model_prefix, meta_state_dict=known)
+        rename = partial(
+            core_model_loading.rename_source_key, base_model_prefix=module.base_model_prefix, meta_state_dict=known
+        )
         return _Names(known, renamings, converters, by_pattern, rename)
 
     def converted(self, key: str) -> tuple[str, str | None]:
@@ -122,7 +131,8 @@ def entries_for(module: nn.Module, stored: dict[str, Entry]) -> dict[str, Entry]
             found[name] = stored[key]
         else:
             converter = names.by_pattern[pattern]
-            groups.setdefault(name, _Group(name, converter, module)).sources.setdefault(pattern, []).append(stored[key])
+            group = groups.setdefault(name, _Group(name, converter, module))
+            group.sources.setdefault(pattern, []).append(stored[key])
     for group in groups.values():
         found |= group.entries()
     return found
@@ -139,29 +149,36 @@ class _Group:
 
     def entries(self) -> dict[str, Entry]:
         """What comes out, found out on tensors without data."""
-        empty = {p: [torch.empty(e.shape, dtype=e.dtype, device="meta") for e in some] for p, some in self.sources.items()}
-        made = self._convert(empty)
-        return {
-            name: Entry(name, tuple(x.shape), x.dtype, ((Region.whole(x.shape), name),), partial(self._read, len(x)))
-            for name, x in made.items()
-        }
+        empty: dict[str, list[Tensor]] = {}
+        for pattern, entries in self.sources.items():
+            empty[pattern] = [torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries]
+        converted = {}
+        for name, tensor in self._convert(empty).items():
+            region = (Region.whole(tensor.shape), name)
+            read = partial(self._read, len(tensor))
+            converted[name] = Entry(name, tuple(tensor.shape), tensor.dtype, (region,), read)
+        return converted
 
     def _convert(self, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
         fresh = copy.deepcopy(self.converter)
-        for pattern, some in tensors.items():
-            for x in some:
-                fresh.add_tensor(self.name, self.name, pattern, x)
-        made = fresh.convert(self.name, model=self.module, config=self.module.config)
-        return {name: x[0] if isinstance(x, list) else x for name, x in made.items()}
+        for pattern, of_pattern in tensors.items():
+            for tensor in of_pattern:
+                fresh.add_tensor(self.name, self.name, pattern, tensor)
+        converted = {}
+        for name, result in fresh.convert(self.name, model=self.module, config=self.module.config).items():
+            converted[name] = result[0] if isinstance(result, list) else result
+        return converted
 
     def _read(self, rows: int, name: str, picks: Sequence[Pick]) -> Tensor:
         """The converted tensor at these positions; of experts that are stacked, only those that are asked for are read."""
         low, high = extent(picks[0])
-        stacked = self._stacks() and all(len(some) == rows for some in self.sources.values())
+        stacked = self._stacks() and all(len(entries) == rows for entries in self.sources.values())
         if not stacked:
             low, high = 0, rows
-        chosen = {p: some[low:high] if stacked else some for p, some in self.sources.items()}
-        whole = {p: [e.region(Region.whole(e.shape)) for e in some] for p, some in chosen.items()}
+        whole: dict[str, list[Tensor]] = {}
+        for pattern, entries in self.sources.items():
+            chosen = entries[low:high] if stacked else entries
+            whole[pattern] = [entry.region(Region.whole(entry.shape)) for entry in chosen]
         first = picks[0]
         shifted = slice(first.start - low, first.stop - low, first.step) if isinstance(first, slice) else first - low
         return take(self._convert(whole)[name], [shifted, *picks[1:]])
@@ -169,10 +186,12 @@ class _Group:
     def _stacks(self) -> bool:
         """Whether row k of the result comes from stored tensor k alone."""
         first, *rest = self.converter.operations
-        kinds = {"Concatenate", "Chunk", "Interleave"}
-        return type(first).__name__ == "MergeModulelist" and first.dim == 0 and all(
-            type(op).__name__ in kinds and op.dim not in (0, None) for op in rest
-        )
+        if type(first).__name__ != "MergeModulelist" or first.dim != 0:
+            return False
+        for operation in rest:
+            if type(operation).__name__ not in ("Concatenate", "Chunk", "Interleave") or operation.dim in (0, None):
+                return False
+        return True
 
 
 def without_ignored(module: nn.Module, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
@@ -182,10 +201,11 @@ def without_ignored(module: nn.Module, missing: list[str], unexpected: list[str]
     library: Any = module
     absent = list(library._keys_to_ignore_on_load_missing or ())
     extra = [*(library._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
-    return (
-        [name for name in missing if not any(re.search(p, name) for p in absent)],
-        [name for name in unexpected if not any(re.search(p, name) for p in extra)],
-    )
+    return _not_matching(missing, absent), _not_matching(unexpected, extra)
+
+
+def _not_matching(names: list[str], patterns: list[str]) -> list[str]:
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
 
 
 # ---- saving ----
@@ -196,12 +216,12 @@ def stored_groups(module: nn.Module, values: Mapping[str, Tensor]) -> list[list[
     if is_peft(module):
         return [list(values)]
     names = canonical_names(module)
-    persistent = [name for name in module.state_dict() if name in names]
+    persistent = dict.fromkeys(names[name] for name in module.state_dict() if name in names)
+    written = [name for name in persistent if name in values]
     if not is_transformers(module):
-        return [[name] for name in dict.fromkeys(names[n] for n in persistent) if name in values]
-    wanted = [name for name in dict.fromkeys(names[n] for n in persistent) if name in values]
+        return [[name] for name in written]
     ignored = list(module._keys_to_ignore_on_save or ())  # type: ignore[arg-type]
-    return _joined(module, {name: _empty(values[name]) for name in wanted if name not in ignored})
+    return _joined(module, {name: _empty(values[name]) for name in written if name not in ignored})
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -212,25 +232,32 @@ def _joined(module: Any, empty: dict[str, Tensor]) -> list[list[str]]:
     """Groups whose separate conversion gives what the conversion of all gives, tried on tensors without data."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    def shapes(some: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(x.shape) for name, x in revert_weight_conversion(module, some).items()}
+    def shapes_stored(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        return _shapes(revert_weight_conversion(module, tensors))
 
-    whole = shapes(dict(empty))
-    if whole == {name: tuple(x.shape) for name, x in empty.items()}:
+    whole = shapes_stored(dict(empty))
+    if whole == _shapes(empty):
         return [[name] for name in empty]
     singles: list[list[str]] = []
-    rest: list[str] = []
-    said: dict[str, tuple[int, ...]] = {}
-    for name, x in empty.items():
-        made = shapes({name: x})
-        if made and all(whole.get(k) == shape and k not in said for k, shape in made.items()):
+    rest: dict[str, Tensor] = {}
+    stored_alone: dict[str, tuple[int, ...]] = {}
+    for name, tensor in empty.items():
+        stored = shapes_stored({name: tensor})
+        as_in_whole = all(whole.get(key) == shape and key not in stored_alone for key, shape in stored.items())
+        if stored and as_in_whole:
             singles.append([name])
-            said |= made
+            stored_alone |= stored
         else:
-            rest.append(name)
-    if rest and shapes({n: empty[n] for n in rest}) | said != whole:
+            rest[name] = tensor
+    if not rest:
+        return singles
+    if shapes_stored(dict(rest)) | stored_alone != whole:
         return [list(empty)]
-    return singles + ([rest] if rest else [])
+    return [*singles, list(rest)]
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def to_stored(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

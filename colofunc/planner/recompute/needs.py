@@ -15,7 +15,6 @@ What later stages left behind (gradients of parameters, mostly) is not of the st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import attrs
 import numpy as np
@@ -31,20 +30,28 @@ def measured(chain: Chain) -> Chain:
     """The chain with `Kept.needs_bytes` and `left_bytes` as counted; a program with loops is left as it is."""
     if not chain.parts or any(node.loop is not None for node in chain.program.nodes):
         return chain
-    (whole, later), (lean, _) = (_alive(chain, way) for way in (0, -1))
-    left = [0, *(before - own for before, own in pairwise(later))]
-    whole, lean = ([alive - beside for alive, beside in zip(some, later, strict=True)] for some in (whole, lean))
-    return attrs.evolve(chain, parts=tuple(map(_counted, chain.parts, whole, lean, left)))
+    whole, later = _alive(chain, 0)
+    lean, _ = _alive(chain, -1)
+    parts = list[Part]()
+    earlier_left = 0
+    for part, whole_bytes, lean_bytes, later_bytes in zip(chain.parts, whole, lean, later, strict=True):
+        # What a stage itself leaves behind is what is there more, seen from the stage before it.
+        left_bytes = earlier_left - later_bytes if parts else 0
+        parts.append(_counted(part, whole_bytes - later_bytes, lean_bytes - later_bytes, left_bytes))
+        earlier_left = later_bytes
+    return attrs.evolve(chain, parts=tuple(parts))
 
 
-def _counted(part: Part, whole: int, lean: int, left: int) -> Part:
+def _counted(part: Part, whole_bytes: int, lean_bytes: int, left_bytes: int) -> Part:
     """Between the two that were counted, needs go as what is kept does."""
     ways = part.stage.ways
     most, least = ways[0].nbytes, ways[-1].nbytes
-    share = [(way.nbytes - least) / (most - least) if most > least else 1.0 for way in ways]
-    found = [max(way.nbytes, round(lean + (whole - lean) * s)) for way, s in zip(ways, share, strict=True)]
-    kept = tuple(attrs.evolve(way, needs_bytes=n) for way, n in zip(ways, found, strict=True))
-    return attrs.evolve(part, stage=attrs.evolve(part.stage, ways=kept, left_bytes=left))
+    counted = []
+    for way in ways:
+        share = (way.nbytes - least) / (most - least) if most > least else 1.0
+        needs_bytes = max(way.nbytes, round(lean_bytes + (whole_bytes - lean_bytes) * share))
+        counted.append(attrs.evolve(way, needs_bytes=needs_bytes))
+    return attrs.evolve(part, stage=attrs.evolve(part.stage, ways=tuple(counted), left_bytes=left_bytes))
 
 
 def _alive(chain: Chain, way: int) -> tuple[list[int], list[int]]:
@@ -53,39 +60,56 @@ def _alive(chain: Chain, way: int) -> tuple[list[int], list[int]]:
     Beside inputs and what earlier stages hold.
     """
     last = len(chain.parts) - 1
-    runs = [Run(s, way % len(part.stage.ways)) for s, part in enumerate(chain.parts)]
-    done = in_place(chain.replay([*runs, *(Back(s) for s in range(last, -1, -1))]))
-    device = [s for s in lies(done).storages if s.tier == "device"]
+    runs = [Run(number, way % len(part.stage.ways)) for number, part in enumerate(chain.parts)]
+    done = in_place(chain.replay([*runs, *(Back(number) for number in range(last, -1, -1))]))
+    device = [storage for storage in lies(done).storages if storage.tier == "device"]
     born = np.array([storage.born for storage in device], dtype=np.int64)
     dies = np.array([storage.dies for storage in device], dtype=np.int64)
     nbytes = np.array([storage.nbytes for storage in device], dtype=np.int64)
+
+    # Bytes alive at each node, of which those that were there before the first are in all moments.
     count = len(done.nodes)
     change = np.zeros(count + 2, dtype=np.int64)
     np.add.at(change, np.maximum(born, 0), nbytes)
     np.add.at(change, np.minimum(dies, count - 1) + 1, -nbytes)
-    line = np.cumsum(change[:count])
-    base = int(nbytes[born < 0].sum())
+    alive_bytes = np.cumsum(change[:count])
+    base_bytes = int(nbytes[born < 0].sum())
+
+    # A stage works from one of these to the next: forward in order, backward behind it from the last stage to the first.
     forward = _ends(chain, done.nodes, [part.nodes for part in chain.parts])
     backward = _ends(chain, done.nodes, [part.back for part in reversed(chain.parts)])
-    begins = [0, *(end + 1 for end in forward)]
-    after = [begins[-1], *(end + 1 for end in backward)]
+    forward_begins = [0, *(end + 1 for end in forward)]
+    backward_begins = [forward_begins[-1], *(end + 1 for end in backward)]
+
     alive, left = list[int](), list[int]()
-    for s in range(last + 1):
-        windows = ((begins[s], begins[s + 1]), (after[last - s], after[last - s + 1]))
-        earlier = (born >= 0) & (born < begins[s])
-        beside = [int(nbytes[earlier & (dies >= a)].sum()) for a, _ in windows]
-        alive.append(max(int(line[a:b].max(initial=base)) - base - held for (a, b), held in zip(windows, beside, strict=True)))
+    for number in range(last + 1):
+        turn = last - number
+        windows = (
+            (forward_begins[number], forward_begins[number + 1]),
+            (backward_begins[turn], backward_begins[turn + 1]),
+        )
+        is_earlier = (born >= 0) & (born < forward_begins[number])
+        own_bytes = []
+        for begin, end in windows:
+            earlier_bytes = int(nbytes[is_earlier & (dies >= begin)].sum())
+            own_bytes.append(int(alive_bytes[begin:end].max(initial=base_bytes)) - base_bytes - earlier_bytes)
+        alive.append(max(own_bytes))
         begin, end = windows[1]
-        left.append(int(nbytes[(born >= after[0]) & (born < begin) & (dies >= end)].sum()))
+        is_left = (born >= backward_begins[0]) & (born < begin) & (dies >= end)
+        left.append(int(nbytes[is_left].sum()))
     return alive, left
 
 
 def _ends(chain: Chain, nodes: Sequence[Node], ranges: Sequence[range]) -> list[int]:
     """Where each of these parts of the program ends in another order of it, by the values that it makes first."""
-    made = {o: k for k, node in enumerate(nodes) for o in node.results}
-    found, before = [], -1
+    made_at = {}
+    for index, node in enumerate(nodes):
+        made_at.update(dict.fromkeys(node.results, index))
+    ends, end = [], -1
     for part in ranges:
-        mine = [made[o] for k in part for o in chain.program.nodes[k].outs if o in made]
-        before = max([before, *mine])
-        found.append(before)
-    return found
+        for index in part:
+            for out in chain.program.nodes[index].outs:
+                if out is not None and out in made_at:
+                    end = max(end, made_at[out])
+        ends.append(end)
+    return ends

@@ -63,36 +63,47 @@ class Piece:
 
 @attrs.frozen(eq=False)
 class Rounds:
-    """A program in rounds. `ends`: behind the last node of each; the last one is what follows backward. `others`: bytes beside pieces."""
+    """A program in rounds.
+
+    `ends`: behind the last node of each; the last one is what follows backward.
+    `others`: bytes beside pieces, by round.
+    `values`: group -> values that forward makes in it, of all that may be dropped.
+    `last`: group that backward does not read -> round of its last reader.
+    """
 
     program: Program
     ends: tuple[int, ...]
     pieces: tuple[Piece, ...]
     others: tuple[int, ...]
-    values: dict[int, tuple[int, ...]]  # group -> values that forward makes in it, of all that may be dropped
-    last: dict[int, int]  # group that backward does not read -> round of its last reader
+    values: dict[int, tuple[int, ...]]
+    last: dict[int, int]
 
     def replay(self, held: Rounded) -> Program:
-        """The program in which piece v lies there at the beginning of round t where `held[t, v]`."""
-        again, begin = Replay(self.program), 0
-        number = {piece.group: v for v, piece in enumerate(self.pieces)}
-        for t, end in enumerate(self.ends):
+        """The program in which piece `number` lies there at the beginning of round `turn` where `held[turn, number]`."""
+        replay = Replay(self.program)
+        number_of = {piece.group: number for number, piece in enumerate(self.pieces)}
+        begin = 0
+        for turn, end in enumerate(self.ends):
             for group, values in self.values.items():
-                gone = not held[t, number[group]] if group in number else self.last[group] < t
-                if gone:
-                    again.drop(values)
-            for k in range(begin, end):
-                again.run(k)
+                if group in number_of:
+                    is_gone = not held[turn, number_of[group]]
+                else:
+                    is_gone = self.last[group] < turn
+                if is_gone:
+                    replay.drop(values)
+            for index in range(begin, end):
+                replay.run(index)
             begin = end
-        return again.finish()
+        return replay.finish()
 
     @cached_property
     def most_bytes(self) -> int:
         """If all is kept until it is read for the last time."""
-        def kept_bytes(t: int) -> int:
-            return sum(piece.nbytes for piece in self.pieces if piece.made <= t <= max(piece.wanted))
-
-        return max(other_bytes + kept_bytes(t) for t, other_bytes in enumerate(self.others))
+        by_round = list(self.others)
+        for piece in self.pieces:
+            for turn in range(piece.made, max(piece.wanted) + 1):
+                by_round[turn] += piece.nbytes
+        return max(by_round)
 
 
 def relaxed(program: Program, node_s: NodeS, owned: Collection[int] = ()) -> Iterator[Callable[[], Program]]:
@@ -103,153 +114,204 @@ def relaxed(program: Program, node_s: NodeS, owned: Collection[int] = ()) -> Ite
     rounds = rounds_of(program, node_s)
     if rounds is None or sum(piece.group not in owned for piece in rounds.pieces) < SKIPS:
         return
-    found = dict[bytes, tuple[float, Rounded]]()
+    seconds_and_held = dict[bytes, tuple[float, Rounded]]()  # by the bytes of what is held
     for level in range(1, LEVELS):
-        fractions = solve(rounds, rounds.most_bytes * level / LEVELS)
-        if fractions is None:
+        solution = solve(rounds, rounds.most_bytes * level / LEVELS)
+        if solution is None:
             continue
+        fractions, seconds = solution
         for threshold in THRESHOLDS:
-            held = fractions[0] > threshold
-            found.setdefault(held.tobytes(), (fractions[1], held))
-    for _, held in sorted(found.values(), key=lambda one: one[0]):
+            held = fractions > threshold
+            seconds_and_held.setdefault(held.tobytes(), (seconds, held))
+    for _, held in sorted(seconds_and_held.values(), key=lambda pair: pair[0]):
         yield partial(rounds.replay, held)
 
 
 def solve(rounds: Rounds, most_bytes: float) -> tuple[NDArray[np.float64], float] | None:
     """(S of the linear program, its seconds); None where nothing keeps to so many bytes, or the solver does not get there."""
-    pieces, n, turns = rounds.pieces, len(rounds.pieces), len(rounds.ends)
+    pieces, turns = rounds.pieces, len(rounds.ends)
+    count = len(pieces)
 
-    def held(t: int, v: int) -> int:
-        return t * n + v
+    # The variables: S[turn, piece], and behind all of them R[turn, piece].
+    def held(turn: int, number: int) -> int:
+        return turn * count + number
 
-    def made(t: int, v: int) -> int:
-        return (turns + t) * n + v
+    def made(turn: int, number: int) -> int:
+        return (turns + turn) * count + number
 
-    rows, low = list[tuple[tuple[int, float], ...]](), list[float]()
-    lower, upper = np.zeros(2 * turns * n), np.ones(2 * turns * n)
-    for v, piece in enumerate(pieces):
-        lower[made(piece.made, v)] = 1
-        for t in range(turns):
-            if t <= piece.made:
-                upper[held(t, v)] = 0
-            if t < piece.made:
-                upper[made(t, v)] = 0
-            if t in piece.wanted:
-                rows.append(((held(t, v), 1), (made(t, v), 1)))
-                low.append(1)
-            if t > piece.made:
-                rows += [((held(t, u), 1), (made(t, u), 1), (made(t, v), -1)) for u in piece.reads]
-                low += [0] * len(piece.reads)
-                rows.append(((held(t - 1, v), 1), (made(t - 1, v), 1), (held(t, v), -1)))
-                low.append(0)
-    for t in range(turns):
-        rows.append(tuple((at(t, v), -piece.nbytes / most_bytes) for v, piece in enumerate(pieces) for at in (held, made)))
-        low.append(rounds.others[t] / most_bytes - 1)
-    cost = np.concatenate([np.zeros(turns * n), np.tile([piece.cost_s for piece in pieces], turns)])
+    # A row is a sum of variables times factors that is at least `least` of it.
+    rows, least = list[tuple[tuple[int, float], ...]](), list[float]()
+    lower, upper = np.zeros(2 * turns * count), np.ones(2 * turns * count)
+    for number, piece in enumerate(pieces):
+        lower[made(piece.made, number)] = 1
+        for turn in range(turns):
+            here, now = held(turn, number), made(turn, number)
+            if turn <= piece.made:
+                upper[here] = 0
+            if turn < piece.made:
+                upper[now] = 0
+            if turn in piece.wanted:
+                rows.append(((here, 1), (now, 1)))
+                least.append(1)
+            if turn > piece.made:
+                for operand in piece.reads:
+                    rows.append(((held(turn, operand), 1), (made(turn, operand), 1), (now, -1)))
+                    least.append(0)
+                rows.append(((held(turn - 1, number), 1), (made(turn - 1, number), 1), (here, -1)))
+                least.append(0)
+    for turn in range(turns):
+        bytes_taken = list[tuple[int, float]]()
+        for number, piece in enumerate(pieces):
+            share = -piece.nbytes / most_bytes
+            bytes_taken += [(held(turn, number), share), (made(turn, number), share)]
+        rows.append(tuple(bytes_taken))
+        least.append(rounds.others[turn] / most_bytes - 1)
+
+    cost = np.concatenate([np.zeros(turns * count), np.tile([piece.cost_s for piece in pieces], turns)])
     scale = float(cost.max()) or 1.0
-    at = [(k, column, value) for k, row in enumerate(rows) for column, value in row]
-    r, c, x = (np.array(part) for part in zip(*at, strict=True))
-    matrix = csr_array((-x.astype(float), (r, c)), shape=(len(rows), len(cost)))
+    row_of, column_of, factors = list[int](), list[int](), list[float]()
+    for row_number, row in enumerate(rows):
+        for column, factor in row:
+            row_of.append(row_number)
+            column_of.append(column)
+            factors.append(factor)
+    matrix = csr_array((-np.array(factors, dtype=float), (row_of, column_of)), shape=(len(rows), len(cost)))
     result = linprog(
-        cost / scale, A_ub=matrix, b_ub=-np.array(low), bounds=np.stack([lower, upper], axis=1), method="highs-ds",
+        cost / scale,
+        A_ub=matrix,
+        b_ub=-np.array(least),
+        bounds=np.stack([lower, upper], axis=1),
+        method="highs-ds",
         options={"maxiter": ITERATIONS},
-    )  # fmt: skip
-    return None if result.status != 0 else (result.x[: turns * n].reshape(turns, n), float(result.fun) * scale)
+    )
+    if result.status != 0:
+        return None
+    return result.x[: turns * count].reshape(turns, count), float(result.fun) * scale
 
 
 def rounds_of(program: Program, node_s: NodeS) -> Rounds | None:
     """None where there is a loop, no backward, or nothing to choose."""
-    back = [k for k, node in enumerate(program.nodes) if node.phase == "backward"]
-    if not back or not back[0] or any(node.loop is not None for node in program.nodes):
+    backward = [index for index, node in enumerate(program.nodes) if node.phase == "backward"]
+    if not backward or not backward[0] or any(node.loop is not None for node in program.nodes):
         return None
-    facts = _Facts(program, back[0], back[-1])
+    facts = _Facts(program, backward[0], backward[-1])
     saved = facts.saved()[:PIECES]
     if len(saved) < 2:
         return None
     ends = _ends(facts, saved)
-    turn = [t for t, (a, b) in enumerate(pairwise((0, *ends))) for _ in range(a, b)]
-    number = {g: v for v, g in enumerate(saved)}
+    turn_of = list[int]()  # index of a node -> its round
+    for turn, end in enumerate(ends):
+        turn_of += [turn] * (end - len(turn_of))
+
+    number_of = {group: number for number, group in enumerate(saved)}
     pieces = []
-    for g in saved:
-        need, nodes = facts.made_of(g, number)
-        cost_s = sum(node_s(program.nodes[k], program.values) for k in nodes)
-        wanted = frozenset({turn[k] for k in facts.readers[g]})
-        made = max(turn[k] for k in facts.makers[g] if k < facts.first)
-        pieces.append(Piece(g, facts.nbytes[g], cost_s, frozenset(number[u] for u in need), made, wanted | {made}))
-    free = {g: tuple(facts.values[g]) for g in facts.values if g not in facts.rests}
-    last = {g: max([turn[k] for k in (*facts.readers.get(g, ()), *facts.makers[g])]) for g in free if g not in number}
-    return Rounds(program, ends, tuple(pieces), _others(facts, ends, number), free, last)
+    for group in saved:
+        operands, indices = facts.made_of(group, number_of)
+        made = max(turn_of[index] for index in facts.makers[group] if index < facts.first)
+        piece = Piece(
+            group=group,
+            nbytes=facts.nbytes[group],
+            cost_s=sum(node_s(program.nodes[index], program.values) for index in indices),
+            reads=frozenset(number_of[operand] for operand in operands),
+            made=made,
+            wanted=frozenset([made, *(turn_of[index] for index in facts.readers[group])]),
+        )
+        pieces.append(piece)
+
+    values, last = dict[int, tuple[int, ...]](), dict[int, int]()
+    for group, of_group in facts.values.items():
+        if group in facts.stays:
+            continue
+        values[group] = tuple(of_group)
+        if group not in number_of:
+            users = (*facts.readers.get(group, ()), *facts.makers[group])
+            last[group] = max(turn_of[index] for index in users)
+    return Rounds(program, ends, tuple(pieces), _others(facts, ends, number_of), values, last)
 
 
 class _Facts:
-    """Who makes and reads the memory of a step, by group."""
+    """Who makes and reads the memory of a step, by group: indices of nodes. `stays`: groups that are never dropped."""
 
     def __init__(self, program: Program, first: int, last: int) -> None:
-        self.program, self.first, self.end, self.memory = program, first, last, aliases(program)
-        self.makers, self.readers, self.values = dict[int, list[int]](), dict[int, list[int]](), dict[int, list[int]]()
-        self.nbytes = dict[int, int]()
+        self.program, self.first, self.end = program, first, last
+        self.memory = aliases(program)
         self.maker = program.made_at
-        for o, k in self.maker.items():
-            g = self.memory.group(o)
-            self.nbytes[g] = max(self.nbytes.get(g, 0), program.values[o].nbytes)
-            self.makers.setdefault(g, []).append(k)
-            if k < first or g in self.values:  # backward's views of it go with it
-                self.values.setdefault(g, []).append(o)
-        for k, node in enumerate(program.nodes):
-            for g in dict.fromkeys(self.memory.group(r) for r in node.refs):
-                self.readers.setdefault(g, []).append(k)
-        held = {self.memory.group(i) for i in (*program.inputs, *program.outputs)}
-        late = set()
+        self.makers = dict[int, list[int]]()
+        self.readers = dict[int, list[int]]()
+        self.values = dict[int, list[int]]()
+        self.nbytes = dict[int, int]()
+        for value, index in self.maker.items():
+            group = self.memory.group(value)
+            self.nbytes[group] = max(self.nbytes.get(group, 0), program.values[value].nbytes)
+            self.makers.setdefault(group, []).append(index)
+            if index < first or group in self.values:  # backward's views of it go with it
+                self.values.setdefault(group, []).append(value)
+        for index, node in enumerate(program.nodes):
+            for group in dict.fromkeys(self.memory.group(ref) for ref in node.refs):
+                self.readers.setdefault(group, []).append(index)
+        self.stays = self._stays(last)
+
+    def _stays(self, last: int) -> set[int]:
+        """What the caller has, what is read behind backward, and what is tiny."""
+        groups = {self.memory.group(value) for value in (*self.program.inputs, *self.program.outputs)}
         for group, readers in self.readers.items():
-            if readers[-1] > last or any(program.nodes[k].phase == "update" for k in readers):
-                late.add(group)
-        tiny = {g for g in self.values if self.nbytes[g] <= SMALL}
-        self.rests = held | late | tiny
+            if readers[-1] > last or any(self.program.nodes[index].phase == "update" for index in readers):
+                groups.add(group)
+        groups.update(group for group in self.values if self.nbytes[group] <= SMALL)
+        return groups
 
     def saved(self) -> list[int]:
         """Groups that forward makes and backward reads, or that forward reads late; the largest first."""
-        mine = [g for g in self.values if g not in self.rests and any(k >= self.first for k in self.readers.get(g, ()))]
-        return sorted(mine, key=lambda g: (-self.nbytes[g], g))
+        groups = []
+        for group in self.values:
+            readers = self.readers.get(group, ())
+            if group not in self.stays and any(index >= self.first for index in readers):
+                groups.append(group)
+        return sorted(groups, key=lambda group: (-self.nbytes[group], group))
 
     def made_of(self, group: int, pieces: dict[int, int]) -> tuple[set[int], set[int]]:
         """(pieces, nodes): what it takes to make a group again from pieces and from what is always there."""
-        need, nodes, todo = set[int](), set[int](), [k for k in self.makers[group] if k < self.first]
-        while todo:
-            k = todo.pop()
-            if k in nodes:
+        operands, indices = set[int](), set[int]()
+        to_run = [index for index in self.makers[group] if index < self.first]
+        while to_run:
+            index = to_run.pop()
+            if index in indices:
                 continue
-            nodes.add(k)
-            for r in self.program.nodes[k].refs:
-                g = self.memory.group(r)
-                if g in pieces and g != group:
-                    need.add(g)
-                elif r in self.maker and g not in self.rests:
-                    todo.append(self.maker[r])
-        return need, nodes
+            indices.add(index)
+            for ref in self.program.nodes[index].refs:
+                of_ref = self.memory.group(ref)
+                if of_ref in pieces and of_ref != group:
+                    operands.add(of_ref)
+                elif ref in self.maker and of_ref not in self.stays:
+                    to_run.append(self.maker[ref])
+        return operands, indices
 
 
 def _ends(facts: _Facts, saved: Sequence[int]) -> tuple[int, ...]:
     """Where rounds end: about as many bytes of pieces are made, or read for the first time by backward, in each."""
-    n = facts.end + 1
-    weight = [0] * n
-    for g in saved:
-        weight[max(k for k in facts.makers[g] if k < facts.first)] += facts.nbytes[g]
-        weight[min(k for k in facts.readers[g] if k >= facts.first)] += facts.nbytes[g]
-    ends = set[int]()
-    for a, b in ((0, facts.first), (facts.first, n)):
-        total = list(accumulate(weight[a:b]))
-        for r in range(1, ROUNDS):
-            ends.add(a + next(k for k, w in enumerate(total, 1) if w * ROUNDS >= total[-1] * r))
-        ends.add(b)
-    return tuple(sorted(ends | {len(facts.program.nodes)}))
+    behind = facts.end + 1
+    weights = [0] * behind
+    for group in saved:
+        last_made = max(index for index in facts.makers[group] if index < facts.first)
+        first_read = min(index for index in facts.readers[group] if index >= facts.first)
+        weights[last_made] += facts.nbytes[group]
+        weights[first_read] += facts.nbytes[group]
+    ends = {len(facts.program.nodes)}
+    for begin, end in ((0, facts.first), (facts.first, behind)):
+        sums = list(accumulate(weights[begin:end]))
+        for number in range(1, ROUNDS):
+            length = next(length for length, weight in enumerate(sums, 1) if weight * ROUNDS >= sums[-1] * number)
+            ends.add(begin + length)
+        ends.add(end)
+    return tuple(sorted(ends))
 
 
 def _others(facts: _Facts, ends: Sequence[int], pieces: dict[int, int]) -> tuple[int, ...]:
     """Per round bytes of what is made and is no piece, at its worst moment."""
     change = np.zeros(len(facts.program.nodes) + 1, dtype=np.int64)
-    for g, makers in facts.makers.items():
-        if g not in pieces:
-            change[min(makers)] += facts.nbytes[g]
-            change[max([*makers, *facts.readers.get(g, ())]) + 1] -= facts.nbytes[g]
-    line = np.cumsum(change)
-    return tuple(int(line[a:b].max(initial=0)) for a, b in pairwise((0, *ends)))
+    for group, makers in facts.makers.items():
+        if group not in pieces:
+            change[min(makers)] += facts.nbytes[group]
+            change[max([*makers, *facts.readers.get(group, ())]) + 1] -= facts.nbytes[group]
+    alive = np.cumsum(change)
+    return tuple(int(alive[begin:end].max(initial=0)) for begin, end in pairwise((0, *ends)))

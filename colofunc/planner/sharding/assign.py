@@ -32,7 +32,7 @@ from colofunc.planner.sharding.model import KernelS, Model, build_model
 from colofunc.planner.sharding.option_filter import lean, reachable
 from colofunc.planner.sharding.search import NORMAL, Effort, search
 from colofunc.program.ir import Node, Program, Value
-from colofunc.spec.layout import Layout
+from colofunc.spec.layout import Layout, axes_of
 from colofunc.spec.rule import Strategy
 
 SEED = 0
@@ -281,11 +281,11 @@ def _numel(strategy: Strategy) -> int:
 def _first(options: Sequence[Strategy], like: Layout | None) -> int:
     """The option that spreads its dims over the same axes as `like` does, as far as it has those dims."""
     assert like is not None
-    want = [tuple(a for _, a in dim if a) for dim in like.dims]
-    for k, s in enumerate(options):
-        lay = s.outs[0]
-        if lay is not None and [tuple(a for _, a in dim if a) for dim in lay.dims] == want[: len(lay.dims)]:
-            return k
+    wanted = [axes_of(dim) for dim in like.dims]
+    for position, strategy in enumerate(options):
+        layout = strategy.outs[0]
+        if layout is not None and [axes_of(dim) for dim in layout.dims] == wanted[: len(layout.dims)]:
+            return position
     return 0
 
 

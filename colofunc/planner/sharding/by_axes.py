@@ -113,21 +113,34 @@ class _Turns:
         """Which axes are decided together at first: those that a pattern names together, those that are pinned alone, the rest in twos."""
         together = self._named_together()
         rest = [axis for axis in self.open_axes if not any(axis in block for block in together)]
-        said = {axis for some in self.constraints.items.values() for constraint in some for axis in constraint.axes}
-        alone = [(axis,) for axis in rest if axis in said]
-        free = [axis for axis in rest if axis not in said]
-        pairs = [tuple(free[k : k + MOST_AXES]) for k in range(0, len(free), MOST_AXES)]
+        constrained = set[str]()
+        for of_item in self.constraints.items.values():
+            for constraint in of_item:
+                constrained.update(constraint.axes)
+        alone = [(axis,) for axis in rest if axis in constrained]
+        free = [axis for axis in rest if axis not in constrained]
+        pairs = [tuple(free[begin : begin + MOST_AXES]) for begin in range(0, len(free), MOST_AXES)]
         return [*together, *alone, *pairs]
 
     def _named_together(self) -> list[tuple[str, ...]]:
         """Open axes that a wish for an operator names together: a pattern over all of them is out of reach for each alone."""
         blocks: list[set[str]] = []
-        for constraint in (c for some in self.constraints.items.values() for c in some if c.pattern):
-            mine = set(constraint.axes) & set(self.open_axes)
-            if len(mine) > 1:
-                mine = mine.union(*(block for block in blocks if block & mine))
-                blocks = [block for block in blocks if not block & mine] + [mine]
-        ordered = (tuple(axis for axis in self.open_axes if axis in block) for block in blocks)
+        for of_item in self.constraints.items.values():
+            for constraint in of_item:
+                named = set(constraint.axes) & set(self.open_axes)
+                if not constraint.pattern or len(named) < 2:
+                    continue
+                # Blocks that have an axis in common are one.
+                apart = []
+                for block in blocks:
+                    if block & named:
+                        named |= block
+                    else:
+                        apart.append(block)
+                blocks = [*apart, named]
+        ordered = []
+        for block in blocks:
+            ordered.append(tuple(axis for axis in self.open_axes if axis in block))
         return sorted(ordered, key=lambda block: self.open_axes.index(block[0]))
 
     def _block_by_block(self, blocks: Sequence[tuple[str, ...]]) -> Assignment:

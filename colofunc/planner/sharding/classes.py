@@ -73,16 +73,12 @@ def tie(
     colours = _number((kind, extra(item)) for item, kind in enumerate(_kinds(program)))
     count = max(colours, default=-1) + 1
     for _ in range(rounds):
-        colours = _number(
-            [
-                (
-                    colours[i],
-                    tuple((colours[p], k) for p, k in producers[i]),
-                    tuple(sorted((colours[c] if c >= 0 else c, j, k) for c, j, k in consumers[i])),
-                )
-                for i in range(total)
-            ]
-        )
+        signatures = []
+        for item in range(total):
+            made_by = tuple([(colours[producer], result) for producer, result in producers[item]])
+            read_by = [(colours[cls] if cls >= 0 else cls, result, operand) for cls, result, operand in consumers[item]]
+            signatures.append((colours[item], made_by, tuple(sorted(read_by))))
+        colours = _number(signatures)
         now = max(colours, default=-1) + 1
         if now == count:
             break

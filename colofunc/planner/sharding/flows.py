@@ -100,11 +100,14 @@ class Conversions:
     ) -> Array:
         """From each to each; values of one shape often ask for the same."""
         key = (srcs, dsts, itemsize, sum_itemsize, together)
-        found = self._tables.get(key)
-        if found is None:
-            rows = [[self.second(a, b, itemsize, sum_itemsize, together) for b in dsts] for a in srcs]
-            found = self._tables[key] = np.array(rows, dtype=float)
-        return found
+        table = self._tables.get(key)
+        if table is None:
+            table = np.empty((len(srcs), len(dsts)), dtype=float)
+            for row, src in enumerate(srcs):
+                for column, dst in enumerate(dsts):
+                    table[row, column] = self.second(src, dst, itemsize, sum_itemsize, together)
+            self._tables[key] = table
+        return table
 
 
 class Coded:
@@ -123,10 +126,17 @@ class Coded:
             return numbers.setdefault(layout, len(numbers))
 
         self.flow, self.conversions = flow, conversions
-        self.source = [number(s.outs[flow.result]) for s in options[flow.producer]]
-        self.classes = [c for c, _, _ in flow.uses]
-        self.groups = [g for _, _, g in flow.uses]
-        self.targets = [[number(s.outs[0] if k < 0 else s.ins[k]) for s in options[c]] for c, k, _ in flow.uses]
+        self.source = [number(strategy.outs[flow.result]) for strategy in options[flow.producer]]
+        self.classes = list[int]()
+        self.groups = list[int]()
+        self.targets = list[list[int]]()
+        for cls, operand, group in flow.uses:
+            self.classes.append(cls)
+            self.groups.append(group)
+            of_use = []
+            for strategy in options[cls]:
+                of_use.append(number(strategy.outs[0] if operand < 0 else strategy.ins[operand]))
+            self.targets.append(of_use)
         self.rest: list[int] = []  # per number of a source, the layout it settles to
         if flow.settle is not None:
             self.rest = [number(settled(source, flow.settle)) for source in list(numbers)]
@@ -139,21 +149,22 @@ class Coded:
 
     def at(self, choice: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """Source and targets under a choice."""
-        targets = tuple([t[choice[c]] for c, t in zip(self.classes, self.targets)])
+        targets = tuple([of_use[choice[cls]] for cls, of_use in zip(self.classes, self.targets)])
         return self.source[choice[self.flow.producer]], targets
 
-    def second(self, a: int, b: int) -> float:
-        """Seconds of one conversion of one value."""
-        if a == b:
+    def second(self, source: int, target: int) -> float:
+        """Seconds of one conversion of one value, from one layout's number to another's."""
+        if source == target:
             return 0.0
-        key = a * len(self.layouts) + b
-        found = self._known.get(key)
-        if found is None:
-            found = self.conversions.second(
-                self.layouts[a], self.layouts[b], self.flow.itemsize, self.flow.sum_itemsize, self.flow.together
+        key = source * len(self.layouts) + target
+        seconds = self._known.get(key)
+        if seconds is None:
+            flow = self.flow
+            seconds = self.conversions.second(
+                self.layouts[source], self.layouts[target], flow.itemsize, flow.sum_itemsize, flow.together
             )
-            self._known[key] = found
-        return found
+            self._known[key] = seconds
+        return seconds
 
     def steps(self, source: int, targets: Sequence[int]) -> list[Step]:
         """Each conversion one value goes through."""
@@ -169,84 +180,92 @@ class Coded:
             self._want([source, *copies.get(0, ())], self.rest[source], steps)
         return steps
 
-    def _want(self, have: list[int], target: int, steps: list[Step]) -> None:
-        if target in have:
+    def _want(self, copies: list[int], target: int, steps: list[Step]) -> None:
+        """One more copy, made of the cheapest that is there, of equal ones the first."""
+        if target in copies:
             return
-        seconds, k = min([(self.second(h, target), k) for k, h in enumerate(have)])
-        steps.append((have[k], target, seconds))
-        have.append(target)
+        seconds, position = min([(self.second(copy, target), position) for position, copy in enumerate(copies)])
+        steps.append((copies[position], target, seconds))
+        copies.append(target)
 
     def measure(self, source: int, targets: tuple[int, ...]) -> tuple[float, float]:
         """Seconds of all conversions of all values; bytes of the converted copies of one."""
         key = (source, targets)
-        found = self._measured.get(key)
-        if found is None:
-            steps = self.steps(source, targets)
-            seconds = self.flow.count * sum([s for _, _, s in steps])
-            found = self._measured[key] = (seconds, float(self.flow.itemsize * sum([self.numel[t] for _, t, _ in steps])))
-        return found
+        measured = self._measured.get(key)
+        if measured is None:
+            seconds, numel = 0.0, 0
+            for _, target, step_s in self.steps(source, targets):
+                seconds += step_s
+                numel += self.numel[target]
+            measured = self._measured[key] = (self.flow.count * seconds, float(self.flow.itemsize * numel))
+        return measured
 
     def row(self, cls: int, choice: Sequence[int], price: float) -> Array:
         """Seconds (with `price` per byte of copies) for each option of a class, the others as in `choice`."""
-        found = self._spread.get(cls)
-        if found is None:
-            found = self._spread[cls] = self._distinct(cls)
-        distinct, which = found
+        spread = self._spread.get(cls)
+        if spread is None:
+            spread = self._spread[cls] = self._distinct(cls)
+        distinct, which = spread
         source, targets = self.at(choice)
         makes = cls == self.flow.producer
-        places = [k for k, c in enumerate(self.classes) if c == cls]
-        out = []
-        for some in distinct:
-            here = list(targets)
-            for k, t in zip(places, some[makes:], strict=True):
-                here[k] = t
-            seconds, nbytes = self.measure(some[0] if makes else source, tuple(here))
-            out.append(seconds + price * nbytes)
-        return np.array(out)[which]
+        own_uses = [use for use, user in enumerate(self.classes) if user == cls]
+        costs = []
+        for numbers in distinct:
+            targets_then = list(targets)
+            for use, target in zip(own_uses, numbers[makes:], strict=True):
+                targets_then[use] = target
+            seconds, nbytes = self.measure(numbers[0] if makes else source, tuple(targets_then))
+            costs.append(seconds + price * nbytes)
+        return np.array(costs)[which]
 
     def _distinct(self, cls: int) -> tuple[list[tuple[int, ...]], NDArray[np.intp]]:
         """What the options of a class say about this flow, each once; and which option says which."""
         columns = [self.source] if cls == self.flow.producer else []
-        columns += [t for c, t in zip(self.classes, self.targets, strict=True) if c == cls]
-        seen: dict[tuple[int, ...], int] = {}
-        which = [seen.setdefault(says, len(seen)) for says in zip(*columns, strict=True)]
-        return list(seen), np.array(which, dtype=np.intp)
+        columns += [of_use for user, of_use in zip(self.classes, self.targets, strict=True) if user == cls]
+        position_of: dict[tuple[int, ...], int] = {}
+        which = [position_of.setdefault(numbers, len(position_of)) for numbers in zip(*columns, strict=True)]
+        return list(position_of), np.array(which, dtype=np.intp)
 
-    def pair(self, k: int, price: float) -> Array | None:
-        """Seconds per option of the producer and of use k, as if it were the only use; None: all 0."""
-        if k not in self._pairs:
-            self._pairs[k] = self._pair(k)
-        found = self._pairs[k]
+    def pair(self, use: int, price: float) -> Array | None:
+        """Seconds per option of the producer and of one use, as if it were the only one; None: all 0."""
+        if use not in self._pairs:
+            self._pairs[use] = self._pair(use)
+        seconds = self._pairs[use]
         if not price:
-            return found
-        source, target = np.array(self.source), np.array(self.targets[k])
+            return seconds
+        source, target = np.array(self.source), np.array(self.targets[use])
         copied = (source[:, None] != target[None, :]) * (np.array(self.numel, dtype=float)[target] * self.flow.itemsize)
-        return np.minimum((0.0 if found is None else found) + price * copied, BIG)
+        return np.minimum((0.0 if seconds is None else seconds) + price * copied, BIG)
 
-    def _pair(self, k: int) -> Array | None:
-        sources, at = np.unique(np.array(self.source), return_inverse=True)
-        targets, which = np.unique(np.array(self.targets[k]), return_inverse=True)
-        srcs, dsts = (tuple(self.layouts[n] for n in numbers.tolist()) for numbers in (sources, targets))
+    def _pair(self, use: int) -> Array | None:
+        # Options that ask for the same layouts cost the same, so each pair of layouts is looked up once.
+        sources, source_of = np.unique(np.array(self.source), return_inverse=True)
+        targets, target_of = np.unique(np.array(self.targets[use]), return_inverse=True)
+        srcs = tuple(self.layouts[number] for number in sources.tolist())
+        dsts = tuple(self.layouts[number] for number in targets.tolist())
         table = self.conversions.table(srcs, dsts, self.flow.itemsize, self.flow.sum_itemsize, self.flow.together)
         if not table.any():
             return None
-        return np.minimum(self.flow.count * table, BIG)[np.ix_(at, which)]
+        return np.minimum(self.flow.count * table, BIG)[np.ix_(source_of, target_of)]
 
-    def shares(self, k: int, choice: Sequence[int]) -> Array | float:
-        """What share of a conversion use k pays per option of its class: 1 / (uses that take it now, itself included)."""
-        others = [t[choice[c]] for j, (c, t) in enumerate(zip(self.classes, self.targets, strict=True))
-                  if j != k and self.groups[j] == self.groups[k]]  # fmt: skip
+    def shares(self, use: int, choice: Sequence[int]) -> Array | float:
+        """What share of a conversion a use pays per option of its class: 1 / (uses that take it now, itself included)."""
+        others = list[int]()
+        for other, (cls, of_use) in enumerate(zip(self.classes, self.targets, strict=True)):
+            if other != use and self.groups[other] == self.groups[use]:
+                others.append(of_use[choice[cls]])
         if not others:
             return 1.0
-        uses = np.bincount(others, minlength=len(self.layouts))
-        share: Array = 1.0 / (1 + uses[self.targets[k]])
+        use_counts = np.bincount(others, minlength=len(self.layouts))
+        share: Array = 1.0 / (1 + use_counts[self.targets[use]])
         return share
 
     def settle(self) -> Array | None:
         """Seconds of coming to rest per option of the producer, as if nobody used the value."""
         if not self.rest:
             return None
-        return np.minimum(self.flow.count * np.array([self.second(s, self.rest[s]) for s in self.source]), BIG)
+        seconds = [self.second(source, self.rest[source]) for source in self.source]
+        return np.minimum(self.flow.count * np.array(seconds), BIG)
 
 
 def flows_of(
@@ -263,16 +282,20 @@ def flows_of(
     """
     first = alike(options)
     uses: dict[int, dict[tuple[int, int, int], None]] = {id: {} for id in program.values}
-    made = {id: (ties.of_input(k), 0) for k, id in enumerate(program.inputs)}
+
+    # Who makes a value (class, result), and who reads it.
+    maker_of = {id: (ties.of_input(position), 0) for position, id in enumerate(program.inputs)}
     phases: dict[str, int] = {}
     for index, node in enumerate(program.nodes):
-        c = ties.of_node(index)
+        cls = ties.of_node(index)
         for operand, ref in enumerate(node.refs):
             group = phases.setdefault(node.phase, len(phases)) if ref in regather else 0
-            uses[ref][(c, first[c][operand], group)] = None
-        for j, o in enumerate(node.outs):
-            if o is not None:
-                made[o] = (c, j)
+            uses[ref][(cls, first[cls][operand], group)] = None
+        for result, id in enumerate(node.outs):
+            if id is not None:
+                maker_of[id] = (cls, result)
+
+    # A donated output returns to its input leaf; another comes to rest.
     leaf_of = dict(program.aliases)
     settle: dict[int, Layout | str] = {}
     for position, id in enumerate(program.outputs):
@@ -280,22 +303,38 @@ def flows_of(
             uses[id][(ties.of_input(leaf_of[position]), -1, 0)] = None
         else:
             settle[id] = outputs.get(position, "rest")
-    late, parameters = _can_wait(program), max(1, sum(program.values[i].role == "param" for i in program.inputs))
-    grouped: dict[Flow, list[int]] = {}
-    for id, (c, j) in made.items():
-        if uses[id] or id in settle:
-            size = program.values[id].dtype.itemsize
-            together = parameters if id in late else 1
-            like = Flow(c, j, tuple(uses[id]), settle.get(id), size, sums.get(id, size), together, 0, ())
-            grouped.setdefault(like, []).append(id)
-    return tuple(attrs.evolve(flow, count=len(ids), values=tuple(ids)) for flow, ids in grouped.items())
+
+    # Values that are like in all of this are one flow.
+    waiting = _can_wait(program)
+    parameter_count = max(1, sum(program.values[id].role == "param" for id in program.inputs))
+    values_of: dict[Flow, list[int]] = {}
+    for id, (cls, result) in maker_of.items():
+        if not uses[id] and id not in settle:
+            continue
+        itemsize = program.values[id].dtype.itemsize
+        flow = Flow(
+            producer=cls,
+            result=result,
+            uses=tuple(uses[id]),
+            settle=settle.get(id),
+            itemsize=itemsize,
+            sum_itemsize=sums.get(id, itemsize),
+            together=parameter_count if id in waiting else 1,
+            count=0,
+            values=(),
+        )
+        values_of.setdefault(flow, []).append(id)
+    return tuple(attrs.evolve(flow, count=len(ids), values=tuple(ids)) for flow, ids in values_of.items())
 
 
 def _can_wait(program: Program) -> frozenset[int]:
     """Values whose collectives can join others: state that is there from the start, and what nobody but the update reads."""
-    read_at_once = {i for node in program.nodes if node.phase != "update" for i in node.refs}
-    state = {i for i in program.inputs if program.values[i].role in STATE}
-    return frozenset(i for i in program.values if i in state or i not in read_at_once)
+    read_at_once = set[int]()
+    for node in program.nodes:
+        if node.phase != "update":
+            read_at_once.update(node.refs)
+    state = {id for id in program.inputs if program.values[id].role in STATE}
+    return frozenset(id for id in program.values if id in state or id not in read_at_once)
 
 
 def copies_of(program: Program, ids: Collection[int]) -> frozenset[int]:
@@ -310,9 +349,9 @@ def copies_of(program: Program, ids: Collection[int]) -> frozenset[int]:
 
 def alike(options: Sequence[tuple[Strategy, ...]]) -> list[list[int]]:
     """Per class and operand, the first operand that every option wants in the same layout."""
-    out = []
+    first_of_class = []
     for strategies in options:
-        columns = list(zip(*(s.ins for s in strategies), strict=True))
-        seen: dict[tuple[Layout, ...], int] = {}
-        out.append([seen.setdefault(column, k) for k, column in enumerate(columns)])
-    return out
+        columns = zip(*[strategy.ins for strategy in strategies], strict=True)
+        first: dict[tuple[Layout, ...], int] = {}
+        first_of_class.append([first.setdefault(column, operand) for operand, column in enumerate(columns)])
+    return first_of_class

@@ -163,8 +163,10 @@ Passed = tuple[tuple[Pending, tuple[int, ...]], ...]  # what passes through, and
 
 def reachable(program: Program, ties: Ties, options: Options) -> list[tuple[Strategy, ...]]:
     """Per class the options but those that, for every member, pass on what no operand can have."""
-    passed = [[_passed(option) for option in of_class] for of_class in options]
-    ends = [{(option.ins, option.outs) for option in of_class} for of_class in options]
+    passed, ends = list[list[Passed]](), list[set[Ends]]()
+    for of_class in options:
+        passed.append([_passed(option) for option in of_class])
+        ends.append({(option.ins, option.outs) for option in of_class})
     kinds: dict[int, frozenset[str]] = {}  # value -> the reductions that it can be pending over
     for position, id in enumerate(program.inputs):
         kinds[id] = _kinds(options[ties.of_input(position)], 0)

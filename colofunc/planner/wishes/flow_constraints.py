@@ -102,11 +102,18 @@ def _like(strategy: Strategy, axes: tuple[str, ...]) -> Callable[[Strategy], boo
 
 def _patterns(wishes: Iterable[Wish], extra: Iterable[Strategy], mesh: Mesh) -> tuple[Strategy, ...]:
     """The strategies of plugins that wishes for one operator name together, without any other axis."""
-    wants: list[dict[str, str]] = [{}]
+    # Of each wish one of its patterns: all combinations of them, by axis.
+    combined: list[dict[str, str]] = [{}]
     for wish in wishes:
-        wants = [want | dict(parse_axes(str(more))) for want in wants for more in wish.wants]
-    wants = [{a: word for a, word in want.items() if mesh.axis_size(a) > 1} for want in wants]
-    return tuple(s for s in extra if dict(s.axes) in wants)
+        longer = []
+        for words in combined:
+            for pattern in wish.wants:
+                longer.append(words | dict(parse_axes(str(pattern))))
+        combined = longer
+    wanted = []
+    for words in combined:
+        wanted.append({axis: word for axis, word in words.items() if mesh.axis_size(axis) > 1})
+    return tuple(strategy for strategy in extra if dict(strategy.axes) in wanted)
 
 
 def meeting(
@@ -267,7 +274,9 @@ def _relaid(call: Call, rule: Rule, other: Strategy, like: Strategy, placement: 
             return
         placed.append(lies)
     # Axes of `other` alone on the factors that both split: there they may stand inside what `like` leaves.
-    guests = {factor: tuple(axis for axis, g in other.axes if g == factor and axis not in own) for factor in own.values()}
+    guests: dict[str, tuple[str, ...]] = {}
+    for factor in own.values():
+        guests[factor] = tuple(axis for axis, on in other.axes if on == factor and axis not in own)
     there = set[str]()
     for lies in placed:
         if lies is not None:

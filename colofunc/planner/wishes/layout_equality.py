@@ -13,20 +13,27 @@ from __future__ import annotations
 from math import prod
 
 from colofunc.mesh import Mesh
-from colofunc.spec.layout import Dim, Layout, is_major
+from colofunc.spec.layout import Dim, Layout, axes_of, is_major
 
 
 def orders(layout: Layout, axes: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], ...], tuple[object, ...]]:
     """Per dim the order of `axes` among its factors, and what is pending over them."""
-    dims = tuple(tuple(a for _, a in dim if a is not None and a in axes) for dim in layout.dims)
-    return dims, tuple(p for p in layout.pending if p[0] in axes)
+    dims = []
+    for dim in layout.dims:
+        dims.append(tuple(axis for axis in axes_of(dim) if axis in axes))
+    pending = [(axis, how) for axis, how in layout.pending if axis in axes]
+    return tuple(dims), tuple(pending)
 
 
 def usual(layout: Layout, mesh: Mesh) -> bool:
     """Whether enumeration has it: axes are major, and in the mesh's order."""
-    order = mesh.axis_names.index
-    some = [[order(a) for _, a in dim if a is not None] for dim in layout.dims]
-    return is_major(layout) and all(dim == sorted(dim) for dim in some)
+    if not is_major(layout):
+        return False
+    for dim in layout.dims:
+        positions = [mesh.axis_names.index(axis) for axis in axes_of(dim)]
+        if positions != sorted(positions):
+            return False
+    return True
 
 
 def alike(want: Layout | None, layout: Layout | None, axes: tuple[str, ...]) -> bool:
@@ -38,17 +45,29 @@ def alike(want: Layout | None, layout: Layout | None, axes: tuple[str, ...]) -> 
         return want is layout
     if orders(want, axes) != orders(layout, axes):
         return False
-    for mine, theirs in zip(want.dims, layout.dims, strict=True):
-        for axis in (a for _, a in mine if a in axes):
-            whole = prod(size for size, a in _before(mine, axis) if a is None)  # axes of its own that are not decided yet do not count
-            before = [(size, a) for size, a in _before(theirs, axis) if a not in axes]
-            parts = {prod(size for size, a in before if a is None)}
-            for size in (size for size, a in before if a is not None):  # it splits a part of what stands before, or of the axis's own
-                parts |= {size * n for n in parts}
-            if whole not in parts:
+    for wanted_dim, dim in zip(want.dims, layout.dims, strict=True):
+        for axis in axes_of(wanted_dim):
+            if axis in axes and _parts_before(wanted_dim, axis) not in _possible_parts_before(dim, axis, axes):
                 return False
     return True
 
 
-def _before(dim: Dim, axis: str | None) -> Dim:
-    return dim[: next(k for k, (_, a) in enumerate(dim) if a == axis)]
+def _parts_before(dim: Dim, axis: str) -> int:
+    """Into how many parts (stripes) stands what is before an axis. Axes of its own that are not decided yet do not count."""
+    return prod(size for size, other in _before(dim, axis) if other is None)
+
+
+def _possible_parts_before(dim: Dim, axis: str, axes: tuple[str, ...]) -> set[int]:
+    """The same, where each of the other axes splits a part of what stands before, or of the axis's own."""
+    parts = {_parts_before(dim, axis)}
+    for size, other in _before(dim, axis):
+        if other is not None and other not in axes:
+            parts |= {size * count for count in parts}
+    return parts
+
+
+def _before(dim: Dim, axis: str) -> Dim:
+    for place, (_, other) in enumerate(dim):
+        if other == axis:
+            return dim[:place]
+    raise AssertionError(f"axis {axis} is not on this dim")
