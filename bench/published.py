@@ -55,7 +55,9 @@ Note [Missed]. What was found out about pairs whose order is missed, and runs th
 - MF3, 70 B on 64 cards of 40 GB with two rows a rank, is 32 % too fast, and its memory is half empty. MF4, on 128 with four rows, is 10 %
   too fast, and MA7, on 32 cards of 80 GB with two rows, too. Between MF3 and MF4 58 ms a layer would be waited for, which gathers at 26
   GB/s a box explain, an eighth of what the table says of its network; one row is no source for that.
-- KF4, KF5, 15 and 13 % too fast: how many network cards a board has is not published, and one a device is assumed.
+- TH1, held out, 23 % too slow, 9 % when parts of a block went one by one: a block's gradients, 1.6 GB, take 28 ms, and each block's are
+  waited for before the step goes on, which FSDP does a block later.
+- KF4, KF5, 17 and 18 % too fast, K11 to K13, 14 %: how many network cards a board has is not published, and one a device is assumed.
 - M1: logits of 131,072 words beside 24 layers of 2,048, which a compiler fuses here. Neither the loss of the published run nor the rows of
   its microbatches are known.
 - Runs whose gathers would be begun late: Composer's default for FSDP is `BACKWARD_POST`, "less overlap" by torch's documentation. The host

@@ -165,6 +165,17 @@ def test_what_a_gather_sends_is_packed_ahead_also_where_it_is_cast_first() -> No
     ]  # fmt: skip
 
 
+def test_gathers_along_an_axis_start_by_themselves_whatever_goes_along_others() -> None:
+    """Three along tp, each of what was made right before, do not hold up the one along dp, which the caller gave."""
+    nodes = []
+    for k in range(3):
+        nodes += [("aten.neg.default", (R(0),), (2 + 2 * k,)), ("colofunc.all_gather", (R(2 + 2 * k), ("tp",), 2, 0), (3 + 2 * k,))]
+    nodes += [("colofunc.all_gather", (R(1), ("dp",), 2, 0), (8,))]
+    p = program([0, 1], nodes, [3, 5, 7, 8], [(4,), (4,), (4,), (8,), (4,), (8,), (4,), (8,), (8,)])
+    starts = [node.args[1] for node in overlap(p).nodes if node.target == "colofunc.all_gather_start"]
+    assert starts == [("dp",), ("tp",), ("tp",), ("tp",)]
+
+
 def test_a_pass_that_moves_a_node_before_its_operand_is_an_error():
     p = program([0], [("aten.neg.default", (R(0),), (1,)), ("aten.abs.default", (R(1),), (2,))], [2], [(3,)] * 3)
     with pytest.raises(ProgramError, match=r"node 0, aten.abs.default at step.py:1, was moved before what makes its %1"):

@@ -11,9 +11,9 @@ spans). Its rings pass through all ranks, so (n-1)/n of the buffer crosses every
 between boxes those of all the group's devices in a box together, a ring for each. Pieces follow one another, so the slowest level
 alone decides about bytes, while the first piece takes a message for each hop: d_(k-1) - d_k of level k, n-1 in all. Published
 all-reduces agree: 32 B200 and 24 A100 in boxes of 8 reach what the network cards of a box have together (382 of 400 and 96 of 100
-GB/s; stas00/ml-engineering, NVIDIA/nccl-tests#119). So NCCL counts messages, too (src/graph/tuning.cc), and those of an all-reduce over
-several boxes 1.4 times, "plateau effect of ring": 1 MB over 32 B200, 62 messages, is 0.40 ms by that and 0.41 published
-(tests/test_curves.py).
+GB/s), and 1 MB over 32 B200 takes 0.29 ms, 62 messages, of 0.41 (stas00/ml-engineering, NVIDIA/nccl-tests#119; tests/test_curves.py).
+NCCL itself counts messages of an all-reduce over several boxes 1.4 times (src/graph/tuning.cc, "plateau effect of ring"), which would be
+0.40 ms; those of its two halves it does not, which all plans would take for the whole then. It is left out.
 An all-to-all reaches the peers outside its own domain directly, so its shares are the fractions of peers that are new at each level,
 one level after the other.
 
@@ -42,9 +42,6 @@ from colofunc.mesh.topology import KINDS, Level, Topology
 Group = tuple[int, ...]
 Stage = Callable[[str, tuple[str, int]], tuple[float, float] | None]
 """What was measured of a collective along an axis, or a part of one, of a size; None where nothing was."""
-
-PLATEAU = 1.4
-"""An all-reduce over several boxes takes so many times its messages: NCCL, src/graph/tuning.cc, for sm_80 and later."""
 
 # What to use when a device has no rate of its own for a dtype: the next in line that it has.
 _INSTEAD: dict[str, tuple[str, ...]] = {
@@ -158,10 +155,8 @@ def _group_cost(
                 alpha_s += (outside - d) * level.latency_s
                 beta_s = max(beta_s, (n - 1) / n / near_ranks * s_per_byte)
         outside, near_ranks, inner_size = d, ranks, level.size or inner_size
-    if kind != "all_reduce":
-        return alpha_s, beta_s
-    is_over_boxes = len(domains) > 1 and domains[0][0] > 1
-    return 2 * alpha_s * (PLATEAU if is_over_boxes else 1.0), 2 * beta_s
+    times = 2 if kind == "all_reduce" else 1
+    return times * alpha_s, times * beta_s
 
 
 def rotation(n: int, by: int = 1) -> tuple[int, ...]:

@@ -36,8 +36,8 @@ _NET_US = 6
 src/graph/tuning.cc, hwLat, rings by LL128 and Simple): with 14 Megatron's rows of 48 boxes and one rank in each (M4 of `bench published`)
 are 30 % too slow, with 6 they are 16 %."""
 _SIMPLE_US = 14
-"""The same by the Simple protocol (NVIDIA/nccl, src/graph/tuning.cc, hwLat), which all-reduces of 1 and 16 MB over 32 B200 took: by 14 they
-are 2 and 6 % too fast (stas00/ml-engineering; tests/test_curves.py), by 6 they would be 19 and 19 %."""
+"""The same by the Simple protocol (NVIDIA/nccl, src/graph/tuning.cc, hwLat), which small all-reduces over 32 B200 took: by 14 those of 1 to
+256 MB are 1.3 to 1.45 times too fast, by 6 they would be 1.4 to 1.7 times (stas00/ml-engineering; tests/test_curves.py)."""
 
 # PCI Express x16, each direction, 128b/130b coding: 3.0 is 8 GT/s a lane, 4.0 is 16, 5.0 is 32 (PCI-SIG).
 _PCIE3, _PCIE4, _PCIE5 = 15.75e9, 31.5e9, 63.0e9

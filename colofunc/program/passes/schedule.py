@@ -106,9 +106,10 @@ def overlap(
     edit = Editor(program, ids)
     starts: dict[int, list[Node]] = {}  # in front of position k, with the packing that goes along
     waits = _Waits()
-    hoisted: list[tuple[int, int]] = []  # first use and bytes of collectives that were moved up
+    # Groups along other axes have streams of their own: their collectives neither count nor keep an order with these.
+    hoisted: dict[object, list[tuple[int, int]]] = {}  # axes -> first use and bytes of collectives that were moved up
     waited: set[int] = set()
-    floor: dict[str, int] = {}  # starts of one kind keep their order
+    floor: dict[tuple[str, object], int] = {}  # starts of one kind and axes keep their order
     for index, node in enumerate(program.nodes):
         if not is_wire(node) or node.target.endswith("_start"):
             continue
@@ -127,10 +128,12 @@ def overlap(
         # It must have ended before something is written over its operand.
         writes = [w for i in node.refs for w in wrote.get(memory.group(i), ()) if w > index]
         used = min([first[out], *writes])
-        at = min(index, max(ready, _gate(hoisted, value.nbytes, ahead, ahead_bytes), floor.get(node.target, 0)))
+        along = node.args[1]
+        flying = hoisted.setdefault(along, [])
+        at = min(index, max(ready, _gate(flying, value.nbytes, ahead, ahead_bytes), floor.get((node.target, along), 0)))
         if at < index:
-            hoisted.append((min(used, index), value.nbytes))
-        floor[node.target] = at
+            flying.append((min(used, index), value.nbytes))
+        floor[node.target, along] = at
         fresh = edit.new(value)
         start = attrs.evolve(node, target=f"{node.target}_start", outs=(fresh,))
         wait = Node("colofunc.wait", (Ref(fresh),), (), (out,), node.phase, node.path, node.line, node.note, on=node.on)
