@@ -5,7 +5,7 @@
 
 Problem: an update of a parameter in bfloat16 is less than half the way to the next number, so that to the nearest nothing ever moves.
 Idea: a number that is a quarter of the way to its upper neighbour goes there every fourth time. Which times is a draw by (seed, site,
-index of the element in the *global* tensor), as in `ops.random`: the same on every mesh. One word has the draws of `DRAWS` tensors.
+index of the element in the *global* tensor), as in `ops.random`: the same on every mesh. One word of 64 bits has the draws of four tensors.
 
     bits of x as a whole number, plus 0 to 2^16 - 1, without the low 16 bits
 
@@ -26,10 +26,8 @@ from colofunc.ops.seeds import GAMMA, key_int, signed
 
 DROPPED_BITS = 16
 """Low bits of float32's mantissa that bfloat16 does not have."""
-DRAWS = 4
-"""Draws that a word of 64 bits has."""
 PARAM_DRAW = 0
-"""Which of them rounds a parameter."""
+"""Which draw of a word rounds a parameter."""
 HOST_TILE, DEVICE_TILE = 1 << 15, 1 << 24
 """Elements that are rounded at a time. On the host words stay in the second-level cache, elsewhere this bounds the memory."""
 
@@ -53,7 +51,7 @@ def words_of(index: Index, first: int, end: int, seed: Tensor, site: int) -> Ten
 
 
 def rounded(x: Tensor, words: Tensor, which: int) -> Tensor:
-    """x in float32 rounded to bfloat16 by draw number `which` of each element's word, of `DRAWS`."""
+    """x in float32 rounded to bfloat16 by draw number `which` (0 to 3) of each element's word."""
     draw = ((words >> (DROPPED_BITS * which)) & ((1 << DROPPED_BITS) - 1)).to(torch.int32)
     bits = (x.contiguous().view(torch.int32) + draw) & -(1 << DROPPED_BITS)
     # A carry would make infinity of the bits of a NaN, and a NaN of those of infinity.
