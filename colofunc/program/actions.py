@@ -137,10 +137,18 @@ class ActionTable:
                 found.setdefault(action, (rank, position))
         return found
 
+    @cached_property
+    def _by_parts(self) -> dict[tuple[int, str, int], Action]:
+        """(stage, kind, microbatch) -> the action of the table."""
+        return {(action.stage, action.kind, action.microbatch): action for action in self.actions}
+
+    def _action(self, stage: int, kind: str, microbatch: int) -> Action:
+        """The table's own, which is known by its hash already, or one that it does not have."""
+        return self._by_parts.get((stage, kind, microbatch)) or Action(stage, kind, microbatch)
+
     def backward_of(self, stage: int, microbatch: int) -> Action:
         """The action that makes the gradient of a stage's inputs: its I where the table has one, else its B."""
-        split = Action(stage, "I", microbatch)
-        return split if split in self.place_of else Action(stage, "B", microbatch)
+        return self._by_parts.get((stage, "I", microbatch)) or self._action(stage, "B", microbatch)
 
     @cached_property
     def _needs_of(self) -> dict[Action, tuple[Action, ...]]:
@@ -162,10 +170,10 @@ class ActionTable:
     def _needed(self, action: Action) -> tuple[Action, ...]:
         stage, microbatch = action.stage, action.microbatch
         if action.kind == "F":
-            return (Action(stage - 1, "F", microbatch),) if stage else ()
+            return (self._action(stage - 1, "F", microbatch),) if stage else ()
         if action.kind == "W":
-            return (Action(stage, "I", microbatch),)
-        forward = Action(stage, "F", microbatch)
+            return (self._action(stage, "I", microbatch),)
+        forward = self._action(stage, "F", microbatch)
         if stage == self.stages - 1:
             return (forward,)
         return forward, self.backward_of(stage + 1, microbatch)

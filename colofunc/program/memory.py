@@ -156,8 +156,11 @@ def sent_copies(program: Program, metas: Mapping[int, Meta]) -> list[Storage]:
     return out
 
 
-def _report(program: Program, storages: list[Storage], makers: Mapping[int, Node]) -> MemoryReport:
-    count, kinds = max(1, len(program.nodes)), kinds_of(program)
+def _report(
+    program: Program, storages: list[Storage], makers: Mapping[int, Node], kinds: Mapping[int, str] | None = None
+) -> MemoryReport:
+    """kinds: of values, where they are known."""
+    count, kinds = max(1, len(program.nodes)), kinds_of(program) if kinds is None else kinds
     tiers = sorted({s.tier for s in storages} | {"device"})
     row_of = {kind: row for row, kind in enumerate(KINDS)}
     changes: dict[str, list[tuple[int, int, int]]] = {tier: [] for tier in tiers}  # (row of the kind, position, bytes from there on)
@@ -287,7 +290,8 @@ def _inside(
     _count_with_the_sum(body, added_in_place(loop).values(), storages, home)
     if loop.cut_by is not None and _is_one_ranks(loop.cut_by):
         body, storages = _by_timetable(loop, storages, home, loop.cut_by, posted=sent)
-    report, value = _report(body, storages, makers), loop.body.inputs[0] if loop.body.inputs else 0
+    # What a value is does not depend on how often the timetable does its part.
+    report, value = _report(body, storages, makers, kinds_of(loop.body)), loop.body.inputs[0] if loop.body.inputs else 0
     return [
         Storage(live.nbytes, tier, value, index, index, attrs.evolve(live, name=f"{live.name} (each trip)"), body=report)
         for tier, alive in report.alive.items()

@@ -102,6 +102,8 @@ def _part_of(program: Program, rank: _Rank, inputs: Sequence[int]) -> tuple[Prog
     node_positions: list[int] = []
     there = set(inputs)
     for index, node in enumerate(program.nodes):
+        if not rank.has(node.on):
+            continue
         for own in _of_rank(node, program, there, rank):
             nodes.append(own)
             node_positions.append(index)
@@ -136,9 +138,7 @@ def _exists(program: Program, id: int, rank: _Rank) -> bool:
 
 
 def _of_rank(node: Node, program: Program, there: Collection[int], rank: _Rank) -> Iterator[Node]:
-    """A node as a rank runs it; nothing if it does not. there: the values that the rank has before it."""
-    if not rank.has(node.on):
-        return
+    """A node as a rank runs it that takes part in it. there: the values that the rank has before it."""
     if node.target == SEND:
         yield from _half_of_send(node, program, rank)
     elif node.loop is not None:
@@ -194,7 +194,8 @@ def _in_parts(loop: Loop, timetable: Timetable, inputs: Sequence[int], rank: _Ra
         # Parts of others have receives of this rank: a send is in the part that makes what is sent.
         nodes: list[Node] = []
         for node in loop.body.nodes[first:end]:
-            nodes += _of_rank(node, loop.body, there, rank)
+            if rank.has(node.on):
+                nodes += _of_rank(node, loop.body, there, rank)
         there.update(_results(nodes))
         received += [node for node in nodes if node.target == RECEIVE]
         if part in own_parts:

@@ -88,6 +88,10 @@ class _Play:
         self.forwards, self.inputs, self.weights = [0] * costs.stages, [0] * costs.stages, [0] * costs.stages
         self.done = {"F": self.forwards, "I": self.inputs, "W": self.weights}
         self.actions = _actions(costs.stages, microbatches)
+        self.seconds = {"F": costs.forward_s, "I": costs.input_s, "W": costs.weight_s}
+        self.more_bytes: dict[str, list[float]] = {}  # kind -> per stage, bytes that are held behind an action and were not in front of it
+        for kind, stages in self.actions.items():
+            self.more_bytes[kind] = [sum(cf.ext.bytes_of(of_stage[0], costs)) for of_stage in stages]
         # Per stage and microbatch, when the input (of F) and the gradient (of I) arrive.
         self.forward_at = [[INF] * microbatches for _ in range(costs.stages)]
         self.gradient_at = [[INF] * microbatches for _ in range(costs.stages)]
@@ -218,14 +222,12 @@ class _Play:
         done = self.done[kind]
         microbatch = done[stage]
         done[stage] += 1
-        action = self.actions[kind][stage][microbatch]
-        took_s = self.costs.seconds(action)
+        took_s = self.seconds[kind][stage]
         end_s = start_s + took_s
-        self.rows[rank].append(action)
+        self.rows[rank].append(self.actions[kind][stage][microbatch])
         self.free_s[rank] = end_s
         self.left_s[rank] -= took_s
-        start_bytes, end_bytes = cf.ext.bytes_of(action, self.costs)
-        self.held_bytes[rank] += start_bytes + end_bytes
+        self.held_bytes[rank] += self.more_bytes[kind][stage]
         if kind == "F":
             if stage == self.last:
                 self.gradient_at[stage][microbatch] = end_s
