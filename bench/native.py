@@ -4,7 +4,8 @@ A product is x (rows, 4096) bfloat16 with a weight of 4096 x 4096, of which seve
 none is in a cache. Beside it: `F.linear` with the weight in bfloat16, torch's own weight-only products where it has them, and the reference
 of our operator, which runs where there is no compiler. Products whose inputs are in int8 too are those of `int8-dynamic` and `smoothquant`,
 with what rounds the inputs. The step is a stack of perceptrons whose weights are arguments, staged by `cf.shard`
-with and without `cf.quantize`. Times are CPU seconds of one thread, in alternating rounds, and the median of the rounds' ratios counts.
+with and without `cf.quantize`. In front stands what the first use costs: compiling, and loading in later processes. Times of
+products are CPU seconds of one thread, in alternating rounds, and the median of the rounds' ratios counts.
 
 With many rows multiplying takes the time, and a product with a weight in 8 bits multiplies as many numbers of bfloat16 as `F.linear`. How
 long a processor takes for those alone, from registers (`products.cpp`), bounds what either can gain: that row stands beside 64 rows.
@@ -15,9 +16,15 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +34,7 @@ from torch import Tensor
 import colofunc as cf
 from bench import Row, Section, pairs, ratio, seconds
 from bench._loops import compiled
-from colofunc.ops import native
+from colofunc.ops import native, native_build
 from colofunc.ops.int8_products import exact_sums, int8_rows, rounded_linear, row_size
 from colofunc.ops.quantized import OPERATORS, Quantized, unpacked
 from colofunc.ops.quantizers import BUILT_IN
@@ -44,6 +51,33 @@ IN_A_ROW = 3
 # Of `products.cpp`: products of an instruction, and sums that run side by side.
 NUMBERS, CHAINS = 32, 16
 MULTIPLIES_BFLOAT16 = 3  # a level of `native.limit_level`
+
+
+# In a process that finds the library.
+LOADING = """
+import time, torch
+from colofunc.ops import native, native_build
+start = time.perf_counter()
+assert native.ready("cpu")
+print(time.perf_counter() - start)
+"""
+LOADS = 5
+
+
+def first_use() -> list[Row]:
+    """What the compiler takes, all its processes together, and what a later process does that finds the library."""
+    with tempfile.TemporaryDirectory() as folder:
+        before, start = os.times(), time.monotonic()
+        native_build.build(Path(folder, "native"))
+        after, took_s = os.times(), time.monotonic() - start
+        cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
+        variables = {**os.environ, "COLOFUNC_CACHE": folder}
+        command = [sys.executable, "-c", LOADING]
+        loads = [float(subprocess.check_output(command, env=variables, text=True)) for _ in range(LOADS)]
+    return [
+        Row("first use: the kernels for the CPU are compiled", f"{cpu_s:.1f} CPU s, {took_s:.1f} s"),
+        Row("first use in a later process: they are loaded", f"{1e3 * statistics.median(loads):.1f} ms"),
+    ]
 
 
 def in_turn(product: Callable[[Any], Tensor], weights: Sequence[Any]) -> Callable[[], None]:
@@ -217,7 +251,7 @@ def bench() -> Section:
     native.ready("cpu")
     level = native.limit_level(9)
     bound = least() if level >= MULTIPLIES_BFLOAT16 else []
-    rows = [*products("int8"), *bound, *products("int4-g128"), *whole_products(), *decoding()]
+    rows = [*first_use(), *products("int8"), *bound, *products("int4-g128"), *whole_products(), *decoding()]
     return Section(
         "Kernels in C++",
         f"weights of {SIZE} x {SIZE}, {WEIGHTS} in turn; the step has {DEPTH} layers, {WIDTH} and {HIDDEN} wide; instruction set {level} "

@@ -215,7 +215,6 @@ def bench() -> Section:
         f"float32 parameter and states, bfloat16 gradient, {torch.get_num_threads()} thread(s), torch {torch.__version__}, load average "
         f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores. With a float32 gradient colofunc calls torch's fused kernel of SGD, and "
         "of AdamW below 65,536 elements. torch's norms in LAMB are running sums in float32, ours are of rows that are summed in float64. "
-        "The loop of AdamW over 65,536 elements is bound by arithmetic and its cache at once: without sqrt and division it takes 0.87 "
-        f"of the time. {theirs}",
+        f"The loop of AdamW over 65,536 elements is bound by the processor's divider (docs/native.md). {theirs}",
         rows,
     )

@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 os.environ.setdefault("COLOFUNC_CACHE", "off")  # a test plans anew
 os.environ.setdefault("COLOFUNC_MEASURE", "off")  # and for the same figures on every machine
+# Inductor's own pool of compilers takes longer to start than it saves where test processes run side by side.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # Ranks are simulated in one process and test processes run side by side.
 torch.set_num_threads(1)
