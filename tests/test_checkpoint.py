@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 import transformers
-from colofunc_plugins import tensor, zero
+from colofunc_plugins import zero
 from torch import nn
 
 import colofunc as cf
@@ -92,10 +92,10 @@ def test_beside_sharding_a_gather_of_parameters_may_be_made_again() -> None:
 
 def test_order_of_transforms_does_not_matter_and_it_composes_with_accumulate() -> None:
     step, *args = training(layers=2)
-    mesh = cf.Mesh(dp=2, tp=2, topology=AMPLE)
-    one = cf.accumulate(cf.shard(step, mesh, zero(1, "dp"), tensor("1d", "tp")), microbatches=2)
+    mesh = cf.Mesh(dp=2, topology=AMPLE)
+    one = cf.accumulate(cf.shard(step, mesh, zero(1, "dp")), microbatches=2)
     least = int(peak(one, *args) * 0.8)
-    other = cf.shard(cf.checkpoint(step, budget=least), mesh, zero(1, "dp"), tensor("1d", "tp"))
+    other = cf.shard(cf.checkpoint(step, budget=least), mesh, zero(1, "dp"))
     both = [cf.checkpoint(one, budget=least), cf.accumulate(other, microbatches=2)]
     texts = [staged.lower(*args).text() for staged in both]
     assert texts[0] == texts[1]

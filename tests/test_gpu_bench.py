@@ -53,6 +53,7 @@ SWEPT = {
         "waits, a ring of two simulated ranks", "waits, experts on two simulated ranks",
     ),
     7: ("LLaMA", "OPT with dropout", "LLaMA, recomputed, 90 %", "OPT with dropout, offloaded, 60 %"),
+    9: ("model 2", "model 3"),
     10: ("exposed copies", "disk"),
     12: ("speed",),
     14: ("numbers, rowwise", "numbers, rowwise_with_gw_hp", "numbers, delayed", "speed"),

@@ -45,8 +45,9 @@ can_compile = pytest.mark.skipif(
 
 
 @can_compile
+@pytest.mark.sweep
 def test_the_library_compiles_links_and_registers_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is run, so nothing is optimised: half of the time. `tools/compile_cuda.py` compiles it as users get it."""
+    """Nothing is run, so nothing is optimised: half of the time. `.ci/run` compiles it as users get it, by `tools/compile_cuda.py`."""
     unoptimised = ("-O0", "-Xcicc", "-O0", "-Xptxas", "-O0")
     monkeypatch.setattr(native_build, "CUDA_FLAGS", (*(flag for flag in native_build.CUDA_FLAGS if flag != "-O3"), *unoptimised))
     path = native_build.build(tmp_path, native_build.cuda(("90",)))

@@ -24,8 +24,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("timm")
 
 QUICK = (
-    "gpt2", "llama", "t5", "bert", "vit", "swin", "resmlp", "resnet", "convnext", "efficientnet", "mixtral_dense", "gpt_oss", "whisper",
-    "clip", "kind_uneven", "layer_lstm", "layer_parametrized", "distilbert", "layer_conv2d", "albert",
+    "gpt2", "t5", "bert", "vit", "resmlp", "resnet", "convnext", "gpt_oss", "kind_uneven", "layer_lstm", "layer_parametrized",
+    "layer_conv2d",
 )  # fmt: skip
 Wrap = Callable[[Any], Any]
 SEEDS = (0, 1)

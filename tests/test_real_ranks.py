@@ -54,7 +54,7 @@ def train_on_ranks(axes):
     return losses, params, noisy
 
 
-@pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}])
+@pytest.mark.parametrize("axes", [{"dp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.sweep)])
 def test_training_equals_one_device(axes):
     want, params = train(None, 0.0)
     with float64():
