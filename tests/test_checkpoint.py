@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 import transformers
-from colofunc_plugins import zero
+from colofunc_plugins import tensor, zero
 from torch import nn
 
 import colofunc as cf
@@ -90,12 +90,14 @@ def test_beside_sharding_a_gather_of_parameters_may_be_made_again() -> None:
     assert check(staged, *args).worst < 1e-10
 
 
-def test_order_of_transforms_does_not_matter_and_it_composes_with_accumulate() -> None:
+@pytest.mark.parametrize("axes", [{"dp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.sweep)], ids=str)
+def test_order_of_transforms_does_not_matter_and_it_composes_with_accumulate(axes: dict[str, int]) -> None:
     step, *args = training(layers=2)
-    mesh = cf.Mesh(dp=2, topology=AMPLE)
-    one = cf.accumulate(cf.shard(step, mesh, zero(1, "dp")), microbatches=2)
+    mesh = cf.Mesh(**axes, topology=AMPLE)
+    plans = (zero(1, "dp"), tensor("1d", "tp")) if "tp" in axes else (zero(1, "dp"),)
+    one = cf.accumulate(cf.shard(step, mesh, *plans), microbatches=2)
     least = int(peak(one, *args) * 0.8)
-    other = cf.shard(cf.checkpoint(step, budget=least), mesh, zero(1, "dp"))
+    other = cf.shard(cf.checkpoint(step, budget=least), mesh, *plans)
     both = [cf.checkpoint(one, budget=least), cf.accumulate(other, microbatches=2)]
     texts = [staged.lower(*args).text() for staged in both]
     assert texts[0] == texts[1]

@@ -30,13 +30,11 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("epochs", "right"), [(5, 0.5), pytest.param(20, 0.95, marks=pytest.mark.sweep)])
-def test_a_vision_transformer_learns_to_read_digits(epochs: int, right: float, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """One digit in ten is right by chance; the script's own number of epochs is in the sweep."""
+def test_a_vision_transformer_learns_to_read_digits(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     pytest.importorskip("timm")
     pytest.importorskip("sklearn")
-    assert script("train_vit", monkeypatch).main(["--dp", "2", "--tp", "1", "--epochs", str(epochs)]) > right
-    assert capsys.readouterr().out.count("right on unseen digits") == epochs
+    assert script("train_vit", monkeypatch).main(["--dp", "2", "--tp", "1"]) > 0.95
+    assert capsys.readouterr().out.count("right on unseen digits") == 20
 
 
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
