@@ -183,6 +183,12 @@ def map_refs(tree: Any, fn: Callable[[int], Any]) -> Any:
     return tree
 
 
+def reading(node: Node, names: Mapping[int, int]) -> Node:
+    """The node with other operands: value id -> the one that it reads in its place; it goes on to read those that are not named."""
+    args, kwargs = map_refs((node.args, node.kwargs), lambda id: Ref(names.get(id, id)))
+    return attrs.evolve(node, args=args, kwargs=kwargs)
+
+
 @attrs.frozen
 class Program:
     """A whole step. `inputs` and `outputs` are value ids; `outputs` may repeat ids and contain inputs.

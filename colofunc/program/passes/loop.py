@@ -33,7 +33,7 @@ from colofunc.ops.quantized import DEQUANTIZE
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
 from colofunc.program.facts import LOCAL, WIRE, is_product, is_wire, kind_of, lifetimes, written
-from colofunc.program.ir import LOOP, Loop, Node, Program, Ref, Timetable, Value, map_refs
+from colofunc.program.ir import LOOP, Loop, Node, Program, Ref, Timetable, Value, map_refs, reading
 from colofunc.program.passes.packed_reads import goes_on
 from colofunc.program.passes.time import is_reduction
 
@@ -96,7 +96,7 @@ def changed(loop: Loop, change: Callable[..., Program], owned: Owned | None = No
         for ref in node.refs:
             last_read[ref] = max(last_read.get(ref, index), index)
     for number, (first, end) in enumerate(timetable.spans()):
-        mine = [_renamed(node, names) for node in body.nodes[first:end]]
+        mine = [reading(node, names) for node in body.nodes[first:end]]
         made = {out for node in mine for out in node.results}
         inputs = dict.fromkeys(ref for node in mine for ref in node.refs if ref not in made)
         outputs = tuple(dict.fromkeys(out for node in mine for out in node.results if last_read.get(out, -1) >= end))
@@ -110,11 +110,6 @@ def changed(loop: Loop, change: Callable[..., Program], owned: Owned | None = No
     edit.values.update(values)
     body = edit.written(nodes, (names.get(out, out) for out in body.outputs), stage=done.stage)
     return attrs.evolve(loop, body=body, timetable=attrs.evolve(timetable, ends=tuple(ends)))
-
-
-def _renamed(node: Node, names: Mapping[int, int]) -> Node:
-    args, kwargs = map_refs((node.args, node.kwargs), lambda id: Ref(names.get(id, id)))
-    return attrs.evolve(node, args=args, kwargs=kwargs)
 
 
 def gathered_at(body: Program) -> dict[int, list[int]]:

@@ -20,7 +20,7 @@ from colofunc.errors import InputError
 from colofunc.ops.packed_rows import NUMBERS
 from colofunc.ops.saved_activations import PACK, WIDEN, scale_dtype_of
 from colofunc.program.editor import Editor
-from colofunc.program.ir import Node, Program, Ref, map_refs
+from colofunc.program.ir import Node, Program, Ref, reading
 
 SOURCE_AT: Mapping[str, int] = {
     "aten.index_copy.default": 3, "aten.slice_scatter.default": 1, "aten.select_scatter.default": 1, "aten.index_put.default": 2,
@@ -163,6 +163,5 @@ class _Caches:
     def _widen(self, index: int, node: Node) -> None:
         """A reader of caches, which are widened for it."""
         wide = {id: self._wide(index, id, node) for id in dict.fromkeys(node.refs) if id in self.packed}
-        args, kwargs = map_refs((node.args, node.kwargs), lambda id: Ref(wide.get(id, id)))
-        self.edit.replace(index, attrs.evolve(node, args=args, kwargs=kwargs))
+        self.edit.replace(index, reading(node, wide))
         self._follow(node)

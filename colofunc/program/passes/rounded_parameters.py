@@ -22,7 +22,7 @@ import torch
 
 from colofunc.ops.saved_activations import LEAST_GROUP, PACK, WIDEN, Groups, group_of, scale_dtype_of
 from colofunc.program.editor import Editor
-from colofunc.program.ir import Node, Program, Ref, Value, map_refs
+from colofunc.program.ir import Program, Ref, Value, reading
 from colofunc.program.passes.packed_gathers import GATHER, REARRANGE, gathered_dim, joining_pattern
 
 NOTE = "parameters are read in 8 bits"
@@ -59,14 +59,8 @@ def read_rounded(program: Program, numbers: torch.dtype) -> Program:
                 first[phase] = _write(program, edit, position, value, groups, numbers)
             instead.setdefault(position, {})[id] = first[phase]
     for position, names in instead.items():
-        edit.replace(position, _reading(program.nodes[position], names))
+        edit.replace(position, reading(program.nodes[position], names))
     return edit.done()
-
-
-def _reading(node: Node, names: dict[int, int]) -> Node:
-    """The node reading these values in place of those."""
-    args, kwargs = map_refs((node.args, node.kwargs), lambda id: Ref(names.get(id, id)))
-    return attrs.evolve(node, args=args, kwargs=kwargs)
 
 
 def _write(program: Program, edit: Editor, position: int, value: Value, groups: Groups, numbers: torch.dtype) -> int:

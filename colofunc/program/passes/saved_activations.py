@@ -29,7 +29,7 @@ from colofunc.ops.saved_activations import PACK, WIDEN, Groups, group_of, scale_
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
 from colofunc.program.facts import may_alias
-from colofunc.program.ir import Node, Program, Ref, Value, computed_once, map_refs
+from colofunc.program.ir import Node, Program, Ref, Value, computed_once, reading
 
 NEAR = 24
 """Readers in backward with at most so many nodes between them share a widened value."""
@@ -62,14 +62,8 @@ def save_packed(program: Program, numbers: torch.dtype) -> Program:
     for saved in found:
         _write(program, edit, saved, numbers, instead)
     for position, names in instead.items():
-        edit.replace(position, _reading(program.nodes[position], names))
+        edit.replace(position, reading(program.nodes[position], names))
     return edit.done()
-
-
-def _reading(node: Node, names: dict[int, int]) -> Node:
-    """The node reading these values in place of those."""
-    args, kwargs = map_refs((node.args, node.kwargs), lambda id: Ref(names.get(id, id)))
-    return attrs.evolve(node, args=args, kwargs=kwargs)
 
 
 def _write(program: Program, edit: Editor, saved: _Saved, numbers: torch.dtype, instead: dict[int, dict[int, int]]) -> None:
@@ -100,7 +94,7 @@ def _write(program: Program, edit: Editor, saved: _Saved, numbers: torch.dtype, 
 
 def _taken_again(program: Program, edit: Editor, view: Node, there: dict[int, int]) -> Node:
     """A view of forward of what is there now in place of its operand; its results join that."""
-    view = _reading(view, there)
+    view = reading(view, there)
     there.update({out: edit.new(program.values[out], name="") for out in view.results})
     outs = tuple(None if out is None else there[out] for out in view.outs)
     return attrs.evolve(view, outs=outs, phase=BACKWARD, note=NOTE)
