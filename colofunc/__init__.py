@@ -163,8 +163,8 @@ __all__ = [
     "value_and_grad",
 ]
 
-# Names and their modules that are imported when one is first asked for: the transforms, which bring compiler and planner along, and
-# what many steps do without.
+# Names and their modules that are imported when one is first asked for: the transforms, which bring compiler and
+# planner along, and what many steps do without.
 _WHEN_USED = {
     "accumulate": "transforms.accumulate",
     "awq": "functional.calibration",

@@ -1,14 +1,16 @@
 """The cache folder: what is kept between runs of a script, within a size, and only there.
 
-Problem: a cache grows until somebody deletes it, a changed file in it must not break a run, and the folder may hold files of
-others or be a link to one. Idea: an entry is one file whose name and first bytes say that it is ours, with a checksum. It is
-read within a size, dropped where it is not what was written, and the entries that were not used for longest go first.
+Problem: a cache grows until somebody deletes it, a changed file in it must not break a run, and the folder may hold
+files of others or be a link to one. Idea: an entry is one file whose name and first bytes say that it is ours, with a
+checksum. It is read within a size, dropped where it is not what was written, and the entries that were not used for
+longest go first.
 
     cache = Cache(Path("~/.cache/colofunc").expanduser())
     cache.write(key, {"plan": ...})         # beside, then renamed: a reader sees the whole file or none
     cache.read(key)                         # None where there is no such entry; Wrong where it was changed
 
-`key`: hexadecimal letters, as a hash has them. A link under the name of an entry is never followed, replaced or removed.
+`key`: hexadecimal letters, as a hash has them. A link under the name of an entry is never followed, replaced or
+removed.
 """
 
 from __future__ import annotations
@@ -64,7 +66,10 @@ class Cache:
         return parse_json(text)
 
     def write(self, key: str, entry: Any) -> None:
-        """Keep an entry, and drop the oldest while there are too many. Raises OSError; Wrong where something else has its name."""
+        """Keep an entry, and drop the oldest while there are too many.
+
+        Raises OSError; Wrong where something else has its name.
+        """
         path = self.path(key)
         if os.path.lexists(path) and not owned.is_ours(path, None):
             raise Wrong(f"{str(path)!r} is no file, but a link or a folder")
@@ -91,7 +96,11 @@ class Cache:
         entries = []
         for path in self.folder.iterdir():
             with contextlib.suppress(OSError):
-                if _PART.fullmatch(path.name) and owned.is_ours(path, None) and time.time() - path.stat().st_mtime > PART_S:
+                if (
+                    _PART.fullmatch(path.name)
+                    and owned.is_ours(path, None)
+                    and time.time() - path.stat().st_mtime > PART_S
+                ):
                     path.unlink()
                 elif _is_entry(path):
                     entries.append((path.stat().st_mtime_ns, path.stat().st_size, path))

@@ -38,9 +38,7 @@ from colofunc.version import __version__
 
 app = typer.Typer(add_completion=False)
 
-Target = Annotated[
-    str, typer.Argument(help="script.py:NAME, the step or a function that returns (step, state, batch)")
-]
+Target = Annotated[str, typer.Argument(help="script.py:NAME, the step or a function that returns (step, state, batch)")]
 Device = Annotated[str, typer.Option(help="a device such as a100-40g: one, or as many as the mesh has ranks")]
 Machine = Annotated[str, typer.Option(help="a machine such as 8xa100-80g, or a .json file of a measured one")]
 Axes = Annotated[str, typer.Option(help="axes, such as dp=2,tp=4; default: the step's own, or one device")]
@@ -104,7 +102,8 @@ def plan(
     save: Save = "",
     rows: Rows = 12,
 ) -> None:
-    """Trace and plan a step for a machine that need not be here: what was decided and why, its memory and its seconds."""
+    """Trace and plan a step for a machine that need not be here: what was decided and why, its memory and its seconds.
+    """
     console = Console() if sys.stdout.isatty() else Console(width=180)
     try:
         check_writable(picture=picture, trace=trace, save=save)

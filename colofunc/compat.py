@@ -45,7 +45,10 @@ wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 
 
 class _FakeMode(FakeTensorMode):
-    """Asks once whether there is a card. Torch asks at every entry, which takes 40 µs where the driver's library is asked (Lightning)."""
+    """Asks once whether there is a card.
+
+    Torch asks at every entry, which takes 40 µs where the driver's library is asked (Lightning).
+    """
 
     @cached_property
     def avoid_device_init(self) -> bool:
@@ -152,7 +155,9 @@ def functorch_gradients() -> int:
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode derivatives (`torch.func.jvp`, `jacfwd`, `hessian`) are being taken; False when torch cannot say."""
+    """Whether forward-mode derivatives (`torch.func.jvp`, `jacfwd`, `hessian`) are being taken; False when torch cannot
+    say.
+    """
     return int(getattr(torch.autograd.forward_ad, "_current_level", -1)) >= 0
 
 
@@ -229,7 +234,8 @@ def strided_factor(placement: Any) -> int | None:
 
 
 def undefine(library: torch.library.Library) -> bool:
-    """Take back what a library has registered, so that its operators' names are free for other signatures; whether that can be.
+    """Take back what a library has registered, so that its operators' names are free for other signatures; whether that
+    can be.
 
     `torch.library.custom_op` does the same where a function is decorated again; there is no public way to it.
     """
@@ -247,7 +253,10 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def is_held_alone(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor holds the memory of one, nor anything in torch that is under way. False where torch does not say."""
+    """Whether no other tensor holds the memory of one, nor anything in torch that is under way.
+
+    False where torch does not say.
+    """
     count = getattr(torch._C, "_storage_Use_Count", None)
     if count is None or type(tensor) is not torch.Tensor:
         return False
@@ -256,9 +265,11 @@ def is_held_alone(tensor: torch.Tensor) -> bool:
 
 
 def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], compiler: str) -> Callable[..., Any]:
-    """A graph without gradients, compiled for inputs of these shapes, strides and devices by a backend of `torch.compile`.
+    """A graph without gradients, compiled for inputs of these shapes, strides and devices by a backend of
+    `torch.compile`.
 
-    Not by `torch.compile` itself, which would read Python code that was written from the graph, and ask about it at every call.
+    Not by `torch.compile` itself, which would read Python code that was written from the graph, and ask about it at
+    every call.
     """
     backend: Any = torch._dynamo.lookup_backend(compiler)
     on_cpu = all(x.device.type == "cpu" for x in inputs)
@@ -269,17 +280,19 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], c
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Inside, what `torch.compile` has made runs as the Python that it was made from, which is what a trace wants to see.
+    """Inside, what `torch.compile` has made runs as the Python that it was made from, which is what a trace wants to
+    see.
 
     Whoever has compiled something has loaded its module; nobody else waits seconds for that.
     """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-# Settings of inductor for graphs on a CPU. On its own account it turns all convolutions there to channels-last. They gain a fifth by
-# it, but what it writes for a group norm then reads memory with strides and takes several times as long (bench/compiled.py).
-# What is read more than once it computes again for every reader, up to so many operations: `erf` is not on its list of dear ones, so
-# a GELU in front of a layer norm was computed five times a step. 8 is least for the perceptrons there, and no other model is slower.
+# Settings of inductor for graphs on a CPU. On its own account it turns all convolutions there to channels-last. They
+# gain a fifth by it, but what it writes for a group norm then reads memory with strides and takes several times as long
+# (bench/compiled.py). What is read more than once it computes again for every reader, up to so many operations: `erf`
+# is not on its list of dear ones, so a GELU in front of a layer norm was computed five times a step. 8 is least for the
+# perceptrons there, and no other model is slower.
 _ON_CPU = {"layout_optimization": False, "realize_opcount_threshold": 8}
 
 
@@ -318,7 +331,10 @@ _OF_MODULE, _OF_TENSOR = attrgetter(*_MODULE_HOOKS), attrgetter("_backward_hooks
 
 
 def without_hooks(modules: Sequence[torch.nn.Module], tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether certainly nothing hangs on any of these; quicker than to look for what does. False where torch cannot say."""
+    """Whether certainly nothing hangs on any of these; quicker than to look for what does.
+
+    False where torch cannot say.
+    """
     try:
         if any(chain.from_iterable(map(_OF_MODULE, modules))):
             return False
@@ -364,7 +380,8 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def children(module: torch.nn.Module) -> tuple[torch.nn.Module | None, ...]:
-    """The modules right below one, by name; `module.children()` where torch keeps them otherwise, which takes longer."""
+    """The modules right below one, by name; `module.children()` where torch keeps them otherwise, which takes longer.
+    """
     known = getattr(module, "_modules", None)
     return tuple(module.children()) if known is None else tuple(known.values())
 
@@ -391,7 +408,9 @@ def all_children(modules: Sequence[torch.nn.Module]) -> list[tuple[torch.nn.Modu
 
 
 def group_store(answer_s: float) -> Any:
-    """The store that the default process group was made with, of which each request may take so long; None where there is none."""
+    """The store that the default process group was made with, of which each request may take so long; None where there
+    is none.
+    """
     find = getattr(distributed_c10d, "_get_default_store", None)
     store = None if find is None else find()
     if store is None or not hasattr(store, "clone"):
@@ -402,7 +421,8 @@ def group_store(answer_s: float) -> Any:
 
 
 def bound_device(group: Any) -> torch.device | None:
-    """The device that a process group was made for (`init_process_group(device_id=...)`); None where that was not said."""
+    """The device that a process group was made for (`init_process_group(device_id=...)`); None where that was not said.
+    """
     return getattr(group, "bound_device_id", None)
 
 
@@ -437,7 +457,10 @@ def all_groups() -> list[Any]:
 
 
 def abort(group: Any, device: str) -> bool:
-    """End what a process group has under way on its device, without its peers. False where it has nothing that can be ended."""
+    """End what a process group has under way on its device, without its peers.
+
+    False where it has nothing that can be ended.
+    """
     end = getattr(backend_of(group, device), "abort", None)
     if end is not None:
         end()
@@ -445,7 +468,9 @@ def abort(group: Any, device: str) -> bool:
 
 
 def wrapper_maker(cls: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
-    """What makes `wrapper_subclass` of a contiguous tensor without gradient; arguments by position take two thirds of the time."""
+    """What makes `wrapper_subclass` of a contiguous tensor without gradient; arguments by position take two thirds of
+    the time.
+    """
     return partial(wrapper_subclass, cls, shape, None, None, None, dtype, torch.strided, device)
 
 
@@ -454,9 +479,16 @@ grouped_mm: Any = getattr(torch, "_grouped_mm", torch.nn.functional.grouped_mm)
 
 
 def scaled_mm(
-    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """a @ b times both scales, of matrices in float8: a (m, k) in rows, b (k, n) in columns; scales () or (m, 1) and (1, n)."""
+    """a @ b times both scales, of matrices in float8: a (m, k) in rows, b (k, n) in columns; scales () or (m, 1) and
+    (1, n).
+    """
     return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=dtype)
 
 
@@ -469,9 +501,16 @@ def has_scaled_grouped_mm() -> bool:
 
 
 def scaled_grouped_mm(
-    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    ends: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Rows of a (m, k) by groups times b (g, k, n), whose columns lie side by side, in float8; scales (m,) and (g, n), ends (g,) int32."""
+    """Rows of a (m, k) by groups times b (g, k, n), whose columns lie side by side, in float8; scales (m,) and (g, n),
+    ends (g,) int32.
+    """
     assert _scaled_grouped is not None
     out: torch.Tensor = _scaled_grouped(a, b, a_scale, b_scale, offs=ends, out_dtype=dtype)
     return out
@@ -489,7 +528,8 @@ def has_int_mm_on_cpu() -> bool:
     return supported is not None and bool(supported())
 
 
-# What `torch.nn.attention.flex_attention` tells its operators beside what it is given. Its kernels know these words without defaults.
+# What `torch.nn.attention.flex_attention` tells its operators beside what it is given. Its kernels know these words
+# without defaults.
 _FLEX_OPTIONS = {
     "BACKEND": "TRITON", "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False, "WRITE_DQ": True,
     "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False,
@@ -503,7 +543,9 @@ def flex_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Callable[..., Any], block_mask: tuple[Any, ...], scale: float,
     score_buffers: Buffers, mask_buffers: Buffers,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out, lse / ln 2) of the operator behind FlexAttention; the public function has no backward that is given another lse."""
+    """(out, lse / ln 2) of the operator behind FlexAttention; the public function has no backward that is given another
+    lse.
+    """
     buffers = (score_buffers, mask_buffers)
     out, lse, *_ = _flex.flex_attention(q, k, v, score, block_mask, scale, dict(_FLEX_OPTIONS), *buffers)
     return out, lse

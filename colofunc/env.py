@@ -8,7 +8,8 @@ named here, in one table, and the rest of the code asks functions.
 
 Variables set by `torchrun` (https://docs.pytorch.org/docs/stable/elastic/run.html): RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_USE_AGENT_STORE, TORCHELASTIC_RESTART_COUNT. Memory limits:
-cgroup v2 `memory.max`, cgroup v1 `memory.limit_in_bytes`, `/proc/meminfo` (Linux kernel documentation, admin-guide/cgroup-v2).
+cgroup v2 `memory.max`, cgroup v1 `memory.limit_in_bytes`, `/proc/meminfo` (Linux kernel documentation,
+admin-guide/cgroup-v2).
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def launched() -> Launch | None:
         return None
     rank, world_size = _integer("RANK") or 0, _integer("WORLD_SIZE") or 0
     if not 0 <= rank < world_size:
-        raise SwitchError(f"RANK={rank} is no rank of WORLD_SIZE={world_size}; ranks count from 0, so the last is {world_size - 1}")
+        raise SwitchError(
+            f"RANK={rank} is no rank of WORLD_SIZE={world_size}; ranks count from 0, so the last is {world_size - 1}"
+        )
     return Launch(
         rank=rank,
         world_size=world_size,
@@ -133,7 +136,9 @@ def passes_left_out() -> tuple[str, ...]:
     names = [name.strip() for name in switch("COLOFUNC_PASSES").split(",") if name.strip()]
     for name in names:
         if not name.startswith("-"):
-            raise SwitchError(f"COLOFUNC_PASSES={name!r:.80} leaves nothing out; write COLOFUNC_PASSES=-{name}, several with commas")
+            raise SwitchError(
+                f"COLOFUNC_PASSES={name!r:.80} leaves nothing out; write COLOFUNC_PASSES=-{name}, several with commas"
+            )
     return tuple(name.removeprefix("-") for name in names)
 
 
@@ -146,7 +151,10 @@ def plan_folder() -> Path | None:
 
 
 def native_mode() -> str:
-    """Whether kernels in C++ and CUDA are used: one of `NATIVE_MODES`. Raises SwitchError where the variable is none of them."""
+    """Whether kernels in C++ and CUDA are used: one of `NATIVE_MODES`.
+
+    Raises SwitchError where the variable is none of them.
+    """
     return _native_mode(switch("COLOFUNC_NATIVE"))
 
 
@@ -154,7 +162,9 @@ def native_mode() -> str:
 def _native_mode(text: str) -> str:
     asked = text.lower() or "auto"
     if asked not in NATIVE_MODES:
-        raise SwitchError(f"COLOFUNC_NATIVE={asked!r:.80} is none of {', '.join(NATIVE_MODES)}; write COLOFUNC_NATIVE=auto")
+        raise SwitchError(
+            f"COLOFUNC_NATIVE={asked!r:.80} is none of {', '.join(NATIVE_MODES)}; write COLOFUNC_NATIVE=auto"
+        )
     return asked
 
 
@@ -171,7 +181,9 @@ def compilers() -> tuple[str, ...]:
 
 
 def cuda_compilers() -> tuple[str, ...]:
-    """Commands that may be a CUDA compiler: of the toolkit in CUDA_HOME, else the one on the path, else of the usual folder."""
+    """Commands that may be a CUDA compiler: of the toolkit in CUDA_HOME, else the one on the path, else of the usual
+    folder.
+    """
     asked = os.environ.get("CUDA_HOME", "").strip()
     return (str(Path(asked, "bin", "nvcc")),) if asked else ("nvcc", "/usr/local/cuda/bin/nvcc")
 
@@ -193,10 +205,15 @@ def memory_limit_bytes() -> int | None:
 
 
 def _integer(name: str) -> int | None:
-    """A launcher's number; None where it says none. Raises SwitchError where it is no number: this process would run alone."""
+    """A launcher's number; None where it says none.
+
+    Raises SwitchError where it is no number: this process would run alone.
+    """
     text = os.environ.get(name, "").strip()
     if text and not text.removeprefix("-").isdecimal():
-        raise SwitchError(f"{name}={text!r:.80} is no whole number, as a launcher such as torchrun sets it. Try: unset {name}")
+        raise SwitchError(
+            f"{name}={text!r:.80} is no whole number, as a launcher such as torchrun sets it. Try: unset {name}"
+        )
     return int(text) if text else None
 
 

@@ -18,8 +18,8 @@ class ColofuncError(Exception):
 class MeshError(ColofuncError, ValueError):
     """A mesh, axis or view that does not exist or does not fit.
 
-    Usual causes: a misspelt axis; as many processes as the mesh has ranks were not started. `cf.Mesh(dp=-1, tp=2)` takes
-    the size of `dp` from the launcher; without one, the mesh is simulated in this process.
+    Usual causes: a misspelt axis; as many processes as the mesh has ranks were not started. `cf.Mesh(dp=-1, tp=2)`
+    takes the size of `dp` from the launcher; without one, the mesh is simulated in this process.
     """
 
 
@@ -40,7 +40,8 @@ class SpecError(ColofuncError, ValueError):
 
 
 class RuleError(ColofuncError, ValueError):
-    """An operator rule that contradicts the operator's own shapes, or an operator that no rule covers and none may replicate.
+    """An operator rule that contradicts the operator's own shapes, or an operator that no rule covers and none may
+    replicate.
 
     Rules of plugins are checked against each call. Outside of a step, operators that draw random numbers have no rule.
     """
@@ -114,16 +115,17 @@ class CapacityError(ColofuncError, MemoryError):
 class CollectiveError(ColofuncError, RuntimeError):
     """Ranks that disagree, wait for each other for ever, or have lost a peer.
 
-    The first traceback among the ranks is the cause; the others ended because of it. A step of `cf.pipeline` that raised behind its first
-    message may have left some under way: no further one runs until the processes are started again.
+    The first traceback among the ranks is the cause; the others ended because of it. A step of `cf.pipeline` that
+    raised behind its first message may have left some under way: no further one runs until the processes are started
+    again.
     """
 
 
 class CheckpointError(ColofuncError, RuntimeError):
     """A saved folder that is incomplete, changed, foreign or in use, or does not fit what it is loaded into.
 
-    A save that fails leaves the folder as it was before. The message names the file and the tensor; `strict=False` loads
-    what fits.
+    A save that fails leaves the folder as it was before. The message names the file and the tensor; `strict=False`
+    loads what fits.
     """
 
 
@@ -136,11 +138,11 @@ class DiskError(ColofuncError, OSError):
 
 
 class NativeError(ColofuncError, RuntimeError):
-    """Kernels in C++ or CUDA that COLOFUNC_NATIVE=require or `python -m colofunc native` asked for and that are not there.
+    """Kernels in C++ or CUDA that COLOFUNC_NATIVE=require or `python -m colofunc native` asked for and that are not
+    there.
 
-    The message says why: no compiler, one that failed (and the file with what it said), a folder that cannot be written, a GPU that cannot
-    run them.
-    Otherwise the same is a warning, once, and operators run in Python.
+    The message says why: no compiler, one that failed (and the file with what it said), a folder that cannot be
+    written, a GPU that cannot run them. Otherwise the same is a warning, once, and operators run in Python.
     """
 
 
@@ -149,7 +151,9 @@ class CheckError(ColofuncError, AssertionError):
 
 
 def near(name: object, names: Iterable[str], what: str = "known") -> str:
-    """`"; did you mean 'x'?"` or the list of known names, to end an error message with one thing to try. name: whatever was given."""
+    """`"; did you mean 'x'?"` or the list of known names, to end an error message with one thing to try. name: whatever
+    was given.
+    """
     known = sorted({str(n) for n in names})
     close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
     if close:

@@ -1,9 +1,9 @@
 """Files that colofunc wrote, told from those that somebody else put beside them.
 
-Problem: a path that a user gives may be a working directory with its sources, a link to one, or another program's folder,
-and replacing "what was there" deletes it. Idea: a file is ours where a list that we wrote names it and where it still is
-what the list says: a regular file, no link, of that size. Only such files are replaced or removed; folders go when they
-are empty. Saved states, pretrained folders, stores of the disk tier and cached plans all ask here.
+Problem: a path that a user gives may be a working directory with its sources, a link to one, or another program's
+folder, and replacing "what was there" deletes it. Idea: a file is ours where a list that we wrote names it and where it
+still is what the list says: a regular file, no link, of that size. Only such files are replaced or removed; folders go
+when they are empty. Saved states, pretrained folders, stores of the disk tier and cached plans all ask here.
 
     ours = {"a.safetensors": 4096, "index.json": None}      # name -> bytes; None: of any size
     foreign(folder, ours)                                    # ["train.py"]: what is not ours
@@ -31,8 +31,8 @@ A_FILE = "a file in a folder that is there, such as 'run/plan.json'"
 def given(path: Any, what: str, kind: type[ColofuncError], such: str = A_FOLDER) -> Path:
     """The absolute path that a user gave; a `~` at its beginning is the home folder, as in a shell.
 
-    such: what to write instead. Raises `kind` where it is no path, where it is empty ("" would mean the working directory),
-    and where no file can have this name or this process may not look.
+    such: what to write instead. Raises `kind` where it is no path, where it is empty ("" would mean the working
+    directory), and where no file can have this name or this process may not look.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
@@ -58,9 +58,11 @@ def is_ours(path: Path | str, size: int | None, folder_fd: int | None = None) ->
 
 
 def write_text(path: Any, text: str, mark: str, what: str, kind: type[ColofuncError]) -> None:
-    """Write a file that has `mark` near its beginning. Raises `kind` where it cannot be written, and as `check_own_kind` does.
+    """Write a file that has `mark` near its beginning. Raises `kind` where it cannot be written, and as
+    `check_own_kind` does.
 
-    A file that is there is whole until the new one is, and another hard link to it keeps what it holds; a link stays a link.
+    A file that is there is whole until the new one is, and another hard link to it keeps what it holds; a link stays a
+    link.
     """
     where = given(path, what, kind, A_FILE)
     check_own_kind(where, mark, what, kind)
@@ -80,7 +82,9 @@ def write_text(path: Any, text: str, mark: str, what: str, kind: type[ColofuncEr
         raise kind(f"{what}: {str(where)!r} cannot be written: {error.strerror or error}; name {A_FILE}") from error
 
 
-def check_own_kind(where: Path, mark: str, what: str, kind: type[ColofuncError], within_bytes: int = MARK_WITHIN_BYTES) -> None:
+def check_own_kind(
+    where: Path, mark: str, what: str, kind: type[ColofuncError], within_bytes: int = MARK_WITHIN_BYTES
+) -> None:
     """Raises `kind` where there is a file without `mark` in its first bytes, which nobody meant to lose."""
     if not os.path.isfile(where):
         return  # nothing is lost in devices; folders cannot be written

@@ -38,7 +38,9 @@ try:
     from matplotlib.patches import Rectangle
     from matplotlib.ticker import FuncFormatter, MultipleLocator
 except ImportError as error:
-    raise InputError("colofunc.pictures needs matplotlib, which is not installed. Try: pip install matplotlib") from error
+    raise InputError(
+        "colofunc.pictures needs matplotlib, which is not installed. Try: pip install matplotlib"
+    ) from error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,8 +87,9 @@ def memory_picture(low: Lowered, path: str | PathLike[str], budget_bytes: int | 
 def pipeline_picture(simulated: Simulated, path: str | PathLike[str], title: str = "") -> None:
     """Draw the schedule of a pipeline to a file whose ending says the format (.png, .svg, .pdf).
 
-    simulated: `low.pipeline()` of a step, or what `cf.ext.simulate` gives. In an SVG each cell is a group whose id is the rank and the
-    action, such as `rank0-0F3`. Numbers that have no room in their cell are left out. Raises InputError where the file cannot be written.
+    simulated: `low.pipeline()` of a step, or what `cf.ext.simulate` gives. In an SVG each cell is a group whose id is
+    the rank and the action, such as `rank0-0F3`. Numbers that have no room in their cell are left out. Raises
+    InputError where the file cannot be written.
     """
     ranks = len(simulated.rows)
     width = 14.0
@@ -136,7 +139,9 @@ def _save(figure: Figure, path: str | PathLike[str], such: str) -> None:
     try:
         figure.savefig(where, dpi=140, metadata=_marked(where))
     except (OSError, ValueError) as error:
-        raise InputError(f"the picture cannot be written to {str(path)!r}: {error}; name a file such as {such}") from error
+        raise InputError(
+            f"the picture cannot be written to {str(path)!r}: {error}; name a file such as {such}"
+        ) from error
 
 
 def check_ending(path: str | PathLike[str]) -> None:
@@ -144,11 +149,16 @@ def check_ending(path: str | PathLike[str]) -> None:
     known = sorted(FigureCanvasAgg.get_supported_filetypes())
     if Path(path).suffix.lower().removeprefix(".") not in known:
         endings = ", ".join(known)
-        raise InputError(f"the picture cannot be written to {str(path)!r}: its ending is none of {endings}; name a file such as plan.png")
+        raise InputError(
+            f"the picture cannot be written to {str(path)!r}: its ending is none of {endings}; name a file such as "
+            "plan.png"
+        )
 
 
 def check_replaceable(where: Path) -> None:
-    """Raises InputError where there is a file that is no picture of ours; formats without metadata cannot say that they are."""
+    """Raises InputError where there is a file that is no picture of ours; formats without metadata cannot say that they
+    are.
+    """
     owned.check_own_kind(where, PICTURE_MARK, "the picture", InputError, MOST_PICTURE_BYTES)
 
 

@@ -1,14 +1,14 @@
 """Data from files, read as what it should be: JSON of a bounded size, and records whose every field has its type.
 
-Problem: a file that somebody changed, cut or crafted ends in a KeyError far from where it was read, or puts a string where
-a number becomes part of something. Idea: one reader for all files. What a record holds is said by its annotations, and the
-first value that is something else is named by its place.
+Problem: a file that somebody changed, cut or crafted ends in a KeyError far from where it was read, or puts a string
+where a number becomes part of something. Idea: one reader for all files. What a record holds is said by its
+annotations, and the first value that is something else is named by its place.
 
     data = read_json("plan.json")                        # Wrong: not JSON, too deep, too large, NaN
     plan = build(Plan, data, "plan")                     # Wrong: plan.inputs[3].shape is 'x'; it must be of type tuple
 
-Callers turn `Wrong` into the error of their kind of file. Annotations: str, int, float, bool, None, Any, Literal, unions,
-tuples, dicts by name, and other attrs records; JSON's lists are tuples.
+Callers turn `Wrong` into the error of their kind of file. Annotations: str, int, float, bool, None, Any, Literal,
+unions, tuples, dicts by name, and other attrs records; JSON's lists are tuples.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> by
 
 
 def open_file(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """A file for reading. Raises OSError, also for a device or a pipe: one has no end, the other may keep its reader waiting."""
+    """A file for reading. Raises OSError, also for a device or a pipe: one has no end, the other may keep its reader
+    waiting.
+    """
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 (the caller closes it)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

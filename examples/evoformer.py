@@ -12,12 +12,13 @@ columns and biases the next row attention:
 
 Row attention is independent of other rows, column attention of other columns. So neither needs a collective if the
 table is split by rows for the one and by columns for the other, and between them it changes hands by one all-to-all.
-`DynamicAxial` says just that. Of each block and step it costs three gathers forward (the bias, one operand of each product
-over pairs), their three reduce-scatters backward, and an all-to-all of the table for each change of hands, twice a block.
+`DynamicAxial` says just that. Of each block and step it costs three gathers forward (the bias, one operand of each
+product over pairs), their three reduce-scatters backward, and an all-to-all of the table for each change of hands,
+twice a block.
 
 The task: which positions belong together? Paired positions hold the same letter in every sequence, but for noise; the
-model reads the alignment and predicts the pairs. Source: Jumper et al., AlphaFold (2021), supplement, algorithms 6 to 11;
-Cheng et al., FastFold (2203.00854), which calls this dynamic axial parallelism.
+model reads the alignment and predicts the pairs. Source: Jumper et al., AlphaFold (2021), supplement, algorithms 6 to
+11; Cheng et al., FastFold (2203.00854), which calls this dynamic axial parallelism.
 """
 
 from __future__ import annotations
@@ -165,7 +166,8 @@ class DynamicAxial:
         for match, dim in SPLIT.items():  # b of linear, d of norms and what is pointwise, i of embeddings
             want = tuple(f"{{{axis}: {factor}{dim}}}" for factor in "bdi")
             found.append(cf.ext.Wish(match, want, source=self.name, phases=both))
-        attention = ("colofunc.attention", "colofunc.attention_backward")  # its batch: rows for the one, columns for the other
+        # its batch: rows for the one, columns for the other
+        attention = ("colofunc.attention", "colofunc.attention_backward")
         found.append(cf.ext.Wish("*", f"{{{axis}: b}}", source=self.name, targets=attention, phases=both))
         found.append(cf.ext.Wish("*letters", f"b ({axis} s) r", roles=("batch",), source=self.name))
         found.append(cf.ext.Wish("*pairs", f"b ({axis} i) j", roles=("batch",), source=self.name))
@@ -200,7 +202,9 @@ def make_step(depth: int = 2, d: int = 32, c: int = 16, lr: float = 3e-3) -> tup
 
 def main(argv: list[str] | None = None) -> list[float]:
     """Train; the losses."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--dap", type=int, default=-1, help="ranks of the axis; -1: what torchrun has, 4 if simulated")
     parser.add_argument("--steps", type=int, default=40, help="steps of training")
     parser.add_argument("--rows", type=int, default=16, help="sequences of an alignment")

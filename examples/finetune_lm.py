@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 examples/finetune_lm.py --model ... --data ... --out run --tp 1 # real ranks (gloo)
     python examples/finetune_lm.py --model ... --data ... --out run --budget 6GiB --host 8GiB --disk /nvme/me # larger than memory
 
-Weights go from the folder straight into the ranks' parts. Every `--save-every` steps the state, the position in the data
-and the random numbers are written beside the training; started again with the same arguments, after `kill -9` or a power
-cut, the script goes on from the last whole checkpoint with the numbers that it would have had. The result, in
+Weights go from the folder straight into the ranks' parts. Every `--save-every` steps the state, the position in the
+data and the random numbers are written beside the training; started again with the same arguments, after `kill -9` or a
+power cut, the script goes on from the last whole checkpoint with the numbers that it would have had. The result, in
 `run/model`, is a folder that transformers loads.
 """
 
@@ -45,11 +45,19 @@ class Rows(torch.utils.data.Dataset):
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder with config.json and safetensors", default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--model", required=True, help="folder with config.json and safetensors", default=argparse.SUPPRESS
+    )
     parser.add_argument("--data", required=True, help="glob of text files", default=argparse.SUPPRESS)
-    parser.add_argument("--out", required=True, help="folder for checkpoints and the trained model", default=argparse.SUPPRESS)
-    parser.add_argument("--dp", type=int, default=-1, help="data-parallel ranks; -1: what torchrun leaves, 2 if simulated")
+    parser.add_argument(
+        "--out", required=True, help="folder for checkpoints and the trained model", default=argparse.SUPPRESS
+    )
+    parser.add_argument(
+        "--dp", type=int, default=-1, help="data-parallel ranks; -1: what torchrun leaves, 2 if simulated"
+    )
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps in all, also when resumed")
     parser.add_argument("--batch", type=int, default=8, help="rows of the global batch")
@@ -57,8 +65,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate")
     parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch that run one after another")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="what is computed in")
-    parser.add_argument("--budget", help="device memory a rank ('6GiB', 0.5): the rest is made again or on the host", default="")
-    parser.add_argument("--disk", help="directory for state that memory has no room for; without --host for all of it", default="")
+    parser.add_argument(
+        "--budget", help="device memory a rank ('6GiB', 0.5): the rest is made again or on the host", default=""
+    )
+    parser.add_argument(
+        "--disk", help="directory for state that memory has no room for; without --host for all of it", default=""
+    )
     parser.add_argument("--host", help="host memory a rank for what is not on the device", default="")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
     return parser.parse_args(argv)
@@ -73,7 +85,9 @@ def main(argv: list[str] | None = None) -> list[float]:
 
     config = AutoConfig.from_pretrained(args.model)
     model = cf.load(args.model, model=cf.functional(cf.lazy(lambda: AutoModelForCausalLM.from_config(config)))).train()
-    opt = cf.adapt(torch.optim.AdamW, lr=args.lr, groups={"*.bias": {"weight_decay": 0.0}, "*ln_*": {"weight_decay": 0.0}})
+    opt = cf.adapt(
+        torch.optim.AdamW, lr=args.lr, groups={"*.bias": {"weight_decay": 0.0}, "*ln_*": {"weight_decay": 0.0}}
+    )
     step_fn, state = cf.train_step(model, opt, clip=1.0)
     step = cf.shard(step_fn, mesh)
     if args.precision != "fp32":
@@ -103,7 +117,9 @@ def main(argv: list[str] | None = None) -> list[float]:
             done += 1
             losses.append(float(metrics["loss"]))
             if mesh.is_main:
-                print(f"step {done}  loss {losses[-1]:.6f}  gradient norm {float(metrics['grad_norm']):.4f}", flush=True)
+                print(
+                    f"step {done}  loss {losses[-1]:.6f}  gradient norm {float(metrics['grad_norm']):.4f}", flush=True
+                )
             if done % args.save_every == 0 or done == args.steps:
                 cf.save(out / f"step-{done:06d}", state, batches=data, wait=done == args.steps, keep=2)
             if done == args.steps:

@@ -4,10 +4,10 @@
     python examples/long_context.py --cp 4 --tokens 512                # the same tokens per rank, twice the context
     torchrun --nproc-per-node 2 examples/long_context.py --dp 1        # the same file on real ranks (gloo)
 
-The two lines that matter are `ring("cp")` and `zero(3, "dp")`: every rank holds `tokens / cp` tokens of `rows / dp` rows and
-a part of the weights. Keys and values travel round the ring, dealt in stripes so that the causal mask leaves all ranks
-the same work. Labels are shifted inside the model's own loss, across the ranks. The activations of a rank depend on its
-own tokens alone: the last lines plan contexts of twice and four times the length on as many more ranks.
+The two lines that matter are `ring("cp")` and `zero(3, "dp")`: every rank holds `tokens / cp` tokens of `rows / dp`
+rows and a part of the weights. Keys and values travel round the ring, dealt in stripes so that the causal mask leaves
+all ranks the same work. Labels are shifted inside the model's own loss, across the ranks. The activations of a rank
+depend on its own tokens alone: the last lines plan contexts of twice and four times the length on as many more ranks.
 
 The task: the second half of each row repeats the first, so whoever reads `tokens / 2` back predicts it.
 """
@@ -34,7 +34,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a row (default %(default)s)")
     parser.add_argument("--rows", type=int, default=4, help="rows of a batch (default %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="training steps (default %(default)s)")
-    parser.add_argument("--longer", type=int, default=4, help="plan contexts up to so many times as long (default %(default)s)")
+    parser.add_argument(
+        "--longer", type=int, default=4, help="plan contexts up to so many times as long (default %(default)s)"
+    )
     parser.add_argument("--width", type=int, default=64, help="width of the model (default %(default)s)")
     return parser.parse_args(argv)
 
@@ -85,7 +87,10 @@ def planned(options: argparse.Namespace) -> None:
         low = cf.shard(step_fn, mesh, ring("cp"), zero(3, "dp")).lower(state, batch_of(options.rows, tokens, 0))
         peak = low.memory().peak_bytes["device"]
         wire = low.cost().wire_bytes
-        print(f"{tokens:>6} tokens on {mesh.size:>3} ranks: peak {peak / 2**20:.2f} MiB a rank, {wire / 2**20:.2f} MiB received")
+        print(
+            f"{tokens:>6} tokens on {mesh.size:>3} ranks: peak {peak / 2**20:.2f} MiB a rank, {wire / 2**20:.2f} MiB "
+            "received"
+        )
 
 
 if __name__ == "__main__":

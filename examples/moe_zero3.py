@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/moe_zero3.py                          # the same file on real ranks (gloo)
     python examples/moe_zero3.py --family deepseek_v3 --capacity 1.25          # drop what is over capacity
 
-Rows of the batch lie on both axes. Experts lie on `ep`, all states are split over `dp`, too. The model learns to copy: the
-second half of each sequence repeats the first.
+Rows of the batch lie on both axes. Experts lie on `ep`, all states are split over `dp`, too. The model learns to copy:
+the second half of each sequence repeats the first.
 """
 
 from __future__ import annotations
@@ -48,11 +48,15 @@ def rows(n: int, step: int) -> dict[str, torch.Tensor]:
 
 def main(argv: list[str] | None = None) -> tuple[float, float]:
     """Train, and return the first and the last loss."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--family", choices=FAMILIES, default="mixtral", help="the architecture")
     parser.add_argument("--dp", type=int, default=2, help="ranks that split states")
     parser.add_argument("--ep", type=int, default=2, help="ranks that split experts")
-    parser.add_argument("--capacity", type=float, default=None, help="the share of its even load that an expert takes at most")
+    parser.add_argument(
+        "--capacity", type=float, default=None, help="the share of its even load that an expert takes at most"
+    )
     parser.add_argument("--steps", type=int, default=60, help="training steps")
     args = parser.parse_args(argv)
 

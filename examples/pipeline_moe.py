@@ -4,8 +4,8 @@
     python examples/pipeline_moe.py --schedule zb-v --microbatches 8           # two stages a rank
     torchrun --nproc-per-node 8 examples/pipeline_moe.py                       # the same file on real ranks (gloo)
 
-Layers lie on `pp`, products are split over `tp`, the batch, experts and the states of all else over `dp`. The model learns to copy:
-the second half of each sequence repeats the first.
+Layers lie on `pp`, products are split over `tp`, the batch, experts and the states of all else over `dp`. The model
+learns to copy: the second half of each sequence repeats the first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def rows(n: int, step: int) -> dict[str, torch.Tensor]:
 
 def main(argv: list[str] | None = None) -> tuple[float, float]:
     """Train, and return the first and the last loss."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--pp", type=int, default=2, help="ranks that layers are on")
     parser.add_argument("--dp", type=int, default=2, help="ranks that split the batch, experts and states")
     parser.add_argument("--tp", type=int, default=2, help="ranks that split products")

@@ -4,13 +4,14 @@
     torchrun --nproc-per-node 2 examples/qlora.py                             # the same file on real ranks (gloo)
     python examples/qlora.py --model path/to/llama --data "texts/*.txt" --precision bf16 --out adapters        # a model of your own
 
-The two lines that matter are `cf.lora(base, ...)`, which freezes the model and adds thin matrices beside its projections, and
-`cf.quantize(step, "nf4")`, which keeps the frozen weights in 4 bits; `zero(3, "dp")` splits what is left of them over the ranks, and
-`cf.checkpoint` makes activations again instead of keeping them. What is printed for both: the loss on text that was not trained on, in
-bits per token, the peak of a rank and its frozen weights, as the plan counts them.
+The two lines that matter are `cf.lora(base, ...)`, which freezes the model and adds thin matrices beside its
+projections, and `cf.quantize(step, "nf4")`, which keeps the frozen weights in 4 bits; `zero(3, "dp")` splits what is
+left of them over the ranks, and `cf.checkpoint` makes activations again instead of keeping them. What is printed for
+both: the loss on text that was not trained on, in bits per token, the peak of a rank and its frozen weights, as the
+plan counts them.
 
-Without `--model` the script first trains a small LLaMA on Python's sources, byte by byte, and then adapts it to the same in capitals.
-Source: Dettmers et al. 2023, "QLoRA" (2305.14314).
+Without `--model` the script first trains a small LLaMA on Python's sources, byte by byte, and then adapts it to the
+same in capitals. Source: Dettmers et al. 2023, "QLoRA" (2305.14314).
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Result:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--model", help="folder with config.json and safetensors", default="")
     parser.add_argument("--data", help="glob of text files, with --model", default="")
     parser.add_argument("--out", help="folder for the adapters, in peft's format", default="")
@@ -109,7 +112,9 @@ def labelled(ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def base_model(options: argparse.Namespace, mesh: cf.Mesh) -> cf.Model:
-    """The model that is fine-tuned: of a folder, read rank by rank when it is placed, or a small one that is trained here."""
+    """The model that is fine-tuned: of a folder, read rank by rank when it is placed, or a small one that is trained
+    here.
+    """
     if options.model:
         config = AutoConfig.from_pretrained(options.model)
         return cf.load(options.model, model=cf.functional(cf.lazy(lambda: AutoModelForCausalLM.from_config(config))))
@@ -125,7 +130,11 @@ def base_model(options: argparse.Namespace, mesh: cf.Mesh) -> cf.Model:
     for number in range(options.first):
         state, metrics = step(state, rows.batch(number))
     if mesh.is_main:
-        print(f"a LLaMA of 2 layers of {width}, {options.first} steps on Python's sources: loss {float(metrics['loss']):.3f}", flush=True)
+        print(
+            f"a LLaMA of 2 layers of {width}, {options.first} steps on Python's sources: loss "
+            f"{float(metrics['loss']):.3f}",
+            flush=True,
+        )
     params = {name: weight.full() for name, weight in state["params"].items()}
     return cf.functional(model.to_module(params))
 

@@ -101,7 +101,14 @@ def generate(model, params, buffers, prompt: bytes, count: int) -> str:
 def plan_big(console) -> None:
     """Plan a training step of OPT-30B for eight A100s: no weights, no GPU, only shapes."""
     began = time.perf_counter()
-    config = OPTConfig(hidden_size=7168, ffn_dim=28672, num_hidden_layers=48, num_attention_heads=56, word_embed_proj_dim=7168, dropout=0.0)
+    config = OPTConfig(
+        hidden_size=7168,
+        ffn_dim=28672,
+        num_hidden_layers=48,
+        num_attention_heads=56,
+        word_embed_proj_dim=7168,
+        dropout=0.0,
+    )
     with torch.device("meta"):
         module = OPTForCausalLM(config)
     model, opt = cf.functional(module), cf.adapt(torch.optim.AdamW, lr=1e-4)
@@ -113,7 +120,9 @@ def plan_big(console) -> None:
     console.print(f"  OPT, {billions:.1f}B parameters, 8xA100-80G, batch 8 x 1024: [bold]{low.plan}[/bold]")
     peak = low.memory().peak_bytes["device"] / 2**30
     took_s = time.perf_counter() - began
-    console.print(f"  estimated {low.cost().seconds:.2f} s a step, peak {peak:.1f} GiB a rank; planned in {took_s:.1f} s")
+    console.print(
+        f"  estimated {low.cost().seconds:.2f} s a step, peak {peak:.1f} GiB a rank; planned in {took_s:.1f} s"
+    )
 
 
 def curve(low, budget_bytes: int, top_bytes: int, console, width: int = 100, height: int = 9) -> None:
@@ -129,7 +138,10 @@ def curve(low, budget_bytes: int, top_bytes: int, console, width: int = 100, hei
 
 
 def with_less(step, low, batch, loss: float, state, console):
-    """The same step within a budget of memory: what backward needs is made again. Returns it lowered, and the budget."""
+    """The same step within a budget of memory: what backward needs is made again.
+
+    Returns it lowered, and the budget.
+    """
     peak = low.memory().peak_bytes["device"]
     budget = int(0.75 * peak)
     lean = cf.checkpoint(step.with_plan(low.plan), budget=budget)
@@ -156,7 +168,9 @@ def as_pipeline(step_fn, size: int, batch, loss: float, state, console) -> None:
     low = step.lower(state, batch)
     console.print(low.pipeline().text(), markup=False, highlight=False)
     _, metrics = step(step.init(state, batch), batch)
-    console.print(f"  loss of the first step {float(metrics['loss']):.4f}, difference {abs(float(metrics['loss']) - loss):.1e}")
+    console.print(
+        f"  loss of the first step {float(metrics['loss']):.4f}, difference {abs(float(metrics['loss']) - loss):.1e}"
+    )
 
 
 def pictures(losses, reference, low, budget: int, folder: pathlib.Path, console) -> None:
@@ -192,7 +206,10 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     others = [path.name for path in args.out.iterdir() if path.name not in PICTURES] if args.out.is_dir() else []
     if others:
-        parser.error(f"--out {args.out} holds {others[0]!r}; name a new folder, since {' and '.join(PICTURES)} are replaced there")
+        parser.error(
+            f"--out {args.out} holds {others[0]!r}; name a new folder, since {' and '.join(PICTURES)} are replaced "
+            "there"
+        )
     return args
 
 

@@ -52,8 +52,12 @@ def make_functions(model: cf.Model, opt: cf.Optimizer):
 
 def main(argv: list[str] | None = None) -> float:
     """Train, and return the share of unseen digits that are right."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--dp", type=int, default=-1, help="data-parallel ranks; -1: what torchrun leaves, 2 if simulated")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--dp", type=int, default=-1, help="data-parallel ranks; -1: what torchrun leaves, 2 if simulated"
+    )
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks")
     parser.add_argument("--epochs", type=int, default=20, help="times through the images")
     parser.add_argument("--batch", type=int, default=48, help="images of the global batch")
@@ -66,8 +70,17 @@ def main(argv: list[str] | None = None) -> float:
     steps = args.epochs * (len(labels) // args.batch)
     model = cf.functional(
         timm.create_model(
-            "vit_tiny_patch16_224", img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=2, num_heads=4,
-            global_pool="avg", class_token=False, weight_init="jax",
+            "vit_tiny_patch16_224",
+            img_size=8,
+            patch_size=2,
+            in_chans=1,
+            num_classes=10,
+            embed_dim=64,
+            depth=2,
+            num_heads=4,
+            global_pool="avg",
+            class_token=False,
+            weight_init="jax",
         )
     )
     warm = steps // 10

@@ -3,8 +3,9 @@
     python examples/vit_25d.py                                            # 2 x 2 x 2 simulated ranks, under a minute
     torchrun --nproc-per-node 4 examples/vit_25d.py --depth 1             # 2 x 2 real ranks (gloo)
 
-Every product is SUMMA on a 2 x 2 grid: weights lie in blocks, (i over x, o over y), and so do activations, (rows over x, width
-over y). `depth` copies of the grid share out the rows. The model is timm's, the step is written for one device.
+Every product is SUMMA on a 2 x 2 grid: weights lie in blocks, (i over x, o over y), and so do activations, (rows over
+x, width over y). `depth` copies of the grid share out the rows. The model is timm's, the step is written for one
+device.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def make_step(depth: int = 2, width: int = 32, size: int = 16, classes: int = 4)
     options = dict(img_size=size, patch_size=4, embed_dim=width, depth=depth, num_heads=4, num_classes=classes)
     model = cf.functional(timm.create_model("vit_tiny_patch16_224", **options))
     opt = cf.adapt(torch.optim.AdamW, lr=5e-3)
-    return cf.train_step(model, opt, loss=lambda out, batch: F.cross_entropy(out, batch["y"]), inputs=lambda batch: batch["x"])
+    return cf.train_step(
+        model, opt, loss=lambda out, batch: F.cross_entropy(out, batch["y"]), inputs=lambda batch: batch["x"]
+    )
 
 
 def colours(rows: int, size: int, seed: int) -> dict[str, torch.Tensor]:
@@ -39,7 +42,9 @@ def colours(rows: int, size: int, seed: int) -> dict[str, torch.Tensor]:
 
 def main(argv: list[str] | None = None) -> list[float]:
     """Train; the losses."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--depth", type=int, default=2, help="copies of the 2 x 2 grid")
     parser.add_argument("--steps", type=int, default=30, help="steps of training")
     args = parser.parse_args(argv)

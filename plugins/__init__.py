@@ -29,7 +29,15 @@ __all__ = [
 
 @cf.hookimpl
 def colofunc_plans() -> Mapping[str, Callable[..., Any]]:
-    return {"experts": experts, "gather_kv": gather_kv, "ring": ring, "stages": stages, "tensor": tensor, "ulysses": ulysses, "zero": zero}
+    return {
+        "experts": experts,
+        "gather_kv": gather_kv,
+        "ring": ring,
+        "stages": stages,
+        "tensor": tensor,
+        "ulysses": ulysses,
+        "zero": zero,
+    }
 
 
 def tensor(
@@ -46,12 +54,13 @@ def tensor(
 
     mode "1d": Megatron's column and row pairs; "2d": SUMMA; "2.5d": SUMMA with copies of the weights (Tesseract); "3d":
     a cube; "auto": whatever costs least, over one axis or two. axis: "tp"; of "2d" (rows, columns), of "2.5d" (rows,
-    columns, depth), of "3d" (rows, inputs, outputs), by default "x", "y" and "z".
-    sequence: whether "1d" keeps what lies between the pairs (norms, residual sums) split along the sequence, so that each
-    all-reduce becomes a reduce-scatter and an all-gather of the same bytes. vocabulary: whether "1d" splits the output
-    layer, its loss and the embedding along the vocabulary, where the loss can. depth: how many copies "2.5d" makes, the size of
-    its third axis ("depth", where two are named). size: how many ranks there are in all, to be checked. apart: whether "1d" with
-    `sequence` reduces and scatters the gradients of one input one by one, as plans of torch's DTensor do, not their sum.
+    columns, depth), of "3d" (rows, inputs, outputs), by default "x", "y" and "z". sequence: whether "1d" keeps what
+    lies between the pairs (norms, residual sums) split along the sequence, so that each all-reduce becomes a
+    reduce-scatter and an all-gather of the same bytes. vocabulary: whether "1d" splits the output layer, its loss and
+    the embedding along the vocabulary, where the loss can. depth: how many copies "2.5d" makes, the size of its third
+    axis ("depth", where two are named). size: how many ranks there are in all, to be checked. apart: whether "1d" with
+    `sequence` reduces and scatters the gradients of one input one by one, as plans of torch's DTensor do, not their
+    sum.
     """
     if apart and mode != "1d":
         raise cf.PlanError(f"tensor({mode!r}) has no apart; it is of tensor('1d', 'tp', sequence=True, apart=True)")

@@ -10,7 +10,18 @@ from typing import Any
 import pretended.attention as emulated
 import pytest
 import torch
-from attention_calls import BACKWARD, FORWARD, backward_args, chosen, compare, eight_billion, forward_args, generated, on_the_card, takers
+from attention_calls import (
+    BACKWARD,
+    FORWARD,
+    backward_args,
+    chosen,
+    compare,
+    eight_billion,
+    forward_args,
+    generated,
+    on_the_card,
+    takers,
+)
 from pretended import Machine, on_card
 from pretended.attention import ATTENTION
 from torch import Tensor

@@ -12,7 +12,17 @@ import pretended.flex as emulated_flex
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_calls import BACKWARD, FORWARD, backward_args, chosen, compare, eight_billion, forward_args, on_the_card, takers
+from attention_calls import (
+    BACKWARD,
+    FORWARD,
+    backward_args,
+    chosen,
+    compare,
+    eight_billion,
+    forward_args,
+    on_the_card,
+    takers,
+)
 from colofunc_plugins import gather_kv, ring, ulysses
 from cuda_code import allocated_bytes, flex_in_a_process
 from pretended import Machine, on_card

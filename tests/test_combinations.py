@@ -9,7 +9,21 @@ from collections.abc import Iterator
 import matrix
 import pytest
 import torch
-from matrix import COLUMNS, LAYERS, RANKS, Cell, Outcome, chosen, every, modes_in, quick, run, signature, staged, step_of
+from matrix import (
+    COLUMNS,
+    LAYERS,
+    RANKS,
+    Cell,
+    Outcome,
+    chosen,
+    every,
+    modes_in,
+    quick,
+    run,
+    signature,
+    staged,
+    step_of,
+)
 
 import colofunc as cf
 

@@ -13,7 +13,17 @@ import colofunc.mesh.attainable as attaining
 from colofunc.errors import TopologyError
 from colofunc.mesh import PRESETS, Mesh, Rate, presets
 from colofunc.mesh import curves as curves_module
-from colofunc.mesh.curves import FOLDER, HOST_KERNEL, KINDS, AttentionRate, Tiles, WorkRate, attention_flops_per_s, curves_of, read_curves
+from colofunc.mesh.curves import (
+    FOLDER,
+    HOST_KERNEL,
+    KINDS,
+    AttentionRate,
+    Tiles,
+    WorkRate,
+    attention_flops_per_s,
+    curves_of,
+    read_curves,
+)
 from colofunc.ops import attention_cuda as cuda
 from colofunc.ops.attention_guards import BACKWARD, FORWARD, FUSED
 from colofunc.ops.kernels import KernelCall, Like

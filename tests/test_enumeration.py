@@ -9,7 +9,17 @@ import torch
 import colofunc as cf
 from colofunc.planner.sharding import assign
 from colofunc.planner.sharding.eliminate import Graph, exact_order
-from colofunc.planner.sharding.enumeration import _in_order, _stays, alone_each, at_least, buckets_of, cheapest, fitting, leaning, roomy
+from colofunc.planner.sharding.enumeration import (
+    _in_order,
+    _stays,
+    alone_each,
+    at_least,
+    buckets_of,
+    cheapest,
+    fitting,
+    leaning,
+    roomy,
+)
 from colofunc.program.ir import Program
 
 

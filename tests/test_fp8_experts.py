@@ -16,7 +16,12 @@ from torch import Tensor, nn
 import colofunc as cf
 from colofunc import compat
 from colofunc.ops.experts import experts, experts_backward
-from colofunc.ops.experts_device import emulated_experts, emulated_experts_backward, scaled_experts, scaled_experts_backward
+from colofunc.ops.experts_device import (
+    emulated_experts,
+    emulated_experts_backward,
+    scaled_experts,
+    scaled_experts_backward,
+)
 from colofunc.ops.experts_guards import EXPERTS_KERNELS
 from colofunc.ops.grouped_device import emulated, scaled
 from colofunc.ops.kernels import A_DEVICE, KernelCall, Like, choose

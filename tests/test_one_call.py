@@ -18,7 +18,12 @@ from colofunc.ops.update_lists import MANY
 from colofunc.program.ir import Ref
 from colofunc.program.memory import memory
 from colofunc.program.passes import one_call
-from colofunc.program.passes.one_call import kind_of_update, runs_of_updates, small_updates_in_one_call, updates_in_one_call
+from colofunc.program.passes.one_call import (
+    kind_of_update,
+    runs_of_updates,
+    small_updates_in_one_call,
+    updates_in_one_call,
+)
 
 R = Ref
 D = torch.float64

@@ -17,7 +17,14 @@ from colofunc_plugins import experts, stages, tensor, zero
 from live_bytes import measure
 from pipelined import gpt2, loop_of, mlp
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of

@@ -9,7 +9,24 @@ from typing import Any
 import pytest
 import torch
 from colofunc_plugins import tensor, zero
-from test_tensor_2d import CALLS, PRODUCTS, TOPOLOGY, B, D, I, O, W, X, Y, language_model, mlp, one, randn, received, specs
+from test_tensor_2d import (
+    CALLS,
+    PRODUCTS,
+    TOPOLOGY,
+    B,
+    D,
+    I,
+    O,
+    W,
+    X,
+    Y,
+    language_model,
+    mlp,
+    one,
+    randn,
+    received,
+    specs,
+)
 
 import colofunc as cf
 from colofunc.testing import check, check_strategies, float64

@@ -11,7 +11,19 @@ from torch import nn
 
 import colofunc as cf
 from colofunc.functional.packed_moments import MOMENTS, SCALES
-from colofunc.ops.update_packed import BLOCK, LEAST_BLOCK, _shares, adamw8, adamw8_, block_of, dither, pack, packed, widen, widened
+from colofunc.ops.update_packed import (
+    BLOCK,
+    LEAST_BLOCK,
+    _shares,
+    adamw8,
+    adamw8_,
+    block_of,
+    dither,
+    pack,
+    packed,
+    widen,
+    widened,
+)
 
 SHAPES = {
     (1024, 768): 128, (64, 64, 3, 3): 72, (4, 64, 128): 128, (4096,): 128, (96, 100): 100, (256, 8, 8): 128, (1000, 10): 100,

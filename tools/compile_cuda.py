@@ -1,7 +1,8 @@
 """The library for GPUs, compiled by nvcc for A100s and H100s, linked and loaded: `make cuda`. No GPU is needed.
 
-A torch without CUDA ships the headers, but not `libtorch_cuda.so`: there a stand-in with the one function that the kernels take from it
-is linked and loaded in its place. Loading registers the kernels with torch, and each that `register.cpp` names has to be there.
+A torch without CUDA ships the headers, but not `libtorch_cuda.so`: there a stand-in with the one function that the
+kernels take from it is linked and loaded in its place. Loading registers the kernels with torch, and each that
+`register.cpp` names has to be there.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ def main() -> int:
         print(f"make cuda: kernels that are not there: {missing or names}\n{done.stderr}", file=sys.stderr)
         return 1
     where = "a stand-in for torch's library for GPUs" if instead else f"torch {torch.__version__}"
-    print(f"kernels for sm_{', sm_'.join(LIBRARY.architectures)} compiled, linked and loaded with {where}: {len(names)} in {took:.0f} s")
+    print(
+        f"kernels for sm_{', sm_'.join(LIBRARY.architectures)} compiled, linked and loaded with {where}: {len(names)} "
+        f"in {took:.0f} s"
+    )
     return 0
 
 

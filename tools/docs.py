@@ -57,10 +57,12 @@ def hooks_page() -> str:
         f"`cf.operator{_signature(operators.operator)}`\n\n{inspect.getdoc(operators.operator)}\n",
         *(part for title, thing, names in PIECES for part in _pieces(title, thing, names)),
         "## A whole plugin\n",
-        "`examples/scan_plugin` is a package of its own: `pip install examples/scan_plugin`, and every `cf.shard` finds it.\n",
+        "`examples/scan_plugin` is a package of its own: `pip install examples/scan_plugin`, and every `cf.shard` "
+        "finds it.\n",
         f"```toml\n{(EXAMPLE / 'pyproject.toml').read_text()}```\n",
         f"```py\n{(EXAMPLE / 'colofunc_scan.py').read_text()}```\n",
-        "A transform as a package is `examples/narrow_gradients`; [Writing a transform](writing_a_transform.md) says how.\n",
+        "A transform as a package is `examples/narrow_gradients`; [Writing a transform](writing_a_transform.md) says "
+        "how.\n",
     ]
     return "\n".join(parts)
 
@@ -90,7 +92,10 @@ def _pieces(title: str, module: object, place: str) -> list[str]:
             if not what.startswith("_") and isinstance(member, property):
                 rows.append(f"    - `.{what}`" + (f": {_line(member)}" if member.__doc__ else ""))
             elif not what.startswith("_") and (inspect.isfunction(member) or inspect.ismethod(member)):
-                rows.append(f"    - `.{what}{_signature(member).replace('(self, ', '(').replace('(self)', '()')}`: {_line(member)}")
+                rows.append(
+                    f"    - `.{what}{_signature(member).replace('(self, ', '(').replace('(self)', '()')}`: "
+                    f"{_line(member)}"
+                )
     return [*parts, "\n".join(rows) + "\n"]
 
 
@@ -120,7 +125,8 @@ def errors_page() -> str:
     """docs/errors.md"""
     parts = [
         NOTE.format("colofunc/errors.py") + "# Errors\n",
-        "All derive from `cf.ColofuncError` and from the builtin named beside them. A message says what, on which value, "
+        "All derive from `cf.ColofuncError` and from the builtin named beside them. A message says what, on which "
+        "value, "
         "and one thing to try; notes below it add the spec, the shape, the mesh and your line.\n",
     ]
     for name, cls in vars(errors).items():
@@ -212,13 +218,20 @@ def _entry(name: str, thing: Any) -> list[str]:
     """One public name: signature, docstring, and what is in it."""
     words = _code(inspect.getdoc(thing) or "") + "\n"
     if inspect.ismodule(thing):
-        inner = [f"- `{name}.{what}{_call(getattr(thing, what))}`: {_line(getattr(thing, what))}" for what in public_names(thing)]
+        inner = [
+            f"- `{name}.{what}{_call(getattr(thing, what))}`: {_line(getattr(thing, what))}"
+            for what in public_names(thing)
+        ]
         return [f"### {name}\n", words, *inner, ""]
     lines = [f"### {name}\n", f"`{name}{_call(thing)}`\n", words]
     if inspect.isclass(thing):
         for what, member in members(thing).items():
             is_property = isinstance(vars(thing)[what], property)
-            given = "" if is_property else _signature(member).replace("(self, ", "(").replace("(self)", "()").replace("(cls, ", "(")
+            given = (
+                ""
+                if is_property
+                else _signature(member).replace("(self, ", "(").replace("(self)", "()").replace("(cls, ", "(")
+            )
             lines.append(f"- `.{what}{given}`: {_line(member)}")
     return [*lines, ""]
 
@@ -240,12 +253,16 @@ def environment_page() -> str:
         NOTE.format("colofunc/env.py") + "# Environment variables and the cache folder\n",
         "Nothing else is read from the environment: `colofunc/env.py` is the only module that looks.\n",
         "| variable | what it does |", "|---|---|", *rows, "",
-        "Set by a launcher, such as `torchrun`: `RANK` and `WORLD_SIZE` (a process of several if both are there), `LOCAL_RANK`, "
-        "`LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_USE_AGENT_STORE`, `TORCHELASTIC_RESTART_COUNT`. "
-        "By whoever builds: `CXX`, the C++ compiler for kernels, and `CUDA_HOME`, the toolkit whose nvcc compiles those for GPUs.\n",
+        "Set by a launcher, such as `torchrun`: `RANK` and `WORLD_SIZE` (a process of several if both are there), "
+        "`LOCAL_RANK`, "
+        "`LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_USE_AGENT_STORE`, "
+        "`TORCHELASTIC_RESTART_COUNT`. "
+        "By whoever builds: `CXX`, the C++ compiler for kernels, and `CUDA_HOME`, the toolkit whose nvcc compiles "
+        "those for GPUs.\n",
         "## The cache folder\n",
         _code(inspect.getdoc(cache) or "") + "\n",
-        "It is `~/.cache/colofunc`, or `colofunc` in `XDG_CACHE_HOME`, or what `COLOFUNC_CACHE` names; `COLOFUNC_CACHE=off` keeps nothing. "
+        "It is `~/.cache/colofunc`, or `colofunc` in `XDG_CACHE_HOME`, or what `COLOFUNC_CACHE` names; "
+        "`COLOFUNC_CACHE=off` keeps nothing. "
         f"Its entries take at most {env.CACHE_MIB} MiB, or `COLOFUNC_CACHE_MIB`. It may be deleted at any time.\n",
     ])  # fmt: skip
 

@@ -1,9 +1,9 @@
 """The tests of the kernels in C++ under the sanitizers of addresses and of undefined behaviour: `make sanitize`.
 
-The library is compiled by a command that adds the sanitizers to the real compiler's, into a folder that goes with this process: one that
-came in a wheel would be loaded before it, so none may lie in the tree, and one has to have been compiled. What the
-address sanitizer needs stands before all else in the process that loads it, so the tests run in one of their own. Memory that is never
-given back is not looked for: Python and torch keep some for good.
+The library is compiled by a command that adds the sanitizers to the real compiler's, into a folder that goes with this
+process: one that came in a wheel would be loaded before it, so none may lie in the tree, and one has to have been
+compiled. What the address sanitizer needs stands before all else in the process that loads it, so the tests run in one
+of their own. Memory that is never given back is not looked for: Python and torch keep some for good.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ NOT_RUN = 77  # exit status: not tried here, for a reason that was said
 
 def where(runtime: str, compiler: str) -> str:
     """The path of a library that comes with the compiler; its name alone where it does not."""
-    return subprocess.run([compiler, f"-print-file-name={runtime}"], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [compiler, f"-print-file-name={runtime}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def lacking(command: str) -> str:
@@ -39,7 +41,10 @@ def lacking(command: str) -> str:
 
 def main() -> int:
     if SHIPPED.exists():
-        print(f"make sanitize: the kernels in {SHIPPED} would be tested, without sanitizers. Try: rm -r {SHIPPED}", file=sys.stderr)
+        print(
+            f"make sanitize: the kernels in {SHIPPED} would be tested, without sanitizers. Try: rm -r {SHIPPED}",
+            file=sys.stderr,
+        )
         return 1
     compiler = os.environ.get("CXX") or "g++"
     lacks = lacking(compiler)

@@ -119,7 +119,9 @@ def make_venv(python, reuse):
     MADE_FROM.write_text(python["executable"] + "\n")
     purelib = subprocess.run(
         [VENV_PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        check=True, capture_output=True, text=True,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.strip()
     behind = Path(purelib) / "reused_environment.pth"
     if reuse:

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from bench.gpu import attention, checks, clock, compiled, experts, fp8, host, llama, memory, native, nccl, offload, randomness, zoo
+from bench.gpu import (
+    attention,
+    checks,
+    clock,
+    compiled,
+    experts,
+    fp8,
+    host,
+    llama,
+    memory,
+    native,
+    nccl,
+    offload,
+    randomness,
+    zoo,
+)
 from bench.gpu.parts import Slice
 
 SLICES: tuple[Slice, ...] = (

@@ -1,4 +1,5 @@
-"""What a step is planned for: the machine that options describe, a pipeline in front of its axes, and what may be done to save memory.
+"""What a step is planned for: the machine that options describe, a pipeline in front of its axes, and what may be done
+to save memory.
 
     --device a100-40g --mesh dp=2,tp=4        eight of these devices in one node
     --pp 4 --schedule zb-h1                   an axis pp of four ranks beside those of the mesh
@@ -102,7 +103,9 @@ def _with_capacity(topology: Topology, name: str, nbytes: int | None) -> Topolog
 
 
 def disk_argument(disk: str) -> str | bool | None:
-    """What `cf.offload(disk=)` is given for `--disk`: a directory, True for a disk that is only planned for, None without one."""
+    """What `cf.offload(disk=)` is given for `--disk`: a directory, True for a disk that is only planned for, None
+    without one.
+    """
     if not disk:
         return None
     if Path(disk).is_dir():
@@ -176,9 +179,7 @@ def _microbatches(text: str, default: int) -> int | str:
     if text == AUTO:
         return text
     if not text.isdecimal() or not int(text):
-        raise InputError(
-            f"--microbatches {text!r}: write a number of microbatches above 0, such as {default}, or auto"
-        )
+        raise InputError(f"--microbatches {text!r}: write a number of microbatches above 0, such as {default}, or auto")
     return int(text)
 
 
@@ -189,7 +190,8 @@ def placed(
     allowed: list[str],
     disk: str | bool | None = None,
 ) -> Staged:
-    """The step on the machine, with what may be done to meet the budget (`allowed`), where it does not say so itself."""
+    """The step on the machine, with what may be done to meet the budget (`allowed`), where it does not say so itself.
+    """
     for name in allowed:
         if name not in MOVES:
             alike = near(name, MOVES, "transforms")
@@ -223,7 +225,9 @@ def placed(
 
 
 def _for_what_is_kept(mesh: Mesh) -> Mesh:
-    """The mesh for a plan that may make nothing again and copy nothing: it has to leave room for gaps between its blocks alone."""
+    """The mesh for a plan that may make nothing again and copy nothing: it has to leave room for gaps between its
+    blocks alone.
+    """
     card = card_memory(mesh.topology, 0, mesh.size, is_tight=False)
     if card is None or not mesh.topology.reserved_bytes:
         return mesh

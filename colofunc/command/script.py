@@ -1,4 +1,5 @@
-"""The step that the command line is given: a script or module is read, and its step and example arguments are taken from it.
+"""The step that the command line is given: a script or module is read, and its step and example arguments are taken
+from it.
 
     train.py:step        the step function, or a staged one; `example()` or `inputs()` of the script gives its arguments
     train.py:plan_me     a function without arguments that returns (step, state, batch)
@@ -66,7 +67,8 @@ def _example_arguments(module: ModuleType, where: str, target: str, example: str
         missing = f"no function {example!r}" if example else f"neither {EXAMPLES[0]}() nor {EXAMPLES[1]}()"
         raise InputError(
             f"{where} has {missing} that returns what {target} is called with; "
-            "add `def example(): return state, batch` (cf.abstract and lazy tensors will do), or name one with --example"
+            "add `def example(): return state, batch` (cf.abstract and lazy tensors will do), or name one with "
+            "--example"
         )
     with errors_of(f"{name}() of {where}"):
         arguments = getattr(module, name)()
@@ -116,7 +118,8 @@ def _has_required_arguments(function: Callable[..., Any]) -> bool:
 
 @contextmanager
 def errors_of(what: str, *passing: type[Exception], ours: bool = False) -> Iterator[None]:
-    """An error of the script is printed as its own: its lines, not ours, and the command ends. `passing` pass as they are.
+    """An error of the script is printed as its own: its lines, not ours, and the command ends. `passing` pass as they
+    are.
 
     ours: the script is called by us, so errors that we raise, on purpose or as a defect, pass too.
     """
@@ -139,7 +142,9 @@ def errors_of(what: str, *passing: type[Exception], ours: bool = False) -> Itera
 
 
 def _remove_our_frames(shown: traceback.TracebackException) -> int:
-    """Takes frames of colofunc, torch and the import system out of a traceback and its causes; how many of its own are left."""
+    """Takes frames of colofunc, torch and the import system out of a traceback and its causes; how many of its own are
+    left.
+    """
     for cause in (shown.__cause__, shown.__context__):
         if cause is not None:
             _remove_our_frames(cause)

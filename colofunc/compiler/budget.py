@@ -37,18 +37,19 @@ from colofunc.planner.sharding.lower_bound import arguments_at_least, at_least_a
 from colofunc.program.ir import Program
 
 SMALL, MEDIUM, LARGE = 100, 400, 2000
-"""In nodes. Up to SMALL: all shardings are compared, where they are few. Up to MEDIUM: a few to which no price leads are compared as well,
-at most MEDIUM nodes are finished in all of them, and a search begins from nothing even where a sharding of a like step is known, which
-takes little. Above LARGE: fewer searches."""
+"""In nodes. Up to SMALL: all shardings are compared, where they are few. Up to MEDIUM: a few to which no price leads
+are compared as well, at most MEDIUM nodes are finished in all of them, and a search begins from nothing even where a
+sharding of a like step is known, which takes little. Above LARGE: fewer searches."""
 MAX_PRICES_LARGE = 3
 """At most this many searches at a price of memory for large programs."""
 TOLERANCE, CLEARLY_SLOWER = 0.01, 0.05
-"""A known sharding is kept where another one is faster by at most TOLERANCE; it is not counted where the search says that it is slower by
-more than CLEARLY_SLOWER."""
+"""A known sharding is kept where another one is faster by at most TOLERANCE; it is not counted where the search says
+that it is slower by more than CLEARLY_SLOWER."""
 
 
 class DoesNotFit(PlanError):
-    """No plan was found within the budget, and the least was not looked for. peak_bytes: of the leanest that was tried."""
+    """No plan was found within the budget, and the least was not looked for. peak_bytes: of the leanest that was tried.
+    """
 
     def __init__(self, peak_bytes: int) -> None:
         super().__init__(f"the leanest plan that was tried has a peak of {budget_text(peak_bytes)}")
@@ -63,8 +64,9 @@ def plan_within(
 ) -> tuple[Decided, Program] | FailedSearch:
     """Plan and complete so that the accountant agrees that the peak is within the budget.
 
-    The planner knows nothing of microbatches: a step in `parts` may hold so many times less than it says. Where a step may
-    make values again or copy them, that and the sharding are decided together (`planner/joint.py`). FailedSearch: nothing fits.
+    The planner knows nothing of microbatches: a step in `parts` may hold so many times less than it says. Where a step
+    may make values again or copy them, that and the sharding are decided together (`planner/joint.py`). FailedSearch:
+    nothing fits.
     """
     completion = sharder.completion
     if budget_bytes is None:
@@ -79,10 +81,11 @@ def plan_within(
 def plan_from_known(
     sharder: Sharder, budget_bytes: int | None, parts: int, known: Assignment
 ) -> tuple[Decided, Program]:
-    """The fastest of a sharding that is known from a like step and of what searches from there find. Raises PlanError where none fits.
+    """The fastest of a sharding that is known from a like step and of what searches from there find. Raises PlanError
+    where none fits.
 
-    Without a budget `known` is taken where nothing is faster by more than TOLERANCE: two lengths that are planned alike are easier to
-    follow.
+    Without a budget `known` is taken where nothing is faster by more than TOLERANCE: two lengths that are planned alike
+    are easier to follow.
     """
     completion, program = sharder.completion, sharder.program
     is_medium = len(program.nodes) <= MEDIUM
@@ -111,7 +114,10 @@ def plan_from_known(
 def _faster_plan(
     sharder: Sharder, known: Assignment, found: Assignment, budget_bytes: int | None
 ) -> tuple[Decided, Program]:
-    """Of a known sharding and one that was found, the faster by the clock. The known one is not lowered where it is clearly slower."""
+    """Of a known sharding and one that was found, the faster by the clock.
+
+    The known one is not lowered where it is clearly slower.
+    """
     plan_found = plan_of(sharder.completion, sharder.decide(budget_bytes, found), budget_bytes)
     if known.cost_s > found.cost_s * (1 + CLEARLY_SLOWER):
         return plan_found
@@ -168,14 +174,19 @@ class _FirstFit(Exception):
 
 @attrs.frozen(eq=False)
 class BudgetSearch:
-    """Looks for plans of one step within budgets. `tries`: shardings at most for one budget, where nothing else can be done."""
+    """Looks for plans of one step within budgets.
+
+    `tries`: shardings at most for one budget, where nothing else can be done.
+    """
 
     sharder: Sharder
     parts: int
     tries: int
 
     def run(self, budget_bytes: int, any_that_fits: bool = False) -> tuple[Trial | None, Trial]:
-        """(the fastest plan found that fits or None, the leanest that was tried). any_that_fits: not the fastest, but the first."""
+        """(the fastest plan found that fits or None, the leanest that was tried). any_that_fits: not the fastest, but
+        the first.
+        """
         completion = self.sharder.completion
         if not completion.gives_way:
             return self._by_sharding_alone(budget_bytes)
@@ -218,7 +229,9 @@ class BudgetSearch:
         return fastest, Trial(leanest.proposal.plan(), leanest.done, budget_bytes)
 
     def _others(self, budget_bytes: int, price_s: float | None) -> Iterator[Proposal[Sharding]]:
-        """Further shardings, cheapest first: of a small program all, of larger ones some, of large ones only if nothing fits."""
+        """Further shardings, cheapest first: of a small program all, of larger ones some, of large ones only if nothing
+        fits.
+        """
         program = self.sharder.program
         if price_s is not None and len(program.nodes) > MEDIUM:
             return
@@ -250,7 +263,8 @@ class BudgetSearch:
         return Trial(decided, self.sharder.completion.finish(decided, budget_bytes), budget_bytes)
 
     def pool(self, assign: Callable[..., Assignment], max_prices: int) -> list[Search]:
-        """Shardings from the fastest to the leanest, which depend on the program alone, each to be completed within so many bytes.
+        """Shardings from the fastest to the leanest, which depend on the program alone, each to be completed within so
+        many bytes.
 
         Of several ranks: on one there is one sharding, in which every named policy was counted.
         """
@@ -287,7 +301,9 @@ class BudgetSearch:
 
 @attrs.frozen
 class LowerBounds:
-    """Bytes that every sharding takes at least: for what one operator makes, and for arguments that stay where they are."""
+    """Bytes that every sharding takes at least: for what one operator makes, and for arguments that stay where they
+    are.
+    """
 
     operator_bytes: int
     argument_bytes: int
@@ -335,7 +351,9 @@ class FailedSearch:
         raise PlanError(_no_plan_text(sharder.completion, budget_bytes, least, bounds))
 
     def _least(self) -> Trial:
-        """The leanest plan found: by a glance where the budget is far below it; where it fits, the fastest that was found on the way."""
+        """The leanest plan found: by a glance where the budget is far below it; where it fits, the fastest that was
+        found on the way.
+        """
         node_count = len(self.search.sharder.program.nodes)
         assign = cache(self.search.sharder.assign)
         pool = self.search.pool(assign, FRONTIER_PRICES_LARGE)

@@ -9,8 +9,8 @@ side, with one seed, and look at every value as it is made, in every layout that
     #   by all_gather(dp), which brings '(dp a) b' to 'a b'
     #   made at net.py:14 in forward, ...
 
-Values die as in the step: the global program runs just ahead of the local one. Where all of them agree, the program that
-really runs is compared too, in whatever of it still is a value of the step (`Seen`), microbatch by microbatch.
+Values die as in the step: the global program runs just ahead of the local one. Where all of them agree, the program
+that really runs is compared too, in whatever of it still is a value of the step (`Seen`), microbatch by microbatch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ import attrs
 import torch
 
 from colofunc.compiler.differing import differing, judged
-from colofunc.compiler.observation import Arguments, Plain, arguments_of, collective_text, history, name_of, plain_program, whole
+from colofunc.compiler.observation import (
+    Arguments,
+    Plain,
+    arguments_of,
+    collective_text,
+    history,
+    name_of,
+    plain_program,
+    whole,
+)
 from colofunc.compiler.tolerance import Allowed, Reference
 from colofunc.executors.copies import COPIER
 from colofunc.executors.source import Tap, Writer
@@ -45,7 +54,8 @@ if TYPE_CHECKING:
 
 SHOWN = 8
 OVERFLOW = (
-    "; one of the two is not finite: float16 ends at 65504, and the mesh adds gradients of ranks in float32. Try: compare with a smaller "
+    "; one of the two is not finite: float16 ends at 65504, and the mesh adds gradients of ranks in float32. Try: "
+    "compare with a smaller "
     "loss scale in the state"
 )
 PASSES = "the passes after lowering (microbatches, order, chunks, buckets, fusion, updates in place)"
@@ -180,7 +190,14 @@ class _Look:
         self.found.append(self._difference(owner, layout.text(), made_by, worst, ranks, maker, node))
 
     def _difference(
-        self, owner: int, spec: str, made_by: str, worst: float, ranks: tuple[int, ...], maker: Node | None, node: Node | None = None
+        self,
+        owner: int,
+        spec: str,
+        made_by: str,
+        worst: float,
+        ranks: tuple[int, ...],
+        maker: Node | None,
+        node: Node | None = None,
     ) -> Difference:
         value = self.low.global_program.values[owner]
         source = maker or node  # a copy of an input is made for the operator that wants it
@@ -189,12 +206,16 @@ class _Look:
         strategy = self.strategies[id(maker)] if maker is not None else ""
         if self.scaled and math.isinf(worst):
             made_by += OVERFLOW
-        return Difference(name_of(value, maker), value.shape, value.dtype, spec, operator, strategy, made_by, *where, worst, ranks)
+        return Difference(
+            name_of(value, maker), value.shape, value.dtype, spec, operator, strategy, made_by, *where, worst, ranks
+        )
 
     def executed(self, arguments: Arguments, inputs: Sequence[torch.Tensor]) -> None:
         """All values agree: so must those of the program that really runs."""
         low = self.low
-        self.reference = Reference(low.global_program, inputs, looked_at(low.program, low.global_program), self.allowed.ran)
+        self.reference = Reference(
+            low.global_program, inputs, looked_at(low.program, low.global_program), self.allowed.ran
+        )
         tap = program_tap(low.global_program, self.ran_value)
         arguments.backend.observe(low.program, low.mesh, tap)(arguments.copies(range(len(arguments.shards))))
 
@@ -215,15 +236,21 @@ class _Look:
             trips = "".join(f" of microbatch {trip + 1} of {n}" for _, trip, n in seen.trips)
             note = f" ({seen.node.note})" if seen.node.note else ""
             why = f"{PASSES}: {collective_text(seen.node)}{trips}{note}; the program before them gives the right value"
-            self.found.append(self._difference(value.of, value.layout.text(), why, worst, ranks, self.makers.get(value.of), seen.node))
+            self.found.append(
+                self._difference(value.of, value.layout.text(), why, worst, ranks, self.makers.get(value.of), seen.node)
+            )
 
     def outputs(self, arguments: Arguments, expected: Sequence[torch.Tensor]) -> None:
         """And its outputs, as the executor itself runs it."""
         low = self.low
         outs = arguments.backend.compile(low.program, low.mesh)(arguments.copies(range(len(arguments.shards))))
         COPIER.arrived(chain.from_iterable(outs))
-        for shards, layout, want, owner in zip(outs, low.output_layouts, expected, low.global_program.outputs, strict=True):
-            worst, ranks = differing(everyones(shards, low.mesh.size), layout, low.mesh, want, self.allowed.of(owner, want))
+        for shards, layout, want, owner in zip(
+            outs, low.output_layouts, expected, low.global_program.outputs, strict=True
+        ):
+            worst, ranks = differing(
+                everyones(shards, low.mesh.size), layout, low.mesh, want, self.allowed.of(owner, want)
+            )
             self.values, self.ran = self.values + 1, self.ran + 1
             if ranks and owner not in self.wrong:
                 why = f"{PASSES}: the program before them gives the right value"
@@ -251,11 +278,11 @@ class _Look:
         self.found = [found for _, found in sorted(zip(made, self.found, strict=True), key=lambda pair: pair[0])]
 
 
-# ---- the program that runs, value by value ----
-# Problem: behind the lowering come passes (microbatches, order, chunks, buckets, fusion, updates in place), and a mistake in one of
-# them shows at the end only. Idea: a local value remembers which global one it is a copy of (`Value.of`), through every pass
-# that keeps it; where it still has a layout it can be compared. In a loop over microbatches the layout has the time axis as
-# well, so that a trip's value is the part of the whole at that index:
+# ---- the program that runs, value by value ---- Problem: behind the lowering come passes (microbatches, order, chunks,
+# buckets, fusion, updates in place), and a mistake in one of them shows at the end only. Idea: a local value remembers
+# which global one it is a copy of (`Value.of`), through every pass that keeps it; where it still has a layout it can be
+# compared. In a loop over microbatches the layout has the time axis as well, so that a trip's value is the part of the
+# whole at that index:
 #
 #     (dp time a) b, trip 1        ->        the rows of microbatch 1, lying as (dp a) b
 #
@@ -322,8 +349,8 @@ def _told(
 
 
 def comparable(node: Node, program: Program, whole: Program, times: list[str]) -> Iterator[Value]:
-    """What is a copy of a global value, as its layout says, when a node has run: its results, and what it has written to
-    a copy."""
+    """What is a copy of a global value, as its layout says, when a node has run: its results, and what it has written
+    to a copy."""
     ids = [id for id in node.results if not _is_written_later(id, program, whole)]
     ids += [id for id in written(node) if _is_written_later(id, program, whole)]
     for value in map(program.value, ids):
@@ -337,7 +364,9 @@ def comparable(node: Node, program: Program, whole: Program, times: list[str]) -
 
 
 def _is_written_later(id: int, program: Program, whole: Program) -> bool:
-    """Whether a value is a copy of what an update reads until that has been written into it: then it is what the update makes."""
+    """Whether a value is a copy of what an update reads until that has been written into it: then it is what the update
+    makes.
+    """
     maker, of = program.makers.get(id), program.values[id].of
     if maker is None or of is None or maker.target != CLONE:
         return False

@@ -3,10 +3,11 @@
     lower -> passes -> alternatives -> kernels -> searches -> cut, reduce_early, views_late, pack, in_place -> moves
         -> narrow_updates, squares, one_call
 
-Problem: whether a sharding fits, and how long it takes, is known only once its program is finished: collectives packed, values made
-again, copies written, everything counted. Idea: one record has all that happens to a program once its plan is made, so that whoever
-looks for a plan (`budget`) finishes as many as it likes, and what runs is what was counted. Transforms have their say in three places
-(`transform.Build`): alternatives, of which the fastest that fits is taken; searches, which make values again; moves, which write copies.
+Problem: whether a sharding fits, and how long it takes, is known only once its program is finished: collectives packed,
+values made again, copies written, everything counted. Idea: one record has all that happens to a program once its plan
+is made, so that whoever looks for a plan (`budget`) finishes as many as it likes, and what runs is what was counted.
+Transforms have their say in three places (`transform.Build`): alternatives, of which the fastest that fits is taken;
+searches, which make values again; moves, which write copies.
 """
 
 from __future__ import annotations
@@ -75,14 +76,14 @@ class Count(Protocol):
 class Completion:
     """What happens to a program once its plan is made.
 
-    `passes`: behind lowering, of plugins and transforms. `ways`: what comes behind them, the fastest first where there are several.
-    `kernels`: settles which kernels calls get. `chunks`: input position -> elements of the chunks that it lies in. `temporaries`:
-    whether they are written over. `count`: the accountant of the executor that will run it.
-    `searches`, `moves`: of transforms; moves get the program in the `order` in which that executor runs it, with so many bytes gathered
-    ahead, and where inputs lie. `clocked`: a program with the seconds that this executor's own kernels take. `timed`: how long operators
-    take, where that was measured.
-    `wider`: what to write where policies forbid what needs less memory. `left_out`: names of passes. `placing`: where inputs, nodes and
-    outputs are, if not everywhere. `room_bytes`: what a rank may hold, the one that may hold most. `cuts_of`: what there is to say of a
+    `passes`: behind lowering, of plugins and transforms. `ways`: what comes behind them, the fastest first where there
+    are several. `kernels`: settles which kernels calls get. `chunks`: input position -> elements of the chunks that it
+    lies in. `temporaries`: whether they are written over. `count`: the accountant of the executor that will run it.
+    `searches`, `moves`: of transforms; moves get the program in the `order` in which that executor runs it, with so
+    many bytes gathered ahead, and where inputs lie. `clocked`: a program with the seconds that this executor's own
+    kernels take. `timed`: how long operators take, where that was measured. `wider`: what to write where policies
+    forbid what needs less memory. `left_out`: names of passes. `placing`: where inputs, nodes and outputs are, if not
+    everywhere. `room_bytes`: what a rank may hold, the one that may hold most. `cuts_of`: what there is to say of a
     pipeline's cuts. `keeps`: whether the program behind each pass is kept (`Fitted.stages`).
     """
 
@@ -112,7 +113,8 @@ class Completion:
     check: Checker = attrs.field(init=False, default=attrs.Factory(lambda self: Checker(self.mesh), takes_self=True))
 
     def finish(self, decided: Decided, budget_bytes: int | None, below_s: float = inf) -> Fitted:
-        """The program that runs, as decided, in the fastest way that fits. Its peak is counted only where somebody asks.
+        """The program that runs, as decided, in the fastest way that fits. Its peak is counted only where somebody
+        asks.
 
         below_s: of what takes as many seconds more because of the budget nothing needs to be found.
         """
@@ -130,7 +132,10 @@ class Completion:
         rest.pop(_looks(first[0]), None)  # a way that changes nothing
         guesses = []
         for some in rest.values():
-            guess, slower_s = self._counted(budget_bytes, some[0], best), self._seconds(some[0]) - self._seconds(first[0])
+            guess, slower_s = (
+                self._counted(budget_bytes, some[0], best),
+                self._seconds(some[0]) - self._seconds(first[0]),
+            )
             guesses.append((_rank(budget_bytes, guess, slower_s), slower_s, some))
         # An order of a pipeline that does not fit as it is may do so with little made again, and its own time is known.
         side_by_side = bool(self.searches) and to_be_cut(first[0])
@@ -180,7 +185,9 @@ class Completion:
         finish: Finish = partial(self._counted, budget_bytes)
         for search in self.searches:
             outermost = search is self.searches[-1]  # which knows what all of them cost
-            finish = partial(_found_by, search, self._node_s, Finishing(finish, below_s if outermost else inf), budget_bytes)
+            finish = partial(
+                _found_by, search, self._node_s, Finishing(finish, below_s if outermost else inf), budget_bytes
+            )
         began = time.perf_counter()
         best = finish(local)
         if not self.keeps:
@@ -205,7 +212,9 @@ class Completion:
         return 0 < len(self.searches) == len(self.wider) and not self.moves
 
     def _node_s(self, node: Node, values: Mapping[int, Value]) -> float:
-        """Orders of the same work have most of their nodes in common, so those that came by are `known`, with what they read and make."""
+        """Orders of the same work have most of their nodes in common, so those that came by are `known`, with what they
+        read and make.
+        """
         took = self.known.get(id(node))
         if took is not None and took[0] is node and tuple(map(values.__getitem__, took[1])) == took[2]:
             return took[3]
@@ -219,7 +228,9 @@ class Completion:
         layouts = decided.input_layouts, decided.output_layouts
 
         def lowered(program: Program) -> Program:
-            return lower(program, decided.choices, *layouts, self.mesh, record_local, decided.regather, placing=self.placing)
+            return lower(
+                program, decided.choices, *layouts, self.mesh, record_local, decided.regather, placing=self.placing
+            )
 
         passes = Pass("lower", lowered, optional=False), *self.passes
         return run_passes(map(self._checked, passes), self.program, self.left_out, self.keeps)
@@ -246,7 +257,9 @@ class Completion:
         )
         return run_passes(passes, local, self.left_out, self.keeps)
 
-    def _counted(self, budget_bytes: int | None, local: Program, like: Fitted | None = None, moves: bool = True) -> Fitted:
+    def _counted(
+        self, budget_bytes: int | None, local: Program, like: Fitted | None = None, moves: bool = True
+    ) -> Fitted:
         piece = inf if budget_bytes is None or not self.gives_way else budget_bytes / SHARE
         if like is not None and isinstance(like.hint, Hint) and len(self.moves) == 1 and budget_bytes is not None:
             near = self._moved(self.order(self._completed(local, piece).program, piece), budget_bytes, like.hint)
@@ -267,10 +280,14 @@ class Completion:
             stages = (*stages, Stage("moves", moved.program, time.perf_counter() - began))
         peaks = self._peaks(moved.program)
         peak_bytes = max(peaks.values())
-        return Fitted(moved.program, peak_bytes, moved.exposed_s, moved.words, moved.short, moved.hint, _by_place(peaks), stages)
+        return Fitted(
+            moved.program, peak_bytes, moved.exposed_s, moved.words, moved.short, moved.hint, _by_place(peaks), stages
+        )
 
     def _has_room(self, moved: Program, program: Program) -> bool:
-        """Whether a compiled program of which longer functions are made, which hold their operands and results to their end, still fits."""
+        """Whether a compiled program of which longer functions are made, which hold their operands and results to their
+        end, still fits.
+        """
         if moved is program or self.room_bytes is None:
             return True
         return self.count(moved).peak_bytes["device"] <= max(self.room_bytes, self.count(program).peak_bytes["device"])
@@ -287,12 +304,12 @@ class Completion:
         return attrs.evolve(moved[-1], words=words, short=short)
 
     def ended(self, done: Fitted) -> Program:
-        """What runs of a program that was chosen: updates that read narrow gradients, squares that are summed in one pass, and updates
-        side by side, where that holds no more and takes no longer.
+        """What runs of a program that was chosen: updates that read narrow gradients, squares that are summed in one
+        pass, and updates side by side, where that holds no more and takes no longer.
 
-        They are not compiled, and one between two operators would keep a compiler from fusing these. But one may fill the time until
-        a copy has come, so where there are copies the clock decides. Of a compiled step operators as they are written are asked, and then
-        whether longer functions still fit.
+        They are not compiled, and one between two operators would keep a compiler from fusing these. But one may fill
+        the time until a copy has come, so where there are copies the clock decides. Of a compiled step operators as
+        they are written are asked, and then whether longer functions still fit.
         """
         self.kept.clear()
         program = done.program
@@ -306,7 +323,8 @@ class Completion:
             return program
         if moved is program or not any(map(is_copy, program.nodes)):
             return moved
-        saved_s = (calls_saved(moved) - calls_saved(program)) * self.mesh.topology.device.launch_s  # which the clock counts one by one
+        # which the clock counts one by one
+        saved_s = (calls_saved(moved) - calls_saved(program)) * self.mesh.topology.device.launch_s
         return moved if self.lanes(moved).end_s - saved_s <= self.lanes(program).end_s else program
 
     def _if_no_larger(self, program: Program, rewritten: Program) -> Program:
@@ -333,7 +351,9 @@ class Completion:
         return pipelined(self.clocked(done), self.mesh, self._node_s, partial(self._peak_bytes, done), self.cuts_of)
 
     def _peak_bytes(self, done: Program, rank: int) -> int:
-        """What a rank holds on its device; kept, as a budget asks for it and what the plan says of a pipeline does again."""
+        """What a rank holds on its device; kept, as a budget asks for it and what the plan says of a pipeline does
+        again.
+        """
         return kept_with(done, (self.count, rank), lambda: self.count(done, rank=rank).peak_bytes["device"])
 
     def _peaks(self, done: Program) -> dict[At | None, int]:

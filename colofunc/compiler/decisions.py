@@ -25,10 +25,18 @@ from colofunc.program.lower import Choice, call_of
 from colofunc.spec.conversions.pattern import pattern_s
 from colofunc.spec.layout import Layout, is_major, make_layout, replicated
 from colofunc.spec.rule import Call, Rule, Strategy
-from colofunc.spec.strategies import Only, as_fixed, enumerate_layouts, enumerate_strategies, follow, replicated_strategy
+from colofunc.spec.strategies import (
+    Only,
+    as_fixed,
+    enumerate_layouts,
+    enumerate_strategies,
+    follow,
+    replicated_strategy,
+)
 
 SLACK = 0.1
-"""The planner's estimate of the peak may exceed the budget by this share of it: the accountant counts anew, and may count less."""
+"""The planner's estimate of the peak may exceed the budget by this share of it: the accountant counts anew, and may
+count less."""
 
 
 @attrs.frozen(eq=False)
@@ -143,7 +151,8 @@ class Candidates:
                 layouts.setdefault(id_, of_shape[value.shape])
 
     def _follow(self, node: Node, layouts: dict[int, tuple[Layout, ...]]) -> None:
-        """Offers a node the strategies that take its operands as they lie, and adds to `layouts` those of its results."""
+        """Offers a node the strategies that take its operands as they lie, and adds to `layouts` those of its results.
+        """
         call, ids = call_of(node, self.program.values)
         if self.rule(call) is None or not any(id_ in layouts for id_ in ids):
             return
@@ -169,7 +178,8 @@ class Candidates:
         return self._following[key]
 
     def _all(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Sequence[Strategy]:
-        """Candidates that agree with what is fixed, and that itself: what was offered by a wish is enumerated nowhere."""
+        """Candidates that agree with what is fixed, and that itself: what was offered by a wish is enumerated nowhere.
+        """
         strategies = self._over(item, axes, fixed)
         if fixed is None:
             return strategies
@@ -216,11 +226,12 @@ class Candidates:
 
 
 def rows_along(candidates: Candidates) -> dict[int, tuple[tuple[str, Strategy], ...]]:
-    """Where a step's rows lie on one axis, the strategies that take them as they lie where that is in the middle of a dim.
+    """Where a step's rows lie on one axis, the strategies that take them as they lie where that is in the middle of a
+    dim.
 
-    Problem: attention that has its tokens first makes one dim of tokens and rows, `s (dp b) -> (s dp b)`. Enumeration offers layouts
-    in which axes are major, so that a split batch would be gathered there, and data parallelism seem dear. Idea: follow the
-    rows from the batch through the whole step.
+    Problem: attention that has its tokens first makes one dim of tokens and rows, `s (dp b) -> (s dp b)`. Enumeration
+    offers layouts in which axes are major, so that a split batch would be gathered there, and data parallelism seem
+    dear. Idea: follow the rows from the batch through the whole step.
     """
     program, mesh = candidates.program, candidates.mesh
     strategies_of: dict[int, tuple[tuple[str, Strategy], ...]] = {}
@@ -272,9 +283,11 @@ def _reductions_read(strategy: Strategy) -> set[str]:
 
 
 def _orders_matter(node: Node, call: Call) -> bool:
-    """Whether `(dp tp b)` and `(tp dp b)` are two choices: for what lies like the state, which is gathered over one of them.
+    """Whether `(dp tp b)` and `(tp dp b)` are two choices: for what lies like the state, which is gathered over one of
+    them.
 
-    What flows through the layers (tensors of three and more dims) takes the mesh's order everywhere, so no choice is lost.
+    What flows through the layers (tensors of three and more dims) takes the mesh's order everywhere, so no choice is
+    lost.
     """
     dims = [len(type_.shape) for type_ in (*call.ins, *call.outs) if type_ is not None]
     return node.phase == "update" or max(dims, default=0) < 3

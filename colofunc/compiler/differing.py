@@ -1,7 +1,7 @@
 """Copies of a value that differ from what is expected, and the ranks that hold them.
 
-Problem: a value lies in parts, some of them several times, and one wrong copy is enough to spoil a step. Idea: the ranks
-that hold one whole tensor between them are joined and compared; what is pending is reduced first.
+Problem: a value lies in parts, some of them several times, and one wrong copy is enough to spoil a step. Idea: the
+ranks that hold one whole tensor between them are joined and compared; what is pending is reduced first.
 
     worst, ranks = differing(shards, layout, mesh, expected, 1e-10)      # ranks: those of the copies that are off
 

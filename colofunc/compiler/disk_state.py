@@ -5,7 +5,8 @@
         shelves.keep(place(leaf, layout, mesh, backend), layout)    # on disk where the layout says so; the part may go
     shelves.commit()
 
-What lies on disk already stays where it is, unless it is to be copied. Ranks of one process that hold the same part share its chunk.
+What lies on disk already stays where it is, unless it is to be copied. Ranks of one process that hold the same part
+share its chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from colofunc.spec.parts import NOTHING, holds, part_key, shared_parts
 
 
 class Shelves:
-    """Room on disk for those of a step's inputs that are to lie there and do not yet; for nothing where no directory is named."""
+    """Room on disk for those of a step's inputs that are to lie there and do not yet; for nothing where no directory is
+    named.
+    """
 
     def __init__(
         self,
@@ -42,7 +45,11 @@ class Shelves:
         """once: what is kept is only read from then on."""
         self._mesh, self._ranks, self._backend = mesh, backend.ranks(mesh), backend
         every = zip(leaves, layouts, copied, strict=False)
-        new = [(leaf, layout) for leaf, layout, copy in every if layout.tier == "disk" and (copy or not self._is_there(leaf))]
+        new = [
+            (leaf, layout)
+            for leaf, layout, copy in every
+            if layout.tier == "disk" and (copy or not self._is_there(leaf))
+        ]
         if any(directory is True or not isinstance(leaf, DTensor) for leaf, _ in new):
             named(directory)
         sizes = [_part_bytes(leaf, layout) for leaf, layout in new for _ in self._distinct(layout)]
@@ -90,7 +97,8 @@ def named(directory: str | bool | None) -> str:
     """The directory. Raises InputError where a plan is to run that was made for a disk which has none."""
     if not isinstance(directory, str):
         raise InputError(
-            "this plan keeps something on disk, and no directory is named for it. Try: cf.offload(step, ..., disk='/nvme/me'), "
+            "this plan keeps something on disk, and no directory is named for it. Try: cf.offload(step, ..., "
+            "disk='/nvme/me'), "
             "with_plan(plan) where it was planned elsewhere"
         )
     return directory

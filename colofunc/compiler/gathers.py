@@ -46,4 +46,7 @@ def _said(form: str, program: Program, local: Program) -> tuple[str, ...]:
     narrow, wide = gathered_bytes(local)
     if not narrow:
         return (f"parameters in {form} where they are read: none is gathered so, and gathers= only rounds them",)
-    return (f"parameters are gathered in {form}: {size_text(narrow)} a step of each rank, {size_text(wide)} as they are kept",)
+    return (
+        f"parameters are gathered in {form}: {size_text(narrow)} a step of each rank, {size_text(wide)} as they are "
+        "kept",
+    )

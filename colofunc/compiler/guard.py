@@ -1,9 +1,10 @@
 """Whether a call is like the one before, so that the step prepared for that one can run at once.
 
-Problem: to find the prepared step of a call, its arguments become a tree, a key and a hash, and the layouts of all leaves are
-compared; for a small step that takes longer than the step. Idea: nearly every call is like the last one. A guard knows the
-tree, what each leaf was and what lay around. The tree is asked by a function that is written for it (`reader`), and each leaf one
-question: is its home the very object it was? Only leaves of which that is not so (the batch) are asked more.
+Problem: to find the prepared step of a call, its arguments become a tree, a key and a hash, and the layouts of all
+leaves are compared; for a small step that takes longer than the step. Idea: nearly every call is like the last one. A
+guard knows the tree, what each leaf was and what lay around. The tree is asked by a function that is written for it
+(`reader`), and each leaf one question: is its home the very object it was? Only leaves of which that is not so (the
+batch) are asked more.
 
     guard = Guard.of(tree, leaves, homes, surroundings)     # behind a call that was looked up
     given = guard.given(args)                                # of a later call; None: it has to be looked up
@@ -32,7 +33,8 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 @attrs.frozen(eq=False)
 class Given:
-    """The leaves of a call, and the positions of those that are not at home: whatever they are, they have to be placed."""
+    """The leaves of a call, and the positions of those that are not at home: whatever they are, they have to be placed.
+    """
 
     leaves: Sequence[torch.Tensor]
     away: list[int]
@@ -55,7 +57,9 @@ class Guard:
     _shapes: tuple[torch.Size, ...]  # and a plain tensor, beside its dtype
 
     @staticmethod
-    def of(tree: Tree, leaves: Sequence[torch.Tensor], homes: Sequence[Home], surroundings: Surroundings) -> Guard | None:
+    def of(
+        tree: Tree, leaves: Sequence[torch.Tensor], homes: Sequence[Home], surroundings: Surroundings
+    ) -> Guard | None:
         """Of a call that has run; None where leaves have gradients, which are part of the signature."""
         if any(leaf.requires_grad for leaf in leaves):
             return None
@@ -81,10 +85,9 @@ class Guard:
         return there and leaf.dtype is home.dtype and not leaf.requires_grad
 
 
-# ---- reading a tree ----
-# Problem: a step is called with the same tree again and again, and to take it apart by recursion, asking every container what it
-# is, takes longer than to look at its tensors. Idea: the tree is known, so what there is to ask is written down once as Python. For
-# the tree of `({"a": x, "b": 1}, y)`:
+# ---- reading a tree ---- Problem: a step is called with the same tree again and again, and to take it apart by
+# recursion, asking every container what it is, takes longer than to look at its tensors. Idea: the tree is known, so
+# what there is to ask is written down once as Python. For the tree of `({"a": x, "b": 1}, y)`:
 #
 #     def leaves(x0):
 #         if type(x0) is not tuple or len(x0) != 2: return None
@@ -137,7 +140,8 @@ class _Writer:
             return [x] if tree.type is None else [f"tensor({x}, {self._bind('type', x, tree.type)})"]
         if tree.kind == "static":
             value, held = self._bind("value", x, tree.value), self._bind("held", x, tree.content)
-            other = f"{x} is not {value} and " if tree.content is None else ""  # the same object may hold something else
+            # the same object may hold something else
+            other = f"{x} is not {value} and " if tree.content is None else ""
             self._refuse(f"{other}not same({x}, {value}, {held})")
             return []
         return self._container(tree, x)
@@ -159,7 +163,11 @@ class _Writer:
             return [f"*{items}"]
         variables = [self.variable() for _ in tree.children]
         self.lines.append(f"{', '.join(variables)}, = {items}")
-        return [leaf for child, variable in zip(tree.children, variables, strict=True) for leaf in self.read(child, variable)]
+        return [
+            leaf
+            for child, variable in zip(tree.children, variables, strict=True)
+            for leaf in self.read(child, variable)
+        ]
 
     def _refuse(self, condition: str) -> None:
         self.lines.append(f"if {condition}: return None")

@@ -1,8 +1,8 @@
 """Where a step's inputs lie before it is planned, and what of that a plan may change.
 
-Problem: arguments may be DTensors that lie somewhere, tensors that the step captured may have been placed by another step, and the user may
-have said where something belongs. Idea: what lies somewhere is told by position, as layouts that stay (constraints) and tiers in which
-inputs begin (`Lies`).
+Problem: arguments may be DTensors that lie somewhere, tensors that the step captured may have been placed by another
+step, and the user may have said where something belongs. Idea: what lies somewhere is told by position, as layouts that
+stay (constraints) and tiers in which inputs begin (`Lies`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from colofunc.spec.layout import Layout
 
 @attrs.frozen(eq=False)
 class TracedStep:
-    """A step as it was traced. `donated`: positions of the leaves that it consumes. `hidden`: tensors that it took from outside.
+    """A step as it was traced. `donated`: positions of the leaves that it consumes. `hidden`: tensors that it took from
+    outside.
 
     `left_out`: names of the passes that it does not go through. `traced_s`: how long the trace took.
     """
@@ -54,8 +55,8 @@ class TracedStep:
 class PlacedInputs:
     """Inputs that lie somewhere already, by value id.
 
-    `fixed`: they stay there. `rows`: of batches, which a plan may lay otherwise, axis by axis. `state`: as a file had it, or another step;
-    all of it stays, or all of it is placed anew (a parameter and its moments belong together).
+    `fixed`: they stay there. `rows`: of batches, which a plan may lay otherwise, axis by axis. `state`: as a file had
+    it, or another step; all of it stays, or all of it is placed anew (a parameter and its moments belong together).
     """
 
     fixed: dict[int, Layout]
@@ -84,7 +85,10 @@ class PlacedHidden:
 
     @staticmethod
     def of_step(step: TracedStep, mesh: Mesh, before: Sequence[Lowered], tiers_stay: bool) -> PlacedHidden:
-        """What this step has placed stays where it is. What another one has placed stays in its tier only where `tiers_stay`."""
+        """What this step has placed stays where it is.
+
+        What another one has placed stays in its tier only where `tiers_stay`.
+        """
         placed_here: dict[int, Layout] = {}
         for lowered in before:
             for tensor, layout in zip(lowered.hidden, lowered.hidden_layouts, strict=True):
@@ -104,7 +108,8 @@ class PlacedHidden:
 
 
 def tiers_stay(moves: Sequence[Move], placed: PlacedInputs, timed: Timed | None) -> bool:
-    """Whether captured tensors stay in the tiers in which other steps have them: where this step works on the same state.
+    """Whether captured tensors stay in the tiers in which other steps have them: where this step works on the same
+    state.
 
     Tiers of a step that has nothing to do with it, as of an earlier trial with the same model, say nothing here.
     """
@@ -124,9 +129,15 @@ def pinned_hidden(program: Program, hidden: PlacedHidden, constraints: Constrain
 
 
 def tiers_of_inputs(
-    step: TracedStep, program: Program, placed: PlacedInputs, hidden: PlacedHidden, wished: Mapping[int, str], moves: Sequence[Move]
+    step: TracedStep,
+    program: Program,
+    placed: PlacedInputs,
+    hidden: PlacedHidden,
+    wished: Mapping[int, str],
+    moves: Sequence[Move],
 ) -> Lies:
-    """The tiers in which inputs lie before a step. wished: position of an input -> the tier that the user wants it in."""
+    """The tiers in which inputs lie before a step. wished: position of an input -> the tier that the user wants it in.
+    """
     tiers = {position: "device" for position, value in enumerate(program.inputs) if value in placed.fixed}
     for position in hidden.stay:
         tiers[position] = hidden.layouts[position].tier
@@ -149,11 +160,15 @@ def moves_of_tiers(lies: Lies) -> tuple[Move, ...]:
 def _copy_what_is_needed(
     program: Program, mesh: Mesh, node_s: NodeS, budget_bytes: int | None, lies: Lies, /, *, like: Hint | None = None
 ) -> Offloaded:
-    return offload(program, mesh, node_s, budget_bytes, policy=GIVEN, given=lies.tiers, like=like, captured=lies.captured)
+    return offload(
+        program, mesh, node_s, budget_bytes, policy=GIVEN, given=lies.tiers, like=like, captured=lies.captured
+    )
 
 
 def aliases_kept(program: Program, constraints: Constraints) -> tuple[tuple[int, int], ...]:
-    """Donated pairs whose output may lie as its input does: the user fixed no other layout, and nothing is pending but what stays so."""
+    """Donated pairs whose output may lie as its input does: the user fixed no other layout, and nothing is pending but
+    what stays so.
+    """
     input_layouts: dict[int, Layout] = {}
     for position, of_input in constraints.items.items():
         if position >= len(program.inputs):

@@ -1,8 +1,10 @@
-"""What was written and counted of shardings, so that one that is looked at under several budgets is written and counted once.
+"""What was written and counted of shardings, so that one that is looked at under several budgets is written and counted
+once.
 
-Problem: a search for the least budget finishes the same few shardings under a dozen budgets, in every way to write them and every order
-that is proposed. Idea: a budget decides which of these is taken. Into what is counted it enters in one place, as the size that a bucket of
-collectives may have, and nearly all budgets allow the same buckets (`buckets.Most`).
+Problem: a search for the least budget finishes the same few shardings under a dozen budgets, in every way to write them
+and every order that is proposed. Idea: a budget decides which of these is taken. Into what is counted it enters in one
+place, as the size that a bucket of collectives may have, and nearly all budgets allow the same buckets
+(`buckets.Most`).
 
     333,116 B given: 12 orders written, completed, counted        333,115 B given: looked up
 """
@@ -22,7 +24,8 @@ from colofunc.program.passes.buckets import Most
 from colofunc.spec.layout import At
 
 KEPT_NODES = 200_000
-"""Where programs that are kept have more nodes in all, they are forgotten. Large steps have few budgets tried, and would take gigabytes."""
+"""Where programs that are kept have more nodes in all, they are forgotten. Large steps have few budgets tried, and
+would take gigabytes."""
 Peaks = Mapping[At | None, int]
 
 

@@ -1,20 +1,21 @@
 """The least budget that a step keeps to: what an error names where nothing fits, and what anybody then can give.
 
-Problem: how much is sent at once, what is copied and which shardings are compared depend on the budget, so the peak of the leanest plan
-that one search tried is not yet a budget that another search keeps to. Idea: begin with one byte and ask for one byte less than was
-counted last, until nothing holds less. This depends on no budget that was given, so every error names the same bytes (but for a `glance`
-where a budget is far too small, which may name more); and whoever gives at least them, and whose search finds nothing, is given the
-plan that was counted.
+Problem: how much is sent at once, what is copied and which shardings are compared depend on the budget, so the peak of
+the leanest plan that one search tried is not yet a budget that another search keeps to. Idea: begin with one byte and
+ask for one byte less than was counted last, until nothing holds less. This depends on no budget that was given, so
+every error names the same bytes (but for a `glance` where a budget is far too small, which may name more); and whoever
+gives at least them, and whose search finds nothing, is given the plan that was counted.
 
     given 1,000 B: nothing.  asked for 1 B: a plan of 728 B, 727 B: one of 696 B, 695 B: nothing below    696 B are named
 
-A search for one byte tries little (`planner/joint.py` gives up early where a budget is far too small), and one that asks for a
-byte less ends with the first plan that fits. So where a byte less was found once, half is asked for next: nothing is far too small
-there, and the leanest of all that such a search tries is what many small steps would come to.
+A search for one byte tries little (`planner/joint.py` gives up early where a budget is far too small), and one that
+asks for a byte less ends with the first plan that fits. So where a byte less was found once, half is asked for next:
+nothing is far too small there, and the leanest of all that such a search tries is what many small steps would come to.
 
-On several ranks the shardings that a search tries depend on what making values again costs, so one under a named policy tries others
-than a free one. Therefore a pool of shardings from the fastest to the leanest, which depends on the program alone, is completed as well:
-the same ones under each policy, and a free step counts every named policy in each of them.
+On several ranks the shardings that a search tries depend on what making values again costs, so one under a named policy
+tries others than a free one. Therefore a pool of shardings from the fastest to the leanest, which depends on the
+program alone, is completed as well: the same ones under each policy, and a free step counts every named policy in each
+of them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ Search = Callable[[int], Trial]
 
 
 def least_budget(search: Search, large: bool, pool: Sequence[Search] = ()) -> Trial:
-    """The leanest plan found. pool: shardings that are tried whatever is asked for, each completed for so many bytes."""
+    """The leanest plan found. pool: shardings that are tried whatever is asked for, each completed for so many bytes.
+    """
     best = _leanest_of_pool(pool, search(1))
     if best.done.short:
         best = _with_more_device_memory(search, best)
@@ -64,7 +66,9 @@ def least_budget(search: Search, large: bool, pool: Sequence[Search] = ()) -> Tr
 
 
 def glance(pool: Sequence[Search]) -> Trial:
-    """The leanest of some shardings when little is asked for, with no second search: enough where a budget is far below it."""
+    """The leanest of some shardings when little is asked for, with no second search: enough where a budget is far below
+    it.
+    """
     return min((complete(1) for complete in pool), key=_rank)
 
 

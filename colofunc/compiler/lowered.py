@@ -49,8 +49,8 @@ class Coverage:
 
     `flops`, `bytes`: share of the work, and of the bytes of results, in operators that at least one axis splits.
     `efficiency`: flops of one device / (ranks x flops of one rank); 1 is perfect splitting over every axis.
-    `fallbacks`: operators without a rule, which run replicated. `undecided`: "operator: factors" of rules that say nothing of
-    factors on no result, neither reduced nor whole, so that no axis can split them.
+    `fallbacks`: operators without a rule, which run replicated. `undecided`: "operator: factors" of rules that say
+    nothing of factors on no result, neither reduced nor whole, so that no axis can split them.
     """
 
     flops: float
@@ -65,7 +65,10 @@ class Coverage:
 
 @attrs.frozen(eq=False)
 class Lowered:
-    """A step, planned and lowered for one signature. `traced.program` is the global view, `program` what a rank runs."""
+    """A step, planned and lowered for one signature.
+
+    `traced.program` is the global view, `program` what a rank runs.
+    """
 
     traced: Traced
     global_program: Program
@@ -101,7 +104,9 @@ class Lowered:
         return found  # type: ignore[return-value]
 
     def hidden_parts(self, backend: Backend, to_disk: ToDisk | None = None) -> list[list[torch.Tensor]]:
-        """Per hidden input, the parts of the ranks in this process. to_disk: for those that are to lie there; None: to look only."""
+        """Per hidden input, the parts of the ranks in this process. to_disk: for those that are to lie there; None: to
+        look only.
+        """
         parts = []
         for tensor, layout, id in zip(self.hidden, self.hidden_layouts, self.hidden_ids, strict=True):
             value = self.program.values[id]
@@ -114,31 +119,41 @@ class Lowered:
 
     @cached_property
     def passes(self) -> Passes:
-        """What this step went through, from the trace to what runs. Everything is run again for it, but the search for a plan.
+        """What this step went through, from the trace to what runs. Everything is run again for it, but the search for
+        a plan.
 
         Raises PlanError where that ends in another program than this one (a bug).
         """
         passes = Passes(self.stages_of())
         ran = attrs.evolve(passes["one_call"].program, kernels=self.program.kernels)
         if program_hash(ran, self.mesh) != program_hash(self.program, self.mesh):
-            raise PlanError("the passes of this step, run again, give another program than the one that runs; please report its plan")
+            raise PlanError(
+                "the passes of this step, run again, give another program than the one that runs; please report its "
+                "plan"
+            )
         return passes
 
     def after(self, name: str) -> Lowered:
-        """This step as it was behind one pass: its `text()`, and its `program`. Raises PlanError where there is no such pass."""
+        """This step as it was behind one pass: its `text()`, and its `program`.
+
+        Raises PlanError where there is no such pass.
+        """
         return attrs.evolve(self, program=self.passes[name].program)
 
     def cost(self, rank: int | None = None) -> CostReport:
-        """Seconds, flops, bytes and calls per collective and axis, of a rank, by default the busiest where they differ."""
+        """Seconds, flops, bytes and calls per collective and axis, of a rank, by default the busiest where they differ.
+        """
         some = distinct_ranks(self.program, self.mesh) if rank is None else (rank,)
         parts = [self._clocked(on_rank(self.program, self.mesh, one).program) for one in some]
-        return max((program_cost(part, self.priced, self.registry.rule) for part in parts), key=lambda cost: cost.seconds)
+        return max(
+            (program_cost(part, self.priced, self.registry.rule) for part in parts), key=lambda cost: cost.seconds
+        )
 
     def memory(self, rank: int | None = None) -> MemoryReport:
         """Live bytes per tier at every position of what a rank runs, by default the one that holds most.
 
-        On real ranks collectives are started early and waited for late: what is in flight counts, and positions are those of
-        that order.
+        On real ranks collectives are started early and waited for late: what is in flight counts, and positions are
+        those of that order.
         """
         report, pool = held(self.program, self.mesh, self.executor, grouped=True, rank=rank), passing(self.ordered())
         return attrs.evolve(report, pool=pool) if pool.classes else report
@@ -150,13 +165,15 @@ class Lowered:
     def lanes(self, rank: int | None = None) -> Lanes:
         """When each operator of a rank runs, on the device, the links and the host; positions are those of `memory()`.
 
-        By default of the rank whose memory that is. Where ranks do different things they are played together, as the plan has them.
+        By default of the rank whose memory that is. Where ranks do different things they are played together, as the
+        plan has them.
         """
         chosen = fullest(self.program, self.mesh, self.executor) if rank is None else rank
         return lanes(self._clocked(self.ordered()), self.priced, self.registry.rule, chosen)
 
     def terms(self, glob: str = "*") -> tuple[Term, ...]:
-        """What the seconds of matching modules or operators are made of: compute, memory, launches, each collective by its axes, copies.
+        """What the seconds of matching modules or operators are made of: compute, memory, launches, each collective by
+        its axes, copies.
 
         Those first that hold the step up longest; of the rank whose `lanes()` these are.
         """
@@ -174,15 +191,22 @@ class Lowered:
 
         Raises PlanError where the step has no pipeline.
         """
-        played = clocked(self._clocked(self.program), self.priced, partial(node_s, mesh=self.priced, rule_of=self.registry.rule))
+        played = clocked(
+            self._clocked(self.program), self.priced, partial(node_s, mesh=self.priced, rule_of=self.registry.rule)
+        )
         if played is None:
-            raise PlanError("this step has no pipeline; write cf.pipeline(step, microbatches=8) with an axis of the mesh that has ranks")
+            raise PlanError(
+                "this step has no pipeline; write cf.pipeline(step, microbatches=8) with an axis of the mesh that has "
+                "ranks"
+            )
         return played
 
     def period_s(self) -> float:
-        """Seconds of one step in a row of steps, by the clock. It is less than that of a step alone where ranks end one after another.
+        """Seconds of one step in a row of steps, by the clock. It is less than that of a step alone where ranks end one
+        after another.
 
-        With `cf.pipeline(validate="next step")` a rank begins the next step while others end this one. `low.plan.cost_s` is of one alone.
+        With `cf.pipeline(validate="next step")` a rank begins the next step while others end this one.
+        `low.plan.cost_s` is of one alone.
         """
         seconds = partial(node_s, mesh=self.priced, rule_of=self.registry.rule)
         return period_s(self._clocked(self.ordered()), self.priced, seconds)
@@ -239,7 +263,8 @@ class Lowered:
 
 
 def _ways(outs: Sequence[Layout | None], ins: Sequence[Layout], mesh: Mesh, axes: Sequence[tuple[str, str]]) -> int:
-    """By how many an operator's work is split: the axes its strategy places, or those its operands and results lie on."""
+    """By how many an operator's work is split: the axes its strategy places, or those its operands and results lie on.
+    """
     names = {a for a, _ in axes}
     for layout in (*outs, *ins):
         if layout is not None:

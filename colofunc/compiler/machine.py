@@ -1,11 +1,13 @@
-"""The machine under a mesh that names no topology: a GPU says what it is, a host is measured at the first use on real ranks.
+"""The machine under a mesh that names no topology: a GPU says what it is, a host is measured at the first use on real
+ranks.
 
-Problem: a plan is made of seconds, and a mesh without a topology has those of a small CPU box, whatever it runs on; where a
-collective starts in milliseconds, thirty small ones are slower than five large ones however they are shared. Idea: with one process
-a rank the ranks are there to be measured, once for a machine and a mesh. Rank 0 says whether that was done before, and what
-was found; a plan is made by it alone. Of GPUs nothing need be measured: what they say of themselves finds a preset (`mesh/detection.py`).
-Where several ranks are simulated on the host nothing is measured or found: plans of tests are equal everywhere. A mesh that says
-`device="cuda"` is planned for the GPUs that are here, simulated or not, and where there are none for a stated default.
+Problem: a plan is made of seconds, and a mesh without a topology has those of a small CPU box, whatever it runs on;
+where a collective starts in milliseconds, thirty small ones are slower than five large ones however they are shared.
+Idea: with one process a rank the ranks are there to be measured, once for a machine and a mesh. Rank 0 says whether
+that was done before, and what was found; a plan is made by it alone. Of GPUs nothing need be measured: what they say of
+themselves finds a preset (`mesh/detection.py`). Where several ranks are simulated on the host nothing is measured or
+found: plans of tests are equal everywhere. A mesh that says `device="cuda"` is planned for the GPUs that are here,
+simulated or not, and where there are none for a stated default.
 
     priced = as_measured(mesh, watch, say)      # the mesh itself where it names a topology, or is simulated on the host
 
@@ -43,8 +45,8 @@ METHOD = 5
 """Figures that were measured in another way are not read."""
 
 CAUTION = 1.25
-"""The measured time to start a collective is multiplied by this. Starts vary most of all that is measured, and add up: where two
-plans take the same time within the clock's error, the one of fewer collectives wins."""
+"""The measured time to start a collective is multiplied by this. Starts vary most of all that is measured, and add up:
+where two plans take the same time within the clock's error, the one of fewer collectives wins."""
 
 _FOUND: dict[tuple[Mesh, str], Topology] = {}
 """What this process has measured or read, by mesh and process group backend."""
@@ -65,7 +67,9 @@ def as_measured(mesh: Mesh, watch: Watch | None, say: Callable[[str], None]) -> 
 
 
 def _on_gpus(mesh: Mesh, watch: Watch | None, say: Callable[[str], None]) -> Mesh:
-    """By what rank 0's GPU says of itself, and what is free there when it is first asked; measured where somebody wants that."""
+    """By what rank 0's GPU says of itself, and what is free there when it is first asked; measured where somebody wants
+    that.
+    """
     device = device_of(mesh)
     card = torch.cuda.get_device_properties(device)
     known = mesh, f"{card.name} {card.total_memory}"
@@ -84,7 +88,8 @@ def _on_gpus(mesh: Mesh, watch: Watch | None, say: Callable[[str], None]) -> Mes
 def cautious(found: Topology) -> Topology:
     """The figures to plan by: collectives as measured, their starts dearer.
 
-    A kind that seems to start faster than the middle of all kinds along its axis was lucky, and a search would make everything of it.
+    A kind that seems to start faster than the middle of all kinds along its axis was lucky, and a search would make
+    everything of it.
     """
     starts = []
     for one in found.measured:

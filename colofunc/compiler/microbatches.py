@@ -1,7 +1,7 @@
 """Microbatches: the batch in equal parts, one after another, with the numbers of the whole batch.
 
-What `cf.accumulate` and `cf.pipeline` have in common: which leaves are the batch, that every rank's rows come in equal parts, and the
-program of one rank as a loop over them (`program.passes.time`, `program.passes.loop`).
+What `cf.accumulate` and `cf.pipeline` have in common: which leaves are the batch, that every rank's rows come in equal
+parts, and the program of one rank as a loop over them (`program.passes.time`, `program.passes.loop`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ from colofunc.spec.rule import Strategy
 def check_number(microbatches: int | str, transform: str) -> None:
     """Raises PlanError for what is no number of microbatches."""
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-        raise PlanError(f"microbatches={microbatches!r} is no whole number above 0; write cf.{transform}(step, microbatches=4)")
+        raise PlanError(
+            f"microbatches={microbatches!r} is no whole number above 0; write cf.{transform}(step, microbatches=4)"
+        )
 
 
 def loops_over(microbatches: int, batch: int | str | None, mixing: str, build: Build) -> list[Rewrite]:
-    """The ways to do it: gathers and reductions outside of the loop, then in it, but for those that somebody wants there."""
+    """The ways to do it: gathers and reductions outside of the loop, then in it, but for those that somebody wants
+    there.
+    """
     leaves = _leaves(batch, build.traced)
     rules = _rules(build)
     if mixing != "error" and not _mixes(leaves, microbatches, rules, build.traced.program):
@@ -98,11 +102,13 @@ def on_rows(batch: int | str | None, build: Build) -> frozenset[int]:
 def equal_parts(
     microbatches: int, batch: int | str | None, mixing: str, build: Build, admits: Callable[[int], bool] = bool
 ) -> Build:
-    """However the mesh splits the batch, what a rank has of it comes in equal parts: in the leaves and wherever they flow.
+    """However the mesh splits the batch, what a rank has of it comes in equal parts: in the leaves and wherever they
+    flow.
 
     admits: whether the transform takes another number of microbatches, where an error is to name some that would do.
-    Raises PlanError where an operator mixes samples: of the step itself, so on every mesh and with every plan. A plan may bring all
-    rows to every rank and compute such an operator behind the loop, but then it is not accumulated, and only some plans do.
+    Raises PlanError where an operator mixes samples: of the step itself, so on every mesh and with every plan. A plan
+    may bring all rows to every rank and compute such an operator behind the loop, but then it is not accumulated, and
+    only some plans do.
     """
     if microbatches == 1:
         return build
@@ -118,7 +124,12 @@ def equal_parts(
 
 
 def _rows_on(
-    leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, axes: frozenset[str], program: Program, all_of_them: bool
+    leaves: dict[str, tuple[int, ...]],
+    microbatches: int,
+    rules: Rules,
+    axes: frozenset[str],
+    program: Program,
+    all_of_them: bool,
 ) -> Constraints:
     """Rows of the batch lie on these axes only, wherever they flow: nothing moves them between ranks.
 
@@ -140,8 +151,8 @@ Place = tuple[int, int]
 def _places(
     leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, program: Program
 ) -> tuple[int, dict[int, tuple[Place | None, ...]], Program]:
-    """(rows of the batch; per item, an input or a node of a global program, where they are in operands and results; the program
-    over time)."""
+    """(rows of the batch; per item, an input or a node of a global program, where they are in operands and results; the
+    program over time)."""
     ids = [id for id in program.inputs if leaves.get(program.values[id].name) == program.values[id].shape]
     for id in ids:
         _check_divides(program.values[id], microbatches)
@@ -199,16 +210,24 @@ def _divides(microbatches: int, rows: int, places: tuple[Place | None, ...], str
     return True
 
 
-def _other_numbers(rows: int, places: tuple[Place | None, ...], admits: Callable[[int], bool], strategies: Sequence[Strategy]) -> str:
+def _other_numbers(
+    rows: int, places: tuple[Place | None, ...], admits: Callable[[int], bool], strategies: Sequence[Strategy]
+) -> str:
     """Numbers of microbatches, above 1, into which rows come under one of some strategies."""
     found = []
     for number in range(2, rows + 1):
-        if rows % number == 0 and admits(number) and any(_divides(number, rows, places, strategy) for strategy in strategies):
+        if (
+            rows % number == 0
+            and admits(number)
+            and any(_divides(number, rows, places, strategy) for strategy in strategies)
+        ):
             found.append(number)
     return f"give microbatches={' or '.join(map(str, found))}" if found else ""
 
 
-def _stay(rows: int, places: tuple[Place | None, ...], axes: frozenset[str], all_of_them: bool, strategy: Strategy) -> bool:
+def _stay(
+    rows: int, places: tuple[Place | None, ...], axes: frozenset[str], all_of_them: bool, strategy: Strategy
+) -> bool:
     """Whether rows lie on some of the axes only, or on all of them, in every operand and result."""
     for row_axes in _row_axes(rows, places, strategy):
         split_by = {axis for _, axis in row_axes}
@@ -228,7 +247,10 @@ def _argument(traced: Traced, batch: int | str | None) -> Tree:
             raise InputError(f"batch={batch!r} names no argument{near(batch, names, 'arguments')}")
         batch = names.index(batch)
     if not isinstance(batch, int) or not -len(arguments) <= batch < len(arguments):
-        raise InputError(f"batch={batch!r} is no argument: the step takes {len(arguments)}; write one of {', '.join(map(repr, names))}")
+        raise InputError(
+            f"batch={batch!r} is no argument: the step takes {len(arguments)}; write one of "
+            f"{', '.join(map(repr, names))}"
+        )
     return arguments[batch]
 
 
@@ -260,8 +282,8 @@ def _accumulated(
         if _is_leaf(value, leaves) and value.shape[0] % microbatches == 0:
             split.append(value.id)
     make = partial(_loops, program, split, microbatches, axis, mixing, rules, scatter=scatter, gather=gather)
-    # Where rows are brought to other ranks, as ids for an embedding that is looked up on shards, rows t, t + n, ... are the same
-    # microbatch on both sides, and runs of rows are not: what lies between them could not be in the loop.
+    # Where rows are brought to other ranks, as ids for an embedding that is looked up on shards, rows t, t + n, ... are
+    # the same microbatch on both sides, and runs of rows are not: what lies between them could not be in the loop.
     minor = len({program.values[id].shape[0] for id in split}) > 1
     try:
         return make(minor=minor)
@@ -271,8 +293,9 @@ def _accumulated(
         try:  # the batch is split over more axes inside the program than at its entry
             return make(minor=not minor)
         except PlanError:
-            # The step itself mixes no samples (`equal_parts` has looked): here rows move between ranks, which brings those of several
-            # microbatches to one. Once more with rows that stay where the batch is; where that fails too, this error is what is said.
+            # The step itself mixes no samples (`equal_parts` has looked): here rows move between ranks, which brings
+            # those of several microbatches to one. Once more with rows that stay where the batch is; where that fails
+            # too, this error is what is said.
             axes = _axes_of_rows(program, split)
             raise NotSo(str(error), partial(pinned, axes, all_of_them=not isinstance(error, RowsMove))) from None
 

@@ -1,4 +1,5 @@
-"""Running a lowered step to look into it: its arguments placed without being consumed, its local program as it was lowered.
+"""Running a lowered step to look into it: its arguments placed without being consumed, its local program as it was
+lowered.
 
 Problem: the program that runs has buckets, fused operators and updates in place, so most values of the step no longer
 exist as such. Idea: lower again from the same decisions, stop before those passes, and remember which local value is a
@@ -42,7 +43,10 @@ Shards = list[torch.Tensor]
 
 @attrs.frozen(eq=False)
 class Plain:
-    """A local program before any pass that hides values. `owners`: local id -> id of the global value it is a copy of."""
+    """A local program before any pass that hides values.
+
+    `owners`: local id -> id of the global value it is a copy of.
+    """
 
     program: Program
     owners: Mapping[int, int]
@@ -96,7 +100,9 @@ class Arguments:
         return out
 
     def computed(self) -> list[Shards]:
-        """The parts where the plain program computes, which copies nothing between tiers; ranks that share a tensor still do."""
+        """The parts where the plain program computes, which copies nothing between tiers; ranks that share a tensor
+        still do.
+        """
         if self.device.type == "cpu":
             return self.copies(())
         on_device: dict[int, torch.Tensor] = {}
@@ -119,7 +125,10 @@ def arguments_of(low: Lowered, args: tuple[Any, ...]) -> Arguments:
     """Place `args` as the step wants them. The seed is the one that the next call would draw; it is not used up."""
     leaves = low.traced.pack(args)
     backend = backend_for(low.mesh, low.executor)
-    shards = [place(x, lay, low.mesh, backend, name=n) for x, lay, n in zip(leaves, low.input_layouts, low.traced.names, strict=False)]
+    shards = [
+        place(x, lay, low.mesh, backend, name=n)
+        for x, lay, n in zip(leaves, low.input_layouts, low.traced.names, strict=False)
+    ]
     seed = None
     if low.traced.uses_seed:
         before = random_state()
@@ -150,7 +159,10 @@ def name_of(value: Value, maker: Node | None) -> str:
 
 
 def history(plain: Plain, makers: Mapping[int, Node], mine: int, node: Node) -> str:
-    """What lies between a local value and the copies of global values that it was made from. `makers`: of local values."""
+    """What lies between a local value and the copies of global values that it was made from.
+
+    `makers`: of local values.
+    """
     chain: list[Node] = []
     todo = [mine]
     while todo:
@@ -162,7 +174,9 @@ def history(plain: Plain, makers: Mapping[int, Node], mine: int, node: Node) -> 
     steps = ", ".join(collective_text(n) for n in reversed(chain))
     source, arrow, target = node.note.partition(" -> ")
     if arrow:
-        return f"{steps}, which brings {source!r} to {target!r} for the operator at {node.line or 'the end of the step'}"
+        return (
+            f"{steps}, which brings {source!r} to {target!r} for the operator at {node.line or 'the end of the step'}"
+        )
     return f"{steps} {node.note}".rstrip()
 
 

@@ -1,9 +1,11 @@
-"""A transform that keeps caches of the state in int8, a scale for each row of their last dim, with whatever else it does.
+"""A transform that keeps caches of the state in int8, a scale for each row of their last dim, with whatever else it
+does.
 
     step = cf.quantize(cf.shard(decode, mesh), caches="*cache*")
 
-The state has a `PackedRows` in the place of each (`grow`). The step's own code is given it widened and returns it so (`wrap`); in the
-traced program what it writes is packed and written where the packed cache lies (`program/passes/packed_rows.py`).
+The state has a `PackedRows` in the place of each (`grow`). The step's own code is given it widened and returns it so
+(`wrap`); in the traced program what it writes is packed and written where the packed cache lies
+(`program/passes/packed_rows.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def checked_globs(caches: Any) -> Globs:
     is_several = isinstance(caches, Iterable) and not isinstance(caches, str)
     globs = tuple(caches) if is_several else (caches,)
     if not all(isinstance(glob, str) and glob for glob in globs):
-        raise InputError(f"cf.quantize(caches={caches!r}): give a glob over names of caches, or several. Try: caches='*cache*'")
+        raise InputError(
+            f"cf.quantize(caches={caches!r}): give a glob over names of caches, or several. Try: caches='*cache*'"
+        )
     return globs
 
 
@@ -71,7 +75,9 @@ def _grown(globs: Globs, build: Build) -> Build:
     for glob in globs:
         if not any(is_cache and matches(name, glob) for name, is_cache in met.items()):
             names = [name for name, is_cache in met.items() if is_cache]
-            raise InputError(f"cf.quantize: caches={glob!r} matches no tensor of floating-point rows in the state{near(glob, names)}")
+            raise InputError(
+                f"cf.quantize: caches={glob!r} matches no tensor of floating-point rows in the state{near(glob, names)}"
+            )
     return build.evolve(state=state)
 
 
@@ -94,7 +100,8 @@ def _wrapped(globs: Globs, build: Build) -> Build:
             wide, packed = given[name]
             if (leaf.shape, leaf.dtype) != (wide.shape, wide.dtype):
                 raise InputError(
-                    f"cf.quantize: the step returns {name!r} as {tuple(leaf.shape)} in {leaf.dtype}, and was given {tuple(wide.shape)} in "
+                    f"cf.quantize: the step returns {name!r} as {tuple(leaf.shape)} in {leaf.dtype}, and was given "
+                    f"{tuple(wide.shape)} in "
                     f"{wide.dtype}. Try: a cache of the size that it will have; globs in caches= that leave it out"
                 )
             return packed if leaf is wide else PackedRows.of(leaf)
@@ -115,5 +122,9 @@ def _linked(globs: Globs, build: Build) -> Build:
     """Scales lie as numbers do along dim 0."""
     program = build.program
     by_name = {program.values[id].name: id for id in program.inputs}
-    groups = [(id, by_name[f"{name}.scale"]) for name, id in by_name.items() if _is_meant(globs, name) and f"{name}.scale" in by_name]
+    groups = [
+        (id, by_name[f"{name}.scale"])
+        for name, id in by_name.items()
+        if _is_meant(globs, name) and f"{name}.scale" in by_name
+    ]
     return build.evolve(constraints=linked_rows(program, build.mesh, build.constraints, groups))

@@ -1,7 +1,8 @@
 """Passes: what a program goes through on its way to what runs, by name.
 
-Problem: a program is rewritten a dozen times before it runs, and who looks for the pass that changed something has only the last one.
-Idea: each is a `Pass` with a name; whoever runs a list of them may keep the program behind each one (`Stage`), and may leave some out.
+Problem: a program is rewritten a dozen times before it runs, and who looks for the pass that changed something has only
+the last one. Idea: each is a `Pass` with a name; whoever runs a list of them may keep the program behind each one
+(`Stage`), and may leave some out.
 
     print(low.passes)                    # names, operators behind each, what it changed, how long it took
     print(low.passes.diff("pack"))       # what one of them has changed, line by line
@@ -69,7 +70,8 @@ def left_out(names: Sequence[str]) -> frozenset[str]:
     for name in asked:
         if name not in names:
             raise PlanError(
-                f"COLOFUNC_PASSES leaves out {name!r}, which is no pass that can be left out{near(name, names, 'passes')}; "
+                f"COLOFUNC_PASSES leaves out {name!r}, which is no pass that can be left "
+                f"out{near(name, names, 'passes')}; "
                 "low.passes lists what this step goes through"
             )
     return frozenset(asked)
@@ -99,7 +101,8 @@ class Passes:
         raise PlanError(f"this step went through no pass {name!r}{near(name, self.names, 'passes')}")
 
     def diff(self, name: str) -> str:
-        """What a pass has changed, as a unified diff of the texts of the programs before and behind it; "" for nothing."""
+        """What a pass has changed, as a unified diff of the texts of the programs before and behind it; "" for nothing.
+        """
         at = self.names.index(self[name].name)
         before = text(self.stages[at - 1].program).splitlines() if at else []
         behind = text(self.stages[at].program).splitlines()
@@ -117,16 +120,21 @@ class Passes:
 
 
 def _same(before: Program, behind: Program) -> bool:
-    return before is behind or (before.nodes == behind.nodes and before.outputs == behind.outputs and before.aliases == behind.aliases)
+    return before is behind or (
+        before.nodes == behind.nodes and before.outputs == behind.outputs and before.aliases == behind.aliases
+    )
 
 
 def check_interface(name: str, before: Program, behind: Program) -> None:
-    """Raises PlanError where a rewriting of the whole program gives it other inputs or outputs, ProgramError where it is no program."""
+    """Raises PlanError where a rewriting of the whole program gives it other inputs or outputs, ProgramError where it
+    is no program.
+    """
     for what, old, new in (("inputs", before.inputs, behind.inputs), ("outputs", before.outputs, behind.outputs)):
         shapes = [(before.values[i].shape, before.values[i].dtype) for i in old]
         if shapes != [(behind.values[i].shape, behind.values[i].dtype) for i in new]:
             raise PlanError(
-                f"{name} gives the program other {what}: {len(new)} where there were {len(old)}, or of other shapes and dtypes; "
+                f"{name} gives the program other {what}: {len(new)} where there were {len(old)}, or of other shapes "
+                "and dtypes; "
                 "keep them, and put what is to be new into the state with the hook grow"
             )
     if before.inputs != behind.inputs:

@@ -3,9 +3,9 @@
     there = StagesOn(build, "pp", schedule, order=None)
     cuts, about_s = there.fastest_cut(there.problem(), microbatches=8)       # where the schedule, by estimates, ends first
 
-Problem: where stages begin goes by the devices that have them, by the kernels that a plan counts on and by the axes that share a stage,
-and is asked for by each way to write a pipeline. Idea: one record gathers what the planner's search for cuts (`planner.stages`) needs of a
-build; what it computes is kept with the program.
+Problem: where stages begin goes by the devices that have them, by the kernels that a plan counts on and by the axes
+that share a stage, and is asked for by each way to write a pipeline. Idea: one record gathers what the planner's search
+for cuts (`planner.stages`) needs of a build; what it computes is kept with the program.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class StagesOn:
 
     def problem(self) -> CutProblem:
         """Where the forward pass may be cut."""
-        return CutProblem(self.build.program, self.count, node_seconds(self.build), self._send_s, self.devices, self.indices)
+        return CutProblem(
+            self.build.program, self.count, node_seconds(self.build), self._send_s, self.devices, self.indices
+        )
 
     def pieces(self, problem: CutProblem) -> PieceCosts:
         """What the pieces of a problem take."""
@@ -125,7 +127,9 @@ class StagesOn:
         rank_of = [at[1][0] if at is not None and len(at[1]) == 1 else None for at in placing.nodes]
         return bound.at(cuts, microbatches, rank_of)
 
-    def cuts_of(self, assigned: Mapping[int, Sequence[int]], scheduled: Scheduled, given: bool, table: ActionTable) -> StageCuts | None:
+    def cuts_of(
+        self, assigned: Mapping[int, Sequence[int]], scheduled: Scheduled, given: bool, table: ActionTable
+    ) -> StageCuts | None:
         """What a plan says of its cuts; None where stages that were given by hand begin within pieces.
 
         assigned: position of an input -> its stages. table: the actions of each rank that run.

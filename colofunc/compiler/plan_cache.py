@@ -1,14 +1,14 @@
 """Plans on disk: the second start of a script does not search again.
 
-Problem: planning takes seconds, and a script is started many times. Idea: a plan is kept under a hash of everything that
-decides it (program, mesh with topology, constraints, budget, plugins, colofunc's own sources) and is found again by it.
-Rebuilding picks, per operator, the strategy that the plan names among the candidates, so nothing is searched; the
-lowered program's hash is kept beside the plan and must come out again, else it is planned anew.
+Problem: planning takes seconds, and a script is started many times. Idea: a plan is kept under a hash of everything
+that decides it (program, mesh with topology, constraints, budget, plugins, colofunc's own sources) and is found again
+by it. Rebuilding picks, per operator, the strategy that the plan names among the candidates, so nothing is searched;
+the lowered program's hash is kept beside the plan and must come out again, else it is planned anew.
 
     COLOFUNC_CACHE=/scratch/plans python train.py       # another folder; "off" keeps nothing. Default: ~/.cache/colofunc
 
-Files are JSON with a checksum, written whole or not at all (`colofunc/cache.py`); one that is damaged is dropped with a line.
-Rank 0 alone reads and writes.
+Files are JSON with a checksum, written whole or not at all (`colofunc/cache.py`); one that is damaged is dropped with a
+line. Rank 0 alone reads and writes.
 """
 
 from __future__ import annotations
@@ -44,24 +44,29 @@ from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Strategy
 from colofunc.spec.spec import bind, names_of
 
-# ---- plans of steps that are prepared again ----
-# Problem: a longer batch, or state that is placed now and was plain before, is another signature, which is traced and was planned
-# from the start, for seconds. Idea: a plan says of each operator how it works, and that can be said of another length, too.
+# ---- plans of steps that are prepared again ---- Problem: a longer batch, or state that is placed now and was plain
+# before, is another signature, which is traced and was planned from the start, for seconds. Idea: a plan says of each
+# operator how it works, and that can be said of another length, too.
 #
 #     is_again      the very program that was planned before, and everything lies as it was planned: nothing is planned
 #     nearest       the step of a like size: what its plan decides is where the search for this one begins (`budget.nearby`)
 #
-# What it decides need not be best here (weights that are gathered for each use cost as much for a long batch as for a short one), so it is
-# compared with what a search from there finds. State that is placed stays: where it lies is a constraint of every search. A plan that was
-# found for a batch of another order of size is no guide: what was too small to split may be worth it now. What was found from another
-# length goes into no file: another start of the script may come to this length first.
+# What it decides need not be best here (weights that are gathered for each use cost as much for a long batch as for a
+# short one), so it is compared with what a search from there finds. State that is placed stays: where it lies is a
+# constraint of every search. A plan that was found for a batch of another order of size is no guide: what was too small
+# to split may be worth it now. What was found from another length goes into no file: another start of the script may
+# come to this length first.
 
 
 LIKE = 2.0
 """Batches whose numbers of elements differ by at most this factor are of a like size."""
 
+
 def is_again(low: Lowered, program: Program, donated: tuple[int, ...], given: Mapping[int, Layout]) -> bool:
-    """Whether `low` is the plan of this very program, for arguments that lie as they do now. `given`: input -> where it lies."""
+    """Whether `low` is the plan of this very program, for arguments that lie as they do now.
+
+    `given`: input -> where it lies.
+    """
     planned = low.global_program
     if low.donated != donated or len(program.nodes) != len(planned.nodes):
         return False
@@ -115,7 +120,9 @@ KEEP_ABOVE_S = 0.5
 Made = tuple[Decided, Program]
 
 
-def remembered(key: str, search: Callable[[], Made], rebuild: Callable[[Plan], Made], say: Callable[[str], None]) -> Made:
+def remembered(
+    key: str, search: Callable[[], Made], rebuild: Callable[[Plan], Made], say: Callable[[str], None]
+) -> Made:
     """What `search()` gives, from the plan kept under `key` where there is one."""
     folder = env.plan_folder()
     if folder is None:
@@ -170,10 +177,15 @@ def local_hash(local: Program) -> str:
 
 
 def key_of(
-    program: Program, mesh: Mesh, registry: Registry, constraints: Constraints, hooks: Iterable[Callable[..., Any]], *more: Any
+    program: Program,
+    mesh: Mesh,
+    registry: Registry,
+    constraints: Constraints,
+    hooks: Iterable[Callable[..., Any]],
+    *more: Any,
 ) -> str:
-    """A hash of all that decides a plan. `hooks`: of transforms, by the text of their modules. `more`: budget, axes, named plans, what the
-    chain of transforms asks for."""
+    """A hash of all that decides a plan. `hooks`: of transforms, by the text of their modules. `more`: budget, axes,
+    named plans, what the chain of transforms asks for."""
     digest = hashlib.sha256(program_hash(program, mesh).encode())
     for node in program.nodes:
         digest.update(repr((node.path, node.phase)).encode())
@@ -191,8 +203,14 @@ def key_of(
 
 
 def _sources(registry: Registry, program: Program, hooks: Iterable[Callable[..., Any]]) -> str:
-    """The text of colofunc and of every module that gave a rule, a strategy, a pass, an operator of the program, or a hook."""
-    functions = [*registry.rules.values(), *registry.passes.values(), *(f for fns in registry.strategies.values() for f in fns)]
+    """The text of colofunc and of every module that gave a rule, a strategy, a pass, an operator of the program, or a
+    hook.
+    """
+    functions = [
+        *registry.rules.values(),
+        *registry.passes.values(),
+        *(f for fns in registry.strategies.values() for f in fns),
+    ]
     targets = {node.target for node in program.nodes}
     functions += [OPERATORS[target].reference for target in sorted(targets) if target in OPERATORS]
     functions += map(_function, hooks)
@@ -244,15 +262,21 @@ def decided_by(plan: Plan, program: Program, mesh: Mesh, candidates: Candidates,
     layouts = {}
     for id_, leaf in zip(program.inputs, plan.inputs, strict=True):
         layouts[id_] = bind(leaf.spec, mesh, program.values[id_].shape)
-    outputs = tuple(bind(spec, mesh, program.values[id_].shape) for id_, spec in zip(program.outputs, plan.outputs, strict=True))
+    outputs = tuple(
+        bind(spec, mesh, program.values[id_].shape) for id_, spec in zip(program.outputs, plan.outputs, strict=True)
+    )
     names = set(plan.regather)
     regather = copies_of(program, [id_ for id_ in program.inputs if program.values[id_].name in names])
     return Decided(tuple(choices), layouts, outputs, plan, regather)
 
 
 def _axes(decision: Decision, mesh: Mesh) -> tuple[str, ...]:
-    words = set(" ".join(text for text in (*decision.ins, *decision.outs) if text).replace("(", " ").replace(")", " ").split())
-    words |= {axis for word in words for axis in word.lstrip("+").replace(":", " ").split()} | {a for a, _ in decision.axes}
+    words = set(
+        " ".join(text for text in (*decision.ins, *decision.outs) if text).replace("(", " ").replace(")", " ").split()
+    )
+    words |= {axis for word in words for axis in word.lstrip("+").replace(":", " ").split()} | {
+        a for a, _ in decision.axes
+    }
     return tuple(a for a in mesh.axis_names if a in words)
 
 

@@ -1,8 +1,8 @@
 """What one signature of a step is planned by, and the ways to come to a plan.
 
-Problem: transforms record intents one by one, arguments lie somewhere already, other steps have placed what this one captured, and a
-plan is asked for in several ways: from nothing, as the plan of another length, from the cache. Idea: gather all of it once, in a record;
-each way is a method of it, and all of them end alike.
+Problem: transforms record intents one by one, arguments lie somewhere already, other steps have placed what this one
+captured, and a plan is asked for in several ways: from nothing, as the plan of another length, from the cache. Idea:
+gather all of it once, in a record; each way is a method of it, and all of them end alike.
 
     planning = planning_of(staged, step, priced, registry, placed, before, measured)
     planning.search()                      # from the cache, else from nothing
@@ -86,8 +86,8 @@ class Planning:
     def search(self, says_least: bool = True) -> Outcome:
         """The plan that the cache has, else the best that is found.
 
-        says_least: whether the least budget is looked for where nothing fits, for the error; otherwise this raises DoesNotFit, sooner, and
-        the next call goes on from there.
+        says_least: whether the least budget is looked for where nothing fits, for the error; otherwise this raises
+        DoesNotFit, sooner, and the next call goes on from there.
         """
         key = key_of(self.program, self.mesh, self.registry, self.constraints, self.hooks, self.asked)
         search_anew = partial(retried, partial(self._under, says_least=says_least), self.constraints, self.program)
@@ -108,7 +108,9 @@ class Planning:
         return plan_of(self.completion, self._decided_by(plan), self.budget_bytes)
 
     def stages(self, plan: Plan, decided: Decided | None) -> Stages:
-        """What the program of `plan` goes through from lowering on, run again. decided: None on ranks that have only been told the plan."""
+        """What the program of `plan` goes through from lowering on, run again. decided: None on ranks that have only
+        been told the plan.
+        """
         completion = attrs.evolve(self.completion, keeps=True)
         if decided is None:
             decided = self._decided_by(plan)
@@ -172,11 +174,21 @@ def planning_of(
     timed: Timed | None,
     on_real_ranks: bool,
 ) -> Planning:
-    """All that a plan is made by. priced: the mesh with the figures that count. timed: how long operators were measured to take."""
+    """All that a plan is made by. priced: the mesh with the figures that count. timed: how long operators were measured
+    to take.
+    """
     sharding, program = staged.sharding, step.program
     candidates = Candidates(program, priced, registry)
     constraints, named = constraints_of_user(
-        program, step.traced, priced, sharding, placed.fixed, placed.rows, staged.plan, candidates.rule_of, candidates.extra_of
+        program,
+        step.traced,
+        priced,
+        sharding,
+        placed.fixed,
+        placed.rows,
+        staged.plan,
+        candidates.rule_of,
+        candidates.extra_of,
     )
     budget_bytes = device_limit_bytes(staged, priced)
 
@@ -264,7 +276,8 @@ def planning_of(
 
 
 def _options(transforms: Sequence[Transform]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The options of each transform, as text: but for the mesh and the plugins, which the key of the cache has already."""
+    """The options of each transform, as text: but for the mesh and the plugins, which the key of the cache has already.
+    """
     options_by_transform = []
     for transform in transforms:
         options = dict(transform.options)

@@ -2,8 +2,8 @@
 
     trace -> simplify -> lift -> as_read -> rewrite_global -> constraints, candidates -> plan -> completion
 
-The passes in front of the plan are here, those behind it in `completion`. It happens once per signature (see `step_compiler`). On
-real ranks all trace and compare, rank 0 plans for all.
+The passes in front of the plan are here, those behind it in `completion`. It happens once per signature (see
+`step_compiler`). On real ranks all trace and compare, rank 0 plans for all.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def prepare(
 ) -> Lowered:
     """Trace, plan and lower for one signature. `leaves`: those that lie somewhere already stay there.
 
-    `measured`: a plan whose sharding stands, and how long its operators take: what is kept, copied and made again is decided anew.
-    `before`: what was prepared of this step for other signatures; see `plan_cache`. `says_least`: whether the error says the least budget
-    where nothing fits.
+    `measured`: a plan whose sharding stands, and how long its operators take: what is kept, copied and made again is
+    decided anew. `before`: what was prepared of this step for other signatures; see `plan_cache`. `says_least`: whether
+    the error says the least budget where nothing fits.
     """
     mesh, sharding = staged.mesh, staged.sharding
     registry = build_registry((*sharding.plugins, *bringing(sharding.plans)))
@@ -139,11 +139,15 @@ def prepare(
 
 
 def _notes(staged: Staged, planning: Planning, priced: Mesh, plan: Plan, local: Program) -> list[str]:
-    """What a plan says beside its decisions: the margin of memory, a pipeline of one stage, and what transforms have to say."""
+    """What a plan says beside its decisions: the margin of memory, a pipeline of one stage, and what transforms have to
+    say.
+    """
     notes: list[str] = []
     if priced.topology.reserved_bytes:
         notes.append(_margin(priced))
-    if any(transform.auto_budget for transform in staged.transforms) and auto_bytes(priced) != priced.capacity_bytes("device"):
+    if any(transform.auto_budget for transform in staged.transforms) and auto_bytes(priced) != priced.capacity_bytes(
+        "device"
+    ):
         notes.append(_auto(priced))
     stages = planning.constraints.stages
     in_a_row = stages is not None and staged.mesh.axis_size(stages.axis) > 1 and planning.parts > 1
@@ -172,7 +176,8 @@ def _margin(priced: Mesh) -> str:
     reserved_bytes = priced.topology.reserved_bytes
     usable_bytes = (priced.topology.tier("device").capacity_bytes or 0) - reserved_bytes
     return (
-        f"of a card's memory plans may use {size_text(usable_bytes)}; {size_text(reserved_bytes)} are left to what is there already, "
+        f"of a card's memory plans may use {size_text(usable_bytes)}; {size_text(reserved_bytes)} are left to what is "
+        "there already, "
         "the driver's context, buffers of collectives and workspaces of libraries"
     )
 
@@ -189,8 +194,10 @@ def _auto(priced: Mesh) -> str:
     """What a budget "auto" leaves of a card."""
     capacity_bytes = priced.topology.tier("device").capacity_bytes
     return (
-        f"a budget 'auto' is {size_text(auto_bytes(priced) or 0)} of a card of {size_text(capacity_bytes or 0)}: the rest is for the "
-        "driver's context, libraries, buffers of collectives, and what the caching allocator may lose to fragments. A budget in bytes "
+        f"a budget 'auto' is {size_text(auto_bytes(priced) or 0)} of a card of {size_text(capacity_bytes or 0)}: the "
+        "rest is for the "
+        "driver's context, libraries, buffers of collectives, and what the caching allocator may lose to fragments. A "
+        "budget in bytes "
         "is taken as it is"
     )
 
@@ -203,8 +210,10 @@ def _warn_of_idle_ranks(low: Lowered) -> None:
     idle = [use.axis for use in low.plan.axes if use.words == UNUSED]
     where = f" (every rank computes everything along {', '.join(idle)})" if idle else ""
     warnings.warn(
-        f"the plan uses {used:.0%} of the computing of {low.mesh}{where}: by its estimate, splitting this step costs more than it saves. "
-        "Try: a larger batch or model, fewer ranks, a topology that fits the machine, or a named plan such as zero(3, axis)",
+        f"the plan uses {used:.0%} of the computing of {low.mesh}{where}: by its estimate, splitting this step costs "
+        "more than it saves. "
+        "Try: a larger batch or model, fewer ranks, a topology that fits the machine, or a named plan such as zero(3, "
+        "axis)",
         stacklevel=6,
     )
 
@@ -218,7 +227,8 @@ def _warn_of_unknown_machine(low: Lowered) -> None:
     arguments.append('topology="8xa100-80g"')
     such_a_mesh = f"cf.Mesh({', '.join(arguments)})"
     warnings.warn(
-        f"the plan needs {peak_bytes / 2**30:.1f} GiB a rank and {low.mesh} names no topology: memory counts as unlimited, and rates are "
+        f"the plan needs {peak_bytes / 2**30:.1f} GiB a rank and {low.mesh} names no topology: memory counts as "
+        "unlimited, and rates are "
         f"those of {low.priced.topology.name}, a small CPU box. Try: {such_a_mesh}, or the file that "
         "cf.profile_mesh(mesh).save(path) writes on the machine",
         stacklevel=6,
@@ -230,7 +240,9 @@ def _digest(mesh: Mesh, program: Program) -> str:
     return program_hash(attrs.evolve(program, constants={}), mesh)
 
 
-def _seen(build: Build, fn: Callable[..., Any], args: tuple[Any, ...], donate: Any, without: frozenset[str]) -> TracedStep:
+def _seen(
+    build: Build, fn: Callable[..., Any], args: tuple[Any, ...], donate: Any, without: frozenset[str]
+) -> TracedStep:
     began = time.perf_counter()
     traced = trace(fn, args, role_of=role_of)
     traced_s = time.perf_counter() - began
@@ -239,7 +251,9 @@ def _seen(build: Build, fn: Callable[..., Any], args: tuple[Any, ...], donate: A
     return TracedStep(traced, attrs.evolve(program, aliases=aliases), donated, hidden, without, traced_s)
 
 
-def _global(build: Build, traced: Traced, without: frozenset[str], keep: bool = False) -> tuple[Program, tuple[torch.Tensor, ...], Stages]:
+def _global(
+    build: Build, traced: Traced, without: frozenset[str], keep: bool = False
+) -> tuple[Program, tuple[torch.Tensor, ...], Stages]:
     """The program that is planned, the tensors that it takes from outside, and what it went through."""
     hidden: tuple[torch.Tensor, ...] = ()
 
@@ -257,7 +271,11 @@ def _global(build: Build, traced: Traced, without: frozenset[str], keep: bool = 
         check_interface(each.name, program, rewritten)
         return rewritten
 
-    passes = [Pass("simplify", simplify, optional=False), Pass("lift", lifted, optional=False), Pass("as_read", read, optional=False)]
+    passes = [
+        Pass("simplify", simplify, optional=False),
+        Pass("lift", lifted, optional=False),
+        Pass("as_read", read, optional=False),
+    ]
     for each in rewrites("rewrite_global", build.evolve(traced=traced)):
         passes.append(attrs.evolve(each, run=partial(checked, each)))
     program, stages = run_passes(passes, traced.program, without, keep)
@@ -280,8 +298,9 @@ def layouts_of(program: Program, ids: Sequence[int]) -> tuple[Layout, ...]:
 def donation(traced: Traced, program: Program, donate: Any) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
     """(positions of consumed input leaves, pairs (output, input) of leaves that may share memory).
 
-    "auto": argument 0 is consumed where output 0 has the same tree, shapes and dtypes, and is no batch. (k, ...): these arguments are, each
-    for the first output that has its tree, shapes and dtypes, and that no other has taken. `()` or None: nothing is.
+    "auto": argument 0 is consumed where output 0 has the same tree, shapes and dtypes, and is no batch. (k, ...): these
+    arguments are, each for the first output that has its tree, shapes and dtypes, and that no other has taken. `()` or
+    None: nothing is.
     """
     if donate in ((), None, False):
         return (), ()
@@ -289,7 +308,11 @@ def donation(traced: Traced, program: Program, donate: Any) -> tuple[tuple[int, 
     outputs = _leaves_of(results_of(traced.out_tree), program.outputs)
     if donate == "auto":
         first = arguments[:1]
-        if not first or not _goes_to(first[0], outputs[0], program) or _is_batch([program.values[i] for i in first[0].ids], program):
+        if (
+            not first
+            or not _goes_to(first[0], outputs[0], program)
+            or _is_batch([program.values[i] for i in first[0].ids], program)
+        ):
             return (), ()
         return _shared([(first[0], outputs[0])])
     return _shared(_asked(donate, arguments, outputs, program))
@@ -302,13 +325,16 @@ def _asked(
     pairs: list[tuple[_Leaves, _Leaves]] = []
     for k in donate:
         if k >= len(arguments):
-            raise PlanError(f"donate={donate!r}: the step has {len(arguments)} arguments by position. Try: a number below that")
+            raise PlanError(
+                f"donate={donate!r}: the step has {len(arguments)} arguments by position. Try: a number below that"
+            )
         taken = [output for _, output in pairs]
         free = [output for output in outputs if output not in taken]
         found = next((output for output in free if _goes_to(arguments[k], output, program)), None)
         if found is None:
             raise PlanError(
-                f"donate={donate!r} cannot be met: no output has the tree, shapes and dtypes of argument {k} ({arguments[k].tree.name!r}); "
+                f"donate={donate!r} cannot be met: no output has the tree, shapes and dtypes of argument {k} "
+                f"({arguments[k].tree.name!r}); "
                 'return its new value, or use donate="auto"'
             )
         pairs.append((arguments[k], found))
@@ -345,6 +371,8 @@ def _shared(pairs: Sequence[tuple[_Leaves, _Leaves]]) -> tuple[tuple[int, ...], 
 
 
 def _is_batch(leaves: Sequence[Value], program: Program) -> bool:
-    """Whether these are rows that a step with weights elsewhere reads: what it returns of their shape is not their next value."""
+    """Whether these are rows that a step with weights elsewhere reads: what it returns of their shape is not their next
+    value.
+    """
     weights = any(program.values[i].role == "param" for i in program.inputs)
     return weights and all(leaf.role == "batch" for leaf in leaves)

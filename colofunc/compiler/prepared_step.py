@@ -3,8 +3,8 @@
     ready = Ready(lowered, executor, watch, step_fn, disk, leaves, used)
     out = ready.call(given, "step at train.py:12")       # place what is not placed, run, wrap what comes out
 
-Inputs that this step or another has placed as this one wants them (`DTensor.home`) are taken as they are; for all others
-`place` finds out what to do. A donated leaf is consumed where it lies, and its memory comes back in the result.
+Inputs that this step or another has placed as this one wants them (`DTensor.home`) are taken as they are; for all
+others `place` finds out what to do. A donated leaf is consumed where it lies, and its memory comes back in the result.
 """
 
 from __future__ import annotations
@@ -177,7 +177,8 @@ class Ready:
     # ---- one call ----
 
     def call(self, given: Given, name: str, agree_every: int = 0) -> Any:
-        """Place what is not placed, run, wrap what comes out, consume what was donated. `name`: of the call, for errors.
+        """Place what is not placed, run, wrap what comes out, consume what was donated. `name`: of the call, for
+        errors.
 
         agree_every: after so many steps, which this one ends, the ranks compare their copies; 0: they do not.
         """
@@ -197,7 +198,8 @@ class Ready:
         donated = [k for k in low.donated if k not in kept]
         state: Any = [given.leaves[k] for k in donated]
         outs = self._ran(inputs, given, state, name)
-        for leaf in (*lent, *(x for x in self._captured if x.lent)):  # the caller may write there as soon as this returns
+        # the caller may write there as soon as this returns
+        for leaf in (*lent, *(x for x in self._captured if x.lent)):
             COPIER.arrived(leaf.parts_in_flight)
         consume_all(state, name, [low.traced.names[k] for k in donated])
         if agree_every and self.watch is not None:
@@ -222,7 +224,8 @@ class Ready:
         inputs = parts_of(given.leaves)
         for k in given.away:
             inputs[k] = []
-        missing = [k for k, parts in enumerate(inputs) if not parts]  # also of a consumed one, on which there is an error
+        # also of a consumed one, on which there is an error
+        missing = [k for k, parts in enumerate(inputs) if not parts]
         if missing:
             self._bring(given.leaves, missing, inputs, name)
         return inputs
@@ -284,14 +287,19 @@ class Ready:
         return self._maker(parts, home, role)(parts)
 
     def _maker(self, parts: Shards, home: Home, role: str) -> Maker:
-        """What makes tensors of parts like these. At home is what `place` would leave where it is, whatever it finds out."""
+        """What makes tensors of parts like these.
+
+        At home is what `place` would leave where it is, whatever it finds out.
+        """
         if home.layout.tier == "device" and (parts[0].is_cuda or self.device.type == "cpu"):
             return home.maker(parts[0].device, role)
         return partial(DTensor, layout=home.layout, mesh=home.mesh, backend=home.backend, owned=True, role=role)
 
 
 def lies_as_planned(leaves: Sequence[Leaf], layouts: Sequence[Layout]) -> bool:
-    """Plain and movable tensors can be placed anywhere; another DTensor stays where it is, so the plan must want it there."""
+    """Plain and movable tensors can be placed anywhere; another DTensor stays where it is, so the plan must want it
+    there.
+    """
     pairs = zip(leaves, layouts, strict=False)
     return all(not isinstance(leaf, DTensor) or leaf.movable or leaf.sharding is layout for leaf, layout in pairs)
 

@@ -47,14 +47,22 @@ def profile(low: Lowered, args: tuple[Any, ...], path: str | PathLike[str], step
     everyone = of_all_ranks(timings(clock.nodes, seen)) if backend.watch is not None else [timings(clock.nodes, seen)]
     lengths_s = [max((start + took for _, start, took in one), default=0.0) for one in seen]
     overhead = sum(clocked_s) / sum(plain_s) - 1.0
-    found = _figures(low, everyone, (sum(plain_s) / steps, sum(lengths_s) / steps, overhead), steps, backend.watch is None)
+    found = _figures(
+        low, everyone, (sum(plain_s) / steps, sum(lengths_s) / steps, overhead), steps, backend.watch is None
+    )
     if backend.watch is None or backend.watch.rank == 0:
-        words = "all ranks, simulated in one process: times are of the simulation" if found.simulated and found.ranks > 1 else "one device"
+        words = (
+            "all ranks, simulated in one process: times are of the simulation"
+            if found.simulated and found.ranks > 1
+            else "one device"
+        )
         write_trace(where, everyone, lengths_s, words)
     return found
 
 
-def _figures(low: Lowered, everyone: Sequence[Any], seconds: tuple[float, float, float], steps: int, here: bool) -> Profile:
+def _figures(
+    low: Lowered, everyone: Sequence[Any], seconds: tuple[float, float, float], steps: int, here: bool
+) -> Profile:
     flops = ideal_s = 0.0
     for node in low.global_program.nodes:
         work, _, dtype = node_work(node, low.global_program.values, low.registry.rule)
@@ -63,12 +71,14 @@ def _figures(low: Lowered, everyone: Sequence[Any], seconds: tuple[float, float,
     cost, topology, simulated = low.cost(), low.priced.topology, here and low.mesh.size > 1
     ideal_s /= low.mesh.size
     known = topology.name != "ideal" and not simulated
-    why = "the mesh is simulated" if simulated else "the topology is 'ideal', which has no peak: name one, cf.Mesh(topology=...)"
+    why = (
+        "the mesh is simulated"
+        if simulated
+        else "the topology is 'ideal', which has no peak: name one, cf.Mesh(topology=...)"
+    )
     exposed = tuple(sum(node.mean_s for node in nodes if node.communication) for nodes in everyone)
     return Profile(
         simulated, low.executor == "compiled", low.mesh.size, steps, *seconds, flops, ideal_s,
         f"of topology {topology.name!r}" if known else why,
         ideal_s / seconds[0] if known else None, exposed, everyone[0], dict(cost.bytes), dict(cost.calls),
     )  # fmt: skip
-
-

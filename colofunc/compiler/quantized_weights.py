@@ -4,8 +4,8 @@
     weights.meant("up.weight", tensor)            # a glob matches it, and it can be a weight
     weights.packed("up.weight", tensor)           # a `Quantized`; the same one for as long as nobody writes to the tensor
 
-Problem: steps that train and evaluate one model would each pack its frozen weights, and a step would do so again for each signature.
-Idea: what a tensor was packed to is remembered beside it, for as long as somebody uses it.
+Problem: steps that train and evaluate one model would each pack its frozen weights, and a step would do so again for
+each signature. Idea: what a tensor was packed to is remembered beside it, for as long as somebody uses it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from colofunc.program.lazy_packed import packed_lazily
 AUTO = "auto"
 Schemes = Quantizer | SchemeChoice
 
-# Weight -> {(quantizer, how often the weight had been written to): what it was packed to}. Steps that train and evaluate one model share
-# it; it lives as long as one of their transforms.
+# Weight -> {(quantizer, how often the weight had been written to): what it was packed to}. Steps that train and
+# evaluate one model share it; it lives as long as one of their transforms.
 _SHARED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -43,8 +43,9 @@ _SHARED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 class Weights:
     """What one transform quantizes. `known`: tensor -> (how often it had been written to, what it was packed to).
 
-    `sketches`: of a search among schemes, whose steps are counted and never run: a tensor is packed without values. What lies on ranks is
-    packed all the same, as the layouts of its parts count, and kept here for the next step of the search; None: it is no search.
+    `sketches`: of a search among schemes, whose steps are counted and never run: a tensor is packed without values.
+    What lies on ranks is packed all the same, as the layouts of its parts count, and kept here for the next step of the
+    search; None: it is no search.
     """
 
     quantizer: Schemes
@@ -86,7 +87,8 @@ class Weights:
         why = quantizer.refuses(tuple(weight.shape))
         if why:
             raise InputError(
-                f"cf.quantize: {name!r} has shape {tuple(weight.shape)}: {why}. Try: globs in where= that leave it out, or scheme 'int8'"
+                f"cf.quantize: {name!r} has shape {tuple(weight.shape)}: {why}. Try: globs in where= that leave it "
+                "out, or scheme 'int8'"
             )
         version = compat.version(weight)
         known = self.known.get(weight)
@@ -106,18 +108,23 @@ class Weights:
         return found
 
     def checked(self, name: str, weight: Quantized) -> Quantized:
-        """A weight that comes quantized. Raises InputError where its numbers are not the scheme's, or its parts do not fit."""
+        """A weight that comes quantized.
+
+        Raises InputError where its numbers are not the scheme's, or its parts do not fit.
+        """
         scheme = self.scheme(name) if self.matched(name) else None
         asked = "it to stay as it is" if scheme is None else repr(scheme.name)
         if self.matched(name) and (scheme is None or not _has_numbers_of(weight, scheme)):
             raise InputError(
-                f"cf.quantize: {name!r} is quantized already, as {weight.scheme!r}, and the step asks for {asked}. Try: "
+                f"cf.quantize: {name!r} is quantized already, as {weight.scheme!r}, and the step asks for {asked}. "
+                "Try: "
                 "the scheme that it has, or the weight that it was quantized from"
             )
         wrong = misfit(weight)
         if wrong:
             raise InputError(
-                f"cf.quantize: {name!r} is no weight of shape {weight.shape} in {weight.scheme!r}: {wrong}. Try: a checkpoint as cf.save "
+                f"cf.quantize: {name!r} is no weight of shape {weight.shape} in {weight.scheme!r}: {wrong}. Try: a "
+                "checkpoint as cf.save "
                 "writes it, or the weight that it was quantized from"
             )
         return weight
@@ -143,7 +150,9 @@ class Weights:
 
 
 def _has_numbers_of(weight: Quantized, scheme: Quantizer) -> bool:
-    """Whether a weight's numbers are those that the scheme would have given it, as of schemes that differ in what they do to inputs."""
+    """Whether a weight's numbers are those that the scheme would have given it, as of schemes that differ in what they
+    do to inputs.
+    """
     if weight.scheme == scheme.name:
         return True
     of_rows = scheme.by_name is None and not scheme.asks_all_rows and weight.input_scale is None
@@ -160,7 +169,8 @@ def packed(quantizer: Quantizer, weight: Tensor, name: str = "weight") -> Quanti
     its format.
     """
     if isinstance(weight, DTensor) and (quantizer.by_name is not None or quantizer.input_scale is not None):
-        weight = weight.full()  # columns one after the other, or something of all rows: not where they lie on several ranks
+        # columns one after the other, or something of all rows: not where they lie on several ranks
+        weight = weight.full()
     with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
         if isinstance(weight, LazyTensor):
             found = packed_lazily(quantizer, weight, partial(_finite, name))
@@ -169,7 +179,8 @@ def packed(quantizer: Quantizer, weight: Tensor, name: str = "weight") -> Quanti
     wrong = misfit(found)
     if wrong:
         raise InputError(
-            f"cf.quantize: the quantizer {quantizer.name!r} gives {name!r} of shape {tuple(weight.shape)} wrong parts: {wrong}. Try: "
+            f"cf.quantize: the quantizer {quantizer.name!r} gives {name!r} of shape {tuple(weight.shape)} wrong parts: "
+            f"{wrong}. Try: "
             "quantize= that returns them so"
         )
     give_role("frozen", found.tensors)
@@ -183,7 +194,8 @@ def _finite(name: str, weight: Quantized) -> Quantized:
             known = not shard.is_meta and not isinstance(shard, compat.FakeTensor)
             if known and not _all_finite(shard, weight.format.nan if part is weight.scale else None):
                 raise InputError(
-                    f"cf.quantize: {name!r} has rows with NaN or infinite numbers, of which no scale can be made. Try: the weights of an "
+                    f"cf.quantize: {name!r} has rows with NaN or infinite numbers, of which no scale can be made. Try: "
+                    "the weights of an "
                     "earlier checkpoint; globs in where= that leave it out"
                 )
     return weight

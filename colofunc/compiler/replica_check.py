@@ -1,15 +1,16 @@
 """Copies that ranks compute alike: whether they still are alike.
 
-Problem: a value that is not split along an axis is computed by every rank along it, and nobody sends it. That holds as long as a kernel
-gives the same bits on all of them. One that adds in the order in which threads come (`index_add`, `scatter_add`, the gradient of an
-embedding), or another kind of GPU, rounds otherwise; copies of a weight drift apart, slowly, and nothing fails. Kernels that give the
-same bits each time cost speed in every step, and sending costs a collective in every step. Idea: look, every so many steps, which takes
-one read of the copies and one small collective:
+Problem: a value that is not split along an axis is computed by every rank along it, and nobody sends it. That holds as
+long as a kernel gives the same bits on all of them. One that adds in the order in which threads come (`index_add`,
+`scatter_add`, the gradient of an embedding), or another kind of GPU, rounds otherwise; copies of a weight drift apart,
+slowly, and nothing fails. Kernels that give the same bits each time cost speed in every step, and sending costs a
+collective in every step. Idea: look, every so many steps, which takes one read of the copies and one small collective:
 
     sum of (bits of an element as an integer) · (an odd number by its place), modulo 2^64, per leaf and rank
 
-Equal copies have equal sums. Copies that differ have others, unless changes of elements that lie a multiple of `COLUMNS` apart cancel out.
-Padding is left out, which holds anything; what lies on disk is read for it, one leaf after another.
+Equal copies have equal sums. Copies that differ have others, unless changes of elements that lie a multiple of
+`COLUMNS` apart cancel out. Padding is left out, which holds anything; what lies on disk is read for it, one leaf after
+another.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ Shards = list[torch.Tensor]
 EVERY = 100
 """Steps between two looks, where nobody says otherwise."""
 COLUMNS = 1024
-"""Elements in a row are weighed by different numbers, as many as these; the rows are added first, without memory for products."""
+"""Elements in a row are weighed by different numbers, as many as these; the rows are added first, without memory for
+products."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio in 64 bits (Knuth, volume 3, section 6.4), as a signed number
 
@@ -50,10 +52,14 @@ class Alike:
         self._layouts = layouts
         self._which = [k for k, layout in enumerate(layouts) if _copied(layout, mesh)]
         columns = [_first_holders(layouts[k], mesh) for k in self._which]
-        self._first = torch.tensor(columns, dtype=torch.int64).reshape(len(columns), mesh.size).t().contiguous()  # (ranks, leaves)
+        # (ranks, leaves)
+        self._first = torch.tensor(columns, dtype=torch.int64).reshape(len(columns), mesh.size).t().contiguous()
 
     def check(self, outs: Sequence[Shards], watch: Watch, where: str, every: int) -> None:
-        """Raise CollectiveError, on all ranks, naming the leaves whose copies differ. Collective. where: the step, for errors."""
+        """Raise CollectiveError, on all ranks, naming the leaves whose copies differ.
+
+        Collective. where: the step, for errors.
+        """
         if not self._which:
             return
         device = device_of(self._mesh)
@@ -76,16 +82,22 @@ class Alike:
         layout = self._layouts[first]
         others = f" and {len(wrong) - 1} more leaves" if len(wrong) > 1 else ""
         return (
-            f"{self._names[first]!r} {layout.shape} {layout.text()!r}{others} should be the same on ranks that hold copies, and is not: "
-            f"ranks {ranks} differ from {holders}, after {where}. The ranks compute it alike, and a kernel has not given them the same "
-            f"bits; the numbers of the last {every} steps cannot be trusted. Try: torch.use_deterministic_algorithms(True) on GPUs of one "
-            "kind, or a plan that splits it, as zero(1, axis) does, so that one rank computes and sends; then load the last checkpoint. "
+            f"{self._names[first]!r} {layout.shape} {layout.text()!r}{others} should be the same on ranks that hold "
+            "copies, and is not: "
+            f"ranks {ranks} differ from {holders}, after {where}. The ranks compute it alike, and a kernel has not "
+            "given them the same "
+            f"bits; the numbers of the last {every} steps cannot be trusted. Try: "
+            "torch.use_deterministic_algorithms(True) on GPUs of one "
+            "kind, or a plan that splits it, as zero(1, axis) does, so that one rank computes and sends; then load the "
+            "last checkpoint. "
             "cf.shard(..., agree_every=0) does not look"
         )
 
 
 def state_names(outs: Sequence[str], inputs: Sequence[str]) -> list[str]:
-    """What results are called, those of the state as it is called where it comes in: `out.0.params.w` is `state.params.w`."""
+    """What results are called, those of the state as it is called where it comes in: `out.0.params.w` is
+    `state.params.w`.
+    """
     known = {name.partition(".")[2]: name for name in reversed(inputs)}
     tails = [name.partition(".")[2].removeprefix("0.") for name in outs]
     return [known.get(tail, name) if tail else name for tail, name in zip(tails, outs, strict=True)]

@@ -1,6 +1,7 @@
 """Why a step is traced again: one line per reason, from one rank, in the names that the plan has for its leaves.
 
-    colofunc: train_step is traced again for batch.input_ids: (8, 96) -> (8, 112). Every new shape is: pad to a multiple, ...
+    colofunc: train_step is traced again for batch.input_ids: (8, 96) -> (8, 112). Every new shape is: pad to a
+    multiple, ...
 
 A loop over batches of all lengths would say it at every step; a reason that was said is not said again.
 """
@@ -19,9 +20,7 @@ from colofunc.env import say
 from colofunc.program.tracing.trace import argument_names
 from colofunc.program.tracing.tree import Tree
 
-REMEDY = (
-    "Every new shape is traced, which is said once: pad to a multiple, cf.batches(..., multiple=64) or cf.pad(batch, multiple=64)"
-)
+REMEDY = "Every new shape is traced, which is said once: pad to a multiple, cf.batches(..., multiple=64) or cf.pad(batch, multiple=64)"
 MODES = "the train or eval mode, the hooks or the frozen weights of a module"
 STATIC = 3  # so many traces because of values that are part of the program are a warning
 
@@ -53,7 +52,8 @@ class Retraces:
 
     def tell(self, staged: Staged, new: Signature, old: Signature) -> None:
         """Arguments of a signature that has not been there."""
-        called = _called(staged, max(new.tree, old.tree, key=lambda tree: len(tree.children)))  # it may have fewer arguments now
+        # it may have fewer arguments now
+        called = _called(staged, max(new.tree, old.tree, key=lambda tree: len(tree.children)))
         pairs = zip(new.tree.statics(), old.tree.statics(), strict=False)
         changed = [(now, before) for now, before in pairs if now.key() != before.key()]
         if changed:
@@ -79,7 +79,8 @@ class Retraces:
         self._static += 1
         if self._static == STATIC and staged.mesh.is_main:
             warnings.warn(
-                f"{getattr(staged.fn, '__name__', 'step')} has been traced {STATIC + 1} times because static values change ({why}); "
+                f"{getattr(staged.fn, '__name__', 'step')} has been traced {STATIC + 1} times because static values "
+                f"change ({why}); "
                 "pass numbers that vary as arguments: tensors or floats",
                 stacklevel=6,
             )
@@ -116,7 +117,11 @@ def _first_difference(
     if names != old.tree.names():
         return None
     triples = zip(names, old.leaves, new.leaves, strict=True)
-    other = [f"{called(name)}: {shown(before)} -> {shown(now)}" for name, before, now in triples if shown(before) != shown(now)]
+    other = [
+        f"{called(name)}: {shown(before)} -> {shown(now)}"
+        for name, before, now in triples
+        if shown(before) != shown(now)
+    ]
     if not other:
         return None
     return other[0] + (f" (and {len(other) - 1} more)" if len(other) > 1 else "")
@@ -134,7 +139,9 @@ def _difference(new: Signature, old: Signature, called: Callable[[str], str]) ->
         found = _first_difference(new, old, called, shown)
         if found is not None:
             return found
-    for what, now, then in zip(("default dtype", "autocast of (cpu, cuda)"), new.around.ambient, old.around.ambient, strict=True):
+    for what, now, then in zip(
+        ("default dtype", "autocast of (cpu, cuda)"), new.around.ambient, old.around.ambient, strict=True
+    ):
         if now != then:
             return f"the {what}: {then} -> {now}".replace("torch.", "")
     if new.around.flags != old.around.flags:

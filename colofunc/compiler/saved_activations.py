@@ -1,6 +1,7 @@
 """A transform that keeps activations in 8 bits for backward, with whatever else it does.
 
-The traced program is rewritten (`program/passes/saved_activations.py`), of which the function on one device makes one, too.
+The traced program is rewritten (`program/passes/saved_activations.py`), of which the function on one device makes one,
+too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from colofunc.program.passes.saved_activations import bytes_kept, save_packed
 
 
 def checked_form(form: Any) -> str | None:
-    """The name of a form of saved activations, None where they stay as they are. Raises InputError where there is no such form."""
+    """The name of a form of saved activations, None where they stay as they are.
+
+    Raises InputError where there is no such form.
+    """
     if form is None or (isinstance(form, str) and form in NUMBERS):
         return form
     said = f"cf.quantize(activations={form!r}): what backward reads is kept in {' or '.join(map(repr, NUMBERS))}, or as it is"
@@ -47,5 +51,11 @@ def _rewritten(numbers: torch.dtype, build: Build) -> Build:
 def _said(form: str, program: Program, local: Program) -> tuple[str, ...]:
     count, packed_bytes, wide_bytes = bytes_kept(program)
     if not count:
-        return (f"activations for backward in {form}: none, as nothing of at least {LEAST_ELEMENTS} numbers in rows is kept",)
-    return (f"activations for backward in {form}: {count} values, {size_text(packed_bytes)} of {size_text(wide_bytes)} of the whole batch",)
+        return (
+            f"activations for backward in {form}: none, as nothing of at least {LEAST_ELEMENTS} numbers in rows is "
+            "kept",
+        )
+    return (
+        f"activations for backward in {form}: {count} values, {size_text(packed_bytes)} of {size_text(wide_bytes)} of "
+        "the whole batch",
+    )

@@ -1,7 +1,7 @@
 """Scheme "auto": which scheme each weight gets, decided with the whole step.
 
-The chain is finished with one choice after the other (`planner/scheme_search.py`), and of those that fit its budgets the best is taken.
-What was taken stands in the plan, so that the same plan asks for no search.
+The chain is finished with one choice after the other (`planner/scheme_search.py`), and of those that fit its budgets
+the best is taken. What was taken stands in the plan, so that the same plan asks for no search.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class SchemeDecision:
         for name, limit in (("rise", rise), ("limit_s", limit_s)):
             is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
             if limit is not None and not (is_number and limit >= 0):
-                raise InputError(f"cf.quantize(scheme='auto', {name}={limit!r}): give a number, 0 or more. Try: {name}=1e-3")
+                raise InputError(
+                    f"cf.quantize(scheme='auto', {name}={limit!r}): give a number, 0 or more. Try: {name}=1e-3"
+                )
         room = None if budget is None else parse_room(budget, "cf.quantize(budget=)")
         weights = []
         for weight in errors.kept(keep):
@@ -91,11 +93,15 @@ class SchemeDecision:
 
     def recalled(self, weights: tuple[WeightOptions, ...], taken: Mapping[str, str]) -> Picks:
         """The choice that a plan says. Raises PlanError where it may not be chosen here."""
-        remedy = "Try: errors=, keep= and where= that the plan was made with; the step without a plan, which chooses anew"
+        remedy = (
+            "Try: errors=, keep= and where= that the plan was made with; the step without a plan, which chooses anew"
+        )
         names = [weight.name for weight in weights]
         for name in taken:
             if name not in names:
-                raise PlanError(f"cf.quantize(scheme='auto'): the plan has {name!r}, of which nothing was measured here. {remedy}")
+                raise PlanError(
+                    f"cf.quantize(scheme='auto'): the plan has {name!r}, of which nothing was measured here. {remedy}"
+                )
         picks = []
         for weight in weights:
             options = [option.name for option in weight.options]
@@ -103,14 +109,16 @@ class SchemeDecision:
             if scheme not in options:
                 has = "no scheme" if scheme is None else repr(scheme)
                 raise PlanError(
-                    f"cf.quantize(scheme='auto'): the plan has {has} for {weight.name!r}, and here it may be: {', '.join(options)}. "
+                    f"cf.quantize(scheme='auto'): the plan has {has} for {weight.name!r}, and here it may be: "
+                    f"{', '.join(options)}. "
                     f"{remedy}"
                 )
             picks.append(options.index(scheme))
         error = choice_of(weights, tuple(picks)).error
         if self.rise is not None and error > self.rise:
             raise PlanError(
-                f"cf.quantize(scheme='auto', rise={self.rise}): with the schemes of the plan the loss rises by {error:.1e}. {remedy}"
+                f"cf.quantize(scheme='auto', rise={self.rise}): with the schemes of the plan the loss rises by "
+                f"{error:.1e}. {remedy}"
             )
         return tuple(picks)
 

@@ -1,10 +1,12 @@
-"""Settling: a transform that leaves open what the state and the trace depend on is decided with the whole chain, before its first call.
+"""Settling: a transform that leaves open what the state and the trace depend on is decided with the whole chain, before
+its first call.
 
-Problem: which scheme a weight is quantized in decides what the state is, so it has to be known before anything is traced; which is best
-is known only of a finished step, with its sharding, what is made again and what is copied. Idea: such a transform (`Transform.open`) has
-choices, and a search among them. The search asks for the step with one choice at a time; the chain is finished with it like any other,
-and counted. What is taken stands for all later calls, for the same chain on another executor, and for one that follows its plan: a plan
-says what was taken, and a step that is given one searches nothing.
+Problem: which scheme a weight is quantized in decides what the state is, so it has to be known before anything is
+traced; which is best is known only of a finished step, with its sharding, what is made again and what is copied. Idea:
+such a transform (`Transform.open`) has choices, and a search among them. The search asks for the step with one choice
+at a time; the chain is finished with it like any other, and counted. What is taken stands for all later calls, for the
+same chain on another executor, and for one that follows its plan: a plan says what was taken, and a step that is given
+one searches nothing.
 
 On real ranks rank 0 searches and tells the others which choice is next; all of them trace it.
 
@@ -28,11 +30,17 @@ from colofunc.executors.watch import Watch
 Lower = Callable[[Staged], Any]
 """The chain with one choice -> what it is lowered to. Raises PlanError or CapacityError where it fits no budget."""
 NEXT, TAKE, FAILED = "next", "take", "failed"
-"""What rank 0 says of a choice: that it is to be finished, that it is taken; or of an error, that the search has ended with it."""
+"""What rank 0 says of a choice: that it is to be finished, that it is taken; or of an error, that the search has ended
+with it."""
 
 
 def settled(
-    staged: Staged, transform: Transform, args: tuple[Any, ...], lower: Lower, watch: Watch | None, taken: Mapping[str, str]
+    staged: Staged,
+    transform: Transform,
+    args: tuple[Any, ...],
+    lower: Lower,
+    watch: Watch | None,
+    taken: Mapping[str, str],
 ) -> Staged:
     """The chain with the best choice of an open transform. Collective on real ranks. Raises what its search raises.
 
@@ -98,7 +106,10 @@ class _Chain:
             raise
 
     def _sketched(self, choice: Any) -> Staged:
-        """The chain with a choice that is only counted. Nobody keeps it: what all of them take together is more than any of them does."""
+        """The chain with a choice that is only counted.
+
+        Nobody keeps it: what all of them take together is more than any of them does.
+        """
         sketched = self.open.closed if self.open.sketched is None else self.open.sketched
         return in_place_of(attrs.evolve(self.staged, plan=None), self.transform, sketched(choice))
 

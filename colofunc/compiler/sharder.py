@@ -1,7 +1,8 @@
 """Asking the planner for shardings of one step, as decisions or as proposals that are written when somebody takes them.
 
-Problem: a search within a budget asks for hundreds of shardings, each time with the same program, candidates, constraints and axes. Idea:
-one record has those; what differs is the budget, the price of a byte, or an assignment that stands.
+Problem: a search within a budget asks for hundreds of shardings, each time with the same program, candidates,
+constraints and axes. Idea: one record has those; what differs is the budget, the price of a byte, or an assignment that
+stands.
 
     sharder = Sharder(completion, candidates, constraints, named, axes)
     sharder.decide(budget_bytes)                 # the decisions of the cheapest assignment that is estimated to fit
@@ -28,7 +29,10 @@ Sharding = Callable[[], Decided]
 
 @attrs.frozen(eq=False)
 class Sharder:
-    """Asks the planner for shardings of one step. `named`: axis -> the plan that speaks for it. `axes`: those that are searched."""
+    """Asks the planner for shardings of one step.
+
+    `named`: axis -> the plan that speaks for it. `axes`: those that are searched.
+    """
 
     completion: Completion
     candidates: Candidates

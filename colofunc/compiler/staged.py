@@ -1,8 +1,8 @@
 """Staged: a function and what is wished of it.
 
-A transform does not run anything. It returns a `Staged`: the original function and a tuple of `Transform` records, in the
-order of application. Tracing, planning and lowering happen once per signature, at the first call, when all transforms are
-known and can be decided together.
+A transform does not run anything. It returns a `Staged`: the original function and a tuple of `Transform` records, in
+the order of application. Tracing, planning and lowering happen once per signature, at the first call, when all
+transforms are known and can be decided together.
 
     step = offload(shard(step_fn, mesh), budget="6GiB")      # Staged(step_fn, (Transform("shard"), Transform("offload")))
 """
@@ -59,7 +59,8 @@ class Staged:
         """Run the step: DTensors (or plain global tensors) in, DTensors out."""
         if active() is not None:
             raise TraceError(
-                f"{getattr(self.fn, '__name__', 'a step')}, which is a staged step itself, is called inside of another one at "
+                f"{getattr(self.fn, '__name__', 'a step')}, which is a staged step itself, is called inside of another "
+                "one at "
                 f"{user_line()}. Try: the function that it was made of (its .fn); the step around it plans both"
             )
         step, args = self._ready(args, kwargs)
@@ -71,7 +72,8 @@ class Staged:
         return step.compiler.init(step, args)
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
-        """The function on one device: breakpoints work. DTensors enter whole, results are plain (collective on real ranks).
+        """The function on one device: breakpoints work. DTensors enter whole, results are plain (collective on real
+        ranks).
 
         Random numbers are those of the staged step; what transforms keep in the state is there, as `reference` says.
         """
@@ -96,7 +98,8 @@ class Staged:
         return step.compiler.profile(step, args, path, steps)
 
     def settled(self, *args: Any, **kwargs: Any) -> Staged:
-        """The step with all said that its transforms leave open, for arguments like these and all later ones: itself where nothing is.
+        """The step with all said that its transforms leave open, for arguments like these and all later ones: itself
+        where nothing is.
 
         What another step is to share with it, such as the schemes of weights, is in `settled.transform(name).decided`.
         """
@@ -111,8 +114,8 @@ class Staged:
     def on(self, executor: str) -> Staged:
         """The same step on another executor: "simulated", "distributed" or "compiled".
 
-        On the last two, and by default where the mesh names a machine with CUDA cards, it is planned as real ranks run it, with
-        collectives beside compute, also before there are any.
+        On the last two, and by default where the mesh names a machine with CUDA cards, it is planned as real ranks run
+        it, with collectives beside compute, also before there are any.
         """
         if executor not in EXECUTORS:
             raise PlanError(f"unknown executor {executor!r}{near(executor, EXECUTORS, 'executors')}")
@@ -145,8 +148,9 @@ class Staged:
     def reference(self) -> Callable[..., Any]:
         """The function with what the transforms put around it: what this step computes on one device.
 
-        In the order of their hooks, whatever the order of the chain, so that `a(b(f))` and `b(a(f))` compute the same. Where they change
-        numbers of the traced program, it runs as the program of a mesh of one: the same trace, with the same rewriting.
+        In the order of their hooks, whatever the order of the chain, so that `a(b(f))` and `b(a(f))` compute the same.
+        Where they change numbers of the traced program, it runs as the program of a mesh of one: the same trace, with
+        the same rewriting.
         """
         fn = through("wrap", self.build).fn
         if not any(transform.changes_numbers for transform in self.transforms):
@@ -190,10 +194,14 @@ def _positional(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{getattr(fn, '__name__', fn)} cannot be called so: {error}; pass arguments by position") from error
+        raise InputError(
+            f"{getattr(fn, '__name__', fn)} cannot be called so: {error}; pass arguments by position"
+        ) from error
     if bound.kwargs:
         names = ", ".join(bound.kwargs)
-        raise InputError(f"{getattr(fn, '__name__', fn)} takes {names} by keyword only; a staged step passes arguments by position")
+        raise InputError(
+            f"{getattr(fn, '__name__', fn)} takes {names} by keyword only; a staged step passes arguments by position"
+        )
     return bound.args
 
 
@@ -206,14 +214,17 @@ def applied(step: Staged, transform: Transform) -> Staged:
     """`step` with one more transform. Raises PlanError where it was applied before, or with one that clashes."""
     name = getattr(step.fn, "__name__", step.fn)
     if step.transform(transform.name) is not None:
-        raise PlanError(f"{transform.name} is applied twice to {name}; give all its plans in one call: cf.{transform.name}(fn, ...)")
+        raise PlanError(
+            f"{transform.name} is applied twice to {name}; give all its plans in one call: cf.{transform.name}(fn, ...)"
+        )
     for before in step.transforms:
         why = before.clashes.get(transform.name) or transform.clashes.get(before.name)
         if why:
             raise PlanError(f"{before.name} and {transform.name} cannot both be applied to one step: {why}")
         if before.open is not None and transform.open is not None:
             raise PlanError(
-                f"{before.name} and {transform.name} both leave open what the state depends on, and one of a chain may. Try: decide one, "
+                f"{before.name} and {transform.name} both leave open what the state depends on, and one of a chain "
+                "may. Try: decide one, "
                 f"and give the other step.settled(...).transform({before.name!r}).decided"
             )
     return attrs.evolve(step, transforms=(*step.transforms, transform), compiler=fresh(step.compiler))

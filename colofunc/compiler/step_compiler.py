@@ -2,9 +2,9 @@
 
     arguments -> signature -> [prepare] -> run
 
-The bracket happens once per signature (tree, shapes, dtypes, static leaves, what lies around the call, and the layouts that
-DTensor arguments already have, which the plan takes as given). A call like the last one needs no signature: a guard says so.
-`StepCompiler` is the only place that keeps state between calls.
+The bracket happens once per signature (tree, shapes, dtypes, static leaves, what lies around the call, and the layouts
+that DTensor arguments already have, which the plan takes as given). A call like the last one needs no signature: a
+guard says so. `StepCompiler` is the only place that keeps state between calls.
 """
 
 from __future__ import annotations
@@ -103,13 +103,17 @@ class StepCompiler:
         with nullcontext() if ready.watch is None else ready.watch.step(name):
             while ready.after is not None:
                 ready = ready.after
-                leaves = moved(given.leaves, ready.low.input_layouts, ready.low, ready.backend, ready.disk, _called(name))
+                leaves = moved(
+                    given.leaves, ready.low.input_layouts, ready.low, ready.backend, ready.disk, _called(name)
+                )
                 given = Given.of(leaves, ready.homes)
             every = staged.sharding.agree_every
             return ready.call(given, _called(name), every if every and self._calls % every == 0 else 0)
 
     def _plan_again(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], old: Ready, name: str) -> None:
-        """By what the first steps have measured; a plan that cannot be made, or is no faster, leaves the old one standing."""
+        """By what the first steps have measured; a plan that cannot be made, or is no faster, leaves the old one
+        standing.
+        """
         assert old.warmup is not None, "whoever calls has looked"
         timed, old.warmup = old.warmup.timed(), None
         donated = set(old.low.donated)
@@ -120,7 +124,9 @@ class StepCompiler:
         except ColofuncError as error:
             why = str(error)
         if not everywhere(low is not None, old.watch) or low is None:
-            warnings.warn(f"{name} keeps its plan: none could be made from what its first steps measured ({why})", stacklevel=4)
+            warnings.warn(
+                f"{name} keeps its plan: none could be made from what its first steps measured ({why})", stacklevel=4
+            )
             return
         before_s, after_s = step_s(old.low, timed), step_s(low, timed)
         faster = after_s < before_s * (1 - LEAST)
@@ -136,7 +142,8 @@ class StepCompiler:
     def init(self, staged: Staged, args: tuple[Any, ...]) -> Any:
         """Argument 0 placed in the layouts of the plan; its tensors are copied, so the originals stay the caller's.
 
-        What lies on the mesh already stays as it is split if the step's plans allow that, see `user_constraints.staying`.
+        What lies on the mesh already stays as it is split if the step's plans allow that, see
+        `user_constraints.staying`.
         """
         args = brought_over(args, staged.mesh)
         leaves, tree = flatten(args)
@@ -150,7 +157,11 @@ class StepCompiler:
         placed = []
         shelves = Shelves(ready.disk, first, layouts, [True] * len(first), ready.low.mesh, ready.backend)
         for leaf, layout, name in zip(first, layouts, names, strict=False):  # one by one: lazy leaves are made here
-            placed.append(shelves.keep(place(leaf, layout, ready.low.mesh, ready.backend, True, name, device=ready.device), layout))
+            placed.append(
+                shelves.keep(
+                    place(leaf, layout, ready.low.mesh, ready.backend, True, name, device=ready.device), layout
+                )
+            )
         shelves.commit()
         placed = side_by_side(placed, ready.buffers)
         made = [ready.owned(*one) for one in zip(placed, ready.homes, ready.roles, strict=False)]
@@ -176,9 +187,18 @@ class StepCompiler:
         return profile(self._get(staged, args, *flatten(args), runs=True).low, args, path, steps)
 
     def _get(
-        self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], tree: Tree, runs: bool = False, says_least: bool = True
+        self,
+        staged: Staged,
+        args: tuple[Any, ...],
+        leaves: Sequence[Leaf],
+        tree: Tree,
+        runs: bool = False,
+        says_least: bool = True,
     ) -> Ready:
-        """The step for these arguments, prepared now if it was not. `runs`: not only to look at, so the mesh has to be there."""
+        """The step for these arguments, prepared now if it was not.
+
+        `runs`: not only to look at, so the mesh has to be there.
+        """
         if any(x.is_nested for x in leaves):  # which have no shape
             check_arguments(staged, args)
         types = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in leaves)
@@ -215,7 +235,10 @@ class StepCompiler:
 
 
 def _lowered_with(args: tuple[Any, ...], staged: Staged) -> Lowered:
-    """One of several ways to write a chain, for a call's arguments. Raises, sooner than `lower`, where it fits no budget."""
+    """One of several ways to write a chain, for a call's arguments.
+
+    Raises, sooner than `lower`, where it fits no budget.
+    """
     compiler = staged.compiler
     assert isinstance(compiler, StepCompiler), "it was made beside this one"
     return compiler.lower(staged, staged.arguments(args), says_least=False)
@@ -235,7 +258,9 @@ def _called(name: str) -> str:
 
 
 def brought_over(args: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
-    """The arguments, those that lie on another mesh as lazy tensors: they are sent when it is known where their parts are to lie."""
+    """The arguments, those that lie on another mesh as lazy tensors: they are sent when it is known where their parts
+    are to lie.
+    """
 
     def lazy(x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, DTensor) or x.mesh == mesh:
@@ -248,7 +273,9 @@ def brought_over(args: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
 
 
 def check_arguments(staged: Staged, args: tuple[Any, ...]) -> None:
-    """Raises InputError where a program cannot compute with an argument, or where it lies on another mesh than the step's."""
+    """Raises InputError where a program cannot compute with an argument, or where it lies on another mesh than the
+    step's.
+    """
     mesh = staged.mesh
     for name, argument in zip(argument_names(staged.fn, len(args)), args, strict=True):
         leaves, tree = flatten(argument, name)

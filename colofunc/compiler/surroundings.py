@@ -1,8 +1,9 @@
 """What lies around a call and is part of the traced program: default dtype, autocast, modules' modes, frozen weights.
 
-Problem: Python runs once per signature, so what a step function finds around it has to be a part of the signature; and to
-look for all of it at each call costs more than many a small step. Idea: looking for it also says where it was found. As
-long as the same things are bound there, and have the modes and children that they had, nothing has to be looked for again.
+Problem: Python runs once per signature, so what a step function finds around it has to be a part of the signature; and
+to look for all of it at each call costs more than many a small step. Idea: looking for it also says where it was found.
+As long as the same things are bound there, and have the modes and children that they had, nothing has to be looked for
+again.
 
     found = look_around(step_fn)      # walks closures, globals and modules
     found.key                         # part of the signature
@@ -57,17 +58,21 @@ class Surroundings:
 
 
 def ambient() -> tuple[Any, ...]:
-    """What torch itself has around a call: the default dtype, and the dtype of autocast for each device that has it on."""
-    on = tuple(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda"))
+    """What torch itself has around a call: the default dtype, and the dtype of autocast for each device that has it on.
+    """
+    on = tuple(
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda")
+    )
     return torch.get_default_dtype(), on
 
 
 def look_around(fn: Callable[..., Any]) -> Surroundings:
-    """Default dtype, autocast, train or eval mode of every module that a step function uses from outside, and which frozen
-    weights a model has.
+    """Default dtype, autocast, train or eval mode of every module that a step function uses from outside, and which
+    frozen weights a model has.
 
-    Looked for in its closure, defaults and the globals that it names, and in functions found there: a switch of the mode,
-    or another tensor as a frozen weight, means another trace. A model that lies elsewhere is noted when a trace calls it (`modules_used`).
+    Looked for in its closure, defaults and the globals that it names, and in functions found there: a switch of the
+    mode, or another tensor as a frozen weight, means another trace. A model that lies elsewhere is noted when a trace
+    calls it (`modules_used`).
     """
     found = Surroundings(ambient())
     _walk(fn, DEPTH, {id(fn)}, found)
@@ -85,7 +90,9 @@ def _walk(fn: Any, depth: int, seen: set[int], found: Surroundings) -> None:
         for name in sorted(names_of(fn.__code__)[0]):
             thing = around.get(name, UNBOUND)
             found.places.append((partial(around.get, name, UNBOUND), thing))
-            if not isinstance(thing, FunctionType) or thing.__globals__ is around:  # functions of other files are not the user's step
+            if (
+                not isinstance(thing, FunctionType) or thing.__globals__ is around
+            ):  # functions of other files are not the user's step
                 held.append(thing)
     for thing in held:
         _look_at(thing, depth, seen, found)
@@ -112,18 +119,17 @@ def _look_at(thing: Any, depth: int, seen: set[int], found: Surroundings) -> Non
             _walk(piece, depth - 1, seen, found)
 
 
-# ---- names that a step reads ----
-# Problem: Python runs once per signature, so a function that reads a global sees the value of its trace for ever, however
-# often the name is bound anew. Idea: the code says which names it reads; what they were bound to is remembered with the trace
-# and looked at before each call, which costs a dictionary look-up per name.
+# ---- names that a step reads ---- Problem: Python runs once per signature, so a function that reads a global sees the
+# value of its trace for ever, however often the name is bound anew. Idea: the code says which names it reads; what they
+# were bound to is remembered with the trace and looked at before each call, which costs a dictionary look-up per name.
 #
 #     scale = 2.0
 #     step = cf.shard(lambda x: x * scale, mesh)       # reads: global 'scale' = 2.0
 #     step(x); scale = 3.0; step(x)                    # traced again: global 'scale' was 2.0 and is 3.0
 #
-# Watched are numbers, strings, None, tensors that the trace captured, and functions of the same file with what they read
-# in turn. Not watched: what lies inside of other things (an attribute, an item of a dict or list), and names that the function
-# itself writes.
+# Watched are numbers, strings, None, tensors that the trace captured, and functions of the same file with what they
+# read in turn. Not watched: what lies inside of other things (an attribute, an item of a dict or list), and names that
+# the function itself writes.
 
 
 PLAIN = (bool, int, float, complex, str, type(None))
@@ -164,7 +170,9 @@ def _names_within(fn: Any, depth: int, seen: set[int]) -> Iterator[Read]:
     if not isinstance(fn, FunctionType) or id(fn) in seen or depth < 0:
         if attrs.has(type(fn)):  # a transform's record around a function
             for field in attrs.fields(type(fn)):
-                yield from _names_within(getattr(fn, field.name), depth - 1, seen) if callable(getattr(fn, field.name)) else ()
+                yield from (
+                    _names_within(getattr(fn, field.name), depth - 1, seen) if callable(getattr(fn, field.name)) else ()
+                )
         return
     seen.add(id(fn))
     read, written = names_of(fn.__code__)
@@ -191,12 +199,15 @@ def inside(cell: CellType) -> Any:
 
 @lru_cache(maxsize=1 << 12)
 def names_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """(globals that the code reads, globals and names of functions around that it writes), functions inside included."""
+    """(globals that the code reads, globals and names of functions around that it writes), functions inside included.
+    """
     read, written = set(), set()
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             read.add(step.argval)
-        elif step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") or (step.opname == "STORE_DEREF" and step.argval in code.co_freevars):
+        elif step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") or (
+            step.opname == "STORE_DEREF" and step.argval in code.co_freevars
+        ):
             written.add(step.argval)
     for inner in code.co_consts:
         if isinstance(inner, CodeType):

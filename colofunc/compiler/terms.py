@@ -1,8 +1,10 @@
-"""Which terms of the clock the seconds of a step are made of: work, launches, each collective by its axes, copies; and what hides them.
+"""Which terms of the clock the seconds of a step are made of: work, launches, each collective by its axes, copies; and
+what hides them.
 
-Problem: "12 ms of communication" does not say whether a faster link, a larger bucket or nothing at all would make a step faster: it
-depends on which collective it is and on whether the device computes meanwhile. Idea: the lanes say when everything runs
-(`program/lanes.py`). What runs beside the device's work is hidden as far as the device works, and the rest is exposed.
+Problem: "12 ms of communication" does not say whether a faster link, a larger bucket or nothing at all would make a
+step faster: it depends on which collective it is and on whether the device computes meanwhile. Idea: the lanes say when
+everything runs (`program/lanes.py`). What runs beside the device's work is hidden as far as the device works, and the
+rest is exposed.
 
     print(low.plan.why("*.mlp"))             # ... all_gather tp            3.1 ms, 1.2 ms of it hidden  (48 calls)
     print(low.plan.why("all_gather"))        # the same of one kind of collectives, and whose they are
@@ -28,7 +30,8 @@ from colofunc.program.lanes import Busy, Lanes
 
 COPIES = {"to device": "copies to device", "to host": "copies to host", "disk": "copies to or from disk"}
 MOST_STEPS = 4
-"""At most this many casts, views and packings stand between a parameter or its gradient and the collective that sends it."""
+"""At most this many casts, views and packings stand between a parameter or its gradient and the collective that sends
+it."""
 
 Key = tuple[str, str, str, str, tuple[str, ...]]
 
@@ -36,8 +39,9 @@ Key = tuple[str, str, str, str, tuple[str, ...]]
 def spent(program: Program, played: Lanes, mesh: Mesh, rule_of: RuleOf, plan: Plan) -> tuple[Spent, ...]:
     """What a step takes, a row for each operator of a module and each sort of seconds.
 
-    program: what was played, in the order in which it was; plan: by which layers are alike. A collective is of the module that reads what
-    it sends, the first of them where several tensors are sent together, and of the parameters whose values or gradients those are.
+    program: what was played, in the order in which it was; plan: by which layers are alike. A collective is of the
+    module that reads what it sends, the first of them where several tensors are sent together, and of the parameters
+    whose values or gradients those are.
     """
     working, alike = _Working.of(played.busy), _Alike(plan)
     launch_s = mesh.topology.device.launch_s
@@ -82,7 +86,9 @@ def _words(busy: Busy, body: Program) -> str:
 
 
 def _leaves(node: Node, body: Program) -> list[str]:
-    """The parameters that a collective or a copy is of: what it sends are their values or their gradients, as they are, cast or packed."""
+    """The parameters that a collective or a copy is of: what it sends are their values or their gradients, as they are,
+    cast or packed.
+    """
     found, near = dict[str, None](), list(node.refs)
     for _ in range(MOST_STEPS):
         further: list[int] = []

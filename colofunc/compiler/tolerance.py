@@ -1,13 +1,14 @@
-"""How far each value of the mesh may be from one device's: by its dtype, by what rounding does here, by what an update makes of it.
+"""How far each value of the mesh may be from one device's: by its dtype, by what rounding does here, by what an update
+makes of it.
 
-Problem: one bound for all is false in both directions. Gradients are far below 1, so that half of one may be missing within
-0.02, and Adam divides each element of a gradient by its own size, so that where only rounding is left of it a weight moves by lr,
-this way or that. Idea: three derivations.
+Problem: one bound for all is false in both directions. Gradients are far below 1, so that half of one may be missing
+within 0.02, and Adam divides each element of a gradient by its own size, so that where only rounding is left of it a
+weight moves by lr, this way or that. Idea: three derivations.
 
     by dtype          the design's tolerance, of the coarsest dtype that the value was computed through: bound * max(1, max|b|)
     half precisions   what one last place of every input does to this value, times PLACES: sums that cancel lose more than the bound,
-                      small values less. But not less than bound * max|b|, and of a sum not less than what is lost where each of
-                      its terms is rounded once: eps * sqrt(sum of squares / 12)
+                      small values less. But not less than bound * max|b|, and of a sum not less than what is lost where
+                      each of its terms is rounded once: eps * sqrt(sum of squares / 12)
     an update         what its operator makes of a gradient that is off by as much as gradients may be, element by element:
                       |update(g + t * allowed) - update(g)| for some t in [-1, 1]; large where g is noise, nothing where it is not.
                      A moment in 8 bits may besides be off by one code where something was computed in float32 or less
@@ -48,7 +49,9 @@ class Reference:
     `ran(node, values, results)` is called behind each node.
     """
 
-    def __init__(self, program: Program, inputs: Sequence[Tensor], asked: Mapping[int, int], ran: Ran | None = None) -> None:
+    def __init__(
+        self, program: Program, inputs: Sequence[Tensor], asked: Mapping[int, int], ran: Ran | None = None
+    ) -> None:
         self.program = program
         ids = [i for i in program.inputs if i not in program.constants]
         self.env: dict[int, Tensor] = dict(zip(ids, inputs, strict=True)) | dict(program.constants)
@@ -85,7 +88,9 @@ class Reference:
 class Allowed:
     """What `compare` lets pass. `tolerance`: one bound for all instead."""
 
-    def __init__(self, program: Program, inputs: Sequence[Tensor], owners: Sequence[int], tolerance: float | None) -> None:
+    def __init__(
+        self, program: Program, inputs: Sequence[Tensor], owners: Sequence[int], tolerance: float | None
+    ) -> None:
         self.bounds = bounds_of(program, tolerance)
         self.owners = frozenset(owners)
         halves = [program.values[i].dtype for i in program.values if program.values[i].dtype in HALVES]
@@ -126,7 +131,9 @@ class Allowed:
             return bound
         size, scale = float(finite.abs().max()), _scale(expected)
         if expected.numel() < FEW and id in self.makers:  # then as much as in what it is made of
-            noise = max([noise, self.terms.get(id, 0.0), *(size * self.relative.get(r, 0.0) for r in self.makers[id].refs)])
+            noise = max(
+                [noise, self.terms.get(id, 0.0), *(size * self.relative.get(r, 0.0) for r in self.makers[id].refs)]
+            )
         self.relative[id] = min(noise / size, 1.0) if size else 0.0
         return max(bound * size, PLACES * noise) / scale
 
@@ -156,7 +163,9 @@ class Allowed:
         self.spread = max(self.spread, *(float(x.max()) for x in wide), 0.0)
 
     def _terms(self, node: Node, values: Mapping[int, Tensor]) -> None:
-        """A term that went through a half precision is off by up to half a last place either way, independently of the others."""
+        """A term that went through a half precision is off by up to half a last place either way, independently of the
+        others.
+        """
         (term,), (out,) = node.refs, node.outs
         if out is None or self.bounds[term] not in _OF_HALVES or not values[term].is_floating_point():
             return
@@ -197,8 +206,8 @@ def bounds_of(program: Program, tolerance: float | None) -> dict[int, float]:
 def _directions(target: str, g: Tensor, results: Sequence[Any]) -> Iterator[float | Tensor]:
     """Ways in which the elements of a gradient may be off together.
 
-    All of them to one side; and where blocks share a scale, the largest of each to the other side of zero than the rest, since codes
-    are shares of it.
+    All of them to one side; and where blocks share a scale, the largest of each to the other side of zero than the
+    rest, since codes are shares of it.
     """
     yield 1.0
     if target != "colofunc.adamw8":
@@ -211,7 +220,10 @@ def _directions(target: str, g: Tensor, results: Sequence[Any]) -> Iterator[floa
 
 
 def _rounding(x: Tensor, least: float) -> Tensor:
-    """What the precision of an update allows each element of a result. Of codes: one of them, but exact where all is float64."""
+    """What the precision of an update allows each element of a result.
+
+    Of codes: one of them, but exact where all is float64.
+    """
     if x.is_floating_point():
         return least * _scale(x) * torch.ones_like(x)
     return torch.full(x.shape, 1.0 if least >= TOLERANCE[torch.float32] else 0.0, dtype=torch.float64)

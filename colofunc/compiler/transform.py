@@ -109,7 +109,15 @@ class Move(Protocol):
     """Writes copies between tiers into a finished program of one rank. like: what to take over, for an estimate."""
 
     def __call__(
-        self, program: Program, mesh: Mesh, node_s: NodeS, budget_bytes: int | None, lies: Lies, /, *, like: Hint | None = None
+        self,
+        program: Program,
+        mesh: Mesh,
+        node_s: NodeS,
+        budget_bytes: int | None,
+        lies: Lies,
+        /,
+        *,
+        like: Hint | None = None,
     ) -> Offloaded: ...
 
 
@@ -225,13 +233,12 @@ class Transform:
 
     What it leaves open; of a chain one transform may:
 
-    `variants`: of a traced step, the ways to write this transform; () where nothing is open. Each is planned as if it had
-    been written so, and the fastest that fits is taken; of a plan that is followed (`Build.way`) the one with its words,
-    which variants have to include whatever the budget is now.
-    `open`: of a call's arguments, choices on which the state and the trace depend. The chain is finished with several
-    before anything else is done, and one is taken (`settling`). A transform that has it has no hooks; what is taken has.
-    `decided`: what was taken there.
-    `taken`: the same as plans keep it, pairs such as (weight, scheme).
+    `variants`: of a traced step, the ways to write this transform; () where nothing is open. Each is planned as if it
+    had been written so, and the fastest that fits is taken; of a plan that is followed (`Build.way`) the one with its
+    words, which variants have to include whatever the budget is now. `open`: of a call's arguments, choices on which
+    the state and the trace depend. The chain is finished with several before anything else is done, and one is taken
+    (`settling`). A transform that has it has no hooks; what is taken has. `decided`: what was taken there. `taken`: the
+    same as plans keep it, pairs such as (weight, scheme).
 
     What it says of a plan:
 

@@ -42,7 +42,9 @@ def _walk(specs: Any, tree: Tree, path: str, at: list[int]) -> Iterator[tuple[in
     here = f"{path} ({tree.name or 'the whole'})"
     if isinstance(specs, (str, Spec, Layout)) or specs is None:
         if tree.kind == "static" and specs is not None:
-            raise InputError(f"{here}: spec {str(specs)!r} stands on {tree.value!r}, which is no tensor; write None there")
+            raise InputError(
+                f"{here}: spec {str(specs)!r} stands on {tree.value!r}, which is no tensor; write None there"
+            )
         for number, leaf in enumerate(tree.leaves()):
             # Of a quantized weight a spec is about its numbers; where scales lie follows from how they are used.
             if specs is not None and not (number and tree.type is Quantized):
@@ -64,13 +66,16 @@ def _walk(specs: Any, tree: Tree, path: str, at: list[int]) -> Iterator[tuple[in
             says = f"misses {', '.join(map(repr, missing[:5]))}"
         elif unknown:
             says = f"has {unknown[0]!r}{near(unknown[0], keys)}"
-        raise InputError(f"{here}: the tree of specs {says}; give one spec per leaf, or one spec (or None) for the whole branch")
+        raise InputError(
+            f"{here}: the tree of specs {says}; give one spec per leaf, or one spec (or None) for the whole branch"
+        )
     for key, child in zip(keys, tree.children, strict=True):
         yield from _walk(items[key], child, path, at)
 
 
 GUESSED = (
-    "nothing in the step says which argument has the weights (no gradient, no product of a known form), so the first was taken for them. "
+    "nothing in the step says which argument has the weights (no gradient, no product of a known form), so the first "
+    "was taken for them. "
     "Try: model = cf.functional(module), and out, buffers = model.apply(params, buffers, ...), which says it"
 )
 
@@ -131,8 +136,9 @@ def wished_axes(mesh: Mesh, constraints: Constraints, named: Mapping[str, str]) 
 def staying(program: Program, state: Mapping[int, Layout], constraints: Constraints) -> Constraints:
     """The constraints, and that a state stays split as it is, if they allow that for every leaf of it.
 
-    Otherwise they say nothing of where it is: it is placed as a plain state would be. A leaf that alone stayed behind, such as the moments
-    of a parameter that a plan moves, would be converted in every step. In which memory it lies is this step's to decide.
+    Otherwise they say nothing of where it is: it is placed as a plain state would be. A leaf that alone stayed behind,
+    such as the moments of a parameter that a plan moves, would be converted in every step. In which memory it lies is
+    this step's to decide.
     """
     state = {id: layout.with_tier("device") for id, layout in state.items()}
     for position, id in enumerate(program.inputs):
@@ -194,25 +200,34 @@ def _specs(program: Program, traced: Traced, mesh: Mesh, sharding: Sharding) -> 
             value = program.values[program.outputs[position]]
             layout = _bind(spec, mesh, value.shape, f"out_specs of {name!r}")
             if layout.pending:
-                raise SpecError(f"out_specs of {name!r}: {layout.text()!r} is pending; outputs are reduced, drop the +axis")
+                raise SpecError(
+                    f"out_specs of {name!r}: {layout.text()!r} is pending; outputs are reduced, drop the +axis"
+                )
             outputs[position] = layout
         found = found | Constraints({}, outputs)
     return found
 
 
 def _by_position(specs: Any, tree: Tree) -> Any:
-    """`in_specs` by the names of the function's parameters, as a tuple in their order; parameters left out are automatic.
+    """`in_specs` by the names of the function's parameters, as a tuple in their order; parameters left out are
+    automatic.
 
     A dict for the one argument of a function stays what it is, unless it has the argument's own name as its only key.
     """
     names = [child.name for child in tree.children]
-    if not isinstance(specs, Mapping) or not specs or set(specs) <= set(map(str, range(len(names)))) | set(range(len(names))):
+    if (
+        not isinstance(specs, Mapping)
+        or not specs
+        or set(specs) <= set(map(str, range(len(names)))) | set(range(len(names)))
+    ):
         return specs
     if len(names) == 1 and (list(specs) != names or names[0] in map(str, tree.children[0].keys)):
         return specs
     for name in specs:
         if name not in names:
-            raise InputError(f"in_specs names {name!r}, which is no parameter of the step{near(str(name), names, 'parameters')}")
+            raise InputError(
+                f"in_specs names {name!r}, which is no parameter of the step{near(str(name), names, 'parameters')}"
+            )
     return tuple(specs.get(name) for name in names)
 
 
@@ -225,9 +240,11 @@ def _bind(spec: str | Spec | Layout, mesh: Mesh, shape: tuple[int, ...], what: s
 
 
 def without_tiers(constraints: Constraints, program: Program) -> tuple[Constraints, dict[int, str]]:
-    """(the constraints on a device that has room for all, position of an input -> the tier that it lies in instead or stays in).
+    """(the constraints on a device that has room for all, position of an input -> the tier that it lies in instead or
+    stays in).
 
-    Where tensors are split and where in memory they lie are decided one after the other; see `planner/offload/fastest.py`.
+    Where tensors are split and where in memory they lie are decided one after the other; see
+    `planner/offload/fastest.py`.
     """
     items, tiers = dict(constraints.items), dict[int, str]()
     for position, some in constraints.items.items():
@@ -236,20 +253,23 @@ def without_tiers(constraints: Constraints, program: Program) -> tuple[Constrain
             if layouts[-1].tier != "device":
                 tiers[position] = layouts[-1].tier
             items[position] = tuple(
-                pin(c.key[1].with_tier("device"), c.says) if isinstance(c.key, tuple) and c.key[0] == "pin" else c for c in some
+                pin(c.key[1].with_tier("device"), c.says) if isinstance(c.key, tuple) and c.key[0] == "pin" else c
+                for c in some
             )
     pairs = dict(program.aliases)
     for out, layout in constraints.outputs.items():
         if layout.tier != "device" and tiers.get(pairs.get(out, -1)) != layout.tier:
             raise SpecError(
-                f"out_specs {layout.text()!r}: only state that in_specs keep in {layout.tier} memory stays there; drop the @{layout.tier}"
+                f"out_specs {layout.text()!r}: only state that in_specs keep in {layout.tier} memory stays there; drop "
+                f"the @{layout.tier}"
             )
     outputs = {out: layout.with_tier("device") for out, layout in constraints.outputs.items()}
     return attrs.evolve(constraints, items=items, outputs=outputs), tiers
 
 
 def without_places(constraints: Constraints, program: Program, mesh: Mesh) -> Constraints:
-    """The constraints on tensors that are everywhere, with where they exist in `at`: who has what is decided apart from how it is split.
+    """The constraints on tensors that are everywhere, with where they exist in `at`: who has what is decided apart from
+    how it is split.
 
     Raises PlanError where an axis at whose indices values exist is to split others.
     """
@@ -267,7 +287,13 @@ def without_places(constraints: Constraints, program: Program, mesh: Mesh) -> Co
     placed = {axis for axis, _ in at.values()}
     for constraints_of_item in items.values() if placed else ():
         for constraint in constraints_of_item:
-            split = {axis for offer in constraint.offers[:1] for layout in offer.outs if layout is not None for axis in layout.axes}
+            split = {
+                axis
+                for offer in constraint.offers[:1]
+                for layout in offer.outs
+                if layout is not None
+                for axis in layout.axes
+            }
             if split & placed:
                 axis = (split & placed).pop()
                 raise PlanError(

@@ -1,16 +1,17 @@
-"""Variants: a transform that leaves something open is planned in each way to write it, and the fastest that fits is taken.
+"""Variants: a transform that leaves something open is planned in each way to write it, and the fastest that fits is
+taken.
 
-Problem: how many microbatches a pipeline has, and where it is cut, decides what a rank holds and how long a step takes, and both are known
-only of a finished program. Idea: each way is a chain of its own (`transform.Variant`), planned as if it had been written so: the accountant
-counts it, the clock plays it. Ways are planned in the order of a bound on their time, and those whose bound is above the best plan so far
-are not planned at all. What became of each is in the plan.
+Problem: how many microbatches a pipeline has, and where it is cut, decides what a rank holds and how long a step takes,
+and both are known only of a finished program. Idea: each way is a chain of its own (`transform.Variant`), planned as if
+it had been written so: the accountant counts it, the clock plays it. Ways are planned in the order of a bound on their
+time, and those whose bound is above the best plan so far are not planned at all. What became of each is in the plan.
 
     8 microbatches, cut by time      1.20 s, fits with values made again
     8 microbatches, cut by memory    1.15 s                                     taken
     4 microbatches, cut by time      at least 1.31 s: not planned
 
-Where a bound tells ways apart too seldom, as placements of one schedule, a variant has an estimate too: those that are far behind are not
-planned once one of their group fits without help.
+Where a bound tells ways apart too seldom, as placements of one schedule, a variant has an estimate too: those that are
+far behind are not planned once one of their group fits without help.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ Recall = Callable[[Planning, bool], Outcome]
 
 
 ESTIMATED = 0.02
-"""A way that its estimate puts behind another one by more than this part is not planned, where that one fits without help."""
+"""A way that its estimate puts behind another one by more than this part is not planned, where that one fits without
+help."""
 LARGE = 2000
 """Of programs of more operators, which take long to plan, a way that is behind by less is not planned either."""
 
@@ -48,7 +50,8 @@ Way = tuple[int, ...]
 
 @attrs.frozen(eq=False)
 class Ways:
-    """The ways to write the open transform of a step; none where its chain leaves nothing open. only: the one that is to be taken.
+    """The ways to write the open transform of a step; none where its chain leaves nothing open. only: the one that is
+    to be taken.
 
     estimated: by which part a way may be behind the best of its group and still be planned.
     """
@@ -71,11 +74,14 @@ class Ways:
         for transform in staged.transforms:
             variants = () if transform.variants is None else tuple(transform.variants(build))
             if variants:
-                ways = Ways(staged, transform, variants, estimated=0.0 if len(build.program.nodes) > LARGE else ESTIMATED)
+                ways = Ways(
+                    staged, transform, variants, estimated=0.0 if len(build.program.nodes) > LARGE else ESTIMATED
+                )
                 return attrs.evolve(ways, only=ways.called(way)) if way else ways
         if way:
             raise PlanError(
-                f"the plan to follow goes the way {way!r}, and this step leaves nothing open: its microbatches and stages are given. "
+                f"the plan to follow goes the way {way!r}, and this step leaves nothing open: its microbatches and "
+                "stages are given. "
                 f"Try: stages=None and what else was open when the plan was made, or plan it without with_plan"
             )
         return Ways(staged, None, (), only=())
@@ -156,15 +162,21 @@ class _Search:
         self.best: Planned | None = None
         self.others: dict[Way, OtherWay] = {}
         self.refused: dict[Way, PlanError | CapacityError] = {}
-        self.leanest: tuple[int, Way, Planning] | None = None  # of those that do not fit: its peak, which it is, how it was planned
+        # of those that do not fit: its peak, which it is, how it was planned
+        self.leanest: tuple[int, Way, Planning] | None = None
         self.bounds: dict[Way, float] = {}
-        self.fits: dict[str, float] = {}  # group -> the least estimate of its ways that were planned and fit without help
+        # group -> the least estimate of its ways that were planned and fit without help
+        self.fits: dict[str, float] = {}
 
     def run(self) -> Planned:
         left: list[Way] = [(number,) for number in range(len(self.ways.variants))]
         while left:
             # A single way needs no bound, and has one only for the time that it takes to compute.
-            way = left[0] if len(left) == 1 and self.best is None else min(left, key=lambda each: (self._order_s(each), each))
+            way = (
+                left[0]
+                if len(left) == 1 and self.best is None
+                else min(left, key=lambda each: (self._order_s(each), each))
+            )
             left.remove(way)
             if self._is_far_behind(way):  # which is known already; a bound takes time to compute
                 self._lose(way, self._order_s(way), 0, ESTIMATE)
@@ -200,7 +212,11 @@ class _Search:
         except (PlanError, CapacityError) as error:
             self.refused[way] = error
             peak_bytes = error.peak_bytes if isinstance(error, DoesNotFit) else 0
-            if planning is not None and isinstance(error, DoesNotFit) and (self.leanest is None or (peak_bytes, way) < self.leanest[:2]):
+            if (
+                planning is not None
+                and isinstance(error, DoesNotFit)
+                and (self.leanest is None or (peak_bytes, way) < self.leanest[:2])
+            ):
                 self.leanest = peak_bytes, way, planning
             self._lose(way, None, peak_bytes, str(error).splitlines()[0])
             return isinstance(error, (DoesNotFit, CapacityError))
@@ -216,10 +232,16 @@ class _Search:
         return bool(outcome[0].plan.memory) and not planning.completion.follows_policies
 
     def _check_mixing(self) -> None:
-        """Raises where one microbatch is all that is left because an operator mixes samples: what was asked for is a pipeline."""
+        """Raises where one microbatch is all that is left because an operator mixes samples: what was asked for is a
+        pipeline.
+        """
         if self.best is not None and self._several(self.best.way):
             return
-        tried = [way for way, other in self.others.items() if self._several(way) and (way in self.refused or other.peak_bytes)]
+        tried = [
+            way
+            for way, other in self.others.items()
+            if self._several(way) and (way in self.refused or other.peak_bytes)
+        ]
         if tried and all(isinstance(self.refused.get(way), Mixes) for way in tried):
             error = self.refused[min(tried)]
             self._say_what_one_does(error)
@@ -228,12 +250,16 @@ class _Search:
     def _say_what_one_does(self, error: Exception) -> None:
         """One microbatch is what the error recommends, and may not fit."""
         if self.best is not None:
-            error.add_note(f"{self.ways.variant(self.best.way).words} has a plan; write microbatches=1 where that will do")
+            error.add_note(
+                f"{self.ways.variant(self.best.way).words} has a plan; write microbatches=1 where that will do"
+            )
             return
         for way in sorted(self.refused):
             if not self._several(way):
                 words, first_line = self.ways.variant(way).words, str(self.refused[way]).splitlines()[0]
-                error.add_note(f"no number of microbatches has a plan: above 1 that operator mixes them, and {words}: {first_line}")
+                error.add_note(
+                    f"no number of microbatches has a plan: above 1 that operator mixes them, and {words}: {first_line}"
+                )
                 return
 
     def _several(self, way: Way) -> bool:
@@ -243,7 +269,10 @@ class _Search:
         self.others[way] = OtherWay(self.ways.variant(way).words, cost_s, peak_bytes, why)
 
     def _leanest(self) -> Planned:
-        """The way whose leanest plan holds least, planned with all that may make it fit. Raises what that raises, or what the first did."""
+        """The way whose leanest plan holds least, planned with all that may make it fit.
+
+        Raises what that raises, or what the first did.
+        """
         if self.leanest is None:
             raise self.refused[min(self.refused)]
         _, way, planning = self.leanest

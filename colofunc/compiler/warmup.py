@@ -1,11 +1,13 @@
-"""Plan, measure, plan again: the first steps of an offloaded step are timed, and what moves when is decided by these times.
+"""Plan, measure, plan again: the first steps of an offloaded step are timed, and what moves when is decided by these
+times.
 
     step = cf.offload(cf.shard(step_fn, mesh), budget="20GiB", measure=2)      # or policy=gemini("auto", warmup=2)
 
-Problem: how long an operator takes is a model until it has run. Idea: the first steps run as planned from the trace, with a clock
-behind each operator (`executors/profile.py`). Then the program is finished once more: the sharding stays, and what is made again,
-copied, kept and updated where is decided by what was measured, the most of any rank, so that all decide alike. State moves to its
-new tier with the next call. A plan that cannot be made, or is no faster by these times, changes nothing.
+Problem: how long an operator takes is a model until it has run. Idea: the first steps run as planned from the trace,
+with a clock behind each operator (`executors/profile.py`). Then the program is finished once more: the sharding stays,
+and what is made again, copied, kept and updated where is decided by what was measured, the most of any rank, so that
+all decide alike. State moves to its new tier with the next call. A plan that cannot be made, or is no faster by these
+times, changes nothing.
 """
 
 from __future__ import annotations
@@ -105,7 +107,12 @@ def step_s(low: Lowered, timed: Timed) -> float:
 
 
 def moved(
-    leaves: Sequence[torch.Tensor], layouts: Sequence[Layout], low: Lowered, backend: Backend, directory: str | bool | None, name: str
+    leaves: Sequence[torch.Tensor],
+    layouts: Sequence[Layout],
+    low: Lowered,
+    backend: Backend,
+    directory: str | bool | None,
+    name: str,
 ) -> list[torch.Tensor]:
     """The leaves in the tiers of new layouts, one after the other; what moved is consumed where it was."""
     there = [isinstance(x, DTensor) and x.sharding is not layout for x, layout in zip(leaves, layouts, strict=False)]

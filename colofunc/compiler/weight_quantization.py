@@ -1,12 +1,13 @@
 """The transform that has a step read quantized weights.
 
-Two or three plain tensors stand for a weight (`ops/quantized.py`). The step's own code is given the widened weight; in the traced program
-a product that reads it reads the packed tensors instead, forward and backward, so that no widened weight is left
-(`program/passes/packed_reads.py`). Another use (a table of embeddings, a convolution, a transposed product) has it widened in front.
+Two or three plain tensors stand for a weight (`ops/quantized.py`). The step's own code is given the widened weight; in
+the traced program a product that reads it reads the packed tensors instead, forward and backward, so that no widened
+weight is left (`program/passes/packed_reads.py`). Another use (a table of embeddings, a convolution, a transposed
+product) has it widened in front.
 
-Which weights: those of argument 0 that are meant (`grow`; the state has a `Quantized` in their place from then on), and the frozen weights
-of a model that the step captures (`wrap`), which are read packed and stay what they are in the model. A weight that the step changes is an
-error: what is trained are adapters beside it (`cf.lora`).
+Which weights: those of argument 0 that are meant (`grow`; the state has a `Quantized` in their place from then on), and
+the frozen weights of a model that the step captures (`wrap`), which are read packed and stay what they are in the
+model. A weight that the step changes is an error: what is trained are adapters beside it (`cf.lora`).
 
 Some schemes round the inputs of linear layers too, or divide them by a scale: a function mode around the step does
 (`ops/quantized_inputs.py`), so that the trace and the one-device reference compute the same.
@@ -47,7 +48,9 @@ FORMAT_OF = {
 """Operator that reads a quantized weight -> its format."""
 
 
-def transform_of(quantizer: Schemes, globs: tuple[str, ...], sketches: list[Quantized] | None = None, **further: Any) -> Transform:
+def transform_of(
+    quantizer: Schemes, globs: tuple[str, ...], sketches: list[Quantized] | None = None, **further: Any
+) -> Transform:
     """The transform with a scheme, or with a choice of one for each weight. sketches: as in `Weights`."""
     weights = Weights(quantizer, globs, sketches)
     return Transform(
@@ -93,7 +96,8 @@ def _grown(weights: Weights, build: Build) -> Build:
     for name, leaf in found_in(build.state):
         if id(leaf) in meant and isinstance(leaf, Tensor) and not weights.meant(name, leaf):
             raise InputError(
-                f"cf.quantize: {meant[id(leaf)]!r} is tied to {name!r}, which where= leaves as it is, so that the two would differ. Try: "
+                f"cf.quantize: {meant[id(leaf)]!r} is tied to {name!r}, which where= leaves as it is, so that the two "
+                "would differ. Try: "
                 "globs for both of them, or for neither"
             )
 
@@ -133,8 +137,10 @@ class _Given:
         self.weights = weights
         self.names: dict[str, None] = {}  # of all weights that the run has met
         self.quantized: dict[str, None] = {}
-        self.originals: dict[int, tuple[Tensor, Quantized]] = {}  # id of a widened weight -> itself, what it was made of
-        self.outliers: dict[int, float | None] = {}  # id of a quantized weight -> the size of inputs that are not rounded
+        # id of a widened weight -> itself, what it was made of
+        self.originals: dict[int, tuple[Tensor, Quantized]] = {}
+        # id of a quantized weight -> the size of inputs that are not rounded
+        self.outliers: dict[int, float | None] = {}
 
     def open(self, name: str, leaf: Any) -> Any:
         """What the step's code is given for a leaf of its arguments."""
@@ -171,7 +177,9 @@ class _Given:
         return None if known is None else known[1]
 
     def _layer(self, input: Tensor, weight: Tensor, bias: Tensor | None, leaf: Quantized) -> Tensor:
-        """What a linear layer gives that reads a widened weight: with inputs rounded too a product of whole numbers, where it can be."""
+        """What a linear layer gives that reads a widened weight: with inputs rounded too a product of whole numbers,
+        where it can be.
+        """
         if leaf.input_scale is not None:
             input = divided(input, leaf.input_scale)
         outliers = self.outliers[id(leaf)]
@@ -219,8 +227,10 @@ class _Given:
             after = new.get(name)
             if isinstance(leaf, Quantized) and isinstance(after, Tensor) and tuple(after.shape) == leaf.shape:
                 raise InputError(
-                    f"cf.quantize: the step returns {name!r} changed, and a quantized weight is not trained. Try: globs in where= that "
-                    "leave out what is trained; model = cf.lora(model, ...), which trains adapters beside frozen weights"
+                    f"cf.quantize: the step returns {name!r} changed, and a quantized weight is not trained. Try: "
+                    "globs in where= that "
+                    "leave out what is trained; model = cf.lora(model, ...), which trains adapters beside frozen "
+                    "weights"
                 )
 
 

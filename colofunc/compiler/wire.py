@@ -3,9 +3,10 @@
     quantize_wire     what sums gradients in one rank's program sends 8 or 4 bits (`passes.wire`); the planner is told what that costs
     error_feedback    what a rank has not sent is kept in the state and added to its next gradient
 
-Problem: a residual is a rank's own, and a state is one of all ranks. Idea: it is a term of a sum. A residual has the shape of its
-parameter and lies as a pending sum (`a b +dp`): together the ranks' residuals are what the mesh has not sent. So it lies like its parameter
-over the axes that split it, is saved as that one sum, and goes on on any other mesh.
+Problem: a residual is a rank's own, and a state is one of all ranks. Idea: it is a term of a sum. A residual has the
+shape of its parameter and lies as a pending sum (`a b +dp`): together the ranks' residuals are what the mesh has not
+sent. So it lies like its parameter over the axes that split it, is saved as that one sum, and goes on on any other
+mesh.
 
     state["error_feedback"] = {"residual": {"params.0.weight.residual": zeros like the weight, ...}}
 
@@ -63,7 +64,8 @@ def narrow_wire(scheme: Scheme) -> Transform:
 def error_feedback() -> Transform:
     """Residuals of gradients are kept.
 
-    By its name it is in front of `precision`, inside of which it so runs: a step that a loss scale skips keeps its residuals, too.
+    By its name it is in front of `precision`, inside of which it so runs: a step that a loss scale skips keeps its
+    residuals, too.
     """
     return Transform(KEY, wrap=_wrapped, grow=_grown, rewrite_global=_carried, constrain=_pending)
 
@@ -92,12 +94,16 @@ def _saved(scheme: Scheme, program: Program, local: Program) -> Sequence[str]:
     after, before = saved_bytes(local)
     if not before and sums_in_full(local) and any(node.target == CARRY for node in program.nodes):
         return (
-            f"gradients are summed in full before residuals are added, and not sent as {scheme.name}: of the plans that were counted this "
+            f"gradients are summed in full before residuals are added, and not sent as {scheme.name}: of the plans "
+            "that were counted this "
             "one is the best. Nothing is left over in it",
         )
     if not before:
         return ("no gradient is summed over the mesh in a message that is worth packing, so wire= changes nothing",)
-    return (f"gradients on the wire as {scheme.name}: {size_text(after)} a step of each rank, {size_text(before)} as they are summed",)
+    return (
+        f"gradients on the wire as {scheme.name}: {size_text(after)} a step of each rank, {size_text(before)} as they "
+        "are summed",
+    )
 
 
 # ---- residuals in the state ----
@@ -110,13 +116,16 @@ def _split(state: Any) -> tuple[Any, Any]:
 
 
 def _grown(build: Build) -> Build:
-    """Argument 0 with a residual of each leaf that may be trained and whose gradient is large enough to be sent narrow."""
+    """Argument 0 with a residual of each leaf that may be trained and whose gradient is large enough to be sent narrow.
+    """
     known, bare = _split(build.state)
     found = dict(known or {})
     for path, leaf in walk(bare):
         if isinstance(leaf, Tensor) and _may_be_trained(leaf) and _key(path) not in found:
             # Of a leaf on ranks too it is zeros of nobody yet: they are made where a plan wants them.
-            plain = torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta") if isinstance(leaf, DTensor) else leaf
+            plain = (
+                torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta") if isinstance(leaf, DTensor) else leaf
+            )
             found[_key(path)] = zeros_like(plain)
     if known is not None and found.keys() == known.keys():
         return build

@@ -5,9 +5,9 @@
     parallel:                                state = step.init(state, batch)
       "*.fc1.weight": "(tp o) i"             state, metrics = step(state, batch)
 
-Problem: a configuration that lists what exists is behind with every new transform and plugin. Idea: a key is the name of
-a transform (`cf.<name>`, or one of a plugin) or of a plan that a plugin registered, and its options are the ones of that
-function's signature. Only `mesh`, `parallel`, `shard`, `clip` and `executor` mean something here.
+Problem: a configuration that lists what exists is behind with every new transform and plugin. Idea: a key is the name
+of a transform (`cf.<name>`, or one of a plugin) or of a plan that a plugin registered, and its options are the ones of
+that function's signature. Only `mesh`, `parallel`, `shard`, `clip` and `executor` mean something here.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from colofunc.transforms.shard import shard
 # ---- plans and policies of memory ----
 #     parallel: {tensor: {mode: 2.5d, depth: 1, size: 4}, ring: {axis: cp, size: 2}, "*.norm.weight": "(tp o)"}
 #
-# Problem: which modes there are is for plugins to say, and their axes should not have to be counted twice, in `mesh` and in
-# the plan. Idea: a name is that of an installed plan, its options are the ones of its signature, and `size` is how many
-# ranks its axes have, so that `mesh` need not name them. A plan that takes `size` itself gets it, too, and may say how
-# it divides (`SizedPlan`): a grid of 4 ranks is 2 by 2.
+# Problem: which modes there are is for plugins to say, and their axes should not have to be counted twice, in `mesh`
+# and in the plan. Idea: a name is that of an installed plan, its options are the ones of its signature, and `size` is
+# how many ranks its axes have, so that `mesh` need not name them. A plan that takes `size` itself gets it, too, and may
+# say how it divides (`SizedPlan`): a grid of 4 ranks is 2 by 2.
 
 
 # What other frameworks call the same thing.
@@ -154,7 +154,9 @@ def read_plan(key: str, node: Node, registry: Registry) -> Wanted:
 def _sizes(name: str, plan: Any, node: Node) -> dict[str, int]:
     """Axis -> ranks, as `size` says: one number, one per axis in order, or by name."""
     if not isinstance(plan, NamedPlan):
-        raise node.error(f"{name}: this plan does not say its axes, so `size` has none to speak of; give the sizes under `mesh`")
+        raise node.error(
+            f"{name}: this plan does not say its axes, so `size` has none to speak of; give the sizes under `mesh`"
+        )
     said = node.plain()
     if not isinstance(said, dict | list) and isinstance(plan, SizedPlan) and plan.sizes is not None:
         return dict(zip(plan.axes, plan.sizes, strict=True))
@@ -168,12 +170,17 @@ def _sizes(name: str, plan: Any, node: Node) -> dict[str, int]:
         raise node.error(f"{name}: size is {said!r}, and the plan has the axes {axes}; write size: {{{example}}}")
     for size in named.values():
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
-            raise node.error(f"{name}: size is {size!r}; allowed: a whole number of ranks, at least 1 (-1 under torchrun: what is left)")
+            raise node.error(
+                f"{name}: size is {size!r}; allowed: a whole number of ranks, at least 1 (-1 under torchrun: what is "
+                "left)"
+            )
     return named
 
 
 def not_installed(name: str, node: Node) -> ColofuncError:
-    return node.error(f"{name!r} is not installed: neither colofunc nor a plugin brings it. Try: a plugin that does, or drop the key")
+    return node.error(
+        f"{name!r} is not installed: neither colofunc nor a plugin brings it. Try: a plugin that does, or drop the key"
+    )
 
 
 # ---- specs ----
@@ -190,7 +197,8 @@ def _spec(glob: str, node: Node, registry: Registry, mesh: Mesh) -> str:
         checked(node, f"parallel: {glob!r}", fits, *args)
         return value
     raise node.error(
-        f"parallel: {glob!r} is no plan that is installed{near(glob, (*registry.plans, *NAMED), 'plans')}; parameters of "
+        f"parallel: {glob!r} is no plan that is installed{near(glob, (*registry.plans, *NAMED), 'plans')}; parameters "
+        "of "
         f"that name take a spec such as '(tp o) i', not {value!r}"
     )
 
@@ -198,7 +206,9 @@ def _spec(glob: str, node: Node, registry: Registry, mesh: Mesh) -> str:
 def fits_mesh(text: str, mesh: Mesh) -> None:
     """Raises SpecError where a spec names axes that the mesh has not: bound to a tensor that its groups divide."""
     groups = [dim for dim in parse(text).dims if dim is not None]
-    bind_spec(text, mesh, [prod(f.size or (mesh.axis_size(f.name) if f.name in mesh else 1) for f in dim) for dim in groups])
+    bind_spec(
+        text, mesh, [prod(f.size or (mesh.axis_size(f.name) if f.name in mesh else 1) for f in dim) for dim in groups]
+    )
 
 
 def check_specs(node: Node, name: str, mesh: Mesh) -> None:
@@ -209,7 +219,10 @@ def check_specs(node: Node, name: str, mesh: Mesh) -> None:
     elif isinstance(node.value, str):
         checked(node, name, fits_mesh, node.value, mesh)
     elif node.value is not None:
-        raise node.error(f"{name}: {node.text()} is no spec; allowed: '(dp b) ...' and its like, null for automatic, lists and mappings")
+        raise node.error(
+            f"{name}: {node.text()} is no spec; allowed: '(dp b) ...' and its like, null for automatic, lists and "
+            "mappings"
+        )
 
 
 # ---- policies of memory ----
@@ -224,7 +237,10 @@ def check_specs(node: Node, name: str, mesh: Mesh) -> None:
 
 
 def with_policies(node: Node, allowed: Mapping[str, inspect.Parameter], registry: Registry) -> Node:
-    """The options of a transform, with the policies in them made. Raises ConfigError with the line of what is refused."""
+    """The options of a transform, with the policies in them made.
+
+    Raises ConfigError with the line of what is refused.
+    """
     if not isinstance(node.value, dict):
         return node
     known: dict[type, Mapping[str, Any]] = {
@@ -286,7 +302,8 @@ class Chain:
         """
         if self.clip_node is not None and not clips:
             raise InputError(
-                f"{self.clip_node.where}: clip: {self.clip} happens inside a step. Try: chain.train_step(model, opt), or "
+                f"{self.clip_node.where}: clip: {self.clip} happens inside a step. Try: chain.train_step(model, opt), "
+                "or "
                 "cf.clip_by_global_norm(grads, chain.clip) in the function and chain.apply(step_fn, clips=True)"
             )
         step = self.sharding.call(step_fn, self.mesh, *self.plans)

@@ -97,7 +97,9 @@ def _positional(
         names = ", ".join(p.name for p in by_position)
         most = f"{len(by_position)} options by position ({names})" if names else "no options"
         raise node.error(f"{name} takes {most}, not {node.text()}")
-    return tuple(convert(child, p.annotation, f"{name}: {p.name}") for child, p in zip(given, by_position, strict=False))
+    return tuple(
+        convert(child, p.annotation, f"{name}: {p.name}") for child, p in zip(given, by_position, strict=False)
+    )
 
 
 def convert(node: Node, hint: Any, what: str) -> Any:

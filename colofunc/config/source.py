@@ -106,7 +106,9 @@ def _parsed(path: Path) -> Node:
 def _counted(made: list[int], where: str) -> None:
     made[0] += 1
     if made[0] > MOST_NODES:
-        raise ConfigError(f"{where}: the configuration has more than {MOST_NODES} values; do aliases repeat one another?")
+        raise ConfigError(
+            f"{where}: the configuration has more than {MOST_NODES} values; do aliases repeat one another?"
+        )
 
 
 def _twice(key: str, where: str, before: Node) -> ConfigError:
@@ -136,7 +138,9 @@ def _from_yaml(text: str, name: str) -> Node:
     try:
         import yaml
     except ImportError as error:
-        raise ConfigError(f"{name}: YAML needs PyYAML, which is not installed; pip install pyyaml, or write JSON") from error
+        raise ConfigError(
+            f"{name}: YAML needs PyYAML, which is not installed; pip install pyyaml, or write JSON"
+        ) from error
     loader = None
     try:
         loader = yaml.SafeLoader(text)
@@ -188,7 +192,9 @@ class _Yaml:
             if key.id != "scalar":
                 raise ConfigError(f"{where}: a key is no string")
             if key.tag.endswith(":merge"):
-                raise ConfigError(f"{where}: merge keys (<<) are not read; write the keys out, or `mesh: *name` for the whole mapping")
+                raise ConfigError(
+                    f"{where}: merge keys (<<) are not read; write the keys out, or `mesh: *name` for the whole mapping"
+                )
             if node.flow_style and value.value == "" and ":" in key.value:
                 raise ConfigError(f"{where}: {key.value!r} is one word to YAML; write a space after the colon")
             if key.value in found:

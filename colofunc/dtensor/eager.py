@@ -3,10 +3,11 @@
 The operator's global call is typed on meta tensors, the cheapest strategy for the layouts at hand is chosen (what the
 operands already have is preferred), lowered like any program, run on the backend, and cached by call and layouts.
 
-Note [Host tensors and NCCL]: NCCL carries tensors on a GPU only, and a state may lie in host memory. What is to travel is copied
-to the rank's GPU first, and what has come is copied to where its layout says: the part and the result are on the GPU for as long as
-the call takes. The other way, gloo beside NCCL, would need no memory there, but a second group for every group of ranks, which a
-process group of the user's ("nccl") does not have, and a network that is 10 to 100 times slower.
+Note [Host tensors and NCCL]: NCCL carries tensors on a GPU only, and a state may lie in host memory. What is to travel
+is copied to the rank's GPU first, and what has come is copied to where its layout says: the part and the result are on
+the GPU for as long as the call takes. The other way, gloo beside NCCL, would need no memory there, but a second group
+for every group of ranks, which a process group of the user's ("nccl") does not have, and a network that is 10 to 100
+times slower.
 """
 
 from __future__ import annotations
@@ -62,13 +63,16 @@ def _conversion_program(src: Layout, dst: Layout, mesh: Mesh, dtype: torch.dtype
     return Program((0,), tuple(nodes), (len(values) - 1,), values, stage="local")
 
 
-def convert_shards(shards: Shards, src: Layout, dst: Layout, mesh: Mesh, backend: Backend, what: str = "redistribute") -> Shards:
+def convert_shards(
+    shards: Shards, src: Layout, dst: Layout, mesh: Mesh, backend: Backend, what: str = "redistribute"
+) -> Shards:
     """The owned ranks' parts of a tensor in `dst`, from those in `src`. Collective. `what` was called, for errors.
 
     See Note [Host tensors and NCCL].
     """
     wanted = dst
-    src, dst = src.with_tier("device"), dst.with_tier("device")  # the memory of a part is seen by everybody in its process
+    # the memory of a part is seen by everybody in its process
+    src, dst = src.with_tier("device"), dst.with_tier("device")
     if src is dst:
         return list(settled(shards, wanted, mesh))
     program = _conversion_program(src, dst, mesh, shards[0].dtype)
@@ -107,7 +111,9 @@ class _Eager:
     tree: Any
 
 
-def run_eager(func: Any, leaves: Sequence[Any], tree: Any, mesh: Mesh, backend: Backend, cls: Any) -> tuple[list[Any], Any]:
+def run_eager(
+    func: Any, leaves: Sequence[Any], tree: Any, mesh: Mesh, backend: Backend, cls: Any
+) -> tuple[list[Any], Any]:
     """Run `func` on flat arguments in which operands are DTensors (`cls`): (results, their tree).
 
     A result is (shards, layout) or plain data. An in-place operator runs as the one that returns a new tensor: its
@@ -151,7 +157,9 @@ class _Leaves:
 def written_argument(func: Any) -> bool:
     """Whether an operator such as `add_` writes to its first argument; refuses other mutation."""
     arguments = func._schema.arguments
-    written = [argument.name for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write]
+    written = [
+        argument.name for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write
+    ]
     if not written:
         return False
     first = arguments[0]
@@ -169,11 +177,14 @@ def check_shape_known(func: Any, leaves: Sequence[Any]) -> None:
     if packet is torch.ops.aten.index or packet in _WRITES_AT:
         if _counts_mask(packet, leaves):
             raise InputError(
-                "indexing a DTensor with a mask takes or wants as many elements as the mask has, which is known only from data; "
+                "indexing a DTensor with a mask takes or wants as many elements as the mask has, which is known only "
+                "from data; "
                 "keep the shape with torch.where(mask, x, y), or take x.full()[mask]"
             )
     elif torch.Tag.dynamic_output_shape in func.tags:
-        raise InputError(f"{target_of(func)} on a DTensor makes a result whose shape depends on data; ask it of x.full()")
+        raise InputError(
+            f"{target_of(func)} on a DTensor makes a result whose shape depends on data; ask it of x.full()"
+        )
 
 
 def _counts_mask(packet: Any, leaves: Sequence[Any]) -> bool:
@@ -265,7 +276,9 @@ def _program_of_one(func: Any, leaves: Sequence[Any], tree: Any) -> tuple[Progra
         types.append(typ)
         outs.append(None if typ is None else add(typ))
     args, kwargs = pytree.tree_unflatten(refs, tree)
-    node = Node(target_of(func), _tuples(args), tuple((name, _tuples(value)) for name, value in kwargs.items()), tuple(outs))
+    node = Node(
+        target_of(func), _tuples(args), tuple((name, _tuples(value)) for name, value in kwargs.items()), tuple(outs)
+    )
     call = Call(node.target, node.args, node.kwargs, tuple(ins), tuple(types))
     program = Program(tuple(range(len(ins))), (node,), node.results, values)
     return program, call, out_tree
@@ -286,7 +299,8 @@ def _choose(call: Call, func: Any, layouts: tuple[Layout, ...], mesh: Mesh) -> C
     rule: Rule | None = rule_for(call)
     if rule is None and torch.Tag.nondeterministic_seeded in func.tags:
         raise RuleError(
-            f"{call.target} draws random numbers and has no form keyed by position, so they could not be the same on every mesh; "
+            f"{call.target} draws random numbers and has no form keyed by position, so they could not be the same on "
+            "every mesh; "
             "draw with torch.rand_like, torch.randn_like, torch.bernoulli or F.dropout"
         )
     dtype = str(call.ins[0].dtype if call.ins else torch.float32).removeprefix("torch.")

@@ -1,8 +1,9 @@
-"""Operators on DTensors outside of a step: which of them are views, writes, questions, and what becomes of their results.
+"""Operators on DTensors outside of a step: which of them are views, writes, questions, and what becomes of their
+results.
 
-Problem: torch hands every operator on a wrapper subclass to one function, and views and writes have to stay true although no
-memory is shared with what torch sees. Idea: an operator runs as a program of one node (see `eager`); what it returns is wrapped,
-remembers its origin if it is a view, or takes the place of what it was written to.
+Problem: torch hands every operator on a wrapper subclass to one function, and views and writes have to stay true
+although no memory is shared with what torch sees. Idea: an operator runs as a program of one node (see `eager`); what
+it returns is wrapped, remembers its origin if it is a view, or takes the place of what it was written to.
 
     y = x[0]; y.add_(1)               # y is a value of its own, and x gets what was written
 
@@ -24,7 +25,15 @@ from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
 from colofunc import compat
-from colofunc.dtensor.eager import check_shape_known, convert_shards, functional, is_view, reshapes, run_eager, written_argument
+from colofunc.dtensor.eager import (
+    check_shape_known,
+    convert_shards,
+    functional,
+    is_view,
+    reshapes,
+    run_eager,
+    written_argument,
+)
 from colofunc.errors import InputError, MeshError, SpecError
 from colofunc.executors.backend import Backend
 from colofunc.executors.distributed import main_seed
@@ -132,7 +141,9 @@ def _origin(base: Any, func: Any, args: tuple[Any, ...]) -> Origin:
 def _write(cls: Any, func: Any, target: Any, shards: list[torch.Tensor], layout: Layout) -> None:
     """Put a new value in the place of `target`'s, and in that of what it is a view of."""
     if layout.shape != target.sharding.shape:
-        raise InputError(f"{func} would change the shape from {tuple(target.shape)} to {layout.shape}; write x = f(x) instead")
+        raise InputError(
+            f"{func} would change the shape from {tuple(target.shape)} to {layout.shape}; write x = f(x) instead"
+        )
     if not torch.can_cast(shards[0].dtype, target.dtype):
         raise InputError(f"{func} would put {shards[0].dtype} into a DTensor of {target.dtype}; write x = f(x) instead")
     parts = convert_shards([x.to(target.dtype) for x in shards], layout, target.sharding, target.mesh, target._backend)
@@ -152,7 +163,11 @@ def _write(cls: Any, func: Any, target: Any, shards: list[torch.Tensor], layout:
 def _item(x: Any) -> Any:
     """The number of a one-element tensor: local where every rank has it."""
     layout = x.sharding
-    whole = x.parts if layout.is_replicated else convert_shards(x.parts, layout, replicated(layout.shape), x.mesh, x._backend, "item()")
+    whole = (
+        x.parts
+        if layout.is_replicated
+        else convert_shards(x.parts, layout, replicated(layout.shape), x.mesh, x._backend, "item()")
+    )
     return whole[0].item()
 
 
@@ -162,13 +177,15 @@ def _common_mesh(cls: Any, func: Any, leaves: Sequence[Any]) -> tuple[Mesh, Back
     for other in found[1:]:
         if other.mesh != mesh:
             raise MeshError(
-                f"{func} mixes DTensors of two meshes, {mesh} and {other.mesh}; bring one over with cf.distribute(x.full(), ...)"
+                f"{func} mixes DTensors of two meshes, {mesh} and {other.mesh}; bring one over with "
+                "cf.distribute(x.full(), ...)"
             )
     return mesh, found[0]._backend
 
 
 def _as_operand(cls: Any, x: torch.Tensor, mesh: Mesh, backend: Backend) -> Any:
-    """A plain tensor counts as the global value: it is an index, or torch's own (`call_function` refused the user's)."""
+    """A plain tensor counts as the global value: it is an index, or torch's own (`call_function` refused the user's).
+    """
     return x if isinstance(x, cls) else cls([x] * len(backend.ranks(mesh)), replicated(tuple(x.shape)), mesh, backend)
 
 
@@ -182,7 +199,11 @@ def _as_operand(cls: Any, x: torch.Tensor, mesh: Mesh, backend: Backend) -> Any:
 aten = torch.ops.aten
 
 _RESHAPED = frozenset({aten.view, aten.unsqueeze, aten.squeeze, aten._unsafe_view, aten.alias})
-_SCATTERED: dict[Any, Any] = {aten.select: torch.select_scatter, aten.slice: torch.slice_scatter, aten.diagonal: torch.diagonal_scatter}
+_SCATTERED: dict[Any, Any] = {
+    aten.select: torch.select_scatter,
+    aten.slice: torch.slice_scatter,
+    aten.diagonal: torch.diagonal_scatter,
+}
 
 
 def write_back(func: Any, args: tuple[Any, ...], base: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
@@ -199,13 +220,16 @@ def write_back(func: Any, args: tuple[Any, ...], base: torch.Tensor, view: torch
     if packet is aten.permute:
         order = [d % base.dim() for d in args[0]]
         return view.permute([order.index(d) for d in range(base.dim())])
-    raise InputError(f"a write to a view made by {func} cannot be carried back to its base; write to the base itself, or clone() first")
+    raise InputError(
+        f"a write to a view made by {func} cannot be carried back to its base; write to the base itself, or clone() "
+        "first"
+    )
 
 
-# ---- torch functions, as the user wrote them ----
-# Problem: below, at the level of operators, it is too late to ask two things. A plain tensor may be the user's (is it the
-# whole, or this rank's part?) or one that torch made on its own way (`one_hot` compares with an `arange`), and a random
-# operator has a sequential generator behind it. Idea: the function sees its arguments as they were given.
+# ---- torch functions, as the user wrote them ---- Problem: below, at the level of operators, it is too late to ask two
+# things. A plain tensor may be the user's (is it the whole, or this rank's part?) or one that torch made on its own way
+# (`one_hot` compares with an `arange`), and a random operator has a sequential generator behind it. Idea: the function
+# sees its arguments as they were given.
 #
 #     x + plain                # refused: say how it is split
 #     x[[0, -1]]               # an index: the same on all ranks
@@ -214,15 +238,23 @@ def write_back(func: Any, args: tuple[Any, ...], base: torch.Tensor, view: torch
 
 # Where functions have an argument that is the same on all ranks: one that says where (an index), or probabilities.
 _SHARED: dict[str, int] = {
-    **dict.fromkeys("__getitem__ __setitem__ index_put index_put_ take take_along_dim put put_ quantile nanquantile".split(), 1),
-    **dict.fromkeys("index_select index_add index_copy index_fill index_reduce gather scatter scatter_add scatter_reduce".split(), 2),
-    **dict.fromkeys("index_add_ index_copy_ index_fill_ index_reduce_ scatter_ scatter_add_ scatter_reduce_".split(), 2),
+    **dict.fromkeys(
+        "__getitem__ __setitem__ index_put index_put_ take take_along_dim put put_ quantile nanquantile".split(), 1
+    ),
+    **dict.fromkeys(
+        "index_select index_add index_copy index_fill index_reduce gather scatter scatter_add scatter_reduce".split(), 2
+    ),
+    **dict.fromkeys(
+        "index_add_ index_copy_ index_fill_ index_reduce_ scatter_ scatter_add_ scatter_reduce_".split(), 2
+    ),
 }
 # Of one name twice: torch.nn.functional's takes the indices first.
 _SHARED_OF: dict[Any, int] = {F.embedding: 0, F.embedding_bag: 0, torch.embedding: 1, torch.embedding_bag: 1}
 _SHARED_NAMES = ("index", "indices", "input", "q")
 # Functions that want the memory of the whole, or change it behind dispatch.
-_MEMORY = frozenset("apply_ map_ map2_ data_ptr untyped_storage storage set_ resize_ resize_as_ share_memory_ pin_memory".split())
+_MEMORY = frozenset(
+    "apply_ map_ map2_ data_ptr untyped_storage storage set_ resize_ resize_as_ share_memory_ pin_memory".split()
+)
 # Random functions whose result is like their operand, and lies like it.
 _LIKE = frozenset({torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, Tensor.bernoulli})
 
@@ -238,7 +270,8 @@ def call_function(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         return NotImplemented
     if name in _MEMORY and isinstance(args[0], cls):
         raise InputError(
-            f"{_words(func)} wants the memory of one tensor, a DTensor's lies on all ranks; use x.local (this rank's part) or x.full()"
+            f"{_words(func)} wants the memory of one tensor, a DTensor's lies on all ranks; use x.local (this rank's "
+            "part) or x.full()"
         )
     if len(found) > 1 and not compat.in_backward():  # there, plain ones are autograd's own, equal on all ranks
         _check_plain(cls, func, name, found, args, kwargs)
@@ -269,12 +302,16 @@ def _mode(cls: Any, like: Any, name: str) -> Canonical:
     return Canonical(seed, count())
 
 
-def _check_plain(cls: Any, func: Any, name: str, found: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_plain(
+    cls: Any, func: Any, name: str, found: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Refuse the user's plain tensors that have dims, but for indices and probabilities."""
     writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     target: Any = kwargs.get("out", found[0] if writes else None)
     if _is_plain(cls, target):
-        raise InputError(f"{_words(func)} writes a DTensor into a plain tensor of shape {tuple(target.shape)}; use x.full()")
+        raise InputError(
+            f"{_words(func)} writes a DTensor into a plain tensor of shape {tuple(target.shape)}; use x.full()"
+        )
     shared = {id(x) for x in _shared(func, name, args, kwargs)}
     for x in found:
         if _is_plain(cls, x) and x.dim() > 0 and id(x) not in shared:
@@ -294,7 +331,8 @@ def _shared(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _is_plain(cls: Any, x: Any) -> bool:
-    """Whether a user would call it a plain tensor: no tensor of a trace, and no wrapper of torch.func around a DTensor."""
+    """Whether a user would call it a plain tensor: no tensor of a trace, and no wrapper of torch.func around a DTensor.
+    """
     return type(x) in (Tensor, torch.nn.Parameter) and not isinstance(compat.unwrap_functorch(x), cls)
 
 

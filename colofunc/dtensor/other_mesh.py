@@ -1,10 +1,10 @@
 """From one mesh to another: the parts of a tensor in a layout of a second mesh, without the whole in between.
 
-Both meshes are of the same ranks, or all ranks of the first are in this process. Where the first is of real ranks and the second is
-simulated, every process is to hold all parts, so there the whole is what has to be sent.
+Both meshes are of the same ranks, or all ranks of the first are in this process. Where the first is of real ranks and
+the second is simulated, every process is to hold all parts, so there the whole is what has to be sent.
 
-Note [Who sends]. Every rank knows both layouts, so each finds out alone what it sends and what it gets (`spec.transfer`); all messages of
-a tensor are posted at once, and what a rank keeps does not travel.
+Note [Who sends]. Every rank knows both layouts, so each finds out alone what it sends and what it gets
+(`spec.transfer`); all messages of a tensor are posted at once, and what a rank keeps does not travel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class Laid(Protocol):
 
 
 def parts_on(x: Laid, target: Layout, other: Mesh) -> Shards:
-    """The parts of the ranks in this process, of `x` in a layout of another mesh, in memory of their own. Collective on real ranks."""
+    """The parts of the ranks in this process, of `x` in a layout of another mesh, in memory of their own.
+
+    Collective on real ranks.
+    """
     source = x.sharding.with_pending(())
     parts = convert_shards(x.parts, x.sharding, source, x.mesh, x._backend) if x.sharding.pending else x.parts
     plan = Transfer(source, x.mesh, target, other)
@@ -57,7 +60,9 @@ def parts_on(x: Laid, target: Layout, other: Mesh) -> Shards:
 
 @attrs.frozen(eq=False)
 class FromOtherMesh:
-    """A source of a lazy tensor: a DTensor of another mesh, brought over when a plan has said where its parts are to lie."""
+    """A source of a lazy tensor: a DTensor of another mesh, brought over when a plan has said where its parts are to
+    lie.
+    """
 
     tensor: Any  # a DTensor
 

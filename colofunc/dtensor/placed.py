@@ -48,10 +48,11 @@ def place(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> Shards:
-    """The parts of the ranks in this process; ranks that hold the same part share it. `name`: of `x`, for errors. `dtype`: of the parts.
+    """The parts of the ranks in this process; ranks that hold the same part share it. `name`: of `x`, for errors.
+    `dtype`: of the parts.
 
-    `copy`: they may be written to, so they must not be the caller's memory. `device`: what `device_of(mesh)` says, from who knows it.
-    Parts lie in the memory that the layout says: that device's, or, beside a GPU, pinned on the host.
+    `copy`: they may be written to, so they must not be the caller's memory. `device`: what `device_of(mesh)` says, from
+    who knows it. Parts lie in the memory that the layout says: that device's, or, beside a GPU, pinned on the host.
     """
     made = _placed(x, layout, mesh, backend, copy, name)
     if dtype is not None and dtype != x.dtype:
@@ -66,7 +67,9 @@ def place(
 
 
 def _on_their_own(converted: Shards, parts: Shards, tier: str) -> Shards:
-    """Converted parts in memory of their own: a slice would keep all that it was cut from, and a step writes to its state in place."""
+    """Converted parts in memory of their own: a slice would keep all that it was cut from, and a step writes to its
+    state in place.
+    """
     lent = {mine.untyped_storage().data_ptr() for mine in parts if not isinstance(mine, OnDisk)}
     own: dict[int, torch.Tensor] = {}  # ranks that share a part go on sharing it
     for mine in converted:
@@ -80,7 +83,10 @@ def _on_their_own(converted: Shards, parts: Shards, tier: str) -> Shards:
 
 
 def _own(x: torch.Tensor, tier: str, device: torch.device) -> torch.Tensor:
-    """A caller's tensor where a value of that tier lies. On the host it is a copy: a card may read it when the caller has gone on."""
+    """A caller's tensor where a value of that tier lies.
+
+    On the host it is a copy: a card may read it when the caller has gone on.
+    """
     if tier != "host" or not x.is_cpu or isinstance(x, OnDisk):
         return in_tier(x, tier, device)
     return pinned_like(x).copy_(x)
@@ -89,7 +95,8 @@ def _own(x: torch.Tensor, tier: str, device: torch.device) -> torch.Tensor:
 def elsewhere(what: str, x: DTensor, mesh: Mesh) -> InputError:
     """What to say of a tensor that lies on another mesh than the step's."""
     return InputError(
-        f"{what} lies on {x.mesh}, the step runs on {mesh}. Try: step.init(state, ...), which places all of a state anew, or "
+        f"{what} lies on {x.mesh}, the step runs on {mesh}. Try: step.init(state, ...), which places all of a state "
+        "anew, or "
         "cf.load(path, mesh=...); a single tensor with cf.distribute(x, spec, mesh)"
     )
 
@@ -106,7 +113,8 @@ def _placed(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy:
         return _on_their_own(converted, x.parts, layout.tier) if copy or x.owned else converted
     if x.is_meta:
         raise InputError(
-            f"{what} of shape {tuple(x.shape)} has no data (meta tensor); give real values to run, cf.lazy(...) to have them made, "
+            f"{what} of shape {tuple(x.shape)} has no data (meta tensor); give real values to run, cf.lazy(...) to "
+            "have them made, "
             f"or use step.lower"
         )
     if isinstance(x, LazyTensor):
@@ -124,7 +132,9 @@ def _placed(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy:
 
 
 def side_by_side(inputs: Sequence[Shards], buffers: Sequence[Sequence[int]]) -> list[Shards]:
-    """The inputs, those of each buffer (positions) one behind the other in memory on every rank: copied if they are not yet."""
+    """The inputs, those of each buffer (positions) one behind the other in memory on every rank: copied if they are not
+    yet.
+    """
     out = list(inputs)
     for run in buffers:
         done: dict[tuple[int, ...], list[torch.Tensor]] = {}
@@ -164,7 +174,9 @@ class Shelf:
         found = [some[-1] for (on, _), some in self._kept.get(x, {}).items() if on == mesh and some]
         return found[-1].layout if found else None
 
-    def has(self, x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, dtype: torch.dtype | None = None) -> Shards | None:
+    def has(
+        self, x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, dtype: torch.dtype | None = None
+    ) -> Shards | None:
         """The tensor's parts, if it lies there in this layout and dtype and was not written to since."""
         wanted = compat.version(x), layout, dtype or x.dtype
         same = (one for one in self._of(x, mesh, backend) if (one.version, one.layout, one.dtype) == wanted)

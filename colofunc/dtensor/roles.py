@@ -1,12 +1,14 @@
-"""Roles that tensors carry: what `cf.functional`, `init` of an optimizer and a step have made is known for what it is wherever it goes.
+"""Roles that tensors carry: what `cf.functional`, `init` of an optimizer and a step have made is known for what it is
+wherever it goes.
 
-Problem: a step is a function of trees that people rearrange, so neither a place nor a word in a path says what a leaf is. Idea: who
-makes a tensor notes its role, and a trace asks the tensors that it is given.
+Problem: a step is a function of trees that people rearrange, so neither a place nor a word in a path says what a leaf
+is. Idea: who makes a tensor notes its role, and a trace asks the tensors that it is given.
 
     give_role("param", model.params.values())         # by cf.functional; buffers, frozen weights and optimizer state alike
     role_of(tensor)                                   # "param"; "" where nobody has said one
 
-What is computed from such a tensor is another tensor and has none. DTensors carry the role that their step's plan gave them.
+What is computed from such a tensor is another tensor and has none. DTensors carry the role that their step's plan gave
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from colofunc.dtensor.tensor import DTensor
 
 LASTING = ("param", "frozen", "state", "buffer")
 """Roles that are carried: what goes from step to step."""
-_GIVEN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # plain and lazy tensors; an entry lives as long as its tensor
+# plain and lazy tensors; an entry lives as long as its tensor
+_GIVEN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def give_role(role: str, tensors: Iterable[torch.Tensor]) -> None:

@@ -39,7 +39,10 @@ Maker = Callable[[list[torch.Tensor]], "DTensor"]
 
 @attrs.frozen(eq=False)
 class Home:
-    """All that a step asks about a tensor that it is given. Equal ones are one object (`home_of`), so that one look is enough."""
+    """All that a step asks about a tensor that it is given.
+
+    Equal ones are one object (`home_of`), so that one look is enough.
+    """
 
     layout: Layout
     dtype: torch.dtype
@@ -70,7 +73,10 @@ _HOMES: dict[tuple[object, ...], Home] = {}
 
 
 def consume_all(given: Iterable[DTensor], by: str, names: Iterable[str] | None = None) -> None:
-    """Give the parts of tensors away: later reads, also of views, raise ConsumedError naming `by`. `names`: of the leaves they were."""
+    """Give the parts of tensors away: later reads, also of views, raise ConsumedError naming `by`.
+
+    `names`: of the leaves they were.
+    """
     for x, name in zip(given, repeat("") if names is None else names):
         held = x._held
         held.shards, held.consumed_by, held.name = None, by, name
@@ -83,11 +89,16 @@ def parts_of(leaves: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def as_movable(x: DTensor) -> DTensor:
     """The same tensor, for a plan that may lay it otherwise with the rest of its state."""
-    return DTensor(x.parts_in_flight, x.sharding, x.mesh, x._backend, x.requires_grad, owned=True, movable=True, role=x.role)
+    return DTensor(
+        x.parts_in_flight, x.sharding, x.mesh, x._backend, x.requires_grad, owned=True, movable=True, role=x.role
+    )
 
 
 def validate(some: Iterable[DTensor]) -> None:
-    """What a step has guessed of tensors is put right on all ranks, where they are read by some only afterwards. Collective."""
+    """What a step has guessed of tensors is put right on all ranks, where they are read by some only afterwards.
+
+    Collective.
+    """
     for x in some:
         _ = x.parts_in_flight
 
@@ -122,7 +133,9 @@ class DTensor(torch.Tensor):
         role: str = "",
     ) -> DTensor:
         first = shards[0]
-        self: DTensor = compat.wrapper_subclass(cls, layout.shape, dtype=first.dtype, device=first.device, requires_grad=False)
+        self: DTensor = compat.wrapper_subclass(
+            cls, layout.shape, dtype=first.dtype, device=first.device, requires_grad=False
+        )
         self.sharding = layout
         self.mesh = mesh
         self._held = Held(shards)
@@ -158,7 +171,10 @@ class DTensor(torch.Tensor):
 
     @property
     def parts(self) -> list[torch.Tensor]:
-        """The parts of the ranks that this process owns. Where they lie beside a card the host waits until copies of them have ended."""
+        """The parts of the ranks that this process owns.
+
+        Where they lie beside a card the host waits until copies of them have ended.
+        """
         found = self.parts_in_flight
         if self.sharding.tier == "host":
             COPIER.arrived(found)
@@ -166,7 +182,9 @@ class DTensor(torch.Tensor):
 
     @property
     def parts_in_flight(self) -> list[torch.Tensor]:
-        """The parts for a step, or for who does not look at numbers: a card may still copy to and from those of the host."""
+        """The parts for a step, or for who does not look at numbers: a card may still copy to and from those of the
+        host.
+        """
         unsettled = self._backend.unsettled
         if unsettled is not None:  # what it holds may be what a step has guessed
             unsettled.read(self._held.shards)
@@ -180,12 +198,14 @@ class DTensor(torch.Tensor):
             read = f"it is read again at {line}: " if (line := user_line()) else ""
             name = f"{lost.name!r} " if lost.name else ""
             raise ConsumedError(
-                f"this DTensor {name}{tuple(self.shape)} {self.sharding.text()!r} was donated to {lost.consumed_by} and its memory reused; "
+                f"this DTensor {name}{tuple(self.shape)} {self.sharding.text()!r} was donated to {lost.consumed_by} "
+                "and its memory reused; "
                 f"{read}use that call's output, or pass donate=() to keep inputs alive"
             )
         if origin is not None and origin.seen != origin.root.writes:
             raise ConsumedError(
-                f"this DTensor {tuple(self.shape)} {self.sharding.text()!r} is a view ({origin.func}) of a tensor that was "
+                f"this DTensor {tuple(self.shape)} {self.sharding.text()!r} is a view ({origin.func}) of a tensor that "
+                "was "
                 f"written in place since; take the view again after writing, or clone() it before"
             )
         assert self._held.shards is not None
@@ -262,12 +282,16 @@ class DTensor(torch.Tensor):
         return self.full().numpy(force=force)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        out = DTensor([x.clone() for x in self.parts], self.sharding, self.mesh, self._backend, self.requires_grad, role=self.role)
+        out = DTensor(
+            [x.clone() for x in self.parts], self.sharding, self.mesh, self._backend, self.requires_grad, role=self.role
+        )
         memo[id(self)] = out
         return out
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise InputError(f"a DTensor {tuple(self.shape)} on {self.mesh} cannot be pickled; save x.full(), or x.local per rank")
+        raise InputError(
+            f"a DTensor {tuple(self.shape)} on {self.mesh} cannot be pickled; save x.full(), or x.local per rank"
+        )
 
     # -- moving it ----------------------------------------------------------------------------------------------
 
@@ -284,7 +308,9 @@ class DTensor(torch.Tensor):
     def to_torch(self) -> torch.Tensor:
         """This tensor as torch.distributed.tensor.DTensor on the running process group."""
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() != self.mesh.size:
-            raise InputError(f"to_torch needs a process group of the size of {self.mesh}; start with torchrun, or use x.full()")
+            raise InputError(
+                f"to_torch needs a process group of the size of {self.mesh}; start with torchrun, or use x.full()"
+            )
         # Imported here: it takes half a second, and few programs need it.
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor as TorchDTensor
@@ -292,9 +318,13 @@ class DTensor(torch.Tensor):
         from colofunc.spec.placements import to_placements
 
         names = self.mesh.axis_names
-        device_mesh = init_device_mesh(self.device.type, tuple(self.mesh.axis_size(a) for a in names), mesh_dim_names=names)
+        device_mesh = init_device_mesh(
+            self.device.type, tuple(self.mesh.axis_size(a) for a in names), mesh_dim_names=names
+        )
         placements = to_placements(self.sharding, self.mesh)
-        return TorchDTensor.from_local(self.local, device_mesh, placements, shape=self.shape, stride=row_major(self.shape))
+        return TorchDTensor.from_local(
+            self.local, device_mesh, placements, shape=self.shape, stride=row_major(self.shape)
+        )
 
     @staticmethod
     def from_torch(y: Any, mesh: Mesh | None = None) -> DTensor:
@@ -303,7 +333,9 @@ class DTensor(torch.Tensor):
 
         device_mesh = getattr(y, "device_mesh", None)
         if device_mesh is None:
-            raise InputError(f"from_torch wants a torch.distributed.tensor.DTensor, not {type(y).__name__}; use distribute")
+            raise InputError(
+                f"from_torch wants a torch.distributed.tensor.DTensor, not {type(y).__name__}; use distribute"
+            )
         if mesh is None:
             names = device_mesh.mesh_dim_names or tuple(f"d{i}" for i in range(device_mesh.ndim))
             mesh = Mesh(**dict(zip(names, device_mesh.shape, strict=True)))
@@ -325,9 +357,9 @@ class DTensor(torch.Tensor):
 def distribute(tensor: torch.Tensor, spec: SpecLike, mesh: Mesh) -> DTensor:
     """Split a global tensor (equal on all ranks) as `spec` says. Differentiable.
 
-    A DTensor of another mesh is brought over part by part: each rank gets what it is to hold. On a mesh of GPUs the parts lie there,
-    wherever the tensor does, unless the spec says `@host`.
-    Raises SpecError where the spec does not fit the tensor or the mesh.
+    A DTensor of another mesh is brought over part by part: each rank gets what it is to hold. On a mesh of GPUs the
+    parts lie there, wherever the tensor does, unless the spec says `@host`. Raises SpecError where the spec does not
+    fit the tensor or the mesh.
     """
     if isinstance(tensor, DTensor) and tensor.mesh == mesh:
         return tensor.redistribute(spec)
@@ -335,7 +367,9 @@ def distribute(tensor: torch.Tensor, spec: SpecLike, mesh: Mesh) -> DTensor:
         moved: DTensor = _ToOtherMesh.apply(tensor, bind(spec, mesh, tuple(tensor.shape)), mesh)
         return moved
     if not isinstance(tensor, torch.Tensor):
-        raise InputError(f"distribute wants a torch.Tensor, not {type(tensor).__name__}; convert it with torch.as_tensor")
+        raise InputError(
+            f"distribute wants a torch.Tensor, not {type(tensor).__name__}; convert it with torch.as_tensor"
+        )
     layout = bind(spec, mesh, tuple(tensor.shape))
     if isinstance(tensor, LazyTensor):  # part by part, never whole where its source can read parts
         backend = backend_for(mesh)

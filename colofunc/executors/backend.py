@@ -53,7 +53,9 @@ class Backend(Protocol):
         """`program` as a function of its inputs' shards (constants excluded). Keep it: making one costs time."""
 
     def later(self, program: Program, mesh: Mesh) -> Begin:
-        """`program`, which sends scalars, in two steps: what is known is sent when it is called, results come when that is called."""
+        """`program`, which sends scalars, in two steps: what is known is sent when it is called, results come when that
+        is called.
+        """
 
     def interrupted(self) -> None:
         """What `later` has begun will not end: no program begins any more that would take its messages for its own."""
@@ -68,7 +70,10 @@ class Backend(Protocol):
         """`program` node by node as it stands, with what `tap` writes behind each; not kept."""
 
     def exchange(self, what: str, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
-        """Send tensors to ranks of other processes and receive theirs, by rank. Collective. `what` it is for, for errors."""
+        """Send tensors to ranks of other processes and receive theirs, by rank.
+
+        Collective. `what` it is for, for errors.
+        """
 
 
 class Simulated:
@@ -169,14 +174,17 @@ def backend_for(mesh: Mesh, name: str | None = None) -> Backend:
 def join(mesh: Mesh, *, limit_s: float = Limits().limit_s, notice_s: float = Limits().notice_s) -> None:
     """Join the launched processes now instead of at the first step, and say how long ranks wait for one another.
 
-    `notice_s`: after so long a line on both sides says which rank waits where, for whom, and what is known of that one: where it
-    was last, whether its process is stopped or has ended. `limit_s`: after so long it is an error; for joining, for a point that
-    all ranks must come to, and for collectives, also of groups along single axes and of groups that are there already. A process group
-    that you made keeps its own timeout. `cf.save` and `cf.save_pretrained`, which may write for long, have limits of their own. Nothing to
-    do in one process.
+    `notice_s`: after so long a line on both sides says which rank waits where, for whom, and what is known of that one:
+    where it was last, whether its process is stopped or has ended. `limit_s`: after so long it is an error; for
+    joining, for a point that all ranks must come to, and for collectives, also of groups along single axes and of
+    groups that are there already. A process group that you made keeps its own timeout. `cf.save` and
+    `cf.save_pretrained`, which may write for long, have limits of their own. Nothing to do in one process.
     """
     if notice_s <= 0 or limit_s <= 0:
-        raise InputError(f"cf.join: limit_s={limit_s!r} and notice_s={notice_s!r} have to be positive. Try: cf.join(mesh, limit_s=600)")
+        raise InputError(
+            f"cf.join: limit_s={limit_s!r} and notice_s={notice_s!r} have to be positive. Try: cf.join(mesh, "
+            "limit_s=600)"
+        )
     limits = Limits(limit_s, notice_s)
     if mesh.size > 1 and init_from_env(mesh, limits):
         watch_of_group(limits)
@@ -195,8 +203,8 @@ def on_real_ranks(mesh: Mesh, name: str | None = None) -> bool:
 
 
 def planned_on_real_ranks(mesh: Mesh, name: str | None = None) -> bool:
-    """Whether a step on `mesh` is planned as real ranks run it: it runs on them, was put on an executor of them before there are any, or
-    its mesh names a machine with CUDA cards. A step that was put on "simulated" never is.
+    """Whether a step on `mesh` is planned as real ranks run it: it runs on them, was put on an executor of them before
+    there are any, or its mesh names a machine with CUDA cards. A step that was put on "simulated" never is.
     """
     if mesh.size == 1 or name == "simulated":
         return False
@@ -204,13 +212,15 @@ def planned_on_real_ranks(mesh: Mesh, name: str | None = None) -> bool:
     return named or name in ("distributed", "compiled") or on_real_ranks(mesh, name)
 
 
-def held(program: Program, mesh: Mesh, name: str | None = None, grouped: bool = False, rank: int | None = None) -> MemoryReport:
+def held(
+    program: Program, mesh: Mesh, name: str | None = None, grouped: bool = False, rank: int | None = None
+) -> MemoryReport:
     """What a rank holds while the executor runs `program`: on real ranks with what is in flight. Joins nothing.
 
     rank: by default the one that holds most, where ranks do different things.
 
-    A step that was put on "distributed" or "compiled" counts as on real ranks before there are any. grouped: see `ordered`; no peak is
-    another by it.
+    A step that was put on "distributed" or "compiled" counts as on real ranks before there are any. grouped: see
+    `ordered`; no peak is another by it.
     """
     real = planned_on_real_ranks(mesh, name)
     some = distinct_ranks(program, mesh) if rank is None else (rank,)
@@ -226,11 +236,14 @@ def fullest(program: Program, mesh: Mesh, name: str | None = None) -> int:
     return max(peaks, key=lambda rank: peaks[rank].peak_bytes["device"])
 
 
-def ordered(program: Program, mesh: Mesh, name: str | None = None, ahead_bytes: float = inf, grouped: bool = False) -> Program:
-    """`program` in the order in which the executor runs it. Joins nothing. ahead_bytes: what may be gathered ahead of its use.
+def ordered(
+    program: Program, mesh: Mesh, name: str | None = None, ahead_bytes: float = inf, grouped: bool = False
+) -> Program:
+    """`program` in the order in which the executor runs it. Joins nothing. ahead_bytes: what may be gathered ahead of
+    its use.
 
-    grouped: with small updates side by side, which is the very order; plans are searched without it. Where ranks do different things, each
-    puts its own part in order.
+    grouped: with small updates side by side, which is the very order; plans are searched without it. Where ranks do
+    different things, each puts its own part in order.
     """
     real = planned_on_real_ranks(mesh, name)
     return overlapped(program, ahead_bytes, grouped) if real and not has_places(program) else program
@@ -238,7 +251,9 @@ def ordered(program: Program, mesh: Mesh, name: str | None = None, ahead_bytes: 
 
 def _process_group(mesh: Mesh) -> Any:
     if not dist.is_initialized():
-        raise MeshError(f"no process group for {mesh}; start with torchrun or cf.launch(fn, {mesh.size}), or use \"simulated\"")
+        raise MeshError(
+            f'no process group for {mesh}; start with torchrun or cf.launch(fn, {mesh.size}), or use "simulated"'
+        )
     if dist.get_world_size() != mesh.size:
         raise MeshError(
             f"{mesh} has {mesh.size} ranks but the process group has {dist.get_world_size()}; "

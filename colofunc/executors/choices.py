@@ -1,7 +1,7 @@
 """Which kernel a node gets, while its line is written: for the device that runs it, and where its rank stands.
 
-Problem: what a plan counts is for the machine that it was made for; a step may run elsewhere, and a guard may ask where a rank's rows
-stand. Idea: the table of kernels travels with the program, and each line of the source asks it once.
+Problem: what a plan counts is for the machine that it was made for; a step may run elsewhere, and a guard may ask where
+a rank's rows stand. Idea: the table of kernels travels with the program, and each line of the source asks it once.
 
     chosen = choices.of(node, lane)       # None: the operator's own implementation
     chosen.kernel.fn(*chosen.arguments)
@@ -64,7 +64,9 @@ class Choices:
         if kernel is None:
             return None
         every = zip(signature(node.target), bound(node.target, node.args, dict(node.kwargs)), strict=True)
-        return Chosen(kernel, tuple(_argument(arg, known if name in kernel.on_host else None) for (name, _), arg in every))
+        return Chosen(
+            kernel, tuple(_argument(arg, known if name in kernel.on_host else None) for (name, _), arg in every)
+        )
 
     def _positions(self, lane: int) -> Positions:
         key = (lane, *(id(node) for node in self._loops))

@@ -1,14 +1,14 @@
 """Compiled segments: what lies between collectives becomes one compiled function each.
 
 Problem: a compiler fuses operators, and must not see collectives of a simulated mesh or of a process group. Idea: cut
-the local program (`segments`); each segment is an FX graph, compiled as a whole, and the program of segments runs on any
-executor like any other program. Equal segments, as those of equal layers, are one function.
+the local program (`segments`); each segment is an FX graph, compiled as a whole, and the program of segments runs on
+any executor like any other program. Equal segments, as those of equal layers, are one function.
 
     linear gelu linear | all_reduce | add layer_norm       ->       segment_0, all_reduce, segment_1
 
-A function is compiled at its first call, for the strides that its operands have there, and again for others. The compiler
-gets the graph itself: nothing is left for it to find out about Python. Where it is missing or fails, its error passes through:
-a step that was asked to be compiled is not silently run otherwise.
+A function is compiled at its first call, for the strides that its operands have there, and again for others. The
+compiler gets the graph itself: nothing is left for it to find out about Python. Where it is missing or fails, its error
+passes through: a step that was asked to be compiled is not silently run otherwise.
 """
 
 from __future__ import annotations
@@ -85,7 +85,11 @@ def graph_of(piece: Piece, device: torch.device) -> torch.fx.GraphModule:
         given = unnumbered(node, next(numbers)) if node.target in NUMBERED else node.args
         args, kwargs = (_on(device, map_refs(tree, env.__getitem__)) for tree in (given, node.kwargs))
         named = dict(kwargs)
-        if node.target.startswith("aten.") and takes_device(node.target) and (not node.refs or named.get("device") is not None):
+        if (
+            node.target.startswith("aten.")
+            and takes_device(node.target)
+            and (not node.refs or named.get("device") is not None)
+        ):
             named["device"] = device
         call = graph.call_function(_function(node.target), args, named)
         _define(graph, env, node, call)
@@ -153,13 +157,17 @@ def _number(value: int) -> torch.Tensor:
 
 
 def shared(inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """How operands overlap, for a function that writes to one of them: () where none do, else where each begins in which memory."""
+    """How operands overlap, for a function that writes to one of them: () where none do, else where each begins in
+    which memory.
+    """
     storages = [compat.storage_key(x) for x in inputs]
     if len(set(storages)) == len(storages):
         return ()
     spans: dict[int, list[tuple[int, int]]] = {}
     for x, storage in zip(inputs, storages, strict=True):
-        length = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        length = (
+            1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        )
         begin = int(x.storage_offset())
         spans.setdefault(storage, []).append((begin * x.itemsize, (begin + length) * x.itemsize))
     for mine in spans.values():

@@ -3,14 +3,15 @@
     copying = COPIER.start("to_device", (x,), device)     # runs beside what the device computes
     copying.wait()                                        # the device's later work waits for it; the host goes on
 
-Host memory is written and read by three parties that do not wait for one another: both streams, and the host itself. So each
-piece of it remembers the copies of it (`pages_in_use`); whoever comes next waits for what stands in its way: a stream for events, the host
-in `settle`. Memory of the device needs none of it: it is allocated, and after the wait given back, in the order of the stream that
-computes. The host leaves a step without waiting: the copies of the next one wait for these, and outside of steps the host waits when
-it looks at what a copy has to do with (`arrived`). At the end of the process nobody looks, so nobody waits.
+Host memory is written and read by three parties that do not wait for one another: both streams, and the host itself. So
+each piece of it remembers the copies of it (`pages_in_use`); whoever comes next waits for what stands in its way: a
+stream for events, the host in `settle`. Memory of the device needs none of it: it is allocated, and after the wait
+given back, in the order of the stream that computes. The host leaves a step without waiting: the copies of the next one
+wait for these, and outside of steps the host waits when it looks at what a copy has to do with (`arrived`). At the end
+of the process nobody looks, so nobody waits.
 
-On a CPU device and host are RAM, so a copy is done when it has started. What lies on disk is moved by the threads of its store, into and
-from pinned memory where there is a card; it is they that wait for copies of that memory.
+On a CPU device and host are RAM, so a copy is done when it has started. What lies on disk is moved by the threads of
+its store, into and from pinned memory where there is a card; it is they that wait for copies of that memory.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Copying:
 
     __slots__ = ("_ready", "_source", "result")
 
-    def __init__(self, result: torch.Tensor, ready: Callable[[], Any] | None = None, source: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, result: torch.Tensor, ready: Callable[[], Any] | None = None, source: torch.Tensor | None = None
+    ) -> None:
         self.result = result
         self._ready, self._source = ready, source
 
@@ -77,7 +80,10 @@ class Copier:
     def start(
         self, kind: str, operands: tuple[torch.Tensor, ...], device: torch.device, pool: Pool | None = None
     ) -> Copying | Moving:
-        """Begin `to_host(x)`, `to_device(x)`, `to_disk(x)` or `put(into, x)`. `pool`: where a copy on the host is to lie."""
+        """Begin `to_host(x)`, `to_device(x)`, `to_disk(x)` or `put(into, x)`.
+
+        `pool`: where a copy on the host is to lie.
+        """
         if kind == "to_disk":
             scratch = SCRATCH.get()
             if scratch is not None:
@@ -113,7 +119,8 @@ class Copier:
         return Copying(target, partial(current.wait_event, done), source)
 
     def _before(self, x: torch.Tensor, writes: bool) -> Callable[[], None] | None:
-        """What a thread calls before it reads or writes this memory of the host, so that the host itself need not wait."""
+        """What a thread calls before it reads or writes this memory of the host, so that the host itself need not wait.
+        """
         flights = self._known(x)
         events = () if flights is None else tuple(flights.before(writes))
         return partial(_passed, events) if events else None
@@ -136,7 +143,9 @@ class Copier:
                     passed()
 
     def finish(self) -> None:
-        """At the end of a step, for which the host does not wait: what has passed by now is forgotten, and its memory goes."""
+        """At the end of a step, for which the host does not wait: what has passed by now is forgotten, and its memory
+        goes.
+        """
         self._in_use.forget()
         give_back()
 

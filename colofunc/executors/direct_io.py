@@ -1,8 +1,9 @@
 """Direct I/O: bytes between a file and host memory, past the page cache where the file system can (`O_DIRECT`).
 
-Problem: a training step or a checkpoint must not push other data out of memory, and a copy to the page cache costs more processor time
-than anything else on the way to a disk. But not every file system can do without it, and some take the flag and refuse the call.
-Idea: the flag is a property of the open file. A call that is refused takes it away, once, and goes the usual way.
+Problem: a training step or a checkpoint must not push other data out of memory, and a copy to the page cache costs more
+processor time than anything else on the way to a disk. But not every file system can do without it, and some take the
+flag and refuse the call. Idea: the flag is a property of the open file. A call that is refused takes it away, once, and
+goes the usual way.
 
     set_direct(fd, True)
     write_at(fd, data, at=0)       # all of it; `data` begins at a page and has whole pages (`padded`, `pages.pages`)
@@ -76,7 +77,7 @@ def _moved(move: Any, fd: int, data: Buffer | memoryview, at: int) -> int:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    # Some take the flag and refuse the call; one that ended within a block leaves the rest unaligned. The flag is the file's, so
-    # another thread may have taken it away since: ask for nothing, try once without.
+    # Some take the flag and refuse the call; one that ended within a block leaves the rest unaligned. The flag is the
+    # file's, so another thread may have taken it away since: ask for nothing, try once without.
     set_direct(fd, False)
     return move(fd, [data], at)

@@ -1,8 +1,9 @@
 """Real ranks: one process per rank, `torch.distributed` between them.
 
 The same straight-line source as on the simulated mesh, with one lane (see `rank_program`) and real collectives (see
-`rank_collectives`, `groups`). Before a program runs for the first time all ranks compare a hash of it; a rank that fails
-publishes its traceback and all end (see `watch`). Started by `torchrun`, by `launch`, or inside a process group that the user made.
+`rank_collectives`, `groups`). Before a program runs for the first time all ranks compare a hash of it; a rank that
+fails publishes its traceback and all end (see `watch`). Started by `torchrun`, by `launch`, or inside a process group
+that the user made.
 
     torchrun --nproc-per-node 2 train.py          # init_from_env(mesh) joins the group: gloo on CPU, NCCL on CUDA
 """
@@ -69,7 +70,11 @@ class Distributed:
         return (self.rank,)
 
     def compile(
-        self, program: Program, mesh: Mesh, bound: Mapping[str, Callable[..., Any]] | None = None, whole: Program | None = None
+        self,
+        program: Program,
+        mesh: Mesh,
+        bound: Mapping[str, Callable[..., Any]] | None = None,
+        whole: Program | None = None,
     ) -> RankProgram:
         """`program` ready to run on this rank, collectives started early and waited for late.
 
@@ -81,12 +86,15 @@ class Distributed:
         if self._by_nccl(mesh):
             _check_message_order(program, mesh)
         part = on_rank(program, mesh, self.rank)
-        return RankProgram(self.order(part.program), groups, self.watch, bound, whole=whole, union=program, on_rank=part)
+        return RankProgram(
+            self.order(part.program), groups, self.watch, bound, whole=whole, union=program, on_rank=part
+        )
 
     def later(self, program: Program, mesh: Mesh) -> Later:
         if self._by_nccl(mesh):
             raise PlanError(
-                'cf.pipeline(validate="next step") posts what it will receive before it sends, which waits for ever with NCCL; it has run '
+                'cf.pipeline(validate="next step") posts what it will receive before it sends, which waits for ever '
+                'with NCCL; it has run '
                 f'with gloo only. Try: validate="step", or {mesh!r} with device="cpu"'
             )
         groups = self._groups_of(mesh)
@@ -126,7 +134,9 @@ class Distributed:
         return groups
 
     def limit(self) -> None:
-        """What `cf.join` has said holds for the groups that are there too; a group of all ranks that somebody else made keeps its own."""
+        """What `cf.join` has said holds for the groups that are there too; a group of all ranks that somebody else made
+        keeps its own.
+        """
         limit_s = sub_limit_s(self.watch)
         if self.watch is not None and self.watch.made_group:
             compat.set_group_limit(dist.group.WORLD, limit_s)
@@ -148,7 +158,8 @@ def _check_message_order(program: Program, mesh: Mesh) -> None:
     message = out_of_order(program, mesh)
     if message:
         raise PlanError(
-            f"NCCL delivers messages in the order in which they are sent, and this schedule receives {message} before one of the same "
+            f"NCCL delivers messages in the order in which they are sent, and this schedule receives {message} before "
+            "one of the same "
             'kind that was sent earlier. Try: schedule="1f1b", or a group that carries tensors on GPUs with gloo'
         )
 
@@ -159,8 +170,9 @@ def overlapped(program: Program, ahead_bytes: float = inf, grouped: bool = False
     In the bodies of loops too. One with copies between tiers was in this order before they were written into it
     (`compiler.budget`), and is timed and counted as it stands: nobody reorders it.
 
-    ahead_bytes: the results of collectives that are started ahead may take this many, or those of one collective. grouped: small
-    updates stand side by side, as far as the peak allows; what is only counted need not be, for no peak is another by that.
+    ahead_bytes: the results of collectives that are started ahead may take this many, or those of one collective.
+    grouped: small updates stand side by side, as far as the peak allows; what is only counted need not be, for no peak
+    is another by that.
     """
     if any(is_copy(node) for node in program.nodes):
         return program
@@ -245,7 +257,8 @@ def broadcast_object(thing: Any) -> Any:
 
 
 def main_seed(watch: Watch | None, seed: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Rank 0's seed, on the device that draws by it. Every rank has drawn one on the host, so that their generators stay in step.
+    """Rank 0's seed, on the device that draws by it. Every rank has drawn one on the host, so that their generators
+    stay in step.
 
     It travels once and is never read back, so that the host does not wait for the device.
     """

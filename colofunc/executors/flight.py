@@ -1,15 +1,17 @@
 """Flight: what this rank has handed to its GPU and what has not ended there.
 
-Problem: with NCCL a collective is done by the GPU. The host starts it, leaves the step and goes on; where a peer is gone, nothing
-raises, and the host comes to wait much later, for a number that never comes. Idea: a step leaves its collectives by name, and an event
-behind its last operator. The thread that watches the peers asks which of them have passed: the first that has not is where this rank is.
+Problem: with NCCL a collective is done by the GPU. The host starts it, leaves the step and goes on; where a peer is
+gone, nothing raises, and the host comes to wait much later, for a number that never comes. Idea: a step leaves its
+collectives by name, and an event behind its last operator. The thread that watches the peers asks which of them have
+passed: the first that has not is where this rank is.
 
     flight.begin(7, "in step 7 (train) at train.py:20")
     flight.started("all_gather 0.weight at train.py:12", works)
     flight.end(event)                        # recorded behind the last operator
     flight.waiting(300.0)                    # what the GPU is at, since when; None where all has passed
 
-A step that has passed is dropped when the next one ends: what is kept are the works of the steps that the host is ahead by.
+A step that has passed is dropped when the next one ends: what is kept are the works of the steps that the host is ahead
+by.
 """
 
 from __future__ import annotations

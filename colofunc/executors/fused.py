@@ -1,14 +1,15 @@
 """What compiled segments cost: the clock of a program whose elementwise operators are fused.
 
-Problem: the clock counts every operator of a program by the bytes that it reads and writes, and a compiler leaves out what only its own
-kernels would read. Idea: within a piece that is compiled as a whole (`segments.pieces`) operators that can be fused are grouped by the
-products between them: what is made and read between the same two products stays on the chip, everything else is written once and read once
-by each group. A group is one launch. Products are as they were: the compiler calls the library for them.
+Problem: the clock counts every operator of a program by the bytes that it reads and writes, and a compiler leaves out
+what only its own kernels would read. Idea: within a piece that is compiled as a whole (`segments.pieces`) operators
+that can be fused are grouped by the products between them: what is made and read between the same two products stays on
+the chip, everything else is written once and read once by each group. A group is one launch. Products are as they were:
+the compiler calls the library for them.
 
     norm linear silu mul linear add  ->  [norm] linear [silu mul] linear [add]
 
-The program that comes back has the seconds on its nodes, where the clock looks first (`Node.kernel`): those of a group on its first node.
-A norm is one group although it reads its rows twice, because they fit on the chip.
+The program that comes back has the seconds on its nodes, where the clock looks first (`Node.kernel`): those of a group
+on its first node. A norm is one group although it reads its rows twice, because they fit on the chip.
 
 What of it is written to memory: `unwritten`.
 """
@@ -37,7 +38,9 @@ def fused(program: Program, mesh: Mesh, rule_of: RuleOf) -> Program:
         if node.loop is not None:
             edit.change_body(index, fused(node.loop.body, mesh, rule_of))
     for piece in pieces(program):
-        where = {id(node): k for k, node in enumerate(program.nodes[piece.first : piece.first + piece.count], piece.first)}
+        where = {
+            id(node): k for k, node in enumerate(program.nodes[piece.first : piece.first + piece.count], piece.first)
+        }
         for group in groups(piece.nodes):
             seconds = _group_s(group, piece.outs, piece.nodes, program.values, mesh, rule_of)
             for place, node in enumerate(group):
@@ -47,14 +50,17 @@ def fused(program: Program, mesh: Mesh, rule_of: RuleOf) -> Program:
 
 
 def as_executed(program: Program, executor: str | None, mesh: Mesh, rule_of: RuleOf) -> Program:
-    """A program with the seconds of fused operators, where the executor fuses them, and with what other software is planned for."""
+    """A program with the seconds of fused operators, where the executor fuses them, and with what other software is
+    planned for.
+    """
     fuses = executor == NAME or mesh.topology.software.fused
     executed = fused(program, mesh, rule_of) if fuses else program
     return in_chunks(executed, mesh, rule_of)
 
 
 def groups(nodes: Sequence[Node]) -> list[list[Node]]:
-    """The operators of a piece that are no products, by how many products stand before them on the longest way to them."""
+    """The operators of a piece that are no products, by how many products stand before them on the longest way to them.
+    """
     depth: dict[int, int] = {}  # of a value: products up to it
     found: dict[int, list[Node]] = {}
     for node in nodes:
@@ -69,7 +75,12 @@ def groups(nodes: Sequence[Node]) -> list[list[Node]]:
 
 
 def _group_s(
-    group: Sequence[Node], outs: Sequence[int], nodes: Sequence[Node], values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf
+    group: Sequence[Node],
+    outs: Sequence[int],
+    nodes: Sequence[Node],
+    values: Mapping[int, Value],
+    mesh: Mesh,
+    rule_of: RuleOf,
 ) -> float:
     """Seconds of one kernel that reads what comes from outside of a group and writes what is read there."""
     inside = {id(node) for node in group}

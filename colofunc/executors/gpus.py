@@ -1,8 +1,9 @@
 """Which GPU a launched process uses, and whether all of them have one of their own.
 
-Problem: `torchrun` shows every process all GPUs of a node, Slurm shows each task one, as number 0 to all. A rank that decides by what it
-sees alone may join NCCL where another joins gloo, and both wait. Idea: each rank names the GPU that it would take, by what no other GPU is
-called; all ranks see all names, and decide alike: NCCL where every rank has a GPU of its own, else gloo.
+Problem: `torchrun` shows every process all GPUs of a node, Slurm shows each task one, as number 0 to all. A rank that
+decides by what it sees alone may join NCCL where another joins gloo, and both wait. Idea: each rank names the GPU that
+it would take, by what no other GPU is called; all ranks see all names, and decide alike: NCCL where every rank has a
+GPU of its own, else gloo.
 
     own_gpu(mesh, launch, watch)      # 0 on each of eight tasks with one GPU each; None on all of four that share one GPU
 """
@@ -38,10 +39,13 @@ def own_gpu(mesh: Mesh, launch: Launch, watch: Watch) -> int | None:
     if not trouble:
         return index
     if mesh.device == "cuda":
-        raise MeshError(f'{mesh} wants a GPU of its own for each rank, and {trouble}. Try: fewer processes a node, or device="cpu"')
+        raise MeshError(
+            f'{mesh} wants a GPU of its own for each rank, and {trouble}. Try: fewer processes a node, or device="cpu"'
+        )
     if any(names) and launch.rank == 0:
         warnings.warn(
-            f"{mesh} runs on the host and leaves GPUs idle, because {trouble}. Try: as many processes a node as it has GPUs, or "
+            f"{mesh} runs on the host and leaves GPUs idle, because {trouble}. Try: as many processes a node as it has "
+            "GPUs, or "
             'device="cpu", which says that it is meant',
             stacklevel=2,
         )
@@ -49,10 +53,12 @@ def own_gpu(mesh: Mesh, launch: Launch, watch: Watch) -> int | None:
 
 
 def adopt_gpu(watch: Watch | None) -> None:
-    """In a process group that somebody else made, this process's GPU in all of its threads. Collective where that has NCCL.
+    """In a process group that somebody else made, this process's GPU in all of its threads. Collective where that has
+    NCCL.
 
-    It is the one that the group is bound to (`device_id=`), else the current one. A script that has chosen none is on GPU 0, as all ranks
-    of its node are: it gets the one of its LOCAL_RANK. Raises MeshError on all ranks where two are on one GPU, which NCCL refuses later.
+    It is the one that the group is bound to (`device_id=`), else the current one. A script that has chosen none is on
+    GPU 0, as all ranks of its node are: it gets the one of its LOCAL_RANK. Raises MeshError on all ranks where two are
+    on one GPU, which NCCL refuses later.
     """
     if watch is None or not group_moves_gpu_memory():
         return
@@ -64,7 +70,8 @@ def adopt_gpu(watch: Watch | None) -> None:
     trouble = shared_or_missing(watch.exchange("the GPUs of the ranks", name_of(index), watch.deadline_s))
     if trouble:
         raise MeshError(
-            f"NCCL wants a GPU of its own for each rank, and {trouble}. Try: torch.cuda.set_device(int(os.environ[\"LOCAL_RANK\"])) before "
+            f'NCCL wants a GPU of its own for each rank, and {trouble}. Try: '
+            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before '
             "init_process_group, or leave it to cf.join(mesh) to make the process group"
         )
 

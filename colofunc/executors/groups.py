@@ -34,7 +34,16 @@ from colofunc.ops.flat import flat_of
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # What gloo can add; anything else is reduced in a wider type and comes back.
-_GLOO_SUMS = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8, torch.float16, torch.bfloat16)
+_GLOO_SUMS = (
+    torch.float32,
+    torch.float64,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.int8,
+    torch.float16,
+    torch.bfloat16,
+)
 
 
 class Started:
@@ -78,19 +87,26 @@ class Group:
 class Groups:
     """All process groups that programs on one mesh have asked for so far."""
 
-    def __init__(self, mesh: Mesh, rank: int, carriers: Mapping[str, str], limit_s: float, mail: Mail | None = None) -> None:
-        """`carriers`: device type -> backend. `limit_s`: after so long a collective that a member does not join is an error."""
+    def __init__(
+        self, mesh: Mesh, rank: int, carriers: Mapping[str, str], limit_s: float, mail: Mail | None = None
+    ) -> None:
+        """`carriers`: device type -> backend.
+
+        `limit_s`: after so long a collective that a member does not join is an error.
+        """
         self.mesh = mesh
         self.mail = mail or Mail()
         self.rank = rank
         self.carriers = carriers
         self.limit_s = limit_s
         self._made: dict[tuple[tuple[int, ...], ...], Any] = {}
-        self._pairs: dict[tuple[int, int, int], Any] = {}  # (sender, receiver, number) -> process group; None where this rank is neither
+        # (sender, receiver, number) -> process group; None where this rank is neither
+        self._pairs: dict[tuple[int, int, int], Any] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
         self.batch = Batch(self.mail)
         self._sent: list[Message] = []  # what is on its way to single members
-        self._channels: dict[tuple[str, int, int, int], Any] = {}  # (axis, source, target, tag) -> the group of such messages
+        # (axis, source, target, tag) -> the group of such messages
+        self._channels: dict[tuple[str, int, int, int], Any] = {}
 
     def of(self, axes: Sequence[str]) -> Group:
         """The group along `axes`. Collective the first time: every rank makes the same groups in the same order."""
@@ -127,11 +143,12 @@ class Groups:
                 compat.set_group_limit(pg, limit_s)
 
     def open_channels(self, numbers: Mapping[tuple[str, int, int, int], int], device: torch.device) -> None:
-        """Make a group of two for the messages from one index of an axis to another, for those of different numbers another one each.
+        """Make a group of two for the messages from one index of an axis to another, for those of different numbers
+        another one each.
 
-        For NCCL, which does the messages of a group one after another: one that waits holds back no other. Collective: all ranks make all
-        groups in one order, and both members begin with a sum, because NCCL connects them at the first call, which both have to make.
-        numbers: see `places.channels`.
+        For NCCL, which does the messages of a group one after another: one that waits holds back no other. Collective:
+        all ranks make all groups in one order, and both members begin with a sum, because NCCL connects them at the
+        first call, which both have to make. numbers: see `places.channels`.
         """
         for (axis, source, target, tag), number in numbers.items():
             for members in self.mesh.groups((axis,)):
@@ -150,11 +167,12 @@ class Groups:
         return self._pairs[key]
 
     def sender(self, axes: Sequence[str], targets: Sequence[int], own_tag: int = 0) -> Send:
-        """A function that sends a copy of a tensor to other members, and gives that copy. `delivered` waits until they have it.
+        """A function that sends a copy of a tensor to other members, and gives that copy. `delivered` waits until they
+        have it.
 
-        last: nobody uses the tensor's memory from then on; it is sent as it is, if it fills that memory. begin: no other message follows at
-        once, with which this one could go. Messages of a pair with equal tags are received in the order in which they are sent (gloo; with
-        NCCL those of one group are).
+        last: nobody uses the tensor's memory from then on; it is sent as it is, if it fills that memory. begin: no
+        other message follows at once, with which this one could go. Messages of a pair with equal tags are received in
+        the order in which they are sent (gloo; with NCCL those of one group are).
         """
         group = self.of(axes)
         others = [k for k in targets if k != group.place]
@@ -202,7 +220,9 @@ class Groups:
         buffers: Buffers | None = None,
         own_tag: int = 0,
     ) -> Receiver:
-        """A function that waits for what a member sends with a tag. buffers: what it is received into; None: memory of its own."""
+        """A function that waits for what a member sends with a tag. buffers: what it is received into; None: memory of
+        its own.
+        """
         begin = self.awaiter(axes, source, shape, dtype, device, buffers, own_tag)
         return Receiver(begin, (tuple(shape), dtype))
 
@@ -251,7 +271,8 @@ class Groups:
         on_gpu = _through_host(on_host) if gloo else _MAKERS[kind](group, *options)
 
         def begin(x: Any) -> Started:
-            # What is around the caller changes no buffer: one that `cf.testing.float64` doubles would hold other bytes than are sent.
+            # What is around the caller changes no buffer: one that `cf.testing.float64` doubles would hold other bytes
+            # than are sent.
             with compat.no_function_modes():
                 return (on_gpu if (x if isinstance(x, torch.Tensor) else x[0]).is_cuda else on_host)(x)
 
@@ -259,7 +280,9 @@ class Groups:
 
 
 def _through_host(start: Start) -> Start:
-    """For tensors on a GPU that gloo carries, which sends from host memory only: ranks that share a GPU, which NCCL refuses."""
+    """For tensors on a GPU that gloo carries, which sends from host memory only: ranks that share a GPU, which NCCL
+    refuses.
+    """
 
     def run(x: Any) -> Started:
         single = isinstance(x, torch.Tensor)
@@ -389,7 +412,9 @@ def _others(group: Group) -> tuple[int, ...]:
     return tuple((group.place + d) % n for d in range(1, n))
 
 
-def _post(group: Group, send: Callable[[int], torch.Tensor], receive: Callable[[int], torch.Tensor]) -> tuple[list[Any], list[Any]]:
+def _post(
+    group: Group, send: Callable[[int], torch.Tensor], receive: Callable[[int], torch.Tensor]
+) -> tuple[list[Any], list[Any]]:
     """Post a receive from and a send to every other member; (works, tensors that must stay alive)."""
     others = _others(group)
     works = [dist.irecv(_bytes(receive(k)), group.members[k], group=group.pg) for k in others]
@@ -399,7 +424,10 @@ def _post(group: Group, send: Callable[[int], torch.Tensor], receive: Callable[[
 
 
 def exchange(sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
-    """Send contiguous tensors to other ranks and receive into others', by global rank, all at once. Empty ones do not travel."""
+    """Send contiguous tensors to other ranks and receive into others', by global rank, all at once.
+
+    Empty ones do not travel.
+    """
     ops = [dist.P2POp(dist.irecv, _bytes(x), rank) for rank, x in sorted(received.items()) if x.numel()]
     ops += [dist.P2POp(dist.isend, _bytes(x), rank) for rank, x in sorted(sent.items()) if x.numel()]
     for work in dist.batch_isend_irecv(ops) if ops else ():

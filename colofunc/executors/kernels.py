@@ -23,7 +23,9 @@ from colofunc.program.ir import GATHERS, Node
 
 
 def _contiguous(fn: Callable[..., Any], first: int, last: int) -> Callable[..., Any]:
-    """A kernel of torch that reads operands `first` to `last` as if they were contiguous, which a rank's part may not be."""
+    """A kernel of torch that reads operands `first` to `last` as if they were contiguous, which a rank's part may not
+    be.
+    """
 
     def kernel(*args: Any) -> Any:
         return fn(*args[:first], *(x.contiguous() for x in args[first : last + 1]), *args[last + 1 :])
@@ -31,8 +33,9 @@ def _contiguous(fn: Callable[..., Any], first: int, last: int) -> Callable[..., 
     return kernel
 
 
-# Torch functions that are an operator of torch without its overload's own way to be called, which takes a microsecond longer; and
-# kernels that read operands without strides: the statistics of a layer norm everywhere, what a group norm is of on a card.
+# Torch functions that are an operator of torch without its overload's own way to be called, which takes a microsecond
+# longer; and kernels that read operands without strides: the statistics of a layer norm everywhere, what a group norm
+# is of on a card.
 _FAST: dict[str, Callable[..., Any]] = {
     "aten.add.Tensor": torch.add,
     "aten.add.out": torch.add,
@@ -55,13 +58,17 @@ _FAST: dict[str, Callable[..., Any]] = {
 
 
 def callable_of(target: str, dims: int | None = None) -> Callable[..., Any]:
-    """What executors call for `target`, whose first operand has so many dims. Not kept: `cf.operator` may give another kernel."""
+    """What executors call for `target`, whose first operand has so many dims.
+
+    Not kept: `cf.operator` may give another kernel.
+    """
     found = _FAST.get(target) or KERNELS.get(target) or resolve(target)
     return FOR_MATRICES.get(found, found) if dims == 2 else found
 
 
 def check_words(node: Node) -> None:
-    """What becomes part of written source is an id, or the name of an argument that the operator has. Raises ProgramError.
+    """What becomes part of written source is an id, or the name of an argument that the operator has. Raises
+    ProgramError.
 
     A program that was read from a file may say anything, and need not have been checked.
     """
@@ -77,7 +84,9 @@ def check_words(node: Node) -> None:
         return
     words_fit = type(loop.axis) is str and set(loop.gathers) <= set(GATHERS)
     if type(loop.trips) is not int or not words_fit:
-        raise ProgramError(f"{node.target}: {loop.trips!r:.80} trips over {loop.axis!r:.80}, gathered as {loop.gathers!r:.80}")
+        raise ProgramError(
+            f"{node.target}: {loop.trips!r:.80} trips over {loop.axis!r:.80}, gathered as {loop.gathers!r:.80}"
+        )
 
 
 @cache
@@ -127,8 +136,9 @@ def reduce_members(members: Sequence[torch.Tensor], how: str) -> torch.Tensor:
 class HostCount:
     """The number of rows that travel in an all-to-all, on the host. rows: (c,) equal integers; `None` where c is 0.
 
-    Sizes of messages are the host's, and how many tokens go where is data: here the host has to wait for the device. It is told by
-    a copy to pinned memory that begins as soon as the number is there, and waits for it when the first exchange begins.
+    Sizes of messages are the host's, and how many tokens go where is data: here the host has to wait for the device. It
+    is told by a copy to pinned memory that begins as soon as the number is there, and waits for it when the first
+    exchange begins.
     """
 
     __slots__ = ("_arrived", "_number")
@@ -154,7 +164,9 @@ def first_rows(x: torch.Tensor, count: int | None) -> torch.Tensor:
 
 
 def without_rest(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """What came in an all-to-all with zeros behind as many rows as `rows` says; the host does not learn how many. x: (n, c, *s)."""
+    """What came in an all-to-all with zeros behind as many rows as `rows` says; the host does not learn how many. x:
+    (n, c, *s).
+    """
     rest = torch.arange(x.shape[1], device=x.device) >= rows
     return x.masked_fill_(rest.reshape(1, -1, *(1,) * (x.dim() - 2)), 0)
 

@@ -1,10 +1,9 @@
 """Launch: run a function on several real ranks of this machine, from a test or a notebook.
 
 Problem: `torchrun` starts scripts, not functions, and a test wants the function's results and errors back. Idea: one
-fresh process per rank (spawned, never forked: a forked process inherits locked threads), joined by gloo over loopback, or
-by NCCL where each has a GPU;
-each sends back its result or its error. The parent serves the store, so no port is guessed, and ends every process
-before it returns.
+fresh process per rank (spawned, never forked: a forked process inherits locked threads), joined by gloo over loopback,
+or by NCCL where each has a GPU; each sends back its result or its error. The parent serves the store, so no port is
+guessed, and ends every process before it returns.
 
     losses = launch(train, 2, config)              # [result of rank 0, result of rank 1]
 """
@@ -34,27 +33,34 @@ from colofunc.mesh.device import use_gpu
 from colofunc.mesh.transport import make_group
 
 START = "spawn"
-"""How a rank's process starts. "forkserver" starts in a tenth of the time where a server has imported torch already, but with the
-environment and the open files that the server had: what tests may take, and a user may not be surprised by."""
+"""How a rank's process starts. "forkserver" starts in a tenth of the time where a server has imported torch already,
+but with the environment and the open files that the server had: what tests may take, and a user may not be surprised
+by."""
 
 _before_end: list[Callable[[], None]] = []
 
 
 def before_end(work: Callable[[], None]) -> None:
-    """Have `work` done when the function of a launched rank has returned: its process ends without Python's own exit."""
+    """Have `work` done when the function of a launched rank has returned: its process ends without Python's own exit.
+    """
     _before_end.append(work)
 
 
 def launch(
-    fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 300.0, threads: int = 1, device: str | None = None
+    fn: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    timeout_s: float = 300.0,
+    threads: int = 1,
+    device: str | None = None,
 ) -> list[Any]:
     """`[fn(*args) on rank 0, on rank 1, ...]`, each in a process of its own that is one of `ranks` ranks.
 
-    device: "cuda": each rank has a GPU of its own and NCCL; "cpu": gloo; None: "cuda" where there is a GPU for each. A mesh on the CPU
-    (`cf.Mesh(dp=2, device="cpu")`) runs in either case.
-    fn, args and results must pickle (functions of a notebook or a closure: with cloudpickle installed). Raises the
-    error of the rank that failed first with its traceback as a note, CollectiveError after `timeout_s`; all processes
-    have ended then. In a script, call it under `if __name__ == "__main__":`.
+    device: "cuda": each rank has a GPU of its own and NCCL; "cpu": gloo; None: "cuda" where there is a GPU for each. A
+    mesh on the CPU (`cf.Mesh(dp=2, device="cpu")`) runs in either case. fn, args and results must pickle (functions of
+    a notebook or a closure: with cloudpickle installed). Raises the error of the rank that failed first with its
+    traceback as a note, CollectiveError after `timeout_s`; all processes have ended then. In a script, call it under
+    `if __name__ == "__main__":`.
     """
     if ranks < 1:
         raise InputError(f"launch: {ranks} ranks; give at least 1")
@@ -87,7 +93,9 @@ def _on_gpus(ranks: int, device: str | None) -> bool:
         raise InputError(f"launch: device={device!r}{near(device, ('cpu', 'cuda'), 'devices')}")
     there = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if device == "cuda" and there < ranks:
-        raise InputError(f"launch: {ranks} ranks want a GPU each, and there are {there}. Try: {there} ranks, or device=\"cpu\"")
+        raise InputError(
+            f'launch: {ranks} ranks want a GPU each, and there are {there}. Try: {there} ranks, or device="cpu"'
+        )
     return there >= ranks
 
 
@@ -157,7 +165,9 @@ def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def _worker(rank: int, size: int, port: int, timeout_s: float, threads: int, on_gpus: bool, payload: bytes, pipe: Any) -> None:
+def _worker(
+    rank: int, size: int, port: int, timeout_s: float, threads: int, on_gpus: bool, payload: bytes, pipe: Any
+) -> None:
     """What the process of one rank does."""
     faulthandler.enable()
     torch.set_num_threads(threads)

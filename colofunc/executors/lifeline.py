@@ -1,8 +1,8 @@
 """Lifelines: connections by which the kernel tells that a process has ended, on whichever machine it ran.
 
-Problem: of a process on another machine there is no `/proc` to look at, and a heartbeat that stops may be that of a busy one.
-Idea: the kernel closes the connections of a process that ends, however it ends. Every rank keeps one open to rank 0, over which
-nothing is said but who it is; rank 0 sees those of all others, all others see that of rank 0.
+Problem: of a process on another machine there is no `/proc` to look at, and a heartbeat that stops may be that of a
+busy one. Idea: the kernel closes the connections of a process that ends, however it ends. Every rank keeps one open to
+rank 0, over which nothing is said but who it is; rank 0 sees those of all others, all others see that of rank 0.
 
     lines = Lifelines.serve()                        # rank 0
     lines = Lifelines.connect("10.0.0.1", port, token, rank=1)

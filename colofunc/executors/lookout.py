@@ -1,8 +1,9 @@
 """The lookout: threads of this rank that look for failures of others while the script runs.
 
-Problem: a thread that waits inside a collective cannot be woken, so nobody there can learn that a peer has ended. Idea: a thread beside
-it looks at the store once a second. It prints who waits for whom, and ends the process where another rank has failed or is lost. A second
-thread asks nothing, and so notices where rank 0, which serves the store, does not answer.
+Problem: a thread that waits inside a collective cannot be woken, so nobody there can learn that a peer has ended. Idea:
+a thread beside it looks at the store once a second. It prints who waits for whom, and ends the process where another
+rank has failed or is lost. A second thread asks nothing, and so notices where rank 0, which serves the store, does not
+answer.
 
     lookout = Lookout(activity, address)        # the threads run
     lookout.whereabouts([1])                    # "rank 1: in step 7 (train) at train.py:20; its process 4711 is stopped"
@@ -44,8 +45,8 @@ EXIT_CODE = 13
 class Activity:
     """What this rank does.
 
-    `waiting`: for ranks that have not come to a point yet. `inside`: in the collectives of a step. `flight`: what the GPU has not come
-    past, while the host is ahead of it.
+    `waiting`: for ranks that have not come to a point yet. `inside`: in the collectives of a step. `flight`: what the
+    GPU has not come past, while the host is ahead of it.
     """
 
     rank: int
@@ -68,7 +69,9 @@ class Activity:
         return min(LOOK_S, self.limits.notice_s / 2)
 
     def now(self) -> Waiting | None:
-        """What this rank waits for: a point that all come to, its GPU, or the collectives of the step that the host is in."""
+        """What this rank waits for: a point that all come to, its GPU, or the collectives of the step that the host is
+        in.
+        """
         if self.waiting is not None:
             return self.waiting
         return self.flight.waiting(self.limit_s) if self.flight.used else self.inside
@@ -91,15 +94,18 @@ class Lookout:
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._look, name="colofunc-watch", daemon=True)]
         if activity.rank:
-            self._threads.append(threading.Thread(target=self._look_after_store, name="colofunc-watch-store", daemon=True))
+            self._threads.append(
+                threading.Thread(target=self._look_after_store, name="colofunc-watch-store", daemon=True)
+            )
         for thread in self._threads:
             thread.start()
 
     def close(self, store: Any) -> None:
-        """End the threads before the interpreter ends: one that came back from the store after that would abort the process.
+        """End the threads before the interpreter ends: one that came back from the store after that would abort the
+        process.
 
-        What the GPU has not done by then would not be done: it is waited for, and looked after, as during a step. store: a client of the
-        caller's own, for the threads still use theirs.
+        What the GPU has not done by then would not be done: it is waited for, and looked after, as during a step.
+        store: a client of the caller's own, for the threads still use theirs.
         """
         if not self._activity.failed and not last_words():
             self._activity.flight.wait()
@@ -127,7 +133,9 @@ class Lookout:
         self._presence.process(0)
 
     def peers(self) -> list[int]:
-        """The ranks that this one looks after: those behind it in the circle of ranks, so that each of many has somebody."""
+        """The ranks that this one looks after: those behind it in the circle of ranks, so that each of many has
+        somebody.
+        """
         size = self._activity.size
         return sorted((self._rank + distance) % size for distance in range(1, min(size, MAX_PEERS + 1)))
 
@@ -194,7 +202,10 @@ class Lookout:
         self._presence.beat()
         self._main_at = place_of(self._store, 0).where
         for text in self._presence.heard():
-            say(self._rank, f"{text} for this rank, which is {activity.here}; all ranks must call the same steps in the same order")
+            say(
+                self._rank,
+                f"{text} for this rank, which is {activity.here}; all ranks must call the same steps in the same order",
+            )
         self._tell_gpu(self._store)
         waiting = activity.now()
         if waiting is None or waiting.waited_s < activity.every_s:
@@ -221,7 +232,8 @@ class Lookout:
         """The ranks that this one waits for, a few of many."""
         if waiting.keys:
             return self._presence.missing(waiting.keys)[:MAX_PEERS]
-        # How far a step is cannot be seen: those that are in another one, or in none, are waited for, and those that stand still.
+        # How far a step is cannot be seen: those that are in another one, or in none, are waited for, and those that
+        # stand still.
         missing = []
         for rank in self.peers():
             elsewhere = waiting.step and not self._takes_part(rank, waiting)
@@ -256,7 +268,9 @@ class Lookout:
             self._give_up(f"rank {rank} is lost ({words}) while rank {self._rank} is {where}")
 
     def _did_its_part(self, rank: int, waiting: Waiting) -> bool:
-        """Whether a rank that has ended was through with this step; outside of steps, whether its script came to its end."""
+        """Whether a rank that has ended was through with this step; outside of steps, whether its script came to its
+        end.
+        """
         if waiting.step:
             return place_of(self._store, rank).done >= waiting.step
         return self._presence.left(rank) == ""
@@ -285,7 +299,10 @@ class Lookout:
             silent = silent_s > activity.limits.notice_s
             if silent and not told:
                 here = activity.here if waiting is None else waiting.what
-                say(self._rank, f"has had no answer from rank 0{self._main_process()} for {silent_s:.0f} s; this rank is {here}")
+                say(
+                    self._rank,
+                    f"has had no answer from rank 0{self._main_process()} for {silent_s:.0f} s; this rank is {here}",
+                )
             told = silent
             if silent and waiting is not None and waiting.waited_s > waiting.limit_s + LOST_AFTER_S:
                 text = f"rank 0 has not answered for {silent_s:.0f} s ({self.main_text()})"
@@ -293,7 +310,11 @@ class Lookout:
 
     def _main_process(self) -> str:
         process = self._presence.known(0)
-        return "" if process is None else f" (process {process.pid} on {process.host}, {process.condition() or 'elsewhere'})"
+        return (
+            ""
+            if process is None
+            else f" (process {process.pid} on {process.host}, {process.condition() or 'elsewhere'})"
+        )
 
     # ---- the end of a run ----
 
@@ -310,7 +331,10 @@ class Lookout:
 
 
 def connect(address: tuple[str, int]) -> Any:
-    """A client of the store. One per use: a blocking call on one holds up whoever shares it. A busy machine may take long to connect."""
+    """A client of the store.
+
+    One per use: a blocking call on one holds up whoever shares it. A busy machine may take long to connect.
+    """
     return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 

@@ -7,9 +7,9 @@
         v20_all1 = v12_in1 if t1 == 0 else v20_all1.add_(v12_in1)
         del v12_in1
 
-Nothing is unrolled, so source and compile time do not grow with the number of trips. The first trip's result becomes the
-accumulator where it is memory of the body's own, so a sum costs no zeros and no copy. A product, or the gradient of an
-embedding, that only the sum reads is added to it without being made first:
+Nothing is unrolled, so source and compile time do not grow with the number of trips. The first trip's result becomes
+the accumulator where it is memory of the body's own, so a sum costs no zeros and no copy. A product, or the gradient of
+an embedding, that only the sum reads is added to it without being made first:
 
         v12_in1 = mm(v10_in1, v11_in1) if t1 == 0 else mm_added(v20_all1, v10_in1, v11_in1)
         v20_all1 = v12_in1
@@ -72,7 +72,8 @@ def write_loop(writer: Writer, node: Node, loop: Loop) -> None:
 
 @contextmanager
 def _in_body(writer: Writer, node: Node, loop: Loop, counter: str) -> Iterator[None]:
-    """The writer writes the nodes of a body, whose values have ids of their own; behind it those around the loop again."""
+    """The writer writes the nodes of a body, whose values have ids of their own; behind it those around the loop again.
+    """
     outer = writer.program, writer.where, writer.passing, writer.added
     writer.loops.append((loop, counter))
     writer.choices.enter(node)
@@ -86,7 +87,9 @@ def _in_body(writer: Writer, node: Node, loop: Loop, counter: str) -> Iterator[N
     writer.program, writer.where, writer.passing, writer.added = outer
 
 
-def _write_body(writer: Writer, loop: Loop, last: Mapping[int, int], gathering: _Gathering, parts: _Parts | None) -> None:
+def _write_body(
+    writer: Writer, loop: Loop, last: Mapping[int, int], gathering: _Gathering, parts: _Parts | None
+) -> None:
     """The lines of one trip. last: value -> the node of the body behind which it is freed."""
     body_inputs = set(loop.body.inputs)
     dying: dict[int, list[int]] = {}
@@ -136,7 +139,9 @@ def _order(timetable: Timetable) -> list[tuple[int, int]]:
 
 
 class _Parts:
-    """What is written around each part of a body: the condition, what is kept of it, and what it reads of what was kept."""
+    """What is written around each part of a body: the condition, what is kept of it, and what it reads of what was
+    kept.
+    """
 
     def __init__(self, writer: Writer, loop: Loop, last: Mapping[int, int], counter: str) -> None:
         timetable = loop.timetable
@@ -158,7 +163,8 @@ class _Parts:
         self.trips = loop.trips
         self.part = 0
         self.first = 0  # index of the part's first node
-        self.received: list[int] = []  # values of other parts that come to this one by a send, and are its own from now on
+        # values of other parts that come to this one by a send, and are its own from now on
+        self.received: list[int] = []
         self.loaded: list[int] = []  # other values of other parts that this one reads
 
     def _first_microbatches(self, timetable: Timetable) -> list[int]:
@@ -197,10 +203,11 @@ class _Parts:
                 self.writer.line(f"{name} = {self._taken(id, f'({name!r}, {self.counter})')}")
 
     def _taken(self, id: int, key: str) -> str:
-        """The text that reads what was kept; where this part is the last one of a microbatch that does, it is kept no longer.
+        """The text that reads what was kept; where this part is the last one of a microbatch that does, it is kept no
+        longer.
 
-        The last part of the body that reads it need not be: weight gradients of a stage may come before or behind what an earlier
-        stage of the same rank does, for one microbatch and for another.
+        The last part of the body that reads it need not be: weight gradients of a stage may come before or behind what
+        an earlier stage of the same rank does, for one microbatch and for another.
         """
         last_read_here = []  # microbatches
         for microbatch in range(self.trips):

@@ -1,8 +1,10 @@
-"""Messages: what single ranks send to one another, as the stages of a pipeline do, begun together and received into memory that is reused.
+"""Messages: what single ranks send to one another, as the stages of a pipeline do, begun together and received into
+memory that is reused.
 
-Problem: a pipeline's action ends with what it sends and the next one begins with what it receives. Begun one by one, each is a call of
-the library, with NCCL a kernel, and each message that comes is memory of its own. Idea: what nothing stands between goes into a `Batch`,
-which begins all of it in one call for each process group; what an action has read to its end is what the next one receives into.
+Problem: a pipeline's action ends with what it sends and the next one begins with what it receives. Begun one by one,
+each is a call of the library, with NCCL a kernel, and each message that comes is memory of its own. Idea: what nothing
+stands between goes into a `Batch`, which begins all of it in one call for each process group; what an action has read
+to its end is what the next one receives into.
 
     0F0 sends %8 | receive for 0B0 | 0F1 sends %8 | ...        one batch at each |, in front of an action
 
@@ -34,16 +36,21 @@ class Send(Protocol):
 
 
 class Mail:
-    """Whether messages of this process may be under way whose program did not end. One for all meshes, which share a group of all ranks."""
+    """Whether messages of this process may be under way whose program did not end.
+
+    One for all meshes, which share a group of all ranks.
+    """
 
     def __init__(self) -> None:
         self.under_way = False
 
     @contextmanager
     def of_program(self, rank: int) -> Iterator[None]:
-        """Inside, a program sends messages and waits for some. Raises CollectiveError where an earlier one raised behind its first message.
+        """Inside, a program sends messages and waits for some. Raises CollectiveError where an earlier one raised
+        behind its first message.
 
-        Messages of equal tags are taken in the order in which they were sent: this program would compute with that one's.
+        Messages of equal tags are taken in the order in which they were sent: this program would compute with that
+        one's.
         """
         if self.under_way:
             raise CollectiveError(
@@ -57,7 +64,9 @@ class Mail:
 
 @attrs.define(eq=False)
 class Message:
-    """One half of a message: this rank sends, or receives. works: what the library answered when it was begun; None before that."""
+    """One half of a message: this rank sends, or receives. works: what the library answered when it was begun; None
+    before that.
+    """
 
     op: Callable[..., Any]
     data: torch.Tensor
@@ -117,8 +126,8 @@ def begin_together(messages: Sequence[Message]) -> None:
 class Buffers:
     """Memory that messages are received into.
 
-    What nobody holds any more when an action has ended is received into next, or one action later, or given back. A message that is under
-    way is held by the library, and one that is being sent on by its sender.
+    What nobody holds any more when an action has ended is received into next, or one action later, or given back. A
+    message that is under way is held by the library, and one that is being sent on by its sender.
     """
 
     def __init__(self) -> None:
@@ -126,7 +135,9 @@ class Buffers:
         self._free: dict[Room, list[torch.Tensor]] = {}
 
     def turn(self, wanted: Iterable[Room], later: Iterable[Room] = ()) -> None:
-        """An action has ended: keep of what is free as much as will be received into, before the next action and the one behind it."""
+        """An action has ended: keep of what is free as much as will be received into, before the next action and the
+        one behind it.
+        """
         counts = Counter(wanted) + Counter(later)
         free: dict[Room, list[torch.Tensor]] = {}
         for room, tensors in self._held.items():
@@ -152,7 +163,8 @@ class Buffers:
 
 
 class Receiver:
-    """Waits for what a member sends with a tag. What was posted comes while this rank computes: gloo moves nothing before that.
+    """Waits for what a member sends with a tag. What was posted comes while this rank computes: gloo moves nothing
+    before that.
 
     begin: makes room for a message with a tag, and gives what waits for it. room: what memory it takes.
     """
@@ -171,12 +183,16 @@ class Receiver:
             return self._begin(tag)()
         posted, wait = self._posted.popleft()
         if posted != tag:
-            raise ProgramError(f"a message with tag {tag} is waited for, and the next one that was posted has tag {posted}")
+            raise ProgramError(
+                f"a message with tag {tag} is waited for, and the next one that was posted has tag {posted}"
+            )
         return wait()
 
 
 class Ahead:
-    """Actions of a rank one after another; what the next one receives is posted before an action begins, with what the last one sends."""
+    """Actions of a rank one after another; what the next one receives is posted before an action begins, with what the
+    last one sends.
+    """
 
     def __init__(self, order: Sequence[tuple[int, int]], batch: Batch, buffers: Buffers) -> None:
         self._order = order
@@ -204,7 +220,8 @@ class Ahead:
             posted = number + 2
             wanted = [receiver.room for some in asked for receiver, _ in some]
             self.buffers.turn(wanted, [receiver.room for receiver, _ in self._received_by(posted)])
-            # Each action's apart: a batch of NCCL ends as a whole, and what comes for the next action may be made of what this one sends.
+            # Each action's apart: a batch of NCCL ends as a whole, and what comes for the next action may be made of
+            # what this one sends.
             for some in asked:
                 for receiver, tag in some:
                     receiver.post(tag)

@@ -1,15 +1,19 @@
 """Pages of the host, pinned where a card copies from and to them.
 
 Note [Who keeps host memory]: all of it is taken here, by four owners that know different things.
-- `pools.Pool` knows the program: how many buffers of each size are in use at one time. It takes them once and is never out of them.
-- `disk.tensors.Staging` knows nothing of what comes: it keeps what was given back, by size, up to what was in use at the busiest moment.
-- `functional.checkpoint.staging.Slab` knows one save, which takes its bytes front to back and lets go of all of them at once.
+- `pools.Pool` knows the program: how many buffers of each size are in use at one time. It takes them once and is never
+  out of them.
+- `disk.tensors.Staging` knows nothing of what comes: it keeps what was given back, by size, up to what was in use at
+  the busiest moment.
+- `functional.checkpoint.staging.Slab` knows one save, which takes its bytes front to back and lets go of all of them at
+  once.
 - Threads that read and write files have a buffer each for as long as they live.
-A free list that served the first two would have to be told what is planned to refuse the rest, and what is not to make room.
+A free list that served the first two would have to be told what is planned to refuse the rest, and what is not to make
+room.
 
-Pinned pages that nobody has any more may still be copied. The host does not wait for that: they are unpinned when the events behind
-those copies have passed, which is asked for when others are pinned and at the end of a step (`give_back`). At the end of the process
-they go with it.
+Pinned pages that nobody has any more may still be copied. The host does not wait for that: they are unpinned when the
+events behind those copies have passed, which is asked for when others are pinned and at the end of a step
+(`give_back`). At the end of the process they go with it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Host memory in use: which copies read and write each piece of it, by the events behind them.
 
-Problem: copies go on when the host has left the step that began them. What they read and write must not be read, written or given
-back meanwhile, and nobody is to wait for more than that. Idea: each piece of host memory remembers the event behind the last copy into it
-and those behind copies out of it since (`Flights`); whoever comes next asks for what stands in its way. What has passed is forgotten.
+Problem: copies go on when the host has left the step that began them. What they read and write must not be read,
+written or given back meanwhile, and nobody is to wait for more than that. Idea: each piece of host memory remembers the
+event behind the last copy into it and those behind copies out of it since (`Flights`); whoever comes next asks for what
+stands in its way. What has passed is forgotten.
 
     flights = IN_USE.of(x)
     events = flights.before(writes=True)     # what has to pass before somebody may write to x
@@ -20,7 +21,8 @@ import torch
 
 @attrs.define
 class Flights:
-    """Events of the copies of one piece of host memory: behind the last one into it, and behind those out of it since."""
+    """Events of the copies of one piece of host memory: behind the last one into it, and behind those out of it since.
+    """
 
     filled: Any = None
     read: list[Any] = attrs.field(factory=list)
@@ -72,7 +74,10 @@ class InUse:
                 self._flights.pop(address, None)
 
     def leave(self, begin: int, nbytes: int) -> list[Any]:
-        """What has to pass before memory from this address on may go. Nobody has it any more, so it is forgotten here."""
+        """What has to pass before memory from this address on may go.
+
+        Nobody has it any more, so it is forgotten here.
+        """
         gone = [address for address in list(self._flights) if begin <= address < begin + nbytes]
         events: list[Any] = []
         for address in gone:

@@ -2,8 +2,8 @@
 
     in step 7 (train) at train.py:20; its GPU is in all_gather of 0.weight over dp, in step 6 (train) at train.py:20
 
-A rank writes when it begins and leaves a step. Where it has a GPU, its thread writes which steps have passed there, and what the GPU is
-at where that takes long: the host is ahead of it.
+A rank writes when it begins and leaves a step. Where it has a GPU, its thread writes which steps have passed there, and
+what the GPU is at where that takes long: the host is ahead of it.
 
 Where all ranks come to one point, each writes an `Answer` there.
 """
@@ -57,7 +57,10 @@ def place_of(store: Any, rank: int) -> Place:
 
 @attrs.frozen
 class Answer:
-    """What one rank says where all ranks come to one point. `what`: the point that it has come to. `line`: of the user's script."""
+    """What one rank says where all ranks come to one point.
+
+    `what`: the point that it has come to. `line`: of the user's script.
+    """
 
     state: str
     what: str

@@ -10,8 +10,8 @@ tensor, or a view of it, any more.
     x = pool.like(activation)       # a tensor of any content that lies as a copy of `activation` would
     del x                           # its buffer is free again
 
-On a machine with CUDA the memory is pinned; elsewhere it is pages like any others. All of it goes with the pool and the last tensor.
-See Note [Who keeps host memory] in `pages`.
+On a machine with CUDA the memory is pinned; elsewhere it is pages like any others. All of it goes with the pool and the
+last tensor. See Note [Who keeps host memory] in `pages`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ LET_GO_S = 1.0
 class Pool:
     """Buffers of the sizes of a plan, for so many ranks in this process.
 
-    `growths`: how often memory was taken: once, and again after a step that failed and left tensors behind. `most`: size -> the
-    most buffers that were in use at one time. `spoils`: what comes back is filled with NaN, for tests on a CPU: on a GPU a copy may
-    still read it.
+    `growths`: how often memory was taken: once, and again after a step that failed and left tensors behind. `most`:
+    size -> the most buffers that were in use at one time. `spoils`: what comes back is filled with NaN, for tests on a
+    CPU: on a GPU a copy may still read it.
     """
 
     def __init__(self, plan: Passing, ranks: int = 1) -> None:
@@ -60,7 +60,9 @@ class Pool:
     @property
     def used(self) -> int:
         """Buffers that somebody has."""
-        return 0 if self._slab is None else sum(count - len(self._slab.free[size]) for size, count in self._counts.items())
+        return (
+            0 if self._slab is None else sum(count - len(self._slab.free[size]) for size, count in self._counts.items())
+        )
 
     def allocate(self, pinned: bool = False) -> None:
         """Before a step: take the memory, if it was not taken or a step that failed still holds some of it."""
@@ -94,8 +96,10 @@ class Pool:
         if self._slab is None or not free:
             there = ", ".join(f"{count} x {size_text(n)}" for n, count in self._counts.items()) or "none"
             raise CapacityError(
-                f"the pool of host memory has no buffer left for {nbytes:,} B: all {self._counts.get(size, 0)} of {size_text(size)} are in "
-                f"use (of {there}). The plan counts what a step holds at one time; run it once more after `del` of what holds on to them"
+                f"the pool of host memory has no buffer left for {nbytes:,} B: all {self._counts.get(size, 0)} of "
+                f"{size_text(size)} are in "
+                f"use (of {there}). The plan counts what a step holds at one time; run it once more after `del` of "
+                "what holds on to them"
             )
         offset = free.pop()
         self.most[size] = max(self.most[size], self._counts[size] - len(free))
@@ -122,7 +126,9 @@ class _Slab:
 
 
 def pool_of(program: Program, ranks: int, whole: Program | None = None) -> Pool | None:
-    """The pool that a program needs; None where nothing passes through the host. whole: what it was before it was compiled."""
+    """The pool that a program needs; None where nothing passes through the host. whole: what it was before it was
+    compiled.
+    """
     plan = passing(whole or program) if moves(whole or program) else None
     return Pool(plan, ranks) if plan is not None and plan.classes else None
 
@@ -157,7 +163,10 @@ def sent(x: torch.Tensor, gpu: torch.device) -> torch.Tensor:
 
 
 def in_tier(x: torch.Tensor, tier: str, device: torch.device) -> torch.Tensor:
-    """x where a value of that tier lies if steps run on `device`; x itself where it is there. What lies on disk stays there."""
+    """x where a value of that tier lies if steps run on `device`; x itself where it is there.
+
+    What lies on disk stays there.
+    """
     if isinstance(x, OnDisk) or tier == "disk":
         return x
     if device.type == "cpu":

@@ -1,17 +1,20 @@
-"""Post-validated steps: an update that runs before other stages have said what it has to be, and is put right where they say otherwise.
+"""Post-validated steps: an update that runs before other stages have said what it has to be, and is put right where
+they say otherwise.
 
     run = PostValidated(program, parts, backend, mesh)       # parts: `program.post_validation.deferred(program)`
     outs = run(inputs)                                       # perhaps speculated: `backend.unsettled` knows
 
-Problem: see `program.post_validation`. Idea: a call runs `main`, sends what others want to know, updates by the scalars of the last step
-and returns. What the others have sent is looked at in the next call behind its `main`, or as soon as anybody reads a tensor. If it is what
-was guessed, copies of the old state are let go of. If not, they are put back, the update is done by the right scalars, and a `main` that
-has run on the wrong state runs once more. A step is speculated only where the two before it had the same scalars, so that clipping that
-goes on for many steps costs nothing but the wait.
+Problem: see `program.post_validation`. Idea: a call runs `main`, sends what others want to know, updates by the scalars
+of the last step and returns. What the others have sent is looked at in the next call behind its `main`, or as soon as
+anybody reads a tensor. If it is what was guessed, copies of the old state are let go of. If not, they are put back, the
+update is done by the right scalars, and a `main` that has run on the wrong state runs once more. A step is speculated
+only where the two before it had the same scalars, so that clipping that goes on for many steps costs nothing but the
+wait.
 
-Where the ranks of a stage come to the update together (`Deferred.together`: ZeRO gathers parameters at its end), one that reads a scalar
-alone only looks at what was sent. To do an update again all ranks meet first (`watch.meet`): in the next call, or where all of them read
-what it made. One that reads that alone waits there: its gather would take what the others, in the next step, send in the same group.
+Where the ranks of a stage come to the update together (`Deferred.together`: ZeRO gathers parameters at its end), one
+that reads a scalar alone only looks at what was sent. To do an update again all ranks meet first (`watch.meet`): in the
+next call, or where all of them read what it made. One that reads that alone waits there: its gather would take what the
+others, in the next step, send in the same group.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ class PostValidated:
         values = self._forward_and_backward(inputs)
         if pending is not None:
             pending.settle()
-            if pending.redone:  # it ran on a state that was put back, if not here then on ranks that had not settled yet
+            # it ran on a state that was put back, if not here then on ranks that had not settled yet
+            if pending.redone:
                 values = self._forward_and_backward(inputs)
         self.backend.unsettled = None
         with self.backend.watch or nullcontext():
@@ -86,7 +90,9 @@ class PostValidated:
 
     def updated(self, values: Mapping[int, Shards]) -> dict[int, Shards]:
         """Parameters and moments, updated in place by the scalars that are among `values`."""
-        return {} if self._update is None else self.named(self.parts.update, self._update(_of(values, self.parts.update)))
+        return (
+            {} if self._update is None else self.named(self.parts.update, self._update(_of(values, self.parts.update)))
+        )
 
     def heard(self, found: dict[int, Shards]) -> bool:
         """Take note of what an exchange gave; whether that is what the one before gave."""
@@ -115,10 +121,11 @@ class PostValidated:
 
 
 class Unsettled:
-    """A step whose update was speculated, until what the other stages said is looked at. late: outputs that are filled then.
+    """A step whose update was speculated, until what the other stages said is looked at. late: outputs that are filled
+    then.
 
-    `redone`: whether the guess was wrong, once that is known. A rank may settle before others do, since somebody reads there. It does not
-    know of them, so that this stays the backend's until a call that all ranks take part in.
+    `redone`: whether the guess was wrong, once that is known. A rank may settle before others do, since somebody reads
+    there. It does not know of them, so that this stays the backend's until a call that all ranks take part in.
     """
 
     def __init__(
@@ -130,7 +137,9 @@ class Unsettled:
         made: dict[int, Shards],
         late: dict[int, Shards],
     ) -> None:
-        """values: what the update reads beside scalars of the exchange; they live until it is known whether it is done again."""
+        """values: what the update reads beside scalars of the exchange; they live until it is known whether it is done
+        again.
+        """
         self.run = run
         self.lose: Callable[[], None] = _nothing
         """What whoever holds the results does where these are lost."""
@@ -146,7 +155,8 @@ class Unsettled:
         self._error: BaseException | None = None
 
     def is_read_by(self, inputs: Sequence[Shards]) -> bool:
-        """Whether what comes late is among the inputs, also where this rank has looked at it: all ranks say the same."""
+        """Whether what comes late is among the inputs, also where this rank has looked at it: all ranks say the same.
+        """
         late = {id(x) for x in self._late_parts}
         return any(id(x) in late for shards in inputs for x in shards)
 
@@ -155,7 +165,10 @@ class Unsettled:
         return id(shards) in self._lists
 
     def read(self, shards: Shards | None) -> None:
-        """Somebody reads this: it is put right, if need be. What others said alone is read without waiting for the ranks of the stage."""
+        """Somebody reads this: it is put right, if need be.
+
+        What others said alone is read without waiting for the ranks of the stage.
+        """
         if not self.run.parts.together:
             self.settle()
         elif id(shards) in self._late_lists:
@@ -164,7 +177,8 @@ class Unsettled:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for what the others sent, and put right what was guessed wrongly; another thread that wants that too waits for it.
+        """Wait for what the others sent, and put right what was guessed wrongly; another thread that wants that too
+        waits for it.
 
         Where that fails, the results of this step are lost (`lose`), and nobody waits for them any more.
         """
@@ -177,7 +191,9 @@ class Unsettled:
             if self._done:
                 return
             if self._doing:  # a handler of a signal, or a debugger; other threads wait for the lock
-                raise InputError("a result of a step is read while that step is validated. Try: read it when that has ended")
+                raise InputError(
+                    "a result of a step is read while that step is validated. Try: read it when that has ended"
+                )
             self._doing = True
             try:
                 what()

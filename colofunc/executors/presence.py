@@ -1,14 +1,15 @@
 """Presence: who the ranks are, whether they live, and what is said where one waits for another.
 
-Problem: a rank that saves, evaluates or calls `full()` alone waits in silence, and so does the peer of one that was killed or
-stopped between two steps, where no connection of the process group notices it. Idea: every rank writes who it is and, once a
-second, a number that grows; one that waits reads those of the ranks that it waits for.
+Problem: a rank that saves, evaluates or calls `full()` alone waits in silence, and so does the peer of one that was
+killed or stopped between two steps, where no connection of the process group notices it. Idea: every rank writes who it
+is and, once a second, a number that grows; one that waits reads those of the ranks that it waits for.
 
-    [rank 0] has waited 10 s at full() of a DTensor (8, 4) at train.py:31 for rank 1 (after step 7 (train) at train.py:20; its
-    process 4711 is stopped); it gives up after 300 s
+    [rank 0] has waited 10 s at full() of a DTensor (8, 4) at train.py:31 for rank 1 (after step 7 (train) at
+    train.py:20; its process 4711 is stopped); it gives up after 300 s
 
-A process on the same machine is known exactly (`/proc`, proc(5)): it runs, is stopped, or has ended. Of others it is known that they
-have ended (see `lifeline`), and the time since their number grew, which is said and decides nothing: a process may be busy.
+A process on the same machine is known exactly (`/proc`, proc(5)): it runs, is stopped, or has ended. Of others it is
+known that they have ended (see `lifeline`), and the time since their number grew, which is said and decides nothing: a
+process may be busy.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Limits:
 
 @attrs.frozen
 class Process:
-    """One rank's process. `place`: of machine and process namespace; numbers of processes mean the same where it is equal."""
+    """One rank's process. `place`: of machine and process namespace; numbers of processes mean the same where it is
+    equal.
+    """
 
     host: str
     place: str
@@ -94,7 +97,8 @@ def _stat(pid: int) -> tuple[str, str]:
 class Waiting:
     """What this rank waits for. `keys`: what each rank writes when it comes there; () where it may be in a collective.
 
-    step: the number of the step that it is in, 0 outside steps. on_gpu: it is the GPU that waits there; the host may be ahead.
+    step: the number of the step that it is in, 0 outside steps. on_gpu: it is the GPU that waits there; the host may be
+    ahead.
     """
 
     what: str
@@ -172,7 +176,10 @@ class Presence:
         return f"{_named(process)} has ended" + (f" with {left}" if left else "")
 
     def main_condition(self) -> str:
-        """Of rank 0's process, "" where nothing is known. Asks nothing: rank 0 serves the store, which may not answer."""
+        """Of rank 0's process, "" where nothing is known.
+
+        Asks nothing: rank 0 serves the store, which may not answer.
+        """
         if 0 in self._closed:
             return "ended"
         process = self._who.get(0)
@@ -198,7 +205,8 @@ class Presence:
         self._store.set(f"{LEFT}/{self.rank}", text)
 
     def condition(self, rank: int) -> str:
-        """Whether the rank's process is "running", "stopped", "ended" or "silent" of late; "" where nothing is known."""
+        """Whether the rank's process is "running", "stopped", "ended" or "silent" of late; "" where nothing is known.
+        """
         silent, process = self.silent_s(rank) > SILENT_S, self.process(rank)
         if process is None:
             return ""

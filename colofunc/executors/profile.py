@@ -36,7 +36,10 @@ LOCAL_MOVES = ("axis_index", "take_shard", "keep_first", "rearrange", "debug")
 
 @attrs.frozen
 class Timing:
-    """One node of the program that ran. `starts_s`, `seconds`: per step and visit (a node in a loop is visited often)."""
+    """One node of the program that ran.
+
+    `starts_s`, `seconds`: per step and visit (a node in a loop is visited often).
+    """
 
     target: str
     path: str
@@ -100,16 +103,26 @@ class Profile:
         where = f"{self.ranks} simulated ranks in this process" if self.simulated else f"{self.ranks} ranks"
         lines = [f"{_ms(self.step_s)} a step on {where} ({phases}); the clocks add {self.overhead:.0%}"]
         if self.simulated and self.ranks > 1:
-            lines.append("times are of the simulation, which computes what ranks share once: they say nothing about a cluster")
+            lines.append(
+                "times are of the simulation, which computes what ranks share once: they say nothing about a cluster"
+            )
         if self.compiled:
-            lines.append("the step is compiled when it runs, which leaves no operators to time: these figures are of the step before that")
+            lines.append(
+                "the step is compiled when it runs, which leaves no operators to time: these figures are of the step "
+                "before that"
+            )
         if self.utilisation is not None:
-            lines.append(f"model flops utilisation {self.utilisation:.1%}: {self.flops:.3g} operations a step, peak {self.peak}")
+            lines.append(
+                f"model flops utilisation {self.utilisation:.1%}: {self.flops:.3g} operations a step, peak {self.peak}"
+            )
         else:
             lines.append(f"model flops utilisation unknown: {self.flops:.3g} operations a step, {self.peak}")
         if not self.simulated and self.ranks > 1:
             exposed = ", ".join(f"{_ms(s)}" for s in self.exposed_s)
-            lines.append(f"communication that nothing hides: {max(self.exposed_s) / self.clocked_s:.0%} of the step (per rank {exposed})")
+            lines.append(
+                f"communication that nothing hides: {max(self.exposed_s) / self.clocked_s:.0%} of the step (per rank "
+                f"{exposed})"
+            )
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -185,7 +198,9 @@ def timings(nodes: Sequence[Node], steps: Sequence[Sequence[tuple[int, float, fl
             starts[site][n].append(start)
             seconds[site][n].append(took)
     return tuple(
-        Timing(node.target, node.path, node.phase, node.line, _communicates(node), _frozen(starts[k]), _frozen(seconds[k]))
+        Timing(
+            node.target, node.path, node.phase, node.line, _communicates(node), _frozen(starts[k]), _frozen(seconds[k])
+        )
         for k, node in enumerate(nodes)
     )
 
@@ -212,7 +227,9 @@ def of_all_ranks(mine: tuple[Timing, ...]) -> list[tuple[Timing, ...]]:
 
 
 def write_trace(path: Path, ranks: Sequence[Sequence[Timing]], lengths_s: Sequence[float], words: str) -> None:
-    """A Chrome trace (chrome://tracing, Perfetto): one process per rank; operators, communication and modules as threads."""
+    """A Chrome trace (chrome://tracing, Perfetto): one process per rank; operators, communication and modules as
+    threads.
+    """
     events: list[dict[str, Any]] = []
     starts_s = [sum(lengths_s[:n]) for n in range(len(lengths_s))]
     for rank, nodes in enumerate(ranks):
@@ -235,7 +252,16 @@ def _visits(nodes: Sequence[Timing], starts_s: Sequence[float]) -> Iterator[tupl
 
 def _event(rank: int, thread: int, name: str, start_s: float, took_s: float, node: Timing) -> dict[str, Any]:
     where = {"module": node.path, "phase": node.phase, "line": node.line}
-    return {"ph": "X", "pid": rank, "tid": thread, "name": name, "ts": 1e6 * start_s, "dur": 1e6 * took_s, "cat": node.phase, "args": where}
+    return {
+        "ph": "X",
+        "pid": rank,
+        "tid": thread,
+        "name": name,
+        "ts": 1e6 * start_s,
+        "dur": 1e6 * took_s,
+        "cat": node.phase,
+        "args": where,
+    }
 
 
 def _spans(rank: int, visits: Sequence[tuple[float, float, Timing]]) -> Iterable[dict[str, Any]]:

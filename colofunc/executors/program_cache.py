@@ -1,4 +1,6 @@
-"""Compiled programs by identity: the last few hundred, so that a repeated conversion or eager operator is not compiled again."""
+"""Compiled programs by identity: the last few hundred, so that a repeated conversion or eager operator is not compiled
+again.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ class RankWires:
         self.ranks: Sequence[int] = (groups.rank,)
         self._row_counts: tuple[Program, set[int]] | None = None
         self._ahead: Ahead | None = None  # of the loop in parts that is written
-        self._begins: tuple[Program, set[int]] | None = None  # of a program, positions of sends that nothing follows at once
+        # of a program, positions of sends that nothing follows at once
+        self._begins: tuple[Program, set[int]] | None = None
 
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
         if kind in COPIES:
@@ -68,7 +69,9 @@ class RankWires:
         source = writer.literal(ref, 0)
         if how == "sum":
             is_first = self.groups.of(axes).place == 0
-            made = writer.bind(in_its_memory, "in_its_memory") if is_first else writer.bind(torch.zeros_like, "zeros_like")
+            made = (
+                writer.bind(in_its_memory, "in_its_memory") if is_first else writer.bind(torch.zeros_like, "zeros_like")
+            )
             source = f"{made}({source})"
         self._define(writer, node, source)
 
@@ -116,7 +119,9 @@ class RankWires:
         return self._ahead if in_parts else None
 
     def _begins_at_once(self, writer: Writer, node: Node) -> bool:
-        """Whether a send begins what was added before it: no other message follows at once, and no end of an action, which begins it."""
+        """Whether a send begins what was added before it: no other message follows at once, and no end of an action,
+        which begins it.
+        """
         if writer.tap is not None or writer.look is not None:  # whoever looks may wait for others
             return True
         if self._begins is None or self._begins[0] is not writer.program:
@@ -144,7 +149,11 @@ class RankWires:
         if self._row_counts is None or self._row_counts[0] is not program:
             values = set()
             for node in program.nodes:
-                if node.target.startswith("colofunc.all_to_all") and len(node.args) > 3 and isinstance(node.args[3], Ref):
+                if (
+                    node.target.startswith("colofunc.all_to_all")
+                    and len(node.args) > 3
+                    and isinstance(node.args[3], Ref)
+                ):
                     values.add(node.args[3].id)
             self._row_counts = program, values
         return self._row_counts[1]
@@ -171,7 +180,9 @@ class RankWires:
 
 
 def _sends_alone(program: Program, ends: Sequence[int]) -> set[int]:
-    """Sends, by `id`, behind which no other message follows at once. ends: of parts, at which somebody begins what is there."""
+    """Sends, by `id`, behind which no other message follows at once. ends: of parts, at which somebody begins what is
+    there.
+    """
     alone = set()
     for position, node in enumerate(program.nodes):
         if node.target != SEND or position + 1 in ends:
@@ -183,7 +194,9 @@ def _sends_alone(program: Program, ends: Sequence[int]) -> set[int]:
 
 
 def _is_last_reader(writer: Writer, node: Node, id: int) -> bool:
-    """Whether nobody reads or writes the memory of a value behind the node that sends it, so that it can be sent as it is."""
+    """Whether nobody reads or writes the memory of a value behind the node that sends it, so that it can be sent as it
+    is.
+    """
     if node.results or writer.look is not None or writer.calls_segments or writer.pooled(id):
         return False
     return writer.sharing.dies(node, id)

@@ -1,7 +1,8 @@
 """One rank's program as a function of this rank's inputs: prepared collectively, then called for every step.
 
-Before a program that communicates runs for the first time all ranks compare its hash: ranks with different programs would
-wait for one another for ever. What each node becomes is written by `Writer`, with the collectives of `rank_collectives`.
+Before a program that communicates runs for the first time all ranks compare its hash: ranks with different programs
+would wait for one another for ever. What each node becomes is written by `Writer`, with the collectives of
+`rank_collectives`.
 """
 
 from __future__ import annotations
@@ -46,16 +47,19 @@ class RankProgram:
         on_rank: OnRank | None = None,
         begins: bool = False,
     ) -> None:
-        """`whole`: the program before it was compiled. Under a `tap` copies allocate: whoever looks may hold on to them.
+        """`whole`: the program before it was compiled. Under a `tap` copies allocate: whoever looks may hold on to
+        them.
 
-        `union`: what all ranks run, where `program` is only this one's part of it; `on_rank`: which part. begins: its results are
-        those of `program`, and nobody waits until what it sends has come.
+        `union`: what all ranks run, where `program` is only this one's part of it; `on_rank`: which part. begins: its
+        results are those of `program`, and nobody waits until what it sends has come.
         """
         self.program = program
         self._begins = begins
         self._union = union or program
         self._on_rank = on_rank
-        self._sends_messages = not begins and any(is_peer(node) for each in self._union.with_bodies() for node in each.nodes)
+        self._sends_messages = not begins and any(
+            is_peer(node) for each in self._union.with_bodies() for node in each.nodes
+        )
         self.pool = pool_of(program, 1, whole) if tap is None else None
         self._whole = whole
         self._tap = tap
@@ -104,7 +108,9 @@ class RankProgram:
         self._make_groups(device)
         flight = None if self._watch is None or device.type == "cpu" else self._watch.flight
         wires = RankWires(self._groups, flight)
-        writer = Writer(self.program, 1, device, wires, partition, self._bound, tap=self._tap, pool=self.pool, whole=self._whole)
+        writer = Writer(
+            self.program, 1, device, wires, partition, self._bound, tap=self._tap, pool=self.pool, whole=self._whole
+        )
         writer.write()
         return writer.function()
 
@@ -138,7 +144,9 @@ def with_absent(union: Program, here: Mapping[int, Shards], device: torch.device
     return outputs
 
 
-def in_flight(flight: Flight, device: torch.device, step: StepFunction, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def in_flight(
+    flight: Flight, device: torch.device, step: StepFunction, inputs: list[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     """A step whose collectives a GPU does, when the host has gone on."""
     try:
         outs = step(inputs)
@@ -190,7 +198,10 @@ class Later:
 
 
 def _around_receives(program: Program) -> tuple[Program, Program]:
-    """(What a rank can do before anything has come, the rest). Inputs of the rest: the program's, what the first gives, what comes."""
+    """(What a rank can do before anything has come, the rest).
+
+    Inputs of the rest: the program's, what the first gives, what comes.
+    """
     received: list[int] = []
     for node in program.nodes:
         if node.target == RECEIVE:

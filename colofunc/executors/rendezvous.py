@@ -1,13 +1,16 @@
 """Rendezvous: launched processes come together, and what is said of those that have not come.
 
-Problem: torch waits for the other processes in silence, and for as long as its timeout also for one that ended while it imported.
-Idea: before there is a process group this rank looks for the others itself, once a second. Of one that has not come nothing is known
-but what the machine shows: processes that were started with the launcher's variables (`/proc/PID/environ`, proc(5)).
+Problem: torch waits for the other processes in silence, and for as long as its timeout also for one that ended while it
+imported. Idea: before there is a process group this rank looks for the others itself, once a second. Of one that has
+not come nothing is known but what the machine shows: processes that were started with the launcher's variables
+(`/proc/PID/environ`, proc(5)).
 
-    [rank 0] has waited 10 s for rank 1 (its process 4711 has not joined yet) to join at 127.0.0.1:29500; it gives up after 300 s
+    [rank 0] has waited 10 s for rank 1 (its process 4711 has not joined yet) to join at 127.0.0.1:29500; it gives up
+    after 300 s
 
-A process that imports for a minute is waited for. One that was seen and is there no more, for as long as until the first line, will
-not come: that is an error. So is one that is not there at all where the launcher says that all are on this machine.
+A process that imports for a minute is waited for. One that was seen and is there no more, for as long as until the
+first line, will not come: that is an error. So is one that is not there at all where the launcher says that all are on
+this machine.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ def _started_with(process: str) -> dict[str, str]:
 def started_here() -> dict[int, list[int]] | None:
     """rank -> processes of this machine that were started as this rank of the same run.
 
-    None where nothing can be concluded: this process has its place from elsewhere than from the variables it was started with.
+    None where nothing can be concluded: this process has its place from elsewhere than from the variables it was
+    started with.
     """
     own = _started_with("self")
     if not own.get("RANK", "").isdecimal():
@@ -70,8 +74,8 @@ def started_here() -> dict[int, list[int]] | None:
 class Arrivals:
     """Waiting for ranks that have not come yet.
 
-    all_here: the launcher has said that all ranks are on this machine. pulse: a collective under way in a process group that all
-    ranks have joined before; it fails when one of them ends.
+    all_here: the launcher has said that all ranks are on this machine. pulse: a collective under way in a process group
+    that all ranks have joined before; it fails when one of them ends.
     """
 
     rank: int
@@ -85,7 +89,10 @@ class Arrivals:
     _known: bool = False  # whether looking for processes tells anything
 
     def wait(self, missing: Callable[[], Sequence[int]]) -> None:
-        """Until `missing()` is empty. Raises CollectiveError where a rank will not come, or has not within the limit."""
+        """Until `missing()` is empty.
+
+        Raises CollectiveError where a rank will not come, or has not within the limit.
+        """
         next_line_s, pause_s, looked_s = self.limits.notice_s, 0.002, time.monotonic()
         while ranks := missing():
             now_s = time.monotonic()
@@ -100,7 +107,8 @@ class Arrivals:
                 raise CollectiveError(f"{self._text(ended)} will not join{self.where}; its own output says why")
             if waited_s > self.limits.limit_s:
                 raise CollectiveError(
-                    f"rank {self.rank} has waited {waited_s:.0f} s for {self._text(ranks)} to join{self.where}. Where processes take "
+                    f"rank {self.rank} has waited {waited_s:.0f} s for {self._text(ranks)} to join{self.where}. Where "
+                    "processes take "
                     f"longer to start, try: cf.join(mesh, limit_s={3 * self.limits.limit_s:g})"
                 )
             if waited_s > next_line_s:
@@ -116,11 +124,13 @@ class Arrivals:
         self._known = here is not None
         if here is None:
             return
-        # More processes of this rank than itself and a shell around it: it may have started the others with its own variables.
+        # More processes of this rank than itself and a shell around it: it may have started the others with its own
+        # variables.
         unclear = set(here.get(self.rank, ())) - {os.getpid(), os.getppid()}
         for rank in ranks:
             if rank in here:
-                # A shell or `timeout` around it was started with the same variables: one that is stopped is the rank's own.
+                # A shell or `timeout` around it was started with the same variables: one that is stopped is the rank's
+                # own.
                 stopped = [process for process in here[rank] if process_state(process) == "stopped"]
                 self._seen[rank] = (stopped or here[rank])[0]
                 self._gone_s.pop(rank, None)
@@ -144,7 +154,9 @@ class Arrivals:
 
 
 def patient(look: Callable[[], list[int]]) -> Callable[[], list[int]]:
-    """`look` through a store that rank 0 serves: where that does not answer it is waited for, where it is gone it is an error."""
+    """`look` through a store that rank 0 serves: where that does not answer it is waited for, where it is gone it is an
+    error.
+    """
 
     def missing() -> list[int]:
         began_s = time.monotonic()
@@ -180,7 +192,10 @@ class Meeting:
 
     @staticmethod
     def at(launch: Launch, limits: Limits) -> Meeting:
-        """At MASTER_ADDR:MASTER_PORT, which the launcher or rank 0 serves. Waits for who serves it, and for nobody else."""
+        """At MASTER_ADDR:MASTER_PORT, which the launcher or rank 0 serves.
+
+        Waits for who serves it, and for nobody else.
+        """
         where = f" at {launch.master_addr}:{launch.master_port}"
         arrivals = Arrivals(launch.rank, limits, where, launch.local_world_size == launch.world_size)
         made: list[Any] = []

@@ -1,10 +1,10 @@
 """Segments: which operators of a local program are compiled as one function, and which segments are the same function.
 
-Problem: a compiler takes about 10 ms an operator, and a model of 32 layers has the same operators 32 times. Idea: the program is
-cut where the compiler has nothing to do (collectives, copies between tiers, operators with kernels of their own, updates, which
-are called for many parameters at once). Of what lies between, two pieces that are equal but for the names of their values are one
-function, and pieces with nothing to fuse are left as they are. A long piece without such a cut (a model on one device) is cut
-where it repeats itself.
+Problem: a compiler takes about 10 ms an operator, and a model of 32 layers has the same operators 32 times. Idea: the
+program is cut where the compiler has nothing to do (collectives, copies between tiers, operators with kernels of their
+own, updates, which are called for many parameters at once). Of what lies between, two pieces that are equal but for the
+names of their values are one function, and pieces with nothing to fuse are left as they are. A long piece without such
+a cut (a model on one device) is cut where it repeats itself.
 
     rearrange linear add layer_norm | all_gather | rearrange linear add layer_norm | attention | view
         ->  segment.0 | all_gather | segment.0 | attention | view
@@ -28,11 +28,14 @@ from colofunc.spec.strategies import FREE
 LONGEST = 256
 """Operators of a piece that is compiled as a whole; a longer one is cut where it repeats itself."""
 SHORTEST = 48
-"""A piece that repeats itself is cut into segments of at least so many operators: each of them is a call of some microseconds."""
+"""A piece that repeats itself is cut into segments of at least so many operators: each of them is a call of some
+microseconds."""
 PERIODS = 64
 """Distances at which a piece may repeat itself, the most frequent ones, that are tried."""
 REARRANGE = "colofunc.rearrange"
-MAY_COPY = frozenset("aten.view aten.reshape aten._unsafe_view aten._reshape_alias aten.as_strided aten.view_as_complex".split())
+MAY_COPY = frozenset(
+    "aten.view aten.reshape aten._unsafe_view aten._reshape_alias aten.as_strided aten.view_as_complex".split()
+)
 
 
 @attrs.frozen(eq=False)
@@ -101,7 +104,9 @@ def _runs(program: Program) -> Iterator[tuple[int, Sequence[Node]]]:
 
 
 def _is_open(node: Node, values: Mapping[int, Value]) -> bool:
-    """Whether a compiler sees what a node computes: an operator of torch, or one of ours that is said in torch's, on the device."""
+    """Whether a compiler sees what a node computes: an operator of torch, or one of ours that is said in torch's, on
+    the device.
+    """
     if any(values[i].tier != "device" for i in (*node.refs, *node.outs) if i is not None):
         return False
     kind = kind_of(node)
@@ -141,7 +146,9 @@ def _reach(nodes: Sequence[Node]) -> list[int]:
 
 
 def _parts(kinds: np.ndarray, reach: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Parts of `kinds[begin:end]`: the longest stretch that repeats itself in equal parts, and so on with what lies around it."""
+    """Parts of `kinds[begin:end]`: the longest stretch that repeats itself in equal parts, and so on with what lies
+    around it.
+    """
     found = _stretch(kinds[begin:end]) if end - begin > LONGEST else None
     if found is None:
         if end > begin:
@@ -159,7 +166,9 @@ def _parts(kinds: np.ndarray, reach: Sequence[int], begin: int, end: int) -> Ite
 
 
 def _stretch(kinds: np.ndarray) -> tuple[int, int, int] | None:
-    """(first, period, times) of the longest stretch that repeats itself in at least three parts of SHORTEST; None for none."""
+    """(first, period, times) of the longest stretch that repeats itself in at least three parts of SHORTEST; None for
+    none.
+    """
     distances: Counter[int] = Counter()
     seen: dict[int, int] = {}
     for k, kind in enumerate(kinds.tolist()):
@@ -188,8 +197,8 @@ def _longest_true(flags: np.ndarray) -> tuple[int, int]:
 
 
 def _best_offset(reach: Sequence[int], first: int, period: int) -> int:
-    """Where within the period that begins at `first` to cut: before the node where the fewest values wait for a reader that comes
-    soon, as between two layers."""
+    """Where within the period that begins at `first` to cut: before the node where the fewest values wait for a reader
+    that comes soon, as between two layers."""
     waiting = [0] * period
     for k in range(first - period, first + period):
         if k < 0 or reach[k] - k > period:  # what a backward pass reads later crosses every cut
@@ -205,8 +214,8 @@ def _best_offset(reach: Sequence[int], first: int, period: int) -> int:
 def _piece(first: int, nodes: Sequence[Node], last: Mapping[int, int]) -> Piece | None:
     """The piece of these nodes; None where there is nothing to compile.
 
-    Views of what comes from outside stand in front of it: two layers that lie at different places of one buffer are one function.
-    Views at the end stand behind it, where they cost less than as its results.
+    Views of what comes from outside stand in front of it: two layers that lie at different places of one buffer are one
+    function. Views at the end stand behind it, where they cost less than as its results.
     """
     nodes, behind = _without_views_at_the_end(nodes)
     made = {o for node in nodes for o in node.results}
@@ -254,7 +263,9 @@ def _permutes(node: Node) -> bool:
 
 
 def _can_fuse(piece: Piece) -> bool:
-    """Whether some operator, no product of matrices, reads what another one in the piece has computed, views between them aside."""
+    """Whether some operator, no product of matrices, reads what another one in the piece has computed, views between
+    them aside.
+    """
     computed: set[int] = set()
     for node in piece.nodes:
         outs = node.results

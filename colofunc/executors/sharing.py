@@ -1,8 +1,9 @@
 """Sharing: lanes that hold the same tensor and are about to write different things into it.
 
-Problem: what ranks have in common is computed once, so that one tensor stands for several of them, until an operator writes into
-it something else for each. Idea: where nobody reads that memory later, each rank gets a new result, which costs less than a copy
-and a write; otherwise each gets memory of its own first, and all that is read of it later, views and the whole, is taken from there.
+Problem: what ranks have in common is computed once, so that one tensor stands for several of them, until an operator
+writes into it something else for each. Idea: where nobody reads that memory later, each rank gets a new result, which
+costs less than a copy and a write; otherwise each gets memory of its own first, and all that is read of it later, views
+and the whole, is taken from there.
 
     v7 = mul(v1_0, v2); ...              # was mul_out(v1_0, v2, out=v2), which three other ranks would have seen
     v2_s0, v3_s1, = apart(v2, v3)         # v3 is a view of v2 that is read behind the write
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class _Memory:
-    """Of a program or the body of a loop: the storage of each value and the values of each, their last readers, places of nodes."""
+    """Of a program or the body of a loop: the storage of each value and the values of each, their last readers, places
+    of nodes.
+    """
 
     program: Program
     home: Mapping[int, int]
@@ -39,7 +42,10 @@ class _Memory:
 
 
 class Sharing:
-    """Of one function that is written. `spares`: lanes that share a tensor may compute where a rank of its own would write in place."""
+    """Of one function that is written.
+
+    `spares`: lanes that share a tensor may compute where a rank of its own would write in place.
+    """
 
     def __init__(self, writer: Writer, spares: bool) -> None:
         self.writer, self.spares = writer, spares
@@ -47,7 +53,8 @@ class Sharing:
         self._memory: _Memory | None = None
 
     def before(self, node: Node, changed: Sequence[int], keys: Sequence[Hashable]) -> Node:
-        """Write down what has to come before a node that writes to `changed`; the node, or what to write in its place."""
+        """Write down what has to come before a node that writes to `changed`; the node, or what to write in its place.
+        """
         if not self._shared(changed, keys):
             return node
         spared = functional(node) if self.spares else None
@@ -92,7 +99,9 @@ class Sharing:
             self._split(mine, keys, views if len(mine) > 1 else "{0}.clone()")
 
     def _split(self, ids: Sequence[int], keys: Sequence[Hashable], call: str) -> None:
-        """New variables, made by a `call` on the old ones, for all lanes but the first of those that share the old ones."""
+        """New variables, made by a `call` on the old ones, for all lanes but the first of those that share the old
+        ones.
+        """
         writer = self.writer
         made: dict[Hashable, list[str]] = {}
         owner: dict[tuple[str, ...], Hashable] = {}
@@ -123,4 +132,7 @@ class Sharing:
 def apart(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The same values in memory of their own, which they share as before."""
     memory = tensors[0].untyped_storage().clone()
-    return tuple(torch.empty(0, dtype=x.dtype, device=x.device).set_(memory, x.storage_offset(), x.shape, x.stride()) for x in tensors)
+    return tuple(
+        torch.empty(0, dtype=x.dtype, device=x.device).set_(memory, x.storage_offset(), x.shape, x.stride())
+        for x in tensors
+    )

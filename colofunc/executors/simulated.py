@@ -36,7 +36,10 @@ Shards = list[torch.Tensor]
 
 
 class SimulatedProgram:
-    """A program ready to run on every rank of a mesh. Call with `inputs[i][r]`: input i on rank r, without constants."""
+    """A program ready to run on every rank of a mesh.
+
+    Call with `inputs[i][r]`: input i on rank r, without constants.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,10 @@ class SimulatedProgram:
         tap: Tap | None = None,
         whole: Program | None = None,
     ) -> None:
-        """`whole`: the program before it was compiled. Under a `tap` copies allocate: whoever looks may hold on to them."""
+        """`whole`: the program before it was compiled.
+
+        Under a `tap` copies allocate: whoever looks may hold on to them.
+        """
         self.program = program
         self.pool = pool_of(program, mesh.size, whole) if tap is None else None
         self._whole = whole
@@ -72,11 +78,23 @@ class SimulatedProgram:
             function = self._functions[partition, device] = self.write(partition, device).function()
         return function.per_lane(function(flat))
 
-    def write(self, partition: Partition, device: torch.device, sparing: bool = True, look: Look | None = None) -> Writer:
+    def write(
+        self, partition: Partition, device: torch.device, sparing: bool = True, look: Look | None = None
+    ) -> Writer:
         """The source for inputs that are shared as `partition` says."""
         wires = SimulatedWires(self.mesh)
         writer = Writer(
-            self.program, self.mesh.size, device, wires, partition, self._bound, sparing, self._tap, look, self.pool, self._whole
+            self.program,
+            self.mesh.size,
+            device,
+            wires,
+            partition,
+            self._bound,
+            sparing,
+            self._tap,
+            look,
+            self.pool,
+            self._whole,
         )
         writer.write()
         return writer
@@ -143,7 +161,9 @@ def own_memory(flat: list[torch.Tensor], partition: Partition, positions: Sequen
 
 
 def _overlapping(flat: Sequence[torch.Tensor], input_of: Sequence[int], suspects: Sequence[int]) -> list[int]:
-    """Those suspects that reach into memory that a tensor of another input reaches into, in order; neighbours in a buffer do not."""
+    """Those suspects that reach into memory that a tensor of another input reaches into, in order; neighbours in a
+    buffer do not.
+    """
     overlapping: set[int] = set()
     run: list[int] = []  # tensors whose addresses hang together, and the address behind them all
     end = 0

@@ -34,7 +34,8 @@ class SimulatedWires:
         self.ranks: Sequence[int] = range(mesh.size)
         # What a started value is called -> on each lane, the variable that has the result.
         self._hidden: dict[str, tuple[str, ...]] = {}
-        # The same of a value that is what it will be at once, as of what is written to disk: the expression that waits for it.
+        # The same of a value that is what it will be at once, as of what is written to disk: the expression that waits
+        # for it.
         self._waits: dict[str, tuple[str, ...]] = {}
 
     def emit(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
@@ -90,7 +91,9 @@ class SimulatedWires:
         function = writer.bind(_MEMBERS[kind], kind)
         one_each = kind in ("reduce_scatter", "all_to_all")  # each member gets a result of its own
         results = [ABSENT] * len(source)
-        done: dict[tuple[str, ...], list[str]] = {}  # what members send and the options -> the variable of each member's result
+        done: dict[
+            tuple[str, ...], list[str]
+        ] = {}  # what members send and the options -> the variable of each member's result
         for group in groups:
             members = [source[rank] for rank in group]
             options = "".join(f", {writer.literal(option, group[0])}" for option in rest)
@@ -126,7 +129,8 @@ class SimulatedWires:
         return tuple(copy_of.get(name, ABSENT) for name in received)
 
     def _send(self, writer: Writer, node: Node) -> None:
-        """What arrives is a buffer of its own, also where the sender keeps what it sends: the sender's, where nobody reads that later.
+        """What arrives is a buffer of its own, also where the sender keeps what it sends: the sender's, where nobody
+        reads that later.
 
         Whoever measures what ranks hold is shown the copy that a real rank receives.
         """
@@ -161,7 +165,9 @@ class SimulatedWires:
                 writer.line(f"{name} = {waits[lane]}")
             return
         if started not in self._hidden:
-            raise ProgramError(f"wait for value {ref.id} ({writer.program.values[ref.id].name}), which nothing has started")
+            raise ProgramError(
+                f"wait for value {ref.id} ({writer.program.values[ref.id].name}), which nothing has started"
+            )
         hidden, source = self._hidden.pop(started), writer.where[ref.id]
         for name, lane in writer.assign(only(node), source):
             writer.line(f"{name} = {source[lane]}.copy_({hidden[lane]})")
@@ -169,12 +175,15 @@ class SimulatedWires:
     # ---- copies between tiers ----
 
     def _copy(self, writer: Writer, node: Node, kind: str, asynchronous: bool) -> None:
-        """A copy that was started is NaN until its wait, which reads the source as it is then: nobody may write to either."""
+        """A copy that was started is NaN until its wait, which reads the source as it is then: nobody may write to
+        either.
+        """
         values = writer.program.values
         on_disk = any(values[id].tier == "disk" for id in (*node.refs, *node.results))
         on_cpu = writer.device.type == "cpu"
         if on_disk or not on_cpu:
-            # On a card what has not come is whatever was there; a buffer of NaN would be one more copy, from memory that is not pinned.
+            # On a card what has not come is whatever was there; a buffer of NaN would be one more copy, from memory
+            # that is not pinned.
             self._move(writer, node, kind, asynchronous, spoil=on_cpu)
         elif kind == "put":
             self._put(writer, node, asynchronous)
@@ -323,8 +332,12 @@ def _all_gather_flat(members: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     return torch.stack([flat_of(xs) for xs in members])
 
 
-def _all_to_all(members: Sequence[torch.Tensor], rows: torch.Tensor | None = None, expected: int = 0) -> list[torch.Tensor]:
-    """What each member receives. rows: how many rows of each chunk travel, None: all; what a card receives is cut behind them."""
+def _all_to_all(
+    members: Sequence[torch.Tensor], rows: torch.Tensor | None = None, expected: int = 0
+) -> list[torch.Tensor]:
+    """What each member receives. rows: how many rows of each chunk travel, None: all; what a card receives is cut
+    behind them.
+    """
     places = range(len(members))
     if rows is None:
         return [_chunks(members, place) for place in places]

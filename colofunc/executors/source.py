@@ -272,7 +272,8 @@ class Writer:
         kernels: list[Chosen | None] = [None] * len(first_lanes)
         if bound is None:
             kernels = [self.choices.of(node, self.program.values, lane) for lane in first_lanes.values()]
-        # A kernel makes a result, which is added to the sum behind the node; what is gathered is written in one way for all lanes.
+        # A kernel makes a result, which is added to the sum behind the node; what is gathered is written in one way for
+        # all lanes.
         in_place = self._may_add(node, len(first_lanes)) and all(kernel is None for kernel in kernels)
         adds_to = self.adds_to if in_place else None
         suffixes = _numbered("", len(first_lanes))
@@ -311,7 +312,8 @@ class Writer:
         return words
 
     def _may_add(self, node: Node, results: int) -> bool:
-        """Whether a result may be added to a sum over trips as it is made: later writes to it must not part lanes that share it.
+        """Whether a result may be added to a sum over trips as it is made: later writes to it must not part lanes that
+        share it.
 
         results: how many different ones all lanes have.
         """
@@ -336,7 +338,9 @@ class Writer:
         return f"{self.bind(chosen.kernel.fn, chosen.kernel.fn.__name__)}({', '.join(words)})"
 
     def updates(self, run: Sequence[int]) -> bool:
-        """One line for a run of updates; False where lanes update different tensors, each of which has a line of its own."""
+        """One line for a run of updates; False where lanes update different tensors, each of which has a line of its
+        own.
+        """
         nodes = [self.program.nodes[place] for place in run]
         first = nodes[0]
         self.runs = self.wires.here(first.on)
@@ -386,13 +390,17 @@ class Writer:
         return tuple(name or empty for name in self.where[id])
 
     def settle(self, reads: Sequence[str], writes: Sequence[str]) -> None:
-        """A line by which the host waits for copies of what it is to read and write; none on a CPU, where they are done."""
+        """A line by which the host waits for copies of what it is to read and write; none on a CPU, where they are
+        done.
+        """
         if self.device.type != "cpu" and (reads or writes):
             told = ", ".join(f"({', '.join(names)}{',' * bool(names)})" for names in (reads, writes))
             self.line(f"{self.bind(self._settle, 'settle')}({told})")
 
     def on_host(self, ids: Sequence[int], lane: int) -> list[str]:
-        """Those of some values that lie outside of a GPU, by their variables; none on a CPU, where nobody waits for copies."""
+        """Those of some values that lie outside of a GPU, by their variables; none on a CPU, where nobody waits for
+        copies.
+        """
         if self.device.type == "cpu":
             return []
         values = self.program.values

@@ -33,9 +33,11 @@ class StepFunction:
         names: Mapping[str, Any],
         finishes_copies: bool,
     ) -> None:
-        """`origin`: of each line, the index of the program's node that it is of. `outputs`: of each output, its variable on each lane.
+        """`origin`: of each line, the index of the program's node that it is of. `outputs`: of each output, its
+        variable on each lane.
 
-        `names`: objects that the lines refer to. `finishes_copies`: the host waits in the end for copies that a GPU does.
+        `names`: objects that the lines refer to. `finishes_copies`: the host waits in the end for copies that a GPU
+        does.
         """
         place_of: dict[str, int] = {}  # variable -> its place in the returned tuple
         for variables in outputs:
@@ -71,7 +73,9 @@ class StepFunction:
             node = self._failed_node(error)
             if node is not None:
                 note = f": {node.note}" if node.note else ""
-                error.add_note(f"while running {node.target} of {node.path or 'the step'} ({node.line or 'no source line'}){note}")
+                error.add_note(
+                    f"while running {node.target} of {node.path or 'the step'} ({node.line or 'no source line'}){note}"
+                )
             raise
         finally:
             if self._finish is not None:

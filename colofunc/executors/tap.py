@@ -1,8 +1,8 @@
 """Taps: looking at a program while it runs, node by node, on the executor that runs it.
 
-Problem: a wrong number shows at the end of a step and was made somewhere inside it. Idea: the program is written down as
-source (see `source`), so a tap is one more line behind each node's own. What it sees is what the executor has: the same
-kernels, the same collectives, the same sharing between lanes.
+Problem: a wrong number shows at the end of a step and was made somewhere inside it. Idea: the program is written down
+as source (see `source`), so a tap is one more line behind each node's own. What it sees is what the executor has: the
+same kernels, the same collectives, the same sharing between lanes.
 
     v4 = linear(v2, v0, v1)
     look(7, ((v4, v4),))            # node 7, one result, its tensor on each of two lanes

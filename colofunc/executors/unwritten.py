@@ -1,21 +1,22 @@
 """What a compiled step holds: values that no kernel writes, and operands that a function holds until it returns.
 
-Problem: the accountant counts every operator's result, and a compiler leaves out what only its own kernels would read: of a loss over
-logits in bfloat16 their float32 copy, their softmax and the gradient of the loss, each twice as large as the logits. Idea: `fused` says
-which operators become one kernel. A value that is read within its own kernel alone is not written; what a kernel reads is held until it
-has computed all of its results.
+Problem: the accountant counts every operator's result, and a compiler leaves out what only its own kernels would read:
+of a loss over logits in bfloat16 their float32 copy, their softmax and the gradient of the loss, each twice as large as
+the logits. Idea: `fused` says which operators become one kernel. A value that is read within its own kernel alone is
+not written; what a kernel reads is held until it has computed all of its results.
 
     linear cast log_softmax nll_loss_backward log_softmax_backward cast linear_dx
            ----------------------------------                      the compiler writes the rest
 
-It must never be less than what the compiler keeps (`tests/test_unwritten.py` measures it), so a value counts where it may be written:
+It must never be less than what the compiler keeps (`tests/test_unwritten.py` measures it), so a value counts where it
+may be written:
 
 - Results that another group or the rest of the step reads, views of them, what is written to in place, and sums.
-- Results of operators that add up over a row what they read again, backward of softmax and of norms; and of the latter an inner value of
-  that size, too.
+- Results of operators that add up over a row what they read again, backward of softmax and of norms; and of the latter
+  an inner value of that size, too.
 - Of a softmax what it leaves of each row.
-- What is read more than once and takes long to compute again on a CPU: exponentials and the like (torch/_inductor/ir.py,
-  `should_realize_on_reuse`).
+- What is read more than once and takes long to compute again on a CPU: exponentials and the like
+  (torch/_inductor/ir.py, `should_realize_on_reuse`).
 - Results of operators that the compiler calls as they are, or that nothing is known of.
 """
 
@@ -42,7 +43,9 @@ SOFTMAX = frozenset("aten._softmax.default aten._log_softmax.default".split())
 
 
 def counted(program: Program, last: Mapping[int, int]) -> Fused:
-    """What a compiled program leaves out, and until when it holds the other values, for `memory`. last: of a value, who reads it last."""
+    """What a compiled program leaves out, and until when it holds the other values, for `memory`. last: of a value, who
+    reads it last.
+    """
     unwritten, held, inner_bytes = dict[int, int](), dict(last), dict[int, int]()
     place = {id(node): index for index, node in enumerate(program.nodes)}
     for piece in pieces(program):
@@ -64,7 +67,9 @@ def counted(program: Program, last: Mapping[int, int]) -> Fused:
 
 
 def _inlined(piece: Piece, group_of: Mapping[int, int]) -> set[int]:
-    """The values of a piece that are read by operators of their own group alone, and that the compiler computes where they are read."""
+    """The values of a piece that are read by operators of their own group alone, and that the compiler computes where
+    they are read.
+    """
     found: dict[int, int] = {}  # value -> its group
     reads: dict[int, int] = {}
     for node in piece.nodes:
@@ -76,12 +81,20 @@ def _inlined(piece: Piece, group_of: Mapping[int, int]) -> set[int]:
             found.update(dict.fromkeys(node.results, group_of[id(node)]))
         for i in written(node):
             found.pop(i, None)
-    heavy = {i for node in piece.nodes if work_kind(node.target) == "transcendental" for i in node.results if reads.get(i, 0) > 1}
+    heavy = {
+        i
+        for node in piece.nodes
+        if work_kind(node.target) == "transcendental"
+        for i in node.results
+        if reads.get(i, 0) > 1
+    }
     return found.keys() - set(piece.outs) - heavy
 
 
 def _read_until(nodes: Sequence[Node], group_of: Mapping[int, int], place: Mapping[int, int]) -> dict[int, int]:
-    """Value -> the position at which the kernel that reads it is done: that of the last of its group that is computed from it."""
+    """Value -> the position at which the kernel that reads it is done: that of the last of its group that is computed
+    from it.
+    """
     until: dict[int, int] = {}  # of a value, within the group that makes it
     makers = {i: group_of.get(id(node)) for node in nodes for i in node.results}
     read: dict[int, int] = {}

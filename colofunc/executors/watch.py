@@ -4,12 +4,13 @@ Problem: when one rank fails, the others wait in a collective for ever. Idea: a 
 group. The failing rank writes its traceback there; a thread on every other rank looks once a second, prints it and ends
 the process (see `lookout`). It ends the process because a thread that waits inside a collective cannot be woken.
 
-With NCCL the host is ahead of its GPU, where a collective of a step may wait for a peer long after the step was called: what the GPU
-has not come past is looked after until it has (see `flight`), and a rank that ends aborts its communicators first.
+With NCCL the host is ahead of its GPU, where a collective of a step may wait for a peer long after the step was called:
+what the GPU has not come past is looked after until it has (see `flight`), and a rank that ends aborts its
+communicators first.
 
 The store also holds what ranks compare before a program runs (`agree`), and where each rank is: a rank that comes to a
-collective alone says so after a while, on both sides, and ends within a deadline, with an error that names its own line and where
-the others are (see `presence`).
+collective alone says so after a while, on both sides, and ends within a deadline, with an error that names its own line
+and where the others are (see `presence`).
 
     meet(watch, "save to 'run/7'", deadline_s=60)      # all ranks must come to this point within 60 s
 """
@@ -70,7 +71,10 @@ class Watch:
     """This rank's connection to the store, and the lookout for failures of others."""
 
     def __init__(self, rank: int, size: int, limits: Limits | None = None, meeting: Meeting | None = None) -> None:
-        """Waits for all ranks. `meeting`: the store through which they find one another, if there is no process group yet."""
+        """Waits for all ranks.
+
+        `meeting`: the store through which they find one another, if there is no process group yet.
+        """
         self.rank = rank
         self.size = size
         self.chosen = False  # whether the limits were said to us, and not to a process group of somebody else's
@@ -155,7 +159,10 @@ class Watch:
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Inside, this rank is in its next step; others read it when they wait in vain. Costs two messages, no waiting."""
+        """Inside, this rank is in its next step; others read it when they wait in vain.
+
+        Costs two messages, no waiting.
+        """
         self._steps_begun += 1
         self._announce(f"in step {self._steps_begun} ({name})")
         failed = True
@@ -195,12 +202,16 @@ class Watch:
             common = max(set(texts), key=lambda t: (texts.count(t), -texts.index(t)))
             odd = [rank for rank, other in enumerate(texts) if other != common]
             raise CollectiveError(
-                f"{what} differs between ranks: ranks {odd} have another one than the rest. Ranks must call the same step "
+                f"{what} differs between ranks: ranks {odd} have another one than the rest. Ranks must call the same "
+                "step "
                 "with arguments of the same shapes, dtypes and static values, and run the same versions"
             )
 
     def meet(self, what: str, deadline_s: float | None = None) -> None:
-        """All ranks come to this point with the same `what`. A rank that waits in vain tells the others before it raises."""
+        """All ranks come to this point with the same `what`.
+
+        A rank that waits in vain tells the others before it raises.
+        """
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         try:
             histories = self.exchange(what, f"{self._programs_run} {self._history}", deadline_s)
@@ -209,12 +220,14 @@ class Watch:
             raise
         if len(set(histories)) > 1:
             raise CollectiveError(
-                f"{_at(what, user_line())}: the ranks have not run the same steps before it ({self.whereabouts(range(self.size))}), "
+                f"{_at(what, user_line())}: the ranks have not run the same steps before it "
+                f"({self.whereabouts(range(self.size))}), "
                 f"so numbers since then cannot be trusted; {SAME_ORDER}"
             )
 
     def give_up(self, what: str, error: BaseException, timeout_s: float) -> None:
-        """In place of `agree` on a rank that failed before it: the others learn of it, this rank raises its own error."""
+        """In place of `agree` on a rank that failed before it: the others learn of it, this rank raises its own error.
+        """
         try:
             self._round(FAILED_BEFORE, what, f"{type(error).__name__}: {error}", timeout_s)
         except CollectiveError as late:

@@ -1,8 +1,8 @@
 """What the ranks tell one another before each batch, so that they never wait for a rank that has none.
 
 Problem: a loader that ends early, fails, or shuffles otherwise on one rank gives wrong rows or a hang. Idea: before a
-batch is used every rank says whether it has one, of which rows, and of which shapes; whatever does not fit is an error on
-all of them. One small message per rank and batch, none where all ranks are in this process.
+batch is used every rank says whether it has one, of which rows, and of which shapes; whatever does not fit is an error
+on all of them. One small message per rank and batch, none where all ranks are in this process.
 """
 
 from __future__ import annotations
@@ -84,22 +84,27 @@ def _compare(said: Sequence[Said], epoch: int, batch: int) -> None:
     if ended and len(ended) < len(said):
         others = [r for r, s in enumerate(said) if not s.ended]
         raise InputError(
-            f"the loader of ranks {ended} ended after {batch} batches of epoch {epoch}, that of ranks {others} goes on; give every rank "
+            f"the loader of ranks {ended} ended after {batch} batches of epoch {epoch}, that of ranks {others} goes "
+            "on; give every rank "
             "the same data, or let cf.batches cut it (a DataLoader over the whole map-style data set on every rank)"
         )
     if len({s.ids for s in said}) > 1:
         raise InputError(
-            f"{where} has other rows on ranks {_odd([s.ids for s in said])}: their samplers shuffle otherwise or their data sets differ; "
+            f"{where} has other rows on ranks {_odd([s.ids for s in said])}: their samplers shuffle otherwise or their "
+            "data sets differ; "
             "give every rank the same data, and shuffle with torch's generators only, which cf.batches keeps equal"
         )
     kinds = [tuple((name, dtype, len(shape)) for name, dtype, shape, _ in s.leaves) for s in said]
     if len(set(kinds)) > 1:
-        raise InputError(f"{where} has other tensors on ranks {_odd(kinds)}: {kinds[0]} on rank 0; collate every row alike")
+        raise InputError(
+            f"{where} has other tensors on ranks {_odd(kinds)}: {kinds[0]} on rank 0; collate every row alike"
+        )
     for k, (name, _, shape, _) in enumerate(said[0].leaves):
         sums = [s.leaves[k][3] for s in said]
         if len(set(sums)) > 1:
             raise InputError(
-                f"{name!r} {shape} of {where} must be equal on all ranks, but ranks {_odd(sums)} hold other numbers; let every rank read "
+                f"{name!r} {shape} of {where} must be equal on all ranks, but ranks {_odd(sums)} hold other numbers; "
+                "let every rank read "
                 'the same rows in the same order, or write read="local" if each loader yields rows of its own'
             )
 

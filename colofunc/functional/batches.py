@@ -1,8 +1,8 @@
 """Batches: a loader of one device feeds a step on a mesh.
 
-Problem: on a mesh each data-parallel coordinate wants rows of its own, tensor-parallel peers want the same ones, the last
-batch does not divide, and a run that was interrupted wants to go on where it stood. Idea: the loader stays the one of a
-single device and says what the global batches are; `batches` reads this process's rows of each and yields trees of
+Problem: on a mesh each data-parallel coordinate wants rows of its own, tensor-parallel peers want the same ones, the
+last batch does not divide, and a run that was interrupted wants to go on where it stood. Idea: the loader stays the one
+of a single device and says what the global batches are; `batches` reads this process's rows of each and yields trees of
 DTensors, so that the numbers are those of one device over the same loader.
 
     data = cf.batches(DataLoader(dataset, 32, shuffle=True, collate_fn=collate), mesh)
@@ -59,20 +59,22 @@ def batches(
 ) -> Batches:
     """The loader's batches as trees of DTensors on `mesh`; iterate once per epoch.
 
-    `spec`: one spec for all tensors, or a tree of them (a prefix speaks for what is below, None: whole on every rank). Left out,
-    rows lie on the axis `dp` if the mesh has one, else whole on every rank, and a step whose plans want them otherwise lays them so.
-    `short`: a batch with fewer rows than the first is filled with rows without weight ("pad"), keeps its size, which is
-    another trace ("keep"), or is left out ("drop"). Rows never fail to divide: where they would, some are added.
-    `weights`: name of a leaf to add, 1 for real rows and 0 for added ones; needed where nothing named labels tells.
-    `rows`: every batch gets a multiple of so many rows, as `cf.accumulate(step, microbatches=4)` on 2 ranks wants 8.
-    `multiple`: lengthen sequences as `cf.pad` does. `fill`: what added positions and rows hold, by name or glob.
-    `read`: "own" reads only this rank's rows (a DataLoader over a map-style data set can), "all" reads every row on every
-    rank, "local" takes what the loader yields as this rank's rows; by default "own" where it can be, else "all".
-    `prefetch`: batches read ahead by a thread; by default 2 where the loader has worker processes, else 0, because
-    reading in this process may draw from the generators that steps draw from.
+    `spec`: one spec for all tensors, or a tree of them (a prefix speaks for what is below, None: whole on every rank).
+    Left out, rows lie on the axis `dp` if the mesh has one, else whole on every rank, and a step whose plans want them
+    otherwise lays them so. `short`: a batch with fewer rows than the first is filled with rows without weight ("pad"),
+    keeps its size, which is another trace ("keep"), or is left out ("drop"). Rows never fail to divide: where they
+    would, some are added. `weights`: name of a leaf to add, 1 for real rows and 0 for added ones; needed where nothing
+    named labels tells. `rows`: every batch gets a multiple of so many rows, as `cf.accumulate(step, microbatches=4)` on
+    2 ranks wants 8. `multiple`: lengthen sequences as `cf.pad` does. `fill`: what added positions and rows hold, by
+    name or glob. `read`: "own" reads only this rank's rows (a DataLoader over a map-style data set can), "all" reads
+    every row on every rank, "local" takes what the loader yields as this rank's rows; by default "own" where it can be,
+    else "all". `prefetch`: batches read ahead by a thread; by default 2 where the loader has worker processes, else 0,
+    because reading in this process may draw from the generators that steps draw from.
     """
     if not isinstance(mesh, Mesh):
-        raise InputError(f"cf.batches takes a cf.Mesh as its second argument, not {mesh!r}; write cf.batches(loader, cf.Mesh(dp=2))")
+        raise InputError(
+            f"cf.batches takes a cf.Mesh as its second argument, not {mesh!r}; write cf.batches(loader, cf.Mesh(dp=2))"
+        )
     if not isinstance(loader, Iterable):
         raise InputError(f"cf.batches reads a DataLoader or another iterable of batches, not {type(loader).__name__}")
     for name, value, known in (("short", short, SHORT), ("read", read or "own", READ)):
@@ -100,7 +102,9 @@ class Batches:
         self._regular = reading.regular_rows(loader)
         sender = Sender(device_of(mesh))
         self._on_card = sender.device.type != "cpu"
-        self._placer = Placer(mesh, backend, specs, self._rows, self._read, short, weights, multiple, fill, sender, movable=spec is None)
+        self._placer = Placer(
+            mesh, backend, specs, self._rows, self._read, short, weights, multiple, fill, sender, movable=spec is None
+        )
         self._sampler: reading.RowSampler | None = None
         self._source: Any = loader
         if reading.can_rebuild(loader):
@@ -115,7 +119,8 @@ class Batches:
         self._position: Any = None  # of a loader that keeps its own
         self._pending: Mapping[str, Any] | None = None  # a loaded state whose epoch has not begun
         self._ahead: Ahead | None = None
-        self._seen: tuple[int, Iterator[Item]] | None = None  # of an iterator that cannot begin again: (batch, what comes from there)
+        # of an iterator that cannot begin again: (batch, what comes from there)
+        self._seen: tuple[int, Iterator[Item]] | None = None
         self._told = False
         short_rows = reading.short_rows(loader)
         self._expected = (short_rows,) if short_rows else ()
@@ -153,7 +158,12 @@ class Batches:
         states = dict(self._start) or self._states()
         if self._pending is not None:
             states = dict(self._pending["generators"])
-        state: dict[str, Any] = {"epoch": self._epoch, "batch": self._batch, "rows": self._regular or 0, "generators": states}
+        state: dict[str, Any] = {
+            "epoch": self._epoch,
+            "batch": self._batch,
+            "rows": self._regular or 0,
+            "generators": states,
+        }
         state["length"] = reading.length(self.loader)[0]
         if reading.keeps_position(self.loader):
             state["loader"] = self._position if self._position is not None else self.loader.state_dict()
@@ -172,7 +182,8 @@ class Batches:
         for name in state["generators"]:
             if name not in known:
                 raise InputError(
-                    f"the saved position has the state of a generator {name!r}, the loader has {sorted(known)}; build the loader "
+                    f"the saved position has the state of a generator {name!r}, the loader has {sorted(known)}; build "
+                    "the loader "
                     "as it was when it was saved"
                 )
         self._go_to(int(state["epoch"]))
@@ -189,8 +200,10 @@ class Batches:
         if int(state["batch"]) and now and then and now != then:
             epoch, batch = int(state["epoch"]), int(state["batch"])
             raise InputError(
-                f"the position is behind batch {batch} of epoch {epoch} over {then} {unit}, the loader now has {now}: the rest of that "
-                f"epoch is not to be found; give cf.batches the same data, or begin the next epoch: leave batches= out of cf.load and "
+                f"the position is behind batch {batch} of epoch {epoch} over {then} {unit}, the loader now has {now}: "
+                "the rest of that "
+                "epoch is not to be found; give cf.batches the same data, or begin the next epoch: leave batches= out "
+                "of cf.load and "
                 f"write data.set_epoch({epoch + 1})"
             )
 
@@ -199,12 +212,14 @@ class Batches:
     def peek(self) -> Any:
         """The batch that the next loop begins with; position and random numbers stay where they are.
 
-        For `step.init`, `step.lower` and a first look. It is read once more when its turn comes (an iterator that cannot begin
-        again is not). Collective on real ranks. Raises InputError between the batches of an epoch: use one that was yielded.
+        For `step.init`, `step.lower` and a first look. It is read once more when its turn comes (an iterator that
+        cannot begin again is not). Collective on real ranks. Raises InputError between the batches of an epoch: use one
+        that was yielded.
         """
         if not self._fresh:
             raise InputError(
-                f"cf.batches: peek() looks at the batch that the next loop begins with, and epoch {self._epoch} has yielded {self._batch} "
+                f"cf.batches: peek() looks at the batch that the next loop begins with, and epoch {self._epoch} has "
+                f"yielded {self._batch} "
                 "already; use one of them, or go to an epoch with data.set_epoch(n)"
             )
         random, states = random_state(), self._states()
@@ -266,7 +281,8 @@ class Batches:
         if not self._told and self.mesh.is_main:
             self._told = True
             say(
-                f"cf.batches goes to epoch {self._epoch + 1}: the loop over epoch {self._epoch} was left after {self._batch} batches; "
+                f"cf.batches goes to epoch {self._epoch + 1}: the loop over epoch {self._epoch} was left after "
+                f"{self._batch} batches; "
                 "to look at a batch without that, write data.peek()"
             )
 
@@ -309,7 +325,9 @@ class Batches:
             if held is None:
                 own = Said(True)
             else:
-                own = held.said(whole=self._read == "all", first=self._batch == 0, compared=self._together.watch is not None)
+                own = held.said(
+                    whole=self._read == "all", first=self._batch == 0, compared=self._together.watch is not None
+                )
             said = self._together.meet(own, self._epoch, self._batch)
             if held is None:
                 return None
@@ -336,7 +354,8 @@ class Batches:
         can = reading.can_rebuild(self.loader) and self._rows.one
         if read == "own" and not can:
             raise InputError(
-                f'cf.batches: read="own" needs a torch DataLoader over a map-style data set, and one spec of dim 0 for all tensors, '
+                'cf.batches: read="own" needs a torch DataLoader over a map-style data set, and one spec of dim 0 for '
+                'all tensors, '
                 f'not {type(self.loader).__name__}; leave read= out, or write read="all"'
             )
         if alone:

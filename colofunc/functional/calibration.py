@@ -87,8 +87,11 @@ MOMENTS = Statistic("cf.input_moments", "moments", "(i, i)", _products, torch.ad
 MAXIMA = Statistic("cf.input_maxima", "maxima", "(i,)", _largest, torch.maximum, sizes=True)
 
 
-def input_moments(step_fn: Callable[..., Any], where: str | Iterable[str] = "*.weight") -> Callable[..., dict[str, Tensor]]:
-    """A step with the arguments of `step_fn` that returns {weight: sum of x x^T over all rows x of its linear layers' inputs}.
+def input_moments(
+    step_fn: Callable[..., Any], where: str | Iterable[str] = "*.weight"
+) -> Callable[..., dict[str, Tensor]]:
+    """A step with the arguments of `step_fn` that returns {weight: sum of x x^T over all rows x of its linear layers'
+    inputs}.
 
     where: globs over the names of weights, in argument 0 or frozen in a model, as in `cf.quantize`. Moments are (i, i)
     for a weight (o, i), in float32 or the inputs' dtype if that is wider. Raises InputError where a glob matches no
@@ -97,8 +100,11 @@ def input_moments(step_fn: Callable[..., Any], where: str | Iterable[str] = "*.w
     return _measuring(MOMENTS, step_fn, where)
 
 
-def input_maxima(step_fn: Callable[..., Any], where: str | Iterable[str] = "*.weight") -> Callable[..., dict[str, Tensor]]:
-    """A step with the arguments of `step_fn` that returns {weight: max |x| over all rows x of its linear layers' inputs}.
+def input_maxima(
+    step_fn: Callable[..., Any], where: str | Iterable[str] = "*.weight"
+) -> Callable[..., dict[str, Tensor]]:
+    """A step with the arguments of `step_fn` that returns {weight: max |x| over all rows x of its linear layers'
+    inputs}.
 
     where: as in `cf.input_moments`. Maxima are (i,) for a weight (o, i), in float32 or the inputs' dtype if that is
     wider. Raises InputError where a glob matches no weight of a linear layer.
@@ -107,23 +113,34 @@ def input_maxima(step_fn: Callable[..., Any], where: str | Iterable[str] = "*.we
 
 
 def globs_of(maker: str, step_fn: Callable[..., Any], where: str | Iterable[str]) -> tuple[str, ...]:
-    """`where` of a calibration step that `maker` makes. Raises InputError where it is given no function, or no globs."""
+    """`where` of a calibration step that `maker` makes.
+
+    Raises InputError where it is given no function, or no globs.
+    """
     globs = (where,) if isinstance(where, str) else tuple(where)
     if isinstance(step_fn, Staged):
         raise InputError(f"{maker} takes the step function itself. Try: cf.shard({maker}(step_fn), mesh)")
     if not callable(step_fn):
-        raise InputError(f"{maker} was given a {type(step_fn).__name__}. Try: a function such as forward(params, batch)")
+        raise InputError(
+            f"{maker} was given a {type(step_fn).__name__}. Try: a function such as forward(params, batch)"
+        )
     if not globs or not all(isinstance(glob, str) for glob in globs):
-        raise InputError(f"{maker}(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'")
+        raise InputError(
+            f"{maker}(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'"
+        )
     return globs
 
 
 def as_a_step() -> AbstractContextManager[None]:
-    """Inside, a function that is called by itself computes as it does in a step: torch has no grouped products of float64, steps have."""
+    """Inside, a function that is called by itself computes as it does in a step: torch has no grouped products of
+    float64, steps have.
+    """
     return nullcontext() if active() is not None or canonical.on_single_device() else canonical.single_device()
 
 
-def _measuring(statistic: Statistic, step_fn: Callable[..., Any], where: str | Iterable[str]) -> Callable[..., dict[str, Tensor]]:
+def _measuring(
+    statistic: Statistic, step_fn: Callable[..., Any], where: str | Iterable[str]
+) -> Callable[..., dict[str, Tensor]]:
     globs = globs_of(statistic.maker, step_fn, where)
 
     @wraps(step_fn)
@@ -168,7 +185,9 @@ class Seen(WeightNames):
         for glob in self.globs:
             if not any(matches(name, glob) for name in seen):
                 names = [name for _, name in self.names.values()]
-                raise InputError(f"{self.statistic.maker}: where={glob!r} matches no weight that {read}{near(glob, names)}")
+                raise InputError(
+                    f"{self.statistic.maker}: where={glob!r} matches no weight that {read}{near(glob, names)}"
+                )
 
 
 # ---- what is made of them ----
@@ -197,7 +216,8 @@ def awq(moments: Values | Sequence[Values]) -> Quantizer:
 
 
 def smoothquant(maxima: Values | Sequence[Values], alpha: float = 0.5) -> Quantizer:
-    """The scheme "smoothquant" in the format int8, for `cf.quantize`: outliers of inputs move into weights, both are rounded.
+    """The scheme "smoothquant" in the format int8, for `cf.quantize`: outliers of inputs move into weights, both are
+    rounded.
 
     maxima: weight's name -> max |x| of its inputs, (i,), as a step of `cf.input_maxima` returns them; of several
     batches a list, of which the largest count (collective where they are DTensors). alpha: how much of the outliers
@@ -242,9 +262,12 @@ def _checked(scheme: str, statistic: Statistic, name: str, value: Any) -> Tensor
     value = whole.detach().to("cpu", torch.float64)
     if not bool(value.isfinite().all()):
         raise InputError(
-            f"{scheme}: the {what} of {name!r} have NaN or infinite numbers, {statistic.cause}. Try: a calibration batch without "
+            f"{scheme}: the {what} of {name!r} have NaN or infinite numbers, {statistic.cause}. Try: a calibration "
+            "batch without "
             "them; low.check_finite(state, batch), which names where they come from"
         )
     if statistic.sizes and bool((value < 0).any()):
-        raise InputError(f"{scheme}: the {what} of {name!r} have negative numbers, and are of |x|. Try: {maker}, or their abs()")
+        raise InputError(
+            f"{scheme}: the {what} of {name!r} have negative numbers, and are of |x|. Try: {maker}, or their abs()"
+        )
     return value

@@ -140,7 +140,9 @@ def clip_by_global_norm(grads: Any, max_norm: float | Tensor) -> tuple[Any, Tens
     The squares are summed in at least float32, so that sharded gradients add up their parts.
     """
     if isinstance(max_norm, (int, float)) and not max_norm >= 0:
-        raise InputError(f"clip_by_global_norm: a norm of at most {max_norm!r} cannot be; it would turn the gradients around")
+        raise InputError(
+            f"clip_by_global_norm: a norm of at most {max_norm!r} cannot be; it would turn the gradients around"
+        )
     leaves, tree = flatten(grads, "grads")
     if not leaves:
         return grads, torch.zeros(())

@@ -12,9 +12,9 @@ Anything that fills a tensor otherwise (from a file) gives it another source: se
 `make(t) -> Tensor`, `make_parts(t, layout, mesh, ranks)` and `lazy_tensor(shape, dtype, make, read)` are.
 
 Afterwards torch's generator stands where eager construction leaves it. That takes drawing the numbers and throwing them
-away; a model with more than `DRAWS` of them (or a quarter in one tensor) is not worth it, so its numbers are drawn when the first of its
-tensors is made, and the generator goes on from a seed that it drew itself: the model's values are the same either way.
-That sweep costs what drawing costs (some 1e8 numbers a second and core) on every rank.
+away; a model with more than `DRAWS` of them (or a quarter in one tensor) is not worth it, so its numbers are drawn when
+the first of its tensors is made, and the generator goes on from a seed that it drew itself: the model's values are the
+same either way. That sweep costs what drawing costs (some 1e8 numbers a second and core) on every rank.
 """
 
 from __future__ import annotations
@@ -35,17 +35,22 @@ DRAWS = 1 << 30
 def lazy(build: Callable[[], M], draw: bool | None = None) -> M:
     """The module that `build()` returns, with tensors that are made when they are needed.
 
-    draw: whether the generator is moved on now, so that code after this draws the numbers that it would draw after eager
-    construction. None: if the model draws at most `DRAWS` numbers, and at most a quarter of that for one tensor.
+    draw: whether the generator is moved on now, so that code after this draws the numbers that it would draw after
+    eager construction. None: if the model draws at most `DRAWS` numbers, and at most a quarter of that for one tensor.
     """
     if isinstance(build, nn.Module) or not callable(build):
-        raise InputError(f"lazy wants a function that builds the module, not a {type(build).__name__}. Try: cf.lazy(lambda: Model(config))")
+        raise InputError(
+            f"lazy wants a function that builds the module, not a {type(build).__name__}. Try: cf.lazy(lambda: "
+            "Model(config))"
+        )
     tape = Tape(limit={None: DRAWS, True: None, False: 0}[draw])
     with Recording(tape):
         module = build()
     tape.close()
     if not isinstance(module, nn.Module):
-        raise InputError(f"lazy: build() returned {type(module).__name__}, not an nn.Module. Try: cf.lazy(lambda: Model(config))")
+        raise InputError(
+            f"lazy: build() returned {type(module).__name__}, not an nn.Module. Try: cf.lazy(lambda: Model(config))"
+        )
     return module
 
 

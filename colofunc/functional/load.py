@@ -42,10 +42,10 @@ from colofunc.spec.layout import Dim, make_layout
 from colofunc.spec.regions import Region, Span
 from colofunc.untrusted import check
 
-# ---- sizes that a folder claims ----
-# Problem: a file says that a tensor has 10^15 elements, or that a piece of it is a range of 2^60 indices, and whoever believes
-# it asks for that memory. Idea: a piece has no more elements than its bytes, its bytes lie in its file, and the pieces of a
-# tensor have no fewer elements than the tensor, so that what is asked for is bounded by the size of the folder.
+# ---- sizes that a folder claims ---- Problem: a file says that a tensor has 10^15 elements, or that a piece of it is a
+# range of 2^60 indices, and whoever believes it asks for that memory. Idea: a piece has no more elements than its
+# bytes, its bytes lie in its file, and the pieces of a tensor have no fewer elements than the tensor, so that what is
+# asked for is bounded by the size of the folder.
 #
 #     Bounds(folder).check("w", (4, 8), torch.float32, [(region, "rank-00000-00000.safetensors", 128, 128)])
 
@@ -69,19 +69,25 @@ class Bounds:
             raise CheckpointError(f"{self.folder}: {name!r} has shape {tuple(shape)}; load another checkpoint")
         left = prod(shape)
         for region, file, start, nbytes in pieces:
-            spans_fit = len(region.spans) == len(shape) and all(_fits(span, n) for span, n in zip(region.spans, shape, strict=True))
+            spans_fit = len(region.spans) == len(shape) and all(
+                _fits(span, n) for span, n in zip(region.spans, shape, strict=True)
+            )
             if not spans_fit or region.numel * dtype.itemsize > nbytes:
-                raise CheckpointError(f"{self.folder / file}: a piece of {name!r} {tuple(shape)} has {nbytes} bytes, which cannot hold it")
+                raise CheckpointError(
+                    f"{self.folder / file}: a piece of {name!r} {tuple(shape)} has {nbytes} bytes, which cannot hold it"
+                )
             size = self._size(file)
             if size is not None and start + nbytes > size:
                 raise CheckpointError(
-                    f"{self.folder / file} is truncated: {name!r} should reach byte {start + nbytes}, the file has {size}; load another "
+                    f"{self.folder / file} is truncated: {name!r} should reach byte {start + nbytes}, the file has "
+                    f"{size}; load another "
                     "checkpoint, or copy this one again"
                 )
             left -= region.numel
         if left > 0:
             raise CheckpointError(
-                f"{name!r}: {left} of {prod(shape)} elements {Region.whole(shape).text()} are in no file; it is incomplete"
+                f"{name!r}: {left} of {prod(shape)} elements {Region.whole(shape).text()} are in no file; it is "
+                "incomplete"
             )
 
     def check_dims(self, name: str, shape: Sequence[int], dims: Sequence[Dim]) -> None:
@@ -89,7 +95,9 @@ class Bounds:
         make_layout(tuple(dims), tuple(shape))
         sizes = [n for dim in dims for n, _ in dim]
         if any(n < 0 for n in sizes) or prod(sizes) > PADDED * prod(shape) + PADDING:
-            raise CheckpointError(f"{self.folder}: {name!r} {tuple(shape)} was saved in parts {sizes}, which have more room than it needs")
+            raise CheckpointError(
+                f"{self.folder}: {name!r} {tuple(shape)} was saved in parts {sizes}, which have more room than it needs"
+            )
 
     def _size(self, file: str) -> int | None:
         """None where there is no such file, which is said when it is read."""
@@ -145,14 +153,16 @@ def load(
     over names; what they do not name keeps the spec it was saved in as far as the mesh has its axes. like: an example
     with the same tree, whose types, shapes and dtypes must agree and whose layouts are used; strict=False keeps its
     values for what the folder lacks. model: fill a model from a folder of transformers, or the adapters of a `cf.lora`
-    model from one of peft. random: go on with the random numbers where the save left them. batches: a loader to be set to
-    its saved position. verify: compare checksums.
-    Raises CheckpointError that names the file and tensor of what is missing, changed or does not fit.
+    model from one of peft. random: go on with the random numbers where the save left them. batches: a loader to be set
+    to its saved position. verify: compare checksums. Raises CheckpointError that names the file and tensor of what is
+    missing, changed or does not fit.
     """
     folder = resolve(path)
     if model is not None:
         if like is not None or batches is not None:
-            raise InputError("load: model= fills a model from a folder of transformers; like= and batches= belong to saved states")
+            raise InputError(
+                "load: model= fills a model from a folder of transformers; like= and batches= belong to saved states"
+            )
         return _together(mesh, path, lambda: (pretrained.load_model(folder, model, mesh, specs, strict, device), ""))
     where = mesh if mesh is not None else next((x.mesh for x in flatten(like)[0] if isinstance(x, DTensor)), None)
     return _together(where, path, lambda: _load(folder, where, specs, like, strict, verify, random, batches, device))
@@ -217,7 +227,9 @@ def _read_all(wanted: list[str], one: Callable[[str], Any]) -> dict[str, Any]:
         return dict(zip(wanted, pool.map(one, wanted), strict=True))
 
 
-def _matched(found: _Found, like: Any, where: str, strict: bool) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]:
+def _matched(
+    found: _Found, like: Any, where: str, strict: bool
+) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]:
     """(values -> state, name -> example)."""
     if like is None:
         return partial(unpack, found.tree), {}
@@ -254,7 +266,9 @@ def _open(folder: Path, verify: bool) -> _Found:
         content = read_index(folder)
         kind = content.get("format", "safetensors")
         if kind == INCOMPLETE:
-            raise CheckpointError(f"{folder}: a save into this folder was interrupted; load another checkpoint, or save to it again")
+            raise CheckpointError(
+                f"{folder}: a save into this folder was interrupted; load another checkpoint, or save to it again"
+            )
         if kind != PLAIN:
             try:
                 return _ours(folder, content, verify)
@@ -296,7 +310,9 @@ def _own_entries(folder: Path, tensors: Mapping[str, _Tensor], verify: bool) -> 
     for name, said in tensors.items():
         dtype = dtype_of(said.dtype)
         pieces = [Piece.from_json(piece) for piece in said.pieces]
-        bounds.check(name, said.shape, dtype, [(piece.region, piece.file, piece.start, piece.nbytes) for piece in pieces])
+        bounds.check(
+            name, said.shape, dtype, [(piece.region, piece.file, piece.start, piece.nbytes) for piece in pieces]
+        )
         if said.dims is not None:
             bounds.check_dims(name, said.shape, said.dims)
         read = partial(_read_own, folder, name, dtype, verify)
@@ -319,7 +335,12 @@ def _dcp_entries(
         if entry.dtype is None:
             objects[name] = entry.chunks[0]
             continue
-        bounds.check(name, entry.shape, entry.dtype, [(chunk.region, chunk.file, chunk.start, chunk.nbytes) for chunk in entry.chunks])
+        bounds.check(
+            name,
+            entry.shape,
+            entry.dtype,
+            [(chunk.region, chunk.file, chunk.start, chunk.nbytes) for chunk in entry.chunks],
+        )
         read = partial(dcp.read_chunk, folder, name, verify)
         chunks: tuple[tuple[Region, Any], ...] = tuple((chunk.region, chunk) for chunk in entry.chunks)
         entries[name] = Entry(name, entry.shape, entry.dtype, chunks, read)
@@ -331,7 +352,9 @@ def _torch_folder(folder: Path, verify: bool) -> _Found:
     entries, objects, paths = _dcp_entries(folder, verify)
     root: dict[str, Any] = {}
     for name in [*entries, *objects]:
-        leaf: Any = {"tensor": name} if name in entries else {"value": dcp.read_object(folder, name, objects[name], verify)}
+        leaf: Any = (
+            {"tensor": name} if name in entries else {"value": dcp.read_object(folder, name, objects[name], verify)}
+        )
         at, *rest = paths.get(name, (name,))
         here = root
         for key in rest:

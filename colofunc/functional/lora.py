@@ -31,12 +31,15 @@ def lora(model: Model, where: str | Iterable[str], rank: int = 8, alpha: float =
     """The model with adapters as its only parameters; everything that it had is frozen.
 
     where: globs over module paths (or their ends from some dot on). alpha: the product of the adapters is scaled by
-    alpha / rank. dropout: of the adapters' input, in train mode. Raises InputError where a glob matches no linear layer.
+    alpha / rank. dropout: of the adapters' input, in train mode. Raises InputError where a glob matches no linear
+    layer.
     """
     if not isinstance(model, Model):
         raise InputError(f"lora was given a {type(model).__name__}. Try: cf.lora(cf.functional(module), ...)")
     if rank < 1 or not 0 <= dropout < 1:
-        raise InputError(f"lora: rank={rank}, dropout={dropout}. Try: a rank of at least 1, a dropout of at least 0 and below 1")
+        raise InputError(
+            f"lora: rank={rank}, dropout={dropout}. Try: a rank of at least 1, a dropout of at least 0 and below 1"
+        )
     paths = _chosen(model.module, (where,) if isinstance(where, str) else tuple(where))
     module = _shared_copy(model.module)
     adapters = [Adapter(path, rank, alpha, dropout, _is_transposed(model.module.get_submodule(path))) for path in paths]
@@ -45,7 +48,8 @@ def lora(model: Model, where: str | Iterable[str], rank: int = 8, alpha: float =
         other = _other_place(model.module, path)
         if other is not None:
             raise InputError(
-                f"lora: {path!r} shares its weight with {other!r}, and merging adapters of the one would change the other. "
+                f"lora: {path!r} shares its weight with {other!r}, and merging adapters of the one would change the "
+                "other. "
                 "Try: globs that leave it out"
             )
     params: dict[str, Tensor] = {}
@@ -53,7 +57,9 @@ def lora(model: Model, where: str | Iterable[str], rank: int = 8, alpha: float =
     for path in paths:
         layer = module.get_submodule(path)
         if "lora_A" in dict(layer.named_parameters()):
-            raise InputError(f"lora: {path!r} has adapters already. Try: one call with all globs, or model.to_module() first")
+            raise InputError(
+                f"lora: {path!r} has adapters already. Try: one call with all globs, or model.to_module() first"
+            )
         out_features, in_features = _features(layer)
         dtype = frozen[f"{path}.weight"].dtype
         a = nn.init.kaiming_uniform_(torch.empty(rank, in_features, dtype=dtype), a=math.sqrt(5))

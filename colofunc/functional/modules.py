@@ -101,14 +101,17 @@ class Model:
         # A forward may also have put another tensor in a buffer's place.
         after = {name: placed[name].detach() for name in copies}
         if DOUBLED.get():
-            # Copied, because a dtype that is named would be doubled as well. A tensor in a buffer's place may have another shape.
+            # Copied, because a dtype that is named would be doubled as well. A tensor in a buffer's place may have
+            # another shape.
             after = {name: buffers[name].new_empty(buffer.shape).copy_(buffer) for name, buffer in after.items()}
         return out, after
 
     def _check_names(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         for what, value in (("parameters", params), ("buffers", buffers)):
             if not isinstance(value, Mapping):
-                raise InputError(f"apply: the {what} are a {type(value).__name__}. Try: model.apply(params, buffers, *inputs)")
+                raise InputError(
+                    f"apply: the {what} are a {type(value).__name__}. Try: model.apply(params, buffers, *inputs)"
+                )
         if params.keys() == self.params.keys() and buffers.keys() == self.buffers.keys():
             return
         found = []
@@ -240,10 +243,10 @@ def abstract(shape: Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor
     return torch.empty(sizes, dtype=dtype, device="meta")
 
 
-# ---- hooks and classes of parameters ----
-# Problem: `cf.functional` takes values out of parameters, and what a user hung on them stays behind: a hook that masks a
-# gradient (to train some rows only) would be dropped without a word. Idea: hooks of gradients are hung on the tensors that
-# stand for the parameters, wherever these are differentiated; what has no meaning there is refused.
+# ---- hooks and classes of parameters ---- Problem: `cf.functional` takes values out of parameters, and what a user
+# hung on them stays behind: a hook that masks a gradient (to train some rows only) would be dropped without a word.
+# Idea: hooks of gradients are hung on the tensors that stand for the parameters, wherever these are differentiated;
+# what has no meaning there is refused.
 #
 #     p.register_hook(lambda grad: grad * mask)     # honoured: the step's gradient of p is masked
 
@@ -264,7 +267,8 @@ class Hung:
 def keep_hooks(module: nn.Module, params: Mapping[str, Tensor]) -> None:
     """Hang the hooks of the module's parameters on the tensors that stand for them, once for each tensor.
 
-    They stay there behind the call, as the backward pass comes later. One that is removed from its parameter does nothing.
+    They stay there behind the call, as the backward pass comes later. One that is removed from its parameter does
+    nothing.
     """
     for name, parameter in module.named_parameters():
         hooks = compat.gradient_hooks(parameter)
@@ -282,11 +286,15 @@ def refuse_unseen(parameters: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
         if compat.accumulation_hooks(parameter):
             raise InputError(
-                f"functional: parameter {name!r} has a hook from register_post_accumulate_grad_hook, which runs when a gradient is put "
-                "in .grad, and a step has none. Try: remove the hook, and do what it does with the gradients that value_and_grad "
+                f"functional: parameter {name!r} has a hook from register_post_accumulate_grad_hook, which runs when a "
+                "gradient is put "
+                "in .grad, and a step has none. Try: remove the hook, and do what it does with the gradients that "
+                "value_and_grad "
                 "returns (a hook from register_hook is honoured)"
             )
         if nn.parameter.is_lazy(parameter):
-            raise InputError(f"functional: parameter {name!r} has no shape yet. Try: one call of the module on a batch before")
+            raise InputError(
+                f"functional: parameter {name!r} has no shape yet. Try: one call of the module on a batch before"
+            )
         if not isinstance(parameter, DTensor):
             refuse_unlike(parameter, f"functional: parameter {name!r}", InputError)

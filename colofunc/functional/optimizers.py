@@ -4,8 +4,8 @@ Problem: `torch.optim` classes hold state in attributes and change parameters in
 
     {"step": 0-dim, "exp_avg": {name: tensor}, "exp_avg_sq": {name: tensor}}
 
-and `update(grads, state, params)` returns new params and new state. Parameters are a dict of names, as `model.params` is, or any tree
-of tensors: `{"encoder": encoder.params, "temperature": t}` is named by its paths, `encoder.0.weight`.
+and `update(grads, state, params)` returns new params and new state. Parameters are a dict of names, as `model.params`
+is, or any tree of tensors: `{"encoder": encoder.params, "temperature": t}` is named by its paths, `encoder.0.weight`.
 
 Elementwise classes are one operator per parameter (`colofunc.ops.update`, `update_rules`); Muon, which looks at whole
 matrices, runs torch's own code on copies (`colofunc.functional.torch_optim`). Lion and LAMB, which torch does not
@@ -13,9 +13,9 @@ have, are classes of `colofunc.functional.lion_lamb`.
 
 `groups` maps globs over parameter names to options that differ there, or to another optimizer for what they match;
 later entries win. `state_bits=8` keeps moments of Adam and AdamW as bytes and scales
-(`colofunc.functional.packed_moments`), `rounding="stochastic"` updates parameters in bfloat16 without masters. `lr` is a
-number, a function of the number of updates already done (a 0-dim tensor, so write it with torch operators: `torch.cos`,
-not `math.cos`), or a torch scheduler (`cf.schedule`).
+(`colofunc.functional.packed_moments`), `rounding="stochastic"` updates parameters in bfloat16 without masters. `lr` is
+a number, a function of the number of updates already done (a 0-dim tensor, so write it with torch operators:
+`torch.cos`, not `math.cos`), or a torch scheduler (`cf.schedule`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Optimizer:
     groups: Mapping[str, Mapping[str, Any] | Optimizer]
 
     def init(self, params: Any) -> State:
-        """The state before the first update of a tree of tensors; zeros of large, lazy or abstract ones are made on their shards, later."""
+        """The state before the first update of a tree of tensors; zeros of large, lazy or abstract ones are made on
+        their shards, later.
+        """
         params = named_parameters("init", params)
         self._check(params)
         state: State = {"step": torch.zeros((), dtype=torch.float32, device=_memory_of(params))}
@@ -80,7 +82,8 @@ class Optimizer:
         params: Any,
         lr: float | Tensor | None = None,
     ) -> tuple[Any, State]:
-        """(params, state) after one update; gradients are a tree like the parameters, None counts as zeros, so weight decay still acts.
+        """(params, state) after one update; gradients are a tree like the parameters, None counts as zeros, so weight
+        decay still acts.
 
         `lr` stands in for the optimizer's own rate in this update (not for those of groups).
         """
@@ -140,12 +143,16 @@ class Optimizer:
         return moved, kept
 
     def converted(self, opt_state: State, params: Any) -> State:
-        """The state of the same class with other `state_bits`, as this optimizer keeps it; what is kept alike is not copied.
+        """The state of the same class with other `state_bits`, as this optimizer keeps it; what is kept alike is not
+        copied.
 
-        For a checkpoint of moments in 32 bits that goes on in 8, or the other way round. Tensors on ranks are made whole.
+        For a checkpoint of moments in 32 bits that goes on in 8, or the other way round. Tensors on ranks are made
+        whole.
         """
         packed_moments.check_pair(self.cls, opt_state)
-        return packed_moments.converted(opt_state, {n: (p, self._blocks(n, p)) for n, p in named_parameters("converted", params).items()})
+        return packed_moments.converted(
+            opt_state, {n: (p, self._blocks(n, p)) for n, p in named_parameters("converted", params).items()}
+        )
 
     def of(self, name: str) -> dict[str, Any]:
         """The options of one parameter."""
@@ -187,7 +194,13 @@ class Optimizer:
         return block_of(tuple(param.shape)) if self.of(name).get("state_bits") == 8 else None
 
     def _update(
-        self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors, finite: Tensor | None
+        self,
+        grads: Tensors,
+        state: dict[str, Tensors],
+        params: Tensors,
+        step: Tensor,
+        rates: Tensors,
+        finite: Tensor | None,
     ) -> tuple[Tensors, dict[str, Tensors]]:
         kind = OPERATORS.get(self.cls)
         if kind == "adamw":
@@ -209,8 +222,10 @@ class Optimizer:
                 continue
             if param.is_floating_point() and param.dtype.itemsize < 4:
                 warnings.warn(
-                    f"{self.cls.__name__} updates parameters in {param.dtype} ({name!r} and others) without float32 masters, so small "
-                    'updates are lost; write cf.precision(step, "bf16"), which keeps masters and moments in float32; Adam and '
+                    f"{self.cls.__name__} updates parameters in {param.dtype} ({name!r} and others) without float32 "
+                    "masters, so small "
+                    'updates are lost; write cf.precision(step, "bf16"), which keeps masters and moments in float32; '
+                    'Adam and '
                     'AdamW train bfloat16 without masters by cf.adapt(..., rounding="stochastic")',
                     stacklevel=3,
                 )
@@ -219,7 +234,13 @@ class Optimizer:
     # ---- one operator per parameter ----
 
     def _elementwise(
-        self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors, finite: Tensor | None
+        self,
+        grads: Tensors,
+        state: dict[str, Tensors],
+        params: Tensors,
+        step: Tensor,
+        rates: Tensors,
+        finite: Tensor | None,
     ) -> tuple[Tensors, dict[str, Tensors]]:
         cls = self.cls.__name__
         keys = KINDS[cls].states
@@ -236,7 +257,13 @@ class Optimizer:
         return new_params, new_state
 
     def _adamw(
-        self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors, finite: Tensor | None
+        self,
+        grads: Tensors,
+        state: dict[str, Tensors],
+        params: Tensors,
+        step: Tensor,
+        rates: Tensors,
+        finite: Tensor | None,
     ) -> tuple[Tensors, dict[str, Tensors]]:
         new_params: Tensors = {}
         new_state: dict[str, Tensors] = {key: {} for key in state}
@@ -251,7 +278,15 @@ class Optimizer:
                 keys = [first, SCALES[0], second, SCALES[1]]
                 site = (packed_moments.site_of(name),) if rounded else ()
                 new_params[name], *after = adamw8(
-                    param, grads[name], *(state[key][name] for key in keys), step, rates[name], *numbers, options["maximize"], finite, *site
+                    param,
+                    grads[name],
+                    *(state[key][name] for key in keys),
+                    step,
+                    rates[name],
+                    *numbers,
+                    options["maximize"],
+                    finite,
+                    *site,
                 )
             elif rounded:
                 keys = [first, second]
@@ -274,7 +309,13 @@ class Optimizer:
         return new_params, new_state
 
     def _sgd(
-        self, grads: Tensors, state: dict[str, Tensors], params: Tensors, step: Tensor, rates: Tensors, finite: Tensor | None
+        self,
+        grads: Tensors,
+        state: dict[str, Tensors],
+        params: Tensors,
+        step: Tensor,
+        rates: Tensors,
+        finite: Tensor | None,
     ) -> tuple[Tensors, dict[str, Tensors]]:
         new_params: Tensors = {}
         buffers: Tensors = {}
@@ -330,19 +371,24 @@ class Optimizer:
             for name in names:
                 if params[name].dim() != 2:
                     raise InputError(
-                        f"Muon updates matrices only, and {name!r} has shape {tuple(params[name].shape)}. Try: another optimizer for such "
-                        f"parameters, adapt(torch.optim.Muon, groups={{{name!r}: adapt(torch.optim.AdamW)}}), by globs over their names"
+                        f"Muon updates matrices only, and {name!r} has shape {tuple(params[name].shape)}. Try: another "
+                        "optimizer for such "
+                        f"parameters, adapt(torch.optim.Muon, groups={{{name!r}: adapt(torch.optim.AdamW)}}), by globs "
+                        "over their names"
                     )
 
     def _check_real(self, params: Mapping[str, Tensor]) -> None:
-        """Raises InputError where elements are complex, of which the rules here would square or compare real and imaginary parts as one."""
+        """Raises InputError where elements are complex, of which the rules here would square or compare real and
+        imaginary parts as one.
+        """
         for part, names in self._parts(params):
             if part.cls in OF_COMPLEX:
                 continue
             for name in names:
                 if params[name].is_complex():
                     raise InputError(
-                        f"{part.cls.__name__} has no update of complex parameters, and {name!r} is one. Try: a real parameter of shape "
+                        f"{part.cls.__name__} has no update of complex parameters, and {name!r} is one. Try: a real "
+                        "parameter of shape "
                         f"{(*params[name].shape, 2)}, which the step reads as torch.view_as_complex(p); torch.optim.SGD"
                     )
 
@@ -382,7 +428,8 @@ class Optimizer:
             if any(name.startswith(SCALES) for name in wanted ^ given):
                 other = "; opt.converted(state, params) of one with other state_bits"
             raise InputError(
-                f"update: the state is not that of {self.cls.__name__} over these parameters: missing {sorted(wanted - given)[:4]}, "
+                f"update: the state is not that of {self.cls.__name__} over these parameters: missing "
+                f"{sorted(wanted - given)[:4]}, "
                 f"unknown {sorted(given - wanted)[:4]}. Try: the state that init(params) of this optimizer made{other}"
             )
         for key in SHAPED:
@@ -408,12 +455,13 @@ def adapt(
 ) -> Optimizer:
     """The functional form of a `torch.optim` class, or of `cf.Lion` and `cf.LAMB`.
 
-    `groups`: glob over parameter names -> options that differ there, or another adapted optimizer. `state_bits`: 8 keeps the moments of
-    Adam and AdamW as codes of a byte with a float32 scale for each block of at most 128 elements, 8.25 bits an element, of parameters with
-    4096 elements and more; 32 keeps them in the parameter's dtype. `rounding`: "stochastic" computes updates of Adam and AdamW in float32,
-    and rounds what they write in bfloat16 (parameters, their moments) up or down by a draw, so that small updates are right in the mean
-    without masters. The draw is one by the update's number, the parameter's name and the element's index in it, the same on every mesh.
-    Parameters in other dtypes are updated as ever. Groups may differ in both. Raises InputError for a class that cannot be traced, an
+    `groups`: glob over parameter names -> options that differ there, or another adapted optimizer. `state_bits`: 8
+    keeps the moments of Adam and AdamW as codes of a byte with a float32 scale for each block of at most 128 elements,
+    8.25 bits an element, of parameters with 4096 elements and more; 32 keeps them in the parameter's dtype. `rounding`:
+    "stochastic" computes updates of Adam and AdamW in float32, and rounds what they write in bfloat16 (parameters,
+    their moments) up or down by a draw, so that small updates are right in the mean without masters. The draw is one by
+    the update's number, the parameter's name and the element's index in it, the same on every mesh. Parameters in other
+    dtypes are updated as ever. Groups may differ in both. Raises InputError for a class that cannot be traced, an
     option the class does not have, or a value it refuses.
     """
     if cls not in OPERATORS and cls not in OWN:
@@ -426,14 +474,20 @@ def adapt(
     if rounding != packed_moments.NEAREST:
         defaults["rounding"] = rounding
     rate = defaults.pop("lr") if lr is None else lr
-    if not isinstance(groups or {}, Mapping) or not all(isinstance(g, Mapping | Optimizer) for g in (groups or {}).values()):
-        raise InputError(f"groups={groups!r:.80} is no mapping to options. Try: groups={{'*.bias': dict(weight_decay=0.0)}}")
+    if not isinstance(groups or {}, Mapping) or not all(
+        isinstance(g, Mapping | Optimizer) for g in (groups or {}).values()
+    ):
+        raise InputError(
+            f"groups={groups!r:.80} is no mapping to options. Try: groups={{'*.bias': dict(weight_decay=0.0)}}"
+        )
     chosen = {g: changed if isinstance(changed, Optimizer) else dict(changed) for g, changed in (groups or {}).items()}
     for glob, changed in chosen.items():
         if isinstance(changed, Optimizer):
             continue
         packed_moments.check(cls, changed.get("state_bits", 32), {**defaults, **changed}, f"groups[{glob!r}]: ")
-        packed_moments.check_rounding(cls, changed.get("rounding", rounding), {**defaults, **changed}, f"groups[{glob!r}]: ")
+        packed_moments.check_rounding(
+            cls, changed.get("rounding", rounding), {**defaults, **changed}, f"groups[{glob!r}]: "
+        )
         unknown = [k for k in changed if k not in ("lr", *packed_moments.OWN_OPTIONS) and k not in defaults]
         if unknown:
             raise InputError(

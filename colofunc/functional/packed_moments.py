@@ -1,10 +1,12 @@
 """State of Adam and AdamW in few bits: what `cf.adapt(torch.optim.AdamW, state_bits=8, rounding="stochastic")` means.
 
-    {"step": 0-dim, "exp_avg": {name: int8}, "exp_avg_scale": {name: float32}, "exp_avg_sq": {name: uint8}, "exp_avg_sq_scale": ...}
+    {"step": 0-dim, "exp_avg": {name: int8}, "exp_avg_scale": {name: float32}, "exp_avg_sq": {name: uint8},
+    "exp_avg_sq_scale": ...}
 
-Codes have their parameter's shape and the name that its moment has in any optimizer, so that plans mean them. Small parameters have
-moments as wide as they are and no scales. The code and the blocks: `colofunc.ops.update_packed`. Parameters in bfloat16 that are rounded
-stochastically have no masters, and moments in bfloat16 or 8 bits: `colofunc.ops.update_rounded`.
+Codes have their parameter's shape and the name that its moment has in any optimizer, so that plans mean them. Small
+parameters have moments as wide as they are and no scales. The code and the blocks: `colofunc.ops.update_packed`.
+Parameters in bfloat16 that are rounded stochastically have no masters, and moments in bfloat16 or 8 bits:
+`colofunc.ops.update_rounded`.
 """
 
 from __future__ import annotations
@@ -36,27 +38,45 @@ Params = Mapping[str, tuple[Tensor, Blocks | None]]  # name -> (parameter, how i
 
 
 def check(cls: type[torch.optim.Optimizer], bits: Any, options: Mapping[str, Any], where: str = "") -> None:
-    """Raises InputError where a class with these options cannot keep its state in `bits`. where: what the error begins with."""
+    """Raises InputError where a class with these options cannot keep its state in `bits`. where: what the error begins
+    with.
+    """
     if bits not in (8, 32) or isinstance(bits, bool):
         raise InputError(f"{where}state_bits={bits!r}: moments are kept in 32 bits, or in 8. Try: state_bits=8")
     if bits == 32:
         return
     if cls not in ADAMS:
-        raise InputError(f"{where}state_bits=8: {cls.__name__} has no state in 8 bits. Try: torch.optim.AdamW or torch.optim.Adam")
+        raise InputError(
+            f"{where}state_bits=8: {cls.__name__} has no state in 8 bits. Try: torch.optim.AdamW or torch.optim.Adam"
+        )
     if options.get("amsgrad"):
-        raise InputError(f"{where}state_bits=8: the maxima of amsgrad are kept in 32 bits only. Try: amsgrad=False, or state_bits=32")
+        raise InputError(
+            f"{where}state_bits=8: the maxima of amsgrad are kept in 32 bits only. Try: amsgrad=False, or state_bits=32"
+        )
 
 
-def check_rounding(cls: type[torch.optim.Optimizer], rounding: Any, options: Mapping[str, Any], where: str = "") -> None:
-    """Raises InputError where updates of a class with these options cannot be rounded so. where: what the error begins with."""
+def check_rounding(
+    cls: type[torch.optim.Optimizer], rounding: Any, options: Mapping[str, Any], where: str = ""
+) -> None:
+    """Raises InputError where updates of a class with these options cannot be rounded so. where: what the error begins
+    with.
+    """
     if rounding not in (NEAREST, STOCHASTIC):
-        raise InputError(f"{where}rounding={rounding!r}: numbers are rounded to the nearest, or by a draw. Try: rounding={STOCHASTIC!r}")
+        raise InputError(
+            f"{where}rounding={rounding!r}: numbers are rounded to the nearest, or by a draw. Try: "
+            f"rounding={STOCHASTIC!r}"
+        )
     if rounding == NEAREST:
         return
     if cls not in ADAMS:
-        raise InputError(f"{where}rounding={rounding!r}: {cls.__name__} rounds to the nearest. Try: torch.optim.AdamW or torch.optim.Adam")
+        raise InputError(
+            f"{where}rounding={rounding!r}: {cls.__name__} rounds to the nearest. Try: torch.optim.AdamW or "
+            "torch.optim.Adam"
+        )
     if options.get("amsgrad"):
-        raise InputError(f"{where}rounding={rounding!r}: the maxima of amsgrad are rounded to the nearest. Try: amsgrad=False")
+        raise InputError(
+            f"{where}rounding={rounding!r}: the maxima of amsgrad are rounded to the nearest. Try: amsgrad=False"
+        )
 
 
 def is_rounded(param: Tensor, options: Mapping[str, Any]) -> bool:
@@ -91,7 +111,8 @@ def check_pair(cls: type[torch.optim.Optimizer], opt_state: Mapping[str, Any]) -
     odd = sorted(opt_state.keys() - {"step", *MOMENTS, *SCALES})
     if cls not in ADAMS or odd or not opt_state.keys() >= {"step", *MOMENTS}:
         raise InputError(
-            f"converted: a state with {', '.join(sorted(opt_state))} for {cls.__name__}; it is for the two moments of Adam and AdamW. "
+            f"converted: a state with {', '.join(sorted(opt_state))} for {cls.__name__}; it is for the two moments of "
+            "Adam and AdamW. "
             "Try: the state that init(params) of such an optimizer made, without amsgrad"
         )
 

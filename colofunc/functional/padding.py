@@ -47,13 +47,14 @@ def pad(
 ) -> Any:  # fmt: skip
     """The batch with its sequences lengthened at the end to the next multiple of `multiple`, each tensor for itself.
 
-    `rows`: as many rows as the next multiple of it, the added ones without weight: labels -100, masks 0, anything else copied.
-    Raises InputError where no tensor of the batch tells a loss to leave them out. `weights`: name of a leaf to add, 1 for real
-    rows and 0 for added ones, for a loss that weighs its rows: `(row_losses * weight).sum() / weight.sum()`.
+    `rows`: as many rows as the next multiple of it, the added ones without weight: labels -100, masks 0, anything else
+    copied. Raises InputError where no tensor of the batch tells a loss to leave them out. `weights`: name of a leaf to
+    add, 1 for real rows and 0 for added ones, for a loss that weighs its rows:
+    `(row_losses * weight).sum() / weight.sum()`.
 
-    `fill`: values by name or glob (the last part of the path, or all of it) for further tensors or in place of the usual
-    ones; None leaves a tensor as it is. `attention_mask` is added where `input_ids` has none. Labels must be in the batch:
-    a loss that takes `input_ids` for them would count what was added.
+    `fill`: values by name or glob (the last part of the path, or all of it) for further tensors or in place of the
+    usual ones; None leaves a tensor as it is. `attention_mask` is added where `input_ids` has none. Labels must be in
+    the batch: a loss that takes `input_ids` for them would count what was added.
     """
     if multiple < 1 or rows < 1:
         raise InputError(f"cf.pad: multiple={multiple}, rows={rows}; give 1 or more, such as 64")
@@ -67,9 +68,16 @@ def pad(
 
 
 def _whole_rows(
-    tree: Tree, leaves: Sequence[torch.Tensor], multiple: int, fills: Mapping[str, float | None], fill: Fill | None, weights: str | None
+    tree: Tree,
+    leaves: Sequence[torch.Tensor],
+    multiple: int,
+    fills: Mapping[str, float | None],
+    fill: Fill | None,
+    weights: str | None,
 ) -> Any:
-    """The batch with rows that count for nothing up to a multiple; the rows are the leading size that most of them have."""
+    """The batch with rows that count for nothing up to a multiple; the rows are the leading size that most of them
+    have.
+    """
     sizes = Counter(x.shape[0] for x in leaves if x.dim())
     n = max(sizes, key=lambda size: (sizes[size], size), default=0)
     missing = -n % multiple
@@ -77,8 +85,10 @@ def _whole_rows(
         return unflatten(tree, leaves)
     if weights is None and not decides(tree, leaves, fill):
         raise InputError(
-            f"cf.pad: rows={multiple} adds {missing} rows to the {n} of this batch, and none of {', '.join(tree.names())} tells a loss to "
-            "leave them out. Try: fill={'target': -100} where such a value does, or weights='weight' and a loss that weighs its rows with "
+            f"cf.pad: rows={multiple} adds {missing} rows to the {n} of this batch, and none of "
+            f"{', '.join(tree.names())} tells a loss to "
+            "leave them out. Try: fill={'target': -100} where such a value does, or weights='weight' and a loss that "
+            "weighs its rows with "
             "it, (row_losses * weight).sum() / weight.sum()"
         )
     dead = torch.arange(n + missing) >= n
@@ -97,17 +107,26 @@ def with_weight(tree: Tree, name: str) -> Tree:
     if tree.kind == "tensor":
         return Tree("sequence", "", tuple, (0, 1), (tree, leaf))
     if tree.kind not in ("dict", "mapping") and (tree.kind != "sequence" or name in tree.keys):
-        raise InputError(f"weights={name!r}: a leaf cannot be added to a {tree.type.__name__}; collate to a dict or tuple")
+        raise InputError(
+            f"weights={name!r}: a leaf cannot be added to a {tree.type.__name__}; collate to a dict or tuple"
+        )
     if name in tree.keys:
         raise InputError(f"weights={name!r}: the batch has a leaf of that name; choose another")
     key = name if tree.kind != "sequence" else len(tree.keys)
     return attrs.evolve(tree, keys=(*tree.keys, key), children=(*tree.children, leaf))
 
 
-def usual(table: Mapping[str, float], pad_id: int = 0, ignore_index: int = -100, fill: Fill | None = None) -> dict[str, float | None]:
+def usual(
+    table: Mapping[str, float], pad_id: int = 0, ignore_index: int = -100, fill: Fill | None = None
+) -> dict[str, float | None]:
     """The table with the caller's values; the caller's own names come first."""
     mine: dict[str, float | None] = dict(fill or {})
-    own = {"input_ids": pad_id, "decoder_input_ids": pad_id, "labels": ignore_index, "next_sentence_label": ignore_index}
+    own = {
+        "input_ids": pad_id,
+        "decoder_input_ids": pad_id,
+        "labels": ignore_index,
+        "next_sentence_label": ignore_index,
+    }
     return {**mine, **{name: own.get(name, value) for name, value in table.items() if name not in mine}}
 
 
@@ -135,11 +154,16 @@ def position_fill(name: str, x: torch.Tensor, dim: int, fills: Mapping[str, floa
     value = fill_of(name, fills)
     last = name.rsplit(".", 1)[-1]
     if isinstance(x, DTensor):
-        raise InputError(f"cf.pad: {name!r} is on a mesh already; pad before, or write cf.batches(loader, mesh, spec, multiple=64)")
+        raise InputError(
+            f"cf.pad: {name!r} is on a mesh already; pad before, or write cf.batches(loader, mesh, spec, multiple=64)"
+        )
     if value is None or x.dim() <= dim:
         return None
     if last == "attention_mask" and x.dim() > 2:
-        raise InputError(f"cf.pad: {name!r} {tuple(x.shape)} is no (rows, length) mask; pad it yourself and write fill={{{last!r}: None}}")
+        raise InputError(
+            f"cf.pad: {name!r} {tuple(x.shape)} is no (rows, length) mask; pad it yourself and write fill={{{last!r}: "
+            f"None}}"
+        )
     if last == "labels" and x.is_floating_point():
         return None  # targets of a regression: their dim is no sequence, and no value of them is ignored
     return value

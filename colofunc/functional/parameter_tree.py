@@ -1,6 +1,7 @@
 """Trees of parameters by name: what an optimizer updates, whatever containers it lies in.
 
-Problem: JAX-style steps keep parameters in any tree; globs, state and files want names. Idea: a parameter is called by the path to it.
+Problem: JAX-style steps keep parameters in any tree; globs, state and files want names. Idea: a parameter is called by
+the path to it.
 
     {"encoder": {"0.weight": w}, "temperature": t}    encoder.0.weight, temperature
 """
@@ -60,24 +61,28 @@ def named_gradients(grads: Any, params: Mapping[str, Tensor]) -> dict[str, Tenso
         if not (leaf is None or isinstance(leaf, Tensor)) or not name:
             which = f"gradient of {name!r} is" if name else "gradients are"
             raise InputError(
-                f"update: the {which} a {type(leaf).__name__}. Try: a tree like that of the parameters, as cf.value_and_grad returns it"
+                f"update: the {which} a {type(leaf).__name__}. Try: a tree like that of the parameters, as "
+                "cf.value_and_grad returns it"
             )
         named[name] = leaf
     missing = [name for name in params if name not in named]
     unknown = [name for name in named if name not in params]
     if missing or unknown:
         raise InputError(
-            f"update: no gradient for {missing[:4]}, no parameter for {unknown[:4]}. Try: gradients with the names of the parameters"
+            f"update: no gradient for {missing[:4]}, no parameter for {unknown[:4]}. Try: gradients with the names of "
+            "the parameters"
         )
     check_shapes("grads", {name: grad for name, grad in named.items() if grad is not None}, params)
     return named
 
 
 def check_shapes(key: str, tensors: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
-    """Raises InputError where a tensor has another shape than the parameter of its name. key: what holds the tensors."""
+    """Raises InputError where a tensor has another shape than the parameter of its name. key: what holds the tensors.
+    """
     for name, tensor in tensors.items():
         if tensor.shape != params[name].shape:
             raise InputError(
-                f"update: {join(key, name)!r} has shape {tuple(tensor.shape)}, and the parameter {name!r} {tuple(params[name].shape)}. "
+                f"update: {join(key, name)!r} has shape {tuple(tensor.shape)}, and the parameter {name!r} "
+                f"{tuple(params[name].shape)}. "
                 "Try: the state that init(params) of this optimizer made"
             )

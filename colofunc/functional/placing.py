@@ -1,6 +1,7 @@
 """From what a loader yields to DTensors: clean the tree, make rows and lengths fit, cut.
 
-    item -> hold: text dropped, sequences padded, rows counted -> [ranks compare] -> place: lengths and rows equal, DTensors
+    item -> hold: text dropped, sequences padded, rows counted -> [ranks compare] -> place: lengths and rows equal,
+    DTensors
 
 `hold` looks at this process alone, `place` at what all ranks said, so whatever `place` refuses is refused on all.
 """
@@ -62,9 +63,11 @@ class Held:
     ids: int = 0
 
     def said(self, whole: bool, first: bool, compared: bool) -> Said:
-        """`whole`: every rank holds every row. Then tensors are compared, large ones on the first batch only; else those without rows.
+        """`whole`: every rank holds every row. Then tensors are compared, large ones on the first batch only; else
+        those without rows.
 
-        `compared`: somebody else will look at the checksums. They are of what the host holds, before it is sent to a card.
+        `compared`: somebody else will look at the checksums. They are of what the host holds, before it is sent to a
+        card.
         """
         described = []
         for name, leaf, by_row in zip(self.tree.names(), self.leaves, self.by_row, strict=True):
@@ -106,7 +109,8 @@ class Placer:
     def hold(self, item: Item, regular: int | None, expected: Sequence[int]) -> Held | None:
         """The batch made ready as far as this process can alone; None: it is left out.
 
-        `regular`: samples of a whole batch, None: of this one; `expected`: other counts that this loader is known to come to.
+        `regular`: samples of a whole batch, None: of this one; `expected`: other counts that this loader is known to
+        come to.
         """
         data = item.data if self.multiple is None else pad(item.data, self.multiple, fill=self.fill)
         leaves, tree = flatten(data)
@@ -114,7 +118,9 @@ class Placer:
         specs = self._specs(tree)
         n, by_row = self._count(tree, leaves, specs)
         if n == 0:
-            raise InputError(f"a batch of this loader has no rows: {', '.join(tree.names())}; leave it out in the loader")
+            raise InputError(
+                f"a batch of this loader has no rows: {', '.join(tree.names())}; leave it out in the loader"
+            )
         samples = item.rows or n
         regular = regular or samples
         held = Held(tree, leaves, specs, by_row, n, item.padded, torch.zeros(n, dtype=torch.bool), samples)
@@ -132,7 +138,8 @@ class Placer:
         if self.read == "own":
             if n != len(item.dead):
                 raise InputError(
-                    f"{len(item.dead)} samples became {n} rows by collating, so rows cannot be read apart; write read=\"all\""
+                    f'{len(item.dead)} samples became {n} rows by collating, so rows cannot be read apart; write '
+                    'read="all"'
                 )
             held.dead = torch.tensor(item.dead, dtype=torch.bool)
         elif self.read == "all":
@@ -184,11 +191,15 @@ class Placer:
             specs[position] = as_spec(spec)
         return specs
 
-    def _count(self, tree: Tree, leaves: Sequence[torch.Tensor], specs: Sequence[Spec | None]) -> tuple[int, list[bool]]:
+    def _count(
+        self, tree: Tree, leaves: Sequence[torch.Tensor], specs: Sequence[Spec | None]
+    ) -> tuple[int, list[bool]]:
         """(rows, which leaves have them). Raises InputError for a leaf that should have as many and has not."""
         sizes = Counter(x.shape[0] for x, spec in zip(leaves, specs) if x.dim() and spec is not None)
         if not sizes:
-            raise InputError(f"a batch has no tensor with rows: {tree.names() or type(tree).__name__}; collate samples to tensors")
+            raise InputError(
+                f"a batch has no tensor with rows: {tree.names() or type(tree).__name__}; collate samples to tensors"
+            )
         [(rows, _)] = sizes.most_common(1)
         if any(isinstance(x, DTensor) for x in leaves):
             raise InputError("cf.batches: the loader yields DTensors already; give their step the batches as they are")
@@ -199,7 +210,8 @@ class Placer:
             if x.dim() and not fits and (splits or self.read != "all"):
                 also = "" if self.read == "all" else ' and write read="all"'
                 raise InputError(
-                    f"{name!r} {tuple(x.shape)} has not the {rows} rows of its batch; give it a spec of its own in a tree of specs "
+                    f"{name!r} {tuple(x.shape)} has not the {rows} rows of its batch; give it a spec of its own in a "
+                    "tree of specs "
                     f"(None: whole on every rank){also}"
                 )
         return rows, by_row
@@ -212,8 +224,10 @@ class Placer:
         integers = [name for name, x in zip(names, leaves, strict=True) if not x.dtype.is_floating_point]
         labels = integers[-1] if integers else names[-1]  # most likely
         raise InputError(
-            f"a batch of this loader needs added rows (a short one, or one that {self.rows.whole_multiple} does not divide), and none of "
-            f"{', '.join(tree.names())} tells a loss to leave them out; write weights=\"weight\" and weigh the loss with that leaf, "
+            f"a batch of this loader needs added rows (a short one, or one that {self.rows.whole_multiple} does not "
+            "divide), and none of "
+            f'{", ".join(tree.names())} tells a loss to leave them out; write weights="weight" and weigh the loss with '
+            'that leaf, '
             f'fill={{{labels!r}: -100}} if these are labels, short="drop", or a batch size that divides (short="keep")'
         )
 
@@ -227,7 +241,9 @@ class Placer:
                 held.leaves[position] = more_rows(held.leaves[position], rows)
         held.rows = rows
 
-    def _as_long(self, name: str, x: torch.Tensor, shapes: Sequence[tuple[int, ...]], fills: dict[str, float | None]) -> torch.Tensor:
+    def _as_long(
+        self, name: str, x: torch.Tensor, shapes: Sequence[tuple[int, ...]], fills: dict[str, float | None]
+    ) -> torch.Tensor:
         """`x` as long in every dim as the longest of all ranks."""
         for dim in range(1, x.dim()):
             sizes = {shape[dim] for shape in shapes}
@@ -236,7 +252,8 @@ class Placer:
             value = position_fill(name, x, 1, fills)
             if value is None or (name.rsplit(".", 1)[-1] in POSITIONS and dim > 1):
                 raise InputError(
-                    f"{name!r} has sizes {sorted(sizes)} in dim {dim} on the ranks, and nothing says how to pad it; write "
+                    f"{name!r} has sizes {sorted(sizes)} in dim {dim} on the ranks, and nothing says how to pad it; "
+                    "write "
                     f'fill={{{name!r}: 0}}, pad it to a fixed size in collate_fn, or read="all"'
                 )
             x = lengthened(x, dim, max(sizes), value)
@@ -288,7 +305,10 @@ class Placer:
             return False
         if tree.name not in self._told:
             self._told.add(tree.name)
-            say(f"cf.batches leaves out {tree.name!r}, which holds no tensor; make it one in collate_fn if the step needs it")
+            say(
+                f"cf.batches leaves out {tree.name!r}, which holds no tensor; make it one in collate_fn if the step "
+                "needs it"
+            )
         return True
 
 

@@ -52,13 +52,15 @@ def load_model(
     """The model with the folder's weights in its params, frozen and buffers; its module is not changed.
 
     A model of `cf.lazy` without mesh gets values that are read when they are placed or used. strict=False: parameters
-    that the folder lacks keep the model's own values, names that the model lacks are left out. A folder of adapters alone fills
-    those of `cf.lora`; the weights stay the model's.
+    that the folder lacks keep the model's own values, names that the model lacks are left out. A folder of adapters
+    alone fills those of `cf.lora`; the weights stay the model's.
     """
     if isinstance(model, nn.Module):
         model = functional(model)
     if not isinstance(model, Model):
-        raise InputError(f"load: model={type(model).__name__}; give an nn.Module, cf.lazy(...) or cf.functional(...) of one")
+        raise InputError(
+            f"load: model={type(model).__name__}; give an nn.Module, cf.lazy(...) or cf.functional(...) of one"
+        )
     if mesh is None and specs is not None:
         raise InputError("load: specs= say how tensors lie on a mesh; give mesh= too")
     held: dict[str, Tensor] = {**model.params, **model.frozen, **model.buffers}
@@ -69,7 +71,11 @@ def load_model(
     def one(name: str, own: Tensor) -> Tensor:
         entry = found.get(name)
         if entry is None:
-            return own if mesh is None else placed(_of(name, own), layout_for(_of(name, own), mesh, None), mesh, there, asked=False)
+            return (
+                own
+                if mesh is None
+                else placed(_of(name, own), layout_for(_of(name, own), mesh, None), mesh, there, asked=False)
+            )
         if mesh is not None:
             spec = chosen.get(name)
             return placed(entry, layout_for(entry, mesh, spec), mesh, there, asked=spec is not None)
@@ -79,12 +85,16 @@ def load_model(
             return lazy_tensor(entry.shape, entry.dtype, partial(plain, entry), partial(boxed, entry))
         return plain(entry, there)
 
-    groups = [{name: one(name, own) for name, own in group.items()} for group in (model.params, model.frozen, model.buffers)]
+    groups = [
+        {name: one(name, own) for name, own in group.items()} for group in (model.params, model.frozen, model.buffers)
+    ]
     return attrs.evolve(model, params=groups[0], frozen=groups[1], buffers=groups[2])
 
 
 def _found(folder: Path, model: Model, held: Mapping[str, Tensor], strict: bool) -> dict[str, Entry]:
-    """What the folder has for the model: weights, or adapters of `cf.lora`, or both where adapters lie beside their base."""
+    """What the folder has for the model: weights, or adapters of `cf.lora`, or both where adapters lie beside their
+    base.
+    """
     if not peft_files.holds_adapters(folder) or hf.is_peft(model.module):
         entries = hf.entries_for(model.module, packed_layouts.entries(folder, hf.has_name(model.module)))
         return _fitting(model.module, entries, held, str(folder), strict)
@@ -95,9 +105,14 @@ def _found(folder: Path, model: Model, held: Mapping[str, Tensor], strict: bool)
     if whole:
         own = {name for adapter in model.adapters for name in adapter.names}
         entries = hf.entries_for(model.module, packed_layouts.entries(folder, hf.has_name(model.module)))
-        found = _fitting(model.module, entries, {name: x for name, x in held.items() if name not in own}, str(folder), strict)
+        found = _fitting(
+            model.module, entries, {name: x for name, x in held.items() if name not in own}, str(folder), strict
+        )
     if model.adapters:
-        found |= {name: hf.cast(entry, held[name].dtype) for name, entry in peft_files.entries(folder, model.adapters, strict).items()}
+        found |= {
+            name: hf.cast(entry, held[name].dtype)
+            for name, entry in peft_files.entries(folder, model.adapters, strict).items()
+        }
         _check_shapes(found, held, folder)
     return found
 
@@ -114,19 +129,34 @@ def _of_other_shapes(found: Mapping[str, Entry], held: Mapping[str, Tensor]) -> 
 def _check_shapes(found: Mapping[str, Entry], held: Mapping[str, Tensor], folder: Path) -> None:
     wrong = _of_other_shapes(found, held)
     if wrong:
-        raise CheckpointError(f"{folder} does not fit the model: {'; '.join(wrong[:8])}. Try: the base model that it was trained on")
+        raise CheckpointError(
+            f"{folder} does not fit the model: {'; '.join(wrong[:8])}. Try: the base model that it was trained on"
+        )
 
 
 def _of(name: str, own: Tensor) -> Entry:
     """The model's own value in the place of a stored one."""
     if own.is_meta:
-        raise CheckpointError(f"{name!r} is not in the folder and has no data in the model; build the model with cf.lazy")
+        raise CheckpointError(
+            f"{name!r} is not in the folder and has no data in the model; build the model with cf.lazy"
+        )
     region = Region.whole(own.shape)
-    return Entry(name, tuple(own.shape), own.dtype, ((region, own),), lambda value, picks: take(make(value).detach().cpu(), picks))
+    return Entry(
+        name,
+        tuple(own.shape),
+        own.dtype,
+        ((region, own),),
+        lambda value, picks: take(make(value).detach().cpu(), picks),
+    )
 
 
-def _fitting(module: nn.Module, entries: dict[str, Entry], held: Mapping[str, Tensor], where: str, strict: bool) -> dict[str, Entry]:
-    """Entries by the model's names. Raises CheckpointError that lists what is missing, unexpected or of another shape."""
+def _fitting(
+    module: nn.Module, entries: dict[str, Entry], held: Mapping[str, Tensor], where: str, strict: bool
+) -> dict[str, Entry]:
+    """Entries by the model's names.
+
+    Raises CheckpointError that lists what is missing, unexpected or of another shape.
+    """
     names = hf.canonical_names(module)
     found: dict[str, Entry] = {}
     unexpected = []
@@ -143,7 +173,9 @@ def _fitting(module: nn.Module, entries: dict[str, Entry], held: Mapping[str, Te
         own = held[name].dtype
         if _is_real(entry.dtype) != _is_real(own):
             quantized = "; where another library has quantized it, take the folder that it was made of"
-            wrong.append(f"{name} is {dtype_name(entry.dtype)} in the folder and {dtype_name(own)} in the model{quantized}")
+            wrong.append(
+                f"{name} is {dtype_name(entry.dtype)} in the folder and {dtype_name(own)} in the model{quantized}"
+            )
     if strict:
         wrong += [f"missing {name!r}{near(name, unexpected, 'unexpected')}" for name in missing]
         wrong += [f"unexpected {name!r}" for name in unexpected]
@@ -178,17 +210,19 @@ def save_pretrained(
     state: what `cf.train_step` gives ({"params", "buffers", ...}), or name -> tensor; None: the model's own values.
     dtype: to cast to while writing, "config" for the one that the module's configuration names. At most one file's
     worth of weights is held at a time, on rank 0. Other files in the folder (a tokenizer) stay. Adapters of peft are
-    written alone, as peft does; modules without a configuration give `model.safetensors`.
-    adapters: those of `cf.lora` are "merged" into the weights that they adapt, or written alone in "peft"'s format.
-    overwrite: replace weights and configurations that something else wrote there; without it they are an error. layout: how another
-    library keeps quantized weights ("bitsandbytes-nf4", "bitsandbytes-int8", "gptq", "awq", "pack-quantized", "int-quantized",
+    written alone, as peft does; modules without a configuration give `model.safetensors`. adapters: those of `cf.lora`
+    are "merged" into the weights that they adapt, or written alone in "peft"'s format. overwrite: replace weights and
+    configurations that something else wrote there; without it they are an error. layout: how another library keeps
+    quantized weights ("bitsandbytes-nf4", "bitsandbytes-int8", "gptq", "awq", "pack-quantized", "int-quantized",
     "float-quantized"); None: they are widened. Raises InputError where it cannot hold them.
     """
     given = _values(model, state)
     values = {name: packed_writing.unopened(value) for name, value in given.items()}
     module = model.plain
     form = _format(model, adapters)
-    packing = packed_writing.Packing.of(layout, module, values, [name for group in form.groups(values) for name in group], form.merges)
+    packing = packed_writing.Packing.of(
+        layout, module, values, [name for group in form.groups(values) for name in group], form.merges
+    )
     cast = hf.config_dtype(module) if dtype == "config" else dtype
     if isinstance(cast, str):
         raise InputError(f"save_pretrained: dtype={cast!r}; give a torch.dtype, 'config' or None")
@@ -205,7 +239,8 @@ def save_pretrained(
             error = problem
     try:
         for files in _split(values, groups, cast, shard_bytes):
-            # Every rank takes part in every gather, also when writing has failed (the library's errors are no OSErrors).
+            # Every rank takes part in every gather, also when writing has failed (the library's errors are no
+            # OSErrors).
             names = [name for group in files for name in group]
             gathered = {name: _whole(form.value(values, name), cast) for name in names if name not in packing.weights}
             packed = {name: packing.gathered(name, cast) for name in names if name in packing.weights}
@@ -257,7 +292,9 @@ class _Format:
 
     @property
     def kin(self) -> tuple[str, ...]:
-        """Weights as readers of such a folder look for them: beside new ones, old ones of another name would be read instead."""
+        """Weights as readers of such a folder look for them: beside new ones, old ones of another name would be read
+        instead.
+        """
         return plainfile.weight_globs(self.stem)
 
     @property
@@ -282,9 +319,13 @@ def _format(model: Model, adapters: str) -> _Format:
         groups, to_stored = partial(hf.stored_groups, module), partial(hf.to_stored, module)
         return _Format(groups, to_stored, partial(hf.save_config, module), merges, hf.stem(module))
     if not model.adapters:
-        raise InputError("save_pretrained: adapters='peft', and the model has none. Try: the model that cf.lora(...) returned")
+        raise InputError(
+            "save_pretrained: adapters='peft', and the model has none. Try: the model that cf.lora(...) returned"
+        )
     groups = partial(peft_files.groups, model.adapters)
-    return _Format(groups, peft_files.to_stored, partial(peft_files.save_config, module, model.adapters), {}, plainfile.ADAPTERS)
+    return _Format(
+        groups, peft_files.to_stored, partial(peft_files.save_config, module, model.adapters), {}, plainfile.ADAPTERS
+    )
 
 
 def _end(writing: Writing, ranks: Ranks, error: BaseException | None) -> None:
@@ -305,12 +346,18 @@ def _values(model: Model, state: Mapping[str, Any] | None) -> dict[str, Tensor |
     own: dict[str, Tensor | Quantized] = {**model.frozen, **model.params, **model.buffers}
     if state is None:
         return own
-    given = {**state["params"], **state.get("frozen", {}), **state.get("buffers", {})} if "params" in state else dict(state)
+    given = (
+        {**state["params"], **state.get("frozen", {}), **state.get("buffers", {})} if "params" in state else dict(state)
+    )
     unknown = [name for name in given if name not in own]
     missing = [name for name in model.params if name not in given]
     if unknown or missing:
-        words = [f"missing parameter {n!r}" for n in missing[:4]] + [f"unknown {n!r}{near(n, own)}" for n in unknown[:4]]
-        raise InputError(f"save_pretrained: {'; '.join(words)}. Try: the state that the step returned, or its ['params']")
+        words = [f"missing parameter {n!r}" for n in missing[:4]] + [
+            f"unknown {n!r}{near(n, own)}" for n in unknown[:4]
+        ]
+        raise InputError(
+            f"save_pretrained: {'; '.join(words)}. Try: the state that the step returned, or its ['params']"
+        )
     return own | given
 
 
@@ -353,8 +400,15 @@ class _Shards:
 
     def add(self, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
         self._written += 1
-        name = plainfile.single(self._stem) if self._count == 1 else f"{self._stem}-{self._written:05d}-of-{self._count:05d}.safetensors"
-        whole = {k: v.contiguous().clone() if v.untyped_storage().nbytes() != v.nbytes else v.contiguous() for k, v in tensors.items()}
+        name = (
+            plainfile.single(self._stem)
+            if self._count == 1
+            else f"{self._stem}-{self._written:05d}-of-{self._count:05d}.safetensors"
+        )
+        whole = {
+            k: v.contiguous().clone() if v.untyped_storage().nbytes() != v.nbytes else v.contiguous()
+            for k, v in tensors.items()
+        }
         save_file(whole, self._folder / name, metadata={"format": "pt", **header})
         self._map |= dict.fromkeys(tensors, name)
         self._bytes += sum(v.nbytes for v in whole.values())

@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from colofunc.errors import InputError
 from colofunc.program.tracing.tree import flatten, unflatten
 
-# How a rank cuts a batch of n rows: (positions of its rows among the padded batch's, rows of that); None drops the batch.
+# How a rank cuts a batch of n rows: (positions of its rows among the padded batch's, rows of that); None drops the
+# batch.
 Cut = Callable[[int], tuple[Sequence[int], int] | None]
 
 
@@ -108,7 +109,8 @@ def refuse_sharded(loader: Any) -> None:
         for rank, size in (("rank", "num_replicas"), ("process_index", "num_processes")):
             if getattr(sampler, size, 1) > 1 and hasattr(sampler, rank):
                 raise InputError(
-                    f"the loader's {type(sampler).__name__} gives each rank rows of its own already; give cf.batches the loader "
+                    f"the loader's {type(sampler).__name__} gives each rank rows of its own already; give cf.batches "
+                    "the loader "
                     'without it (cf.batches reads rank-disjoint rows itself), or write read="local"'
                 )
 
@@ -169,7 +171,8 @@ def pass_over(batches: Iterator[Any], skip: int) -> None:
     passed = sum(1 for _ in islice(batches, skip))
     if passed < skip:
         raise InputError(
-            f"the position to go on from is behind {skip} batches of an epoch, but the loader ended after {passed}: it is not the one "
+            f"the position to go on from is behind {skip} batches of an epoch, but the loader ended after {passed}: it "
+            "is not the one "
             "that was saved; give cf.batches the same data and batch size, or begin an epoch with data.set_epoch(n)"
         )
 
@@ -213,4 +216,6 @@ def pinned(items: Iterator[Item]) -> Iterator[Item]:
     """The items with their tensors of the host in pinned memory, so that whoever reads ahead makes that copy too."""
     for item in items:
         leaves, tree = flatten(item.data)
-        yield attrs.evolve(item, data=unflatten(tree, [x.pin_memory() if x.device.type == "cpu" else x for x in leaves]))
+        yield attrs.evolve(
+            item, data=unflatten(tree, [x.pin_memory() if x.device.type == "cpu" else x for x in leaves])
+        )

@@ -46,7 +46,9 @@ class RowSpec:
 
 
 def usual_rows(mesh: Mesh) -> str:
-    """Where nobody gives a spec: rows on the axis called dp, if there is one, else whole on every rank until a plan lays them."""
+    """Where nobody gives a spec: rows on the axis called dp, if there is one, else whole on every rank until a plan
+    lays them.
+    """
     return f"(dp {row_word(mesh)}) ..." if "dp" in mesh else "..."
 
 
@@ -95,7 +97,10 @@ def first_dim(spec: Any) -> Spec | None:
     parsed = parse(str(as_spec(spec)))
     pads = any(factor.pad for dim in parsed.dims if dim is not None for factor in dim)
     if parsed.pending or parsed.tier != "device" or pads:
-        raise InputError(f"cf.batches: {str(spec)!r} pads, reduces or names a tier; write how the dims are split only, e.g. '(dp b) ...'")
+        raise InputError(
+            f"cf.batches: {str(spec)!r} pads, reduces or names a tier; write how the dims are split only, e.g. '(dp b) "
+            "...'"
+        )
     if not parsed.dims or parsed.dims[0] is None:
         return None
     return shortened(as_spec(spec), 1)

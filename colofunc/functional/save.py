@@ -104,13 +104,15 @@ def save(
 ) -> Saving:
     """Write `state`, any tree that a step takes, to folder `path`. Collective on real ranks.
 
-    format: "dcp" writes what `torch.distributed.checkpoint.load` reads. wait=False: return when the state has been copied; the rest happens
-    in a thread, which ends before the interpreter does, and what goes wrong is raised by `wait()` or the next save. With state on disk
-    nothing is copied, since memory has no room for it: it returns when what lies in memory is written, and reads what lies on disk, as it
-    was, beside the next steps; as "dcp" when all is written. keep: of the folders beside `path` whose names differ in numbers only, this
-    many newest stay. overwrite: write into a folder that holds other files too; they stay, unless they have a name that is written. Without
-    it such a folder is an error, and only what an earlier save wrote there is replaced. deadline_s: how long ranks wait for each other.
-    Raises CheckpointError where another process saves to the same folder or the disk is full; the folder is then as it was before.
+    format: "dcp" writes what `torch.distributed.checkpoint.load` reads. wait=False: return when the state has been
+    copied; the rest happens in a thread, which ends before the interpreter does, and what goes wrong is raised by
+    `wait()` or the next save. With state on disk nothing is copied, since memory has no room for it: it returns when
+    what lies in memory is written, and reads what lies on disk, as it was, beside the next steps; as "dcp" when all is
+    written. keep: of the folders beside `path` whose names differ in numbers only, this many newest stay. overwrite:
+    write into a folder that holds other files too; they stay, unless they have a name that is written. Without it such
+    a folder is an error, and only what an earlier save wrote there is replaced. deadline_s: how long ranks wait for
+    each other. Raises CheckpointError where another process saves to the same folder or the disk is full; the folder is
+    then as it was before.
     """
     if format not in FORMATS:
         raise InputError(f"save: no format {format!r}{near(format, FORMATS)}")
@@ -119,11 +121,16 @@ def save(
     saver = _saver()
     failed = saver.settle()
     where = given(path, "cf.save", CheckpointError)
-    job = _prepared(where, lambda: _Job.make(where, state, batches, random, keep, deadline_s).copied(None if wait else format, saver.slab))
+    job = _prepared(
+        where,
+        lambda: _Job.make(where, state, batches, random, keep, deadline_s).copied(None if wait else format, saver.slab),
+    )
     job.overwrite = overwrite
     wait = wait or (job.large and format == "dcp")
     if format == "dcp" and not wait and job.ranks.size > 1:
-        raise InputError('save: format="dcp" on several processes talks to them, so it cannot run beside a step; use wait=True')
+        raise InputError(
+            'save: format="dcp" on several processes talks to them, so it cannot run beside a step; use wait=True'
+        )
     try:
         writing, run = _begin(job, failed), job.run_dcp if format == "dcp" else job.run
     except BaseException:
@@ -186,10 +193,15 @@ class _Job:
     arrived: Callable[[], None] = lambda: None  # waits for the copies that the leaves are of
 
     @staticmethod
-    def make(path: Path, state: Any, batches: Resumable | None, random: bool, keep: int | None, deadline_s: float) -> _Job:
+    def make(
+        path: Path, state: Any, batches: Resumable | None, random: bool, keep: int | None, deadline_s: float
+    ) -> _Job:
         tree, tensors = pack(state)
         content: dict[str, Any] = {"state": tree}
-        extra = {"random": random_state() if random else None, "batches": None if batches is None else batches.state_dict()}
+        extra = {
+            "random": random_state() if random else None,
+            "batches": None if batches is None else batches.state_dict(),
+        }
         for key, value in extra.items():
             if value is not None:
                 content[key], more = pack(value, f"~{key}")
@@ -211,7 +223,10 @@ class _Job:
         return any(leaf.layout is not None and leaf.layout.tier == "disk" for leaf in self.leaves)
 
     def copied(self, format: str | None, slab: Slab | None = None) -> _Job:
-        """With copies of everything, so that the next step may write in place; None: as it is. With state on disk: `Beside`."""
+        """With copies of everything, so that the next step may write in place; None: as it is.
+
+        With state on disk: `Beside`.
+        """
         if format is None or (self.large and format == "dcp"):
             return self
         if self.large:
@@ -228,7 +243,10 @@ class _Job:
 
     def _whole(self, slab: Slab) -> dict[str, torch.Tensor]:
         """Copies of all leaves on the host, each whole; they have come when `arrived` says so."""
-        values = [leaf.tensor.full if isinstance(leaf.tensor, DTensor) else partial(_itself, leaf.tensor) for leaf in self.leaves]
+        values = [
+            leaf.tensor.full if isinstance(leaf.tensor, DTensor) else partial(_itself, leaf.tensor)
+            for leaf in self.leaves
+        ]
         staged = stage(values, [leaf.tensor.nbytes for leaf in self.leaves], slab, duplicate=True)
         self.arrived = staged.wait
         return {leaf.name: x for leaf, x in zip(self.leaves, staged.tensors, strict=True)}
@@ -260,7 +278,9 @@ class _Job:
             if self.keep is not None:
                 keep_newest(self.path, self.keep)
         except OSError as error:
-            raise CheckpointError(f"{str(self.path)!r} is saved, but an older one could not be removed (keep=): {error}") from error
+            raise CheckpointError(
+                f"{str(self.path)!r} is saved, but an older one could not be removed (keep=): {error}"
+            ) from error
 
     def _write(self, folder: Path) -> list[tuple[Item, Piece]]:
         files: list[list[Item]] = []
@@ -290,7 +310,9 @@ class _Job:
                     raise CheckpointError(f"{_what(self.path)}: {failed.read_text() or failed.name}")
                 return path.exists()
 
-            patience.wait(rank, written, "had not written its part", "; is the folder on a file system that all ranks see?")
+            patience.wait(
+                rank, written, "had not written its part", "; is the folder on a file system that all ranks see?"
+            )
             found.append(json.loads(path.read_bytes()))
             path.unlink()
         return found
@@ -320,7 +342,11 @@ class _Job:
                 raise CheckpointError(f"{_what(self.path)}: {lost}") from error
             raise
         if self.ranks.rank == 0:
-            said = {"token": self.writing.token, "format": "dcp", "metadata": zlib.crc32((self.writing.folder / METADATA).read_bytes())}
+            said = {
+                "token": self.writing.token,
+                "format": "dcp",
+                "metadata": zlib.crc32((self.writing.folder / METADATA).read_bytes()),
+            }
             write_index(self.writing.folder, self.content | said)
             self._commit()
         else:
@@ -413,11 +439,15 @@ class _Saver:
         if last is None:
             return None
         if wait_for([last._future], SAY_AFTER_S).not_done:
-            warnings.warn(f"cf.save waits for the save to {str(last.path)!r} in the background, which has not ended", stacklevel=3)
+            warnings.warn(
+                f"cf.save waits for the save to {str(last.path)!r} in the background, which has not ended", stacklevel=3
+            )
         failed = last.unreported if last.done else last._future.exception()
         if failed is not None:
             last._reported = True
-            failed.add_note(f"this was an earlier save, to {str(last.path)!r}, in the background; the new one has not begun")
+            failed.add_note(
+                f"this was an earlier save, to {str(last.path)!r}, in the background; the new one has not begun"
+            )
         return failed
 
     def _finish(self) -> None:

@@ -62,14 +62,19 @@ def _made(factory: Factory, optimizer: torch.optim.Optimizer) -> Any:
     except (TypeError, ValueError) as error:
         raise InputError(f"schedule: the factory cannot be called with an optimizer: {error}") from error
     if optimizer.param_groups[0]["momentum"] != 0:
-        raise InputError("schedule: the scheduler changes momenta, which are constants of a step. Try: cycle_momentum=False")
+        raise InputError(
+            "schedule: the scheduler changes momenta, which are constants of a step. Try: cycle_momentum=False"
+        )
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InputError(
-            "schedule: ReduceLROnPlateau decides on a metric of the host, which no table knows. Try: pass the rate to the step as a "
+            "schedule: ReduceLROnPlateau decides on a metric of the host, which no table knows. Try: pass the rate to "
+            "the step as a "
             "float argument and to opt.update(..., lr=rate), which needs no retrace"
         )
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        raise InputError(f"schedule: the factory returned {type(scheduler).__name__}. Try: lambda opt: CosineAnnealingLR(opt, 100)")
+        raise InputError(
+            f"schedule: the factory returned {type(scheduler).__name__}. Try: lambda opt: CosineAnnealingLR(opt, 100)"
+        )
     return scheduler
 
 
@@ -77,4 +82,6 @@ def _advance(scheduler: Any, done: int) -> None:
     try:
         scheduler.step()
     except (ValueError, IndexError) as error:
-        raise InputError(f"schedule: {type(scheduler).__name__} ends after {done + 1} updates ({error}). Try: steps={done + 1}") from error
+        raise InputError(
+            f"schedule: {type(scheduler).__name__} ends after {done + 1} updates ({error}). Try: steps={done + 1}"
+        ) from error

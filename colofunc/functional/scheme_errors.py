@@ -63,7 +63,9 @@ SCHEMES = ("int8", "fp8", "fp8-g128", "mxfp8", "nvfp4", "int4-g128", "nf4")
 """What weights are tried in: all built-in schemes that leave inputs of layers as they are."""
 INPUTS, OUTPUTS, LOOKUPS = "inputs", "outputs", "lookups"
 SEEN = attrs.evolve(MOMENTS, maker=MAKER)
-GRADIENTS = Statistic(MAKER, "squares of gradients", "(o,)", torch.square, torch.add, sizes=True, cause="so the loss or its gradients had")
+GRADIENTS = Statistic(
+    MAKER, "squares of gradients", "(o,)", torch.square, torch.add, sizes=True, cause="so the loss or its gradients had"
+)
 ROWS = attrs.evolve(GRADIENTS, what="squares of gradients of rows", shape="(v, c)")
 Sensitivities = Mapping[str, Mapping[str, Tensor]]
 
@@ -112,7 +114,9 @@ class _Gradients(Seen):
 
     def watch(self, output: Tensor, name: str) -> Tensor:
         """The output of a layer, whose gradient will be seen."""
-        sums = output.new_zeros(output.shape[-1], dtype=torch.promote_types(output.dtype, torch.float32)).requires_grad_()
+        sums = output.new_zeros(
+            output.shape[-1], dtype=torch.promote_types(output.dtype, torch.float32)
+        ).requires_grad_()
         self.sums.append((name, sums))
         watched: Tensor = _Squares.apply(output, sums)
         return watched
@@ -129,7 +133,11 @@ class _Gradients(Seen):
         """Weight's name -> (o,), and table's name -> (v, c), from the gradients of the loss."""
         every = [*self.sums, *self.tables]
         wanted = [sums for _, sums in every]
-        grads = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted and loss.requires_grad else [None] * len(wanted)
+        grads = (
+            torch.autograd.grad(loss, wanted, allow_unused=True)
+            if wanted and loss.requires_grad
+            else [None] * len(wanted)
+        )
         outputs: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         for number, ((name, sums), grad) in enumerate(zip(every, grads, strict=True)):
@@ -139,7 +147,9 @@ class _Gradients(Seen):
         return outputs, rows
 
 
-def sensitivities(loss_fn: Callable[..., Any], where: str | Iterable[str] = "*.weight") -> Callable[..., dict[str, dict[str, Tensor]]]:
+def sensitivities(
+    loss_fn: Callable[..., Any], where: str | Iterable[str] = "*.weight"
+) -> Callable[..., dict[str, dict[str, Tensor]]]:
     """A step with the arguments of `loss_fn` that returns what `cf.scheme_errors` needs of a calibration batch.
 
     loss_fn: a function such as loss(params, batch), a mean over rows, (). The step returns {"inputs": {weight: sum of x
@@ -159,8 +169,12 @@ def sensitivities(loss_fn: Callable[..., Any], where: str | Iterable[str] = "*.w
             with linear_inputs(seen.name, seen.see, seen.watch, seen.watch_rows):
                 loss = loss_fn(*args, **kwargs)
             if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-                kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-                raise InputError(f"{MAKER}: the function returned {kind}, and is to return a loss of shape (). Try: loss.mean()")
+                kind = (
+                    f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+                )
+                raise InputError(
+                    f"{MAKER}: the function returned {kind}, and is to return a loss of shape (). Try: loss.mean()"
+                )
             outputs, rows = seen.squares(loss)
         seen.check([*outputs, *rows], "a linear layer or a lookup reads")
         return {INPUTS: seen.values, OUTPUTS: outputs, LOOKUPS: rows}
@@ -189,19 +203,27 @@ def scheme_errors(
     """
     if not isinstance(weights, Mapping):
         kind = type(weights).__name__
-        raise InputError(f"cf.scheme_errors: weights are of type {kind}. Try: a dict of them by name, such as model.params")
+        raise InputError(
+            f"cf.scheme_errors: weights are of type {kind}. Try: a dict of them by name, such as model.params"
+        )
     globs = (where,) if isinstance(where, str) else tuple(where)
     quantizers = _quantizers(schemes)
     known = _averaged(measured)
     found = []
     for name, weight in weights.items():
         if isinstance(weight, Quantized):
-            raise InputError(f"cf.scheme_errors: {name!r} is quantized already, as {weight.scheme!r}. Try: the weight that it was made of")
+            raise InputError(
+                f"cf.scheme_errors: {name!r} is quantized already, as {weight.scheme!r}. Try: the weight that it was "
+                "made of"
+            )
         if weight.dim() >= 2 and weight.is_floating_point() and any(matches(name, glob) for glob in globs):
             found.append(_options(name, weight, quantizers, known))
     for glob in globs:
         if not any(matches(weight.name, glob) for weight in found):
-            raise InputError(f"cf.scheme_errors: where={glob!r} matches no weight of two dims and more{near(glob, weights, 'weights')}")
+            raise InputError(
+                f"cf.scheme_errors: where={glob!r} matches no weight of two dims and "
+                f"more{near(glob, weights, 'weights')}"
+            )
     return SchemeErrors(tuple(found) if step is None else _timed(found, quantizers, step, tuple(args)))
 
 
@@ -210,14 +232,17 @@ def _quantizers(schemes: str | Quantizer | Iterable[str | Quantizer]) -> list[Qu
         schemes = (schemes,)
     found = [_quantizer(scheme) for scheme in schemes]
     if not found:
-        raise InputError(f"cf.scheme_errors(schemes={schemes!r}): there is nothing to choose from. Try: schemes={SCHEMES[:2]}")
+        raise InputError(
+            f"cf.scheme_errors(schemes={schemes!r}): there is nothing to choose from. Try: schemes={SCHEMES[:2]}"
+        )
     return found
 
 
 def _quantizer(scheme: Any) -> Quantizer:
     if not isinstance(scheme, (str, Quantizer)):
         raise InputError(
-            f"cf.scheme_errors: {scheme!r} in schemes= is of type {type(scheme).__name__}. Try: names of schemes ({', '.join(SCHEMES)}), "
+            f"cf.scheme_errors: {scheme!r} in schemes= is of type {type(scheme).__name__}. Try: names of schemes "
+            f"({', '.join(SCHEMES)}), "
             "cf.gptq(moments)"
         )
     if isinstance(scheme, str):
@@ -226,7 +251,8 @@ def _quantizer(scheme: Any) -> Quantizer:
         scheme = BUILT_IN[scheme]
     if scheme.outliers is not None:
         raise InputError(
-            f"cf.scheme_errors: {scheme.name!r} rounds inputs of layers too, and errors here are those of weights. Try: schemes= of "
+            f"cf.scheme_errors: {scheme.name!r} rounds inputs of layers too, and errors here are those of weights. "
+            "Try: schemes= of "
             f"{', '.join(SCHEMES)}, cf.gptq(moments), cf.awq(moments)"
         )
     return scheme
@@ -273,8 +299,12 @@ class _Known:
 def _averaged(measured: Sensitivities | Sequence[Sensitivities]) -> _Known:
     """What was measured of several batches."""
     batches = [measured] if isinstance(measured, Mapping) else list(measured)
-    if not batches or not all(isinstance(batch, Mapping) and {INPUTS, OUTPUTS, LOOKUPS} <= batch.keys() for batch in batches):
-        raise InputError(f"cf.scheme_errors: there are no sensitivities. Try: what a step of {MAKER} returns, or a list of such")
+    if not batches or not all(
+        isinstance(batch, Mapping) and {INPUTS, OUTPUTS, LOOKUPS} <= batch.keys() for batch in batches
+    ):
+        raise InputError(
+            f"cf.scheme_errors: there are no sensitivities. Try: what a step of {MAKER} returns, or a list of such"
+        )
     found = []
     for part, statistic in ((INPUTS, SEEN), (OUTPUTS, GRADIENTS), (LOOKUPS, ROWS)):
         values: Mapping[str, Tensor] = {}
@@ -311,7 +341,9 @@ def _made(name: str, weight: Tensor) -> Tensor:
         elif isinstance(weight, LazyTensor):
             weight = make(weight)
         if weight.is_meta or isinstance(weight, compat.FakeTensor):
-            raise InputError(f"cf.scheme_errors: {name!r} has no values. Try: the model's own weights, or lazy ones that can be made")
+            raise InputError(
+                f"cf.scheme_errors: {name!r} has no values. Try: the model's own weights, or lazy ones that can be made"
+            )
         return weight.detach().cpu()
 
 
@@ -349,7 +381,8 @@ def _seconds_of(low: Lowered, names: Sequence[str]) -> dict[str, float]:
 
 
 def scheme_choice(step: Any, *args: Any) -> SchemeChoice:
-    """What a step with `cf.quantize(step, "auto", ...)` has chosen, for another step with these weights; `print` shows it.
+    """What a step with `cf.quantize(step, "auto", ...)` has chosen, for another step with these weights; `print` shows
+    it.
 
     args: the step's arguments, abstract ones too; where it was not called before, it chooses now. `choice.tried` lists
     what the whole step was finished with. Raises InputError where the step leaves no schemes open, PlanError where none
@@ -358,6 +391,7 @@ def scheme_choice(step: Any, *args: Any) -> SchemeChoice:
     transform = step.settled(*args).transform("quantize") if isinstance(step, Staged) else None
     if transform is None or not isinstance(transform.decided, SchemeChoice):
         raise InputError(
-            "cf.scheme_choice: the step chooses no schemes. Try: step = cf.quantize(step, 'auto', errors=cf.scheme_errors(...))"
+            "cf.scheme_choice: the step chooses no schemes. Try: step = cf.quantize(step, 'auto', "
+            "errors=cf.scheme_errors(...))"
         )
     return transform.decided

@@ -1,7 +1,8 @@
 """Parts of batches on their way to a card, beside what the card computes.
 
-Problem: a copy from memory that is not pinned makes the host wait for all that the card has been given. Idea: a part is pinned
-(where the loader has not), and copied on a stream of its own; the stream that computes waits for the copy, the host does not.
+Problem: a copy from memory that is not pinned makes the host wait for all that the card has been given. Idea: a part is
+pinned (where the loader has not), and copied on a stream of its own; the stream that computes waits for the copy, the
+host does not.
 
     sender = Sender(torch.device("cuda", 0))
     x = sender.send(part)                     # the host goes on; work that comes later sees the numbers

@@ -60,7 +60,10 @@ class View:
 
 @attrs.define(eq=False)
 class Entry:
-    """One call. `made`: (position among the flat results, cell, meta) of new memories. `written`: cells it writes to."""
+    """One call. `made`: (position among the flat results, cell, meta) of new memories.
+
+    `written`: cells it writes to.
+    """
 
     func: Any
     args: tuple[Any, ...]
@@ -93,7 +96,8 @@ class FromTape:
 
 
 class Tape:
-    """Entries in order. `limit`: how many random numbers are drawn while recording (a quarter at once), None for all."""
+    """Entries in order. `limit`: how many random numbers are drawn while recording (a quarter at once), None for all.
+    """
 
     def __init__(self, limit: int | None) -> None:
         self.entries: list[Entry] = []
@@ -150,7 +154,11 @@ class Tape:
 
     def _scratch_like(self, like: torch.Tensor) -> torch.Tensor:
         """Memory of this geometry whose values nobody reads."""
-        extent = (1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))) * like.itemsize if like.numel() else 0
+        extent = (
+            (1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))) * like.itemsize
+            if like.numel()
+            else 0
+        )
         if self._scratch.numel() < extent:
             self._scratch = torch.empty(extent, dtype=torch.uint8)
         return torch.empty(0, dtype=like.dtype).set_(self._scratch.untyped_storage(), 0, like.shape, like.stride())
@@ -302,7 +310,9 @@ class Recording(compat.TorchDispatchMode):
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if not mine and (leaves or not _makes_on_cpu(func, kwargs)):
             if draws and self.tape.put_off:
-                raise InputError(f"lazy: {func} draws for a tensor that has data, in a model whose draws are put off. Try: draw=True")
+                raise InputError(
+                    f"lazy: {func} draws for a tensor that has data, in a model whose draws are put off. Try: draw=True"
+                )
             return func(*args, **kwargs)
         results = None
         if all(self._is_mine(x) for x in written):
@@ -393,4 +403,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 def _makes_on_cpu(func: Any, kwargs: Any) -> bool:
     """Whether a call without tensors makes one on the CPU."""
     device = kwargs.get("device")
-    return any(a.name == "device" for a in func._schema.arguments) and (device is None or torch.device(device).type == "cpu")
+    return any(a.name == "device" for a in func._schema.arguments) and (
+        device is None or torch.device(device).type == "cpu"
+    )

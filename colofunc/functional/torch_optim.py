@@ -35,12 +35,17 @@ RUNNING = ("foreach", "fused", "capturable", "differentiable")
 def check(cls: type[torch.optim.Optimizer]) -> None:
     """Raise InputError unless the class is one that is known to trace."""
     if not isinstance(cls, type):
-        raise InputError(f"adapt wants a class of torch.optim, not {cls!r:.80}. Try: cf.adapt(torch.optim.AdamW, lr=3e-4)")
+        raise InputError(
+            f"adapt wants a class of torch.optim, not {cls!r:.80}. Try: cf.adapt(torch.optim.AdamW, lr=3e-4)"
+        )
     name = cls.__name__
     if name in TRACEABLE and cls is getattr(torch.optim, name, None):
         return
     why = REFUSED.get(name, "it is not a class of torch.optim that is known to have no data-dependent code")
-    raise InputError(f"optimizer {name} cannot be adapted: {why}. Try: torch.optim.AdamW, SGD, {', '.join(TRACEABLE)}, or cf.Lion, cf.LAMB")
+    raise InputError(
+        f"optimizer {name} cannot be adapted: {why}. Try: torch.optim.AdamW, SGD, {', '.join(TRACEABLE)}, or cf.Lion, "
+        "cf.LAMB"
+    )
 
 
 def defaults(cls: type[torch.optim.Optimizer], lr: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +56,10 @@ def defaults(cls: type[torch.optim.Optimizer], lr: Any, options: Mapping[str, An
         raise InputError(f"{cls.__name__} has no option {unknown[0]!r}{near(unknown[0], known)}")
     probe = torch.zeros(1, 1, requires_grad=True)
     if isinstance(lr, torch.optim.lr_scheduler.LRScheduler):
-        raise InputError(f"lr is a {type(lr).__name__}. Try: cf.schedule(lambda opt: {type(lr).__name__}(opt, ...), lr=1e-3, steps=1000)")
+        raise InputError(
+            f"lr is a {type(lr).__name__}. Try: cf.schedule(lambda opt: {type(lr).__name__}(opt, ...), lr=1e-3, "
+            "steps=1000)"
+        )
     rate = {} if lr is None or callable(lr) else {"lr": lr}
     if lr is not None and "lr" in known and inspect.signature(cls).parameters["lr"].default is inspect.Parameter.empty:
         rate = {"lr": 1e-3} | rate

@@ -73,21 +73,34 @@ def train_step(
 ) -> tuple[Step, State]:  # fmt: skip
     """(step_fn, state): `step_fn(state, batch) -> (state, metrics)`.
 
-    `loss(out)` or `loss(out, batch)`, as its signature says. `inputs(batch)` gives what the model is called with, for models
-    that do not take all of the batch: keyword arguments as a mapping, positional ones as a tuple, both as (args, kwargs), or
-    the one argument. `metrics` has "loss" and, with `clip` (a maximal global norm), "grad_norm".
+    `loss(out)` or `loss(out, batch)`, as its signature says. `inputs(batch)` gives what the model is called with, for
+    models that do not take all of the batch: keyword arguments as a mapping, positional ones as a tuple, both as (args,
+    kwargs), or the one argument. `metrics` has "loss" and, with `clip` (a maximal global norm), "grad_norm".
     """
     if not isinstance(model, Model) or not isinstance(opt, Optimizer):
-        what, try_ = (model, "cf.functional(module)") if not isinstance(model, Model) else (opt, "cf.adapt(torch.optim.AdamW, lr=3e-4)")
+        what, try_ = (
+            (model, "cf.functional(module)")
+            if not isinstance(model, Model)
+            else (opt, "cf.adapt(torch.optim.AdamW, lr=3e-4)")
+        )
         raise InputError(f"train_step was given a {type(what).__name__}. Try: {try_}")
     if not model.params:
-        raise InputError("train_step: every parameter of the model is frozen. Try: cf.functional(module, trainable='*.head.*'), or cf.lora")
+        raise InputError(
+            "train_step: every parameter of the model is frozen. Try: cf.functional(module, trainable='*.head.*'), or "
+            "cf.lora"
+        )
     if clip is not None and not isinstance(clip, int | float):
-        raise InputError(f"train_step: clip={clip!r:.80} is no number. Try: clip=1.0, the largest norm of all gradients")
+        raise InputError(
+            f"train_step: clip={clip!r:.80} is no number. Try: clip=1.0, the largest norm of all gradients"
+        )
     if clip is not None and not clip > 0:
-        raise InputError(f"train_step: clip={clip!r} would leave nothing of the gradients. Try: a positive norm, or clip=None")
+        raise InputError(
+            f"train_step: clip={clip!r} would leave nothing of the gradients. Try: a positive norm, or clip=None"
+        )
     if not callable(loss):
-        raise InputError(f"train_step: loss={loss!r:.80} cannot be called. Try: loss=lambda out, batch: F.mse_loss(out, batch['y'])")
+        raise InputError(
+            f"train_step: loss={loss!r:.80} cannot be called. Try: loss=lambda out, batch: F.mse_loss(out, batch['y'])"
+        )
     if inputs is not None and not callable(inputs):
         raise InputError(f"train_step: inputs={inputs!r:.80} cannot be called. Try: inputs=lambda batch: batch['x']")
 
@@ -96,7 +109,10 @@ def train_step(
     def step_fn(state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
         if not isinstance(state, Mapping) or not {"params", "buffers", "opt"} <= set(state):
             has = list(state) if isinstance(state, Mapping) else type(state).__name__
-            raise InputError(f"the state of train_step has params, buffers and opt; this one has {has}. Try: the state that it returned")
+            raise InputError(
+                f"the state of train_step has params, buffers and opt; this one has {has}. Try: the state that it "
+                "returned"
+            )
         args, kwargs = arguments_of(batch if inputs is None else inputs(batch))
 
         def loss_fn(params: Mapping[str, Tensor]) -> tuple[Tensor, Any]:

@@ -1,13 +1,14 @@
 """Lightning: `Trainer(strategy=ColofuncStrategy(mesh=cf.Mesh(dp=2, tp=2)))` trains an unmodified LightningModule.
 
-Problem: Lightning calls forward, backward and the optimizer one by one. Idea: `training_step` is traced as a function of
-parameters and batch, and the whole update happens where Lightning asks for the loss; the calls after it find nothing to
-do. Values go back to the module when Lightning reads it (validation, checkpoints, the end). What `self.log` is given
+Problem: Lightning calls forward, backward and the optimizer one by one. Idea: `training_step` is traced as a function
+of parameters and batch, and the whole update happens where Lightning asks for the loss; the calls after it find nothing
+to do. Values go back to the module when Lightning reads it (validation, checkpoints, the end). What `self.log` is given
 inside `training_step` comes out of the step as values and is logged then. `self.current_epoch`, `self.global_step` and
 `batch_idx` are tensors there, for Python runs only once.
 
-Validation, test and prediction steps are traced likewise and run on the same state, which does not move. Where that cannot
-be (Python that looks at values, lists that are filled, metrics that keep state), they run on the plain module, and one line says why.
+Validation, test and prediction steps are traced likewise and run on the same state, which does not move. Where that
+cannot be (Python that looks at values, lists that are filled, metrics that keep state), they run on the plain module,
+and one line says why.
 
 `import colofunc.integrations.lightning` makes `Trainer(strategy="colofunc")` known, with one axis `dp` over all ranks.
 
@@ -46,7 +47,9 @@ def _import_lightning() -> Any:
             return importlib.import_module(name)
         except ImportError:
             continue
-    raise ImportError("colofunc.integrations.lightning needs Lightning, which is not installed. Try: pip install lightning")
+    raise ImportError(
+        "colofunc.integrations.lightning needs Lightning, which is not installed. Try: pip install lightning"
+    )
 
 
 pl = _import_lightning()
@@ -83,7 +86,8 @@ class TracedTrainer:
             return self._numbers[name]
         if name in VARIES:
             raise InputError(
-                f"training_step reads trainer.{name}, which changes from call to call, but Python runs only once. Try: do that "
+                f"training_step reads trainer.{name}, which changes from call to call, but Python runs only once. Try: "
+                "do that "
                 "in on_train_batch_end"
             )
         return getattr(self._trainer, name)
@@ -92,15 +96,17 @@ class TracedTrainer:
 class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
     """Lightning's loop on a staged step.
 
-    mesh, plans: as for `cf.shard`; or chain: a `cf.configure` chain, or what `cf.configure` takes. evaluate: how validation,
-    test and prediction steps run: "traced" on the sharded state, "plain" on the module on the CPU, "auto": traced where that
-    is possible. Refused with a reason: manual optimization, hooks and callbacks that want gradients or change weights,
-    fp16, several optimizers.
+    mesh, plans: as for `cf.shard`; or chain: a `cf.configure` chain, or what `cf.configure` takes. evaluate: how
+    validation, test and prediction steps run: "traced" on the sharded state, "plain" on the module on the CPU, "auto":
+    traced where that is possible. Refused with a reason: manual optimization, hooks and callbacks that want gradients
+    or change weights, fp16, several optimizers.
     """
 
     strategy_name = "colofunc"
 
-    def __init__(self, mesh: Mesh | None = None, plans: Any = (), chain: Any = None, evaluate: str = "auto", **kwargs: Any) -> None:
+    def __init__(
+        self, mesh: Mesh | None = None, plans: Any = (), chain: Any = None, evaluate: str = "auto", **kwargs: Any
+    ) -> None:
         staging(mesh, plans, chain, Clip(), "ColofuncStrategy")  # wrong arguments are told here
         if evaluate not in EVALUATE:
             raise InputError(f"ColofuncStrategy: evaluate={evaluate!r}{near(str(evaluate), EVALUATE, 'ways')}")
@@ -167,7 +173,9 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
         module = self.lightning_module
         _refuse(module, trainer)
         if len(self.optimizers) != 1:
-            raise InputError(f"configure_optimizers gives {len(self.optimizers)} optimizers; a step has one. Try: parameter groups")
+            raise InputError(
+                f"configure_optimizers gives {len(self.optimizers)} optimizers; a step has one. Try: parameter groups"
+            )
         clip = _clip(trainer)
         _, stage, clip = staging(*self._given, clip, "ColofuncStrategy")
         self._loop = Loop(module, self.optimizers[0], self._run, stage, clip, self.mesh)
@@ -182,7 +190,8 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
         """One batch: the loss, and with it (unless Lightning accumulates) the update."""
         module = self.lightning_module
         batch = args[0]
-        # Floats are tensors of a step and as exact as the numbers that they stand for; ints would mean a new trace each.
+        # Floats are tensors of a step and as exact as the numbers that they stand for; ints would mean a new trace
+        # each.
         rest = [float(a) if isinstance(a, int) else a for a in args[1:]]
         trainer = module.trainer
         numbers = {"args": rest, **self._counters(trainer)}
@@ -221,8 +230,10 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
             before.restore()
             self._evaluations[stage] = None
             warnings.warn(
-                f"{stage}_step runs on the plain module, on the CPU of each process, because it cannot be traced: {error}. Try: return "
-                f"tensors from it and use them in on_{stage}_batch_end; ColofuncStrategy(evaluate='plain') does not try",
+                f"{stage}_step runs on the plain module, on the CPU of each process, because it cannot be traced: "
+                f"{error}. Try: return "
+                f"tensors from it and use them in on_{stage}_batch_end; ColofuncStrategy(evaluate='plain') does not "
+                "try",
                 stacklevel=2,
             )
         self.sync()
@@ -231,7 +242,9 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
     def _evaluation_of(self, stage: str) -> Evaluation | None:
         """The traced step of a stage; None where it could not be traced before."""
         if stage not in self._evaluations:
-            self._evaluations[stage] = Evaluation(self.lightning_module, self.mesh, partial(self._run_evaluation, stage), self._loop)
+            self._evaluations[stage] = Evaluation(
+                self.lightning_module, self.mesh, partial(self._run_evaluation, stage), self._loop
+            )
         return self._evaluations[stage]
 
     def _traced_evaluation(self, evaluation: Any, args: Any, before: Snapshot) -> Any:
@@ -261,7 +274,9 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
             out = module.training_step(batch, *numbers["args"])  # type: ignore[operator]
         loss = out.get("loss") if isinstance(out, Mapping) else out
         if not isinstance(loss, Tensor):
-            raise InputError(f"training_step returns {type(out).__name__} without a loss. Try: a 0-dim tensor, or a dict with 'loss'")
+            raise InputError(
+                f"training_step returns {type(out).__name__} without a loss. Try: a 0-dim tensor, or a dict with 'loss'"
+            )
         rest = {name: value for name, value in out.items() if name != "loss"} if isinstance(out, Mapping) else None
         return loss, {"out": rest, "logs": logs}
 
@@ -332,16 +347,24 @@ def _reads_weights(module: Any) -> bool:
 def _clip(trainer: Any) -> Clip:
     if not trainer.gradient_clip_val:
         return Clip()
-    return Clip(str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm"), float(trainer.gradient_clip_val))
+    return Clip(
+        str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm"), float(trainer.gradient_clip_val)
+    )
 
 
 def _refuse(module: Any, trainer: Any) -> None:
     """Raise InputError for what one program per step cannot do, naming it."""
     name = type(module).__name__
     if not module.automatic_optimization:
-        raise InputError(f"{name} sets automatic_optimization=False; its step cannot be traced as a whole. Try: automatic optimization")
+        raise InputError(
+            f"{name} sets automatic_optimization=False; its step cannot be traced as a whole. Try: automatic "
+            "optimization"
+        )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise InputError(f"{name}.training_step takes dataloader_iter; a traced step takes its batch. Try: training_step(self, batch)")
+        raise InputError(
+            f"{name}.training_step takes dataloader_iter; a traced step takes its batch. Try: training_step(self, "
+            "batch)"
+        )
     _refuse_overrides(name, module, pl.LightningModule)
     for callback in trainer.callbacks:
         if not isinstance(callback, pl.callbacks.LambdaCallback):
@@ -360,7 +383,8 @@ def _refuse_overrides(name: str, owner: Any, base: Any) -> None:
             )
     if {cls.__name__ for cls in type(owner).__mro__} & set(CALLBACKS):
         raise InputError(
-            f"callback {name} reads or writes weights between steps, where a sharded state is not in the module. Try: drop it, "
+            f"callback {name} reads or writes weights between steps, where a sharded state is not in the module. Try: "
+            "drop it, "
             "or a step function of your own with cf.shard"
         )
 
@@ -373,21 +397,24 @@ def _refuse_precision(precision: Any) -> None:
         "16-true": "keeps weights and moments in float16, which has no digits for their updates",
     }.get(str(precision), "replaces layers by others while the module is set up")
     raise InputError(
-        f"precision={precision!r} {why}; allowed: {', '.join(PRECISIONS)}. Try: chain={{'precision': 'fp16', ...}} of the strategy, "
+        f"precision={precision!r} {why}; allowed: {', '.join(PRECISIONS)}. Try: chain={{'precision': 'fp16', ...}} of "
+        "the strategy, "
         "which keeps float32 masters and the loss scale in the state"
     )
 
 
 @contextmanager
 def _traced(module: Any, numbers: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """While the block runs, `log` of the module and of modules inside it writes to the list, and `trainer` is guarded."""
+    """While the block runs, `log` of the module and of modules inside it writes to the list, and `trainer` is guarded.
+    """
     logs: list[Any] = []
     parameters = inspect.signature(pl.LightningModule.log)
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(value, Tensor | float | int):
             raise InputError(
-                f"training_step logs {name!r} as {type(value).__name__}, which keeps state of its own. Try: log a tensor, or update the "
+                f"training_step logs {name!r} as {type(value).__name__}, which keeps state of its own. Try: log a "
+                "tensor, or update the "
                 "metric in on_train_batch_end from what training_step returns"
             )
         options = dict(parameters.bind(module, name, value, *args, **kwargs).arguments)

@@ -1,9 +1,9 @@
 """Somebody else's training loop on our step: what Lightning and the Hugging Face Trainer need alike.
 
 Problem: such a loop calls forward, backward, clip, `optimizer.step()` and `zero_grad()` one by one on a module and a
-torch optimizer that it owns; a staged step does all of them at once on a state that lies on a mesh. Idea: the module and
-the torch optimizer become the place where values are read from and written back to, and the loop's one call per batch
-runs one of
+torch optimizer that it owns; a staged step does all of them at once on a state that lies on a mesh. Idea: the module
+and the torch optimizer become the place where values are read from and written back to, and the loop's one call per
+batch runs one of
 
     training_step(state, batch, numbers) -> state, seen
     accumulate_gradients(state, batch, numbers) -> state, seen          # adds to state["grads"], nothing else
@@ -96,7 +96,9 @@ def staging(
     chain = chain if isinstance(chain, Chain) else configure(chain)
     if chain.clip is not None:
         if clip.how != "none":
-            raise InputError(f"{whose}: the chain clips to {chain.clip}, the trainer's own options to {clip.most}; drop one of them")
+            raise InputError(
+                f"{whose}: the chain clips to {chain.clip}, the trainer's own options to {clip.most}; drop one of them"
+            )
         clip = Clip("norm", chain.clip)
     return chain.mesh, partial(chain.apply, clips=True), clip
 
@@ -123,7 +125,13 @@ class Loop:
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, run: Run, stage: Callable[..., Staged], clip: Clip, mesh: Mesh
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        run: Run,
+        stage: Callable[..., Staged],
+        clip: Clip,
+        mesh: Mesh,
     ) -> None:
         self.module, self.torch_optimizer, self.mesh = module, optimizer, mesh
         self.calls = 0
@@ -132,13 +140,17 @@ class Loop:
         for options in self.options:
             adapt(type(optimizer), lr=0.0, **options)  # refused by name, if at all, before anything is traced
         self.model = model_of(module, set().union(*self.groups))
-        training_step, accumulate_gradients = _step_fns(self.model, type(optimizer), self.groups, self.options, run, clip)
+        training_step, accumulate_gradients = _step_fns(
+            self.model, type(optimizer), self.groups, self.options, run, clip
+        )
         self.update, self.accumulate = stage(training_step), stage(accumulate_gradients)
         self.state: Any = None
         self.written = True
         self.layouts: tuple[Layout, ...] = ()  # of the tensors of the batch that was planned for
 
-    def step(self, batch: Any, numbers: Mapping[str, Any], *, divisor: float = 1.0, update: bool = True) -> dict[str, Any]:
+    def step(
+        self, batch: Any, numbers: Mapping[str, Any], *, divisor: float = 1.0, update: bool = True
+    ) -> dict[str, Any]:
         """One batch: {"loss", "seen", "norm" (with update)} as plain tensors. The loss is before the division."""
         self._check_options()
         self._check_batch(batch)
@@ -186,7 +198,8 @@ class Loop:
         self.state, self.written = None, True
 
     def _read(self) -> dict[str, Any]:
-        """The state of the first step: the module's values, and what the torch optimizer has loaded from a checkpoint."""
+        """The state of the first step: the module's values, and what the torch optimizer has loaded from a checkpoint.
+        """
         optimizers = _optimizers(type(self.torch_optimizer), self.options, [0.0] * len(self.groups))
         of_groups = []
         for names, group, opt in zip(self.groups, self.torch_optimizer.param_groups, optimizers, strict=True):
@@ -198,7 +211,11 @@ class Loop:
                 if key != "step":
                     state[key] = {name: _loaded_or(zero, loaded[name].get(key)) for name, zero in zeros.items()}
             of_groups.append({**state, "step": state["step"] + _count(loaded)})
-        return {"params": _without_prefix(self.model.params), "buffers": _without_prefix(self.model.buffers), "opt": of_groups}
+        return {
+            "params": _without_prefix(self.model.params),
+            "buffers": _without_prefix(self.model.buffers),
+            "opt": of_groups,
+        }
 
     def _check_batch(self, batch: Any) -> None:
         """Raise InputError on all ranks where one has read other rows: a loop's batch is the global one."""
@@ -212,20 +229,25 @@ class Loop:
         odd_ranks = [rank for rank, text in enumerate(texts) if text != texts[0]]
         if odd_ranks:
             raise InputError(
-                f"batch {self.calls} holds other rows on ranks {odd_ranks} than on rank 0; every rank reads the global batch. "
+                f"batch {self.calls} holds other rows on ranks {odd_ranks} than on rank 0; every rank reads the global "
+                "batch. "
                 "Try: the same data and the same seed on all ranks, and no sampler that cuts by rank"
             )
 
     def _check_options(self) -> None:
         """Raise InputError where the torch optimizer is not what the step was made for."""
         if len(self.torch_optimizer.param_groups) != len(self.options):
-            raise InputError("the optimizer has other parameter groups than at the start; a step trains a fixed set of parameters")
+            raise InputError(
+                "the optimizer has other parameter groups than at the start; a step trains a fixed set of parameters"
+            )
         for number, (group, options) in enumerate(zip(self.torch_optimizer.param_groups, self.options, strict=True)):
             for key, value in options.items():
                 if group[key] != value:
                     raise InputError(
-                        f"option {key!r} of parameter group {number} changed from {value!r} to {group[key]!r} while training; "
-                        "only the learning rate may change. Try: a scheduler that leaves it alone (cycle_momentum=False)"
+                        f"option {key!r} of parameter group {number} changed from {value!r} to {group[key]!r} while "
+                        "training; "
+                        "only the learning rate may change. Try: a scheduler that leaves it alone "
+                        "(cycle_momentum=False)"
                     )
 
 
@@ -298,7 +320,8 @@ def _names_of_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> lis
         for tensor in group["params"]:
             if tensor not in name_of:
                 raise InputError(
-                    f"parameter group {number} of the optimizer holds a tensor of shape {tuple(tensor.shape)} that is no parameter "
+                    f"parameter group {number} of the optimizer holds a tensor of shape {tuple(tensor.shape)} that is "
+                    "no parameter "
                     "of the module. Try: an optimizer of module.parameters()"
                 )
             names.append(name_of[tensor])
@@ -325,7 +348,9 @@ def model_of(module: nn.Module, trained: set[str] | None = None) -> Model:
             rest[name] = parameter
     missing = [name for name in sorted(trained) if PREFIX + name not in params]
     if missing:
-        raise InputError(f"the optimizer has {missing[0]!r}, which requires no gradient. Try: leave it out of the optimizer")
+        raise InputError(
+            f"the optimizer has {missing[0]!r}, which requires no gradient. Try: leave it out of the optimizer"
+        )
     return attrs.evolve(model, params=params, frozen={**model.frozen, **rest})
 
 
@@ -342,7 +367,8 @@ def _count(loaded: Mapping[str, Mapping[str, Any]]) -> float:
     counts = {float(entry.get("step", 1)) for entry in loaded.values() if entry}
     if len(counts) > 1:
         raise InputError(
-            f"the optimizer's parameters have seen different numbers of updates ({sorted(counts)[:4]}); a step counts once "
+            f"the optimizer's parameters have seen different numbers of updates ({sorted(counts)[:4]}); a step counts "
+            "once "
             "for all. Try: a checkpoint in which all parameters were trained alike"
         )
     return counts.pop() if counts else 0.0
@@ -362,7 +388,12 @@ def _constant(rate: Any) -> Callable[[Tensor], Any]:
 
 
 def _step_fns(
-    model: Model, cls: type[torch.optim.Optimizer], groups: list[list[str]], options: list[dict[str, Any]], run: Run, clip: Clip
+    model: Model,
+    cls: type[torch.optim.Optimizer],
+    groups: list[list[str]],
+    options: list[dict[str, Any]],
+    run: Run,
+    clip: Clip,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The functions that are staged; `model` is in their closures, so that train and eval mode are part of the key."""
 

@@ -25,7 +25,12 @@ class Snapshot:
 
     def __init__(self, module: nn.Module) -> None:
         self._attributes = [(name, m.__dict__, dict(m.__dict__)) for name, m in module.named_modules()]
-        held = ((f"{name}.{key}".lstrip("."), v) for name, _, old in self._attributes for key, v in old.items() if type(v) in CONTAINERS)
+        held = (
+            (f"{name}.{key}".lstrip("."), v)
+            for name, _, old in self._attributes
+            for key, v in old.items()
+            if type(v) in CONTAINERS
+        )
         self._held = [(name, container, container.copy()) for name, container in held]
 
     def changed(self) -> str | None:

@@ -2,8 +2,9 @@
 
 Problem: under torchrun the Trainer and accelerate cut every batch into one part per process, wrap the model in DDP, and
 gather what processes found; a mesh does all of that by itself. Idea: on real ranks the Trainer gets arguments and an
-accelerator that count one process, so every rank reads the same global batches and walks the same loop; which rank writes
-files and logs is the mesh's to say. Both are instances of their own: what accelerate knows of the process is left alone.
+accelerator that count one process, so every rank reads the same global batches and walks the same loop; which rank
+writes files and logs is the mesh's to say. Both are instances of their own: what accelerate knows of the process is
+left alone.
 
     args = one_process(args, mesh)              # args.world_size == 1, args.should_save on rank 0 only
 """
@@ -122,12 +123,17 @@ class _Accelerator(Accelerator):
 
 
 def one_process(args: TrainingArguments, mesh: Mesh) -> TrainingArguments:
-    """The arguments for a Trainer whose processes are one. Raises InputError where the mesh is another than they are."""
+    """The arguments for a Trainer whose processes are one.
+
+    Raises InputError where the mesh is another than they are.
+    """
     ranks = max(real_ranks(), args.world_size)
     if ranks == 1:
         return args
     if mesh.size != ranks:
-        raise InputError(f"ColofuncTrainer: {mesh!r} has {mesh.size} ranks, and {ranks} processes were started; make both the same")
+        raise InputError(
+            f"ColofuncTrainer: {mesh!r} has {mesh.size} ranks, and {ranks} processes were started; make both the same"
+        )
     made = copy.copy(args)
     made.__class__ = type(type(args).__name__, (_Arguments, type(args)), {})
     made.__dict__["_mesh_rank"] = mesh.rank

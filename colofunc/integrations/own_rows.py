@@ -1,16 +1,16 @@
 """Rows of one's own from somebody else's loader: each process reads its part of every batch, once a plan says which.
 
-Problem: `cf.batches` cuts a loader by a spec, and yields DTensors itself; a trainer owns its loader and walks it, and which
-rows go to whom is the plan's to say, which is there only behind the first batch. Idea: the batch sampler asks for each batch
-what this rank reads of it, and what it answered travels with the batch as one more tensor:
+Problem: `cf.batches` cuts a loader by a spec, and yields DTensors itself; a trainer owns its loader and walks it, and
+which rows go to whom is the plan's to say, which is there only behind the first batch. Idea: the batch sampler asks for
+each batch what this rank reads of it, and what it answered travels with the batch as one more tensor:
 
     rows = OwnRows(mesh)
     loader = DataLoader(rows.data(dataset), batch_sampler=rows.sampler(batch_sampler), collate_fn=rows.collate(collate_fn))
     batch = rows.placed(next(iter(loader)))         # whole as it is; own rows as DTensors
     rows.found(layouts, batch, pads=True)           # where the plan has put that batch: from the next on rows are cut
 
-The order is the sampler's. A batch that does not divide is filled up with rows that count for nothing if `pads`, else every
-rank reads all of it, as it does where the plan does not split rows.
+The order is the sampler's. A batch that does not divide is filled up with rows that count for nothing if `pads`, else
+every rank reads all of it, as it does where the plan does not split rows.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from colofunc.mesh.device import device_of
 from colofunc.program.tracing.tree import flatten, unflatten
 from colofunc.spec.layout import Dim, Layout
 
-# A tensor in the batch: samples of the whole one, its rows with padding (0: read whole), a checksum of its indices, epoch,
-# number, and for each own row whether it is padding.
+# A tensor in the batch: samples of the whole one, its rows with padding (0: read whole), a checksum of its indices,
+# epoch, number, and for each own row whether it is padding.
 KEY, FIXED = "colofunc_rows", 5
 
 
@@ -74,19 +74,30 @@ class OwnRows:
         return (self.rows.of_rank(rows, self.mesh.rank), rows) if pads or rows == n else None
 
     def found(self, layouts: Sequence[Layout], batch: Any, pads: bool, fill: Fill | None = None) -> None:
-        """How the plan has laid the whole `batch` that `placed` gave last: from now on own rows are read, where it splits them."""
+        """How the plan has laid the whole `batch` that `placed` gave last: from now on own rows are read, where it
+        splits them.
+        """
         leaves, tree = flatten(batch)
         fits = all(not isinstance(x, DTensor) and (x.dim() == 0 or x.shape[0] in self._samples) for x in leaves)
-        splits = [(x.numel(), k) for k, (x, layout) in enumerate(zip(leaves, layouts, strict=True)) if x.dim() and _cuts_rows(layout)]
+        splits = [
+            (x.numel(), k)
+            for k, (x, layout) in enumerate(zip(leaves, layouts, strict=True))
+            if x.dim() and _cuts_rows(layout)
+        ]
         if self.rows is not None or not splits or not fits:
             return
         spec = rows_text(layouts[max(splits)[1]].dims[0], self.mesh)
         self.rows, self.pads = row_spec(spec, self.mesh), pads
-        self._placer = Placer(self.mesh, self.backend, spec, self.rows, "own", "pad", None, None, fill, Sender(device_of(self.mesh)))
+        self._placer = Placer(
+            self.mesh, self.backend, spec, self.rows, "own", "pad", None, None, fill, Sender(device_of(self.mesh))
+        )
         self._layouts = dict(zip(tree.names(), layouts, strict=True))
 
     def placed(self, batch: Any) -> Any:
-        """A batch as the loader gives it: as it is where it was read whole, else the whole one as DTensors. Collective."""
+        """A batch as the loader gives it: as it is where it was read whole, else the whole one as DTensors.
+
+        Collective.
+        """
         if not isinstance(batch, Mapping) or KEY not in batch:
             return batch
         told = batch[KEY].tolist()
@@ -103,17 +114,25 @@ class OwnRows:
         return self._as_planned(self._placer.place(held, said, padded))
 
     def _as_planned(self, batch: Any) -> Any:
-        """Each tensor where the plan has it: one that is used whole is gathered here, so that nothing is planned again."""
+        """Each tensor where the plan has it: one that is used whole is gathered here, so that nothing is planned again.
+        """
         leaves, tree = flatten(batch)
         out = []
         for name, x in zip(tree.names(), leaves, strict=True):
             want = self._layouts.get(name)
-            out.append(x.redistribute(want) if isinstance(x, DTensor) and want is not None and want.shape == tuple(x.shape) else x)
+            out.append(
+                x.redistribute(want)
+                if isinstance(x, DTensor) and want is not None and want.shape == tuple(x.shape)
+                else x
+            )
         return unflatten(tree, out)
 
 
 class RowSampler:
-    """A batch sampler: the indices that this rank reads of each batch of `inner`. Has accelerate's names for what is inside."""
+    """A batch sampler: the indices that this rank reads of each batch of `inner`.
+
+    Has accelerate's names for what is inside.
+    """
 
     def __init__(self, inner: Any, own: OwnRows) -> None:
         self.batch_sampler = inner
@@ -139,7 +158,8 @@ class RowSampler:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        regular = self.batch_size if type(self.batch_sampler) is BatchSampler else None  # others may yield short batches anywhere
+        # others may yield short batches anywhere
+        regular = self.batch_size if type(self.batch_sampler) is BatchSampler else None
         for number, batch in enumerate(self.batch_sampler):
             indices, n = list(batch), len(batch)
             cut = self.own.cut(n, regular)
@@ -162,7 +182,9 @@ class _Mine(list[Any]):
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """What data sets and collators draw for own rows: by these rows, and shuffling, which has to stay alike, does not see it."""
+        """What data sets and collators draw for own rows: by these rows, and shuffling, which has to stay alike, does
+        not see it.
+        """
         state = torch.default_generator.get_state()
         if self.seed is not None:
             torch.default_generator.manual_seed(self.seed)
@@ -188,7 +210,9 @@ class _Data:
     def __getitems__(self, indices: _Mine) -> _Mine:
         several = getattr(self.dataset, "__getitems__", None)
         with indices.drawing():
-            return _Mine(several(list(indices)) if several else [self.dataset[i] for i in indices], indices.told, indices.seed)
+            return _Mine(
+                several(list(indices)) if several else [self.dataset[i] for i in indices], indices.told, indices.seed
+            )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "dataset":  # while it is unpickled
@@ -208,7 +232,10 @@ class _Collate:
         if isinstance(batch, Mapping):
             return {**batch, KEY: torch.tensor(samples.told)}
         if samples.seed is not None:
-            raise InputError(f"the first batches were mappings, and now {type(batch).__name__} was collated; collate every batch alike")
+            raise InputError(
+                f"the first batches were mappings, and now {type(batch).__name__} was collated; collate every batch "
+                "alike"
+            )
         return batch
 
 
@@ -234,7 +261,8 @@ def _cuts_rows(layout: Layout) -> bool:
 
 
 def rows_text(dim: Dim, mesh: Mesh) -> str:
-    """The spec of a batch's tensors whose rows lie as `dim` does, for any number of rows: its last local factor is open.
+    """The spec of a batch's tensors whose rows lie as `dim` does, for any number of rows: its last local factor is
+    open.
 
     >>> rows_text(((4, None), (2, "dp"), (3, None)), Mesh(dp=2))
     '(4 dp r) ...'

@@ -1,13 +1,14 @@
-"""Hugging Face: `ColofuncTrainer(model, args, ..., mesh=cf.Mesh(dp=2, tp=2))` is a `transformers.Trainer` on a staged step.
+"""Hugging Face: `ColofuncTrainer(model, args, ..., mesh=cf.Mesh(dp=2, tp=2))` is a `transformers.Trainer` on a staged
+step.
 
-Problem: the Trainer calls forward, backward, clip and the optimizer one by one. Idea: `compute_loss` (the Trainer's, yours,
-or the model's own) is traced as a function of parameters and batch; the whole update happens in `training_step` of the
-last batch of an accumulation, and the calls after it find nothing to do. Evaluation runs `prediction_step` on the same
-sharded parameters. Values go back to the model to be saved and at the end.
+Problem: the Trainer calls forward, backward, clip and the optimizer one by one. Idea: `compute_loss` (the Trainer's,
+yours, or the model's own) is traced as a function of parameters and batch; the whole update happens in `training_step`
+of the last batch of an accumulation, and the calls after it find nothing to do. Evaluation runs `prediction_step` on
+the same sharded parameters. Values go back to the model to be saved and at the end.
 
 `per_device_train_batch_size` is the size of the global batch: the plan splits it, not the loader. Under torchrun every
-process walks the same batches and, once the plan is there, reads its own rows of them (see `own_rows`); rank 0 writes and
-logs (see `one_process`).
+process walks the same batches and, once the plan is there, reads its own rows of them (see `own_rows`); rank 0 writes
+and logs (see `one_process`).
 """
 
 from __future__ import annotations
@@ -42,13 +43,18 @@ except ImportError as error:
 from colofunc.integrations.one_process import barrier, one_accelerator, one_process, real_ranks
 
 if not hasattr(Trainer, "_clip_grad_norm"):
-    raise ImportError(f"ColofuncTrainer needs transformers 5 or newer, not {transformers.__version__}. Try: pip install -U transformers")
+    raise ImportError(
+        f"ColofuncTrainer needs transformers 5 or newer, not {transformers.__version__}. Try: pip install -U "
+        "transformers"
+    )
 
 
 READ = ("own", "all")
-PER_TOKEN = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification")  # losses of transformers that leave out labels of -100
+# losses of transformers that leave out labels of -100
+PER_TOKEN = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification")
 CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-TOKENS = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"}  # what they take, which all can be padded
+# what they take, which all can be padded
+TOKENS = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"}
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _OPTIONS = list(inspect.signature(Trainer.__init__).parameters)[3:]  # behind self, model, args
 
@@ -56,15 +62,17 @@ _OPTIONS = list(inspect.signature(Trainer.__init__).parameters)[3:]  # behind se
 class ColofuncTrainer(Trainer):
     """The Trainer's loop on a staged step.
 
-    mesh, plans: as for `cf.shard`; or chain: a `cf.configure` chain, or what `cf.configure` takes. read: what a process of
-    several reads of a map-style data set, "own" rows or "all". Everything else is the Trainer's. Refused with a reason:
-    DeepSpeed, FSDP, fp16, callbacks that want gradients.
+    mesh, plans: as for `cf.shard`; or chain: a `cf.configure` chain, or what `cf.configure` takes. read: what a process
+    of several reads of a map-style data set, "own" rows or "all". Everything else is the Trainer's. Refused with a
+    reason: DeepSpeed, FSDP, fp16, callbacks that want gradients.
     """
 
     def __init__(
         self, *args: Any, mesh: Mesh | None = None, plans: Any = (), chain: Any = None, read: str = "own", **kwargs: Any
     ) -> None:
-        given = kwargs.pop("args", args[1] if len(args) > 1 else None) or TrainingArguments("tmp_trainer")  # as the Trainer's own
+        given = kwargs.pop("args", args[1] if len(args) > 1 else None) or TrainingArguments(
+            "tmp_trainer"
+        )  # as the Trainer's own
         _refuse(given)
         self._mesh = staging(mesh, plans, chain, Clip(), "ColofuncTrainer")[0]
         given = one_process(given, self._mesh)
@@ -86,7 +94,9 @@ class ColofuncTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         own = self._own
-        return super().get_batch_samples(epoch_iterator if own is None else map(own.placed, epoch_iterator), num_batches, device)
+        return super().get_batch_samples(
+            epoch_iterator if own is None else map(own.placed, epoch_iterator), num_batches, device
+        )
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         found = super()._get_num_items_in_batch(batch_samples, device)
@@ -95,19 +105,27 @@ class ColofuncTrainer(Trainer):
     def _read_own(self, layouts: Sequence[Layout], batch: Mapping[str, Any]) -> None:
         """A plan has placed this batch: the next ones are read so, where that can be."""
         processing: Any = self.processing_class
-        if self._own is None or getattr(processing, "padding_side", "right") != "right":  # rows of other lengths meet at their ends
+        # rows of other lengths meet at their ends
+        if self._own is None or getattr(processing, "padding_side", "right") != "right":
             return
         pad_id = getattr(processing, "pad_token_id", None)
         self._own.found(layouts, batch, self._pads(batch), {} if pad_id is None else {"input_ids": pad_id})
 
     def _pads(self, batch: Mapping[str, Any]) -> bool:
-        """Whether a row without labels counts for nothing: certain of the Trainer's and the models' own losses per token only."""
+        """Whether a row without labels counts for nothing: certain of the Trainer's and the models' own losses per
+        token only.
+        """
         model: Any = self.model
-        ours = type(self).compute_loss is Trainer.compute_loss and self.compute_loss_func is None and self.label_smoother is None
+        ours = (
+            type(self).compute_loss is Trainer.compute_loss
+            and self.compute_loss_func is None
+            and self.label_smoother is None
+        )
         model_name, loss = type(model).__name__, getattr(model, "loss_type", None)
         known = (loss in PER_TOKEN or (loss is None and model_name in CAUSAL)) and not hasattr(model, "_loss_function")
         mixes = any(isinstance(m, BATCH_NORMS) for m in model.modules())
-        routes = getattr(getattr(model, "config", None), "output_router_logits", False)  # a loss of all tokens, with labels or not
+        # a loss of all tokens, with labels or not
+        routes = getattr(getattr(model, "config", None), "output_router_logits", False)
         return ours and known and not mixes and not routes and "labels" in batch and set(batch) <= TOKENS
 
     # ---- training ----
@@ -130,7 +148,9 @@ class ColofuncTrainer(Trainer):
         most = self.args.max_grad_norm
         clip = Clip("norm", most) if most is not None and most > 0 else Clip()
         chain = self._staging[2]
-        _, stage, clip = staging(*self._staging, Clip() if chain is not None and _clips(chain) else clip, "ColofuncTrainer")
+        _, stage, clip = staging(
+            *self._staging, Clip() if chain is not None and _clips(chain) else clip, "ColofuncTrainer"
+        )
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
         self._loop = Loop(self.model, optimizer, self._run, stage, clip, self._mesh)
         return self._loop
@@ -159,7 +179,8 @@ class ColofuncTrainer(Trainer):
         for callback in self.callback_handler.callbacks:
             if type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
                 raise InputError(
-                    f"callback {type(callback).__name__} overrides on_pre_optimizer_step, which runs between the gradients and the "
+                    f"callback {type(callback).__name__} overrides on_pre_optimizer_step, which runs between the "
+                    "gradients and the "
                     "update; here both are one program. Try: on_step_end"
                 )
         self._stopped()
@@ -183,10 +204,16 @@ class ColofuncTrainer(Trainer):
     # ---- evaluation ----
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().evaluation_loop(dataloader if self._own is None else Placed(dataloader, self._own), *args, **kwargs)
+        return super().evaluation_loop(
+            dataloader if self._own is None else Placed(dataloader, self._own), *args, **kwargs
+        )
 
     def prediction_step(
-        self, model: nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> Any:
         """The Trainer's own `prediction_step`, traced, on the parameters where they lie."""
         state = self._loop.state if self._loop is not None and self.is_in_train else None
@@ -268,10 +295,19 @@ def _refuse(args: TrainingArguments) -> None:
         "deepspeed": (args.deepspeed, "the mesh and its plans place the parameters. Try: drop it, and plans=zero(...)"),
         "fsdp": (args.fsdp, "the mesh and its plans place the parameters. Try: drop it, and plans=zero(...)"),
         "parallelism_config": (getattr(args, "parallelism_config", None), "the mesh says this. Try: drop it"),
-        "fp16": (args.fp16, "its loss scale lies outside of the step. Try: bf16=True, or chain={'precision': 'fp16', ...}"),
-        "torch_compile": (args.torch_compile, "the step is a program already. Try: chain={'executor': 'compiled', ...}"),
+        "fp16": (
+            args.fp16,
+            "its loss scale lies outside of the step. Try: bf16=True, or chain={'precision': 'fp16', ...}",
+        ),
+        "torch_compile": (
+            args.torch_compile,
+            "the step is a program already. Try: chain={'executor': 'compiled', ...}",
+        ),
         "neftune_noise_alpha": (args.neftune_noise_alpha, "its hook draws noise outside of the step. Try: drop it"),
-        "auto_find_batch_size": (args.auto_find_batch_size, "the plan knows the memory that it takes. Try: low.memory()"),
+        "auto_find_batch_size": (
+            args.auto_find_batch_size,
+            "the plan knows the memory that it takes. Try: low.memory()",
+        ),
     }
     for name, (value, why) in clashes.items():
         if value:

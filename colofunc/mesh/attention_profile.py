@@ -1,8 +1,10 @@
-"""What each of a device's kernels of attention reaches, forward and backward, by the size of a head and the keys of a row.
+"""What each of a device's kernels of attention reaches, forward and backward, by the size of a head and the keys of a
+row.
 
-Problem: torch has several kernels of attention on a card, the planner takes the one that is fastest by what is known of it, and how they
-stand to one another differs from card to card: on Hopper cuDNN's is twice flash's, elsewhere it is behind. Idea: measure each kernel that
-the device runs, by its own name, with the operators that steps call. One that the device or this torch has not is left out.
+Problem: torch has several kernels of attention on a card, the planner takes the one that is fastest by what is known of
+it, and how they stand to one another differs from card to card: on Hopper cuDNN's is twice flash's, elsewhere it is
+behind. Idea: measure each kernel that the device runs, by its own name, with the operators that steps call. One that
+the device or this torch has not is left out.
 
     attention_rates(device, deadline)       # {("flash", 64): ((256.0, 1.4e14, 1.1e14), ...), ("cudnn", 64): ...}
 
@@ -21,7 +23,8 @@ from colofunc.mesh.curves import HOST_KERNEL, AttentionRate
 from colofunc.mesh.stopwatch import Run, least_s
 
 HEADS, LENGTHS, CARD_LENGTHS = (64, 128), (128, 256, 512, 1024), (512, 1024, 2048, 4096, 8192, 16384)
-"""As in the published tables, heads have 2,048 elements together, and sequences 16,384 rows; on a CPU an 8th of both."""
+"""As in the published tables, heads have 2,048 elements together, and sequences 16,384 rows; on a CPU an 8th of
+both."""
 CARD_WIDTH, CARD_ROWS, WIDTH, ROWS = 2048, 16384, 256, 2048
 BACKWARD_TIMES = 2.5
 """Operations of backward, beside those of forward: five products in place of two."""
@@ -62,7 +65,9 @@ def attention_rates(device: torch.device, deadline: float) -> Rates:
 def attention_curves(rates: Rates, source: str) -> Iterator[AttentionRate]:
     """The same as records of a device."""
     for (kernel, head), points in rates.items():
-        yield AttentionRate(kernel, head, tuple((keys, forward, backward) for keys, forward, backward in points), source)
+        yield AttentionRate(
+            kernel, head, tuple((keys, forward, backward) for keys, forward, backward in points), source
+        )
 
 
 def beside_known(measured: tuple[AttentionRate, ...], known: tuple[AttentionRate, ...]) -> tuple[AttentionRate, ...]:
@@ -85,7 +90,8 @@ def _flash(batch: int, heads: int, length: int, head: int, device: torch.device)
     q, k, v, grad = (x.transpose(1, 2) for x in _operands(batch, heads, length, head, device))
     sizes = (None, None, q.shape[1], k.shape[1])
     out, lse = aten._flash_attention_forward(q, k, v, *sizes, 0.0, True, False)[:2]
-    unused = (q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64))  # the state of dropout, which is 0
+    # the state of dropout, which is 0
+    unused = (q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64))
     return (
         lambda: aten._flash_attention_forward(q, k, v, *sizes, 0.0, True, False),
         lambda: aten._flash_attention_backward(grad, q, k, v, out, lse, *sizes, 0.0, True, *unused),
@@ -110,7 +116,9 @@ def _efficient(batch: int, heads: int, length: int, head: int, device: torch.dev
     wanted = [True, True, True, False]
     return (
         lambda: aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True),
-        lambda: aten._scaled_dot_product_efficient_attention_backward(grad, q, k, v, None, out, lse, *unused, 0.0, wanted, True),
+        lambda: aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, out, lse, *unused, 0.0, wanted, True
+        ),
     )
 
 

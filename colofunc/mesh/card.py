@@ -1,8 +1,9 @@
 """What a card holds in a step, part by part: the tensors of the plan, and what no plan sees.
 
-Problem: a plan counts tensors to the byte, and a card holds more than tensors. 74.3 of 74.5 GiB is not a fit: the allocator cannot use
-every gap, libraries have workspaces, each communicator has buffers, and the driver has its context. Idea: every part is stated with the
-figure that `mesh.found` has for it, their sum is compared with the card, and the plan says both.
+Problem: a plan counts tensors to the byte, and a card holds more than tensors. 74.3 of 74.5 GiB is not a fit: the
+allocator cannot use every gap, libraries have workspaces, each communicator has buffers, and the driver has its
+context. Idea: every part is stated with the figure that `mesh.found` has for it, their sum is compared with the card,
+and the plan says both.
 
     card = card_memory(topology, peak_bytes, ranks=8, is_tight=True)
     card.needed_bytes <= card.total_bytes            # whether it fits
@@ -18,9 +19,11 @@ from colofunc.mesh.sizes import size_text
 from colofunc.mesh.topology import Topology
 
 KEPT_FRAGMENTS = 64
-"""Where all is kept, torch's caching allocator wants a 64th more than is alive (1.2 and 1.5 %, `python -m bench fragmentation`)."""
+"""Where all is kept, torch's caching allocator wants a 64th more than is alive (1.2 and 1.5 %,
+`python -m bench fragmentation`)."""
 TIGHT_FRAGMENTS = FRAGMENTS - 1
-"""Where a plan recomputes or copies to keep to a budget, a 7th more than is alive: the 8th of a card that `budget="auto"` leaves."""
+"""Where a plan recomputes or copies to keep to a budget, a 7th more than is alive: the 8th of a card that
+`budget="auto"` leaves."""
 
 
 @attrs.frozen
@@ -41,8 +44,8 @@ class CardMemory:
 
     @property
     def budget_bytes(self) -> int:
-        """What a plan may hold that keeps to a budget, so that it fits with all that is beside it; nothing or less where that alone is
-        more than the card has."""
+        """What a plan may hold that keeps to a budget, so that it fits with all that is beside it; nothing or less
+        where that alone is more than the card has."""
         _, *stated = self.parts
         return (self.total_bytes - sum(nbytes for _, nbytes in stated)) * TIGHT_FRAGMENTS // FRAGMENTS
 
@@ -72,14 +75,18 @@ class CardMemory:
 def card_memory(topology: Topology, alive_bytes: int, ranks: int, is_tight: bool) -> CardMemory | None:
     """What a card of a machine holds; None where its memory has no limit.
 
-    is_tight: the plan recomputes or copies to keep to a budget, so that blocks of many sizes come and go. What is stated is an 8th of a
-    small card at most, as for machines that are found; what is taken there already counts as found.
+    is_tight: the plan recomputes or copies to keep to a budget, so that blocks of many sizes come and go. What is
+    stated is an 8th of a small card at most, as for machines that are found; what is taken there already counts as
+    found.
     """
     total_bytes = topology.tier("device").capacity_bytes
     if total_bytes is None:
         return None
     fragments_bytes = alive_bytes // (TIGHT_FRAGMENTS if is_tight else KEPT_FRAGMENTS)
-    stated = [("workspaces of libraries, rounding of the allocator", LIBRARIES_BYTES), ("the driver's context", CONTEXT_BYTES)]
+    stated = [
+        ("workspaces of libraries, rounding of the allocator", LIBRARIES_BYTES),
+        ("the driver's context", CONTEXT_BYTES),
+    ]
     if ranks > 1:
         stated.append(("buffers of communicators", COLLECTIVES_BYTES))
     stated_bytes = sum(nbytes for _, nbytes in stated)

@@ -7,21 +7,21 @@ so the two numbers are worked out once per (kind, axes) from where the groups' r
 768
 
 Note [Levels]. A group of n ranks occupies d_k domains of level k (d_-1 = n devices, 1 domain at the outermost level it
-spans). Its rings pass through all ranks, so (n-1)/n of the buffer crosses every link on the way: within a box each device's own,
-between boxes those of all the group's devices in a box together, a ring for each. Pieces follow one another, so the slowest level
-alone decides about bytes, while the first piece takes a message for each hop: d_(k-1) - d_k of level k, n-1 in all. Published
-all-reduces agree: 32 B200 and 24 A100 in boxes of 8 reach what the network cards of a box have together (382 of 400 and 96 of 100
-GB/s), and 1 MB over 32 B200 takes 0.29 ms, 62 messages, of 0.41 (stas00/ml-engineering, NVIDIA/nccl-tests#119; tests/test_curves.py).
-NCCL itself counts messages of an all-reduce over several boxes 1.4 times (src/graph/tuning.cc, "plateau effect of ring"), which would be
-0.40 ms; those of its two halves it does not, which all plans would take for the whole then. It is left out.
-An all-to-all reaches the peers outside its own domain directly, so its shares are the fractions of peers that are new at each level,
-one level after the other.
+spans). Its rings pass through all ranks, so (n-1)/n of the buffer crosses every link on the way: within a box each
+device's own, between boxes those of all the group's devices in a box together, a ring for each. Pieces follow one
+another, so the slowest level alone decides about bytes, while the first piece takes a message for each hop: d_(k-1) -
+d_k of level k, n-1 in all. Published all-reduces agree: 32 B200 and 24 A100 in boxes of 8 reach what the network cards
+of a box have together (382 of 400 and 96 of 100 GB/s), and 1 MB over 32 B200 takes 0.29 ms, 62 messages, of 0.41
+(stas00/ml-engineering, NVIDIA/nccl-tests#119; tests/test_curves.py). NCCL itself counts messages of an all-reduce over
+several boxes 1.4 times (src/graph/tuning.cc, "plateau effect of ring"), which would be 0.40 ms; those of its two halves
+it does not, which all plans would take for the whole then. It is left out. An all-to-all reaches the peers outside its
+own domain directly, so its shares are the fractions of peers that are new at each level, one level after the other.
 
 Note [Contention]. SPMD: all groups of a collective run at once. A "device" link is each device's own. An "uplink"
 carries the traffic of all devices of its inner domain. A "medium" carries that of all devices of its domain. Links in
-"pairs" lead from each device to each other one: two of four devices use a third of theirs.
-Of a permute those ranks of an inner domain share its uplink whose giver is outside: one of each group in a ring shift by one, all where
-the shift is by a whole domain.
+"pairs" lead from each device to each other one: two of four devices use a third of theirs. Of a permute those ranks of
+an inner domain share its uplink whose giver is outside: one of each group in a ring shift by one, all where the shift
+is by a whole domain.
 
 Source: alpha-beta model (Hockney 1994); Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication
 Operations in MPICH", 2005, for the byte counts.
@@ -57,7 +57,9 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
 
 
 def check_kind(kind: str) -> str:
-    """The kind of a collective that a cost is that of, or an error with near names: a send costs what a permutation does, one message."""
+    """The kind of a collective that a cost is that of, or an error with near names: a send costs what a permutation
+    does, one message.
+    """
     if kind == "send":
         return "permute"
     if kind not in KINDS:
@@ -91,20 +93,24 @@ class GroupShape:
 def shapes(topology: Topology, groups: Sequence[Group]) -> tuple[GroupShape, ...]:
     """How groups of equal size lie, each way once. For every kind of collective alike, so that a mesh asks once.
 
-    Per level: domains that a group occupies, and the fewest ranks of it in one of them. See Note [Levels]. The fewest, because the
-    rank with the most peers outside its domain is the slowest.
+    Per level: domains that a group occupies, and the fewest ranks of it in one of them. See Note [Levels]. The fewest,
+    because the rank with the most peers outside its domain is the slowest.
     """
     ranks = np.sort(np.array(groups), axis=1)
     size = ranks.shape[1]
     if size < 2:
         return ()
-    columns = [_domains(ranks if level.size is None else ranks // level.size, level.size is None) for level in topology.levels]
+    columns = [
+        _domains(ranks if level.size is None else ranks // level.size, level.size is None) for level in topology.levels
+    ]
     ways = np.unique(np.concatenate(columns, axis=1), axis=0) if columns else np.zeros((1, 0), dtype=np.int64)
     return tuple(GroupShape(size, tuple(zip(way[::2], way[1::2], strict=True))) for way in ways.tolist())
 
 
 def _domains(homes: NDArray[np.int64], one: bool) -> NDArray[np.int64]:
-    """Per row of ranks' domains, in order: how many there are, and the ranks of the one that has the fewest. one: all are the same."""
+    """Per row of ranks' domains, in order: how many there are, and the ranks of the one that has the fewest. one: all
+    are the same.
+    """
     rows, size = homes.shape
     if one:
         return np.tile([1, size], (rows, 1))
@@ -144,7 +150,8 @@ def _group_cost(
     for level, (d, ranks) in zip(levels, domains, strict=True):
         if d < outside:
             together: float = _together(level, inner_size, mesh_size)
-            if level.sharing == "pairs" and level.size is not None:  # of links to as many others, those to peers are of use
+            # of links to as many others, those to peers are of use
+            if level.sharing == "pairs" and level.size is not None:
                 together = (level.size - 1) / max(1, ranks - 1)
             gain = level.all_reduce_gain if kind == "all_reduce" else 1.0
             s_per_byte = together / (level.bandwidth_bytes_per_s * gain)
@@ -164,11 +171,14 @@ def rotation(n: int, by: int = 1) -> tuple[int, ...]:
     return tuple((k - by) % n for k in range(n))
 
 
-def permute_alpha_beta(topology: Topology, groups: Sequence[Group], table: Sequence[int], mesh_size: int) -> tuple[float, float]:
+def permute_alpha_beta(
+    topology: Topology, groups: Sequence[Group], table: Sequence[int], mesh_size: int
+) -> tuple[float, float]:
     """`alpha_beta` of a permute. table: per member of a group the one whose data it gets.
 
-    The slowest pair decides, of those whose data crosses one box as of those between boxes: many that share a bus may take longer than the
-    one that leaves it. A device's own links carry what stays within their level; an uplink or a medium also what goes further.
+    The slowest pair decides, of those whose data crosses one box as of those between boxes: many that share a bus may
+    take longer than the one that leaves it. A device's own links carry what stays within their level; an uplink or a
+    medium also what goes further.
     """
     ranks = np.array(groups)
     givers = ranks[:, list(table)]
@@ -184,7 +194,9 @@ def permute_alpha_beta(topology: Topology, groups: Sequence[Group], table: Seque
             together = int(np.bincount(homes[crosses]).max())
         elif level.sharing == "medium" and crosses.any():
             together = int(np.bincount(domains[crosses]).max())
-        elif level.sharing == "pairs" and level.size is not None and ends_here.any():  # one of a device's links leads to its peer
+        elif (
+            level.sharing == "pairs" and level.size is not None and ends_here.any()
+        ):  # one of a device's links leads to its peer
             together = level.size - 1
         elif ends_here.any():
             together = 1
@@ -226,8 +238,10 @@ def measured_alpha_beta(stage: Stage, kind: str, axes: Sequence[tuple[str, int]]
         return max(p[0] for p in parts if p), max(p[1] for p in parts if p)
     order = sorted(axes, key=lambda axis: -(stage(kind, axis) or (0.0, 0.0))[1])
     # An all-reduce over several axes scatters over the fast ones, reduces over the slowest, and gathers again.
-    kinds = [(kind,)] * len(order) if kind != "all_reduce" else [(kind,)] + [("reduce_scatter", "all_gather")] * (
-        len(order) - 1
+    kinds = (
+        [(kind,)] * len(order)
+        if kind != "all_reduce"
+        else [(kind,)] + [("reduce_scatter", "all_gather")] * (len(order) - 1)
     )
     alpha_s = beta_s = 0.0
     fraction = 1.0 / math.prod(size for _, size in order)  # of the full buffer that a stage's result (or input) is
@@ -242,7 +256,8 @@ def measured_alpha_beta(stage: Stage, kind: str, axes: Sequence[tuple[str, int]]
 
 
 def without_starts(topology: Topology) -> Topology:
-    """The same machine where a collective takes no time to start: what it costs to take part in one that starts anyway."""
+    """The same machine where a collective takes no time to start: what it costs to take part in one that starts anyway.
+    """
     levels = tuple(attrs.evolve(level, latency_s=0.0) for level in topology.levels)
     measured = tuple(attrs.evolve(one, alpha_s=0.0) for one in topology.measured)
     return attrs.evolve(topology, levels=levels, measured=measured)
@@ -278,7 +293,8 @@ def rate(topology: Topology, dtype_name: str) -> float:
 def copy_s(topology: Topology, nbytes: float, src_tier: str, dst_tier: str, node_ranks: int) -> float:
     """Seconds to move bytes between tiers while all `node_ranks` devices of a node do the same.
 
-    A device may have a link of its own: what the host's memory gives, twice what an elementwise kernel reaches, is for all.
+    A device may have a link of its own: what the host's memory gives, twice what an elementwise kernel reaches, is for
+    all.
     """
     topology.tier(src_tier), topology.tier(dst_tier)  # raise on unknown names
     if src_tier == dst_tier or nbytes == 0:

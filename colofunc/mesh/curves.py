@@ -1,23 +1,26 @@
 """Curves: what a device reaches of its data sheet, by kind of work and by size, read from a file of its own.
 
-Problem: no product reaches the rate of a data sheet, no short attention that of a long one, no collective that of its links, and a plan
-that believes the sheet is too fast everywhere, and not by the same factor. Idea: a file per device in `colofunc/mesh/devices/` holds what
-was measured of it, each figure with its source, and the clock reads nothing else where there is one.
+Problem: no product reaches the rate of a data sheet, no short attention that of a long one, no collective that of its
+links, and a plan that believes the sheet is too fast everywhere, and not by the same factor. Idea: a file per device in
+`colofunc/mesh/devices/` holds what was measured of it, each figure with its source, and the clock reads nothing else
+where there is one.
 
     attention_flops_per_s(curves_of("h100").attention, "flash", 128, 4096.0, backward=True)     # 308 T: 8,192 causal rows
 
-Note [Products]. A product of (m, k) and (k, n) takes a launch and the longer of 2mnk operations at the rate of `products` and of the bytes
-of its three matrices at that of memory: sizes count through both. On the 11 products that XLA's table has for sm_90 that is within 8 %
-(root mean square of logarithms), 15 % at worst.
+Note [Products]. A product of (m, k) and (k, n) takes a launch and the longer of 2mnk operations at the rate of
+`products` and of the bytes of its three matrices at that of memory: sizes count through both. On the 11 products that
+XLA's table has for sm_90 that is within 8 % (root mean square of logarithms), 15 % at worst.
 
-Where a device's file has `tiles`, the rate goes by m, n and k as well. A result is computed in tiles, one a processor at a time, so that
-all wait for the last wave; a tile takes as long as k + `ramp` steps, as its loop along k has to fill and its result to be written. A
-library has tiles of several sizes and takes those with which it ends first. Rates of `products` are those of the shape `best`, at which
-they were measured, and other shapes stand to it as this model has them. One constant more was fitted to the same 11 products, the ramp; all
-else is counted or given. It follows them within 6 %, 10 % at worst.
+Where a device's file has `tiles`, the rate goes by m, n and k as well. A result is computed in tiles, one a processor
+at a time, so that all wait for the last wave; a tile takes as long as k + `ramp` steps, as its loop along k has to fill
+and its result to be written. A library has tiles of several sizes and takes those with which it ends first. Rates of
+`products` are those of the shape `best`, at which they were measured, and other shapes stand to it as this model has
+them. One constant more was fitted to the same 11 products, the ramp; all else is counted or given. It follows them
+within 6 %, 10 % at worst.
 
-Note [Attention]. The rate of a kernel grows with the number of keys that a row has, because each block of rows begins and ends once. Tables
-are published for causal masks, where a row of a sequence of s has s/2 keys on average; a call is looked up by its keys, causal or not.
+Note [Attention]. The rate of a kernel grows with the number of keys that a row has, because each block of rows begins
+and ends once. Tables are published for causal masks, where a row of a sequence of s has s/2 keys on average; a call is
+looked up by its keys, causal or not.
 """
 
 from __future__ import annotations
@@ -42,8 +45,9 @@ SMALL_BYTES = 1 << 20
 """Kernels that move less have seconds that hardly depend on how much: what they do beside it counts."""
 """The name of torch's attention on a host among kernels of attention."""
 KINDS = ("product", "elementwise", "transcendental", "normalisation", "softmax", "reduction", "gather", "update")
-"""Kernels that a machine's own rates tell apart: matrix products; sums, products and copies of elements; exponentials and the like of
-each; norms of rows; softmax of rows; sums over rows; rows that are looked up; AdamW and the like, in one kernel."""
+"""Kernels that a machine's own rates tell apart: matrix products; sums, products and copies of elements; exponentials
+and the like of each; norms of rows; softmax of rows; sums over rows; rows that are looked up; AdamW and the like, in
+one kernel."""
 
 
 def _above_zero(instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
@@ -74,8 +78,9 @@ class ProductRate:
 class Tiles:
     """How products are cut up on a device; see Note [Products].
 
-    processors: that compute tiles side by side. sizes: rows and columns of the tiles that there are. ramp: steps along k by which each tile
-    takes longer. best: (m, n, k) of the product that reaches the rate of `products`. error: relative, what the fit leaves.
+    processors: that compute tiles side by side. sizes: rows and columns of the tiles that there are. ramp: steps along
+    k by which each tile takes longer. best: (m, n, k) of the product that reaches the rate of `products`. error:
+    relative, what the fit leaves.
     """
 
     processors: int = attrs.field(validator=_above_zero)
@@ -88,7 +93,10 @@ class Tiles:
     def __attrs_post_init__(self) -> None:
         numbers = [number for size in self.sizes for number in size]
         if not numbers or min(*numbers, *self.best) <= 0:
-            raise TopologyError(f"Tiles: sizes {self.sizes!r:.80} and best {self.best!r:.80}; give at least one size, and numbers above 0")
+            raise TopologyError(
+                f"Tiles: sizes {self.sizes!r:.80} and best {self.best!r:.80}; give at least one size, and numbers "
+                "above 0"
+            )
 
     def times(self, m: float, n: float, k: float, batch: float = 1.0) -> float:
         """How many times longer than at the rate of `products` a batch of (m, k) by (k, n) products takes."""
@@ -106,7 +114,9 @@ class Tiles:
 
 @attrs.frozen
 class AttentionRate:
-    """Operations a second of a kernel for heads of `head` elements: (keys of a row, forward, backward), fewest keys first."""
+    """Operations a second of a kernel for heads of `head` elements: (keys of a row, forward, backward), fewest keys
+    first.
+    """
 
     kernel: str
     head: int = attrs.field(validator=_above_zero)
@@ -116,7 +126,9 @@ class AttentionRate:
     def __attrs_post_init__(self) -> None:
         keys = [point[0] for point in self.points]
         if not keys or sorted(set(keys)) != keys or min(map(min, self.points)) <= 0:
-            raise TopologyError(f"AttentionRate of {self.kernel!r}: points {self.points!r:.80}; give numbers above 0, fewest keys first")
+            raise TopologyError(
+                f"AttentionRate of {self.kernel!r}: points {self.points!r:.80}; give numbers above 0, fewest keys first"
+            )
 
 
 @attrs.frozen
@@ -136,15 +148,18 @@ class WorkRate:
             raise TopologyError(f"WorkRate.kind is {self.kind!r}{near(self.kind, KINDS)}")
         works = [point[0] for point in self.points]
         if not works or sorted(set(works)) != works or min(map(min, self.points)) <= 0:
-            raise TopologyError(f"WorkRate of {self.kind!r}: points {self.points!r:.80}; give numbers above 0, least work first")
+            raise TopologyError(
+                f"WorkRate of {self.kind!r}: points {self.points!r:.80}; give numbers above 0, least work first"
+            )
 
     def at(self, work: float) -> float:
         """Work a second of a call of so much."""
         return _between(self.points, work)
 
     def seconds(self, nbytes: float) -> float:
-        """Of a kernel that moves so many bytes, beside a launch. Smaller ones than were measured take what the smallest does, where that
-        is small itself: some kinds have more to do than a launch before they begin, such as an update that looks at seven tensors.
+        """Of a kernel that moves so many bytes, beside a launch. Smaller ones than were measured take what the smallest
+        does, where that is small itself: some kinds have more to do than a launch before they begin, such as an update
+        that looks at seven tensors.
         """
         least = self.points[0][0]
         counted = max(nbytes, least) if least <= SMALL_BYTES else nbytes
@@ -172,10 +187,10 @@ class Gain:
 class Curves:
     """What devices reach. `sustained`: the part of the rates of `products` that is left where whole steps of them run.
 
-    `memory`: of the device's memory, by elementwise kernels. `launch_s`: of a kernel, beside its work. `links`: of those in a box, by
-    collectives; `latency_s`: of one of their messages; `all_reduce`: what an all-reduce gains in a box whose switches add up, None where
-    they do not. `copies`: of the link between device and host.
-    `contention`: by what part of its time a kernel takes longer while a collective runs beside it; None where that is not known.
+    `memory`: of the device's memory, by elementwise kernels. `launch_s`: of a kernel, beside its work. `links`: of
+    those in a box, by collectives; `latency_s`: of one of their messages; `all_reduce`: what an all-reduce gains in a
+    box whose switches add up, None where they do not. `copies`: of the link between device and host. `contention`: by
+    what part of its time a kernel takes longer while a collective runs beside it; None where that is not known.
     `tiles`: by which the rate of a product goes by its sizes; None: it does not.
     """
 
@@ -200,7 +215,9 @@ class Curves:
         return None if best is None else best * self.sustained.share
 
 
-def attention_flops_per_s(known: tuple[AttentionRate, ...], kernel: str, head: int, keys: float, backward: bool) -> float | None:
+def attention_flops_per_s(
+    known: tuple[AttentionRate, ...], kernel: str, head: int, keys: float, backward: bool
+) -> float | None:
     """Of a kernel by the elements of a head and the mean number of keys of a row; None where nothing is known of it."""
     column = 2 if backward else 1
     heads = sorted((one for one in known if one.kernel == kernel), key=lambda one: one.head)
@@ -232,7 +249,9 @@ def _shipped() -> dict[str, Curves]:
         curves = read_curves(path)
         for device in curves.devices:
             if device in found:
-                raise TopologyError(f"curves file {str(path)!r} is of device {device!r}, and so is another file; name it in one of them")
+                raise TopologyError(
+                    f"curves file {str(path)!r} is of device {device!r}, and so is another file; name it in one of them"
+                )
             found[device] = curves
     return found
 
@@ -245,4 +264,6 @@ def read_curves(path: Path) -> Curves:
             raise untrusted.Wrong(f'it does not begin with "colofunc_curves": {FORMAT}')
         return untrusted.build(Curves, data, "curves")
     except (untrusted.Wrong, TopologyError, OSError) as error:
-        raise TopologyError(f"curves file {str(path)!r} cannot be used: {error}; docs/devices.md says what it holds") from error
+        raise TopologyError(
+            f"curves file {str(path)!r} cannot be used: {error}; docs/devices.md says what it holds"
+        ) from error

@@ -1,9 +1,10 @@
 """The machine that is found: a topology by what a GPU says of itself, with what programs attain of its data sheet.
 
-Problem: a mesh that names no topology is planned for some machine, and a GPU says which it is. Its data sheet is a promise, though: no
-product reaches the rate of its tensor cores, no collective that of its links; and a card's memory is not all there for tensors. Idea:
-the name of the device finds the preset, the device itself its memory and how many of them there are; rates are multiplied by what was
-published of programs; and a margin that is stated, or what is taken already where that is more, is not given to plans.
+Problem: a mesh that names no topology is planned for some machine, and a GPU says which it is. Its data sheet is a
+promise, though: no product reaches the rate of its tensor cores, no collective that of its links; and a card's memory
+is not all there for tensors. Idea: the name of the device finds the preset, the device itself its memory and how many
+of them there are; rates are multiplied by what was published of programs; and a margin that is stated, or what is taken
+already where that is more, is not given to plans.
 
     found_topology(8, 8, device)      # "8xh100 (found)" on such a node; "NVIDIA RTX 4000 (estimated)" for a name without a preset
 """
@@ -30,21 +31,25 @@ HOST_PART = 0.8
 """Of the host's memory."""
 
 HOST_THREAD_BYTES_PER_S = 5.8e9
-"""What a thread of the host reads and writes in an update: AdamW in bfloat16 on 16 cores beside an H100, 93 GB/s (`make gpu`, slice 10)."""
+"""What a thread of the host reads and writes in an update: AdamW in bfloat16 on 16 cores beside an H100, 93 GB/s
+(`make gpu`, slice 10)."""
 
 CONTEXT_BYTES = 512 << 20
 """The driver's context and the kernels that it has loaded; typical of a data-centre card, less on small ones."""
 LIBRARIES_BYTES = 512 << 20
-"""Workspaces of cuBLAS (32 MiB a stream and handle on Hopper) and cuDNN, and what a caching allocator loses to rounding."""
+"""Workspaces of cuBLAS (32 MiB a stream and handle on Hopper) and cuDNN, and what a caching allocator loses to
+rounding."""
 COLLECTIVES_BYTES = 2 << 30
 """Buffers of NCCL's communicators, of which a mesh has one for each set of axes."""
 MOST_RESERVED = 8
 """At most this part (its 8th) of a small card is the stated margin."""
 FRAGMENTS = 8
-"""An 8th of what plans may use is left beside `budget="auto"`: what torch's caching allocator loses between blocks that are in use.
+"""An 8th of what plans may use is left beside `budget="auto"`: what torch's caching allocator loses between blocks that
+are in use.
 
-Its rules, played with planned steps (`python -m bench fragmentation`), want up to an 8th more than is alive where a budget made a plan
-recompute and copy, and a hundredth where all is kept. `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` loses less.
+Its rules, played with planned steps (`python -m bench fragmentation`), want up to an 8th more than is alive where a
+budget made a plan recompute and copy, and a hundredth where all is kept.
+`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` loses less.
 """
 ROUND_BYTES = 256 << 20
 """What is taken already counts in such pieces, so that plans of two starts are the same."""
@@ -65,16 +70,24 @@ _ARCHITECTURES = {
 
 
 def found_topology(node_devices: int, ranks: int, device: torch.device) -> Topology:
-    """The topology of the machine that this process is on, by one of its GPUs. node_devices: how many of them steps use in a node."""
+    """The topology of the machine that this process is on, by one of its GPUs. node_devices: how many of them steps use
+    in a node.
+    """
     properties: Any = torch.cuda.get_device_properties(device)
     name = preset_of(properties.name)
-    base = _estimated(properties, node_devices) if name is None else node(f"{node_devices}x{name}{FOUND}", name, node_devices)
+    base = (
+        _estimated(properties, node_devices)
+        if name is None
+        else node(f"{node_devices}x{name}{FOUND}", name, node_devices)
+    )
     if re.search("PCI-?E", properties.name, re.IGNORECASE):
         base = attrs.evolve(base, levels=tuple(_in_slots(level, base) for level in base.levels))
     has = {"device": properties.total_memory, "host": _host_bytes()}
     tiers = tuple(attrs.evolve(t, capacity_bytes=has.get(t.name) or t.capacity_bytes) for t in base.tiers)
     host_bytes_per_s = min(base.host_bytes_per_s, host_threads(node_devices) * HOST_THREAD_BYTES_PER_S)
-    return attrs.evolve(attainable(base), tiers=tiers, host_bytes_per_s=host_bytes_per_s, reserved_bytes=margin_of(device, ranks))
+    return attrs.evolve(
+        attainable(base), tiers=tiers, host_bytes_per_s=host_bytes_per_s, reserved_bytes=margin_of(device, ranks)
+    )
 
 
 def host_threads(processes: int) -> int:
@@ -110,7 +123,8 @@ def preset_of(device_name: str) -> str | None:
 
 
 def margin_bytes(total_bytes: int, taken_bytes: int, ranks: int) -> int:
-    """What no plan may use of a card: the stated margin; where something is taken already, that and the rest of the margin.
+    """What no plan may use of a card: the stated margin; where something is taken already, that and the rest of the
+    margin.
 
     taken_bytes: by all but this process's tensors; the context of this process, where it is there, among it.
     """

@@ -1,7 +1,7 @@
 """Where a step runs: on one device of this process, which its mesh says.
 
-Problem: a machine has GPUs or none, weights lie here and a batch there. If what a step is given decided where it runs, two tensors of one
-step could end on two devices. Idea: one rule, by the mesh and the process, not by the tensors:
+Problem: a machine has GPUs or none, weights lie here and a batch there. If what a step is given decided where it runs,
+two tensors of one step could end on two devices. Idea: one rule, by the mesh and the process, not by the tensors:
 
 | mesh | a step runs on |
 |---|---|
@@ -11,8 +11,8 @@ step could end on two devices. Idea: one rule, by the mesh and the process, not 
 | of one rank | the GPU where there is one, else the host |
 | of several ranks in one process | the host: they are simulated |
 
-Whatever a step is given, captures, draws, makes or returns lies there, or in host memory where its tier says so. Plain tensors are brought
-there from where they are.
+Whatever a step is given, captures, draws, makes or returns lies there, or in host memory where its tier says so. Plain
+tensors are brought there from where they are.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def device_of(mesh: Mesh) -> torch.device:
         return _HOST
     if not usable_gpus():
         raise MeshError(
-            f"{mesh} wants a GPU, and this process can use none: {_why_none()}. Try: device=None, which takes the host where there is no "
+            f"{mesh} wants a GPU, and this process can use none: {_why_none()}. Try: device=None, which takes the host "
+            "where there is no "
             'GPU, or device="cpu"'
         )
     return gpu_of_process()
@@ -68,7 +69,10 @@ def on_gpu(mesh: Mesh) -> bool:
 
 
 def group_moves_gpu_memory() -> bool:
-    """Whether the process group's collectives take tensors on GPUs. One that was made without a named backend has both kinds."""
+    """Whether the process group's collectives take tensors on GPUs.
+
+    One that was made without a named backend has both kinds.
+    """
     return "nccl" in carriers().get("cuda", "")
 
 
@@ -105,10 +109,12 @@ def idle_gpus(mesh: Mesh) -> str:
     gpus = "the GPU" if there == 1 else f"all {there} GPUs"
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() == mesh.size:
         return (
-            f"{mesh} runs on the host and leaves {gpus} of this machine idle: its process group is {dist.get_backend()}'s. "
+            f"{mesh} runs on the host and leaves {gpus} of this machine idle: its process group is "
+            f"{dist.get_backend()}'s. "
             'Try: one process for each GPU, or device="cpu", which says that it is meant'
         )
     return (
-        f"{mesh} is simulated on the host and leaves {gpus} of this machine idle. Try: torchrun, with one process for each GPU, "
+        f"{mesh} is simulated on the host and leaves {gpus} of this machine idle. Try: torchrun, with one process for "
+        "each GPU, "
         'device="cuda", which simulates it on one, or device="cpu", which says that it is meant'
     )

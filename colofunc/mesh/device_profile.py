@@ -1,12 +1,14 @@
 """What one device reaches, measured: products, attention, kernels by their bytes, memory, launches, copies.
 
-Problem: the file of a device says what others have measured of cards of its name, and this one may have other clocks, other limits of
-power and another host; a CPU has no file at all. Idea: measure the figures that a plan reads, in the sizes in which steps have them, each
-as Note [As in a step] of `stopwatch` says, and give them back as a `Device`, which a topology's file holds.
+Problem: the file of a device says what others have measured of cards of its name, and this one may have other clocks,
+other limits of power and another host; a CPU has no file at all. Idea: measure the figures that a plan reads, in the
+sizes in which steps have them, each as Note [As in a step] of `stopwatch` says, and give them back as a `Device`, which
+a topology's file holds.
 
     device, links_s = measured_device(base, torch.device("cuda", 0), deadline)
 
-Numbers are random: products of ones take less power than those of a step, and a card that has reached its limit runs slower.
+Numbers are random: products of ones take less power than those of a step, and a card that has reached its limit runs
+slower.
 """
 
 from __future__ import annotations
@@ -41,13 +43,15 @@ UPDATED_ELEMENTS = 1 << 22
 LONG_S = 0.005
 """Longer runs are seldom left alone by others."""
 LAUNCHES = 20
-"""Kernels in a row, of which the middle distance is a launch; on a card fewer than the host hands out while it writes elsewhere."""
+"""Kernels in a row, of which the middle distance is a launch; on a card fewer than the host hands out while it writes
+elsewhere."""
 HOST_CALLS = 200
 """Calls in a row that the host hands out; fewer than a card's queue holds."""
 MOST_WIDE, LEAST_WIDE = 8192, 128
 """Rows and columns of the largest and the smallest product."""
 SUSTAINED_S = 2.0
-"""For so long products run one behind the other, to see what is left of their rate; at most a `SUSTAINED_PART` of the time."""
+"""For so long products run one behind the other, to see what is left of their rate; at most a `SUSTAINED_PART` of the
+time."""
 SUSTAINED_PART = 0.15
 CHUNK_S = 0.1
 """Products are handed out for so long at once, and their rate is that of the last."""
@@ -55,17 +59,19 @@ ROW = 1024
 """Elements of a row that a norm, a softmax or a sum goes over."""
 CARD_BYTES_OF_WORK = (1 << 26, 1 << 24, 1 << 16, 1 << 28, 1 << 22, 1 << 20)
 BYTES_OF_WORK = (1 << 20, 1 << 16, 1 << 12, 1 << 24, 1 << 18, 1 << 22, 1 << 14)
-"""Bytes of the operand of the kernels that are measured by bytes, middle ones first: where there is little time they are all there is. The
-smallest says what each kind takes before it begins.
+"""Bytes of the operand of the kernels that are measured by bytes, middle ones first: where there is little time they
+are all there is. The smallest says what each kind takes before it begins.
 """
 
 aten = torch.ops.aten
 
 
 def measured_device(base: Device, device: torch.device, deadline: float) -> Device:
-    """`base` with this device's figures; those of dtypes and kernels that it has not, or for which there was no time, stay.
+    """`base` with this device's figures; those of dtypes and kernels that it has not, or for which there was no time,
+    stay.
 
-    All is measured in rounds while there is time, and the best of each figure counts: what another program does lasts longer than a run.
+    All is measured in rounds while there is time, and the best of each figure counts: what another program does lasts
+    longer than a run.
     """
     began = time.perf_counter()
     left_s = max(0.0, deadline - began)
@@ -78,7 +84,9 @@ def measured_device(base: Device, device: torch.device, deadline: float) -> Devi
         part = sustained_part(products[name], device, min(SUSTAINED_S, SUSTAINED_PART * left_s))
     while time.perf_counter() + round_s < deadline:
         more = _round(device, launch_s, time.perf_counter(), round_s)
-        products, attention, work = (_best(first, second) for first, second in zip((products, attention, work), more, strict=True))
+        products, attention, work = (
+            _best(first, second) for first, second in zip((products, attention, work), more, strict=True)
+        )
     best = {rate.dtype: rate.flops_per_s / base.sustained for rate in base.rates}
     best |= {dtype: _rate_of(points, device) for dtype, points in products.items()}
     return attrs.evolve(
@@ -172,7 +180,9 @@ def copies_s(device: torch.device) -> tuple[int, dict[tuple[str, str], float]]:
 
 
 def host_update_bytes_per_s() -> float:
-    """What this process reads and writes a second in an update of float32 values on the host, with the threads that torch has now."""
+    """What this process reads and writes a second in an update of float32 values on the host, with the threads that
+    torch has now.
+    """
     cpu = torch.device("cpu")
     moved_bytes, run = _update(torch.randn(UPDATED_ELEMENTS), torch.randn(UPDATED_ELEMENTS))
     return moved_bytes / least_s(run, cpu)
@@ -182,9 +192,11 @@ def host_update_bytes_per_s() -> float:
 
 
 def product_rates(device: torch.device, deadline: float) -> Rates:
-    """By dtype, operations a second of square products by their operations, launches included, grown until one is long or time is up.
+    """By dtype, operations a second of square products by their operations, launches included, grown until one is long
+    or time is up.
 
-    What the device does not multiply is not there. A CPU without instructions for int8 multiplies it in float32, at the rate of that.
+    What the device does not multiply is not there. A CPU without instructions for int8 multiplies it in float32, at the
+    rate of that.
     """
     found: Rates = {}
     makers: list[tuple[str, Callable[[int], Callable[[], object]]]] = []
@@ -205,7 +217,9 @@ def product_rates(device: torch.device, deadline: float) -> Rates:
     return found
 
 
-def _grown(make: Callable[[int], Callable[[], object]], device: torch.device, until: float) -> Iterator[tuple[float, float]]:
+def _grown(
+    make: Callable[[int], Callable[[], object]], device: torch.device, until: float
+) -> Iterator[tuple[float, float]]:
     n = LEAST_WIDE
     while n <= MOST_WIDE:
         try:
@@ -237,8 +251,9 @@ def _int8_product(n: int, device: torch.device) -> Callable[[], object]:
 
 
 def _rate_of(points: tuple[Point, ...], device: torch.device) -> float:
-    """Operations a second. On a CPU the middle of all sizes: a step has products of every size and shape, and none does better than
-    these. On a GPU small ones are nothing but launches, which count by themselves, so there the best is the rate.
+    """Operations a second. On a CPU the middle of all sizes: a step has products of every size and shape, and none does
+    better than these. On a GPU small ones are nothing but launches, which count by themselves, so there the best is the
+    rate.
     """
     rates = [rate for _, rate in points]
     return max(rates) if device.type == "cuda" else statistics.median(rates)
@@ -262,11 +277,18 @@ def sustained_part(points: tuple[Point, ...], device: torch.device, seconds: flo
 
 def _product_curves(products: Rates, launch_s: float, part: float) -> Iterator[WorkRate]:
     for dtype, points in products.items():
-        yield WorkRate("product", dtype, tuple((flops, part * _beside(flops, flops / rate, launch_s)) for flops, rate in points), SOURCE)
+        yield WorkRate(
+            "product",
+            dtype,
+            tuple((flops, part * _beside(flops, flops / rate, launch_s)) for flops, rate in points),
+            SOURCE,
+        )
 
 
 def _beside(work: float, taken_s: float, launch_s: float) -> float:
-    """Work a second beside a launch, which is at most half of what a call takes: a timer of another device says no less."""
+    """Work a second beside a launch, which is at most half of what a call takes: a timer of another device says no
+    less.
+    """
     return work / max(taken_s - launch_s, taken_s / 2)
 
 

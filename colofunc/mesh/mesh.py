@@ -38,9 +38,9 @@ class Mesh:
     """Named axes over ranks 0..size-1, row-major. Immutable, hashable, equal by value, picklable.
 
     Keywords are axes in order, `name=size`; one size may be -1 where a launcher tells the number of ranks. views: name
-    -> atomic axes, first is major. topology: a name, a Topology, or the path of a topology file; without one, steps on real ranks
-    are planned for what the machine is measured at. device: where steps run, "cpu" or "cuda"; None: the GPU on ranks of an
-    NCCL group, and for a mesh of one where there is one, else the host.
+    -> atomic axes, first is major. topology: a name, a Topology, or the path of a topology file; without one, steps on
+    real ranks are planned for what the machine is measured at. device: where steps run, "cpu" or "cuda"; None: the GPU
+    on ranks of an NCCL group, and for a mesh of one where there is one, else the host.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -79,7 +79,16 @@ class Mesh:
         all_sizes = dict(sizes) | {v: math.prod(sizes[a] for a in members) for v, members in checked}
         key = (tuple(sizes.items()), checked, resolved, device)
         self.__attrs_init__(
-            tuple(sizes.items()), resolved, topology is None, device, checked, MappingProxyType(all_sizes), key, hash(key), {}, {}
+            tuple(sizes.items()),
+            resolved,
+            topology is None,
+            device,
+            checked,
+            MappingProxyType(all_sizes),
+            key,
+            hash(key),
+            {},
+            {},
         )
 
     def __hash__(self) -> int:
@@ -222,7 +231,9 @@ class Mesh:
                 if not 0 <= index < self.shape[axis]:
                     raise MeshError(f"index {index} of axis {axis!r} is not in 0..{self.shape[axis] - 1} on {self!r}")
         here = map(self.coordinates, range(self.size))
-        return tuple(rank for rank, place in enumerate(here) if all(place[axis] in given for axis, given in wanted.items()))
+        return tuple(
+            rank for rank, place in enumerate(here) if all(place[axis] in given for axis, given in wanted.items())
+        )
 
     def groups(self, axes: Iterable[str]) -> Groups:
         """All groups of ranks that differ only in `axes` (axes or views).
@@ -286,7 +297,8 @@ class Mesh:
     def alpha_beta(self, kind: str, axes: Iterable[str], table: tuple[int, ...] = ()) -> tuple[float, float]:
         """(seconds, seconds per byte) of a collective over axes or views; (0, 0) for groups of one.
 
-        table: of a permute, per member of a group (row-major by `axes`) the one whose data it gets; none: a ring shift by one.
+        table: of a permute, per member of a group (row-major by `axes`) the one whose data it gets; none: a ring shift
+        by one.
         """
         key = (kind, tuple(axes) if not isinstance(axes, str) else (axes,), table)
         found = self._costs.get(key)
@@ -295,10 +307,11 @@ class Mesh:
         return found
 
     def link_levels(self, axes: Iterable[str]) -> tuple[int, ...]:
-        """The topology's levels whose links a collective over `axes` uses, inner ones first; the innermost where it crosses none.
+        """The topology's levels whose links a collective over `axes` uses, inner ones first; the innermost where it
+        crosses none.
 
-        With 4 devices in a box and axes dp=2, tp=4, `("tp",)` uses (0,), `("dp",)` (1,), as it has one rank in each box, and both
-        together (0, 1).
+        With 4 devices in a box and axes dp=2, tp=4, `("tp",)` uses (0,), `("dp",)` (1,), as it has one rank in each
+        box, and both together (0, 1).
         """
         names = tuple(name for name in self.ordered(axes) if self.part_size(name) > 1)
         if not names or len(self.topology.levels) < 2:
@@ -308,9 +321,9 @@ class Mesh:
     def collective_s(self, kind: str, nbytes: float, axes: Iterable[str], table: tuple[int, ...] = ()) -> float:
         """Seconds of a collective that every group over `axes` runs at once.
 
-        kind: all_gather, reduce_scatter, all_reduce, all_to_all, permute. nbytes: of the group's full buffer for the first three
-        (output, input, either), of the local buffer for the others. table: of a permute, per member of a group (row-major by `axes`) the
-        one whose data it gets; none: a ring shift by one.
+        kind: all_gather, reduce_scatter, all_reduce, all_to_all, permute. nbytes: of the group's full buffer for the
+        first three (output, input, either), of the local buffer for the others. table: of a permute, per member of a
+        group (row-major by `axes`) the one whose data it gets; none: a ring shift by one.
         """
         alpha_s, beta_s = self.alpha_beta(kind, axes, table)
         return alpha_s + beta_s * nbytes if nbytes else 0.0
@@ -407,7 +420,9 @@ class Mesh:
         name = named[0]
         axis = axis_part(name)[0]
         known = (axis, self.shape.get(axis), kind)
-        found = next(((m.alpha_s, m.beta_s_per_byte) for m in self.topology.measured if (m.axis, m.size, m.kind) == known), None)
+        found = next(
+            ((m.alpha_s, m.beta_s_per_byte) for m in self.topology.measured if (m.axis, m.size, m.kind) == known), None
+        )
         if found is None or axis == name:
             return found
         part, whole = self._of_links(kind, (name,)), self._of_links(kind, (axis,))
@@ -428,7 +443,9 @@ class Mesh:
 
 
 def _rebuild(
-    axes: tuple[tuple[str, int], ...], views: tuple[tuple[str, tuple[str, ...]], ...], topology: Topology | None,
+    axes: tuple[tuple[str, int], ...],
+    views: tuple[tuple[str, tuple[str, ...]], ...],
+    topology: Topology | None,
     device: str | None,
 ) -> Mesh:
     return Mesh(views=dict(views), topology=topology, device=device, **dict(axes))

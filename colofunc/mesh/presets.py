@@ -6,10 +6,11 @@ which device sits in which box) and a resolver for names, files and records. `Nx
 >>> resolve_topology("8xa100-80g:datasheet").device.memory_bytes_per_s
 2039000000000.0
 
-A sheet's rates are dense (no structured sparsity) with 32-bit accumulation, its bandwidths of links those of the standard. Programs
-attain less, so a name stands for what they attain (`colofunc.mesh.attainable`), and `8xh100:datasheet` for the sheet itself; a profiled
-file (`colofunc.mesh.profile`) is better than either. Capacities are the printed decimal gigabytes: a few per cent under the physical size,
-which is what contexts and allocators take. Latencies and launch times are typical values, which no data sheet gives.
+A sheet's rates are dense (no structured sparsity) with 32-bit accumulation, its bandwidths of links those of the
+standard. Programs attain less, so a name stands for what they attain (`colofunc.mesh.attainable`), and
+`8xh100:datasheet` for the sheet itself; a profiled file (`colofunc.mesh.profile`) is better than either. Capacities are
+the printed decimal gigabytes: a few per cent under the physical size, which is what contexts and allocators take.
+Latencies and launch times are typical values, which no data sheet gives.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ GB, TB, T = 10**9, 10**12, 1e12
 _US = 1e-6
 _LAUNCH_S = 5 * _US
 _NET_US = 6
-"""A message of a ring from box to box, a typical value. NVIDIA's library chooses its protocols by 4 and 14 (NVIDIA/nccl,
-src/graph/tuning.cc, hwLat, rings by LL128 and Simple): with 14 Megatron's rows of 48 boxes and one rank in each (M4 of `bench published`)
-are 30 % too slow, with 6 they are 16 %."""
+"""A message of a ring from box to box, a typical value. NVIDIA's library chooses its protocols by 4 and 14
+(NVIDIA/nccl, src/graph/tuning.cc, hwLat, rings by LL128 and Simple): with 14 Megatron's rows of 48 boxes and one rank
+in each (M4 of `bench published`) are 30 % too slow, with 6 they are 16 %."""
 _SIMPLE_US = 14
-"""The same by the Simple protocol (NVIDIA/nccl, src/graph/tuning.cc, hwLat), which small all-reduces over 32 B200 took: by 14 those of 1 to
-256 MB are 1.3 to 1.45 times too fast, by 6 they would be 1.4 to 1.7 times (stas00/ml-engineering; tests/test_curves.py)."""
+"""The same by the Simple protocol (NVIDIA/nccl, src/graph/tuning.cc, hwLat), which small all-reduces over 32 B200 took:
+by 14 those of 1 to 256 MB are 1.3 to 1.45 times too fast, by 6 they would be 1.4 to 1.7 times (stas00/ml-engineering;
+tests/test_curves.py)."""
 
 # PCI Express x16, each direction, 128b/130b coding: 3.0 is 8 GT/s a lane, 4.0 is 16, 5.0 is 32 (PCI-SIG).
 _PCIE3, _PCIE4, _PCIE5 = 15.75e9, 31.5e9, 63.0e9
@@ -58,39 +60,83 @@ def _geforce(name: str, memory_bytes_per_s: float, float32: float, **flops_per_s
 _A100 = dict(float64=19.5 * T, float32=19.5 * T, tf32=156 * T, bfloat16=312 * T, float16=312 * T, int8=624 * T)
 # NVIDIA H100 and H200 data sheets (SXM), halved where the sheet counts sparsity. H100: 3.35 TB/s; H200: 4.8 TB/s.
 _H100 = dict(
-    float64=67 * T, float32=67 * T, tf32=494.5 * T, bfloat16=989.5 * T, float16=989.5 * T, float8=1979 * T,
+    float64=67 * T,
+    float32=67 * T,
+    tf32=494.5 * T,
+    bfloat16=989.5 * T,
+    float16=989.5 * T,
+    float8=1979 * T,
     int8=1979 * T,
 )
 # NVIDIA H100 data sheet, PCIe (2 TB/s) and NVL (3.9 TB/s) columns, halved where it counts sparsity.
 _H100_PCIE = dict(
-    float64=51 * T, float32=51 * T, tf32=378 * T, bfloat16=756.5 * T, float16=756.5 * T, float8=1513 * T, int8=1513 * T,
+    float64=51 * T,
+    float32=51 * T,
+    tf32=378 * T,
+    bfloat16=756.5 * T,
+    float16=756.5 * T,
+    float8=1513 * T,
+    int8=1513 * T,
 )
 _H100_NVL = dict(
-    float64=60 * T, float32=60 * T, tf32=417.5 * T, bfloat16=835.5 * T, float16=835.5 * T, float8=1670.5 * T, int8=1670.5 * T,
+    float64=60 * T,
+    float32=60 * T,
+    tf32=417.5 * T,
+    bfloat16=835.5 * T,
+    float16=835.5 * T,
+    float8=1670.5 * T,
+    int8=1670.5 * T,
 )
-# NVIDIA H800 data sheet (SXM): an H100 with float64 of 1 T and less NVLink. H20 product brief: 78 multiprocessors, 4.0 TB/s, 96 GB.
+# NVIDIA H800 data sheet (SXM): an H100 with float64 of 1 T and less NVLink. H20 product brief: 78 multiprocessors, 4.0
+# TB/s, 96 GB.
 _H800 = _H100 | dict(float64=1 * T)
 _H20 = dict(float64=1 * T, float32=44 * T, tf32=74 * T, bfloat16=148 * T, float16=148 * T, float8=296 * T, int8=296 * T)
-# NVIDIA Blackwell architecture technical brief, HGX B200 (1,000 W), halved where it counts sparsity. 8 TB/s; 180 GB of a
-# B200 are usable (DGX B200 data sheet: 1,440 GB in 8).
+# NVIDIA Blackwell architecture technical brief, HGX B200 (1,000 W), halved where it counts sparsity. 8 TB/s; 180 GB of
+# a B200 are usable (DGX B200 data sheet: 1,440 GB in 8).
 _B200 = dict(
-    float64=40 * T, float32=80 * T, tf32=1100 * T, bfloat16=2250 * T, float16=2250 * T, float8=4500 * T, int8=4500 * T,
+    float64=40 * T,
+    float32=80 * T,
+    tf32=1100 * T,
+    bfloat16=2250 * T,
+    float16=2250 * T,
+    float8=4500 * T,
+    int8=4500 * T,
 )
 # NVIDIA GB200 NVL72 data sheet, a 72nd of the rack, halved where it counts sparsity: 13.4 TB and 576 TB/s of HBM3e.
 _GB200 = dict(
-    float64=40 * T, float32=80 * T, tf32=1250 * T, bfloat16=2500 * T, float16=2500 * T, float8=5000 * T, int8=5000 * T,
+    float64=40 * T,
+    float32=80 * T,
+    tf32=1250 * T,
+    bfloat16=2500 * T,
+    float16=2500 * T,
+    float8=5000 * T,
+    int8=5000 * T,
 )
 # NVIDIA L40S data sheet, 864 GB/s; float64 is 1/64 of float32 (Ada white paper).
 _L40S = dict(
-    float64=1.43 * T, float32=91.6 * T, tf32=183 * T, bfloat16=362.05 * T, float16=362.05 * T, float8=733 * T, int8=733 * T,
+    float64=1.43 * T,
+    float32=91.6 * T,
+    tf32=183 * T,
+    bfloat16=362.05 * T,
+    float16=362.05 * T,
+    float8=733 * T,
+    int8=733 * T,
 )
 # NVIDIA L4 data sheet, 300 GB/s, halved where it counts sparsity; float64 is 1/64 of float32.
-_L4 = dict(float64=0.47 * T, float32=30.3 * T, tf32=60 * T, bfloat16=121 * T, float16=121 * T, float8=242.5 * T, int8=242.5 * T)
-# NVIDIA A10G, for which there is no public sheet: Amazon's figures (G5 instances), 600 GB/s; float64 is 1/64 of float32 as in GA102.
+_L4 = dict(
+    float64=0.47 * T, float32=30.3 * T, tf32=60 * T, bfloat16=121 * T, float16=121 * T, float8=242.5 * T, int8=242.5 * T
+)
+# NVIDIA A10G, for which there is no public sheet: Amazon's figures (G5 instances), 600 GB/s; float64 is 1/64 of float32
+# as in GA102.
 _A10G = dict(float64=0.55 * T, float32=35 * T, tf32=35 * T, bfloat16=70 * T, float16=70 * T, int8=140 * T)
 # AMD Instinct MI300X data sheet, matrix cores, dense: 5.3 TB/s.
 _MI300X = dict(
-    float64=163.4 * T, float32=163.4 * T, tf32=653.7 * T, bfloat16=1307.4 * T, float16=1307.4 * T, float8=2614.9 * T,
+    float64=163.4 * T,
+    float32=163.4 * T,
+    tf32=653.7 * T,
+    bfloat16=1307.4 * T,
+    float16=1307.4 * T,
+    float8=2614.9 * T,
     int8=2614.9 * T,
 )
 # NVIDIA V100 data sheet (SXM2): 900 GB/s; no bfloat16 and no int8 tensor cores.
@@ -100,7 +146,8 @@ DEVICES: dict[str, tuple[Device, int]] = {  # name -> device, memory capacity in
     "a100-40g": (_device("a100-40g", 1555e9, **_A100), 40 * GB),
     "a100-80g": (_device("a100-80g", 2039e9, **_A100), 80 * GB),
     "h100": (_device("h100", 3350e9, **_H100), 80 * GB),
-    # The variant of 500 W with HBM2e that pytorch/torchtitan describes (benchmarks/llama3_h100_202412): 2.4 TB/s, 96 GB.
+    # The variant of 500 W with HBM2e that pytorch/torchtitan describes (benchmarks/llama3_h100_202412): 2.4 TB/s, 96
+    # GB.
     "h100-96g": (_device("h100-96g", 2400e9, **_H100), 96 * GB),
     "h200": (_device("h200", 4800e9, **_H100), 141 * GB),
     "h100-pcie": (_device("h100-pcie", 2000e9, **_H100_PCIE), 80 * GB),
@@ -122,18 +169,24 @@ DEVICES: dict[str, tuple[Device, int]] = {  # name -> device, memory capacity in
     # NVIDIA GA102 white paper, GeForce RTX 3090 and 3080 (10 GB).
     "rtx3090": (
         _device(
-            "rtx3090", 936.2e9, float64=0.556 * T, float32=35.6 * T, tf32=35.6 * T, bfloat16=71 * T, float16=71 * T,
+            "rtx3090",
+            936.2e9,
+            float64=0.556 * T,
+            float32=35.6 * T,
+            tf32=35.6 * T,
+            bfloat16=71 * T,
+            float16=71 * T,
             int8=284 * T,
         ),
         24 * GB,
     ),
     "rtx3080": (_geforce("rtx3080", 760.3e9, 29.8 * T, int8=238 * T), 10 * GB),
-    # NVIDIA's product pages, GeForce RTX 3060 (12 GB; 3584 cores) and 3050 (8 GB; 2560 cores), both at 1.78 GHz, with memory
-    # of 15 and 14 Gb/s a pin on 192 and 128 pins; int8 is 8 times float32, as in GA102.
+    # NVIDIA's product pages, GeForce RTX 3060 (12 GB; 3584 cores) and 3050 (8 GB; 2560 cores), both at 1.78 GHz, with
+    # memory of 15 and 14 Gb/s a pin on 192 and 128 pins; int8 is 8 times float32, as in GA102.
     "rtx3060": (_geforce("rtx3060", 360e9, 12.7 * T, int8=101.9 * T), 12 * GB),
     "rtx3050": (_geforce("rtx3050", 224e9, 9.1 * T, int8=72.8 * T), 8 * GB),
-    # NVIDIA Turing white paper, TU106 as in the GeForce RTX 2070 (reference clocks) and 2060: 448 and 336 GB/s; float64 is
-    # 1/32 of float32; float16 with 32-bit accumulation is half of the 59.7 T and 51.6 T with 16-bit.
+    # NVIDIA Turing white paper, TU106 as in the GeForce RTX 2070 (reference clocks) and 2060: 448 and 336 GB/s; float64
+    # is 1/32 of float32; float16 with 32-bit accumulation is half of the 59.7 T and 51.6 T with 16-bit.
     "rtx2070": (_device("rtx2070", 448e9, float64=0.23 * T, float32=7.5 * T, float16=29.9 * T, int8=119.4 * T), 8 * GB),
     "rtx2060": (_device("rtx2060", 336e9, float64=0.2 * T, float32=6.45 * T, float16=25.8 * T, int8=103.2 * T), 6 * GB),
 }
@@ -150,7 +203,8 @@ class Box:
     pcie_bytes_per_s: float
     disk_read_bytes_per_s: float
     disk_write_bytes_per_s: float
-    host_bytes_per_s: float  # half of what the memory of both sockets gives at best, which an elementwise kernel reaches
+    # half of what the memory of both sockets gives at best, which an elementwise kernel reaches
+    host_bytes_per_s: float
     inner_devices: int = 1  # what the links in the box join at least, where that is more than share a host
 
 
@@ -188,8 +242,8 @@ _DGX_B200 = attrs.evolve(
     outer=_level("infiniband", 50e9, _SIMPLE_US),
     host_bytes_per_s=358e9,  # DDR5-5600, 2 x 8
 )
-# GB200 NVL72 data sheet: 72 in one NVLink domain, 4 and 2 Grace CPUs a tray. A Grace has 480 GB, 512 GB/s, and NVLink-C2C of
-# 900 GB/s both ways for its two devices. A tray has 4 x 400 Gb/s and 4 x 3.84 TB.
+# GB200 NVL72 data sheet: 72 in one NVLink domain, 4 and 2 Grace CPUs a tray. A Grace has 480 GB, 512 GB/s, and
+# NVLink-C2C of 900 GB/s both ways for its two devices. A tray has 4 x 400 Gb/s and 4 x 3.84 TB.
 _GB200_TRAY = Box(
     inner=_level("nvlink", 900e9, 3),
     outer=_level("infiniband", 50e9, _NET_US),
@@ -201,8 +255,10 @@ _GB200_TRAY = Box(
     host_bytes_per_s=512e9,
     inner_devices=72,
 )
-# MI300X platform data sheet: 7 Infinity Fabric links of 128 GB/s both ways, in a server of 8 x 400 Gb/s, 2 TB, 8 x 3.84 TB.
-_MI300X_PLATFORM = attrs.evolve(_DGX_H100, inner=_level("infinity", 448e9, 3), host_bytes_per_s=460e9)  # DDR5-4800, 2 x 12
+# MI300X platform data sheet: 7 Infinity Fabric links of 128 GB/s both ways, in a server of 8 x 400 Gb/s, 2 TB, 8 x 3.84
+# TB.
+# DDR5-4800, 2 x 12
+_MI300X_PLATFORM = attrs.evolve(_DGX_H100, inner=_level("infinity", 448e9, 3), host_bytes_per_s=460e9)
 # A server without links of its own between devices: 200 Gb/s a node, 1 TB, 2 x 3.84 TB.
 _SERVER_PCIE4 = Box(
     inner=_level("pcie", _PCIE4, 10),
@@ -270,8 +326,9 @@ _PC_PCIE3 = attrs.evolve(
 )
 
 _BOXES: dict[str, Box] = {
-    "a100-40g": attrs.evolve(_DGX_A100, host_bytes=TB, disk_bytes=15 * TB, disk_read_bytes_per_s=28e9,
-                             disk_write_bytes_per_s=15.2e9),
+    "a100-40g": attrs.evolve(
+        _DGX_A100, host_bytes=TB, disk_bytes=15 * TB, disk_read_bytes_per_s=28e9, disk_write_bytes_per_s=15.2e9
+    ),
     "a100-80g": _DGX_A100,
     "h100": _DGX_H100,
     "h100-96g": _DGX_H100,
@@ -338,7 +395,11 @@ def _gloo_cpu() -> Topology:
     Capacities are unlimited on purpose: reading the box's memory here would make plans differ between machines.
     """
     rates = (
-        Rate("float64", 40e9), Rate("float32", 80e9), Rate("bfloat16", 20e9), Rate("float16", 10e9), Rate("int8", 80e9)
+        Rate("float64", 40e9),
+        Rate("float32", 80e9),
+        Rate("bfloat16", 20e9),
+        Rate("float16", 10e9),
+        Rate("int8", 80e9),
     )  # of int8 the rate of float32, by which whole numbers are multiplied where a CPU has no instructions for them
     return Topology(
         name="gloo-cpu",
@@ -376,8 +437,8 @@ _NODES = (
     "8xh100-pcie", "8xh100-nvl", "8xh800", "8xh20", "8xl4", "8xa10g",
 )  # fmt: skip
 BOARDS = ("4xa100-40g", "4xa100-80g", "4xh100", "4xh200")
-"""HGX boards of four devices: NVLink joins each pair of them by a third of its links, and there is no switch (NVIDIA, HGX A100 and HGX H100
-4-GPU; Lenovo ThinkSystem SD665-N V3 product guide)."""
+"""HGX boards of four devices: NVLink joins each pair of them by a third of its links, and there is no switch (NVIDIA,
+HGX A100 and HGX H100 4-GPU; Lenovo ThinkSystem SD665-N V3 product guide)."""
 
 
 def _board(name: str) -> Topology:
@@ -396,7 +457,9 @@ _RECORDS = {"gloo-cpu": _gloo_cpu(), "ideal": _ideal()}
 
 
 class _Presets(Mapping[str, Topology]):
-    """Presets by name, with what programs attain; each is made when it is asked for, since the files of curves are read for it."""
+    """Presets by name, with what programs attain; each is made when it is asked for, since the files of curves are read
+    for it.
+    """
 
     def __getitem__(self, name: str) -> Topology:
         if name in _RECORDS:
@@ -418,7 +481,8 @@ def resolve_topology(
 ) -> Topology:
     """A topology from a record, a name of `extra` (plugins) or `PRESETS`, `NxDEVICE`, or the path of a saved file.
 
-    A name of a device or of a box stands for what programs attain on it, "NAME:datasheet" for the figures of its data sheet.
+    A name of a device or of a box stands for what programs attain on it, "NAME:datasheet" for the figures of its data
+    sheet.
     """
     if isinstance(topology, Topology):
         return topology

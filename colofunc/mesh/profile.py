@@ -6,12 +6,12 @@ ranks end with the figures of rank 0, and with what other devices measure otherw
 
 >>> profile_mesh(mesh, seconds=5).save("mybox.json")        # then Mesh(dp=2, tp=4, topology="mybox.json")
 
-The fit minimises squared *relative* errors under alpha, beta >= 0 (Lawson and Hanson's NNLS): plain least squares
-would let the largest size decide alone, and a negative latency would break the planner. How one run is timed says `stopwatch`, what of a
-device is measured `device_profile`.
+The fit minimises squared *relative* errors under alpha, beta >= 0 (Lawson and Hanson's NNLS): plain least squares would
+let the largest size decide alone, and a negative latency would break the planner. How one run is timed says
+`stopwatch`, what of a device is measured `device_profile`.
 
-It is a function and no method of `Mesh`, which is data: this module reads meshes, and a mesh knows nothing of stopwatches and process
-groups.
+It is a function and no method of `Mesh`, which is data: this module reads meshes, and a mesh knows nothing of
+stopwatches and process groups.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from colofunc.mesh.topology import KINDS, Device, Link, Measured, Tier, Topology
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 
-_OFTEN, _SMALL_BYTES = 20, 1 << 16  # small collectives are timed so often: a start is short, and easily interrupted on some rank
+# small collectives are timed so often: a start is short, and easily interrupted on some rank
+_OFTEN, _SMALL_BYTES = 20, 1 << 16
 _ITEM_BYTES = 4  # collectives are timed on float32
 _SAYS = " (measured)"
 _SAME = 1.1
@@ -51,11 +52,13 @@ def profile_mesh(mesh: Mesh, sizes: Sequence[int] = SIZES, seconds: float = 5.0,
     With a process group (every rank must call), times each collective along each axis at `sizes` (bytes of the full
     buffer, at least two different ones) and the device; without one, the device only. The two smallest sizes are always
     measured, everything else stays inside `seconds`. Rates of dtypes that cannot be timed, disk figures and links
-    between other levels stay as they are. `Topology.diff` says how far another topology's figures, such as a preset's, are from these.
+    between other levels stay as they are. `Topology.diff` says how far another topology's figures, such as a preset's,
+    are from these.
 
-    ranks: True compares the ranks: the topology says which of them compute faster or slower than rank 0 or have other memory
-    (`Topology.with_rank`), so that `cf.pipeline` gives each what it can do. None does so where devices have other names or other
-    memory, False leaves what the topology says of ranks. On busy CPUs a measured difference may come from other programs.
+    ranks: True compares the ranks: the topology says which of them compute faster or slower than rank 0 or have other
+    memory (`Topology.with_rank`), so that `cf.pipeline` gives each what it can do. None does so where devices have
+    other names or other memory, False leaves what the topology says of ranks. On busy CPUs a measured difference may
+    come from other programs.
     """
     wanted = sorted(set(sizes))
     if len(wanted) < 2 or wanted[0] < 1:
@@ -104,7 +107,9 @@ def _has_memory_of(one: Topology, other: Topology) -> bool:
 
 
 def _times_as_fast(device: Device, other: Device) -> float:
-    """How many times as fast as another one a device multiplies matrices: the geometric mean over dtypes that both have."""
+    """How many times as fast as another one a device multiplies matrices: the geometric mean over dtypes that both
+    have.
+    """
     shared = device.flops_per_s.keys() & other.flops_per_s.keys()
     return statistics.geometric_mean([device.flops_per_s[d] / other.flops_per_s[d] for d in shared]) if shared else 1.0
 
@@ -120,7 +125,9 @@ def fit(axis: str, size: int, kind: str, points: Sequence[tuple[int, float]]) ->
 
 
 def _device(mesh: Mesh) -> torch.device:
-    """Where this rank measures: where steps on the mesh run; where the other ranks are not there, the GPU that this one would have."""
+    """Where this rank measures: where steps on the mesh run; where the other ranks are not there, the GPU that this one
+    would have.
+    """
     joined = dist.is_available() and dist.is_initialized()
     return device_of(mesh if joined or mesh.device is not None else Mesh())
 
@@ -226,7 +233,9 @@ def _time_device(mesh: Mesh, device: torch.device, deadline: float) -> Topology:
 
 
 def _host_bytes_per_s(node_ranks: int) -> float:
-    """Of updates on the host, by all ranks of a node together: each measures at the same time, one alone with the threads of all."""
+    """Of updates on the host, by all ranks of a node together: each measures at the same time, one alone with the
+    threads of all.
+    """
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
         return node_ranks * host_update_bytes_per_s()

@@ -14,7 +14,11 @@ import re
 
 from colofunc.errors import InputError
 
-UNITS = {"": 1, "b": 1} | {f"{p}b": 1000**k for k, p in enumerate("kmgt", 1)} | {f"{p}ib": 1024**k for k, p in enumerate("kmgt", 1)}
+UNITS = (
+    {"": 1, "b": 1}
+    | {f"{p}b": 1000**k for k, p in enumerate("kmgt", 1)}
+    | {f"{p}ib": 1024**k for k, p in enumerate("kmgt", 1)}
+)
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
 _PART = re.compile(r"\s*([0-9]*\.[0-9]+)\s*")  # as a command line gives it: no unit, and a point, so that "1" is a byte
 _WORDS = "write a number of bytes above 0, or one with a unit such as '6GiB' or '80GB'"
@@ -29,14 +33,19 @@ def parse_bytes(size: str | int, what: str) -> int:
 
 
 def parse_room(room: str | int | float, what: str) -> Room:
-    """A budget: bytes as above, a part of the memory that there is (0.5 or "0.5"), or "auto", all of it. Raises InputError."""
+    """A budget: bytes as above, a part of the memory that there is (0.5 or "0.5"), or "auto", all of it.
+
+    Raises InputError.
+    """
     if isinstance(room, str) and room.strip() == "auto":
         return None, None
     found = _PART.fullmatch(room) if isinstance(room, str) else None
     if found is not None or isinstance(room, float):
         part = float(room if found is None else found[1])
         if not 0 < part <= 1:
-            says = "is no part of a memory, which is above 0 and at most 1; write 0.5, a whole number of bytes, or '6GiB'"
+            says = (
+                "is no part of a memory, which is above 0 and at most 1; write 0.5, a whole number of bytes, or '6GiB'"
+            )
             raise InputError(f"{what}: {room!r} {says}")
         return None, part
     return _bytes(room, what, f"{_WORDS}, a part of the memory such as 0.5, or 'auto' for all of it"), None

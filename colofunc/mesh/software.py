@@ -1,8 +1,8 @@
 """What runs a step, where that is not this project's executor: how other frameworks' runs are planned.
 
-Problem: published runs, and those of a cluster on which another framework runs, use kernels and ways to overlap that the executors here
-do not have. A plan that is to be compared with such a run has to count what that run does. Idea: say it of the machine that is planned for;
-the clock then counts so, and everything else stays as it is.
+Problem: published runs, and those of a cluster on which another framework runs, use kernels and ways to overlap that
+the executors here do not have. A plan that is to be compared with such a run has to count what that run does. Idea: say
+it of the machine that is planned for; the clock then counts so, and everything else stays as it is.
 
     machine = cf.Mesh(topology="8xh100").topology
     megatron = machine.with_software(attention="cudnn", collectives={"tp": "chunks"}, fused=True)
@@ -10,13 +10,14 @@ the clock then counts so, and everything else stays as it is.
 
 Note [How collectives run]. Of the axes that are named:
 
-- "early": begun as soon as there is what they send, waited for as late as possible. So the executors here do it, and all axes that are not
-  named.
-- "waits": the device waits for each where it stands, as in tensor parallelism by torch's DTensor, which reads at once what a collective
-  gives.
-- "chunks": gathers whose result a product reads, and reduce-scatters of what a product makes, are cut in as many pieces as there are ranks,
-  each of which runs beside the product of another: Transformer Engine's user buffers, torch's asynchronous tensor parallelism (the idea:
-  arXiv 2105.05720, section 3). What is waited for: `colofunc.program.beside_products`.
+- "early": begun as soon as there is what they send, waited for as late as possible. So the executors here do it, and
+  all axes that are not named.
+- "waits": the device waits for each where it stands, as in tensor parallelism by torch's DTensor, which reads at once
+  what a collective gives.
+- "chunks": gathers whose result a product reads, and reduce-scatters of what a product makes, are cut in as many pieces
+  as there are ranks, each of which runs beside the product of another: Transformer Engine's user buffers, torch's
+  asynchronous tensor parallelism (the idea: arXiv 2105.05720, section 3). What is waited for:
+  `colofunc.program.beside_products`.
 """
 
 from __future__ import annotations
@@ -47,11 +48,13 @@ class AxisCollectives:
 
 @attrs.frozen
 class Software:
-    """What other software does. attention: the kernel by whose rates attention counts, one of the device's file; "" for torch's.
+    """What other software does. attention: the kernel by whose rates attention counts, one of the device's file; "" for
+    torch's.
 
-    fused: it has kernels by hand for what stands between products (norms with their sums, activation functions with their biases, the
-    loss), which count as those that a compiler would make. blocks: it gathers the parameters of a block as one, however many they
-    are, and reduces their gradients as one, those of two never: FSDP, whose units are the blocks of a model.
+    fused: it has kernels by hand for what stands between products (norms with their sums, activation functions with
+    their biases, the loss), which count as those that a compiler would make. blocks: it gathers the parameters of a
+    block as one, however many they are, and reduces their gradients as one, those of two never: FSDP, whose units are
+    the blocks of a model.
     """
 
     attention: str = ""

@@ -1,13 +1,13 @@
 """Seconds of something that runs on a device, as it would take in a step.
 
-Note [As in a step]. A plan compares seconds of operators with seconds of collectives, so all are measured alike: the least of a
-few short runs, because a run that another program interrupts says nothing of the machine (at ten programs on two cores the
-middle of three copies of 32 MiB was six times the least), and each behind a write to other memory, because what a step reads
-lay elsewhere a moment ago (in a loop of nothing else a collective starts in a fifth of the time that it takes between layers).
-Where one thread of the host does all the work, and there are as many cores as ranks, its own CPU seconds count, which an interruption does
-not lengthen; collectives, and all else, are timed by the wall.
-On a card that write is long, so that the host hands out what is measured while the card is still busy, as in a step that keeps
-its card busy; and the card's own events tell the time, so that no wait of the host is in it.
+Note [As in a step]. A plan compares seconds of operators with seconds of collectives, so all are measured alike: the
+least of a few short runs, because a run that another program interrupts says nothing of the machine (at ten programs on
+two cores the middle of three copies of 32 MiB was six times the least), and each behind a write to other memory,
+because what a step reads lay elsewhere a moment ago (in a loop of nothing else a collective starts in a fifth of the
+time that it takes between layers). Where one thread of the host does all the work, and there are as many cores as
+ranks, its own CPU seconds count, which an interruption does not lengthen; collectives, and all else, are timed by the
+wall. On a card that write is long, so that the host hands out what is measured while the card is still busy, as in a
+step that keeps its card busy; and the card's own events tell the time, so that no wait of the host is in it.
 
     least_s(lambda: a @ b, device)
 """
@@ -26,9 +26,11 @@ REPEATS = 5
 COLD_BYTES = 1 << 22
 """What a host writes between two collectives: more than a core keeps for itself."""
 COLD_HOST_BYTES = 1 << 25
-"""What a CPU writes between two kernels: about what all of its cores keep, because between two steps an update has touched all state."""
+"""What a CPU writes between two kernels: about what all of its cores keep, because between two steps an update has
+touched all state."""
 COLD_CARD_BYTES = 1 << 28
-"""What a card writes between two runs: more than its caches hold, and long enough (0.2 ms on an H100) to hand out some kernels."""
+"""What a card writes between two runs: more than its caches hold, and long enough (0.2 ms on an H100) to hand out some
+kernels."""
 LEAST_S = 1e-9
 
 Run = Callable[[], object]
@@ -43,7 +45,8 @@ def wait(device: torch.device) -> None:
 def least_s(run: Run, device: torch.device, repeats: int = REPEATS, by_host: bool = False) -> float:
     """Least seconds of one run, after one to warm up. See Note [As in a step].
 
-    by_host: for what is more than kernels of one device, such as collectives: until the host has seen the end of it, on a card too.
+    by_host: for what is more than kernels of one device, such as collectives: until the host has seen the end of it, on
+    a card too.
     """
     run()
     by_events = device.type == "cuda" and not by_host

@@ -39,9 +39,9 @@ _NOT_IN_OLDER_FILES = (
 """Fields of a device, and what they are where a file has none."""
 
 Sharing = Literal["device", "pairs", "uplink", "medium"]
-"""Whose a level's bandwidth is: each device's own link, through a switch to any other · each device's own, an equal part of it to each
-other device of its domain · one uplink per inner domain (a node's network card), shared by its devices · one medium per domain (a bus, the
-memory of a CPU box), shared by all devices in it."""
+"""Whose a level's bandwidth is: each device's own link, through a switch to any other · each device's own, an equal
+part of it to each other device of its domain · one uplink per inner domain (a node's network card), shared by its
+devices · one medium per domain (a bus, the memory of a CPU box), shared by all devices in it."""
 
 
 def _positive(instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
@@ -79,11 +79,12 @@ class Rate:
 class Device:
     """One device: how fast it computes and how fast it reads its own memory.
 
-    sustained: `rates` are this part of what single products reach, because that much is left where whole steps of them run.
-    attention, work: rates of kernels by size, where they are known. host_launch_s, host_view_s: in which the host hands out a kernel, and
-    makes a view; 0 where that is not known. contention: by how much longer an operator takes while a collective runs beside it, 0.2 for a
-    fifth; 0 where the clock is not to count that (`program.lanes`, Note [Contention with compute]). tiles: by which the rate of a product
-    goes by its sizes (`mesh.curves`, Note [Products]); None where all have the same.
+    sustained: `rates` are this part of what single products reach, because that much is left where whole steps of them
+    run. attention, work: rates of kernels by size, where they are known. host_launch_s, host_view_s: in which the host
+    hands out a kernel, and makes a view; 0 where that is not known. contention: by how much longer an operator takes
+    while a collective runs beside it, 0.2 for a fifth; 0 where the clock is not to count that (`program.lanes`, Note
+    [Contention with compute]). tiles: by which the rate of a product goes by its sizes (`mesh.curves`, Note
+    [Products]); None where all have the same.
     """
 
     name: str
@@ -116,7 +117,8 @@ class Level:
     """Links that join inner domains (single devices at the innermost level) into domains of `size` devices.
 
     size: devices of one domain, None for as many as there are. bandwidth: each direction, of whom `sharing` says.
-    all_reduce_gain: by what an all-reduce is faster than twice a gather of its bytes, where switches add up (NVLink SHARP).
+    all_reduce_gain: by what an all-reduce is faster than twice a gather of its bytes, where switches add up (NVLink
+    SHARP).
     """
 
     name: str
@@ -162,7 +164,8 @@ class Measured:
 class RankDevice:
     """How the device of one rank differs from `Topology.device`.
 
-    speed: it computes so many times as fast (0.5: half as fast). capacity_bytes: its own memory; None: that of the tier.
+    speed: it computes so many times as fast (0.5: half as fast). capacity_bytes: its own memory; None: that of the
+    tier.
     """
 
     rank: int = attrs.field(validator=_not_negative)
@@ -174,10 +177,10 @@ class RankDevice:
 class Topology:
     """A machine: `node_devices` devices share a node's host memory and disks; `levels` are ordered inside out.
 
-    host_bytes_per_s: what an elementwise kernel on the host (an update) reads and writes, all devices of a node together.
-    reserved_bytes: of each device's memory, what no plan may use: the driver's context, buffers of collectives, workspaces of libraries.
-    ranks: the devices that are not as `device` says; see `with_rank`. software: see `with_software`.
-    budget_bytes: what a plan may hold on a device at most, where that is less than the device has.
+    host_bytes_per_s: what an elementwise kernel on the host (an update) reads and writes, all devices of a node
+    together. reserved_bytes: of each device's memory, what no plan may use: the driver's context, buffers of
+    collectives, workspaces of libraries. ranks: the devices that are not as `device` says; see `with_rank`. software:
+    see `with_software`. budget_bytes: what a plan may hold on a device at most, where that is less than the device has.
     """
 
     name: str
@@ -214,7 +217,8 @@ class Topology:
             capacity_bytes = min(own_bytes)
         if capacity_bytes is not None and self.reserved_bytes >= capacity_bytes:
             raise TopologyError(
-                f"topology {self.name!r} reserves {self.reserved_bytes:,} of the device's {capacity_bytes:,} bytes; leave some for plans"
+                f"topology {self.name!r} reserves {self.reserved_bytes:,} of the device's {capacity_bytes:,} bytes; "
+                "leave some for plans"
             )
         if sorted(x.name for x in self.tiers) != sorted(TIERS):
             raise TopologyError(
@@ -229,28 +233,42 @@ class Topology:
     def with_rank(self, rank: int, speed: float = 1.0, capacity_bytes: int | None = None) -> Topology:
         """The same machine with another device at a rank, as where cards of two generations stand in one rack.
 
-        speed: it computes so many times as fast as the others. capacity_bytes: its own memory; None: as the others. `cf.pipeline` cuts
-        layers by both, and plans keep to the memory of each rank. Raises TopologyError for figures that are not above 0.
+        speed: it computes so many times as fast as the others. capacity_bytes: its own memory; None: as the others.
+        `cf.pipeline` cuts layers by both, and plans keep to the memory of each rank. Raises TopologyError for figures
+        that are not above 0.
         """
         others = tuple(device for device in self.ranks if device.rank != rank)
         return attrs.evolve(self, ranks=(*others, RankDevice(rank, speed, capacity_bytes)))
 
     def with_software(
-        self, attention: str = "", collectives: Mapping[str, str] | None = None, fused: bool = False, blocks: bool = False
+        self,
+        attention: str = "",
+        collectives: Mapping[str, str] | None = None,
+        fused: bool = False,
+        blocks: bool = False,
     ) -> Topology:
-        """The same machine, on which other software runs the step: what a plan for it says is to be compared with that software's runs.
+        """The same machine, on which other software runs the step: what a plan for it says is to be compared with that
+        software's runs.
 
-        attention: the kernel by whose rates attention counts, of those that the device's file has ("flash", "cudnn", "triton", "flash3");
-        "" for the quickest of torch's. collectives: mesh axis -> "early" (as here), "waits" or "chunks", see `colofunc.mesh.software`.
-        fused: it has kernels by hand for what stands between products; what is compiled is `step.on("compiled")`. blocks: no collective has
-        parameters of two blocks (modules with a number), as in FSDP; here as many go together as a message's latency makes worth it.
+        attention: the kernel by whose rates attention counts, of those that the device's file has ("flash", "cudnn",
+        "triton", "flash3"); "" for the quickest of torch's. collectives: mesh axis -> "early" (as here), "waits" or
+        "chunks", see `colofunc.mesh.software`. fused: it has kernels by hand for what stands between products; what is
+        compiled is `step.on("compiled")`. blocks: no collective has parameters of two blocks (modules with a number),
+        as in FSDP; here as many go together as a message's latency makes worth it.
 
-        Plans only: a step that runs uses its own kernels. Raises TopologyError for a kernel without rates, or a way that there is not.
+        Plans only: a step that runs uses its own kernels. Raises TopologyError for a kernel without rates, or a way
+        that there is not.
         """
         known = dict.fromkeys(one.kernel for one in self.device.attention)
         if attention and attention not in known:
-            there = f"; it has rates of {', '.join(known)}" if known else "; it has rates of no kernel: plan for one that was measured"
-            raise TopologyError(f"device {self.device.name!r} has no attention by {attention!r}{near(attention, known)}{there}")
+            there = (
+                f"; it has rates of {', '.join(known)}"
+                if known
+                else "; it has rates of no kernel: plan for one that was measured"
+            )
+            raise TopologyError(
+                f"device {self.device.name!r} has no attention by {attention!r}{near(attention, known)}{there}"
+            )
         return attrs.evolve(self, software=software(attention, collectives or {}, fused, blocks))
 
     def rank(self, rank: int) -> RankDevice:
@@ -270,7 +288,8 @@ class Topology:
     def figures(self, like: Device | None = None) -> dict[str, float]:
         """What plans read of a device, in the units that the names say.
 
-        like: attention and kernels by size are given in the sizes that are known of this other device; None: of this one.
+        like: attention and kernels by size are given in the sizes that are known of this other device; None: of this
+        one.
         """
         device, sizes = self.device, like or self.device
         found = {}
@@ -286,11 +305,15 @@ class Topology:
             for keys, _, _ in one.points:
                 for backward, word in ((False, "forward"), (True, "backward")):
                     name = f"{one.kernel} attention {word}, heads of {one.head}, {keys:g} keys a row, TFLOP/s"
-                    found[name] = (attention_flops_per_s(device.attention, one.kernel, one.head, keys, backward) or 0.0) / 1e12
+                    found[name] = (
+                        attention_flops_per_s(device.attention, one.kernel, one.head, keys, backward) or 0.0
+                    ) / 1e12
         for curve in sizes.work:
             known, is_product = device.work_rate(curve.kind, curve.dtype), curve.kind == "product"
             for work, _ in curve.points:
-                size, unit, scale = (f"{work / 1e9:.3g} GFLOP", "TFLOP/s", 1e12) if is_product else (size_text(work), "GB/s", 1e9)
+                size, unit, scale = (
+                    (f"{work / 1e9:.3g} GFLOP", "TFLOP/s", 1e12) if is_product else (size_text(work), "GB/s", 1e9)
+                )
                 if known is not None:
                     per_s = known.at(work)
                 else:
@@ -303,7 +326,9 @@ class Topology:
         return {name: figure for name, figure in found.items() if figure}
 
     def diff(self, other: Topology) -> str:
-        """This machine's figures of a device beside another's, such as what was measured beside a preset: a line a figure."""
+        """This machine's figures of a device beside another's, such as what was measured beside a preset: a line a
+        figure.
+        """
         others, lines = other.figures(self.device), [f"{self.name} beside {other.name}:"]
         for name, figure in self.figures().items():
             beside = f", {others[name]:.4g} there ({figure / others[name]:.2f})" if name in others else ""

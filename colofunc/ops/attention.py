@@ -10,15 +10,15 @@ can compute its block and blocks can be merged:
       one row of a batch, columns that are padding. Sizes of 1 are broadcast in b.
     lse = log sum exp of the visible scores; a row that sees nothing gives out = 0 and lse = -inf
 
-Two blocks of keys merge as `out = sum_k exp(lse_k - lse) out_k` with `lse = logaddexp(lse_k)` (`attention_parts.merge`), and the
-backward of each block runs with the merged `out` and `lse`.
+Two blocks of keys merge as `out = sum_k exp(lse_k - lse) out_k` with `lse = logaddexp(lse_k)`
+(`attention_parts.merge`), and the backward of each block runs with the merged `out` and `lse`.
 
 Dropout keeps weight (b, h, i, j) of the full batch by the counter-based bits of `colofunc.ops.random`: `sizes`,
 `strides` and `offset` describe the rank's (b, h, s, t) block of the virtual weights as they do for `random_uniform`.
 
 On CPU the kernel is torch's own flash attention, called per block of rows when a mask must be made, so that an (s, t)
-matrix of the whole batch is never alive. On CUDA a call gets the quickest of torch's kernels that takes it (`attention_cuda`), or
-the blocks of this module. Source: Dao et al., FlashAttention (2022), section 3; Milakov and
+matrix of the whole batch is never alive. On CUDA a call gets the quickest of torch's kernels that takes it
+(`attention_cuda`), or the blocks of this module. Source: Dao et al., FlashAttention (2022), section 3; Milakov and
 Gimelshein, Online normalizer calculation for softmax (2018).
 """
 
@@ -112,12 +112,16 @@ def _one_call(bias: Tensor | None, opt: Options) -> bool:
     return not opt.positional or (bias is None and opt.causal and opt.window == 0 and not opt.shifted)
 
 
-# Note [Late rows]. A block of a causal ring is seen by rows that are `late` positions behind its columns, all alike: the
-# first `late` rows see nothing, the others are an ordinary causal attention; if the columns are early enough, all see all.
+# Note [Late rows]. A block of a causal ring is seen by rows that are `late` positions behind its columns, all alike:
+# the first `late` rows see nothing, the others are an ordinary causal attention; if the columns are early enough, all
+# see all.
 
 
 def _late(k: Tensor, bias: Tensor | None, opt: Options) -> int | None:
-    """How many rows see nothing (0: all rows see all columns); None where that does not say it all. See Note [Late rows]."""
+    """How many rows see nothing (0: all rows see all columns); None where that does not say it all.
+
+    See Note [Late rows].
+    """
     offsets = [o for o in (opt.q_offset, opt.k_offset) if o is not None]
     if bias is not None or opt.code is not None or not opt.causal or opt.window or any(o.dim() for o in offsets):
         return None
@@ -135,7 +139,9 @@ def _late_rows(q: Tensor, k: Tensor, v: Tensor, opt: Options, late: int) -> tupl
     out[:, :, :late], lse[:, :, :late] = 0, -torch.inf
     rest = q.shape[2] - late
     if rest > 0:
-        out[:, :, late:], lse[:, :, late:] = _flash(q[:, :, late:], k[:, :, :rest], v[:, :, :rest], None, opt, causal=True)
+        out[:, :, late:], lse[:, :, late:] = _flash(
+            q[:, :, late:], k[:, :, :rest], v[:, :, :rest], None, opt, causal=True
+        )
     return out, lse
 
 

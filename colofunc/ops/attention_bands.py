@@ -1,9 +1,9 @@
 """What a causal mask or a window shows, where the host knows the positions: a band, and how a kernel of torch is told.
 
-Problem: a rank's rows and the block of keys that it looks at stand anywhere in the sequence, and kernels count rows and columns
-from their own beginning or end. Idea: whatever the offsets or stripes, row i sees the columns j with `low <= j - i <= high`.
-Rows that see nothing and columns that nobody sees are cut off; in what is left every row sees something, and the band is the
-window of a flash kernel, which it counts from the last column of the last row:
+Problem: a rank's rows and the block of keys that it looks at stand anywhere in the sequence, and kernels count rows and
+columns from their own beginning or end. Idea: whatever the offsets or stripes, row i sees the columns j with
+`low <= j - i <= high`. Rows that see nothing and columns that nobody sees are cut off; in what is left every row sees
+something, and the band is the window of a flash kernel, which it counts from the last column of the last row:
 
     (t - s) - left <= j - i <= (t - s) + right                    left, right: -1 where there is no bound
 
@@ -11,7 +11,8 @@ window of a flash kernel, which it counts from the last column of the last row:
     causal, all keys before all rows  left = right = -1           all see all: a block behind
     causal, all rows before all keys  None                        nothing to do
 
-Rows that stand n apart (a stripe) over all columns are no band; over every n-th column they are: n calls, whose results are merged.
+Rows that stand n apart (a stripe) over all columns are no band; over every n-th column they are: n calls, whose results
+are merged.
 
 Source of the convention: flash-attention 2.1 (Dao 2023), "causal and window are aligned to the bottom right corner".
 """
@@ -64,7 +65,10 @@ class Cut:
 
 
 def band_of(causal: bool, window: int, rows: Run | None, columns: Run | None) -> Band | None:
-    """The band of positions that the host knows; None where they do not lie at equal steps. A step of 0: a single row or column."""
+    """The band of positions that the host knows; None where they do not lie at equal steps.
+
+    A step of 0: a single row or column.
+    """
     if not causal and window <= 0:
         return Band()
     if rows is None or columns is None:

@@ -1,6 +1,7 @@
 """Attention on CUDA: torch's own kernels behind `colofunc.attention` and its backward.
 
-Problem: torch has several fused kernels, and each takes only some calls. Idea: each is a `Kernel` whose guard says what it takes:
+Problem: torch has several fused kernels, and each takes only some calls. Idea: each is a `Kernel` whose guard says what
+it takes:
 
     flash       bfloat16, float16; causal, windows, offsets, stripes (bands, see `attention_bands`), grouped heads
     cudnn       the same, without offsets and windows; on Hopper about twice as fast
@@ -9,14 +10,16 @@ Problem: torch has several fused kernels, and each takes only some calls. Idea: 
     biased      the efficient kernel with a bias: the same and the gradient of a bias; a mask is made for as many rows at once as
                 `MAX_BIAS` allows, mostly all
 
-What none of them takes is computed block-wise by `attention`: float64, and dropout, whose bits are ours (`ops/random.py`) and not those
-that torch's kernels draw. Torch's switches hold here too: `torch.nn.attention.sdpa_kernel`.
+What none of them takes is computed block-wise by `attention`: float64, and dropout, whose bits are ours
+(`ops/random.py`) and not those that torch's kernels draw. Torch's switches hold here too:
+`torch.nn.attention.sdpa_kernel`.
 
-Results: out (b, h, s, f) with memory order (b, s, h, f), lse (b, h, s) float32 and contiguous. Rows that see nothing never reach a
-flash kernel. Blocks of a ring enter backward with the merged out and lse, which the kernels take as they are.
+Results: out (b, h, s, f) with memory order (b, s, h, f), lse (b, h, s) float32 and contiguous. Rows that see nothing
+never reach a flash kernel. Blocks of a ring enter backward with the merged out and lse, which the kernels take as they
+are.
 
-Sources: Dao, FlashAttention-2 (2307.08691), figures 4 to 6, for the shares of peak rates; Rabe and Staats, Self-attention does not
-need O(n^2) memory (2112.05682), for the efficient kernel.
+Sources: Dao, FlashAttention-2 (2307.08691), figures 4 to 6, for the shares of peak rates; Rabe and Staats,
+Self-attention does not need O(n^2) memory (2112.05682), for the efficient kernel.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ from colofunc.ops.kernels import Like
 aten = torch.ops.aten
 # Elements of a bias that is made at once; in halves 128 MiB.
 MAX_BIAS = 1 << 26
-# The efficient kernel reads the log-sum-exp of so many rows at once, and rows of a bias that begin at a multiple of so many elements.
+# The efficient kernel reads the log-sum-exp of so many rows at once, and rows of a bias that begin at a multiple of so
+# many elements.
 LSE_ROWS, BIAS_COLUMNS = 32, 16
 
 
@@ -90,7 +94,9 @@ def _narrowed(x: Tensor, width: int) -> Tensor:
 # ---- what is cut off ----
 
 
-def _combs(q: Tensor, k: Tensor, causal: bool, window: int, q_offset: Tensor | None, k_offset: Tensor | None) -> tuple[Comb, ...]:
+def _combs(
+    q: Tensor, k: Tensor, causal: bool, window: int, q_offset: Tensor | None, k_offset: Tensor | None
+) -> tuple[Comb, ...]:
     rows, columns = known_positions(q_offset), known_positions(k_offset)
     found = combs(causal, window, rows, columns, q.shape[2], k.shape[2])
     assert found is not None, "the guard has let a call through whose positions make no bands"
@@ -146,7 +152,14 @@ def _backward(
     dk, dv = like_rows(k).zero_(), like_rows(v).zero_()
     for comb in found:
         rows = slice(comb.cut.i0, comb.cut.i1)
-        row_wise = (grad[:, :, rows], q[:, :, rows], _columns(k, comb), _columns(v, comb), out[:, :, rows], lse[:, :, rows])
+        row_wise = (
+            grad[:, :, rows],
+            q[:, :, rows],
+            _columns(k, comb),
+            _columns(v, comb),
+            out[:, :, rows],
+            lse[:, :, rows],
+        )
         bq, bk, bv = run(*row_wise, scale, comb.cut)
         dq[:, :, rows] += bq
         _columns(dk, comb).copy_(bk)
@@ -168,7 +181,9 @@ def _window(part: Cut) -> dict[str, int]:
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, part: Cut) -> tuple[Tensor, Tensor]:
     rows, keys, values = (_rows(x, head_width(q, v)) for x in (q, k, v))
     sizes = (None, None, rows.shape[1], keys.shape[1])
-    found = aten._flash_attention_forward(rows, keys, values, *sizes, 0.0, part.causal, False, scale=scale, **_window(part))
+    found = aten._flash_attention_forward(
+        rows, keys, values, *sizes, 0.0, part.causal, False, scale=scale, **_window(part)
+    )
     return _narrowed(found[0], v.shape[-1]), found[1]
 
 
@@ -177,9 +192,21 @@ def _flash_grads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout, rows, keys, values, result = (_rows(x, head_width(q, v)) for x in (grad, q, k, v, out))
     sizes = (None, None, rows.shape[1], keys.shape[1])
-    unused = (q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64))  # the state of a dropout that there is not
+    # the state of a dropout that there is not
+    unused = (q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64))
     dq, dk, dv = aten._flash_attention_backward(
-        dout, rows, keys, values, result, lse.contiguous(), *sizes, 0.0, part.causal, *unused, scale=scale, **_window(part)
+        dout,
+        rows,
+        keys,
+        values,
+        result,
+        lse.contiguous(),
+        *sizes,
+        0.0,
+        part.causal,
+        *unused,
+        scale=scale,
+        **_window(part),
     )
     return _narrowed(dq, q.shape[-1]), _narrowed(dk, k.shape[-1]), _narrowed(dv, v.shape[-1])
 
@@ -219,7 +246,9 @@ def _operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(_padded(x.transpose(1, 2), head_width(x)).transpose(1, 2) for x in (q, repeat(k, h), repeat(v, h)))  # type: ignore[return-value]
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
     found = aten._scaled_dot_product_efficient_attention(*_operands(q, k, v), bias, True, 0.0, causal, scale=scale)
     out = found[0] if found[0].shape[-1] == v.shape[-1] else found[0][..., : v.shape[-1]]
     return rows_major(out), found[1][..., : q.shape[2]].contiguous()
@@ -237,7 +266,9 @@ def _efficient_grads(
         dout, *_operands(q, k, v), bias, result, stats, *unused, 0.0, [True, True, True, dbias], causal, scale=scale
     )
     dk, dv = (fold(x, k.shape[1]) for x in (dk, dv))
-    cut_off = (x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]] for x, like in ((dq, q), (dk, k), (dv, v)))
+    cut_off = (
+        x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]] for x, like in ((dq, q), (dk, k), (dv, v))
+    )
     dq, dk, dv = (rows_major(x) for x in cut_off)
     return dq, dk, dv, db if dbias else None
 
@@ -276,7 +307,9 @@ def _made_bias(bias: Tensor | None, block: Block, q: Tensor) -> tuple[Tensor | N
         return None, None
     b, h, rows, columns = q.shape[0], q.shape[1], block.i1 - block.i0, block.j1 - block.j0
     made = made.expand(*made.shape[:3], columns)
-    if made.stride(-1) != 1 or any(n > 1 and stride % BIAS_COLUMNS for n, stride in zip(made.shape[:3], made.stride()[:3], strict=True)):
+    if made.stride(-1) != 1 or any(
+        n > 1 and stride % BIAS_COLUMNS for n, stride in zip(made.shape[:3], made.stride()[:3], strict=True)
+    ):
         room = made.new_empty((*made.shape[:3], multiple(columns, BIAS_COLUMNS)))
         made = room[..., :columns].copy_(made)
     return made.expand(b, h, rows, columns), made.amax(-1, keepdim=True) == -torch.inf
@@ -301,7 +334,15 @@ def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, 
 
 
 def _biased_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, scale: float, *rest: Any
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *options, need_dbias, _ = rest
     opt = make_options(q, k, scale, *options)

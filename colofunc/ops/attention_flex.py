@@ -1,21 +1,24 @@
 """Attention by FlexAttention, torch's generator of attention kernels, behind `colofunc.attention` and its backward.
 
-Problem: of documents that are packed, padding, positions that only the device knows, and masks that are tensors, torch's fused kernels
-know nothing: they take a bias of all rows and columns and look at every pair. Idea: whatever is masked is a conjunction of comparisons
-of a number per column with two per row, and a tensor of bool at most. FlexAttention compiles that into a kernel of flash's kind, and
-leaves out blocks of which it is told that they show nothing:
+Problem: of documents that are packed, padding, positions that only the device knows, and masks that are tensors,
+torch's fused kernels know nothing: they take a bias of all rows and columns and look at every pair. Idea: whatever is
+masked is a conjunction of comparisons of a number per column with two per row, and a tensor of bool at most.
+FlexAttention compiles that into a kernel of flash's kind, and leaves out blocks of which it is told that they show
+nothing:
 
     row i sees column j where  least[i] <= code[j] <= most[i]  for every bound, and the mask is True there
     causal, window               code: the column's position;  least: the row's - window + 1;  most: the row's
     128 rows, 128 columns        show nothing where the largest code is below the smallest `least`, or the smallest above the largest `most`
-                                 show all where the smallest is not below the largest `least`, and so on: no pair is compared
+                                 show all where the smallest is not below the largest `least`, and so on: no pair is
+                                 compared
 
-So blocks are told from vectors, on the device, by operators that are compiled with the kernel; nobody waits. The function is compiled at
-its first call, for the kind of mask and for shapes, strides and dtypes: positions and documents are operands, so that all ranks compile
-the same, whatever stands in their rows. Backward takes `out` and `lse` as they are given, merged ones of a ring too, and the gradient of
-`lse`; a bias has none here.
+So blocks are told from vectors, on the device, by operators that are compiled with the kernel; nobody waits. The
+function is compiled at its first call, for the kind of mask and for shapes, strides and dtypes: positions and documents
+are operands, so that all ranks compile the same, whatever stands in their rows. Backward takes `out` and `lse` as they
+are given, merged ones of a ring too, and the gradient of `lse`; a bias has none here.
 
-Sources: Dong et al., Flex Attention (2412.05496); `torch.nn.attention.flex_attention`, whose operators count exponents in base 2.
+Sources: Dong et al., Flex Attention (2412.05496); `torch.nn.attention.flex_attention`, whose operators count exponents
+in base 2.
 """
 
 from __future__ import annotations
@@ -95,7 +98,8 @@ def _of_rows(vector: Tensor | None) -> Tensor | None:
 
 
 def _in_blocks(x: Tensor, dim: int, n: int) -> Tensor:
-    """Dim `dim` of n elements (or one for all) as (blocks, BLOCK); the last element is repeated to fill the last block."""
+    """Dim `dim` of n elements (or one for all) as (blocks, BLOCK); the last element is repeated to fill the last block.
+    """
     blocks = -(-n // BLOCK)
     at = torch.arange(blocks * BLOCK, device=x.device).clamp(max=x.shape[dim] - 1)
     return x.index_select(dim, at).unflatten(dim, (blocks, BLOCK))
@@ -108,7 +112,8 @@ def _extremes(vector: Tensor, dim: int, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _shown(bounds: Sequence[Bound], mask: Tensor | None, s: int, t: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(b or 1, h or 1, blocks of rows, blocks of columns): which may show something, and which show all, for certain."""
+    """(b or 1, h or 1, blocks of rows, blocks of columns): which may show something, and which show all, for certain.
+    """
     rows, columns = -(-s // BLOCK), -(-t // BLOCK)
     some = torch.ones(1, 1, rows, columns, dtype=torch.bool, device=device)
     # Blocks that stand over the edge are compared element by element, as torch's own block masks have it.
@@ -211,7 +216,9 @@ def _unchanged(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Ten
     return score
 
 
-def _score_gradients(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, grad: Tensor, *buffers: Tensor) -> list[Tensor | None]:
+def _score_gradients(
+    score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, grad: Tensor, *buffers: Tensor
+) -> list[Tensor | None]:
     """Of the score, of the four indices and of the buffers: a bias is added, and has no gradient here."""
     return [grad, *[None] * (4 + len(buffers))]
 
@@ -241,7 +248,9 @@ def _told(x: dict[str, Tensor], kind: Kind, backward: bool) -> Told:
     some, full = _shown(bounds, mask, s, t, x["q"].device)
     visible, buffers = _mask_function(bounds, mask)
     lists = (*_listed(some & ~full), *_listed(full))
-    blocks = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(s, t), compute_q_blocks=backward)
+    blocks = BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(s, t), compute_q_blocks=backward
+    )
     score, score_buffers = _score_function(bias)
     return Told(blocks.as_tuple(), score, score_buffers, buffers)
 

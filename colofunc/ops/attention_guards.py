@@ -1,10 +1,10 @@
 """Which of torch's CUDA kernels takes a call of attention, how long it runs and what memory of its own it holds.
 
-The records of the kernels in `attention_cuda` and `attention_flex`; guards look at shapes, dtypes, options and at positions that the
-host knows.
+The records of the kernels in `attention_cuda` and `attention_flex`; guards look at shapes, dtypes, options and at
+positions that the host knows.
 
-Sources: conditions of torch's `sdp_utils` and of the flash API that torch builds; Dao, FlashAttention-2 (2307.08691), figures 4 to
-6, for the shares of peak rates.
+Sources: conditions of torch's `sdp_utils` and of the flash API that torch builds; Dao, FlashAttention-2 (2307.08691),
+figures 4 to 6, for the shares of peak rates.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MAX_GRID = 65535
 # Flash kernels have heads of up to so many elements; backward above the second only where shared memory is large.
 MAX_HEAD, MAX_HEAD_SMALL = 256, 192
 LARGE_SHARED = ((8, 0), (9, 0), (10, 0))
-# FlexAttention has heads of at least so many elements, and is compiled, which takes seconds, where there is so much to do: below, what it
-# saves in a step of many layers is earned back in thousands of steps.
+# FlexAttention has heads of at least so many elements, and is compiled, which takes seconds, where there is so much to
+# do: below, what it saves in a step of many layers is earned back in thousands of steps.
 LEAST_FLEX_HEAD, LEAST_FLEX_FLOPS = 16, 2e10
 
 
@@ -125,33 +125,44 @@ def _biased_takes(call: KernelCall) -> bool:
 
 
 def _flex_takes(call: KernelCall) -> bool:
-    """What fused kernels take with a bias of all pairs, or not at all: documents, padding, positions that lie on the device or make no
-    bands, biases without gradient, gradients of the log-sum-exp. Where flash is switched off, this is too: it is the same algorithm.
+    """What fused kernels take with a bias of all pairs, or not at all: documents, padding, positions that lie on the
+    device or make no bands, biases without gradient, gradients of the log-sum-exp. Where flash is switched off, this is
+    too: it is the same algorithm.
     """
-    if not (has_triton() and torch.backends.cuda.flash_sdp_enabled()) or not _computed(call, HALVES) or call.capability < (8, 0):
+    if (
+        not (has_triton() and torch.backends.cuda.flash_sdp_enabled())
+        or not _computed(call, HALVES)
+        or call.capability < (8, 0)
+    ):
         return False
     (_, _, s, e), t, f, bias = call["q"].shape, call["k"].shape[2], call["v"].shape[3], call["bias"]
     large = call.target == FORWARD or max(e, f) <= MAX_HEAD_SMALL or call.capability in LARGE_SHARED
     if min(s, t) < BLOCK or min(e, f) < LEAST_FLEX_HEAD or max(e, f) > MAX_HEAD or e % 8 or f % 8 or not large:
         return False
-    if bias is not None and (_needs_dbias(call) or bias.numel < 2 or not (bias.dtype.is_floating_point or bias.dtype == torch.bool)):
+    if bias is not None and (
+        _needs_dbias(call) or bias.numel < 2 or not (bias.dtype.is_floating_point or bias.dtype == torch.bool)
+    ):
         return False
     lacking = _calls(call) is None or _has_grad_lse(call)
     return lacking and _flops(call, _band_pairs(call)) >= LEAST_FLEX_FLOPS
 
 
 def _band_pairs(call: KernelCall) -> int:
-    """Pairs of a row and a column that positions leave; all where the host does not know. Of documents nobody knows beforehand."""
+    """Pairs of a row and a column that positions leave; all where the host does not know.
+
+    Of documents nobody knows beforehand.
+    """
     found = _bands(call)
     return call["q"].shape[2] * call["k"].shape[2] if found is None else sum(visible_pairs(comb.cut) for comb in found)
 
 
 # ---- seconds and bytes ----
 
-# Shares of a device's peak rate that kernels reach on long rows, where its file has no rates of theirs: there cuDNN's and FlexAttention's
-# stand behind flash. On Hopper they do not (`python -m bench gpu --slice 5`).
+# Shares of a device's peak rate that kernels reach on long rows, where its file has no rates of theirs: there cuDNN's
+# and FlexAttention's stand behind flash. On Hopper they do not (`python -m bench gpu --slice 5`).
 SHARES = {"flash": 0.6, "cudnn": 0.55, "flex": 0.5, "efficient": 0.35, "blockwise": 0.3}
-# Kernels that make the lists of blocks, as inductor writes them: forward, and backward, which wants them by columns too.
+# Kernels that make the lists of blocks, as inductor writes them: forward, and backward, which wants them by columns
+# too.
 FLEX_LAUNCHES = {FORWARD: 12, BACKWARD: 20}
 
 
@@ -166,7 +177,9 @@ def _seconds(call: KernelCall, rates: Rates, share: str, pairs: int | None = Non
     found = _calls(call) or ()
     pairs = sum(visible_pairs(comb.cut) for comb in found) if pairs is None else pairs
     flops = _flops(call, pairs)
-    moved = (q.nbytes + k.nbytes + v.nbytes) * (1 if call.target == FORWARD else 2) + 2 * b * h * s * f * q.dtype.itemsize
+    moved = (q.nbytes + k.nbytes + v.nbytes) * (
+        1 if call.target == FORWARD else 2
+    ) + 2 * b * h * s * f * q.dtype.itemsize
     launches_s = max(1, len(found)) * rates.launch_s
     return max(flops / _rate(call, rates, share, pairs / max(1, s)), moved / rates.bytes_per_s) + launches_s
 
@@ -254,14 +267,21 @@ def _biased_bytes(call: KernelCall) -> int:
 
 
 def _flex_bytes(call: KernelCall) -> int:
-    """Numbers of rows, lists of blocks with what sorts them, numbers of each block, positions; results whose operands lie otherwise."""
+    """Numbers of rows, lists of blocks with what sorts them, numbers of each block, positions; results whose operands
+    lie otherwise.
+    """
     q, k, bias, code = call["q"], call["k"], call["bias"], call["code"]
     (b, h, s, _), t, f = q.shape, k.shape[2], call["v"].shape[3]
     rows, columns = -(-s // BLOCK), -(-t // BLOCK)
     masks = bias_heads(bias if bias is not None and bias.dtype == torch.bool else None, code)
     bounds = 1 + (0 if code is None else code.shape[0] * code.shape[1])
     per_row, per_pair = (2, 16) if call.target == FORWARD else (3, 48)
-    held = 4 * per_row * b * h * s + per_pair * masks * (rows + 1) * (columns + 1) + 16 * bounds * (2 * rows + columns) + 24 * (s + t)
+    held = (
+        4 * per_row * b * h * s
+        + per_pair * masks * (rows + 1) * (columns + 1)
+        + 16 * bounds * (2 * rows + columns)
+        + 24 * (s + t)
+    )
     results = b * h * s * f * q.dtype.itemsize if call.target == FORWARD else q.nbytes + k.nbytes + call["v"].nbytes
     return held + results
 
@@ -296,7 +316,9 @@ def _scores(call: KernelCall) -> tuple[int, int]:
 
 
 def _blockwise_seconds(call: KernelCall, rates: Rates) -> float:
-    """Products in float32, and scores that an operator at a time reads and writes: six of them forward, twice that backward."""
+    """Products in float32, and scores that an operator at a time reads and writes: six of them forward, twice that
+    backward.
+    """
     every, block = _scores(call)
     passes = 6 if call.target == FORWARD else 12
     products_s = _seconds(call, rates, "blockwise", call["q"].shape[2] * call["k"].shape[2])
@@ -304,7 +326,10 @@ def _blockwise_seconds(call: KernelCall, rates: Rates) -> float:
 
 
 def _blockwise_bytes(call: KernelCall) -> int:
-    """Of a block: scores, weights and one more of their size; backward also their gradients. Sums of dK and dV are float32."""
+    """Of a block: scores, weights and one more of their size; backward also their gradients.
+
+    Sums of dK and dV are float32.
+    """
     _, block = _scores(call)
     return 3 * block if call.target == FORWARD else 5 * block + 4 * (call["k"].numel + call["v"].numel)
 

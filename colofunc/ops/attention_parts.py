@@ -63,7 +63,9 @@ class Options:
 
 @attrs.frozen(eq=False)
 class Block:
-    """Rows i0:i1 and the columns j0:j1 that any of them may see; `keep` (b or 1, 1, rows, columns) or None if all are visible."""
+    """Rows i0:i1 and the columns j0:j1 that any of them may see; `keep` (b or 1, 1, rows, columns) or None if all are
+    visible.
+    """
 
     i0: int
     i1: int
@@ -116,7 +118,9 @@ def blocks(q: Tensor, k: Tensor, opt: Options, rows: int) -> Iterator[Block]:
 
 
 def _blocks_unread(q: Tensor, k: Tensor, opt: Options, rows: int) -> Iterator[Block]:
-    """Blocks of a mask that lies on a device and is not looked at: columns are left out where the host knows that nobody sees them."""
+    """Blocks of a mask that lies on a device and is not looked at: columns are left out where the host knows that
+    nobody sees them.
+    """
     s, t = q.shape[2], k.shape[2]
     band = band_of(opt.causal, opt.window, known_positions(opt.q_offset), known_positions(opt.k_offset))
     row, column = positions(opt.q_offset, s, q.device), positions(opt.k_offset, t, q.device)

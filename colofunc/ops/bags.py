@@ -1,12 +1,14 @@
 """Bags of rows of a table, summed: `nn.EmbeddingBag` over a matrix of indices, as an operator whose batch can be split.
 
-Problem: torch lays the bags one behind the other and says by offsets where each begins, so that nothing knows any more that row b of the
-indices is bag b. Idea: a matrix of indices stays one. A mean is this sum, divided by how many there are.
+Problem: torch lays the bags one behind the other and says by offsets where each begins, so that nothing knows any more
+that row b of the indices is bag b. Idea: a matrix of indices stays one. A mean is this sum, divided by how many there
+are.
 
     embedding_bag(weight, index, factors)      v e, b n, b n -> b e       out[b] = sum over n of factors[b, n] * weight[index[b, n]]
 
-Where `index` says `padding` (-1: nowhere) a row counts for nothing. The operator is linear in `weight` and in `factors`, and its
-gradients are so in what they are given: the three are each other's derivatives. None of them makes the rows of all bags, (b, n, e).
+Where `index` says `padding` (-1: nowhere) a row counts for nothing. The operator is linear in `weight` and in
+`factors`, and its gradients are so in what they are given: the three are each other's derivatives. None of them makes
+the rows of all bags, (b, n, e).
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def _embedding_bag(weight: Tensor, index: Tensor, factors: Tensor | None, paddin
     if not index.numel():
         return weight.new_zeros((index.shape[0], weight.shape[1]))
     bag = torch.ops.aten._embedding_bag_forward_only.default
-    result: Tensor = bag(weight, index.reshape(-1), _offsets(index), False, SUM, False, _flat(factors), False, padding)[0]
+    result: Tensor = bag(weight, index.reshape(-1), _offsets(index), False, SUM, False, _flat(factors), False, padding)[
+        0
+    ]
     return result
 
 
@@ -51,13 +55,25 @@ def _backward(grad: Tensor, index: Tensor, factors: Tensor | None, rows: int, pa
     sizes, no_maxima = index.new_full((bags,), each), index.new_empty(0)
     dense = torch.ops.aten._embedding_bag_dense_backward.default
     result: Tensor = dense(
-        grad.contiguous(), index.reshape(-1), _bag_of(index), sizes, no_maxima, rows, False, SUM, _flat(factors), padding
+        grad.contiguous(),
+        index.reshape(-1),
+        _bag_of(index),
+        sizes,
+        no_maxima,
+        rows,
+        False,
+        SUM,
+        _flat(factors),
+        padding,
     )
     return result
 
 
 def first_bags(weight: Tensor, index: Tensor, counts: Tensor, factors: Tensor | None) -> Tensor:
-    """The sums of the first `counts` (b,) rows of each bag; (b, e). The others of a bag are one behind it, which is left out."""
+    """The sums of the first `counts` (b,) rows of each bag; (b, e).
+
+    The others of a bag are one behind it, which is left out.
+    """
     bags = index.shape[0]
     begins = _offsets(index)
     offsets = torch.stack([begins, begins + counts], 1).reshape(-1)
@@ -67,7 +83,10 @@ def first_bags(weight: Tensor, index: Tensor, counts: Tensor, factors: Tensor | 
 
 
 def backward_of_some(grad: Tensor, index: Tensor, counted: Tensor, factors: Tensor | None, rows: int) -> Tensor:
-    """The gradient (rows, e) of a sum over those rows that are `counted` (b, n). The others are in one more bag, whose gradient is 0."""
+    """The gradient (rows, e) of a sum over those rows that are `counted` (b, n).
+
+    The others are in one more bag, whose gradient is 0.
+    """
     bags, each = index.shape
     more = torch.cat([grad, grad.new_zeros((1, grad.shape[1]))])
     bag_of = torch.where(counted.reshape(-1), _bag_of(index), bags)
@@ -81,7 +100,9 @@ def _factors_backward(grad: Tensor, weight: Tensor, index: Tensor, padding: int)
     if not index.numel():
         return grad.new_zeros(index.shape)
     of_factors = torch.ops.aten._embedding_bag_per_sample_weights_backward.default
-    result: Tensor = of_factors(grad.contiguous(), weight, index.reshape(-1), _offsets(index), _bag_of(index), SUM, padding)
+    result: Tensor = of_factors(
+        grad.contiguous(), weight, index.reshape(-1), _offsets(index), _bag_of(index), SUM, padding
+    )
     return result.view(index.shape)
 
 
@@ -109,7 +130,9 @@ def _backward_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """grad: (v, e), of the weight's gradient."""
     bags, index, factors = ctx.saved_tensors
     of_bags = embedding_bag.apply(grad, index, factors, ctx.padding) if ctx.needs_input_grad[0] else None
-    of_factors = embedding_bag_factors_backward.apply(bags, grad, index, ctx.padding) if ctx.needs_input_grad[2] else None
+    of_factors = (
+        embedding_bag_factors_backward.apply(bags, grad, index, ctx.padding) if ctx.needs_input_grad[2] else None
+    )
     return of_bags, None, of_factors, None, None
 
 

@@ -89,7 +89,9 @@ class Canonical(TorchFunctionMode):
     """
 
     def __init__(self, seed: Callable[[], Tensor], sites: Iterator[int], beside: bool = False) -> None:
-        """beside: operators run now, on whichever devices, so that each gets the seed on its own; a traced one has one symbolic device."""
+        """beside: operators run now, on whichever devices, so that each gets the seed on its own; a traced one has one
+        symbolic device.
+        """
         super().__init__()
         self.seed = seed
         self.beside = beside
@@ -125,7 +127,8 @@ class Canonical(TorchFunctionMode):
         """(seed, a new call site)."""
         if stream() is not self.stream:
             raise TraceError(
-                "cf.random(key) stands inside a step, whose numbers follow from one seed per call. Try: `with cf.random(key):` "
+                "cf.random(key) stands inside a step, whose numbers follow from one seed per call. Try: `with "
+                "cf.random(key):` "
                 "around the calls of the step"
             )
         return self._seed_here(), next(self.sites)
@@ -231,7 +234,10 @@ def _embedding_bag(
     scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Any:  # fmt: skip
-    """A matrix of indices, summed or averaged. All else is torch's: bags cut at offsets, a maximum, what writes to the table."""
+    """A matrix of indices, summed or averaged.
+
+    All else is torch's: bags cut at offsets, a maximum, what writes to the table.
+    """
     if input.dim() != 2 or input.is_floating_point() or mode not in ("sum", "mean") or weight.dim() != 2:
         return NotImplemented
     if offsets is not None or include_last_offset or max_norm is not None or scale_grad_by_freq:
@@ -245,7 +251,10 @@ def _embedding_bag(
 
 
 def _dense_gradient(function: Any, position: int) -> Handler:
-    """`sparse`, the argument at `position`, asks for a gradient in another format. It has the same numbers dense, as all of a step is."""
+    """`sparse`, the argument at `position`, asks for a gradient in another format.
+
+    It has the same numbers dense, as all of a step is.
+    """
 
     def handle(mode: Canonical, *args: Any, **kwargs: Any) -> Any:
         is_sparse = args[position] if len(args) > position else kwargs.get("sparse", False)
@@ -277,7 +286,24 @@ def _attention(
     bias = None if attn_mask is None else _mask(attn_mask, lead)
     seed, site = mode.key() if dropout_p > 0.0 else (None, 0)
     out, _ = attention.apply(
-        q, k, v, bias, float(scale), is_causal, 0, float(dropout_p), seed, site, None, None, [], [], None, None, None, None
+        q,
+        k,
+        v,
+        bias,
+        float(scale),
+        is_causal,
+        0,
+        float(dropout_p),
+        seed,
+        site,
+        None,
+        None,
+        [],
+        [],
+        None,
+        None,
+        None,
+        None,
     )
     if query.dim() != 4:
         heads_shape = (q.shape[1],) if query.dim() > 2 else ()
@@ -307,10 +333,23 @@ def _mask(mask: Tensor, lead: torch.Size) -> Tensor:
     return mask if mask.dim() == 4 else mask.reshape(mask.shape[-4:])
 
 
-def _rms_norm(mode: Canonical, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+def _rms_norm(
+    mode: Canonical, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Any:
     shape = tuple(normalized_shape)
-    like = input.is_floating_point() and not input.is_sparse and (weight is None or (weight.dtype, weight.shape) == (input.dtype, shape))
-    if compat.in_forward_mode() or _in_autocast() or not like or not shape or input.shape[-len(shape) :] != shape or not input.numel():
+    like = (
+        input.is_floating_point()
+        and not input.is_sparse
+        and (weight is None or (weight.dtype, weight.shape) == (input.dtype, shape))
+    )
+    if (
+        compat.in_forward_mode()
+        or _in_autocast()
+        or not like
+        or not shape
+        or input.shape[-len(shape) :] != shape
+        or not input.numel()
+    ):
         return NotImplemented  # torch's own operators have forward-mode derivatives, and say what is wrong
     eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps if eps is None else eps
     return rms_norm.apply(input, shape, weight, eps)[0]
@@ -338,7 +377,9 @@ def _ctc_loss(
 
 
 def _masked_select(mode: Canonical, input: Tensor, mask: Tensor) -> Any:
-    """Its size is a value: where a step is traced, and the mask depends on its inputs, what is selected is kept in two parts."""
+    """Its size is a value: where a step is traced, and the mask depends on its inputs, what is selected is kept in two
+    parts.
+    """
     try:
         return torch.masked_select(input, mask)
     except TraceError as refusal:

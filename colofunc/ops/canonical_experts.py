@@ -43,8 +43,8 @@ _STARTS = frozenset(
 class Made:
     """The call that made a tensor. `part`: which of several results it is; `epoch`: writes in place before it.
 
-    `versions`: how often its result and its operands had been written to then, by torch's own count. It also sees what names
-    do not tell (`F.dropout(x, inplace=True)`); it has no numbers in inference mode.
+    `versions`: how often its result and its operands had been written to then, by torch's own count. It also sees what
+    names do not tell (`F.dropout(x, inplace=True)`); it has no numbers in inference mode.
     """
 
     name: str
@@ -95,11 +95,17 @@ class Catcher:
 
     def _write(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not args or not isinstance(args[0], Tensor):
-            self.epoch += bool(args) and isinstance(args[0], (tuple, list))  # `_foreach_mul_`, which torch does not count
+            # `_foreach_mul_`, which torch does not count
+            self.epoch += bool(args) and isinstance(args[0], (tuple, list))
             return
         target = args[0]
         # A view of the target remembers the target: each would keep the other alive, where no collector sees it.
-        apart = len(args) == 2 and not kwargs and self._maybe(args[1]) is not None and _memory(target) is not _memory(args[1])
+        apart = (
+            len(args) == 2
+            and not kwargs
+            and self._maybe(args[1]) is not None
+            and _memory(target) is not _memory(args[1])
+        )
         if name == "add_" and apart and (before := self._before_write(target)) is not None:
             self._put(target, "add_", (before, args[1]), {})
         elif name == "__setitem__" and not _has(target) and self._inverts(target, *args[1:]):
@@ -108,7 +114,8 @@ class Catcher:
             self.epoch += name not in ("requires_grad_", "retain_grad")
 
     def _before_write(self, target: Tensor) -> Made | None:
-        """The call that made a tensor which has just been written to, as it is to be read now; None if it had been written to before, too.
+        """The call that made a tensor which has just been written to, as it is to be read now; None if it had been
+        written to before, too.
 
         What the target is a view of has been written to as well.
         """
@@ -120,7 +127,10 @@ class Catcher:
                 continue
             now = _versions(x, made.args, made.kwargs)
             memories = [_memory(t) is _memory(target) for t in _operands(x, made.args, made.kwargs)]
-            if any(count - old not in ((0, 1) if mine else (0,)) for count, old, mine in zip(now, made.versions, memories, strict=True)):
+            if any(
+                count - old not in ((0, 1) if mine else (0,))
+                for count, old, mine in zip(now, made.versions, memories, strict=True)
+            ):
                 return None
             x.__dict__[_KEY] = attrs.evolve(made, versions=now)
         found: Made = target.__dict__[_KEY]
@@ -137,7 +147,13 @@ class Catcher:
 
     def _sum(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Any:
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        if dim not in (1, (1,), [1]) or len(args) > 2 or set(kwargs) - {"dim"} or not isinstance(args[0], Tensor) or args[0].dim() != 3:
+        if (
+            dim not in (1, (1,), [1])
+            or len(args) > 2
+            or set(kwargs) - {"dim"}
+            or not isinstance(args[0], Tensor)
+            or args[0].dim() != 3
+        ):
             return out
         try:
             return self._layer(args[0], out)
@@ -224,12 +240,19 @@ class Catcher:
             if act is None or act.name not in _ACTS or up is None or up.name != "chunk" or up.part != 1:
                 continue
             gate = self._made(act.args[0], "chunk")
-            if gate.part == 0 and gate.args[0] is up.args[0] and gate.arg(1, "chunks") == 2 and gate.arg(2, "dim") in (-1, 1):
+            if (
+                gate.part == 0
+                and gate.args[0] is up.args[0]
+                and gate.arg(1, "chunks") == 2
+                and gate.arg(2, "dim") in (-1, 1)
+            ):
                 return _act_name(act), True, gate.args[0]
         raise _No
 
     def _interleaved(self, scaled: Any, glu: Any) -> tuple[str, bool, Any] | None:
-        """What `_activation` gives for (up + 1) * (gate * sigmoid(alpha * gate)), both clamped and taken in turn; None: it is another."""
+        """What `_activation` gives for (up + 1) * (gate * sigmoid(alpha * gate)), both clamped and taken in turn; None:
+        it is another.
+        """
         more, product = self._maybe(scaled), self._maybe(glu)
         if more is None or more.name not in _PLUS or more.args[1:] != (1,) or more.kwargs:
             return None
@@ -238,7 +261,12 @@ class Catcher:
         for gate, slope in (product.args[:2], product.args[1::-1]):
             sigmoid = self._maybe(slope)
             inner = None if sigmoid is None or sigmoid.name != "sigmoid" else self._maybe(sigmoid.args[0])
-            if inner is None or inner.name not in _TIMES or inner.args[0] is not gate or not isinstance(inner.args[1], (int, float)):
+            if (
+                inner is None
+                or inner.name not in _TIMES
+                or inner.args[0] is not gate
+                or not isinstance(inner.args[1], (int, float))
+            ):
                 continue
             low, limit, h = self._clamped(gate, 0)
             least, most, other = self._clamped(more.args[0], 1)
@@ -305,7 +333,9 @@ class _Sorted:
 
     def _counted(self, offs: Any) -> Any:
         """The flat index whose experts are counted up to each offset."""
-        counts = self.of._made(self.of.uncast(self.of._made(self.of.uncast(offs), "cumsum").args[0]), "histc", "bincount")
+        counts = self.of._made(
+            self.of.uncast(self.of._made(self.of.uncast(offs), "cumsum").args[0]), "histc", "bincount"
+        )
         counted = self.of.uncast(counts.args[0])
         made = self.of._maybe(counted)
         if counts.name == "histc":
@@ -335,10 +365,14 @@ class _Each:
         if made.name != "squeeze":
             raise _No
         a, b = self.of._made(made.args[0], "bmm").args[:2]
-        picked, vector, stored = (b, a, True) if (m := self.of._maybe(a)) is not None and m.name == "unsqueeze" else (a, b, False)
+        picked, vector, stored = (
+            (b, a, True) if (m := self.of._maybe(a)) is not None and m.name == "unsqueeze" else (a, b, False)
+        )
         rows = self.of._made(vector, "unsqueeze")
         weights = self.of._made(self.of.uncast(picked), "__getitem__")
-        if (made.arg(1, "dim"), rows.arg(1, "dim")) not in (((1, 1),) if stored else ((-1, -1), (2, 2), (-1, 2), (2, -1))):
+        if (made.arg(1, "dim"), rows.arg(1, "dim")) not in (
+            ((1, 1),) if stored else ((-1, -1), (2, 2), (-1, 2), (2, -1))
+        ):
             raise _No
         if chosen is not None:
             _same(chosen, weights.args[1])

@@ -89,7 +89,8 @@ def _all_to_all_fake(x: Tensor, axes: Sequence[str], n: int, rows: Tensor | None
     _chunks(x, n, "all_to_all")
     if rows is not None and (x.dim() < 2 or rows.shape != x.shape[1:2] or not 0 <= expected <= x.shape[1]):
         raise CollectiveError(
-            f"colofunc.all_to_all: rows of shape {tuple(rows.shape)}, {expected} expected, for chunks of {tuple(x.shape[1:])}; "
+            f"colofunc.all_to_all: rows of shape {tuple(rows.shape)}, {expected} expected, for chunks of "
+            f"{tuple(x.shape[1:])}; "
             "give one number per row of a chunk, all equal"
         )
     return x.new_empty(x.shape)
@@ -107,7 +108,9 @@ def _send_fake(x: Tensor, axes: Sequence[str], n: int, source: int, targets: Seq
     return x.new_empty(x.shape)
 
 
-def _receive_fake(axes: Sequence[str], n: int, source: int, shape: Sequence[int], dtype: torch.dtype, tag: int = 0) -> Tensor:
+def _receive_fake(
+    axes: Sequence[str], n: int, source: int, shape: Sequence[int], dtype: torch.dtype, tag: int = 0
+) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype)
 
 
@@ -256,7 +259,13 @@ def _fit_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _collective(
-    name: str, signature: str, fake: Callable[..., Tensor], save: Callable[..., None], back: Any, kind: str, own_memory: bool = False
+    name: str,
+    signature: str,
+    fake: Callable[..., Tensor],
+    save: Callable[..., None],
+    back: Any,
+    kind: str,
+    own_memory: bool = False,
 ) -> Any:
     return define(f"{name}({signature}) -> Tensor", _eager(name), fake, (save, back), own_memory=own_memory, kind=kind)
 
@@ -265,24 +274,43 @@ _ALL_GATHER = _collective(
     "all_gather", "Tensor x, str[] axes, int n", _all_gather_fake, _save_call, _all_gather_back, "wire", own_memory=True
 )
 _REDUCE_SCATTER = _collective(
-    "reduce_scatter", "Tensor x, str[] axes, int n, str how", _reduce_scatter_fake, _save_sum, _reduce_scatter_back, "wire", own_memory=True
+    "reduce_scatter",
+    "Tensor x, str[] axes, int n, str how",
+    _reduce_scatter_fake,
+    _save_sum,
+    _reduce_scatter_back,
+    "wire",
+    own_memory=True,
 )
 _ALL_REDUCE = _collective(
-    "all_reduce", "Tensor x, str[] axes, int n, str how", _all_reduce_fake, _save_sum, _all_reduce_back, "wire", own_memory=True
+    "all_reduce",
+    "Tensor x, str[] axes, int n, str how",
+    _all_reduce_fake,
+    _save_sum,
+    _all_reduce_back,
+    "wire",
+    own_memory=True,
 )
 _ALL_TO_ALL = _collective(
     "all_to_all", "Tensor x, str[] axes, int n, Tensor? rows=None, int expected=0", _all_to_all_fake, _save_call, _all_to_all_back,
     "wire", own_memory=True,
 )  # fmt: skip
-_PERMUTE = _collective("permute", "Tensor x, str[] axes, int n, int[] table", _permute_fake, _save_call, _permute_back, "wire")
+_PERMUTE = _collective(
+    "permute", "Tensor x, str[] axes, int n, int[] table", _permute_fake, _save_call, _permute_back, "wire"
+)
 _SEND = define(
-    "send(Tensor x, str[] axes, int n, int source, int[] targets, *, int tag=0) -> Tensor", _eager("send"), _send_fake, kind="peer"
+    "send(Tensor x, str[] axes, int n, int source, int[] targets, *, int tag=0) -> Tensor",
+    _eager("send"),
+    _send_fake,
+    kind="peer",
 )
 _RECEIVE = define(
     "receive(str[] axes, int n, int source, int[] shape, ScalarType dtype, *, int tag=0) -> Tensor", _eager("receive"), _receive_fake,
     kind="peer",
 )  # fmt: skip
-_TAKE_SHARD = _collective("take_shard", "Tensor x, str[] axes, int n", _take_shard_fake, _save_call, _take_shard_back, "rank")
+_TAKE_SHARD = _collective(
+    "take_shard", "Tensor x, str[] axes, int n", _take_shard_fake, _save_call, _take_shard_back, "rank"
+)
 _KEEP_FIRST = _collective(
     "keep_first", "Tensor x, str[] axes, int n, str how", _keep_first_fake, _save_sum, _keep_first_back, "rank"
 )
@@ -326,8 +354,9 @@ def all_reduce(x: Tensor, axes: Axes, mesh: Mesh, how: str = "sum") -> Tensor:
 def all_to_all(x: Tensor, axes: Axes, mesh: Mesh, rows: Tensor | None = None, expected: int = 0) -> Tensor:
     """Chunk j goes to member j; the result's chunk j comes from member j. x: (n, *s).
 
-    rows: (s[0],) integers, all equal, and the same on all members: only so many rows of each chunk travel, nothing at all
-    where they are 0; the result has zeros behind them. `expected`: how many are counted on the wire before they are known.
+    rows: (s[0],) integers, all equal, and the same on all members: only so many rows of each chunk travel, nothing at
+    all where they are 0; the result has zeros behind them. `expected`: how many are counted on the wire before they are
+    known.
     """
     atoms, n = _group(axes, mesh)
     if n == 1:

@@ -5,8 +5,9 @@
     put(into, x)         x written over a tensor of the host or the disk that is there already: state that has its place
 
 Each has a `_start` form that gives a value which may be read only behind its `wait`, as collectives have: the copy runs
-beside what stands between. `put_start` gives `into` itself, as it will be. Dims keep the order in which they lie, so that
-every view of `x` is a view of its copy. Alone, outside a program, a tensor has one tier, and these are plain copies.
+beside what stands between. `put_start` gives `into` itself, as it will be. Dims keep the order in which they lie, so
+that every view of `x` is a view of its copy. Alone, outside a program, a tensor has one tier, and these are plain
+copies.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""CTC loss, the likelihood of labels that nobody aligned with the inputs, as an operator whose sizes are known before it runs.
+"""CTC loss, the likelihood of labels that nobody aligned with the inputs, as an operator whose sizes are known before
+it runs.
 
-Problem: torch's `_ctc_loss` returns its table of forward variables, whose size is the length of the longest target: a value,
-which a program does not have; and concatenated targets of a sample lie where the lengths of those before it say. Idea: the
-operator returns the loss of each sample and no table, and its gradient makes the table again; concatenated targets are
-taken apart to one row a sample first. Samples know nothing of one another then, and split over ranks.
+Problem: torch's `_ctc_loss` returns its table of forward variables, whose size is the length of the longest target: a
+value, which a program does not have; and concatenated targets of a sample lie where the lengths of those before it say.
+Idea: the operator returns the loss of each sample and no table, and its gradient makes the table again; concatenated
+targets are taken apart to one row a sample first. Samples know nothing of one another then, and split over ranks.
 
     ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)      t n c, n s, n, n -> n
 
@@ -26,24 +27,36 @@ MEAN, SUM = 1, 2  # torch's numbers of reductions
 Lengths = Tensor | Sequence[int]
 
 
-def _tables(log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int, zero_infinity: bool) -> Any:
+def _tables(
+    log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int, zero_infinity: bool
+) -> Any:
     """(lengths of inputs, of targets, losses, forward variables). Torch wants lengths as numbers."""
     sizes = inputs.tolist(), lengths.tolist()
     return *sizes, *torch.ops.aten._ctc_loss.default(log_probs, targets, *sizes, blank, zero_infinity)
 
 
-def _ctc_loss(log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int, zero_infinity: bool
+) -> Tensor:
     if not log_probs.shape[1]:
         return log_probs.new_empty((0,))
     losses: Tensor = _tables(log_probs, targets, inputs, lengths, blank, zero_infinity)[2]
     return losses
 
 
-def _ctc_loss_fake(log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
+def _ctc_loss_fake(
+    log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int, zero_infinity: bool
+) -> Tensor:
     samples = log_probs.shape[1]
-    if targets.dim() != 2 or {targets.shape[0], *inputs.shape, *lengths.shape} != {samples} or inputs.dim() != 1 or lengths.dim() != 1:
+    if (
+        targets.dim() != 2
+        or {targets.shape[0], *inputs.shape, *lengths.shape} != {samples}
+        or inputs.dim() != 1
+        or lengths.dim() != 1
+    ):
         raise InputError(
-            f"ctc_loss: log_probs {tuple(log_probs.shape)}, targets {tuple(targets.shape)}, input_lengths {tuple(inputs.shape)} and "
+            f"ctc_loss: log_probs {tuple(log_probs.shape)}, targets {tuple(targets.shape)}, input_lengths "
+            f"{tuple(inputs.shape)} and "
             f"target_lengths {tuple(lengths.shape)} are not (t, n, c), (n, s), (n), (n). Try: log_probs.transpose(0, 1)"
         )
     return log_probs.new_empty((samples,))
@@ -71,11 +84,14 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 def _no_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     raise TraceError(
-        "F.ctc_loss has no second derivative, in torch neither. Try: a gradient penalty of another loss, or without create_graph=True"
+        "F.ctc_loss has no second derivative, in torch neither. Try: a gradient penalty of another loss, or without "
+        "create_graph=True"
     )
 
 
-_ARGUMENTS = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
+_ARGUMENTS = (
+    "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
+)
 ctc_loss = define(f"ctc_loss({_ARGUMENTS}) -> Tensor", _ctc_loss, _ctc_loss_fake, (_save, _gradient))
 ctc_loss_backward = define(
     f"ctc_loss_backward(Tensor grad, {_ARGUMENTS}) -> Tensor", _ctc_loss_backward,
@@ -84,7 +100,13 @@ ctc_loss_backward = define(
 
 
 def reduced_ctc_loss(
-    log_probs: Tensor, targets: Tensor, input_lengths: Lengths, target_lengths: Lengths, blank: int, reduction: int, zero_infinity: bool
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
+    blank: int,
+    reduction: int,
+    zero_infinity: bool,
 ) -> Tensor:
     """What `F.ctc_loss` returns, of `ctc_loss` and operators around it. log_probs: (t, n, c) or (t, c)."""
     batched = log_probs.dim() == 3
@@ -127,11 +149,13 @@ def _check_total(total: Tensor | int, lengths: Sequence[int]) -> None:
         )
 
 
-def _rows(targets: Tensor, total: Tensor | int, lengths: Tensor, steps: int, longest: int | None) -> tuple[Tensor, Tensor]:
+def _rows(
+    targets: Tensor, total: Tensor | int, lengths: Tensor, steps: int, longest: int | None
+) -> tuple[Tensor, Tensor]:
     """Concatenated targets, of which the first `total` count, as one row a sample, and how much of each row counts.
 
-    Where `longest` is not known, rows have one place more than there are steps: of a target that is longer than the inputs
-    this much is as impossible as the whole.
+    Where `longest` is not known, rows have one place more than there are steps: of a target that is longer than the
+    inputs this much is as impossible as the whole.
     """
     most = targets.shape[0]
     size = min(most, steps + 1) if longest is None else longest

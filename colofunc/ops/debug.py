@@ -45,7 +45,9 @@ def print(text: str, *values: Any, ranks: bool = False, **named: Any) -> None:
     `ranks`: every rank prints its own part, behind `[rank r]`. What is no tensor is formatted while tracing.
     """
     if not isinstance(text, str):
-        raise InputError(f"cf.debug.print wants a text first, then values: cf.debug.print(\"x {{}}\", x), not {type(text).__name__}")
+        raise InputError(
+            f'cf.debug.print wants a text first, then values: cf.debug.print("x {{}}", x), not {type(text).__name__}'
+        )
     template, tensors = _template(text, values, named)
     _debug(tensors, template, "", ranks)
 
@@ -97,7 +99,10 @@ def show(values: Sequence[Tensor], text: str, key: str, ranks: bool, rank: int) 
     copy = values[0].detach().clone()  # the memory may be written to as soon as nobody reads it
     if kind == "function":
         if name not in _FUNCTIONS:
-            raise InputError(f"this program hands values to {name}, a function of the process that traced it; trace the step again here")
+            raise InputError(
+                f"this program hands values to {name}, a function of the process that traced it; trace the step again "
+                "here"
+            )
         _FUNCTIONS[name](*((copy, rank) if ranks else (copy,)))
         return
     seen = _COLLECTED.get()
@@ -128,13 +133,16 @@ def _template(text: str, values: Sequence[Any], named: dict[str, Any]) -> tuple[
             value, _ = _FORMATTER.get_field(name, values, named)
             spec = (spec or "").format(*values, **named)
         except (LookupError, AttributeError) as error:
-            raise InputError(f"cf.debug.print: {text!r} asks for {field or 'a value'!r}, which was not given ({error})") from error
+            raise InputError(
+                f"cf.debug.print: {text!r} asks for {field or 'a value'!r}, which was not given ({error})"
+            ) from error
         if not isinstance(value, Tensor):
             out.append(_escaped(format(_FORMATTER.convert_field(value, conversion) if conversion else value, spec)))
             continue
         if spec and value.dim() > 0:
             raise InputError(
-                f"cf.debug.print: {text!r} formats a tensor of shape {tuple(value.shape)} as {spec!r}, which is for numbers; "
+                f"cf.debug.print: {text!r} formats a tensor of shape {tuple(value.shape)} as {spec!r}, which is for "
+                "numbers; "
                 "print it as {} or reduce it first, x.mean()"
             )
         out.append(f"{{{len(tensors)}{f'!{conversion}' if conversion else ''}{f':{spec}' if spec else ''}}}")

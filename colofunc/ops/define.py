@@ -50,7 +50,10 @@ Gradient = tuple[Callable[..., None], Callable[..., Any]]  # (save for backward,
 
 @attrs.frozen(eq=False)
 class Operator:
-    """A registered operator: calling it goes through torch's dispatcher. What its definition says of it is written at `define`."""
+    """A registered operator: calling it goes through torch's dispatcher.
+
+    What its definition says of it is written at `define`.
+    """
 
     name: str  # "colofunc.linear"
     op: Any  # the OpOverload
@@ -61,7 +64,8 @@ class Operator:
     gradient_at: int | None = None  # of an update of a parameter: the argument with its gradient
     narrow_where: Where | None = None
     product: bool = False
-    bare: Callable[..., Any] = attrs.field(init=False, repr=False)  # `op` for who calls it for small tensors, arguments by position
+    # `op` for who calls it for small tensors, arguments by position
+    bare: Callable[..., Any] = attrs.field(init=False, repr=False)
 
     @bare.default
     def _bare(self) -> Callable[..., Any]:
@@ -94,18 +98,20 @@ def define(
 ) -> Operator:
     """Register `colofunc::<schema>`. `fake` makes empty results; `gradient` is (setup_context, backward).
 
-    `for_compilers`: the same in operators of torch, with no question about a tensor but its shape, dtype, strides and device; a
-    compiled step then fuses it with its neighbours. Without it the operator is called between compiled segments.
+    `for_compilers`: the same in operators of torch, with no question about a tensor but its shape, dtype, strides and
+    device; a compiled step then fuses it with its neighbours. Without it the operator is called between compiled
+    segments.
 
-    `number`: an integer argument in which calls of equal layers differ. A compiled function is given it as a 0-dim tensor of the
-    host, so that all of them share it.
+    `number`: an integer argument in which calls of equal layers differ. A compiled function is given it as a 0-dim
+    tensor of the host, so that all of them share it.
 
-    `own_memory`: each result is a tensor of its own, whose elements lie apart, so that a later operator may write over it.
+    `own_memory`: each result is a tensor of its own, whose elements lie apart, so that a later operator may write over
+    it.
 
     `kind`: of an operator that executors write themselves, one of `KINDS`.
 
-    `updates_by`: of an update of a parameter (argument `param`) and its state, the argument with the gradient. `narrow_where`: with
-    which arguments, by name, it reads on the host a gradient narrower than the parameter.
+    `updates_by`: of an update of a parameter (argument `param`) and its state, the argument with the gradient.
+    `narrow_where`: with which arguments, by name, it reads on the host a gradient narrower than the parameter.
 
     `product`: most of its work is multiplying matrices, so that its results are dear to make again.
 
@@ -132,7 +138,9 @@ def define(
     if number is not None:
         NUMBERED[f"{namespace}.{name}"] = arguments.index(number)
     gradient_at = None if updates_by is None else arguments.index(updates_by)
-    operator = Operator(f"{namespace}.{name}", op, kernel, function, own_memory, kind, gradient_at, narrow_where, product)
+    operator = Operator(
+        f"{namespace}.{name}", op, kernel, function, own_memory, kind, gradient_at, narrow_where, product
+    )
     OPERATORS[operator.name] = operator
     return operator
 
@@ -140,17 +148,21 @@ def define(
 def define_update(
     schema: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None = None, narrow_where: Where | None = None
 ) -> tuple[Operator, Operator]:
-    """An update of `param` by `grad` as the two operators that `ops.twins` pairs: the functional one, and the one in place.
+    """An update of `param` by `grad` as the two operators that `ops.twins` pairs: the functional one, and the one in
+    place.
 
-    schema, kernel, fake: of the one in place, "move_(Tensor(a!) param, Tensor grad, ...) -> ()". The functional one, `move`, runs it on
-    copies of what it writes over, and gives them behind the results of its own; an operand that is not there is an empty result.
+    schema, kernel, fake: of the one in place, "move_(Tensor(a!) param, Tensor grad, ...) -> ()". The functional one,
+    `move`, runs it on copies of what it writes over, and gives them behind the results of its own; an operand that is
+    not there is an empty result.
     """
     head, _, returned = schema.rpartition(" -> ")
     in_place = define(schema, kernel, fake or nothing, updates_by="grad", narrow_where=narrow_where)
     names = [argument.name for argument in in_place.op._schema.arguments]
     written = [argument.name for argument in in_place.op._schema.arguments if argument.alias_info is not None]
 
-    def on_copies(write: Callable[..., Any] | None, copied: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    def on_copies(
+        write: Callable[..., Any] | None, copied: Callable[[Tensor], Tensor]
+    ) -> Callable[..., tuple[Tensor, ...]]:
         def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
             given = dict(zip(names, args, strict=False)) | kwargs
             copies = {name: copied(given[name]) for name in written if given.get(name) is not None}
@@ -181,8 +193,8 @@ def of_kind(*kinds: str) -> frozenset[str]:
 
 
 def _no_view(out: Any) -> Any:
-    """A result in memory of its own is no view, also where the kernel made it by one, as torch's linear layer does of three dims: autograd
-    lets nobody write to a view that a function made.
+    """A result in memory of its own is no view, also where the kernel made it by one, as torch's linear layer does of
+    three dims: autograd lets nobody write to a view that a function made.
     """
     if not isinstance(out, torch.Tensor) or compat.view_base(out) is None:
         return out

@@ -1,8 +1,9 @@
-"""Random numbers as plain expressions of the index: what a compiler sees, and what devices without a kernel of ours run.
+"""Random numbers as plain expressions of the index: what a compiler sees, and what devices without a kernel of ours
+run.
 
-Problem: a compiler cannot look into an operator, so a random mask would be made by one kernel and read by the next. Idea:
-the number of an element is a few integer operations on its index; written with torch's own operators they fuse with
-whatever stands before and behind.
+Problem: a compiler cannot look into an operator, so a random mask would be made by one kernel and read by the next.
+Idea: the number of an element is a few integer operations on its index; written with torch's own operators they fuse
+with whatever stands before and behind.
 
     index = torch.arange(6).view(2, 3)
     x * keep(0.9, index, key_of(seed, site=3)).to(x.dtype)        # one loop when compiled, no mask in memory
@@ -27,8 +28,8 @@ SECOND = signed(0xD1B54A32D192ED03)
 TOP_BITS = 31
 # Bits that a uniform number of a dtype can hold exactly in [0, 1).
 UNIFORM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-# A normal number is the inverse distribution function of (52 bits and a half) / 2^52, never 0 or 1: first scaled to (-1, 1),
-# without rounding, since the result has 53 bits.
+# A normal number is the inverse distribution function of (52 bits and a half) / 2^52, never 0 or 1: first scaled to
+# (-1, 1), without rounding, since the result has 53 bits.
 NORMAL_BITS = 52
 NORMAL_SCALE, NORMAL_SHIFT = 2.0**-51, 2.0**-52 - 1.0
 SQRT2 = sqrt(2.0)

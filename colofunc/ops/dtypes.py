@@ -1,7 +1,7 @@
 """Policy: which dtypes a step keeps, computes and reduces in.
 
-Problem: mixed precision is several choices that hang together (masters, compute, reductions, exceptions, a loss scale). Idea: one
-frozen record says them all, checked where it is written; `colofunc.ops.policy` runs a step under it.
+Problem: mixed precision is several choices that hang together (masters, compute, reductions, exceptions, a loss scale).
+Idea: one frozen record says them all, checked where it is written; `colofunc.ops.policy` runs a step under it.
 
 >>> Policy(compute="fp16", overrides={"lm_head": "fp32"}).override("lm_head.weight")
 torch.float32
@@ -45,7 +45,9 @@ def floating(value: Any, what: str = "precision") -> torch.dtype:
     if not isinstance(value, torch.dtype):
         raise InputError(f"{what}={value!r} is no dtype; write a name such as 'bf16', or torch.bfloat16")
     if value not in NAMES.values():
-        raise InputError(f"{what}={value}: a step computes in a floating dtype of 2, 4 or 8 bytes, such as torch.bfloat16")
+        raise InputError(
+            f"{what}={value}: a step computes in a floating dtype of 2, 4 or 8 bytes, such as torch.bfloat16"
+        )
     return value
 
 
@@ -55,7 +57,9 @@ def _pairs(value: Any) -> tuple[tuple[str, torch.dtype], ...]:
 
 
 def _scale(value: Any) -> Any:
-    if value in (None, "auto", "dynamic") or (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+    if value in (None, "auto", "dynamic") or (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    ):
         return value
     raise InputError(f"loss_scale={value!r}; write 'dynamic', a positive number that stays, None, or leave it out")
 

@@ -11,17 +11,17 @@ f hidden units, d width.
 
 An index outside of 0 .. e-1 means "no expert here": it adds nothing, and its weight has no gradient. So a rank that
 holds some experts runs the same operator on shifted indices, and what ranks give adds up. An expert without tokens has
-zero gradients. `share` is the part of the choices that is expected to have an expert here; only the count of its work reads it.
+zero gradients. `share` is the part of the choices that is expected to have an expert here; only the count of its work
+reads it.
 
-The kernels of the CPU go through the experts one after another, at most `ROWS` rows at a time, so that beside operands and
-results they need memory for that many rows only; a card has its own (`experts_device`, chosen by `experts_guards`),
-for which the host does not wait.
-Backward computes hidden units again instead of keeping (tokens, k, 2f) of them.
-Sums over choices are taken in the order of experts, in float32 at least.
+The kernels of the CPU go through the experts one after another, at most `ROWS` rows at a time, so that beside operands
+and results they need memory for that many rows only; a card has its own (`experts_device`, chosen by `experts_guards`),
+for which the host does not wait. Backward computes hidden units again instead of keeping (tokens, k, 2f) of them. Sums
+over choices are taken in the order of experts, in float32 at least.
 
-float8=True: the products with weights are those of `fp8.product_of_rows`, forward and backward: numbers in e4m3, a scale of each row
-that is summed over. A row of hidden units is whole then, so no rank has a part of it. Gradients of weights are products in the weights'
-dtype: their scales would be of all tokens of an expert, wherever they are.
+float8=True: the products with weights are those of `fp8.product_of_rows`, forward and backward: numbers in e4m3, a
+scale of each row that is summed over. A row of hidden units is whole then, so no rank has a part of it. Gradients of
+weights are products in the weights' dtype: their scales would be of all tokens of an expert, wherever they are.
 
 `expert_position(index, e)` is the place of each choice in its expert's queue, in the order of tokens: what a capacity
 compares with. Source: Shazeer et al. (1701.06538); GShard (2006.16668), section 2.2, for capacities.
@@ -91,7 +91,10 @@ def _one_by_one_backward(
     rows, grads, scale = x.reshape(-1, x.shape[-1]), g.reshape(-1, x.shape[-1]), weight.reshape(-1)
     dx = torch.zeros(rows.shape, dtype=sums_dtype, device=x.device)
     dweight = torch.zeros(scale.shape, dtype=wide(weight.dtype), device=x.device)
-    sums = [torch.zeros_like(t) if need_weights and t is not None else x.new_empty(0) for t in (gate_up, down, gate_up_bias, down_bias)]
+    sums = [
+        torch.zeros_like(t) if need_weights and t is not None else x.new_empty(0)
+        for t in (gate_up, down, gate_up_bias, down_bias)
+    ]
     for i, choices, tokens in _runs(index, gate_up.shape[0]):
         xs, gs, s = rows[tokens].to(dtype), grads[tokens].to(dtype), scale[choices, None]
         h = w.hidden(xs, i)
@@ -103,7 +106,14 @@ def _one_by_one_backward(
         dx.index_add_(0, tokens, w.product(dh, w.up_of(i).t()).to(sums_dtype))
         if need_weights:
             _add_weights(sums, i, dh, xs, (gs * s.to(dtype)), a, transposed)
-    return (dx.to(x.dtype).reshape(x.shape), dweight.to(weight.dtype).reshape(weight.shape), sums[0], sums[1], sums[2], sums[3])
+    return (
+        dx.to(x.dtype).reshape(x.shape),
+        dweight.to(weight.dtype).reshape(weight.shape),
+        sums[0],
+        sums[1],
+        sums[2],
+        sums[3],
+    )
 
 
 def _add_weights(sums: list[Tensor], i: int, dh: Tensor, xs: Tensor, dy: Tensor, a: Tensor, transposed: bool) -> None:
@@ -130,7 +140,9 @@ def _experts_backward(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tenso
     return _one_by_one_backward(*args, **options) if found is None else found[0].fn(*found[1])
 
 
-def _check(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, act: str, gated: bool, transposed: bool) -> None:
+def _check(
+    x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, act: str, gated: bool, transposed: bool
+) -> None:
     interleaved = Interleaved.of(act)
     if act not in ACTS and interleaved is None:
         raise RuleError(f"experts: no activation {act!r}; it knows {', '.join((*ACTS, INTERLEAVED))}")
@@ -144,9 +156,11 @@ def _check(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tens
     fits = gate_up.dim() == down.dim() == 3 and gate_up.shape[0] == down.shape[0] and up[1] == dn[0] == x.shape[-1]
     if not fits or up[0] != (2 if gated else 1) * dn[1] or index.shape != weight.shape or index.shape[:-1] != lead:
         raise RuleError(
-            f"experts: x {tuple(x.shape)}, index {tuple(index.shape)}, weight {tuple(weight.shape)}, gate_up {tuple(gate_up.shape)}, "
+            f"experts: x {tuple(x.shape)}, index {tuple(index.shape)}, weight {tuple(weight.shape)}, gate_up "
+            f"{tuple(gate_up.shape)}, "
             f"down {tuple(down.shape)} are not (b*, d), (b*, k), (b*, k), (e, {'2f' if gated else 'f'}, d), (e, d, f)"
-            f"{' with the last two dims swapped' if transposed else ''}. Try: gated={not gated} or transposed={not transposed}"
+            f"{' with the last two dims swapped' if transposed else ''}. Try: gated={not gated} or "
+            f"transposed={not transposed}"
         )
 
 
@@ -182,12 +196,15 @@ def _gradient(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     return dx, None, dweight, *grads, *[None] * len(ctx.options)
 
 
-_OPERANDS = "Tensor x, Tensor index, Tensor weight, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias"
+_OPERANDS = (
+    "Tensor x, Tensor index, Tensor weight, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias"
+)
 _OPTIONS = "str act, bool gated=True, bool transposed=False"
 _LAST = "float share=1.0, bool float8=False"
 
 experts_backward = define(
-    f"experts_backward(Tensor g, {_OPERANDS}, {_OPTIONS}, bool need_weights=True, {_LAST}) -> ({', '.join(['Tensor'] * 6)})",
+    f"experts_backward(Tensor g, {_OPERANDS}, {_OPTIONS}, bool need_weights=True, {_LAST}) -> "
+    f"({', '.join(['Tensor'] * 6)})",
     _experts_backward, _backward_fake, product=True,
 )  # fmt: skip
 experts = define(
@@ -199,7 +216,8 @@ def _expert_position(index: Tensor, experts: int) -> Tensor:
     flat = index.reshape(-1)
     key = torch.where((flat >= 0) & (flat < experts), flat, experts)
     sorted_key, order = torch.sort(key, stable=True)
-    first = torch.searchsorted(sorted_key, sorted_key)  # where its queue begins; nothing that a host would have to wait for
+    # where its queue begins; nothing that a host would have to wait for
+    first = torch.searchsorted(sorted_key, sorted_key)
     place = torch.empty_like(flat, dtype=torch.int64)
     place[order] = torch.arange(flat.numel(), device=flat.device) - first
     return torch.where(key < experts, place, -1).reshape(index.shape)
@@ -237,6 +255,7 @@ def in_float8(gate_up: Tensor, down: Tensor) -> bool:
 
 # ---- capacity ----
 
+
 class Capacity:
     """A capacity factor that layers of experts run under, and how many of them have."""
 
@@ -271,7 +290,10 @@ def capacity(choices: int, experts: int, factor: float) -> int:
 
 
 def capped(index: Tensor, experts: int, factor: float | None = None) -> Tensor:
-    """The index with -1 for choices over capacity: the first in the order of tokens stay. None: the factor around it, if any."""
+    """The index with -1 for choices over capacity: the first in the order of tokens stay.
+
+    None: the factor around it, if any.
+    """
     around = _AROUND.get()
     if around is not None:
         around.layers += 1

@@ -4,9 +4,10 @@
     ends        where each expert's choices end in it
     products    of torch or by tiles, `grouped_device`
 
-Shapes do not depend on the choices, so all choices are computed, those of no expert too; what they give is left out. As many
-choices are worked on at a time as take the memory of the experts' weights, and at least `LEAST_CHOICES`: mostly all. Where they are
-several times, gradients of weights are made for each and added up, which needs the memory of the weights once more.
+Shapes do not depend on the choices, so all choices are computed, those of no expert too; what they give is left out. As
+many choices are worked on at a time as take the memory of the experts' weights, and at least `LEAST_CHOICES`: mostly
+all. Where they are several times, gradients of weights are made for each and added up, which needs the memory of the
+weights once more.
 
 Sums over choices are taken in the order of experts, in float32 at least, and always in the same order.
 """
@@ -31,10 +32,11 @@ LEAST_CHOICES = 1 << 12
 
 @attrs.frozen(eq=False)
 class Run:
-    """Some choices in the order of experts: positions in the flat (tokens, k) index, tokens, experts, ends of experts among them.
+    """Some choices in the order of experts: positions in the flat (tokens, k) index, tokens, experts, ends of experts
+    among them.
 
-    `nobodys`: (rows, 1), the choices of no expert; their `expert` is the last one. `place`: (tokens, k), where all choices stand in that
-    order, of which `first` is the first one here; None where `experts_native` has no kernel.
+    `nobodys`: (rows, 1), the choices of no expert; their `expert` is the last one. `place`: (tokens, k), where all
+    choices stand in that order, of which `first` is the first one here; None where `experts_native` has no kernel.
     """
 
     choices: Tensor
@@ -55,7 +57,15 @@ def runs(index: Tensor, w: Weights) -> Iterator[Run]:
         choices, key = order[first : first + length], sorted_key[first : first + length]
         tokens = torch.div(choices, k, rounding_mode="floor")
         nobodys = (key == experts).unsqueeze(1)
-        yield Run(choices, tokens, key.clamp(max=experts - 1), nobodys, (ends - first).clamp(0, choices.shape[0]), place, first)
+        yield Run(
+            choices,
+            tokens,
+            key.clamp(max=experts - 1),
+            nobodys,
+            (ends - first).clamp(0, choices.shape[0]),
+            place,
+            first,
+        )
 
 
 def at_once(weights: int, d: int, hidden: int) -> int:
@@ -72,7 +82,8 @@ def _hidden(w: Weights, xs: Tensor, run: Run, by: Products) -> Tensor:
 
 def _experts(by: Products, x: Tensor, index: Tensor, weight: Tensor, *given: Any) -> Tensor:
     """What `experts` computes."""
-    *parts, _, _ = given  # the share of choices with an expert here changes no number, and what is in float8 `by` has chosen
+    # the share of choices with an expert here changes no number, and what is in float8 `by` has chosen
+    *parts, _, _ = given
     w = Weights(*parts)
     out = torch.promote_types(w.gate_up.dtype, weight.dtype)
     rows, scale = x.reshape(-1, x.shape[-1]), weight.reshape(-1)
@@ -115,9 +126,14 @@ def _experts_backward(
 
 
 def _add_gradients(
-    by: Products, w: Weights, run: Run, operands: tuple[Tensor, Tensor, Tensor], sums: tuple[Tensor, Tensor, Sums | None]
+    by: Products,
+    w: Weights,
+    run: Run,
+    operands: tuple[Tensor, Tensor, Tensor],
+    sums: tuple[Tensor, Tensor, Sums | None],
 ) -> None:
-    """What one run adds to gradients of x, of choices' weights and of experts' weights; all that it makes goes with it."""
+    """What one run adds to gradients of x, of choices' weights and of experts' weights; all that it makes goes with it.
+    """
     (xs, gs, s), (dx, dweight, of_weights) = operands, sums
     up_back, down_back = (t.transpose(1, 2) if w.transposed else t for t in (w.gate_up, w.down))
     h = _hidden(w, xs, run, by)
@@ -144,8 +160,12 @@ def _activated(w: Weights, h: Tensor) -> Tensor:
     return gated(h)
 
 
-def _through_activations(w: Weights, h: Tensor, da: Tensor, s: Tensor, sums: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Units (rows, f), the gradient of h, and sum(da * units) of each row in the dtype `sums`; the units' gradient is da * s."""
+def _through_activations(
+    w: Weights, h: Tensor, da: Tensor, s: Tensor, sums: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Units (rows, f), the gradient of h, and sum(da * units) of each row in the dtype `sums`; the units' gradient is
+    da * s.
+    """
     if sums is torch.float32 and da.is_contiguous() and _is_one_pass(w, h):
         from colofunc.ops.experts_triton import gated_backward
 
@@ -179,7 +199,9 @@ class Sums:
         pairs = [(dh, xs), (dy, a)]
         of_groups = self._by.of_groups
         made = [of_groups(i, o, run.ends) if self._w.transposed else of_groups(o, i, run.ends) for o, i in pairs]
-        self._products = [total.add_(term) for total, term in zip(self._products, made, strict=True)] if self._products else made
+        self._products = (
+            [total.add_(term) for total, term in zip(self._products, made, strict=True)] if self._products else made
+        )
         for total, (grad, _) in zip(self._biases, pairs, strict=True):
             if total is not None:
                 total.index_put_((run.expert,), grad.to(total.dtype).masked_fill(run.nobodys, 0), accumulate=True)
@@ -188,9 +210,14 @@ class Sums:
         w = self._w
         if not self._needed:
             return like.new_empty(0), like.new_empty(0), like.new_empty(0), like.new_empty(0)
-        made = self._products or [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (w.gate_up, w.down)]
+        made = self._products or [
+            torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (w.gate_up, w.down)
+        ]
         given = (w.gate_up_bias, w.down_bias)
-        first, second = (like.new_empty(0) if t is None or b is None else t.to(b.dtype) for t, b in zip(self._biases, given, strict=True))
+        first, second = (
+            like.new_empty(0) if t is None or b is None else t.to(b.dtype)
+            for t, b in zip(self._biases, given, strict=True)
+        )
         return made[0], made[1], first, second
 
 

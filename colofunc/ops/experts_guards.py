@@ -1,13 +1,15 @@
-"""Which kernel on CUDA takes a call of experts or of a grouped product, how long it runs and what memory of its own it holds.
+"""Which kernel on CUDA takes a call of experts or of a grouped product, how long it runs and what memory of its own it
+holds.
 
 The records of the kernels in `experts_device` and `grouped_device`; guards look at shapes, dtypes and the device.
 
     grouped     by torch's grouped product: bfloat16, sizes that are multiples of 8, Hopper and, from torch 2.13 on, Blackwell
     tiled       by tiles of one group each: every call
 
-Bytes follow the kernels line by line: what is alive at each of the moments that can be the largest. Seconds are those of the products
-at a share of the peak rate, and of what lies between them reads and writes. On an H100 grouped products of 16,384 rows reach 630 TFLOP/s,
-0.64 of the peak rate, and a layer forward and backward takes 41 ms (`make gpu`, slice 8).
+Bytes follow the kernels line by line: what is alive at each of the moments that can be the largest. Seconds are those
+of the products at a share of the peak rate, and of what lies between them reads and writes. On an H100 grouped products
+of 16,384 rows reach 630 TFLOP/s, 0.64 of the peak rate, and a layer forward and backward takes 41 ms (`make gpu`, slice
+8).
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ RUN_LAUNCHES = {EXPERTS: 20, EXPERTS_BACKWARD: 45}
 
 @attrs.frozen
 class Product:
-    """s rows of e groups, matrices (e, i, o), elements of `size` bytes. of_groups: (s, i), (s, o) -> (e, i, o); else (s, i) -> (s, o)."""
+    """s rows of e groups, matrices (e, i, o), elements of `size` bytes. of_groups: (s, i), (s, o) -> (e, i, o); else
+    (s, i) -> (s, o).
+    """
 
     s: int
     e: int
@@ -67,14 +71,20 @@ class Product:
             narrow = self.size < torch.float32.itemsize
             total = self.e * self.i * self.o * (torch.float32.itemsize if narrow else self.size)
             one = self.i * self.o * self.size
-            part = together * (one + max(height * (self.i + self.o) * self.size, self.i * self.o * torch.float32.itemsize if narrow else 0))
+            part = together * (
+                one
+                + max(height * (self.i + self.o) * self.size, self.i * self.o * torch.float32.itemsize if narrow else 0)
+            )
             return tables + total + max(part, self.result_bytes if narrow else 0)
         made = rows * self.o * self.size
         part = together * (height * self.i + self.i * self.o) * self.size
         return tables + made + max(part, self.result_bytes)
 
     def seconds(self, how: str, dtype: torch.dtype, rates: Rates, share: float = 1.0) -> float:
-        """`share`: of the rows that are expected to have a group. Torch's kernel leaves out the others; tiles are as many for all."""
+        """`share`: of the rows that are expected to have a group.
+
+        Torch's kernel leaves out the others; tiles are as many for all.
+        """
         tiles, height = sizes_of_tiles(self.s, self.e)
         rows = self.s * share if how == "grouped" else tiles * height
         flops = 2 * rows * self.i * self.o
@@ -154,7 +164,9 @@ class Layer:
 
     @property
     def sorted_bytes(self) -> int:
-        """The order of choices; of a run its tokens, experts, which are of no expert, and their order where terms are summed."""
+        """The order of choices; of a run its tokens, experts, which are of no expert, and their order where terms are
+        summed.
+        """
         return INDEX * (3 * self.choices + 6 * self.run) + self.run
 
 
@@ -202,11 +214,14 @@ def _experts_seconds(call: KernelCall, rates: Rates, how: str) -> float:
     layer = Layer.of(call)
     if layer.is_empty:
         return rates.launch_s
-    multiplied_s = sum(product.seconds(how, call["gate_up"].dtype, rates, call["share"]) for product in _products(call, layer))
+    multiplied_s = sum(
+        product.seconds(how, call["gate_up"].dtype, rates, call["share"]) for product in _products(call, layer)
+    )
     passes = (2 * layer.d + layer.hidden + layer.f) * layer.size + 6 * layer.d * layer.wide
     if call.target == EXPERTS_BACKWARD:
         passes += (4 * layer.d + layer.hidden + layer.f) * layer.size
-    if not experts_device.is_one_pass(call["act"], call["gated"], call["gate_up"].dtype):  # operators of torch, one after another
+    # operators of torch, one after another
+    if not experts_device.is_one_pass(call["act"], call["gated"], call["gate_up"].dtype):
         passes += 3 * layer.f * layer.size
         if call.target == EXPERTS_BACKWARD:
             passes += (layer.hidden + 7 * layer.f) * layer.size + 6 * layer.f * layer.wide_weight
@@ -270,7 +285,8 @@ def _of_run(call: KernelCall, layer: Layer, how: str) -> int:
     """The most that is alive in a run of backward, gradients of weights that it makes among it."""
     run, size, d, hidden, f = layer.run, layer.size, layer.d, layer.hidden, layer.f
     up, back, to_tokens = (product.held_bytes(how) for product in _products(call, layer)[:3])
-    summed, weighed = (0 if wide == size else wide for wide in (layer.wide, layer.wide_weight))  # of copies that sums are made from
+    # of copies that sums are made from
+    summed, weighed = (0 if wide == size else wide for wide in (layer.wide, layer.wide_weight))
     rows = run * (2 * d + 1) * size  # of x and of the gradient
     made = rows + run * (hidden + 2 * f) * size  # and hidden units, activations, their gradient
     through = made + run * hidden * size  # and the gradient of hidden units
@@ -292,7 +308,9 @@ def _of_run(call: KernelCall, layer: Layer, how: str) -> int:
         terms = through + run * d * (size + layer.wide)  # and the terms of the tokens, and the gradient of the results
         moments += [terms + first.held_bytes(how), terms + first.result_bytes + second.held_bytes(how)]
         if call["gate_up_bias"] is not None or call["down_bias"] is not None:
-            moments.append(terms + first.result_bytes + second.result_bytes + run * max(hidden, d) * (layer.wide + summed))
+            moments.append(
+                terms + first.result_bytes + second.result_bytes + run * max(hidden, d) * (layer.wide + summed)
+            )
     return max(moments)
 
 
@@ -313,7 +331,9 @@ def _cast_elements(call: KernelCall, layer: Layer) -> int:
 
 
 def _float8_seconds(call: KernelCall, rates: Rates, how: str) -> float:
-    """Products with weights at the rate of float8, by tiles at that of float32; a cast is a maximum and two passes over its operand."""
+    """Products with weights at the rate of float8, by tiles at that of float32; a cast is a maximum and two passes over
+    its operand.
+    """
     layer = Layer.of(call)
     if layer.is_empty:
         return rates.launch_s
@@ -322,7 +342,9 @@ def _float8_seconds(call: KernelCall, rates: Rates, how: str) -> float:
     flops = of_run * layer.choices / layer.run
     rate = rates.flops_per_s(torch.float8_e4m3fn if how == "grouped" else torch.float32)
     changed_s = flops / SHARE * (1 / rate - 1 / rates.flops_per_s(call["gate_up"].dtype))
-    casts_s = layer.runs * (CAST_PASSES * layer.size * _cast_elements(call, layer) / rates.bytes_per_s + 12 * rates.launch_s)
+    casts_s = layer.runs * (
+        CAST_PASSES * layer.size * _cast_elements(call, layer) / rates.bytes_per_s + 12 * rates.launch_s
+    )
     return max(plain + changed_s, rates.launch_s) + casts_s
 
 
@@ -349,17 +371,47 @@ def _kernel(target: str, guard: Any, cost_s: Any, workspace: Any, how: str, fn: 
 GROUPED_KERNELS: tuple[Kernel, ...] = (
     _kernel(PRODUCT, _torch_multiplies, _product_seconds, _product_bytes, "grouped", grouped_device.grouped),
     _kernel(PRODUCT, anything, _product_seconds, _product_bytes, "tiled", grouped_device.tiled),
-    _kernel(PRODUCT_OF_GROUPS, _torch_multiplies, _product_seconds, _product_bytes, "grouped", grouped_device.grouped_of_groups),
+    _kernel(
+        PRODUCT_OF_GROUPS,
+        _torch_multiplies,
+        _product_seconds,
+        _product_bytes,
+        "grouped",
+        grouped_device.grouped_of_groups,
+    ),
     _kernel(PRODUCT_OF_GROUPS, anything, _product_seconds, _product_bytes, "tiled", grouped_device.tiled_of_groups),
 )
 EXPERTS_KERNELS: tuple[Kernel, ...] = (
     _kernel(EXPERTS, _torch_computes, _experts_seconds, _experts_bytes, "grouped", experts_device.grouped_experts),
     _kernel(EXPERTS, _tiles_compute, _experts_seconds, _experts_bytes, "tiled", experts_device.tiled_experts),
-    _kernel(EXPERTS_BACKWARD, _torch_computes, _experts_seconds, _experts_bytes, "grouped", experts_device.grouped_experts_backward),
-    _kernel(EXPERTS_BACKWARD, _tiles_compute, _experts_seconds, _experts_bytes, "tiled", experts_device.tiled_experts_backward),
+    _kernel(
+        EXPERTS_BACKWARD,
+        _torch_computes,
+        _experts_seconds,
+        _experts_bytes,
+        "grouped",
+        experts_device.grouped_experts_backward,
+    ),
+    _kernel(
+        EXPERTS_BACKWARD,
+        _tiles_compute,
+        _experts_seconds,
+        _experts_bytes,
+        "tiled",
+        experts_device.tiled_experts_backward,
+    ),
     _kernel(EXPERTS, _torch_scales, _float8_seconds, _float8_bytes, "grouped", experts_device.scaled_experts),
     _kernel(EXPERTS, _is_float8, _float8_seconds, _float8_bytes, "tiled", experts_device.emulated_experts),
-    _kernel(EXPERTS_BACKWARD, _torch_scales, _float8_seconds, _float8_bytes, "grouped", experts_device.scaled_experts_backward),
-    _kernel(EXPERTS_BACKWARD, _is_float8, _float8_seconds, _float8_bytes, "tiled", experts_device.emulated_experts_backward),
+    _kernel(
+        EXPERTS_BACKWARD,
+        _torch_scales,
+        _float8_seconds,
+        _float8_bytes,
+        "grouped",
+        experts_device.scaled_experts_backward,
+    ),
+    _kernel(
+        EXPERTS_BACKWARD, _is_float8, _float8_seconds, _float8_bytes, "tiled", experts_device.emulated_experts_backward
+    ),
 )
 CUDA_KERNELS: tuple[Kernel, ...] = (*GROUPED_KERNELS, *EXPERTS_KERNELS)

@@ -1,14 +1,15 @@
-"""Choices of experts sorted on a GPU, and what experts gave summed for each token, by kernels in CUDA (`ext/cuda/cuda/experts.cu`).
+"""Choices of experts sorted on a GPU, and what experts gave summed for each token, by kernels in CUDA
+(`ext/cuda/cuda/experts.cu`).
 
-Problem: torch sorts 64-bit keys bit by bit where there are a few dozen experts, and a sum over choices in a fixed order sorts once more,
-after each row was multiplied by its weight and written in float32. Idea: counting sorts, which says where each choice went; a token
-then gathers its rows from there.
+Problem: torch sorts 64-bit keys bit by bit where there are a few dozen experts, and a sum over choices in a fixed order
+sorts once more, after each row was multiplied by its weight and written in float32. Idea: counting sorts, which says
+where each choice went; a token then gathers its rows from there.
 
     order, key, ends, place = sorted_choices(index, experts)
     add_choices(total, rows, place, weight, first)       # total[n] += sum_k weight[n, k] rows[place[n, k] - first]
 
-Both are as `experts_device` has them without the library, where `place` is None: rows are added in the order of experts, products and sums
-round to float32 one by one.
+Both are as `experts_device` has them without the library, where `place` is None: rows are added in the order of
+experts, products and sums round to float32 one by one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def sorted_choices(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """index (..., k) -> choices sorted by expert, those of no expert last; the expert of each place; ends of experts; places of choices.
+    """index (..., k) -> choices sorted by expert, those of no expert last; the expert of each place; ends of experts;
+    places of choices.
 
     An expert outside of 0 .. experts - 1 is none, key `experts` and place -1.
     """
@@ -42,7 +44,12 @@ def sorted_choices(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor,
         return order, key, ends, place.view(-1, max(index.shape[-1], 1))
     key = torch.where((flat >= 0) & (flat < experts), flat, experts)
     key, order = torch.sort(key, stable=True)
-    return order, key, torch.searchsorted(key, torch.arange(experts, device=key.device, dtype=key.dtype), right=True), None
+    return (
+        order,
+        key,
+        torch.searchsorted(key, torch.arange(experts, device=key.device, dtype=key.dtype), right=True),
+        None,
+    )
 
 
 def adds(total: Tensor, weight: Tensor | None, rows: torch.dtype) -> bool:
@@ -59,7 +66,12 @@ def add_choices(total: Tensor, rows: Tensor, place: Tensor, weight: Tensor | Non
 def _has_kernel(index: Tensor, experts: int) -> bool:
     if index.device.type != "cuda" or index.dtype not in (torch.int64, torch.int32):
         return False
-    return 0 < experts <= MOST_EXPERTS and 0 < index.shape[-1] <= MOST_CHOICES and 0 < index.numel() < 2**31 - 1 and native.ready("cuda")
+    return (
+        0 < experts <= MOST_EXPERTS
+        and 0 < index.shape[-1] <= MOST_CHOICES
+        and 0 < index.numel() < 2**31 - 1
+        and native.ready("cuda")
+    )
 
 
 # ---- the operators ----
@@ -90,9 +102,12 @@ def _add_choices_(total: Tensor, rows: Tensor, place: Tensor, weight: Tensor | N
 
 
 sort_choices_ = define(
-    "sort_choices_(Tensor(a!) order, Tensor(b!) key, Tensor(c!) place, Tensor(d!) ends, Tensor(e!) counts, Tensor index) -> ()",
+    "sort_choices_(Tensor(a!) order, Tensor(b!) key, Tensor(c!) place, Tensor(d!) ends, Tensor(e!) counts, Tensor "
+    "index) -> ()",
     _sort_choices_, nothing,
 )  # fmt: skip
 add_choices_ = define(
-    "add_choices_(Tensor(a!) total, Tensor rows, Tensor place, Tensor? weight, int first) -> ()", _add_choices_, nothing,
+    "add_choices_(Tensor(a!) total, Tensor rows, Tensor place, Tensor? weight, int first) -> ()",
+    _add_choices_,
+    nothing,
 )

@@ -40,7 +40,9 @@ INTERLEAVED = "interleaved_swiglu"
 
 @attrs.frozen
 class Interleaved:
-    """Rows of gate and up in turn, both clamped: (up + 1) * gate * sigmoid(alpha * gate), as the experts of gpt-oss have it."""
+    """Rows of gate and up in turn, both clamped: (up + 1) * gate * sigmoid(alpha * gate), as the experts of gpt-oss
+    have it.
+    """
 
     alpha: float
     limit: float
@@ -54,7 +56,9 @@ class Interleaved:
         try:
             alpha, limit = map(float, numbers)
         except ValueError:
-            raise RuleError(f"experts: {act!r} has no two numbers. Try: '{INTERLEAVED}:1.702:7.0', alpha and limit") from None
+            raise RuleError(
+                f"experts: {act!r} has no two numbers. Try: '{INTERLEAVED}:1.702:7.0', alpha and limit"
+            ) from None
         return cls(alpha, limit)
 
     @property
@@ -83,7 +87,8 @@ class Interleaved:
 class Weights:
     """The experts' parameters and how they are used. Products of one expert take (rows, in) and give (rows, out).
 
-    float8: products with weights are of numbers in float8, with a scale of each row of both; gradients of weights are not.
+    float8: products with weights are of numbers in float8, with a scale of each row of both; gradients of weights are
+    not.
     """
 
     gate_up: Tensor

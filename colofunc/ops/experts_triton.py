@@ -1,14 +1,17 @@
-"""What lies between the grouped products of experts on a GPU: gated units with their gradients, and zeros where nobody's rows are.
+"""What lies between the grouped products of experts on a GPU: gated units with their gradients, and zeros where
+nobody's rows are.
 
-Problem: on a Hopper the products of a layer of experts are half of its time; the rest are activations in eight passes over halves of a
-tensor, and masks over results of which few rows, mostly none, are to be zero. Idea: a Triton kernel for each, in which every element is
-read once, and one that reads the ends of groups and then writes only what nobody has written.
+Problem: on a Hopper the products of a layer of experts are half of its time; the rest are activations in eight passes
+over halves of a tensor, and masks over results of which few rows, mostly none, are to be zero. Idea: a Triton kernel
+for each, in which every element is read once, and one that reads the ends of groups and then writes only what nobody
+has written.
 
     gated(h)                              # (rows, 2f) -> silu(gate) * up, (rows, f)
     gated_backward(da, scale, h)          # units, gradient of h, and sum(da * units) of each row in float32
     zero_rows(out, ends), zero_groups(out, ends)
 
-Each product is rounded to the dtype one by one, as torch's operators do it; exponentials are Triton's, and sums are in float32.
+Each product is rounded to the dtype one by one, as torch's operators do it; exponentials are Triton's, and sums are in
+float32.
 
 This module is imported where a kernel is launched: Triton is there with torch for CUDA, and not elsewhere.
 """
@@ -58,7 +61,9 @@ def gated_kernel(h, out, f, BLOCK: tl.constexpr):
 
 @triton.jit
 def gated_backward_kernel(da, scale, h, units, dh, dots, f, BLOCK: tl.constexpr):
-    """One row: its units (f,), the gradient of (gate, up) (2f,), and the sum of da * units, where da * scale is the units' gradient."""
+    """One row: its units (f,), the gradient of (gate, up) (2f,), and the sum of da * units, where da * scale is the
+    units' gradient.
+    """
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = units.dtype.element_ty
     factor = tl.load(scale + row).to(tl.float32)
@@ -84,7 +89,9 @@ def gated_backward_kernel(da, scale, h, units, dh, dots, f, BLOCK: tl.constexpr)
 
 @triton.jit
 def zero_kernel(out, ends, groups, columns, BEHIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros in a block of a row of out (rows, columns): of rows from the last end on, else of rows that are groups without elements."""
+    """Zeros in a block of a row of out (rows, columns): of rows from the last end on, else of rows that are groups
+    without elements.
+    """
     blocks = tl.cdiv(columns, BLOCK)
     row = tl.program_id(0) // blocks
     if BEHIND:
@@ -107,7 +114,9 @@ def gated(h: Tensor) -> Tensor:
 
 
 def gated_backward(da: Tensor, scale: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """da (rows, f), scale (rows, 1), h (rows, 2f), contiguous, of one dtype -> units (rows, f), dh (rows, 2f), dots (rows,) in float32."""
+    """da (rows, f), scale (rows, 1), h (rows, 2f), contiguous, of one dtype -> units (rows, f), dh (rows, 2f), dots
+    (rows,) in float32.
+    """
     rows, f = da.shape
     units, dh = torch.empty_like(da), torch.empty_like(h)
     dots = torch.empty((rows,), dtype=torch.float32, device=h.device)
@@ -128,5 +137,7 @@ def zero_groups(out: Tensor, ends: Tensor) -> Tensor:
 
 def _zeros(out: Tensor, ends: Tensor, columns: int, behind: bool) -> Tensor:
     with on_card_of(out):
-        zero_kernel[(out.shape[0] * triton.cdiv(columns, ZEROS),)](out, ends, ends.shape[0], columns, BEHIND=behind, BLOCK=ZEROS)
+        zero_kernel[(out.shape[0] * triton.cdiv(columns, ZEROS),)](
+            out, ends, ends.shape[0], columns, BEHIND=behind, BLOCK=ZEROS
+        )
     return out

@@ -5,8 +5,8 @@
     all_gather_flat((x, y), axes, n)     (n, total): row i is member i's pack((x, y), 0)
     write_(into, x)                      into <- the elements of x in their order, whatever shape they lie in
 
-Tensors that lie one behind the other in one buffer already (`together` puts them there) are gathered from that buffer, and
-converted by one kernel: nothing is copied to be sent.
+Tensors that lie one behind the other in one buffer already (`together` puts them there) are gathered from that buffer,
+and converted by one kernel: nothing is copied to be sent.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def _gather_eager(xs: Sequence[Tensor], axes: Sequence[str], n: int) -> Tensor:
 
 def _gather_fake(xs: Sequence[Tensor], axes: Sequence[str], n: int) -> Tensor:
     if len({x.dtype for x in xs}) > 1:
-        raise CollectiveError(f"colofunc.all_gather_flat: one buffer has one dtype, not {sorted({str(x.dtype) for x in xs})}")
+        raise CollectiveError(
+            f"colofunc.all_gather_flat: one buffer has one dtype, not {sorted({str(x.dtype) for x in xs})}"
+        )
     return xs[0].new_empty((n, sum(x.numel() for x in xs)))
 
 
@@ -102,9 +104,17 @@ def _write_fake(into: Tensor, x: Tensor) -> None:
 
 
 PACK = define(
-    "pack(Tensor[] xs, int lead, ScalarType dtype) -> Tensor", _pack, _pack_fake, for_compilers=_pack_of_parts, own_memory=True
+    "pack(Tensor[] xs, int lead, ScalarType dtype) -> Tensor",
+    _pack,
+    _pack_fake,
+    for_compilers=_pack_of_parts,
+    own_memory=True,
 )
 ALL_GATHER_FLAT = define(
-    "all_gather_flat(Tensor[] xs, str[] axes, int n) -> Tensor", _gather_eager, _gather_fake, own_memory=True, kind="wire"
+    "all_gather_flat(Tensor[] xs, str[] axes, int n) -> Tensor",
+    _gather_eager,
+    _gather_fake,
+    own_memory=True,
+    kind="wire",
 )
 WRITE = define("write_(Tensor(a!) into, Tensor x) -> ()", _write_, _write_fake, for_compilers=_write_)

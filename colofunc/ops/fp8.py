@@ -127,9 +127,7 @@ def _of_columns(scale: Tensor) -> Tensor:
     return scale if scale.dim() == 0 else scale.reshape(-1)
 
 
-def _linear(
-    x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, b: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def _linear(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, b: Tensor | None, dtype: torch.dtype) -> Tensor:
     high = wide(dtype)
     out = F.linear(_widened(x, E4M3, high), _widened(w, E4M3, high))
     out.mul_(x_scale).mul_(_of_columns(w_scale))

@@ -9,13 +9,14 @@
     rowwise_with_gw_hp     as rowwise forward; the gradient of x from one scale of w; that of w from x and the gradient as they are
     delayed                as tensorwise, with scales that are known before the tensors are
 
-Problem: of the three products x w^T, g w and g^T x each sums over another dim, and a scale of a row goes out of a sum only if the row
-lies along it. Idea: a scale of a whole tensor suits all three products, so that its numbers are kept for backward, one byte each. Scales
-of rows are made anew for each product. Then the gradient of w has scales that are made of all rows of the batch, and what
-rowwise_with_gw_hp computes of a row depends on this row only, but for w's gradient, which is a sum.
+Problem: of the three products x w^T, g w and g^T x each sums over another dim, and a scale of a row goes out of a sum
+only if the row lies along it. Idea: a scale of a whole tensor suits all three products, so that its numbers are kept
+for backward, one byte each. Scales of rows are made anew for each product. Then the gradient of w has scales that are
+made of all rows of the batch, and what rowwise_with_gw_hp computes of a row depends on this row only, but for w's
+gradient, which is a sum.
 
-The recipes are those that torchao has by these names (torchao.float8, `Float8LinearRecipeName`); delayed is Transformer Engine's
-`DelayedScaling`.
+The recipes are those that torchao has by these names (torchao.float8, `Float8LinearRecipeName`); delayed is Transformer
+Engine's `DelayedScaling`.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ See = Callable[[int, Tensor], None]  # which operand, and the largest of its num
 class Recipe:
     """How the operands of a layer's three products become numbers in float8.
 
-    `g_dtype`: of gradients of results. `rows`: a scale of each row that is summed over, else one of the tensor. `power_of_2`: scales are
-    rounded up to one. `exact_dw`: the gradient of the weight is a product of x and the gradient as they are, and the gradient of x has
-    one scale of the weight.
+    `g_dtype`: of gradients of results. `rows`: a scale of each row that is summed over, else one of the tensor.
+    `power_of_2`: scales are rounded up to one. `exact_dw`: the gradient of the weight is a product of x and the
+    gradient as they are, and the gradient of x has one scale of the weight.
     """
 
     g_dtype: torch.dtype = E5M2
@@ -76,7 +77,10 @@ FORMATS = (E4M3, E4M3, E5M2)
 
 @attrs.frozen(eq=False)
 class Delayed:
-    """Scales that were made before: one of each of `OPERANDS`, 0-dim. `see(operand, amax)` is told the largest number of each, 0-dim."""
+    """Scales that were made before: one of each of `OPERANDS`, 0-dim.
+
+    `see(operand, amax)` is told the largest number of each, 0-dim.
+    """
 
     scales: Sequence[Tensor]
     see: See
@@ -169,7 +173,8 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise InputError(
-            "cf.fp8: a gradient of a gradient goes through products in float8, which have none. Try: globs in where= that leave out the "
+            "cf.fp8: a gradient of a gradient goes through products in float8, which have none. Try: globs in where= "
+            "that leave out the "
             "layers of which second derivatives are taken"
         )
 

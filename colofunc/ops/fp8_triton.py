@@ -41,7 +41,8 @@ SPLIT = 256
 TILE = 64
 """Rows and columns of a tile that is turned around."""
 STRIDES = 3
-"""Of leading dims, that a cast can follow in one launch; of a tensor with more each index of its first dim is another launch."""
+"""Of leading dims, that a cast can follow in one launch; of a tensor with more each index of its first dim is another
+launch."""
 FORMATS = {E4M3: (3, 7), E5M2: (2, 15)}
 """Bits of the mantissa, bias of the exponent."""
 
@@ -90,7 +91,8 @@ def cast_kernel(
 ):  # fmt: skip
     """out (n,): the bits of x / scale. `OF`: whether scales are of rows, of columns, or there is one.
 
-    `STRIDED`: x is (any, middle_size, near_size, columns) in the strides (far, middle, near, right); otherwise numbers lie side by side.
+    `STRIDED`: x is (any, middle_size, near_size, columns) in the strides (far, middle, near, right); otherwise numbers
+    lie side by side.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -103,7 +105,12 @@ def cast_kernel(
     if STRIDED:
         row = at // columns
         block = row // near_size
-        place = (block // middle_size) * far + (block % middle_size) * middle + (row % near_size) * near + (at % columns) * right
+        place = (
+            (block // middle_size) * far
+            + (block % middle_size) * middle
+            + (row % near_size) * near
+            + (at % columns) * right
+        )
     else:
         place = at
     number = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
@@ -170,7 +177,10 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, of: str) -> Tensor:
 
 
 def _launches(x: Tensor) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int]]]]:
-    """Indices of leading dims, and what `_leading` finds of x there: at most `STRIDES`. For x of up to 4 dims it is x itself."""
+    """Indices of leading dims, and what `_leading` finds of x there: at most `STRIDES`.
+
+    For x of up to 4 dims it is x itself.
+    """
     leading = _leading(x)
     if len(leading) <= STRIDES:
         yield (), leading
@@ -192,7 +202,9 @@ def _leading(x: Tensor) -> list[tuple[int, int]]:
     return joined
 
 
-def _cast_part(x: Tensor, leading: list[tuple[int, int]], scale: Tensor, out: Tensor, dtype: torch.dtype, of: str) -> None:
+def _cast_part(
+    x: Tensor, leading: list[tuple[int, int]], scale: Tensor, out: Tensor, dtype: torch.dtype, of: str
+) -> None:
     """Fill `out`, contiguous, from x with these leading dims."""
     mantissa, bias = FORMATS[dtype]
     columns, right = (x.shape[-1], x.stride(-1)) if x.dim() else (1, 1)

@@ -1,4 +1,5 @@
-"""Operators that write over a tensor which dies with them: only the last pass (`colofunc.program.passes.reuse`) puts them in.
+"""Operators that write over a tensor which dies with them: only the last pass (`colofunc.program.passes.reuse`) puts
+them in.
 
 Problem: eager autograd keeps three tensors of the size of the logits at the end of a language model (the log
 probabilities, the gradient of nll_loss, which is zero but for one entry a row, and the gradient of log_softmax), and a
@@ -34,12 +35,18 @@ def _log_softmax_(x: Tensor, dim: int) -> None:
         x.copy_(torch.log_softmax(x, dim))
 
 
-def _cross_entropy_dx_(log_p: Tensor, grad: Tensor, target: Tensor, reduction: int, ignore_index: int, total: Tensor) -> None:
+def _cross_entropy_dx_(
+    log_p: Tensor, grad: Tensor, target: Tensor, reduction: int, ignore_index: int, total: Tensor
+) -> None:
     each = -grad / total if reduction == MEAN else -grad
     counted = target != ignore_index
     scale = torch.where(counted, each.to(log_p.dtype), 0.0).unsqueeze(1)  # (n, 1)
     column = torch.where(counted, target, 0).unsqueeze(1)
-    rows = max(1, CACHE_BYTES // max(1, log_p.shape[1] * log_p.element_size())) if log_p.device.type == "cpu" else log_p.shape[0]
+    rows = (
+        max(1, CACHE_BYTES // max(1, log_p.shape[1] * log_p.element_size()))
+        if log_p.device.type == "cpu"
+        else log_p.shape[0]
+    )
     for i in range(0, log_p.shape[0], max(1, rows)):
         part, s = log_p[i : i + rows], scale[i : i + rows]
         part.exp_().mul_(-s)
@@ -68,7 +75,8 @@ def _embedding_add_(total: Tensor, grad: Tensor, indices: Tensor, padding_idx: i
     if padding_idx >= 0:
         rows = rows.masked_fill((flat == padding_idx).unsqueeze(1), 0.0)
     if total.is_cuda:
-        # In sorted order, as the gradient alone is made there: index_add_ adds in any order, and copies of several ranks would part.
+        # In sorted order, as the gradient alone is made there: index_add_ adds in any order, and copies of several
+        # ranks would part.
         total.index_put_((flat,), rows, accumulate=True)
     else:
         total.index_add_(0, flat, rows)
@@ -78,7 +86,8 @@ log_softmax_ = define(
     "log_softmax_(Tensor(a!) x, int dim) -> ()", _log_softmax_, nothing, for_compilers=_log_softmax_over_
 )
 cross_entropy_dx_ = define(
-    "cross_entropy_dx_(Tensor(a!) log_p, Tensor grad, Tensor target, int reduction, int ignore_index, Tensor total) -> ()",
+    "cross_entropy_dx_(Tensor(a!) log_p, Tensor grad, Tensor target, int reduction, int ignore_index, Tensor total) -> "
+    "()",
     _cross_entropy_dx_, nothing, for_compilers=_cross_entropy_dx_over_,
 )  # fmt: skip
 embedding_add_ = define(

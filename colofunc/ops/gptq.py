@@ -3,14 +3,16 @@
     moments = calibration(params, batch)                    # {weight: sum of x x^T over the rows of its inputs, (i, i)}
     step = cf.quantize(step, cf.gptq(moments))
 
-Problem: rounding each number to its nearest level adds up errors that a product with correlated inputs could have cancelled. Idea: round
-columns one after the other, and after each change the columns that are still to come so that outputs of the layer stay as near as they can,
+Problem: rounding each number to its nearest level adds up errors that a product with correlated inputs could have
+cancelled. Idea: round columns one after the other, and after each change the columns that are still to come so that
+outputs of the layer stay as near as they can,
 
     q_j = nearest(w_j)      w_k -= (w_j - q_j) U_jk / U_jj  for k > j,      U^T U = (moments + damping)^-1, U upper triangular
 
-which is elimination in the normal equations of the least change of outputs. A row of the weight does not ask about another one, so rows may
-lie on ranks; all is computed in float64. Scale and zero of a group of 128 columns are chosen when its first column is reached.
-Source: Frantar et al. 2022, "GPTQ" (2210.17323), algorithm 1; damping as there, a part of the mean of the diagonal.
+which is elimination in the normal equations of the least change of outputs. A row of the weight does not ask about
+another one, so rows may lie on ranks; all is computed in float64. Scale and zero of a group of 128 columns are chosen
+when its first column is reached. Source: Frantar et al. 2022, "GPTQ" (2210.17323), algorithm 1; damping as there, a
+part of the mean of the diagonal.
 """
 
 from __future__ import annotations

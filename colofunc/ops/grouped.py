@@ -45,7 +45,8 @@ def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 def _grouped_mm_fake(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1] or offs.shape != w.shape[:1] or x.dtype != w.dtype:
         raise RuleError(
-            f"grouped_mm: x {x.dtype} {tuple(x.shape)}, w {w.dtype} {tuple(w.shape)} and offs {tuple(offs.shape)} are not "
+            f"grouped_mm: x {x.dtype} {tuple(x.shape)}, w {w.dtype} {tuple(w.shape)} and offs {tuple(offs.shape)} are "
+            "not "
             "(s, i), (e, i, o), (e,) of one dtype. Try: w.transpose(1, 2) or x.to(w.dtype)"
         )
     return x.new_empty((x.shape[0], w.shape[2]))
@@ -81,7 +82,11 @@ def _dw_gradient(ctx: Any, h: Tensor) -> tuple[Any, ...]:
 
 
 grouped_mm = define(
-    "grouped_mm(Tensor x, Tensor w, Tensor offs) -> Tensor", _grouped_mm, _grouped_mm_fake, (_save, _gradient), product=True
+    "grouped_mm(Tensor x, Tensor w, Tensor offs) -> Tensor",
+    _grouped_mm,
+    _grouped_mm_fake,
+    (_save, _gradient),
+    product=True,
 )
 grouped_mm_dw = define(
     "grouped_mm_dw(Tensor x, Tensor g, Tensor offs) -> Tensor", _grouped_mm_dw,

@@ -1,9 +1,9 @@
 """Grouped products on a card, whose offsets the host never reads.
 
-Problem: how many rows a group has is on the device. A loop over groups makes the host wait for it, and so does torch's own
-grouped product wherever it has no kernel: for all but bfloat16, and on cards before and after Hopper. Idea: rows are cut into
-tiles of one group each. A group fills its last tile up, so that s rows of e groups are at most s / T + e tiles, however they
-are dealt; which group a tile is of is a tensor, and a tile's matrix is gathered by it.
+Problem: how many rows a group has is on the device. A loop over groups makes the host wait for it, and so does torch's
+own grouped product wherever it has no kernel: for all but bfloat16, and on cards before and after Hopper. Idea: rows
+are cut into tiles of one group each. A group fills its last tile up, so that s rows of e groups are at most s / T + e
+tiles, however they are dealt; which group a tile is of is a tensor, and a tile's matrix is gathered by it.
 
     GROUPED, TILED                     by torch's kernel, which takes some calls (`torch_takes`); by tiles, which take all
     .product(x, w, offs)               [s] i, [e] i o, [e] -> [s] o       rows behind the last offset give zeros
@@ -13,9 +13,9 @@ are dealt; which group a tile is of is a tensor, and a tile's matrix is gathered
 
 Which of them a call gets is said by records, `experts_guards`.
 
-Cost of tiles beside one product a group: at most e (T - 1) rows of zeros, and one more matrix read and written for each T rows,
-with T = 256 about half as long again where products take as long as memory allows them to. `e` tiles are worked on at a time, so
-that gathered matrices take no more memory than the matrices.
+Cost of tiles beside one product a group: at most e (T - 1) rows of zeros, and one more matrix read and written for each
+T rows, with T = 256 about half as long again where products take as long as memory allows them to. `e` tiles are worked
+on at a time, so that gathered matrices take no more memory than the matrices.
 
 Sums are taken in the order of rows, in float32 at least, and always in the same: `index_add_` would take any.
 """
@@ -45,7 +45,9 @@ ALIGNED = 8
 
 @attrs.frozen(eq=False)
 class Products:
-    """One way to multiply. product: x (s, i), w (e, i, o), offs (e,) -> (s, o). of_groups: x (s, i), g (s, o), offs (e,) -> (e, i, o)."""
+    """One way to multiply. product: x (s, i), w (e, i, o), offs (e,) -> (s, o). of_groups: x (s, i), g (s, o), offs
+    (e,) -> (e, i, o).
+    """
 
     product: Callable[[Tensor, Tensor, Tensor], Tensor]
     of_groups: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -140,7 +142,10 @@ def _of_tiles(tiles: Tiles, part: slice, x: Tensor, g: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """By torch's kernel for numbers in float8, with a scale of each row of x and each column of w. As `grouped`; results in bfloat16."""
+    """By torch's kernel for numbers in float8, with a scale of each row of x and each column of w.
+
+    As `grouped`; results in bfloat16.
+    """
     ends = _ends(offs, x.shape[0])
     if not x.numel() or not w.numel():
         return x.new_zeros((x.shape[0], w.shape[2]))
@@ -154,7 +159,9 @@ def scaled(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 
 def emulated(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """The same numbers by tiles, but for the order of sums: numbers in float8 are multiplied in float32 (float64 for x in float64)."""
+    """The same numbers by tiles, but for the order of sums: numbers in float8 are multiplied in float32 (float64 for x
+    in float64).
+    """
     ends = _ends(offs, x.shape[0])
     if not x.numel() or not w.numel():
         return x.new_zeros((x.shape[0], w.shape[2]))
@@ -162,7 +169,9 @@ def emulated(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     x_bits, x_scale = bits_of_rows(x)
     w_bits, w_scale = bits_of_rows(w.transpose(1, 2).contiguous())
     out = tiled(x_bits.view(E4M3).to(wide), w_bits.view(E4M3).to(wide).transpose(1, 2), ends)
-    owner = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device, dtype=ends.dtype), right=True).clamp(max=w.shape[0] - 1)
+    owner = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device, dtype=ends.dtype), right=True).clamp(
+        max=w.shape[0] - 1
+    )
     # Zeros times the scale of a row of nobody that is not finite would be NaN.
     return _without_nobodys(out.mul_(x_scale).mul_(w_scale.squeeze(2)[owner]).to(x.dtype), ends)
 
@@ -200,8 +209,9 @@ def sizes_of_tiles(s: int, e: int) -> tuple[int, int]:
 class Tiles:
     """Rows sorted by group, cut into n tiles of one group and T rows each; tensors of the device.
 
-    `group`: (n,), of tiles that nobody needs the last. `rows`: (n, T), of each place the row that stands there. `used`: (n, T),
-    false where none does. `place`: (s,), of each row its place in n * T. `owned`: (s,), false for rows of no group.
+    `group`: (n,), of tiles that nobody needs the last. `rows`: (n, T), of each place the row that stands there. `used`:
+    (n, T), false where none does. `place`: (s,), of each row its place in n * T. `owned`: (s,), false for rows of no
+    group.
     """
 
     group: Tensor

@@ -1,8 +1,8 @@
 """Global indices of the elements of a local tensor.
 
-Problem: a random number belongs to a position in the global tensor, and a rank holds some positions of it: blocks, stripes,
-or both. Idea: list the local atoms of all dims, major first, with their strides in the global row-major order; local
-coordinate c has index `offset + sum(c_k * strides_k)`.
+Problem: a random number belongs to a position in the global tensor, and a rank holds some positions of it: blocks,
+stripes, or both. Idea: list the local atoms of all dims, major first, with their strides in the global row-major order;
+local coordinate c has index `offset + sum(c_k * strides_k)`.
 
     index_of((4, 3), (4, 3), (6, 1), tensor(3), device)        # the right half of a (4, 6) tensor
 
@@ -26,8 +26,8 @@ TILE = 1 << 24
 
 @attrs.frozen(eq=False)
 class Index:
-    """The global indices of a local tensor: element (r, c) has rows[r] + columns[c], where `columns` is a tensor, or the
-    pair (count, stride) of columns that are equally spaced from 0 on.
+    """The global indices of a local tensor: element (r, c) has rows[r] + columns[c], where `columns` is a tensor, or
+    the pair (count, stride) of columns that are equally spaced from 0 on.
     """
 
     rows: Tensor
@@ -56,7 +56,11 @@ class Index:
 
 
 def index_of(
-    shape: Sequence[int], sizes: Sequence[int], strides: Sequence[int], offset: Tensor | int | None, device: torch.device
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    offset: Tensor | int | None,
+    device: torch.device,
 ) -> Index:
     *lead, last = merged(zip(*atoms(shape, sizes, strides), strict=True)) or [(1, 1)]
     rows = _outer_sum(lead, device)
@@ -119,8 +123,9 @@ def index_tensor(
     index = torch.zeros((), dtype=torch.int64, device=device)
     pairs = merged(zip(*atoms(shape, sizes, strides), strict=True))
     for dim, (size, stride) in enumerate(pairs):
-        # Inductor multiplies bare positions as it does offsets in memory, in 32 bits where the local tensor is small enough: global
-        # indices, and products with 64 bits, would overflow. Behind a bitwise operator they are numbers of 64 bits.
+        # Inductor multiplies bare positions as it does offsets in memory, in 32 bits where the local tensor is small
+        # enough: global indices, and products with 64 bits, would overflow. Behind a bitwise operator they are numbers
+        # of 64 bits.
         far = (torch.arange(size, device=device) | 0) * stride
         index = index + far.view([size if k == dim else 1 for k in range(len(pairs))])
     return (index if offset is None else index + offset).reshape(tuple(shape))

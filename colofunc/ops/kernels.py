@@ -1,9 +1,10 @@
 """Kernels of an operator for one kind of device, and which of them a call gets.
 
-Problem: the quickest way to compute a call depends on the device, the dtype, sizes and options, and what it needs beside its
-operands must be known when memory is planned. Idea: a kernel is a record that answers three questions about a call without
-running it: may I (`guard`), how long (`cost_s`), with how much memory of its own (`workspace_bytes`). A call gets the cheapest
-kernel whose guard agrees, else the operator's own implementation. No guard looks at values on the device.
+Problem: the quickest way to compute a call depends on the device, the dtype, sizes and options, and what it needs
+beside its operands must be known when memory is planned. Idea: a kernel is a record that answers three questions about
+a call without running it: may I (`guard`), how long (`cost_s`), with how much memory of its own (`workspace_bytes`). A
+call gets the cheapest kernel whose guard agrees, else the operator's own implementation. No guard looks at values on
+the device.
 
     Kernel("mylib.scan", "cuda", guard=lambda call: call["x"].dtype == torch.bfloat16, cost_s=..., workspace_bytes=..., fn=fast_scan)
     choose(table, call, rates)          # the cheapest, or None
@@ -39,7 +40,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 @attrs.frozen
 class Like:
-    """A tensor of a call: its shape and dtype. `run`: of positions that the host knows, see `run_of`; None: they are the device's."""
+    """A tensor of a call: its shape and dtype.
+
+    `run`: of positions that the host knows, see `run_of`; None: they are the device's.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -76,7 +80,8 @@ class KernelCall:
 class Rates:
     """What a device can do, for `cost_s`: operations a second of a dtype, bytes a second, seconds of a launch.
 
-    attention_flops_per_s(kernel, elements of a head, mean number of keys of a row, backward); None where nothing is known of it.
+    attention_flops_per_s(kernel, elements of a head, mean number of keys of a row, backward); None where nothing is
+    known of it.
     """
 
     flops_per_s: Callable[[torch.dtype], float]
@@ -89,9 +94,10 @@ class Rates:
 class Kernel:
     """A way to compute an operator on one kind of device.
 
-    guard(call): whether it may. cost_s(call, rates): seconds on a device of these rates. workspace_bytes(call): device memory that
-    it holds while it runs, beside operands and results. fn: takes the operator's arguments, all of them by position.
-    `on_host`: arguments that it reads on the host where their values are known before the step runs (where a rank stands).
+    guard(call): whether it may. cost_s(call, rates): seconds on a device of these rates. workspace_bytes(call): device
+    memory that it holds while it runs, beside operands and results. fn: takes the operator's arguments, all of them by
+    position. `on_host`: arguments that it reads on the host where their values are known before the step runs (where a
+    rank stands).
     """
 
     target: str
@@ -146,8 +152,13 @@ def choose(candidates: Sequence[Kernel], call: KernelCall, rates: Rates | None =
     return min(able, key=lambda kernel: kernel.cost_s(call, given), default=None)
 
 
-def for_tensors(table: Table, target: str, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Kernel, tuple[Any, ...]] | None:
-    """The kernel of a call with real tensors, and all its arguments by position. None: there is none for where they lie."""
+def for_tensors(
+    table: Table, target: str, args: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[Kernel, tuple[Any, ...]] | None:
+    """The kernel of a call with real tensors, and all its arguments by position.
+
+    None: there is none for where they lie.
+    """
     device = args[0].device
     candidates = table.get((target, device.type))
     if candidates is None:
@@ -198,7 +209,9 @@ def run_of(x: torch.Tensor) -> Run | None:
 
 
 def capability_at(device: torch.device) -> tuple[int, int]:
-    """CUDA compute capability of where tensors lie, of a device that is not there (fake tensors) an A100's; (0, 0) of others."""
+    """CUDA compute capability of where tensors lie, of a device that is not there (fake tensors) an A100's; (0, 0) of
+    others.
+    """
     if device.type != "cuda":
         return 0, 0
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (8, 0)
@@ -208,5 +221,6 @@ def _a_rate(dtype: torch.dtype) -> float:
     return 312e12 if dtype in (torch.bfloat16, torch.float16) else 19.5e12
 
 
-# Where no topology says what the device can do, kernels are compared by the figures of an A100: only their order counts.
+# Where no topology says what the device can do, kernels are compared by the figures of an A100: only their order
+# counts.
 A_DEVICE = Rates(_a_rate, 2.0e12, 5e-6)

@@ -8,8 +8,9 @@ and its two gradients are operators over all leading dims:
     linear_dw(g, x)     b* o, b* i   -> o i
 
 The gradient of the bias is `aten.sum` over the leading dims. The kernels call what eager autograd calls: one gemm on
-the folded leading dims. Where nothing needs a gradient, torch does not fold dims that lie transposed (tokens before rows, as attention
-modules have them): it multiplies each of them with the weight by itself, which took up to three times as long. They are copied here.
+the folded leading dims. Where nothing needs a gradient, torch does not fold dims that lie transposed (tokens before
+rows, as attention modules have them): it multiplies each of them with the weight by itself, which took up to three
+times as long. They are copied here.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def _linear_fake(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
 
 def _fitting(x: Tensor, w: Tensor) -> str:
-    """What would fit: the input is what people change from call to call, unless the weight stands the other way round."""
+    """What would fit: the input is what people change from call to call, unless the weight stands the other way round.
+    """
     if w.dim() == 2 and x.shape[-1] == w.shape[0]:
         return "w.t()"
     return f"x of shape {(*x.shape[:-1], w.shape[-1])}"
@@ -105,7 +107,8 @@ def _linear_dw_of_matrices(g: Tensor, x: Tensor) -> Tensor:
     return torch.mm(g.t(), x)
 
 
-# What the kernels above come to where the first operand is a matrix, for executors, which know that when they write a call.
+# What the kernels above come to where the first operand is a matrix, for executors, which know that when they write a
+# call.
 FOR_MATRICES: dict[Callable[..., Any], Callable[..., Any]] = {
     _linear: F.linear,
     _linear_dx: torch.mm,

@@ -1,14 +1,16 @@
 """A layer of an LSTM along its sequence, as one operator.
 
-Problem: torch computes an LSTM by a kernel that only a CPU has (oneDNN), only a GPU has (cuDNN), or by a dozen operators for each
-place of the sequence, which for 512 places are more than a planner wants to see. Idea: what does not depend on the place before it is
-an ordinary product (`linear` of the whole input; the gradients of all weights), and the rest is one operator with a gradient,
-made of operators that every device has. Samples know nothing of one another, so they split over ranks.
+Problem: torch computes an LSTM by a kernel that only a CPU has (oneDNN), only a GPU has (cuDNN), or by a dozen
+operators for each place of the sequence, which for 512 places are more than a planner wants to see. Idea: what does not
+depend on the place before it is an ordinary product (`linear` of the whole input; the gradients of all weights), and
+the rest is one operator with a gradient, made of operators that every device has. Samples know nothing of one another,
+so they split over ranks.
 
     gates, h0, c0, w_hh  ->  h, c_n, c, a          s b g, b h, b h, g h -> s b h, b h, s b h, s b g      with g = 4 h
 
-gates: x W_ih^T + b_ih + b_hh, in the order in, forget, cell, out. c and a are the cells and the gates as they were opened, for the
-gradient. Source: Hochreiter and Schmidhuber, Long short-term memory (1997), with Gers' forget gate (2000), as `torch.nn.LSTM` has it.
+gates: x W_ih^T + b_ih + b_hh, in the order in, forget, cell, out. c and a are the cells and the gates as they were
+opened, for the gradient. Source: Hochreiter and Schmidhuber, Long short-term memory (1997), with Gers' forget gate
+(2000), as `torch.nn.LSTM` has it.
 """
 
 from __future__ import annotations
@@ -49,11 +51,17 @@ def _lstm_fake(gates: Tensor, h0: Tensor, c0: Tensor, w: Tensor) -> Four:
     fits = gates.dim() == 3 and h0.dim() == 2 and gates.shape[1:] == (h0.shape[0], 4 * size)
     if not fits or c0.shape != h0.shape or w.shape != (4 * size, size):
         raise InputError(
-            f"lstm: gates {tuple(gates.shape)}, h {tuple(h0.shape)}, c {tuple(c0.shape)} and w_hh {tuple(w.shape)} are not "
+            f"lstm: gates {tuple(gates.shape)}, h {tuple(h0.shape)}, c {tuple(c0.shape)} and w_hh {tuple(w.shape)} are "
+            "not "
             f"(s, b, 4 h), (b, h), (b, h), (4 h, h). Try: an input and states as torch.nn.LSTM takes them"
         )
     out = gates.new_empty((gates.shape[0], *h0.shape))
-    return out, torch.empty_like(c0, memory_format=torch.contiguous_format), torch.empty_like(out), gates.new_empty(gates.shape)
+    return (
+        out,
+        torch.empty_like(c0, memory_format=torch.contiguous_format),
+        torch.empty_like(out),
+        gates.new_empty(gates.shape),
+    )
 
 
 def _lstm_backward(grad: Tensor, grad_c: Tensor, c0: Tensor, w: Tensor, cells: Tensor, opened: Tensor) -> Three:
@@ -99,7 +107,8 @@ def _gradient(ctx: Any, grad: Tensor, grad_c: Tensor, *unused: Tensor) -> tuple[
 
 def _no_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     raise TraceError(
-        "nn.LSTM has no second derivative in a step. Try: a gradient penalty of another layer, nn.LSTMCell in a loop, or without "
+        "nn.LSTM has no second derivative in a step. Try: a gradient penalty of another layer, nn.LSTMCell in a loop, "
+        "or without "
         "create_graph=True"
     )
 
@@ -113,13 +122,16 @@ lstm = define(
     product=True,
 )  # fmt: skip
 lstm_backward = define(
-    "lstm_backward(Tensor grad, Tensor grad_c, Tensor c0, Tensor w, Tensor cells, Tensor opened) -> (Tensor, Tensor, Tensor)",
+    "lstm_backward(Tensor grad, Tensor grad_c, Tensor c0, Tensor w, Tensor cells, Tensor opened) -> (Tensor, Tensor, "
+    "Tensor)",
     _lstm_backward, _lstm_backward_fake, (_save_nothing, _no_gradient), product=True,
 )  # fmt: skip
 
 
 def layer(x: Tensor, h0: Tensor, c0: Tensor, weights: Sequence[Tensor], backwards: bool) -> Three:
-    """One layer in one direction. x (s, b, i), h0 and c0 (b, h), weights as torch orders them -> out (s, b, h), h_n, c_n (b, h)."""
+    """One layer in one direction. x (s, b, i), h0 and c0 (b, h), weights as torch orders them -> out (s, b, h), h_n,
+    c_n (b, h).
+    """
     w_ih, w_hh, *biases = weights
     gates = linear.apply(x, w_ih, biases[0] + biases[1] if biases else None)
     gates = gates.flip(0) if backwards else gates

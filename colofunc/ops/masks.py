@@ -1,9 +1,9 @@
 """Bernoulli draws, eight from one word of random bits.
 
 Problem: dropout needs one yes or no per element, and a word of 64 bits for each costs more than torch's whole dropout.
-Idea: element i of the global tensor owns byte `i % 8` (little-endian) of word `i // 8`. The byte decides alone unless it
-equals the threshold's first byte; then, once in 256, 31 further bits of the element's own decide. So probabilities are
-exact to 2^-39, and a part of the tensor still needs nothing but its indices.
+Idea: element i of the global tensor owns byte `i % 8` (little-endian) of word `i // 8`. The byte decides alone unless
+it equals the threshold's first byte; then, once in 256, 31 further bits of the element's own decide. So probabilities
+are exact to 2^-39, and a part of the tensor still needs nothing but its indices.
 
     for rows, columns, keep in keep_tiles(Index(...), q=0.9, key=key): ...   # keep[r, c] is True with probability q
 
@@ -42,8 +42,8 @@ def mix_(z: Tensor, spare: Tensor, top_only: bool = False) -> Tensor:
 
 
 def mix_words(z: Words, spare: Words, top_only: bool = False) -> None:
-    """The same for NumPy's unsigned words, whose loops take half the time of torch's on int64: there is no sign to mask off,
-    and products are faster.
+    """The same for NumPy's unsigned words, whose loops take half the time of torch's on int64: there is no sign to mask
+    off, and products are faster.
     """
     for shift, factor in WORD_ROUNDS[:-1] if top_only else WORD_ROUNDS:
         np.right_shift(z, shift, out=spare)
@@ -58,7 +58,8 @@ def keep_tiles(
     """(rows, columns, one with probability q, else zero) tile by tile; element (r, c) has the global index
     rows[r] + columns[c].
 
-    `columns`: their number where they are consecutive (columns[c] == c). A tile is a buffer that the next one overwrites.
+    `columns`: their number where they are consecutive (columns[c] == c). A tile is a buffer that the next one
+    overwrites.
     """
     bound = Threshold.of(q)
     if isinstance(columns, int) and rows.device.type == "cpu":

@@ -3,8 +3,8 @@
     measured = Measured("cf.gptq", "moments", "cf.input_moments", {"0.weight": (i, i), ...})
     measured.of("params.0.weight", columns=i)          # (i, i)
 
-Problem: what is measured in one step is used in another, whose state may hold the same weights behind further words. Idea: a name stands
-for the one measured name that it ends in, or that ends in it.
+Problem: what is measured in one step is used in another, whose state may hold the same weights behind further words.
+Idea: a name stands for the one measured name that it ends in, or that ends in it.
 """
 
 from __future__ import annotations
@@ -39,20 +39,25 @@ class Measured:
         return any(same_weight(name, known) for known in self.values)
 
     def known(self, name: str) -> str:
-        """The name under which a weight was measured. Raises InputError where there is none, or where several could be meant."""
+        """The name under which a weight was measured.
+
+        Raises InputError where there is none, or where several could be meant.
+        """
         fitting = [known for known in self.values if same_weight(name, known)]
         if name in fitting:
             return name
         if len(fitting) > 1:
             several = " and of ".join(repr(known) for known in fitting)
             raise InputError(
-                f"{self.scheme}: there are {self.what} of {several}, and each may be meant for {name!r}. Try: {self.what} by the names "
+                f"{self.scheme}: there are {self.what} of {several}, and each may be meant for {name!r}. Try: "
+                f"{self.what} by the names "
                 "that weights have in the step"
             )
         if not fitting:
             hint = near(name, self.values) or "."
             raise InputError(
-                f"{self.scheme}: there are no {self.what} of {name!r}{hint} Try: {self.maker} with the where= of the step; where= that "
+                f"{self.scheme}: there are no {self.what} of {name!r}{hint} Try: {self.maker} with the where= of the "
+                "step; where= that "
                 "leaves it out, as what no linear layer reads"
             )
         return fitting[0]

@@ -39,10 +39,10 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Top-k routing. logits: (*, e) -> index (*, k), weight (*, k), scores (*, e) in float32 at least.
 
-    scores: "softmax" over experts, or "sigmoid" of each. normalize: the k weights add up to `scale`. bias: (e,), added for
-    the choice alone, not for the weights (balancing without a loss). groups: experts stand in so many equal groups, of
-    which the `top_groups` with the largest sum of their two best scores are chosen from. A NaN among the logits makes the
-    token's weights NaN, which `low.check_finite` names; its index stays in range.
+    scores: "softmax" over experts, or "sigmoid" of each. normalize: the k weights add up to `scale`. bias: (e,), added
+    for the choice alone, not for the weights (balancing without a loss). groups: experts stand in so many equal groups,
+    of which the `top_groups` with the largest sum of their two best scores are chosen from. A NaN among the logits
+    makes the token's weights NaN, which `low.check_finite` names; its index stays in range.
     """
     experts = logits.shape[-1]
     if scores not in SCORES:
@@ -51,7 +51,10 @@ def route(
         raise InputError(f"k={k} experts per token of {experts}; choose 1 to {experts}")
     top_groups = groups if top_groups is None else top_groups
     if groups < 1 or experts % groups or not 1 <= top_groups <= groups or k > top_groups * (experts // groups):
-        raise InputError(f"{experts} experts in groups={groups}, top_groups={top_groups}, k={k}: use equal groups that hold k experts")
+        raise InputError(
+            f"{experts} experts in groups={groups}, top_groups={top_groups}, k={k}: use equal groups that hold k "
+            "experts"
+        )
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     found = wide.softmax(-1) if scores == "softmax" else wide.sigmoid()
     choice = found if bias is None else found + bias
@@ -88,14 +91,17 @@ def experts(
 ) -> Tensor:
     """sum_k weight[..., k] expert[index[..., k]](x), where expert(x) = down @ (act(gate @ x) * (up @ x)).
 
-    x: (*, d), index and weight: (*, k), gate_up: (e, 2f, d) with gate before up, down: (e, d, f) -> (*, d). gated=False:
-    gate_up is up alone, (e, f, d), and expert(x) = down @ act(up @ x). transposed: the last two dims of both are swapped.
-    An index outside of 0 .. e-1 adds nothing. Without capacity_factor no token is dropped; with it an expert takes
-    ceil(factor * choices / e) of them, the first in the order of all tokens, whatever the mesh, and drops the rest.
+    x: (*, d), index and weight: (*, k), gate_up: (e, 2f, d) with gate before up, down: (e, d, f) -> (*, d).
+    gated=False: gate_up is up alone, (e, f, d), and expert(x) = down @ act(up @ x). transposed: the last two dims of
+    both are swapped. An index outside of 0 .. e-1 adds nothing. Without capacity_factor no token is dropped; with it an
+    expert takes ceil(factor * choices / e) of them, the first in the order of all tokens, whatever the mesh, and drops
+    the rest.
     """
     float8 = in_float8(gate_up, down)
     index = capped(index, gate_up.shape[0], capacity_factor)
-    y: Tensor = _experts.apply(x, index, weight, gate_up, down, gate_up_bias, down_bias, act, gated, transposed, 1.0, float8)
+    y: Tensor = _experts.apply(
+        x, index, weight, gate_up, down, gate_up_bias, down_bias, act, gated, transposed, 1.0, float8
+    )
     return y
 
 

@@ -1,16 +1,18 @@
 """Kernels in C++ and CUDA for operators that are defined in Python: there where they could be compiled, never needed.
 
-Problem: some operators are several times slower in torch's own than they have to be, and a machine may have no compiler.
-Idea: an operator has a schema, a Python reference and a fake kernel from the start; a library for the CPU and one for GPUs, each
-compiled at the first use on such a device, add kernels to the same operators. Who runs one asks first, and else runs the reference.
+Problem: some operators are several times slower in torch's own than they have to be, and a machine may have no
+compiler. Idea: an operator has a schema, a Python reference and a fake kernel from the start; a library for the CPU and
+one for GPUs, each compiled at the first use on such a device, add kernels to the same operators. Who runs one asks
+first, and else runs the reference.
 
     if native.ready("cpu"):                              # loads or compiles the library, once
         torch.ops.colofunc.random_fill_(out, ...)        # its kernel
 
-A wheel may bring libraries along (`make wheel NATIVE=cpu`); one that was made of other sources than lie beside it is not looked at.
-First use is a call with real tensors: neither `import` nor tracing nor planning compiles, and a step without such an operator
-never does; where there is no GPU nothing is compiled for one. COLOFUNC_NATIVE says whether this is wanted: auto, off or require. With
-COLOFUNC_CACHE=off, where a library could not be kept, auto does without, and require compiles it for this process alone.
+A wheel may bring libraries along (`make wheel NATIVE=cpu`); one that was made of other sources than lie beside it is
+not looked at. First use is a call with real tensors: neither `import` nor tracing nor planning compiles, and a step
+without such an operator never does; where there is no GPU nothing is compiled for one. COLOFUNC_NATIVE says whether
+this is wanted: auto, off or require. With COLOFUNC_CACHE=off, where a library could not be kept, auto does without, and
+require compiles it for this process alone.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def ready(device: str) -> bool:
 
 
 def limit_level(most: int) -> int:
-    """Use an instruction set no better than this: 0 what the compiler takes for granted, 1 AVX2, 2 AVX-512, 3 with AVX512-BF16.
+    """Use an instruction set no better than this: 0 what the compiler takes for granted, 1 AVX2, 2 AVX-512, 3 with
+    AVX512-BF16.
 
     Returns the one in use.
     """
@@ -81,9 +84,14 @@ def prebuild(device: str) -> list[Path]:
     if device == "cpu":
         return [native_build.build(folder)]
     if device != "cuda":
-        raise NativeError(f"there are kernels for cpu and cuda, not for {device!r:.80}. Try: python -m colofunc native cpu")
+        raise NativeError(
+            f"there are kernels for cpu and cuda, not for {device!r:.80}. Try: python -m colofunc native cpu"
+        )
     here = native_build.architectures()
-    return [native_build.build(folder, native_build.cuda(some)) for some in ([here] if here else [(one,) for one in PREBUILT])]
+    return [
+        native_build.build(folder, native_build.cuda(some))
+        for some in ([here] if here else [(one,) for one in PREBUILT])
+    ]
 
 
 def ship(device: str, folder: Path) -> list[Path]:
@@ -127,14 +135,18 @@ def _try(wanted: tuple[str, str, str]) -> None:
         _FAILED[wanted] = str(error)
         if mode == "auto":
             warnings.warn(
-                f"{error}. {WITHOUT[device]}; COLOFUNC_NATIVE=off says that this is meant, COLOFUNC_NATIVE=require makes it an error",
+                f"{error}. {WITHOUT[device]}; COLOFUNC_NATIVE=off says that this is meant, COLOFUNC_NATIVE=require "
+                "makes it an error",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
 
 def _shipped(library: native_build.Library) -> ctypes.CDLL | None:
-    """The library that came in the wheel. None where there is none, others may write it, or it is for a later C library or torch."""
+    """The library that came in the wheel.
+
+    None where there is none, others may write it, or it is for a later C library or torch.
+    """
     path = native_build.shipped(library)
     if path is None:
         return None

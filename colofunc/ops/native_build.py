@@ -1,18 +1,18 @@
 """Compiles the kernels in `ext/cuda/` to a library for each kind of device, once for all processes of a machine.
 
-Problem: a library that is built at install needs a compiler and the right torch there, and several processes that build at
-once, a build that is killed, or a cache that cannot be written must not stop a step. Idea: plain compiler commands into a
-folder of the cache. The name of a library is a hash of all that it is made of; whoever holds the lock builds beside it and
-renames, so that the others find a whole file, and a lock whose holder died is free again.
+Problem: a library that is built at install needs a compiler and the right torch there, and several processes that build
+at once, a build that is killed, or a cache that cannot be written must not stop a step. Idea: plain compiler commands
+into a folder of the cache. The name of a library is a hash of all that it is made of; whoever holds the lock builds
+beside it and renames, so that the others find a whole file, and a lock whose holder died is free again.
 
     path = build(folder, CPU)                   # ~/.cache/colofunc/native/cpu-5f0c....so, at once where it is there
     path = build(folder, cuda(("90",)))         # .../cuda-90-71b2....so, for GPUs of compute capability 9.0, by nvcc
     library = ctypes.CDLL(path)                 # torch has to be imported first
     shipped(CPU)                                # one that came in the wheel, made of the very sources beside it; None without
 
-Only the stable ABI of torch 2.10 is used: one library serves every later torch and every Python. No Python.h, no pybind. Sources are
-compiled side by side; of the GPU's `register.cpp` alone knows torch.
-Source: https://docs.pytorch.org/docs/stable/notes/libtorch_stable_abi.html
+Only the stable ABI of torch 2.10 is used: one library serves every later torch and every Python. No Python.h, no
+pybind. Sources are compiled side by side; of the GPU's `register.cpp` alone knows torch. Source:
+https://docs.pytorch.org/docs/stable/notes/libtorch_stable_abi.html
 """
 
 from __future__ import annotations
@@ -43,7 +43,15 @@ SOURCES = (PACKAGE / "native_sources", PACKAGE.parent / "ext" / "cuda")
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000ULL"
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fvisibility=hidden", "-w", STABLE_ABI)
 # No product is contracted with a sum: updates have the bits of the CPU's.
-CUDA_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden,-w", STABLE_ABI, "-DUSE_CUDA")
+CUDA_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fmad=false",
+    "-Xcompiler",
+    "-fPIC,-fvisibility=hidden,-w",
+    STABLE_ABI,
+    "-DUSE_CUDA",
+)
 SHIPPED = "compiled"  # folder beside the sources, of libraries that came in a wheel
 LEAST_ARCHITECTURE = 80  # tensor cores that multiply bfloat16
 BUILD_S = 300.0  # a compiler that takes longer is ended
@@ -57,7 +65,9 @@ def source_folder() -> Path:
     for folder in SOURCES:
         if (folder / "common.h").is_file():
             return folder
-    raise NativeError(f"the sources of the kernels are neither in {SOURCES[0]} nor in {SOURCES[1]}. Try: install colofunc again")
+    raise NativeError(
+        f"the sources of the kernels are neither in {SOURCES[0]} nor in {SOURCES[1]}. Try: install colofunc again"
+    )
 
 
 @attrs.frozen
@@ -91,11 +101,14 @@ CPU = Library("cpu")
 def cuda(architectures: Sequence[str]) -> Library:
     """The library for GPUs. Raises NativeError where the kernels are not for one of them, or torch is not."""
     if torch.version.cuda is None:
-        raise NativeError("this torch was built without CUDA, so that it registers no kernels for GPUs. Try: another build of torch")
+        raise NativeError(
+            "this torch was built without CUDA, so that it registers no kernels for GPUs. Try: another build of torch"
+        )
     for architecture in architectures:
         if int(architecture) < LEAST_ARCHITECTURE:
             raise NativeError(
-                f"kernels for GPUs take compute capability {LEAST_ARCHITECTURE / 10:.1f} or later, not {int(architecture) / 10:.1f}. "
+                f"kernels for GPUs take compute capability {LEAST_ARCHITECTURE / 10:.1f} or later, not "
+                f"{int(architecture) / 10:.1f}. "
                 "Try: COLOFUNC_NATIVE=off, which says that this is meant"
             )
     return Library("cuda", tuple(architectures))
@@ -133,8 +146,13 @@ def compiler(library: Library = CPU) -> str:
         if found is not None:
             return found
     if library.kind == "cpu":
-        raise NativeError(f"there is no C++ compiler ({', '.join(commands)}). Try: apt-get install g++, or name one in CXX")
-    raise NativeError(f"there is no CUDA compiler ({', '.join(commands)}). Try: install the CUDA toolkit, or name its folder in CUDA_HOME")
+        raise NativeError(
+            f"there is no C++ compiler ({', '.join(commands)}). Try: apt-get install g++, or name one in CXX"
+        )
+    raise NativeError(
+        f"there is no CUDA compiler ({', '.join(commands)}). Try: install the CUDA toolkit, or name its folder in "
+        "CUDA_HOME"
+    )
 
 
 def commands(library: Library, compiler_path: str, target: Path) -> list[list[str]]:
@@ -183,7 +201,9 @@ def build(folder: Path, library: Library = CPU) -> Path:
                 _compile(folder, path, library)
         return path
     except OSError as error:
-        raise NativeError(f"kernels cannot be kept in {folder}: {error}. Try: name another folder in COLOFUNC_CACHE") from error
+        raise NativeError(
+            f"kernels cannot be kept in {folder}: {error}. Try: name another folder in COLOFUNC_CACHE"
+        ) from error
 
 
 def ship(folder: Path, library: Library, cache: Path) -> Path:
@@ -240,18 +260,27 @@ def _run(arguments: list[str], log: Path, library: Library) -> None:
         file.write(" ".join(arguments) + "\n")
         file.flush()
         try:
-            status = subprocess.run(arguments, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=BUILD_S).returncode
+            status = subprocess.run(
+                arguments, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=BUILD_S
+            ).returncode
         except subprocess.TimeoutExpired:
             status = None
     if status is None:
-        raise NativeError(f"{arguments[0]} took more than {BUILD_S:.0f} s to compile the kernels. Try: {library.another}")
+        raise NativeError(
+            f"{arguments[0]} took more than {BUILD_S:.0f} s to compile the kernels. Try: {library.another}"
+        )
     if status != 0:
-        raise NativeError(f"{arguments[0]} could not compile the kernels; what it said is in {log}. Try: {library.another}")
+        raise NativeError(
+            f"{arguments[0]} could not compile the kernels; what it said is in {log}. Try: {library.another}"
+        )
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that the system frees if this process dies. Raises NativeError where another holds it for too long."""
+    """Hold a lock that the system frees if this process dies.
+
+    Raises NativeError where another holds it for too long.
+    """
     with open(path, "w") as file:
         until = time.monotonic() + WAIT_S
         while True:
@@ -260,6 +289,8 @@ def _locked(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError as error:
                 if time.monotonic() > until:
-                    raise NativeError(f"another process has held {path} for {WAIT_S:.0f} s. Try: end it, or COLOFUNC_NATIVE=off") from error
+                    raise NativeError(
+                        f"another process has held {path} for {WAIT_S:.0f} s. Try: end it, or COLOFUNC_NATIVE=off"
+                    ) from error
                 time.sleep(LOCK_POLL_S)
         yield

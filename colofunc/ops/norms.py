@@ -1,8 +1,8 @@
 """RMS norm, kept whole: x (b*, z*), w (z*) -> y (b*, z*), rstd (b*, 1*), with y = x * rstd * w.
 
-Problem: torch has kernels of it and of its gradients for CUDA alone, so that a trace, which knows no device, is shown six elementwise
-operators and ten for their gradients, and keeps x in float32 and x * rstd for them. Idea: operators that keep x as it is, and a number a
-row. With n = x * rstd and g the gradient of y:
+Problem: torch has kernels of it and of its gradients for CUDA alone, so that a trace, which knows no device, is shown
+six elementwise operators and ten for their gradients, and keeps x in float32 and x * rstd for them. Idea: operators
+that keep x as it is, and a number a row. With n = x * rstd and g the gradient of y:
 
     rms_norm(x, shape, w, eps)         b* [z*], [z*] -> b* [z*], b* 1*     rstd = (mean(x^2) + eps)^-1/2
     rms_norm_dx(g, x, shape, rstd, w)  b* [z*]                             rstd * (g w - n * mean(n g w))

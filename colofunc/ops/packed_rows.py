@@ -1,10 +1,12 @@
-"""Packed rows: a tensor of which a step writes some rows at a time, kept in int8 with a scale for each row of its last dim.
+"""Packed rows: a tensor of which a step writes some rows at a time, kept in int8 with a scale for each row of its last
+dim.
 
     cache = PackedRows.of(torch.zeros(8, 16, 4096, 128))       # data int8 (8, 16, 4096, 128), scale float32 (8, 16, 4096, 1)
     cache.dequantize()                                         # (8, 16, 4096, 128), in the dtype that it had
 
-Problem: a key-value cache of a long text is larger than the weights. Idea: as a quantized weight, it is plain tensors that go wherever
-tensors go; both have all dims of the cache but the last, which a scale has once, so that one way to write rows writes both.
+Problem: a key-value cache of a long text is larger than the weights. Idea: as a quantized weight, it is plain tensors
+that go wherever tensors go; both have all dims of the cache but the last, which a scale has once, so that one way to
+write rows writes both.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ NUMBERS = torch.int8
 
 @attrs.frozen(eq=False, repr=False)
 class PackedRows:
-    """What a tree holds in the place of a tensor in packed rows. `dtype`: that it had. `data` has its name in a program."""
+    """What a tree holds in the place of a tensor in packed rows.
+
+    `dtype`: that it had. `data` has its name in a program.
+    """
 
     dtype: torch.dtype
     data: Tensor

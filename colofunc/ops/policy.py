@@ -38,7 +38,8 @@ from colofunc.ops.dtypes import Policy, speaks_of
 
 # Where torch refuses two floating dtypes, by the function's name: the wider operands become the compute dtype.
 FOLLOW = frozenset(
-    "linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv dot vdot addmm addmv addbmm baddbmm einsum tensordot inner "
+    "linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv dot vdot addmm addmv addbmm baddbmm einsum tensordot "
+    "inner "
     "chain_matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention "
     "multi_head_attention_forward grouped_mm _grouped_mm lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell "
     "rnn_relu_cell prelu".split()
@@ -46,7 +47,8 @@ FOLLOW = frozenset(
 NORMS = frozenset("layer_norm group_norm rms_norm".split())
 STATISTICS = frozenset("batch_norm instance_norm".split())
 WRITES = frozenset(
-    "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_copy index_copy_ index_put "
+    "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_copy "
+    "index_copy_ index_put "
     "index_put_ index_reduce index_reduce_ masked_scatter masked_scatter_ __setitem__".split()
 )
 LOSSES = frozenset("cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div".split())
@@ -54,7 +56,8 @@ LOSSES = frozenset("cross_entropy binary_cross_entropy binary_cross_entropy_with
 _COMPUTES = FOLLOW | NORMS | STATISTICS | frozenset(("embedding", "embedding_bag"))
 # What is done to a leaf itself, not with its values.
 _RAW = frozenset(
-    "detach detach_ requires_grad_ requires_grad retain_grad register_hook backward size dim stride numel nelement data_ptr "
+    "detach detach_ requires_grad_ requires_grad retain_grad register_hook backward size dim stride numel nelement "
+    "data_ptr "
     "is_floating_point is_complex is_contiguous storage_offset untyped_storage element_size copy_ set_ zero_ __set__ "
     "__repr__ __format__ __len__ __hash__ __deepcopy__ zeros_like empty_like ones_like full_like _version is_cuda "
     "register_post_accumulate_grad_hook has_names is_nonzero is_same_size".split()
@@ -92,7 +95,8 @@ class Mixed(TorchFunctionMode):
         self._dtypes: dict[int, tuple[Tensor, torch.dtype]] = {}  # leaves with a dtype of their own
         self._done: dict[int, Tensor] = {}  # leaves that had their backward pass
         self._all: list[Tensor] = []  # per number of backward passes: whether the gradients of all of them are finite
-        self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # id of a new value -> it, the old one, the flag it was chosen by
+        # id of a new value -> it, the old one, the flag it was chosen by
+        self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._names: dict[str, None] = {}  # of leaves, weights and modules, for the overrides
         self._paused = False
 
@@ -142,7 +146,10 @@ class Mixed(TorchFunctionMode):
             return func(*args, **kwargs)
         if name not in _RAW and torch.is_grad_enabled():
             computes = name in _COMPUTES
-            args, kwargs = _map(lambda t: self._enter_leaf(t, computes), args), _map(lambda t: self._enter_leaf(t, computes), kwargs)
+            args, kwargs = (
+                _map(lambda t: self._enter_leaf(t, computes), args),
+                _map(lambda t: self._enter_leaf(t, computes), kwargs),
+            )
         rule = _RULES.get(name) or (_widen_loss if name.endswith("_loss") else None)
         if rule is not None:
             args, kwargs = rule(self.policy, args, kwargs)
@@ -177,7 +184,11 @@ class Mixed(TorchFunctionMode):
         Buffers keep their dtype (statistics, rotary tables) unless an override names them; so do weights beside
         running statistics.
         """
-        kept = {f"{path}." if path else "" for path, m in module.named_modules() if dict(m.named_buffers(recurse=False)).keys() & _RUNNING}
+        kept = {
+            f"{path}." if path else ""
+            for path, m in module.named_modules()
+            if dict(m.named_buffers(recurse=False)).keys() & _RUNNING
+        }
         names, before = set(weights), dict(held)
         if self.policy.overrides:
             self._names |= dict.fromkeys([*held, *(path for path, _ in module.named_modules() if path)])
@@ -238,7 +249,12 @@ class Mixed(TorchFunctionMode):
         outputs = given.pop("outputs")
         single = isinstance(outputs, Tensor)
         scaled = [o * self.scale for o in ([outputs] if single else outputs)]
-        found = func(scaled[0] if single else scaled, given.pop("inputs"), *args[2:], **{k: v for k, v in given.items() if k not in names})
+        found = func(
+            scaled[0] if single else scaled,
+            given.pop("inputs"),
+            *args[2:],
+            **{k: v for k, v in given.items() if k not in names},
+        )
         return tuple(self._unscaled(found))
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -262,7 +278,11 @@ class Mixed(TorchFunctionMode):
         inverse = 1.0 / self.scale
         out = [None if g is None else g * inverse.to(g.dtype) for g in grads]
         # A sum is finite only if all its terms are: one pass, no temporary, and partial sums add up over a mesh.
-        sums = [g.detach().sum(dtype=torch.promote_types(g.dtype, torch.float32)).to(torch.float32) for g in out if g is not None]
+        sums = [
+            g.detach().sum(dtype=torch.promote_types(g.dtype, torch.float32)).to(torch.float32)
+            for g in out
+            if g is not None
+        ]
         if sums:
             self.finite.append(compat.unwrap_functorch(torch.isfinite(torch.stack(sums).sum())))
         return out
@@ -318,7 +338,9 @@ def _statistics(policy: Policy, args: Any, kwargs: Any) -> Any:
         return args, kwargs
     cast = {k: _to(given[k], mean.dtype) for k in ("weight", "bias") if given.get(k) is not None}
     named = ("input", "running_mean", "running_var", "weight", "bias")
-    return tuple(cast.get(named[i], a) if i < 5 else a for i, a in enumerate(args)), {k: cast.get(k, v) for k, v in kwargs.items()}
+    return tuple(cast.get(named[i], a) if i < 5 else a for i, a in enumerate(args)), {
+        k: cast.get(k, v) for k, v in kwargs.items()
+    }
 
 
 def _into(policy: Policy, args: Any, kwargs: Any) -> Any:
@@ -329,7 +351,9 @@ def _into(policy: Policy, args: Any, kwargs: Any) -> Any:
 
 
 def _widen_loss(policy: Policy, args: Any, kwargs: Any) -> Any:
-    return _map(lambda t: _to(t, torch.float32) if t.is_floating_point() and t.dtype.itemsize < 4 else t, (args, kwargs))
+    return _map(
+        lambda t: _to(t, torch.float32) if t.is_floating_point() and t.dtype.itemsize < 4 else t, (args, kwargs)
+    )
 
 
 _RULES: dict[str, Callable[[Policy, Any, Any], Any]] = {

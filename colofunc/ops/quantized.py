@@ -75,7 +75,8 @@ PARTS = ("data", "scale", "zero", "outer")
 WIDENED_BYTES = 1 << 20
 """At most this much of a weight is widened at a time, where a single row (or group of columns) is not more. It stays in
 a core's cache."""
-# The 16 levels of NF4, at which a normal variable has equal mass between neighbours; 0 and both ends are among them (QLoRA, appendix E).
+# The 16 levels of NF4, at which a normal variable has equal mass between neighbours; 0 and both ends are among them
+# (QLoRA, appendix E).
 NF4_LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -247,7 +248,9 @@ def _by_kernel(out: Tensor, x: Tensor, parts: Sequence[Tensor], bias: Tensor | N
     packed_linear_.op(out.view(-1, out.shape[-1]), rows, data, scale, zero[0] if zero else None, bias)
 
 
-def _packed_linear_(out: Tensor, x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None) -> None:
+def _packed_linear_(
+    out: Tensor, x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
+) -> None:
     if zero is None:
         _widened_linear(FORMATS["int8"], out, x, (data, scale), bias)
     else:
@@ -316,7 +319,8 @@ def _operators(form: Format) -> Operators:
         columns = form.columns(rest[:count])
         if x.shape[-1] != columns:
             raise RuleError(
-                f"{form.name}_linear: x {tuple(x.shape)} ends in {x.shape[-1]}, and a weight with data {tuple(rest[0].shape)} has "
+                f"{form.name}_linear: x {tuple(x.shape)} ends in {x.shape[-1]}, and a weight with data "
+                f"{tuple(rest[0].shape)} has "
                 f"{columns} columns. Try: x of shape {(*x.shape[:-1], columns)}"
             )
         return x.new_empty((*x.shape[:-1], rest[0].shape[0]))
@@ -362,14 +366,24 @@ def _operators(form: Format) -> Operators:
 
     made = Operators(
         define(
-            f"{form.name}_linear(Tensor x, {given}, Tensor? bias) -> Tensor", linear, linear_fake, (save_linear, linear_backward),
-            own_memory=True, product=True,
+            f"{form.name}_linear(Tensor x, {given}, Tensor? bias) -> Tensor",
+            linear,
+            linear_fake,
+            (save_linear, linear_backward),
+            own_memory=True,
+            product=True,
         ),
         define(
-            f"{form.name}_linear_dx(Tensor g, {given}) -> Tensor", linear_dx, linear_dx_fake, (save_dx, dx_backward),
-            own_memory=True, product=True,
+            f"{form.name}_linear_dx(Tensor g, {given}) -> Tensor",
+            linear_dx,
+            linear_dx_fake,
+            (save_dx, dx_backward),
+            own_memory=True,
+            product=True,
         ),
-        define(f"{form.name}_dequantize({given}, ScalarType dtype) -> Tensor", dequantize, dequantize_fake, own_memory=True),
+        define(
+            f"{form.name}_dequantize({given}, ScalarType dtype) -> Tensor", dequantize, dequantize_fake, own_memory=True
+        ),
     )
     return made
 

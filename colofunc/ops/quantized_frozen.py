@@ -1,7 +1,7 @@
 """Frozen weights as a step under `cf.quantize` reads them.
 
-Problem: a model hands its frozen weights to a forward itself, so whoever quantizes them has to stand between. Idea: a transform says, for
-the time of a step, what is read in place of some tensors; `Model.apply` asks.
+Problem: a model hands its frozen weights to a forward itself, so whoever quantizes them has to stand between. Idea: a
+transform says, for the time of a step, what is read in place of some tensors; `Model.apply` asks.
 
     with reading(packed):                         # packed: name -> tensor, to name -> tensor or Quantized
         for name, weight in as_packed(frozen).items():
@@ -82,7 +82,10 @@ def named_parts(name: str, weight: Quantized) -> dict[str, Tensor]:
 
 
 def opened(weight: Tensor | Quantized) -> Tensor:
-    """What a forward is given. Inside `cf.testing.float64()` a quantized float32 weight is widened to float64, as others are cast."""
+    """What a forward is given.
+
+    Inside `cf.testing.float64()` a quantized float32 weight is widened to float64, as others are cast.
+    """
     if not isinstance(weight, Quantized):
         return weight
     wide = weight.dequantize(torch.float64 if DOUBLED.get() and weight.dtype is torch.float32 else None)

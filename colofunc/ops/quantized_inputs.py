@@ -2,14 +2,16 @@
 
     linear(rounded_rows(x, 6.0), w)     # multiples of a row's largest |x| below 6, over 127; what is not below 6 as it is
 
-Problem: activations have some columns that are many times as large as the rest; a scale that fits them leaves nothing of the others.
-Idea: what is large stays as it is, and the rest of a row is rounded to 8 bits of its own. Which elements are large is asked of each
-element, not of whole columns as in the source: so a row's result depends on this row only, and rows may lie on ranks or come in
-microbatches. Columns may lie on ranks too, which then tell one another the largest of each row.
+Problem: activations have some columns that are many times as large as the rest; a scale that fits them leaves nothing
+of the others. Idea: what is large stays as it is, and the rest of a row is rounded to 8 bits of its own. Which elements
+are large is asked of each element, not of whole columns as in the source: so a row's result depends on this row only,
+and rows may lie on ranks or come in microbatches. Columns may lie on ranks too, which then tell one another the largest
+of each row.
 
-A product of these rows with a weight in int8 is one of whole numbers, times both scales, and a thin one of outliers: that is
-`colofunc/ops/int8_products.py`. `rounded_rows` is for weights in other formats: rows in the dtype of x, for any product. The gradient goes
-through the rounding as if it were not there. Source: Dettmers et al. 2022, "LLM.int8()" (2208.07339), section 3.
+A product of these rows with a weight in int8 is one of whole numbers, times both scales, and a thin one of outliers:
+that is `colofunc/ops/int8_products.py`. `rounded_rows` is for weights in other formats: rows in the dtype of x, for any
+product. The gradient goes through the rounding as if it were not there. Source: Dettmers et al. 2022, "LLM.int8()"
+(2208.07339), section 3.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def largest_below(x: Tensor, threshold: float) -> Tensor:
 
 
 def units(x: Tensor, size: Tensor) -> Tensor:
-    """Rows (..., i) in units of their `size` (...,) over 127, to the nearest whole number, in float32 (float64 for x in float64)."""
+    """Rows (..., i) in units of their `size` (...,) over 127, to the nearest whole number, in float32 (float64 for x in
+    float64).
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     unit = (size.to(wide) / STEPS).unsqueeze(-1)
     # Rows of zeros (and of outliers alone) are zero whatever they are divided by.
@@ -48,7 +52,8 @@ def units(x: Tensor, size: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, size: Tensor, threshold: float) -> Tensor:
-    """Rows (..., i) rounded to multiples of their `size` (...,) over 127, but for what is not less than the threshold."""
+    """Rows (..., i) rounded to multiples of their `size` (...,) over 127, but for what is not less than the threshold.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     multiples = units(x, size) * (size.to(wide) / STEPS).unsqueeze(-1)
     # Not "where x is large": what is no number stays so.
@@ -76,7 +81,9 @@ def divided(x: Tensor, scale: Tensor) -> Tensor:
     return (x / scale).to(x.dtype)
 
 
-rounded_rows = define("rounded_rows(Tensor x, float threshold) -> Tensor", _rounded_rows, _fake, (_save_nothing, _straight_through))
+rounded_rows = define(
+    "rounded_rows(Tensor x, float threshold) -> Tensor", _rounded_rows, _fake, (_save_nothing, _straight_through)
+)
 
 
 class WeightNames:
@@ -103,9 +110,9 @@ class WeightNames:
 class LinearCalls(TorchFunctionMode):
     """Inside, linear layers of some weights are `instead(input, weight, bias, key)`.
 
-    `key(weight)`: what is known of a weight, asked of tensors as the step's code has them; None where its layers stay as they are. What
-    such a tensor is cast to counts as the tensor. `lookup(ids, rows, key)`: what is taken for the rows that are found in a table; None: the
-    rows.
+    `key(weight)`: what is known of a weight, asked of tensors as the step's code has them; None where its layers stay
+    as they are. What such a tensor is cast to counts as the tensor. `lookup(ids, rows, key)`: what is taken for the
+    rows that are found in a table; None: the rows.
     """
 
     def __init__(
@@ -123,7 +130,8 @@ class LinearCalls(TorchFunctionMode):
         if func is F.embedding and self.lookup is not None:
             return self._lookup(self.lookup, *args, **kwargs)
         body = opened(func)
-        if body is not None:  # of a function that calls linear layers in its own body, such as attention with projections
+        # of a function that calls linear layers in its own body, such as attention with projections
+        if body is not None:
             with self:
                 return body(*args, **kwargs)
         result = self._linear(*args, **kwargs) if func is F.linear else func(*args, **kwargs)
@@ -142,7 +150,9 @@ class LinearCalls(TorchFunctionMode):
         known = self.known(weight)
         return F.linear(input, weight, bias) if known is None else self.instead(input, weight, bias, known)
 
-    def _lookup(self, lookup: Callable[[Tensor, Tensor, Any], Tensor], input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _lookup(
+        self, lookup: Callable[[Tensor, Tensor, Any], Tensor], input: Tensor, weight: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
         known = self.known(weight)
         rows = F.embedding(input, weight, *args, **kwargs)
         return rows if known is None else lookup(input, rows, known)

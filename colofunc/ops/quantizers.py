@@ -1,5 +1,5 @@
-"""Quantizers: how the numbers of a quantized weight are chosen. These round to nearest; those that have measured inputs of layers are in
-`colofunc/ops/gptq.py` and `colofunc/ops/input_scales.py`.
+"""Quantizers: how the numbers of a quantized weight are chosen. These round to nearest; those that have measured inputs
+of layers are in `colofunc/ops/gptq.py` and `colofunc/ops/input_scales.py`.
 
     int8         a row's largest is 127                                       |w - w'| <= scale / 2
     int8-dynamic the same, and inputs of linear layers in int8 too (`colofunc/ops/quantized_inputs.py`)
@@ -14,9 +14,10 @@
 
     Quantizer("int8", form="int8", quantize=int8)        # a record; plugins give theirs with the hook `colofunc_quantizers`
 
-What a function does it does row by row, in torch operators whose result does not depend on an order (maximum, division, rounding): the
-numbers of a row are the same whichever rows are quantized with it, so a rank may quantize its own. What is of the whole weight (scales of
-inputs, its largest number) is found of all rows before the first of them is quantized.
+What a function does it does row by row, in torch operators whose result does not depend on an order (maximum, division,
+rounding): the numbers of a row are the same whichever rows are quantized with it, so a rank may quantize its own. What
+is of the whole weight (scales of inputs, its largest number) is found of all rows before the first of them is
+quantized.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from colofunc.ops.small_floats import E5M2, LARGEST, mxfp8_numbers, nvfp4_number
 Numbers = Callable[..., Mapping[str, Tensor]]
 InputScale = Callable[[Iterable[Tensor]], Tensor]
 BLOCK_BYTES = 4 << 20
-"""A weight is packed so much of it in float32 at a time, where a single row is not more: what is held meanwhile is a few times that."""
+"""A weight is packed so much of it in float32 at a time, where a single row is not more: what is held meanwhile is a
+few times that."""
 
 OUTLIERS = 6.0
 """Inputs of this size and more are not rounded by int8-dynamic, as in LLM.int8()."""
@@ -46,7 +48,10 @@ OUTLIERS = 6.0
 
 @attrs.frozen(eq=False)
 class Whole:
-    """What a scheme has found of all rows of a weight. `input_scale`: (i,), see `Quantizer`. `largest`: () max |w|, of scaled columns."""
+    """What a scheme has found of all rows of a weight.
+
+    `input_scale`: (i,), see `Quantizer`. `largest`: () max |w|, of scaled columns.
+    """
 
     input_scale: Tensor | None = None
     largest: Tensor | None = None
@@ -56,14 +61,15 @@ class Whole:
 class Quantizer:
     """A scheme: which format its weights have, and how their numbers are chosen.
 
-    `quantize(weight)`: (o, i) of float32 or float64 -> the parts of the format by name ("data", "scale", ...); a row's result may depend on
-    this row only. `form`: "int8", "fp8", "fp8_e5m2", "fp8_g128", "int4", "nf4", "nf4_g64", "mxfp8" or "nvfp4" (`ops/quantized.py`).
-    `outliers`: inputs of linear layers are rounded to int8 too, row by row while the step runs, but for those that are at least so large;
-    None: inputs stay as they are.
-    `input_scale(blocks)`: a weight as blocks of its rows, (some, i) each in order -> (i,) float32, positive: columns are multiplied by it
-    before `quantize`, and inputs divided by it; None: by nothing. `by_largest`: `quantize(weight, largest)` is given max |w| of the whole
-    weight too, () in the dtype of its rows. `by_name`: weight's name -> the scheme for it, of the same name and form,
-    of schemes that have measured something of each weight; its `quantize`, `outliers` and `input_scale` count for this weight.
+    `quantize(weight)`: (o, i) of float32 or float64 -> the parts of the format by name ("data", "scale", ...); a row's
+    result may depend on this row only. `form`: "int8", "fp8", "fp8_e5m2", "fp8_g128", "int4", "nf4", "nf4_g64", "mxfp8"
+    or "nvfp4" (`ops/quantized.py`). `outliers`: inputs of linear layers are rounded to int8 too, row by row while the
+    step runs, but for those that are at least so large; None: inputs stay as they are. `input_scale(blocks)`: a weight
+    as blocks of its rows, (some, i) each in order -> (i,) float32, positive: columns are multiplied by it before
+    `quantize`, and inputs divided by it; None: by nothing. `by_largest`: `quantize(weight, largest)` is given max |w|
+    of the whole weight too, () in the dtype of its rows. `by_name`: weight's name -> the scheme for it, of the same
+    name and form, of schemes that have measured something of each weight; its `quantize`, `outliers` and `input_scale`
+    count for this weight.
     """
 
     name: str
@@ -82,7 +88,9 @@ class Quantizer:
     @outliers.validator
     def _is_positive(self, attribute: object, value: float | None) -> None:
         if value is not None and not value > 0:
-            raise InputError(f"Quantizer {self.name!r}: outliers={value!r} rounds no input. Try: 6.0, or None for inputs as they are")
+            raise InputError(
+                f"Quantizer {self.name!r}: outliers={value!r} rounds no input. Try: 6.0, or None for inputs as they are"
+            )
 
     @property
     def format(self) -> Format:
@@ -101,7 +109,8 @@ class Quantizer:
             raise InputError(f"{call} returned a {kind}. Try: by_name= that returns the scheme for a weight, {wanted}")
         if (found.name, found.form) != (self.name, self.form):
             raise InputError(
-                f"{call} returned the scheme {found.name!r} in the format {found.form!r}, and all weights of a scheme have its name and "
+                f"{call} returned the scheme {found.name!r} in the format {found.form!r}, and all weights of a scheme "
+                "have its name and "
                 f"format. Try: {wanted}"
             )
         return attrs.evolve(found, by_name=self.by_name)  # by which `packed` knows that it is calibrated
@@ -139,7 +148,9 @@ class Quantizer:
                     if name not in parts:
                         parts[name] = part.new_empty((matrix.shape[0], *part.shape[1:]))
                     parts[name][first : first + step] = part
-        return Quantized(self.name, self.form, tuple(weight.shape), weight.dtype, **parts, input_scale=whole.input_scale)
+        return Quantized(
+            self.name, self.form, tuple(weight.shape), weight.dtype, **parts, input_scale=whole.input_scale
+        )
 
     def _numbers(self, rows: Tensor, whole: Whole) -> dict[str, Tensor]:
         """The parts of some rows."""
@@ -179,7 +190,10 @@ def _no_scale(scale: object, columns: int) -> str:
 
 
 def whole_of(quantizer: Quantizer, blocks: Callable[[], Iterable[Tensor]], columns: int) -> Whole:
-    """What a scheme asks of all rows of a weight, of `blocks()` of them. Raises InputError where its `input_scale` gives no scale."""
+    """What a scheme asks of all rows of a weight, of `blocks()` of them.
+
+    Raises InputError where its `input_scale` gives no scale.
+    """
     scale = None if quantizer.input_scale is None else _scale_of_inputs(quantizer, blocks, columns)
     if not quantizer.by_largest:
         return Whole(scale)
@@ -198,8 +212,8 @@ def _scaled(rows: Tensor, input_scale: Tensor | None) -> Tensor:
 def _scale_of_inputs(quantizer: Quantizer, blocks: Callable[[], Iterable[Tensor]], columns: int) -> Tensor:
     """What `quantizer.input_scale` gives for a weight, of `blocks()` of its rows.
 
-    Raises InputError where it is no scale of `columns` inputs. Where the weight itself is not finite, its scale may be so too: whoever
-    knows the weight's name says that.
+    Raises InputError where it is no scale of `columns` inputs. Where the weight itself is not finite, its scale may be
+    so too: whoever knows the weight's name says that.
     """
     assert quantizer.input_scale is not None
     scale: Any = quantizer.input_scale(blocks())
@@ -208,7 +222,9 @@ def _scale_of_inputs(quantizer: Quantizer, blocks: Callable[[], Iterable[Tensor]
         wrong = ""
     if wrong:
         should = f"float32 ({columns},), finite and above 0"
-        raise InputError(f"Quantizer {quantizer.name!r}: input_scale= returned {wrong}. Try: input_scale= that returns {should}")
+        raise InputError(
+            f"Quantizer {quantizer.name!r}: input_scale= returned {wrong}. Try: input_scale= that returns {should}"
+        )
     found: Tensor = scale
     return found
 
@@ -225,7 +241,8 @@ def rows_at_once(shape: Sequence[int]) -> int:
 
 def _steps(largest: Tensor, most: float) -> Tensor:
     """The scale at which `largest` becomes `most`, as it is kept. A row of zeros has the scale 0."""
-    # By a tensor: divided by a number, a card multiplies by its rounded inverse, and would give other bits than the host.
+    # By a tensor: divided by a number, a card multiplies by its rounded inverse, and would give other bits than the
+    # host.
     return (largest / torch.full_like(largest, most)).to(torch.float32)
 
 
@@ -249,7 +266,9 @@ def fp8(weight: Tensor) -> dict[str, Tensor]:
 
 
 def fp8_e5m2(weight: Tensor) -> dict[str, Tensor]:
-    """As `fp8` in float8_e5m2, which has a bit less and reaches further below a row's largest: to 2^-32 of it, in place of 2^-18."""
+    """As `fp8` in float8_e5m2, which has a bit less and reaches further below a row's largest: to 2^-32 of it, in place
+    of 2^-18.
+    """
     scale = _steps(weight.abs().amax(1), LARGEST[E5M2])
     return {"data": fp8_e5m2_bits(_divided(weight, scale.unsqueeze(1))), "scale": scale}
 
@@ -270,7 +289,9 @@ def int4(weight: Tensor) -> dict[str, Tensor]:
 
 
 def int4_grid(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale (float32) and zero of each of the groups (..., columns): 0 to 15 between their least and largest number, 0 being among them."""
+    """Scale (float32) and zero of each of the groups (..., columns): 0 to 15 between their least and largest number, 0
+    being among them.
+    """
     least, largest = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     scale = _steps(largest - least, 15.0)
     return scale, _divided(-least, scale).round().clamp(0, 15)

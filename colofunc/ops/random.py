@@ -10,7 +10,8 @@ position in the *global* tensor, so any part of it can be made anywhere, in any 
 `sizes`, `strides` and `offset` (0-dim int64) say which part of the global tensor this is: see `colofunc.ops.indices`.
 
 On a GPU, and on a CPU where a C++ compiler was found (`colofunc.ops.native`), each operator is one launch
-(`colofunc.ops.random_kernels`); else on the CPU tiles of words, elsewhere the plain expressions of `colofunc.ops.draws`: the same bits.
+(`colofunc.ops.random_kernels`); else on the CPU tiles of words, elsewhere the plain expressions of
+`colofunc.ops.draws`: the same bits.
 
 Bits are the index-th output of SplitMix64 whose state and site are mixed from the seed: `mix(key + index * GAMMA)`.
 It takes eleven integer operations, equal on every device; it passes BigCrush, and two streams of one program overlap
@@ -58,7 +59,8 @@ def _key(seed: Tensor, site: int) -> Tensor | int:
 def _words(index: Index, key: int, top_only: bool) -> Iterator[tuple[slice, slice, Words]]:
     """(rows, columns, bits) tile by tile, on the CPU; the bits are a buffer that the next tile overwrites.
 
-    NumPy alone: a call of it costs a tenth of a call of torch, which in tiles of this size would be a third of the time.
+    NumPy alone: a call of it costs a tenth of a call of torch, which in tiles of this size would be a third of the
+    time.
     """
     assert isinstance(index.columns, tuple)
     n, (m, stride) = index.rows.numel(), index.columns
@@ -77,7 +79,14 @@ def _words(index: Index, key: int, top_only: bool) -> Iterator[tuple[slice, slic
 
 
 def _filled(
-    seed: Tensor, site: int, shape: Sequence[int], dtype: torch.dtype, place: Place, write: Write, plain: Plain, top_only: bool = False
+    seed: Tensor,
+    site: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    place: Place,
+    write: Write,
+    plain: Plain,
+    top_only: bool = False,
 ) -> Tensor:
     """A tensor of `shape`: on the CPU `write` fills each of its tiles, elsewhere the tiles are what `plain` gives."""
     index = index_of(shape, *place, seed.device)
@@ -236,8 +245,8 @@ def _dropout(
 
 
 def keep_mask(seed: Tensor, site: int, p: float, dims: Sequence[Tensor], dtype: torch.dtype = torch.bool) -> Tensor:
-    """Dropout's keep mask of a block, as ones and zeros of `dtype`, given the index contribution of each dim (the first one
-    carries the offset).
+    """Dropout's keep mask of a block, as ones and zeros of `dtype`, given the index contribution of each dim (the first
+    one carries the offset).
     """
     lead = dims[0]
     for d in dims[1:-1]:
@@ -291,12 +300,16 @@ def _dropout_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     return dx, None, None, None, None, None, None
 
 
-# ---- for compilers ----
-# Not normal numbers: `erfinv` of one element at a time, as inductor writes it for CPUs, takes several times as long as ours.
+# ---- for compilers ---- Not normal numbers: `erfinv` of one element at a time, as inductor writes it for CPUs, takes
+# several times as long as ours.
 
 
-def _expression(seed: Tensor, site: int | Tensor, shape: Sequence[int], place: Place, draw: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """`draw` of the indices and the key, all of one shape: a compiler would compute the key, one number, in a kernel of its own."""
+def _expression(
+    seed: Tensor, site: int | Tensor, shape: Sequence[int], place: Place, draw: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """`draw` of the indices and the key, all of one shape: a compiler would compute the key, one number, in a kernel of
+    its own.
+    """
     key = draws.key_of(seed.expand(tuple(shape)), site)
     return draw(index_tensor(shape, *place, seed.device), key)
 

@@ -1,8 +1,10 @@
-"""What a kernel is told about a call of a random operator: one launch, and no number that the host would have to wait for.
+"""What a kernel is told about a call of a random operator: one launch, and no number that the host would have to wait
+for.
 
-Problem: elements of a result lie in memory in one order, have global indices in another, and come from operands in a third.
-Idea: a short list of atoms, major first in the order of the result's memory, each with three numbers: how many, how far in the
-global index, how far in the operand. Neighbours that both go on evenly are one atom, so the whole of a contiguous tensor is one.
+Problem: elements of a result lie in memory in one order, have global indices in another, and come from operands in a
+third. Idea: a short list of atoms, major first in the order of the result's memory, each with three numbers: how many,
+how far in the global index, how far in the operand. Neighbours that both go on evenly are one atom, so the whole of a
+contiguous tensor is one.
 
     atoms of dropout for the right half of (4, 6), held as (4, 3):     ((4, 6, 3), (3, 1, 1))
 
@@ -33,8 +35,8 @@ Place = tuple[Sequence[int], Sequence[int], Tensor | None]
 
 @attrs.frozen
 class Draw:
-    """One launch. kind: bits, uniform, normal, or keep: zeros and ones of probability `threshold`, times an operand and `scale` where
-    there is one. `tables`: the element at (r, c) has the index rows[r] + columns[c], whatever the atoms.
+    """One launch. kind: bits, uniform, normal, or keep: zeros and ones of probability `threshold`, times an operand and
+    `scale` where there is one. `tables`: the element at (r, c) has the index rows[r] + columns[c], whatever the atoms.
     """
 
     kind: str
@@ -46,7 +48,9 @@ class Draw:
 
     @property
     def shared(self) -> bool:
-        """Whether eight elements that lie side by side from a multiple of eight on are a run of indices: they share a word."""
+        """Whether eight elements that lie side by side from a multiple of eight on are a run of indices: they share a
+        word.
+        """
         if self.tables is not None:
             return False
         *lead, (count, stride, _) = self.atoms
@@ -117,7 +121,8 @@ def _merged(given: Sequence[Atom], operand: bool) -> tuple[Atom, ...]:
 
 # ---- what a plan counts ----
 
-# Integer operations of a thread for one element, as compiled for compute capability 9.0; normal numbers are float64 for the most part.
+# Integer operations of a thread for one element, as compiled for compute capability 9.0; normal numbers are float64 for
+# the most part.
 OPERATIONS = {
     "colofunc.random_bits": 39, "colofunc.random_uniform": 37, "colofunc.random_normal": 325, "colofunc.random_bernoulli": 30,
     "colofunc.dropout": 36,
@@ -188,7 +193,13 @@ def keep_table(seed: Tensor, site: int, index: Index, q: float, dtype: torch.dty
     """(rows, columns) of draws, where both are tables."""
     columns = index.listed()
     out = torch.empty((index.rows.numel(), columns.numel()), dtype=dtype, device=seed.device)
-    draw = Draw("keep", site, ((columns.numel(), 0, 0),), Threshold.of(q), tables=(index.rows.contiguous(), columns.contiguous()))
+    draw = Draw(
+        "keep",
+        site,
+        ((columns.numel(), 0, 0),),
+        Threshold.of(q),
+        tables=(index.rows.contiguous(), columns.contiguous()),
+    )
     return _start(out, None, seed, None, draw)
 
 

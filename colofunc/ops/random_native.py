@@ -1,8 +1,9 @@
 """Random numbers and dropout on the CPU by a kernel in C++, with the bits of the reference.
 
-Problem: NumPy writes and reads each step of a word's mix through the cache, on one thread. Idea: one operator that fills a
-tensor, told the same as a GPU's kernel is (`colofunc.ops.random_kernels.Draw`); `ext/cuda/cpu/random.cpp` keeps a word in
-registers, with SIMD and torch's threads. Normal numbers come from Wichura's algorithm in place of `erfinv`, as on GPUs.
+Problem: NumPy writes and reads each step of a word's mix through the cache, on one thread. Idea: one operator that
+fills a tensor, told the same as a GPU's kernel is (`colofunc.ops.random_kernels.Draw`); `ext/cuda/cpu/random.cpp` keeps
+a word in registers, with SIMD and torch's threads. Normal numbers come from Wichura's algorithm in place of `erfinv`,
+as on GPUs.
 
     fill(out, x, seed, offset, draw)
 
@@ -81,7 +82,8 @@ def _keep(index: Tensor, key: int, threshold: Threshold, bound: int) -> Tensor:
 
 
 random_fill_ = define(
-    "random_fill_(Tensor(a!) out, Tensor? x, Tensor? rows, Tensor? columns, int kind, int key, int first, int[] sizes, int[] strides, "
+    "random_fill_(Tensor(a!) out, Tensor? x, Tensor? rows, Tensor? columns, int kind, int key, int first, int[] sizes, "
+    "int[] strides, "
     "int[] x_strides, int byte, int bound, bool ties, float scale) -> ()",
     _random_fill_, nothing,
 )  # fmt: skip

@@ -1,18 +1,18 @@
 """Random numbers and dropout on a GPU: one launch, equal bits.
 
-Problem: written with torch's operators a random mask is dozens of launches, each of which reads and writes words of 64 bits.
-Idea: one Triton kernel in which every element computes its own number in registers and stores the result alone; dropout
-reads x, decides and writes, and its backward is the same kernel on the gradient.
+Problem: written with torch's operators a random mask is dozens of launches, each of which reads and writes words of 64
+bits. Idea: one Triton kernel in which every element computes its own number in registers and stores the result alone;
+dropout reads x, decides and writes, and its backward is the same kernel on the gradient.
 
     fill(out, x, seed, offset, draw)       # launches once; reads no value on the host
 
-`colofunc.ops.draws` and `colofunc.ops.masks` define the numbers. As in `masks`, eight Bernoulli draws share a word where
-columns are a run: a group of eight mixes one word (two where runs begin within one), and further bits only for those of
-its elements that tie with the threshold's first byte: one mix for the first of a group, and further rounds of a loop, which
-one block in twenty takes, for the rest.
+`colofunc.ops.draws` and `colofunc.ops.masks` define the numbers. As in `masks`, eight Bernoulli draws share a word
+where columns are a run: a group of eight mixes one word (two where runs begin within one), and further bits only for
+those of its elements that tie with the threshold's first byte: one mix for the first of a group, and further rounds of
+a loop, which one block in twenty takes, for the rest.
 
-Normal numbers use Wichura's algorithm in float64 instead of `erfinv`: it needs a logarithm and a root alone, and its relative
-error of 1e-16 vanishes in float32. Source: Wichura, Algorithm AS 241 (1988), PPND16.
+Normal numbers use Wichura's algorithm in float64 instead of `erfinv`: it needs a logarithm and a root alone, and its
+relative error of 1e-16 vanishes in float32. Source: Wichura, Algorithm AS 241 (1988), PPND16.
 
 This module is imported where a kernel is launched: Triton is there with torch for CUDA, and not elsewhere.
 """
@@ -95,8 +95,8 @@ def _places(position, sizes, strides, x_strides, ATOMS: tl.constexpr):
     return index + rest * strides[0], at + rest * x_strides[0]
 
 
-# Coefficients of the three quotients of polynomials, highest power first: (numerator, denominator) for the centre, for the tails, and for
-# the far tails.
+# Coefficients of the three quotients of polynomials, highest power first: (numerator, denominator) for the centre, for
+# the tails, and for the far tails.
 QUOTIENTS = tl.constexpr((
     (2509.0809287301227, 5226.495278852854, 0.0007745450142783414, 1.0507500716444169e-09, 2.0103343992922881e-07, 2.0442631033899397e-15),
     (33430.57558358813, 28729.085735721943, 0.022723844989269184, 0.0005475938084995345, 2.7115555687434876e-05, 1.421511758316446e-07),
@@ -147,7 +147,11 @@ def numbers_kernel(
         pid = pid.to(tl.int64)
     position = pid * SIZE + tl.arange(0, SIZE)
     index, _ = _places(position, sizes, strides, x_strides, ATOMS)
-    word = _word(index + _scalar(offset, OFFSET_ON_CARD), _key(_scalar(seed, SEED_ON_CARD), site), KIND == "uniform" and BITS <= 31)
+    word = _word(
+        index + _scalar(offset, OFFSET_ON_CARD),
+        _key(_scalar(seed, SEED_ON_CARD), site),
+        KIND == "uniform" and BITS <= 31,
+    )
     if KIND == "bits":
         number = word.to(tl.int64)
     elif KIND == "normal":
@@ -161,7 +165,8 @@ def numbers_kernel(
 
 @triton.jit
 def _first_of(ties):
-    """Which of eight bytes holds the lowest bit of a word with bits 7, 15, ..., 63 (0 where it has none), and that bit."""
+    """Which of eight bytes holds the lowest bit of a word with bits 7, 15, ..., 63 (0 where it has none), and that bit.
+    """
     bit = ties & ((ties ^ 0xFFFFFFFFFFFFFFFF) + 1)
     byte = (
         ((bit & 0x8080808000000000) != 0).to(tl.int64) * 4
@@ -173,7 +178,9 @@ def _first_of(ties):
 
 @triton.jit
 def _eight(index, key, byte, bound, SHIFTED: tl.constexpr, TIES: tl.constexpr):
-    """Draws for the indices `index + 0..7`: bytes of decisions, and a word whose bits 7, 15, ..., 63 are the ties that won."""
+    """Draws for the indices `index + 0..7`: bytes of decisions, and a word whose bits 7, 15, ..., 63 are the ties that
+    won.
+    """
     start = (index & 7).to(tl.uint64) * 8
     word = _word(index >> 3, key, False)
     if SHIFTED:
@@ -217,8 +224,8 @@ def keep_kernel(
 ):  # fmt: skip
     """out (n,): Bernoulli draws, or x times them and `scale` (the bits of a float64).
 
-    `SHARED`: each eight elements of the result from one multiple of eight on have consecutive indices. `TABLES`: the element at (r, c) of
-    (n / sizes[0], sizes[0]) has the index rows[r] + columns[c].
+    `SHARED`: each eight elements of the result from one multiple of eight on have consecutive indices. `TABLES`: the
+    element at (r, c) of (n / sizes[0], sizes[0]) has the index rows[r] + columns[c].
     """
     pid = tl.program_id(0)
     if WIDE:
@@ -267,7 +274,9 @@ def fill(out: Tensor, x: Tensor | None, seed: Tensor | int, offset: Tensor | int
     with on_card_of(out):
         if draw.kind in ("bits", "uniform", "normal"):
             bits = UNIFORM_BITS[out.dtype] if draw.kind == "uniform" else 64
-            numbers_kernel[grid](out, seed, offset, n, draw.site + 1, sizes, strides, x_strides, KIND=draw.kind, BITS=bits, **shared)
+            numbers_kernel[grid](
+                out, seed, offset, n, draw.site + 1, sizes, strides, x_strides, KIND=draw.kind, BITS=bits, **shared
+            )
             return
         rows, columns = draw.tables if draw.tables is not None else (None, None)
         keep_kernel[grid](

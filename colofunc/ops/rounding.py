@@ -3,15 +3,16 @@
     words = words_of(index_of(x.shape, *place, x.device), 0, x.numel(), seed, site)
     y = rounded(x.flatten(), words, which=0)                 # the mean over seeds is x
 
-Problem: an update of a parameter in bfloat16 is less than half the way to the next number, so that to the nearest nothing ever moves.
-Idea: a number that is a quarter of the way to its upper neighbour goes there every fourth time. Which times is a draw by (seed, site,
-index of the element in the *global* tensor), as in `ops.random`: the same on every mesh. One word of 64 bits has the draws of four tensors.
+Problem: an update of a parameter in bfloat16 is less than half the way to the next number, so that to the nearest
+nothing ever moves. Idea: a number that is a quarter of the way to its upper neighbour goes there every fourth time.
+Which times is a draw by (seed, site, index of the element in the *global* tensor), as in `ops.random`: the same on
+every mesh. One word of 64 bits has the draws of four tensors.
 
     bits of x as a whole number, plus 0 to 2^16 - 1, without the low 16 bits
 
-What bfloat16 has exactly stays, NaN and infinity too. A number beyond bfloat16's largest becomes it or infinity. Sources: Gupta et al.
-2015, "Deep learning with limited numerical precision" (1502.02551), section 3, with the unbiased rounding; Zamirai et al. 2020,
-"Revisiting BFloat16 training" (2010.06192), section 4, for updates of parameters.
+What bfloat16 has exactly stays, NaN and infinity too. A number beyond bfloat16's largest becomes it or infinity.
+Sources: Gupta et al. 2015, "Deep learning with limited numerical precision" (1502.02551), section 3, with the unbiased
+rounding; Zamirai et al. 2020, "Revisiting BFloat16 training" (2010.06192), section 4, for updates of parameters.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ DROPPED_BITS = 16
 PARAM_DRAW = 0
 """Which draw of a word rounds a parameter."""
 HOST_TILE, DEVICE_TILE = 1 << 15, 1 << 24
-"""Elements that are rounded at a time. On the host words stay in the second-level cache, elsewhere this bounds the memory."""
+"""Elements that are rounded at a time. On the host words stay in the second-level cache, elsewhere this bounds the
+memory."""
 
 
 def words_of(index: Index, first: int, end: int, seed: Tensor, site: int) -> Tensor:
-    """What is drawn for the elements first to end of a local tensor in row-major order: (end - first,) int64, beside the 0-dim seed."""
+    """What is drawn for the elements first to end of a local tensor in row-major order: (end - first,) int64, beside
+    the 0-dim seed.
+    """
     at = torch.arange(first, end, device=seed.device)
     if index.rows.numel() == 1:
         columns = at

@@ -3,19 +3,20 @@
     codes, scale = pack_saved(x, 1, 128, torch.int8)                    # x (b, 256): codes (b, 256), scale (b, 2)
     y = widen_saved(codes, scale, torch.int8, torch.float32)            # about x, in the dtype that it had
 
-Problem: what forward keeps for backward is most of the memory of a training step, and backward only needs to know it about.
-Idea: two operators, one behind what makes the value and one in front of what reads it in backward. A group is a run of at most
-`GROUP` elements of one row: `group_of` says which, from the shape alone, so that numbers and scales are those of one device
-wherever rows lie. A group never reaches over dim 0, so that a sample's numbers do not depend on the others of its batch.
+Problem: what forward keeps for backward is most of the memory of a training step, and backward only needs to know it
+about. Idea: two operators, one behind what makes the value and one in front of what reads it in backward. A group is a
+run of at most `GROUP` elements of one row: `group_of` says which, from the shape alone, so that numbers and scales are
+those of one device wherever rows lie. A group never reaches over dim 0, so that a sample's numbers do not depend on the
+others of its batch.
 
     numbers         a number stands for      scale                        |y - x| is at most
     int8            codes * scale            largest of the group / 127   scale / 2
     float8_e4m3fn   its bits, * scale        largest of the group / 448   |x| / 16 + scale / 1024
 
-(and what the dtype of y rounds). The scale is in float32, of float64 in float64. 0 stays 0. A group with a number that is not
-finite is not finite as a whole, so that backward shows it. Sources: Chen et al. 2021, "ActNN" (2104.14129), which keeps groups of
-256 elements in 2 to 8 bits, rounded at random; Xi et al. 2024, "COAT" (2410.19313), in float8 in groups of a row. Here numbers
-are rounded to the nearest.
+(and what the dtype of y rounds). The scale is in float32, of float64 in float64. 0 stays 0. A group with a number that
+is not finite is not finite as a whole, so that backward shows it. Sources: Chen et al. 2021, "ActNN" (2104.14129),
+which keeps groups of 256 elements in 2 to 8 bits, rounded at random; Xi et al. 2024, "COAT" (2410.19313), in float8 in
+groups of a row. Here numbers are rounded to the nearest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writing into a part of a tensor: `slice_scatter` and its like, and their form in place.
 
-Problem: `cache[:, :, 3:4] = keys` is traced as `slice_scatter`, which copies the whole cache, and torch has no form of it in place.
-Idea: the view that its name says, and one copy into that.
+Problem: `cache[:, :, 3:4] = keys` is traced as `slice_scatter`, which copies the whole cache, and torch has no form of
+it in place. Idea: the view that its name says, and one copy into that.
 
     slice_scatter(x, part, dim, ...)    x.clone(), in it slice(dim, ...) <- part
     slice_scatter_(x, part, dim, ...)   slice(x, dim, ...) <- part
@@ -25,7 +25,8 @@ TOUCH_A_PART = frozenset(
         "colofunc.slice_scatter colofunc.select_scatter colofunc.diagonal_scatter"
     ).split()
 )
-"""Operators in place, without their overloads, that touch as much of what they write to as they are given, where others go through all."""
+"""Operators in place, without their overloads, that touch as much of what they write to as they are given, where others
+go through all."""
 VIEWS: dict[str, str] = {
     "aten.slice_scatter.default": "aten.slice.Tensor",
     "aten.select_scatter.default": "aten.select.int",
@@ -43,8 +44,8 @@ def _writer(view: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _copier(write: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Torch's own copy strides too, so that elements that share memory (a value that came of `expand` or `unfold`) would share it in the
-    result, and all of them would be written."""
+    """Torch's own copy strides too, so that elements that share memory (a value that came of `expand` or `unfold`)
+    would share it in the result, and all of them would be written."""
 
     def kernel(x: Tensor, *part_and_where: Any, **named: Any) -> Tensor:
         return write(x.clone(), *part_and_where, **named)

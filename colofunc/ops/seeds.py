@@ -90,7 +90,13 @@ def random(key: int | Tensor) -> Iterator[None]:
 def _key(key: Any) -> int:
     if isinstance(key, int) and not isinstance(key, bool):
         return key if -(1 << 63) <= key <= MASK64 else mix_int(key & MASK64) ^ mix_int(key >> 64 & MASK64)
-    if isinstance(key, Tensor) and key.dim() <= 1 and key.numel() and not key.is_floating_point() and key.dtype != torch.bool:
+    if (
+        isinstance(key, Tensor)
+        and key.dim() <= 1
+        and key.numel()
+        and not key.is_floating_point()
+        and key.dtype != torch.bool
+    ):
         words = [int(word) for word in key.reshape(-1).tolist()]
         mixed = words[0]
         for word in words[1:]:
@@ -117,8 +123,8 @@ def draw_seed() -> Tensor:
 
 
 def random_state() -> dict[str, Tensor]:
-    """Where this process stands in its random numbers: torch's default CPU generator, Python's and NumPy's global ones (that
-    data sets use), and the `with random(key)` around this call. Plain CPU tensors of fixed shapes, to be saved.
+    """Where this process stands in its random numbers: torch's default CPU generator, Python's and NumPy's global ones
+    (that data sets use), and the `with random(key)` around this call. Plain CPU tensors of fixed shapes, to be saved.
     """
     version, words, gauss = python_random.getstate()
     assert version == 3, "the state of Python's Mersenne Twister has version 3 since Python 3.2"
@@ -136,7 +142,10 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go back to where `random_state` was taken. A state from inside `with random(key)` wants one around this call too."""
+    """Go back to where `random_state` was taken.
+
+    A state from inside `with random(key)` wants one around this call too.
+    """
     wanted = ("torch", "python", "numpy", "gauss", "key", "drawn")
     for name in wanted:
         if name not in state:
@@ -147,7 +156,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     drawn, current = int(whole["drawn"]), _STREAM.get()
     if drawn >= 0 and current is None:
         raise InputError(
-            f"this random state was taken inside `with cf.random({int(whole['key'])})`; set it inside such a block, which then goes on"
+            f"this random state was taken inside `with cf.random({int(whole['key'])})`; set it inside such a block, "
+            "which then goes on"
         )
     torch.set_rng_state(whole["torch"].to(torch.uint8))
     python_random.setstate((3, tuple(whole["python"].tolist()), None if gauss != gauss else gauss))

@@ -1,9 +1,10 @@
 """What a mask selects, where nobody knows yet how much that is.
 
-Problem: `labels.masked_select(labels != -100)` has as many elements as the mask holds, and a step that is traced has no values.
-Transformers joins the targets of a CTC loss so, and the loss needs no such number: the lengths beside it say where each
-sample ends. Idea: while a step is traced the call gives a `Selected`, which keeps the values and the mask. An operator that
-can do without the number asks for `padded()`; every other use is the error that the call itself would have been.
+Problem: `labels.masked_select(labels != -100)` has as many elements as the mask holds, and a step that is traced has no
+values. Transformers joins the targets of a CTC loss so, and the loss needs no such number: the lengths beside it say
+where each sample ends. Idea: while a step is traced the call gives a `Selected`, which keeps the values and the mask.
+An operator that can do without the number asks for `padded()`; every other use is the error that the call itself would
+have been.
 
     flat = labels.masked_select(mask)        # Selected
     F.ctc_loss(scores, flat, ...)            # reads flat.padded()
@@ -22,7 +23,10 @@ from colofunc.errors import TraceError
 
 
 class Selected(Tensor):
-    """The elements of `source` where `mask` holds, in row-major order. Every function of torch but those that ask first is `refusal`."""
+    """The elements of `source` where `mask` holds, in row-major order.
+
+    Every function of torch but those that ask first is `refusal`.
+    """
 
     source: Tensor
     mask: Tensor
@@ -36,7 +40,9 @@ class Selected(Tensor):
 
 
 def select(source: Tensor, mask: Tensor, refusal: TraceError) -> Selected:
-    """What `source.masked_select(mask)` is where its size is not known; `refusal` is raised by every use that needs the size."""
+    """What `source.masked_select(mask)` is where its size is not known; `refusal` is raised by every use that needs the
+    size.
+    """
     with compat.disable_modes(), compat.no_function_modes():
         selected = torch.empty(0).as_subclass(Selected)
     selected.source, selected.mask, selected.refusal = source, mask, refusal
@@ -44,7 +50,9 @@ def select(source: Tensor, mask: Tensor, refusal: TraceError) -> Selected:
 
 
 def padded(selected: Selected) -> tuple[Tensor, Tensor]:
-    """(elements, how many count): as many elements as source and mask have when they are broadcast; behind those that count, any."""
+    """(elements, how many count): as many elements as source and mask have when they are broadcast; behind those that
+    count, any.
+    """
     source, mask = torch.broadcast_tensors(selected.source, selected.mask)
     if mask.numel() == 0:
         return source.reshape(-1), mask.sum()

@@ -8,14 +8,16 @@
     nvfp4  blocks of 16 columns: e2m1 times a scale of the block, e4m3(max|w| of the block / (6 outer)), times a float32 scale of the
            tensor, outer = max|w| / (6 * 448), with which the largest block's scale is 448.
 
-Problem: hardware that has these formats is rare, and what is packed elsewhere is to be the same. Idea: everything but one quotient is
-exact (a power of two divides, scales multiply in float64), and numbers are compared with halves between neighbours: so data and scales are
-the same on every device. For weights in float32 and narrower they are those of exact arithmetic; for float64 those of the quotient in it.
+Problem: hardware that has these formats is rare, and what is packed elsewhere is to be the same. Idea: everything but
+one quotient is exact (a power of two divides, scales multiply in float64), and numbers are compared with halves between
+neighbours: so data and scales are the same on every device. For weights in float32 and narrower they are those of exact
+arithmetic; for float64 those of the quotient in it.
 
-Sources: OCP Microscaling Formats (MX) Specification 1.0, sections 5 (formats) and 6.3 (conversion: the scale, and that numbers above the
-largest are clamped). NVIDIA 2025, "Pretraining Large Language Models with NVFP4" (2509.25149), the appendix on quantization: two levels of
-scales. Halves go to the even neighbour as in IEEE 754; the MX specification leaves that open. NVIDIA's kernels multiply by reciprocals in
-float32, which may round a number near a half the other way; here each number is the nearest one under the scales that are kept.
+Sources: OCP Microscaling Formats (MX) Specification 1.0, sections 5 (formats) and 6.3 (conversion: the scale, and that
+numbers above the largest are clamped). NVIDIA 2025, "Pretraining Large Language Models with NVFP4" (2509.25149), the
+appendix on quantization: two levels of scales. Halves go to the even neighbour as in IEEE 754; the MX specification
+leaves that open. NVIDIA's kernels multiply by reciprocals in float32, which may round a number near a half the other
+way; here each number is the nearest one under the scales that are kept.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def nearest_codes(size: Tensor, levels: Sequence[float]) -> Tensor:
     """Which of ascending levels is the nearest to numbers of 0 and more, of two the one with an even code; int64."""
     grid = torch.tensor(levels, dtype=size.dtype, device=size.device)
     halves = (grid[1:] + grid[:-1]) / 2
-    # What is at a half goes down; between an odd code and the next one it is to go up, so that half is the number right below it.
+    # What is at a half goes down; between an odd code and the next one it is to go up, so that half is the number right
+    # below it.
     is_odd = torch.arange(len(halves), device=size.device) % 2 == 1
     halves = torch.where(is_odd, torch.nextafter(halves, torch.zeros_like(halves)), halves)
     return torch.bucketize(size.contiguous(), halves)
@@ -143,10 +146,14 @@ def _nvfp4(weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _nvfp4_fake(weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = weight.shape
     data = weight.new_empty((rows, columns // 2), dtype=torch.uint8)
-    return data, weight.new_empty((rows, columns // NV_BLOCK), dtype=torch.uint8), weight.new_empty(rows, dtype=torch.float32)
+    return (
+        data,
+        weight.new_empty((rows, columns // NV_BLOCK), dtype=torch.uint8),
+        weight.new_empty(rows, dtype=torch.float32),
+    )
 
 
-# Operators, because a tensor on several ranks has no view in another dtype. (o, i) -> data, scales of blocks, and of nvfp4 the tensor's
-# scale for each row; largest: () max |w| of the whole tensor.
+# Operators, because a tensor on several ranks has no view in another dtype. (o, i) -> data, scales of blocks, and of
+# nvfp4 the tensor's scale for each row; largest: () max |w| of the whole tensor.
 mxfp8_numbers = define("mxfp8_numbers(Tensor weight) -> (Tensor, Tensor)", _mxfp8, _mxfp8_fake)
 nvfp4_numbers = define("nvfp4_numbers(Tensor weight, Tensor largest) -> (Tensor, Tensor, Tensor)", _nvfp4, _nvfp4_fake)

@@ -1,15 +1,16 @@
 """The sum of a tensor's squares as one operator, `colofunc.sum_of_squares`: what a joint norm is made of.
 
-Problem: to square a tensor and to sum the squares writes and reads another one of its size, which on a host takes ten times as long as
-to read the tensor (`bench/native_passes.py`); a running sum in float32 would lose a thousandth of a large one. Idea: one pass, in which
-squares are summed by rows, and rows in float64: on the host by a kernel in C++ (`ext/cuda/cpu/squares.cpp`), else by torch's norm of rows.
+Problem: to square a tensor and to sum the squares writes and reads another one of its size, which on a host takes ten
+times as long as to read the tensor (`bench/native_passes.py`); a running sum in float32 would lose a thousandth of a
+large one. Idea: one pass, in which squares are summed by rows, and rows in float64: on the host by a kernel in C++
+(`ext/cuda/cpu/squares.cpp`), else by torch's norm of rows.
 
     total = sum_of_squares(grad)          # 0-dim, in the dtype of grad, at least float32
 
-In float32 squares of elements below 1e-19 lose digits, of those below 2.6e-23 they are 0, and a row with a norm above 1e19 counts as
-infinite. Sums in float64 would have no such bounds, but take a third of the time of an update. Between them the error is at most that of
-`ROW` roundings, relative. The kernel has the same bits for each instruction set and number of threads; without it the order of a sum is
-another one.
+In float32 squares of elements below 1e-19 lose digits, of those below 2.6e-23 they are 0, and a row with a norm above
+1e19 counts as infinite. Sums in float64 would have no such bounds, but take a third of the time of an update. Between
+them the error is at most that of `ROW` roundings, relative. The kernel has the same bits for each instruction set and
+number of threads; without it the order of a sum is another one.
 """
 
 from __future__ import annotations
@@ -76,5 +77,7 @@ def _squares_host_(out: Tensor, x: Tensor) -> None:
     out.copy_(_by_rows(x))
 
 
-sum_of_squares = define("sum_of_squares(Tensor x) -> Tensor", _sum_of_squares, _fake, (_save, _backward), for_compilers=written_out)
+sum_of_squares = define(
+    "sum_of_squares(Tensor x) -> Tensor", _sum_of_squares, _fake, (_save, _backward), for_compilers=written_out
+)
 squares_host_ = define("squares_host_(Tensor(a!) out, Tensor x) -> ()", _squares_host_, nothing)

@@ -69,7 +69,10 @@ def resolve(target: str) -> Callable[..., Any]:
 
 @cache
 def overload(target: str) -> Any:
-    """The operator overload that `target` names, exactly. Raises ProgramError for none, and for one that opens files."""
+    """The operator overload that `target` names, exactly.
+
+    Raises ProgramError for none, and for one that opens files.
+    """
     namespace, _, rest = target.partition(".")
     name, _, variant = rest.partition(".")
     try:

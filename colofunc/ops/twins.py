@@ -1,15 +1,16 @@
 """Twins: the operator that writes what another one computes over memory that is there, as torch's schemas say.
 
-Problem: a list of operators that can work in place is never complete, and says again what each schema says. Idea: a name, its
-arguments and what is written of them (`Tensor(a!)`) are enough.
+Problem: a list of operators that can work in place is never complete, and says again what each schema says. Idea: a
+name, its arguments and what is written of them (`Tensor(a!)`) are enough.
 
     index_copy(x, ...) -> y                  index_copy_(x!, ...)                       "_" behind the name
     native_norm_functional(...) -> y, m, v   native_norm(..., m!, v!) -> y              "_functional" gone
     mul(x, y) -> z                           mul(x, y, out=z!)                          `out_twin`
     slice_scatter(x, ...) -> y               colofunc::slice_scatter_(x!, ...)          ours, where torch has none (`ops.scatter`)
 
-The twin's own results come first among those of the functional operator, and those that it writes follow in the order of the
-arguments that they are written over. Random operators have no twin, since the order of draws would have to be theirs.
+The twin's own results come first among those of the functional operator, and those that it writes follow in the order
+of the arguments that they are written over. Random operators have no twin, since the order of draws would have to be
+theirs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from colofunc.ops.targets import overload, target_of
 
 @attrs.frozen
 class Twin:
-    """`target` takes the same arguments. `places`: (result of the functional operator, argument that it is written over).
+    """`target` takes the same arguments. `places`: (result of the functional operator, argument that it is written
+    over).
 
     `own`: how many results are its own; the others are what it has written (`aliased`).
     """
@@ -54,7 +56,11 @@ def twin_of(target: str) -> Twin | None:
             continue
         written = [k for k, argument in enumerate(found._schema.arguments) if _is_written(argument)]
         own = sum(r.alias_info is None for r in found._schema.returns)
-        if written and _arguments(found) == _arguments(functional) and own + len(written) == len(functional._schema.returns):
+        if (
+            written
+            and _arguments(found) == _arguments(functional)
+            and own + len(written) == len(functional._schema.returns)
+        ):
             places = tuple((own + k, position) for k, position in enumerate(written))
             return Twin(name, places, own, len(found._schema.returns) - own)
     return None
@@ -62,7 +68,8 @@ def twin_of(target: str) -> Twin | None:
 
 @cache
 def out_twin(target: str) -> tuple[str, str] | None:
-    """(operator, argument) that gives a functional one its result's memory; None where torch has none that takes no more than that.
+    """(operator, argument) that gives a functional one its result's memory; None where torch has none that takes no
+    more than that.
 
     Those that torch generates are none: they compute the result elsewhere and copy it.
     """
@@ -81,7 +88,9 @@ def out_twin(target: str) -> tuple[str, str] | None:
 
 @cache
 def functional_of(target: str) -> tuple[str, str] | None:
-    """(functional operator, argument that it does not have or "") of one that `twin_of` or `out_twin` gives for a single result."""
+    """(functional operator, argument that it does not have or "") of one that `twin_of` or `out_twin` gives for a
+    single result.
+    """
     namespace, _, rest = target.partition(".")
     name, _, variant = rest.partition(".")
     if name.endswith("_"):
@@ -129,7 +138,11 @@ def _is_functional(operator: Any) -> bool:
 
 
 def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write and not isinstance(argument.type, torch.ListType)
+    return (
+        argument.alias_info is not None
+        and argument.alias_info.is_write
+        and not isinstance(argument.type, torch.ListType)
+    )
 
 
 def _arguments(operator: Any) -> list[tuple[str, str]]:

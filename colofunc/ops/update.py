@@ -28,7 +28,15 @@ from torch import Tensor
 from colofunc.ops.define import define_update
 from colofunc.ops.update_device import adamw_device_, reads_narrow_there, sgd_device_
 from colofunc.ops.update_fused import beside, fusable, fused_adamw_, fused_sgd_, is_exact, sgd_is_fused
-from colofunc.ops.update_narrow import adamw_asks_kernel, adamw_host_, asks_kernel, host_form, in_memory_order, reads_narrow, sgd_host_
+from colofunc.ops.update_narrow import (
+    adamw_asks_kernel,
+    adamw_host_,
+    asks_kernel,
+    host_form,
+    in_memory_order,
+    reads_narrow,
+    sgd_host_,
+)
 
 
 def _aligned(grad: Tensor, param: Tensor) -> Tensor:
@@ -58,7 +66,10 @@ def _adamw_(
     maxima = [max_exp_avg_sq] if amsgrad and max_exp_avg_sq is not None else []
     if is_exact(param) and fusable(param, exp_avg, exp_avg_sq, *maxima):
         if not maxima and (reads_narrow(param, grad) or reads_narrow_there(param, grad)):
-            operands, flag = in_memory_order(param, grad, exp_avg, exp_avg_sq), None if finite is None else beside(finite, param)
+            operands, flag = (
+                in_memory_order(param, grad, exp_avg, exp_avg_sq),
+                None if finite is None else beside(finite, param),
+            )
             options = beta1, beta2, eps, weight_decay, decoupled, maximize, flag
             if not param.is_cpu:
                 adamw_device_(*operands, step, lr, *options)
@@ -135,8 +146,10 @@ def _sgd_reads_narrow(given: Mapping[str, Any]) -> bool:
 
 
 adamw, adamw_ = define_update(
-    "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, float beta1, float beta2, "
-    "float eps, float weight_decay, bool decoupled, bool amsgrad=False, Tensor(d!)? max_exp_avg_sq=None, bool maximize=False, "
+    "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, float "
+    "beta1, float beta2, "
+    "float eps, float weight_decay, bool decoupled, bool amsgrad=False, Tensor(d!)? max_exp_avg_sq=None, bool "
+    "maximize=False, "
     "Tensor? finite=None) -> ()",
     _adamw_, narrow_where=_adamw_reads_narrow,
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """torch's fused kernels of updates, and which tensors they can take.
 
-Problem: they walk all operands in memory order, read counts, rates and flags in one dtype, and are less precise than the parameter on
-some devices. Idea: whoever updates one parameter or many asks here first, and calls them through the functions below.
+Problem: they walk all operands in memory order, read counts, rates and flags in one dtype, and are less precise than
+the parameter on some devices. Idea: whoever updates one parameter or many asks here first, and calls them through the
+functions below.
 
     if is_exact(param) and fusable(param, exp_avg, exp_avg_sq):
         fused_adamw_([param], [grad], [exp_avg], [exp_avg_sq], [], step, lr, 0.9, 0.999, 1e-8, 0.01, True, False, None)
@@ -37,7 +38,9 @@ def is_exact(param: Tensor) -> bool:
 
 
 def beside(number: Tensor, param: Tensor) -> Tensor:
-    """A step count, rate or flag in the memory of the parameter: a kernel on a GPU that is handed one of the host reads nobody's memory."""
+    """A step count, rate or flag in the memory of the parameter: a kernel on a GPU that is handed one of the host reads
+    nobody's memory.
+    """
     return number if number.device == param.device else number.to(param.device)
 
 
@@ -55,7 +58,10 @@ def fused_adamw_(
     maxima: Sequence[Tensor], step: Tensor, lr: Tensor, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool,
     maximize: bool, finite: Tensor | None,
 ) -> None:  # fmt: skip
-    """torch's fused kernel on parameters of one dtype and device, each of which lies as its operands do. No maxima: no amsgrad."""
+    """torch's fused kernel on parameters of one dtype and device, each of which lies as its operands do.
+
+    No maxima: no amsgrad.
+    """
     fused = aten._fused_adamw_.tensor_lr if decoupled else aten._fused_adam_.tensor_lr
     # The kernel reads counts and flags as float32, whatever a mode such as `cf.testing.float64()` makes of that dtype.
     with compat.no_function_modes():
@@ -80,6 +86,6 @@ def fused_sgd_(
 
 
 def sgd_is_fused(param: Tensor, momentum: float, dampening: float) -> bool:
-    """Whether torch's fused kernel has the numbers of this update: in half precision it rounds less often, and only it would have to
-    know from the host whether a step with damped gradients is the first one."""
+    """Whether torch's fused kernel has the numbers of this update: in half precision it rounds less often, and only it
+    would have to know from the host whether a step with damped gradients is the first one."""
     return param.dtype in (torch.float64, torch.float32) and is_exact(param) and (momentum == 0.0 or dampening == 0.0)

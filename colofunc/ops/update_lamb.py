@@ -16,10 +16,11 @@ The step along the direction is plain SGD's.
 
 The twin `lamb_direction_` writes the moments where they lie. The direction has the parameter's shape, in at least
 float32. Moments and the first term are those of `colofunc.adamw_` for a parameter of zeros, so that whatever kernel
-runs there runs here. On the host one pass by a kernel in C++ (`ext/cuda/cpu/lamb.cpp`) gives both, `lamb_host_`, for a float32
-parameter and a gradient in float32, bfloat16 or float16. Its moments and first term round as `update_narrow` says. Squares are
-summed as `colofunc.ops.squares` says. On a GPU one pass by a kernel in CUDA, `lamb_device_`, gives the direction of such operands.
-Source: You et al., Large batch optimization for deep learning (2019, 1904.00962), algorithm 2, with the identity for phi.
+runs there runs here. On the host one pass by a kernel in C++ (`ext/cuda/cpu/lamb.cpp`) gives both, `lamb_host_`, for a
+float32 parameter and a gradient in float32, bfloat16 or float16. Its moments and first term round as `update_narrow`
+says. Squares are summed as `colofunc.ops.squares` says. On a GPU one pass by a kernel in CUDA, `lamb_device_`, gives
+the direction of such operands. Source: You et al., Large batch optimization for deep learning (2019, 1904.00962),
+algorithm 2, with the identity for phi.
 """
 
 from __future__ import annotations
@@ -119,17 +120,20 @@ def _fake_(param: Tensor, *others: object, **more: object) -> tuple[Tensor, Tens
 
 
 lamb_direction, lamb_direction_ = define_update(
-    "lamb_direction_(Tensor param, Tensor grad, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, Tensor step, float beta1, float beta2, "
+    "lamb_direction_(Tensor param, Tensor grad, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, Tensor step, float beta1, "
+    "float beta2, "
     "float eps, float weight_decay, bool maximize=False, Tensor? finite=None) -> (Tensor, Tensor)",
     _direction_, _fake_, narrow_where=always,
 )  # fmt: skip
 lamb_host_ = define(
-    "lamb_host_(Tensor(a!) direction, Tensor(b!) squares, Tensor param, Tensor grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, "
+    "lamb_host_(Tensor(a!) direction, Tensor(b!) squares, Tensor param, Tensor grad, Tensor(c!) exp_avg, Tensor(d!) "
+    "exp_avg_sq, "
     "float step, float beta1, float beta2, float eps, float weight_decay, bool maximize) -> ()",
     _lamb_host_, nothing,
 )  # fmt: skip
 lamb_device_ = define(
-    "lamb_device_(Tensor(a!) direction, Tensor param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, float beta1, "
+    "lamb_device_(Tensor(a!) direction, Tensor param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor "
+    "step, float beta1, "
     "float beta2, float eps, float weight_decay, bool maximize, Tensor? finite) -> ()",
     _lamb_device_, nothing,
 )  # fmt: skip

@@ -1,15 +1,15 @@
 """Updates of many parameters as one call, with the numbers of the operators that `update` has for one.
 
-Problem: to call the update of a small parameter takes longer than to compute it, so that a hundred of them are a third of a small
-step. Idea: torch's fused kernels take lists of tensors. What runs a program may call one of these functions in place of several
-updates that stand side by side and differ in their tensors alone.
+Problem: to call the update of a small parameter takes longer than to compute it, so that a hundred of them are a third
+of a small step. Idea: torch's fused kernels take lists of tensors. What runs a program may call one of these functions
+in place of several updates that stand side by side and differ in their tensors alone.
 
     adamw_(p, g, m, v, step, lr, 0.9, ...)
     adamw_(q, h, n, w, step, lr, 0.9, ...)      ->      adamw_all_((p, q), (g, h), (m, n), (v, w), step, lr, 0.9, ...)
 
-Parameters that the kernels cannot take (laid otherwise in memory than their operands) are updated one by one, which holds one
-temporary at a time, and so are those for which there is a kernel in C++. Optimizers for which torch has no kernel without temporaries
-are not here: its `_foreach` functions would hold those of all parameters at once.
+Parameters that the kernels cannot take (laid otherwise in memory than their operands) are updated one by one, which
+holds one temporary at a time, and so are those for which there is a kernel in C++. Optimizers for which torch has no
+kernel without temporaries are not here: its `_foreach` functions would hold those of all parameters at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _is_contiguous = Tensor.is_contiguous
 
 @attrs.frozen
 class Many:
-    """The form of an in-place update that takes many parameters: a tuple for each of the arguments at `own`, the others once."""
+    """The form of an in-place update that takes many parameters: a tuple for each of the arguments at `own`, the others
+    once.
+    """
 
     own: tuple[int, ...]
     call: Callable[..., None]
@@ -106,7 +108,12 @@ def sgd_all_(
         KERNELS["colofunc.sgd_"](p, g, b, step, lr, momentum, dampening, weight_decay, nesterov, maximize, finite)
 
     able = sgd_is_fused(params[0], momentum, dampening)
-    _each(fused if able else None, single, [params, grads, *([held] if held else [])], [params, grads, buffers or [None] * len(params)])
+    _each(
+        fused if able else None,
+        single,
+        [params, grads, *([held] if held else [])],
+        [params, grads, buffers or [None] * len(params)],
+    )
 
 
 MANY: Mapping[str, Many] = {

@@ -1,25 +1,27 @@
 """Updates that read a gradient narrower than the parameter, as the backward pass made it.
 
-Problem: in mixed precision a gradient in bfloat16 meets a float32 parameter. To cast it as a whole writes and reads four bytes an
-element more than the update needs, and holds them. Idea: one pass over memory reads the narrow gradient and writes parameter and
-states, by a kernel in C++ (`ext/cuda/cpu/update.cpp`). Without a compiler torch's fused kernel works on a block at a time, whose cast
-stays in the cache; a parameter of one block is cast as before. AdamW's kernel takes a float32 gradient, too.
+Problem: in mixed precision a gradient in bfloat16 meets a float32 parameter. To cast it as a whole writes and reads
+four bytes an element more than the update needs, and holds them. Idea: one pass over memory reads the narrow gradient
+and writes parameter and states, by a kernel in C++ (`ext/cuda/cpu/update.cpp`). Without a compiler torch's fused kernel
+works on a block at a time, whose cast stays in the cache; a parameter of one block is cast as before. AdamW's kernel
+takes a float32 gradient, too.
 
     adamw_host_(param, grad, exp_avg, exp_avg_sq, step, lr, 0.9, 0.999, 1e-8, 0.01, True, False, None)    # float32, grad bfloat16
 
-The operators say whether they could take their operands, which are contiguous and on the host; where not, nothing has happened.
+The operators say whether they could take their operands, which are contiguous and on the host; where not, nothing has
+happened.
 
     adamw:  m += (g - m) (1 - beta1)      v = v beta2 + (1 - beta2) g g      p = p keep - rate m / (sqrt(v) inverse_root + eps)
     sgd:    b = b momentum + g            p -= lr (g + momentum b  or  b)
 
-where g is the gradient, negated to maximize, with the decay that is not decoupled, keep = 1 - lr weight_decay where it is, rate = lr /
-(1 - beta1^step) and inverse_root = 1 / sqrt(1 - beta2^step), both worked out in float64.
+where g is the gradient, negated to maximize, with the decay that is not decoupled, keep = 1 - lr weight_decay where it
+is, rate = lr / (1 - beta1^step) and inverse_root = 1 / sqrt(1 - beta2^step), both worked out in float64.
 
-Numbers: the blocks have the bits of torch's fused kernel on a gradient that was cast before. The kernel rounds every operation above
-by itself, so that each instruction set gives the same bits; torch's contracts some. Each of the two is as near to the exact result as
-these roundings allow. With u = 2^-24 and g the sum of the absolute values that it is made of: m within 8u (|m| + g), v within 8u (v beta2 +
-(1 - beta2) g g), p within 4u |p|, 8u of what it moves, and what these errors of m and v move it (tests/test_update_narrow.py).
-Source: as `colofunc.ops.update`.
+Numbers: the blocks have the bits of torch's fused kernel on a gradient that was cast before. The kernel rounds every
+operation above by itself, so that each instruction set gives the same bits; torch's contracts some. Each of the two is
+as near to the exact result as these roundings allow. With u = 2^-24 and g the sum of the absolute values that it is
+made of: m within 8u (|m| + g), v within 8u (v beta2 + (1 - beta2) g g), p within 4u |p|, 8u of what it moves, and what
+these errors of m and v move it (tests/test_update_narrow.py). Source: as `colofunc.ops.update`.
 """
 
 from __future__ import annotations
@@ -40,9 +42,11 @@ GRADS = (torch.bfloat16, torch.float16)
 HOST_GRADS = (torch.float32, *GRADS)
 """Of what the kernels on the host read."""
 WIDE_FROM = 1 << 16
-"""Elements from which on AdamW's kernel takes a float32 gradient: of smaller parameters torch's fused kernel updates many in a call."""
+"""Elements from which on AdamW's kernel takes a float32 gradient: of smaller parameters torch's fused kernel updates
+many in a call."""
 BLOCK = 1 << 19
-"""Elements that are cast at a time without the kernel, to 2 MiB: fewer calls than smaller ones, and less to read again than larger ones."""
+"""Elements that are cast at a time without the kernel, to 2 MiB: fewer calls than smaller ones, and less to read again
+than larger ones."""
 
 
 def is_narrow(param: torch.dtype, grad: torch.dtype) -> bool:
@@ -51,7 +55,9 @@ def is_narrow(param: torch.dtype, grad: torch.dtype) -> bool:
 
 
 def reads_narrow(param: Tensor, grad: Tensor) -> bool:
-    """Whether an update reads this gradient as it is: on the host, and without the kernel where it is more than one block."""
+    """Whether an update reads this gradient as it is: on the host, and without the kernel where it is more than one
+    block.
+    """
     if not is_narrow(param.dtype, grad.dtype) or param.device.type != "cpu" or param.shape != grad.shape:
         return False
     return native.ready("cpu") or param.numel() > BLOCK
@@ -66,14 +72,18 @@ def asks_kernel(param: Tensor, grad: Tensor) -> bool:
 
 
 def adamw_asks_kernel(param: Tensor, grad: Tensor) -> bool:
-    """The same for AdamW, whose kernel gains with large float32 gradients, too; SGD's does not below tens of millions of elements."""
+    """The same for AdamW, whose kernel gains with large float32 gradients, too; SGD's does not below tens of millions
+    of elements.
+    """
     if grad.dtype not in HOST_GRADS or not param.is_cpu or (grad.dtype == torch.float32 and param.numel() < WIDE_FROM):
         return False
     return native.ready("cpu")
 
 
 def taken_as_they_lie(param: Tensor, grad: Tensor, *states: Tensor) -> bool:
-    """Whether LAMB's kernel takes these tensors: contiguous and on the host, in float32 by a gradient of one of `HOST_GRADS`."""
+    """Whether LAMB's kernel takes these tensors: contiguous and on the host, in float32 by a gradient of one of
+    `HOST_GRADS`.
+    """
     return _plain(param, grad, *states) and native.ready("cpu")
 
 
@@ -83,7 +93,10 @@ def host_form(update: Operator) -> Callable[..., Any]:
 
 
 def in_memory_order(param: Tensor, grad: Tensor, *states: Tensor) -> Sequence[Tensor]:
-    """All of them contiguous, with elements in the order of the parameter's memory. It is dense, and its states lie as it does."""
+    """All of them contiguous, with elements in the order of the parameter's memory.
+
+    It is dense, and its states lie as it does.
+    """
     if param.is_contiguous():
         return param, grad.contiguous(), *states
     if grad.stride() != param.stride():
@@ -163,12 +176,14 @@ def _taken(*args: object, **kwargs: object) -> bool:
 
 
 adamw_host_ = define(
-    "adamw_host_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, float beta1, "
+    "adamw_host_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, "
+    "float beta1, "
     "float beta2, float eps, float weight_decay, bool decoupled, bool maximize, Tensor? finite) -> bool",
     _adamw, _taken,
 )  # fmt: skip
 sgd_host_ = define(
-    "sgd_host_(Tensor(a!) param, Tensor grad, Tensor(b!)? buffer, Tensor lr, float momentum, float weight_decay, bool nesterov, "
+    "sgd_host_(Tensor(a!) param, Tensor grad, Tensor(b!)? buffer, Tensor lr, float momentum, float weight_decay, bool "
+    "nesterov, "
     "bool maximize, Tensor? finite) -> bool",
     _sgd, _taken,
 )  # fmt: skip

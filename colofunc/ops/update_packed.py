@@ -23,9 +23,10 @@ seven decades.
 
 A first moment near the largest is within 1 %, and what is a thousandth of it still has some levels; a square is within
 3.3 %, and a positive one is never rounded to 0. Squares move so slowly that they are rounded up or down in turns (Note
-[Dither]), first moments to the nearest. With a `site`, a parameter in bfloat16 is rounded up or down by a draw (`ops.rounding`),
-and `sizes`, `strides`, `offset` say which part of the global one it is. Source: Dettmers et al. 2022, "8-bit optimizers
-via block-wise quantization" (2110.02861), section 2, which has a code like the first one for both moments.
+[Dither]), first moments to the nearest. With a `site`, a parameter in bfloat16 is rounded up or down by a draw
+(`ops.rounding`), and `sizes`, `strides`, `offset` say which part of the global one it is. Source: Dettmers et al. 2022,
+"8-bit optimizers via block-wise quantization" (2110.02861), section 2, which has a code like the first one for both
+moments.
 """
 
 from __future__ import annotations
@@ -268,7 +269,9 @@ def _adamw8_(
 
 adamw8, adamw8_ = define_update(
     "adamw8_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_scale, Tensor(d!) exp_avg_sq, "
-    "Tensor(e!) exp_avg_sq_scale, Tensor step, Tensor lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled, "
-    "bool maximize=False, Tensor? finite=None, int? site=None, int[] sizes=[], int[] strides=[], Tensor? offset=None) -> ()",
+    "Tensor(e!) exp_avg_sq_scale, Tensor step, Tensor lr, float beta1, float beta2, float eps, float weight_decay, "
+    "bool decoupled, "
+    "bool maximize=False, Tensor? finite=None, int? site=None, int[] sizes=[], int[] strides=[], Tensor? offset=None) "
+    "-> ()",
     _adamw8_,
 )  # fmt: skip

@@ -1,10 +1,11 @@
-"""Adam and AdamW of parameters in bfloat16 without masters: computed in float32, and what is written rounded stochastically.
+"""Adam and AdamW of parameters in bfloat16 without masters: computed in float32, and what is written rounded
+stochastically.
 
     param, m, v = adamw_rounded(param, grad, m, v, step, lr, 0.9, 0.999, 1e-8, 0.01, True, False, None, site=3)
 
-Parameter and moments are in bfloat16 and read as they are; every operation below is one of torch's that rounds once in float32, so no
-element's result depends on where it lies, and `ops.rounding` draws by (step, site, index in the global tensor). Nothing random is kept: a
-step that is repeated, or goes on from a checkpoint, on any mesh, rounds alike.
+Parameter and moments are in bfloat16 and read as they are; every operation below is one of torch's that rounds once in
+float32, so no element's result depends on where it lies, and `ops.rounding` draws by (step, site, index in the global
+tensor). Nothing random is kept: a step that is repeated, or goes on from a checkpoint, on any mesh, rounds alike.
 
 `sizes`, `strides`, `offset`: which part of the global parameter this is, see `colofunc.ops.indices`.
 """
@@ -81,12 +82,17 @@ def _fake_(
 ) -> None:  # fmt: skip
     for name, x in (("parameter", param), ("first moment", exp_avg), ("second moment", exp_avg_sq)):
         if x.dtype not in ROUNDED:
-            raise InputError(f"adamw_rounded: the {name} is in {x.dtype}. Try: parameters and moments in torch.bfloat16; colofunc.adamw")
+            raise InputError(
+                f"adamw_rounded: the {name} is in {x.dtype}. Try: parameters and moments in torch.bfloat16; "
+                "colofunc.adamw"
+            )
 
 
 adamw_rounded, adamw_rounded_ = define_update(
-    "adamw_rounded_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, float beta1, "
-    "float beta2, float eps, float weight_decay, bool decoupled, bool maximize, Tensor? finite, int site, int[] sizes=[], "
+    "adamw_rounded_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, "
+    "float beta1, "
+    "float beta2, float eps, float weight_decay, bool decoupled, bool maximize, Tensor? finite, int site, int[] "
+    "sizes=[], "
     "int[] strides=[], Tensor? offset=None) -> ()",
     _adamw_rounded_, _fake_,
 )  # fmt: skip

@@ -4,13 +4,14 @@ Problem: RMSprop or NAdam in aten is a dozen nodes per parameter, which cannot b
 Idea: one operator `update(kind, param, grad, a, b, c, step, lr, options)` whose body is a pure rule per kind, chosen by
 name; at most three states, of the parameter's shape or 0-dim (NAdam's product of momenta), None where a kind has fewer.
 
-    new, square_avg, _, _ = update("RMSprop", param, grad, square_avg, None, None, step, lr, options_of("RMSprop", {...}))
+    new, square_avg, _, _ = update("RMSprop", param, grad, square_avg, None, None, step, lr, options_of("RMSprop",
+    {...}))
 
-A rule sees float64 0-dim counts and rates, so schedules need no retrace, and the parameter in at least float32. Adafactor
-and Muon look at whole rows or matrices and are not here.
-Source: Zeiler, ADADELTA (2012), algorithm 1; Duchi et al., AdaGrad (2011); Kingma and Ba (2015), algorithm 2 (AdaMax);
-Dozat, NAdam (2016); Liu et al., RAdam (2020), algorithm 2; Tieleman and Hinton, RMSProp (2012); Riedmiller and Braun,
-Rprop (1993); Polyak and Juditsky (1992) for averaged SGD. Details (where eps stands, what is damped) as in `torch.optim`.
+A rule sees float64 0-dim counts and rates, so schedules need no retrace, and the parameter in at least float32.
+Adafactor and Muon look at whole rows or matrices and are not here. Source: Zeiler, ADADELTA (2012), algorithm 1; Duchi
+et al., AdaGrad (2011); Kingma and Ba (2015), algorithm 2 (AdaMax); Dozat, NAdam (2016); Liu et al., RAdam (2020),
+algorithm 2; Tieleman and Hinton, RMSProp (2012); Riedmiller and Braun, Rprop (1993); Polyak and Juditsky (1992) for
+averaged SGD. Details (where eps stands, what is damped) as in `torch.optim`.
 """
 
 from __future__ import annotations
@@ -126,7 +127,9 @@ KINDS: dict[str, Kind] = {
     "Adagrad": Kind(_adagrad, ("sum",), ("lr_decay", "eps", "weight_decay", "maximize")),
     "Adamax": Kind(_adamax, ("exp_avg", "exp_inf"), _ADAMS),
     "ASGD": Kind(_asgd, ("eta", "mu", "ax"), ("lambd", "alpha", "t0", "weight_decay", "maximize")),
-    "NAdam": Kind(_nadam, ("mu_product", "exp_avg", "exp_avg_sq"), (*_ADAMS, "momentum_decay", "decoupled_weight_decay")),
+    "NAdam": Kind(
+        _nadam, ("mu_product", "exp_avg", "exp_avg_sq"), (*_ADAMS, "momentum_decay", "decoupled_weight_decay")
+    ),
     "RAdam": Kind(_radam, ("exp_avg", "exp_avg_sq"), (*_ADAMS, "decoupled_weight_decay")),
     "RMSprop": Kind(
         _rmsprop,
@@ -158,7 +161,11 @@ def _update_(
     finite = None if finite is None else finite.to(param.device)
     g = -g if o["maximize"] else g
     if o.get("weight_decay", 0.0):
-        p, g = (p * (1 - rate * o["weight_decay"]), g) if o.get("decoupled_weight_decay") else (p, g + o["weight_decay"] * p)
+        p, g = (
+            (p * (1 - rate * o["weight_decay"]), g)
+            if o.get("decoupled_weight_decay")
+            else (p, g + o["weight_decay"] * p)
+        )
     states = (a, b, c)[: len(rules.states)]
     # A state that these options do not use stands in as it would be if it had never been written.
     held = [param.new_zeros((), dtype=wide) if s is None else s if s.dim() == 0 else s.to(wide) for s in states]
@@ -169,7 +176,8 @@ def _update_(
 
 
 update, update_ = define_update(
-    "update_(str kind, Tensor(a!) param, Tensor grad, Tensor(b!)? a, Tensor(c!)? b, Tensor(d!)? c, Tensor step, Tensor lr, "
+    "update_(str kind, Tensor(a!) param, Tensor grad, Tensor(b!)? a, Tensor(c!)? b, Tensor(d!)? c, Tensor step, Tensor "
+    "lr, "
     "float[] options, Tensor? finite=None) -> ()",
     _update_,
 )  # fmt: skip

@@ -14,7 +14,9 @@ from colofunc.ops.update_rounded import adamw_rounded as adamw_rounded
 from colofunc.ops.update_rules import update as update
 
 UPDATES: Mapping[str, int] = {
-    name: operator.gradient_at for name, operator in OPERATORS.items() if operator.gradient_at is not None and twin_of(name) is not None
+    name: operator.gradient_at
+    for name, operator in OPERATORS.items()
+    if operator.gradient_at is not None and twin_of(name) is not None
 }
 """Functional update -> which argument is the gradient."""
 IN_PLACE: frozenset[str] = frozenset(twin.target for twin in map(twin_of, UPDATES) if twin is not None)

@@ -4,9 +4,9 @@
     wire_open(packed, x.shape, torch.float32, ...)    # x again, within `bound`
     wire_sum(packed, (m,), torch.float32, ...)        # the rows widened and added up: what a member makes of what all sent it
 
-Problem: a sum of numbers in 8 bits overflows, and rounds again with each term. Idea: what is sent is packed once, and summed by who it is
-for, in the dtype that it had. A row is `numel / n` numbers (the last one filled with zeros), cut into groups of its own, so that no group
-is in two messages:
+Problem: a sum of numbers in 8 bits overflows, and rounds again with each term. Idea: what is sent is packed once, and
+summed by who it is for, in the dtype that it had. A row is `numel / n` numbers (the last one filled with zeros), cut
+into groups of its own, so that no group is in two messages:
 
     data of the row's groups, one behind the other | scales in float32, as bytes
 
@@ -15,12 +15,12 @@ is in two messages:
     int4       -7 to 7, two in a byte             <= A / 14
     fp8        float8 e4m3, A being 448           <= max(|x| / 16, A / 458752)
 
-The scale is A / 127 (7, 448) rounded to float32, and x is divided by that one; a relative 2^-22 of A covers its rounding. Numbers of a
-group whose scale is below float32's least are sent as 0. A group with a number that is not finite arrives as NaN, all of it, so that who
-looks for such numbers finds them.
+The scale is A / 127 (7, 448) rounded to float32, and x is divided by that one; a relative 2^-22 of A covers its
+rounding. Numbers of a group whose scale is below float32's least are sent as 0. A group with a number that is not
+finite arrives as NaN, all of it, so that who looks for such numbers finds them.
 
-Sources: Wang et al. 2023, ZeRO++ (2306.10209), section 3.3: gradients by all-to-all and a sum behind it; Karimireddy et al. 2019, "Error
-feedback fixes SignSGD" (1901.09847), algorithm 2: what was not sent is added to what comes next.
+Sources: Wang et al. 2023, ZeRO++ (2306.10209), section 3.3: gradients by all-to-all and a sum behind it; Karimireddy et
+al. 2019, "Error feedback fixes SignSGD" (1901.09847), algorithm 2: what was not sent is added to what comes next.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ LEAST_GROUP, LARGEST_GROUP = 8, 1 << 16
 
 @attrs.frozen
 class Form:
-    """How a number is sent. largest: what the largest of a group becomes. group: numbers that share a scale, if nobody says."""
+    """How a number is sent. largest: what the largest of a group becomes. group: numbers that share a scale, if nobody
+    says.
+    """
 
     name: str
     bits: int
@@ -54,7 +56,9 @@ class Form:
     group: int
 
 
-FORMS = {form.name: form for form in (Form("int8", 8, 127.0, 256), Form("int4", 4, 7.0, 64), Form("fp8", 8, 448.0, 256))}
+FORMS = {
+    form.name: form for form in (Form("int8", 8, 127.0, 256), Form("int4", 4, 7.0, 64), Form("fp8", 8, 448.0, 256))
+}
 _GROUPED = re.compile(r"(?P<form>\w+?)-g(?P<group>\d+)")
 
 
@@ -80,7 +84,9 @@ class Scheme:
         return groups * (self.group * self.form.bits // 8 + SCALE_BYTES)
 
     def bound(self, x: Tensor) -> Tensor:
-        """What each number of a message, x: (m,), is off by at most when it arrives; infinity in a group that is not finite."""
+        """What each number of a message, x: (m,), is off by at most when it arrives; infinity in a group that is not
+        finite.
+        """
         groups = _in_groups(x.reshape(1, -1), self.group)
         largest = groups.abs().amax(2, keepdim=True)
         if self.form.name == "fp8":
@@ -104,11 +110,13 @@ def scheme_of(name: object) -> Scheme:
             return Scheme(form, group)
         if form is not None:
             raise InputError(
-                f"cf.quantize(wire={name!r}): {group} numbers cannot share a scale. Try: a multiple of {LEAST_GROUP} up to "
+                f"cf.quantize(wire={name!r}): {group} numbers cannot share a scale. Try: a multiple of {LEAST_GROUP} "
+                "up to "
                 f"{LARGEST_GROUP}, such as {form.name}-g{form.group}"
             )
     raise InputError(
-        f"cf.quantize(wire={name!r}): there is no way to send gradients of that name{near(str(name), FORMS, 'schemes')}, with the numbers "
+        f"cf.quantize(wire={name!r}): there is no way to send gradients of that "
+        f"name{near(str(name), FORMS, 'schemes')}, with the numbers "
         "that share a scale behind it if you like: 'int8-g128'"
     )
 
@@ -139,7 +147,8 @@ def _pack(x: Tensor, scheme: str, n: int) -> Tensor:
     form = how.form
     groups = _in_groups(_rows(x, n), how.group)
     largest = groups.abs().amax(2)
-    # By a tensor: divided by a number, a card multiplies by its rounded inverse, and would give other bits than the host.
+    # By a tensor: divided by a number, a card multiplies by its rounded inverse, and would give other bits than the
+    # host.
     scale = (largest / torch.full_like(largest, form.largest)).to(torch.float32)
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     steps = scale.to(groups.dtype).unsqueeze(2)
@@ -185,19 +194,25 @@ def _sum(packed: Tensor, shape: Sequence[int], dtype: torch.dtype, scheme: str) 
 
 def _open_fake(packed: Tensor, shape: Sequence[int], dtype: torch.dtype, scheme: str) -> Tensor:
     if packed.shape[1] != scheme_of(scheme).row_bytes(-(-prod(shape) // packed.shape[0])):
-        raise CollectiveError(f"colofunc.wire_open: a message of shape {tuple(packed.shape)} is no {tuple(shape)} in {scheme}")
+        raise CollectiveError(
+            f"colofunc.wire_open: a message of shape {tuple(packed.shape)} is no {tuple(shape)} in {scheme}"
+        )
     return packed.new_empty(tuple(shape), dtype=dtype)
 
 
 def _sum_fake(packed: Tensor, shape: Sequence[int], dtype: torch.dtype, scheme: str) -> Tensor:
     if packed.shape[1] != scheme_of(scheme).row_bytes(prod(shape)):
-        raise CollectiveError(f"colofunc.wire_sum: rows of shape {tuple(packed.shape)} are no {tuple(shape)} in {scheme}")
+        raise CollectiveError(
+            f"colofunc.wire_sum: rows of shape {tuple(packed.shape)} are no {tuple(shape)} in {scheme}"
+        )
     return packed.new_empty(tuple(shape), dtype=dtype)
 
 
-def _left(x: Tensor, packed: Tensor, scheme: str, total: Tensor | None, sent: Tensor | None, index: Tensor | None) -> Tensor:
-    """x without what arrives of it. total: (m,) the sum that this member sends to all, sent: (1, bytes) as it is packed, index: which
-    row it is. What arrives as NaN leaves nothing behind, or no later step would be finite.
+def _left(
+    x: Tensor, packed: Tensor, scheme: str, total: Tensor | None, sent: Tensor | None, index: Tensor | None
+) -> Tensor:
+    """x without what arrives of it. total: (m,) the sum that this member sends to all, sent: (1, bytes) as it is
+    packed, index: which row it is. What arrives as NaN leaves nothing behind, or no later step would be finite.
     """
     left = x - _open(packed, x.shape, x.dtype, scheme)
     if total is not None:
@@ -210,16 +225,28 @@ def _left(x: Tensor, packed: Tensor, scheme: str, total: Tensor | None, sent: Te
     return torch.where(left.isfinite(), left, torch.zeros_like(left))
 
 
-def _left_fake(x: Tensor, packed: Tensor, scheme: str, total: Tensor | None, sent: Tensor | None, index: Tensor | None) -> Tensor:
+def _left_fake(
+    x: Tensor, packed: Tensor, scheme: str, total: Tensor | None, sent: Tensor | None, index: Tensor | None
+) -> Tensor:
     return x.new_empty(x.shape)
 
 
-wire_pack = define("wire_pack(Tensor x, str scheme, int n) -> Tensor", _pack, _pack_fake, for_compilers=_pack, own_memory=True)
+wire_pack = define(
+    "wire_pack(Tensor x, str scheme, int n) -> Tensor", _pack, _pack_fake, for_compilers=_pack, own_memory=True
+)
 wire_open = define(
-    "wire_open(Tensor packed, int[] shape, ScalarType dtype, str scheme) -> Tensor", _open, _open_fake, for_compilers=_open, own_memory=True
+    "wire_open(Tensor packed, int[] shape, ScalarType dtype, str scheme) -> Tensor",
+    _open,
+    _open_fake,
+    for_compilers=_open,
+    own_memory=True,
 )
 wire_sum = define(
-    "wire_sum(Tensor packed, int[] shape, ScalarType dtype, str scheme) -> Tensor", _sum, _sum_fake, for_compilers=_sum, own_memory=True
+    "wire_sum(Tensor packed, int[] shape, ScalarType dtype, str scheme) -> Tensor",
+    _sum,
+    _sum_fake,
+    for_compilers=_sum,
+    own_memory=True,
 )
 wire_left = define(
     "wire_left(Tensor x, Tensor packed, str scheme, Tensor? total, Tensor? sent, Tensor? index) -> Tensor",
@@ -246,8 +273,12 @@ def _residual_fake(r: Tensor, of: str) -> Tensor:
     return torch.empty_like(r)
 
 
-carry = define("carry(Tensor g, Tensor r) -> (Tensor, Tensor)", _carry, _carry_fake, for_compilers=_carry, own_memory=True)
+carry = define(
+    "carry(Tensor g, Tensor r) -> (Tensor, Tensor)", _carry, _carry_fake, for_compilers=_carry, own_memory=True
+)
 """What is sent of a gradient and what was left before; and what is left then, which is nothing on one device."""
-residual = define("residual(Tensor r, str of) -> Tensor", _residual, _residual_fake, for_compilers=_residual, own_memory=True)
+residual = define(
+    "residual(Tensor r, str of) -> Tensor", _residual, _residual_fake, for_compilers=_residual, own_memory=True
+)
 """Where a trace returns what is left of the gradient of a leaf, before `passes.wire` knows what that is."""
 CARRY, RESIDUAL = carry.name, residual.name

@@ -1,4 +1,5 @@
-"""A finished program and what keeping to a budget costs it: what passes say to one another and to who chooses among plans.
+"""A finished program and what keeping to a budget costs it: what passes say to one another and to who chooses among
+plans.
 
     done = finish(program)            # completed, copies placed, counted
     near = finish(other, done)        # what `done` chose taken over: an estimate, quickly
@@ -18,10 +19,10 @@ from colofunc.spec.layout import At
 
 @attrs.frozen(eq=False)
 class Fitted:
-    """A finished program, its peak in bytes, the seconds that keeping to a budget costs it (values made again, copies that
-    nothing hides), and in words what was done for it. `hint`: what was chosen for its copies; None where there is no choice.
-    `peaks`: of a pipeline, by where ranks are on its axis. `byte_s`: seconds that one more byte would save, if known. `asked_s`: of
-    its seconds those of what a policy makes again, whatever the budget."""
+    """A finished program, its peak in bytes, the seconds that keeping to a budget costs it (values made again, copies
+    that nothing hides), and in words what was done for it. `hint`: what was chosen for its copies; None where there is
+    no choice. `peaks`: of a pipeline, by where ranks are on its axis. `byte_s`: seconds that one more byte would save,
+    if known. `asked_s`: of its seconds those of what a policy makes again, whatever the budget."""
 
     program: Program
     peak_bytes: int
@@ -40,15 +41,17 @@ class Fitted:
 
 
 class Finish(Protocol):
-    """Completes a program and counts its peak. like: another order of the same work that is finished; then an estimate is enough.
-    moves: whether copies may be placed."""
+    """Completes a program and counts its peak. like: another order of the same work that is finished; then an estimate
+    is enough. moves: whether copies may be placed."""
 
     def __call__(self, program: Program, like: Fitted | None = None, /, moves: bool = True) -> Fitted: ...
 
 
 @attrs.frozen(eq=False)
 class Finishing:
-    """`finish`, and from how many seconds more on (`Fitted.more_s`) an order is of no use: a plan is known that is as fast."""
+    """`finish`, and from how many seconds more on (`Fitted.more_s`) an order is of no use: a plan is known that is as
+    fast.
+    """
 
     finish: Finish
     below_s: float = inf

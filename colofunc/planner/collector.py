@@ -1,7 +1,7 @@
 """The garbage collector while a plan is made: fewer collections.
 
-Problem: a plan makes millions of small records, next to none of them in a cycle, and the collector walks over them again and
-again: a third of the time of a large plan. Idea: raise its threshold until the plan is there.
+Problem: a plan makes millions of small records, next to none of them in a cycle, and the collector walks over them
+again and again: a third of the time of a large plan. Idea: raise its threshold until the plan is there.
 
     with fewer_collections():
         plan = ...

@@ -11,8 +11,8 @@ result, and weigh by flops; then look at how parameters, gradients and optimizer
     last dim     pending      row                      gathered once       on axis   ZeRO-1, of float32 masters
     experts' weights by expert                         expert parallel
 
-What is sequence parallel around attention has a name by what attention does: by heads it is Ulysses, by rows it is context
-parallel. A plugin's own pattern is said by its word: "context parallel (ring)", "tensor parallel (summa)".
+What is sequence parallel around attention has a name by what attention does: by heads it is Ulysses, by rows it is
+context parallel. A plugin's own pattern is said by its word: "context parallel (ring)", "tensor parallel (summa)".
 
 Source: ZeRO (1910.02054), Megatron-LM (1909.08053), its sequence parallelism (2205.05198), Ulysses (2309.14509).
 """
@@ -63,7 +63,8 @@ def describe(
 ) -> tuple[tuple[str, str], ...]:  # fmt: skip
     """(axis, words) for every axis of more than one rank.
 
-    What somebody asked for: `once`, parameters that are gathered once and kept so; `each`, that each microbatch reduces gradients.
+    What somebody asked for: `once`, parameters that are gathered once and kept so; `each`, that each microbatch reduces
+    gradients.
     """
     axes = [a for a in mesh.axis_names if mesh.axis_size(a) > 1]
     masters = _masters(program).intersection(once)
@@ -71,7 +72,9 @@ def describe(
 
 
 def repeated(program: Program, mesh: Mesh, strategies: Sequence[Strategy], axis: str) -> str:
-    """A line that names the products which every rank of an axis does whole, where these are a part worth naming; else ""."""
+    """A line that names the products which every rank of an axis does whole, where these are a part worth naming; else
+    "".
+    """
     whole: dict[str, float] = {}
     total = 0.0
     for node, s in zip(program.nodes, strategies, strict=True):
@@ -88,7 +91,8 @@ def repeated(program: Program, mesh: Mesh, strategies: Sequence[Strategy], axis:
     most = sorted(whole, key=lambda said: -whole[said])
     more = f" and {len(most) - NAMED} more" if len(most) > NAMED else ""
     return (
-        f"{axis}: each of {mesh.axis_size(axis)} ranks does {100 * share:.0f} % of the products whole, {', '.join(most[:NAMED])}{more}: "
+        f"{axis}: each of {mesh.axis_size(axis)} ranks does {100 * share:.0f} % of the products whole, "
+        f"{', '.join(most[:NAMED])}{more}: "
         "what reads their results needs whole rows (a norm, a choice of the largest), or a size does not divide"
     )
 
@@ -177,7 +181,10 @@ def shares(
     program: Program, strategies: Sequence[Strategy], inputs: Mapping[int, Layout], axis: str,
     masters: Collection[int] = (), each: bool = False,
 ) -> Shares:  # fmt: skip
-    """Where `axis` lies, as shares. `masters`: parameters that are optimizer state, whose casts are what is computed with."""
+    """Where `axis` lies, as shares.
+
+    `masters`: parameters that are optimizer state, whose casts are what is computed with.
+    """
     work = dict.fromkeys(KINDS, 0.0)
     grads = [0.0, 0.0]
     stream = [0.0, 0.0]
@@ -237,7 +244,8 @@ def kind_of(name: str, s: Strategy, axis: str) -> str:
         return "row"
     for d in range(len(y.shape)):
         if axis in axes_of(y.dims[d]):
-            inner = len(y.shape) == 2 and next(a for n, a in y.dims[d] if n > 1) is None  # of rows (b (cp s)) that are flat
+            # of rows (b (cp s)) that are flat
+            inner = len(y.shape) == 2 and next(a for n, a in y.dims[d] if n > 1) is None
             return "sequence" if d == 0 and inner else _dim_word(name, d, len(y.shape))
     return "row" if axis in x.axes else "whole"
 

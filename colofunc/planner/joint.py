@@ -1,13 +1,13 @@
 """Sharding, and what is made again or moved, decided together under one budget.
 
-Problem: which sharding is best depends on what it costs to fit it into memory, and that is known only once recomputation and
-copies have been searched for, which takes too long for every sharding there is. Idea: memory has a price, the seconds that a
-byte at the peak costs. A finished plan tells it: what its next byte costs to be made again, or what making again and copying cost
-over the bytes that they saved. The search for a sharding pays it, its plan is finished and tells another one, a few times; of small
-programs so do two plans that cost the same at some price, because a third one may be better at it. The fastest is tried, and plans
-for a budget that sharding alone meets, unless the searches at prices say that none of these can be faster; every one is counted as
-it would run, and the fastest that fits is taken. So none of the separate choices (the fastest and make again, or move; less by
-sharding alone) is better.
+Problem: which sharding is best depends on what it costs to fit it into memory, and that is known only once
+recomputation and copies have been searched for, which takes too long for every sharding there is. Idea: memory has a
+price, the seconds that a byte at the peak costs. A finished plan tells it: what its next byte costs to be made again,
+or what making again and copying cost over the bytes that they saved. The search for a sharding pays it, its plan is
+finished and tells another one, a few times; of small programs so do two plans that cost the same at some price, because
+a third one may be better at it. The fastest is tried, and plans for a budget that sharding alone meets, unless the
+searches at prices say that none of these can be faster; every one is counted as it would run, and the fastest that fits
+is taken. So none of the separate choices (the fastest and make again, or move; less by sharding alone) is better.
 
     fastest: 1.00 s, 12 GB; within 8 GB 1.80 s               -> .2 s a GB
     at .2 s a GB: 1.15 s, 9 GB; within 8 GB 1.20 s           taken
@@ -32,7 +32,8 @@ P = TypeVar("P")
 """A plan of a sharding, as whoever proposes it writes it."""
 
 HIGHEST_PRICE = 4.0
-"""The highest price tried, as a multiple of the one that a plan tells: that is an average, and the next byte may cost more."""
+"""The highest price tried, as a multiple of the one that a plan tells: that is an average, and the next byte may cost
+more."""
 MAX_PRICES = 6
 """At most this many searches at a price of memory."""
 MAX_PRICES_ONCE_ONE_FITS = 3
@@ -40,16 +41,18 @@ MAX_PRICES_ONCE_ONE_FITS = 3
 MAX_PRICES_FROM_KNOWN = 2
 """At most this many where a sharding is known that met a budget of a like step."""
 FAR_OVER, MAX_PRICES_FAR_OVER = 2, 2
-"""Where the leanest plan holds more than FAR_OVER times the budget, at most MAX_PRICES_FAR_OVER searches at a price of memory."""
+"""Where the leanest plan holds more than FAR_OVER times the budget, at most MAX_PRICES_FAR_OVER searches at a price of
+memory."""
 NEXT_BUDGET_PART = 0.9
 """Where a plan fits only with help, the next budget for sharding alone is at most this part of the last."""
 TOLERANCE = 1e-3
 """A plan within this relative distance of the fastest sharding is not improved further."""
 FRONTIER_PRICES, FRONTIER_PRICES_LARGE = 8, 2
-"""At most this many searches at prices between the fastest sharding and the leanest, where no plan tells a price; the second for large
-programs."""
+"""At most this many searches at prices between the fastest sharding and the leanest, where no plan tells a price; the
+second for large programs."""
 MAX_OTHERS, LEAST_GAIN = 256, 0.01
-"""At most MAX_OTHERS shardings to which no price leads are compared, and only those whose relative gain may exceed LEAST_GAIN."""
+"""At most MAX_OTHERS shardings to which no price leads are compared, and only those whose relative gain may exceed
+LEAST_GAIN."""
 
 
 @attrs.frozen(eq=False)
@@ -102,11 +105,12 @@ def decide_jointly(
 ) -> tuple[Finished[P] | None, Finished[P]]:
     """(the fastest plan found that fits or None, the leanest that was tried).
 
-    A step in `parts` microbatches may hold so many times less than is estimated. `others`: of a step that is small enough
-    to have few shardings all, of others some to which no price leads; where nothing fits some that may, in any order. At most
-    `max_others` of them are finished. `lower_bound`: bytes that every plan needs, asked for when one was finished; where these are too
-    many, no other plan is tried. `end_s`: seconds of a finished step by the clock, which has the last word among those that fit.
-    `small`: searches take little, so more prices are tried. Raises PlanError where nothing can be proposed.
+    A step in `parts` microbatches may hold so many times less than is estimated. `others`: of a step that is small
+    enough to have few shardings all, of others some to which no price leads; where nothing fits some that may, in any
+    order. At most `max_others` of them are finished. `lower_bound`: bytes that every plan needs, asked for when one was
+    finished; where these are too many, no other plan is tried. `end_s`: seconds of a finished step by the clock, which
+    has the last word among those that fit. `small`: searches take little, so more prices are tried. Raises PlanError
+    where nothing can be proposed.
     """
     search = _JointSearch(propose, finish, budget_bytes, budget_bytes * parts, small)
     search.run(tries, max_prices, others, max_others, lower_bound)
@@ -124,7 +128,8 @@ def decide_from_known(
     end_s: EndS | None = None,
     small: bool = True,
 ) -> Finished[P] | None:
-    """The fastest plan that fits of `known`, the fastest sharding, and a few at prices of memory; None where none of them does.
+    """The fastest plan that fits of `known`, the fastest sharding, and a few at prices of memory; None where none of
+    them does.
 
     `known` met a budget of a like step. `propose` is expected to search from there. `small`: as of `decide_jointly`.
     """
@@ -134,9 +139,11 @@ def decide_from_known(
 
 
 def frontier(propose: Propose[P], max_prices: int) -> list[Proposal[P]]:
-    """Different shardings from the fastest to the leanest, whatever is done with them afterwards: the two, and those at prices between.
+    """Different shardings from the fastest to the leanest, whatever is done with them afterwards: the two, and those at
+    prices between.
 
-    `propose` gives the leanest where nothing keeps to the bytes asked for. The widest gaps in memory are searched first.
+    `propose` gives the leanest where nothing keeps to the bytes asked for. The widest gaps in memory are searched
+    first.
     """
     fastest, leanest = propose(None, 0.0), propose(1, 0.0)
     proposals = [fastest, leanest]
@@ -192,7 +199,8 @@ class _JointSearch(Generic[P]):
         self.finished: list[Finished[P]] = []
         self.proposed: set[Point] = set()  # of all proposals, finished or not
         self.best: Finished[P] | None = None
-        # Seconds of whatever keeps to the budget without help, at least: as far as searches at prices find what is cheapest.
+        # Seconds of whatever keeps to the budget without help, at least: as far as searches at prices find what is
+        # cheapest.
         self.unaided_at_least_s = 0.0
 
     def run(
@@ -204,7 +212,8 @@ class _JointSearch(Generic[P]):
         if self.best is None and lower_bound() > self.aim_bytes:
             return
 
-        # Where a plan fits already, sharding alone is tried last, and only if searches at prices leave open that it is faster.
+        # Where a plan fits already, sharding alone is tried last, and only if searches at prices leave open that it is
+        # faster.
         fits_with_help = self.best is not None
         if not fits_with_help:
             self.shard_for_less(tries)
@@ -250,7 +259,9 @@ class _JointSearch(Generic[P]):
         return self.best.total_s <= without_budget_s * (1 + TOLERANCE)
 
     def try_proposal(self, proposal: Proposal[P]) -> Finished[P] | None:
-        """The proposal finished, if it may be the best: it was not before, and is not slower without help than the best with it."""
+        """The proposal finished, if it may be the best: it was not before, and is not slower without help than the best
+        with it.
+        """
         self.proposed.add((proposal.peak_bytes, proposal.cost_s))
         if any(proposal.key == earlier.proposal.key for earlier in self.finished):
             return None
@@ -305,7 +316,8 @@ class _JointSearch(Generic[P]):
             asked_s.append(price_s)
             proposal = self.propose(None, price_s)
 
-            # Whatever keeps to the bytes costs no less at this price than what is cheapest at it, and the price of those bytes is known.
+            # Whatever keeps to the bytes costs no less at this price than what is cheapest at it, and the price of
+            # those bytes is known.
             at_least_s = proposal.cost_s + price_s * (proposal.peak_bytes - self.aim_bytes)
             self.unaided_at_least_s = max(self.unaided_at_least_s, at_least_s)
             if not self.may_be_faster(proposal):
@@ -318,7 +330,9 @@ class _JointSearch(Generic[P]):
                 told_s.insert(0, self.next_price_s(finished))
 
     def try_others(self, others: Iterable[Proposal[P]], max_others: int) -> None:
-        """Finish those that promise most: by their seconds, and what the best plan pays for each byte that they hold too much."""
+        """Finish those that promise most: by their seconds, and what the best plan pays for each byte that they hold
+        too much.
+        """
         price_s = None if self.best is None else self.mean_price_s(self.best)
         compared = list[Proposal[P]]()
         for proposal in others:
@@ -352,7 +366,10 @@ class _JointSearch(Generic[P]):
         return proposal.cost_s + self.mean_price_s(self.best) * over_bytes < self.best.total_s * (1 - TOLERANCE)
 
     def prices_between_s(self) -> list[float]:
-        """Prices at which two neighbouring plans cost the same, where a third may beat both. Those nearest to the best come first."""
+        """Prices at which two neighbouring plans cost the same, where a third may beat both.
+
+        Those nearest to the best come first.
+        """
         best_bytes = self.aim_bytes if self.best is None else self.best.proposal.peak_bytes
 
         def distance_bytes(neighbours: tuple[Point, Point]) -> int:
@@ -363,9 +380,11 @@ class _JointSearch(Generic[P]):
         return [_price_between(lean, fast) for lean, fast in nearest_first]
 
     def next_price_s(self, finished: Finished[P]) -> float:
-        """Seconds that a plan's next byte costs where they are known, otherwise the mean over all bytes that it has too much.
+        """Seconds that a plan's next byte costs where they are known, otherwise the mean over all bytes that it has too
+        much.
 
-        Of the next one sharding has to be as cheap as making again is: there neither can take over bytes of the other for less.
+        Of the next one sharding has to be as cheap as making again is: there neither can take over bytes of the other
+        for less.
         """
         return finished.done.byte_s or self.mean_price_s(finished)
 

@@ -108,10 +108,11 @@ ESTIMATE = "by an estimate"
 
 @attrs.frozen
 class OtherWay:
-    """A way to write an open transform that was not taken: what it says, seconds a step, peak, and what there is to say of it.
+    """A way to write an open transform that was not taken: what it says, seconds a step, peak, and what there is to say
+    of it.
 
-    cost_s: None where no plan was found. peak_bytes: 0 where it was not planned, because it takes at least `cost_s`, or where `why` is
-    ESTIMATE about as long.
+    cost_s: None where no plan was found. peak_bytes: 0 where it was not planned, because it takes at least `cost_s`, or
+    where `why` is ESTIMATE about as long.
     """
 
     words: str
@@ -245,8 +246,8 @@ class Plan:
 
         Of a pipeline whose microbatches or cuts were chosen, whole words such as "16 microbatches" or "cut by memory";
         the last one of several may be a beginning, as in "16 micro". Where else a stage could begin is asked for by
-        "stage 2 at layers.7", or "stage 2" and the name of a module or a parameter, another schedule for the same stages
-        by its name.
+        "stage 2 at layers.7", or "stage 2" and the name of a module or a parameter, another schedule for the same
+        stages by its name.
         """
         ways = [other.line(self) for other in self.others if _says(what, other.words)]
         if _says(what, self.way):
@@ -329,7 +330,9 @@ class Plan:
                 f"cannot read plan {str(path)!r}: {error.strerror or error}; give the path of Plan.save"
             ) from error
         except ValueError as error:
-            raise PlanError(f"plan file {str(path)!r} cannot be used: {error}; write it again with Plan.save") from error
+            raise PlanError(
+                f"plan file {str(path)!r} cannot be used: {error}; write it again with Plan.save"
+            ) from error
         return Plan.from_dict(data, str(path))
 
     @staticmethod
@@ -339,7 +342,8 @@ class Plan:
         version = data.pop("colofunc_plan", None) if isinstance(data, dict) else None
         if version != FORMAT_VERSION:
             raise PlanError(
-                f"{str(path)!r} is no plan of version {FORMAT_VERSION} but {version!r:.80}; write it again with Plan.save"
+                f"{str(path)!r} is no plan of version {FORMAT_VERSION} but {version!r:.80}; write it again with "
+                "Plan.save"
             )
         try:
             return untrusted.build(Plan, data, "plan", infinity=INFINITY)
@@ -380,7 +384,8 @@ def _is(what: str, choice: Decision | Alternative) -> bool:
 def _says(what: str, way: str) -> bool:
     """Whether a way has these words one after another; the last of several may be its beginning only.
 
-    "2 micro" is among "2 microbatches", "6 microbatches" are not among "16 microbatches", and "b", a strategy, is not among "cut by time".
+    "2 micro" is among "2 microbatches", "6 microbatches" are not among "16 microbatches", and "b", a strategy, is not
+    among "cut by time".
     """
     asked = [word.rstrip(",") for word in what.split()]
     words = [word.rstrip(",") for word in way.split()]

@@ -1,11 +1,12 @@
 """Why a pipeline is cut where it is, in words: where a stage begins, where else it could, and what decided.
 
     stage 2 begins at transformer.h.5.ln_1, the fastest by its schedule
-      1.74 s per step; by the estimate that cuts are compared by, 1.76 s, and pp=3 works longest, 1.55 s
-      each microbatch hands 16 MiB on to it, 67 µs
-      instead at transformer.h.5.ln_2: +139 ms per step; pp=1 works longest, 1.7 s; 16 MiB cross; ... The work of pp=1 decides.
+      1.74 s per step; by the estimate that cuts are compared by, 1.76 s, and pp=3 works longest, 1.55 s each microbatch
+      hands 16 MiB on to it, 67 µs instead at transformer.h.5.ln_2: +139 ms per step; pp=1 works longest, 1.7 s; 16 MiB
+      cross; ... The work of pp=1 decides.
 
-The figures are those of `planner.stages.stage_cuts`, estimates that cuts are compared by; the step's own seconds are the plan's.
+The figures are those of `planner.stages.stage_cuts`, estimates that cuts are compared by; the step's own seconds are
+the plan's.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _STAGE = re.compile(r"stage (\d+)(?: at (.+))?")
 def why_cut(plan: Plan, asked: str, most: int) -> list[str]:
     """Lines about "stage 2", about the "schedule" or about the "placement" of stages; [] where something else is asked.
 
-    most: at most so many places at which the stage could begin instead, the nearest first. Raises PlanError for a stage that there is not.
+    most: at most so many places at which the stage could begin instead, the nearest first. Raises PlanError for a stage
+    that there is not.
     """
     pipeline = plan.pipeline
     if pipeline is None:
@@ -51,7 +53,8 @@ def why_cut(plan: Plan, asked: str, most: int) -> list[str]:
     chosen = cuts.counted(cuts.begins)
     lines = [
         f"stage {stage} begins at {_name(cuts.pieces[cuts.begins[stage]])}, {_reason(plan, cuts)}",
-        f"  {time_text(plan.cost_s)} per step; by the estimate that cuts are compared by, {time_text(chosen.step_s)}, and "
+        f"  {time_text(plan.cost_s)} per step; by the estimate that cuts are compared by, {time_text(chosen.step_s)}, "
+        "and "
         f"{_longest_text(pipeline, chosen)}",
         f"  {_crossing_text(cuts, stage, cuts.begins[stage])}",
     ]
@@ -59,8 +62,8 @@ def why_cut(plan: Plan, asked: str, most: int) -> list[str]:
 
 
 def why_not_cut(plan: Plan, what: str, glob: str) -> list[str]:
-    """Lines about "stage 2 at h.7", or "stage 2" and the name of an operator's module or a parameter, or about another schedule by its
-    name; [] where something else is asked."""
+    """Lines about "stage 2 at h.7", or "stage 2" and the name of an operator's module or a parameter, or about another
+    schedule by its name; [] where something else is asked."""
     pipeline = plan.pipeline
     if pipeline is None:
         return []
@@ -69,7 +72,9 @@ def why_not_cut(plan: Plan, what: str, glob: str) -> list[str]:
         return _other_schedule(pipeline, what)
     place = found[2] or glob
     if place == "*":
-        raise PlanError(f"{what!r} names no place; ask for one: why_not({what!r}, 'layers.7'), or why({what!r}) for the nearest")
+        raise PlanError(
+            f"{what!r} names no place; ask for one: why_not({what!r}, 'layers.7'), or why({what!r}) for the nearest"
+        )
     stage = int(found[1])
     cuts = _cuts(pipeline, stage)
     if stage == 0:
@@ -77,11 +82,17 @@ def why_not_cut(plan: Plan, what: str, glob: str) -> list[str]:
     piece = _piece_called(cuts, place)
     if piece is None:
         known = ", ".join(_name(cuts.pieces[number]) for number in _nearest(cuts, stage)[:3])
-        return [f"no stage can begin at {place}: one begins where a weight is read first. The nearest such places are {known}"]
+        return [
+            f"no stage can begin at {place}: one begins where a weight is read first. The nearest such places are "
+            f"{known}"
+        ]
     if piece == cuts.begins[stage]:
         return [f"stage {stage} at {_name(cuts.pieces[piece])} is what was chosen"]
     if not cuts.may_begin(stage, piece):
-        return [f"stage {stage} cannot begin at {_name(cuts.pieces[piece])}: each other stage needs a place of its own to begin at"]
+        return [
+            f"stage {stage} cannot begin at {_name(cuts.pieces[piece])}: each other stage needs a place of its own to "
+            "begin at"
+        ]
     return [_instead(plan, cuts, stage, piece)]
 
 
@@ -91,7 +102,8 @@ def _cuts(pipeline: Pipelined, stage: int) -> StageCuts:
         raise PlanError(f"the pipeline has {count} stages and no stage {stage}; ask for one from 0 to {count - 1}")
     if pipeline.cuts is None:
         raise PlanError(
-            f"where stage {stage} begins cannot be said: stages= begins one within a layer, or gives a layer to several stages; "
+            f"where stage {stage} begins cannot be said: stages= begins one within a layer, or gives a layer to "
+            "several stages; "
             "cuts are compared between layers. Try: stages that begin there"
         )
     return pipeline.cuts
@@ -136,7 +148,9 @@ def _name(piece: Piece) -> str:
 
 
 def _instead(plan: Plan, cuts: StageCuts, stage: int, piece: int) -> str:
-    """Another place for a stage to begin: seconds, the rank that works longest, bytes that cross and are held, and what decided."""
+    """Another place for a stage to begin: seconds, the rank that works longest, bytes that cross and are held, and what
+    decided.
+    """
     pipeline = plan.pipeline
     assert pipeline is not None, "cuts are of a pipeline"
     begins = cuts.moved(stage, piece)
@@ -202,7 +216,10 @@ def _other_schedule(pipeline: Pipelined, name: str) -> list[str]:
     for other in cuts.others:
         if other.name == name:
             more = f"{_more_text(chosen, other.count)} by the estimate, with stages that begin at the same places"
-            return [f"{name}: {more}; {_fullest_text(pipeline, other.count)} in place of {size_text(max(chosen.held_bytes))}"]
+            return [
+                f"{name}: {more}; {_fullest_text(pipeline, other.count)} in place of "
+                f"{size_text(max(chosen.held_bytes))}"
+            ]
     return []
 
 

@@ -28,7 +28,8 @@ WIDEST = 40  # letters of a rule or a reason; `why` has them whole
 def plan_table(plan: Plan, decisions: Sequence[Decision], costly: int | None) -> str:
     """The plan in a sentence, then one line per kind of call, in the order of the program.
 
-    Seconds are those of all its calls together, before any of them hides another; the sentence has the time of the step.
+    Seconds are those of all its calls together, before any of them hides another; the sentence has the time of the
+    step.
     """
     lines = _alike(decisions)
     shown = lines
@@ -40,7 +41,9 @@ def plan_table(plan: Plan, decisions: Sequence[Decision], costly: int | None) ->
         total_s = sum(line.cost_s for line in lines)
         left_s = total_s - sum(line.cost_s for line in shown)
         share = left_s / total_s if total_s else 0.0
-        text.append(f"and {len(lines) - len(shown)} more lines, {share:.0%} of the operators' time: plan.table(costly=None)")
+        text.append(
+            f"and {len(lines) - len(shown)} more lines, {share:.0%} of the operators' time: plan.table(costly=None)"
+        )
     if plan.pipeline is not None:
         text.append(pipeline_table(plan.pipeline))
     if plan.way:

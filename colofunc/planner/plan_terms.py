@@ -1,9 +1,10 @@
-"""What the seconds of a step are made of, as a plan keeps it: which term of the clock each operator, parameter or collective is.
+"""What the seconds of a step are made of, as a plan keeps it: which term of the clock each operator, parameter or
+collective is.
 
     all_gather tp            3.1 ms, 1.2 ms of it hidden  (48 calls)
 
-A row stands for all calls of one operator of a module, in one phase; layers that are alike share one. `colofunc.compiler.terms` makes them
-from what the clock has played.
+A row stands for all calls of one operator of a module, in one phase; layers that are alike share one.
+`colofunc.compiler.terms` makes them from what the clock has played.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ ROUNDING = 1e-6
 
 @attrs.frozen
 class Term:
-    """Seconds of a step of one sort; `hidden_s`: of them, while the device works. `calls`: operators, every trip of a loop counted."""
+    """Seconds of a step of one sort; `hidden_s`: of them, while the device works.
+
+    `calls`: operators, every trip of a loop counted.
+    """
 
     what: str
     seconds: float
@@ -44,7 +48,8 @@ class Term:
 
 @attrs.frozen
 class Spent:
-    """A row of what a step takes. path: of the module, digits starred where layers are alike. what: the sort, as `Term.what`.
+    """A row of what a step takes. path: of the module, digits starred where layers are alike. what: the sort, as
+    `Term.what`.
 
     leaves: of a collective or a copy, the parameters whose gradients or values it moves, where that is known.
     """
@@ -90,7 +95,9 @@ def about(row: Spent, glob: str) -> bool:
 
 
 def _is_one_of(asked: str, starred: str) -> bool:
-    """Whether a name is one of those that a starred name stands for: "h.3.attn" of "h.*.attn", where each star is a number."""
+    """Whether a name is one of those that a starred name stands for: "h.3.attn" of "h.*.attn", where each star is a
+    number.
+    """
     if "*" not in starred:
         return False
     # As of globs, the end of a name from some dot on is enough.
@@ -123,7 +130,9 @@ def terms_text(found: Sequence[Term], step_s: float) -> str:
 
 
 def collectives_text(rows: Sequence[Spent], most: int) -> list[str]:
-    """Of each collective that was asked for, its seconds in all and of the modules or parameters that take most of them."""
+    """Of each collective that was asked for, its seconds in all and of the modules or parameters that take most of
+    them.
+    """
     lines = []
     for term in summed(rows):
         lines.append(str(term))

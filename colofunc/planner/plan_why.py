@@ -1,4 +1,5 @@
-"""Why a plan is as it is: one operator call or one leaf, in words, with what else it could have been and what that costs.
+"""Why a plan is as it is: one operator call or one leaf, in words, with what else it could have been and what that
+costs.
 
     block.up linear ×2 [forward]  b0 b1 i, o i, o -> b0 b1 o
       {dp: b0}: 6.4 µs compute + 204 µs communication (all_gather dp)

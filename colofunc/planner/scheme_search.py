@@ -1,17 +1,19 @@
 """Schemes of weights, sharding, what is made again and what is copied, decided together.
 
-Problem: how small weights have to be depends on what recomputation and copies would cost instead, and that is known only of a finished
-step. To decide schemes first quantizes what there was room for, or keeps what is then copied in every step. Idea: a choice of schemes is
-a candidate. The step is finished with it by the one planner, which decides sharding, recomputation and residency for these very weights,
-and is counted by the accountant and the clock. Of what fits the best is taken:
+Problem: how small weights have to be depends on what recomputation and copies would cost instead, and that is known
+only of a finished step. To decide schemes first quantizes what there was room for, or keeps what is then copied in
+every step. Idea: a choice of schemes is a candidate. The step is finished with it by the one planner, which decides
+sharding, recomputation and residency for these very weights, and is counted by the accountant and the clock. Of what
+fits the best is taken:
 
     limit_s     the least error of all that take at most so many seconds (None: any)
     rise        the fewest seconds of all whose loss rises by at most so much
 
-Which candidates: one scheme for all weights, where seconds count; then choices for some bytes of all weights, each a knapsack (`schemes`),
-halving the bytes next to the best one; and of the best with other schemes for some weights (all others of a small model) those that may be
-better by what is known. That is the seconds of a weight in a scheme, as they were counted in the steps finished so far, and that a choice
-needs no less memory than one that is too large already and has no weight larger than it.
+Which candidates: one scheme for all weights, where seconds count; then choices for some bytes of all weights, each a
+knapsack (`schemes`), halving the bytes next to the best one; and of the best with other schemes for some weights (all
+others of a small model) those that may be better by what is known. That is the seconds of a weight in a scheme, as they
+were counted in the steps finished so far, and that a choice needs no less memory than one that is too large already and
+has no weight larger than it.
 
     as it is    0         1.20 s (copied)
     int8        4e-5      0.41 s
@@ -47,7 +49,10 @@ NARROW = 1 / 256
 
 @attrs.frozen(eq=False)
 class Finished:
-    """A step with a choice of schemes: its peak on a rank, its seconds by the clock, and those of each weight. `why`: it fits no budget."""
+    """A step with a choice of schemes: its peak on a rank, its seconds by the clock, and those of each weight.
+
+    `why`: it fits no budget.
+    """
 
     peak_bytes: int | None = None
     seconds: float | None = None
@@ -58,7 +63,9 @@ class Finished:
 Finish = Callable[[Picks], Finished]
 
 
-def search(weights: Sequence[WeightOptions], finish: Finish, rise: float | None = None, limit_s: float | None = None) -> Picks:
+def search(
+    weights: Sequence[WeightOptions], finish: Finish, rise: float | None = None, limit_s: float | None = None
+) -> Picks:
     """The best choice that fits, as said above. Raises PlanError where none was found."""
     return _Search(weights, finish, rise, limit_s).run()
 
@@ -88,7 +95,8 @@ class _Search:
         sure = self.surest()
         if self.rise is not None and self.error(sure) > self.rise:
             raise PlanError(
-                f"cf.quantize(scheme='auto', rise={self.rise}): weights that are quantized already let the loss rise by "
+                f"cf.quantize(scheme='auto', rise={self.rise}): weights that are quantized already let the loss rise "
+                "by "
                 f"{self.error(sure):.1e}. Try: a larger rise; the weights that they were quantized from"
             )
         self.small = self.smallest()
@@ -229,7 +237,9 @@ class _Search:
         levels = sorted({low, high, *(float(self.nbytes(picks)) for picks in self.tried)})
         narrow = NARROW * (high - low)
         for _ in range(LEVELS):
-            apart = [(above - below, below, above) for below, above in pairwise(levels) if above - below > max(narrow, 1)]
+            apart = [
+                (above - below, below, above) for below, above in pairwise(levels) if above - below > max(narrow, 1)
+            ]
             here = [interval for interval in apart if self.is_next_to_best(*interval[1:])]
             if not here or len(self.tried) >= LEVELS:
                 return
@@ -241,7 +251,10 @@ class _Search:
             levels = sorted({*levels, middle, *([] if picks is None else [float(self.nbytes(picks))])})
 
     def is_next_to_best(self, below: float, above: float) -> bool:
-        """Whether a better choice may be between two levels of bytes. More bytes have less error, so error alone is looked for above."""
+        """Whether a better choice may be between two levels of bytes.
+
+        More bytes have less error, so error alone is looked for above.
+        """
         if self.best is None:
             return True
         best = self.nbytes(self.best)
@@ -271,7 +284,11 @@ class _Search:
 
     def promising(self) -> Iterator[Picks]:
         for picks in self.unlike():
-            if picks in self.tried or self.is_too_large(picks) or (self.rise is not None and self.error(picks) > self.rise):
+            if (
+                picks in self.tried
+                or self.is_too_large(picks)
+                or (self.rise is not None and self.error(picks) > self.rise)
+            ):
                 continue
             if self.best is None:
                 yield picks
@@ -300,10 +317,13 @@ class _Search:
         if not why and self.limit_s is not None:
             fastest = min(done.seconds for done in self.tried.values() if done.seconds is not None)
             return (
-                f"cf.quantize(scheme='auto', limit_s={self.limit_s}): the fastest step that was found takes {time_text(fastest)}. "
+                f"cf.quantize(scheme='auto', limit_s={self.limit_s}): the fastest step that was found takes "
+                f"{time_text(fastest)}. "
                 "Try: a larger limit_s or budget"
             )
         return (
-            f"cf.quantize(scheme='auto'): with weights of {self.nbytes(small):,} bytes, the least possible{within}, the step is not within "
-            f"its budget: {why}. Try: a larger budget{'' if self.rise is None else ' or rise='}; cf.offload and cf.checkpoint in the chain"
+            f"cf.quantize(scheme='auto'): with weights of {self.nbytes(small):,} bytes, the least possible{within}, "
+            "the step is not within "
+            f"its budget: {why}. Try: a larger budget{'' if self.rise is None else ' or rise='}; cf.offload and "
+            "cf.checkpoint in the chain"
         )

@@ -10,8 +10,9 @@ different weights add up (`colofunc/functional/scheme_errors.py` says what they 
 the choice is a knapsack (at the end of this file), which is solved exactly, or with a bound that says how far off it
 may be. Not to quantize a weight is one of its options, with no error.
 
-Here the schemes of all weights are decided together, and nothing else. `scheme_search` finishes the whole step with several choices, and
-so decides them together with sharding, recomputation and offload: `cf.quantize(step, "auto", ...)`.
+Here the schemes of all weights are decided together, and nothing else. `scheme_search` finishes the whole step with
+several choices, and so decides them together with sharding, recomputation and offload:
+`cf.quantize(step, "auto", ...)`.
 """
 
 from __future__ import annotations
@@ -104,11 +105,15 @@ class SchemeErrors:
         names = [weight.name for weight in self.weights]
         for glob in globs:
             if not any(matches(name, glob) for name in names):
-                raise InputError(f"keep={glob!r} matches none of the weights that were measured{near(glob, names, 'weights')}")
+                raise InputError(
+                    f"keep={glob!r} matches none of the weights that were measured{near(glob, names, 'weights')}"
+                )
         found = []
         for weight in self.weights:
             by = next((glob for glob in globs if matches(weight.name, glob)), None)
-            found.append(weight if by is None else attrs.evolve(weight, options=weight.options[:1], stays=f"keep={by!r}"))
+            found.append(
+                weight if by is None else attrs.evolve(weight, options=weight.options[:1], stays=f"keep={by!r}")
+            )
         return tuple(found)
 
     def uniform(self, scheme: str) -> SchemeChoice:
@@ -121,10 +126,14 @@ class SchemeErrors:
 
     def _check_seconds(self) -> None:
         if any(option.seconds is None for weight in self.weights for option in weight.options):
-            raise InputError("limit_s: these errors have no seconds. Try: cf.scheme_errors(..., step=step, args=(state, batch))")
+            raise InputError(
+                "limit_s: these errors have no seconds. Try: cf.scheme_errors(..., step=step, args=(state, batch))"
+            )
 
     def __str__(self) -> str:
-        names = dict.fromkeys(option.name for weight in self.weights for option in weight.options if option.scheme is not None)
+        names = dict.fromkeys(
+            option.name for weight in self.weights for option in weight.options if option.scheme is not None
+        )
         rows = [("weight", "shape", AS_IT_IS, *names)]
         for weight in self.weights:
             cells = []
@@ -147,7 +156,8 @@ def _too_little(weights: Sequence[WeightOptions], limit: int, limit_s: float | N
             f"and the budget is {limit:,}. Try: budget={least}, or fewer globs in keep="
         )
     return (
-        f"no choice within {limit:,} bytes takes {time_text(limit_s or 0.0)} or less; the fastest of any size takes {time_text(least_s)}. "
+        f"no choice within {limit:,} bytes takes {time_text(limit_s or 0.0)} or less; the fastest of any size takes "
+        f"{time_text(least_s)}. "
         "Try: a larger limit_s or budget"
     )
 
@@ -194,8 +204,8 @@ class SchemeChoice:
     """The scheme of each weight, for `cf.quantize(step, choice)`. `print` shows a line for each weight: what was
     chosen, and why.
 
-    `budget_bytes`, `limit_s`: what these weights were to keep to; None: nothing of their own. `bound`: the error that any
-    choice within them has at least, None where it was not looked for. `tried`: the choices that a whole step was
+    `budget_bytes`, `limit_s`: what these weights were to keep to; None: nothing of their own. `bound`: the error that
+    any choice within them has at least, None where it was not looked for. `tried`: the choices that a whole step was
     finished with, where "auto" made this one (on rank 0).
     """
 
@@ -249,7 +259,8 @@ class SchemeChoice:
         if chosen is None:
             names = list(self.schemes)
             raise InputError(
-                f"cf.quantize: no scheme was chosen for {name!r}{near(name, names, 'weights')} Try: cf.scheme_errors with all weights of "
+                f"cf.quantize: no scheme was chosen for {name!r}{near(name, names, 'weights')} Try: cf.scheme_errors "
+                "with all weights of "
                 "the step; where= that leaves it out"
             )
         return chosen.option.scheme
@@ -260,7 +271,9 @@ class SchemeChoice:
         for chosen in self.weights:
             option = chosen.option
             times = [time_text(option.seconds or 0.0) for _ in seconds]
-            rows.append((chosen.weight.name, option.name, f"{option.nbytes:,}", f"{option.error:.1e}", *times, chosen.why(self)))
+            rows.append(
+                (chosen.weight.name, option.name, f"{option.nbytes:,}", f"{option.error:.1e}", *times, chosen.why(self))
+            )
         return "\n".join([self.sentence(), columns(rows, range(2, 4 + len(seconds))), *self._tries()])
 
     def sentence(self) -> str:
@@ -270,7 +283,9 @@ class SchemeChoice:
         said = f"{size_text(self.nbytes)} of {size_text(before)}{within}; the loss rises by {self.error:.2e} by the estimate"
         if self.bound is None:
             return said
-        least = "the least possible" if self.error <= self.bound * (1 + CLOSE) else f"at least {self.bound:.2e} is possible"
+        least = (
+            "the least possible" if self.error <= self.bound * (1 + CLOSE) else f"at least {self.bound:.2e} is possible"
+        )
         return f"{said}, {least}"
 
     def _tries(self) -> list[str]:
@@ -287,10 +302,11 @@ class SchemeChoice:
 # ---- a knapsack with groups ----
 #     least_cost([[Item(0.0, (8,)), Item(0.3, (2,))], [Item(0.0, (8,)), Item(0.1, (2,))]], limits=(10,))      # picks (0, 1), cost 0.1
 #
-# A program of whole numbers (0 or 1 for each option), which HiGHS solves. Groups share nothing but the limits, so the relaxation has few
-# fractions (at most one group for each limit) and its bound is near: 560 groups of 7 take a second or two. A solver of floating-point
-# numbers keeps to a limit within a tolerance, so what it gives is added up exactly, and where it is above a limit by that, the limit is
-# lowered by as much and asked again. `bound` says what any choice costs at least: the cost is the least one where they are equal.
+# A program of whole numbers (0 or 1 for each option), which HiGHS solves. Groups share nothing but the limits, so the
+# relaxation has few fractions (at most one group for each limit) and its bound is near: 560 groups of 7 take a second
+# or two. A solver of floating-point numbers keeps to a limit within a tolerance, so what it gives is added up exactly,
+# and where it is above a limit by that, the limit is lowered by as much and asked again. `bound` says what any choice
+# costs at least: the cost is the least one where they are equal.
 
 
 MOST_NODES = 20_000
@@ -378,7 +394,9 @@ def _solved(groups: Sequence[Sequence[Item]], limits: Sequence[float]) -> Picked
     scale = 1e6 / (float(cost.max()) or 1.0)
     options = {"mip_rel_gap": 0.0, "node_limit": MOST_NODES}
     with without_solver_lines():
-        result = milp(cost * scale, constraints=rows, bounds=Bounds(0, 1), integrality=np.ones(len(items)), options=options)
+        result = milp(
+            cost * scale, constraints=rows, bounds=Bounds(0, 1), integrality=np.ones(len(items)), options=options
+        )
     if result.x is None:
         return None
     picks, begin = [], 0

@@ -3,9 +3,10 @@
     with without_solver_lines():
         result = scipy.optimize.milp(...)
 
-Problem: `HighsMipSolverData::transformNewIntegerFeasibleSolution` of the HiGHS that scipy brings announces that it solves a program again,
-with a `printf` that no option reaches, so that a user who plans sees a line of C++ on stdout. Idea: what the process writes there
-meanwhile goes to a file, and from there to stdout, but for these lines. Nothing else is lost, also of other threads.
+Problem: `HighsMipSolverData::transformNewIntegerFeasibleSolution` of the HiGHS that scipy brings announces that it
+solves a program again, with a `printf` that no option reaches, so that a user who plans sees a line of C++ on stdout.
+Idea: what the process writes there meanwhile goes to a file, and from there to stdout, but for these lines. Nothing
+else is lost, also of other threads.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _ALONE = threading.Lock()
 
 @contextmanager
 def without_solver_lines() -> Iterator[None]:
-    """While a solver runs. Where the process has no stdout, or no C library to ask for what it has buffered, nothing is done."""
+    """While a solver runs.
+
+    Where the process has no stdout, or no C library to ask for what it has buffered, nothing is done.
+    """
     if os.name != "posix":
         yield
         return

@@ -1,11 +1,13 @@
-"""Seconds of a lowered step that are a weight's: of its gathers, its casts and copies, and of the products that read it.
+"""Seconds of a lowered step that are a weight's: of its gathers, its casts and copies, and of the products that read
+it.
 
     weight_seconds(low.program, mesh, rule_of, ["up.weight", "down.weight"])        # {"up.weight": 1.2e-5, ...}
 
-Problem: a scheme makes some operators faster (a weight is read at its packed size, fewer bytes travel) and adds others. Idea: a value
-that is made of weights alone belongs to them, and what makes it, or reads it, is charged to them, by the same clock that plans are made
-by. Where one gather brings several tensors, each pays by its bytes, those that nobody asks about too. Seconds are added up, as in
-`low.cost()`: what of them is hidden behind other work depends on the whole step.
+Problem: a scheme makes some operators faster (a weight is read at its packed size, fewer bytes travel) and adds others.
+Idea: a value that is made of weights alone belongs to them, and what makes it, or reads it, is charged to them, by the
+same clock that plans are made by. Where one gather brings several tensors, each pays by its bytes, those that nobody
+asks about too. Seconds are added up, as in `low.cost()`: what of them is hidden behind other work depends on the whole
+step.
 """
 
 from __future__ import annotations
@@ -64,7 +66,11 @@ class _Charge:
                 continue
             if node.loop is not None:
                 pairs = zip(node.loop.body.inputs, node.refs, strict=False)
-                self.run(node.loop.body, {inside: own[outside] for inside, outside in pairs if outside in own}, trips * node.loop.trips)
+                self.run(
+                    node.loop.body,
+                    {inside: own[outside] for inside, outside in pairs if outside in own},
+                    trips * node.loop.trips,
+                )
                 continue
             alone = len(read) == len(node.refs)
             shares = _together(read, own, program.values)

@@ -18,12 +18,13 @@ is merged to one frozen `Registry`. Two plugins that give the same key, a hook t
 wrong type are `PluginError`s that name the plugin. Plugins import public names only (`import colofunc as cf`), never
 each other. `cf.testing.check_strategies(plugin, op)` proves strategies right on small meshes.
 
-Hooks speak of operators by name: those of torch, of any library, and those that you register with `cf.operator` (below).
+Hooks speak of operators by name: those of torch, of any library, and those that you register with `cf.operator`
+(below).
 
 What plugins are made of, all of it used by those in this repository: `cf.ext.ways` gives strategies to build on, and
-`way.with_pattern(words, local, extra_s=...)` makes one of yours of each; `cf.ext.Rules` and `cf.ext.follow` say what operators can do and
-where a layout goes. `cf.ext.reading`, `cf.ext.products`, `cf.ext.product_pairs`, `cf.ext.AttentionCall`, `cf.ext.AttentionPattern`,
-`cf.ext.tokens` and `cf.ext.local` stand below.
+`way.with_pattern(words, local, extra_s=...)` makes one of yours of each; `cf.ext.Rules` and `cf.ext.follow` say what
+operators can do and where a layout goes. `cf.ext.reading`, `cf.ext.products`, `cf.ext.product_pairs`,
+`cf.ext.AttentionCall`, `cf.ext.AttentionPattern`, `cf.ext.tokens` and `cf.ext.local` stand below.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ hookimpl = pluggy.HookimplMarker("colofunc")
 def colofunc_rules() -> Mapping[str, Callable[..., Any]]:
     """Operator name ("aten.mm.default", "mylib.op") -> `rule(call) -> cf.ext.Rule | None`.
 
-    A rule is an einops pattern bound to one call; build it with `cf.ext.pattern("m k, k n -> m n", reduce={"k": "sum"})`,
-    which is such a function, or from the call's shapes. None: this call runs replicated. A rule for an operator that
-    has one already is a clash: add strategies to that operator instead.
+    A rule is an einops pattern bound to one call; build it with
+    `cf.ext.pattern("m k, k n -> m n", reduce={"k": "sum"})`, which is such a function, or from the call's shapes. None:
+    this call runs replicated. A rule for an operator that has one already is a clash: add strategies to that operator
+    instead.
     """
     raise NotImplementedError
 
@@ -74,8 +76,8 @@ def colofunc_plans() -> Mapping[str, Callable[..., Any]]:
 def colofunc_memory_policies() -> Mapping[str, Any]:
     """Policy name -> `cf.ext.MemoryPolicy`, or a constructor of one, for `cf.offload(step, policy=name)`.
 
-    A constructor is called without options for a name alone; `cf.configure` gives it options, `policy: {name: {option: 2}}`,
-    as its signature says.
+    A constructor is called without options for a name alone; `cf.configure` gives it options,
+    `policy: {name: {option: 2}}`, as its signature says.
     """
     raise NotImplementedError
 
@@ -84,20 +86,22 @@ def colofunc_memory_policies() -> Mapping[str, Any]:
 def colofunc_schedules() -> Mapping[str, Schedule]:
     """Schedule name ("1f1b", "zb-h1", ...) -> `cf.ext.Schedule`, for `cf.pipeline(step, schedule=name)`.
 
-    A schedule is a function that gives a table of actions, `cf.ext.ActionTable`, and says how many stages a rank has and which. The
-    table is checked each time that it is made.
+    A schedule is a function that gives a table of actions, `cf.ext.ActionTable`, and says how many stages a rank has
+    and which. The table is checked each time that it is made.
     """
     raise NotImplementedError
 
 
 @hookspec
 def colofunc_kernels() -> Iterable[Kernel]:
-    """`cf.ext.Kernel(operator name, device type, guard, cost_s, workspace_bytes, fn)`: quicker ways to compute an operator on a device.
+    """`cf.ext.Kernel(operator name, device type, guard, cost_s, workspace_bytes, fn)`: quicker ways to compute an
+    operator on a device.
 
-    A call gets the cheapest kernel whose `guard(call)` agrees, else the operator's own implementation. `call["name"]` is an
-    argument, a tensor as its shape and dtype: a guard sees no values, because a device would have to be waited for. The plan
-    counts `cost_s(call, rates)` seconds and `workspace_bytes(call)` of device memory where it is made for such a device, and
-    `fn` takes the operator's arguments, all of them by position. Several plugins may give kernels for the same operator.
+    A call gets the cheapest kernel whose `guard(call)` agrees, else the operator's own implementation. `call["name"]`
+    is an argument, a tensor as its shape and dtype: a guard sees no values, because a device would have to be waited
+    for. The plan counts `cost_s(call, rates)` seconds and `workspace_bytes(call)` of device memory where it is made for
+    such a device, and `fn` takes the operator's arguments, all of them by position. Several plugins may give kernels
+    for the same operator.
     """
     raise NotImplementedError
 
@@ -115,8 +119,8 @@ def colofunc_passes() -> Mapping[str, Callable[..., Any]]:
 def colofunc_transforms() -> Mapping[str, Any]:
     """Transform name -> a whole transform: `transform(step=None, **options)`, which `cf.configure` calls by name.
 
-    It gives `cf.ext.stage(step, cf.ext.Transform(name, options, ...))`: a record with some of six hooks, each from a `cf.ext.Build` to a
-    `cf.ext.Build`.
+    It gives `cf.ext.stage(step, cf.ext.Transform(name, options, ...))`: a record with some of six hooks, each from a
+    `cf.ext.Build` to a `cf.ext.Build`.
     """
     raise NotImplementedError
 
@@ -125,19 +129,21 @@ def colofunc_transforms() -> Mapping[str, Any]:
 def colofunc_quantizers() -> Mapping[str, Any]:
     """Scheme name -> `cf.ext.Quantizer(name, form=..., quantize=...)`, for `cf.quantize(step, name)`.
 
-    `form` is how a weight is kept and multiplied with: "int8", "fp8", "fp8_e5m2", "fp8_g128", "int4", "nf4", "nf4_g64", "mxfp8" or "nvfp4";
-    `quantize(weight)` chooses the numbers of a matrix (o, i), and gives the parts of that format by name (`{"data": ..., "scale": ...}`). A
-    row's result may depend on this row only, and with `by_largest=True` on max |w| of the whole weight, which is its second argument then.
+    `form` is how a weight is kept and multiplied with: "int8", "fp8", "fp8_e5m2", "fp8_g128", "int4", "nf4", "nf4_g64",
+    "mxfp8" or "nvfp4"; `quantize(weight)` chooses the numbers of a matrix (o, i), and gives the parts of that format by
+    name (`{"data": ..., "scale": ...}`). A row's result may depend on this row only, and with `by_largest=True` on max
+    |w| of the whole weight, which is its second argument then.
 
-    `outliers=6.0` rounds inputs of linear layers to int8 too, row by row, but for those of this size and more; `math.inf` rounds all of
-    them, None (the default) none.
+    `outliers=6.0` rounds inputs of linear layers to int8 too, row by row, but for those of this size and more;
+    `math.inf` rounds all of them, None (the default) none.
 
-    `input_scale(blocks)` is for schemes that scale columns before they are rounded: it is given all rows of a weight in blocks (some, i),
-    float32 or float64, and returns (i,) float32, finite and above 0. Columns are multiplied by it in front of `quantize`, and layers divide
-    their inputs by it.
+    `input_scale(blocks)` is for schemes that scale columns before they are rounded: it is given all rows of a weight in
+    blocks (some, i), float32 or float64, and returns (i,) float32, finite and above 0. Columns are multiplied by it in
+    front of `quantize`, and layers divide their inputs by it.
 
-    `by_name(name)` is for schemes that have measured something of each weight: it returns the `cf.ext.Quantizer` for the weight of this
-    name, of the same name and form, whose `quantize`, `outliers` and `input_scale` count for this weight.
+    `by_name(name)` is for schemes that have measured something of each weight: it returns the `cf.ext.Quantizer` for
+    the weight of this name, of the same name and form, whose `quantize`, `outliers` and `input_scale` count for this
+    weight.
     """
     raise NotImplementedError
 
@@ -146,11 +152,12 @@ def colofunc_quantizers() -> Mapping[str, Any]:
 def colofunc_packed_layouts() -> Mapping[str, Any]:
     """Layout name -> `cf.ext.packed_tensors.PackedLayout`: how another library saves quantized weights.
 
-    For `cf.load` and `cf.save_pretrained`. Plugins that are installed are asked; the layouts of this project come first, and by the same
-    hook. What a layout says of itself is written at `PackedLayout`: by which names its tensors are known (`marks`, `needs`, `keys`),
-    whether some tensors are such a weight (`claims`), the weight that they are in one of the formats of `colofunc_quantizers` (`read`), and
-    back (`write`, `config`). `tensors.matrix(key, dtypes)` checks a stored tensor, `packed_tensors.part(shape, dtype, read)` is a part of
-    the weight that is read by boxes, and `packed_tensors.boxed(entry, box)` reads one.
+    For `cf.load` and `cf.save_pretrained`. Plugins that are installed are asked; the layouts of this project come
+    first, and by the same hook. What a layout says of itself is written at `PackedLayout`: by which names its tensors
+    are known (`marks`, `needs`, `keys`), whether some tensors are such a weight (`claims`), the weight that they are in
+    one of the formats of `colofunc_quantizers` (`read`), and back (`write`, `config`). `tensors.matrix(key, dtypes)`
+    checks a stored tensor, `packed_tensors.part(shape, dtype, read)` is a part of the weight that is read by boxes, and
+    `packed_tensors.boxed(entry, box)` reads one.
     """
     raise NotImplementedError
 
@@ -163,6 +170,7 @@ def colofunc_topologies() -> Mapping[str, Any]:
 
 HOOKS = (
     "colofunc_rules colofunc_strategies colofunc_plans colofunc_memory_policies "
-    "colofunc_schedules colofunc_kernels colofunc_passes colofunc_transforms colofunc_quantizers colofunc_packed_layouts "
+    "colofunc_schedules colofunc_kernels colofunc_passes colofunc_transforms colofunc_quantizers "
+    "colofunc_packed_layouts "
     "colofunc_topologies"
 ).split()

@@ -17,14 +17,14 @@ strategies speak of it by its name.
     assert low.coverage().fallbacks == ()
     cf.testing.check_strategies(None, gated)            # the rule is right: tried on small meshes
 
-The signature is annotated (Tensor, Tensor | None, list[Tensor], int, float, bool, str, lists of int, dtype; it returns a Tensor, a
-tuple of them, or a list[Tensor], of which a pattern says one result for all). Shapes come from running the reference without data.
-The gradient is that of the reference, recorded as the operators it is made of; give `backward(inputs, outputs, grads)` to write it
-yourself, with further operators of your own where it should stay whole.
+The signature is annotated (Tensor, Tensor | None, list[Tensor], int, float, bool, str, lists of int, dtype; it returns
+a Tensor, a tuple of them, or a list[Tensor], of which a pattern says one result for all). Shapes come from running the
+reference without data. The gradient is that of the reference, recorded as the operators it is made of; give
+`backward(inputs, outputs, grads)` to write it yourself, with further operators of your own where it should stay whole.
 The reference draws no random numbers, writes to no argument, and decides nothing by data.
 
-A function of a module that is defined again, as when a notebook's cell is run once more, replaces the operator, with other arguments
-too: steps that use it are traced again. Another function under a name that is taken is an error.
+A function of a module that is defined again, as when a notebook's cell is run once more, replaces the operator, with
+other arguments too: steps that use it are traced again. Another function under a name that is taken is an error.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class PluginOperator:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if OPERATORS.get(self.name) is not self:
-            raise PluginError(f"operator {self.name!r} has been defined again since; call the function that this definition gave")
+            raise PluginError(
+                f"operator {self.name!r} has been defined again since; call the function that this definition gave"
+            )
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         values = [bound.arguments[name] for name in self.signature.parameters]
@@ -98,16 +100,19 @@ def operator(
 ) -> Callable[[Reference], PluginOperator]:
     """Register the decorated function as the operator `name` ("mylib.gated"); it is its reference and its kernel.
 
-    `rule`: an einops pattern (with `reduce`, `linear`, `mults` as in `cf.ext.pattern`), or a function `rule(call)`. A pattern's
-    operands are the tensor arguments; that of a list holds for each of its tensors. Without a rule the operator runs replicated,
-    unless a plugin's `colofunc_rules` or `colofunc_strategies` say more. `backward(inputs, outputs, grads)` gives one gradient per
-    tensor argument (None: it has none; a list for a list); `inputs` are all arguments, `outputs` and `grads` look like what the
-    reference returns. With `mults`, given here also where the rule is a function, its results count as products: the policy "dots"
-    keeps them. Raises PluginError where name, signature and rule do not fit together.
+    `rule`: an einops pattern (with `reduce`, `linear`, `mults` as in `cf.ext.pattern`), or a function `rule(call)`. A
+    pattern's operands are the tensor arguments; that of a list holds for each of its tensors. Without a rule the
+    operator runs replicated, unless a plugin's `colofunc_rules` or `colofunc_strategies` say more.
+    `backward(inputs, outputs, grads)` gives one gradient per tensor argument (None: it has none; a list for a list);
+    `inputs` are all arguments, `outputs` and `grads` look like what the reference returns. With `mults`, given here
+    also where the rule is a function, its results count as products: the policy "dots" keeps them. Raises PluginError
+    where name, signature and rule do not fit together.
     """
     space, _, short = name.partition(".")
     if space in TAKEN or not (space.isidentifier() and short.isidentifier()):
-        raise PluginError(f"cf.operator: {name!r} is no name for an operator. Try: \"mylib.gated\", with a library name of your own")
+        raise PluginError(
+            f'cf.operator: {name!r} is no name for an operator. Try: "mylib.gated", with a library name of your own'
+        )
 
     def register(reference: Reference) -> PluginOperator:
         signature = _signature(name, reference)
@@ -126,7 +131,9 @@ def operator(
         if callable(rule_fn):
             REGISTERED[name] = rule_fn
         pull = _gradient(name, plain, backward)
-        registered = PluginOperator(name, reference, signature, schema, defined, listed, library, kernel, fake, save, pull)
+        registered = PluginOperator(
+            name, reference, signature, schema, defined, listed, library, kernel, fake, save, pull
+        )
         OPERATORS[name] = registered
         return registered
 
@@ -164,7 +171,10 @@ def _defined(name: str, schema: str, space: str) -> Defined:
 
 
 def _defined_before(name: str, reference: Reference, schema: str) -> Defined | None:
-    """What the same function of a module registered with these arguments. Raises PluginError where another one has the name."""
+    """What the same function of a module registered with these arguments.
+
+    Raises PluginError where another one has the name.
+    """
     if name not in KERNELS:
         return None
     before, source = OPERATORS.get(name), _source(reference)
@@ -174,7 +184,8 @@ def _defined_before(name: str, reference: Reference, schema: str) -> Defined | N
     if before.schema != schema:
         if not compat.undefine(before.library):
             raise PluginError(
-                f"cf.operator: {name!r} is registered already in this process as {before.schema}, and this torch keeps it so. "
+                f"cf.operator: {name!r} is registered already in this process as {before.schema}, and this torch keeps "
+                "it so. "
                 "Try: the same arguments, another name, or a new process"
             )
         forget_targets()
@@ -192,7 +203,8 @@ def _source(reference: Reference) -> str:
 
 
 def _signature(name: str, reference: Reference) -> inspect.Signature:
-    """The reference's. Raises PluginError for kinds of arguments, and an order of them, that an operator cannot have."""
+    """The reference's. Raises PluginError for kinds of arguments, and an order of them, that an operator cannot have.
+    """
     signature = inspect.signature(reference)
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -201,7 +213,9 @@ def _signature(name: str, reference: Reference) -> inspect.Signature:
             )
     required = [parameter.default is parameter.empty for parameter in signature.parameters.values()]
     if required != sorted(required, reverse=True):
-        raise PluginError(f"cf.operator {name!r}: an argument without a default follows one that has one. Try: the other order")
+        raise PluginError(
+            f"cf.operator {name!r}: an argument without a default follows one that has one. Try: the other order"
+        )
     return signature
 
 
@@ -219,14 +233,21 @@ def _by_position(reference: Reference, signature: inspect.Signature) -> Referenc
 
 
 def _schema(name: str, short: str, reference: Reference) -> str:
-    """The schema that torch infers from the annotations, with all arguments by position: `gated(Tensor x, Tensor gate) -> Tensor`."""
+    """The schema that torch infers from the annotations, with all arguments by position:
+    `gated(Tensor x, Tensor gate) -> Tensor`.
+    """
     try:
         inferred = torch.library.infer_schema(reference, mutates_args=())
     except (ValueError, NameError, TypeError) as error:
-        raise PluginError(f"cf.operator {name!r}: no types in the signature ({error}). Try: x: torch.Tensor, n: int = 1") from error
+        raise PluginError(
+            f"cf.operator {name!r}: no types in the signature ({error}). Try: x: torch.Tensor, n: int = 1"
+        ) from error
     schema = short + inferred.replace("(*, ", "(").replace(", *, ", ", ")
     if any(kind in schema for kind in ("Tensor?[]", "Tensor[]?", "Tensor?[]?")):
-        raise PluginError(f"cf.operator {name!r}: a list of tensors has all of them. Try: list[torch.Tensor], empty where there is none")
+        raise PluginError(
+            f"cf.operator {name!r}: a list of tensors has all of them. Try: list[torch.Tensor], empty where there is "
+            "none"
+        )
     returned = schema.rsplit("->", 1)[1].strip()
     tensors_only = not returned.replace("Tensor", "").strip("(), ")
     if returned != "Tensor[]" and not tensors_only:
@@ -237,14 +258,16 @@ def _schema(name: str, short: str, reference: Reference) -> str:
 def _check_rule(name: str, rule: str, schema: str) -> None:
     """Raises PluginError unless a pattern has an operand for each tensor argument, and a result for each result."""
     if rule.count("->") != 1:
-        raise PluginError(f"cf.operator {name!r}: the rule {rule!r} has no `->`. Try: \"b* d, b* d -> b* d\"")
+        raise PluginError(f'cf.operator {name!r}: the rule {rule!r} has no `->`. Try: "b* d, b* d -> b* d"')
     left, right = schema.rsplit("->", 1)
     operands, results = rule.split("->")
     for kind, words, side in (("operand", operands, left), ("result", results, right)):
         given, tensors = words.count(",") + 1, side.count("Tensor")
         optional = side.count("Tensor?")  # one that is not given has no place in the rule
         if not tensors - optional <= given <= tensors:
-            raise PluginError(f"cf.operator {name!r}: the rule {rule!r} has {given} {kind}s, the function has {tensors}")
+            raise PluginError(
+                f"cf.operator {name!r}: the rule {rule!r} has {given} {kind}s, the function has {tensors}"
+            )
 
 
 # ---- kernel and shapes ----
@@ -289,13 +312,18 @@ class _Pure(compat.TorchDispatchMode):
         names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args)) | kwargs
         if torch.Tag.nondeterministic_seeded in func.tags and given.get("dropout_p", 1.0) != 0.0:
-            raise PluginError(f"operator {self.name!r} draws random numbers ({func}), others on every rank. Try: take them as an argument")
+            raise PluginError(
+                f"operator {self.name!r} draws random numbers ({func}), others on every rank. Try: take them as an "
+                "argument"
+            )
         for argument in func._schema.arguments:
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             for x in flat([given.get(argument.name)]):
                 if isinstance(x, Tensor) and compat.storage_key(x) in self.inputs:
-                    raise PluginError(f"operator {self.name!r} writes to an argument ({func}). Try: x = x + 1 in place of x += 1")
+                    raise PluginError(
+                        f"operator {self.name!r} writes to an argument ({func}). Try: x = x + 1 in place of x += 1"
+                    )
         return func(*args, **kwargs)
 
 
@@ -305,8 +333,9 @@ class _Pure(compat.TorchDispatchMode):
 def _save(outputs_too: bool) -> Callable[..., None]:
     """What a call keeps on autograd's context for `_gradient`.
 
-    `lengths`: of the arguments. `leading`: how many arguments stand before these. `plain`: the flat arguments, None for tensors.
-    `tensors`: positions of these. `floating`: per result, whether it can have a gradient. `form`: tuple or list of results.
+    `lengths`: of the arguments. `leading`: how many arguments stand before these. `plain`: the flat arguments, None for
+    tensors. `tensors`: positions of these. `floating`: per result, whether it can have a gradient. `form`: tuple or
+    list of results.
     """
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -349,14 +378,18 @@ def _gradient(name: str, reference: Reference, backward: Backward | None) -> Cal
 
 
 def _of_each(name: str, inputs: tuple[Any, ...], counts_of_inputs: Lengths, given: tuple[Any, ...]) -> list[Any]:
-    """One gradient per tensor, from one per tensor argument: that of a list is a list, or None. Raises PluginError for others."""
+    """One gradient per tensor, from one per tensor argument: that of a list is a list, or None.
+
+    Raises PluginError for others.
+    """
     counts = []
     for x, count in zip(inputs, counts_of_inputs, strict=True):
         if count >= 0 or isinstance(x, Tensor):
             counts.append(count)
     if len(given) != len(counts):
         raise PluginError(
-            f"backward of operator {name!r} gave {len(given)} gradients for {len(counts)} tensor arguments. Try: None for what has none"
+            f"backward of operator {name!r} gave {len(given)} gradients for {len(counts)} tensor arguments. Try: None "
+            "for what has none"
         )
     of_tensors: list[Any] = []
     for count, grad in zip(counts, given, strict=True):
@@ -368,7 +401,8 @@ def _of_each(name: str, inputs: tuple[Any, ...], counts_of_inputs: Lengths, give
             of_tensors += grad
         else:
             raise PluginError(
-                f"backward of operator {name!r} gave no list of {count} gradients for a list of {count} tensors. Try: None for all"
+                f"backward of operator {name!r} gave no list of {count} gradients for a list of {count} tensors. Try: "
+                "None for all"
             )
     return of_tensors
 

@@ -88,7 +88,10 @@ def _given(fn: StrategyFn, call: Call, mesh: Mesh) -> list[Any]:
 
 @lru_cache(maxsize=64)
 def build_registry(plugins: tuple[Any, ...] = (), installed: bool = True) -> Registry:
-    """Ask those in `plugins` (modules or objects) and all that are `installed`. Raises PluginError naming the plugin."""
+    """Ask those in `plugins` (modules or objects) and all that are `installed`.
+
+    Raises PluginError naming the plugin.
+    """
     manager = pluggy.PluginManager("colofunc")
     manager.add_hookspecs(hookspecs)
     if installed:
@@ -100,7 +103,8 @@ def build_registry(plugins: tuple[Any, ...] = (), installed: bool = True) -> Reg
     for plugin in plugins:
         if not any(manager.parse_hookimpl_opts(plugin, name) is not None for name in dir(plugin)):
             raise PluginError(
-                f"plugin {_name(manager, plugin)!r} implements no hook; give a module (or object) with functions marked @cf.hookimpl"
+                f"plugin {_name(manager, plugin)!r} implements no hook; give a module (or object) with functions "
+                "marked @cf.hookimpl"
             )
     tables = {hook: _merge(manager, hook) for hook in hookspecs.HOOKS if hook != "colofunc_kernels"}
     strategies = {op: (fn,) for op, fn in STRATEGIES.items()}
@@ -109,7 +113,9 @@ def build_registry(plugins: tuple[Any, ...] = (), installed: bool = True) -> Reg
     names = tuple(sorted(_installed(manager, plugin) for plugin in manager.get_plugins()))
     fields = {hook.removeprefix("colofunc_"): _frozen(table) for hook, table in tables.items()}
     manager.register(own_kernels)
-    return Registry(strategies=_frozen(strategies), plugins=names, kernels=_frozen(table_of(_kernels(manager))), **fields)
+    return Registry(
+        strategies=_frozen(strategies), plugins=names, kernels=_frozen(table_of(_kernels(manager))), **fields
+    )
 
 
 def bringing(plans: Sequence[Any]) -> tuple[Any, ...]:
@@ -125,7 +131,10 @@ def topology(name: str, plugins: tuple[Any, ...] = ()) -> Topology:
 
 
 def schedule(name: str, registry: Registry | None = None) -> Schedule:
-    """A pipeline schedule by name, of the plugins that are installed or those of a registry. Raises PlanError with near names."""
+    """A pipeline schedule by name, of the plugins that are installed or those of a registry.
+
+    Raises PlanError with near names.
+    """
     registry = build_registry() if registry is None else registry
     known = registry.schedules
     if name not in known:
@@ -134,7 +143,9 @@ def schedule(name: str, registry: Registry | None = None) -> Schedule:
 
 
 def _name(manager: pluggy.PluginManager, plugin: Any) -> str:
-    """Of a module its own, of a record what it prints: the same in every process, which pluggy's name of an object is not."""
+    """Of a module its own, of a record what it prints: the same in every process, which pluggy's name of an object is
+    not.
+    """
     own, kind = getattr(plugin, "__name__", None), type(plugin)
     if own is None and vars(kind).get("__repr__") is not None:
         own = repr(plugin)
@@ -183,7 +194,9 @@ def _merge(manager: pluggy.PluginManager, hook: str) -> dict[Any, Any]:
                 merged.setdefault(key, []).append(value)
                 continue
             if key in owner:
-                raise PluginError(f"{hook}: {key!r} comes from both {owner[key]!r} and {who!r}; rename it in one of them")
+                raise PluginError(
+                    f"{hook}: {key!r} comes from both {owner[key]!r} and {who!r}; rename it in one of them"
+                )
             owner[key] = who
             merged[key] = value
     return merged

@@ -1,7 +1,8 @@
 """Lists of tensors among the arguments and results of a plugin's operator.
 
 Problem: autograd sees no tensor inside a list, and a rule has one operand per tensor, however many a call has. Idea: an
-operator's arguments are spread flat where autograd looks, and a rule's operand of a list is repeated for each of its tensors.
+operator's arguments are spread flat where autograd looks, and a rule's operand of a list is repeated for each of its
+tensors.
 
     flat(([a, b], w, 2))                -> [a, b, w, 2]            spread((2, -1, -1), ...) is the way back
     "b* d, d -> b* d", 2 tensors        -> "b* d, b* d, d -> b* d"; a result that is a list is repeated too
@@ -94,7 +95,9 @@ def flat_function(
 
 
 def repeated(text: str, *, reduce: Mapping[str, str] | None, linear: Iterable[Iterable[int]], mults: bool) -> RuleFn:
-    """The rule of `text`, whose operands and `linear` sets count arguments: those of a list are repeated for its tensors."""
+    """The rule of `text`, whose operands and `linear` sets count arguments: those of a list are repeated for its
+    tensors.
+    """
     left, _, right = text.partition("->")
     results = right.split(",")
     words, groups = left.split(","), [tuple(group) for group in linear]

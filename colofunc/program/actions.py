@@ -1,8 +1,8 @@
 """Actions: what each rank of a pipeline does, in which order, as a table.
 
-Problem: a pipeline schedule is usually a loop with many cases, so that it can be run and not much else. Idea: a schedule is
-data. A stage of the model does three kinds of work for each microbatch, and a table says, for each rank, in which order.
-Who waits for whom follows from the actions themselves:
+Problem: a pipeline schedule is usually a loop with many cases, so that it can be run and not much else. Idea: a
+schedule is data. A stage of the model does three kinds of work for each microbatch, and a table says, for each rank, in
+which order. Who waits for whom follows from the actions themselves:
 
     F(s, m)   waits for F(s-1, m)                                   forward
     B(s, m)   waits for F(s, m) and for the B or I of (s+1, m)      backward, of inputs and weights
@@ -40,7 +40,10 @@ _SHOWN = 4
 
 def _kind(action: Action, field: attrs.Attribute[str], kind: str) -> None:
     if kind not in KINDS:
-        raise PlanError(f"an action has the kind {kind!r}; it is F (forward), B (backward), I (backward of inputs) or W (of weights)")
+        raise PlanError(
+            f"an action has the kind {kind!r}; it is F (forward), B (backward), I (backward of inputs) or W (of "
+            "weights)"
+        )
 
 
 @attrs.frozen(order=True, cache_hash=True)  # tables are looked up by actions
@@ -63,7 +66,8 @@ class Action:
         stage, kind, microbatch = found.groups()
         if kind not in KINDS:
             raise PlanError(
-                f"{text!r}: {kind!r} is none of the kinds F, B, I, W; leave sends, receives and gathers out, which follow from these"
+                f"{text!r}: {kind!r} is none of the kinds F, B, I, W; leave sends, receives and gathers out, which "
+                "follow from these"
             )
         if not microbatch:
             raise PlanError(f"{text!r} names no microbatch; write {text.strip()}0 for the first")
@@ -112,12 +116,16 @@ class ActionTable:
             for action in row:
                 first = found.setdefault(action.stage, rank)
                 if first != rank:
-                    raise PlanError(f"stage {action.stage} is on rank {first} and, by {action}, on rank {rank}; give a stage to one rank")
+                    raise PlanError(
+                        f"stage {action.stage} is on rank {first} and, by {action}, on rank {rank}; give a stage to "
+                        "one rank"
+                    )
         return found
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """Per stage, the most microbatches at once whose forward has begun and whose backward (B or I) has not ended."""
+        """Per stage, the most microbatches at once whose forward has begun and whose backward (B or I) has not ended.
+        """
         most = [0] * self.stages
         now = [0] * self.stages
         for action in self.actions:
@@ -189,7 +197,10 @@ class ActionTable:
 
     @classmethod
     def from_csv(cls, text: str) -> ActionTable:
-        """From a line per rank; blank cells are moments at which a rank waits, and are left out. Raises PlanError with the line."""
+        """From a line per rank; blank cells are moments at which a rank waits, and are left out.
+
+        Raises PlanError with the line.
+        """
         rows = []
         for number, line in enumerate(csv.reader(io.StringIO(text)), start=1):
             try:
@@ -199,10 +210,13 @@ class ActionTable:
         return cls(tuple(rows))
 
 
-def check_table(table: ActionTable, stages: int | None = None, microbatches: int | None = None, backward: bool = True) -> None:
+def check_table(
+    table: ActionTable, stages: int | None = None, microbatches: int | None = None, backward: bool = True
+) -> None:
     """Raise PlanError, with the actions, where a table cannot be run or leaves something out.
 
-    stages, microbatches: how many there have to be; None: as many as the table says. backward: whether each forward has its backward.
+    stages, microbatches: how many there have to be; None: as many as the table says. backward: whether each forward has
+    its backward.
     """
     stages = table.stages if stages is None else stages
     microbatches = table.microbatches if microbatches is None else microbatches
@@ -219,7 +233,9 @@ def check_table(table: ActionTable, stages: int | None = None, microbatches: int
 def _check_range(table: ActionTable, stages: int, microbatches: int) -> None:
     beyond = [action for action in table.actions if action.stage >= stages or action.microbatch >= microbatches]
     if beyond:
-        raise PlanError(f"a table for {stages} stages and {microbatches} microbatches has {_shown(beyond)}; numbers begin at 0")
+        raise PlanError(
+            f"a table for {stages} stages and {microbatches} microbatches has {_shown(beyond)}; numbers begin at 0"
+        )
 
 
 def _check_repeated(table: ActionTable) -> None:
@@ -255,7 +271,10 @@ def _check_missing(table: ActionTable, stages: int, microbatches: int, backward:
         for microbatch in range(microbatches):
             missing += _missing_of(table, stage, microbatch, backward)
     if missing:
-        raise PlanError(f"a table for {stages} stages and {microbatches} microbatches lacks {', '.join(missing[:_SHOWN])}{_rest(missing)}")
+        raise PlanError(
+            f"a table for {stages} stages and {microbatches} microbatches lacks "
+            f"{', '.join(missing[:_SHOWN])}{_rest(missing)}"
+        )
 
 
 def _missing_of(table: ActionTable, stage: int, microbatch: int, backward: bool) -> Iterator[str]:
@@ -280,10 +299,11 @@ def _check_order_in_rows(table: ActionTable) -> None:
 
 
 def linear_order(table: ActionTable) -> Iterator[tuple[int, Action]]:
-    """One order of the actions of all ranks that keeps each rank's order and has each action behind those that it needs.
+    """One order of the actions of all ranks that keeps each rank's order and has each action behind those that it
+    needs.
 
-    Ranks take turns, and each runs an action where it can. Raises PlanError with the actions that wait for one another where there is
-    no such order, and where an action needs one that is not there.
+    Ranks take turns, and each runs an action where it can. Raises PlanError with the actions that wait for one another
+    where there is no such order, and where an action needs one that is not there.
     """
     return iter(table.in_order)
 

@@ -1,7 +1,7 @@
 """Aliases: which values of a program may share memory, and until when each such group is read.
 
-What operators say about themselves is enough, so it is conservative: a result that may be a view of an operand counts as one. Where
-memory is counted, `memory.lies` knows exactly.
+What operators say about themselves is enough, so it is conservative: a result that may be a view of an operand counts
+as one. Where memory is counted, `memory.lies` knows exactly.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """Collectives that run in chunks beside products, where the software of a machine does so.
 
-Problem: frameworks for large models cut the gathers and reduce-scatters of tensor parallelism in pieces, so that the links work while the
-product computes what they bring or take. The executors here run them whole; a plan that is compared with such a run has to count what is
-left of them. Idea: a pass that changes nothing of a program but the seconds of those collectives (`Node.kernel`, where the clock looks
-first).
+Problem: frameworks for large models cut the gathers and reduce-scatters of tensor parallelism in pieces, so that the
+links work while the product computes what they bring or take. The executors here run them whole; a plan that is
+compared with such a run has to count what is left of them. Idea: a pass that changes nothing of a program but the
+seconds of those collectives (`Node.kernel`, where the clock looks first).
 
     in_chunks(program, mesh, rule_of)      # of the axes that `Topology.with_software(collectives={"tp": "chunks"})` names
 
-Note [In chunks]. A gather over n ranks whose result a product reads, and a reduce-scatter of what a product makes, are cut in n pieces
-of which each runs beside the product of another: one piece has nothing to run beside, and what takes longer than the product has not
-either. So the device waits for max(t / n, t - product) in place of t. All other collectives stay whole.
+Note [In chunks]. A gather over n ranks whose result a product reads, and a reduce-scatter of what a product makes, are
+cut in n pieces of which each runs beside the product of another: one piece has nothing to run beside, and what takes
+longer than the product has not either. So the device waits for max(t / n, t - product) in place of t. All other
+collectives stay whole.
 """
 
 from __future__ import annotations

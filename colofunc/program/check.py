@@ -11,8 +11,8 @@ that fit, only what the stage allows.
 
 The body of a loop is checked like the program around it, and what goes in and out of it.
 
-Shapes are remembered by (operator, arguments, operand types), so that checking again costs a look-up per node. Who checks one
-program after another that have most nodes in common keeps a `Checker`, which remembers these.
+Shapes are remembered by (operator, arguments, operand types), so that checking again costs a look-up per node. Who
+checks one program after another that have most nodes in common keeps a `Checker`, which remembers these.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def check_program(program: Program, mesh: Mesh | None = None) -> None:
 
 
 class Checker:
-    """`check_program` for programs that have most of their nodes in common: what was found right is not looked at again."""
+    """`check_program` for programs that have most of their nodes in common: what was found right is not looked at
+    again.
+    """
 
     def __init__(self, mesh: Mesh | None = None) -> None:
         self._scope = _Scope(None if mesh is None else frozenset(mesh.shape), {})
@@ -152,7 +154,8 @@ def _node_problem(program: Program, node: Node, defined: set[int], scope: _Scope
         return ""
     problem = _own_problem(program, node, scope)
     if not problem and node.loop is None:
-        scope.known[key] = node, tuple(values[i] for i in (*node.refs, *node.results))  # the node, too, so that its id stays its own
+        # the node, too, so that its id stays its own
+        scope.known[key] = node, tuple(values[i] for i in (*node.refs, *node.results))
     return problem
 
 

@@ -66,7 +66,10 @@ class CostReport:
         return sum(self.bytes.values())
 
     def __str__(self) -> str:
-        lines = [f"{self.seconds:.3g} s ({self.compute_s:.3g} compute, {self.communication_s:.3g} communication), {self.flops:.3g} flops"]
+        lines = [
+            f"{self.seconds:.3g} s ({self.compute_s:.3g} compute, {self.communication_s:.3g} communication), "
+            f"{self.flops:.3g} flops"
+        ]
         for (kind, axes), nbytes in sorted(self.bytes.items()):
             lines.append(f"  {kind:<15} {axes:<8} {self.calls[kind, axes]:>5} calls {nbytes:>14,} B")
         return "\n".join(lines)
@@ -113,7 +116,10 @@ def program_cost(program: Program, mesh: Mesh, rule_of: RuleOf) -> CostReport:
             inner, trips = program_cost(node.loop.body, mesh, rule_of), node.loop.trips
             nbytes.update({key: n * trips for key, n in inner.bytes.items()})
             calls.update({key: n * trips for key, n in inner.calls.items()})
-            compute_s, communication_s = compute_s + inner.compute_s * trips, communication_s + inner.communication_s * trips
+            compute_s, communication_s = (
+                compute_s + inner.compute_s * trips,
+                communication_s + inner.communication_s * trips,
+            )
             flops, memory = flops + inner.flops * trips, memory + inner.memory_bytes * trips
             continue
         collective = collective_of(node, program.values)
@@ -190,9 +196,9 @@ def _kernel_s(node: Node, values: Mapping[int, Value], mesh: Mesh, work: Work) -
 def _product_times(node: Node, values: Mapping[int, Value], flops: float, tiles: Tiles) -> float:
     """How many times longer a product takes for its sizes; 1 where they cannot be told.
 
-    Of a batch of (m, k) by (k, n) products a has b m k elements, the other operand b k n, and the result b m n; bmnk are half its
-    operations. So whatever the order of dims, and whatever is transposed, m, n, k and b are told by these four numbers. A convolution has
-    fewer elements in its input than k by m, and counts as one product.
+    Of a batch of (m, k) by (k, n) products a has b m k elements, the other operand b k n, and the result b m n; bmnk
+    are half its operations. So whatever the order of dims, and whatever is transposed, m, n, k and b are told by these
+    four numbers. A convolution has fewer elements in its input than k by m, and counts as one product.
     """
     sizes = sorted((prod(values[i].shape) for i in node.refs), reverse=True)[:2]
     result = next((prod(values[i].shape) for i in node.results), 0)
@@ -236,8 +242,8 @@ MOST_CALLS = 1 << 15
 def node_work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> Work:
     """Work of one compute node from its own shapes.
 
-    Layers are alike, and candidates of a plan differ in few nodes: what a call does is worked out once, and found again by what it
-    depends on. That takes a fifth of the time of asking its rule.
+    Layers are alike, and candidates of a plan differ in few nodes: what a call does is worked out once, and found again
+    by what it depends on. That takes a fifth of the time of asking its rule.
     """
     known, key = _works(rule_of), _key_of(node, values)
     found = known.get(key)
@@ -254,7 +260,9 @@ def _works(rule_of: RuleOf) -> dict[Any, Work]:
 
 
 def _key_of(node: Node, values: Mapping[int, Value]) -> tuple[Any, ...]:
-    """What the work of a node depends on: its operator, its arguments with shapes and dtypes in place of tensors, and its results'."""
+    """What the work of a node depends on: its operator, its arguments with shapes and dtypes in place of tensors, and
+    its results'.
+    """
     key: list[Any] = [node.target]
     _describe(node.args, values, key)
     if node.kwargs:
@@ -329,6 +337,7 @@ def _written_bytes(node: Node, values: Mapping[int, Value]) -> int:
         given = sum(values[i].nbytes for i in node.refs if i not in into)
         return given - changed * (1 + len(node.results))
     name = node.target.split(".")[1]
-    if name.endswith("_") or functional_of(node.target) is None:  # it reads what it writes; `add_` may give it as its result, too
+    # it reads what it writes; `add_` may give it as its result, too
+    if name.endswith("_") or functional_of(node.target) is None:
         return 0 if name.endswith("_") and node.results else changed
     return -changed if node.results else 0  # `add.out` does not read it

@@ -1,7 +1,8 @@
 """Editor: a program while it is changed.
 
-Problem: every pass needs new values, nodes in other places and readers that read something else, and each way of its own to do so is
-one more place for a mistake. Idea: a pass says what becomes of which node; positions are those of the program as it was.
+Problem: every pass needs new values, nodes in other places and readers that read something else, and each way of its
+own to do so is one more place for a mistake. Idea: a pass says what becomes of which node; positions are those of the
+program as it was.
 
     edit = Editor(program)
     wide = edit.new(program.values[x], dtype=torch.float64)
@@ -10,8 +11,8 @@ one more place for a mistake. Idea: a pass says what becomes of which node; posi
     edit.rename(y, z)                                  # whoever reads y reads z
     program = edit.done()
 
-A pass that writes all nodes anew, in an order of its own (recomputation, copies between tiers), takes new values here and hands its
-nodes to `written`.
+A pass that writes all nodes anew, in an order of its own (recomputation, copies between tiers), takes new values here
+and hands its nodes to `written`.
 """
 
 from __future__ import annotations
@@ -94,10 +95,14 @@ class Editor:
         return self.written(nodes, **changes)
 
     def written(
-        self, nodes: Iterable[Node], outputs: Iterable[int] | None = None, inputs: Iterable[int] | None = None, **changes: Any
+        self,
+        nodes: Iterable[Node],
+        outputs: Iterable[int] | None = None,
+        inputs: Iterable[int] | None = None,
+        **changes: Any,
     ) -> Program:
-        """The program with these nodes in place of its own, with other outputs or inputs where some are given, and with those of its
-        values that are left."""
+        """The program with these nodes in place of its own, with other outputs or inputs where some are given, and with
+        those of its values that are left."""
         kept = tuple(nodes)
         if self._renamed:
             kept = tuple(self.with_names(node) for node in kept)

@@ -55,14 +55,16 @@ Steps = tuple[tuple[int, ...] | None, tuple[int, ...] | None, tuple[int, ...] | 
 
 
 def is_product(target: str) -> bool:
-    """Whether most of an operator's work is multiplying matrices; of torch's by name, of others as their definition says."""
+    """Whether most of an operator's work is multiplying matrices; of torch's by name, of others as their definition
+    says.
+    """
     operator = OPERATORS.get(target)
     return target.rpartition(".")[0] in PRODUCTS if operator is None else operator.product
 
 
 def kind_of(node: Node) -> tuple[str, bool] | None:
-    """(kind, asynchronous) of a node that executors emit themselves: collectives, copies between tiers, `wait`, layout moves,
-    loops; else None."""
+    """(kind, asynchronous) of a node that executors emit themselves: collectives, copies between tiers, `wait`, layout
+    moves, loops; else None."""
     return kind_of_target(node.target)
 
 
@@ -103,7 +105,10 @@ def is_cast(node: Node) -> bool:
 
 def has_wires(program: Program) -> bool:
     """Whether a program communicates, in loops too."""
-    return any(is_wire(node) or is_peer(node) or (node.loop is not None and has_wires(node.loop.body)) for node in program.nodes)
+    return any(
+        is_wire(node) or is_peer(node) or (node.loop is not None and has_wires(node.loop.body))
+        for node in program.nodes
+    )
 
 
 @cache
@@ -147,7 +152,9 @@ def is_pointwise(target: str) -> bool:
 
 @cache
 def makes_memory(target: str) -> bool:
-    """Whether each result of an operator is memory of its own, whose elements lie apart: who reads it last may write over it."""
+    """Whether each result of an operator is memory of its own, whose elements lie apart: who reads it last may write
+    over it.
+    """
     defined = OPERATORS.get(target.removesuffix("_start") if is_started(target) else target)
     if defined is not None:
         return defined.own_memory
@@ -209,7 +216,8 @@ def sides(pattern: str) -> tuple[list[list[str]], list[list[str]]]:
 
 @lru_cache(maxsize=1 << 14)
 def rearrange_steps(pattern: str, names: tuple[str, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> Steps:
-    """(reshape, permutation, reshape) that carry out an einops pattern on `shape`; None where a step changes nothing."""
+    """(reshape, permutation, reshape) that carry out an einops pattern on `shape`; None where a step changes nothing.
+    """
     left, right = sides(pattern)
     known = dict(zip(names, sizes, strict=True))
     if len(left) != len(shape):
@@ -235,10 +243,11 @@ def rearrange_steps(pattern: str, names: tuple[str, ...], sizes: tuple[int, ...]
         return (final if final != shape else None), None, None
     return (split if split != shape else None), order, (final if final != moved else None)
 
+
 @computed_once
 def lifetimes(program: Program) -> Mapping[int, int]:
-    """Value id -> position of the last node that needs it, as `Program.last_uses`; a started collective needs its operand
-    until it is waited for."""
+    """Value id -> position of the last node that needs it, as `Program.last_uses`; a started collective needs its
+    operand until it is waited for."""
     started = set(filter(is_started, program.targets))
     if not started:
         return program.last_uses

@@ -10,8 +10,8 @@ collectives and copies are nodes like any other. Both are printed, checked and e
     Loop    what a node repeats: a program whose ids are its own
     Timetable  in which order ranks do the parts of a loop's trips, where not one trip after another
 
-A local program is the union of what all ranks do. Most nodes run on all of them; one that has `on` runs at some indices of a mesh axis
-only, and its results exist there (`Layout.at`). What one rank runs is a filter of it (`places.on_rank`).
+A local program is the union of what all ranks do. Most nodes run on all of them; one that has `on` runs at some indices
+of a mesh axis only, and its results exist there (`Layout.at`). What one rank runs is a filter of it (`places.on_rank`).
 
 Arguments other than tensors are plain Python data (int, float, bool, str, None, tuple, torch.dtype, torch.device,
 torch.memory_format, torch.layout). Nodes never mutate their inputs unless their target is registered as in place
@@ -47,10 +47,13 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     name: str = ""  # dotted name of an input leaf ("params.lm_head.weight"), else a readable hint
-    role: str = "activation"  # "param" | "frozen" | "buffer" | "state" | "grad" | "batch" | "constant" | "seed" | "activation"
+    role: str = (
+        "activation"  # "param" | "frozen" | "buffer" | "state" | "grad" | "batch" | "constant" | "seed" | "activation"
+    )
     layout: Layout | None = None
     device_free: bool = False  # does not depend on any input (a mask, an arange)
-    of: int | None = attrs.field(default=None, eq=False)  # local view: the global value that it is a copy of, as its layout says
+    # local view: the global value that it is a copy of, as its layout says
+    of: int | None = attrs.field(default=None, eq=False)
     place: str = "device"  # tier of memory of a value without a layout, which otherwise says it
 
     @property
@@ -90,7 +93,8 @@ class Node:
     line: str = ""
     note: str = ""  # why a pass made this node ("linear wants b s (tp i)")
     loop: Loop | None = None  # of a `colofunc.loop` node: what it repeats
-    kernel: Planned | None = attrs.field(default=None, eq=False, repr=False)  # what the plan counts for it, see `passes.kernels`
+    # what the plan counts for it, see `passes.kernels`
+    kernel: Planned | None = attrs.field(default=None, eq=False, repr=False)
     on: At | None = None  # who runs it: the ranks at some indices of an axis; None: all
 
     @cached_property
@@ -128,8 +132,8 @@ class Loop:
 
     Inside, `axis_index` and `take_shard` over `axis` mean the number of the trip. Output k of the body is gathered over
     the trips as `gathers[k]` says ("sum", "max", "min" or "stack", which puts the trips in a leading dim) and is result
-    k of the node. It is gathered as soon as it is ready (`loop.gathered_at`), so that it need not live to the trip's end.
-    One trip follows another, unless a `timetable` says otherwise.
+    k of the node. It is gathered as soon as it is ready (`loop.gathered_at`), so that it need not live to the trip's
+    end. One trip follows another, unless a `timetable` says otherwise.
     """
 
     body: Program
@@ -151,10 +155,11 @@ Part = tuple[int, str]  # (stage, kind of action: "F", "B", "I" or "W")
 class Timetable:
     """In which order the ranks along `along` do the parts of a loop's trips.
 
-    `table`: per index of `along`, actions (stage, kind, microbatch) in order. `stages`: names of inputs of the step -> the stage that
-    they belong to, where a rank has several. `schedule`: the name of what made the table. `parts`: what the body consists of, part after
-    part, and `ends[k]`: the position behind the nodes of part k; both are empty until `passes.cut` has cut the body. `validate_late`:
-    whether updates behind the loop may run before other stages have said how (`post_validation`).
+    `table`: per index of `along`, actions (stage, kind, microbatch) in order. `stages`: names of inputs of the step ->
+    the stage that they belong to, where a rank has several. `schedule`: the name of what made the table. `parts`: what
+    the body consists of, part after part, and `ends[k]`: the position behind the nodes of part k; both are empty until
+    `passes.cut` has cut the body. `validate_late`: whether updates behind the loop may run before other stages have
+    said how (`post_validation`).
     """
 
     along: str
@@ -184,7 +189,9 @@ def map_refs(tree: Any, fn: Callable[[int], Any]) -> Any:
 
 
 def reading(node: Node, names: Mapping[int, int]) -> Node:
-    """The node with other operands: value id -> the one that it reads in its place; it goes on to read those that are not named."""
+    """The node with other operands: value id -> the one that it reads in its place; it goes on to read those that are
+    not named.
+    """
     args, kwargs = map_refs((node.args, node.kwargs), lambda id: Ref(names.get(id, id)))
     return attrs.evolve(node, args=args, kwargs=kwargs)
 
@@ -204,8 +211,10 @@ class Program:
     constants: Mapping[int, torch.Tensor] = attrs.field(factory=dict, eq=False)
     aliases: tuple[tuple[int, int], ...] = ()
     stage: str = "global"  # "global" | "local" | "inplace": what check_program allows
-    kernels: Table | None = attrs.field(default=None, eq=False, repr=False)  # from which the executor chooses; None: the built-in ones
-    _facts: Facts = attrs.field(init=False, factory=lambda: Facts(), eq=False, repr=False)  # what `computed_once` has computed
+    # from which the executor chooses; None: the built-in ones
+    kernels: Table | None = attrs.field(default=None, eq=False, repr=False)
+    # what `computed_once` has computed
+    _facts: Facts = attrs.field(init=False, factory=lambda: Facts(), eq=False, repr=False)
 
     def value(self, id: int) -> Value:
         """The value with an id. Raises KeyError where there is none."""
@@ -282,7 +291,9 @@ class Program:
         return self.reordered(self.nodes[k] for k in sorted(range(len(places)), key=places.__getitem__))
 
     def in_order(self) -> Program:
-        """The program itself. Raises ProgramError where a node reads, or the program returns, what no node before it has made."""
+        """The program itself. Raises ProgramError where a node reads, or the program returns, what no node before it
+        has made.
+        """
         made_in_order(self.inputs, self.nodes, self.outputs)
         return self
 
@@ -296,7 +307,9 @@ def made_in_order(inputs: Iterable[int], nodes: Iterable[Node], outputs: Iterabl
     for index, node in enumerate(nodes):
         if not defined.issuperset(node.refs):
             ref = next(ref for ref in node.refs if ref not in defined)
-            raise ProgramError(f"node {index}, {node.target} at {node.line or 'no line'}, was moved before what makes its %{ref}")
+            raise ProgramError(
+                f"node {index}, {node.target} at {node.line or 'no line'}, was moved before what makes its %{ref}"
+            )
         defined.update(node.results)
     missing = next((out for out in outputs if out not in defined), None)
     if missing is not None:
@@ -320,7 +333,9 @@ def kept_with(program: Program, key: Hashable, make: Callable[[], Fact]) -> Fact
 
 
 def computed_once(fact: Callable[[Program], Fact]) -> Callable[[Program], Fact]:
-    """A function of a program alone that keeps its result with the program, which does not change; nor may the result be changed."""
+    """A function of a program alone that keeps its result with the program, which does not change; nor may the result
+    be changed.
+    """
 
     @wraps(fact)
     def known(program: Program) -> Fact:

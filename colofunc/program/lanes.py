@@ -1,14 +1,15 @@
 """Lanes: when each operator of one rank runs, on which of the things that work side by side.
 
 Problem: a sum of seconds says what a step costs, not what hides what. Idea: the local program is played forward in its
-order. The device computes; the links of each level (in a box, between boxes) are an engine that works first in, first out, and so are
-copies in each direction, and the disk, for both; what lies on the host is computed there. A collective keeps the links of every level
-that it uses (`Mesh.link_levels`) until it ends: one that spans boxes with several ranks in each goes over those within a box, too.
+order. The device computes; the links of each level (in a box, between boxes) are an engine that works first in, first
+out, and so are copies in each direction, and the disk, for both; what lies on the host is computed there. A collective
+keeps the links of every level that it uses (`Mesh.link_levels`) until it ends: one that spans boxes with several ranks
+in each goes over those within a box, too.
 
-A plain collective or copy holds the device up, a started one only at its wait. Work of the host holds up nobody who has his work: it
-runs in the thread that hands work out, so that what comes behind it in the order begins when it has ended, and what came before goes
-on. Where it is known how long that thread takes to hand out an operator (`Device.host_launch_s`), none begins before: many short
-kernels take what the host does.
+A plain collective or copy holds the device up, a started one only at its wait. Work of the host holds up nobody who has
+his work: it runs in the thread that hands work out, so that what comes behind it in the order begins when it has ended,
+and what came before goes on. Where it is known how long that thread takes to hand out an operator
+(`Device.host_launch_s`), none begins before: many short kernels take what the host does.
 
     device     |linear|linear|        |linear|
     wires      |all_gather   |reduce_scatter|
@@ -16,10 +17,11 @@ kernels take what the host does.
 
 The trips of a loop follow one another. Seconds are those of the planner: roofline compute, alpha-beta links.
 
-Note [Contention with compute]. A collective's kernels keep some of the device's processors and of its memory's bandwidth. Where a machine
-says by how much (`Device.contention`), an operator takes so much longer for as long as a collective runs beside it; the collective itself
-takes what it takes alone, and it makes no difference how many there are. In a pipeline what a part sends runs beside the parts behind it on
-the same rank; of those the operators take longer, which are taken to be spread evenly over a part (`beside_s`).
+Note [Contention with compute]. A collective's kernels keep some of the device's processors and of its memory's
+bandwidth. Where a machine says by how much (`Device.contention`), an operator takes so much longer for as long as a
+collective runs beside it; the collective itself takes what it takes alone, and it makes no difference how many there
+are. In a pipeline what a part sends runs beside the parts behind it on the same rank; of those the operators take
+longer, which are taken to be spread evenly over a part (`beside_s`).
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ COPY_LANES = frozenset({"to device", "to host", "disk"})
 class Busy(NamedTuple):
     """One operator on one lane; `index`: its position in the program, or that of the loop that it is in.
 
-    A tuple and no record of attrs: one is made for every node of every candidate, and a frozen record takes three times as long.
+    A tuple and no record of attrs: one is made for every node of every candidate, and a frozen record takes three times
+    as long.
     """
 
     lane: str
@@ -64,7 +67,8 @@ class Busy(NamedTuple):
 
 @attrs.frozen
 class Lanes:
-    """`busy`: in the order of the program. `starts_s`: per position, when the device has come to it. `end_s`: when all lanes are idle.
+    """`busy`: in the order of the program. `starts_s`: per position, when the device has come to it. `end_s`: when all
+    lanes are idle.
 
     `bodies[k]`: of the loop at position k, one trip, which begins at 0.
     """
@@ -88,8 +92,9 @@ def lanes(program: Program, mesh: Mesh, rule_of: RuleOf, rank: int | None = None
 def played(program: Program, mesh: Mesh, seconds: Seconds, rank: int | None = None) -> Lanes:
     """`lanes` where somebody says how long an operator of the device takes.
 
-    Where ranks do different things all are played together, so that each waits for what others send. What comes of it is what `rank`
-    does, with positions in its own part (`places.on_rank`); without a rank what all do, with positions in the program.
+    Where ranks do different things all are played together, so that each waits for what others send. What comes of it
+    is what `rank` does, with positions in its own part (`places.on_rank`); without a rank what all do, with positions
+    in the program.
     """
     if not has_places(program):
         return _Player(program, mesh, seconds).play()
@@ -108,7 +113,9 @@ def _union(program: Program, mesh: Mesh, by_rank: Mapping[int, Lanes]) -> Lanes:
         starts.append(max(by_rank[rank].starts_s[at[rank]] for rank in here))
         where[here[0], at[here[0]]] = index
         at.update({rank: at[rank] + 1 for rank in here})
-    busy = [b._replace(index=where[r, b.index]) for r, lanes in by_rank.items() for b in lanes.busy if (r, b.index) in where]
+    busy = [
+        b._replace(index=where[r, b.index]) for r, lanes in by_rank.items() for b in lanes.busy if (r, b.index) in where
+    ]
     bodies = {where[r, k]: body for r, lanes in by_rank.items() for k, body in lanes.bodies.items() if (r, k) in where}
     busy.sort(key=lambda b: b.index)
     return Lanes(tuple(busy), tuple(starts), max(lanes.end_s for lanes in by_rank.values()), bodies)
@@ -166,7 +173,9 @@ def _by_timetable(
     """Each player does its row of the timetable."""
     index_of = {rank: mesh.index(rank, (timetable.along,)) for rank in players}
     began = {rank: player.begins(node) for rank, player in players.items()}
-    rows = rows_by_timetable(loop, timetable, mesh, seconds, {index_of[rank]: start_s for rank, (_, start_s) in began.items()})
+    rows = rows_by_timetable(
+        loop, timetable, mesh, seconds, {index_of[rank]: start_s for rank, (_, start_s) in began.items()}
+    )
     for rank, player in players.items():
         position, start_s = began[rank]
         row = rows[index_of[rank]]
@@ -187,8 +196,8 @@ def rows_by_timetable(
 ) -> list[list[Did]]:
     """Per index of the pipeline's axis, when it does its actions: in order, each when what it reads has come.
 
-    free_s: index -> when it can begin. What a part sends leaves when the part has ended, and slows down what the rank does next where the
-    device says so (Note [Contention with compute]).
+    free_s: index -> when it can begin. What a part sends leaves when the part has ended, and slows down what the rank
+    does next where the device says so (Note [Contention with compute]).
     """
     free = dict.fromkeys(range(timetable.table.ranks), 0.0) | dict(free_s or {})
     wire_free, came = dict(free), dict[tuple[int, int], float]()
@@ -231,7 +240,9 @@ class PartTime:
     work_s: float = 0.0
 
     def beside_s(self, wired_s: float, contention: float) -> float:
-        """Seconds where collectives run for so long beside it, which make operators take longer by `contention` of their time."""
+        """Seconds where collectives run for so long beside it, which make operators take longer by `contention` of
+        their time.
+        """
         if wired_s <= 0 or contention <= 0 or not self.seconds:
             return self.seconds
         slower = 1 + contention * self.work_s / self.seconds  # so many times longer, while they run
@@ -256,18 +267,23 @@ class PartTime:
 class _Player:
     def __init__(self, program: Program, mesh: Mesh, seconds: Seconds) -> None:
         self.program, self.mesh, self.device_s = program, mesh, seconds
-        self.free = dict.fromkeys(LANES, 0.0)  # the host's: when the thread that hands work out is free; collectives are by their links
+        self.free = dict.fromkeys(
+            LANES, 0.0
+        )  # the host's: when the thread that hands work out is free; collectives are by their links
         self.wires: dict[tuple[str, ...], tuple[str, ...]] = {}  # axes -> what has to be free
-        self.ready: dict[int, float] = {}  # value -> when it may be read, where that is later than its place in the order
+        # value -> when it may be read, where that is later than its place in the order
+        self.ready: dict[int, float] = {}
         self.busy: list[Busy] = []
         self.bodies: dict[int, Lanes] = {}
         self.clock = 0.0  # when the device may go on
         device = mesh.topology.device
         self.hands_out = device.host_launch_s > 0  # where it is known how long that takes
         self.launch_s, self.view_s = device.host_launch_s, device.host_view_s
-        self.contention, self.wired_s = device.contention, 0.0  # until when collectives run, beside which kernels take longer
+        # until when collectives run, beside which kernels take longer
+        self.contention, self.wired_s = device.contention, 0.0
         self.starts: list[float] = []
-        self.waits = mesh.topology.software.axes(WAITS)  # axes whose collectives hold the device up, also where they are started early
+        # axes whose collectives hold the device up, also where they are started early
+        self.waits = mesh.topology.software.axes(WAITS)
 
     def play(self) -> Lanes:
         for node in self.program.nodes:
@@ -317,7 +333,9 @@ class _Player:
 
     def repeats(self, node: Node, loop: Loop, trip: Lanes) -> None:
         index = self._begin()
-        self.clock = max(self.clock, self._trips(index, node, loop, trip, max(self.clock, self._needs(node), self.free["host"])))
+        self.clock = max(
+            self.clock, self._trips(index, node, loop, trip, max(self.clock, self._needs(node), self.free["host"]))
+        )
 
     def _needs(self, node: Node) -> float:
         """When all operands are there."""
@@ -367,12 +385,18 @@ class _Player:
         return clock if apart else begin + seconds
 
     def _beside_collectives_s(self, seconds: float, wired_s: float) -> float:
-        """Of an operator, `seconds` long alone, while collectives run for `wired_s`. See Note [Contention with compute]."""
+        """Of an operator, `seconds` long alone, while collectives run for `wired_s`.
+
+        See Note [Contention with compute].
+        """
         longer_s = seconds * (1 + self.contention)
         return longer_s if longer_s <= wired_s else seconds + wired_s * self.contention / (1 + self.contention)
 
     def _wires(self, node: Node) -> tuple[str, ...]:
-        """The links that a collective keeps to itself. Each group has a stream of its own: those with other links run beside it."""
+        """The links that a collective keeps to itself.
+
+        Each group has a stream of its own: those with other links run beside it.
+        """
         axes = tuple(node.args[1])
         found = self.wires.get(axes)
         if found is None:
@@ -470,7 +494,9 @@ def chrome_trace(played: Lanes, report: MemoryReport, words: str) -> dict[str, A
 
 
 def _rows(some: Sequence[Busy]) -> list[tuple[str, int]]:
-    """(lane, number) of the row in which each is drawn: collectives over other links run beside one another, each in a row of its own."""
+    """(lane, number) of the row in which each is drawn: collectives over other links run beside one another, each in a
+    row of its own.
+    """
     rows: list[tuple[str, int]] = [("", 0)] * len(some)
     ends: dict[str, list[float]] = {}  # lane -> when each of its rows is free
     for k in sorted(range(len(some)), key=lambda k: some[k].start_s):

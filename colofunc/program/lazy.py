@@ -130,7 +130,9 @@ class LazyTensor(torch.Tensor):
         return self
 
     def __init__(self, *args: Any) -> None:
-        """Nothing: Python also calls this with the arguments of `torch.Tensor(3)`, where a mode made a lazy tensor of it."""
+        """Nothing: Python also calls this with the arguments of `torch.Tensor(3)`, where a mode made a lazy tensor of
+        it.
+        """
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -142,7 +144,9 @@ class LazyTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
         if id(self) not in memo:
             copied = self.detach().clone().requires_grad_(self.requires_grad)
-            memo[id(self)] = torch.nn.Parameter(copied, self.requires_grad) if isinstance(self, torch.nn.Parameter) else copied
+            memo[id(self)] = (
+                torch.nn.Parameter(copied, self.requires_grad) if isinstance(self, torch.nn.Parameter) else copied
+            )
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -167,16 +171,22 @@ class LazyTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, LazyTensor):
             raise InputError(
-                f"a lazy tensor of shape {tuple(self.shape)} cannot be given data in place; put a new nn.Parameter in the module"
+                f"a lazy tensor of shape {tuple(self.shape)} cannot be given data in place; put a new nn.Parameter in "
+                "the module"
             )
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.source = value.source
 
 
 def lazy_tensor(
-    shape: Sequence[int], dtype: torch.dtype, make: Callable[[], torch.Tensor], read: Callable[[Box], torch.Tensor | None] | None = None
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    make: Callable[[], torch.Tensor],
+    read: Callable[[Box], torch.Tensor | None] | None = None,
 ) -> LazyTensor:
-    """A tensor whose value `make()` gives when it is asked for, and `read(slices)` a part of it, or None where it cannot."""
+    """A tensor whose value `make()` gives when it is asked for, and `read(slices)` a part of it, or None where it
+    cannot.
+    """
     return LazyTensor(Given(make, read), torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
 
@@ -271,11 +281,15 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for schema, arg in zip(func._schema.arguments, args, strict=False):
         if schema.alias_info is not None and schema.alias_info.is_write and isinstance(arg, LazyTensor):
             raise TraceError(  # no TypeError: Python would make `x += 1` a new value
-                f"{func} writes to a lazy tensor of shape {tuple(arg.shape)}; make a new one (x = x * 2), or place it with step.init first"
+                f"{func} writes to a lazy tensor of shape {tuple(arg.shape)}; make a new one (x = x * 2), or place it "
+                "with step.init first"
             )
     leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     results = None
-    if all(isinstance(x, LazyTensor) or x.is_meta for x in leaves) and torch.Tag.nondeterministic_seeded not in func.tags:
+    if (
+        all(isinstance(x, LazyTensor) or x.is_meta for x in leaves)
+        and torch.Tag.nondeterministic_seeded not in func.tags
+    ):
         results = _shapes(func, args, kwargs)
     if results is None:
         made, named = pytree.tree_map_only(LazyTensor, make, (args, kwargs))

@@ -2,15 +2,15 @@
 
     packed_lazily(quantizer, weight, check) -> Quantized
 
-Problem: a file holds a weight of which a rank keeps some rows or columns in 4 bits, and neither the weight nor its numbers in float32 have
-room beside what is kept. Idea: a row's numbers depend on this row only, so whoever asks for a box of a part gets it block of rows after
-block: read, packed, cut to the columns that are asked for, forgotten. The parts of a weight are placed one after the other; what stands
-beside its numbers (scales, zeros: a few hundredths of them) is kept from the first to the others, so that rows are read once. A scheme
-that asks something of all rows (awq, smoothquant: scales of inputs; nvfp4: the largest number) has them read once more in front, by every
-rank.
+Problem: a file holds a weight of which a rank keeps some rows or columns in 4 bits, and neither the weight nor its
+numbers in float32 have room beside what is kept. Idea: a row's numbers depend on this row only, so whoever asks for a
+box of a part gets it block of rows after block: read, packed, cut to the columns that are asked for, forgotten. The
+parts of a weight are placed one after the other; what stands beside its numbers (scales, zeros: a few hundredths of
+them) is kept from the first to the others, so that rows are read once. A scheme that asks something of all rows (awq,
+smoothquant: scales of inputs; nvfp4: the largest number) has them read once more in front, by every rank.
 
-A file may hold a weight in a format already. Its lazy tensor has a `Stored` as source: asked for values it widens what it holds, and a
-scheme of the same format takes the stored parts, bit for bit.
+A file may hold a weight in a format already. Its lazy tensor has a `Stored` as source: asked for values it widens what
+it holds, and a scheme of the same format takes the stored parts, bit for bit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def packed_lazily(quantizer: Quantizer, weight: LazyTensor, check: Check) -> Qua
 
 @attrs.frozen(eq=False)
 class Stored:
-    """The source of a weight that is stored in a format: what its parts stand for. `weight`: of lazy parts. `where`: for errors."""
+    """The source of a weight that is stored in a format: what its parts stand for.
+
+    `weight`: of lazy parts. `where`: for errors.
+    """
 
     weight: Quantized
     where: str
@@ -72,13 +75,18 @@ class Stored:
         return 0
 
     def taken(self, quantizer: Quantizer, dtype: torch.dtype) -> Quantized:
-        """The weight in a scheme of its own format. Raises InputError for another one, which would round numbers a second time."""
+        """The weight in a scheme of its own format.
+
+        Raises InputError for another one, which would round numbers a second time.
+        """
         calibrated = quantizer.by_name is not None or quantizer.asks_all_rows
         if calibrated or quantizer.form != self.weight.form:
             names = [repr(one.name) for one in BUILT_IN.values() if one.form == self.weight.form]
             raise InputError(
-                f"cf.quantize: {self.where} holds a weight in the format {self.weight.form!r}, and the scheme {quantizer.name!r} would "
-                f"round it a second time. Try: the scheme {' or '.join(names)}, which takes its numbers as they are; cf.load(..., "
+                f"cf.quantize: {self.where} holds a weight in the format {self.weight.form!r}, and the scheme "
+                f"{quantizer.name!r} would "
+                f"round it a second time. Try: the scheme {' or '.join(names)}, which takes its numbers as they are; "
+                "cf.load(..., "
                 "device='cpu') for widened weights"
             )
         return attrs.evolve(self.weight, scheme=quantizer.name, dtype=dtype)
@@ -129,7 +137,8 @@ SAME_NUMBERS = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
 
 @attrs.frozen(eq=False)
 class _Packing:
-    """One weight. `beside`: rows -> parts other than the numbers, which were made with these and have not been asked for yet.
+    """One weight. `beside`: rows -> parts other than the numbers, which were made with these and have not been asked
+    for yet.
 
     `wholes`: what the scheme asks of all rows, once it is known.
     """
@@ -157,6 +166,7 @@ class _Packing:
 
     def reader(self, name: str, like: Tensor) -> Callable[[Box], Tensor | None]:
         """What makes a box of a part; it gives None where the weight can be read as a whole only."""
+
         def read(box: Box) -> Tensor | None:
             rows = box[0].start, box[0].stop
             known = self._known(name, rows)
@@ -202,7 +212,8 @@ class _Packing:
     def _collected(
         self, name: str, like: Tensor, rows: Rows, of_rows: Callable[[int, int], Tensor | None], columns: Box = ()
     ) -> Tensor | None:
-        """Some rows of a part, of which `columns`, from blocks of the weight's rows; None where these cannot be read."""
+        """Some rows of a part, of which `columns`, from blocks of the weight's rows; None where these cannot be read.
+        """
         out = torch.empty(like[(slice(*rows), *columns)].shape, dtype=like.dtype)
         whole = self._whole() if self.quantizer.asks_all_rows else None
         beside: dict[str, list[Tensor]] = {}

@@ -37,7 +37,8 @@ class Choice:
 
 
 def call_of(node: Node, values: Mapping[int, Value]) -> tuple[Call, tuple[int, ...]]:
-    """The node as a `Call` (operand k is `Ref(k)`; repeats stay separate operands) and the value ids of its operands."""
+    """The node as a `Call` (operand k is `Ref(k)`; repeats stay separate operands) and the value ids of its operands.
+    """
     ids: list[int] = []
 
     def operand(id: int) -> Ref:
@@ -57,10 +58,13 @@ class Builder:
     `copies`: old id -> layout -> new id, in which layouts a value is there so far.
     """
 
-    def __init__(self, program: Program, mesh: Mesh, record_local: RecordLocal, regather: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, program: Program, mesh: Mesh, record_local: RecordLocal, regather: frozenset[int] = frozenset()
+    ) -> None:
         self.program, self.mesh, self.record_local = program, mesh, record_local
         self.regather = regather  # values whose conversions are made anew in every phase, so that they can die between
-        self.recorded: dict[tuple[int, tuple[TensorType, ...]], tuple[Program, Strategy]] = {}  # by id of a strategy, kept here
+        # by id of a strategy, kept here
+        self.recorded: dict[tuple[int, tuple[TensorType, ...]], tuple[Program, Strategy]] = {}
         self.made_in: dict[int, str] = {}  # new id of a converted copy of such a value -> phase
         self.nodes: list[Node] = []
         self.values: dict[int, Value] = {}
@@ -71,7 +75,11 @@ class Builder:
         """The local program of all that was run, with these new ids as outputs."""
         program = self.program
         inputs = tuple(next(iter(self.copies[old].values())) for old in program.inputs)
-        constants = {new: program.constants[old] for new, old in zip(inputs, program.inputs, strict=True) if old in program.constants}
+        constants = {
+            new: program.constants[old]
+            for new, old in zip(inputs, program.inputs, strict=True)
+            if old in program.constants
+        }
         return Program(inputs, tuple(self.nodes), tuple(outputs), self.values, constants, program.aliases, "local")
 
     # ---- values ----
@@ -103,7 +111,10 @@ class Builder:
         return any(covers(layout.at, at) for layout in self.copies[old])
 
     def want(self, old: int, layout: Layout, reader: Node | None) -> int:
-        """The new id of a copy of the value in `layout`, converted from the cheapest copy if it is not there yet. No reader: an output."""
+        """The new id of a copy of the value in `layout`, converted from the cheapest copy if it is not there yet.
+
+        No reader: an output.
+        """
         phase = reader.phase if reader is not None else ""
         copies = self.copies[old]
         if old in self.regather:
@@ -112,18 +123,26 @@ class Builder:
             return copies[layout]
         itemsize = self.program.values[old].dtype.itemsize
         best = min(copies, key=lambda have: conversion_s(have, layout, self.mesh, itemsize))
-        made = self.convert(old, copies[best], best, layout, reader or Node("", (), (), ()), f"{best.text()} -> {layout.text()}")
+        made = self.convert(
+            old, copies[best], best, layout, reader or Node("", (), (), ()), f"{best.text()} -> {layout.text()}"
+        )
         if old in self.regather and made != copies[best]:  # what is everywhere is at one place as it is
             self.made_in[made] = phase
         return made
 
     def convert(self, old: int, copy: int, have: Layout, layout: Layout, where: Node, note: str) -> int:
-        """The nodes that bring one copy of a value from one layout to another; `where`: the node of which they have phase and line."""
+        """The nodes that bring one copy of a value from one layout to another; `where`: the node of which they have
+        phase and line.
+        """
         like = attrs.evolve(self.program.values[old], dtype=self.values[copy].dtype)
         moves = conversion(have, layout, self.mesh, like.dtype.itemsize).moves
         for move in moves:
             out = self.new(like, self.layout_of(old, move.layout), move.local_shape)
-            target, args, on = f"colofunc.{move.target}", (Ref(copy), *move.args), where.on if move.on is None else move.on
+            target, args, on = (
+                f"colofunc.{move.target}",
+                (Ref(copy), *move.args),
+                where.on if move.on is None else move.on,
+            )
             self.emit(Node(target, args, (), (out,), where.phase, where.path, where.line, note, on=on))
             copy = out
         if moves:
@@ -140,7 +159,9 @@ class Builder:
     # ---- nodes ----
 
     def run(self, node: Node, choice: Choice, at: At | None = None) -> None:
-        """A node under the strategy that was chosen. at: the place that was found for it, and where its operands are wanted."""
+        """A node under the strategy that was chosen. at: the place that was found for it, and where its operands are
+        wanted.
+        """
         call, ids = call_of(node, self.program.values)
         strategy = choice.strategy
         for id in ids:
@@ -168,7 +189,9 @@ class Builder:
             self.recorded[key] = self.record_local(partial(strategy.local, mesh=self.mesh), types), strategy
         body, _ = self.recorded[key]
         if body.constants:
-            raise ProgramError(f"local code of {node.target} {strategy.name} captures tensors; create them inside the function")
+            raise ProgramError(
+                f"local code of {node.target} {strategy.name} captures tensors; create them inside the function"
+            )
         here: dict[int, int] = dict(zip(body.inputs, operands, strict=True))
         for inner in body.nodes:
             here.update({id: self.new(body.values[id], None, body.values[id].shape) for id in inner.results})
@@ -176,7 +199,11 @@ class Builder:
             outs = tuple(None if id is None else here[id] for id in inner.outs)
             note = f"{node.target} {strategy.name}"
             self.emit(Node(inner.target, args, kwargs, outs, node.phase, node.path, node.line, note, on=at or node.on))
-        tensors = [(old, layout) for old, layout in zip(node.outs, strategy.outs, strict=True) if old is not None and layout is not None]
+        tensors = [
+            (old, layout)
+            for old, layout in zip(node.outs, strategy.outs, strict=True)
+            if old is not None and layout is not None
+        ]
         for (old, layout), result in zip(tensors, body.outputs, strict=True):  # results that are None are not recorded
             self._check(node, old, layout, here[result])
             self.adopt(old, layout.with_at(at), here[result])
@@ -190,7 +217,9 @@ class Builder:
             )
 
     def _look_again(self, old: int, at: At | None) -> None:
-        """Take a view once more where what it looks at has come or is sent in its place, so that it need not be sent itself."""
+        """Take a view once more where what it looks at has come or is sent in its place, so that it need not be sent
+        itself.
+        """
         if old not in self.views or self.is_at(old, at):
             return
         node, choice = self.views[old]
@@ -212,8 +241,8 @@ def lower(
 ) -> Program:
     """The local program. `choices` is parallel to `program.nodes`; layouts cover every input and output.
 
-    `regather`: inputs whose conversions are not kept from one phase to the next (ZeRO-3's second gather). `placing`: where inputs, nodes
-    and outputs are; None: everywhere.
+    `regather`: inputs whose conversions are not kept from one phase to the next (ZeRO-3's second gather). `placing`:
+    where inputs, nodes and outputs are; None: everywhere.
     """
     build = Builder(program, mesh, record_local, regather)
     places = placing or everywhere(program)

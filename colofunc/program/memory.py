@@ -9,11 +9,12 @@ depends on strides, so each distinct call is run once on tensors without data (`
     report.peak_bytes["device"]; report.timeline["device"][k]     # while node k runs: its operands and results too
     print(report)                                                 # what is alive at the peak, and which line made it
 
-Inputs and constants count from beginning to end, because the caller holds them. What an operator holds for itself is counted
-where its kernel says it, on the machine that the plan is made for (`passes.kernels`). `tests/live_bytes.py` measures the same numbers
-on the simulated mesh, but for these. A collective between its start and its wait holds its operand and its result; on real ranks
-(`sent=True`) also a copy of an operand that is not contiguous, and a pipeline's messages from one action before they are received.
-A compiler leaves values unwritten, and a compiled function holds its operands until it returns: both as `fusion` says.
+Inputs and constants count from beginning to end, because the caller holds them. What an operator holds for itself is
+counted where its kernel says it, on the machine that the plan is made for (`passes.kernels`). `tests/live_bytes.py`
+measures the same numbers on the simulated mesh, but for these. A collective between its start and its wait holds its
+operand and its result; on real ranks (`sent=True`) also a copy of an operand that is not contiguous, and a pipeline's
+messages from one action before they are received. A compiler leaves values unwritten, and a compiled function holds its
+operands until it returns: both as `fusion` says.
 """
 
 from __future__ import annotations
@@ -42,16 +43,20 @@ from colofunc.program.post_validation import kept_bytes, validates_late
 
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 # Losses that write every element's into the memory of the result before they reduce it: it keeps that size.
-_ROOMY = frozenset(f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"))
+_ROOMY = frozenset(
+    f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
+)
 # Per result: (operand whose storage it lives in or -1, result whose new storage it shares, bytes of the storage, meta).
 Made = tuple[int, int, int, Meta]
 
 
 @attrs.frozen
 class Fused:
-    """What a compiler changes of one program. `unwritten`: values that no kernel writes, and the bytes that are written in place of each.
+    """What a compiler changes of one program. `unwritten`: values that no kernel writes, and the bytes that are written
+    in place of each.
 
-    `last`: until when each value is held. `inner_bytes`: what operators, by their position, keep that is no value of the program.
+    `last`: until when each value is held. `inner_bytes`: what operators, by their position, keep that is no value of
+    the program.
     """
 
     unwritten: Mapping[int, int] = MappingProxyType({})
@@ -80,9 +85,9 @@ class Storage:
 def memory(program: Program, sent: bool = False, fusion: Fusion | None = None) -> MemoryReport:
     """Live bytes of one rank at every position of a local program (or a global one: then of one device).
 
-    A loop is one position: what its body holds at its peak, beside what it reads and gathers. sent: count what real ranks
-    copy in order to send it, while it is in flight (all of the operand; a backend may copy the parts for others only), and what they make
-    room for before it is received. fusion: what a compiler leaves out and holds longer.
+    A loop is one position: what its body holds at its peak, beside what it reads and gathers. sent: count what real
+    ranks copy in order to send it, while it is in flight (all of the operand; a backend may copy the parts for others
+    only), and what they make room for before it is received. fusion: what a compiler leaves out and holds longer.
     """
     last = lifetimes(program)
     storages, makers, metas = _storages(program, last, sent=sent, fusion=fusion)
@@ -109,7 +114,10 @@ def _is_one_ranks(timetable: Timetable | None) -> bool:
 
 @attrs.frozen(eq=False)
 class Lies:
-    """Which storage each value of a program lies in. `within`: the operand that a view or a result in place is a part of."""
+    """Which storage each value of a program lies in.
+
+    `within`: the operand that a view or a result in place is a part of.
+    """
 
     storages: tuple[Storage, ...]
     home: Mapping[int, int]
@@ -126,7 +134,8 @@ def lies(program: Program) -> Lies:
 
 
 def inside(body: Program, given: Mapping[int, Meta], added: Collection[int] = ()) -> tuple[Lies, tuple[int, ...]]:
-    """Where the values of a loop's body lie, and what it holds on the device at each node beside its inputs, which are `given`.
+    """Where the values of a loop's body lie, and what it holds on the device at each node beside its inputs, which are
+    `given`.
 
     added: outputs that are counted with what gathers them (`reuse.added_in_place`).
     """
@@ -138,14 +147,20 @@ def inside(body: Program, given: Mapping[int, Meta], added: Collection[int] = ()
     return Lies(tuple(storages), home, within, metas), report.timeline["device"]
 
 
-def _count_with_the_sum(body: Program, added: Collection[int], storages: Sequence[Storage], home: Mapping[int, int]) -> None:
-    """These outputs are no memory of their own: the first trip's is the sum, and others are added to it without being made."""
+def _count_with_the_sum(
+    body: Program, added: Collection[int], storages: Sequence[Storage], home: Mapping[int, int]
+) -> None:
+    """These outputs are no memory of their own: the first trip's is the sum, and others are added to it without being
+    made.
+    """
     for k in added:
         storages[home[body.outputs[k]]].nbytes = 0
 
 
 def sent_copies(program: Program, metas: Mapping[int, Meta]) -> list[Storage]:
-    """Contiguous copies of the operands of started collectives, from the start to the wait. metas: of its values, as `lies` has them."""
+    """Contiguous copies of the operands of started collectives, from the start to the wait. metas: of its values, as
+    `lies` has them.
+    """
     last, out = program.last_uses, list[Storage]()
     for index, node in enumerate(program.nodes):
         kind = kind_of(node)
@@ -163,7 +178,8 @@ def _report(
     count, kinds = max(1, len(program.nodes)), kinds_of(program) if kinds is None else kinds
     tiers = sorted({s.tier for s in storages} | {"device"})
     row_of = {kind: row for row, kind in enumerate(KINDS)}
-    changes: dict[str, list[tuple[int, int, int]]] = {tier: [] for tier in tiers}  # (row of the kind, position, bytes from there on)
+    # (row of the kind, position, bytes from there on)
+    changes: dict[str, list[tuple[int, int, int]]] = {tier: [] for tier in tiers}
     for s in storages:
         s.kind = s.kind or (s.inside.kind if s.inside is not None else kinds.get(s.value, "other"))
         row = row_of[s.kind]
@@ -180,11 +196,15 @@ def _report(
     peak = {tier: timeline[tier][peak_at[tier]] for tier in tiers}
     alive = {tier: tuple(_alive(program, storages, makers, tier, peak_at[tier])) for tier in tiers}
     places = {tier: place_text(program, at) for tier, at in peak_at.items()}
-    return MemoryReport(peak, timeline, peak_at, by_kind, alive, places, {s.born: s.body for s in storages if s.body is not None})
+    return MemoryReport(
+        peak, timeline, peak_at, by_kind, alive, places, {s.born: s.body for s in storages if s.body is not None}
+    )
 
 
 def _lines(changes: Sequence[tuple[int, int, int]], count: int) -> np.ndarray:
-    """(kinds, count) bytes of each kind at each position. changes: (row of the kind, position, bytes more from there on)."""
+    """(kinds, count) bytes of each kind at each position. changes: (row of the kind, position, bytes more from there
+    on).
+    """
     more = np.zeros((len(KINDS), count + 1), dtype=np.int64)
     if changes:
         rows, positions, nbytes = np.array(changes, dtype=np.int64).T
@@ -209,7 +229,9 @@ def _live(program: Program, storage: Storage, makers: Mapping[int, Node]) -> Liv
     node = makers.get(value.id)
     name = value.name or (f"%{value.id} {node.target}" if node is not None else f"%{value.id}")
     layout = value.layout.text() if value.layout is not None else ""
-    return Live(name, storage.nbytes, value.shape, layout, node.line if node else "", node.path if node else "", storage.kind)
+    return Live(
+        name, storage.nbytes, value.shape, layout, node.line if node else "", node.path if node else "", storage.kind
+    )
 
 
 def _storages(
@@ -221,12 +243,14 @@ def _storages(
     sent: bool = False,
     fusion: Fusion | None = None,
 ) -> tuple[list[Storage], dict[int, Node], dict[int, Meta]]:
-    """Every storage with its lifetime, the node that makes each value, and how values lie. `given`: inputs counted elsewhere.
+    """Every storage with its lifetime, the node that makes each value, and how values lie. `given`: inputs counted
+    elsewhere.
 
     `where` and `within` are filled as `Lies` wants them.
     """
     fused = Fused(last=last) if fusion is None else fusion(program, last)
-    last, unwritten = fused.last, dict[int, int]()  # storages of which no kernel writes a value -> what is written instead
+    # storages of which no kernel writes a value -> what is written instead
+    last, unwritten = fused.last, dict[int, int]()
     end = len(program.nodes)
     storages: list[Storage] = []
     where = {} if where is None else where  # value -> storage
@@ -293,7 +317,9 @@ def _inside(
     # What a value is does not depend on how often the timetable does its part.
     report, value = _report(body, storages, makers, kinds_of(loop.body)), loop.body.inputs[0] if loop.body.inputs else 0
     return [
-        Storage(live.nbytes, tier, value, index, index, attrs.evolve(live, name=f"{live.name} (each trip)"), body=report)
+        Storage(
+            live.nbytes, tier, value, index, index, attrs.evolve(live, name=f"{live.name} (each trip)"), body=report
+        )
         for tier, alive in report.alive.items()
         for live in alive
     ]
@@ -302,11 +328,12 @@ def _inside(
 def _by_timetable(
     loop: Loop, storages: Sequence[Storage], home: Mapping[int, int], timetable: Timetable, posted: bool
 ) -> tuple[Program, list[Storage]]:
-    """One rank's body and its storages as often as its actions come, in their order: what a microbatch keeps from part to part is there
-    while the parts of others run. With them what is gathered, from the first time on. home: value -> its storage.
+    """One rank's body and its storages as often as its actions come, in their order: what a microbatch keeps from part
+    to part is there while the parts of others run. With them what is gathered, from the first time on. home: value ->
+    its storage.
 
-    posted: what an action receives is there from the begin of the action before it, where real ranks make room for it, to the end of the
-    one that reads it last, and longer where it is received into again (`_waits_to_be_received_into`).
+    posted: what an action receives is there from the begin of the action before it, where real ranks make room for it,
+    to the end of the one that reads it last, and longer where it is received into again (`_waits_to_be_received_into`).
     """
     body, (row,) = loop.body, timetable.table.rows
     numbers = {part: k for k, part in enumerate(timetable.parts)}
@@ -328,7 +355,8 @@ def _by_timetable(
         if storage.born < 0:  # an input, which is counted outside
             continue
         first, last = timetable.part_at(storage.born), timetable.part_at(storage.dies)
-        others = reads.get(number, set()) - {first, last}  # the last part of the body need not be the last of a microbatch
+        # the last part of the body need not be the last of a microbatch
+        others = reads.get(number, set()) - {first, last}
         received = posted and body.nodes[storage.born].target == RECEIVE
         for microbatch in microbatches:
             born = begins[first, microbatch] + storage.born - spans[first][0]
@@ -343,7 +371,9 @@ def _by_timetable(
                 last_number = max(number_of[part, microbatch] for part in (last, *others))
                 messages.append((storage, number_of[first, microbatch], last_number))
             expanded.append(
-                Storage(storage.nbytes, storage.tier, storage.value, born, dies, storage.inside, storage.kind, storage.body)
+                Storage(
+                    storage.nbytes, storage.tier, storage.value, born, dies, storage.inside, storage.kind, storage.body
+                )
             )
     expanded += _waits_to_be_received_into(messages, body, [*begins.values(), len(nodes)])
     own = own_outputs_of_parts(loop) - set(added_in_place(loop).values())
@@ -357,11 +387,14 @@ def _by_timetable(
     return attrs.evolve(body, nodes=tuple(nodes)), expanded
 
 
-def _waits_to_be_received_into(messages: Sequence[tuple[Storage, int, int]], body: Program, begins: Sequence[int]) -> list[Storage]:
-    """What real ranks keep of messages that were read to their end, an action long, because what comes then goes into it (`Buffers.turn`).
+def _waits_to_be_received_into(
+    messages: Sequence[tuple[Storage, int, int]], body: Program, begins: Sequence[int]
+) -> list[Storage]:
+    """What real ranks keep of messages that were read to their end, an action long, because what comes then goes into
+    it (`Buffers.turn`).
 
-    messages: (where one lies, number of the action that receives it, of the one that reads it last). begins: positions at which actions
-    begin, and the end of the last one.
+    messages: (where one lies, number of the action that receives it, of the one that reads it last). begins: positions
+    at which actions begin, and the end of the last one.
     """
     of_room: dict[Any, list[tuple[Storage, int, int]]] = {}
     for message in messages:
@@ -429,7 +462,8 @@ def _results(node: Node, program: Program, metas: Mapping[int, Meta]) -> tuple[M
         steps = rearrange_steps(pattern, tuple(names), tuple(sizes), values[node.refs[0]].shape)
         return (_rearranged(metas[node.refs[0]], steps),)
     if kind[0] == "keep_first":
-        # The first rank keeps its own, without what its memory holds beside it; the others make zeros, which the budget must hold.
+        # The first rank keeps its own, without what its memory holds beside it; the others make zeros, which the budget
+        # must hold.
         shape, strides, dtype = metas[node.refs[0]]
         zeros = torch.zeros_like(_tensor((shape, strides, dtype)))
         return ((-1, 0, zeros.untyped_storage().nbytes(), (shape, tuple(zeros.stride()), dtype)),)

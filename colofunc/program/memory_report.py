@@ -1,7 +1,7 @@
 """The accountant's report: the peak, what it is made of, who made that, and what can be done about it.
 
-Problem: "out of memory" names a moment, not a cause. Idea: every storage has a *kind* that follows from what made it and
-from what; at each position the kinds add up to the timeline, and what is alive at the peak is listed by line.
+Problem: "out of memory" names a moment, not a cause. Idea: every storage has a *kind* that follows from what made it
+and from what; at each position the kinds add up to the timeline, and what is alive at the peak is listed by line.
 
     print(low.memory())
     device: peak 11.6 GiB at operator 812 of 1904 (backward of h.11.mlp, modeling.py:345 in forward)
@@ -31,16 +31,23 @@ KINDS = (
     "parameters", "parameter copies", "optimizer state", "gradients", "activations", "temporaries", "collective buffers", "workspaces",
     "kept copies", "other",
 )  # fmt: skip
-"""`parameter copies`: gathered or cast for use. `activations`: made by forward, or made again. `temporaries`: made by backward
-and update, and nobody's gradient. `collective buffers`: what is sent or received. `workspaces`: what kernels hold while they
-run. `kept copies`: what is put back where a guess was wrong (`cf.pipeline(validate="next step")`). `other`: the batch, buffers of
-modules, constants."""
+"""`parameter copies`: gathered or cast for use. `activations`: made by forward, or made again. `temporaries`: made by
+backward and update, and nobody's gradient. `collective buffers`: what is sent or received. `workspaces`: what kernels
+hold while they run. `kept copies`: what is put back where a guess was wrong (`cf.pipeline(validate="next step")`).
+`other`: the batch, buffers of modules, constants."""
 
 _OF_INPUT = {"param": "parameters", "frozen": "parameters", "state": "optimizer state", "grad": "gradients"}
 """Role of an input -> kind."""
 
 _MOVES = frozenset(
-    {"colofunc.pack", "colofunc.rearrange", "colofunc.wait", "aten._to_copy.default", "aten.slice.Tensor", "aten.view.default"}
+    {
+        "colofunc.pack",
+        "colofunc.rearrange",
+        "colofunc.wait",
+        "aten._to_copy.default",
+        "aten.slice.Tensor",
+        "aten.view.default",
+    }
 )
 """Operators whose result is what they read, elsewhere or in another form."""
 
@@ -88,9 +95,10 @@ class MemoryReport:
     """Live bytes per tier, at every position of the program that was counted.
 
     `by_kind[tier][kind][k]`: of what sort the bytes at position k are; the kinds add up to `timeline[tier][k]`.
-    `alive[tier]`: what is alive at the tier's peak, largest first. `where`: what runs there, and how many positions there are.
-    `bodies[k]`: of the loop at position k, what each position of its body holds beside what is held outside. `pool`: the buffers on
-    the host for what comes and goes within the step (`program.passing`); where sizes are rounded up it exceeds what lies in it.
+    `alive[tier]`: what is alive at the tier's peak, largest first. `where`: what runs there, and how many positions
+    there are. `bodies[k]`: of the loop at position k, what each position of its body holds beside what is held outside.
+    `pool`: the buffers on the host for what comes and goes within the step (`program.passing`); where sizes are rounded
+    up it exceeds what lies in it.
     """
 
     peak_bytes: Mapping[str, int]
@@ -125,7 +133,10 @@ class MemoryReport:
     def _tier(self, tier: str, most: int) -> str:
         """The report of one tier."""
         peak = self.peak_bytes[tier]
-        lines = [f"{tier}: peak {size_text(peak)} ({peak:,} B) at {self.where[tier]}", f"  {curve(self.timeline[tier])}"]
+        lines = [
+            f"{tier}: peak {size_text(peak)} ({peak:,} B) at {self.where[tier]}",
+            f"  {curve(self.timeline[tier])}",
+        ]
         for kind, nbytes in self.kinds(tier).items():
             share = nbytes / peak
             is_advised = tier == "device" and share >= _ADVISED_SHARE
@@ -155,7 +166,8 @@ class MemoryReport:
                 worst = next(iter(self.kinds(tier)), "rest")
                 advice = _ADVICE.get(worst, "use a smaller batch, or a topology with more memory")
                 raise CapacityError(
-                    f"a rank would hold {self.summary(tier)}. The {tier} has {size_text(capacity)}. Try for the {worst}: {advice}"
+                    f"a rank would hold {self.summary(tier)}. The {tier} has {size_text(capacity)}. Try for the "
+                    f"{worst}: {advice}"
                 )
 
 
@@ -224,7 +236,9 @@ def kinds_of(program: Program) -> dict[int, str]:
     updated = {program.outputs[out]: kinds[program.inputs[leaf]] for out, leaf in program.aliases}
     weights = {id for id, kind in kinds.items() if kind in ("parameters", "parameter copies")}
     for node in program.nodes:
-        copies_weights = node.phase != "update" and node.loop is None and bool(node.refs) and weights.issuperset(node.refs)
+        copies_weights = (
+            node.phase != "update" and node.loop is None and bool(node.refs) and weights.issuperset(node.refs)
+        )
         for out in node.results:
             if is_copy(node) and program.values[out].role != "grad":
                 kinds[out] = kinds[node.refs[0]]

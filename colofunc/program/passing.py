@@ -1,16 +1,16 @@
 """What passes through the host within a step, and the pool of buffers that holds all of it.
 
-Problem: pinned memory is slow to allocate, so what goes to the host and comes back (activations, gradients on their way, narrow
-copies) needs buffers that are there before the first step. Idea: the finished program says when each of them begins and ends,
-so it says how many of each size are there at one time; that many buffers are enough, for good.
+Problem: pinned memory is slow to allocate, so what goes to the host and comes back (activations, gradients on their
+way, narrow copies) needs buffers that are there before the first step. Idea: the finished program says when each of
+them begins and ends, so it says how many of each size are there at one time; that many buffers are enough, for good.
 
     pool = passing(program)
     pool.classes                 # (SizeClass(nbytes=1048576, count=3), SizeClass(nbytes=4096, count=2))
     pool.nbytes                  # 3 x 1 MiB + 2 x 4 KiB, of one rank
 
-Sizes are rounded up, so that values of about the same size share buffers: to a page, or to an 8th, 4th, half or all of the
-power of two below; whichever takes least in all. State that lies on the host has memory of its own, and what is read from
-disk has that of its store.
+Sizes are rounded up, so that values of about the same size share buffers: to a page, or to an 8th, 4th, half or all of
+the power of two below; whichever takes least in all. State that lies on the host has memory of its own, and what is
+read from disk has that of its store.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Passing:
     def __str__(self) -> str:
         count, sizes = sum(c.count for c in self.classes), len(self.classes)
         return (
-            f"pool on the host: {size_text(self.nbytes)} in {count} buffer{'s' * (count != 1)} of {sizes} size{'s' * (sizes != 1)}, "
+            f"pool on the host: {size_text(self.nbytes)} in {count} buffer{'s' * (count != 1)} of {sizes} "
+            f"size{'s' * (sizes != 1)}, "
             f"for {size_text(self.peak_bytes)} that come and go within a step"
         )
 
@@ -105,7 +106,12 @@ def _spans(program: Program, found: Lies, kept: set[int]) -> _Spans:
             given = {into: found.metas[i] for into, i in zip(node.loop.body.inputs, node.refs, strict=True)}
             loops[node.outs] = k, _spans(node.loop.body, inside(node.loop.body, given)[0], set())
         for o in node.outs:
-            if o is None or not _passes(node, program) or program.values[o].tier != "host" or not program.values[o].nbytes:
+            if (
+                o is None
+                or not _passes(node, program)
+                or program.values[o].tier != "host"
+                or not program.values[o].nbytes
+            ):
                 continue
             storage = found.storages[found.home[o]]
             if storage.value == o and found.home[o] not in kept:
@@ -115,7 +121,9 @@ def _spans(program: Program, found: Lies, kept: set[int]) -> _Spans:
 
 
 def _passes(node: Node, program: Program) -> bool:
-    """Whether a node makes what may lie in a buffer: a copy from the device, a cast on the host, what a loop gathers there."""
+    """Whether a node makes what may lie in a buffer: a copy from the device, a cast on the host, what a loop gathers
+    there.
+    """
     kind = kind_of(node)
     if kind is not None:
         return node.loop is not None or (kind[0] == "to_host" and program.values[node.refs[0]].tier == "device")

@@ -1,7 +1,8 @@
 """A pipeline schedule: how many stages a rank has and which, and the table of actions for so many microbatches.
 
-Problem: schedules differ in what they need (stages per rank, a backward in two parts, a number of microbatches) and in what they look at
-(some none of the costs, some all). Idea: a frozen record says the first, and one function gives the table.
+Problem: schedules differ in what they need (stages per rank, a backward in two parts, a number of microbatches) and in
+what they look at (some none of the costs, some all). Idea: a frozen record says the first, and one function gives the
+table.
 
     Schedule("gpipe", gpipe).table(ranks=4, microbatches=8)
 
@@ -29,9 +30,9 @@ def _as_floats(values: object) -> tuple[float, ...]:
 class StageCosts:
     """What the stages of a pipeline take for one microbatch, a figure per stage.
 
-    forward_s, input_s, weight_s: seconds of F, I and W; B takes those of I and W. send_s: seconds from the end of a stage's F until
-    the next stage has its result; send_back_s: from the end of a stage's B or I until the stage before it has the gradient; both have a
-    figure per pair of neighbours, which counts where they are on different ranks.
+    forward_s, input_s, weight_s: seconds of F, I and W; B takes those of I and W. send_s: seconds from the end of a
+    stage's F until the next stage has its result; send_back_s: from the end of a stage's B or I until the stage before
+    it has the gradient; both have a figure per pair of neighbours, which counts where they are on different ranks.
     kept_bytes: from the beginning of F to the end of B or I; weight_kept_bytes: from the end of I to the end of W.
     """
 
@@ -60,11 +61,26 @@ class StageCosts:
 
     @classmethod
     def uniform(
-        cls, stages: int, f: float = 1.0, i: float = 1.0, w: float = 1.0, send: float = 0.0, kept: float = 1.0, weight_kept: float = 0.5
+        cls,
+        stages: int,
+        f: float = 1.0,
+        i: float = 1.0,
+        w: float = 1.0,
+        send: float = 0.0,
+        kept: float = 1.0,
+        weight_kept: float = 0.5,
     ) -> StageCosts:
         """Stages that are alike."""
         boundaries = (send,) * (stages - 1)
-        return cls((f,) * stages, (i,) * stages, (w,) * stages, boundaries, boundaries, (kept,) * stages, (weight_kept,) * stages)
+        return cls(
+            (f,) * stages,
+            (i,) * stages,
+            (w,) * stages,
+            boundaries,
+            boundaries,
+            (kept,) * stages,
+            (weight_kept,) * stages,
+        )
 
     def joined(self, parts: int) -> StageCosts:
         """Costs where each `parts` neighbours are one stage. Raises PlanError where they leave a remainder."""
@@ -97,13 +113,14 @@ MakeTable = Callable[[int, int, StageCosts | None, float | None], ActionTable]
 class Schedule:
     """A named way to order the actions of a pipeline.
 
-    make: (ranks, microbatches, costs or None, most bytes of activations on a rank or None) -> ActionTable. A schedule that looks at no
-    costs gives the same table for all. placement: which rank has which stage: "loop" (stage mod ranks) or "v" (0..p-1, then p-1..0).
-    splits_backward: whether the table has I and W. least_per_rank: microbatches that it needs for each rank, at least. whole_groups:
-    whether it takes multiples of the number of ranks only. looks_at_costs: whether the table depends on costs and the cap; then
-    `cf.pipeline` gives both. among: schedules of one placement each, the first with as many stages as this one; `cf.pipeline` plans the
-    step by each and takes the fastest, and `make` gets costs of as many stages as any of them has. draft: makes a table for costs in less
-    time, by which cuts are compared; None: `make` does.
+    make: (ranks, microbatches, costs or None, most bytes of activations on a rank or None) -> ActionTable. A schedule
+    that looks at no costs gives the same table for all. placement: which rank has which stage: "loop" (stage mod ranks)
+    or "v" (0..p-1, then p-1..0). splits_backward: whether the table has I and W. least_per_rank: microbatches that it
+    needs for each rank, at least. whole_groups: whether it takes multiples of the number of ranks only. looks_at_costs:
+    whether the table depends on costs and the cap; then `cf.pipeline` gives both. among: schedules of one placement
+    each, the first with as many stages as this one; `cf.pipeline` plans the step by each and takes the fastest, and
+    `make` gets costs of as many stages as any of them has. draft: makes a table for costs in less time, by which cuts
+    are compared; None: `make` does.
     """
 
     name: str
@@ -123,11 +140,14 @@ class Schedule:
         if self.stages_per_rank < 1:
             raise PlanError(f"schedule {self.name!r} has {self.stages_per_rank} stages per rank; give at least 1")
         if any(each.among for each in self.among):
-            raise PlanError(f"schedule {self.name!r} is among schedules that have some among them; give those themselves")
+            raise PlanError(
+                f"schedule {self.name!r} is among schedules that have some among them; give those themselves"
+            )
         if self.among and self.among[0].stages_per_rank != self.stages_per_rank:
             wanted = self.among[0]
             raise PlanError(
-                f"schedule {self.name!r} has {self.stages_per_rank} stages per rank, and the first of those it takes, {wanted.name!r}, has "
+                f"schedule {self.name!r} has {self.stages_per_rank} stages per rank, and the first of those it takes, "
+                f"{wanted.name!r}, has "
                 f"{wanted.stages_per_rank}; give both the same"
             )
 
@@ -175,12 +195,14 @@ class Schedule:
         if microbatches < least:
             advice = self._advice(ranks, least, rows)
             raise PlanError(
-                f"schedule {self.name!r} needs at least {least} microbatches on {ranks} ranks and has {microbatches}; {advice}"
+                f"schedule {self.name!r} needs at least {least} microbatches on {ranks} ranks and has {microbatches}; "
+                f"{advice}"
             )
         if self.whole_groups and microbatches % ranks:
             advice = self._advice(ranks, microbatches + -microbatches % ranks, rows)
             raise PlanError(
-                f"schedule {self.name!r} takes groups of {ranks} microbatches on {ranks} ranks, which do not divide {microbatches}; "
+                f"schedule {self.name!r} takes groups of {ranks} microbatches on {ranks} ranks, which do not divide "
+                f"{microbatches}; "
                 f"{advice}"
             )
 
@@ -194,13 +216,19 @@ class Schedule:
             return f"no such number divides the {rows} rows of the batch: pad it to a multiple of {multiple}, or give another schedule"
         return f"give microbatches={' or '.join(map(str, admitted))}, which divide the {rows} rows of the batch, or another schedule"
 
-    def table(self, ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
-        """The checked table. Raises PlanError where there are too few microbatches, or the schedule's own table cannot be run."""
+    def table(
+        self, ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None
+    ) -> ActionTable:
+        """The checked table. Raises PlanError where there are too few microbatches, or the schedule's own table cannot
+        be run.
+        """
         self.check_microbatches(ranks, microbatches)
         counts = sorted({each.stages(ranks) for each in self.placements})
         if costs is not None and costs.stages not in counts:
             wanted = " or ".join(map(str, counts))
-            raise PlanError(f"schedule {self.name!r} has {wanted} stages on {ranks} ranks and was given costs of {costs.stages}")
+            raise PlanError(
+                f"schedule {self.name!r} has {wanted} stages on {ranks} ranks and was given costs of {costs.stages}"
+            )
         table = self.make(ranks, microbatches, costs, cap_bytes)
         self._check(table, ranks, microbatches)
         return table
@@ -213,7 +241,9 @@ class Schedule:
 
     def _check(self, table: ActionTable, ranks: int, microbatches: int) -> None:
         if not isinstance(table, ActionTable):
-            raise PlanError(f"schedule {self.name!r} made a {type(table).__name__}; its `make` returns a cf.ext.ActionTable")
+            raise PlanError(
+                f"schedule {self.name!r} made a {type(table).__name__}; its `make` returns a cf.ext.ActionTable"
+            )
         stages = table.stages if self.among else self.stages(ranks)
         try:
             check_table(table, stages, microbatches)
@@ -223,7 +253,8 @@ class Schedule:
             return
         for stage, rank, wanted in self.misplaced(table, ranks):
             raise PlanError(
-                f"schedule {self.name!r} has stage {stage} on rank {rank}, and its placement {self.placement!r} says rank {wanted}; "
+                f"schedule {self.name!r} has stage {stage} on rank {rank}, and its placement {self.placement!r} says "
+                f"rank {wanted}; "
                 "change one of them"
             )
 

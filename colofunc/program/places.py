@@ -1,8 +1,8 @@
 """Places: who has a value, who runs a node, and what one rank runs of a program that is the union of all.
 
-Problem: ranks do not all do the same: a pipeline's first stage has the embedding, its last one the loss. Idea: one program says what
-all of them do. A node runs at some indices of a mesh axis (`Node.on`), its results exist there; a `send` makes them exist elsewhere.
-What a rank runs is what is left of the program when the others' nodes are gone.
+Problem: ranks do not all do the same: a pipeline's first stage has the embedding, its last one the loss. Idea: one
+program says what all of them do. A node runs at some indices of a mesh axis (`Node.on`), its results exist there; a
+`send` makes them exist elsewhere. What a rank runs is what is left of the program when the others' nodes are gone.
 
     %7: f32[4,8] «a b @pp=0» = tanh(%6) @pp=0
     %8: f32[4,8] «a b @pp=1» = send(%7, ('pp',), 2, 0, (1,))        # rank of pp=0: send(%7, ...); of pp=1: %8 = receive(...)
@@ -47,8 +47,8 @@ def has_places(program: Program) -> bool:
 
 @attrs.frozen(eq=False)
 class OnRank:
-    """What one rank runs. `inputs`, `outputs`, `nodes`: positions of those of the union that it has; inputs are counted without
-    constants.
+    """What one rank runs. `inputs`, `outputs`, `nodes`: positions of those of the union that it has; inputs are counted
+    without constants.
     """
 
     program: Program
@@ -81,7 +81,9 @@ def on_rank(program: Program, mesh: Mesh, rank: int) -> OnRank:
     """What a rank runs of a program: the nodes that it takes part in, the inputs and outputs that exist there."""
     given = [id for id in program.inputs if id not in program.constants]
     if not has_places(program):
-        return OnRank(program, tuple(range(len(given))), tuple(range(len(program.outputs))), tuple(range(len(program.nodes))))
+        return OnRank(
+            program, tuple(range(len(given))), tuple(range(len(program.outputs))), tuple(range(len(program.nodes)))
+        )
     one = _Rank(mesh, rank)
     inputs = [id for id in program.inputs if _exists(program, id, one)]
     part, node_positions = _part_of(program, one, inputs)
@@ -121,7 +123,8 @@ def _part_of(program: Program, rank: _Rank, inputs: Sequence[int]) -> tuple[Prog
 
 
 def _editor_of(program: Program, there: Collection[int]) -> Editor:
-    """An editor of a program of whose values a rank has these: to the rank they exist, and it does not ask where else."""
+    """An editor of a program of whose values a rank has these: to the rank they exist, and it does not ask where else.
+    """
     edit = Editor(program)
     for id in there:
         value = program.values[id]
@@ -183,7 +186,10 @@ def _part_of_loop(node: Node, loop: Loop, there: Collection[int], rank: _Rank) -
 
 
 def _in_parts(loop: Loop, timetable: Timetable, inputs: Sequence[int], rank: _Rank) -> Loop:
-    """The parts that a rank does of a loop that is cut. What others send is received in the part that first reads it."""
+    """The parts that a rank does of a loop that is cut.
+
+    What others send is received in the part that first reads it.
+    """
     row = timetable.table.rows[rank.index((timetable.along,))]
     own_parts = {(action.stage, action.kind) for action in row}
     parts = []
@@ -221,14 +227,17 @@ def _receive(node: Node, nodes_of: Sequence[list[Node]]) -> None:
 
 
 Channel = tuple[str, int, int, int]  # (axis, index of the sender, index of the receiver, tag)
-Order = tuple[list[tuple[int, int]], list[tuple[int, int]]]  # (tag, microbatch) of messages as they are sent, and as they are received
+# (tag, microbatch) of messages as they are sent, and as they are received
+Order = tuple[list[tuple[int, int]], list[tuple[int, int]]]
 
 
 def channels(program: Program, mesh: Mesh) -> dict[Channel, int]:
-    """How messages between parts of loops are divided so that those of one channel are received in the order in which they are sent.
+    """How messages between parts of loops are divided so that those of one channel are received in the order in which
+    they are sent.
 
-    What one index of an axis sends to another is one channel, number 0; where it is received in another order than it is sent (a V gives
-    activations and gradients to the same rank), messages of each tag have a channel of their own, from number 1 on.
+    What one index of an axis sends to another is one channel, number 0; where it is received in another order than it
+    is sent (a V gives activations and gradients to the same rank), messages of each tag have a channel of their own,
+    from number 1 on.
     """
     numbers: dict[Channel, int] = {}
     for axis, pairs in _orders(program, mesh):

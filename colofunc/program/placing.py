@@ -1,18 +1,20 @@
 """Placing: where the nodes of a global program run, if some of its inputs exist at some indices of a mesh axis only.
 
-Problem: a person says where parameters are (`o i @pp=1`), and everything else is to follow. Idea: a node runs where its operands are.
-Where these are apart, the fewest bytes travel:
+Problem: a person says where parameters are (`o i @pp=1`), and everything else is to follow. Idea: a node runs where its
+operands are. Where these are apart, the fewest bytes travel:
 
-- A parameter never travels. Views are taken again where what they look at has come, which is sent in their place unless it is larger.
-- What was sent once is there for all that follow. So stage 1's products run at 1, the gradient that leaves it is sent to 0 once,
-  and what neither reads, such as a mask, is made on all ranks.
-- A gradient is made where its parameter is. Scalars that are computed of gradients of several stages (a joint norm, whether all are
-  finite) are computed on all ranks: each stage sends its parts once, and no rank waits for another to answer.
+- A parameter never travels. Views are taken again where what they look at has come, which is sent in their place unless
+  it is larger.
+- What was sent once is there for all that follow. So stage 1's products run at 1, the gradient that leaves it is sent
+  to 0 once, and what neither reads, such as a mask, is made on all ranks.
+- A gradient is made where its parameter is. Scalars that are computed of gradients of several stages (a joint norm,
+  whether all are finite) are computed on all ranks: each stage sends its parts once, and no rank waits for another to
+  answer.
 - What a stage hands on and the next one keeps packed for backward is packed there.
-- In a pipeline no byte is saved against the order of its stages: what is small and made of a weight alone, such as its cast, could be
-  sent to an earlier stage, and what is computed with it would have to come back. What only the gradients of one stage are made of, such
-  as the sum for a bias, runs there where the gradient that it reads comes anyway: sent from a later stage, it would be waited for behind
-  the last microbatch.
+- In a pipeline no byte is saved against the order of its stages: what is small and made of a weight alone, such as its
+  cast, could be sent to an earlier stage, and what is computed with it would have to come back. What only the gradients
+  of one stage are made of, such as the sum for a bias, runs there where the gradient that it reads comes anyway: sent
+  from a later stage, it would be waited for behind the last microbatch.
 
     placing_of(program, {0: ("pp", (0,)), 3: ("pp", (1,))}, mesh).nodes       # per node ("pp", (0,)), ("pp", (1,)), or None: all ranks
 
@@ -39,7 +41,8 @@ STATE = frozenset({"param", "state", "buffer", "frozen"})
 """Roles of inputs that stay where they are."""
 
 ROUNDS = 4
-"""At most this many rounds find state that follows other state: moments follow parameters, and what is computed of them follows these."""
+"""At most this many rounds find state that follows other state: moments follow parameters, and what is computed of them
+follows these."""
 
 
 @attrs.frozen
@@ -84,14 +87,17 @@ class StagesOf:
 def placing_of(program: Program, given: Mapping[int, At], mesh: Mesh, stages: StagesOf | None = None) -> Placing | None:
     """Where everything is, by what is said of inputs (by position); None where nothing is said.
 
-    stages: where ranks have several stages what follows from one stage is told from what follows from another. Raises PlanError
-    where inputs are placed on several axes.
+    stages: where ranks have several stages what follows from one stage is told from what follows from another. Raises
+    PlanError where inputs are placed on several axes.
     """
     if not given:
         return None
     axes = {axis for axis, _ in given.values()}
     if len(axes) > 1:
-        raise PlanError(f"values are placed at indices of {len(axes)} axes, {', '.join(sorted(axes))}; place all of them on one axis")
+        raise PlanError(
+            f"values are placed at indices of {len(axes)} axes, {', '.join(sorted(axes))}; place all of them on one "
+            "axis"
+        )
     (axis,) = axes
     ranks = tuple(range(mesh.axis_size(axis)))
     in_order = stages is not None and stages.axis == axis
@@ -112,7 +118,8 @@ def placing_of(program: Program, given: Mapping[int, At], mesh: Mesh, stages: St
 class _Run:
     """One pass over the nodes. `there`: value -> where a copy is by now; `home`: where it was made.
 
-    in_order: indices are stages, which a microbatch goes through from the first to the last, and its gradients from the last to the first.
+    in_order: indices are stages, which a microbatch goes through from the first to the last, and its gradients from the
+    last to the first.
     """
 
     def __init__(self, program: Program, size: int, inputs: Mapping[int, Indices], in_order: bool) -> None:
@@ -164,7 +171,9 @@ class _Run:
         return min(options, key=order)
 
     def _against_order(self, node: Node, at: Indices) -> bool:
-        """Whether a node would need, in forward, what a later stage makes, or in backward what the backward of an earlier one does."""
+        """Whether a node would need, in forward, what a later stage makes, or in backward what the backward of an
+        earlier one does.
+        """
         if not self.in_order or node.phase not in ("forward", "backward"):
             return False
         if node.phase == "forward":
@@ -178,7 +187,9 @@ class _Run:
         return False
 
     def _takes_weights(self, node: Node, at: Indices) -> bool:
-        """Whether, in a pipeline, what is made of weights alone (a cast of one) would leave its stage: work goes where weights are."""
+        """Whether, in a pipeline, what is made of weights alone (a cast of one) would leave its stage: work goes where
+        weights are.
+        """
         return self.in_order and any(id in self.of_weights and not at <= self.there[id] for id in node.refs)
 
     def _joins_scalars(self, node: Node) -> bool:
@@ -206,9 +217,13 @@ class _Run:
         return of_weights
 
     def _last_fed(self) -> dict[int, int]:
-        """Value of the backward pass -> the last stage to whose parameters' gradients it leads: no earlier stage can make it."""
+        """Value of the backward pass -> the last stage to whose parameters' gradients it leads: no earlier stage can
+        make it.
+        """
         # Of a tied weight each stage makes its own part.
-        single = {gradient: self.home[weight] for gradient, weight in self.gradient_of.items() if len(self.home[weight]) == 1}
+        single = {
+            gradient: self.home[weight] for gradient, weight in self.gradient_of.items() if len(self.home[weight]) == 1
+        }
         return last_fed(self.program, {gradient: max(home) for gradient, home in single.items()})
 
     def _first_fed(self) -> dict[int, int]:
@@ -222,7 +237,9 @@ class _Run:
         return first
 
     def _own_stage(self, node: Node) -> int | None:
-        """The stage whose weights' gradients alone a sum leads to, where all that it reads is there or comes there anyway."""
+        """The stage whose weights' gradients alone a sum leads to, where all that it reads is there or comes there
+        anyway.
+        """
         if not self.in_order or node.phase != "backward" or not self._is_sum(node):
             return None
         if not all(id in self.first_fed for id in node.results):
@@ -271,7 +288,8 @@ class _Run:
         return inf if id in self.stays else sent
 
     def _bring(self, id: int, at: Indices) -> None:
-        """Have a value there; with a view comes what it looks at, where that is sent in its place or is there already."""
+        """Have a value there; with a view comes what it looks at, where that is sent in its place or is there already.
+        """
         if at <= self.there[id]:
             return
         maker = self.program.makers.get(id)
@@ -285,7 +303,9 @@ class _Run:
         return is_view(maker) and not any(self._moved(ref, at) for ref in maker.refs)
 
     def followers(self) -> dict[int, Indices]:
-        """Position of state of which nobody has said anything -> where the only nodes are that read it, and what it becomes is."""
+        """Position of state of which nobody has said anything -> where the only nodes are that read it, and what it
+        becomes is.
+        """
         output_of = {position: out for out, position in self.program.aliases}
         followers = {}
         for position, id in enumerate(self.program.inputs):
@@ -324,7 +344,9 @@ def _ats(stages: StagesOf, places: Iterable[Indices]) -> tuple[At | None, ...]:
 
 
 def last_fed(program: Program, of_gradients: Mapping[int, int]) -> dict[int, int]:
-    """Value of the backward pass -> the largest number of a gradient that it leads to. of_gradients: gradient -> its number."""
+    """Value of the backward pass -> the largest number of a gradient that it leads to. of_gradients: gradient -> its
+    number.
+    """
     last = dict(of_gradients)
     for node in reversed(program.nodes):
         number = max((last.get(out, 0) for out in node.results), default=0)

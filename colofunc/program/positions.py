@@ -1,8 +1,8 @@
 """Positions that the host knows: integers that follow from constants and from where a rank stands.
 
-Problem: attention on a part of a sequence reads where its rows stand from a tensor on the device. A host that looked at it would wait
-until the device has come there. Idea: a few operators make such a tensor from `axis_index` and constants, so the host can compute it too,
-when the program is written.
+Problem: attention on a part of a sequence reads where its rows stand from a tensor on the device. A host that looked at
+it would wait until the device has come there. Idea: a few operators make such a tensor from `axis_index` and constants,
+so the host can compute it too, when the program is written.
 
     known = Positions(program, lambda axes: mesh.index(rank, axes))
     known.run(id)            # (first, step) of an offset, or of the positions of a stripe; None: only the device knows
@@ -86,7 +86,8 @@ class Positions:
         operands = {i: self.tensor(i) for i in node.refs}
         if any(x is None for x in operands.values()):
             return None
-        operands.update({i: operands[i].clone() for i in written(node)})  # type: ignore[union-attr]  # its result is all that counts
+        # its result is all that counts
+        operands.update({i: operands[i].clone() for i in written(node)})  # type: ignore[union-attr]
         keywords: dict[str, Any] = {name: map_refs(arg, operands.__getitem__) for name, arg in node.kwargs}
         if takes_device(node.target):
             keywords["device"] = torch.device("cpu")

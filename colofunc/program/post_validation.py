@@ -1,20 +1,23 @@
 """Post-validation: a pipelined step in three parts, so that no stage waits for the others at its end.
 
-Problem: how gradients are clipped, and whether a step is skipped, follows from all stages, and what a rank returns (a loss, a norm) comes
-from others. A rank that waits for it at the end of each step makes the pipeline empty between two steps. Idea: what waits is apart.
+Problem: how gradients are clipped, and whether a step is skipped, follows from all stages, and what a rank returns (a
+loss, a norm) comes from others. A rank that waits for it at the end of each step makes the pipeline empty between two
+steps. Idea: what waits is apart.
 
     main        forward, backward, squares of each stage: no message of another stage's end is read
     exchange    scalars that stages send to one another behind the schedule, and what follows from them: the norm, the factor, the loss
     update      parameters and moments, by the scalars of the exchange that it reads (`judged`)
 
-The update may run before the exchange has come, by the scalars of the step before. Where these turn out to be others, what it wrote to is
-put back from copies and the update is done again by the right ones: numbers are those of one device in every case.
+The update may run before the exchange has come, by the scalars of the step before. Where these turn out to be others,
+what it wrote to is put back from copies and the update is done again by the right ones: numbers are those of one device
+in every case.
 
     parts = deferred(program)        # Deferred, or the reason why this program cannot be taken apart, as a str
     parts = in_parts(program, mesh)  # Deferred, or that reason as a PlanError
 
-Source: Zero Bubble Pipeline Parallelism (2401.10241, section 4), where a stage steps by what the stages before it say and later rolls back.
-Here the scalars of the last step are what is speculated on, so that all ranks speculate alike and come to one verdict.
+Source: Zero Bubble Pipeline Parallelism (2401.10241, section 4), where a stage steps by what the stages before it say
+and later rolls back. Here the scalars of the last step are what is speculated on, so that all ranks speculate alike and
+come to one verdict.
 """
 
 from __future__ import annotations
@@ -34,10 +37,11 @@ from colofunc.program.places import RECEIVE, SEND
 
 @attrs.frozen(eq=False)
 class Deferred:
-    """A step in parts. The inputs of `exchange` and `update` are values of the step's inputs, of what `main` and `exchange` give.
+    """A step in parts. The inputs of `exchange` and `update` are values of the step's inputs, of what `main` and
+    `exchange` give.
 
-    judged: scalars of the exchange that the update reads. late: outputs of the step that the exchange makes. kept: what the update
-    writes to.
+    judged: scalars of the exchange that the update reads. late: outputs of the step that the exchange makes. kept: what
+    the update writes to.
     """
 
     main: Program
@@ -65,7 +69,10 @@ def validates_late(program: Program) -> bool:
 
 def behind_schedule(program: Program) -> int:
     """The position behind the last loop that a timetable runs."""
-    return max(index for index, node in enumerate(program.nodes) if node.loop is not None and node.loop.cut_by is not None) + 1
+    return (
+        max(index for index, node in enumerate(program.nodes) if node.loop is not None and node.loop.cut_by is not None)
+        + 1
+    )
 
 
 def _timetables(program: Program) -> list[Timetable]:
@@ -102,11 +109,14 @@ def deferred(program: Program) -> Deferred | str:
 
 
 def in_parts(program: Program, mesh: Mesh) -> Deferred:
-    """The parts of a program whose timetable asks for validation in the next step. mesh: with what is known of its machine.
+    """The parts of a program whose timetable asks for validation in the next step. mesh: with what is known of its
+    machine.
 
     Raises PlanError that says why where there are none, or where ranks may not come to the same verdict.
     """
-    parts: Deferred | str = "its ranks are of unlike devices, whose scalars may differ in the last bit, so that not all would step"
+    parts: Deferred | str = (
+        "its ranks are of unlike devices, whose scalars may differ in the last bit, so that not all would step"
+    )
     if not mesh.topology.ranks:
         parts = deferred(program)
     if isinstance(parts, str):
@@ -183,7 +193,9 @@ class _Sorted:
         return {self.program.nodes[position].target for position in positions}
 
     def _is_exchanged(self, node: Node, reads: Collection[int], writes: Collection[int]) -> bool:
-        """Whether a late node is part of the exchange: it is of scalars alone, runs on all ranks and needs nothing of the update."""
+        """Whether a late node is part of the exchange: it is of scalars alone, runs on all ranks and needs nothing of
+        the update.
+        """
         if self._is_message(node):
             return all(self._made.get(id) is not self.update for id in node.refs)
         if node.on is not None or not self._by_update.isdisjoint({*reads, *writes}):
@@ -199,7 +211,9 @@ class _Sorted:
             made = {id for node in self.exchange for id in node.results}
             read = {id for node in self.update for id in node.refs if id in made}
             state = self._behind(new_state & made) - self._behind(read)
-            moved = [node for node in self.exchange if not state.isdisjoint(node.results) and not self._is_message(node)]
+            moved = [
+                node for node in self.exchange if not state.isdisjoint(node.results) and not self._is_message(node)
+            ]
             if not moved:
                 return
             self.exchange = [node for node in self.exchange if node not in moved]
@@ -256,7 +270,9 @@ def _parts(program: Program, main: Sequence[Node], exchange: Sequence[Node], upd
     read_late = {id for node in exchange for id in node.refs}
     read = {id for node in update for id in node.refs} | kept
     passed_on = by_main & (read_late | read | outputs)
-    without = [id for id in sorted(passed_on) if program.values[id].layout is None and program.makers[id].on is not None]
+    without = [
+        id for id in sorted(passed_on) if program.values[id].layout is None and program.makers[id].on is not None
+    ]
     if without:
         return f"%{without[0]} is passed on and no layout says where it is"
     judged = by_exchange & read
@@ -288,7 +304,9 @@ def copied_bytes(program: Program) -> int:
 
 
 def kept_bytes(program: Program) -> int:
-    """What one rank keeps from one step to the next beside its state: copies of what the update writes to, and gradients."""
+    """What one rank keeps from one step to the next beside its state: copies of what the update writes to, and
+    gradients.
+    """
     parts = deferred(program)
     if isinstance(parts, str):
         return 0

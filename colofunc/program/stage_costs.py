@@ -1,4 +1,5 @@
-"""Costs of a pipeline's stages, by the one clock: seconds of each part of a loop, of what is sent, and the bytes that are kept.
+"""Costs of a pipeline's stages, by the one clock: seconds of each part of a loop, of what is sent, and the bytes that
+are kept.
 
     costs = stage_costs(loop, mesh, seconds)          # the body was cut in F, I and W (`passes.cut`)
     schedule.table(ranks=4, microbatches=8, costs=costs)
@@ -19,7 +20,9 @@ NOTHING = PartTime(0.0, (), ())
 
 
 def one_trip(rank_of: Iterable[int], forward_only: bool) -> ActionTable:
-    """F, I and W of every stage for one microbatch: a table to cut a body by whose costs are asked for. rank_of: per stage."""
+    """F, I and W of every stage for one microbatch: a table to cut a body by whose costs are asked for. rank_of: per
+    stage.
+    """
     stages_of: dict[int, list[int]] = {}
     for stage, rank in enumerate(rank_of):
         stages_of.setdefault(rank, []).append(stage)
@@ -36,7 +39,8 @@ def one_trip(rank_of: Iterable[int], forward_only: bool) -> ActionTable:
 def stage_costs(loop: Loop, mesh: Mesh, seconds: Seconds) -> StageCosts:
     """What each stage takes for one microbatch. A stage without a part (no backward) takes nothing for it.
 
-    A backward that was not cut in two counts as I, and its W as nothing. Results that may be views are counted with what they look at.
+    A backward that was not cut in two counts as I, and its W as nothing. Results that may be views are counted with
+    what they look at.
     """
     timetable = loop.cut_by
     assert timetable is not None, "costs are those of a loop that was cut"

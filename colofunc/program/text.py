@@ -45,7 +45,10 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [text.rjust(width) if k in right else text.ljust(width) for k, (text, width) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            text.rjust(width) if k in right else text.ljust(width)
+            for k, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -76,7 +79,9 @@ def node_text(node: Node, values: Mapping[int, Value]) -> str:
     """One line: results, call, where it comes from."""
     results = ", ".join(_result_text(o, values) for o in node.outs)
     arguments = [argument_text(a) for a in node.args] + [f"{k}={argument_text(v)}" for k, v in node.kwargs]
-    call = f"{target_text(node.target)}({', '.join(arguments)})" + (f" {at_text(node.on)}" if node.on is not None else "")
+    call = f"{target_text(node.target)}({', '.join(arguments)})" + (
+        f" {at_text(node.on)}" if node.on is not None else ""
+    )
     origin = " ".join(filter(None, (node.phase, node.path, node.line, f"({node.note})" if node.note else "")))
     return f"{results} = {call}    # {origin}" if results else f"{call}    # {origin}"
 
@@ -96,7 +101,8 @@ def node_lines(node: Node, values: Mapping[int, Value]) -> list[str]:
 
 
 def _heads(timetable: Timetable | None) -> dict[int, list[str]]:
-    """Position in a body -> the lines in front of it: of a timetable its rows, of a part its stage and kind of action."""
+    """Position in a body -> the lines in front of it: of a timetable its rows, of a part its stage and kind of action.
+    """
     if timetable is None:
         return {}
     heads: dict[int, list[str]] = {0: []}

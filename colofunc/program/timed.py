@@ -1,8 +1,9 @@
 """Seconds of operators as they were measured, in place of those that rates of the machine give.
 
-Problem: a plan that hides copies beside operators is as good as their times. Idea: the same call takes the same time wherever
-it stands, so what was measured is kept by call (operator, shapes and dtypes of operands, other arguments), and a program that
-has never run is timed with it. What was not measured takes its modelled time, slower or faster by as much as all others.
+Problem: a plan that hides copies beside operators is as good as their times. Idea: the same call takes the same time
+wherever it stands, so what was measured is kept by call (operator, shapes and dtypes of operands, other arguments), and
+a program that has never run is timed with it. What was not measured takes its modelled time, slower or faster by as
+much as all others.
 
     timed = timings(program, seconds, model)            # seconds[k]: of the k-th node, bodies of loops in their order
     timed.node_s(node, values, model)
@@ -61,7 +62,10 @@ def measured_nodes(program: Program) -> Iterator[tuple[Node, Mapping[int, Value]
 
 
 def timings(program: Program, seconds: Sequence[float], model: NodeS) -> Timed:
-    """What was measured, of one visit of each of `measured_nodes`. Work on the host is left out: it says nothing of the device's."""
+    """What was measured, of one visit of each of `measured_nodes`.
+
+    Work on the host is left out: it says nothing of the device's.
+    """
     found: dict[Call, list[float]] = {}
     modelled: dict[Call, float] = {}
     for (node, values), took in zip(measured_nodes(program), seconds, strict=True):

@@ -10,8 +10,8 @@ composite layouts are other orders of atoms, nothing else. Mesh axes that appear
 axes over which the parts still have to be reduced (+, max, min). Adjacent local atoms are merged and size-1 atoms are
 dropped, so that equal layouts are equal objects.
 
-`at`: a value need not be everywhere. `a b @pp=1` exists on the ranks at index 1 of `pp` only, where the pattern says how it is split
-over the other axes; elsewhere its part is an empty tensor. `@pp=0,3`: at two indices, each with a copy.
+`at`: a value need not be everywhere. `a b @pp=1` exists on the ranks at index 1 of `pp` only, where the pattern says
+how it is split over the other axes; elsewhere its part is an empty tensor. `@pp=0,3`: at two indices, each with a copy.
 
 Padding: the atoms of a dim may multiply to more than the dim's global size; the elements past the end are zeros.
 """
@@ -29,7 +29,8 @@ from colofunc.errors import SpecError
 Atom = tuple[int, str | None]
 Dim = tuple[Atom, ...]
 At = tuple[str, tuple[int, ...]]
-"""Some indices of a mesh axis, ascending: where a value exists, or who runs an operator. None in its place: all ranks."""
+"""Some indices of a mesh axis, ascending: where a value exists, or who runs an operator. None in its place: all
+ranks."""
 
 REDUCTIONS = ("sum", "max", "min")
 

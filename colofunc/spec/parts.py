@@ -69,8 +69,13 @@ def part_key(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
     return tuple(where[a] for a in (*layout.axes, *(a for a, _ in layout.pending)))
 
 
-def shared_parts(layout: Layout, mesh: Mesh, ranks: Sequence[int], make: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of some ranks. Each distinct part is made once, for the first rank that holds it, and shared by the others."""
+def shared_parts(
+    layout: Layout, mesh: Mesh, ranks: Sequence[int], make: Callable[[int], torch.Tensor]
+) -> list[torch.Tensor]:
+    """The parts of some ranks.
+
+    Each distinct part is made once, for the first rank that holds it, and shared by the others.
+    """
     done: dict[tuple[int, ...], torch.Tensor] = {}
     out = []
     for rank in ranks:

@@ -64,25 +64,26 @@ class Call:
 
 
 # (call, in layouts, out layouts) -> (args, kwargs) with local sizes
-Localize = Callable[[Call, tuple[Layout, ...], tuple[Layout | None, ...]], tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]]
+Localize = Callable[
+    [Call, tuple[Layout, ...], tuple[Layout | None, ...]], tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
+]
 
 
 @attrs.frozen
 class Rule:
     """An einops pattern bound to one call.
 
-    `reduce`: factor -> "sum" | "max" | "min", for factors missing on the right that may be split.
-    `whole`: factors that may not be split; `why_whole`: where other calls of the operator have one of them open, the reason
-    and what to try. `linear`: sets of operand positions through which pending sums pass jointly; `monotone`: sets through which
-    pending max / min pass.
-    `addends`: operands that are added once, a bias: pending over every axis that is placed on a reduced factor.
-    `copied`: (result, factor) pairs: the result does not depend on the factor, so every rank of an axis placed on it
-    computes all of it (the bias gradient of a convolution and its input channels).
-    `localize`: (call, in layouts, out layouts) -> (args, kwargs) with local sizes, for operators that have sizes among
-    their arguments; None if the arguments hold for local shapes as they are.
-    `local`: (call, in layouts, out layouts) -> local code `f(*shards, mesh=mesh)`, or None where the operator itself does
-    it. For operators that need other code once split, such as mean (local sum / global count). Its collectives, if any,
-    are on scalars (a count); what communicates more is a `Strategy`, which has a cost.
+    `reduce`: factor -> "sum" | "max" | "min", for factors missing on the right that may be split. `whole`: factors that
+    may not be split; `why_whole`: where other calls of the operator have one of them open, the reason and what to try.
+    `linear`: sets of operand positions through which pending sums pass jointly; `monotone`: sets through which pending
+    max / min pass. `addends`: operands that are added once, a bias: pending over every axis that is placed on a reduced
+    factor. `copied`: (result, factor) pairs: the result does not depend on the factor, so every rank of an axis placed
+    on it computes all of it (the bias gradient of a convolution and its input channels). `localize`: (call, in layouts,
+    out layouts) -> (args, kwargs) with local sizes, for operators that have sizes among their arguments; None if the
+    arguments hold for local shapes as they are. `local`: (call, in layouts, out layouts) -> local code
+    `f(*shards, mesh=mesh)`, or None where the operator itself does it. For operators that need other code once split,
+    such as mean (local sum / global count). Its collectives, if any, are on scalars (a count); what communicates more
+    is a `Strategy`, which has a cost.
     """
 
     ins: tuple[Operand, ...]
@@ -105,10 +106,14 @@ class Rule:
         return tuple(f for f in self.sizes if f not in self.whole and (f in kept or f in self.reduce))
 
     def undecided(self) -> tuple[str, ...]:
-        """Factors that are on no result, and of which nothing says that they are reduced or whole: no axis can split them."""
+        """Factors that are on no result, and of which nothing says that they are reduced or whole: no axis can split
+        them.
+        """
         kept = {f for operand in self.outs if operand is not None for dim in operand for f in dim}
         read = {f for operand in self.ins for dim in operand for f in dim}
-        return tuple(f for f, size in self.sizes.items() if f in read - kept - self.whole and f not in self.reduce and size > 1)
+        return tuple(
+            f for f, size in self.sizes.items() if f in read - kept - self.whole and f not in self.reduce and size > 1
+        )
 
     def text(self) -> str:
         """`b0 b1 i, o i -> b0 b1 o`, whole factors in brackets."""
@@ -136,7 +141,9 @@ class Rule:
                     continue
                 shape = tuple(prod(self.sizes[f] for f in dim) for dim in operand)
                 if shape != typ.shape:
-                    raise RuleError(f"{call.target}: {what} {k} has shape {typ.shape}, the rule {self.text()} says {shape}")
+                    raise RuleError(
+                        f"{call.target}: {what} {k} has shape {typ.shape}, the rule {self.text()} says {shape}"
+                    )
 
 
 @attrs.frozen
@@ -176,10 +183,14 @@ class Strategy:
     ) -> Strategy:
         """This way to place other axes (one that `cf.ext.ways` gives) with a pattern of your own beside it.
 
-        `words`: (axis, what plans call the pattern there). `flops`, `outs`: instead of the way's own; `extra_s`, `peak_bytes`:
-        communication and buffers of the local code.
+        `words`: (axis, what plans call the pattern there). `flops`, `outs`: instead of the way's own; `extra_s`,
+        `peak_bytes`: communication and buffers of the local code.
         """
         axes = (*words, *self.axes)
         name = ", ".join(filter(None, (*(f"{axis}: {word}" for axis, word in words), self.name.strip("{}"))))
-        cost = attrs.evolve(self.cost, flops=self.cost.flops if flops is None else flops, extra_s=extra_s, peak_bytes=int(peak_bytes))
-        return attrs.evolve(self, name=f"{{{name}}}", outs=self.outs if outs is None else outs, cost=cost, local=local, axes=axes)
+        cost = attrs.evolve(
+            self.cost, flops=self.cost.flops if flops is None else flops, extra_s=extra_s, peak_bytes=int(peak_bytes)
+        )
+        return attrs.evolve(
+            self, name=f"{{{name}}}", outs=self.outs if outs is None else outs, cost=cost, local=local, axes=axes
+        )

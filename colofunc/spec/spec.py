@@ -7,8 +7,8 @@
     Spec("(dp o) i @pp=1")              exists at index 1 of pp only (a pipeline stage); @pp=0,3 at two (a tied weight)
 
 A word is one dim; a group in parentheses is one dim as a product of factors, major first. A factor that is the name of
-a mesh axis (or view) places that axis; any other name is local. `_` is a local factor without a name, which no axis can have:
-`(dp _) _` fits a mesh whatever its axes are called. Parsing is done once, binding once per (mesh, shape):
+a mesh axis (or view) places that axis; any other name is local. `_` is a local factor without a name, which no axis can
+have: `(dp _) _` fits a mesh whatever its axes are called. Parsing is done once, binding once per (mesh, shape):
 
 >>> Spec("(dp b) d").bind(Mesh(dp=2), (8, 3)).local_shape
 (4, 3)
@@ -95,7 +95,10 @@ def parse(text: str) -> Parsed:
     if len(tiers) > 1:
         raise SpecError(f"two tiers, {' and '.join('@' + t for t in tiers)}; keep one")
     if len(places) > 1:
-        raise SpecError(f"two places, {' and '.join(map(at_text, places))}; a value is at some indices of one axis, such as '@pp=0,3'")
+        raise SpecError(
+            f"two places, {' and '.join(map(at_text, places))}; a value is at some indices of one axis, such as "
+            "'@pp=0,3'"
+        )
     if dims.count(None) > 1:
         raise SpecError("'...' stands twice; it can stand for the rest once")
     return Parsed(tuple(dims), tuple(pending), tiers[0] if tiers else "device", places[0] if places else None)

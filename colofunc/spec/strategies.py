@@ -28,7 +28,8 @@ from colofunc.spec.rule import Call, Cost, Operand, Rule, Strategy, TensorType
 Placement = Mapping[str, Dim]
 Pending = tuple[str, str]  # (axis, how): a reduction that is not done yet
 Passing = tuple[str, int, str]  # (axis, index of the linear or monotone set, how): a reduction that passes through
-Way = str | tuple[int, str] | None  # of one axis: a factor, a reduction that passes through (index of its set, how), nothing
+# of one axis: a factor, a reduction that passes through (index of its set, how), nothing
+Way = str | tuple[int, str] | None
 Only = tuple[tuple[str, tuple[Way, ...]], ...]  # axis -> the ways that it may take; absent: all
 
 _ANY_DTYPE = torch.float32
@@ -38,14 +39,17 @@ FREE = frozenset(
     f"aten.{name}"
     for name in (
         "view reshape _unsafe_view permute transpose t expand squeeze unsqueeze select slice split split_with_sizes "
-        "unsafe_split unsafe_split_with_sizes unsafe_chunk _reshape_alias unbind detach alias view_as_real view_as_complex "
+        "unsafe_split unsafe_split_with_sizes unsafe_chunk _reshape_alias unbind detach alias view_as_real "
+        "view_as_complex "
         "as_strided diagonal narrow chunk"
     ).split()
 )
 """Operators that only describe memory anew: they cost nothing to run."""
 
 
-def lay_out(operand: Operand, typ: TensorType, rule: Rule, placement: Placement, pending: tuple[Pending, ...] = ()) -> Layout:
+def lay_out(
+    operand: Operand, typ: TensorType, rule: Rule, placement: Placement, pending: tuple[Pending, ...] = ()
+) -> Layout:
     """The layout of an operand whose factors are placed as `placement` says (factors not in it are local)."""
     dims = []
     for factors in operand:
@@ -108,7 +112,11 @@ def build(call: Call, rule: Rule, placement: Placement, passing: Sequence[Passin
             continue
         # An axis on a factor that the result lacks leaves a reduction over it.
         kept = _factors_of(result)
-        left = [(axis, rule.reduce[factor]) for axis, factor in axes if factor not in kept and (number, factor) not in rule.copied]
+        left = [
+            (axis, rule.reduce[factor])
+            for axis, factor in axes
+            if factor not in kept and (number, factor) not in rule.copied
+        ]
         result_layouts.append(lay_out(result, out_type, rule, placement, (*passed, *left)))
     outs = tuple(result_layouts)
 
@@ -150,11 +158,15 @@ def _reduced(rule: Rule) -> set[str]:
     for number, result in enumerate(rule.outs):
         if result is not None:
             kept = _factors_of(result)
-            reduced.update(factor for factor in rule.sizes if factor not in kept and (number, factor) not in rule.copied)
+            reduced.update(
+                factor for factor in rule.sizes if factor not in kept and (number, factor) not in rule.copied
+            )
     return reduced
 
 
-def cost_of(call: Call, rule: Rule | None, ins: Sequence[Layout], outs: Sequence[Layout | None], axes: Iterable[tuple[str, str]]) -> Cost:
+def cost_of(
+    call: Call, rule: Rule | None, ins: Sequence[Layout], outs: Sequence[Layout | None], axes: Iterable[tuple[str, str]]
+) -> Cost:
     """Work of one rank: the rule's flops shared among the axes placed on factors, bytes of the local parts."""
     if call.target.rsplit(".", 1)[0] in FREE:
         return Cost()
@@ -265,7 +277,10 @@ def _ways(rule: Rule) -> list[Way]:
 
 
 class _RuleKey:
-    """A rule as part of a cache key: what it says of its factors. Two plugins may have different rules for the same call."""
+    """A rule as part of a cache key: what it says of its factors.
+
+    Two plugins may have different rules for the same call.
+    """
 
     __slots__ = ("identity", "rule")
 
@@ -285,7 +300,9 @@ class _RuleKey:
 
 
 @lru_cache(maxsize=4096)
-def _enumerate(call: Call, key: _RuleKey, mesh: Mesh, axes: tuple[str, ...], orders: bool, only: Only) -> tuple[Strategy, ...]:
+def _enumerate(
+    call: Call, key: _RuleKey, mesh: Mesh, axes: tuple[str, ...], orders: bool, only: Only
+) -> tuple[Strategy, ...]:
     rule = key.rule
     if rule is None:
         return (replicated_strategy(call),)

@@ -1,8 +1,9 @@
 """Transfers: which elements go from which rank to which where a tensor of one mesh becomes one of another.
 
-Problem: two meshes cut a tensor for other axes, in other sizes and stripes, and to bring it together in between takes all of it on every
-rank. Idea: a part is a product of index sets (`regions`), so what a rank wants is the overlaps of its part with the parts that there are,
-and each of them comes from one rank that holds it: the same rank if it can, which sends nothing.
+Problem: two meshes cut a tensor for other axes, in other sizes and stripes, and to bring it together in between takes
+all of it on every rank. Idea: a part is a product of index sets (`regions`), so what a rank wants is the overlaps of
+its part with the parts that there are, and each of them comes from one rank that holds it: the same rank if it can,
+which sends nothing.
 
     (dp b) i on dp=2   ->   b (tp i) on tp=2       rank 0 keeps a quarter, sends a quarter to rank 1, and gets one from there
 
@@ -10,7 +11,8 @@ and each of them comes from one rank that holds it: the same rank if it can, whi
     plan.received(rank)        # the pieces that rank's part in `target` is made of
     plan.sent(rank)            # the pieces of its part in `source` that other ranks want
 
-What lies in files is brought to a mesh in the same way: there a piece comes from a stored region (`pieces_of`, `assembled`).
+What lies in files is brought to a mesh in the same way: there a piece comes from a stored region (`pieces_of`,
+`assembled`).
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ Source = TypeVar("Source")
 
 @attrs.frozen(eq=False)
 class Piece(Generic[Source]):
-    """Elements that a source has and a part wants: where they lie in the region of each. `source`: a rank, or what is stored."""
+    """Elements that a source has and a part wants: where they lie in the region of each.
+
+    `source`: a rank, or what is stored.
+    """
 
     source: Source
     there: tuple[Pick, ...]
@@ -58,8 +63,12 @@ def pieces_of(wanted: Region, sources: Iterable[tuple[Region, Source]]) -> list[
     return found
 
 
-def assembled(out: torch.Tensor, pieces: Iterable[Piece[Source]], value: Callable[[Piece[Source]], torch.Tensor]) -> torch.Tensor:
-    """`out` with the value of every piece written into it, one after another: beside it, memory holds one piece at a time."""
+def assembled(
+    out: torch.Tensor, pieces: Iterable[Piece[Source]], value: Callable[[Piece[Source]], torch.Tensor]
+) -> torch.Tensor:
+    """`out` with the value of every piece written into it, one after another: beside it, memory holds one piece at a
+    time.
+    """
     for piece in pieces:
         put(carrier(out), piece.here, carrier(value(piece).contiguous()))
     return out

@@ -3,10 +3,10 @@
     cf.testing.check(cf.shard(step_fn, mesh), state, batch)
 
 The reference is the original function (under `cf.precision` and the like: with what they put around it), run eagerly on
-copies under the same canonical operators and the same seed.
-Inputs are never consumed. Tolerances are those of the design: |a-b| <= 1e-10 * max(1, max|b|) per leaf in float64; where a leaf
-or anything it is made of is narrower, what rounding does in this very step (see `bounds`), 1e-5 where that is less in float32; a
-leaf that is an integer must be equal.
+copies under the same canonical operators and the same seed. Inputs are never consumed. Tolerances are those of the
+design: |a-b| <= 1e-10 * max(1, max|b|) per leaf in float64; where a leaf or anything it is made of is narrower, what
+rounding does in this very step (see `bounds`), 1e-5 where that is less in float32; a leaf that is an integer must be
+equal.
 """
 
 from __future__ import annotations
@@ -51,10 +51,13 @@ def check(step: Staged, state: Any, *batch: Any, steps: int = 2, tolerance: floa
 
     Where `steps` > 1 the function's first output is its next first argument; a function that returns something else is
     checked for one step. Inside `with float64():` float32 leaves of the arguments become float64. The default generator
-    is left as it was. Raises CheckError naming the leaves that differ, their paths, specs and the size of the difference.
+    is left as it was. Raises CheckError naming the leaves that differ, their paths, specs and the size of the
+    difference.
     """
     if not isinstance(step, Staged):
-        raise InputError(f"check wants a staged step, not {type(step).__name__}. Try: check(cf.shard(step_fn, mesh), state, batch)")
+        raise InputError(
+            f"check wants a staged step, not {type(step).__name__}. Try: check(cf.shard(step_fn, mesh), state, batch)"
+        )
     reference, batch = plain_copy(state), plain_copy(batch)
     reference, batch = doubled_inside((reference, batch))
     step = step.settled(reference, *batch)
@@ -83,7 +86,8 @@ def check(step: Staged, state: Any, *batch: Any, steps: int = 2, tolerance: floa
                 break
             placed, reference = got[0], expected[0]
             if tolerance is None and any(value.dtype in NARROW for value in low.global_program.values.values()):
-                # Bounds are of one call: the next one begins with what the mesh has made, not with what rounding made of it twice.
+                # Bounds are of one call: the next one begins with what the mesh has made, not with what rounding made
+                # of it twice.
                 reference = plain_copy(placed)
     return Checked(leaves, done, worst, low)
 
@@ -135,13 +139,13 @@ def _type(x: Any) -> Any:
 __all__ = ["CheckError", "Checked", "check", "run_reference", "seeded"]
 
 
-# ---- steps that one side skips ----
-# Problem: a float16 gradient is finite up to 65504. The mesh adds the parts of its ranks in float32 (`Policy.reduce`), so it takes a
-# step whose sum one device cannot hold; parts that cancel may overflow where their sum does not. Neither is a mistake, and the two
-# states have nothing in common. Idea: a loss scale changes nothing but what overflows and underflows. Parts that are finite on
-# R ranks have a sum of at most R times 65504, so with 1/(2R) of the scale one device takes the step as well, and what the mesh
-# made of it is compared with that. Where the mesh skips, its state has to be the old one to the last bit, and the step of both
-# is compared with the smaller scale.
+# ---- steps that one side skips ---- Problem: a float16 gradient is finite up to 65504. The mesh adds the parts of its
+# ranks in float32 (`Policy.reduce`), so it takes a step whose sum one device cannot hold; parts that cancel may
+# overflow where their sum does not. Neither is a mistake, and the two states have nothing in common. Idea: a loss scale
+# changes nothing but what overflows and underflows. Parts that are finite on R ranks have a sum of at most R times
+# 65504, so with 1/(2R) of the scale one device takes the step as well, and what the mesh made of it is compared with
+# that. Where the mesh skips, its state has to be the old one to the last bit, and the step of both is compared with the
+# smaller scale.
 #
 #     one device: 2 x 50272 = inf, skipped      mesh: 50272 + 50272 in float32, taken      one device at a quarter: 25136, taken
 
@@ -157,11 +161,14 @@ def policy_of(step: Staged) -> Policy | None:
     return policy if policy is not None and policy.scales is not None else None
 
 
-def comparable(policy: Policy, state: Any, got: Any, expected: Any, ranks: int, mesh_run: Run, device_run: Run, where: str) -> Pair:
+def comparable(
+    policy: Policy, state: Any, got: Any, expected: Any, ranks: int, mesh_run: Run, device_run: Run, where: str
+) -> Pair:
     """`got`, `expected` and `state` where both took the step or both skipped it, else as the module says.
 
-    state: plain, with its loss scale; mesh_run and device_run: a step of such a state. Raises CheckError where the mesh returns
-    another state than the one of a step that it skipped, or where the two decide differently with the smaller scale too.
+    state: plain, with its loss scale; mesh_run and device_run: a step of such a state. Raises CheckError where the mesh
+    returns another state than the one of a step that it skipped, or where the two decide differently with the smaller
+    scale too.
     """
     if not _returns(expected, state) or _taken(got) == _taken(expected):
         return got, expected, state
@@ -177,7 +184,8 @@ def comparable(policy: Policy, state: Any, got: Any, expected: Any, ranks: int, 
         mesh_took = mesh_run(smaller)
     if not (_taken(mesh_took) and _taken(expected)):
         raise CheckError(
-            f"{where}one device and the mesh do not skip the same steps, with a loss scale of {float(record['scale']):g} nor with "
+            f"{where}one device and the mesh do not skip the same steps, with a loss scale of "
+            f"{float(record['scale']):g} nor with "
             f"{float(small):g}\nTry: step.lower(...).check_finite(...), which names the operator that overflows"
         )
     if mesh_took is not got:
@@ -198,16 +206,17 @@ def _taken(out: Any) -> bool:
     return int(LOSS_SCALE.split(state_of(out)[0])[0]["skipped"]) == 0
 
 
-# ---- bounds of one call ----
-# A bound per dtype is false in both directions: half of a small gradient is within 0.02 of nothing, and Adam moves a weight by its
-# whole rate, this way or that, where only rounding is left of a gradient. See `compiler/tolerance.py`. It costs one more run of the
-# step on one device (three where there are half precisions), so it is worked out when somebody asks.
+# ---- bounds of one call ---- A bound per dtype is false in both directions: half of a small gradient is within 0.02 of
+# nothing, and Adam moves a weight by its whole rate, this way or that, where only rounding is left of a gradient. See
+# `compiler/tolerance.py`. It costs one more run of the step on one device (three where there are half precisions), so
+# it is worked out when somebody asks.
 
 
 class Bounds:
     """Of the outputs of one call. args: plain values; seed: torch's, with which the call draws its random numbers.
 
-    where: what a name begins with in an error. goes_on: output 0 is the next argument 0, so that it has the names of that.
+    where: what a name begins with in an error. goes_on: output 0 is the next argument 0, so that it has the names of
+    that.
     """
 
     def __init__(self, low: Lowered, args: tuple[Any, ...], seed: int, where: str = "", goes_on: bool = False) -> None:

@@ -1,13 +1,13 @@
 """float64: a mode in which unmodified models really compute in float64.
 
 Models upcast losses, norms and rotary tables to float32 by name, so `.double()` alone leaves float32 islands whose
-rounding hides real errors. Inside `with float64():` every float32 dtype that reaches a torch function, every `.float()`,
-every array that becomes a tensor and every default dtype is float64, and `Model.apply` computes with frozen weights and
-buffers in float64. A constant of float32 becomes float64 where it meets float64. What is computed of such constants alone
-stays in float32, because nothing tells a constant from a leaf that a step is given in float32 on purpose; it is made once
-for all ranks, so both sides have the same. Half precisions that a step asks for (`cf.precision`) stay what they are. A
-sharded step and the single device then agree to 1e-10, and where anything narrower was on the way to what is derived for
-that (`bounds`).
+rounding hides real errors. Inside `with float64():` every float32 dtype that reaches a torch function, every
+`.float()`, every array that becomes a tensor and every default dtype is float64, and `Model.apply` computes with frozen
+weights and buffers in float64. A constant of float32 becomes float64 where it meets float64. What is computed of such
+constants alone stays in float32, because nothing tells a constant from a leaf that a step is given in float32 on
+purpose; it is made once for all ranks, so both sides have the same. Half precisions that a step asks for
+(`cf.precision`) stay what they are. A sharded step and the single device then agree to 1e-10, and where anything
+narrower was on the way to what is derived for that (`bounds`).
 
 >>> with float64():
 ...     torch.ones(2).float().softmax(0, dtype=torch.float32).dtype
@@ -76,7 +76,9 @@ def _double_tensor(x: Any) -> Any:
 
 @contextmanager
 def float64() -> Iterator[None]:
-    """Turn every float32 cast and factory inside the block to float64 (parameters still need `.double()`; `check` does it)."""
+    """Turn every float32 cast and factory inside the block to float64 (parameters still need `.double()`; `check` does
+    it).
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     token = DOUBLED.set(True)

@@ -2,9 +2,9 @@
 
     cf.testing.check_plan(my_plan("tp"), plugins=[my_plugin])
 
-Problem: a plan is a page of wishes, and what is wrong with it shows in steps that its author did not try: a strategy that
-forgets a reduction for one shape, a mask that is dropped, a pass in which every rank computes everything. Idea: a few
-small steps that differ in kind (`programs.NAMED`, and attention with padding), on several meshes, alone and beside
+Problem: a plan is a page of wishes, and what is wrong with it shows in steps that its author did not try: a strategy
+that forgets a reduction for one shape, a mask that is dropped, a pass in which every rank computes everything. Idea: a
+few small steps that differ in kind (`programs.NAMED`, and attention with padding), on several meshes, alone and beside
 batch sharding on another axis. Each is either refused, with a reason that names a value, or it equals one device in
 float64 over two optimizer steps, with the work split over the axes that the plan names.
 
@@ -41,7 +41,10 @@ BESIDE = "rows"
 
 @attrs.frozen
 class TriedPlan:
-    """One step on one mesh. `share`: flops per rank against the whole; `reason`: why it was refused, "" where it ran."""
+    """One step on one mesh.
+
+    `share`: flops per rank against the whole; `reason`: why it was refused, "" where it ran.
+    """
 
     step: str
     mesh: str
@@ -119,13 +122,16 @@ def check_plan(
 
     `mesh`: None: its axes at 1, at 2, the first at 3 and 4, and at 2 beside batch and states sharded over another axis.
     `steps`: names among `STEPS`, or name -> function(rows of the batch) -> `programs.Step`. `plugins`: where its
-    strategies come from. Raises CheckError that names the step and the mesh: numbers that differ from one device, an axis
-    over which less than half of the work is split, a step that runs alone but not beside another axis, an error that is
-    no ColofuncError or names nothing, a step that runs on several ranks but not on one, or a plan that refuses all.
+    strategies come from. Raises CheckError that names the step and the mesh: numbers that differ from one device, an
+    axis over which less than half of the work is split, a step that runs alone but not beside another axis, an error
+    that is no ColofuncError or names nothing, a step that runs on several ranks but not on one, or a plan that refuses
+    all.
     """
     plan = plan if isinstance(plan, NamedPlan) or not callable(plan) else plan()
     if not isinstance(plan, NamedPlan):
-        raise InputError(f"check_plan wants a plan with axes and wishes(program, mesh), not {plan!r}. Try: check_plan(zero(3, 'dp'))")
+        raise InputError(
+            f"check_plan wants a plan with axes and wishes(program, mesh), not {plan!r}. Try: check_plan(zero(3, 'dp'))"
+        )
     if mesh is None:
         meshes = tuple(_meshes(plan.axes))
     else:
@@ -137,7 +143,9 @@ def check_plan(
         for grid in meshes:
             tried = _try(plan, name, make(ROWS), whole, grid, tuple(plugins))
             if tried.refused and ran and _beside(plan, grid) and _words(grid, plan.axes) in ran:
-                raise CheckError(f"{_title(plan)}: {name} runs on {_words(grid, plan.axes)} and not on {tried.mesh}: {tried.reason}")
+                raise CheckError(
+                    f"{_title(plan)}: {name} runs on {_words(grid, plan.axes)} and not on {tried.mesh}: {tried.reason}"
+                )
             ran += [] if tried.refused else [tried.mesh]
             done.append(tried)
         lone = next((row for row in done if row.step == name and row.refused and row.ranks == 1), None)
@@ -146,11 +154,15 @@ def check_plan(
             raise CheckError(f"{said}. Try: no wishes for an axis of one")
     table = TriedPlans(_title(plan), tuple(done))
     if not any(row.ranks > 1 for row in table.equal):
-        raise CheckError(f"{_title(plan)} refuses every step on every mesh of more than one rank. Try: steps= of your own\n{table}")
+        raise CheckError(
+            f"{_title(plan)} refuses every step on every mesh of more than one rank. Try: steps= of your own\n{table}"
+        )
     return table
 
 
-def _chosen(steps: Mapping[str, Callable[[int], programs.Step]] | Sequence[str] | None) -> Mapping[str, Callable[[int], programs.Step]]:
+def _chosen(
+    steps: Mapping[str, Callable[[int], programs.Step]] | Sequence[str] | None,
+) -> Mapping[str, Callable[[int], programs.Step]]:
     if isinstance(steps, Mapping):
         return steps
     for name in steps or ():
@@ -187,7 +199,9 @@ def _flops(step: programs.Step) -> float:
         return shard(step.fn, Mesh(topology=TOPOLOGY)).lower(*doubled_inside((step.state, step.batch))).cost().flops
 
 
-def _try(plan: NamedPlan, name: str, step: programs.Step, whole: float, mesh: Mesh, plugins: tuple[Any, ...]) -> TriedPlan:
+def _try(
+    plan: NamedPlan, name: str, step: programs.Step, whole: float, mesh: Mesh, plugins: tuple[Any, ...]
+) -> TriedPlan:
     words = _words(mesh)
     what = f"{_title(plan)}: {name} on {words}"
     beside = _beside(plan, mesh)
@@ -199,11 +213,15 @@ def _try(plan: NamedPlan, name: str, step: programs.Step, whole: float, mesh: Me
         except ColofuncError as error:
             return TriedPlan(name, words, reason=_reason(error, mesh, what))
         except Exception as error:
-            raise CheckError(f"{what} fails with {type(error).__name__}: {error}; a refusal is a ColofuncError") from error
+            raise CheckError(
+                f"{what} fails with {type(error).__name__}: {error}; a refusal is a ColofuncError"
+            ) from error
         try:
             checked = check(staged, step.state, step.batch, steps=2)
         except Exception as error:
-            raise CheckError(f"{what}: {error}" if isinstance(error, ColofuncError) else f"{what} fails as it runs: {error!r}") from error
+            raise CheckError(
+                f"{what}: {error}" if isinstance(error, ColofuncError) else f"{what} fails as it runs: {error!r}"
+            ) from error
     share = low.cost().flops / whole
     _check_share(share, mesh, what, low.plan)
     return TriedPlan(name, words, checked.worst, share)
@@ -213,7 +231,10 @@ def _reason(error: ColofuncError, mesh: Mesh, what: str) -> str:
     """The message of a refusal, which must name something that a user can look up: an axis, a name, a size."""
     said = str(error).split("\n", maxsplit=1)[0]
     if not (re.search(r"""\d|['"{(]""", said) or any(re.search(rf"\b{a}\b", said) for a in mesh.axis_names)):
-        raise CheckError(f"{what} is refused without naming a value: {said!r}. Try: the axis, the size or the tensor that it is about")
+        raise CheckError(
+            f"{what} is refused without naming a value: {said!r}. Try: the axis, the size or the tensor that it is "
+            "about"
+        )
     return said
 
 
@@ -224,7 +245,8 @@ def _check_share(share: float, mesh: Mesh, what: str, plan: Any) -> None:
     if share > bound:
         raise CheckError(
             f"{what}: a rank does {share:.2f} of all work, at most {bound:.2f} was expected: an axis holds copies "
-            f"({str(plan).splitlines()[0]}). Try: along=True on the wish, or wishes on the operators that do the work; if the plan is "
+            f"({str(plan).splitlines()[0]}). Try: along=True on the wish, or wishes on the operators that do the work; "
+            "if the plan is "
             "about other steps, steps=[...] without this one, or a PlanError that says so"
         )
 

@@ -34,7 +34,9 @@ class Step(NamedTuple):
     batch: dict[str, Tensor]
 
 
-def training(module: nn.Module, batch: Mapping[str, Tensor], loss: Loss, optimizer: Any = torch.optim.AdamW, lr: float = 1e-2) -> Step:
+def training(
+    module: nn.Module, batch: Mapping[str, Tensor], loss: Loss, optimizer: Any = torch.optim.AdamW, lr: float = 1e-2
+) -> Step:
     """One training step of any module that takes `batch["x"]`."""
     model, opt = functional(module), adapt(optimizer, lr=lr)
 
@@ -62,7 +64,9 @@ def mlp(batch: int = 8, width: int = 16, dtype: torch.dtype = torch.float64) -> 
     return training(models.Mlp(width).to(dtype), rows, class_loss)
 
 
-def attention_block(batch: int = 4, seq: int = 8, width: int = 16, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Step:
+def attention_block(
+    batch: int = 4, seq: int = 8, width: int = 16, dropout: float = 0.0, dtype: torch.dtype = torch.float64
+) -> Step:
     """One transformer block that learns to copy its input."""
     torch.manual_seed(0)
     rows = {"x": torch.randn(batch, seq, width, dtype=dtype)}

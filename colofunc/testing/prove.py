@@ -70,8 +70,8 @@ def sample(*args: Any, **kwargs: Any) -> Sample:
 def check_strategies(plugin: Any, op: Any, *samples: Sample, meshes: Sequence[Mesh] = ()) -> tuple[Proved, ...]:
     """Prove the strategies that `plugin` gives for `op` (None: all that are built in); returns what was tried.
 
-    `op`: a name ("aten.cumsum.default") or an operator of torch.ops. Without samples, calls are made up from its schema:
-    square matrices, dims 0 and -1. Raises CheckError naming the strategy, or where there is no strategy at all.
+    `op`: a name ("aten.cumsum.default") or an operator of torch.ops. Without samples, calls are made up from its
+    schema: square matrices, dims 0 and -1. Raises CheckError naming the strategy, or where there is no strategy at all.
     """
     target = target_of(op)
     # What a plugin gives is asked of it alone: it may be installed too, and then all that are installed have it.
@@ -85,7 +85,9 @@ def check_strategies(plugin: Any, op: Any, *samples: Sample, meshes: Sequence[Me
             for strategy, rule in _claimed(call, mesh, registry, own):
                 worst = prove(call, strategy, rule, mesh, tensors, whole, registry)
                 full = replicated_strategy(call).cost.flops if rule is None or rule.flops is None else rule.flops
-                done.append(Proved(number, _words(mesh), strategy.name, worst, strategy.cost.flops / full if full else 0.0))
+                done.append(
+                    Proved(number, _words(mesh), strategy.name, worst, strategy.cost.flops / full if full else 0.0)
+                )
     if not done:
         owner = "colofunc" if plugin is None else getattr(plugin, "__name__", repr(plugin))
         raise CheckError(
@@ -102,7 +104,7 @@ def target_of(op: Any) -> str:
         return name if name.startswith("aten.") else name.removesuffix(".default")
     schema = getattr(op, "_schema", None) or getattr(getattr(op, "default", None), "_schema", None)
     if schema is None:
-        raise InputError(f"check_strategies wants an operator or its name, not {op!r}. Try: \"aten.cumsum.default\"")
+        raise InputError(f'check_strategies wants an operator or its name, not {op!r}. Try: "aten.cumsum.default"')
     space, name = schema.name.split("::")
     return f"{space}.{name}" + (f".{schema.overload_name or 'default'}" if space == "aten" else "")
 
@@ -120,7 +122,10 @@ def made_up(target: str) -> Iterator[Sample]:
     gen = torch.Generator().manual_seed(0)
     refused, made = "", 0
     for dim in (0, -1):
-        each = Sample(tuple(_argument(a, dim, gen) for a in schema.arguments if not a.kwarg_only and not a.has_default_value()), {})
+        each = Sample(
+            tuple(_argument(a, dim, gen) for a in schema.arguments if not a.kwarg_only and not a.has_default_value()),
+            {},
+        )
         try:
             run_whole(target, each)
         except Exception as error:
@@ -129,7 +134,10 @@ def made_up(target: str) -> Iterator[Sample]:
         made += 1
         yield each
     if not made:
-        raise InputError(f"{target} cannot be called with made-up arguments ({refused}). Try: check_strategies(plugin, op, sample(...))")
+        raise InputError(
+            f"{target} cannot be called with made-up arguments ({refused}). Try: check_strategies(plugin, op, "
+            "sample(...))"
+        )
 
 
 def _schema(target: str) -> Any:
@@ -159,10 +167,20 @@ def run_whole(target: str, each: Sample) -> tuple[Call, list[torch.Tensor], list
     args, kwargs = _abstract(each.args, tensors), tuple((k, _abstract(v, tensors)) for k, v in each.kwargs.items())
     whole = _run(target, args, kwargs, tensors)
     again = _run(target, args, kwargs, tensors)
-    if any(isinstance(a, torch.Tensor) and not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(whole, again, strict=True)):
-        raise InputError(f"{target} gives something else each time, so nothing can be compared. Try: a random operator keyed by a seed")
+    if any(
+        isinstance(a, torch.Tensor) and not torch.equal(a.nan_to_num(), b.nan_to_num())
+        for a, b in zip(whole, again, strict=True)
+    ):
+        raise InputError(
+            f"{target} gives something else each time, so nothing can be compared. Try: a random operator keyed by a "
+            "seed"
+        )
     types = tuple(_type(r) for r in whole)
-    return Call(target, args, kwargs, tuple(TensorType(tuple(t.shape), t.dtype) for t in tensors), types), tensors, whole
+    return (
+        Call(target, args, kwargs, tuple(TensorType(tuple(t.shape), t.dtype) for t in tensors), types),
+        tensors,
+        whole,
+    )
 
 
 def _abstract(x: Any, tensors: list[torch.Tensor]) -> Any:
@@ -184,7 +202,9 @@ def _run(target: str, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -
         return flat_results(resolve(target)(*map_refs(args, tensors.__getitem__), **given))
 
 
-def _claimed(call: Call, mesh: Mesh, registry: Registry, own: Registry | None) -> Iterator[tuple[Strategy, Rule | None]]:
+def _claimed(
+    call: Call, mesh: Mesh, registry: Registry, own: Registry | None
+) -> Iterator[tuple[Strategy, Rule | None]]:
     """The strategies to prove and the rule they came from: all, or those that a plugin has of its `own`."""
     rule = registry.rule(call)
     if rule is not None and (own is None or {call.target, f"{call.target}.default"} & {*own.rules, *REGISTERED}):
@@ -199,12 +219,14 @@ def _claimed(call: Call, mesh: Mesh, registry: Registry, own: Registry | None) -
 
 
 def _check_decided(call: Call, rule: Rule) -> None:
-    """Every factor is on a result, reduced, or said to be whole: one that was forgotten is never split, without a word."""
+    """Every factor is on a result, reduced, or said to be whole: one that was forgotten is never split, without a word.
+    """
     forgotten = rule.undecided()
     if forgotten:
         first = forgotten[0]
         raise CheckError(
-            f"{call.target}: the rule {rule.text()} says nothing of {', '.join(forgotten)}, which is on no result, so no axis can "
+            f"{call.target}: the rule {rule.text()} says nothing of {', '.join(forgotten)}, which is on no result, so "
+            "no axis can "
             f"split it. Try: reduce={{{first!r}: 'sum'}}, or [{first}] where it must be whole"
         )
 
@@ -213,7 +235,13 @@ def _check_decided(call: Call, rule: Rule) -> None:
 
 
 def prove(
-    call: Call, strategy: Strategy, rule: Rule | None, mesh: Mesh, tensors: Sequence[torch.Tensor], whole: Sequence[Any], registry: Registry
+    call: Call,
+    strategy: Strategy,
+    rule: Rule | None,
+    mesh: Mesh,
+    tensors: Sequence[torch.Tensor],
+    whole: Sequence[Any],
+    registry: Registry,
 ) -> float:
     """The largest scaled difference between the ranks' results and the whole. Raises CheckError beyond 1e-10."""
     what = f"{call.target} {strategy.name} on {_words(mesh)}"
@@ -225,7 +253,11 @@ def prove(
         outs = backend_for(mesh, "simulated").run(local, mesh, inputs)
     except Exception as error:
         raise CheckError(f"{what} fails on the ranks: {type(error).__name__}: {error}") from error
-    wanted = [(k, lay, x) for k, (lay, x) in enumerate(zip(strategy.outs, whole, strict=True)) if lay is not None and x is not None]
+    wanted = [
+        (k, lay, x)
+        for k, (lay, x) in enumerate(zip(strategy.outs, whole, strict=True))
+        if lay is not None and x is not None
+    ]
     worst = 0.0
     for (k, layout, expected), shards in zip(wanted, outs, strict=True):
         worst = max(worst, _check_result(f"{what}, result {k} [{layout.text()}]", shards, layout, mesh, expected))
@@ -265,10 +297,16 @@ def terms(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
     gen = torch.Generator().manual_seed(1)
     found: dict[tuple[int, ...], torch.Tensor] = {(): x}
     for axis, how in pending:
-        found = {(*key, i): t for key, whole in found.items() for i, t in enumerate(_split(whole, how, mesh.axis_size(axis), gen))}
+        found = {
+            (*key, i): t
+            for key, whole in found.items()
+            for i, t in enumerate(_split(whole, how, mesh.axis_size(axis), gen))
+        }
     bare = layout.with_pending(())
     where = [mesh.coordinates(rank) for rank in range(mesh.size)]
-    return [part(found[tuple(at[a] for a, _ in pending)], bare, mesh, rank).contiguous() for rank, at in enumerate(where)]
+    return [
+        part(found[tuple(at[a] for a, _ in pending)], bare, mesh, rank).contiguous() for rank, at in enumerate(where)
+    ]
 
 
 def _split(x: torch.Tensor, how: str, n: int, gen: torch.Generator) -> list[torch.Tensor]:
@@ -282,11 +320,14 @@ def _split(x: torch.Tensor, how: str, n: int, gen: torch.Generator) -> list[torc
     return [torch.where(owner == i, x, t) for i, t in enumerate(shifted)]
 
 
-def _check_result(what: str, shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, expected: torch.Tensor) -> float:
+def _check_result(
+    what: str, shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, expected: torch.Tensor
+) -> float:
     for rank, shard in enumerate(shards):
         if tuple(shard.shape) != layout.local_shape or shard.dtype != expected.dtype:
             raise CheckError(
-                f"{what}: rank {rank} has {tuple(shard.shape)} {shard.dtype}, its part is {layout.local_shape} {expected.dtype}"
+                f"{what}: rank {rank} has {tuple(shard.shape)} {shard.dtype}, its part is {layout.local_shape} "
+                f"{expected.dtype}"
             )
     _check_copies(what, shards, layout, mesh)
     whole = replicated(layout.shape)
@@ -311,7 +352,9 @@ def _check_copies(what: str, shards: Sequence[torch.Tensor], layout: Layout, mes
             raise CheckError(f"{what}: ranks {other} and {rank} hold the same part with different values")
 
 
-def _check_cost(strategy: Strategy, rule: Rule | None, mesh: Mesh, local: Program, registry: Registry, what: str) -> None:
+def _check_cost(
+    strategy: Strategy, rule: Rule | None, mesh: Mesh, local: Program, registry: Registry, what: str
+) -> None:
     cost = strategy.cost
     figures = {"flops": cost.flops, "nbytes": cost.nbytes, "peak_bytes": cost.peak_bytes, "extra_s": cost.extra_s}
     wrong = [f"{name}={value}" for name, value in figures.items() if not (math.isfinite(value) and value >= 0)]
@@ -327,4 +370,7 @@ def _check_cost(strategy: Strategy, rule: Rule | None, mesh: Mesh, local: Progra
     priced = strategy.local is not None and mesh.collective_s("all_gather", 1.0, mesh.axis_names) > 0
     if spent.wire_bytes > 0 and cost.extra_s == 0 and priced:
         calls = ", ".join(f"{kind} over {axes}" for kind, axes in spent.calls)
-        raise CheckError(f"{what}: the local code communicates ({calls}), its cost has extra_s=0. Try: extra_s=mesh.collective_s(...)")
+        raise CheckError(
+            f"{what}: the local code communicates ({calls}), its cost has extra_s=0. Try: "
+            "extra_s=mesh.collective_s(...)"
+        )

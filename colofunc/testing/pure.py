@@ -46,7 +46,9 @@ def check_pure(step_fn: Callable[..., Any], *args: Any) -> None:
     found += _differences("second call: out", second, first)
     if found:
         name = getattr(step_fn, "__name__", repr(step_fn))
-        raise CheckError(f"{name} is not pure: {'; '.join(found)}. Try: pass what changes as an argument and return its new value")
+        raise CheckError(
+            f"{name} is not pure: {'; '.join(found)}. Try: pass what changes as an argument and return its new value"
+        )
 
 
 def _differences(where: str, got: Any, expected: Any) -> list[str]:
@@ -68,16 +70,18 @@ def _ambient() -> dict[str, Any]:
     numpy_state: Any = np.random.get_state()
     return {
         "the state of Python's random generator": random.getstate(),
-        "the state of NumPy's random generator": tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in numpy_state),
+        "the state of NumPy's random generator": tuple(
+            part.tobytes() if isinstance(part, np.ndarray) else part for part in numpy_state
+        ),
         "the default dtype": torch.get_default_dtype(),
         "the grad mode": torch.is_grad_enabled(),
     }
 
 
-# ---- what a function holds ----
-# Problem: a list that grows or an attribute that is set changes no output and no input, so only looking at the list tells.
-# Idea: a snapshot of everything reachable from the function within a few steps, as (path in words -> what is there);
-# two snapshots differ where the function has left something behind. Snapshots hold what they saw, so no identity is reused.
+# ---- what a function holds ---- Problem: a list that grows or an attribute that is set changes no output and no input,
+# so only looking at the list tells. Idea: a snapshot of everything reachable from the function within a few steps, as
+# (path in words -> what is there); two snapshots differ where the function has left something behind. Snapshots hold
+# what they saw, so no identity is reused.
 #
 # >>> seen = []
 # >>> before = snapshot(step)        # step appends to `seen`
@@ -159,7 +163,9 @@ def _outside(fn: Any) -> Iterator[tuple[str, Any]]:
         except ValueError:  # a name that is assigned later
             yield name, None
     yield from ((name, fn.__globals__[name]) for name in code.co_names if name in fn.__globals__)
-    yield from zip(code.co_varnames[code.co_argcount - len(fn.__defaults__ or ()) :], fn.__defaults__ or (), strict=False)
+    yield from zip(
+        code.co_varnames[code.co_argcount - len(fn.__defaults__ or ()) :], fn.__defaults__ or (), strict=False
+    )
 
 
 def _look(path: str, thing: Any, depth: int, found: dict[str, Seen], visited: set[int]) -> None:

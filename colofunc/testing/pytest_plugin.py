@@ -3,8 +3,9 @@
     def test_step(mesh, float64):
         cf.testing.check(cf.shard(step_fn, mesh), state, batch)
 
-`mesh` is dp=2, tp=2 on the ideal topology; with `@pytest.mark.parametrize("mesh", ["dp=4", "dp=2 tp=2"], indirect=True)`
-it is whatever the words say. `float64` makes the whole test compute in float64.
+`mesh` is dp=2, tp=2 on the ideal topology; with
+`@pytest.mark.parametrize("mesh", ["dp=4", "dp=2 tp=2"], indirect=True)` it is whatever the words say. `float64` makes
+the whole test compute in float64.
 """
 
 from __future__ import annotations

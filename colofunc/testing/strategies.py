@@ -43,7 +43,9 @@ def shapes(max_dims: int = 3, sizes: Sequence[int] = SIZES) -> Any:
 
 
 @st.composite
-def layouts(draw: Any, mesh: Mesh, shape: tuple[int, ...], pending: Sequence[str] = REDUCTIONS, padded: bool = True) -> Layout:
+def layouts(
+    draw: Any, mesh: Mesh, shape: tuple[int, ...], pending: Sequence[str] = REDUCTIONS, padded: bool = True
+) -> Layout:
     """Any layout of `shape`: axes anywhere among any local factors, copies, pending reductions of one kind."""
     how = draw(st.sampled_from(list(pending))) if pending else None
     dims: list[list[Atom]] = [[] for _ in shape]

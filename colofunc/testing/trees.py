@@ -53,14 +53,16 @@ def compare(
 ) -> float:
     """The largest scaled difference of two trees. Raises CheckError that lists the leaves beyond their tolerance.
 
-    bounds: in place of those of the leaves' dtypes, of half precisions and where those do not hold: a leaf may have come through
-    a dtype narrower than its own.
+    bounds: in place of those of the leaves' dtypes, of half precisions and where those do not hold: a leaf may have
+    come through a dtype narrower than its own.
     """
     a, b = list(walk(got, where)), list(walk(expected, where))
     if [keys for keys, _ in walk_keys(got)] != [keys for keys, _ in walk_keys(expected)]:
         there, wanted = [path for path, _ in a], [path for path, _ in b]
         odd = [p for p in there if p not in wanted][:4], [p for p in wanted if p not in there][:4]
-        raise CheckError(f"{where or 'compare'}: the trees differ, unexpected {odd[0]}, missing {odd[1]}, or in another order")
+        raise CheckError(
+            f"{where or 'compare'}: the trees differ, unexpected {odd[0]}, missing {odd[1]}, or in another order"
+        )
     worst, failed = 0.0, []
     position = -1  # among tensors
     rounded = False
@@ -100,7 +102,8 @@ def compare_leaf(
     if not (y.dtype.is_floating_point or y.dtype.is_complex):
         if torch.equal(whole, y):
             return 0.0
-        # Whole numbers are exact, but for codes of rounded values (a moment in 8 bits), which have bounds element by element.
+        # Whole numbers are exact, but for codes of rounded values (a moment in 8 bits), which have bounds element by
+        # element.
         known = derived(y) if tolerance is None and derived is not None else None
         if isinstance(known, torch.Tensor) and judged(whole, y, known)[1]:
             return 0.0
@@ -108,7 +111,8 @@ def compare_leaf(
     worst = scaled_difference(whole, y)
     by_dtype = tolerance if tolerance is not None else TOLERANCE.get(y.dtype, 1e-1)
     bound: float | torch.Tensor = by_dtype
-    # What is derived for float32 and float64 is no less than their bounds, so it is asked for only where those do not hold.
+    # What is derived for float32 and float64 is no less than their bounds, so it is asked for only where those do not
+    # hold.
     if tolerance is None and derived is not None and (y.dtype in HALVES or not worst <= by_dtype):
         known = derived(y)
         bound = by_dtype if known is None else known

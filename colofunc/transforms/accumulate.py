@@ -10,8 +10,8 @@ split over that axis by the rules that split it over `dp` (`program.time`), and 
 (`program.loop`): means divide by the whole batch's count, gradients are summed in one accumulator each and reduced over
 the mesh once, per-sample outputs are put together, clipping and the update run once.
 
-Parameters that lie sharded are gathered once, before the loop, and gradients reduced once, behind it. Under a budget (the
-device's memory is one) either happens in every trip, or both, where that is faster than other ways to keep to it.
+Parameters that lie sharded are gathered once, before the loop, and gradients reduced once, behind it. Under a budget
+(the device's memory is one) either happens in every trip, or both, where that is faster than other ways to keep to it.
 
 What reads all rows at once (batch norm in training, a contrastive loss) cannot be computed so: it is an error that
 names the operator. With mixing="per-microbatch" such a statistic is the microbatch's own, as in a loop by hand.
@@ -31,7 +31,10 @@ from colofunc.program.passes.loop import MIXING
 
 
 def accumulate(
-    step_fn: Callable[..., Any] | None = None, microbatches: int = 1, batch: int | str | None = None, mixing: str = "error"
+    step_fn: Callable[..., Any] | None = None,
+    microbatches: int = 1,
+    batch: int | str | None = None,
+    mixing: str = "error",
 ) -> Any:
     """The step with its batch in `microbatches` parts, one after another; the same numbers.
 

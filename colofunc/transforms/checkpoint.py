@@ -5,13 +5,14 @@
     step = cf.checkpoint(step_fn, policy=cf.save_only("*.attn"))                   # what these modules return is kept
     step = cf.checkpoint(step_fn, policy=cf.every(2))                              # two stages at a time are made again
 
-Problem: memory for activations is chosen layer by layer by hand, and what it saves is found out by trying. Idea: the step
-is one program, so what is kept is a question of order alone (`program/passes/recompute.py`); forward is a chain of stages
-(`planner/recompute/stages.py`), and the best order for any amount of memory is known (`planner/recompute/chain.py`). Collectives are priced
-like operators: to gather a parameter anew is to make it again. Random operators make the same numbers.
+Problem: memory for activations is chosen layer by layer by hand, and what it saves is found out by trying. Idea: the
+step is one program, so what is kept is a question of order alone (`program/passes/recompute.py`); forward is a chain of
+stages (`planner/recompute/stages.py`), and the best order for any amount of memory is known
+(`planner/recompute/chain.py`). Collectives are priced like operators: to gather a parameter anew is to make it again.
+Random operators make the same numbers.
 
-The step keeps its numbers to the bit where its operators do. Hints of `torch.utils.checkpoint` in the model are not needed
-and not followed.
+The step keeps its numbers to the bit where its operators do. Hints of `torch.utils.checkpoint` in the model are not
+needed and not followed.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ def checkpoint(
 ) -> Any:
     """The step within `budget` bytes a rank, at every moment: the fastest way found.
 
-    budget: "10GiB", a number of bytes, a part of the device's memory (0.5 or "0.5"), or "auto", as without one: all that the
-    mesh's topology has, of a CUDA card what context, libraries, communicators and fragments leave of it.
-    policy: "auto" chooses by cost, per value; "everything" keeps all, "nothing" only what goes from stage to stage, "dots"
-    the results of products, convolutions and attention; `cf.save_only(globs)` what these modules return, `cf.every(n)` every
-    n-th stage. Raises PlanError with the least peak found where nothing fits.
+    budget: "10GiB", a number of bytes, a part of the device's memory (0.5 or "0.5"), or "auto", as without one: all
+    that the mesh's topology has, of a CUDA card what context, libraries, communicators and fragments leave of it.
+    policy: "auto" chooses by cost, per value; "everything" keeps all, "nothing" only what goes from stage to stage,
+    "dots" the results of products, convolutions and attention; `cf.save_only(globs)` what these modules return,
+    `cf.every(n)` every n-th stage. Raises PlanError with the least peak found where nothing fits.
     """
     chosen = _policy(policy)
     limit = parse_room("auto" if budget is None else budget, "cf.checkpoint(budget=)")
@@ -66,7 +67,8 @@ def _policy(policy: str | Policy) -> Policy | None:
     names = ("auto", *NAMED)
     if not isinstance(policy, str):
         raise PlanError(
-            f"cf.checkpoint(policy={policy!r}): a policy is one name ({', '.join(map(repr, names))}), or made by cf.save_only or cf.every; "
+            f"cf.checkpoint(policy={policy!r}): a policy is one name ({', '.join(map(repr, names))}), or made by "
+            "cf.save_only or cf.every; "
             "several modules go into one: cf.save_only('*.attn', '*.mlp')"
         )
     if policy in OTHER_WORDS:
@@ -75,7 +77,10 @@ def _policy(policy: str | Policy) -> Policy | None:
             f"Megatron's and torchtitan's {policy!r} is policy={OTHER_WORDS[policy]!r}"
         )
     if policy not in names:
-        raise PlanError(f"cf.checkpoint has no policy {policy!r}{near(str(policy), names, 'policies')}; or cf.save_only(...), cf.every(n)")
+        raise PlanError(
+            f"cf.checkpoint has no policy {policy!r}{near(str(policy), names, 'policies')}; or cf.save_only(...), "
+            "cf.every(n)"
+        )
     return NAMED.get(policy)
 
 

@@ -3,18 +3,21 @@
     step = cf.fp8(step_fn)                                                       # scaling="tensorwise"
     step = cf.fp8(cf.precision(cf.shard(step_fn, mesh), "bf16"), scaling="rowwise", where="*_proj.weight")      # in any order
 
-Problem: a library swaps modules for others whose weights are tensors of another kind, and on a mesh each kind of sharding has to be taught
-how their scales are made. Idea: a function mode around the step calls other operators for the linear layers that are meant
-(`colofunc/ops/fp8_linear.py`): maxima, casts, and products of what was cast. They have rules like others, so that a maximum of a split
-tensor is one over all its parts, whatever splits it. Parameters and their optimizer stay what they are.
+Problem: a library swaps modules for others whose weights are tensors of another kind, and on a mesh each kind of
+sharding has to be taught how their scales are made. Idea: a function mode around the step calls other operators for the
+linear layers that are meant (`colofunc/ops/fp8_linear.py`): maxima, casts, and products of what was cast. They have
+rules like others, so that a maximum of a split tensor is one over all its parts, whatever splits it. Parameters and
+their optimizer stay what they are.
 
-With scaling="delayed" a scale is that of the largest number of the last steps, so that a tensor is cast without being read before, and no
-scale waits for other ranks or other microbatches. These numbers are kept in the state, as a loss scale is:
+With scaling="delayed" a scale is that of the largest number of the last steps, so that a tensor is cast without being
+read before, and no scale waits for other ranks or other microbatches. These numbers are kept in the state, as a loss
+scale is:
 
     state["fp8"] = {"amax_history": {"params.0.weight.amax": (3, history), ...}}       # rows: inputs, weight, gradient; last step first
 
-A state that is a tuple or list has it as one more item at its end, a record in a field `fp8`. What was not yet measured is 0, and a scale
-of nothing else is 1. A number that is larger than all of them becomes the largest of the format; one that is not finite is no maximum.
+A state that is a tuple or list has it as one more item at its end, a record in a field `fp8`. What was not yet measured
+is 0, and a scale of nothing else is 1. A number that is larger than all of them becomes the largest of the format; one
+that is not finite is no maximum.
 """
 
 from __future__ import annotations
@@ -48,29 +51,40 @@ from colofunc.program.tracing.tree import flatten, walk
 
 KEY = "fp8"
 FIELD = "amax_history"
-AMAX_HISTORY = Kept(KEY, (FIELD,), "cf.fp8(scaling='delayed') keeps largest numbers", "scaling='tensorwise', which keeps none")
+AMAX_HISTORY = Kept(
+    KEY, (FIELD,), "cf.fp8(scaling='delayed') keeps largest numbers", "scaling='tensorwise', which keeps none"
+)
 HISTORY = 16
 
 
 def fp8(
-    step_fn: Callable[..., Any] | None = None, where: str | Iterable[str] = "*.weight", scaling: str = "tensorwise", history: int = HISTORY
+    step_fn: Callable[..., Any] | None = None,
+    where: str | Iterable[str] = "*.weight",
+    scaling: str = "tensorwise",
+    history: int = HISTORY,
 ) -> Any:
-    """The step with linear layers and experts that multiply in float8, forward and backward; parameters and optimizer stay as they are.
+    """The step with linear layers and experts that multiply in float8, forward and backward; parameters and optimizer
+    stay as they are.
 
-    where: globs over the names of weights, in argument 0 or frozen in a model; layers of other weights stay as they are. Layers of experts
-    are meant where both of their weights are; they always have scales of rows, and gradients of weights that are not in float8. scaling:
-    "tensorwise" (a scale of each tensor; gradients in e5m2, all else in e4m3), "rowwise" (a scale of each row that a product sums over),
-    "rowwise_with_gw_hp" (the same, and gradients of weights are not in float8), or "delayed" (as tensorwise, with scales of the largest
-    numbers of the last `history` steps, which the state keeps). As a decorator: `@cf.fp8(scaling="rowwise")`. Raises InputError for
-    another scaling, and when the step is traced where a glob matches no weight that a linear layer or experts read.
+    where: globs over the names of weights, in argument 0 or frozen in a model; layers of other weights stay as they
+    are. Layers of experts are meant where both of their weights are; they always have scales of rows, and gradients of
+    weights that are not in float8. scaling: "tensorwise" (a scale of each tensor; gradients in e5m2, all else in e4m3),
+    "rowwise" (a scale of each row that a product sums over), "rowwise_with_gw_hp" (the same, and gradients of weights
+    are not in float8), or "delayed" (as tensorwise, with scales of the largest numbers of the last `history` steps,
+    which the state keeps). As a decorator: `@cf.fp8(scaling="rowwise")`. Raises InputError for another scaling, and
+    when the step is traced where a glob matches no weight that a linear layer or experts read.
     """
     globs = (where,) if isinstance(where, str) else tuple(where)
     if not globs or not all(isinstance(glob, str) for glob in globs):
-        raise InputError(f"cf.fp8(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'")
+        raise InputError(
+            f"cf.fp8(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'"
+        )
     if not isinstance(scaling, str) or scaling not in RECIPES:
         raise InputError(f"cf.fp8: there is no scaling {scaling!r}{near(str(scaling), RECIPES, 'ways to scale')}")
     if not isinstance(history, int) or isinstance(history, bool) or history < 1:
-        raise InputError(f"cf.fp8(history={history!r}): the number of steps whose largest numbers are kept. Try: history={HISTORY}")
+        raise InputError(
+            f"cf.fp8(history={history!r}): the number of steps whose largest numbers are kept. Try: history={HISTORY}"
+        )
     asked = _Asked(globs, RECIPES[scaling], history if scaling == "delayed" else 0)
     transform = Transform(
         "fp8",
@@ -168,7 +182,9 @@ def _run(layers: _Layers, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 class _Layers(WeightNames):
-    """Weights of one run of a step by name, which of them linear layers have read, and how large the numbers there were."""
+    """Weights of one run of a step by name, which of them linear layers have read, and how large the numbers there
+    were.
+    """
 
     def __init__(self, asked: _Asked, known: Mapping[str, Tensor]) -> None:
         super().__init__(asked.matches)
@@ -192,12 +208,16 @@ class _Layers(WeightNames):
         return fp8_linear(x, w, b, self.asked.recipe, delayed)
 
     def of_experts(self, calls: LinearCalls, gate_up: Tensor, down: Tensor) -> bool:
-        """Whether a layer of experts multiplies in float8: both of its weights are meant. Raises InputError where one is."""
+        """Whether a layer of experts multiplies in float8: both of its weights are meant.
+
+        Raises InputError where one is.
+        """
         names = [calls.known(weight) for weight in (gate_up, down)]
         found = [name for name in names if name is not None]
         if len(found) == 1:
             raise InputError(
-                f"cf.fp8: where= matches {found[0]!r}, and not the other weight of its layer of experts, whose two products are in float8 "
+                f"cf.fp8: where= matches {found[0]!r}, and not the other weight of its layer of experts, whose two "
+                "products are in float8 "
                 "or not together. Try: globs for both"
             )
         self.read.update(dict.fromkeys(found))
@@ -208,7 +228,8 @@ class _Layers(WeightNames):
         history = self.known.get(_key(name))
         if history is None:
             raise InputError(
-                f"cf.fp8(scaling='delayed'): {name!r} is no weight of the state, which keeps the largest numbers of its layers. Try: globs "
+                f"cf.fp8(scaling='delayed'): {name!r} is no weight of the state, which keeps the largest numbers of "
+                "its layers. Try: globs "
                 "in where= that leave it out; scaling='tensorwise'"
             )
         if name not in self.scales:

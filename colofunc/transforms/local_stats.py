@@ -6,8 +6,8 @@
 
 Problem: on a mesh, batch norm in train mode takes its statistics over the whole batch, because that is what one device
 computes; it costs two reductions per layer and pass, and is not what a recipe tuned under plain data parallelism had.
-Idea: say what is meant without a mesh. The rows of the batch are cut into as many equal runs as there are ranks with rows
-of their own, and every run is normalised by itself:
+Idea: say what is meant without a mesh. The rows of the batch are cut into as many equal runs as there are ranks with
+rows of their own, and every run is normalised by itself:
 
     (g m) c s*  ->  mean and variance over m and s*, per g and c
 
@@ -16,8 +16,8 @@ whatever splits the rows over those ranks finds that nothing has to be communica
 
 Numerics, other than those of the function without it: outputs and gradients use the statistics of a run; running
 statistics move, once per step, towards the mean over runs of each run's mean and unbiased variance (every rank has the
-same; the first rank's own are what plain data parallelism saves). With `cf.accumulate` the runs are the rows of one rank
-in one microbatch, so nothing mixes the samples of two microbatches and `mixing=` is not needed for these norms.
+same; the first rank's own are what plain data parallelism saves). With `cf.accumulate` the runs are the rows of one
+rank in one microbatch, so nothing mixes the samples of two microbatches and `mixing=` is not needed for these norms.
 
 Source of the backward formula: Ioffe and Szegedy (1502.03167), section 3.
 """
@@ -54,8 +54,8 @@ def local_stats(
 
     where: globs over module paths, or their ends from some dot on. axes: the mesh axes that split the batch; None: the
     only axis of the mesh. Dim 0 of what is normalised is cut into runs of consecutive rows, one per rank of `axes`, and
-    running statistics take the mean over all runs. The numbers depend on the sizes of `axes`, and on nothing else of the
-    mesh or the plan. Works alone, as a decorator, and in any order with other transforms.
+    running statistics take the mean over all runs. The numbers depend on the sizes of `axes`, and on nothing else of
+    the mesh or the plan. Works alone, as a decorator, and in any order with other transforms.
     """
     globs = (where,) if isinstance(where, str) else tuple(where)
     names = None
@@ -114,7 +114,9 @@ class LocalStats(TorchFunctionMode):
         """Raise InputError where a glob speaks of no batch norm, though there are some."""
         for glob in self.globs if self._paths else ():
             if not any(matches(path, glob) for path in self._paths):
-                raise InputError(f"cf.local_stats: where={glob!r} matches no batch norm in train mode{near(glob, self._paths)}")
+                raise InputError(
+                    f"cf.local_stats: where={glob!r} matches no batch norm in train mode{near(glob, self._paths)}"
+                )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -168,7 +170,8 @@ def _norm(
     count = x.numel() // x.shape[1] // runs if x.numel() else 0
     if count < 2:
         raise InputError(
-            f"cf.local_stats: {name} has {count} value(s) per channel and run, and a variance needs two; use a larger batch, or "
+            f"cf.local_stats: {name} has {count} value(s) per channel and run, and a variance needs two; use a larger "
+            "batch, or "
             "leave this norm out with where="
         )
     out, means, variances = _PerRun.apply(x, weight, bias, runs, eps)
@@ -194,7 +197,9 @@ class _PerRun(torch.autograd.Function):
     """(x, weight, bias) -> (y, mean (g c), variance (g c)). Keeps x and the statistics, as batch norm does."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, runs: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, runs: int, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         groups, dims = _runs(x, runs)
         mean = groups.mean(dims)
         centred = groups - _channels(mean, x.dim())

@@ -1,14 +1,15 @@
-"""offload: parameters, gradients, optimizer state and activations lie on the host where the device has no room for them.
+"""offload: parameters, gradients, optimizer state and activations lie on the host where the device has no room for
+them.
 
     step = cf.offload(cf.shard(step_fn, mesh, zero(3, "dp")), budget="6GiB")     # the fastest way within it
     step = cf.offload(step_fn, budget=0.5)                                       # half of what the device has
     step = cf.offload(step_fn, policy="host")                                    # all state on the host, whatever fits
     step = cf.offload(step_fn, budget="6GiB", host="16GiB", disk="/nvme")        # what the host has no room for, on disk
 
-Problem: what does not fit is moved by hooks that learn too late what is needed next. Idea: the step is one program, so all
-uses are known; `planner/offload/fastest.py` decides what stays, what is copied when, and where updates run, by the time that it
-takes on a timeline of compute, host and copy engines. State that does not stay lies on the host, or on disk, from `step.init`
-on, and its spec says so (`(dp o) i @host`). The numbers are the same.
+Problem: what does not fit is moved by hooks that learn too late what is needed next. Idea: the step is one program, so
+all uses are known; `planner/offload/fastest.py` decides what stays, what is copied when, and where updates run, by the
+time that it takes on a timeline of compute, host and copy engines. State that does not stay lies on the host, or on
+disk, from `step.init` on, and its spec says so (`(dp o) i @host`). The numbers are the same.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ def offload(
 ) -> Any:
     """The step within `budget` bytes of device memory a rank, at every moment.
 
-    budget: "6GiB", a number of bytes, a part of the device's memory (0.5 or "0.5"), or "auto": all of it, of a CUDA card what
-    context, libraries, communicators and fragments leave. policy: "auto" decides by time, "bytes" by what is copied; "device" moves
-    nothing, "host" and "disk" keep all state there; plugins have more (`gemini`), or a `MemoryPolicy`.
-    host: of host memory a rank, in the same words; "auto" is what the topology has. disk: a directory for state that neither
-    holds. Its room is taken by `step.init`, which raises DiskError where it cannot be; files go when nobody has the state any
-    more, and what a killed process left goes when the next one begins there. True: only to plan for a disk of the topology's size;
-    False: none.
-    where: {"*.embed_tokens": "host"}: where operators of these modules run; for others cost decides.
-    measure: so many first steps are timed, and what moves when is planned again (see `compiler/warmup.py`); a policy may ask for it.
-    Raises PlanError with the least budget possible where nothing fits, CapacityError where the host cannot hold the rest.
+    budget: "6GiB", a number of bytes, a part of the device's memory (0.5 or "0.5"), or "auto": all of it, of a CUDA
+    card what context, libraries, communicators and fragments leave. policy: "auto" decides by time, "bytes" by what is
+    copied; "device" moves nothing, "host" and "disk" keep all state there; plugins have more (`gemini`), or a
+    `MemoryPolicy`. host: of host memory a rank, in the same words; "auto" is what the topology has. disk: a directory
+    for state that neither holds. Its room is taken by `step.init`, which raises DiskError where it cannot be; files go
+    when nobody has the state any more, and what a killed process left goes when the next one begins there. True: only
+    to plan for a disk of the topology's size; False: none. where: {"*.embed_tokens": "host"}: where operators of these
+    modules run; for others cost decides. measure: so many first steps are timed, and what moves when is planned again
+    (see `compiler/warmup.py`); a policy may ask for it. Raises PlanError with the least budget possible where nothing
+    fits, CapacityError where the host cannot hold the rest.
     """
     limit = parse_room(budget, "cf.offload(budget=)")
     if not isinstance(policy, str | MemoryPolicy):
@@ -136,7 +137,9 @@ def _where(where: Mapping[str, str]) -> dict[str, str]:
         raise InputError(f"cf.offload(where={where!r}): {form}")
     for glob, place in where.items():
         if not isinstance(glob, str) or place not in ("device", "host"):
-            raise InputError(f"cf.offload(where={{{glob!r}: {place!r}}}): operators run on the 'device' or on the 'host'; {form}")
+            raise InputError(
+                f"cf.offload(where={{{glob!r}: {place!r}}}): operators run on the 'device' or on the 'host'; {form}"
+            )
     return dict(where)
 
 

@@ -77,10 +77,11 @@ def pipeline(
 
     Raises PlanError for an axis that the mesh does not have, a schedule that nobody gives, more stages than there are
     layers, microbatches that do not divide the batch, and an operator that mixes samples ("auto": where it leaves one
-    microbatch only); with validate="next step" for one microbatch, where the update itself communicates between stages, values are moved
-    between tiers of memory, ranks are of unlike devices, no stage waits for another or one sends on what it was told, what
-    stages say is put together by a collective that cannot stand before their messages, or a part of the step writes to
-    what another still reads or passes on what has no layout; and in the first call where its messages would go by NCCL.
+    microbatch only); with validate="next step" for one microbatch, where the update itself communicates between stages,
+    values are moved between tiers of memory, ranks are of unlike devices, no stage waits for another or one sends on
+    what it was told, what stages say is put together by a collective that cannot stand before their messages, or a part
+    of the step writes to what another still reads or passes on what has no layout; and in the first call where its
+    messages would go by NCCL.
     """
     if microbatches != AUTO:
         check_number(microbatches, "pipeline")
@@ -102,7 +103,8 @@ def pipeline(
 
 def _one_is_not_validated(what: str) -> str:
     return (
-        f'cf.pipeline(validate="next step"): {what}, and one microbatch has no schedule: each stage waits for the one before it, so that '
+        f'cf.pipeline(validate="next step"): {what}, and one microbatch has no schedule: each stage waits for the one '
+        'before it, so that '
         'nothing would be validated later. Try: validate="step", or more microbatches'
     )
 
@@ -146,8 +148,8 @@ class _Asked:
         )
 
     def variants(self, build: Build) -> Sequence[Variant]:
-        """Numbers of microbatches, placements of a schedule that has several, orders of devices that differ, and behind each, under a
-        budget or for a plan that is followed, cuts; () where none of them is open."""
+        """Numbers of microbatches, placements of a schedule that has several, orders of devices that differ, and behind
+        each, under a budget or for a plan that is followed, cuts; () where none of them is open."""
         ranks, several = self._ranks(build.mesh), len(self._placements(build)) > 1
         numbers = self.numbers(build, self._schedule(build), ranks)
         ways: list[_Way] = []
@@ -156,7 +158,12 @@ class _Asked:
         if self.microbatches is not None and len(ways) == 1 and not ways[0].cuts_open:
             return ()
         # One microbatch has no schedule, so that it has no placement to be chosen.
-        return [way.variant(number) for number in numbers for way in ways if number > 1 or way.there.schedule is ways[0].there.schedule]
+        return [
+            way.variant(number)
+            for number in numbers
+            for way in ways
+            if number > 1 or way.there.schedule is ways[0].there.schedule
+        ]
 
     def _ways(self, build: Build, schedule: Schedule, ranks: int, name: str) -> list[_Way]:
         """Of one placement, in each order of the ranks. name: what tells it from others."""
@@ -197,8 +204,8 @@ class _Asked:
         return numbers
 
     def _admitted(self, build: Build, schedule: Schedule, ranks: int) -> frozenset[int]:
-        """Numbers of microbatches that the schedule takes and that divide the batch; raises PlanError where what was given is none that
-        the schedule takes. One microbatch needs no batch, where the schedule takes it."""
+        """Numbers of microbatches that the schedule takes and that divide the batch; raises PlanError where what was
+        given is none that the schedule takes. One microbatch needs no batch, where the schedule takes it."""
         if self.number == 1 and schedule.least_microbatches(ranks) == 1 and not schedule.whole_groups:
             return frozenset((1,))
         rows = rows_of(self.batch, build)
@@ -228,9 +235,12 @@ class _Asked:
         there = self.on(build, schedule)
         late = self.validate == "next step"
         rule_of = build.registry.rule
-        scheduled = Scheduled(self.axis, self.number, schedule, stages, backward, rule_of, there.indices, validate_late=late)
+        scheduled = Scheduled(
+            self.axis, self.number, schedule, stages, backward, rule_of, there.indices, validate_late=late
+        )
         ways = loops_over(self.number, self.batch, self.mixing, build)
-        written = [computed_once(partial(_rewritten, way, build.mesh)) for way in ways]  # the same loop for every timetable
+        # the same loop for every timetable
+        written = [computed_once(partial(_rewritten, way, build.mesh)) for way in ways]
         loops = [partial(by_timetable, loop, scheduled) for loop in written]
         if schedule.looks_at_costs and build.budget_bytes is not None:
             # Less in flight is one way to keep to a budget, to make values again in the fastest order is another, and
@@ -300,7 +310,8 @@ class _Asked:
         for glob, index in self.stages:
             if index >= count:
                 raise PlanError(
-                    f"stages={{{glob!r}: {index}}}: the schedule {self.schedule!r} has {count} stages on {self.axis!r}; "
+                    f"stages={{{glob!r}: {index}}}: the schedule {self.schedule!r} has {count} stages on "
+                    f"{self.axis!r}; "
                     f"write stages from 0 to {count - 1}, or more ranks on {self.axis!r}"
                 )
             if not any(matches(name, glob) for name in leaves.values()):
@@ -316,7 +327,9 @@ class _Asked:
 
 @attrs.frozen(eq=False)
 class _Way:
-    """What is open, written in every way. problem: of the cuts; None: they are given. name: of the placement, where there are several."""
+    """What is open, written in every way. problem: of the cuts; None: they are given. name: of the placement, where
+    there are several.
+    """
 
     asked: _Asked
     there: StagesOn

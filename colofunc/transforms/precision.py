@@ -47,7 +47,9 @@ LOOKS_EVERY = 100  # calls
 PATIENCE = 100  # skipped steps in a row
 
 
-def precision(step_fn: Callable[..., Any] | str | Policy | None = None, policy: str | Policy | torch.dtype | None = None) -> Any:
+def precision(
+    step_fn: Callable[..., Any] | str | Policy | None = None, policy: str | Policy | torch.dtype | None = None
+) -> Any:
     """The step function computing in another precision; "bf16", "fp16", or a `cf.Policy`.
 
     Floating leaves of argument 0 that are narrower than `Policy.params` are widened. What the step differentiates, and
@@ -114,9 +116,12 @@ class _Grow:
             return
         if int(skipped) >= PATIENCE:
             raise PrecisionError(
-                f"{int(skipped)} steps in a row were skipped because gradients were not finite, at last with a loss scale of "
-                f"{float(record['scale']):g}; the state is that before the first of them. Try: bf16, overrides={{glob: 'fp32'}} for the "
-                "module that overflows (low.check_finite finds it), or a smaller learning rate from an earlier checkpoint"
+                f"{int(skipped)} steps in a row were skipped because gradients were not finite, at last with a loss "
+                "scale of "
+                f"{float(record['scale']):g}; the state is that before the first of them. Try: bf16, overrides={{glob: "
+                f"'fp32'}} for the "
+                "module that overflows (low.check_finite finds it), or a smaller learning rate from an earlier "
+                "checkpoint"
             )
 
 
@@ -154,9 +159,15 @@ def _checked(args: tuple[Any, ...], out: Any) -> Any:
     new, new_tree = flatten(state_of(out)[0])
     if tree.key() == new_tree.key():
         for name, a, b in zip(tree.names(), old, new, strict=True):
-            if a.is_floating_point() and b.is_floating_point() and b.dtype.itemsize < a.dtype.itemsize and a.shape == b.shape:
+            if (
+                a.is_floating_point()
+                and b.is_floating_point()
+                and b.dtype.itemsize < a.dtype.itemsize
+                and a.shape == b.shape
+            ):
                 raise InputError(
-                    f"the step returns {name or 'its state'} as {b.dtype} and was given {a.dtype}, so under cf.precision it would lose its "
+                    f"the step returns {name or 'its state'} as {b.dtype} and was given {a.dtype}, so under "
+                    "cf.precision it would lose its "
                     "master; update parameters under torch.no_grad(), or with cf.adapt(...)"
                 )
     return out
@@ -170,7 +181,8 @@ def _scaled(policy: Policy, record: Any, state: Any, out: Any, mixed: Mixed) -> 
     if tree.key() != old_tree.key():
         if mixed.finite:
             raise InputError(
-                "a step with a loss scale returns its new state first, with the tree of the old one, so that a step whose gradients "
+                "a step with a loss scale returns its new state first, with the tree of the old one, so that a step "
+                "whose gradients "
                 "overflow can be skipped"
             )
         return out  # evaluates, and returns no state

@@ -58,13 +58,14 @@ def quantize(
     activations: str | None = None,
     caches: str | Iterable[str] = (),
 ) -> Any:
-    """The step with quantized weights, which it reads and does not train; with activations, caches or gradients on the wire in few bits.
+    """The step with quantized weights, which it reads and does not train; with activations, caches or gradients on the
+    wire in few bits.
 
     scheme: "int8", "int8-dynamic", "fp8", "fp8-e5m2", "fp8-g128", "int4-g128", "nf4", "nf4-g64", "mxfp8", "nvfp4", a
-    name that a plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`, `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, a choice of one
-    for each weight (`errors.within(...)`, `cf.scheme_choice(step, ...)`), or "auto". where: globs over the weights' own dotted
-    names; of what they match, vectors stay (norms, biases). plugins: further plugins with schemes. As a decorator:
-    `@cf.quantize("int8")`.
+    name that a plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`, `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, a
+    choice of one for each weight (`errors.within(...)`, `cf.scheme_choice(step, ...)`), or "auto". where: globs over
+    the weights' own dotted names; of what they match, vectors stay (norms, biases). plugins: further plugins with
+    schemes. As a decorator: `@cf.quantize("int8")`.
 
     "auto" chooses for each weight at the first call, together with sharding, recomputation and offload: the whole chain
     is finished with one choice after the other, and of those that fit its budgets the best is taken. errors: of
@@ -73,23 +74,25 @@ def quantize(
     the fastest step is taken. limit_s: a step may take so many seconds at most; without `rise`, what is taken has the
     least error.
 
-    wire: "int8", "int4" or "fp8", with the numbers that share a scale behind it if you like ("int8-g128"; 256, 64 and 256 if you do not):
-    how gradients are sent where ranks sum them. With a mesh of n ranks each of them rounds its term once, so a number of the sum is off
-    by at most the sum over ranks of A / 254 (int8), A / 14 (int4) or max(|x| / 16, A / 458752) (fp8), A being the largest of the group
-    that its term x is in, and where all ranks have the sum once more by that of the sum itself (`colofunc/ops/wire.py`). A group with a
-    number that is not finite arrives as NaN. Sums of fewer than 2,048 numbers, and of other dtypes than floating ones, stay as they are.
-    On a mesh that sums no gradients it changes nothing, and the plan says so. error_feedback: what a rank did not send is kept in the
-    state, and added to its next gradient.
+    wire: "int8", "int4" or "fp8", with the numbers that share a scale behind it if you like ("int8-g128"; 256, 64 and
+    256 if you do not): how gradients are sent where ranks sum them. With a mesh of n ranks each of them rounds its term
+    once, so a number of the sum is off by at most the sum over ranks of A / 254 (int8), A / 14 (int4) or max(|x| / 16,
+    A / 458752) (fp8), A being the largest of the group that its term x is in, and where all ranks have the sum once
+    more by that of the sum itself (`colofunc/ops/wire.py`). A group with a number that is not finite arrives as NaN.
+    Sums of fewer than 2,048 numbers, and of other dtypes than floating ones, stay as they are. On a mesh that sums no
+    gradients it changes nothing, and the plan says so. error_feedback: what a rank did not send is kept in the state,
+    and added to its next gradient.
 
     gathers: "int8" or "fp8": forward and backward read each trained parameter of 4,096 numbers and more in 8 bits, with a scale for at most
     128 numbers of a row, so that ranks that have parts of it (ZeRO-3) are sent a byte a number. Off by at most A / 254 (int8) or
     |x| / 16 + A / 458752 (fp8), A being the largest of the group; the same on every mesh, also where nothing is gathered. Updates read
     and write parameters as they are kept.
 
-    activations: "int8" or "fp8": what backward reads of forward is kept in 8 bits, with a scale for at most 128 elements; outputs stay
-    the same to the bit, gradients change. With a scheme, or without: `cf.quantize(step, activations="int8")`.
-    caches: globs over names in argument 0 of tensors into which the step writes rows (key-value caches): they are kept in int8, with a
-    scale for each row of the last dim. With a scheme, or without.
+    activations: "int8" or "fp8": what backward reads of forward is kept in 8 bits, with a scale for at most 128
+    elements; outputs stay the same to the bit, gradients change. With a scheme, or without:
+    `cf.quantize(step, activations="int8")`. caches: globs over names in argument 0 of tensors into which the step
+    writes rows (key-value caches): they are kept in int8, with a scale for each row of the last dim. With a scheme, or
+    without.
 
     Raises InputError, at once or when the step is traced, where scheme, globs or shapes do not fit; "auto" PlanError
     where nothing fits.
@@ -112,7 +115,8 @@ def _staged(transforms: Sequence[Transform], step_fn: Any) -> Any:
     """The step with these transforms. Raises PlanError where one of them was applied before."""
     twice = {
         QUANTIZE: (
-            "quantize is applied twice to one step. Try: one cf.quantize with the globs of all weights in where=; scheme 'auto', which "
+            "quantize is applied twice to one step. Try: one cf.quantize with the globs of all weights in where=; "
+            "scheme 'auto', which "
             "chooses one for each weight"
         ),
         WIRE: "quantize(wire=...) is applied twice to one step. Try: one of them",
@@ -126,12 +130,19 @@ def _staged(transforms: Sequence[Transform], step_fn: Any) -> Any:
 
 
 def _stored(
-    scheme: Any, where: str | Iterable[str], plugins: Sequence[Any], for_auto: Mapping[str, Any], saved: str | None, cached: tuple[str, ...]
+    scheme: Any,
+    where: str | Iterable[str],
+    plugins: Sequence[Any],
+    for_auto: Mapping[str, Any],
+    saved: str | None,
+    cached: tuple[str, ...],
 ) -> Transform:
     """What is kept in few bits: weights in a scheme, if there is one, activations that backward reads, caches."""
     globs = (where,) if isinstance(where, str) else tuple(where)
     if not globs or not all(isinstance(glob, str) for glob in globs):
-        raise InputError(f"cf.quantize(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'")
+        raise InputError(
+            f"cf.quantize(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'"
+        )
     if scheme == AUTO:
         return attrs.evolve(SchemeDecision.of(globs, **for_auto), activations=saved, caches=cached).transform()
     _refuse_limits(scheme, for_auto)
@@ -146,7 +157,9 @@ def _on_the_wire(wire: str | None, error_feedback: bool) -> list[Transform]:
     """What sends gradients in few bits, and keeps what was not sent."""
     if wire is None:
         if error_feedback:
-            raise InputError("cf.quantize(error_feedback=True) is about gradients that are sent narrow. Try: wire='int8' beside it")
+            raise InputError(
+                "cf.quantize(error_feedback=True) is about gradients that are sent narrow. Try: wire='int8' beside it"
+            )
         return []
     narrow = narrow_wire(scheme_of(wire))
     return [narrow, residuals_kept()] if error_feedback else [narrow]
@@ -156,7 +169,10 @@ def _refuse_limits(scheme: Any, auto: Mapping[str, Any]) -> None:
     """Raises InputError where something is given that only scheme "auto" reads."""
     given = [name for name, value in auto.items() if value is not None and not (isinstance(value, Sized) and not value)]
     if given:
-        raise InputError(f"cf.quantize(scheme={_short(scheme)}): {', '.join(given)} is for scheme 'auto'. Try: where= for which weights")
+        raise InputError(
+            f"cf.quantize(scheme={_short(scheme)}): {', '.join(given)} is for scheme 'auto'. Try: where= for which "
+            "weights"
+        )
 
 
 def _quantizer(scheme: Any, plugins: Sequence[Any]) -> Schemes:
@@ -167,7 +183,8 @@ def _quantizer(scheme: Any, plugins: Sequence[Any]) -> Schemes:
         return scheme
     if not isinstance(scheme, str):
         raise InputError(
-            f"cf.quantize(scheme={_short(scheme)}): give a scheme ({', '.join(known)}), a cf.ext.Quantizer, or, for something else than "
+            f"cf.quantize(scheme={_short(scheme)}): give a scheme ({', '.join(known)}), a cf.ext.Quantizer, or, for "
+            "something else than "
             "weights, activations=, caches=, wire= or gathers="
         )
     if scheme not in known:

@@ -35,12 +35,12 @@ def shard(
 
     plans: dicts of name globs -> spec, functions `(name, shape) -> spec or None`, or named plans; they pin what they
     name and leave the rest open. in_specs, out_specs: trees of specs (strings, `cf.Spec`, None for automatic), prefixes
-    allowed. donate: "auto" consumes argument 0, unless a batch, where output 0 can take its memory; (k, ...), positions of arguments:
-    each for an output of its tree, shapes and dtypes, and an error where there is none; True is (0,); False, None or (): nothing is
-    consumed. auto: whether axes that no plan names are searched (False:
-    replicated). plugins: modules asked beside the installed ones. agree_every: after so many steps real ranks compare checksums of
-    the results that they hold as copies, which each has computed; where a kernel rounds otherwise on one of them, it is an error that
-    names the leaf. 0: never.
+    allowed. donate: "auto" consumes argument 0, unless a batch, where output 0 can take its memory; (k, ...), positions
+    of arguments: each for an output of its tree, shapes and dtypes, and an error where there is none; True is (0,);
+    False, None or (): nothing is consumed. auto: whether axes that no plan names are searched (False: replicated).
+    plugins: modules asked beside the installed ones. agree_every: after so many steps real ranks compare checksums of
+    the results that they hold as copies, which each has computed; where a kernel rounds otherwise on one of them, it is
+    an error that names the leaf. 0: never.
     """
     if not isinstance(agree_every, int) or isinstance(agree_every, bool) or agree_every < 0:
         raise InputError(f"agree_every={agree_every!r}: a number of steps, 0 for never; write agree_every={EVERY}")
@@ -57,5 +57,7 @@ def _consumes(donate: Donate) -> str | tuple[int, ...]:
     given = tuple(donate) if isinstance(donate, tuple | list) else (None,)
     are_positions = all(isinstance(k, int) and not isinstance(k, bool) and k >= 0 for k in given)
     if not are_positions or len(set(given)) < len(given):
-        raise InputError(f"donate={donate!r}: give positions of arguments, each once; write donate=\"auto\", (0,), (0, 1) or ()")
+        raise InputError(
+            f'donate={donate!r}: give positions of arguments, each once; write donate="auto", (0,), (0, 1) or ()'
+        )
     return tuple(donate)

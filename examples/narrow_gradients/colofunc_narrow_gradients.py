@@ -5,12 +5,13 @@
 A transform is a record with some of six hooks, each from a build to a build; this one changes the program of one rank.
 In front of every sum of gradients over the mesh it puts a cast, and behind it the cast back.
 
-It shows how such a transform is written in forty lines. `cf.quantize(step, wire="int8")` sends a quarter of the bytes, sums in float32 and
-can keep what it did not send (`error_feedback=True`).
+It shows how such a transform is written in forty lines. `cf.quantize(step, wire="int8")` sends a quarter of the bytes,
+sums in float32 and can keep what it did not send (`error_feedback=True`).
 
-The error: a term is rounded once, and so is each of the n - 1 sums of n terms, each time by at most a half of bfloat16's last bit.
-So every element is off by at most `bound(n)` times the sum of its terms' magnitudes (Higham, "Accuracy and Stability of Numerical
-Algorithms", 2002, section 4.2). Numbers are not those of one device, which is why nobody gets this transform without asking.
+The error: a term is rounded once, and so is each of the n - 1 sums of n terms, each time by at most a half of
+bfloat16's last bit. So every element is off by at most `bound(n)` times the sum of its terms' magnitudes (Higham,
+"Accuracy and Stability of Numerical Algorithms", 2002, section 4.2). Numbers are not those of one device, which is why
+nobody gets this transform without asking.
 """
 
 import attrs
@@ -49,7 +50,10 @@ def narrowed(build):
         narrow_term = edit.new(program.values[term], dtype=torch.bfloat16)
         narrow_total = edit.new(program.values[total], dtype=torch.bfloat16)
         reduced = attrs.evolve(node, args=(cf.ext.Ref(narrow_term), *node.args[1:]), outs=(narrow_total,))
-        there, back = cast(node, term, narrow_term, torch.bfloat16), cast(node, narrow_total, total, program.values[total].dtype)
+        there, back = (
+            cast(node, term, narrow_term, torch.bfloat16),
+            cast(node, narrow_total, total, program.values[total].dtype),
+        )
         edit.replace(index, there, reduced, back)
     return build.evolve(program=edit.done())
 
@@ -64,4 +68,6 @@ def sums_gradients(node, program):
 
 def cast(like, operand, result, dtype):
     """The node that casts a value, from the same line and phase as another node."""
-    return attrs.evolve(like, target="aten._to_copy.default", args=(cf.ext.Ref(operand),), kwargs=(("dtype", dtype),), outs=(result,))
+    return attrs.evolve(
+        like, target="aten._to_copy.default", args=(cf.ext.Ref(operand),), kwargs=(("dtype", dtype),), outs=(result,)
+    )

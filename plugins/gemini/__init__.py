@@ -3,15 +3,15 @@
     step = cf.offload(cf.shard(step_fn, mesh, zero(3, "dp")), policy=gemini("auto", margin=0.6), budget="20GiB")
     step = cf.offload(cf.shard(step_fn, mesh, zero(3, "dp")), policy=elixir(), budget="20GiB")
 
-Problem: chunks of parameters and optimizer state have to lie somewhere between their uses, and a system that looks while it
-runs learns too late. Idea: the traced program is the statistics that Gemini gathers in warm-up (`warmup` measures seconds,
-too), so a policy only says which tier each state is kept in; what moves when follows from the uses (`cf.offload`). In these
-systems' words: a chunk is *held* where it lies, *computed* with while an operator reads it, and *free* on the device where only
-the host has it; the *margin* is what the device has left beside parameters and non-model data, and a ratio of
-it takes optimizer state.
+Problem: chunks of parameters and optimizer state have to lie somewhere between their uses, and a system that looks
+while it runs learns too late. Idea: the traced program is the statistics that Gemini gathers in warm-up (`warmup`
+measures seconds, too), so a policy only says which tier each state is kept in; what moves when follows from the uses
+(`cf.offload`). In these systems' words: a chunk is *held* where it lies, *computed* with while an operator reads it,
+and *free* on the device where only the host has it; the *margin* is what the device has left beside parameters and
+non-model data, and a ratio of it takes optimizer state.
 
-Source: PatrickStar (2108.05818) for chunk states and margin; Colossal-AI's Gemini for the policies' names; Elixir (2212.05339)
-for its rates and search (`rcache.py`).
+Source: PatrickStar (2108.05818) for chunk states and margin; Colossal-AI's Gemini for the policies' names; Elixir
+(2212.05339) for its rates and search (`rcache.py`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def gemini(
 ) -> cf.ext.MemoryPolicy:
     """A policy for `cf.offload`.
 
-    "device": all state on the device. "host": all on the host, updated there. "static": parts `param` of the parameters' and
-    `optim` of the optimizer state's bytes on the host, the last used first; updated where the moments lie. "auto": parameters
-    stay as long as they leave room, `margin` (0 to 1) of what is left then takes optimizer state, the first used first.
-    warmup: so many first steps are measured; then the step is planned again with their seconds in place of modelled ones.
+    "device": all state on the device. "host": all on the host, updated there. "static": parts `param` of the
+    parameters' and `optim` of the optimizer state's bytes on the host, the last used first; updated where the moments
+    lie. "auto": parameters stay as long as they leave room, `margin` (0 to 1) of what is left then takes optimizer
+    state, the first used first. warmup: so many first steps are measured; then the step is planned again with their
+    seconds in place of modelled ones.
     """
     if placement not in PLACEMENTS:
         raise cf.PlanError(f"gemini has no placement {placement!r}; it has {', '.join(PLACEMENTS)}")
@@ -73,13 +74,15 @@ def gemini(
 
 
 def elixir() -> cf.ext.MemoryPolicy:
-    """Elixir's search over its published model: so many chunks with their optimizer state on the device, the rest through a cache.
+    """Elixir's search over its published model: so many chunks with their optimizer state on the device, the rest
+    through a cache.
 
-    As published: rates of copies and of both Adams by the number of devices that share a host; chunks of one size, packed in
-    order of use; a cache of blocks that replays the step by Belady's rule; every division of the room between chunks that stay
-    and blocks, by seconds. Not as published: chunks are as large as the largest parameter (there their size is searched for,
-    here the parameters that a policy sees lie in ZeRO's chunks already); rates are not measured on the machine; what the cache
-    does is left to `cf.offload`, which also overlaps it with the work that the model leaves out.
+    As published: rates of copies and of both Adams by the number of devices that share a host; chunks of one size,
+    packed in order of use; a cache of blocks that replays the step by Belady's rule; every division of the room between
+    chunks that stay and blocks, by seconds. Not as published: chunks are as large as the largest parameter (there their
+    size is searched for, here the parameters that a policy sees lie in ZeRO's chunks already); rates are not measured
+    on the machine; what the cache does is left to `cf.offload`, which also overlaps it with the work that the model
+    leaves out.
     """
 
     def place(states: Sequence[cf.ext.State], room: cf.ext.Room) -> Sequence[str | None]:
@@ -87,10 +90,13 @@ def elixir() -> cf.ext.MemoryPolicy:
             return [None] * len(states)
         chunks = _chunks([state.nbytes if state.role == "param" else 0 for state in states])
         followers = _followers(states)
-        moments = [[j for k in chunk for j in followers.get(k, ())] for chunk in chunks]  # the optimizer state of each chunk
+        # the optimizer state of each chunk
+        moments = [[j for k in chunk for j in followers.get(k, ())] for chunk in chunks]
         chunk_bytes = max((_nbytes(states, chunk) for chunk in chunks), default=0)
         state_bytes = max((_nbytes(states, members) for members in moments), default=0)
-        kept, _ = divided(len(chunks), chunk_bytes, state_bytes, room.budget_bytes - room.other_bytes, rates(room.ranks))
+        kept, _ = divided(
+            len(chunks), chunk_bytes, state_bytes, room.budget_bytes - room.other_bytes, rates(room.ranks)
+        )
 
         held = {k for members in (*chunks[:kept], *moments[:kept]) for k in members}
         tiers = list[str | None]()

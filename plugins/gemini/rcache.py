@@ -1,12 +1,14 @@
 """Elixir's search: how many chunks have their optimizer state on the device, and how many blocks cache the others.
 
-Problem: a byte of the device can hold a chunk with its optimizer state, which is then updated there, or be a block of a cache
-(rCache) through which the parameters of all other chunks go. Idea: everything has a published rate, so the seconds of each
-division are known: the cache replays a step (chunks forward, then backward) with Belady's rule and counts what it has to load.
+Problem: a byte of the device can hold a chunk with its optimizer state, which is then updated there, or be a block of a
+cache (rCache) through which the parameters of all other chunks go. Idea: everything has a published rate, so the
+seconds of each division are known: the cache replays a step (chunks forward, then backward) with Belady's rule and
+counts what it has to load.
 
     divided(chunks=8, chunk_bytes=100, state_bytes=200, room_bytes=1000, rates=rates(1))      # (chunks on the device, blocks)
 
-Source: Elixir (2212.05339): rates by the number of devices, replay of a step over equal blocks, profit of a byte here or there.
+Source: Elixir (2212.05339): rates by the number of devices, replay of a step over equal blocks, profit of a byte here
+or there.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ def rates(n: int) -> Rates:
 
 
 def loads(steps: Sequence[Sequence[int]], blocks: int) -> int:
-    """Chunks that a cache of so many blocks has to load: what is needed farthest ahead leaves. A step needs all its chunks at once."""
+    """Chunks that a cache of so many blocks has to load: what is needed farthest ahead leaves.
+
+    A step needs all its chunks at once.
+    """
     cached, count = set[int](), 0
     for step, needed in enumerate(steps):
         missing = set(needed) - cached
@@ -59,7 +64,9 @@ def seconds(chunks: int, chunk_bytes: int, kept: int, blocks: int, rate: Rates) 
 
 
 def divided(chunks: int, chunk_bytes: int, state_bytes: int, room_bytes: float, rate: Rates) -> tuple[int, int]:
-    """(chunks whose state lies on the device, blocks of the cache) that take least; (0, 0) where not even one block fits."""
+    """(chunks whose state lies on the device, blocks of the cache) that take least; (0, 0) where not even one block
+    fits.
+    """
     found = []
     for kept in range(chunks + 1):
         left = room_bytes - kept * (chunk_bytes + state_bytes)

@@ -5,10 +5,10 @@
     step = cf.shard(step_fn, mesh, experts(("epo", "epi")))                      # two levels: at once or staged, by cost
 
 Problem: experts are most of a model's parameters, and each token needs few of them. In the known frameworks expert
-parallelism is an engine of its own, with process groups, optimizers and checkpoints beside everybody else's. Idea: it is
-one layout and one strategy. Rows of the batch lie on the axis and are followed as for data parallelism; experts' weights,
-their gradients and moments lie on it by expert; `colofunc.experts` works by dispatch (see `dispatch`). All else is as
-without it, so ZeRO and tensor parallelism over other axes hold for experts, too.
+parallelism is an engine of its own, with process groups, optimizers and checkpoints beside everybody else's. Idea: it
+is one layout and one strategy. Rows of the batch lie on the axis and are followed as for data parallelism; experts'
+weights, their gradients and moments lie on it by expert; `colofunc.experts` works by dispatch (see `dispatch`). All
+else is as without it, so ZeRO and tensor parallelism over other axes hold for experts, too.
 """
 
 from __future__ import annotations
@@ -27,23 +27,34 @@ __all__ = ["Experts", "experts"]
 TARGETS = (FORWARD, BACKWARD)
 
 
-def experts(axis: str | Sequence[str] = "ep", *, capacity_factor: float | None = None, dropless: bool | None = None) -> Experts:
-    """Expert parallelism over `axis`, or over two axes, the outer level first. Every token reaches its experts (dropless).
+def experts(
+    axis: str | Sequence[str] = "ep", *, capacity_factor: float | None = None, dropless: bool | None = None
+) -> Experts:
+    """Expert parallelism over `axis`, or over two axes, the outer level first. Every token reaches its experts
+    (dropless).
 
     capacity_factor: refused here, because a plan never changes numbers; `cf.expert_capacity(step, factor)` does.
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if not 1 <= len(axes) <= 2 or len(set(axes)) != len(axes):
-        raise cf.PlanError(f"experts takes one axis or two different ones, not {axis!r}; write experts('ep') or experts(('epo', 'epi'))")
+        raise cf.PlanError(
+            f"experts takes one axis or two different ones, not {axis!r}; write experts('ep') or experts(('epo', "
+            "'epi'))"
+        )
     if capacity_factor is not None:
         if isinstance(capacity_factor, bool) or not capacity_factor > 0:
-            raise cf.PlanError(f"capacity_factor={capacity_factor!r} leaves no place for any token; write a number above 0, such as 1.25")
+            raise cf.PlanError(
+                f"capacity_factor={capacity_factor!r} leaves no place for any token; write a number above 0, such as "
+                "1.25"
+            )
         raise cf.PlanError(
             f"experts(capacity_factor={capacity_factor}) would drop tokens, and a plan never changes numbers; "
             f"write cf.expert_capacity(step, {capacity_factor}) around the step, or capacity= in cf.moe.experts"
         )
     if dropless is False:
-        raise cf.PlanError("experts(dropless=False) needs a capacity; write cf.expert_capacity(step, 1.25) around the step")
+        raise cf.PlanError(
+            "experts(dropless=False) needs a capacity; write cf.expert_capacity(step, 1.25) around the step"
+        )
     return Experts(axes)
 
 
@@ -73,21 +84,27 @@ class Experts:
         if ranks == 1:
             return []
         layers = self._layers(program, ranks)
-        return [*self._rows(program, ranks, axes), *self._state(program, layers, axes), self._dispatch(_of_several_ranks(mesh, axes))]
+        return [
+            *self._rows(program, ranks, axes),
+            *self._state(program, layers, axes),
+            self._dispatch(_of_several_ranks(mesh, axes)),
+        ]
 
     def _layers(self, program: Any, ranks: int) -> list[Any]:
         """The operators of experts. Raises PlanError where there are none, or the ranks do not divide them."""
         layers = [node for node in program.nodes if node.target == FORWARD]
         if not layers:
             raise cf.PlanError(
-                f"{self.name} finds no experts in this step. transformers models need experts_implementation=\"grouped_mm\" (or "
-                f"\"batched_mm\"); your own call cf.moe.experts{_seen(program)}"
+                f'{self.name} finds no experts in this step. transformers models need '
+                'experts_implementation="grouped_mm" (or '
+                f'"batched_mm"); your own call cf.moe.experts{_seen(program)}'
             )
         for node in layers:
             count = program.values[node.refs[3]].shape[0]
             if count % ranks:
                 raise cf.PlanError(
-                    f"{self.name}: the {count} experts of {node.path or 'the step'!r} do not divide over {ranks} ranks; "
+                    f"{self.name}: the {count} experts of {node.path or 'the step'!r} do not divide over {ranks} "
+                    "ranks; "
                     "use an axis whose size divides them"
                 )
         return layers
@@ -116,7 +133,9 @@ class Experts:
         ways = ("dispatch", "staged")[: len(axes)]
         wants = tuple("{" + ", ".join(f"{axis}: {way}" for axis in axes) + "}" for way in ways)
         want = wants if len(wants) > 1 else wants[0]
-        return cf.ext.Wish("*", want, self.axes, source=self.name, targets=TARGETS, phases=("forward", "backward"), rank=1)
+        return cf.ext.Wish(
+            "*", want, self.axes, source=self.name, targets=TARGETS, phases=("forward", "backward"), rank=1
+        )
 
 
 def _of_several_ranks(mesh: cf.Mesh, axes: Sequence[str]) -> tuple[str, ...]:
@@ -128,7 +147,8 @@ def _seen(program: Any) -> str:
     for node in program.nodes:
         if node.phase == "forward" and "grouped_mm" in node.target:
             return (
-                f". The grouped product of {node.path or 'the step'!r} ({node.line}) stands in a layer with a form or activation that "
+                f". The grouped product of {node.path or 'the step'!r} ({node.line}) stands in a layer with a form or "
+                "activation that "
                 "colofunc.experts does not have"
             )
     return ""

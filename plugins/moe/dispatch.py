@@ -4,18 +4,19 @@
     y: to slots, all-to-all, experts here, all-to-all, from slots                             per round
     backward: x and dy to slots, all-to-all, experts_backward here, dx and dweight back
 
-Dropless and exact: every token reaches all of its experts, however they are chosen. Buffers are of fixed size, c rows for
-each pair of ranks, and there are r rounds with r c = n (tokens of a rank), enough for all tokens to go to one rank. Ranks
-agree on the longest queue by one all-reduce; a round moves as many rows as that needs, and none once all queues are done.
+Dropless and exact: every token reaches all of its experts, however they are chosen. Buffers are of fixed size, c rows
+for each pair of ranks, and there are r rounds with r c = n (tokens of a rank), enough for all tokens to go to one rank.
+Ranks agree on the longest queue by one all-reduce; a round moves as many rows as that needs, and none once all queues
+are done.
 
     bytes received per rank, p ranks, queue of m tokens, width d, k choices, s bytes each:
       forward    (p - 1) m (2 d s + k (4 + s_w))  +  2 (p - 1)/p 8 n
       backward   (p - 1) m (3 d s + k (4 + 2 s_w)) + 2 (p - 1)/p 8 n          x travels again: nothing is kept between
     peak: 2 (forward) or 3 (backward) buffers of p c rows, beside the operator's own
 
-With balanced routing m = n (1 - (1 - 1/p)^k); r is chosen so that c is 1.5 times that: then one round moves everything and
-the others stay empty. "staged" is the same over two axes with an all-to-all over each, inner ranks first: what crosses
-the outer level goes in one message per group instead of one per rank.
+With balanced routing m = n (1 - (1 - 1/p)^k); r is chosen so that c is 1.5 times that: then one round moves everything
+and the others stay empty. "staged" is the same over two axes with an all-to-all over each, inner ranks first: what
+crosses the outer level goes in one message per group instead of one per rank.
 
 Source: GShard (2006.16668), section 3; DeepSpeed-MoE (2201.05596), section 5, for the hierarchical all-to-all.
 """
@@ -102,7 +103,8 @@ class Dispatch:
     def work(self, number: int) -> dict[tuple[int, str], float]:
         """The argument that says which part of the choices in a round's rows is expected to be of experts of this rank.
 
-        With balanced routing each rank has n k choices in all rounds, and they lie in p c rows of k a round, of which most are empty.
+        With balanced routing each rank has n k choices in all rounds, and they lie in p c rows of k a round, of which
+        most are empty.
         """
         filled = self.expected(number) / max(1, self.tokens // self.rounds)  # part of the rows that hold a token
         chosen = 1 / (self.ranks * self.share)  # part of such a token's choices
@@ -133,7 +135,9 @@ class Dispatch:
             for row_bytes in (*wide, *per_token):
                 seconds += sum(self.mesh.collective_s("all_to_all", rows * row_bytes, group) for group in groups)
         peak = (3 if self.backward else 2) * self.ranks * (self.tokens // self.rounds) * max(wide)
-        return attrs.evolve(self.way.cost, extra_s=self.way.cost.extra_s + seconds, peak_bytes=self.way.cost.peak_bytes + peak)
+        return attrs.evolve(
+            self.way.cost, extra_s=self.way.cost.extra_s + seconds, peak_bytes=self.way.cost.peak_bytes + peak
+        )
 
     def _bytes(self) -> tuple[list[int], list[int]]:
         """Bytes per row of each tensor that travels: of the width, and of the choices."""
@@ -161,7 +165,9 @@ class Dispatch:
         x = collectives.all_to_all(x, outer, self.mesh, rows, expected)
         return collectives.rearrange(x, "o c i d -> (o i) c d")
 
-    def send(self, x: torch.Tensor, slot: torch.Tensor, rows: torch.Tensor, number: int, blank: float = 0.0) -> torch.Tensor:
+    def send(
+        self, x: torch.Tensor, slot: torch.Tensor, rows: torch.Tensor, number: int, blank: float = 0.0
+    ) -> torch.Tensor:
         return self.exchange(to_slots(x, slot, self.ranks, self.rounds, number, blank), rows, number)
 
     def queues(self, index: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:

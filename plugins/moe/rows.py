@@ -4,13 +4,14 @@
     to_slots     x (n, d), slot (n, k)     -> (owners, c, d)      round t of r: what goes to each owner
     from_slots   y (owners, c, d), slot    -> (n, d)              what came back, added up per token
 
-Problem: how many tokens choose the experts of a rank is data, and buffers have to be of one size. Idea: the tokens that a
-rank has for one owner form a queue, in their order, and a round moves `c` of each queue; n = r c, so after r rounds
-everything is moved even if all tokens go to one owner. `rows` says how many of the c each round needs: what is empty does
-not travel. A token that has several experts of one owner is in that owner's queue once.
+Problem: how many tokens choose the experts of a rank is data, and buffers have to be of one size. Idea: the tokens that
+a rank has for one owner form a queue, in their order, and a round moves `c` of each queue; n = r c, so after r rounds
+everything is moved even if all tokens go to one owner. `rows` says how many of the c each round needs: what is empty
+does not travel. A token that has several experts of one owner is in that owner's queue once.
 
 Slot o * n + j is place j of the queue for owner o; -1: nobody, or in the queue already. All three work on a part of the
-tokens as well as on all (each part has queues of its own), which is what their rules say: n is (c r), and c may be split.
+tokens as well as on all (each part has queues of its own), which is what their rules say: n is (c r), and c may be
+split.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import colofunc as cf
 def _slots_rule(call: Any) -> cf.ext.Rule:
     (n, k), rounds = call.ins[0].shape, call.arg(3, "rounds", 1)
     tokens = (("c", "r"), ("k",))
-    return cf.ext.Rule((tokens,), (tokens, (("r",), ("c",))), {"c": n // rounds, "r": rounds, "k": k}, whole=frozenset("rk"))
+    return cf.ext.Rule(
+        (tokens,), (tokens, (("r",), ("c",))), {"c": n // rounds, "r": rounds, "k": k}, whole=frozenset("rk")
+    )
 
 
 def _to_rule(call: Any) -> cf.ext.Rule:
@@ -48,7 +51,9 @@ def slots(index: torch.Tensor, per_owner: int, owners: int, rounds: int = 1) -> 
     """The slot of each choice, and how many rows of each queue the rounds need (the longest queue, cut into rounds)."""
     n, k = index.shape
     owner = torch.where((index >= 0) & (index < per_owner * owners), index // per_owner, owners)
-    again = ((owner.unsqueeze(2) == owner.unsqueeze(1)) & torch.ones(k, k, dtype=torch.bool, device=index.device).tril(-1)).any(2)
+    again = (
+        (owner.unsqueeze(2) == owner.unsqueeze(1)) & torch.ones(k, k, dtype=torch.bool, device=index.device).tril(-1)
+    ).any(2)
     goes = (owner.unsqueeze(2) == torch.arange(owners, device=index.device)).any(1)  # (n, owners)
     place = (goes.cumsum(0) - 1).gather(1, owner.clamp(max=owners - 1))
     slot = torch.where((owner < owners) & ~again, owner * n + place, -1)

@@ -1,10 +1,11 @@
 """Pipelines: layers on ranks of their own.
 
-    step = cf.shard(step_fn, mesh, stages("pp", {"embed.*": 0, "layers.0.*": 0, "layers.1.*": 1, "head.*": 1}), zero(3, "dp"))
+    step = cf.shard(step_fn, mesh, stages("pp", {"embed.*": 0, "layers.0.*": 0, "layers.1.*": 1, "head.*": 1}), zero(3,
+    "dp"))
 
-Problem: a model is too large for the ranks that share a layer. Idea: a parameter exists at one index of the axis `pp` (`@pp=1`), and the
-rest follows: an operator runs where its parameters are, its moments lie there, and where activations and gradients leave a stage the
-plan has a send. Nothing is cut by hand, and no stage is a module of its own.
+Problem: a model is too large for the ranks that share a layer. Idea: a parameter exists at one index of the axis `pp`
+(`@pp=1`), and the rest follows: an operator runs where its parameters are, its moments lie there, and where activations
+and gradients leave a stage the plan has a send. Nothing is cut by hand, and no stage is a module of its own.
 
 Source: GPipe (1811.06965).
 """
@@ -27,16 +28,21 @@ STATE = ("param", "state", "buffer", "frozen")
 def stages(axis: str, where: Mapping[str, int | Sequence[int]]) -> Stages:
     """Parameters at indices of an axis: `stages("pp", {"layers.0.*": 0, "layers.1.*": 1})`.
 
-    where: glob over the names of parameters -> the index at which they exist, or several, each with a copy (a tied weight). The first glob
-    that matches counts. Moments follow their parameters. What no glob matches exists on all ranks.
+    where: glob over the names of parameters -> the index at which they exist, or several, each with a copy (a tied
+    weight). The first glob that matches counts. Moments follow their parameters. What no glob matches exists on all
+    ranks.
     """
     if not where:
-        raise cf.PlanError(f"stages({axis!r}, {{}}) places nothing; write stages({axis!r}, {{'layers.0.*': 0, 'layers.1.*': 1}})")
+        raise cf.PlanError(
+            f"stages({axis!r}, {{}}) places nothing; write stages({axis!r}, {{'layers.0.*': 0, 'layers.1.*': 1}})"
+        )
     places = []
     for glob, index in where.items():
         indices = (index,) if isinstance(index, int) else tuple(index)
         if not indices or not all(isinstance(k, int) and k >= 0 for k in indices):
-            raise cf.PlanError(f"stages: {glob!r} is to be at {index!r}; give an index of {axis!r}, or several such as (0, 3)")
+            raise cf.PlanError(
+                f"stages: {glob!r} is to be at {index!r}; give an index of {axis!r}, or several such as (0, 3)"
+            )
         places.append((glob, tuple(sorted(set(indices)))))
     return Stages(axis, tuple(places))
 
@@ -61,7 +67,10 @@ class Stages:
         size = mesh.axis_size(self.axis)
         for glob, indices in self.where:
             if indices[-1] >= size:
-                raise cf.PlanError(f"{self.name}: {glob!r} is to be at index {indices[-1]}, and {mesh!r} has {size} along {self.axis!r}")
+                raise cf.PlanError(
+                    f"{self.name}: {glob!r} is to be at index {indices[-1]}, and {mesh!r} has {size} along "
+                    f"{self.axis!r}"
+                )
         leaves = [value for value in (program.values[i] for i in program.inputs) if value.role in STATE]
         self._check_globs(leaves)
         wishes = []

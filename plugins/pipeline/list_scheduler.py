@@ -1,13 +1,14 @@
 """A list scheduler of pipelines: plays the step and decides, whenever a rank is free, what it does next.
 
-Problem: named schedules are made for stages that are alike. Idea: run the clock with the real seconds of each stage and direction and of
-communication. A free rank takes an I that has arrived, else an F that memory admits, else it fills the wait with a W. The order in
-which ranks did so is the table.
+Problem: named schedules are made for stages that are alike. Idea: run the clock with the real seconds of each stage and
+direction and of communication. A free rank takes an I that has arrived, else an F that memory admits, else it fills the
+wait with a W. The order in which ranks did so is the table.
 
-Memory cannot end in a deadlock: a forward is admitted only where one more forward of each later stage of the rank fits too, so that the
-oldest microbatch can always go on.
+Memory cannot end in a deadlock: a forward is admitted only where one more forward of each later stage of the rank fits
+too, so that the oldest microbatch can always go on.
 
-Source: Zero Bubble Pipeline Parallelism (2401.10241, section 3.1), whose heuristic this resembles; rules and limits are ours.
+Source: Zero Bubble Pipeline Parallelism (2401.10241, section 3.1), whose heuristic this resembles; rules and limits are
+ours.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _NEAR = 1e-9
 class Rules:
     """How a free rank decides.
 
-    forward_first: whether an F that is ready goes before an I.
-    patience: a W is begun only where the wait until the next I or F that is under way is at least so many parts of the W.
-    warmup: before its first I a stage runs the F that fit until the earliest moment at which that I can arrive, and so many more, in parts
-    of an F. An F too many keeps that I waiting, and with it those of all earlier stages.
+    forward_first: whether an F that is ready goes before an I. patience: a W is begun only where the wait until the
+    next I or F that is under way is at least so many parts of the W. warmup: before its first I a stage runs the F that
+    fit until the earliest moment at which that I can arrive, and so many more, in parts of an F. An F too many keeps
+    that I waiting, and with it those of all earlier stages.
     """
 
     forward_first: bool = False
@@ -41,7 +42,11 @@ class Rules:
 
 
 def schedule_list(
-    rank_of: Sequence[int], microbatches: int, costs: StageCosts, cap_bytes: float | None = None, rules: Rules | None = None
+    rank_of: Sequence[int],
+    microbatches: int,
+    costs: StageCosts,
+    cap_bytes: float | None = None,
+    rules: Rules | None = None,
 ) -> ActionTable:
     """The table that comes of it. rank_of: per stage. Raises PlanError where a microbatch does not fit on a rank."""
     table = schedule_within(rank_of, microbatches, costs, INF, cap_bytes, rules)
@@ -67,15 +72,25 @@ def _actions(stages: int, microbatches: int) -> dict[str, list[list[Action]]]:
     """Kind -> stage -> microbatch -> the action: one of each for all lists that are made of so many."""
     found = {}
     for kind in ("F", "I", "W"):
-        found[kind] = [[Action(stage, kind, microbatch) for microbatch in range(microbatches)] for stage in range(stages)]
+        found[kind] = [
+            [Action(stage, kind, microbatch) for microbatch in range(microbatches)] for stage in range(stages)
+        ]
     return found
 
 
 class _Play:
     """The step as far as it was played. Ranks are looked at in the order of the moments at which each can go on."""
 
-    def __init__(self, rank_of: Sequence[int], microbatches: int, costs: StageCosts, cap_bytes: float, rules: Rules) -> None:
-        self.rank_of, self.microbatches, self.costs, self.cap_bytes, self.rules = rank_of, microbatches, costs, cap_bytes, rules
+    def __init__(
+        self, rank_of: Sequence[int], microbatches: int, costs: StageCosts, cap_bytes: float, rules: Rules
+    ) -> None:
+        self.rank_of, self.microbatches, self.costs, self.cap_bytes, self.rules = (
+            rank_of,
+            microbatches,
+            costs,
+            cap_bytes,
+            rules,
+        )
         self.last = costs.stages - 1
         ranks = 1 + max(rank_of)
         self.stages_of = [[s for s in range(costs.stages) if rank_of[s] == rank] for rank in range(ranks)]
@@ -89,7 +104,8 @@ class _Play:
         self.done = {"F": self.forwards, "I": self.inputs, "W": self.weights}
         self.actions = _actions(costs.stages, microbatches)
         self.seconds = {"F": costs.forward_s, "I": costs.input_s, "W": costs.weight_s}
-        self.more_bytes: dict[str, list[float]] = {}  # kind -> per stage, bytes that are held behind an action and were not in front of it
+        # kind -> per stage, bytes that are held behind an action and were not in front of it
+        self.more_bytes: dict[str, list[float]] = {}
         for kind, stages in self.actions.items():
             self.more_bytes[kind] = [sum(cf.ext.bytes_of(of_stage[0], costs)) for of_stage in stages]
         # Per stage and microbatch, when the input (of F) and the gradient (of I) arrive.
@@ -103,10 +119,14 @@ class _Play:
     def _work_s(self, rank: int) -> float:
         """Seconds of all that a rank has to do."""
         costs, here = self.costs, self.stages_of[rank]
-        return self.microbatches * sum(costs.forward_s[stage] + costs.input_s[stage] + costs.weight_s[stage] for stage in here)
+        return self.microbatches * sum(
+            costs.forward_s[stage] + costs.input_s[stage] + costs.weight_s[stage] for stage in here
+        )
 
     def _most_before(self) -> list[int]:
-        """Per stage, forwards that fit between the arrival of its first input and that of its first gradient, where nothing waits."""
+        """Per stage, forwards that fit between the arrival of its first input and that of its first gradient, where
+        nothing waits.
+        """
         forward_at = 0.0
         arrives = [0.0]
         for stage in range(self.last):
@@ -129,7 +149,9 @@ class _Play:
         return 0.0 if self.rank_of[stage] == self.rank_of[stage + 1] else send_s
 
     def _reserves(self) -> list[float]:
-        """Per stage, bytes that its F leaves: for one F of each later stage of its rank, and for an I that leaves more than it frees."""
+        """Per stage, bytes that its F leaves: for one F of each later stage of its rank, and for an I that leaves more
+        than it frees.
+        """
         reserves = []
         for stage, rank in enumerate(self.rank_of):
             here = self.stages_of[rank]
@@ -138,7 +160,8 @@ class _Play:
             if self.costs.kept_bytes[stage] + later + grows > self.cap_bytes * (1 + _NEAR):
                 needed = sum(self.costs.kept_bytes[s] for s in here) + grows
                 raise cf.PlanError(
-                    f"one microbatch keeps {needed:g} bytes on rank {rank} of the pipeline, more than the {self.cap_bytes:g} that it may; "
+                    f"one microbatch keeps {needed:g} bytes on rank {rank} of the pipeline, more than the "
+                    f"{self.cap_bytes:g} that it may; "
                     "give more memory, or more and smaller microbatches"
                 )
             reserves.append(later + grows)
@@ -156,7 +179,9 @@ class _Play:
             rank = starts_s.index(start_s)
             choice = choices[rank]
             if choice is None:
-                raise cf.PlanError(f"no rank of the pipeline can go on within {self.cap_bytes:g} bytes; give more memory")
+                raise cf.PlanError(
+                    f"no rank of the pipeline can go on within {self.cap_bytes:g} bytes; give more memory"
+                )
             stage, kind = choice
             self._do(rank, stage, kind, start_s)
             if self.free_s[rank] + self.left_s[rank] > within_s:
@@ -184,7 +209,9 @@ class _Play:
         if soonest_s == INF:
             return INF, None
         start_s = max(free_s, soonest_s)
-        in_order = [("F", forwards), ("I", backwards)] if self.rules.forward_first else [("I", backwards), ("F", forwards)]
+        in_order = (
+            [("F", forwards), ("I", backwards)] if self.rules.forward_first else [("I", backwards), ("F", forwards)]
+        )
         for kind, stages in in_order:
             for at, stage in stages:
                 if at <= start_s + _NEAR:
@@ -192,7 +219,8 @@ class _Play:
         raise AssertionError("one of them is the soonest")
 
     def _ready(self, rank: int) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
-        """(moment from which it can run, stage) of the next forwards and backwards, as far as it is known and memory admits them.
+        """(moment from which it can run, stage) of the next forwards and backwards, as far as it is known and memory
+        admits them.
 
         The later stage first: it gives memory back sooner.
         """
@@ -211,10 +239,14 @@ class _Play:
         return forwards, backwards
 
     def _weight(self, rank: int) -> int | None:
-        """The stage of a rank whose weight gradient is next: of the earliest microbatch, and there the later stage; None: there is none."""
+        """The stage of a rank whose weight gradient is next: of the earliest microbatch, and there the later stage;
+        None: there is none.
+        """
         found = None
         for stage in self.stages_of[rank]:
-            if self.weights[stage] < self.inputs[stage] and (found is None or self.weights[stage] <= self.weights[found]):
+            if self.weights[stage] < self.inputs[stage] and (
+                found is None or self.weights[stage] <= self.weights[found]
+            ):
                 found = stage
         return found
 

@@ -1,12 +1,14 @@
 """Local search: takes actions off the longest path of a pipeline's timetable, one after another.
 
-Problem: a list scheduler decides as it goes, and a W that seems to fill a wait can keep, much later, the last gradients on their way up.
-Idea: the step ends where its longest path does, a chain of actions of which each waits for the one before. The path stays on a rank for a
-block of actions, then follows a send to another one. Only what moves an action out of its block, in front of it or behind it, can shorten
-the path. Of these moves one is tried after the other, in random order from a fixed seed; one that makes the step no slower is kept, as
-there are often several paths of one length.
+Problem: a list scheduler decides as it goes, and a W that seems to fill a wait can keep, much later, the last gradients
+on their way up. Idea: the step ends where its longest path does, a chain of actions of which each waits for the one
+before. The path stays on a rank for a block of actions, then follows a send to another one. Only what moves an action
+out of its block, in front of it or behind it, can shorten the path. Of these moves one is tried after the other, in
+random order from a fixed seed; one that makes the step no slower is kept, as there are often several paths of one
+length.
 
-Source: the moves are those of job shops (Nowicki and Smutnicki, A fast taboo search algorithm for the job shop problem, 1996).
+Source: the moves are those of job shops (Nowicki and Smutnicki, A fast taboo search algorithm for the job shop problem,
+1996).
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ Rows = tuple[tuple[int, ...], ...]
 def least_s(rank_of: Sequence[int], microbatches: int, costs: StageCosts, by_span: bool = False) -> float:
     """No table takes less, whatever the memory. rank_of: per stage.
 
-    A rank does its work, behind the first forwards of the stages in front. Between a stage's first forward and its last W some stage k
-    behind it (or itself) does all its F and I, the first forward goes down to k, and the last gradient comes back up.
+    A rank does its work, behind the first forwards of the stages in front. Between a stage's first forward and its last
+    W some stage k behind it (or itself) does all its F and I, the first forward goes down to k, and the last gradient
+    comes back up.
     """
     stages = range(costs.stages)
     head_s = [0.0]
@@ -59,13 +62,17 @@ def least_s(rank_of: Sequence[int], microbatches: int, costs: StageCosts, by_spa
     return least
 
 
-def improve(table: ActionTable, costs: StageCosts, cap_bytes: float | None = None, by_span: bool = False) -> ActionTable:
+def improve(
+    table: ActionTable, costs: StageCosts, cap_bytes: float | None = None, by_span: bool = False
+) -> ActionTable:
     """A table that takes less time within the cap, its backwards in two parts; the same one where none is found.
 
     by_span: the time is the longest span of one rank, not the end of the last.
     """
     search = Search(table, costs, INF if cap_bytes is None else cap_bytes * (1 + _NEAR), by_span)
-    return search.run(least_s([table.rank_of[stage] for stage in range(table.stages)], table.microbatches, costs, by_span))
+    return search.run(
+        least_s([table.rank_of[stage] for stage in range(table.stages)], table.microbatches, costs, by_span)
+    )
 
 
 @attrs.frozen(eq=False)
@@ -85,7 +92,11 @@ class Search:
         self.actions: list[Action] = []
         rows = []
         for row in table.rows:
-            parts = [attrs.evolve(action, kind=kind) for action in row for kind in ("IW" if action.kind == "B" else action.kind)]
+            parts = [
+                attrs.evolve(action, kind=kind)
+                for action in row
+                for kind in ("IW" if action.kind == "B" else action.kind)
+            ]
             rows.append(tuple(range(len(self.actions), len(self.actions) + len(parts))))
             self.actions += parts
         self.rows: Rows = tuple(rows)
@@ -94,7 +105,8 @@ class Search:
         self.seconds = [costs.seconds(action) for action in self.actions]
         self.bytes = [cf.ext.bytes_of(action, costs) for action in self.actions]
         number = {action: k for k, action in enumerate(self.actions)}
-        # Per action (-1: none): what it reads of a neighbour; what of its own stage and microbatch stands in front of it and behind it.
+        # Per action (-1: none): what it reads of a neighbour; what of its own stage and microbatch stands in front of
+        # it and behind it.
         self.needs, self.before, self.behind = ([-1] * len(self.actions) for _ in range(3))
         # Per action, the stage and the direction in which it hands on what it makes; None for a W.
         self.sent = [None if action.kind == "W" else (action.stage, action.kind) for action in self.actions]
@@ -223,7 +235,9 @@ class Search:
         return True
 
     def moves(self, rows: Rows, played: Played) -> Iterator[tuple[int, int, int]]:
-        """(rank, place, other place) of actions of the longest path that could be in front of their block, or behind it."""
+        """(rank, place, other place) of actions of the longest path that could be in front of their block, or behind
+        it.
+        """
         blocks = self._blocks(rows, played)
         for number, block in enumerate(blocks):
             rank = self.rank[block[0]]
@@ -232,18 +246,27 @@ class Search:
             end = begin + len(block)
             for place in range(begin, end):
                 k = row[place]
-                # The step begins with its first block and ends with its last: nothing is in front of the one or behind the other.
+                # The step begins with its first block and ends with its last: nothing is in front of the one or behind
+                # the other.
                 if number > 0 and place > begin and self._may_pass(k, self.before[k], row[begin:place]):
                     yield rank, place, begin
-                if number < len(blocks) - 1 and place < end - 1 and self._may_pass(k, self.behind[k], row[place + 1 : end]):
+                if (
+                    number < len(blocks) - 1
+                    and place < end - 1
+                    and self._may_pass(k, self.behind[k], row[place + 1 : end])
+                ):
                     yield rank, place, end - 1
 
     def _may_pass(self, k: int, bound: int, others: Sequence[int]) -> bool:
-        """Whether an action may change places with others of its rank. bound: what of its own stage and microbatch it may not pass.
+        """Whether an action may change places with others of its rank. bound: what of its own stage and microbatch it
+        may not pass.
 
-        What a stage sends stays in the order of the other stages: NCCL delivers messages in the order in which they are sent.
+        What a stage sends stays in the order of the other stages: NCCL delivers messages in the order in which they are
+        sent.
         """
-        return bound not in others and (self.sent[k] is None or all(self.sent[other] != self.sent[k] for other in others))
+        return bound not in others and (
+            self.sent[k] is None or all(self.sent[other] != self.sent[k] for other in others)
+        )
 
     def _blocks(self, rows: Rows, played: Played) -> list[list[int]]:
         """The longest path, in parts that stay on one rank."""

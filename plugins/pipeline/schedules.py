@@ -3,9 +3,10 @@
     1f1b on 2 ranks, 3 microbatches:     rank 0   0F0 0F1 0B0 0F2 0B1 0B2
                                          rank 1   1F0 1B0 1F1 1B1 1F2 1B2
 
-Source: GPipe (1811.06965); 1F1B of PipeDream-Flush (2006.09503); interleaved of Megatron-LM (2104.04473); ZB-H1 and ZB-H2 of Zero Bubble
-Pipeline Parallelism (2401.10241); ZB-V, V-Half and V-Min are named after Pipeline Parallelism with Controllable Memory (2405.15362) and
-made by our list scheduler under their limits of memory; DualPipeV as DeepSeek published it (the order of its eight phases).
+Source: GPipe (1811.06965); 1F1B of PipeDream-Flush (2006.09503); interleaved of Megatron-LM (2104.04473); ZB-H1 and
+ZB-H2 of Zero Bubble Pipeline Parallelism (2401.10241); ZB-V, V-Half and V-Min are named after Pipeline Parallelism with
+Controllable Memory (2405.15362) and made by our list scheduler under their limits of memory; DualPipeV as DeepSeek
+published it (the order of its eight phases).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import colofunc as cf
 from colofunc.ext import Action, ActionTable, StageCosts
 
 
-def gpipe(ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
+def gpipe(
+    ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None
+) -> ActionTable:
     """All forwards, then all backwards: a rank keeps what every microbatch needs."""
     rows = []
     for rank in range(ranks):
@@ -31,8 +34,12 @@ def gpipe(ranks: int, microbatches: int, costs: StageCosts | None = None, cap_by
     return ActionTable(tuple(rows))
 
 
-def one_f_one_b(ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
-    """Forwards until the first backward can begin, then a forward and a backward in turn: rank i keeps p - i microbatches."""
+def one_f_one_b(
+    ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None
+) -> ActionTable:
+    """Forwards until the first backward can begin, then a forward and a backward in turn: rank i keeps p - i
+    microbatches.
+    """
     rows = []
     for rank in range(ranks):
         warmup = min(ranks - rank, microbatches)
@@ -46,9 +53,12 @@ def one_f_one_b(ranks: int, microbatches: int, costs: StageCosts | None = None, 
 
 
 def interleaved(chunks: int = 2) -> cf.ext.Schedule:
-    """Interleaved 1F1B with so many stages on a rank: `1/chunks` of the bubble of 1F1B for more activations and sends."""
+    """Interleaved 1F1B with so many stages on a rank: `1/chunks` of the bubble of 1F1B for more activations and sends.
+    """
     name = "interleaved-1f1b" if chunks == 2 else f"interleaved-1f1b-{chunks}"
-    return cf.ext.Schedule(name, partial(_interleaved, chunks), stages_per_rank=chunks, least_per_rank=1, whole_groups=True)
+    return cf.ext.Schedule(
+        name, partial(_interleaved, chunks), stages_per_rank=chunks, least_per_rank=1, whole_groups=True
+    )
 
 
 def _interleaved(
@@ -58,7 +68,9 @@ def _interleaved(
     rows = []
     for rank in range(ranks):
         forwards = [Action(chunk * ranks + rank, "F", m) for chunk, m in _in_groups(chunks, ranks, microbatches)]
-        backwards = [Action((chunks - 1 - chunk) * ranks + rank, "B", m) for chunk, m in _in_groups(chunks, ranks, microbatches)]
+        backwards = [
+            Action((chunks - 1 - chunk) * ranks + rank, "B", m) for chunk, m in _in_groups(chunks, ranks, microbatches)
+        ]
         warmup = min(2 * (ranks - 1 - rank) + (chunks - 1) * ranks + 1, len(forwards))
         row = forwards[:warmup]
         for position, backward in enumerate(backwards):
@@ -76,13 +88,19 @@ def _in_groups(chunks: int, ranks: int, microbatches: int) -> Iterator[tuple[int
                 yield chunk, microbatch
 
 
-def zero_bubble_h1(ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
-    """As many microbatches in flight as 1F1B; rank i (from 0) puts off the weights of i microbatches, which fill its end."""
+def zero_bubble_h1(
+    ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None
+) -> ActionTable:
+    """As many microbatches in flight as 1F1B; rank i (from 0) puts off the weights of i microbatches, which fill its
+    end.
+    """
     rows = [_split_row(rank, microbatches, ranks - rank, rank) for rank in range(ranks)]
     return ActionTable(tuple(rows))
 
 
-def zero_bubble_h2(ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
+def zero_bubble_h2(
+    ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None
+) -> ActionTable:
     """Twice the microbatches of 1F1B in flight, so that the first ranks do not wait either."""
     rows = [_split_row(rank, microbatches, 2 * (ranks - rank) - 1, 2 * rank) for rank in range(ranks)]
     return ActionTable(tuple(rows))
@@ -102,13 +120,18 @@ def _split_row(stage: int, microbatches: int, warmup: int, put_off: int) -> tupl
     return tuple(row)
 
 
-def dual_pipe_v(ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
+def dual_pipe_v(
+    ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None
+) -> ActionTable:
     """DualPipeV: two stages a rank in the shape of a V, backward in two parts only where a wait is filled."""
     return ActionTable(tuple(_DualRow(ranks, rank, microbatches).row() for rank in range(ranks)))
 
 
 class _DualRow:
-    """One rank's row: counts what each of its two stages has come to. `near`: the stage of the way down, `far`: of the way back."""
+    """One rank's row: counts what each of its two stages has come to.
+
+    `near`: the stage of the way down, `far`: of the way back.
+    """
 
     def __init__(self, ranks: int, rank: int, microbatches: int) -> None:
         self.ranks, self.rank, self.microbatches = ranks, rank, microbatches
@@ -174,17 +197,23 @@ class _DualRow:
             self.weight()
 
 
-def zero_bubble_v(ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
+def zero_bubble_v(
+    ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None
+) -> ActionTable:
     """Two stages a rank in the shape of a V within the memory of 1F1B: no bubble where F, I and W take the same."""
     return _alike_v(ranks, microbatches, 2 * ranks)
 
 
-def v_half(ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
+def v_half(
+    ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None
+) -> ActionTable:
     """A V within half of the memory of 1F1B, and one stage's activations."""
     return _alike_v(ranks, microbatches, ranks + 1)
 
 
-def v_min(ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None) -> ActionTable:
+def v_min(
+    ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None
+) -> ActionTable:
     """A V within a third of the memory of 1F1B, and two stages' activations."""
     return _alike_v(ranks, microbatches, ceil(2 * ranks / 3) + 2)
 
@@ -193,33 +222,46 @@ def _alike_v(ranks: int, microbatches: int, most_kept: int) -> ActionTable:
     """As if all actions took the same. most_kept: activations of one stage and microbatch, on a rank at once."""
     alike = StageCosts.uniform(2 * ranks, weight_kept=0.0)
     rank_of = [*range(ranks), *reversed(range(ranks))]
-    tables = [schedule_list(rank_of, microbatches, alike, most_kept, Rules(forward_first=first)) for first in (False, True)]
+    tables = [
+        schedule_list(rank_of, microbatches, alike, most_kept, Rules(forward_first=first)) for first in (False, True)
+    ]
     return min(tables, key=lambda table: cf.ext.simulate(table, alike).bubble)
 
 
 def automatic(
     name: str, stages_per_rank: int, placement: str, others: tuple[cf.ext.Schedule, ...], by_span: bool = False
 ) -> cf.ext.Schedule:
-    """A schedule that looks at costs: the fastest within the cap of `others`, which have the same stages, and of lists by several rules.
-    That one is improved by local search.
+    """A schedule that looks at costs: the fastest within the cap of `others`, which have the same stages, and of lists
+    by several rules. That one is improved by local search.
 
-    by_span: fastest is the one whose longest span of one rank is shortest, not the one that ends first. That is the time of a step where
-    each rank goes on to the next step by itself, as with a post-validated optimizer (2401.10241, section 4).
+    by_span: fastest is the one whose longest span of one rank is shortest, not the one that ends first. That is the
+    time of a step where each rank goes on to the next step by itself, as with a post-validated optimizer (2401.10241,
+    section 4).
     """
     make = partial(_fastest, stages_per_rank, placement, others, by_span)
     draft = partial(_drafted, stages_per_rank, placement)
-    return cf.ext.Schedule(name, make, stages_per_rank, placement, splits_backward=True, looks_at_costs=True, draft=draft)
+    return cf.ext.Schedule(
+        name, make, stages_per_rank, placement, splits_backward=True, looks_at_costs=True, draft=draft
+    )
 
 
 def of_placements(name: str, among: tuple[cf.ext.Schedule, ...]) -> cf.ext.Schedule:
-    """The fastest of schedules that look at costs and have one placement each; the first of them where there are no costs to look at."""
+    """The fastest of schedules that look at costs and have one placement each; the first of them where there are no
+    costs to look at.
+    """
     first = among[0]
     make = partial(_of_placements, among)
-    return cf.ext.Schedule(name, make, first.stages_per_rank, first.placement, splits_backward=True, looks_at_costs=True, among=among)
+    return cf.ext.Schedule(
+        name, make, first.stages_per_rank, first.placement, splits_backward=True, looks_at_costs=True, among=among
+    )
 
 
 def _of_placements(
-    among: tuple[cf.ext.Schedule, ...], ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None
+    among: tuple[cf.ext.Schedule, ...],
+    ranks: int,
+    microbatches: int,
+    costs: StageCosts | None = None,
+    cap_bytes: float | None = None,
 ) -> ActionTable:
     stages = among[0].stages(ranks) if costs is None else costs.stages
     costs = StageCosts.uniform(stages) if costs is None else costs
@@ -260,8 +302,13 @@ def _fastest(
 Played = tuple[ActionTable, cf.ext.Simulated]
 
 
-def _lists(rank_of: Sequence[int], microbatches: int, costs: StageCosts, cap_bytes: float | None, by_span: bool) -> list[Played]:
-    """A list by each of the rules. Where the one that ends first is taken, those that cannot be it are not played to their end."""
+def _lists(
+    rank_of: Sequence[int], microbatches: int, costs: StageCosts, cap_bytes: float | None, by_span: bool
+) -> list[Played]:
+    """A list by each of the rules.
+
+    Where the one that ends first is taken, those that cannot be it are not played to their end.
+    """
     played = []
     within_s = INF
     for rules in RULES:
@@ -276,12 +323,19 @@ def _lists(rank_of: Sequence[int], microbatches: int, costs: StageCosts, cap_byt
 
 
 def _drafted(
-    stages_per_rank: int, placement: str, ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None
+    stages_per_rank: int,
+    placement: str,
+    ranks: int,
+    microbatches: int,
+    costs: StageCosts | None = None,
+    cap_bytes: float | None = None,
 ) -> ActionTable:
     """The faster of two lists, which says how two cuts compare."""
     costs = StageCosts.uniform(ranks * stages_per_rank) if costs is None else costs
     rank_of = _ranks_of(stages_per_rank, placement, ranks)
-    tables = [schedule_list(rank_of, microbatches, costs, cap_bytes, Rules(forward_first=first)) for first in (False, True)]
+    tables = [
+        schedule_list(rank_of, microbatches, costs, cap_bytes, Rules(forward_first=first)) for first in (False, True)
+    ]
     return min(tables, key=lambda table: cf.ext.simulate(table, costs).makespan_s)
 
 
@@ -312,7 +366,10 @@ MARGIN = 1e-6
 
 @cf.hookimpl
 def colofunc_schedules() -> dict[str, cf.ext.Schedule]:
-    """The schedules that ship with colofunc, by name. `auto` is the fastest of one stage a rank, and two in the shape of a V or in turn."""
+    """The schedules that ship with colofunc, by name.
+
+    `auto` is the fastest of one stage a rank, and two in the shape of a V or in turn.
+    """
     split = partial(cf.ext.Schedule, splits_backward=True)
     one = (
         cf.ext.Schedule("gpipe", gpipe),
@@ -327,7 +384,11 @@ def colofunc_schedules() -> dict[str, cf.ext.Schedule]:
         split("v-min", v_min, 2, "v"),
         split("dualpipev", dual_pipe_v, 2, "v", least_per_rank=2),
     )
-    placed = (automatic("auto-one", 1, "loop", one), automatic("auto-v", 2, "v", vee), automatic("auto-interleaved", 2, "loop", in_turn))
+    placed = (
+        automatic("auto-one", 1, "loop", one),
+        automatic("auto-v", 2, "v", vee),
+        automatic("auto-interleaved", 2, "loop", in_turn),
+    )
     span = automatic("auto-span", 1, "loop", one, by_span=True)
     records = (*one, *in_turn, *vee, of_placements("auto", placed), *placed, span)
     return {record.name: record for record in records}

@@ -7,7 +7,8 @@
 
 Problem: activations grow with the sequence, and attention is the only operator that looks from one token to another.
 Idea: the batch's tokens lie on the axis, and so does everything behind them: embeddings, norms, products and the loss
-work on a part of the tokens each, gradients of weights are sums over the axis. Attention alone gets a pattern of its own.
+work on a part of the tokens each, gradients of weights are sums over the axis. Attention alone gets a pattern of its
+own.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     forward    all-gather K, V        attention of my rows over all columns
     backward   all-gather K, V again  dK, dV of my rows over all columns, reduce-scatter
 
-One collective in place of n - 1 hops, and the whole keys of one layer at a time in memory: the pattern for groups of few
-key heads, short sequences or many small ranks. Nothing gathered is kept for backward.
+One collective in place of n - 1 hops, and the whole keys of one layer at a time in memory: the pattern for groups of
+few key heads, short sequences or many small ranks. Nothing gathered is kept for backward.
 
 Source: context parallelism of Llama 3 (2407.21783), section 3.3.2.
 """

@@ -4,9 +4,10 @@
     k (b, g, t/n, e)   and the key heads that these read; one that several ranks read goes to each of them
     out                back to rows of this rank, the padding cut off
 
-Where n divides the key heads attention is `{cp: g}` of its own rule and the exchange is a conversion, kept for backward.
-Here it is part of the operator, and q, k, v go twice. The slowest rank has p heads, as few as whole heads allow. Between
-there and back stands attention itself, or a ring over another axis: "all rows" are then those of its rank.
+Where n divides the key heads attention is `{cp: g}` of its own rule and the exchange is a conversion, kept for
+backward. Here it is part of the operator, and q, k, v go twice. The slowest rank has p heads, as few as whole heads
+allow. Between there and back stands attention itself, or a ring over another axis: "all rows" are then those of its
+rank.
 
 Source: DeepSpeed Ulysses (2309.14509).
 """
@@ -69,7 +70,9 @@ class Heads:
 
     @property
     def fits(self) -> bool:
-        """Whether this exchange is for the call: the rule's own cannot do it, and bits of dropout stay those of one device."""
+        """Whether this exchange is for the call: the rule's own cannot do it, and bits of dropout stay those of one
+        device.
+        """
         if self.key_heads % self.ranks == 0 or self.attention.shape("q_offset"):
             return False
         heads = self.attention.layout("q", self.way).dims[1]
@@ -99,7 +102,8 @@ class Heads:
 
     @property
     def aligned(self) -> bool:
-        """Whether the groups of every rank are those that the operator assumes: equally many query heads per key head."""
+        """Whether the groups of every rank are those that the operator assumes: equally many query heads per key head.
+        """
         if self.heads_each % self.keys_each:
             return False
         group = self.heads_each // self.keys_each
@@ -187,13 +191,22 @@ class Heads:
         if not heads:
             return cf.ext.local.gathered(x, 2, self.axis, self.mesh) if rows else x
         x = collectives.fit(x, (x.shape[0], self.heads_each * self.ranks, *x.shape[2:]))
-        return cf.ext.local.exchanged(x, 1, 2, self.axis, self.mesh) if rows else cf.ext.local.part(x, 1, self.axis, self.mesh)
+        return (
+            cf.ext.local.exchanged(x, 1, 2, self.axis, self.mesh)
+            if rows
+            else cf.ext.local.part(x, 1, self.axis, self.mesh)
+        )
 
     def to_rows(self, x: torch.Tensor, heads: bool = True, rows: bool = True) -> torch.Tensor:
-        """(b, p, n m, ..) of my heads -> (b, h, m, ..) of my rows; what has no rows is pending, a term on every rank."""
+        """(b, p, n m, ..) of my heads -> (b, h, m, ..) of my rows; what has no rows is pending, a term on every rank.
+        """
         if not heads:
             return cf.ext.local.scattered(x, 2, self.axis, self.mesh) if rows else x
-        x = cf.ext.local.exchanged(x, 2, 1, self.axis, self.mesh) if rows else cf.ext.local.among_zeros(x, 1, self.axis, self.mesh)
+        x = (
+            cf.ext.local.exchanged(x, 2, 1, self.axis, self.mesh)
+            if rows
+            else cf.ext.local.among_zeros(x, 1, self.axis, self.mesh)
+        )
         return x[:, : self.query_heads]
 
     def to_key_heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -210,7 +223,9 @@ class Heads:
         """The way back of `to_key_heads` for gradients: summed over the ranks that read a head."""
         total = dx.to(cf.ext.local.wide(dx.dtype))
         if not self.aligned:
-            total = total.new_zeros((total.shape[0], self.keys_each, *total.shape[2:])).index_add(1, self.key_index(), total)
+            total = total.new_zeros((total.shape[0], self.keys_each, *total.shape[2:])).index_add(
+                1, self.key_index(), total
+            )
         by_rank = collectives.rearrange(total, "b g (n m) e -> n b g m e", n=self.ranks)
         came = collectives.all_to_all(by_rank, self.axis, self.mesh)
         found = came.new_zeros((came.shape[1], self.key_heads, *came.shape[3:]))

@@ -42,15 +42,18 @@ def gather_kv(axis: str, *, balance: str | None = "auto") -> SequencePlan:
 def ulysses(axis: str) -> SequencePlan:
     """DeepSpeed Ulysses over `axis`: all-to-all from tokens to heads before attention and back behind it.
 
-    Key heads that the axis does not divide: query heads are padded to a multiple, and a key head that several ranks need
-    goes to each of them. No axis may be larger than the number of query heads. Of attention that a model writes out, heads divide.
+    Key heads that the axis does not divide: query heads are padded to a multiple, and a key head that several ranks
+    need goes to each of them. No axis may be larger than the number of query heads. Of attention that a model writes
+    out, heads divide.
     """
     return SequencePlan("ulysses", (axis,))
 
 
 @attrs.frozen
 class SequencePlan:
-    """What `ring`, `ulysses` and `gather_kv` return: a named plan, and the plugin that gives attention its pattern over it."""
+    """What `ring`, `ulysses` and `gather_kv` return: a named plan, and the plugin that gives attention its pattern over
+    it.
+    """
 
     mode: str
     axes: tuple[str, ...]
@@ -60,12 +63,18 @@ class SequencePlan:
         first, mode = self.axes[0], self.mode
         for axis in self.axes:
             if not isinstance(axis, str):
-                raise cf.PlanError(f"{mode} takes the name of one axis, not {axis!r}; write {mode}('cp'), or make a view of several")
+                raise cf.PlanError(
+                    f"{mode} takes the name of one axis, not {axis!r}; write {mode}('cp'), or make a view of several"
+                )
         if first in self.axes[1:]:
-            raise cf.PlanError(f"{mode}: axis {first!r} cannot both hold blocks of tokens and split heads; name two axes")
+            raise cf.PlanError(
+                f"{mode}: axis {first!r} cannot both hold blocks of tokens and split heads; name two axes"
+            )
         if self.balance not in BALANCES:
             known = ", ".join(map(repr, BALANCES))
-            raise cf.PlanError(f"{mode} has balance {known}, not {self.balance!r}; write {mode}({first!r}, balance='stripes')")
+            raise cf.PlanError(
+                f"{mode} has balance {known}, not {self.balance!r}; write {mode}({first!r}, balance='stripes')"
+            )
 
     @property
     def name(self) -> str:
@@ -97,7 +106,9 @@ class SequencePlan:
         striped = self.mode != "ulysses" and self._striped(calls)
         order = (*heads, "_", axis) if striped else (axis, *heads, "_")
         exchanged = axis if self.mode == "ulysses" else ""
-        wishes = list(cf.ext.tokens.wishes(program, mesh, f"({' '.join(order)})", self.axes, self.name, written, rules, exchanged))
+        wishes = list(
+            cf.ext.tokens.wishes(program, mesh, f"({' '.join(order)})", self.axes, self.name, written, rules, exchanged)
+        )
         if calls:
             wishes.append(self._pattern(calls, mesh, axis, heads, striped))
         return wishes
@@ -105,7 +116,9 @@ class SequencePlan:
     def _atom(self, mesh: cf.Mesh, name: str) -> str:
         atoms = mesh.atoms((name,))
         if len(atoms) != 1:
-            raise cf.PlanError(f"{self.name}: {name!r} is a view of {', '.join(atoms)}, and tokens go over one axis; name one of these")
+            raise cf.PlanError(
+                f"{self.name}: {name!r} is a view of {', '.join(atoms)}, and tokens go over one axis; name one of these"
+            )
         return atoms[0]
 
     def _striped(self, calls: Sequence[cf.ext.AttentionCall]) -> bool:
@@ -116,13 +129,16 @@ class SequencePlan:
     def _pattern(
         self, calls: Sequence[cf.ext.AttentionCall], mesh: cf.Mesh, axis: str, heads: list[str], striped: bool
     ) -> cf.ext.Wish:
-        """What attention does, forward and backward: blocks over one axis, heads over another by the rule or by an exchange."""
+        """What attention does, forward and backward: blocks over one axis, heads over another by the rule or by an
+        exchange.
+        """
         head_axes = [axis] if self.mode == "ulysses" else heads
         fewest = min(call.sizes["g"] * call.sizes["r"] for call in calls)
         for name in head_axes:
             if mesh.axis_size(name) > fewest:
                 raise cf.PlanError(
-                    f"{self.name}: {fewest} heads over the {mesh.axis_size(name)} ranks of {name!r} leave ranks without any; "
+                    f"{self.name}: {fewest} heads over the {mesh.axis_size(name)} ranks of {name!r} leave ranks "
+                    "without any; "
                     f"use fewer ranks, or ring({name!r}), which splits tokens only"
                 )
         blocks = () if self.mode == "ulysses" else (f"{axis}: {KINDS[self.mode].words[striped]}",)

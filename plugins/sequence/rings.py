@@ -5,12 +5,12 @@
 
 Problem: attention over a split sequence needs every key on every rank, and gathering them makes memory grow with the
 sequence. Idea: hold one block at a time. Backward is a second ring: with the merged out and lse each block's gradients
-are those of the block alone, so dK and dV travel with their K and V, each rank adds its part (at least float32), and one
-last hop brings them home.
+are those of the block alone, so dK and dV travel with their K and V, each rank adds its part (at least float32), and
+one last hop brings them home.
 
 Layouts: "ring" holds contiguous blocks, `cp s`. Under a causal mask rank 0 then works on one block and the last on all;
-"striped" deals rows round, `s cp`: all ranks see equally many pairs at every step. A causal window needs only the blocks
-that it reaches, which contiguous blocks make few: the others are never sent.
+"striped" deals rows round, `s cp`: all ranks see equally many pairs at every step. A causal window needs only the
+blocks that it reaches, which contiguous blocks make few: the others are never sent.
 
 The next block's permute stands before the work on the present one, so that executors run both at once.
 
@@ -82,4 +82,5 @@ class Ring(cf.ext.AttentionPattern):
             home = collectives.permute(dkv if home is None else dkv + home, self.axis, self.mesh, table)
             biases.append(dbias)
         dk, dv = self.apart(own if home is None else own + home, x)
-        return dq.to(dtype), dk, dv, self.bias_grad(biases, lambda me, c: torch.remainder(me - c, self.n))  # c came at step me - c
+        # c came at step me - c
+        return dq.to(dtype), dk, dv, self.bias_grad(biases, lambda me, c: torch.remainder(me - c, self.n))

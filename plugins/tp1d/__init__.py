@@ -5,8 +5,9 @@
     x whole -> q, k, v column (tp o) -> attention over heads -> o row (tp i) -> pending sum: one all-reduce, x whole
 
 Problem: a model has to be rewritten, or a table of its module names kept, to say which product is split how. Idea:
-`cf.ext.product_pairs` reads from the traced program which product feeds which; the plan wishes the weights so, and follows
-them: heads of attention, activation functions and all of backward are split along. Experts are a pair of products each.
+`cf.ext.product_pairs` reads from the traced program which product feeds which; the plan wishes the weights so, and
+follows them: heads of attention, activation functions and all of backward are split along. Experts are a pair of
+products each.
 
 Per layer and step four all-reduces of (b, s, d): two forward (behind each row product), two backward (behind each group
 of column products). Source: Megatron-LM (1909.08053), section 3; along the sequence: 2205.05198.
@@ -34,11 +35,12 @@ def megatron(
 ) -> Megatron:
     """`tensor("1d", axis)`: column and row pairs over one axis, "tp" by default.
 
-    sequence: whether what lies between the pairs (norms, residual sums) stays split along the sequence, so that each all-reduce
-    becomes a reduce-scatter and an all-gather of the same bytes. vocabulary: whether the output layer, its loss and the
-    embedding are split along the vocabulary, where the loss can. size: how many ranks there are. apart: with `sequence`, the gradients of
-    an input that several products read (q, k and v) are reduced and scattered one by one, as plans of torch's DTensor do that give each
-    product its input as a part of the sequence; else they are summed first, which sends less.
+    sequence: whether what lies between the pairs (norms, residual sums) stays split along the sequence, so that each
+    all-reduce becomes a reduce-scatter and an all-gather of the same bytes. vocabulary: whether the output layer, its
+    loss and the embedding are split along the vocabulary, where the loss can. size: how many ranks there are. apart:
+    with `sequence`, the gradients of an input that several products read (q, k and v) are reduced and scattered one by
+    one, as plans of torch's DTensor do that give each product its input as a part of the sequence; else they are summed
+    first, which sends less.
 
     Raises PlanError where `apart` is said without `sequence`.
     """
@@ -46,11 +48,15 @@ def megatron(
         axis = "tp"
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if len(axes) != 1 or not isinstance(axes[0], str):
-        raise cf.PlanError(f"tensor('1d') takes one axis, not {axis!r}; write tensor('1d', ('tp',)), or make a view of several")
+        raise cf.PlanError(
+            f"tensor('1d') takes one axis, not {axis!r}; write tensor('1d', ('tp',)), or make a view of several"
+        )
     if size is not None and (isinstance(size, bool) or size < 1):
         raise cf.PlanError(f"tensor('1d'): size={size!r} is no number of ranks")
     if apart and not sequence:
-        raise cf.PlanError("tensor('1d', apart=True) is of gradients that are scattered along the sequence; add sequence=True")
+        raise cf.PlanError(
+            "tensor('1d', apart=True) is of gradients that are scattered along the sequence; add sequence=True"
+        )
     return Megatron(axes, sequence, vocabulary, apart)
 
 
@@ -80,7 +86,8 @@ class Megatron:
             specs |= leaves
         if not specs:
             raise cf.PlanError(
-                f"{self.name} finds no two products with weights of which one feeds the other and whose heads and widths "
+                f"{self.name} finds no two products with weights of which one feeds the other and whose heads and "
+                "widths "
                 f"divide over {mesh.axis_size(axis)} ranks; use fewer, or tensor('auto', {axis!r})"
                 + cf.ext.products.why_whole(program, rules)
             )
@@ -94,12 +101,17 @@ class Megatron:
 
     def _state(self, program: Any, specs: dict[int, str | cf.Layout], axis: str) -> list[cf.ext.Wish]:
         """Every weight and its moments as `specs` says, or whole."""
-        rest = {3: f"_ ({axis} _) _"} if self.sequence else {}  # what follows from no weight: (b, s, d) along the sequence
+        # what follows from no weight: (b, s, d) along the sequence
+        rest = {3: f"_ ({axis} _) _"} if self.sequence else {}
         every = {id: specs.get(id, "...") for id in program.inputs if program.values[id].role in ("param", "frozen")}
         found = list[cf.ext.Wish]()
         for id, spec in cf.ext.reading.with_moments(program, every).items():
             value, along = program.values[id], id in specs
-            found.append(cf.ext.Wish(value.name, spec, self.axes, (value.role,), self.name, along=along, rest=rest, apart=self.apart))
+            found.append(
+                cf.ext.Wish(
+                    value.name, spec, self.axes, (value.role,), self.name, along=along, rest=rest, apart=self.apart
+                )
+            )
         return found
 
     def _held(self, pairs: Any) -> list[Any]:

@@ -5,8 +5,9 @@
     step = cf.shard(step_fn, mesh, tensor("3d", ("z", "x", "y")))          # a cube, see grid3d.py
     step = cf.shard(step_fn, mesh, tensor("auto", ("x", "y")))             # any split, the grid among them, by cost
 
-Problem: split over one axis, a layer's activations stand whole on every rank. Idea: a pattern of operators (`cf.ext.products`),
-with local code for the product and both gradients; plans.py says which products of a traced program are held to it.
+Problem: split over one axis, a layer's activations stand whole on every rank. Idea: a pattern of operators
+(`cf.ext.products`), with local code for the product and both gradients; plans.py says which products of a traced
+program are held to it.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ MODES = {"auto": (1, 2), "2d": (2,), "2.5d": (2, 3), "3d": (3,)}
 def tensor(
     mode: str, axis: str | Sequence[str] | None = None, *, depth: int | None = None, size: int | None = None
 ) -> Auto | Gridded:
-    """The modes of `colofunc_plugins.tensor` that have a grid of axes, by default "x", "y" and "z", and "auto", by default "tp".
+    """The modes of `colofunc_plugins.tensor` that have a grid of axes, by default "x", "y" and "z", and "auto", by
+    default "tp".
 
-    axis: of "2d" (rows, columns), of "2.5d" (rows, columns, depth), of "3d" (rows, inputs, outputs). depth, size: as there.
+    axis: of "2d" (rows, columns), of "2.5d" (rows, columns, depth), of "3d" (rows, inputs, outputs). depth, size: as
+    there.
     """
     if mode not in MODES:
-        raise cf.PlanError(f"a grid has modes {', '.join(map(repr, MODES))}, not {mode!r}; colofunc_plugins.tensor has every mode")
+        raise cf.PlanError(
+            f"a grid has modes {', '.join(map(repr, MODES))}, not {mode!r}; colofunc_plugins.tensor has every mode"
+        )
     axes = _axes(mode, axis, depth)
     sizes = None if size is None else _sizes(mode, len(axes), depth, size)
     return Auto(axes) if mode == "auto" else Gridded(mode, axes, sizes)
@@ -45,12 +50,18 @@ def _axes(mode: str, axis: str | Sequence[str] | None, depth: int | None) -> tup
     if depth is not None and mode != "2.5d":
         raise cf.PlanError(f"tensor({mode!r}) has no depth; write tensor('2.5d', ('x', 'y', 'z'), depth={depth})")
     if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
-        raise cf.PlanError(f"tensor('2.5d', depth={depth!r}): a grid is at least one deep. Try: depth=2, or three axes, ('x', 'y', 'z')")
+        raise cf.PlanError(
+            f"tensor('2.5d', depth={depth!r}): a grid is at least one deep. Try: depth=2, or three axes, ('x', 'y', "
+            "'z')"
+        )
     if len(axes) == 2 and depth is not None and depth > 1:
         axes = (*axes, "depth")
     if len(axes) not in counts or not all(isinstance(a, str) for a in axes):
         how = " or ".join(map(str, counts))
-        raise cf.PlanError(f"tensor({mode!r}) takes {how} axes, not {axis!r}; write tensor({mode!r}, {names}), or make a view of several")
+        raise cf.PlanError(
+            f"tensor({mode!r}) takes {how} axes, not {axis!r}; write tensor({mode!r}, {names}), or make a view of "
+            "several"
+        )
     if len(set(axes)) != len(axes):
         raise cf.PlanError(f"tensor({mode!r}, {axes!r}) names an axis twice; each way through the grid has its own")
     return axes
@@ -69,5 +80,7 @@ def _sizes(mode: str, count: int, depth: int | None, size: int) -> tuple[int, ..
     whole = (side,) * 3 if mode == "3d" else (side, side, deep)[:count]
     if prod(whole) != size:
         shape = "cube" if mode == "3d" else "square" + (f" of depth {deep}" if deep > 1 else "")
-        raise cf.PlanError(f"tensor({mode!r}): {size} ranks are no {shape}; leave out size=, and give the mesh the sizes that you want")
+        raise cf.PlanError(
+            f"tensor({mode!r}): {size} ranks are no {shape}; leave out size=, and give the mesh the sizes that you want"
+        )
     return whole

@@ -6,14 +6,15 @@
     dX = dY W^T    gather dY along x, W along z      reduce_scatter along y
     dW = X^T dY    gather X along y, dY along x      reduce_scatter along z
 
-Problem: on a grid of two axes a rank still receives whole rows and columns of blocks. Idea (Agarwal): of the three factors b, i
-and o each lies on one axis, z, x and y; a matrix has two of them, and is kept split over the third, along which it is
-gathered for the product or scattered after it. Y comes out as X stood, with x and y exchanged, so the next product takes
-it as it is with its axes exchanged: directions alternate, and nothing is converted in between.
+Problem: on a grid of two axes a rank still receives whole rows and columns of blocks. Idea (Agarwal): of the three
+factors b, i and o each lies on one axis, z, x and y; a matrix has two of them, and is kept split over the third, along
+which it is gathered for the product or scattered after it. Y comes out as X stood, with x and y exchanged, so the next
+product takes it as it is with its axes exchanged: directions alternate, and nothing is converted in between.
 
-Per product a rank receives [b i (y-1) + b o (x-1) + i o (z-1)] / (x y z) elements, forward and in each gradient. The gathered
-operands and the terms of the result stand whole in between: b i / (x z) + i o / (x y) + b o / (y z) elements.
-Source: Agarwal et al., A three-dimensional approach to parallel matrix multiplication (IBM J. R&D 39, 1995); 2105.14450.
+Per product a rank receives [b i (y-1) + b o (x-1) + i o (z-1)] / (x y z) elements, forward and in each gradient. The
+gathered operands and the terms of the result stand whole in between: b i / (x z) + i o / (x y) + b o / (y z) elements.
+Source: Agarwal et al., A three-dimensional approach to parallel matrix multiplication (IBM J. R&D 39, 1995);
+2105.14450.
 """
 
 from __future__ import annotations
@@ -65,8 +66,12 @@ class Cube:
         for stripes in STRIPES:
             words = self.words(stripes)
             costs, code = partial(self.cost, call, mesh), self.local
-            yield from products.strategies(call, mesh, self.lies, words, partial(costs, False), partial(code, False), stripes=stripes)
-            layer = partial(products.strategies, call, mesh, self.layer(""), words[:2], partial(costs, True), partial(code, True))
+            yield from products.strategies(
+                call, mesh, self.lies, words, partial(costs, False), partial(code, False), stripes=stripes
+            )
+            layer = partial(
+                products.strategies, call, mesh, self.layer(""), words[:2], partial(costs, True), partial(code, True)
+            )
             yield from layer(stripes=stripes, hidden=(self.z,))
 
     def along(self, flat: bool) -> dict[str, str]:

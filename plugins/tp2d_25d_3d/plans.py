@@ -4,9 +4,10 @@
     tensor("2.5d", ("x", "y", "z"))       weights (x i) (y o)      activations (x z b) s (y d)       z: depth
     tensor("3d", ("z", "x", "y"))         weights (x z i) (y o)    activations (z y b) s (x d), then (z x b) s (y d), in turn
 
-A product's pattern says where its operands and its result lie; the flow goes on from there through norms, attention over
-heads, activation functions and the residual stream, and through all of backward. A fused weight is cut in stripes, as in
-"1d". Embeddings, norms' weights and what a size keeps out of the grid are found by cost; so is all else by the plan "auto".
+A product's pattern says where its operands and its result lie; the flow goes on from there through norms, attention
+over heads, activation functions and the residual stream, and through all of backward. A fused weight is cut in stripes,
+as in "1d". Embeddings, norms' weights and what a size keeps out of the grid are found by cost; so is all else by the
+plan "auto".
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Gridded:
         return (Grid(*mesh.atoms(self.axes)),)
 
     def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.ext.Rules | None = None) -> list[cf.ext.Wish]:
-        """Rows of the batch, weights on the grid, and the pattern of each product with one of them; experts' as well."""
+        """Rows of the batch, weights on the grid, and the pattern of each product with one of them; experts' as well.
+        """
         self._check(mesh)
         if all(mesh.axis_size(axis) == 1 for axis in self.axes):
             return []
@@ -79,14 +81,17 @@ class Gridded:
         found = list(products.wishes(program, mesh, patterns, self.name))
         held = {product.index for product in patterns}
         dense = set(specs)
-        # A token's whole width is gathered from the axis that splits it, which has hidden units instead; the others have rows.
+        # A token's whole width is gathered from the axis that splits it, which has hidden units instead; the others
+        # have rows.
         first, width, *more = mesh.atoms(self.axes)
         for index, wishes, leaves in cf.ext.reading.experts(program, mesh, width, self.name, (first, *more), rules):
             held.add(index)
             found += wishes
             specs |= leaves
             dense -= set(leaves)  # what works on them is said already
-        products.worthwhile(program, rules, held, self.name, "use zero(...) for this model, or sizes that the axes divide")
+        products.worthwhile(
+            program, rules, held, self.name, "use zero(...) for this model, or sizes that the axes divide"
+        )
         for id, spec in cf.ext.reading.with_moments(program, specs).items():
             value = program.values[id]
             found.append(cf.ext.Wish(value.name, spec, self.axes, (value.role,), self.name, along=id in dense))
@@ -95,17 +100,25 @@ class Gridded:
     def _check(self, mesh: cf.Mesh) -> None:
         atoms, has = mesh.atoms(self.axes), tuple(map(mesh.axis_size, self.axes))
         if len(atoms) != len(self.axes):
-            raise cf.PlanError(f"{self.name}: a view stands for several axes, {', '.join(atoms)} in all; name single axes")
+            raise cf.PlanError(
+                f"{self.name}: a view stands for several axes, {', '.join(atoms)} in all; name single axes"
+            )
         for axis, said, size in zip(self.axes, self.sizes or has, has, strict=True):
             if said != size:
-                raise cf.PlanError(f"{self.name}: axis {axis!r} of {mesh} has {size} ranks, where the plan says {said}; change one of them")
+                raise cf.PlanError(
+                    f"{self.name}: axis {axis!r} of {mesh} has {size} ranks, where the plan says {said}; change one of "
+                    "them"
+                )
 
-    def _products(self, program: Any, mesh: cf.Mesh, rules: cf.ext.Rules) -> Iterator[tuple[products.Product, Grid | Cube, int]]:
+    def _products(
+        self, program: Any, mesh: cf.Mesh, rules: cf.ext.Rules
+    ) -> Iterator[tuple[products.Product, Grid | Cube, int]]:
         """(product, grid, stripes) of every product that the grid divides."""
         grids = self.grids(mesh)
         pairs = cf.ext.product_pairs(program, mesh, mesh.atoms(self.axes)[-1 if self.mode == "3d" else 1], rules)
         every = list(products.weighted(program, rules))
-        apart = cf.ext.reading.routers(program, {product.index for product in every})  # as narrow as there are experts: by cost
+        # as narrow as there are experts: by cost
+        apart = cf.ext.reading.routers(program, {product.index for product in every})
         for product in every:
             if program.nodes[product.index].target not in products.FORMS or product.index in apart:
                 continue
@@ -126,15 +139,18 @@ class Gridded:
         axes = tuple(sorted((first, *depth), key=mesh.axis_names.index))
         parts = products.parts(mesh, self.grids(mesh)[0].lies, "b") * prod(map(mesh.axis_size, depth))
         leaves = cf.ext.reading.rows(program, parts, self.name)
-        return [cf.ext.Wish(leaf.name, f"({' '.join(axes)} _) ...", axes, ("batch",), self.name, along=True) for leaf in leaves]
+        return [
+            cf.ext.Wish(leaf.name, f"({' '.join(axes)} _) ...", axes, ("batch",), self.name, along=True)
+            for leaf in leaves
+        ]
 
 
 @attrs.frozen
 class Auto:
     """What `tensor("auto", axes)` returns: every product with a weight splits its work over the axes, as cost says.
 
-    Over two axes also as SUMMA, either way round: more messages than gathering operands whole and the same bytes, so cost
-    takes it where memory asks for it.
+    Over two axes also as SUMMA, either way round: more messages than gathering operands whole and the same bytes, so
+    cost takes it where memory asks for it.
     """
 
     axes: tuple[str, ...]
@@ -176,7 +192,9 @@ class Auto:
             found.append(cf.ext.Wish(node.path, wants, self.axes, source=self.name, targets=(node.target,)))
         if not found:
             sizes = " by ".join(str(mesh.axis_size(axis)) for axis in axes)
-            raise cf.PlanError(f"{self.name}: no product with a weight has a dim that divides over {sizes} ranks; use fewer")
+            raise cf.PlanError(
+                f"{self.name}: no product with a weight has a dim that divides over {sizes} ranks; use fewer"
+            )
         return list(dict.fromkeys(found))
 
 

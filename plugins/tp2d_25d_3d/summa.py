@@ -6,15 +6,15 @@
     dX = dY W^T    panel k: gather W along x                         reduce_scatter(dY W_k^T) along y
     dW = X^T dY    panel k: gather X along y                         reduce_scatter(X_k^T dY) along x
 
-Problem: to gather X and W whole is as many bytes, and costs the memory that splitting them saved. Idea: a panel at a time.
-SUMMA broadcasts panel k from its owner; in one program for all ranks a broadcast has no owner, so here every rank gives a
-slice of each of its own blocks to every panel, which is the same sum in another order. A panel is an all-gather, all
-panels together are the bytes of all broadcasts, and x and y need not be equal: i falls into lcm(x, y) blocks. While a
-panel multiplies, the next one is on its way.
+Problem: to gather X and W whole is as many bytes, and costs the memory that splitting them saved. Idea: a panel at a
+time. SUMMA broadcasts panel k from its owner; in one program for all ranks a broadcast has no owner, so here every rank
+gives a slice of each of its own blocks to every panel, which is the same sum in another order. A panel is an
+all-gather, all panels together are the bytes of all broadcasts, and x and y need not be equal: i falls into lcm(x, y)
+blocks. While a panel multiplies, the next one is on its way.
 
-Per product a rank receives (y-1)/y of its row of X (of dX: sends), (x-1)/x of its column of W: [b i (y-1) + i o (x-1)] / (x y)
-elements. With a third axis on b this is Tesseract (2.5D): copies of the grid of weights, each with its part of the rows.
-Source: SUMMA, van de Geijn and Watts (1997); Optimus (2104.05343); Tesseract (2105.14500).
+Per product a rank receives (y-1)/y of its row of X (of dX: sends), (x-1)/x of its column of W: [b i (y-1) + i o (x-1)]
+/ (x y) elements. With a third axis on b this is Tesseract (2.5D): copies of the grid of weights, each with its part of
+the rows. Source: SUMMA, van de Geijn and Watts (1997); Optimus (2104.05343); Tesseract (2105.14500).
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class Grid:
         cost, local = partial(self.cost, call, mesh), partial(self.local, mesh)
         for stripes in STRIPES:
             words = self.words(stripes)
-            laid = partial(products.strategies, call, mesh, self.lies, words[:2], cost, local, stripes=stripes, sort=True)
+            laid = partial(
+                products.strategies, call, mesh, self.lies, words[:2], cost, local, stripes=stripes, sort=True
+            )
             yield from laid(depth=words[2:])
             if self.depth is not None:
                 yield from laid(hidden=(self.depth,))

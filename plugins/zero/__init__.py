@@ -6,10 +6,11 @@
     stage 2                                       a rank's own part       (accumulated so as well)
     stage 3                 parameters on dp, gathered for use
 
-Problem: data parallelism keeps the same 16 bytes per parameter on every rank. Idea: where a tensor is *stored* and where
-work on it is *done* are two things. The plan says that the batch lies on `dp`, and follows it, so that all work is data
-parallel; and it says where parameters and moments are stored. Gathers and reduce-scatters are then conversions like any
-other. A tensor goes on the first of its dims that the ranks divide; another plan may have that dim, then on another.
+Problem: data parallelism keeps the same 16 bytes per parameter on every rank. Idea: where a tensor is *stored* and
+where work on it is *done* are two things. The plan says that the batch lies on `dp`, and follows it, so that all work
+is data parallel; and it says where parameters and moments are stored. Gathers and reduce-scatters are then conversions
+like any other. A tensor goes on the first of its dims that the ranks divide; another plan may have that dim, then on
+another.
 
 Source: ZeRO (1910.02054); hybrid sharding: PyTorch FSDP (2304.11277), MiCS (2205.00119).
 """
@@ -29,7 +30,8 @@ import colofunc as cf
 __all__ = ["Zero", "zero"]
 
 SMALL = 1 << 12
-"""A tensor of at most so many elements, none of whose dims is divided by the ranks, is copied; a larger one is padded."""
+"""A tensor of at most so many elements, none of whose dims is divided by the ranks, is copied; a larger one is
+padded."""
 
 
 def zero(
@@ -45,13 +47,14 @@ def zero(
     """ZeRO over `axes`: stage 1 splits moments, 2 gradients too, 3 parameters too.
 
     replicate: further data-parallel axes, over which what is stored on `axes` is copied (hybrid sharding). optimizer:
-    the axes that split moments, if they are more than `axes`: `zero(3, "dpi", replicate="dpo", optimizer=("dpi", "dpo"))`.
-    regather: whether stage 3 gathers again for backward (True: least memory, 3 instead of 2 times the parameters on the
-    wire); None: only where memory asks for it. chunk: parameters in the order of their use in flat buffers of so many
-    elements, each gathered and reduced as one; "auto": the size that wastes least; None: small ones go together where that
-    saves time. reduce: under `cf.accumulate`, "each": gradients are reduced in each microbatch, a rank adds up its own parts; "last":
-    a rank adds up whole ones and reduces them behind the last microbatch, which sends less and holds all gradients (FSDP's `no_sync`,
-    FSDP2's `set_requires_gradient_sync(False)`); None: "each" in stage 2 and where stage 3 gathers again, else as memory asks.
+    the axes that split moments, if they are more than `axes`:
+    `zero(3, "dpi", replicate="dpo", optimizer=("dpi", "dpo"))`. regather: whether stage 3 gathers again for backward
+    (True: least memory, 3 instead of 2 times the parameters on the wire); None: only where memory asks for it. chunk:
+    parameters in the order of their use in flat buffers of so many elements, each gathered and reduced as one; "auto":
+    the size that wastes least; None: small ones go together where that saves time. reduce: under `cf.accumulate`,
+    "each": gradients are reduced in each microbatch, a rank adds up its own parts; "last": a rank adds up whole ones
+    and reduces them behind the last microbatch, which sends less and holds all gradients (FSDP's `no_sync`, FSDP2's
+    `set_requires_gradient_sync(False)`); None: "each" in stage 2 and where stage 3 gathers again, else as memory asks.
 
     Raises PlanError for what is no stage, axis, size or word of these, and where two of them say different things.
     """
@@ -63,17 +66,25 @@ def zero(
     if not split:
         raise cf.PlanError("zero needs an axis to split over; write zero(3, 'dp')")
     if set(split) & set(copied):
-        raise cf.PlanError(f"zero: {sorted(set(split) & set(copied))} cannot both split and copy; name other axes in replicate=")
+        raise cf.PlanError(
+            f"zero: {sorted(set(split) & set(copied))} cannot both split and copy; name other axes in replicate="
+        )
     unknown = [axis for axis in moments if axis not in (*split, *copied)]
     if unknown:
-        raise cf.PlanError(f"zero: optimizer={unknown} must be among axes {split} and replicate {copied}, which the batch lies on")
+        raise cf.PlanError(
+            f"zero: optimizer={unknown} must be among axes {split} and replicate {copied}, which the batch lies on"
+        )
 
     if regather is not None and stage != 3:
-        raise cf.PlanError(f"zero({stage}) gathers no parameters, so regather={regather} says nothing; drop it or use stage 3")
+        raise cf.PlanError(
+            f"zero({stage}) gathers no parameters, so regather={regather} says nothing; drop it or use stage 3"
+        )
     if not _is_chunk_size(chunk):
-        raise cf.PlanError(f"zero: chunk={chunk!r} is no number of elements; write chunk=\"auto\" or chunk=1 << 20")
+        raise cf.PlanError(f'zero: chunk={chunk!r} is no number of elements; write chunk="auto" or chunk=1 << 20')
     if reduce not in (None, "each", "last"):
-        raise cf.PlanError(f"zero: reduce={reduce!r} is no way to reduce gradients; write reduce=\"each\" or reduce=\"last\"")
+        raise cf.PlanError(
+            f'zero: reduce={reduce!r} is no way to reduce gradients; write reduce="each" or reduce="last"'
+        )
     if stage == 2 and reduce == "last":
         raise cf.PlanError('zero(2) keeps no whole gradient, so reduce="last" cannot be; use stage 1, or drop it')
     return Zero(stage, (*split, *copied), split, moments, regather, chunk, reduce)
@@ -158,7 +169,9 @@ class Zero:
         spec = places(value.shape, ways, mesh, alone)
         regather = self.regather if self.stage == 3 else False
         scatter = self._reduces_in_each()
-        return cf.ext.Wish(value.name, spec, axes, (value.role,), self.name, regather=regather, chunk=self.chunk, scatter=scatter)
+        return cf.ext.Wish(
+            value.name, spec, axes, (value.role,), self.name, regather=regather, chunk=self.chunk, scatter=scatter
+        )
 
     def _reduces_in_each(self) -> bool | None:
         """Whether gradients are reduced in each microbatch; None: as memory asks."""
@@ -178,13 +191,16 @@ class Zero:
         values = [program.values[id] for id in program.inputs]
         leaves = [value for value in values if value.role == "batch" and value.shape]
         if not leaves:
-            raise cf.PlanError(f"{self.name} splits the batch, and this step has no batch: no argument behind the state has a tensor")
+            raise cf.PlanError(
+                f"{self.name} splits the batch, and this step has no batch: no argument behind the state has a tensor"
+            )
         rows = Counter(leaf.shape[0] for leaf in leaves).most_common(1)[0][0]
         ranks = _ranks(mesh, axes)
         if rows % ranks:
             raise cf.PlanError(
                 f"{self.name}: the {rows} rows of the batch ({leaves[0].name!r}) do not divide over {ranks} ranks; "
-                f"take a multiple of these (cf.pad(batch, multiple=1, rows={ranks}) adds rows that labels or a mask leave out)"
+                f"take a multiple of these (cf.pad(batch, multiple=1, rows={ranks}) adds rows that labels or a mask "
+                "leave out)"
             )
         spec = f"({' '.join(axes)} _) ..."
         return [
@@ -203,7 +219,9 @@ def _is_padded(want: Any) -> bool:
 
 
 def _masters(program: Any) -> set[int]:
-    """Parameters that forward reads in a narrower dtype only: what it reads is gathered, they themselves are optimizer state."""
+    """Parameters that forward reads in a narrower dtype only: what it reads is gathered, they themselves are optimizer
+    state.
+    """
     readers: dict[int, list[Any]] = {}
     for node in program.nodes:
         if node.phase == "forward":
@@ -225,7 +243,8 @@ def _narrows(node: Any, values: Any) -> bool:
 def places(shape: tuple[int, ...], ways: Sequence[tuple[str, ...]], mesh: cf.Mesh, alone: bool) -> Any:
     """Where a tensor may be stored: on a dim that the ranks divide, for the first of `ways` for which there is one.
 
-    `alone`: no other axis is in play, so the first such dim will do; else any of them, and what else lies there decides.
+    `alone`: no other axis is in play, so the first such dim will do; else any of them, and what else lies there
+    decides.
     """
     for axes in ways:
         ranks = _ranks(mesh, axes)

@@ -1,15 +1,15 @@
 """Updates on padded shards: what the ranks do not divide is updated where it lies.
 
-Problem: a parameter of (337, 13) on two ranks lies as `(dp a~) b`, 169 rows each, the last of them nobody's. Rules split
-factors into equal parts only, so its update gathered parameter, gradient and moments. Idea: padding is zeros, and the
-update of a zero by a zero gradient is zero; so is a product, a cast, and what padding adds to a sum. These operators take
-padded shards as they are:
+Problem: a parameter of (337, 13) on two ranks lies as `(dp a~) b`, 169 rows each, the last of them nobody's. Rules
+split factors into equal parts only, so its update gathered parameter, gradient and moments. Idea: padding is zeros, and
+the update of a zero by a zero gradient is zero; so is a product, a cast, and what padding adds to a sum. These
+operators take padded shards as they are:
 
     adamw: (dp a~) b, (dp a~) b, ... -> (dp a~) b          mul, to_copy, neg: the same            sum: (dp a~) b -> +dp
     lamb_direction: (dp a~) b, ... -> (dp a~) b, _ +dp, ...          the sums of squares are of zeros, too
 
-Adamax and Rprop keep numbers that are never zero (a largest gradient of at least eps, a least step), so they are no such updates.
-Which shapes are padded is the plan's; this offers the strategies, and cost takes them.
+Adamax and Rprop keep numbers that are never zero (a largest gradient of at least eps, a least step), so they are no
+such updates. Which shapes are padded is the plan's; this offers the strategies, and cost takes them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,22 @@ import colofunc as cf
 
 __all__ = ["TARGETS", "strategies"]
 
-_EPS = {"colofunc.adamw": 8, "colofunc.lamb_direction": 7}  # where it stands: without it a zero over a zero would not be zero
+# where it stands: without it a zero over a zero would not be zero
+_EPS = {"colofunc.adamw": 8, "colofunc.lamb_direction": 7}
 _KIND, _OPTIONS = 0, 8  # positions in `update`
 # Kinds of `update` that leave zeros zeros -> position of eps among their options, if they divide by a root.
 _EPS_OF = {"Adadelta": 1, "Adagrad": 1, "ASGD": None, "NAdam": 2, "RAdam": 2, "RMSprop": 1}
 _KEEP = ("aten.mul.Tensor", "aten.mul.Scalar", "aten.neg.default", "aten._to_copy.default")  # zero where an operand is
 _NORMS = 1  # which result of lamb_direction the sums of squares are
-TARGETS = ("colofunc.adamw", "colofunc.sgd", "colofunc.update", "colofunc.lion", "colofunc.lamb_direction", *_KEEP, "aten.sum.default")
+TARGETS = (
+    "colofunc.adamw",
+    "colofunc.sgd",
+    "colofunc.update",
+    "colofunc.lion",
+    "colofunc.lamb_direction",
+    *_KEEP,
+    "aten.sum.default",
+)
 
 
 def strategies(call: Any, mesh: cf.Mesh, spec: str, axes: tuple[str, ...]) -> Iterator[cf.Strategy]:

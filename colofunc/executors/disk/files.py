@@ -2,15 +2,17 @@
 
 Problem: data that does not fit in memory lies in files, and a process can be killed, a disk can fill up and a directory
 can vanish at any moment. Idea: two files of equal layout, each with room for every chunk, taken from the file system
-before the first use. Every process has a folder of its own, locked while the process lives, so that what a dead one left
-can be told from what a living one uses. Which of the two versions counts is known to the process alone: no other reads it.
+before the first use. Every process has a folder of its own, locked while the process lives, so that what a dead one
+left can be told from what a living one uses. Which of the two versions counts is known to the process alone: no other
+reads it.
 
     directory/                            named by the user, must exist
       colofunc-disk-rank00000-3f9c.../    one store
         lock                              held with flock(2); says host, process and rank
         version-0, version-1              chunk k at the same offset in both, offsets and lengths rounded up to 4096 bytes
 
-Bytes pass the page cache where the file system can (`direct_io`): a training step must not push its own data out of memory.
+Bytes pass the page cache where the file system can (`direct_io`): a training step must not push its own data out of
+memory.
 """
 
 from __future__ import annotations
@@ -148,7 +150,10 @@ def _check_room(parent: Path, layout: Layout, others: Sequence[Path]) -> None:
 
 
 def _make(parent: Path, rank: int) -> tuple[Path, int]:
-    """A new folder with its lock held. One that sweeps at the same moment can only take it away before it is locked: then again."""
+    """A new folder with its lock held.
+
+    One that sweeps at the same moment can only take it away before it is locked: then again.
+    """
     while True:
         path = parent / f"{PREFIX}{rank:05d}-{secrets.token_hex(6)}"
         path.mkdir(0o700)
@@ -189,7 +194,11 @@ def _owner(fd: int) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     kinds = {"host": str, "pid": int, "rank": int}
-    signed = type(said) is dict and said.keys() == kinds.keys() and all(type(said[key]) is kind for key, kind in kinds.items())
+    signed = (
+        type(said) is dict
+        and said.keys() == kinds.keys()
+        and all(type(said[key]) is kind for key, kind in kinds.items())
+    )
     return said if signed else {}
 
 

@@ -1,8 +1,9 @@
 """Versions of chunks that are read while training goes on.
 
-Problem: a checkpoint of what lies on disk takes as long as the disk does, and steps go on changing it. Idea: each chunk has two
-versions, and a step writes the one that does not count. So what counts now stays for one more step, and the step after that waits,
-chunk by chunk, only where it has not been read yet. Nobody waits in silence, nor for a reader that has stopped.
+Problem: a checkpoint of what lies on disk takes as long as the disk does, and steps go on changing it. Idea: each chunk
+has two versions, and a step writes the one that does not count. So what counts now stays for one more step, and the
+step after that waits, chunk by chunk, only where it has not been read yet. Nobody waits in silence, nor for a reader
+that has stopped.
 
     held = store.hold(3, Reader("cf.save to '/ckpt'"))      # now
     ...                                                     # steps go on
@@ -32,7 +33,10 @@ DEADLINE_S = 1800.0
 
 @attrs.define(eq=False)
 class Reader:
-    """Who reads what is held. `what`: in words, with a path. `deadline_s`: so long may it read nothing while a step waits for it."""
+    """Who reads what is held.
+
+    `what`: in words, with a path. `deadline_s`: so long may it read nothing while a step waits for it.
+    """
 
     what: str = "a reader"
     deadline_s: float = DEADLINE_S
@@ -70,8 +74,10 @@ class Holds:
                 end_s = max(begun_s, reader.read_at_s) + reader.deadline_s
                 if now_s >= end_s:
                     raise DiskError(
-                        f"{what} cannot be written: {reader.what} has to read it first and has read nothing for {reader.deadline_s:g} s. "
-                        "Try: look whether the disk that it writes to answers; what counts on disk is as it was before this step"
+                        f"{what} cannot be written: {reader.what} has to read it first and has read nothing for "
+                        f"{reader.deadline_s:g} s. "
+                        "Try: look whether the disk that it writes to answers; what counts on disk is as it was before "
+                        "this step"
                     )
                 if not reader.told and reader.waited_s >= SAY_AFTER_S:
                     reader.told = True
@@ -81,7 +87,9 @@ class Holds:
 
 
 class Held:
-    """A chunk of so many bytes as it was when `DiskStore.hold` was called; it is released with the last reference at the latest."""
+    """A chunk of so many bytes as it was when `DiskStore.hold` was called; it is released with the last reference at
+    the latest.
+    """
 
     def __init__(self, nbytes: int, read: Callable[[Tensor], Ticket], release: Callable[[], None]) -> None:
         self._nbytes, self._read = nbytes, read

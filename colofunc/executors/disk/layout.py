@@ -36,7 +36,9 @@ class Layout:
     @staticmethod
     def of(sizes: Sequence[int], block_bytes: int = BLOCK_BYTES, versions: int = len(VERSIONS)) -> Layout:
         if block_bytes <= 0 or block_bytes % PAGE_BYTES:
-            raise DiskError(f"blocks of {block_bytes} bytes: direct I/O needs a multiple of {PAGE_BYTES}. Try: {BLOCK_BYTES}")
+            raise DiskError(
+                f"blocks of {block_bytes} bytes: direct I/O needs a multiple of {PAGE_BYTES}. Try: {BLOCK_BYTES}"
+            )
         if (negative := next((k for k, size in enumerate(sizes) if size < 0), None)) is not None:
             raise DiskError(f"chunk {negative} has {sizes[negative]} bytes. Try: sizes of 0 bytes and more")
         offsets = accumulate((padded(size) for size in sizes), initial=0)
@@ -60,9 +62,9 @@ def disk_bytes(sizes: Sequence[int], versions: int = len(VERSIONS)) -> int:
 def checksum(data: Buffer) -> int:
     """Of a block, at the pace of memory: a CRC-32 of the sums of its pages.
 
-    Summing the words of each page first takes half the time of a CRC of all bytes (6.2 to 3.2 GB/s of one core, data not
-    in its cache). A page that is lost, stale, misplaced or overwritten, whole or in part, changes it, and so does any
-    change of the bits within one word; words that change places within a page do not.
+    Summing the words of each page first takes half the time of a CRC of all bytes (6.2 to 3.2 GB/s of one core, data
+    not in its cache). A page that is lost, stale, misplaced or overwritten, whole or in part, changes it, and so does
+    any change of the bits within one word; words that change places within a page do not.
     """
     whole = len(data) // PAGE_BYTES * PAGE_BYTES
     sums = data[:whole].view("<u8").reshape(-1, PAGE_BYTES // 8).sum(axis=1, dtype=np.uint64)

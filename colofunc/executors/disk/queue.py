@@ -1,8 +1,8 @@
 """The threads of the disk tier: blocks move first come, first served, work on one chunk in the order it was asked for.
 
 Problem: system calls that move megabytes should run beside the computation, a bounded number of bytes at a time, and a
-read must not overtake the write before it. Idea: a few threads, each with one buffer that direct I/O can use; per chunk a
-chain of which only the first work has blocks in the common queue.
+read must not overtake the write before it. Idea: a few threads, each with one buffer that direct I/O can use; per chunk
+a chain of which only the first work has blocks in the common queue.
 
     workers = Workers(threads=4, block_bytes=4 << 20)
     workers.submit(Work(chunk=0, move=move, ticket=ticket, left=blocks, writes=True, ended=ended))
@@ -41,7 +41,9 @@ class Ticket:
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when all bytes have moved. Raises DiskError that says why they have not."""
         if not self._ended.wait(timeout_s):
-            raise DiskError(f"{self._what} has not ended after {timeout_s} s. Try: look whether the disk answers at all")
+            raise DiskError(
+                f"{self._what} has not ended after {timeout_s} s. Try: look whether the disk answers at all"
+            )
         if self._error is not None:
             raise self._error
 
@@ -77,7 +79,9 @@ class Workers:
         self._stopping = False
         # Daemons: others would be waited for before the end of the process can stop them.
         args = [(pages(block_bytes),) for _ in range(threads)]
-        self._threads = [Thread(target=self._serve, args=a, name=f"colofunc-disk-{k}", daemon=True) for k, a in enumerate(args)]
+        self._threads = [
+            Thread(target=self._serve, args=a, name=f"colofunc-disk-{k}", daemon=True) for k, a in enumerate(args)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -102,7 +106,9 @@ class Workers:
             thread.join()
         with self._changed:
             for work in [work for chain in self._chains.values() for work in chain]:
-                work.ticket.end(DiskError("the store was closed before this ended. Try: wait for what is needed before close()"))
+                work.ticket.end(
+                    DiskError("the store was closed before this ended. Try: wait for what is needed before close()")
+                )
             self._chains.clear()
 
     @property

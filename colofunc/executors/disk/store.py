@@ -1,9 +1,9 @@
 """The disk tier: chunks of bytes that are read and written while something else computes.
 
-Problem: state that does not fit in memory lies on disk. It must come and go at the pace of the drive without taking
-the processor from training, a step that fails half-way must leave the state of the step before, and a bit that the
-disk changed must never become a number. Idea: a few Python threads move blocks of 4 MiB with direct I/O, which takes
-no interpreter lock and hardly any processor time; every chunk has room for two versions, a write goes to the one that does
+Problem: state that does not fit in memory lies on disk. It must come and go at the pace of the drive without taking the
+processor from training, a step that fails half-way must leave the state of the step before, and a bit that the disk
+changed must never become a number. Idea: a few Python threads move blocks of 4 MiB with direct I/O, which takes no
+interpreter lock and hardly any processor time; every chunk has room for two versions, a write goes to the one that does
 not count, and `commit` makes all writes since the last one count at once; every block has a checksum.
 
     with DiskStore("/nvme", [chunk.nbytes for chunk in chunks]) as store:     # takes its room on disk, or fails, now
@@ -48,12 +48,16 @@ THREADS = min(4, os.cpu_count() or 1)
 
 
 class Records:
-    """Which version of each chunk is which, and how blocks move. Knows no threads; each chunk is moved by one work at a time."""
+    """Which version of each chunk is which, and how blocks move.
+
+    Knows no threads; each chunk is moved by one work at a time.
+    """
 
     def __init__(self, files: Files) -> None:
         layout = files.layout
         self.files, self.layout = files, layout
-        self.current: NDArray[np.int8] = np.full(len(layout.sizes), -1, np.int8)  # per chunk: 0, 1, or -1 where none counts
+        # per chunk: 0, 1, or -1 where none counts
+        self.current: NDArray[np.int8] = np.full(len(layout.sizes), -1, np.int8)
         self.newest = self.current.copy()  # what a read sees
         self.sums = np.zeros((len(VERSIONS), layout.blocks[-1]), np.uint32)
         self.failed: dict[int, BaseException] = {}  # chunks whose newest version is broken
@@ -79,7 +83,9 @@ class Records:
         try:
             self.files.write(version, data, self.layout.offsets[chunk] + at)
         except OSError as error:
-            raise disk_error(f"cannot write {self.place(chunk, block, len(part))}", self.path(version), error) from error
+            raise disk_error(
+                f"cannot write {self.place(chunk, block, len(part))}", self.path(version), error
+            ) from error
 
     def get(self, chunk: int, version: int, target: Buffer, block: int, buffer: Buffer) -> None:
         """Read one block and compare its checksum."""
@@ -94,7 +100,8 @@ class Records:
         found, expected = checksum(data[: len(part)]), int(self.sums[version, self.layout.blocks[chunk] + block])
         if found != expected:
             raise DiskError(
-                f"{where} {self.path(version)!r} is not what was written: checksum {found:08x}, expected {expected:08x}. "
+                f"{where} {self.path(version)!r} is not what was written: checksum {found:08x}, expected "
+                f"{expected:08x}. "
                 "Try: begin from a checkpoint, on another disk if this comes again"
             )
         if data is not part:
@@ -104,7 +111,9 @@ class Records:
         """Raises DiskError where the last write of a chunk failed."""
         if chunk in self.failed:
             why = self.failed[chunk]
-            raise DiskError(f"chunk {chunk} cannot be read, its last write failed: {why}. Try: write it again, or rollback()") from why
+            raise DiskError(
+                f"chunk {chunk} cannot be read, its last write failed: {why}. Try: write it again, or rollback()"
+            ) from why
 
     def wrote(self, chunk: int, error: BaseException | None) -> None:
         if error is None:
@@ -119,12 +128,11 @@ class Records:
 class DiskStore:
     """Chunks of fixed sizes on disk, in a folder of its own within `directory`; see the module's docstring.
 
-    sizes: bytes of each chunk; on disk each takes them twice, rounded up to 4096 (`layout.disk_bytes`).
-    threads: how many move blocks. buffers_bytes: the most memory that the store takes; fewer threads where
-    it has no room for a buffer of `block_bytes` for each. rank: in the folder's name, for processes that share a directory.
-    versions: 1 for what is only read once it is committed, which takes half the room.
-    `close` or the end of the process removes the files, and after a kill the next store in the same directory does.
-    Only one thread may call methods at a time.
+    sizes: bytes of each chunk; on disk each takes them twice, rounded up to 4096 (`layout.disk_bytes`). threads: how
+    many move blocks. buffers_bytes: the most memory that the store takes; fewer threads where it has no room for a
+    buffer of `block_bytes` for each. rank: in the folder's name, for processes that share a directory. versions: 1 for
+    what is only read once it is committed, which takes half the room. `close` or the end of the process removes the
+    files, and after a kill the next store in the same directory does. Only one thread may call methods at a time.
     Raises DiskError before anything is left on disk where the directory is missing, not writable or too small.
     """
 
@@ -177,15 +185,18 @@ class DiskStore:
     def write(self, chunk: int, tensor: Tensor, before: Before | None = None) -> Ticket:
         """Begin to write a contiguous CPU tensor of the chunk's bytes, of any dtype and shape, and return at once.
 
-        The tensor is borrowed: nothing may change it until the ticket is done; `before()` is called by whoever reads it, before each
-        block, and returns when its bytes are there. Where its memory begins at a page
-        (`pages`, pinned memory) it is written from where it lies, else it goes through the store's buffers.
-        Where it would replace what is held (`hold`), it waits until that is released. Raises DiskError where that takes too long.
+        The tensor is borrowed: nothing may change it until the ticket is done; `before()` is called by whoever reads
+        it, before each block, and returns when its bytes are there. Where its memory begins at a page (`pages`, pinned
+        memory) it is written from where it lies, else it goes through the store's buffers. Where it would replace what
+        is held (`hold`), it waits until that is released. Raises DiskError where that takes too long.
         """
         source = self._bytes_of(chunk, tensor, "write")
         records = self._records
         if records.layout.versions == 1 and records.current[chunk] == 0:
-            raise DiskError(f"chunk {chunk} of {self.path!r} counts and has one version, so it is only read. Try: x.clone() to change it")
+            raise DiskError(
+                f"chunk {chunk} of {self.path!r} counts and has one version, so it is only read. Try: x.clone() to "
+                "change it"
+            )
         version = 1 if records.current[chunk] == 0 else 0  # never the one that counts
         self._holds.wait(chunk, version, f"chunk {chunk} ({size_text(self.sizes[chunk])}) of {self.path!r}")
         records.newest[chunk] = version
@@ -200,8 +211,8 @@ class DiskStore:
     def read(self, chunk: int, into: Tensor, before: Before | None = None) -> Ticket:
         """Begin to read a chunk as it was written last, whether committed or not, and return at once.
 
-        `into` has the last write's bytes once the ticket is done; until then, and after an error, nothing certain. `before()`
-        returns when nobody else reads `into` any more.
+        `into` has the last write's bytes once the ticket is done; until then, and after an error, nothing certain.
+        `before()` returns when nobody else reads `into` any more.
         """
         target = self._bytes_of(chunk, into, "read")
         records, version = self._records, int(self._records.newest[chunk])
@@ -217,7 +228,8 @@ class DiskStore:
         return self._submit(chunk, f"reading chunk {chunk} from {records.path(version)!r}", move, writes=False)
 
     def hold(self, chunk: int, reader: Reader | None = None) -> Held:
-        """A chunk as it was written last, to be read whatever is written later, in another thread too, and then released.
+        """A chunk as it was written last, to be read whatever is written later, in another thread too, and then
+        released.
 
         reader: who reads it, one object for all chunks, so that a write that waits can say for what.
         """
@@ -227,7 +239,11 @@ class DiskStore:
             raise DiskError(f"chunk {chunk} was never written. Try: write({chunk}, tensor) before hold({chunk})")
         reader = reader or Reader()
         self._holds.add(chunk, version, reader)
-        return Held(self.sizes[chunk], partial(self._read_held, chunk, version), partial(self._holds.release, chunk, version, reader))
+        return Held(
+            self.sizes[chunk],
+            partial(self._read_held, chunk, version),
+            partial(self._holds.release, chunk, version, reader),
+        )
 
     def _read_held(self, chunk: int, version: int, into: Tensor) -> Ticket:
         target, records = self._bytes_of(chunk, into, "read"), self._records
@@ -243,9 +259,15 @@ class DiskStore:
         if not 0 <= chunk < len(sizes):
             raise DiskError(f"there is no chunk {chunk} in a store of {len(sizes)}. Try: 0 to {len(sizes) - 1}")
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            raise DiskError(f"chunk {chunk} needs contiguous memory of the host, not {_about(tensor)}. Try: tensor.cpu().contiguous()")
+            raise DiskError(
+                f"chunk {chunk} needs contiguous memory of the host, not {_about(tensor)}. Try: "
+                "tensor.cpu().contiguous()"
+            )
         if tensor.nbytes != sizes[chunk]:
-            raise DiskError(f"chunk {chunk} has {sizes[chunk]} bytes, not {tensor.nbytes} ({_about(tensor)}). Try: a tensor of its size")
+            raise DiskError(
+                f"chunk {chunk} has {sizes[chunk]} bytes, not {tensor.nbytes} ({_about(tensor)}). Try: a tensor of its "
+                "size"
+            )
         return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
     def _submit(self, chunk: int, what: str, move: Move, writes: bool) -> Ticket:
@@ -262,9 +284,11 @@ class DiskStore:
     # -- versions --
 
     def commit(self) -> None:
-        """Wait for all writes, then make them count, all at once. With one version what was written is only read from now on.
+        """Wait for all writes, then make them count, all at once. With one version what was written is only read from
+        now on.
 
-        Raises DiskError where a write failed: then nothing has changed, and the chunk can be written again, or `rollback()` called.
+        Raises DiskError where a write failed: then nothing has changed, and the chunk can be written again, or
+        `rollback()` called.
         """
         self._ours("commit to")
         self._workers.wait_for_writes()
@@ -285,16 +309,24 @@ class DiskStore:
         if self.closed:
             raise DiskError(f"cannot {doing} the store at {self.path!r}: it is closed. Try: a new store")
         if os.getpid() != self._files.owner:  # after a fork there are no threads
-            raise DiskError(f"cannot {doing} the store at {self.path!r}: it is process {self._files.owner}'s. Try: one store per process")
+            raise DiskError(
+                f"cannot {doing} the store at {self.path!r}: it is process {self._files.owner}'s. Try: one store per "
+                "process"
+            )
 
     def close(self) -> None:
-        """End the threads and close the files, which removes them; what has not ended fails. Twice is as good as once."""
+        """End the threads and close the files, which removes them; what has not ended fails.
+
+        Twice is as good as once.
+        """
         self._end()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

@@ -2,15 +2,16 @@
 
 Problem: a program reads and writes values in the tier "disk", and between its steps a state with parts there is looked
 at, saved and handed on like any other. Idea: a part on disk is a tensor without memory that knows its chunk of a
-`DiskStore`. A program's copies move it beside what else runs; any other operator reads it and works on what it has read.
+`DiskStore`. A program's copies move it beside what else runs; any other operator reads it and works on what it has
+read.
 
     room = Room("/nvme", [x.nbytes for x in parts])   # taken now, or an error
     there = [room.keep(x) for x in parts]             # OnDisk, written; the parts may go
     copying = reading(there[0])                       # ahead of its use
     copying.wait() + 1;  there[1] + 1                 # the same, but for the time that it takes
 
-What is read lies in buffers that begin at a page, so that direct I/O needs no second copy; they are given again, by size, and
-never hold more at once than was in use at the busiest moment.
+What is read lies in buffers that begin at a page, so that direct I/O needs no second copy; they are given again, by
+size, and never hold more at once than was in use at the busiest moment.
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ class OnDisk(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, like: torch.Tensor, store: DiskStore | None = None, number: int = 0, source: Callable[[], torch.Tensor] | None = None
+        cls,
+        like: torch.Tensor,
+        store: DiskStore | None = None,
+        number: int = 0,
+        source: Callable[[], torch.Tensor] | None = None,
     ) -> OnDisk:
         """`like`: shape, strides and dtype. One without a store is read by `source`, and cannot be written."""
         self: OnDisk = compat.wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device="cpu")
@@ -67,7 +72,9 @@ class OnDisk(torch.Tensor):
             return args[0]
         if func is aten.copy_.default and isinstance(args[0], OnDisk):
             return writing(args[0], args[1].read() if isinstance(args[1], OnDisk) else args[1]).wait()
-        if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments) and isinstance(args[0], OnDisk):
+        if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments) and isinstance(
+            args[0], OnDisk
+        ):
             raise DiskError(f"{func} cannot write to {args[0]!r}. Try: x.clone() first, which reads it into memory")
         if func in _LIKE:
             return func(args[0].shadow(), *args[1:], **{**kwargs, "device": kwargs.get("device") or "cpu"})
@@ -132,7 +139,8 @@ class Moving:
 def reading(x: OnDisk, pinned: bool = False, before: Callable[[torch.Tensor], Before | None] | None = None) -> Moving:
     """Begin to read `x` into a buffer, which is the result. Raises DiskError where a write has not been waited for.
 
-    pinned: a card will copy it. before(buffer): what the thread waits for; the buffer may be one that a card still reads.
+    pinned: a card will copy it. before(buffer): what the thread waits for; the buffer may be one that a card still
+    reads.
     """
     if x.writing is not None:
         raise DiskError(f"{x!r} is read while it is being written. Try: wait for the write first")
@@ -145,9 +153,13 @@ def reading(x: OnDisk, pinned: bool = False, before: Callable[[torch.Tensor], Be
 
 
 def writing(x: OnDisk, source: torch.Tensor, before: Before | None = None) -> Moving:
-    """Begin to write `source`, which nobody may change until it is done, over `x`, which is the result. before: what comes first."""
+    """Begin to write `source`, which nobody may change until it is done, over `x`, which is the result. before: what
+    comes first.
+    """
     if x.store is None:
-        raise DiskError(f"{x!r} is not to be written. Try: cf.offload(step, disk=...), which gives it room, or x.clone()")
+        raise DiskError(
+            f"{x!r} is not to be written. Try: cf.offload(step, disk=...), which gives it room, or x.clone()"
+        )
     if source.stride() != x.stride() or source.device.type != "cpu":
         if before is not None:
             before()
@@ -168,7 +180,8 @@ PINNED_SHARE = 2
 class Staging:
     """Buffers for what is read: page-aligned, given again by size, never more than were in use at the busiest moment.
 
-    Those for a card are pinned, and kept apart from others. To let go of one is to wait for the card, so there may be twice as many.
+    Those for a card are pinned, and kept apart from others. To let go of one is to wait for the card, so there may be
+    twice as many.
     """
 
     def __init__(self) -> None:
@@ -201,7 +214,9 @@ class Staging:
         self._free.setdefault((nbytes, pinned), []).append(memory)
 
     def _make_room(self, nbytes: int, share: int) -> None:
-        """Let go of buffers of other sizes: those in use and those that wait are at most `share` times what was ever in use."""
+        """Let go of buffers of other sizes: those in use and those that wait are at most `share` times what was ever in
+        use.
+        """
         most = share * max(self.peak_bytes, self._used_bytes + nbytes)
         for key in sorted(self._free, reverse=True):
             while self._free[key] and self._used_bytes + nbytes + self._free_bytes > most:
@@ -224,16 +239,21 @@ def unread(shape: Sequence[int], dtype: torch.dtype, source: Callable[[], torch.
 
 def _store(directory: str | os.PathLike[str], sizes: Sequence[int], rank: int, versions: int) -> DiskStore:
     block_bytes = min(BLOCK_BYTES, padded(max(sizes, default=1)) or padded(1))
-    return DiskStore(directory, sizes, rank=rank, block_bytes=block_bytes, buffers_bytes=4 * block_bytes, versions=versions)
+    return DiskStore(
+        directory, sizes, rank=rank, block_bytes=block_bytes, buffers_bytes=4 * block_bytes, versions=versions
+    )
 
 
 class Room:
-    """Chunks that are taken at once and written one after another. Raises DiskError, with nothing left behind, where they cannot be.
+    """Chunks that are taken at once and written one after another. Raises DiskError, with nothing left behind, where
+    they cannot be.
 
     once: what is kept is only read from then on, so it takes half the room, and counts at once.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], sizes: Sequence[int], rank: int = 0, once: bool = False) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], sizes: Sequence[int], rank: int = 0, once: bool = False
+    ) -> None:
         self.store = _store(directory, sizes, rank, 1 if once else len(VERSIONS))
         self._next, self._once = 0, once
 
@@ -268,7 +288,10 @@ class Scratch:
     def write(self, x: torch.Tensor, before: Before | None = None) -> Moving:
         free = self._free.get(x.nbytes)
         if not free:
-            raise DiskError(f"there is no room for another {x.nbytes} bytes in {self._store.path!r}. Try: step.init, or the step by itself")
+            raise DiskError(
+                f"there is no room for another {x.nbytes} bytes in {self._store.path!r}. Try: step.init, or the step "
+                "by itself"
+            )
         number = free.pop()
         on_disk = OnDisk(torch.empty_like(x, device="meta", memory_format=torch.preserve_format), self._store, number)
         weakref.finalize(on_disk, free.append, number).atexit = False
@@ -285,13 +308,15 @@ class Scratch:
 
 
 SCRATCH: ContextVar[Scratch | None] = ContextVar("SCRATCH", default=None)
-"""Where the step that runs writes values of its own. Outside of one a tensor has one tier, and to write it there is to copy it."""
+"""Where the step that runs writes values of its own. Outside of one a tensor has one tier, and to write it there is to
+copy it."""
 
 
 class Together:
     """What a step may write to, of all parts that it is given: all of it counts at its end, or none.
 
-    Where no part lies on disk there is nothing to do. `committed`: some of it counts, so that to forget the rest is to lose the state.
+    Where no part lies on disk there is nothing to do. `committed`: some of it counts, so that to forget the rest is to
+    lose the state.
     """
 
     def __init__(self, parts: Iterable[torch.Tensor]) -> None:

@@ -1,1 +1,2 @@
-"""What a saved folder holds and how it is written and read: regions of tensors, checked files, trees as JSON, folders."""
+"""What a saved folder holds and how it is written and read: regions of tensors, checked files, trees as JSON, folders.
+"""

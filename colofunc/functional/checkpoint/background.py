@@ -1,8 +1,8 @@
 """Saving beside the steps: what lies in memory is written first, what lies on disk is read behind it, as it was.
 
-Problem: a save in the background copies the state, and memory has no room for what lies on disk. Idea: what counts on disk stays
-there for one more step, so it is held (`executors/disk/kept_versions.py`) and read while training goes on. A copy of the rest would need
-room too, where the disk is used for want of it: steps go on when it is written.
+Problem: a save in the background copies the state, and memory has no room for what lies on disk. Idea: what counts on
+disk stays there for one more step, so it is held (`executors/disk/kept_versions.py`) and read while training goes on. A
+copy of the rest would need room too, where the disk is used for want of it: steps go on when it is written.
 
     beside = Beside()
     items = beside.items(leaves, rank, Reader("cf.save to '/ckpt'"))    # to be written in this order, in a thread
@@ -34,7 +34,9 @@ class Beside:
     taken: Event = attrs.field(factory=Event)
 
     def items(self, leaves: Sequence[Leaf], rank: int, reader: Reader) -> list[Item]:
-        """What `rank` writes, as it is now, if no step writes to what lies in memory before it is `taken`. reader: for steps that wait."""
+        """What `rank` writes, as it is now, if no step writes to what lies in memory before it is `taken`. reader: for
+        steps that wait.
+        """
         try:
             return self._items(leaves, rank, reader)
         except BaseException:

@@ -1,7 +1,7 @@
 """Folders of `torch.distributed.checkpoint`: written through torch's own writer, read without running pickles.
 
-Problem: other tools speak DCP, whose metadata is a pickle, and a pickle may run anything. Idea: torch writes (our planner
-tells it which parts there are); metadata and data are read as plain data (`unpickled.py`), in which the names
+Problem: other tools speak DCP, whose metadata is a pickle, and a pickle may run anything. Idea: torch writes (our
+planner tells it which parts there are); metadata and data are read as plain data (`unpickled.py`), in which the names
 of torch's own records stand for records of the reader, and every other name is refused.
 
     boxes("w", region)                      # the region as slices, for the writer in `dcp_planner`
@@ -100,16 +100,22 @@ def read_metadata(folder: Path, crc32: int | None = None) -> tuple[dict[str, Sto
     except (OSError, untrusted.Wrong) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); the checkpoint is incomplete") from error
     if crc32 is not None and zlib.crc32(data) != crc32:
-        raise CheckpointError(f"{path} is not what was saved (checksum); load another checkpoint, or copy this one again")
+        raise CheckpointError(
+            f"{path} is not what was saved (checksum); load another checkpoint, or copy this one again"
+        )
     try:
         metadata = _state(read_pickle(data, partial(_known, path)), "Metadata")
         infos = {_index(at): _state(info, "_StorageInfo") for at, info in metadata["storage_data"].items()}
-        found = {_text(name): _stored(_text(name), entry, infos) for name, entry in metadata["state_dict_metadata"].items()}
+        found = {
+            _text(name): _stored(_text(name), entry, infos) for name, entry in metadata["state_dict_metadata"].items()
+        }
         return found, _paths(metadata.get("planner_data"))
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{path} is no metadata of torch.distributed.checkpoint: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _state(made: Any, *kinds: str) -> dict[str, Any]:
@@ -149,7 +155,11 @@ def _paths(said: Any) -> dict[str, tuple[Any, ...]]:
     """Name -> keys, with which the nesting is rebuilt; none where another planner left something else."""
     paths = said if type(said) is dict else {}
     for keys in paths.values():
-        if type(keys) not in (tuple, list) or not 0 < len(keys) <= MOST_KEYS or any(type(key) not in (str, int) for key in keys):
+        if (
+            type(keys) not in (tuple, list)
+            or not 0 < len(keys) <= MOST_KEYS
+            or any(type(key) not in (str, int) for key in keys)
+        ):
             raise NoPickle(f"keys of a leaf are expected, not {keys!r:.40}")
     return {_text(name): tuple(keys) for name, keys in paths.items()}
 
@@ -172,7 +182,9 @@ def _stored(name: str, entry: Any, infos: dict[Any, dict[str, Any]]) -> Stored:
 
 def _chunk(name: str, info: dict[str, Any], region: Region) -> Chunk:
     if info.get("transform_descriptors"):
-        raise CheckpointError(f"{name!r} is stored through {info['transform_descriptors']!r:.80}, which only its writer can undo")
+        raise CheckpointError(
+            f"{name!r} is stored through {info['transform_descriptors']!r:.80}, which only its writer can undo"
+        )
     return Chunk(inside(_text(info["relative_path"])), _number(info["offset"]), _number(info["length"]), region)
 
 
@@ -180,7 +192,9 @@ def read_chunk(folder: Path, name: str, verify: bool, chunk: Chunk, picks: tuple
     """The elements at `picks` of a chunk, which is read whole."""
     value = read_object(folder, name, chunk, verify)
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != chunk.region.shape:
-        raise CheckpointError(f"{folder / chunk.file}: {name!r} {chunk.region.text()} is not the tensor that the metadata says")
+        raise CheckpointError(
+            f"{folder / chunk.file}: {name!r} {chunk.region.text()} is not the tensor that the metadata says"
+        )
     return take(value, picks)
 
 
@@ -191,7 +205,8 @@ def read_object(folder: Path, name: str, chunk: Chunk, verify: bool = True) -> A
         return read_saved(_bytes_of(path, name, chunk), verify)
     except Changed as error:
         raise CheckpointError(
-            f"{path}: the bytes of {name!r} are not those that were saved (checksum of {str(error)!r}); load another checkpoint, copy "
+            f"{path}: the bytes of {name!r} are not those that were saved (checksum of {str(error)!r}); load another "
+            "checkpoint, copy "
             "this one again, or write verify=False where torch was told to write no checksums"
         ) from error
     except CheckpointError:
@@ -240,9 +255,9 @@ def _known(path: Path, module: str, name: str) -> Any:
     )
 
 
-# ---- what torch.save wrote ----
-# Problem: `torch.load(weights_only=True)` trusts the sizes that the file claims and gives memory for them. Idea: records are
-# stored, so that each is a range of the bytes that are there, and a tensor is a view of that range, within its bounds.
+# ---- what torch.save wrote ---- Problem: `torch.load(weights_only=True)` trusts the sizes that the file claims and
+# gives memory for them. Idea: records are stored, so that each is a range of the bytes that are there, and a tensor is
+# a view of that range, within its bounds.
 #
 #     read_saved(memory, verify=True)         # memory: bytearray of one archive
 
@@ -266,7 +281,10 @@ def torch_dtype(module: str, name: str) -> torch.dtype | None:
 
 
 def read_saved(memory: bytearray, verify: bool) -> Any:
-    """The object. Tensors share `memory`. Raises Changed for a record with another checksum, other errors for damaged archives."""
+    """The object. Tensors share `memory`.
+
+    Raises Changed for a record with another checksum, other errors for damaged archives.
+    """
     archive = zipfile.ZipFile(io.BytesIO(memory))
     records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     for info in records.values():
@@ -284,7 +302,12 @@ def read_saved(memory: bytearray, verify: bool) -> Any:
 def _range(memory: bytearray, info: zipfile.ZipInfo) -> memoryview:
     """The bytes of a stored record."""
     lengths = memory[info.header_offset + 26 : info.header_offset + _LOCAL_HEADER_BYTES]
-    start = info.header_offset + _LOCAL_HEADER_BYTES + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+    start = (
+        info.header_offset
+        + _LOCAL_HEADER_BYTES
+        + int.from_bytes(lengths[:2], "little")
+        + int.from_bytes(lengths[2:], "little")
+    )
     part = memoryview(memory)[start : start + info.file_size]
     if len(part) < info.file_size:
         raise NoPickle(f"{info.filename!r} reaches over the end")
@@ -314,14 +337,20 @@ def _storage(said: Any, parts: dict[str, memoryview]) -> Record:
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, grad: Any, hooks: Any, *more: Any) -> torch.Tensor:
-    """A view of a storage. more: a dtype, for those that have no storage of their own; torch's flags, which plain values lack."""
+    """A view of a storage. more: a dtype, for those that have no storage of their own; torch's flags, which plain
+    values lack.
+    """
     dtypes = [item for item in more if isinstance(item, torch.dtype)]
     if type(storage) is not Record or storage.kind != "storage" or any(item for item in more if item not in dtypes):
         raise NoPickle("it has a tensor that is no plain one")
     part, dtype = storage.args
     dtype = dtypes[0] if dtypes else dtype
     if not len(part):
-        return torch.empty(tuple(size), dtype=dtype) if 0 in size else torch.empty(0, dtype=dtype).as_strided(size, stride, offset)
+        return (
+            torch.empty(tuple(size), dtype=dtype)
+            if 0 in size
+            else torch.empty(0, dtype=dtype).as_strided(size, stride, offset)
+        )
     flat = torch.frombuffer(part, dtype=dtype)
     return flat.as_strided(tuple(size), tuple(stride), offset)
 

@@ -84,8 +84,11 @@ def write(folder: Path, leaves: list[Leaf], content: dict[str, Any], ranks: Rank
     for (leaf, _), item in zip(written, staged, strict=True):
         for box in boxes(leaf.name, item.region):
             values[leaf.name, tuple(span.start for span in box.spans)] = (leaf, item, box)
-    planner = Planner(values, dict(_simple(content["state"], ())) if ranks.rank == 0 else {}, _paths(content["state"], ()))
-    # Torch's own way to copy ahead would wait for the stream, and ask in another order; what it is given lies on the host.
+    planner = Planner(
+        values, dict(_simple(content["state"], ())) if ranks.rank == 0 else {}, _paths(content["state"], ())
+    )
+    # Torch's own way to copy ahead would wait for the stream, and ask in another order; what it is given lies on the
+    # host.
     writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         # One process is what is meant here.
@@ -99,7 +102,9 @@ def write(folder: Path, leaves: list[Leaf], content: dict[str, Any], ranks: Rank
                 cause = cause.__cause__ or cause.__context__  # torch's zip writer has words of its own for a full disk
             if cause is not None:
                 raise OSError(cause.errno, f"{cause.strerror} (on rank {rank})") from error
-            raise CheckpointError(f"torch could not write {folder.name!r} on rank {rank}: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"torch could not write {folder.name!r} on rank {rank}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _children(tree: Any) -> Iterator[tuple[Any, Any]]:

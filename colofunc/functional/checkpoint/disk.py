@@ -76,7 +76,8 @@ class Stream:
     def _hand_over(self) -> None:
         if not self._writers:
             set_direct(self._fd, True)
-            # Threads of our own: a pool takes no work once the interpreter is ending, and a save in the background ends then.
+            # Threads of our own: a pool takes no work once the interpreter is ending, and a save in the background ends
+            # then.
             self._writers = [Thread(target=self._write, name=f"colofunc-disk-{k}") for k in range(WRITERS)]
             for writer in self._writers:
                 writer.start()
@@ -112,11 +113,11 @@ def stream(fd: int) -> Iterator[Stream]:
         made.stop()
 
 
-# ---- reading ----
-# Problem: one thread that reads and then sums leaves the disk idle half of the time, and what is read the usual way is copied
-# from the page cache by the same thread. Idea: a few threads, each with a block of its own: while one sums, others wait for
-# the disk. What is in the page cache is taken from there; what is not goes past it (`O_DIRECT`), which costs the processor
-# next to nothing and pushes nothing else out. Several processes read the usual way, so that what one has read serves the others.
+# ---- reading ---- Problem: one thread that reads and then sums leaves the disk idle half of the time, and what is read
+# the usual way is copied from the page cache by the same thread. Idea: a few threads, each with a block of its own:
+# while one sums, others wait for the disk. What is in the page cache is taken from there; what is not goes past it
+# (`O_DIRECT`), which costs the processor next to nothing and pushes nothing else out. Several processes read the usual
+# way, so that what one has read serves the others.
 #
 #     fetch(path, [(offset, memoryview), ...], lambda k, count: ...)     # called when the k-th has `count` of its bytes
 
@@ -129,7 +130,8 @@ Block = tuple[int, memoryview]  # where in the file, where to
 
 
 def fetch(path: Path, blocks: Sequence[Block], done: Callable[[int, int], None]) -> None:
-    """Read every block to its memory; `done(k, count)` follows the k-th, with the bytes that the file had for it, in any thread.
+    """Read every block to its memory; `done(k, count)` follows the k-th, with the bytes that the file had for it, in
+    any thread.
 
     Raises OSError of the file, and what `done` raises: of several errors that of the first block.
     """
@@ -149,7 +151,10 @@ def fetch(path: Path, blocks: Sequence[Block], done: Callable[[int, int], None])
 
 
 def _together(threads: int, count: int, work: Callable[[int], None]) -> None:
-    """work(0) to work(count - 1) by this thread and others of the pool. All have ended on return; the first error in order is raised."""
+    """work(0) to work(count - 1) by this thread and others of the pool.
+
+    All have ended on return; the first error in order is raised.
+    """
     left = iter(range(count))  # a thread that takes the next holds the interpreter lock
     errors: list[tuple[int, BaseException]] = []
 
@@ -179,7 +184,8 @@ def _one(fd: int, direct: int | None, block: Block) -> int:
 def _read_direct(fd: int, memory: memoryview, at: int) -> int | None:
     """The same past the page cache, by way of a buffer that begins at a page; None where the file system refuses.
 
-    A call that ends within a page has come to the end of the file, so that no other follows: it would begin within a page.
+    A call that ends within a page has come to the end of the file, so that no other follows: it would begin within a
+    page.
     """
     skip = at % PAGE_BYTES
     length = padded(skip + len(memory))

@@ -43,7 +43,10 @@ CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 @attrs.frozen
 class Item:
-    """A piece to be written: `value()` gives the elements of `region`. `on_disk`: it reads them from there, in its turn."""
+    """A piece to be written: `value()` gives the elements of `region`.
+
+    `on_disk`: it reads them from there, in its turn.
+    """
 
     name: str
     dtype: torch.dtype
@@ -94,7 +97,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 def dtype_of(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"this torch has no dtype {name!r}, which the checkpoint holds; load it with a newer torch")
+        raise CheckpointError(
+            f"this torch has no dtype {name!r}, which the checkpoint holds; load it with a newer torch"
+        )
     return found
 
 
@@ -144,7 +149,9 @@ def write_file(path: Path, items: Sequence[Item]) -> list[Piece]:
 
 
 def _write_blocks(out: Stream, data: memoryview) -> bytes:
-    """Their checksums. Summing and copying release the interpreter lock, and a block that was summed is in the processor's cache."""
+    """Their checksums. Summing and copying release the interpreter lock, and a block that was summed is in the
+    processor's cache.
+    """
     sums = np.zeros(-(-len(data) // BLOCK_BYTES), dtype="<u4")
     for k in range(len(sums)):
         block = data[k * BLOCK_BYTES : (k + 1) * BLOCK_BYTES]
@@ -169,7 +176,9 @@ def read_piece(
     low, high = extent(picks[0])
     begin, end = low * row_bytes, high * row_bytes
     if begin >= end:
-        return torch.empty([len(range(n)[p]) if isinstance(p, slice) else len(p) for n, p in zip(shape, picks)], dtype=dtype)
+        return torch.empty(
+            [len(range(n)[p]) if isinstance(p, slice) else len(p) for n, p in zip(shape, picks)], dtype=dtype
+        )
     first, needed = _needed_blocks(shape, picks, dtype.itemsize)
     base = min(begin, first * BLOCK_BYTES)
     stop = max(end, min((first + len(needed)) * BLOCK_BYTES, piece.nbytes))
@@ -232,4 +241,6 @@ def _read_blocks(
     try:
         fetch(path, blocks, check)
     except OSError as error:
-        raise CheckpointError(f"{path}, which holds {name!r}, cannot be read ({error}); the checkpoint is incomplete") from error
+        raise CheckpointError(
+            f"{path}, which holds {name!r}, cannot be read ({error}); the checkpoint is incomplete"
+        ) from error

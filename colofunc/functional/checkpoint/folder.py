@@ -1,9 +1,10 @@
 """Folders that are whole or not there: a lock, a temporary name, one rename at the end.
 
-Problem: a job is killed while it saves, the disk fills, two jobs save to one place; the last checkpoint must survive all
-of it, and so must everything that is no checkpoint. Idea: everything is written to `path.tmp-<token>`, flushed, and renamed
-to `path`, where an old checkpoint is swapped for the new one in one step. `path.colofunc-lock` is held meanwhile (`flock`,
-which ends with its process, so a stale lock is one that nobody holds). What a killed save left is removed by the next.
+Problem: a job is killed while it saves, the disk fills, two jobs save to one place; the last checkpoint must survive
+all of it, and so must everything that is no checkpoint. Idea: everything is written to `path.tmp-<token>`, flushed, and
+renamed to `path`, where an old checkpoint is swapped for the new one in one step. `path.colofunc-lock` is held
+meanwhile (`flock`, which ends with its process, so a stale lock is one that nobody holds). What a killed save left is
+removed by the next.
 
     with Writing(path) as folder:          # path.tmp-...; removed again if the block raises
         ...
@@ -32,7 +33,16 @@ import attrs
 
 from colofunc import owned
 from colofunc.errors import CheckpointError
-from colofunc.functional.checkpoint.index import INCOMPLETE, INDEX, MARK, PLAIN, format_of, index_bytes, write_durably, written
+from colofunc.functional.checkpoint.index import (
+    INCOMPLETE,
+    INDEX,
+    MARK,
+    PLAIN,
+    format_of,
+    index_bytes,
+    write_durably,
+    written,
+)
 
 TOKEN_LETTERS = 12
 LOCK = ".colofunc-lock"
@@ -88,7 +98,8 @@ def _numbers(path: Path) -> tuple[list[int], str]:
 def keep_newest(path: Path, count: int) -> None:
     """Remove all but the `count` newest of the checkpoints beside `path` whose names differ in numbers only.
 
-    Of each, the files that its own index lists: what somebody put beside them stays, and so does a folder of anybody else's.
+    Of each, the files that its own index lists: what somebody put beside them stays, and so does a folder of anybody
+    else's.
     """
     alike = [p for p in _alike(path, "") if not p.is_symlink() and p.is_dir() and written(p) is not None]
     alike.sort(key=_numbers)
@@ -101,7 +112,8 @@ def keep_newest(path: Path, count: int) -> None:
 
 
 def _alike(path: Path, ending: str) -> list[Path]:
-    """What lies beside `path` with its name, but for numbers, and this ending (and a token, for one that ends in "-")."""
+    """What lies beside `path` with its name, but for numbers, and this ending (and a token, for one that ends in "-").
+    """
     words = [re.escape(word) for word in re.split(r"\d+", path.name)]
     token = "[0-9a-f]{12}" if ending.endswith("-") else ""
     pattern = re.compile(r"\d+".join(words) + re.escape(ending) + token)
@@ -127,7 +139,9 @@ def _left(place: Place, kind: str) -> Iterator[Path]:
     """Folders of checkpoints that saves to a place have named: kind "tmp", "old" or "gone" and a token."""
     pattern = re.compile(re.escape(place.name) + rf"\.{kind}-[0-9a-f]{{{TOKEN_LETTERS}}}(-gone)?")
     if place.parent.is_dir():
-        named = [p for p in sorted(place.parent.iterdir()) if pattern.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
+        named = [
+            p for p in sorted(place.parent.iterdir()) if pattern.fullmatch(p.name) and p.is_dir() and not p.is_symlink()
+        ]
         yield from (p for p in named if (p / MARK).is_file() or written(p) is not None or not os.listdir(p))
 
 
@@ -148,7 +162,10 @@ def _remove_left(place: Place, path: Path) -> None:
 
 
 def _discard(old: Path, new: Path) -> None:
-    """Remove the files of an old checkpoint. What else was in its folder goes to the new one, or stays where there is none."""
+    """Remove the files of an old checkpoint.
+
+    What else was in its folder goes to the new one, or stays where there is none.
+    """
     ours, listed = written(old) or {}, written(new) or {}
     others = owned.foreign(old, ours)
     kept = [name for name in ours if name in listed and name not in (INDEX, MARK)]
@@ -190,7 +207,9 @@ class Lock:
             said_before = os.pread(fd, len(HOLDER), 0)
             if said_before not in (b"", HOLDER):
                 os.close(fd)
-                raise CheckpointError(f"{str(self.path)!r} is no lock of colofunc; it was not touched. Save under another name")
+                raise CheckpointError(
+                    f"{str(self.path)!r} is no lock of colofunc; it was not touched. Save under another name"
+                )
             if self._is_current(fd):
                 break
             os.close(fd)  # the holder before us removed the file as we came
@@ -229,26 +248,36 @@ class Writing:
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, kin: Sequence[str] = ()) -> None:
         """overwrite: a folder that no save made may be written into; files in it that get no new content stay.
 
-        kin: globs of the files that readers of such a folder look for. With them other files may have been there before;
-        only those that match are in the way, `overwrite` removes them, and what earlier saves wrote beside them is kept.
+        kin: globs of the files that readers of such a folder look for. With them other files may have been there
+        before; only those that match are in the way, `overwrite` removes them, and what earlier saves wrote beside them
+        is kept.
         """
         self.path = Path(os.path.realpath(owned.given(path, "save", CheckpointError)))  # a link stays one
         if not self.path.name:
-            raise CheckpointError(f"save to {str(self.path)!r}: this is the root of the file system; name a folder in it")
+            raise CheckpointError(
+                f"save to {str(self.path)!r}: this is the root of the file system; name a folder in it"
+            )
         self.overwrite = overwrite
         self.kin = tuple(kin)
         self.token = os.urandom(6).hex()
         # Only checkpoints change places with one another; other folders are written into.
         try:
-            self.inside = self.path.is_dir() and (_is_fixed(self.path) or (written(self.path) is None and bool(os.listdir(self.path))))
+            self.inside = self.path.is_dir() and (
+                _is_fixed(self.path) or (written(self.path) is None and bool(os.listdir(self.path)))
+            )
         except OSError as error:
-            raise CheckpointError(f"save to {str(self.path)!r}: {error.strerror or error}; save to another folder") from error
+            raise CheckpointError(
+                f"save to {str(self.path)!r}: {error.strerror or error}; save to another folder"
+            ) from error
         self._place = Place(self.path, "") if self.inside else _beside(self.path)
         self.folder = self._place.named(f".tmp-{self.token}")
         self._lock = Lock(self._place, self.path)
 
     def begin(self) -> Path:
-        """Take the lock, remove what killed saves left, make the folder. Raises CheckpointError where others have files there."""
+        """Take the lock, remove what killed saves left, make the folder.
+
+        Raises CheckpointError where others have files there.
+        """
         self._check(())
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock.take()
@@ -311,23 +340,33 @@ class Writing:
             return {}
         ours = written(self.path) or {}
         stay = [name for name in ours if not self._is_kin(name) and not os.path.lexists(self.folder / name)]
-        return {name: ours[name] for name in stay if name not in (INDEX, MARK) and owned.is_ours(self.path / name, ours[name])}
+        return {
+            name: ours[name]
+            for name in stay
+            if name not in (INDEX, MARK) and owned.is_ours(self.path / name, ours[name])
+        }
 
     def _check(self, new: Sequence[str]) -> None:
-        """Raise CheckpointError where the folder holds files that this save did not write and would replace or mix with its own."""
+        """Raise CheckpointError where the folder holds files that this save did not write and would replace or mix with
+        its own.
+        """
         if not os.path.lexists(self.path):
             return
         if not self.path.is_dir():
             raise CheckpointError(f"{str(self.path)!r} is a file; a checkpoint is a folder, give another name")
         for name in new:
             if (self.path / name).is_dir():
-                raise CheckpointError(f"save to {str(self.path)!r}: the folder {name!r} in it is in the way; save to another folder")
+                raise CheckpointError(
+                    f"save to {str(self.path)!r}: the folder {name!r} in it is in the way; save to another folder"
+                )
         if self.overwrite:
             return
         there = format_of(self.path)
         if there not in (None, INCOMPLETE) and (there == PLAIN) != bool(self.kin):
             what = "a folder of cf.save_pretrained" if there == PLAIN else "a checkpoint of cf.save"
-            raise CheckpointError(f"{str(self.path)!r} is {what}; nothing was touched. Save to another folder, or pass overwrite=True")
+            raise CheckpointError(
+                f"{str(self.path)!r} is {what}; nothing was touched. Save to another folder, or pass overwrite=True"
+            )
         ours = written(self.path)
         others = [name for name in owned.foreign(self.path, ours or {}) if not self._is_own(name)]
         in_way = [name for name in others if name in new or self._is_kin(name)]
@@ -336,7 +375,8 @@ class Writing:
         if in_way:
             more = f" and {len(in_way) - 4} more" if len(in_way) > 4 else ""
             raise CheckpointError(
-                f"{str(self.path)!r} holds {', '.join(map(repr, in_way[:4]))}{more}, which no save of colofunc wrote; nothing there was "
+                f"{str(self.path)!r} holds {', '.join(map(repr, in_way[:4]))}{more}, which no save of colofunc wrote; "
+                "nothing there was "
                 "touched. Save to another folder, or pass overwrite=True to write into this one"
             )
 
@@ -348,7 +388,10 @@ class Writing:
         return any(fnmatchcase(name, glob) for glob in self.kin)
 
     def _remove_kin(self) -> None:
-        """Files of another's that a reader would take for part of this save. They were checked, or overwriting them was asked for."""
+        """Files of another's that a reader would take for part of this save.
+
+        They were checked, or overwriting them was asked for.
+        """
         for name in owned.foreign(self.path, written(self.path) or {}):
             if self._is_kin(name) and not (self.path / name).is_dir():
                 (self.path / name).unlink()
@@ -356,7 +399,10 @@ class Writing:
     # ---- into its place ----
 
     def _swap(self) -> None:
-        """Change places with the checkpoint that is there. Other files of its folder come along: at once, folders right behind it."""
+        """Change places with the checkpoint that is there.
+
+        Other files of its folder come along: at once, folders right behind it.
+        """
         for name in [*owned.foreign(self.path, written(self.path) or {}), *self.kept()]:
             source, target = self.path / name, self.folder / name
             if not os.path.lexists(target) and not (source.is_dir() and not source.is_symlink()):
@@ -372,7 +418,10 @@ class Writing:
         _discard(old, self.path)
 
     def _merge(self, new: Sequence[str]) -> None:
-        """Move the files into the folder. Until the last of them, the index, is there, the folder says that it is incomplete."""
+        """Move the files into the folder.
+
+        Until the last of them, the index, is there, the folder says that it is incomplete.
+        """
         before = written(self.path) or {}
         between = self.folder / (INDEX + ".part")
         files = dict.fromkeys([*before, *new])

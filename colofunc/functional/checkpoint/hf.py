@@ -49,7 +49,8 @@ def stem(module: nn.Module) -> str:
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> the first name of the same tensor, which is how `cf.functional` calls it."""
+    """Every name of a parameter or buffer -> the first name of the same tensor, which is how `cf.functional` calls it.
+    """
     first: dict[int, str] = {}
     found = {}
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -170,7 +171,8 @@ class _Group:
         return converted
 
     def _read(self, rows: int, name: str, picks: Sequence[Pick]) -> Tensor:
-        """The converted tensor at these positions; of experts that are stacked, only those that are asked for are read."""
+        """The converted tensor at these positions; of experts that are stacked, only those that are asked for are read.
+        """
         low, high = extent(picks[0])
         stacked = self._stacks() and all(len(entries) == rows for entries in self.sources.values())
         if not stacked:
@@ -261,7 +263,8 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def to_stored(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Values of one group as they are written: the inverse of the conversions, ties once under the name that is loaded."""
+    """Values of one group as they are written: the inverse of the conversions, ties once under the name that is loaded.
+    """
     if is_peft(module):
         from peft import get_peft_model_state_dict
 

@@ -21,7 +21,8 @@ from colofunc.errors import CheckpointError
 INDEX = "colofunc.json"
 MARK = ".colofunc-writing"  # in a folder that is being written, from the start until it has its name
 VERSION = 1
-PLAIN = "pretrained"  # the format of a folder that other libraries read: the index lists files and says nothing of tensors
+# the format of a folder that other libraries read: the index lists files and says nothing of tensors
+PLAIN = "pretrained"
 INCOMPLETE = "incomplete"  # the format of a folder whose files are being exchanged one by one
 _HEAD = re.compile(rb'\{"crc32": "([0-9a-f]{8})", "checkpoint": ')
 # Names that `cf.save` gives.
@@ -30,7 +31,9 @@ _NAMED = re.compile(r"rank-\d{5}-\d{5}\.safetensors|__\d+_\d+\.distcp|\.metadata
 
 
 def write_index(folder: Path, content: dict[str, Any], kept: Mapping[str, int | None] | None = None) -> None:
-    """Write the index of a folder whose other files are all there, which it lists. kept: files that will be put beside them."""
+    """Write the index of a folder whose other files are all there, which it lists. kept: files that will be put beside
+    them.
+    """
     files = {**(kept or {}), **{entry.name: entry.stat().st_size for entry in os.scandir(folder) if _is_listed(entry)}}
     write_durably(folder / INDEX, index_bytes({**content, "files": files}))
 
@@ -51,11 +54,15 @@ def read_index(folder: Path) -> dict[str, Any]:
     try:
         data = untrusted.read_bytes(path)
     except (OSError, untrusted.Wrong) as error:
-        raise CheckpointError(f"{folder} holds no checkpoint of colofunc: {path.name} cannot be read ({error})") from error
+        raise CheckpointError(
+            f"{folder} holds no checkpoint of colofunc: {path.name} cannot be read ({error})"
+        ) from error
     head = _HEAD.match(data)
     text = data[head.end() : -2] if head is not None else b""
     if head is None or int(head[1], 16) != zlib.crc32(text):
-        raise CheckpointError(f"{path} is not what was saved (checksum); load another checkpoint, or copy this one again")
+        raise CheckpointError(
+            f"{path} is not what was saved (checksum); load another checkpoint, or copy this one again"
+        )
     try:
         content = untrusted.check(dict[str, Any], untrusted.parse_json(text), "the index")
         for name in untrusted.check(dict[str, int | None], content.get("files", {}), "files"):
@@ -64,7 +71,9 @@ def read_index(folder: Path) -> dict[str, Any]:
     except untrusted.Wrong as error:
         raise CheckpointError(f"{path} is damaged: {error}; load another checkpoint") from error
     if content.get("version") != VERSION:
-        raise CheckpointError(f"{path} is of version {content.get('version')!r:.80}, this colofunc reads {VERSION}; use one of its time")
+        raise CheckpointError(
+            f"{path} is of version {content.get('version')!r:.80}, this colofunc reads {VERSION}; use one of its time"
+        )
     return dict(content)
 
 

@@ -10,8 +10,8 @@
     x.SCB               float32 (o): the largest of each row, so that a weight is int8 SCB / 127
     x.weight_format     uint8: 0 for rows
 
-A block of NF4 is a block of our `nf4_g64` where rows are whole blocks. Larger blocks are several of ours with one scale. Scales that are
-quantized themselves become float32, with the numbers that bitsandbytes computes.
+A block of NF4 is a block of our `nf4_g64` where rows are whole blocks. Larger blocks are several of ours with one
+scale. Scales that are quantized themselves become float32, with the numbers that bitsandbytes computes.
 
 Source: bitsandbytes 0.50, `QuantState.as_dict` and `Linear8bitLt`; both are checked against what it dequantizes.
 """
@@ -62,14 +62,18 @@ class _State:
 
 def _read_nf4(tensors: Tensors) -> Quantized:
     if STATE_FP4 in tensors.entries:
-        raise tensors.wrong(STATE_FP4, "says FP4, whose levels no format here has", "bnb_4bit_quant_type='nf4' when quantizing")
+        raise tensors.wrong(
+            STATE_FP4, "says FP4, whose levels no format here has", "bnb_4bit_quant_type='nf4' when quantizing"
+        )
     if STATE not in tensors.entries:
         raise tensors.wrong(STATE, "is missing, without which the shape of the weight is not known")
     state = _state(tensors)
     rows, columns = state.shape
     stored = tensors.checked("weight", (torch.uint8,))
     if stored.shape not in ((rows * columns // 2, 1), (1, rows * columns // 2), (rows * columns // 2,)):
-        raise tensors.wrong("weight", f"has shape {stored.shape}, and a weight of shape {state.shape} has {rows * columns // 2} bytes")
+        raise tensors.wrong(
+            "weight", f"has shape {stored.shape}, and a weight of shape {state.shape} has {rows * columns // 2} bytes"
+        )
     levels = tensors.whole(MAP, (torch.float32,), (16,))
     if not torch.equal(levels, torch.tensor(NF4_LEVELS)):
         raise tensors.wrong(MAP, "does not hold the levels of NF4", "bnb_4bit_quant_type='nf4' when quantizing")
@@ -109,7 +113,9 @@ def _state(tensors: Tensors) -> _State:
     if len(state.shape) != 2 or min(state.shape) < 1:
         raise tensors.wrong(STATE, f"says the shape {state.shape}, and a weight is a matrix")
     if state.blocksize < BLOCK or state.blocksize % BLOCK:
-        raise tensors.wrong(STATE, f"says blocksize {state.blocksize}, and blocks here are of {BLOCK}", "blocks of 64 when quantizing")
+        raise tensors.wrong(
+            STATE, f"says blocksize {state.blocksize}, and blocks here are of {BLOCK}", "blocks of 64 when quantizing"
+        )
     if state.shape[1] % BLOCK:
         raise tensors.wrong(
             STATE,
@@ -123,7 +129,10 @@ def _state(tensors: Tensors) -> _State:
 
 @attrs.frozen(eq=False)
 class _Scales:
-    """The scales of blocks, of a file. `nested`: (places' values, scale of each 256 blocks) where they are quantized themselves."""
+    """The scales of blocks, of a file.
+
+    `nested`: (places' values, scale of each 256 blocks) where they are quantized themselves.
+    """
 
     tensors: Tensors
     state: _State
@@ -137,11 +146,15 @@ class _Scales:
         twice = NESTED_ABSMAX in tensors.entries or NESTED_MAP in tensors.entries
         if not twice:
             if tensors.entries[ABSMAX].dtype is torch.uint8:
-                raise tensors.wrong(NESTED_ABSMAX, "is missing, without which scales that are quantized themselves cannot be read")
+                raise tensors.wrong(
+                    NESTED_ABSMAX, "is missing, without which scales that are quantized themselves cannot be read"
+                )
             return _Scales(tensors, state, tensors.checked(ABSMAX, (torch.float32,), (blocks,)), None)
         for key in (NESTED_ABSMAX, NESTED_MAP):
             if key not in tensors.entries:
-                raise tensors.wrong(key, "is missing, without which scales that are quantized themselves cannot be read")
+                raise tensors.wrong(
+                    key, "is missing, without which scales that are quantized themselves cannot be read"
+                )
         absmax = tensors.checked(ABSMAX, (torch.uint8,), (blocks,))
         values = tensors.whole(NESTED_MAP, (torch.float32,), (256,))
         outer = tensors.whole(NESTED_ABSMAX, (torch.float32,), (-(-blocks // state.nested_blocksize),))
@@ -158,7 +171,10 @@ class _Scales:
         held = boxed(self.absmax, (slice(first, end),))
         if self.nested is not None:
             values, outer = self.nested
-            held = values[held.to(torch.int64)] * outer[torch.arange(first, end) // self.state.nested_blocksize] + self.state.nested_offset
+            held = (
+                values[held.to(torch.int64)] * outer[torch.arange(first, end) // self.state.nested_blocksize]
+                + self.state.nested_offset
+            )
         return self.tensors.finite(ABSMAX, held[theirs - first])
 
 
@@ -194,7 +210,8 @@ NF4 = PackedLayout(
 # ---- int8 ----
 
 ROWS = 0
-"""What weight_format says of weights that lie row by row; others were orders of tensor cores, which are no longer written."""
+"""What weight_format says of weights that lie row by row; others were orders of tensor cores, which are no longer
+written."""
 
 
 def _is_int8(tensors: Tensors) -> bool:
@@ -209,7 +226,9 @@ def _read_int8(tensors: Tensors) -> Quantized:
     if "weight_format" in tensors.entries:
         said = tensors.whole("weight_format", (torch.uint8,), ())
         if int(said) != ROWS:
-            raise tensors.wrong("weight_format", f"is {int(said)}, and only {ROWS}, rows, is known", "a newer bitsandbytes, to save it")
+            raise tensors.wrong(
+                "weight_format", f"is {int(said)}, and only {ROWS}, rows, is known", "a newer bitsandbytes, to save it"
+            )
 
     def numbers(box: Box) -> Tensor:
         return boxed(stored, box)
@@ -227,7 +246,9 @@ def _steps(largest: Tensor) -> Tensor:
 
 
 def _write_int8(name: str, weight: Quantized) -> dict[str, Tensor]:
-    """Rows' largest are those that give our scales back; scales that none gives (of weights in float64) change in the last place."""
+    """Rows' largest are those that give our scales back; scales that none gives (of weights in float64) change in the
+    last place.
+    """
     about = weight.scale * 127.0
     infinity = torch.full_like(about, torch.inf)
     near = torch.stack((about, torch.nextafter(about, infinity), torch.nextafter(about, -infinity)))
@@ -247,5 +268,3 @@ INT8 = PackedLayout(
     "bitsandbytes-int8", form="int8", forms=("int8",), marks=("SCB", "weight_format"), needs=("weight", "SCB"),
     keys=("weight", "SCB", "weight_format"), read=_read_int8, write=_write_int8, config=_config_int8, claims=_is_int8,
 )  # fmt: skip
-
-

@@ -1,9 +1,11 @@
-"""Weights in float8 with a scale for each block of 128 x 128, as transformers saves them and DeepSeek-V3's files have them.
+"""Weights in float8 with a scale for each block of 128 x 128, as transformers saves them and DeepSeek-V3's files have
+them.
 
     x.weight             float8_e4m3fn (o, i)
     x.weight_scale_inv   (o/128, i/128), rounded up: what the numbers of a block are multiplied by
 
-In the format `fp8_g128` each row has scales of its own, so rows of a block get copies of one scale, and may lie on ranks by themselves.
+In the format `fp8_g128` each row has scales of its own, so rows of a block get copies of one scale, and may lie on
+ranks by themselves.
 
 Source: transformers, `integrations/finegrained_fp8.py` and `FineGrainedFP8Config`.
 """
@@ -31,7 +33,9 @@ BLOCK = FORM.group
 def _read(tensors: Tensors) -> Quantized:
     if INPUTS in tensors.entries:
         raise tensors.wrong(
-            INPUTS, "is for static scales of inputs, which are not read", "a copy of the folder without such tensors, for its weights alone"
+            INPUTS,
+            "is for static scales of inputs, which are not read",
+            "a copy of the folder without such tensors, for its weights alone",
         )
     sizes = tensors.config.get("weight_block_size", [BLOCK, BLOCK])
     if sizes is None or list(sizes) != [BLOCK, BLOCK]:
@@ -43,7 +47,11 @@ def _read(tensors: Tensors) -> Quantized:
     stored = tensors.matrix("weight", (torch.float8_e4m3fn,))
     rows, columns = stored.shape
     if columns % BLOCK:
-        raise tensors.wrong("weight", f"has {columns} columns, and groups of the format {FORM.name} are of {BLOCK}", "unquantized weights")
+        raise tensors.wrong(
+            "weight",
+            f"has {columns} columns, and groups of the format {FORM.name} are of {BLOCK}",
+            "unquantized weights",
+        )
     scales = tensors.checked(SCALE, SCALES, (-(-rows // BLOCK), columns // BLOCK))
 
     def numbers(box: Box) -> Tensor:
@@ -58,7 +66,12 @@ def _read(tensors: Tensors) -> Quantized:
 
     data = part(stored.shape, torch.uint8, numbers)
     return Quantized(
-        "fp8-g128", FORM.name, stored.shape, torch.float32, data=data, scale=part((rows, columns // BLOCK), torch.float32, scale)
+        "fp8-g128",
+        FORM.name,
+        stored.shape,
+        torch.float32,
+        data=data,
+        scale=part((rows, columns // BLOCK), torch.float32, scale),
     )
 
 
@@ -67,7 +80,8 @@ def _write(name: str, weight: Quantized) -> dict[str, Tensor]:
     scale = weight.scale[::BLOCK].contiguous()
     if not torch.equal(scale.repeat_interleave(BLOCK, 0)[: len(weight.scale)], weight.scale):
         raise InputError(
-            f"{name!r} has scales of single rows, and the layout 'finegrained-fp8' has one for {BLOCK} rows. Try: weights that were read "
+            f"{name!r} has scales of single rows, and the layout 'finegrained-fp8' has one for {BLOCK} rows. Try: "
+            "weights that were read "
             "from such a folder; the scheme 'fp8' and layout='float-quantized', which has a scale for each row"
         )
     return {"weight": weight.data.view(torch.float8_e4m3fn), SCALE: scale}

@@ -1,4 +1,5 @@
-"""The layouts of other libraries' quantized weights that this project knows, given by the hook that other plugins use."""
+"""The layouts of other libraries' quantized weights that this project knows, given by the hook that other plugins use.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,19 @@ from colofunc.functional.checkpoint.packed_torchao import FLOAT8, INT4
 from colofunc.functional.checkpoint.packed_torchao import INT8 as TORCHAO_INT8
 from colofunc.plugins.hookspecs import hookimpl
 
-ALL = (NF4, INT8, GPTQ, AWQ, PACK_QUANTIZED, FINEGRAINED_FP8, INT_QUANTIZED, FLOAT_QUANTIZED, TORCHAO_INT8, FLOAT8, INT4)
+ALL = (
+    NF4,
+    INT8,
+    GPTQ,
+    AWQ,
+    PACK_QUANTIZED,
+    FINEGRAINED_FP8,
+    INT_QUANTIZED,
+    FLOAT_QUANTIZED,
+    TORCHAO_INT8,
+    FLOAT8,
+    INT4,
+)
 BUILT_IN: Mapping[str, PackedLayout] = {one.name: one for one in ALL}
 
 

@@ -1,4 +1,5 @@
-"""Weights in 4 bits with a scale and a zero for each group of columns, eight numbers in an int32, as GPTQ, AWQ and compressed-tensors save.
+"""Weights in 4 bits with a scale and a zero for each group of columns, eight numbers in an int32, as GPTQ, AWQ and
+compressed-tensors save.
 
     weight = (number - zero) scale, of groups of 128 columns (inputs)
 
@@ -11,12 +12,12 @@
     else           g_idx (i): the group of each                                     weight_shape (2): o, i
                    input
 
-Bits count from the lowest. With `checkpoint_format` "gptq_v2" in the configuration, GPTQ's zeros are what they are; otherwise 1 is added to
-each, in one sum of the int32, as GPTQModel does and undoes it: a zero of 0 takes a one from its neighbour there, which other readers do not
-know. Weights with such zeros are read so, and not written.
+Bits count from the lowest. With `checkpoint_format` "gptq_v2" in the configuration, GPTQ's zeros are what they are;
+otherwise 1 is added to each, in one sum of the int32, as GPTQModel does and undoes it: a zero of 0 takes a one from its
+neighbour there, which other readers do not know. Weights with such zeros are read so, and not written.
 
-Sources: AutoGPTQ and GPTQModel (`QuantLinear.pack`, `convert_gptq_v1_to_v2_format`), AutoAWQ (`WQLinear_GEMM`), compressed-tensors
-(`pack_to_int32`); transformers saves all three as they are.
+Sources: AutoGPTQ and GPTQModel (`QuantLinear.pack`, `convert_gptq_v1_to_v2_format`), AutoAWQ (`WQLinear_GEMM`),
+compressed-tensors (`pack_to_int32`); transformers saves all three as they are.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ WORDS = 16
 """So many int32 of each row are unpacked at a time where they are turned."""
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 INPUTS = ("input_scale", "input_zero_point")
-"""What static quantization of inputs has measured. Steps round inputs by their own largest numbers, and would drop it."""
+"""What static quantization of inputs has measured. Steps round inputs by their own largest numbers, and would drop
+it."""
 SHAPES = (torch.int64, torch.int32)
 MIDDLE = 8
 """The zero of numbers that are symmetric around it."""
@@ -77,7 +79,9 @@ def _eighths(rows: slice) -> tuple[slice, slice]:
 
 def _check_bits(tensors: Tensors, key: str, bits: object) -> None:
     if bits not in (4, None):
-        raise tensors.wrong(key, f"has {bits} bits a number by the configuration, and 4 can be read", "bits=4 when quantizing")
+        raise tensors.wrong(
+            key, f"has {bits} bits a number by the configuration, and 4 can be read", "bits=4 when quantizing"
+        )
 
 
 def groups_of(tensors: Tensors, key: str, count: int, columns: int) -> int:
@@ -101,7 +105,9 @@ def _rows_fit(name: str, weight: Quantized, layout: str) -> None:
     """Raises InputError where zeros, packed along rows, would not fill their int32."""
     rows = weight.shape[0]
     if rows % 8:
-        raise InputError(f"{name!r} has {rows} rows, and the layout {layout!r} packs zeros of eight in an int32. Try: layout=None")
+        raise InputError(
+            f"{name!r} has {rows} rows, and the layout {layout!r} packs zeros of eight in an int32. Try: layout=None"
+        )
 
 
 def _weight(
@@ -155,7 +161,9 @@ def _read_gptq(tensors: Tensors) -> Quantized:
     _check_bits(tensors, "qweight", tensors.config.get("bits"))
     version = tensors.config.get("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2"):
-        raise tensors.wrong("qweight", f"is in the format {version!r} by the configuration", "checkpoint_format 'gptq' or 'gptq_v2'")
+        raise tensors.wrong(
+            "qweight", f"is in the format {version!r} by the configuration", "checkpoint_format 'gptq' or 'gptq_v2'"
+        )
     qweight = tensors.matrix("qweight", (torch.int32,))
     rows, columns = qweight.shape[1], 8 * qweight.shape[0]
     scales = tensors.matrix("scales", SCALES)
@@ -167,7 +175,9 @@ def _read_gptq(tensors: Tensors) -> Quantized:
     if "g_idx" in tensors.entries:
         groups = tensors.whole("g_idx", (torch.int32, torch.int64), (columns,))
         if not torch.equal(groups.to(torch.int64), torch.arange(columns) // (each * GROUP)):
-            raise tensors.wrong("g_idx", "has columns that are not in the order of their groups", "desc_act=False when quantizing")
+            raise tensors.wrong(
+                "g_idx", "has columns that are not in the order of their groups", "desc_act=False when quantizing"
+            )
 
     def data(box: Box) -> Tensor:
         # Two inputs in a byte, the first in its low half, as here: the bytes of an int32 are four of ours.
@@ -253,7 +263,9 @@ def _read_awq(tensors: Tensors) -> Quantized:
     _check_bits(tensors, "qweight", tensors.config.get("bits", tensors.config.get("w_bit")))
     version = tensors.config.get("version", "gemm")
     if str(version).lower() != "gemm":
-        raise tensors.wrong("qweight", f"is of the version {version!r} by the configuration, and 'gemm' can be read", "version='gemm'")
+        raise tensors.wrong(
+            "qweight", f"is of the version {version!r} by the configuration, and 'gemm' can be read", "version='gemm'"
+        )
     qweight = tensors.matrix("qweight", (torch.int32,))
     rows, columns = 8 * qweight.shape[1], qweight.shape[0]
     scales = tensors.matrix("scales", SCALES)
@@ -281,7 +293,9 @@ def _write_awq(name: str, weight: Quantized) -> dict[str, Tensor]:
     _rows_fit(name, weight, "awq")
     zero = _zeros(weight)
     if bool((zero > 15).any()):
-        raise InputError(f"{name!r} has groups whose zero is 16, for which the layout 'awq' has no code. Try: layout=None")
+        raise InputError(
+            f"{name!r} has groups whose zero is 16, for which the layout 'awq' has no code. Try: layout=None"
+        )
     return {
         "qweight": _words(_placed(unpacked(weight.data).T.contiguous(), AWQ_ORDER)),
         "qzeros": _words(_placed(zero.T.contiguous(), AWQ_ORDER)),
@@ -312,7 +326,8 @@ def check_inputs(tensors: Tensors) -> None:
             raise tensors.wrong(
                 key,
                 "is for static scales of inputs, which are not read",
-                "dynamic=True of input_activations when quantizing, or a copy of the folder without such tensors, for its weights alone",
+                "dynamic=True of input_activations when quantizing, or a copy of the folder without such tensors, for "
+                "its weights alone",
             )
 
 
@@ -335,7 +350,9 @@ def _read_packed(tensors: Tensors) -> Quantized:
             "num_bits=4 when quantizing",
         )  # fmt: skip
     if "weight_g_idx" in tensors.entries:
-        raise tensors.wrong("weight_g_idx", "says that columns are not in the order of their groups", "actorder=None when quantizing")
+        raise tensors.wrong(
+            "weight_g_idx", "says that columns are not in the order of their groups", "actorder=None when quantizing"
+        )
     scales = tensors.matrix("weight_scale", SCALES)
     count = scales.shape[1]
     each = groups_of(tensors, "weight_scale", count, columns)
@@ -385,7 +402,14 @@ def _write_packed(name: str, weight: Quantized) -> dict[str, Tensor]:
 
 
 def _config_packed(skipped: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
-    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP, "dynamic": False}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": False,
+        "strategy": "group",
+        "group_size": GROUP,
+        "dynamic": False,
+    }
     return {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "ignore": list(skipped),
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}},

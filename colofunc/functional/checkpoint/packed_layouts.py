@@ -2,10 +2,11 @@
 
     entries(folder)["model.layers.0.mlp.up_proj.weight"].packed     # a weight in "nf4_g64", from six tensors of bitsandbytes
 
-Problem: libraries that quantize save a weight as several tensors, under names and in an order of bits of their own. Idea: a table. A layout
-says by which names its weights are known, how its tensors are read as the parts of a format, and how the parts are written. What comes out
-is an entry like any other, for the weight as it would be unquantized: names are converted, shapes compared and parts of ranks read as of
-plain weights. A lazy weight keeps what it was made of (`Stored`), so that `cf.quantize` takes the numbers as they are.
+Problem: libraries that quantize save a weight as several tensors, under names and in an order of bits of their own.
+Idea: a table. A layout says by which names its weights are known, how its tensors are read as the parts of a format,
+and how the parts are written. What comes out is an entry like any other, for the weight as it would be unquantized:
+names are converted, shapes compared and parts of ranks read as of plain weights. A lazy weight keeps what it was made
+of (`Stored`), so that `cf.quantize` takes the numbers as they are.
 
     layout             tensors of the layer "x"                                                  format
     bitsandbytes-nf4   x.weight and x.weight.{absmax, quant_map, quant_state..., nested_...}    nf4_g64
@@ -20,8 +21,8 @@ plain weights. A lazy weight keeps what it was made of (`Stored`), so that `cf.q
     torchao-float8     x._weight_qdata, x._weight_scale                                         fp8
     torchao-int4       x._weight_qdata, x._weight_scale, x._weight_zero_point                   int4
 
-The layouts themselves are in `packed_bitsandbytes.py`, `packed_int4.py`, `packed_blocks.py`, `packed_rows.py` and `packed_torchao.py`;
-plugins give more by the hook `colofunc_packed_layouts`, as these come (`packed_built_in.py`).
+The layouts themselves are in `packed_bitsandbytes.py`, `packed_int4.py`, `packed_blocks.py`, `packed_rows.py` and
+`packed_torchao.py`; plugins give more by the hook `colofunc_packed_layouts`, as these come (`packed_built_in.py`).
 """
 
 from __future__ import annotations
@@ -48,21 +49,27 @@ from colofunc.spec.regions import Region, extent, take
 
 
 def layouts() -> dict[str, PackedLayout]:
-    """Name -> layout: this project's first, which are asked first whose a weight is, then those of installed plugins."""
+    """Name -> layout: this project's first, which are asked first whose a weight is, then those of installed plugins.
+    """
     known = build_registry((packed_built_in,)).packed_layouts
     found = dict(packed_built_in.BUILT_IN)
     for name, layout in known.items():
         if not isinstance(layout, PackedLayout):
-            raise PluginError(f"colofunc_packed_layouts: the value of {name!r} is {layout!r}; give a cf.ext.packed_tensors.PackedLayout")
+            raise PluginError(
+                f"colofunc_packed_layouts: the value of {name!r} is {layout!r}; give a "
+                "cf.ext.packed_tensors.PackedLayout"
+            )
         if layout.name != name or layout.form not in FORMATS:
             raise PluginError(
-                f"colofunc_packed_layouts: {name!r} is a layout of the name {layout.name!r} and the form {layout.form!r}; give it its own "
+                f"colofunc_packed_layouts: {name!r} is a layout of the name {layout.name!r} and the form "
+                f"{layout.form!r}; give it its own "
                 f"name, and one of the forms {', '.join(FORMATS)}"
             )
         unknown = [form for form in layout.forms if form not in FORMATS]
         if unknown:
             raise PluginError(
-                f"colofunc_packed_layouts: {name!r} has forms={layout.forms!r} to be written, and there is no form {unknown[0]!r}; give a "
+                f"colofunc_packed_layouts: {name!r} has forms={layout.forms!r} to be written, and there is no form "
+                f"{unknown[0]!r}; give a "
                 f"tuple of some of {', '.join(FORMATS)}"
             )
         found[name] = layout
@@ -76,9 +83,10 @@ def _no_name(name: str) -> bool:
 def entries(folder: Path, has: Callable[[str], bool] = _no_name) -> dict[str, Entry]:
     """Name -> tensor of a folder of plain safetensors; tensors that are one quantized weight are one entry.
 
-    has: whether the model that is loaded has a tensor of its own under this name. A layer whose marks it has is its own, whatever their
-    dtypes, and a layer that only has names in common with quantized ones stays as it is too. Raises CheckpointError that names key and
-    file where tensors of a quantized weight are missing or do not fit, or are in no layout of the table.
+    has: whether the model that is loaded has a tensor of its own under this name. A layer whose marks it has is its
+    own, whatever their dtypes, and a layer that only has names in common with quantized ones stays as it is too. Raises
+    CheckpointError that names key and file where tensors of a quantized weight are missing or do not fit, or are in no
+    layout of the table.
     """
     found, known = plainfile.entries(folder), layouts().values()
     layers = _layers(found, known, has)
@@ -103,7 +111,9 @@ def entries(folder: Path, has: Callable[[str], bool] = _no_name) -> dict[str, En
 def _layers(
     found: Mapping[str, Entry], known: Collection[PackedLayout], has: Callable[[str], bool]
 ) -> dict[str, list[PackedLayout]]:
-    """Layers with a tensor that only quantized weights have, and that is none of the model's own -> the layouts that know it."""
+    """Layers with a tensor that only quantized weights have, and that is none of the model's own -> the layouts that
+    know it.
+    """
     layers: dict[str, list[PackedLayout]] = {}
     for name in found:
         for layout in known:
@@ -129,7 +139,8 @@ def _check_plain(tensors: Tensors) -> None:
             others = ", ".join(repr(f"{tensors.layer}.{other}") for other in tensors.entries if other != key)
             raise tensors.wrong(
                 key,
-                f"is {dtype_name(dtype)} beside {others}, which is no layout of quantized weights that is known; known are "
+                f"is {dtype_name(dtype)} beside {others}, which is no layout of quantized weights that is known; known "
+                "are "
                 f"{', '.join(layouts())}",
                 "the folder that it was made of, with its weights unquantized",
             )
@@ -176,4 +187,6 @@ def lazily(entry: Entry) -> LazyTensor:
     """The weight as a lazy tensor in the entry's dtype, which knows that it is stored packed."""
     assert entry.packed is not None
     weight = attrs.evolve(entry.packed.weight, dtype=entry.dtype)
-    return LazyTensor(attrs.evolve(entry.packed, weight=weight), torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
+    return LazyTensor(
+        attrs.evolve(entry.packed, weight=weight), torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+    )

@@ -28,14 +28,18 @@ def _reader(form: str, dtype: torch.dtype) -> Callable[[Tensors], Quantized]:
 
     def read(tensors: Tensors) -> Quantized:
         if ZERO in tensors.entries:
-            raise tensors.wrong(ZERO, "shifts numbers, which no format in 8 bits here has", "symmetric=True when quantizing")
+            raise tensors.wrong(
+                ZERO, "shifts numbers, which no format in 8 bits here has", "symmetric=True when quantizing"
+            )
         check_inputs(tensors)
         stored = tensors.matrix("weight", (dtype,))
         rows = stored.shape[0]
         scales = tensors.checked(SCALE, SCALES)
         whole = scales.shape in ((), (1,), (1, 1))
         if not whole and scales.shape not in ((rows, 1), (rows,)):
-            raise tensors.wrong(SCALE, f"has shape {scales.shape}, and should have {(rows, 1)}", "strategy='channel' when quantizing")
+            raise tensors.wrong(
+                SCALE, f"has shape {scales.shape}, and should have {(rows, 1)}", "strategy='channel' when quantizing"
+            )
 
         def numbers(box: Box) -> Tensor:
             held = boxed(stored, box)
@@ -43,7 +47,11 @@ def _reader(form: str, dtype: torch.dtype) -> Callable[[Tensors], Quantized]:
 
         def scale(box: Box) -> Tensor:
             if whole:
-                held = boxed(scales, tuple(slice(0, 1) for _ in scales.shape)).reshape(1).expand(box[0].stop - box[0].start)
+                held = (
+                    boxed(scales, tuple(slice(0, 1) for _ in scales.shape))
+                    .reshape(1)
+                    .expand(box[0].stop - box[0].start)
+                )
             else:
                 held = boxed(scales, (box[0], *(slice(0, 1) for _ in scales.shape[1:]))).reshape(-1)
             return tensors.finite(SCALE, held.to(torch.float32))

@@ -25,7 +25,10 @@ WHOLE = "a copy of the folder that is whole, or the folder that it was made of"
 
 @attrs.frozen(eq=False)
 class Tensors:
-    """The tensors of one layer of a folder. `entries`: by what follows "layer." in their names. `config`: "quantization_config"."""
+    """The tensors of one layer of a folder.
+
+    `entries`: by what follows "layer." in their names. `config`: "quantization_config".
+    """
 
     folder: Path
     layer: str
@@ -96,13 +99,14 @@ def _nothing_more(stored: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str,
 class PackedLayout:
     """How a library saves quantized weights.
 
-    `form`: the format that they are read as; `forms`: those that can be written. `marks`: what follows "layer." in the name of a tensor
-    that only such weights have. `needs`: the tensors without which there is no weight. `keys`: all that belong to it. `read(tensors)`: the
-    weight, of lazy parts, float32. `write(name, weight)`: the tensors by key, of a weight whose parts have data; raises InputError where
-    the layout cannot hold it. `config(skipped, dtype)`: "quantization_config" of a model in which the layers `skipped` stay as they are.
-    `claims`: whether these tensors, some of them with its marks, are such a weight. Other models may have parameters of these names, so
-    dtypes decide; a tensor that is missing or misshapen is left to `read`. `header(stored, dtype)`: what a file with these tensors says in
-    its header beside them; dtype: of the weights before.
+    `form`: the format that they are read as; `forms`: those that can be written. `marks`: what follows "layer." in the
+    name of a tensor that only such weights have. `needs`: the tensors without which there is no weight. `keys`: all
+    that belong to it. `read(tensors)`: the weight, of lazy parts, float32. `write(name, weight)`: the tensors by key,
+    of a weight whose parts have data; raises InputError where the layout cannot hold it. `config(skipped, dtype)`:
+    "quantization_config" of a model in which the layers `skipped` stay as they are. `claims`: whether these tensors,
+    some of them with its marks, are such a weight. Other models may have parameters of these names, so dtypes decide; a
+    tensor that is missing or misshapen is left to `read`. `header(stored, dtype)`: what a file with these tensors says
+    in its header beside them; dtype: of the weights before.
     """
 
     name: str
@@ -140,4 +144,3 @@ def reshaped(entry: Entry, shape: Sequence[int]) -> Entry:
     region = Region.whole(shape)
     (_, piece), *_ = entry.pieces
     return attrs.evolve(entry, shape=tuple(shape), pieces=((region, attrs.evolve(piece, region=region)),))
-

@@ -8,11 +8,13 @@
 
     weight = (number - zero) scale
 
-The file's header says of each tensor which class it is of, with what it was made by; torchao reads no file without. What is read here needs
-none of it: dtypes and shapes tell the layouts apart. Other classes of torchao's are refused: `Int4Tensor` has zeros in floating point whose
-meaning is that of kernels for CUDA, MX and NV formats have scales in the order of a card.
+The file's header says of each tensor which class it is of, with what it was made by; torchao reads no file without.
+What is read here needs none of it: dtypes and shapes tell the layouts apart. Other classes of torchao's are refused:
+`Int4Tensor` has zeros in floating point whose meaning is that of kernels for CUDA, MX and NV formats have scales in the
+order of a card.
 
-Source: torchao 0.18, `torchao/prototype/safetensors` (names and header), `Int8Tensor`, `Float8Tensor`, `IntxUnpackedToInt8Tensor`.
+Source: torchao 0.18, `torchao/prototype/safetensors` (names and header), `Int8Tensor`, `Float8Tensor`,
+`IntxUnpackedToInt8Tensor`.
 """
 
 from __future__ import annotations
@@ -42,13 +44,19 @@ INT4_DTYPE = {"_type": "torch.dtype", "_data": "int4"}
 def _check_inputs(tensors: Tensors) -> None:
     for key in OF_INPUTS:
         if key in tensors.entries:
-            raise tensors.wrong(key, "is about inputs, and is not read", "a configuration of torchao for weights alone, or dynamic inputs")
+            raise tensors.wrong(
+                key,
+                "is about inputs, and is not read",
+                "a configuration of torchao for weights alone, or dynamic inputs",
+            )
 
 
 def _no_zeros(tensors: Tensors, rows: slice) -> None:
     """Raises CheckpointError where numbers of these rows are shifted."""
     if ZERO in tensors.entries and bool(boxed(tensors.checked(ZERO, (torch.int8,)), (rows, slice(0, 1))).any()):
-        raise tensors.wrong(ZERO, "shifts numbers, which no format in 8 bits here has", "MappingType.SYMMETRIC when quantizing")
+        raise tensors.wrong(
+            ZERO, "shifts numbers, which no format in 8 bits here has", "MappingType.SYMMETRIC when quantizing"
+        )
 
 
 def _rows_reader(form: str, dtype: torch.dtype) -> Callable[[Tensors], Quantized]:
@@ -61,7 +69,9 @@ def _rows_reader(form: str, dtype: torch.dtype) -> Callable[[Tensors], Quantized
         scales = tensors.checked(SCALE, SCALES)
         whole = scales.shape == (1, 1)
         if not whole and scales.shape != (rows, 1):
-            raise tensors.wrong(SCALE, f"has shape {scales.shape}, and should have {(rows, 1)}", "PerRow() when quantizing")
+            raise tensors.wrong(
+                SCALE, f"has shape {scales.shape}, and should have {(rows, 1)}", "PerRow() when quantizing"
+            )
 
         def numbers(box: Box) -> Tensor:
             held = boxed(stored, box)
@@ -147,7 +157,8 @@ def _write_int4(name: str, weight: Quantized) -> dict[str, Tensor]:
     assert weight.zero is not None
     if weight.scale.shape[1] == 1:
         raise InputError(
-            f"{name!r} has a single group of {GROUP} columns, and such a weight has the same tensors in torchao's classes for 4 and 8 "
+            f"{name!r} has a single group of {GROUP} columns, and such a weight has the same tensors in torchao's "
+            "classes for 4 and 8 "
             "bits. Try: layout='pack-quantized', or layout=None"
         )
     return {
@@ -166,7 +177,11 @@ def _about(data: Tensor, scale: Tensor, dtype: torch.dtype) -> dict[str, Any]:
     columns = data.shape[1]
     said: dict[str, Any] = {"block_size": [1, columns // scale.shape[1]], "dtype": _dtype(dtype)}
     if data.dtype is E4M3:
-        said |= {"mm_config": None, "act_quant_kwargs": None, "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"}}
+        said |= {
+            "mm_config": None,
+            "act_quant_kwargs": None,
+            "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
+        }
         return {"_type": "Float8Tensor", "_data": said, "_tensor_data_names": ["qdata", "scale"]}
     names = ["qdata", "scale", "zero_point"]
     if scale.shape[1] == 1:

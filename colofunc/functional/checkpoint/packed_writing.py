@@ -32,7 +32,10 @@ Rename = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def unopened(value: Tensor | Quantized) -> Tensor:
-    """A quantized weight as a lazy tensor of its values; other tensors as they are. To make it is collective where it is sharded."""
+    """A quantized weight as a lazy tensor of its values; other tensors as they are.
+
+    To make it is collective where it is sharded.
+    """
     if not isinstance(value, Quantized):
         return value
     weight = _parts_by(value, lambda part: lazy_tensor(part.shape, part.dtype, partial(global_value, part)))
@@ -58,14 +61,19 @@ def meshes(values: Iterable[Tensor | Quantized]) -> set[Mesh]:
 
 @attrs.frozen(eq=False)
 class Packing:
-    """What is written in a layout: weights by name, without data yet. `skipped`: linear layers that stay as they are."""
+    """What is written in a layout: weights by name, without data yet.
+
+    `skipped`: linear layers that stay as they are.
+    """
 
     layout: PackedLayout | None
     weights: Mapping[str, Quantized]
     skipped: tuple[str, ...]
 
     @staticmethod
-    def of(layout: str | None, module: nn.Module, values: Mapping[str, Tensor], names: Sequence[str], merges: Iterable[str]) -> Packing:
+    def of(
+        layout: str | None, module: nn.Module, values: Mapping[str, Tensor], names: Sequence[str], merges: Iterable[str]
+    ) -> Packing:
         """Raises InputError where there is no such layout, or it cannot hold a weight."""
         if layout is None:
             return Packing(None, {}, ())
@@ -113,7 +121,8 @@ class Packing:
         return {} if self.layout is None else self.layout.header(stored, dtype or torch.float32)
 
     def save_config(self, folder: Path, dtype: torch.dtype | None) -> None:
-        """Have the configuration say how weights are kept, where there is one: also that they are no longer quantized."""
+        """Have the configuration say how weights are kept, where there is one: also that they are no longer quantized.
+        """
         path = folder / "config.json"
         if not path.exists():
             return
@@ -125,7 +134,9 @@ class Packing:
             path.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
 
 
-def _refusal(layout: PackedLayout, name: str, weight: Quantized, layers: Mapping[str, nn.Linear], merges: set[str]) -> str:
+def _refusal(
+    layout: PackedLayout, name: str, weight: Quantized, layers: Mapping[str, nn.Linear], merges: set[str]
+) -> str:
     """Why a layout cannot hold a weight, and what to try; "" where it can."""
     if weight.form not in layout.forms or layout.write is None:
         fitting = [repr(one.name) for one in layouts().values() if weight.form in one.forms]

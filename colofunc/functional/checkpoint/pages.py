@@ -1,8 +1,8 @@
 """Memory that is about to be filled: asked for in large pages.
 
 Problem: filling fresh memory costs as much in page faults as in copying. Idea: tell the system that large pages are
-welcome (Linux: madvise with MADV_HUGEPAGE), which halves the time of reading a file into it. It is advice: where it is not
-taken, nothing changes.
+welcome (Linux: madvise with MADV_HUGEPAGE), which halves the time of reading a file into it. It is advice: where it is
+not taken, nothing changes.
 
     buffer = empty(1 << 30)          # torch.empty of bytes
 """

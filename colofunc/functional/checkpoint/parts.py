@@ -47,7 +47,9 @@ class Ranks:
         if backend.watch is None:
             return Ranks(0, 1, None)
         if sizes - {dist.get_world_size()}:
-            raise MeshError(f"a state on meshes of {sorted(sizes)} ranks cannot be saved by {dist.get_world_size()} processes")
+            raise MeshError(
+                f"a state on meshes of {sorted(sizes)} ranks cannot be saved by {dist.get_world_size()} processes"
+            )
         return Ranks(dist.get_rank(), dist.get_world_size(), backend.watch)
 
 
@@ -100,12 +102,17 @@ class Leaf:
 
 
 def carried_out(x: torch.Tensor) -> torch.Tensor:
-    """A tensor whose elements ranks hold: of a pending sum what it comes to, cut where it can be. Collective where it is one."""
+    """A tensor whose elements ranks hold: of a pending sum what it comes to, cut where it can be.
+
+    Collective where it is one.
+    """
     if not isinstance(x, DTensor) or not x.sharding.pending:
         return x
     axes = [axis for axis, _ in x.sharding.pending]
     bare = x.sharding.with_pending(())
-    options = [layout.with_tier(bare.tier).with_at(bare.at) for layout in enumerate_layouts(tuple(x.shape), x.mesh, axes, bare)]
+    options = [
+        layout.with_tier(bare.tier).with_at(bare.at) for layout in enumerate_layouts(tuple(x.shape), x.mesh, axes, bare)
+    ]
     return x.redistribute(min((bare, *options), key=lambda layout: prod(layout.local_shape)))
 
 

@@ -99,13 +99,15 @@ def check_no_adapters(path: Path) -> None:
     """Raises CheckpointError where whole weights would come to lie beside adapters, which readers add to them."""
     if (path / CONFIG).exists():
         raise CheckpointError(
-            f"{str(path)!r} holds adapters ({CONFIG}), which from_pretrained would add to the weights that are written there. "
+            f"{str(path)!r} holds adapters ({CONFIG}), which from_pretrained would add to the weights that are written "
+            "there. "
             "Try: another folder, or adapters='peft'"
         )
 
 
 def check_no_whole_weights(path: Path) -> None:
-    """Raises CheckpointError where adapters would come to lie beside a whole model that we wrote, which may have them merged.
+    """Raises CheckpointError where adapters would come to lie beside a whole model that we wrote, which may have them
+    merged.
 
     Weights that somebody else wrote are a base, and adapters may lie beside them.
     """
@@ -116,8 +118,10 @@ def check_no_whole_weights(path: Path) -> None:
         whole = any(fnmatchcase(name, glob) for glob in globs)
         if whole and owned.is_ours(path / name, size):
             raise CheckpointError(
-                f"{str(path)!r} holds a whole model that cf.save_pretrained wrote ({name}); from_pretrained would add the adapters to "
-                "its weights, in which they may be merged already. Nothing was touched. Try: another folder for the adapters"
+                f"{str(path)!r} holds a whole model that cf.save_pretrained wrote ({name}); from_pretrained would add "
+                "the adapters to "
+                "its weights, in which they may be merged already. Nothing was touched. Try: another folder for the "
+                "adapters"
             )
 
 
@@ -125,13 +129,21 @@ def check_no_whole_weights(path: Path) -> None:
 #     model = cf.lora(cf.functional(base), "*.q_proj", rank=8, alpha=16.0)
 #     model = cf.load("adapters/", model=model)                 # written by cf.save_pretrained(adapters="peft"), or by peft
 #
-# The file has each matrix under the layer's path; its shape says the rank. The configuration says the scale, on which the result
-# depends as much: an adapter of another scale than the model's is an error, not another result.
+# The file has each matrix under the layer's path; its shape says the rank. The configuration says the scale, on which
+# the result depends as much: an adapter of another scale than the model's is an error, not another result.
 
 
 MATRIX = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])\.weight")
 """Name of a matrix in the file: (path of the layer, which of its two matrices)."""
-NOT_READ = ("use_dora", "lora_bias", "modules_to_save", "use_qalora", "use_bdlora", "alora_invocation_tokens", "trainable_token_indices")
+NOT_READ = (
+    "use_dora",
+    "lora_bias",
+    "modules_to_save",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "trainable_token_indices",
+)
 """Options that change the result, and that `cf.lora` has not."""
 SHOWN = 8
 """An error lists at most this many differences."""
@@ -200,7 +212,8 @@ def entries(folder: Path, adapters: Sequence[Adapter], strict: bool) -> dict[str
     stored = _stored(folder)
     if stored.other:
         raise CheckpointError(
-            f"{folder} holds {stored.other[0]!r}, which is no matrix of a linear layer's adapter. Try: peft's own reader"
+            f"{folder} holds {stored.other[0]!r}, which is no matrix of a linear layer's adapter. Try: peft's own "
+            "reader"
         )
     wrong: list[str] = []
     wanted: set[str] = set()
@@ -209,11 +222,14 @@ def entries(folder: Path, adapters: Sequence[Adapter], strict: bool) -> dict[str
         wanted.update(adapter.names)
     if strict:
         known = {adapter.path for adapter in adapters}
-        wrong += [f"{path!r} is adapted in the folder and not in the model" for path in stored.paths if path not in known]
+        wrong += [
+            f"{path!r} is adapted in the folder and not in the model" for path in stored.paths if path not in known
+        ]
     if wrong:
         more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise CheckpointError(
-            f"the adapters in {folder} do not fit the model's: {'; '.join(wrong[:SHOWN])}{more}. Try: {_call(stored, config)}"
+            f"the adapters in {folder} do not fit the model's: {'; '.join(wrong[:SHOWN])}{more}. Try: "
+            f"{_call(stored, config)}"
         )
     return {name: entry for name, entry in stored.matrices.items() if name in wanted}
 
@@ -238,7 +254,10 @@ def _differences(adapter: Adapter, matrices: Mapping[str, Entry], config: _Confi
         return [f"{adapter.path!r} has rank {a[0]} in the folder and {adapter.rank} in the model"]
     scale = config.scale(adapter.path, a[0])
     if not math.isclose(scale, adapter.scale, rel_tol=_TOLERANCE):
-        return [f"{adapter.path!r} is scaled by {scale:g} in the folder and by alpha / rank = {adapter.scale:g} in the model"]
+        return [
+            f"{adapter.path!r} is scaled by {scale:g} in the folder and by alpha / rank = {adapter.scale:g} in the "
+            "model"
+        ]
     return []
 
 
@@ -272,12 +291,17 @@ def _read_config(folder: Path) -> _Config:
     except Wrong as error:
         raise CheckpointError(f"{path} is no configuration of adapters: {error}") from error
     if kind != "LORA":
-        raise CheckpointError(f"{path} is of {kind!r} adapters; only 'LORA' is read. Try: peft's own reader, and cf.functional(peft_model)")
+        raise CheckpointError(
+            f"{path} is of {kind!r} adapters; only 'LORA' is read. Try: peft's own reader, and "
+            "cf.functional(peft_model)"
+        )
     used = [name for name in NOT_READ if content.get(name)]
     if bias != "none":
         used.append(f"bias={bias!r}")
     if used:
-        raise CheckpointError(f"{path} asks for {', '.join(used)}, which cf.lora has not. Try: cf.functional(peft_model)")
+        raise CheckpointError(
+            f"{path} asks for {', '.join(used)}, which cf.lora has not. Try: cf.functional(peft_model)"
+        )
     alpha_pattern = {_literal(path, pattern): alpha for pattern, alpha in patterns.items()}
     return _Config(base, alpha_pattern, root=bool(content.get("use_rslora")))
 
@@ -290,5 +314,7 @@ def _literal(path: Path, pattern: str) -> str:
     text = pattern.removeprefix("^").removesuffix("$")
     unescaped = re.sub(r"\\.", "", text)  # what is left without the escaped characters
     if re.search(r"[*+?\[\](){}|^$]", unescaped):
-        raise CheckpointError(f"{path}: alpha_pattern {pattern!r} is a regular expression. Try: the paths of the layers in its place")
+        raise CheckpointError(
+            f"{path}: alpha_pattern {pattern!r} is a regular expression. Try: the paths of the layers in its place"
+        )
     return re.sub(r"\\(.)", r"\1", text)

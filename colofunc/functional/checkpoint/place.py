@@ -1,7 +1,8 @@
 """Putting stored pieces where they are wanted: which layout each tensor gets, and its parts from the pieces.
 
 Problem: the pieces of a tensor were cut for other ranks than those that load it. Idea: for each part that this process
-needs, take the overlap with every piece, and read no more; a part that all ranks of a simulated mesh share is read once.
+needs, take the overlap with every piece, and read no more; a part that all ranks of a simulated mesh share is read
+once.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Entry:
         pieces = pieces_of(wanted, self.pieces)
         left = wanted.numel - sum(prod(piece.shape) for piece in pieces)
         if left:
-            raise CheckpointError(f"{self.name!r}: {left} of {wanted.numel} elements {wanted.text()} are in no file; it is incomplete")
+            raise CheckpointError(
+                f"{self.name!r}: {left} of {wanted.numel} elements {wanted.text()} are in no file; it is incomplete"
+            )
         if len(pieces) == 1 and pieces[0].in_order:
             return _own(self._read(pieces[0]).reshape(wanted.shape))
         return assembled(torch.empty(wanted.shape, dtype=self.dtype), pieces, self._read)
@@ -70,7 +73,11 @@ class Entry:
 
 def _own(x: torch.Tensor) -> torch.Tensor:
     """In memory of its own size: a slice of what was read would keep all of it."""
-    return x if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)
+    return (
+        x
+        if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+        else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def plain(entry: Entry, device: torch.device | str | None = None) -> torch.Tensor:
@@ -118,7 +125,9 @@ def layout_for(entry: Entry, mesh: Mesh, spec: SpecLike | None) -> Layout:
             error.add_note(f"for {entry.name!r} of the checkpoint")
             raise
         if layout.pending:
-            raise InputError(f"{entry.name}: {str(spec)!r} is a pending sum, and a checkpoint holds values; leave out the '+'")
+            raise InputError(
+                f"{entry.name}: {str(spec)!r} is a pending sum, and a checkpoint holds values; leave out the '+'"
+            )
         return layout
     if entry.dims is None:
         return replicated(entry.shape, entry.tier)
@@ -165,7 +174,9 @@ def _spread(specs: Any, tree: Any, path: str, entries: Mapping[str, Entry], foun
             _spread(spec, child, f"{path}.{k}", entries, found)
         return
     if not isinstance(specs, Mapping):
-        raise InputError(f"{path}: {specs!r} is no spec of what was saved there; write a string such as '(dp b) ...' or a dict")
+        raise InputError(
+            f"{path}: {specs!r} is no spec of what was saved there; write a string such as '(dp b) ...' or a dict"
+        )
     said = tree.get("dict", tree.get("record", {}))
     children = said if isinstance(said, dict) else {str(key.get("value", key)): child for key, child in said}
     if all(str(key) in children for key in specs):

@@ -27,7 +27,10 @@ MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 def entries(folder: Path) -> dict[str, Entry]:
-    """Name -> tensor of a folder. Raises CheckpointError where there are no safetensors, and says why pickles are not read."""
+    """Name -> tensor of a folder.
+
+    Raises CheckpointError where there are no safetensors, and says why pickles are not read.
+    """
     found: dict[str, Entry] = {}
     for path in files(folder):
         found |= header(path)
@@ -66,7 +69,9 @@ def files(folder: Path) -> list[Path]:
     if not some:
         raise CheckpointError(_nothing(folder))
     if all(OWN.fullmatch(path.name) for path in some):
-        raise CheckpointError(f"{folder} holds parts of tensors, but not their index colofunc.json; the checkpoint is incomplete")
+        raise CheckpointError(
+            f"{folder} holds parts of tensors, but not their index colofunc.json; the checkpoint is incomplete"
+        )
     return some
 
 
@@ -90,7 +95,8 @@ def _nothing(folder: Path) -> str:
     pickles = sorted(p.name for end in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in folder.glob(end))
     if pickles:
         return (
-            f"{folder} holds its weights as a pickle, {pickles[0]!r}, which may run code when it is read; where you trust it, convert it "
+            f"{folder} holds its weights as a pickle, {pickles[0]!r}, which may run code when it is read; where you "
+            "trust it, convert it "
             "once: Model.from_pretrained(folder).save_pretrained(other_folder)"
         )
     return f"{folder} holds no checkpoint: no colofunc.json, no .metadata of torch.distributed.checkpoint, no *.safetensors"

@@ -1,15 +1,15 @@
 """From a card to the host for a save: everything at once or a window ahead, waited for by an event.
 
-Problem: `x.cpu()` makes the host wait for all that the card has been given, once for each tensor, and copies at half the speed of
-the link. Idea: copies go to pinned memory one behind another, on the stream that computes, so that steps that come later write
-behind them; one event stands behind all, and whoever writes the file waits for it.
+Problem: `x.cpu()` makes the host wait for all that the card has been given, once for each tensor, and copies at half
+the speed of the link. Idea: copies go to pinned memory one behind another, on the stream that computes, so that steps
+that come later write behind them; one event stands behind all, and whoever writes the file waits for it.
 
     slab = Slab()
     items = snapshot(items, slab)        # the host goes on, the next step may begin
     items[0].value()                     # waits, once
 
-A save that its caller waits for stages `WINDOW_BYTES` while those before are written: pinned memory is two windows, or two of the
-largest tensor. One beside the steps needs room for all that it copies, which it keeps for the next save.
+A save that its caller waits for stages `WINDOW_BYTES` while those before are written: pinned memory is two windows, or
+two of the largest tensor. One beside the steps needs room for all that it copies, which it keeps for the next save.
 """
 
 from __future__ import annotations
@@ -130,9 +130,11 @@ class Window:
 
 
 def ahead(items: Sequence[Item], window_bytes: int = WINDOW_BYTES) -> list[Item]:
-    """The items, whose values are asked for one after another, with those of the next window on their way to the host meanwhile.
+    """The items, whose values are asked for one after another, with those of the next window on their way to the host
+    meanwhile.
 
-    What is read from disk is read when it is asked for. Whoever asks in another order gets the same, and waits more often.
+    What is read from disk is read when it is asked for. Whoever asks in another order gets the same, and waits more
+    often.
     """
     windows = list(_windows([item for item in items if not item.on_disk], window_bytes))
     slabs = Slab(), Slab()
@@ -157,7 +159,9 @@ def ahead(items: Sequence[Item], window_bytes: int = WINDOW_BYTES) -> list[Item]
 
 
 def as_given(work: Callable[[], None]) -> Callable[[], None]:
-    """`work` for another thread, where what it gives a card stands behind what the current stream of this thread has been given."""
+    """`work` for another thread, where what it gives a card stands behind what the current stream of this thread has
+    been given.
+    """
     if not torch.cuda.is_initialized():
         return work
     stream = torch.cuda.current_stream()

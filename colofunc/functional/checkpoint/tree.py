@@ -1,7 +1,8 @@
 """Trees as JSON: what a checkpoint says about the containers around its tensors. No type is ever imported from a file.
 
-Dicts, lists and tuples come back as they were; so do None, numbers, strings, dtypes, arrays and quantized weights. Named tuples, records
-and other mappings are written with the names of their fields and come back as dicts, or as what `like` shows.
+Dicts, lists and tuples come back as they were; so do None, numbers, strings, dtypes, arrays and quantized weights.
+Named tuples, records and other mappings are written with the names of their fields and come back as dicts, or as what
+`like` shows.
 
 >>> tree, tensors = pack({"w": torch.ones(2), "steps": [3, 0.5]})
 >>> list(tensors), unpack(tree, tensors)["steps"]
@@ -46,7 +47,8 @@ def _pack(obj: Any, name: str, tensors: dict[str, torch.Tensor]) -> Json:
     parts = container(obj)
     if parts is None:
         raise InputError(
-            f"{name or 'the state'}: {type(obj).__name__} cannot be saved, because nothing could rebuild it without running "
+            f"{name or 'the state'}: {type(obj).__name__} cannot be saved, because nothing could rebuild it without "
+            "running "
             "code from the file; keep tensors, numbers, strings and containers of them in the state"
         )
     kind, keys, items, _ = parts
@@ -127,7 +129,6 @@ def _check_simple(tree: Json) -> None:
         raise Wrong(f"the state holds {tree!r:.80}, which is no number, string or dtype") from error
 
 
-
 def names(tree: Json) -> Iterator[str]:
     """Names of the tensors of a tree, in order."""
     for key in ("tensor", "array"):
@@ -160,7 +161,9 @@ def _simple(tree: Json) -> Any:
         return dtype_of(tree["dtype"])
     if "value" in tree:
         return tree["value"]
-    raise CheckpointError(f"the index holds an entry that this version does not know: {sorted(tree)}; use a newer colofunc")
+    raise CheckpointError(
+        f"the index holds an entry that this version does not know: {sorted(tree)}; use a newer colofunc"
+    )
 
 
 def unpack(tree: Json, tensors: Mapping[str, Any]) -> Any:
@@ -192,7 +195,8 @@ def _quantized(fields: Mapping[str, Any]) -> Any:
     present = [name for name in PARTS if isinstance(fields.get(name), torch.Tensor)]
     if weight.form not in FORMATS or sorted(FORMATS[weight.form].parts) != sorted(present):
         raise CheckpointError(
-            f"the index holds a quantized weight of the format {weight.form!r} with {', '.join(present)}, which this version does not "
+            f"the index holds a quantized weight of the format {weight.form!r} with {', '.join(present)}, which this "
+            "version does not "
             "know; use a newer colofunc"
         )
     return weight
@@ -264,5 +268,9 @@ class Matched:
             found += [f"unexpected {name!r}" for name in self.unexpected]
         if found:
             more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
-            hint = "; strict=False keeps the example's values for what is missing" if self.missing or self.unexpected else ""
+            hint = (
+                "; strict=False keeps the example's values for what is missing"
+                if self.missing or self.unexpected
+                else ""
+            )
             raise CheckpointError(f"{where} is not like the example: {'; '.join(found[:8])}{more}{hint}")

@@ -1,4 +1,5 @@
-"""Pickles read as data: a reader that makes records of its own, and calls and changes nothing that belongs to somebody else.
+"""Pickles read as data: a reader that makes records of its own, and calls and changes nothing that belongs to somebody
+else.
 
 Problem: unpickling runs what the file says, and a list of allowed names does not end that: `BUILD` sets attributes of
 whatever class or function was allowed. Idea: the few opcodes that plain data needs are interpreted here. A name in the

@@ -1,7 +1,7 @@
 """Waiting for the files of another rank while a checkpoint is written.
 
-Problem: ranks that write say in files that they are done, in a thread beside the steps, where no collective notices that one of them
-was killed. Idea: whoever waits for a rank's file asks now and then what has become of its process.
+Problem: ranks that write say in files that they are done, in a thread beside the steps, where no collective notices
+that one of them was killed. Idea: whoever waits for a rank's file asks now and then what has become of its process.
 
     files = Patience(watch, "save to 'run/7'", deadline_s=1800.0)
     files.wait(1, part.exists, "had not written its part")     # rank 1's part is there, or an error says why it never will be

@@ -1,13 +1,14 @@
 """Copies of ranks that do different things: what each moves is chosen for its own memory, and put together.
 
-Problem: a program with stages is the union of what all ranks do. Counted as one it holds the state of all stages at once, so that each
-would put away what it has room for. Idea: what one rank runs is a program too. It is searched by itself, with its own bytes and its own
-budget, and what was found for it is written into the union, where other ranks do not run what is copied.
+Problem: a program with stages is the union of what all ranks do. Counted as one it holds the state of all stages at
+once, so that each would put away what it has room for. Idea: what one rank runs is a program too. It is searched by
+itself, with its own bytes and its own budget, and what was found for it is written into the union, where other ranks do
+not run what is copied.
 
     found = by_rank(ground, mesh, placed, choose)     # None: something is not one rank's own to move
 
-What several ranks have (a tied weight, a learning rate) stays where it is: to move it would be all of theirs to choose. What is small and
-said to lie elsewhere is copied right before it is read.
+What several ranks have (a tied weight, a learning rate) stays where it is: to move it would be all of theirs to choose.
+What is small and said to lie elsewhere is copied right before it is read.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from colofunc.program.places import OnRank, distinct_ranks, has_places, on_rank
 
 @attrs.frozen(eq=False)
 class Chosen:
-    """What was chosen for a program: the nodes that run on the host, the storages that may move, and what moves when. `over`: bytes
-    that it takes too many."""
+    """What was chosen for a program: the nodes that run on the host, the storages that may move, and what moves when.
+    `over`: bytes that it takes too many."""
 
     on_host: frozenset[int]
     items: Sequence[int]
@@ -75,11 +76,14 @@ def by_rank(ground: Ground, mesh: Mesh, placed: Tiers, choose: Choose) -> Chosen
 
 def peak_bytes(program: Program, mesh: Mesh, tier: str) -> int:
     """Of the rank that holds most there."""
-    return max(memory(on_rank(program, mesh, rank).program).peak_bytes.get(tier, 0) for rank in distinct_ranks(program, mesh))
+    return max(
+        memory(on_rank(program, mesh, rank).program).peak_bytes.get(tier, 0) for rank in distinct_ranks(program, mesh)
+    )
 
 
 def _alone(ground: Ground, part: OnRank, several: set[int]) -> Ground:
-    """The ground of what one rank runs, with its own bytes. Positions take as long as in the program of all, which waits for others.
+    """The ground of what one rank runs, with its own bytes. Positions take as long as in the program of all, which
+    waits for others.
 
     several: storages of all that several ranks have.
     """
@@ -95,7 +99,9 @@ def _alone(ground: Ground, part: OnRank, several: set[int]) -> Ground:
         ground.links,
         {found.home[id]: tier for id, tier in tiers if tier is not None and ground.lies.home[id] not in several},
         tiers=ground.tiers,
-        stay=frozenset(found.home[id] for id in _ids(program) if ground.lies.home.get(id) in several and id in found.home),
+        stay=frozenset(
+            found.home[id] for id in _ids(program) if ground.lies.home.get(id) in several and id in found.home
+        ),
     )
 
 
@@ -173,4 +179,6 @@ def _at(item: Item, where: Sequence[int]) -> Item:
         return [where[p] for p in positions]
 
     held = tuple((where[begin], where[end]) for begin, end in item.held)
-    return attrs.evolve(item, uses=tuple(there(item.uses)), writes=there(item.writes), host_uses=there(item.host_uses), held=held)
+    return attrs.evolve(
+        item, uses=tuple(there(item.uses)), writes=there(item.writes), host_uses=there(item.host_uses), held=held
+    )

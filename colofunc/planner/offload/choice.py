@@ -23,8 +23,8 @@ CLOSER = 3
 
 @attrs.frozen
 class Hint:
-    """What was best for a program: the share of the updates on the host, where the search for copies ended, and the part of what
-    is copied that it took to come from disk. ranks: that of each, where each was searched for itself."""
+    """What was best for a program: the share of the updates on the host, where the search for copies ended, and the
+    part of what is copied that it took to come from disk. ranks: that of each, where each was searched for itself."""
 
     share: float
     point: Point | None
@@ -41,7 +41,9 @@ NO_HINT = Hint(0.0, None)
 
 @attrs.frozen(eq=False)
 class Found:
-    """One candidate: `over`: bytes by which its peak exceeds the limit. ranks: what it is made of, where each rank does its own."""
+    """One candidate: `over`: bytes by which its peak exceeds the limit. ranks: what it is made of, where each rank does
+    its own.
+    """
 
     over: int
     ground: Ground
@@ -80,7 +82,9 @@ class _Try:
         return self.over, self.search.fastest_s
 
 
-def search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | None], limit: int, like: Hint | None) -> Found:
+def search(
+    ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | None], limit: int, like: Hint | None
+) -> Found:
     """The fastest of the splits of the updates."""
     tries = list[_Try]()
     points = SKETCH if like is None or like.point is None else (like.point, SKETCH[0])
@@ -109,12 +113,23 @@ def search(ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | None
     found = one.search.within(most_s)
     gave_up = any(each.search.gave_up for each in tries)
     return Found(
-        one.over, ground, one.on_host, one.items, one.search.trace, found, one.share, one.search.where, least_bytes=bound, gave_up=gave_up
+        one.over,
+        ground,
+        one.on_host,
+        one.items,
+        one.search.trace,
+        found,
+        one.share,
+        one.search.where,
+        least_bytes=bound,
+        gave_up=gave_up,
     )
 
 
 def _best_first(tries: Sequence[_Try], slack: float | None) -> list[_Try]:
-    """By what is copied, where that is asked for, of those that are nearly as fast as the fastest; the others behind them."""
+    """By what is copied, where that is asked for, of those that are nearly as fast as the fastest; the others behind
+    them.
+    """
     if slack is None:
         return sorted(tries, key=lambda one: one.rank)
     least, most_s = min(one.over for one in tries), _most_s(tries, slack)

@@ -1,9 +1,10 @@
-"""Disk: what the host has no room for lies there, and is read into host memory before its use and written back behind it.
+"""Disk: what the host has no room for lies there, and is read into host memory before its use and written back behind
+it.
 
-Problem: where state of the host exceeds the host, a second choice of the same kind has to be made: what stays, what goes, and
-when it moves, on a drive that is slower than any link. Idea: a program whose copies lead to the host is again a trace of uses,
-one tier lower. Host storages are its items, the host's peak its budget, the disk its far tier, with one queue for both
-directions; the same search decides (`residency`), and the same hand writes it down (`Tiered`).
+Problem: where state of the host exceeds the host, a second choice of the same kind has to be made: what stays, what
+goes, and when it moves, on a drive that is slower than any link. Idea: a program whose copies lead to the host is again
+a trace of uses, one tier lower. Host storages are its items, the host's peak its budget, the disk its far tier, with
+one queue for both directions; the same search decides (`residency`), and the same hand writes it down (`Tiered`).
 
     host: w (state)                        host: -
     to_device(%w)             ->           %1 = to_host_start(%w @disk) .. %2 = wait(%1); to_device(%2)
@@ -57,7 +58,8 @@ def on_disk(
     given: Mapping[int, str],
     captured: Mapping[int, bool] | None = None,
 ) -> Lowered:
-    """`program` within `host_bytes` of host memory, where that can be. given: position of an input -> "host" or "disk", if said.
+    """`program` within `host_bytes` of host memory, where that can be. given: position of an input -> "host" or "disk",
+    if said.
 
     captured: position of an input that the step took from outside -> whether its owner has it in memory.
     """
@@ -81,7 +83,9 @@ def on_disk(
 
 
 def as_disk(links: Links, mesh: Mesh, part: float) -> Links:
-    """Links between device and host as they would be if such a part of what goes over them had to come from disk, or go there."""
+    """Links between device and host as they would be if such a part of what goes over them had to come from disk, or go
+    there.
+    """
     disk = links_of(mesh, TIERS)
     up, down = (part / rate for rate in (disk.to_device_bytes_per_s, disk.to_host_bytes_per_s))
     return Links(
@@ -101,10 +105,21 @@ def least_disk_s(mesh: Mesh, nbytes: int) -> float:
 
 
 def _short(program: Program, mesh: Mesh, captured: Collection[int]) -> str:
-    """What is wrong where the disk cannot hold two versions of the state, one of what was captured, and what a step writes there."""
+    """What is wrong where the disk cannot hold two versions of the state, one of what was captured, and what a step
+    writes there.
+    """
     most = mesh.capacity_bytes("disk")
-    inputs = [(program.values[i], 1 if k in captured else 2) for k, i in enumerate(program.inputs) if program.values[i].tier == "disk"]
-    own = [(program.values[o], 1) for node in program.nodes if node.target.startswith("colofunc.to_disk") for o in node.results]
+    inputs = [
+        (program.values[i], 1 if k in captured else 2)
+        for k, i in enumerate(program.inputs)
+        if program.values[i].tier == "disk"
+    ]
+    own = [
+        (program.values[o], 1)
+        for node in program.nodes
+        if node.target.startswith("colofunc.to_disk")
+        for o in node.results
+    ]
     needed = 0
     for rank in distinct_ranks(program, mesh):  # each has a part of the disk, and what exists on it
         here = [value.nbytes * versions for value, versions in (*inputs, *own) if _exists(value, mesh, rank)]
@@ -113,8 +128,10 @@ def _short(program: Program, mesh: Mesh, captured: Collection[int]) -> str:
         return ""
     ranks = f" ({mesh.node_ranks} ranks share a node's)" if mesh.node_ranks > 1 else ""
     return (
-        f"two versions of the state on disk and what a step writes there for itself take {size_text(needed)} a rank, the topology has "
-        f"{size_text(most)}{ranks}; use more {'nodes' if ranks else 'ranks'}, a larger disk, or more host memory (host=)"
+        f"two versions of the state on disk and what a step writes there for itself take {size_text(needed)} a rank, "
+        "the topology has "
+        f"{size_text(most)}{ranks}; use more {'nodes' if ranks else 'ranks'}, a larger disk, or more host memory "
+        "(host=)"
     )
 
 
@@ -128,16 +145,22 @@ def _ground(program: Program, mesh: Mesh, lanes: Lanes, given: Mapping[int, str]
     seconds = tuple(later - now for now, later in pairwise((*lanes.starts_s, lanes.end_s)))
     held = memory(program).timeline.get("host", (0,) * len(program.nodes))
     tiers = {found.home[program.inputs[k]]: tier for k, tier in given.items() if tier == "disk"}
-    return Ground(program, found, held, readers(program, found), seconds, seconds, links_of(mesh, TIERS), tiers, tiers=TIERS)
+    return Ground(
+        program, found, held, readers(program, found), seconds, seconds, links_of(mesh, TIERS), tiers, tiers=TIERS
+    )
 
 
 def _states(ground: Ground, given: Mapping[int, str], captured: Mapping[int, bool]) -> dict[int, str | None]:
-    """Storages of inputs that lie on the host between steps; not what is in memory in any case, because its owner has it there."""
+    """Storages of inputs that lie on the host between steps; not what is in memory in any case, because its owner has
+    it there.
+    """
     program = ground.program
     return {
         ground.lies.home[i]: given.get(k)
         for k, i in enumerate(program.inputs)
-        if program.values[i].tier == "host" and i not in program.constants and (given.get(k) == "disk" or not captured.get(k))
+        if program.values[i].tier == "host"
+        and i not in program.constants
+        and (given.get(k) == "disk" or not captured.get(k))
     }
 
 
@@ -150,6 +173,9 @@ def _words(ground: Ground, items: Collection[int], trace: Trace, found: Residenc
         if k in set(away):
             role = ground.program.values[ground.lies.storages[s].value].role
             by_role[role] = by_role.get(role, 0) + trace.items[k].nbytes
-    kept = ", ".join(f"{size_text(n)} of {'frozen weights' if role == 'frozen' else f'{role}s'}" for role, n in sorted(by_role.items()))
+    kept = ", ".join(
+        f"{size_text(n)} of {'frozen weights' if role == 'frozen' else f'{role}s'}"
+        for role, n in sorted(by_role.items())
+    )
     read, written = map(size_text, found.moved_bytes)
     yield f"on disk: {kept}; read a step: {read}, written: {written}, {time_text(max(0.0, longer_s))} of it not hidden"

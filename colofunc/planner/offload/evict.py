@@ -1,11 +1,11 @@
 """Which items leave the device and when their copies run: Belady's evictions, then copies spread over the compute.
 
 Problem: under a budget some values must lie on the host between two uses. Evicting the wrong one copies more bytes;
-copying at the wrong moment shows every byte.
-Idea: next uses are known, so `evict` walks the positions and drops what is needed farthest ahead (Belady 1966: the least
-fetches for clean items of one size). That leaves *segments*: stretches over which an item stays. `spread` gives each
-evicted value one store, started right after its last change and awaited when the engine is through with it, and each
-segment one fetch, started as early as its engine and the budget allow, in order of need.
+copying at the wrong moment shows every byte. Idea: next uses are known, so `evict` walks the positions and drops what
+is needed farthest ahead (Belady 1966: the least fetches for clean items of one size). That leaves *segments*: stretches
+over which an item stays. `spread` gives each evicted value one store, started right after its last change and awaited
+when the engine is through with it, and each segment one fetch, started as early as its engine and the budget allow, in
+order of need.
 
     facts = Facts(trace)                          # uses by position, next uses, versions: once per trace
     stays = evict(facts, room_bytes, residents)   # item 0 stays over [0, 4], item 1 over [1, 1] and [5, 6], ...
@@ -62,7 +62,8 @@ class Facts:
         self.next_use: list[list[int]] = []  # of each device use: the next one, `never` if a host write comes before
         self.held: list[list[bool]] = []  # of each device use: whether the item may not leave before the next one
         self.versions: list[list[Version]] = []
-        self.unsaved: list[list[int]] = []  # at each device use: the version that an eviction behind it has to store, or -1
+        # at each device use: the version that an eviction behind it has to store, or -1
+        self.unsaved: list[list[int]] = []
         self.fixed = [item.fixed for item in trace.items]
         for index, item in enumerate(trace.items):
             for p in self.uses[index]:
@@ -74,7 +75,9 @@ class Facts:
     def _add(self, index: int, writes: list[int], on_host: list[int]) -> None:
         item, uses = self.trace.items[index], self.uses[index]
         host_writes = [w for w in writes if w in item.host_uses]
-        ahead = [b if bisect_right(host_writes, a) == bisect_right(host_writes, b) else self.never for a, b in pairwise(uses)]
+        ahead = [
+            b if bisect_right(host_writes, a) == bisect_right(host_writes, b) else self.never for a, b in pairwise(uses)
+        ]
         self.next_use.append([*ahead, self.never] if uses else [])
         self.held.append(_held(uses, self.stretches[index]))
         versions = []
@@ -115,7 +118,8 @@ def _unsaved(versions: list[Version], use: int) -> int:
 
 
 def evict(facts: Facts, room_bytes: int, residents: Collection[int]) -> list[list[Stay]]:
-    """Stays of every item that moves, with at most `room_bytes` on the device wherever a position does not need more."""
+    """Stays of every item that moves, with at most `room_bytes` on the device wherever a position does not need more.
+    """
     return _Belady(facts, room_bytes, residents).run()
 
 
@@ -140,7 +144,9 @@ class _Belady:
         self.dead: list[int] = []
 
     def run(self) -> list[list[Stay]]:
-        """Thousands of positions for each of hundreds of candidates pass here, so what is read often has a name of its own."""
+        """Thousands of positions for each of hundreds of candidates pass here, so what is read often has a name of its
+        own.
+        """
         facts, resident, seen, following, room = self.facts, self.resident, self.seen, self.next, self.room
         nbytes, next_use, never, unsaved, fixed = facts.nbytes, facts.next_use, facts.never, facts.unsaved, facts.fixed
         held = facts.held
@@ -239,7 +245,8 @@ class _Spread:
     """Walks the positions with both engines' clocks and starts what fits.
 
     A store keeps its bytes until it has ended, or until a position needs them and so has to wait. A fetch starts where
-    its engine would be idle otherwise, if its bytes fit from there to its need; those that do not fit start at their need.
+    its engine would be idle otherwise, if its bytes fit from there to its need; those that do not fit start at their
+    need.
     """
 
     def __init__(
@@ -256,7 +263,8 @@ class _Spread:
         self.queue = sorted(s for mine in stays for s in mine if not s.made)
         self.started = [False] * len(self.queue)
         self.head = 0
-        self.blocked = [0] * len(self.queue)  # no start before this position: something else needs the bytes up to there
+        # no start before this position: something else needs the bytes up to there
+        self.blocked = [0] * len(self.queue)
         self.due: dict[int, list[int]] = {}
         for index, stay in enumerate(self.queue):
             self.due.setdefault(stay.first, []).append(index)
@@ -265,8 +273,11 @@ class _Spread:
         self.limits: dict[int, list[_Store]] = {}
         for store in _stores(facts, stays):
             self.stores.setdefault(store.start, []).append(store)
-            (self.limits if store.limit <= store.low else self.lows).setdefault(min(store.limit, store.low), []).append(store)
-        self.store_positions = {*self.stores, *self.lows, *self.limits}  # positions at which something happens to a store
+            (self.limits if store.limit <= store.low else self.lows).setdefault(min(store.limit, store.low), []).append(
+                store
+            )
+        # positions at which something happens to a store
+        self.store_positions = {*self.stores, *self.lows, *self.limits}
         self.storing: dict[int, _Store] = {}  # item -> its store that the device has not awaited yet
         self.kept: list[_Store] = []  # those whose bytes nothing else needs
         self.extra = 0
@@ -308,7 +319,9 @@ class _Spread:
             self._await(store, store.limit)
         makespan = max(self.now, self.host, self.up, self.down)
         stores = (s for issued in self.stores.values() for s in issued)
-        self.copies.extend(Copy(s.start, False, s.item, s.free if s.host < 0 else min(s.free, s.host), s.free) for s in stores)
+        self.copies.extend(
+            Copy(s.start, False, s.item, s.free if s.host < 0 else min(s.free, s.host), s.free) for s in stores
+        )
         return makespan, sorted(self.copies, key=itemgetter(0, 1))
 
     def _host(self, p: int) -> None:
@@ -373,7 +386,8 @@ class _Spread:
     def _hoist(self, p: int, soon: float) -> None:
         """Starts what fits, until the engine is busy up to where this position ends.
 
-        Where only the first may start, and not one of the 7 behind it, OPT-13B within 40 GB (`bench moved`) takes 11 % longer.
+        Where only the first may start, and not one of the 7 behind it, OPT-13B within 40 GB (`bench moved`) takes 11 %
+        longer.
         """
         while self.head < len(self.queue) and self.started[self.head]:
             self.head += 1

@@ -1,15 +1,17 @@
 """Offload: which nodes run on the host, and what is copied when, so that the device's peak is within a budget.
 
-Problem: parameters, gradients, optimizer state and activations compete for one memory, each with uses that are known. Idea:
-a finished program is a trace of uses; storages that may move are its items (`residency` says when each is copied), and where
-an update runs is one more thing to choose: on the device, which state has to travel to, or on the host, which only gradients
-do. Every choice is scored by the same timeline of compute, host and copy engines; the fastest is written down (`Tiered`).
+Problem: parameters, gradients, optimizer state and activations compete for one memory, each with uses that are known.
+Idea: a finished program is a trace of uses; storages that may move are its items (`residency` says when each is
+copied), and where an update runs is one more thing to choose: on the device, which state has to travel to, or on the
+host, which only gradients do. Every choice is scored by the same timeline of compute, host and copy engines; the
+fastest is written down (`Tiered`).
 
     program -> items, uses, seconds -> reside() per split of the updates -> the fastest -> program with copies
 
-The last parameters' updates stay on the device where that hides the tail: how many is found by trying. What is small is not
-worth a copy and stays. What the host then has no room for goes to the disk, where there is one (`offload_disk`): then the
-fastest are also looked for as if copies took as long as the disk makes them, and the fastest with its disk is taken.
+The last parameters' updates stay on the device where that hides the tail: how many is found by trying. What is small is
+not worth a copy and stays. What the host then has no room for goes to the disk, where there is one (`offload_disk`):
+then the fastest are also looked for as if copies took as long as the disk makes them, and the fastest with its disk is
+taken.
 """
 
 from __future__ import annotations
@@ -39,15 +41,16 @@ HIDDEN_DISK = 1e-3
 ESTIMATE_ERROR = 0.05
 """Relative error of the search's time estimate; candidates closer than this are played in full."""
 LARGE_NODES = 4000
-"""In a program of more nodes what was best without a disk is tried as if copies were slower, and nothing else is searched."""
+"""In a program of more nodes what was best without a disk is tried as if copies were slower, and nothing else is
+searched."""
 
 
 @attrs.frozen(eq=False)
 class Offloaded:
     """A program with copies in it.
 
-    `exposed_s`: by how much it takes longer than without them, both played as they run (negative where the host takes work off the
-    device). `short`: what the host lacks. `over`: bytes by which its peak exceeds the budget.
+    `exposed_s`: by how much it takes longer than without them, both played as they run (negative where the host takes
+    work off the device). `short`: what the host lacks. `over`: bytes by which its peak exceeds the budget.
     """
 
     program: Program
@@ -72,15 +75,18 @@ def offload(
 ) -> Offloaded:
     """The fastest way found to run a finished program of one rank within `budget_bytes` of device memory.
 
-    given: position of an input -> the tier that it lies in already. host_bytes: of host memory, where that is less than the
-    topology has; `disk`: whether there is one for what exceeds it. Where nothing fits, the leanest program: its peak is the
-    least budget. like: only what was best for another order of the same work is tried, and no copies are written: an estimate.
-    captured: position of an input that the step took from outside -> whether its owner has it in memory, so that it stays there.
+    given: position of an input -> the tier that it lies in already. host_bytes: of host memory, where that is less than
+    the topology has; `disk`: whether there is one for what exceeds it. Where nothing fits, the leanest program: its
+    peak is the least budget. like: only what was best for another order of the same work is tried, and no copies are
+    written: an estimate. captured: position of an input that the step took from outside -> whether its owner has it in
+    memory, so that it stays there.
     """
     check_where(policy.where, program)
     rooms = [n for n in (host_bytes, mesh.capacity_bytes("host")) if n is not None]
     ground = ground_of(program, mesh, node_s, given)
-    offloading = _Offloading(ground, mesh, node_s, budget_bytes, policy, given or {}, min(rooms, default=None), disk, captured or {})
+    offloading = _Offloading(
+        ground, mesh, node_s, budget_bytes, policy, given or {}, min(rooms, default=None), disk, captured or {}
+    )
     return offloading.fastest() if like is None else offloading.estimate(like)
 
 
@@ -98,7 +104,10 @@ class _Written:
 
 
 class _Offloading:
-    """`host_limit_bytes`: host memory that a rank may take, where that is known. `below`: input -> host or disk, where that is said."""
+    """`host_limit_bytes`: host memory that a rank may take, where that is known.
+
+    `below`: input -> host or disk, where that is said.
+    """
 
     def __init__(
         self, ground: Ground, mesh: Mesh, node_s: NodeS, budget: int | None, policy: MemoryPolicy, given: Mapping[int, str],
@@ -210,7 +219,9 @@ class _Offloading:
         return attrs.evolve(candidate, ground=ground, found=moves, below=from_disk)
 
     def written(self, candidate: Found) -> _Written:
-        """The program of a candidate: with what the host does coming late, or at once where that takes less memory of the host."""
+        """The program of a candidate: with what the host does coming late, or at once where that takes less memory of
+        the host.
+        """
         late = self.written_as(candidate, True)
         host_is_short = late.rank[1]
         if not self.above(late.host_bytes) or not (host_is_short or len(self.program.nodes) <= LARGE_NODES):
@@ -219,7 +230,9 @@ class _Offloading:
         return attrs.evolve(min(late, at_once, key=_rank), host_bytes=late.host_bytes, plain_s=late.plain_s)
 
     def written_as(self, candidate: Found, late: bool) -> _Written:
-        program = write(candidate.ground, candidate.on_host, candidate.items, candidate.trace, candidate.found, late=late)
+        program = write(
+            candidate.ground, candidate.on_host, candidate.items, candidate.trace, candidate.found, late=late
+        )
         program = narrow_gradients(program)
         host_bytes = held_bytes = peak_bytes(program, self.mesh, "host")
         plain_s = exposed_s = played(program, self.mesh, self.node_s).end_s - self.before_s
@@ -253,8 +266,8 @@ def _alone_s(ground: Ground) -> float:
 
 
 def _on_host(best: Found) -> int:
-    """About the bytes that a rank holds on the host: state that does not stay, and the rest from where it is made there or stored to its
-    last use. Of the rank that holds most there, where each does its own."""
+    """About the bytes that a rank holds on the host: state that does not stay, and the rest from where it is made there
+    or stored to its last use. Of the rank that holds most there, where each does its own."""
     if best.ranks:
         return max(map(_on_host, best.ranks)) + sum(nbytes for _, nbytes in _away_of_several(best))
     trace, residency = best.trace, best.found
@@ -300,15 +313,25 @@ def _placed(ground: Ground, policy: MemoryPolicy, budget_bytes: int | None, mesh
     return {storage: "host" if tier == "disk" else tier for storage, tier in tiers.items()}
 
 
-def _said(ground: Ground, states: Sequence[int], policy: MemoryPolicy, budget_bytes: int | None, mesh: Mesh) -> Sequence[str | None]:
+def _said(
+    ground: Ground, states: Sequence[int], policy: MemoryPolicy, budget_bytes: int | None, mesh: Mesh
+) -> Sequence[str | None]:
     room = Room(budget_bytes, _other_bytes(ground, states), mesh.node_ranks)
     return places(policy, [_state(ground, s) for s in states], room)
 
 
 def _below(
-    ground: Ground, policy: MemoryPolicy, budget_bytes: int | None, mesh: Mesh, given: Mapping[int, str], captured: Mapping[int, bool]
+    ground: Ground,
+    policy: MemoryPolicy,
+    budget_bytes: int | None,
+    mesh: Mesh,
+    given: Mapping[int, str],
+    captured: Mapping[int, bool],
 ) -> dict[int, str]:
-    """Position of an input -> host or disk, where it lies there already or the policy says disk. Above, both are the host."""
+    """Position of an input -> host or disk, where it lies there already or the policy says disk.
+
+    Above, both are the host.
+    """
     states = _states(ground)
     tiers = _said(ground, states, policy, budget_bytes, mesh)
     of_disk = {storage for storage, tier in zip(states, tiers, strict=True) if tier == "disk"}
@@ -352,8 +375,10 @@ def _host_short(peak: int, most: int | None, disk: bool, ranks: int) -> str:
     there = "and not on disk " if disk else ""
     more, shared = "" if disk else ', cf.offload(disk="DIR")', f" ({ranks} ranks share a node's)" if ranks > 1 else ""
     return (
-        f"what does not stay on the device {there}takes {size_text(peak)} of host memory a rank, the topology has or host= allows "
-        f"{size_text(most)}{shared}; use more {'nodes' if shared else 'ranks'}, a larger budget, cf.checkpoint{more}, or a topology "
+        f"what does not stay on the device {there}takes {size_text(peak)} of host memory a rank, the topology has or "
+        "host= allows "
+        f"{size_text(most)}{shared}; use more {'nodes' if shared else 'ranks'}, a larger budget, cf.checkpoint{more}, "
+        "or a topology "
         "with more host memory"
     )
 

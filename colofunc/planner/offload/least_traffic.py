@@ -1,18 +1,18 @@
 """What stays between its uses so that fewest bytes are copied: one linear program.
 
-Problem: what is needed farthest ahead should leave, says Belady, where all copies cost the same. They do not: a weight that
-comes back has its copy on the host already, an activation has to be stored first; state that stays saves copies at both ends
-of a step for room in the whole of it. Idea: between two uses of an item lies a *gap*. Keeping it saves a fetch, and a store
-if no other gap of that value asks for one; at every position the gaps that are kept fit beside what is needed there. That is
-a linear program (for one size and clean items its solutions are whole, because every gap is a stretch of positions), and its
-few fractions are rounded. `policy="bytes"` is made of it; where time decides it wins none, and a fifth of the bytes
-(GPT 1.5B, `bench memory_plans`).
+Problem: what is needed farthest ahead should leave, says Belady, where all copies cost the same. They do not: a weight
+that comes back has its copy on the host already, an activation has to be stored first; state that stays saves copies at
+both ends of a step for room in the whole of it. Idea: between two uses of an item lies a *gap*. Keeping it saves a
+fetch, and a store if no other gap of that value asks for one; at every position the gaps that are kept fit beside what
+is needed there. That is a linear program (for one size and clean items its solutions are whole, because every gap is a
+stretch of positions), and its few fractions are rounded. `policy="bytes"` is made of it; where time decides it wins
+none, and a fifth of the bytes (GPT 1.5B, `bench memory_plans`).
 
     item 0  use ... gap ... use        room 4: one of the two fits; item 1 was written, so keeping it saves
     item 1      use ... gap ... use    a store and a fetch, and item 0 leaves: its fetch is all that is copied
 
-Source: the interval form of paging as minimum cost flow (A. Bar-Noy et al., "A unified approach to approximating resource
-allocation and scheduling", 2001; D. Berger et al., 1711.03709, for sizes).
+Source: the interval form of paging as minimum cost flow (A. Bar-Noy et al., "A unified approach to approximating
+resource allocation and scheduling", 2001; D. Berger et al., 1711.03709, for sizes).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from colofunc.planner.offload.timeline import Links
 
 WHOLE = 1e-6
 NEVER, ALWAYS = -1, -2
-"""Gaps that have no variable: the host writes in between, so that nothing can be kept; nothing lies between, so that all is."""
+"""Gaps that have no variable: the host writes in between, so that nothing can be kept; nothing lies between, so that
+all is."""
 ITERATIONS = 20_000
 """Limit of the simplex method: counted, not timed, so that every rank stops where the others do."""
 
@@ -37,7 +38,8 @@ ITERATIONS = 20_000
 def fewest(facts: Facts, room_bytes: int, stay: float = 1.0) -> tuple[list[int], list[list[Stay]]]:
     """(residents, stays of all others) for which about the fewest bytes are copied.
 
-    At most `room_bytes` lie on the device wherever a position does not need more. stay: part of the state that may be resident.
+    At most `room_bytes` lie on the device wherever a position does not need more. stay: part of the state that may be
+    resident.
     """
     found = _Fewest(facts, room_bytes, stay)
     return found.rounded(found.solve() or [0.0] * len(found.saved))
@@ -79,7 +81,9 @@ class Programs:
 
 
 def least_bytes(facts: Facts, room_bytes: int) -> int:
-    """Bytes that no choice copies less than: those of the linear program before it is rounded; 0 where that takes too long."""
+    """Bytes that no choice copies less than: those of the linear program before it is rounded; 0 where that takes too
+    long.
+    """
     return _Fewest(facts, room_bytes, 1.0).least_bytes()
 
 
@@ -162,7 +166,9 @@ class _Fewest:
 
         def states(least: float) -> list[int]:
             """Items that are resident for at least that part and fit, most first."""
-            order = sorted((i for i, k in self.resident.items() if part[k] >= least), key=lambda i: (-part[self.resident[i]], i))
+            order = sorted(
+                (i for i, k in self.resident.items() if part[k] >= least), key=lambda i: (-part[self.resident[i]], i)
+            )
             return [i for i in order if keep([self.resident[i], *(k for k in self.gaps[i] if k >= 0)])]
 
         residents = set(states(1 - WHOLE))
@@ -176,7 +182,9 @@ class _Fewest:
         fixed = [i for i, item in enumerate(self.facts.trace.items) if item.fixed and item.home]
         none = [False] * len(self.saved)
         stays = [[] if i in fixed else self._stays(i, none) for i in range(len(self.gaps))]
-        _, copies = spread(self.facts, stays, fixed, sum(self.facts.nbytes) + int(self.facts.base.max(initial=0)), Links(1.0, 1.0, 0.0))
+        _, copies = spread(
+            self.facts, stays, fixed, sum(self.facts.nbytes) + int(self.facts.base.max(initial=0)), Links(1.0, 1.0, 0.0)
+        )
         parts = self.solve()
         if parts is None:
             return 0
@@ -191,8 +199,13 @@ class _Fewest:
         spans = [(k, *span, self.facts.nbytes[self.item[k]]) for k, held in enumerate(self.held) for span in held]
         ks, begins, ends, nbytes = np.asarray(spans, dtype=np.int64).reshape(-1, 4).T
         inner = ends < size
-        points: np.ndarray = np.unique(np.concatenate(([0], begins, ends[inner])))  # between these the same gaps are open
-        begins, ends, room = np.searchsorted(points, begins), np.searchsorted(points, ends), np.minimum.reduceat(room, points)
+        # between these the same gaps are open
+        points: np.ndarray = np.unique(np.concatenate(([0], begins, ends[inner])))
+        begins, ends, room = (
+            np.searchsorted(points, begins),
+            np.searchsorted(points, ends),
+            np.minimum.reduceat(room, points),
+        )
         size = len(points)
         unit, positions = float(max(self.facts.nbytes)) or 1.0, np.arange(size)
         # What is held at p and what is free there add up to the room; each row less the one before has few entries.

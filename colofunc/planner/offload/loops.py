@@ -1,12 +1,13 @@
 """Loops under a budget: the body copies what it reads, trip by trip.
 
-Problem: a loop over microbatches is one position of the step and reads every parameter, so all of them would have to be on
-the device at once. Idea: its body is a program like any other. State that it reads may come to it on the host, and is copied
-where the body uses it; activations may leave and come back; the same copies happen in every trip, and the loop takes as many
-times longer. What is not copied lies on the device for the whole loop.
+Problem: a loop over microbatches is one position of the step and reads every parameter, so all of them would have to be
+on the device at once. Idea: its body is a program like any other. State that it reads may come to it on the host, and
+is copied where the body uses it; activations may leave and come back; the same copies happen in every trip, and the
+loop takes as many times longer. What is not copied lies on the device for the whole loop.
 
-So do the gradients that it sums, which are as large as the parameters. Where there is no room for them, their sums lie on the host:
-each trip's share goes there as soon as it is made and is added there, and what reads the sum behind the loop finds it there.
+So do the gradients that it sums, which are as large as the parameters. Where there is no room for them, their sums lie
+on the host: each trip's share goes there as soon as it is made and is added there, and what reads the sum behind the
+loop finds it there.
 
 The budget of a body is what the device has left beside all that cannot leave it meanwhile.
 """
@@ -60,7 +61,11 @@ def host_outs(node: Node) -> list[int]:
     if node.loop is None:
         return []
     body = node.loop.body
-    return [o for o, inner in zip(node.outs, body.outputs, strict=True) if o is not None and body.values[inner].tier == "host"]
+    return [
+        o
+        for o, inner in zip(node.outs, body.outputs, strict=True)
+        if o is not None and body.values[inner].tier == "host"
+    ]
 
 
 def _beside(ground: Ground, k: int, loop: Loop, items: list[int], trace: Trace) -> int:
@@ -80,12 +85,19 @@ def _metas(ground: Ground, k: int, loop: Loop) -> dict[int, Meta]:
 
 
 def _opened(
-    ground: Ground, k: int, loop: Loop, limit: int, mesh: Mesh, node_s: NodeS, states: Mapping[int, str | None], policy: MemoryPolicy
+    ground: Ground,
+    k: int,
+    loop: Loop,
+    limit: int,
+    mesh: Mesh,
+    node_s: NodeS,
+    states: Mapping[int, str | None],
+    policy: MemoryPolicy,
 ) -> tuple[Loop, frozenset[int], float]:
     """(the loop with copies in its body, the storages that it takes on the host, seconds of all trips).
 
-    What gathers from tables on the host runs there where that is faster, as outside of loops; gradients that it makes so
-    are summed there.
+    What gathers from tables on the host runs there where that is faster, as outside of loops; gradients that it makes
+    so are summed there.
     """
     refs, body = ground.program.nodes[k].refs, loop.body
     found, held = inside(body, _metas(ground, k, loop))
@@ -107,7 +119,9 @@ def _opened(
 
     best = min(tries, key=lambda one: (one.over, trip_s(one)))
     written = write(inner, best.on_host, best.items, best.trace, best.made, stay=True, leave=best.leave)
-    away = frozenset(outer[best.items[m]] for m, item in enumerate(best.trace.items) if item.home and m not in best.made.residents)
+    away = frozenset(
+        outer[best.items[m]] for m, item in enumerate(best.trace.items) if item.home and m not in best.made.residents
+    )
     return attrs.evolve(loop, body=written), away, trip_s(best) * loop.trips
 
 
@@ -126,7 +140,9 @@ class _Try:
 def _tried(
     inner: Ground, leave: frozenset[int], saved: int, mine: Mapping[int, str | None], limit: int, policy: MemoryPolicy
 ) -> list[_Try]:
-    """A body in each way to run its operators. saved: bytes that the sums would take beside it, were they not on the host."""
+    """A body in each way to run its operators. saved: bytes that the sums would take beside it, were they not on the
+    host.
+    """
     tries, limit = [], limit + saved
     for _, on_host in with_operators(inner, policy.where, policy.update, mine, max(limit, 1), [(0.0, NOTHING)]):
         items, trace = trace_of(inner, on_host, mine, max(limit, 1), leave=leave)

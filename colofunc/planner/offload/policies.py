@@ -1,10 +1,10 @@
 """Policies of memory: which tier state is kept in between steps, and where it is updated.
 
-    only_moments = cf.ext.MemoryPolicy("moments", lambda states, room: ["host" if s.role == "state" else None for s in states])
-    step = cf.offload(step, policy=only_moments)
+    only_moments = cf.ext.MemoryPolicy("moments", lambda states, room: ["host" if s.role == "state" else None for s in
+    states]) step = cf.offload(step, policy=only_moments)
 
-A policy says where what lasts lies; when it moves follows from the step's uses (`planner/offload/fastest.py`). What it leaves open
-is chosen by time. Plugins name policies with the hook `colofunc_memory_policies`.
+A policy says where what lasts lies; when it moves follows from the step's uses (`planner/offload/fastest.py`). What it
+leaves open is chosen by time. Plugins name policies with the hook `colofunc_memory_policies`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class State:
 
 @attrs.frozen
 class Room:
-    """What a policy knows of the machine: bytes of device memory a rank (None: no limit), the peak of all that is no state, and
-    the ranks that share a host."""
+    """What a policy knows of the machine: bytes of device memory a rank (None: no limit), the peak of all that is no
+    state, and the ranks that share a host."""
 
     budget_bytes: int | None
     other_bytes: int
@@ -43,11 +43,11 @@ Place = Callable[[Sequence[State], Room], Sequence[str | None]]
 class MemoryPolicy:
     """Which tier state lies in, and where it is updated; None leaves a choice to cost.
 
-    place: the tier of each state between steps ("device", "host", "disk" or None), given all of them. update: "device", "host" or None.
-    activations: whether what forward keeps for backward may be copied to the host. where: glob of module paths -> "host" or "device",
-    where their operators run; of others cost decides (`host_operators`). slack: of all that takes at most this part longer than
-    the fastest, what copies fewest bytes; None: next to nothing (`residency.SLACK`). measure: so many first steps are timed and the
-    step is planned again (`cf.offload(measure=)`).
+    place: the tier of each state between steps ("device", "host", "disk" or None), given all of them. update: "device",
+    "host" or None. activations: whether what forward keeps for backward may be copied to the host. where: glob of
+    module paths -> "host" or "device", where their operators run; of others cost decides (`host_operators`). slack: of
+    all that takes at most this part longer than the fastest, what copies fewest bytes; None: next to nothing
+    (`residency.SLACK`). measure: so many first steps are timed and the step is planned again (`cf.offload(measure=)`).
     """
 
     name: str
@@ -66,7 +66,9 @@ DEVICE = MemoryPolicy("device", lambda states, room: ["device"] * len(states), "
 GIVEN = MemoryPolicy("given", lambda states, room: ["device"] * len(states), activations=False)
 """Of a step that nobody offloads: what was given elsewhere stays there, and moves nothing else."""
 DISK = MemoryPolicy("disk", lambda states, room: ["disk" if s.nbytes > SCALAR else None for s in states])
-HOST = MemoryPolicy("host", lambda states, room: ["host" if s.nbytes > SCALAR else None for s in states], activations=False)
+HOST = MemoryPolicy(
+    "host", lambda states, room: ["host" if s.nbytes > SCALAR else None for s in states], activations=False
+)
 
 
 def places(policy: MemoryPolicy, states: Sequence[State], room: Room) -> Sequence[str | None]:
@@ -75,5 +77,8 @@ def places(policy: MemoryPolicy, states: Sequence[State], room: Room) -> Sequenc
     wrong = [tier for tier in found if tier not in ("device", "host", "disk", None)]
     if len(found) != len(states) or wrong:
         said = f"{wrong[0]!r}" if wrong else f"{len(found)} tiers for {len(states)} states"
-        raise PlanError(f"memory policy {policy.name!r} says {said}; its place() gives 'device', 'host', 'disk' or None for each state")
+        raise PlanError(
+            f"memory policy {policy.name!r} says {said}; its place() gives 'device', 'host', 'disk' or None for each "
+            "state"
+        )
     return found

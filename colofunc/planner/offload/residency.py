@@ -1,21 +1,20 @@
 """Residency: what stays on the device, what is copied in and out and when, under a budget that always holds.
 
 Problem: state and activations exceed the device. Copying everything around every use is slow; keeping the wrong things
-is no better; a plan that exceeds its budget once is none.
-Idea: a plan is three decisions. *Residents*, home items that never move, save their traffic in every step. Of the rest,
-Belady's rule evicts (`evict`), in a room that may be smaller than the budget so that copies in flight find place; or both
-are chosen by a linear program that copies fewest bytes in that room (`fewest`). Copies are spread over the compute
-(`spread`). Each candidate (how many residents, how much room) is scored by playing it on the timeline; the
-fastest wins, ties go to the one that moves less. Where some *slack* is given, of all candidates that take at most that part
-longer than the fastest the one that moves least wins.
+is no better; a plan that exceeds its budget once is none. Idea: a plan is three decisions. *Residents*, home items that
+never move, save their traffic in every step. Of the rest, Belady's rule evicts (`evict`), in a room that may be smaller
+than the budget so that copies in flight find place; or both are chosen by a linear program that copies fewest bytes in
+that room (`fewest`). Copies are spread over the compute (`spread`). Each candidate (how many residents, how much room)
+is scored by playing it on the timeline; the fastest wins, ties go to the one that moves less. Where some *slack* is
+given, of all candidates that take at most that part longer than the fastest the one that moves least wins.
 
     trace = Trace(seconds=(1.0,) * 4, host=(), base=(0,) * 4, items=(Item(4, True, (0, 2)), Item(4, True, (1, 3))))
     reside(trace, 8, links).residents            # {0, 1}: everything fits, no moves
     reside(trace, 4, links).moves                # one at a time: four fetches
     reside(trace, 3, links)                      # PlanError: position 0 needs 4 bytes
 
-Source: L. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966; Elixir (2212.05339) replays a
-step the same way to count moves.
+Source: L. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966; Elixir (2212.05339) replays
+a step the same way to count moves.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ __all__ = ["Item", "Links", "Move", "Residency", "Search", "Trace", "least_budge
 class Point(NamedTuple):
     """What one candidate does with the budget. `filled` is a part of what is left when what stays has its own."""
 
-    stay: float  # part that stays: of the bytes of home items that may, in order; or of the state, where copies are `fewest`
+    # part that stays: of the bytes of home items that may, in order; or of the state, where copies are `fewest`
+    stay: float
     filled: float  # part of the rest that Belady fills; copies in flight may have all
     order: int = 0  # of those in which home items may stay
     fewest: bool = False  # residents and evictions by a linear program for fewest bytes: `order` says nothing
@@ -66,13 +66,15 @@ POINTS = (
     Point(0.5, 1.0, fewest=True),
     Point(1.0, 1.0, fewest=True),
 )
-"""What is tried. A search from the best of them for better parts found nothing faster on any row of `bench memory_plans`, `moved` and
-`jointly`; the parts below 1 hide copies that these alone do not (`tests/test_residency.py`: 1.9 % of a step of 40 layers)."""
+"""What is tried. A search from the best of them for better parts found nothing faster on any row of
+`bench memory_plans`, `moved` and `jointly`; the parts below 1 hide copies that these alone do not
+(`tests/test_residency.py`: 1.9 % of a step of 40 layers)."""
 SLACK = 0.03
-"""Plans of a large trace whose time differs by less than this part count as equally fast. Seconds are a model, and it does not know that
-copies take from the bandwidth of the host's memory, which updates there need."""
+"""Plans of a large trace whose time differs by less than this part count as equally fast. Seconds are a model, and it
+does not know that copies take from the bandwidth of the host's memory, which updates there need."""
 SMALL = 740
-"""Positions, and twice the uses, of the largest trace of which everything is tried, and where nothing counts as equally fast."""
+"""Positions, and twice the uses, of the largest trace of which everything is tried, and where nothing counts as equally
+fast."""
 SKETCH = (POINTS[1], POINTS[8], POINTS[7], POINTS[0])
 """What is tried of a large trace."""
 
@@ -96,8 +98,8 @@ def least_budget(trace: Trace) -> tuple[int, int]:
 def reside(trace: Trace, budget_bytes: int, links: Links, slack: float | None = 0.0) -> Residency:
     """The fastest plan found whose device bytes never exceed `budget_bytes`. Raises PlanError naming the least budget.
 
-    slack: of those that take at most this part longer, the one that copies fewest bytes; None: a little of a large trace, else
-    nothing.
+    slack: of those that take at most this part longer, the one that copies fewest bytes; None: a little of a large
+    trace, else nothing.
     """
     search = Search(trace, budget_bytes, links, slack)
     search.run()
@@ -106,7 +108,9 @@ def reside(trace: Trace, budget_bytes: int, links: Links, slack: float | None = 
 
 def _check_trace(trace: Trace) -> None:
     if len(trace.base) != len(trace.seconds):
-        raise PlanError(f"{len(trace.seconds)} positions have {len(trace.base)} figures of base bytes; give one for each")
+        raise PlanError(
+            f"{len(trace.seconds)} positions have {len(trace.base)} figures of base bytes; give one for each"
+        )
     for index, item in enumerate(trace.items):
         uses = item.uses
         if list(uses) != sorted(set(uses)) or (uses and not 0 <= uses[0] <= uses[-1] < len(trace.seconds)):
@@ -115,9 +119,14 @@ def _check_trace(trace: Trace) -> None:
             raise PlanError(f"item {index} has writes or host_uses that are none of its uses {uses}")
         on_device = frozenset(device_uses(item))
         if any(begin not in on_device or end not in on_device or begin >= end for begin, end in item.held):
-            raise PlanError(f"item {index} is held over {item.held}; give ascending pairs of its uses on the device {sorted(on_device)}")
+            raise PlanError(
+                f"item {index} is held over {item.held}; give ascending pairs of its uses on the device "
+                f"{sorted(on_device)}"
+            )
         if item.fixed and item.host_uses:
-            raise PlanError(f"item {index} is fixed on the device and needed on the host at {sorted(item.host_uses)}; choose one")
+            raise PlanError(
+                f"item {index} is fixed on the device and needed on the host at {sorted(item.host_uses)}; choose one"
+            )
 
 
 @attrs.frozen(eq=False)
@@ -141,7 +150,8 @@ class Search:
         if budget < least:
             raise PlanError(
                 f"a budget of {budget} bytes is below the least possible, {least} bytes: position {position} holds "
-                f"{trace.base[position]} bytes that cannot move and needs {least - trace.base[position]} more of items at once. "
+                f"{trace.base[position]} bytes that cannot move and needs {least - trace.base[position]} more of items "
+                "at once. "
                 f"Try: a budget of at least {least}, or smaller items"
             )
         self.trace, self.budget, self.floor, self.links = trace, budget, least, links
@@ -196,7 +206,10 @@ class Search:
         home = [i for i, item in enumerate(self.trace.items) if item.home and item.stays and not item.host_uses]
         if any(item.home and not item.stays and item.uses for item in self.trace.items):
             return None
-        if any(item.host_uses and (item.home or self.facts.uses[i]) and self.facts.uses[i] for i, item in enumerate(self.trace.items)):
+        if any(
+            item.host_uses and (item.home or self.facts.uses[i]) and self.facts.uses[i]
+            for i, item in enumerate(self.trace.items)
+        ):
             return None
         held = bytes_by_position(self.trace, (), home)
         if max(held, default=0) > self.budget:
@@ -238,10 +251,15 @@ class Search:
 
     @cached_property
     def orders(self) -> list[list[int]]:
-        """Home items that may stay together, the ones to keep first: those that change and are used last, which leave no store at the end;
-        and those that are used nearest either end, which are fetched or stored where nothing hides it."""
+        """Home items that may stay together, the ones to keep first: those that change and are used last, which leave
+        no store at the end; and those that are used nearest either end, which are fetched or stored where nothing hides
+        it."""
         items, uses, size = self.trace.items, self.facts.uses, self.facts.size
-        able = [i for i, item in enumerate(items) if item.home and item.stays and not item.host_uses and uses[i] and not item.fixed]
+        able = [
+            i
+            for i, item in enumerate(items)
+            if item.home and item.stays and not item.host_uses and uses[i] and not item.fixed
+        ]
         stored_last = sorted(able, key=lambda i: (not changes(items[i]), -uses[i][-1], i))
         at_an_end = sorted(able, key=lambda i: (min(uses[i][0], size - 1 - uses[i][-1]), not changes(items[i]), i))
         return [self._fitting(stored_last), self._fitting(at_an_end)]

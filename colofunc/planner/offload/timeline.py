@@ -1,10 +1,10 @@
 """What a plan of copies costs: compute, host and two copy engines as lanes.
 
 Problem: a plan that moves state between host and device is worth what it leaves exposed, and is right only if every
-position finds a valid copy where it looks for one.
-Idea: positions run in program order on two lanes (device, host); each copy direction is one engine that works first in,
-first out. Right before position p: stores that start there are issued, stores whose bytes are needed from here are waited
-for, fetches that start there are issued, and fetches that are due are waited for. `play` does this forward.
+position finds a valid copy where it looks for one. Idea: positions run in program order on two lanes (device, host);
+each copy direction is one engine that works first in, first out. Right before position p: stores that start there are
+issued, stores whose bytes are needed from here are waited for, fetches that start there are issued, and fetches that
+are due are waited for. `play` does this forward.
 
     trace = Trace(seconds=(1.0, 1.0), host=frozenset(), base=(0, 0), items=(Item(4, home=True, uses=(1,)),))
     play(Lanes(trace), (Move(0, "fetch", start=0, done=1),), Links(4.0, 4.0, 0.0)).makespan    # 2.0: hidden
@@ -30,11 +30,14 @@ class Item:
     nbytes: int
     home: bool  # lies on the host before and after the step; else made on its first use and dead after its last
     uses: tuple[int, ...] = ()  # ascending positions that need it
-    writes: frozenset[int] = attrs.field(default=frozenset(), converter=_frozen)  # uses that change it (all read it too)
-    host_uses: frozenset[int] = attrs.field(default=frozenset(), converter=_frozen)  # uses that need it on the host instead
+    # uses that change it (all read it too)
+    writes: frozenset[int] = attrs.field(default=frozenset(), converter=_frozen)
+    # uses that need it on the host instead
+    host_uses: frozenset[int] = attrs.field(default=frozenset(), converter=_frozen)
     fixed: bool = False  # stays on the device all the time
     stays: bool = True  # of a home item: whether it may be a resident
-    held: tuple[tuple[int, int], ...] = ()  # (use, later use) between which it stays on the device: something in flight needs it
+    # (use, later use) between which it stays on the device: something in flight needs it
+    held: tuple[tuple[int, int], ...] = ()
 
 
 @attrs.frozen
@@ -111,7 +114,8 @@ def changes(item: Item) -> frozenset[int]:
 
 
 class Lanes:
-    """What a simulation reads of a trace, made once: who waits for whom, which items a host position reads or writes."""
+    """What a simulation reads of a trace, made once: who waits for whom, which items a host position reads or writes.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -246,13 +250,17 @@ class _Play:
 
 
 def bytes_by_position(trace: Trace, moves: Sequence[Move], residents: Iterable[int]) -> list[int]:
-    """Device bytes at each position: from each fetch (or making) to the last use before the next one, or the store's end."""
+    """Device bytes at each position: from each fetch (or making) to the last use before the next one, or the store's
+    end.
+    """
     change = [0] * (len(trace.seconds) + 1)
     kept = set(residents)
     fetches: dict[int, list[int]] = {}
     frees: dict[int, list[int]] = {}
     for move in moves:
-        (fetches if move.kind == "fetch" else frees).setdefault(move.item, []).append(move.start if move.kind == "fetch" else move.free)
+        (fetches if move.kind == "fetch" else frees).setdefault(move.item, []).append(
+            move.start if move.kind == "fetch" else move.free
+        )
     for index, item in enumerate(trace.items):
         uses = device_uses(item)
         starts = sorted(fetches.get(index, []))

@@ -199,7 +199,9 @@ def trace_of(
         held = _merged(busy.get(s, ()))
         uses = sorted({*uses, *(end for span in held for end in span), *there})
         writes = frozenset(changed.get(s, set()) | ({storage.born} if not home else set()))
-        items.append(Item(value.nbytes, home, tuple(uses), writes & set(uses), frozenset(there), stays=tier != far, held=held))
+        items.append(
+            Item(value.nbytes, home, tuple(uses), writes & set(uses), frozenset(there), stays=tier != far, held=held)
+        )
         chosen.append(s)
     seconds = tuple(ground.host_s[k] if k in on_host else ground.device_s[k] for k in range(count))
     if leave:
@@ -224,9 +226,11 @@ def _shared(found: Lies) -> set[int]:
 
 
 def _in_flight(ground: Ground, changed: dict[int, set[int]]) -> dict[int, list[tuple[int, int]]]:
-    """Storage -> from where to where a started collective or copy reads or fills it; its result is `changed` where it is waited for.
+    """Storage -> from where to where a started collective or copy reads or fills it; its result is `changed` where it
+    is waited for.
 
-    Only the two ends are uses: a collective may run beside thousands of operators, and so many collectives may there be.
+    Only the two ends are uses: a collective may run beside thousands of operators, and so many collectives may there
+    be.
     """
     program, started = ground.program, dict[int, int]()
     busy: dict[int, list[tuple[int, int]]] = {}
@@ -280,8 +284,8 @@ def write(
             waits.setdefault(_awaited(move), []).append(move)
     count = len(ground.program.nodes)
     for k in range(len(trace.seconds) + 1):
-        # What is fetched lies where something was, and waits for nothing that was not begun; but then both lie on the host
-        # as well.
+        # What is fetched lies where something was, and waits for nothing that was not begun; but then both lie on the
+        # host as well.
         store_starts, store_waits = (starts, out.start, "store"), (waits, out.wait, "store")
         fetch_starts, fetch_waits = (starts, out.start, "fetch"), (waits, out.wait, "fetch")
         due = (store_waits, fetch_waits, store_starts, fetch_starts)
@@ -318,7 +322,9 @@ class _Writer:
     is behind all others of its engine, and for the host.
     """
 
-    def __init__(self, ground: Ground, on_host: frozenset[int], items: Sequence[int], tiered: Tiered, ended: Mapping[int, int]) -> None:
+    def __init__(
+        self, ground: Ground, on_host: frozenset[int], items: Sequence[int], tiered: Tiered, ended: Mapping[int, int]
+    ) -> None:
         self.ground, self.on_host, self.items, self.tiered, self.ended = ground, on_host, items, tiered, ended
         self.flying = set[int]()  # storages that are being stored
         self.soon = self._small()  # storages that nobody plans: stored when they are made

@@ -1,15 +1,17 @@
 """Which updates run on the host: all but the last few, by bytes, with the light work around them.
 
-Problem: an update on the host saves copies of moments and masters, and is slower there; the last ones of a step are waited for.
-Idea: updates run in the order in which gradients come, so a *share* says it all: the first updates with so many of the bytes
-run on the host, the rest on the device. A few shares are tried, then those half way to the neighbours of the best.
+Problem: an update on the host saves copies of moments and masters, and is slower there; the last ones of a step are
+waited for. Idea: updates run in the order in which gradients come, so a *share* says it all: the first updates with so
+many of the bytes run on the host, the rest on the device. A few shares are tried, then those half way to the neighbours
+of the best.
 
     share 0.75    host: layer 3, 2, 1      device: layer 0, whose update hides the copies of the others
 
-Casts go with them where that makes narrower what travels: gradients leave as they were computed, masters come back narrow. Without that
-OPT-13B within 40 GB (`bench moved`) takes 65 % longer.
+Casts go with them where that makes narrower what travels: gradients leave as they were computed, masters come back
+narrow. Without that OPT-13B within 40 GB (`bench moved`) takes 65 % longer.
 
-An update is one operator, or all that was traced of it: Muon's products of matrices, an optimizer written by hand (`Update`).
+An update is one operator, or all that was traced of it: Muon's products of matrices, an optimizer written by hand
+(`Update`).
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ def splits(
 ) -> Iterator[tuple[float, frozenset[int]]]:  # fmt: skip
     """Sets of nodes that run on the host: all updates but the last few, with the light work that only they read.
 
-    share: the only one that is asked for. tried: shares before, best first; then those between it and its neighbours. seen: sets
-    before.
+    share: the only one that is asked for. tried: shares before, best first; then those between it and its neighbours.
+    seen: sets before.
     """
     updates = updates_of(ground)
     weigh = [update.nbytes for update in updates]
@@ -65,7 +67,8 @@ def splits(
 class Update:
     """What runs together to bring a parameter and its state up to date.
 
-    writers: the nodes that write state. nodes: these and all whose results nobody else reads. written: storages of state.
+    writers: the nodes that write state. nodes: these and all whose results nobody else reads. written: storages of
+    state.
     """
 
     writers: tuple[int, ...]
@@ -77,8 +80,8 @@ class Update:
 def updates_of(ground: Ground) -> list[Update]:
     """All updates of a program, in the order in which they end.
 
-    From each node that writes state the way back, as far as one update alone reads what is made. Two writers are one update where
-    the one reads the new value that the other writes, as a parameter's update reads the new momentum.
+    From each node that writes state the way back, as far as one update alone reads what is made. Two writers are one
+    update where the one reads the new value that the other writes, as a parameter's update reads the new momentum.
     """
     nodes = ground.program.nodes
     state = {ground.lies.home[i] for i in ground.program.inputs if ground.program.values[i].role in ("param", "state")}
@@ -116,13 +119,17 @@ def updates_of(ground: Ground) -> list[Update]:
 
 
 def _computes(ground: Ground, group: Sequence[int]) -> bool:
-    """Whether nodes do more than write what was made elsewhere: a parameter that comes out of an all-gather is no update."""
+    """Whether nodes do more than write what was made elsewhere: a parameter that comes out of an all-gather is no
+    update.
+    """
     nodes = ground.program.nodes
     return any(nodes[k].target != WRITE and not is_view(nodes[k], ground.lies) for k in group)
 
 
 def _belongs(node: Node, ground: Ground) -> bool:
-    """Whether a node that only an update reads is part of it: all of the phase, elsewhere what is elementwise and makes nothing smaller."""
+    """Whether a node that only an update reads is part of it: all of the phase, elsewhere what is elementwise and makes
+    nothing smaller.
+    """
     if is_view(node, ground.lies):
         return True
     if not able(node, ground):
@@ -159,7 +166,9 @@ def _shares(update: str | None, weigh: Sequence[int], tried: Sequence[float]) ->
 
 
 def _with_light(ground: Ground, chosen: frozenset[int]) -> frozenset[int]:
-    """`chosen` and the elementwise work whose results nobody else reads, where it makes a gradient wider before it travels."""
+    """`chosen` and the elementwise work whose results nobody else reads, where it makes a gradient wider before it
+    travels.
+    """
     if not chosen:
         return chosen
     program, found = ground.program, set(chosen)

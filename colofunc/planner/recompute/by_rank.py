@@ -1,15 +1,16 @@
 """Recomputation rank by rank, where the ranks of a pipeline do different parts of one program.
 
-Problem: the first stages of a pipeline keep more microbatches than the last, and an order of work that is the same for all makes values
-again where there is room to keep them. Idea: what one rank holds depends on its own nodes alone. Of the orders from fast to lean that
-were found for the whole program each rank takes its own, and one order is put together of them: bisection over all ranks at once, so that
-counting is as dear as it is for one.
+Problem: the first stages of a pipeline keep more microbatches than the last, and an order of work that is the same for
+all makes values again where there is room to keep them. Idea: what one rank holds depends on its own nodes alone. Of
+the orders from fast to lean that were found for the whole program each rank takes its own, and one order is put
+together of them: bisection over all ranks at once, so that counting is as dear as it is for one.
 
     rank 0   order 7 of 40      the fastest within the budget by what rank 0 holds
     rank 3   order 0            nothing made again
 
-Note [Put together]. Parts of forward run in turn, each as in the order of its rank. Behind them come the ranks in reverse, each with what
-is left of its order. Nothing that another rank has sent is ever dropped (`passes.recompute`), so that no rank goes back for another's sake.
+Note [Put together]. Parts of forward run in turn, each as in the order of its rank. Behind them come the ranks in
+reverse, each with what is left of its order. Nothing that another rank has sent is ever dropped (`passes.recompute`),
+so that no rank goes back for another's sake.
 """
 
 from __future__ import annotations
@@ -75,7 +76,11 @@ def _left(order: Iterable[Run | Back], group: Sequence[int]) -> list[Run | Back]
 
 
 def fastest_by_rank(
-    combine: Callable[[Levels], Program], most: int, tried: Callable[[Program], Fitted], whole: Fitted, budget_bytes: int
+    combine: Callable[[Levels], Program],
+    most: int,
+    tried: Callable[[Program], Fitted],
+    whole: Fitted,
+    budget_bytes: int,
 ) -> list[Fitted]:
     """What was counted on the way to the fastest order of each rank that fits; the leanest of all ranks is among them.
 

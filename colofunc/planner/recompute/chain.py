@@ -1,20 +1,22 @@
 """Keep or recompute on a chain of stages: least time under a budget of memory, by dynamic programming.
 
-Problem: backward reads what forward made, in reverse order, so a deep network holds all of it. Idea: a chain of stages is
-split at one stage: run up to there keeping nothing but the input of that stage, do the rest with what memory is left, then
-come back. Or the first stage keeps what its backward reads (all of it, or part, making the rest again).
+Problem: backward reads what forward made, in reverse order, so a deep network holds all of it. Idea: a chain of stages
+is split at one stage: run up to there keeping nothing but the input of that stage, do the rest with what memory is
+left, then come back. Or the first stage keeps what its backward reads (all of it, or part, making the rest again).
 
     C(i, j, m)   least seconds for stages i..j, forward and backward, with the input of i held by the caller
     C(i, i, m) = f_i + b_i                                          if m holds the gradient and all that stage i keeps
     C(i, j, m) = min( min_k  f_i + .. + f_(k-1) + C(k, j, m - x_k) + C(i, k-1, m - left_k - .. - left_j),
                       min_v  f_i + b_i + again_v + C(i+1, j, m - kept_v) )
 
-Each backward leaves something behind, gradients of parameters first of all, which the backward of earlier stages has to leave
-room for. `m` is what is left for stages i..j when later ones are done, so that equal pieces of a chain are one problem.
+Each backward leaves something behind, gradients of parameters first of all, which the backward of earlier stages has to
+leave room for. `m` is what is left for stages i..j when later ones are done, so that equal pieces of a chain are one
+problem.
 
-Note [Splits that cannot pay]. A split runs the stages in front of it twice and all others at least once, whatever memory there is. Where
-a way to keep the first stage takes no longer than that, the split need not be looked at; nor where either piece has too little memory to
-be done at all. Seconds fall as memory grows, so what is left of a split is one range of slots, and of most splits none.
+Note [Splits that cannot pay]. A split runs the stages in front of it twice and all others at least once, whatever
+memory there is. Where a way to keep the first stage takes no longer than that, the split need not be looked at; nor
+where either piece has too little memory to be done at all. Seconds fall as memory grows, so what is left of a split is
+one range of slots, and of most splits none.
 
 Source: Beaumont et al., Optimal checkpointing for heterogeneous chains (1911.13214), there with one way v to keep.
 
@@ -45,8 +47,8 @@ ROUNDED = 1e-9
 class Kept:
     """One way to keep a stage for its backward: bytes held in between, seconds of work that backward does again.
 
-    needs_bytes: while that backward runs, these included, beside what later stages left; None: the gradient of the output, and all
-    that the stage made.
+    needs_bytes: while that backward runs, these included, beside what later stages left; None: the gradient of the
+    output, and all that the stage made.
     """
 
     nbytes: int
@@ -74,7 +76,10 @@ class Stage:
 
 @attrs.frozen
 class Run:
-    """Run a stage forward. `way`: how it is kept; None: only its output. `first`: its input is still needed afterwards."""
+    """Run a stage forward.
+
+    `way`: how it is kept; None: only its output. `first`: its input is still needed afterwards.
+    """
 
     stage: int
     way: int | None
@@ -90,7 +95,9 @@ class Back:
 
 @attrs.frozen(eq=False)
 class Sweep:
-    """What was found: seconds of all (forward, backward, again), the memory that it was found for, and how to find the order of work."""
+    """What was found: seconds of all (forward, backward, again), the memory that it was found for, and how to find the
+    order of work.
+    """
 
     seconds: float
     given_bytes: int
@@ -102,11 +109,12 @@ class Sweep:
 
 
 class Table:
-    """C(i, j, m) of a chain for every m in 0..slots, so that many budgets cost one solve. Sizes are rounded up to slots.
+    """C(i, j, m) of a chain for every m in 0..slots, so that many budgets cost one solve. Sizes are rounded up to
+    slots.
 
-    Equal pieces of the chain share a row, wherever they begin: 80 equal layers cost little more than the first of them. A row has as
-    many slots that hold nothing in front of its own, so a row shifted by x slots begins x to the left. What was chosen is not kept, but
-    found again for the few (i, j, m) that an order goes through.
+    Equal pieces of the chain share a row, wherever they begin: 80 equal layers cost little more than the first of them.
+    A row has as many slots that hold nothing in front of its own, so a row shifted by x slots begins x to the left.
+    What was chosen is not kept, but found again for the few (i, j, m) that an order goes through.
     """
 
     def __init__(self, stages: Sequence[Stage], memory: int, slots: int, most_entries: int | None = None) -> None:
@@ -115,7 +123,8 @@ class Table:
         if most_entries is not None:
             slots = min(slots, max(LEAST_SLOTS, most_entries // len(pieces)))
         self.stages, self.size = tuple(stages), slots + 1
-        # The next larger float: where the quotient is rounded down, all of the memory would be one slot more than there are.
+        # The next larger float: where the quotient is rounded down, all of the memory would be one slot more than there
+        # are.
         self.unit = nextafter(max(memory / slots, 1e-9), inf)
         self.forward_s = np.array([s.forward_s for s in stages])
         self.plain_s = self.forward_s + np.array([s.backward_s for s in stages])
@@ -124,7 +133,8 @@ class Table:
         self.kept = [[self._slots(way.nbytes) for way in s.ways] for s in stages]
         self.cost = np.full((len(pieces), 2 * self.size), INF)  # seconds
         self.picked: dict[tuple[int, int], int] = {}
-        self.least = np.empty(len(pieces), dtype=np.int64)  # the first slot with which a piece can be done; `size`: none
+        # the first slot with which a piece can be done; `size`: none
+        self.least = np.empty(len(pieces), dtype=np.int64)
         for row, (i, j) in enumerate(pieces):
             self._solve(row, i, j)
             self.least[row] = self.size - np.count_nonzero(self.cost[row, self.size :] < INF)
@@ -169,7 +179,9 @@ class Table:
         return out
 
     def _pick(self, i: int, j: int, m: int) -> int:
-        """What comes first of stages i..j: the number of a way to keep the first, or behind these, behind how many there is a split."""
+        """What comes first of stages i..j: the number of a way to keep the first, or behind these, behind how many
+        there is a split.
+        """
         key = int(self.rows[i, j]), m
         if key not in self.picked:
             keeping = np.concatenate(list(self._keeping(i, j, m, m + 1)))
@@ -190,8 +202,11 @@ class Table:
         again_s, later, earlier, first, stop = self._splits(i, j, best)
         if not len(again_s):
             return
-        # Each row of `cost` from each of its slots on: the seconds of a piece for all numbers of slots, shifted by what else needs some.
-        windows = as_strided(self.cost.reshape(-1)[first:], (self.cost.size - stop + 1, stop - first), 2 * self.cost.strides[1:])
+        # Each row of `cost` from each of its slots on: the seconds of a piece for all numbers of slots, shifted by what
+        # else needs some.
+        windows = as_strided(
+            self.cost.reshape(-1)[first:], (self.cost.size - stop + 1, stop - first), 2 * self.cost.strides[1:]
+        )
         seconds = windows[later]
         seconds += windows[earlier]
         seconds += again_s[:, None]
@@ -200,8 +215,8 @@ class Table:
     def _splits(self, i: int, j: int, best: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, int]:
         """Of the splits of stages i..j those that may be faster than `best`: Note [Splits that cannot pay].
 
-        (seconds to get to each, where in `cost` what is behind it has no slot and where what is ahead of it, the first slot with which
-        one may pay and that behind the last)
+        (seconds to get to each, where in `cost` what is behind it has no slot and where what is ahead of it, the first
+        slot with which one may pay and that behind the last)
         """
         again_s = np.cumsum(self.forward_s[i:j])
         behind, ahead = self.rows[i + 1 : j + 1, j], self.rows[i, i:j]
@@ -232,7 +247,9 @@ class Table:
             enough = max(first, self._slots(stage.needs(way) + left_bytes), kept)
             if enough < stop:
                 shift = self.size - kept
-                seconds[enough - first :] = self.cost[self.rows[i + 1, j], shift + enough : shift + stop] if i < j else 0.0
+                seconds[enough - first :] = (
+                    self.cost[self.rows[i + 1, j], shift + enough : shift + stop] if i < j else 0.0
+                )
             yield seconds + (stage.forward_s + stage.backward_s + way.again_s)
 
     def _splitting(self, i: int, j: int, m: int) -> np.ndarray:
@@ -243,7 +260,10 @@ class Table:
 
 
 def _pieces(stages: Sequence[Stage]) -> tuple[np.ndarray, Sequence[tuple[int, int]]]:
-    """([i, j] -> the number of the piece i..j, which equal pieces share; where each is found first). Short ones come first."""
+    """([i, j] -> the number of the piece i..j, which equal pieces share; where each is found first).
+
+    Short ones come first.
+    """
     n, numbers = len(stages), dict[Stage, int]()
     kinds = [numbers.setdefault(stage, len(numbers)) for stage in stages]
     rows, pieces = np.zeros((n, n), dtype=np.int64), list[tuple[int, int]]()

@@ -3,8 +3,8 @@
     bytes alive   1 3 4 1 4 4 2 1 3 4 1
     cuts                1       1     1       stage 0 | stage 1 | stage 2 | stage 3
 
-Counted are values on the way from the batch through the parameters to the loss. What every stage reads (masks, positions, the output of an
-encoder) is alive at every cut, and says nothing about where to cut.
+Counted are values on the way from the batch through the parameters to the loss. What every stage reads (masks,
+positions, the output of an encoder) is alive at every cut, and says nothing about where to cut.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ RISE = 1.25
 NEAR = 1.5
 """A cut has at most this many times the bytes of those next to it."""
 BLOCK = 16
-"""A cut is within a block if, at most this many times its bytes away on either side, there is one with less (by the factor above)."""
+"""A cut is within a block if, at most this many times its bytes away on either side, there is one with less (by the
+factor above)."""
 FEW = 3
 """Where a chain is equally narrow everywhere, it is cut each time this many of its values have been made."""
 
 Divided = tuple[list[range], dict[int, int], frozenset[int], list[range]]
-"""The nodes of each stage, the stage of each node, values that are never dropped, the part of backward of each stage."""
+"""The nodes of each stage, the stage of each node, values that are never dropped, the part of backward of each
+stage."""
 
 
 @attrs.frozen
@@ -91,7 +93,9 @@ class ForwardFacts:
             at = stage_of[self.maker[v]]
             far = any(stage_of.get(k, at) > at + 1 for k in readers if k < (self.first or 0))
             late = any(k > self.last or self.program.nodes[k].phase == "update" for k in readers)
-            shown = self.program.nodes[self.maker[v]].target == DEBUG or any(self.program.nodes[k].target == DEBUG for k in readers)
+            shown = self.program.nodes[self.maker[v]].target == DEBUG or any(
+                self.program.nodes[k].target == DEBUG for k in readers
+            )
             if far or late or shown or self.program.values[v].nbytes <= SMALL:
                 found.add(v)
         groups = {self.group(v) for v in found}
@@ -122,8 +126,9 @@ def forward_facts(program: Program) -> ForwardFacts:
 def _between_blocks(cuts: Sequence[Cut]) -> list[Cut]:
     """Those that are not within a block: where much less is alive at a cut shortly before and at one shortly behind.
 
-    What a block reads all along, as what a residual connection adds, would be kept for each cut within it: it is read by stages that do
-    not follow at once. A search for the best order finds that out by itself; a policy has one way for each stage.
+    What a block reads all along, as what a residual connection adds, would be kept for each cut within it: it is read
+    by stages that do not follow at once. A search for the best order finds that out by itself; a policy has one way for
+    each stage.
     """
     found = []
     for number, cut in enumerate(cuts):
@@ -139,7 +144,9 @@ def _any_narrower(others: Sequence[Cut], cut: Cut) -> bool:
 
 
 def _cuts(facts: ForwardFacts) -> list[Cut]:
-    """Nodes behind which the fewest bytes are alive, as seen from both sides; where they stay as few, behind every few values."""
+    """Nodes behind which the fewest bytes are alive, as seen from both sides; where they stay as few, behind every few
+    values.
+    """
     made, alive = _bytes_by_node(facts)
     made_so_far = list(accumulate(made))
     minima = _minima(made, alive)
@@ -175,7 +182,9 @@ def _bytes_by_node(facts: ForwardFacts) -> tuple[list[int], list[int]]:
 
 
 def _minima(made: Sequence[int], alive: Sequence[int]) -> list[tuple[int, int]]:
-    """(node, bytes alive behind it) where these are least before they rise; where they stay least, each time `FEW` values were made."""
+    """(node, bytes alive behind it) where these are least before they rise; where they stay least, each time `FEW`
+    values were made.
+    """
     found: list[tuple[int, int]] = []
     lowest, at, made_since = float("inf"), -1, 0
     for node, nbytes in enumerate(alive):
@@ -196,8 +205,8 @@ def _minima(made: Sequence[int], alive: Sequence[int]) -> list[tuple[int, int]]:
 def _backs(facts: ForwardFacts, stages: Sequence[range], rests: Collection[int]) -> list[range]:
     """The part of backward that belongs to each stage.
 
-    It goes up to the last node that reads something of the stage, and on to the first that reads what an earlier stage made for its own
-    backward. What a stage hands on is read by the next one's, too.
+    It goes up to the last node that reads something of the stage, and on to the first that reads what an earlier stage
+    made for its own backward. What a stage hands on is read by the next one's, too.
     """
     first = facts.first or 0
     end_of_all = facts.last + 1

@@ -1,8 +1,8 @@
 """Of a very small step every set of values that forward made is made again as late as may be.
 
-Problem: orders are proposed stage by stage, and a stage that is made again is counted as made again whole; in a step of a few
-operators what is best may be finer. Idea: of few values every set can be tried: they are dropped where backward begins, and
-each comes back where it is first read, with what it is made of.
+Problem: orders are proposed stage by stage, and a stage that is made again is counted as made again whole; in a step of
+a few operators what is best may be finer. Idea: of few values every set can be tried: they are dropped where backward
+begins, and each comes back where it is first read, with what it is made of.
 
     forward a b c | backward c b a       {a}: a b c | c b a' a       {a, b}: a b c | c a' b' b a
 """
@@ -34,7 +34,9 @@ def late(program: Program) -> Iterator[Callable[[], Program]]:
         made.setdefault(memory.group(o), set()).add(o)
     read = {memory.group(r) for node in program.nodes[first:] for r in node.refs}
     kept = {memory.group(i) for i in (*program.inputs, *program.outputs)}
-    able = [g for g, values in made.items() if g in read - kept and max(program.values[v].nbytes for v in values) >= SMALL]
+    able = [
+        g for g, values in made.items() if g in read - kept and max(program.values[v].nbytes for v in values) >= SMALL
+    ]
     if len(able) <= FEW:
         for some in chain.from_iterable(combinations(able, n) for n in range(1, len(able) + 1)):
             yield partial(_replayed, program, first, frozenset().union(*(made[g] for g in some)))

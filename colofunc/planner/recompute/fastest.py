@@ -1,10 +1,10 @@
 """Which of the orders of work is taken: the fastest whose peak the accountant finds within the budget.
 
 Problem: dynamic programming over stages knows sizes, not the peak to the byte: buffers, updates in place, what is in
-flight. Idea: it proposes, for every amount of memory it might be given, and the accountant disposes. Proposals depend on
-the program alone, and of those that fit the fastest is taken, so a larger budget never costs time, and the same plan
-comes out on every rank. Those who propose: `chain` (dynamic programming over stages), `late` (every set of values, for few
-values), `relaxed` (linear programs, where forward is no chain).
+flight. Idea: it proposes, for every amount of memory it might be given, and the accountant disposes. Proposals depend
+on the program alone, and of those that fit the fastest is taken, so a larger budget never costs time, and the same plan
+comes out on every rank. Those who propose: `chain` (dynamic programming over stages), `late` (every set of values, for
+few values), `relaxed` (linear programs, where forward is no chain).
 
     for one in proposals(program, node_s):      # fastest first: keeps everything ... keeps least
         ...
@@ -37,8 +37,8 @@ from colofunc.program.passes.recompute import Replay
 from colofunc.spec.layout import At
 
 SLOTS, ENTRIES = 2000, 6_000_000
-"""Memory is divided into SLOTS, fewer where tables would have more than so many entries. What a stage keeps is rounded up to slots, so
-with few of them deep chains seem not to fit that do."""
+"""Memory is divided into SLOTS, fewer where tables would have more than so many entries. What a stage keeps is rounded
+up to slots, so with few of them deep chains seem not to fit that do."""
 CANDIDATES = (NAMED["dots"], NAMED["nothing"], *map(every, (2, 4, 8)))
 """Policies that are counted beside those that are searched for."""
 MORE = (NAMED["everything"], *map(every, (3, 5, 6, 7)))
@@ -46,19 +46,23 @@ MORE = (NAMED["everything"], *map(every, (3, 5, 6, 7)))
 APART = 50
 """Peaks of two orders that tell what a byte costs are apart by at least 1/APART of the budget."""
 FEW = 64
-"""Up to this many nodes every proposal is counted; beyond, bisection assumes that more memory given is more memory used."""
+"""Up to this many nodes every proposal is counted; beyond, bisection assumes that more memory given is more memory
+used."""
 FINE, FEW_COUNTED = 1e-3, 2
-"""Where more than so many orders are counted, one that would gain a smaller part of the step's work than FINE is not."""
+"""Where more than so many orders are counted, one that would gain a smaller part of the step's work than FINE is
+not."""
 GUESSES = 8
 """So many orders are counted where one is expected to fit just so, before what is left of them is halved."""
 NARROW, BESIDE = 1e-3, 4
-"""An order that misses the budget by a smaller part of it says nothing about the next faster one: peaks nearly go with the memory given.
-At most BESIDE of these are counted. GPT-2 small at the partitioner's peak (`python -m bench budget`, budget 0.8) takes 0.3 % less by it."""
+"""An order that misses the budget by a smaller part of it says nothing about the next faster one: peaks nearly go with
+the memory given. At most BESIDE of these are counted. GPT-2 small at the partitioner's peak (`python -m bench budget`,
+budget 0.8) takes 0.3 % less by it."""
 COUNTED, MIDDLE = 600, 4000
 """Up to COUNTED nodes all that linear programs propose is counted, up to MIDDLE nodes they are asked at all."""
 LARGEST_STAGE = 0.1
-"""Linear programs are asked where one stage holds more than this part of what all keep (skips leave few cuts), or where nothing fits.
-Without them a U-shaped net (`tests/test_relaxed.py`, three levels) finds no plan at 0.55 of its peak and below."""
+"""Linear programs are asked where one stage holds more than this part of what all keep (skips leave few cuts), or where
+nothing fits. Without them a U-shaped net (`tests/test_relaxed.py`, three levels) finds no plan at 0.55 of its peak and
+below."""
 
 
 def by_policy(program: Program, node_s: NodeS, policy: Policy, finish: Finish) -> Fitted:
@@ -143,9 +147,11 @@ def fit(
 
 
 def _byte_s(best: Fitted, found: Sequence[Fitted], budget: int) -> float | None:
-    """Seconds that one more byte would save, as those tell that were counted and hold more; None where none of them does.
+    """Seconds that one more byte would save, as those tell that were counted and hold more; None where none of them
+    does.
 
-    Peaks that are closer than a part of the budget tell nothing: what an order holds and what it takes jump from one to the next.
+    Peaks that are closer than a part of the budget tell nothing: what an order holds and what it takes jump from one to
+    the next.
     """
     slopes = []
     for one in found:
@@ -171,7 +177,9 @@ def _all(
 def _named(
     proposed: _Proposals, tried: Finish, found: Sequence[Fitted], budget: int, below_s: float = inf
 ) -> list[Fitted]:
-    """What policies with a name keep, as far as it may be faster than what was found; all of them where nothing fits so far."""
+    """What policies with a name keep, as far as it may be faster than what was found; all of them where nothing fits so
+    far.
+    """
     named = list[Fitted]()
     for policies in (CANDIDATES, MORE):
         orders = sorted(map(proposed.by_policy, policies), key=proposed.again_s)
@@ -202,7 +210,8 @@ def _faster(
 
 
 def _unmoved(proposed: _Proposals, tried: Finish, budget: int, best_s: float) -> list[Fitted]:
-    """What is fastest where nothing is copied, if it may be faster than `best_s`: whoever may copy loses nothing by it."""
+    """What is fastest where nothing is copied, if it may be faster than `best_s`: whoever may copy loses nothing by it.
+    """
 
     def still(one: Program) -> Fitted:
         return attrs.evolve(tried(one, moves=False), program=one)
@@ -211,14 +220,21 @@ def _unmoved(proposed: _Proposals, tried: Finish, budget: int, best_s: float) ->
         return []
     found = _bisect(proposed.orders, still, budget, proposed.again_s, best_s)
     found += _rounded(proposed, still, budget, best_s, found)
-    best = min((one for one in found if one.fits(budget) and one.more_s < best_s), key=lambda one: one.more_s, default=None)
+    best = min(
+        (one for one in found if one.fits(budget) and one.more_s < best_s), key=lambda one: one.more_s, default=None
+    )
     return [] if best is None else [tried(best.program)]
 
 
 def _rounded(
-    proposed: _Proposals, tried: Callable[[Program], Fitted], budget: int, below_s: float, by_stages: Sequence[Fitted] = ()
+    proposed: _Proposals,
+    tried: Callable[[Program], Fitted],
+    budget: int,
+    below_s: float,
+    by_stages: Sequence[Fitted] = (),
 ) -> list[Fitted]:
-    """Where stages do not own what is kept (skips, dense features), orders that linear programs propose: the fastest that fits last.
+    """Where stages do not own what is kept (skips, dense features), orders that linear programs propose: the fastest
+    that fits last.
 
     by_stages: what the chain's own orders came to.
     """
@@ -253,11 +269,15 @@ def _leaner(plans: Sequence[Program], node_s: NodeS) -> Iterator[Order]:
 def _bisect(
     orders: Orders, tried: Callable[[Program], Fitted], budget: int, again_s: AgainS, below_s: float = inf
 ) -> list[Fitted]:
-    """Those that were counted on the way to the fastest that fits; the leanest that makes less than `below_s` again is among them.
+    """Those that were counted on the way to the fastest that fits; the leanest that makes less than `below_s` again is
+    among them.
 
-    Counting is dear, so what is counted next is what is expected to fit just so; after GUESSES of these, what halves the rest.
+    Counting is dear, so what is counted next is what is expected to fit just so; after GUESSES of these, what halves
+    the rest.
     """
-    quick = len(orders) if below_s == inf else bisect_left(range(len(orders)), below_s, key=lambda k: again_s(orders[k]))
+    quick = (
+        len(orders) if below_s == inf else bisect_left(range(len(orders)), below_s, key=lambda k: again_s(orders[k]))
+    )
     if not quick:
         return []
     last = quick - 1
@@ -289,7 +309,9 @@ def _beside_narrow_misses(
 
 
 def _expected(orders: Orders, peaks: Mapping[int, int], budget: int) -> int:
-    """The first order that should fit, if peaks go with the memory that orders were found for as they do near the budget."""
+    """The first order that should fit, if peaks go with the memory that orders were found for as they do near the
+    budget.
+    """
     near, *others = sorted(peaks, key=lambda k: abs(peaks[k] - budget))
     slope = 1.0
     if others:
@@ -304,8 +326,8 @@ def _expected(orders: Orders, peaks: Mapping[int, int], budget: int) -> int:
 class _Proposals:
     """All orders that are proposed for a program, whatever the budget is.
 
-    `chains`, `sweeps`: of the program and of the bodies of its loops, from fast to lean, by `id` of the program. What is made is kept,
-    for the next budget.
+    `chains`, `sweeps`: of the program and of the bodies of its loops, from fast to lean, by `id` of the program. What
+    is made is kept, for the next budget.
     """
 
     program: Program
@@ -407,8 +429,11 @@ def _changed(program: Program, change: Callable[[Program], Program]) -> Program:
 def _sweeps(chain: Chain) -> Sequence[Sweep]:
     """The distinct orders for all amounts of memory, from fast to lean."""
     stages = chain.stages
-    left = list(accumulate((stage.left_bytes for stage in reversed(stages)), initial=0))[-2::-1]  # by the stages behind each
-    backward = max(stage.needs(way) + max(later, 0) for stage, later in zip(stages, left, strict=True) for way in stage.ways)
+    # by the stages behind each
+    left = list(accumulate((stage.left_bytes for stage in reversed(stages)), initial=0))[-2::-1]
+    backward = max(
+        stage.needs(way) + max(later, 0) for stage, later in zip(stages, left, strict=True) for way in stage.ways
+    )
     most = sum(max(s.ways[0].nbytes, s.out_bytes) for s in stages) + backward
     return sorted(Table(stages, most, SLOTS, ENTRIES).distinct(), key=lambda sweep: sweep.seconds)
 
@@ -420,4 +445,8 @@ def _seconds(program: Program, node_s: NodeS) -> float:
 def _each_s(program: Program, node_s: NodeS) -> Iterator[float]:
     """Seconds of each node."""
     for node in program.nodes:
-        yield _seconds(node.loop.body, node_s) * node.loop.trips if node.loop is not None else node_s(node, program.values)
+        yield (
+            _seconds(node.loop.body, node_s) * node.loop.trips
+            if node.loop is not None
+            else node_s(node, program.values)
+        )

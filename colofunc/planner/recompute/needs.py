@@ -1,9 +1,10 @@
 """What a stage holds while its backward runs, as the accountant counts it.
 
 Problem: the search over stages takes the gradient of a stage's output and all that the stage made for what its backward
-needs. Backward of two branches holds two gradients, an operator that writes over its operand holds none, and where that is
-wrong by a tenth the search plans for the wrong moment. Idea: two orders of work are counted, the one that keeps everything
-and the one that keeps least, and what is alive at each stage's backward beside inputs and earlier stages is what it needs.
+needs. Backward of two branches holds two gradients, an operator that writes over its operand holds none, and where that
+is wrong by a tenth the search plans for the wrong moment. Idea: two orders of work are counted, the one that keeps
+everything and the one that keeps least, and what is alive at each stage's backward beside inputs and earlier stages is
+what it needs.
 
     alive, everything kept   inputs | stage 0 | stage 1 | stage 2, its gradients        needs of stage 2, kept whole
     alive, least kept        inputs | 0 | 1 | stage 2 made again, its gradients         needs of stage 2, made again
@@ -55,7 +56,8 @@ def _counted(part: Part, whole_bytes: int, lean_bytes: int, left_bytes: int) -> 
 
 
 def _alive(chain: Chain, way: int) -> tuple[list[int], list[int]]:
-    """Bytes by stage, where all are kept in this way: alive at its worst moment, and what of these later stages left behind.
+    """Bytes by stage, where all are kept in this way: alive at its worst moment, and what of these later stages left
+    behind.
 
     Beside inputs and what earlier stages hold.
     """
@@ -75,7 +77,8 @@ def _alive(chain: Chain, way: int) -> tuple[list[int], list[int]]:
     alive_bytes = np.cumsum(change[:count])
     base_bytes = int(nbytes[born < 0].sum())
 
-    # A stage works from one of these to the next: forward in order, backward behind it from the last stage to the first.
+    # A stage works from one of these to the next: forward in order, backward behind it from the last stage to the
+    # first.
     forward = _ends(chain, done.nodes, [part.nodes for part in chain.parts])
     backward = _ends(chain, done.nodes, [part.back for part in reversed(chain.parts)])
     forward_begins = [0, *(end + 1 for end in forward)]

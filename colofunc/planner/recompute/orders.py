@@ -1,10 +1,10 @@
 """Among orders of work whose copies have to be searched for, the fastest: few are searched in full.
 
-Problem: what is made again saves copies, and what is copied saves making again, so each of hundreds of orders has to be scored
-with the copies that it needs, and one search for these takes seconds. Idea: two things are known for little. What an order makes
-again is a bound, because copies cannot give it back; and the choices that were best for another order (which updates run on the
-host, how much stays) give a sketch of its time. Sketches lead to the order around which time is least, and only the best of them
-are searched in full.
+Problem: what is made again saves copies, and what is copied saves making again, so each of hundreds of orders has to be
+scored with the copies that it needs, and one search for these takes seconds. Idea: two things are known for little.
+What an order makes again is a bound, because copies cannot give it back; and the choices that were best for another
+order (which updates run on the host, how much stays) give a sketch of its time. Sketches lead to the order around which
+time is least, and only the best of them are searched in full.
 
     orders     0    1    2 ... 40 ... 80 ... 244          made again: 0 %, .1 %, .1 % ... 30 %
     bound      all from 97 on make more again than copies cost where nothing is made again: never looked at
@@ -24,7 +24,8 @@ from colofunc.program.ir import Program
 from colofunc.program.passes.recompute import Replay
 
 FULL, MOST = 2, 4
-"""At most FULL orders that fit are searched in full, where a sketch promises to be faster; MOST with those that turn out not to fit."""
+"""At most FULL orders that fit are searched in full, where a sketch promises to be faster; MOST with those that turn
+out not to fit."""
 FINE = 6e-3
 """Where copies are searched for, orders whose time differs by a smaller part of the step's work are not told apart."""
 
@@ -33,9 +34,9 @@ FINE = 6e-3
 class Order:
     """An order of work that was proposed; a call makes the program.
 
-    `given_bytes`: the memory that it was found for. The peak is something else, but from order to order the two go alike.
-    `at_most_s`: seconds of its work; what nobody reads may be left out when the program is made. `replayed`: the order of nodes, where
-    there is no loop: it says what the program does again, for less than writing it.
+    `given_bytes`: the memory that it was found for. The peak is something else, but from order to order the two go
+    alike. `at_most_s`: seconds of its work; what nobody reads may be left out when the program is made. `replayed`: the
+    order of nodes, where there is no loop: it says what the program does again, for less than writing it.
     """
 
     make: Callable[[], Program]
@@ -81,8 +82,11 @@ class _Among:
             return [self.tried(self.orders[last]())] if self.below_s == inf else []
         most_s = min(self.below_s, self.whole.more_s) if self.whole.fits(self.budget) else self.below_s
         high = self._first(low, last, lambda k: self.again_s(k) >= most_s) - 1
-        if low <= high and self.sketch(high).more_s <= self.again_s(high):  # from where copies are hidden, less is faster
-            hidden = self._first(low, high, lambda k: self.sketch(k).fits(self.budget) and self.sketch(k).more_s <= self.again_s(k))
+        # from where copies are hidden, less is faster
+        if low <= high and self.sketch(high).more_s <= self.again_s(high):
+            hidden = self._first(
+                low, high, lambda k: self.sketch(k).fits(self.budget) and self.sketch(k).more_s <= self.again_s(k)
+            )
             high = min(hidden, high)
         self._search(low, high)
         found, gain_s = list[Fitted](), 0.0  # gained by what was searched in full, beyond its sketch

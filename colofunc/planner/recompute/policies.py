@@ -21,8 +21,8 @@ from colofunc.program.ir import Node, Program
 
 @attrs.frozen
 class Policy:
-    """What is kept for backward whatever the budget is. `keeps(node, readers)`: of what a node makes,
-    given who reads it in forward. `every`: so many stages are made again as one. `globs`: modules that have to be there."""
+    """What is kept for backward whatever the budget is. `keeps(node, readers)`: of what a node makes, given who reads
+    it in forward. `every`: so many stages are made again as one. `globs`: modules that have to be there."""
 
     name: str
     keeps: Keeps = attrs.field(repr=False)
@@ -44,7 +44,9 @@ def check_modules(policy: Policy, program: Program) -> None:
         if not any(_inside(path, (glob,)) for path in paths):
             modules = {path.rsplit(".", k)[0] for path in paths for k in range(path.count(".") + 1)}
             anywhere = {f"*.{module.rpartition('.')[2]}" for module in modules if "." in module and "*" in glob}
-            raise PlanError(f"cf.save_only: no operator stands in a module {glob!r}{near(glob, modules | anywhere, 'modules')}")
+            raise PlanError(
+                f"cf.save_only: no operator stands in a module {glob!r}{near(glob, modules | anywhere, 'modules')}"
+            )
 
 
 def _paths(program: Program) -> Iterator[str]:

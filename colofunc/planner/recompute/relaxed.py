@@ -1,8 +1,9 @@
 """What is kept for backward where forward is no chain: a linear program over rounds, rounded.
 
-Problem: a chain is cut where little crosses, and what crosses far (the skips of a U-shaped net, the features of a dense one) is
-held all the time, because no stage owns it. Idea: forward and backward are cut in rounds, and for each piece of memory that
-forward makes two numbers between 0 and 1 say whether it lies there at the beginning of a round and whether it is made in it.
+Problem: a chain is cut where little crosses, and what crosses far (the skips of a U-shaped net, the features of a dense
+one) is held all the time, because no stage owns it. Idea: forward and backward are cut in rounds, and for each piece of
+memory that forward makes two numbers between 0 and 1 say whether it lies there at the beginning of a round and whether
+it is made in it.
 
     least    seconds of what is made
     so that  what a round reads lies there, or is made in it                1 <= S[t, v] + R[t, v]
@@ -10,8 +11,9 @@ forward makes two numbers between 0 and 1 say whether it lies there at the begin
              what lies there lay there before, or was made          S[t+1, v] <= S[t, v] + R[t, v]
              bytes in every round are at most so many     sum of (S + R)[t, v] bytes[v] + others[t] <= M
 
-Whole numbers take too long. The fractions are rounded in two phases: S by a threshold, and then what has to be made follows.
-Several M and thresholds give several orders of work; which of them keeps to a budget is for the accountant to say.
+Whole numbers take too long. The fractions are rounded in two phases: S by a threshold, and then what has to be made
+follows. Several M and thresholds give several orders of work; which of them keeps to a budget is for the accountant to
+say.
 
 Source: Checkmate (Jain et al., 1910.02653, section 5), there with a round per operator.
 """
@@ -51,7 +53,10 @@ Rounded = NDArray[np.bool_]
 
 @attrs.frozen(eq=False)
 class Piece:
-    """Memory that forward makes and backward reads. `reads`: numbers of the pieces that it is made of, `cost_s`: from these."""
+    """Memory that forward makes and backward reads.
+
+    `reads`: numbers of the pieces that it is made of, `cost_s`: from these.
+    """
 
     group: int
     nbytes: int
@@ -79,7 +84,8 @@ class Rounds:
     last: dict[int, int]
 
     def replay(self, held: Rounded) -> Program:
-        """The program in which piece `number` lies there at the beginning of round `turn` where `held[turn, number]`."""
+        """The program in which piece `number` lies there at the beginning of round `turn` where `held[turn, number]`.
+        """
         replay = Replay(self.program)
         number_of = {piece.group: number for number, piece in enumerate(self.pieces)}
         begin = 0
@@ -128,7 +134,9 @@ def relaxed(program: Program, node_s: NodeS, owned: Collection[int] = ()) -> Ite
 
 
 def solve(rounds: Rounds, most_bytes: float) -> tuple[NDArray[np.float64], float] | None:
-    """(S of the linear program, its seconds); None where nothing keeps to so many bytes, or the solver does not get there."""
+    """(S of the linear program, its seconds); None where nothing keeps to so many bytes, or the solver does not get
+    there.
+    """
     pieces, turns = rounds.pieces, len(rounds.ends)
     count = len(pieces)
 

@@ -1,11 +1,12 @@
 """Stages: a training step as a chain, cut where little goes from one part of forward to the next.
 
 Problem: to keep or to make again is a question per value, and a step has thousands. Idea: forward is cut where what is
-alive between two nodes is least (`cuts`; behind a block of a transformer, only the residual stream is). What crosses a cut is
-what a stage needs to run again; what else backward reads of a stage may be kept or not: `Part` has ways to keep it, from
-everything to nothing.
+alive between two nodes is least (`cuts`; behind a block of a transformer, only the residual stream is). What crosses a
+cut is what a stage needs to run again; what else backward reads of a stage may be kept or not: `Part` has ways to keep
+it, from everything to nothing.
 
-What every stage reads (masks, positions, the output of an encoder) is held all the time, and so are outputs of the step.
+What every stage reads (masks, positions, the output of an encoder) is held all the time, and so are outputs of the
+step.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class Chain:
 
 
 def chain_of(program: Program, node_s: NodeS, keeps: Keeps | None = None, every: int = 1) -> Chain:
-    """The chain of a local program. `keeps(node, readers in forward)`: a policy; each stage then has one way only, the policy's.
+    """The chain of a local program. `keeps(node, readers in forward)`: a policy; each stage then has one way only, the
+    policy's.
 
     `every`: so many stages are one.
     """
@@ -104,14 +106,21 @@ def chain_of(program: Program, node_s: NodeS, keeps: Keeps | None = None, every:
 
 
 def joined(chain: Chain) -> Chain:
-    """Of a long chain, parts that keep nothing and hand nothing on are one with what follows: a search has less to tell apart."""
+    """Of a long chain, parts that keep nothing and hand nothing on are one with what follows: a search has less to tell
+    apart.
+    """
     if len(chain.parts) <= LONG:
         return chain
     parts, before, nodes = list[Part](), list[Part](), chain.program.nodes
     for part, later in zip(chain.parts, (*chain.parts[1:], None), strict=True):
         before.append(part)
-        nothing = not part.out and part.stage.out_bytes == 0 and all(way.nbytes == 0 and way.again_s == 0 for way in part.stage.ways)
-        alike = later is not None and nodes[part.nodes[0]].on == nodes[later.nodes[0]].on  # ranks of a pipeline have orders of their own
+        nothing = (
+            not part.out
+            and part.stage.out_bytes == 0
+            and all(way.nbytes == 0 and way.again_s == 0 for way in part.stage.ways)
+        )
+        # ranks of a pipeline have orders of their own
+        alike = later is not None and nodes[part.nodes[0]].on == nodes[later.nodes[0]].on
         if not nothing or not alike:
             parts.append(_one(before))
             before = []
@@ -197,12 +206,14 @@ def _by_policy(
 
     def kept(value: int) -> bool:
         maker = program.nodes[facts.maker[value]]
-        # A loop over microbatches is the whole step: what it sums up, such as gradients that are reduced behind it, is not made twice.
+        # A loop over microbatches is the whole step: what it sums up, such as gradients that are reduced behind it, is
+        # not made twice.
         return maker.loop is not None or keeps(maker, facts.read_by(value))
 
     chosen = {group for group, values in members.items() if any(map(kept, values))}
     again = _again(facts, nodes, saved, chosen | set(outs))
-    starts = {facts.group(ref) for k in again for ref in program.nodes[k].refs}  # what is made again may start from these
+    # what is made again may start from these
+    starts = {facts.group(ref) for k in again for ref in program.nodes[k].refs}
     again_s = sum(node_s(program.nodes[k], program.values) for k in sorted(again))
     return [(frozenset(saved), 0.0), (frozenset(chosen & (starts | set(saved))), again_s)]
 
@@ -237,7 +248,12 @@ def _again(facts: ForwardFacts, nodes: range, saved: Collection[int], kept: Coll
 
 
 def _ladder(
-    facts: ForwardFacts, nodes: range, saved: Collection[int], outs: Collection[int], sizes: Mapping[int, int], node_s: NodeS
+    facts: ForwardFacts,
+    nodes: range,
+    saved: Collection[int],
+    outs: Collection[int],
+    sizes: Mapping[int, int],
+    node_s: NodeS,
 ) -> list[Rung]:
     """Ways to keep a stage, from everything to nothing: each step drops what costs least to make again per byte."""
     kept, seconds = set(saved), 0.0

@@ -65,13 +65,17 @@ class Assignment:
 
 
 class OverBudget(PlanError):
-    """No assignment found is estimated to fit. `leanest`: of those that were found, for someone to count who counts better."""
+    """No assignment found is estimated to fit.
+
+    `leanest`: of those that were found, for someone to count who counts better.
+    """
 
     def __init__(self, budget_bytes: int, least_bytes: int, roles: Mapping[str, int], leanest: Assignment) -> None:
         top = ", ".join(f"{role} {size_text(n)}" for role, n in list(roles.items())[:3])
         super().__init__(
             f"a budget of {size_text(budget_bytes)} per rank cannot be met by sharding: the least peak is estimated as "
-            f"{size_text(least_bytes)} ({top} at that moment); raise the budget, use more ranks, or add checkpoint or offload"
+            f"{size_text(least_bytes)} ({top} at that moment); raise the budget, use more ranks, or add checkpoint or "
+            "offload"
         )
         self.leanest = leanest
 
@@ -80,19 +84,23 @@ class OverBudget(PlanError):
 class Memo:
     """What does not depend on the budget: the fastest assignment, models with their liveness by what is regathered.
 
-    `like`: an assignment of the same program, in which other constraints held, that all searches begin from and from nothing else.
-    `around_fastest`: the same of the problem in which all but the largest axes lie as in `fastest`, where axes are decided by turns.
+    `like`: an assignment of the same program, in which other constraints held, that all searches begin from and from
+    nothing else. `around_fastest`: the same of the problem in which all but the largest axes lie as in `fastest`, where
+    axes are decided by turns.
     """
 
     fastest: Assignment | None = None
     like: Assignment | None = None
     models: dict[frozenset[int], tuple[Model, Liveness]] = attrs.field(factory=dict)
     fits: dict[frozenset[int], list[list[int]]] = attrs.field(factory=dict)  # choices that met some budget
-    misses: dict[frozenset[int], tuple[list[list[int]], Fit]] = attrs.field(factory=dict)  # (`fits` before, a search that met none)
+    # (`fits` before, a search that met none)
+    misses: dict[frozenset[int], tuple[list[list[int]], Fit]] = attrs.field(factory=dict)
     around_fastest: Memo | None = None
 
     def missed(self, regather: frozenset[int], budget_bytes: int) -> Fit | None:
-        """What a search for so many bytes ends with, where one like it met no budget: it goes the same way for every smaller one."""
+        """What a search for so many bytes ends with, where one like it met no budget: it goes the same way for every
+        smaller one.
+        """
         before, fit = self.misses.get(regather, ([], None))
         again = fit is not None and budget_bytes < fit.least_bytes and before == self.fits.get(regather, [])
         return fit if again else None
@@ -116,14 +124,15 @@ def assign(
     price_s: float = 0.0,
     kernel_s: KernelS | None = None,
 ) -> Assignment:
-    """The cheapest assignment found whose peak is within `budget_bytes`; with `price_s`, the one that is cheapest where every
-    byte at its peak costs so many seconds.
+    """The cheapest assignment found whose peak is within `budget_bytes`; with `price_s`, the one that is cheapest where
+    every byte at its peak costs so many seconds.
 
     `candidates(node or input value)` -> strategies (of an input: layouts), the replicated one first. It is asked once
-    per class. `slack`: where nothing fits, the leanest found may exceed the budget by this share, for someone to count who
-    counts better. `memo`: what earlier calls that differed in the budget only have found. Raises PlanError where a constraint
-    leaves no strategy, OverBudget where the least peak found is above the budget. `fresh`: False searches from `starts` only. `few`: only
-    among options that fit what is held, see `lean`. `near`: of what constraints offer, what is looked at first.
+    per class. `slack`: where nothing fits, the leanest found may exceed the budget by this share, for someone to count
+    who counts better. `memo`: what earlier calls that differed in the budget only have found. Raises PlanError where a
+    constraint leaves no strategy, OverBudget where the least peak found is above the budget. `fresh`: False searches
+    from `starts` only. `few`: only among options that fit what is held, see `lean`. `near`: of what constraints offer,
+    what is looked at first.
     """
     convert = convert_s or free
     memo = memo or Memo()
@@ -154,7 +163,9 @@ def assign(
             dear.append(make(at_price(again, alive, found.choice, price_s, SEED, effort, known, restarts)))
             continue
         before = memo.fits.setdefault(regather, [])
-        result = memo.missed(regather, budget_bytes) or fit(again, alive, found.choice, budget_bytes, SEED, effort, before)
+        result = memo.missed(regather, budget_bytes) or fit(
+            again, alive, found.choice, budget_bytes, SEED, effort, before
+        )
         if result.choice is not None:
             before.append(result.choice)
             return make(result.choice)
@@ -189,7 +200,17 @@ def _fastest(
     options = reachable(program, ties, options)
     options = lean(program, ties, options) if few else options
     always = copies_of(program, [program.inputs[k] for k, said in constraints.regather.items() if said])
-    model = build_model(program, mesh, ties, options, convert, dict(constraints.outputs), always, sums=constraints.sums, kernel_s=kernel_s)
+    model = build_model(
+        program,
+        mesh,
+        ties,
+        options,
+        convert,
+        dict(constraints.outputs),
+        always,
+        sums=constraints.sums,
+        kernel_s=kernel_s,
+    )
     begin = [*(_choice_of(a, ties, options) for a in starts), *(_starts(program, ties, model) if fresh else ())]
     choice = search(model, begin, SEED, effort, fresh, restarts)
     if model.true_cost(choice) >= BIG:
@@ -200,7 +221,8 @@ def _fastest(
 
 
 def in_model_of(found: Assignment, known: Assignment, program: Program) -> Assignment | None:
-    """`known` as a choice in the model of `found`, which has more options, so that a plan can say what else could have been.
+    """`known` as a choice in the model of `found`, which has more options, so that a plan can say what else could have
+    been.
 
     None: it is none of the choices there.
     """
@@ -213,7 +235,8 @@ def in_model_of(found: Assignment, known: Assignment, program: Program) -> Assig
 
 
 def others(program: Program, memo: Memo, budget_bytes: int, small: bool, price_s: float | None) -> Iterator[Assignment]:
-    """Of a step that was assigned before all others that are worth a look (`enumeration.more_choices`), cheapest first."""
+    """Of a step that was assigned before all others that are worth a look (`enumeration.more_choices`), cheapest first.
+    """
     ways, known = list[Iterator[Assignment]](), memo.fastest
     for regather, (model, alive) in memo.models.items() if known else ():
         assert known is not None

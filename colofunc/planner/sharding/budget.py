@@ -2,9 +2,9 @@
 
 Problem: seconds and bytes are two goals. Idea: charge `price` seconds per byte of everything that is alive at the peak
 and minimise the sum. A price of zero gives the fastest choice, a high one the leanest; the smallest price whose choice
-fits is found by bisection; where what is too much can be made again or moved, the price is what that costs (`at_price`).
-What is alive at the peak changes with the choice, so the charge is averaged over the
-choices seen so far (a subgradient). In the end options are given back what they would like best, while it fits.
+fits is found by bisection; where what is too much can be made again or moved, the price is what that costs
+(`at_price`). What is alive at the peak changes with the choice, so the charge is averaged over the choices seen so far
+(a subgradient). In the end options are given back what they would like best, while it fits.
 
 Source: Lagrangian relaxation for the constrained problem, Fisher (Management Science 27, 1981).
 """
@@ -107,8 +107,8 @@ def fit(
 
 
 TURNS_FROM_LIKE = 3
-"""At most this many rounds of charging for what is alive at the peak, which changes with the choice, where a search begins at an assignment
-of a like program, which alone is restarted (`search`); elsewhere more than one wins nothing."""
+"""At most this many rounds of charging for what is alive at the peak, which changes with the choice, where a search
+begins at an assignment of a like program, which alone is restarted (`search`); elsewhere more than one wins nothing."""
 
 
 def at_price(
@@ -121,8 +121,9 @@ def at_price(
     before: Sequence[Sequence[int]] = (),
     restarts: int = 0,
 ) -> list[int]:
-    """The choice found for which seconds, and bytes at the peak at a price, are least together. What lies there costs time:
-    to make it again, or to copy it. `start`: the fastest, `before`: choices that were good at other prices. `restarts`: see `search`."""
+    """The choice found for which seconds, and bytes at the peak at a price, are least together. What lies there costs
+    time: to make it again, or to copy it. `start`: the fastest, `before`: choices that were good at other prices.
+    `restarts`: see `search`."""
     light = lighter(effort)
     peak = live.peak(start)
     charge = _Charge.of(peak)

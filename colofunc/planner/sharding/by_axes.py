@@ -1,8 +1,9 @@
 """Assignment axis by axis, where several axes are open.
 
-Problem: with many axes the joint enumeration of what an operator could do explodes. Idea: decide two axes at a time, what is not
-decided yet lying nowhere, then one axis at a time with all others fixed, until nothing changes. Axes of which a constraint speaks leave
-little to decide and have their turns alone, unless one pattern names several: it is out of reach for each of them alone.
+Problem: with many axes the joint enumeration of what an operator could do explodes. Idea: decide two axes at a time,
+what is not decided yet lying nowhere, then one axis at a time with all others fixed, until nothing changes. Axes of
+which a constraint speaks leave little to decide and have their turns alone, unless one pattern names several: it is out
+of reach for each of them alone.
 
     dp=16 cp=8 tp=8, tp pinned        (tp), (dp cp), then dp, cp, tp, dp, ... each alone
 """
@@ -55,8 +56,8 @@ def assign_by_axes(
 ) -> Assignment:
     """Like `assign`, deciding two axes at a time and then one at a time, the others fixed, until nothing changes.
 
-    For at most two open axes this is `assign`. Larger axes are decided first: they share out the most work. `axes`: those that are
-    decided; None: all.
+    For at most two open axes this is `assign`. Larger axes are decided first: they share out the most work. `axes`:
+    those that are decided; None: all.
     """
     named = mesh.axis_names if axes is None else axes
     turns = _Turns(program, mesh, candidates, constraints, convert_s, slack, kernel_s, _largest_first(mesh, named))
@@ -110,7 +111,9 @@ class _Turns:
         return current
 
     def _blocks(self) -> list[tuple[str, ...]]:
-        """Which axes are decided together at first: those that a pattern names together, those that are pinned alone, the rest in twos."""
+        """Which axes are decided together at first: those that a pattern names together, those that are pinned alone,
+        the rest in twos.
+        """
         together = self._named_together()
         rest = [axis for axis in self.open_axes if not any(axis in block for block in together)]
         constrained = set[str]()
@@ -123,7 +126,9 @@ class _Turns:
         return [*together, *alone, *pairs]
 
     def _named_together(self) -> list[tuple[str, ...]]:
-        """Open axes that a wish for an operator names together: a pattern over all of them is out of reach for each alone."""
+        """Open axes that a wish for an operator names together: a pattern over all of them is out of reach for each
+        alone.
+        """
         blocks: list[set[str]] = []
         for of_item in self.constraints.items.values():
             for constraint in of_item:
@@ -163,7 +168,10 @@ class _Turns:
         price_s: float = 0.0,
         start: Assignment | None = None,
     ) -> Assignment:
-        """`some` axes decided, the others as in `current`. `decided`: the axes that constraints may speak of by now; None: all."""
+        """`some` axes decided, the others as in `current`.
+
+        `decided`: the axes that constraints may speak of by now; None: all.
+        """
         program, total = self.program, len(self.program.inputs) + len(self.program.nodes)
         place = {id(item_of(program, item)): item for item in range(total)}
         fixed = None if current is None else [strategy_of(current, item) for item in range(total)]

@@ -27,10 +27,10 @@ class Constraint:
     """`accepts` must hold. `key` is equal for constraints that accept the same; `says` is for people.
 
     `offers`: strategies to consider beside the enumerated ones (a striped spec that a user gave, say). `axes`: it says
-    something of these only. Where axes are decided one after another, `partly(some of them)` is the test of those that have
-    been decided; without it the constraint waits for all. `room(some of them)` tests that the others will find
-    room when their turn comes. `pattern`: they are one pattern of one operator, and decided together.
-    `instead`: of strategies that all other constraints accept, what to write so that this one accepts some; "" where nothing helps.
+    something of these only. Where axes are decided one after another, `partly(some of them)` is the test of those that
+    have been decided; without it the constraint waits for all. `room(some of them)` tests that the others will find
+    room when their turn comes. `pattern`: they are one pattern of one operator, and decided together. `instead`: of
+    strategies that all other constraints accept, what to write so that this one accepts some; "" where nothing helps.
     """
 
     key: Hashable
@@ -65,7 +65,9 @@ class Constraint:
 
 
 class NotSo(PlanError):
-    """A pass cannot carry out what was decided, but may what is decided under `more`, constraints of the global program."""
+    """A pass cannot carry out what was decided, but may what is decided under `more`, constraints of the global
+    program.
+    """
 
     def __init__(self, text: str, more: Callable[[Program], Constraints]) -> None:
         super().__init__(text)
@@ -76,12 +78,12 @@ class NotSo(PlanError):
 class Constraints:
     """`items`: item number (see `Ties`) -> constraints. `outputs`: output position -> fixed layout.
 
-    `regather`: input position -> whether it is gathered anew in every phase, where somebody said so.
-    `sums`: value id -> bytes of an element while it is summed over the mesh, where those are not the value's own.
-    `terms`: input positions that are pending sums and are returned so.
-    `chunks`: input position -> elements of the chunks that it lies in, or "auto". `scatter`: input position -> whether its
-    gradient is reduced in each microbatch, where somebody said so. `at`: input position -> where it exists, if not everywhere: the search
-    knows nothing of it (`program.placing`). `stages`: which stages of a pipeline that means, where there is one.
+    `regather`: input position -> whether it is gathered anew in every phase, where somebody said so. `sums`: value id
+    -> bytes of an element while it is summed over the mesh, where those are not the value's own. `terms`: input
+    positions that are pending sums and are returned so. `chunks`: input position -> elements of the chunks that it lies
+    in, or "auto". `scatter`: input position -> whether its gradient is reduced in each microbatch, where somebody said
+    so. `at`: input position -> where it exists, if not everywhere: the search knows nothing of it (`program.placing`).
+    `stages`: which stages of a pipeline that means, where there is one.
     """
 
     items: Mapping[int, tuple[Constraint, ...]] = attrs.field(factory=dict)
@@ -108,7 +110,8 @@ class Constraints:
         return attrs.evolve(self, items=items)
 
     def offering_nothing_on(self, axes: Collection[str]) -> Constraints:
-        """The same, but for offers that split something over one of these axes: values are placed at indices of them."""
+        """The same, but for offers that split something over one of these axes: values are placed at indices of them.
+        """
         items = {}
         for item, constraints in self.items.items():
             with_fewer_offers = []
@@ -180,7 +183,11 @@ def _without(layout: Layout, free: Collection[str]) -> Hashable:
 
 
 def allowed(
-    program: Program, item: int, options: Iterable[Strategy], constraints: Constraints, near: Callable[[Strategy], bool] | None = None
+    program: Program,
+    item: int,
+    options: Iterable[Strategy],
+    constraints: Constraints,
+    near: Callable[[Strategy], bool] | None = None,
 ) -> tuple[Strategy, ...]:
     """The options that pass all constraints on the item; raises PlanError naming the one that leaves none.
 
@@ -199,7 +206,9 @@ def allowed(
         if not kept and position:
             others = "; ".join(other.says for other in on_item[:position])
             advice = _instead(_offered(enumerated, on_item), on_item[: position + 1])
-            raise PlanError(f"{constraint.says} clashes with {others}, on {_describe(program, item)}; {advice}drop one of them")
+            raise PlanError(
+                f"{constraint.says} clashes with {others}, on {_describe(program, item)}; {advice}drop one of them"
+            )
         if not kept:
             raise PlanError(
                 f"{constraint.says} cannot be done: {_describe(program, item)} has "
@@ -228,7 +237,9 @@ def _instead(options: Sequence[Strategy], constraints: Sequence[Constraint]) -> 
 def _offered(
     options: Iterable[Strategy], constraints: Iterable[Constraint], near: Callable[[Strategy], bool] | None = None
 ) -> list[Strategy]:
-    """The options, and what constraints offer beside them (with `near`, what passes that): it has to pass all the others as well."""
+    """The options, and what constraints offer beside them (with `near`, what passes that): it has to pass all the
+    others as well.
+    """
     strategies = list(options)
     seen = {(strategy.ins, strategy.outs) for strategy in strategies}
     for constraint in constraints:

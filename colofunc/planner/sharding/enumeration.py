@@ -1,9 +1,10 @@
 """All shardings of a small step, cheapest first, without those that differ from a cheaper one in nothing that weighs.
 
-Problem: a search at a price of memory finds shardings on the convex line between seconds and bytes at one moment; what is
-best once values are copied or made again may lie off it. Idea: a small step has few shardings, and bucket elimination says of
-each choice that is made in part what the rest costs at least: what an option costs beyond the best one, its *regret*, given
-what was decided before, adds up to exactly what a choice costs beyond the optimum. A heap then yields the choices in order.
+Problem: a search at a price of memory finds shardings on the convex line between seconds and bytes at one moment; what
+is best once values are copied or made again may lie off it. Idea: a small step has few shardings, and bucket
+elimination says of each choice that is made in part what the rest costs at least: what an option costs beyond the best
+one, its *regret*, given what was decided before, adds up to exactly what a choice costs beyond the optimum. A heap then
+yields the choices in order.
 
     optimum 7 s      regrets  a: 0 or 2     b, if a is 0: 0 or 1     b, if a is 1: 3 or 0
     7: (0, 0)   8: (0, 1)   9: (1, 1)   12: (1, 0)
@@ -59,7 +60,9 @@ LIGHT = attrs.evolve(NORMAL, passes=16, patience=4)
 
 @attrs.frozen(eq=False)
 class Bucket:
-    """A variable, those that are decided before it, and what each of its options costs beyond the best one: (options, others...)."""
+    """A variable, those that are decided before it, and what each of its options costs beyond the best one: (options,
+    others...).
+    """
 
     variable: int
     scope: Scope
@@ -88,7 +91,9 @@ def cheapest(model: Model, budget_bytes: int) -> Iterator[list[int]]:
     if graph is None or order is None:
         return
     result_bytes = [_bytes(model, variable) for variable in range(len(model.options))]
-    heavy = [variable for variable, sizes in enumerate(result_bytes) if (sizes.max() - sizes.min()) * FINE > budget_bytes]
+    heavy = [
+        variable for variable, sizes in enumerate(result_bytes) if (sizes.max() - sizes.min()) * FINE > budget_bytes
+    ]
     branch = set(heavy)
     light = [variable for variable in order if variable not in branch]
     seen = _Seen(len(heavy), budget_bytes / FINE)
@@ -119,12 +124,18 @@ class _Seen:
 
 
 def more_choices(
-    program: Program, model: Model, ties: Ties, start: Sequence[int], budget_bytes: int, small: bool, price_s: float | None
+    program: Program,
+    model: Model,
+    ties: Ties,
+    start: Sequence[int],
+    budget_bytes: int,
+    small: bool,
+    price_s: float | None,
 ) -> Iterator[list[int]]:
     """Choices beside those to which prices of memory lead, cheapest first.
 
-    Of a `small` step all that may fit, of others those that lean to one kind of memory. Where nothing fits so far (`price_s`, of
-    a byte, is None): some that may, in any order.
+    Of a `small` step all that may fit, of others those that lean to one kind of memory. Where nothing fits so far
+    (`price_s`, of a byte, is None): some that may, in any order.
     """
     if price_s is None:
         return roomy(program, model, ties, start, budget_bytes)
@@ -136,9 +147,9 @@ def more_choices(
 def leaning(program: Program, model: Model, ties: Ties, start: Sequence[int], price_s: float) -> Iterator[list[int]]:
     """Choices that are best where only bytes of state have a price, and where only bytes that are made have one.
 
-    State can be copied and updated elsewhere, what is made can be made again: a byte of one may cost a plan much and one of the
-    other nothing, which no price of both tells. Without them 3 of 140 small steps (`bench jointly`, as of a larger step) take 5 to
-    25 % longer.
+    State can be copied and updated elsewhere, what is made can be made again: a byte of one may cost a plan much and
+    one of the other nothing, which no price of both tells. Without them 3 of 140 small steps (`bench jointly`, as of a
+    larger step) take 5 to 25 % longer.
     """
     held_bytes = [_bytes(model, variable) for variable in range(len(model.options))]
     kinds = [_kind(program, ties, variable) for variable in range(len(model.options))]
@@ -161,8 +172,8 @@ def _kind(program: Program, ties: Ties, variable: int) -> str:
 def roomy(program: Program, model: Model, ties: Ties, start: Sequence[int], budget_bytes: int) -> Iterator[list[int]]:
     """Of any step the fastest choices found under which each operator alone keeps to the budget.
 
-    First beside inputs that never leave the device, then without them to parts of the budget. Such a choice may be brought down
-    to the budget, whatever it holds before anything is moved or made again.
+    First beside inputs that never leave the device, then without them to parts of the budget. Such a choice may be
+    brought down to the budget, whatever it holds before anything is moved or made again.
     """
     alone = [np.array(sizes, dtype=float) for sizes in alone_each(program, model, ties, at_once=True)]
     beside = []
@@ -187,7 +198,9 @@ def _fits(needed: Sequence[Array], choice: Sequence[int], limit: float) -> bool:
 
 
 def _stays(program: Program, model: Model, ties: Ties, start: Sequence[int]) -> list[int]:
-    """Per class the bytes of inputs that never leave the device, as they lie under `start`, but those that its operator reads."""
+    """Per class the bytes of inputs that never leave the device, as they lie under `start`, but those that its operator
+    reads.
+    """
     updated = {leaf for _, leaf in program.aliases}
     nbytes: dict[int, int] = {}
     for position, id in enumerate(program.inputs):
@@ -217,8 +230,8 @@ def fitting(program: Program, model: Model, ties: Ties, budget_bytes: int) -> It
 def alone_each(program: Program, model: Model, ties: Ties, at_once: bool = False) -> list[list[int]]:
     """Per class and option the bytes that its operator alone needs.
 
-    These are needed whatever is moved or made again: what it reads or what it makes, the larger, for it may write over what it
-    reads; and what was given need not be there. `at_once`: all that it reads, beside what it makes.
+    These are needed whatever is moved or made again: what it reads or what it makes, the larger, for it may write over
+    what it reads; and what was given need not be there. `at_once`: all that it reads, beside what it makes.
     """
     not_counted = set[int]() if at_once else set(program.inputs)
     needed: list[list[int]] = []
@@ -302,7 +315,8 @@ def _in_order(graph: Graph, order: Sequence[int], branch: set[int], steps: int) 
     scopes = [tuple(place[variable] for variable in bucket.scope) for bucket in buckets]
     branches = [bucket.variable in branch for bucket in buckets]
     places = [place[variable] for variable in range(graph.size)]
-    heap = [(least, 0, tuple[int, ...]())]  # cost if all else is the best, when it was put there, options that are decided
+    # cost if all else is the best, when it was put there, options that are decided
+    heap = [(least, 0, tuple[int, ...]())]
     for step in range(1, steps + 1):
         if not heap:
             return

@@ -120,8 +120,10 @@ def _dense_masks(program: Program) -> tuple[str, ...]:
         mask = program.values[vid]
         if mask.nbytes > MAX_MASK_BYTES:
             notes.append(
-                f"{node.path or 'attention'} reads a dense mask {mask.shape} of {size_text(mask.nbytes)}: it is no band, and not made by & "
-                "of comparisons of a vector per row with a vector per column (position[j] <= position[i], document[j] == document[i], "
+                f"{node.path or 'attention'} reads a dense mask {mask.shape} of {size_text(mask.nbytes)}: it is no "
+                "band, and not made by & "
+                "of comparisons of a vector per row with a vector per column (position[j] <= position[i], document[j] "
+                "== document[i], "
                 "keep[j]). Try: a bool mask that is written so"
             )
     return tuple(notes)
@@ -309,10 +311,11 @@ def constraints_from(plan: Plan, program: Program, mesh: Mesh) -> Constraints:
     return Constraints(items, at=at)
 
 
-def _keeps(
-    outs: tuple[str | None, ...], ins: tuple[str, ...], name: str, mesh: Mesh, says: str
-) -> Constraint:
-    """Layouts as a plan has them. Where axes are decided one after another, those that have been decided lie as there."""
+def _keeps(outs: tuple[str | None, ...], ins: tuple[str, ...], name: str, mesh: Mesh, says: str) -> Constraint:
+    """Layouts as a plan has them.
+
+    Where axes are decided one after another, those that have been decided lie as there.
+    """
     taken, axes = names_of(mesh), tuple(a for a in mesh.axis_names if mesh.axis_size(a) > 1)
 
     def accepts(s: Strategy) -> bool:
@@ -323,7 +326,11 @@ def _keeps(
     def partly(decided: tuple[str, ...]) -> Callable[[Strategy], bool]:
         def holds(s: Strategy) -> bool:
             pairs = [*zip(s.ins, ins, strict=True), *zip(s.outs, outs, strict=True)]
-            return all(_alike(layout, bind(text, mesh, layout.shape), decided) for layout, text in pairs if layout is not None and text)
+            return all(
+                _alike(layout, bind(text, mesh, layout.shape), decided)
+                for layout, text in pairs
+                if layout is not None and text
+            )
 
         return holds
 
@@ -332,6 +339,7 @@ def _keeps(
 
 def _alike(a: Layout, b: Layout, axes: Collection[str]) -> bool:
     """Whether two layouts place these axes alike."""
+
     def on(layout: Layout) -> list[list[str | None]]:
         return [[x for _, x in dim if x in axes] for dim in layout.dims]
 

@@ -68,11 +68,11 @@ def settled(source: Layout, how: Layout | str) -> Layout:
 class Conversions:
     """Seconds of conversions on one mesh, BIG where there is no way from one layout to the other.
 
-    Note [Starts that are shared]. A model has dozens of small gradients, and each collective takes a while to start. What the
-    update alone reads can wait, and state can be asked for early, so such collectives become one bucket later
-    (`program/passes/buckets.py`): of each counts what it moves, its part of one start, and to be copied into a bucket and out of
-    it, where that is less than a start of its own. What flows through the layers is waited for at once and pays its start. Only
-    where starts were measured: latencies of a data sheet are those of a wire, and weigh little.
+    Note [Starts that are shared]. A model has dozens of small gradients, and each collective takes a while to start.
+    What the update alone reads can wait, and state can be asked for early, so such collectives become one bucket later
+    (`program/passes/buckets.py`): of each counts what it moves, its part of one start, and to be copied into a bucket
+    and out of it, where that is less than a start of its own. What flows through the layers is waited for at once and
+    pays its start. Only where starts were measured: latencies of a data sheet are those of a wire, and weigh little.
     """
 
     def __init__(self, convert_s: ConvertS, mesh: Mesh) -> None:
@@ -90,13 +90,20 @@ class Conversions:
                 return min(alone_s, BIG)
             unstarted_s = self._convert_s(src, dst, self._unstarted, itemsize)
             nbytes = max(src.local_numel, dst.local_numel) * itemsize
-            copied_s = COPIES * (nbytes / self._mesh.topology.device.memory_bytes_per_s + self._mesh.topology.device.launch_s)
+            copied_s = COPIES * (
+                nbytes / self._mesh.topology.device.memory_bytes_per_s + self._mesh.topology.device.launch_s
+            )
             return min(alone_s, unstarted_s + (alone_s - unstarted_s) / together + copied_s, BIG)
         except SpecError:
             return BIG
 
     def table(
-        self, srcs: tuple[Layout, ...], dsts: tuple[Layout, ...], itemsize: int, sum_itemsize: int = 0, together: int = 1
+        self,
+        srcs: tuple[Layout, ...],
+        dsts: tuple[Layout, ...],
+        itemsize: int,
+        sum_itemsize: int = 0,
+        together: int = 1,
     ) -> Array:
         """From each to each; values of one shape often ask for the same."""
         key = (srcs, dsts, itemsize, sum_itemsize, together)
@@ -249,7 +256,8 @@ class Coded:
         return np.minimum(self.flow.count * table, BIG)[np.ix_(source_of, target_of)]
 
     def shares(self, use: int, choice: Sequence[int]) -> Array | float:
-        """What share of a conversion a use pays per option of its class: 1 / (uses that take it now, itself included)."""
+        """What share of a conversion a use pays per option of its class: 1 / (uses that take it now, itself included).
+        """
         others = list[int]()
         for other, (cls, of_use) in enumerate(zip(self.classes, self.targets, strict=True)):
             if other != use and self.groups[other] == self.groups[use]:
@@ -328,7 +336,9 @@ def flows_of(
 
 
 def _can_wait(program: Program) -> frozenset[int]:
-    """Values whose collectives can join others: state that is there from the start, and what nobody but the update reads."""
+    """Values whose collectives can join others: state that is there from the start, and what nobody but the update
+    reads.
+    """
     read_at_once = set[int]()
     for node in program.nodes:
         if node.phase != "update":

@@ -1,16 +1,18 @@
 """Seconds of attention in the search: those of the kernel that a rank's part of the call would get.
 
-Problem: the clock counts the kernel that a call gets, which is several times slower than the roofline where dropout, a bias or a window
-in float32 leaves only slow ones; a search that counts the roofline shares out the wrong work. Idea: a strategy says how operands
-lie, so its part of the call can be shown to the kernels as the clock shows them the lowered one.
+Problem: the clock counts the kernel that a call gets, which is several times slower than the roofline where dropout, a
+bias or a window in float32 leaves only slow ones; a search that counts the roofline shares out the wrong work. Idea: a
+strategy says how operands lie, so its part of the call can be shown to the kernels as the clock shows them the lowered
+one.
 
     kernel_s = KernelSeconds(program, mesh, registry.kernels, rule_of)
     own_s(program, node, strategy, mesh, kernel_s)
 
-A rank's rows stand last: under a causal mask the last rank has most to do, and the others wait for it. A pattern with local code of its
-own (a ring) runs the kernel on blocks, as many as its operations are: it is counted by the rate that the kernel has on a block of a
-rank's rows and columns. Launches count once, as those of every operator in the search: the host runs ahead. Of a call that takes less
-than a launch on one device the roofline says enough. Everything is memoised by the call and how its operands lie.
+A rank's rows stand last: under a causal mask the last rank has most to do, and the others wait for it. A pattern with
+local code of its own (a ring) runs the kernel on blocks, as many as its operations are: it is counted by the rate that
+the kernel has on a block of a rank's rows and columns. Launches count once, as those of every operator in the search:
+the host runs ahead. Of a call that takes less than a launch on one device the roofline says enough. Everything is
+memoised by the call and how its operands lie.
 """
 
 from __future__ import annotations
@@ -56,11 +58,18 @@ class KernelSeconds:
         return self._known[key]
 
     def _seconds(
-        self, call: Call, rule: Rule | None, strategy: Strategy, candidates: Sequence[Kernel], capability: tuple[int, int]
+        self,
+        call: Call,
+        rule: Rule | None,
+        strategy: Strategy,
+        candidates: Sequence[Kernel],
+        capability: tuple[int, int],
     ) -> float | None:
         if rule is None:
             return None
-        whole, arguments = (_arguments(call, shapes) for shapes in (_global_shapes(call), [lay.local_shape for lay in strategy.ins]))
+        whole, arguments = (
+            _arguments(call, shapes) for shapes in (_global_shapes(call), [lay.local_shape for lay in strategy.ins])
+        )
         if arguments["q_offset"] is not None or arguments["k_offset"] is not None or not _has_elements(arguments):
             return None
         launch_s = rates_of(self.mesh.topology).launch_s
@@ -98,7 +107,9 @@ def _has_elements(arguments: Mapping[str, Any]) -> bool:
 
 
 def _whole_block(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A block whose rows see all of its columns but the first row one less: kernels that know no positions are not for it."""
+    """A block whose rows see all of its columns but the first row one less: kernels that know no positions are not for
+    it.
+    """
     if not (arguments["causal"] or arguments["window"]):
         return {}
     return {"causal": True, "window": 0, "q_offset": Like((), torch.int64, (max(0, arguments["k"].shape[2] - 2), 0))}

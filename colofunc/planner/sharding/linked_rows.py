@@ -1,8 +1,8 @@
 """Linked rows: tensors that belong together row by row lie alike along their rows.
 
-Problem: a quantized weight is numbers, scales and zeros, each an input of its own, and a plan speaks of them one by one.
-Idea: how the rows (dim 0) of the numbers may lie is how those of the others may lie, so where a plan or a spec says it of
-the weight, all of them follow. Where nothing is said, costs decide: products want them alike.
+Problem: a quantized weight is numbers, scales and zeros, each an input of its own, and a plan speaks of them one by
+one. Idea: how the rows (dim 0) of the numbers may lie is how those of the others may lie, so where a plan or a spec
+says it of the weight, all of them follow. Where nothing is said, costs decide: products want them alike.
 
     state.0.weight         (tp dp o) i     by zero(3, "dp") and tensor("1d", "tp")
     state.0.weight.scale   (tp dp o) g
@@ -25,8 +25,8 @@ from colofunc.spec.strategies import enumerate_layouts
 def linked_rows(program: Program, mesh: Mesh, constraints: Constraints, groups: Iterable[Sequence[int]]) -> Constraints:
     """The constraints, with the rows of each group of input values (ids) alike.
 
-    The first of a group leads: what plans say of the others counts only as far as it agrees. What lies somewhere already
-    stays there.
+    The first of a group leads: what plans say of the others counts only as far as it agrees. What lies somewhere
+    already stays there.
     """
     positions = {id: position for position, id in enumerate(program.inputs)}
     items = dict(constraints.items)
@@ -58,7 +58,9 @@ def linked_rows(program: Program, mesh: Mesh, constraints: Constraints, groups: 
 
 
 def _most_split(rows: set[Dim], spoken: Collection[str]) -> set[Dim]:
-    """Of several ways those that split rows over most of the axes that plans speak of: the tensors are to choose the same."""
+    """Of several ways those that split rows over most of the axes that plans speak of: the tensors are to choose the
+    same.
+    """
 
     def split_count(dim: Dim) -> int:
         return len(_axes_among(dim, spoken))
@@ -101,7 +103,9 @@ def _is_striped(dim: Dim) -> bool:
 def _striped_offers(
     common: Collection[Dim], of_lead: Sequence[Constraint], shape: tuple[int, ...], mesh: Mesh
 ) -> tuple[Strategy, ...]:
-    """What nothing else offers to a tensor: striped rows, with all dims on axes that plans and specs speak of for the lead."""
+    """What nothing else offers to a tensor: striped rows, with all dims on axes that plans and specs speak of for the
+    lead.
+    """
     spoken: set[str] = set()
     for constraint in of_lead:
         spoken.update(constraint.axes or _of_offers(constraint))

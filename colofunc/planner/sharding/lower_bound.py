@@ -1,8 +1,9 @@
-"""What a step needs however it is sharded: its arguments, and the bytes that some operator makes under every one of its options.
+"""What a step needs however it is sharded: its arguments, and the bytes that some operator makes under every one of its
+options.
 
-Problem: where a budget is far too small, hundreds of shardings are searched for nothing. Idea: what an operator makes has to lie
-somewhere when it is made, whatever is moved or made again, so the least of it over the operator's options bounds every plan. Arguments
-that are not moved lie there all the time, at best split evenly.
+Problem: where a budget is far too small, hundreds of shardings are searched for nothing. Idea: what an operator makes
+has to lie somewhere when it is made, whatever is moved or made again, so the least of it over the operator's options
+bounds every plan. Arguments that are not moved lie there all the time, at best split evenly.
 
     linear, 256 x 64 floats on two ranks: 32768 bytes a rank, or 65536       no plan below 32768
     4 MiB of parameters and 8 MiB of moments on four ranks                   no plan below 3 MiB
@@ -20,13 +21,23 @@ from colofunc.spec.rule import Strategy
 
 
 def at_least_any(program: Program, model: Model, ties: Ties) -> int:
-    """Bytes that some operator makes at least. Views, what is written over, constants and updates (on the host, maybe) do not count."""
-    return max((min(_makes(program, ties, c, s) for s in options) for c, options in enumerate(model.options)), default=0)
+    """Bytes that some operator makes at least.
+
+    Views, what is written over, constants and updates (on the host, maybe) do not count.
+    """
+    return max(
+        (min(_makes(program, ties, c, s) for s in options) for c, options in enumerate(model.options)), default=0
+    )
 
 
 def arguments_at_least(program: Program, ranks: int, tiers: Mapping[int, str]) -> int:
-    """Bytes of the device that arguments take on the rank that has most of them, at least. `tiers`: position -> where one lies."""
-    here = (id for k, id in enumerate(program.inputs) if tiers.get(k, "device") == "device" and id not in program.constants)
+    """Bytes of the device that arguments take on the rank that has most of them, at least.
+
+    `tiers`: position -> where one lies.
+    """
+    here = (
+        id for k, id in enumerate(program.inputs) if tiers.get(k, "device") == "device" and id not in program.constants
+    )
     return sum(program.values[id].nbytes for id in here) // ranks
 
 
@@ -36,4 +47,6 @@ def _makes(program: Program, ties: Ties, c: int, strategy: Strategy) -> int:
     if node is None or node.phase == "update" or may_alias(node) or written(node) or not node.refs:
         return 0
     made = zip(node.outs, strategy.outs, strict=True)
-    return sum(lay.local_numel * program.values[o].dtype.itemsize for o, lay in made if o is not None and lay is not None)
+    return sum(
+        lay.local_numel * program.values[o].dtype.itemsize for o, lay in made if o is not None and lay is not None
+    )

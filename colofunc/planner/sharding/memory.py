@@ -3,8 +3,8 @@
 The accountant of the local program is the judge of a budget (`assign(..., peak_bytes=...)`); this estimate is what the
 search steers by, and the judge where no accountant is given. A value lives from its producer to its last use, a
 converted copy from its first to its last use, inputs for the whole step; views share their base; a donated output takes
-the memory of its input leaf. A sum that everybody wants reduced is reduced where it is made (`coalesce.reduces_early`): from
-there on the copy lives.
+the memory of its input leaf. A sum that everybody wants reduced is reduced where it is made (`coalesce.reduces_early`):
+from there on the copy lives.
 """
 
 from __future__ import annotations
@@ -78,7 +78,14 @@ class Liveness:
         total = np.cumsum(change[: n + 1])
         return self._at(own, last, copies, int(total.argmax()) - 1, round(float(total.max())))
 
-    def _at(self, own: NDArray[np.float64], last: Ints, copies: list[tuple[Ints, Ints, float, int]], position: int, nbytes: int) -> Peak:
+    def _at(
+        self,
+        own: NDArray[np.float64],
+        last: Ints,
+        copies: list[tuple[Ints, Ints, float, int]],
+        position: int,
+        nbytes: int,
+    ) -> Peak:
         alive = (self.born <= position) & (position <= last)
         held = np.bincount(self.role[alive], own[self.flow[alive]], len(self.roles))
         roles = {role: int(b) for role, b in zip(self.roles, held, strict=True) if b}
@@ -98,7 +105,9 @@ class Liveness:
 
 def _reduced(coded: Coded, source: int, targets: Sequence[int]) -> bool:
     """Whether a sum is wanted reduced by all, to no more than it holds."""
-    return bool(coded.layouts[source].pending) and all(t != source and coded.numel[t] <= coded.numel[source] for t in targets)
+    return bool(coded.layouts[source].pending) and all(
+        t != source and coded.numel[t] <= coded.numel[source] for t in targets
+    )
 
 
 def liveness(program: Program, model: Model, ties: Ties) -> Liveness:

@@ -151,8 +151,8 @@ def build_model(
 ) -> Model:
     """Cost model. `outputs`: fixed layouts by output position; `regather`: values converted anew in each phase.
 
-    `conversions`: those of another model on this mesh, to know what it knows. `sums`: see `Constraints`. `kernel_s`: seconds of an
-    operator under a strategy where its kernel is known.
+    `conversions`: those of another model on this mesh, to know what it knows. `sums`: see `Constraints`. `kernel_s`:
+    seconds of an operator under a strategy where its kernel is known.
     """
     seconds = []
     for c, strategies in enumerate(options):
@@ -177,8 +177,12 @@ def build_model(
     )
 
 
-def own_s(program: Program, node: Node | None, strategy: Strategy, mesh: Mesh, kernel_s: KernelS | None = None) -> float:
-    """Seconds of one operator under a strategy: its kernel's or the roofline of its local work, plus communication inside it."""
+def own_s(
+    program: Program, node: Node | None, strategy: Strategy, mesh: Mesh, kernel_s: KernelS | None = None
+) -> float:
+    """Seconds of one operator under a strategy: its kernel's or the roofline of its local work, plus communication
+    inside it.
+    """
     local = sum(lay.local_numel for lay in strategy.outs if lay is not None)
     tie_s = TIE_S_PER_BYTE * local
     cost = strategy.cost

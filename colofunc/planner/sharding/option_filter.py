@@ -1,9 +1,9 @@
 """Fewer options where three axes are decided at once: those that fit how values lie around operators that plans hold.
 
-Problem: with three axes an operator has hundreds of options and a pair of neighbours a hundred thousand conversions to price;
-a plan such as tensor("3d") holds the products, and what lies between is a few norms and activations. Idea: let layouts
-spread from what is held, as they lie from producers to consumers and as they are wanted from consumers to producers, and
-keep of each operator the options that take all operands, or give all results, in a layout that came by.
+Problem: with three axes an operator has hundreds of options and a pair of neighbours a hundred thousand conversions to
+price; a plan such as tensor("3d") holds the products, and what lies between is a few norms and activations. Idea: let
+layouts spread from what is held, as they lie from producers to consumers and as they are wanted from consumers to
+producers, and keep of each operator the options that take all operands, or give all results, in a layout that came by.
 
     linear (held) -> (x b) s (y d)      silu: 342 options, of which one takes (x b) s (y d)
 
@@ -45,7 +45,10 @@ def _chosen(options: Sequence[Strategy], kept: set[int]) -> tuple[Strategy, ...]
 
 
 class _Spread:
-    """What is kept so far. `kept`: per class, numbers of options. `lies`: by value, layouts as it is made; `wants`: as it is read."""
+    """What is kept so far.
+
+    `kept`: per class, numbers of options. `lies`: by value, layouts as it is made; `wants`: as it is read.
+    """
 
     def __init__(self, program: Program, ties: Ties, options: Options) -> None:
         self.program = program
@@ -145,16 +148,16 @@ def _gives(option: Strategy, node: Node, wants: dict[int, set[Layout]]) -> bool:
     return is_read
 
 
-# ---- pending reductions ----
-# Problem: linear operators pass sums on and views pass maxima, too, so each has an option for it on every axis, and each such
-# layout is priced against all others; but few values are ever made pending. Idea: follow from producers to consumers which
-# kinds of reduction a value can be pending over, and drop the options that pass on one of which no operand can have any.
+# ---- pending reductions ---- Problem: linear operators pass sums on and views pass maxima, too, so each has an option
+# for it on every axis, and each such layout is priced against all others; but few values are ever made pending. Idea:
+# follow from producers to consumers which kinds of reduction a value can be pending over, and drop the options that
+# pass on one of which no operand can have any.
 #
 #     amax (makes max:tp) -> view: {}, {tp: b}, {tp: max}          parameter -> view: {}, {tp: b}
 #
-# Nothing is lost: such an option would take copies as if they were pending, which is free, and then what it gives has to be
-# reduced. The option that takes and gives copies instead does the same work with nothing to reduce; where that one is not
-# there (a wish excludes it), nothing is dropped.
+# Nothing is lost: such an option would take copies as if they were pending, which is free, and then what it gives has
+# to be reduced. The option that takes and gives copies instead does the same work with nothing to reduce; where that
+# one is not there (a wish excludes it), nothing is dropped.
 
 Pending = tuple[str, str]  # axis, how
 Ends = tuple[tuple[Layout, ...], tuple[Layout | None, ...]]
@@ -217,7 +220,9 @@ def _passed(strategy: Strategy) -> Passed:
 
 
 def _is_useful(strategy: Strategy, passed: Passed, kinds: Sequence[frozenset[str]], ends: set[Ends]) -> bool:
-    """Whether some operand can have each reduction that passes, or no option of `ends` does the same with copies. kinds: by operand."""
+    """Whether some operand can have each reduction that passes, or no option of `ends` does the same with copies.
+    kinds: by operand.
+    """
     idle: set[Pending] = set()
     for pending, operands in passed:
         _, how = pending

@@ -21,7 +21,8 @@ from colofunc.planner.sharding.flows import Coded
 from colofunc.planner.sharding.model import Model
 
 EXACT = 63
-"""Models with at most this many classes may be solved exactly: a table has an axis for each of them, and numpy indexes 63 at once."""
+"""Models with at most this many classes may be solved exactly: a table has an axis for each of them, and numpy indexes
+63 at once."""
 STARTS = 3
 """At most this many of the assignments to begin from are improved, the cheapest."""
 EVEN = 0.5
@@ -79,8 +80,8 @@ def search(
 def _restarted(model: Model, start: list[int], seed: int, effort: Effort, restarts: int) -> list[int]:
     """The best of descents that begin at `start` and where the pairwise model with even splits leads from there.
 
-    A choice that was good for other sizes is often a local optimum of these. A model that splits conversions in another way than the
-    choice does has its optima elsewhere, and the descent from there under the true cost ends lower or not.
+    A choice that was good for other sizes is often a local optimum of these. A model that splits conversions in another
+    way than the choice does has its optima elsewhere, and the descent from there under the true cost ends lower or not.
     """
     light, quick = lighter(effort), attrs.evolve(effort, passes=max(3, effort.passes // 6), patience=2)
     core, recover = model.pair_graph(EVEN).reduce()
@@ -128,7 +129,10 @@ def improve(graph: Graph, x: list[int], rng: np.random.Generator, effort: Effort
 
 
 def polish(here: Position, x: list[int], rng: np.random.Generator, effort: Effort) -> list[int]:
-    """Descend from `x` until neither re-split exact steps nor moves of single classes or whole flows help. `here` is moved along."""
+    """Descend from `x` until neither re-split exact steps nor moves of single classes or whole flows help.
+
+    `here` is moved along.
+    """
     model = here.model
     best = model.true_cost(x)
     stale = 0
@@ -209,11 +213,11 @@ def _cheapest(column: Sequence[int], row: Array) -> dict[int, int]:
     return best
 
 
-# ---- a choice from which moves are tried ----
-# Problem: of thousands of moves that are tried under the true cost few are made, and each asks again what the flows cost that it would
-# change, and what every option of their consumers would. Idea: keep both by flow and by class, and forget after a move what it touched.
-# A move that costs more by itself than it could save in conversions is not looked at further, and a flow of which no move was a gain is
-# settled until a move touches what its moves were judged by.
+# ---- a choice from which moves are tried ---- Problem: of thousands of moves that are tried under the true cost few
+# are made, and each asks again what the flows cost that it would change, and what every option of their consumers
+# would. Idea: keep both by flow and by class, and forget after a move what it touched. A move that costs more by itself
+# than it could save in conversions is not looked at further, and a flow of which no move was a gain is settled until a
+# move touches what its moves were judged by.
 #
 #     here = Position(model, choice)
 #     if here.change_s({3: 1, 5: 2}) < 0:
@@ -237,7 +241,9 @@ class Position:
         return self._rows[c]
 
     def change_s(self, moves: Mapping[int, int]) -> float:
-        """Change of the true cost when the classes of `moves` change option; where that is no gain, a lower bound that is none."""
+        """Change of the true cost when the classes of `moves` change option; where that is no gain, a lower bound that
+        is none.
+        """
         model, after = self.model, list(self.choice)
         delta = 0.0
         for c, o in moves.items():

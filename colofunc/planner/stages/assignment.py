@@ -1,17 +1,18 @@
 """Assignment: which stage each parameter of a traced step belongs to, by what the step computes with it.
 
-Problem: a model is a module tree, a pipeline needs a line: contiguous parts of the forward pass that take equally long and hand little on.
-Idea: forward nodes stand in the order in which they ran. A cut is possible in front of a node that reads a weight; its price is what
-crosses it. The cuts are those whose slowest stage, with what it receives, is the fastest, and a parameter is in the stages of its readers.
+Problem: a model is a module tree, a pipeline needs a line: contiguous parts of the forward pass that take equally long
+and hand little on. Idea: forward nodes stand in the order in which they ran. A cut is possible in front of a node that
+reads a weight; its price is what crosses it. The cuts are those whose slowest stage, with what it receives, is the
+fastest, and a parameter is in the stages of its readers.
 
     embedding | layer 0 | layer 1 | head         4 stages of one module each; a tied weight is in the first and the last
 
 What depends on no weight (masks, rotary tables) crosses nothing: each stage makes it anew.
 
-Where ranks differ, the seconds of a stage are divided by the speed of its ranks, and its weights, with gradients and optimizer state,
-have to fit there. The optimum is exact for the ranks in their order: dynamic programming over (stages, pieces), as in `cuts`. Where a rank
-has several stages, the sums of these count, of seconds and of bytes: all cuts are compared where they are few, else pieces go from one
-stage to another as long as that helps.
+Where ranks differ, the seconds of a stage are divided by the speed of its ranks, and its weights, with gradients and
+optimizer state, have to fit there. The optimum is exact for the ranks in their order: dynamic programming over (stages,
+pieces), as in `cuts`. Where a rank has several stages, the sums of these count, of seconds and of bytes: all cuts are
+compared where they are few, else pieces go from one stage to another as long as that helps.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ NEAR = 1e-9
 
 @attrs.frozen
 class Cuts:
-    """`ends`: position behind the last forward node of each stage. `seconds`: of each stage, forward, with what it receives.
+    """`ends`: position behind the last forward node of each stage. `seconds`: of each stage, forward, with what it
+    receives.
 
     `uses`: position of an input -> positions of the forward nodes that read it or what is computed of weights alone.
     """
@@ -58,7 +60,9 @@ class Cuts:
 
 @attrs.frozen
 class Held:
-    """What a stage keeps for backwards: of each stage, so many microbatches at once, each this part of the batch's rows on a rank."""
+    """What a stage keeps for backwards: of each stage, so many microbatches at once, each this part of the batch's rows
+    on a rank.
+    """
 
     in_flight: tuple[int, ...]
     part: float
@@ -67,9 +71,10 @@ class Held:
 class CutProblem:
     """A global program's forward pass, to be cut in so many stages.
 
-    node_s: seconds of a node on one device. send_s: seconds to hand on so many bytes. devices: of each stage, the whole of what its rank
-    has, where they differ; where no cut fits their memory, as without recomputation or offload, they are told apart by their speeds alone.
-    ranks: of each stage, where a rank has several. Raises PlanError where there are fewer places to cut than stages need.
+    node_s: seconds of a node on one device. send_s: seconds to hand on so many bytes. devices: of each stage, the whole
+    of what its rank has, where they differ; where no cut fits their memory, as without recomputation or offload, they
+    are told apart by their speeds alone. ranks: of each stage, where a rank has several. Raises PlanError where there
+    are fewer places to cut than stages need.
 
     A cut is written as the pieces that begin its stages, several as an array (cuts, stages) of these.
     """
@@ -89,7 +94,8 @@ class CutProblem:
         places = self.reading.narrow_places(stages)
         if len(places) < stages:
             raise PlanError(
-                f"{stages} stages, and the forward pass has {len(places)} operators with weights of their own to begin one at; "
+                f"{stages} stages, and the forward pass has {len(places)} operators with weights of their own to begin "
+                "one at; "
                 f"use at most {max(1, len(places))} stages"
             )
         seconds = np.array([node_s(node) if k in self.reading.forward else 0.0 for k, node in enumerate(program.nodes)])
@@ -97,7 +103,9 @@ class CutProblem:
         self.begins = [0, *places[1:]]
         self.devices: Sequence[Device] = devices or [Device(1.0, inf)] * stages
         received_s = np.array([0.0, *(send_s(self.reading.crossing_bytes(place)) for place in places[1:])])
-        self.line = Line(self.until[[*self.begins, len(program.nodes)]], received_s, self.reading.kept_bytes(self.begins))
+        self.line = Line(
+            self.until[[*self.begins, len(program.nodes)]], received_s, self.reading.kept_bytes(self.begins)
+        )
 
     def on(self, devices: Sequence[Device]) -> CutProblem:
         """The same, on other devices."""
@@ -124,7 +132,9 @@ class CutProblem:
         return self._have_pieces(cuts) & (self._over_bytes(cuts) <= 0.0 if fits else True)
 
     def near(self, begins: Sequence[int]) -> np.ndarray:
-        """(cuts, stages) every way for a stage to have a piece less and another one more; all cuts in between move by one piece."""
+        """(cuts, stages) every way for a stage to have a piece less and another one more; all cuts in between move by
+        one piece.
+        """
         ways = [np.array(begins)]
         for giver in range(len(begins)):
             for taker in range(len(begins)):
@@ -162,7 +172,9 @@ class CutProblem:
         return len(set(self.ranks)) < len(self.devices)
 
     def _least(self, begins: list[int], order: Sequence[Callable[[np.ndarray], np.ndarray]]) -> list[int]:
-        """Of all cuts, or of those that moves from the given one lead to, the least by some figures, the first of which counts most."""
+        """Of all cuts, or of those that moves from the given one lead to, the least by some figures, the first of which
+        counts most.
+        """
         every = self.every()
         if every is not None:
             return self._least_of(every, order)
@@ -189,7 +201,8 @@ class CutProblem:
         return np.asarray(np.maximum(kept - rooms, 0.0).sum(axis=1))
 
     def _by_rank_s(self, cuts: np.ndarray) -> np.ndarray:
-        """(cuts, ranks + 1) seconds of each rank's stages together, the slowest rank first; then of the slowest stage."""
+        """(cuts, ranks + 1) seconds of each rank's stages together, the slowest rank first; then of the slowest stage.
+        """
         seconds = self._stage_seconds(cuts)
         of_ranks = -np.sort(-self._of_ranks(seconds), axis=1)
         return np.hstack([np.round(of_ranks, 15), seconds.max(axis=1, keepdims=True)])
@@ -213,10 +226,12 @@ class CutProblem:
         return np.asarray(figures @ has)
 
     def leaner(self, held: Held, levels: int) -> list[Cuts]:
-        """The cuts whose fullest stage holds least, then faster ones that hold more, up to `balanced`, which is left out.
+        """The cuts whose fullest stage holds least, then faster ones that hold more, up to `balanced`, which is left
+        out.
 
-        Each is the fastest within a cap on what a stage holds: weights, gradients, optimizer state, and for so many microbatches what
-        backward reads. Where recomputation or offload help this is an estimate, as is the part of a rank where other axes split layers.
+        Each is the fastest within a cap on what a stage holds: weights, gradients, optimizer state, and for so many
+        microbatches what backward reads. Where recomputation or offload help this is an estimate, as is the part of a
+        rank where other axes split layers.
         """
         needs = self._needs(held)
         balanced = self.balanced_begins()
@@ -254,7 +269,9 @@ class CutProblem:
         return self._least(lean, [over_bytes, self._by_rank_s])
 
     def _needs(self, held: Held) -> list[np.ndarray]:
-        """Of each stage [i, j]: bytes where it has the pieces i..j-1, in parts of its device's memory where devices differ."""
+        """Of each stage [i, j]: bytes where it has the pieces i..j-1, in parts of its device's memory where devices
+        differ.
+        """
         saved = self.reading.saved_bytes(self.begins)
         crossing = np.array([0.0, *(self.reading.crossing_bytes(place) for place in self.begins[1:])])
         rooms = [device.capacity_bytes for device in self.devices]

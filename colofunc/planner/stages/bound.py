@@ -1,14 +1,15 @@
-"""A bound on a step's time before it is planned: what a rank of a pipeline has to compute, and until when it has nothing to compute.
+"""A bound on a step's time before it is planned: what a rank of a pipeline has to compute, and until when it has
+nothing to compute.
 
-    4 stages of 1 s forward and 2 s backward in all, 4 microbatches: the last rank waits 3/4 s, computes 3 s, and then 3 * 1/2 s pass until
-    the first has ended: at least 5.25 s
+    4 stages of 1 s forward and 2 s backward in all, 4 microbatches: the last rank waits 3/4 s, computes 3 s, and then 3
+    * 1/2 s pass until the first has ended: at least 5.25 s
 
-Sound for every sharding of a stage and every order of actions: operators take as long as the clock says of them alone (`node_s`), shared
-evenly by the ranks of a stage, but each launch once a microbatch. Sends, collectives, the optimizer and what is made again come on top.
-Operators for which there are kernels count by their launch alone.
+Sound for every sharding of a stage and every order of actions: operators take as long as the clock says of them alone
+(`node_s`), shared evenly by the ranks of a stage, but each launch once a microbatch. Sends, collectives, the optimizer
+and what is made again come on top. Operators for which there are kernels count by their launch alone.
 
-Which stage has an operator of backward follows from its module; exactly, where somebody says what runs where (`placed`), since what stands
-at a cut may run on either side of it.
+Which stage has an operator of backward follows from its module; exactly, where somebody says what runs where
+(`placed`), since what stands at a cut may run on either side of it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from colofunc.program.ir import Node, Program
 
 @attrs.frozen
 class Part:
-    """Seconds of a stage's forward, or backward, on one rank: of the whole batch beside launches, and of the launches of one microbatch."""
+    """Seconds of a stage's forward, or backward, on one rank: of the whole batch beside launches, and of the launches
+    of one microbatch.
+    """
 
     work_s: float = 0.0
     launches_s: float = 0.0
@@ -41,7 +44,8 @@ class Part:
 class Bound:
     """Of one step. seconds: of each node that reads rows of the batch, on one device, (beside its launch, its launch).
 
-    rank_of, speeds: per stage. sharing: ranks that share a stage. splits: whether weight gradients may run behind all input gradients.
+    rank_of, speeds: per stage. sharing: ranks that share a stage. splits: whether weight gradients may run behind all
+    input gradients.
     """
 
     program: Program
@@ -63,7 +67,9 @@ class Bound:
         sharing: int,
         splits: bool,
     ) -> Bound:
-        """on_rows: positions of the nodes that read rows of the batch. node_s: seconds of a node on one device, with its launch."""
+        """on_rows: positions of the nodes that read rows of the batch. node_s: seconds of a node on one device, with
+        its launch.
+        """
         seconds = {}
         for index in sorted(on_rows):
             node = program.nodes[index]
@@ -75,15 +81,22 @@ class Bound:
         return Bound(program, seconds, rank_of, speeds, sharing, splits)
 
     def at(self, cuts: Cuts, microbatches: int, placed: Sequence[int | None] | None = None) -> float:
-        """Seconds that a step takes at least, cut so. placed: per node the rank that runs it, None: several do; without it, an estimate."""
+        """Seconds that a step takes at least, cut so. placed: per node the rank that runs it, None: several do; without
+        it, an estimate.
+        """
         forward, backward = self._parts(cuts, placed)
-        first = [min(stage for stage, rank in enumerate(self.rank_of) if rank == each) for each in range(max(self.rank_of) + 1)]
+        first = [
+            min(stage for stage, rank in enumerate(self.rank_of) if rank == each)
+            for each in range(max(self.rank_of) + 1)
+        ]
         longest_s = 0.0
         for rank, begin in enumerate(first):
             work_s = 0.0
             for stage, there in enumerate(self.rank_of):
                 if there == rank:
-                    work_s += microbatches * (forward[stage].trip_s(microbatches) + backward[stage].trip_s(microbatches))
+                    work_s += microbatches * (
+                        forward[stage].trip_s(microbatches) + backward[stage].trip_s(microbatches)
+                    )
             before_s = sum(part.trip_s(microbatches) for part in forward[:begin])
             # A step of one microbatch has no schedule, so that weight gradients wait for nothing.
             behind = () if self.splits or microbatches == 1 else backward[:begin]

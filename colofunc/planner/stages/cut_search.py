@@ -3,14 +3,15 @@
     search = CutSearch(problem, pieces, schedule, ranks=4, microbatches=8, send_s=send_s)
     cuts, seconds = search.fastest()
 
-Problem: the cut whose slowest stage is fastest forward need not be the one whose step ends first: backward has other proportions, and
-where a rank has several stages, those of the slowest rank decide, and how long others wait for them. Idea: play the schedule. A table is
-made once for the balanced cut, and played for others by their costs (`PieceCosts`). A bound comes first: no step ends before its slowest
-rank has done its work, behind the first forward that comes to it. Cuts are played in the order of their bounds until these are no better
-than the best step so far, so that most are never played.
+Problem: the cut whose slowest stage is fastest forward need not be the one whose step ends first: backward has other
+proportions, and where a rank has several stages, those of the slowest rank decide, and how long others wait for them.
+Idea: play the schedule. A table is made once for the balanced cut, and played for others by their costs (`PieceCosts`).
+A bound comes first: no step ends before its slowest rank has done its work, behind the first forward that comes to it.
+Cuts are played in the order of their bounds until these are no better than the best step so far, so that most are never
+played.
 
-From the balanced cut on pieces move from stage to stage as long as that helps; where there are few cuts in all, every one is looked at, so
-that the result is the best there is for that table.
+From the balanced cut on pieces move from stage to stage as long as that helps; where there are few cuts in all, every
+one is looked at, so that the result is the best there is for that table.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ class CutSearch:
     left: int = attrs.field(default=MOST_PLAYED, init=False)
 
     def fastest(self) -> tuple[Cuts, float]:
-        """The cuts and the seconds of the schedule by them. With one microbatch, which has no schedule, the balanced ones."""
+        """The cuts and the seconds of the schedule by them.
+
+        With one microbatch, which has no schedule, the balanced ones.
+        """
         chosen = self.problem.balanced_begins()
         if self.microbatches == 1:
             return self.problem.cuts(chosen), self._one_s(chosen)
@@ -61,7 +65,9 @@ class CutSearch:
     def _one_s(self, begins: Sequence[int]) -> float:
         """Seconds of one microbatch, which goes through the stages one after another."""
         costs = self._costs(begins)
-        return sum(costs.forward_s + costs.input_s + costs.weight_s + costs.send_s + costs.send_back_s) + max(self._behind_s(begins))
+        return sum(costs.forward_s + costs.input_s + costs.weight_s + costs.send_s + costs.send_back_s) + max(
+            self._behind_s(begins)
+        )
 
     def _end_s(self, player: Player, begins: Sequence[int]) -> float:
         """Seconds of a step."""

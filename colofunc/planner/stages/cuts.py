@@ -1,18 +1,20 @@
-"""Where a model is cut in stages: layers that stand next to each other to devices, so that the slowest is as quick as can be.
+"""Where a model is cut in stages: layers that stand next to each other to devices, so that the slowest is as quick as
+can be.
 
-Problem: a pipeline is as fast as its slowest stage, layers differ, devices may differ in speed and memory, and a stage has to fit. Idea:
-dynamic programming over (devices used, layers done) gives the exact optimum: a stage of layers i..j on a device takes the sum of their
-seconds divided by the device's speed, and a prefix is as slow as its slowest stage.
+Problem: a pipeline is as fast as its slowest stage, layers differ, devices may differ in speed and memory, and a stage
+has to fit. Idea: dynamic programming over (devices used, layers done) gives the exact optimum: a stage of layers i..j
+on a device takes the sum of their seconds divided by the device's speed, and a prefix is as slow as its slowest stage.
 
     best(d, j) = min over i of max(best(d-1, i), received(i) + seconds(i, j) / speed(d))       where the bytes of i..j fit on d
 
-Of cuts that are as fast the one that sends least is taken; the layers of `cut` send nothing that counts. In free order the
-devices used are a multiset: as many states as there are ways to take some of each kind of device.
+Of cuts that are as fast the one that sends least is taken; the layers of `cut` send nothing that counts. In free order
+the devices used are a multiset: as many states as there are ways to take some of each kind of device.
 
 >>> cut([1, 1, 1, 1, 1, 1], [10] * 6, [Device(1, 100), Device(2, 100)])
 Cut(ends=(2, 6), devices=(0, 1), slowest_s=2.0)
 
-Source: the problem is that of pipeline stages on heterogeneous devices (PipeDream, 1806.03377, section 3.1, for equal devices).
+Source: the problem is that of pipeline stages on heterogeneous devices (PipeDream, 1806.03377, section 3.1, for equal
+devices).
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Device:
 
 @attrs.frozen
 class Cut:
-    """Stage k has the layers from ends[k-1] (or 0) up to ends[k], and runs on devices[k]. slowest_s: seconds of the slowest stage."""
+    """Stage k has the layers from ends[k-1] (or 0) up to ends[k], and runs on devices[k]. slowest_s: seconds of the
+    slowest stage.
+    """
 
     ends: tuple[int, ...]
     devices: tuple[int, ...]
@@ -57,8 +61,8 @@ class Cut:
 
 @attrs.frozen(eq=False)
 class Step:
-    """Of the best way to cut the pieces 0..j-1 in the stages so far, each (pieces + 1,): the slowest stage, the seconds of all sends, and
-    the piece that begins the last stage."""
+    """Of the best way to cut the pieces 0..j-1 in the stages so far, each (pieces + 1,): the slowest stage, the seconds
+    of all sends, and the piece that begins the last stage."""
 
     slowest_s: np.ndarray
     sends_s: np.ndarray
@@ -85,8 +89,8 @@ class Step:
 class Line:
     """Pieces that stand next to each other, to be dealt out in stages.
 
-    until: (pieces + 1,) seconds in front of each piece, and of all. received_s: (pieces,) seconds to receive what a piece reads. kept:
-    (pieces + 1,) bytes that pieces in front of each keep.
+    until: (pieces + 1,) seconds in front of each piece, and of all. received_s: (pieces,) seconds to receive what a
+    piece reads. kept: (pieces + 1,) bytes that pieces in front of each keep.
     """
 
     until: np.ndarray
@@ -105,8 +109,8 @@ class Line:
     def in_order(self, over: Sequence[np.ndarray | None], speeds: Sequence[float]) -> tuple[list[int], float]:
         """(the pieces that begin a stage, the first being 0; seconds of the slowest stage, which is as fast as can be).
 
-        over: of each stage (pieces, pieces + 1), whether the pieces i..j-1 are too much for it; None: whatever fits. speeds: of each
-        stage. ([], inf) where none fits.
+        over: of each stage (pieces, pieces + 1), whether the pieces i..j-1 are too much for it; None: whatever fits.
+        speeds: of each stage. ([], inf) where none fits.
         """
         step = Step.begin(self.pieces)
         begins: list[np.ndarray] = []
@@ -125,10 +129,11 @@ class Line:
     def in_any_order(
         self, counts: Sequence[int], over: Sequence[np.ndarray | None], speeds: Sequence[float]
     ) -> tuple[list[int], list[int], float]:
-        """(the pieces that begin a stage, the kind of its device, seconds of the slowest) in the best order of so many of each kind.
+        """(the pieces that begin a stage, the kind of its device, seconds of the slowest) in the best order of so many
+        of each kind.
 
-        over, speeds: of each kind. ([], [], inf) where none fits. steps[used]: the best with so many of each kind, and per prefix the
-        kind of its last stage.
+        over, speeds: of each kind. ([], [], inf) where none fits. steps[used]: the best with so many of each kind, and
+        per prefix the kind of its last stage.
         """
         steps: dict[tuple[int, ...], tuple[Step, np.ndarray]] = {}
         for used in np.ndindex(*(count + 1 for count in counts)):
@@ -143,7 +148,9 @@ class Line:
                     best = step
                     last[:] = number
                     continue
-                better = (step.slowest_s < best.slowest_s) | ((step.slowest_s == best.slowest_s) & (step.sends_s < best.sends_s))
+                better = (step.slowest_s < best.slowest_s) | (
+                    (step.slowest_s == best.slowest_s) & (step.sends_s < best.sends_s)
+                )
                 best = best.where(better, step)
                 last[better] = number
             assert best is not None, "some kind is used"
@@ -196,7 +203,9 @@ def cut(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequence[Dev
     """
     line = _line_of(seconds, nbytes, devices)
     over = {capacity: line.over(capacity) for capacity in {device.capacity_bytes for device in devices}}
-    begins, slowest_s = line.in_order([over[device.capacity_bytes] for device in devices], [device.speed for device in devices])
+    begins, slowest_s = line.in_order(
+        [over[device.capacity_bytes] for device in devices], [device.speed for device in devices]
+    )
     if not begins:
         raise PlanError(_does_not_fit(line, devices))
     return Cut((*begins[1:], line.pieces), tuple(range(len(devices))), slowest_s)
@@ -205,8 +214,8 @@ def cut(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequence[Dev
 def cut_in_any_order(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequence[Device]) -> Cut:
     """The optimum over all orders of the devices, every one used.
 
-    Exact: devices that are alike are one kind, and states are (how many of each kind are used, layers). Raises PlanError as `cut` does,
-    and where there are more than `MOST_STATES` states: then give an order.
+    Exact: devices that are alike are one kind, and states are (how many of each kind are used, layers). Raises
+    PlanError as `cut` does, and where there are more than `MOST_STATES` states: then give an order.
     """
     line = _line_of(seconds, nbytes, devices)
     kinds = list(dict.fromkeys(devices))
@@ -214,7 +223,8 @@ def cut_in_any_order(seconds: Sequence[float], nbytes: Sequence[float], devices:
     states = prod(count + 1 for count in counts) * (line.pieces + 1)
     if states > MOST_STATES:
         raise PlanError(
-            f"{len(devices)} devices of {len(kinds)} kinds for {line.pieces} layers are {states:,} states, more than {MOST_STATES:,}; "
+            f"{len(devices)} devices of {len(kinds)} kinds for {line.pieces} layers are {states:,} states, more than "
+            f"{MOST_STATES:,}; "
             "use `cut` with the devices in an order"
         )
     over = [line.over(kind.capacity_bytes) for kind in kinds]
@@ -229,13 +239,17 @@ def _line_of(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequenc
     if len(seconds) != len(nbytes):
         raise PlanError(f"{len(seconds)} layers have seconds and {len(nbytes)} have bytes; give both for each layer")
     if len(seconds) > MOST_LAYERS:
-        raise PlanError(f"{len(seconds)} layers to cut, and at most {MOST_LAYERS} are; add the figures of neighbours up")
+        raise PlanError(
+            f"{len(seconds)} layers to cut, and at most {MOST_LAYERS} are; add the figures of neighbours up"
+        )
     if any(value < 0 for value in (*seconds, *nbytes)):
         raise PlanError(f"a layer has {min(*seconds, *nbytes)} seconds or bytes; give figures of at least 0")
     if not devices:
         raise PlanError("layers are to be cut for no device; give at least one")
     if len(devices) > len(seconds):
-        raise PlanError(f"{len(devices)} stages for {len(seconds)} layers: a stage has at least one layer; give fewer stages")
+        raise PlanError(
+            f"{len(devices)} stages for {len(seconds)} layers: a stage has at least one layer; give fewer stages"
+        )
     until, kept = (np.concatenate([[0.0], np.cumsum(figures)]) for figures in (seconds, nbytes))
     return Line(until, np.zeros(len(seconds)), kept)
 

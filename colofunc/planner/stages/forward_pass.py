@@ -1,12 +1,14 @@
-"""What the forward pass of a program reads, and what crosses a cut of it: where a stage may begin, and what that hands on and keeps.
+"""What the forward pass of a program reads, and what crosses a cut of it: where a stage may begin, and what that hands
+on and keeps.
 
     reading = reading_of(program)
     reading.narrow_places(4)          # positions of nodes that read a weight first, where little crosses
     reading.crossing_bytes(place)     # what nodes in front of one of them hand on
 
-Problem: a cut has its price in what crosses it and in what stands on either side, and a traced step does not say where its layers end.
-Idea: a cut is possible in front of a node that is the first to read some weight. Values are told apart by what they are computed of: what
-depends on weights alone, or on none, is made anew by each stage that reads it and crosses nothing.
+Problem: a cut has its price in what crosses it and in what stands on either side, and a traced step does not say where
+its layers end. Idea: a cut is possible in front of a node that is the first to read some weight. Values are told apart
+by what they are computed of: what depends on weights alone, or on none, is made anew by each stage that reads it and
+crosses nothing.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ def reading_of(program: Program) -> Reading:
 def _forward_pass(program: Program) -> frozenset[int]:
     """Positions of the nodes of the forward pass; of all forward nodes where there is no backward.
 
-    An update that is written by hand, and what a step keeps for the next one, are computed outside of a gradient too, but behind it: they
-    are made of gradients, or stand behind the last of them. What backward needs the results of is always of the pass. The rest in front
-    of backward is too: the last product of a loss that is a mean of scores, running statistics, a head whose loss is only shown.
+    An update that is written by hand, and what a step keeps for the next one, are computed outside of a gradient too,
+    but behind it: they are made of gradients, or stand behind the last of them. What backward needs the results of is
+    always of the pass. The rest in front of backward is too: the last product of a loss that is a mean of scores,
+    running statistics, a head whose loss is only shown.
     """
     forward = [k for k, node in enumerate(program.nodes) if node.phase == "forward"]
     backward = [k for k, node in enumerate(program.nodes) if node.phase == "backward"]
@@ -57,13 +60,17 @@ def _forward_pass(program: Program) -> frozenset[int]:
 
 
 class Reading:
-    """What the forward pass reads. `forward`: positions of its nodes. `places`: of those that are the first to read some weight."""
+    """What the forward pass reads.
+
+    `forward`: positions of its nodes. `places`: of those that are the first to read some weight.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.forward = _forward_pass(program)
         weights = {id: frozenset({k}) for k, id in enumerate(program.inputs) if program.values[id].role in WEIGHTS}
-        self.of_weights: dict[int, frozenset[int]] = dict(weights)  # value -> the inputs that it is computed of, and of nothing else
+        # value -> the inputs that it is computed of, and of nothing else
+        self.of_weights: dict[int, frozenset[int]] = dict(weights)
         self.computed: set[int] = set()  # values that depend on a weight and on the batch: what a stage hands on
         uses: dict[int, list[int]] = {}
         places = []
@@ -84,7 +91,9 @@ class Reading:
         self._crossing, self._crossing_values = self._count_crossing()
 
     def _count_crossing(self) -> tuple[np.ndarray, np.ndarray]:
-        """Per position, (bytes, number) of the values that nodes in front of it hand on to forward nodes at it or behind it."""
+        """Per position, (bytes, number) of the values that nodes in front of it hand on to forward nodes at it or
+        behind it.
+        """
         nbytes, values = np.zeros(len(self.program.nodes) + 1), np.zeros(len(self.program.nodes) + 1)
         for id in self.computed:
             readers = [k for k in self.program.readers.get(id, ()) if k in self.forward]
@@ -97,11 +106,11 @@ class Reading:
         return np.cumsum(nbytes), np.cumsum(values)
 
     def narrow_places(self, least: int) -> list[int]:
-        """The places where no fewer values cross at the next ones, as between layers and not within one; all where these are fewer than
-        `least`.
+        """The places where no fewer values cross at the next ones, as between layers and not within one; all where
+        these are fewer than `least`.
 
-        Within a layer a residual crosses beside what the layer computes, forward and backward. How large they are says nothing of where a
-        layer ends: that has its price in the cut.
+        Within a layer a residual crosses beside what the layer computes, forward and backward. How large they are says
+        nothing of where a layer ends: that has its price in the cut.
         """
         crossing = [self._crossing_values[place] for place in self.places]
         narrow = self.places[:1]
@@ -111,7 +120,8 @@ class Reading:
         return narrow if len(narrow) >= least else self.places
 
     def kept_bytes(self, begins: Sequence[int]) -> np.ndarray:
-        """(pieces + 1,) bytes of weights that pieces in front of each begin to read, with their gradients and optimizer state.
+        """(pieces + 1,) bytes of weights that pieces in front of each begin to read, with their gradients and optimizer
+        state.
 
         begins: where pieces begin. State counts with the weights in proportion to these.
         """
@@ -129,7 +139,9 @@ class Reading:
         return np.cumsum(kept)
 
     def saved_bytes(self, begins: Sequence[int]) -> np.ndarray:
-        """(pieces + 1,) bytes that pieces in front of each make of the batch and that backward reads; views count as what they look at."""
+        """(pieces + 1,) bytes that pieces in front of each make of the batch and that backward reads; views count as
+        what they look at.
+        """
         program, memory = self.program, aliases(self.program)
         sizes: dict[int, int] = {}
         made_in: dict[int, int] = {}

@@ -1,14 +1,15 @@
 """Orders: which device takes which stage, where devices differ.
 
-Problem: devices of two generations stand on one axis in some order, and the order decides how well layers can be dealt out. Idea: devices
-that are alike are one kind, and only kinds are told apart.
+Problem: devices of two generations stand on one axis in some order, and the order decides how well layers can be dealt
+out. Idea: devices that are alike are one kind, and only kinds are told apart.
 
-- One stage a device: dynamic programming over (how many of each kind are used, pieces), exact, as in `cuts.cut_in_any_order`, with what a
-  stage receives.
+- One stage a device: dynamic programming over (how many of each kind are used, pieces), exact, as in
+  `cuts.cut_in_any_order`, with what a stage receives.
 - Several stages a device: every arrangement of kinds is cut, exact too, where they are few.
 
-In both the slowest stage is as fast as can be. What else an order decides, how long ranks wait for one another, is in a bound on the step's
-time, by which arrangements are compared too (`least_order`). An order that is no better than the one that devices stand in is not taken.
+In both the slowest stage is as fast as can be. What else an order decides, how long ranks wait for one another, is in a
+bound on the step's time, by which arrangements are compared too (`least_order`). An order that is no better than the
+one that devices stand in is not taken.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from colofunc.planner.stages.assignment import CutProblem
 from colofunc.planner.stages.cuts import MOST_STATES, Device, standing
 
 MOST_ARRANGEMENTS = 256
-"""At most so many arrangements are compared one by one; where there are more, only dynamic programming looks for an order."""
+"""At most so many arrangements are compared one by one; where there are more, only dynamic programming looks for an
+order."""
 GAIN = 1e-6
 """An order has to be better by this part."""
 
@@ -28,10 +30,13 @@ Order = tuple[int, ...]
 """Of each place of the schedule, the device that stands there."""
 
 
-def best_order(devices: Sequence[Device], stages_per_device: int, problem_of: Callable[[Order], CutProblem]) -> Order | None:
+def best_order(
+    devices: Sequence[Device], stages_per_device: int, problem_of: Callable[[Order], CutProblem]
+) -> Order | None:
     """The order in which the slowest rank is fastest; None where the given one is as good.
 
-    devices: in the order in which they stand, with what a stage has of each. problem_of: the cuts to be made in an order.
+    devices: in the order in which they stand, with what a stage has of each. problem_of: the cuts to be made in an
+    order.
     """
     kinds = list(dict.fromkeys(devices))
     if len(kinds) < 2:
@@ -48,7 +53,8 @@ def best_order(devices: Sequence[Device], stages_per_device: int, problem_of: Ca
 
 
 def least_order(devices: Sequence[Device], cost_s: Callable[[Order], float]) -> Order | None:
-    """The order of least cost; None where the given one is as good, or where there are more than `MOST_ARRANGEMENTS`."""
+    """The order of least cost; None where the given one is as good, or where there are more than `MOST_ARRANGEMENTS`.
+    """
     kinds = list(dict.fromkeys(devices))
     counts = [sum(device == kind for device in devices) for kind in kinds]
     if factorial(len(devices)) // prod(map(factorial, counts)) > MOST_ARRANGEMENTS:

@@ -1,12 +1,14 @@
-"""What each piece of a forward pass takes, forward and backward: figures to play a schedule by before anything is planned.
+"""What each piece of a forward pass takes, forward and backward: figures to play a schedule by before anything is
+planned.
 
     pieces = PieceCosts.of(problem, node_s, launch_s, sharing)
     costs = pieces.stage_costs(begins, speeds, microbatches, send_s)          # `StageCosts` for the cut that begins there
 
-Problem: where a pipeline is best cut is seen when its schedule is played, and the clock knows what stages take of a finished program only.
-Idea: a piece is what stands between two places where a cut may be. A backward operator belongs to the piece whose weights and results it
-reads, as in the finished program; it is a weight gradient (W) where it leads to one gradient of its own piece and to nothing else. What a
-stage takes is then the sum over its pieces. Updates of its weights follow when its last microbatch is done.
+Problem: where a pipeline is best cut is seen when its schedule is played, and the clock knows what stages take of a
+finished program only. Idea: a piece is what stands between two places where a cut may be. A backward operator belongs
+to the piece whose weights and results it reads, as in the finished program; it is a weight gradient (W) where it leads
+to one gradient of its own piece and to nothing else. What a stage takes is then the sum over its pieces. Updates of its
+weights follow when its last microbatch is done.
 
 These are estimates: how other axes split an operator is not known yet (its ranks share it evenly).
 """
@@ -33,9 +35,9 @@ MANY = -1
 class PieceCosts:
     """Of each piece on one of the ranks that share a stage.
 
-    until: kind of part -> (pieces + 1, 2) sums over the pieces in front of each: seconds of the whole batch beside launches, and seconds of
-    the launches of one microbatch. updates_s: (pieces + 1,) seconds of updates in front of each. crossing_bytes: (pieces,) of the whole
-    batch that a piece receives. backward: whether there is one.
+    until: kind of part -> (pieces + 1, 2) sums over the pieces in front of each: seconds of the whole batch beside
+    launches, and seconds of the launches of one microbatch. updates_s: (pieces + 1,) seconds of updates in front of
+    each. crossing_bytes: (pieces,) of the whole batch that a piece receives. backward: whether there is one.
     """
 
     until: Mapping[str, np.ndarray]
@@ -44,9 +46,11 @@ class PieceCosts:
     backward: bool
 
     @staticmethod
-    def of(problem: CutProblem, program: Program, node_s: Callable[[Node], float], launch_s: float, sharing: int) -> PieceCosts:
-        """program: that of the problem, its calls with the kernels that a plan counts on. node_s: seconds of a node on one device, its
-        launch among them. sharing: ranks that share a stage."""
+    def of(
+        problem: CutProblem, program: Program, node_s: Callable[[Node], float], launch_s: float, sharing: int
+    ) -> PieceCosts:
+        """program: that of the problem, its calls with the kernels that a plan counts on. node_s: seconds of a node on
+        one device, its launch among them. sharing: ranks that share a stage."""
         begins = problem.begins
         parts = _Parts(program, begins, problem.reading.of_weights, problem.reading.uses, problem.reading.computed)
         seconds = {kind: np.zeros((len(begins) + 1, 2)) for kind in KINDS}
@@ -67,7 +71,9 @@ class PieceCosts:
         return len(self.crossing_bytes)
 
     def seconds(self, kind: str, begins: np.ndarray, microbatches: int, speeds: np.ndarray) -> np.ndarray:
-        """(..., stages) seconds of a part of each stage for one microbatch. begins: (..., stages) the piece that begins each stage."""
+        """(..., stages) seconds of a part of each stage for one microbatch. begins: (..., stages) the piece that begins
+        each stage.
+        """
         return self._between(self.until[kind] @ np.array([1.0 / microbatches, 1.0]), begins) / speeds
 
     def update_s(self, begins: np.ndarray, speeds: np.ndarray) -> np.ndarray:
@@ -81,7 +87,8 @@ class PieceCosts:
     def stage_costs(
         self, begins: Sequence[int], speeds: Sequence[float], microbatches: int, send_s: Callable[[float], float]
     ) -> StageCosts:
-        """Of the stages that begin with these pieces. What they keep counts as nothing: a budget is for the accountant to keep to.
+        """Of the stages that begin with these pieces. What they keep counts as nothing: a budget is for the accountant
+        to keep to.
 
         speeds: of each stage's ranks. send_s: seconds to send so many bytes.
         """
@@ -89,7 +96,9 @@ class PieceCosts:
         forward, inputs, weights = (self.seconds(kind, first, microbatches, by).tolist() for kind in KINDS)
         sends = [send_s(float(self.crossing_bytes[begin]) / microbatches) for begin in begins[1:]]
         nothing = [0.0] * len(begins)
-        return StageCosts(forward, inputs, weights, sends, sends if self.backward else [0.0] * len(sends), nothing, nothing)
+        return StageCosts(
+            forward, inputs, weights, sends, sends if self.backward else [0.0] * len(sends), nothing, nothing
+        )
 
 
 class _Parts:
@@ -141,8 +150,9 @@ class _Parts:
         return bisect_right(self.begins, index) - 1
 
     def _piece(self, node: Node, made: Mapping[int, int]) -> int:
-        """The piece of the weight of which it makes the gradient, else the last whose results it reads; none behind its gradients, and none
-        in front of a piece whose weights wait for it: what it reads may be of the first piece and of all, such as a rotary table."""
+        """The piece of the weight of which it makes the gradient, else the last whose results it reads; none behind its
+        gradients, and none in front of a piece whose weights wait for it: what it reads may be of the first piece and
+        of all, such as a rotary table."""
         for out in node.results:
             if out in self.gradient_of:
                 pieces = self.pieces_of.get(self.position[self.gradient_of[out]], set())

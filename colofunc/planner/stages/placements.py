@@ -3,9 +3,10 @@
     table, costs = placed(schedule("auto"), ranks=4, microbatches=8, pieces=StageCosts.uniform(8))
     simulate(table, costs).makespan_s
 
-Problem: two stages a rank have half the bubble of one and twice the sends, and what a rank keeps is another for each placement. Idea: the
-layers are given in pieces, as fine as the placement with most stages needs them. A placement with fewer stages joins neighbours, each gets
-the table that is best for it within the same cap, and the simulator says which step ends first.
+Problem: two stages a rank have half the bubble of one and twice the sends, and what a rank keeps is another for each
+placement. Idea: the layers are given in pieces, as fine as the placement with most stages needs them. A placement with
+fewer stages joins neighbours, each gets the table that is best for it within the same cap, and the simulator says which
+step ends first.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ def placed(
 ) -> tuple[ActionTable, StageCosts]:
     """The table that ends first of all placements of a schedule, and the costs of its stages.
 
-    pieces: costs of neighbouring pieces, a multiple of the stages of each placement, which joins as many neighbours as it has to. Of
-    equally fast tables the one with fewer stages is taken. Raises PlanError where no placement has such a number of stages, or none fits.
+    pieces: costs of neighbouring pieces, a multiple of the stages of each placement, which joins as many neighbours as
+    it has to. Of equally fast tables the one with fewer stages is taken. Raises PlanError where no placement has such a
+    number of stages, or none fits.
     """
     joined: dict[int, StageCosts] = {}
     for each in schedule.placements:
@@ -32,7 +34,8 @@ def placed(
     if not joined:
         counts = " or ".join(str(stages) for stages in sorted({each.stages(ranks) for each in schedule.placements}))
         raise PlanError(
-            f"schedule {schedule.name!r} has {counts} stages on {ranks} ranks and was given costs of {pieces.stages} pieces; "
+            f"schedule {schedule.name!r} has {counts} stages on {ranks} ranks and was given costs of {pieces.stages} "
+            "pieces; "
             "give a multiple of its stages"
         )
     found: list[tuple[float, int, ActionTable]] = []

@@ -25,7 +25,8 @@ from colofunc.spec.parts import holds
 CutsOf = Callable[[ActionTable], StageCuts | None]
 """What there is to say of the cuts, by the table that runs."""
 STEPS = (3, 7)
-"""The seconds of a step in a row: from the end of the first of these steps to that of the second, over the steps between."""
+"""The seconds of a step in a row: from the end of the first of these steps to that of the second, over the steps
+between."""
 KEPT = frozenset({"param", "frozen", "buffer", "state"})
 """Roles of what a rank holds between steps."""
 UNEVEN = 1.5
@@ -34,7 +35,8 @@ UNEVEN = 1.5
 
 @attrs.frozen
 class StageUse:
-    """What the ranks at one index of the pipeline's axis do. `kept_bytes`: weights and states. `compute_s`, `wait_s`: of one step.
+    """What the ranks at one index of the pipeline's axis do. `kept_bytes`: weights and states. `compute_s`, `wait_s`:
+    of one step.
 
     `speed`: of the slowest of them, in parts of the topology's device.
     """
@@ -49,9 +51,11 @@ class StageUse:
 
 @attrs.frozen
 class Pipelined:
-    """A pipeline as planned. `bubble`: the part of its span in which the rank with the longest one waits (2401.10241, section 5.3).
+    """A pipeline as planned. `bubble`: the part of its span in which the rank with the longest one waits (2401.10241,
+    section 5.3).
 
-    `cuts`: where its stages begin, and where else they could; None where stages that were given by hand begin within layers.
+    `cuts`: where its stages begin, and where else they could; None where stages that were given by hand begin within
+    layers.
     """
 
     axis: str
@@ -65,7 +69,9 @@ class Pipelined:
     def words(self) -> str:
         """What the plan's sentence says of the axis."""
         stages = sum(len(use.stages) for use in self.ranks)
-        words = f"pipeline of {stages} stages, {self.schedule}, {self.microbatches} microbatches, bubble {self.bubble:.1%}"
+        words = (
+            f"pipeline of {stages} stages, {self.schedule}, {self.microbatches} microbatches, bubble {self.bubble:.1%}"
+        )
         speeds = [use.speed for use in self.ranks]
         if any(speed != 1.0 for speed in speeds):
             words += f", on ranks of speeds {', '.join(f'{speed:g}' for speed in speeds)}"
@@ -80,7 +86,8 @@ class Pipelined:
             return ""
         slowest, even = work_s.index(max(work_s)), 1 / len(work_s)
         return (
-            f"{self.axis}={slowest} does {share:.0%} of the pipeline's work, where {even:.0%} would be even, and the others wait for it. "
+            f"{self.axis}={slowest} does {share:.0%} of the pipeline's work, where {even:.0%} would be even, and the "
+            "others wait for it. "
             "Try: other stages=, fewer stages, or its layers divided along another axis (tensor)"
         )
 
@@ -88,7 +95,8 @@ class Pipelined:
 def one_stage_works(axis: str, microbatches: int) -> str:
     """Of a step for which a pipeline was asked, and in which no stage sends to another."""
     return (
-        f"cf.pipeline(axis={axis!r}): one stage has all the work and none sends to another, as where a tied weight is on every stage: "
+        f"cf.pipeline(axis={axis!r}): one stage has all the work and none sends to another, as where a tied weight is "
+        "on every stage: "
         f"{microbatches} microbatches follow one another there, and nothing runs at the same time. "
         f"Try: stages= that divide the work, more layers, or the ranks of {axis!r} for another plan"
     )
@@ -112,7 +120,9 @@ def clocked(program: Program, mesh: Mesh, seconds: Seconds) -> Simulated | None:
 
 
 def period_s(program: Program, mesh: Mesh, seconds: Seconds) -> float:
-    """Seconds of one step in a row of steps: a rank goes on to the next one as soon as it has ended, and waits for what it needs there."""
+    """Seconds of one step in a row of steps: a rank goes on to the next one as soon as it has ended, and waits for what
+    it needs there.
+    """
     nodes, copies_s = program.nodes, 0.0
     if validates_late(program):
         parts = in_parts(program, mesh)

@@ -1,16 +1,16 @@
 """Simulator of a pipeline: when each action of a table runs, and what each rank keeps.
 
-Problem: whether a schedule is good depends on the costs of the stages, of communication, and on memory. Idea: a rank runs its row as
-early as it can: an action begins when the rank is free and what it needs has arrived. The sends of a rank leave one after another, beside
-its work.
+Problem: whether a schedule is good depends on the costs of the stages, of communication, and on memory. Idea: a rank
+runs its row as early as it can: an action begins when the rank is free and what it needs has arrived. The sends of a
+rank leave one after another, beside its work.
 
 >>> table = ActionTable.parse(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
 >>> simulated = simulate(table, StageCosts.uniform(2))
 >>> simulated.makespan_s, simulated.bubble, simulated.peak_bytes
 (9.0, 0.3333333333333333, (2.0, 1.0))
 
-Source: the bubble rate is that of Zero Bubble Pipeline Parallelism (2401.10241, section 5.3): the longest span of one rank, less its
-work, in parts of the span.
+Source: the bubble rate is that of Zero Bubble Pipeline Parallelism (2401.10241, section 5.3): the longest span of one
+rank, less its work, in parts of the span.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Simulated:
 
             rank 0  0FF1FF2FF0BBBBB1BBBBB2BBBBB
 
-        What follows is the kind: F, B, I or W; where a rank has several stages, in small letters for all but its first. Blanks are waits.
+        What follows is the kind: F, B, I or W; where a rank has several stages, in small letters for all but its first.
+        Blanks are waits.
         """
         scale = width / self.makespan_s if self.makespan_s else 0.0
         head = len(f"rank {len(self.rows) - 1}  ")
@@ -143,11 +144,14 @@ class Player:
 
     def __init__(self, table: ActionTable) -> None:
         self.ranks, self.stages = table.ranks, table.stages
-        self._steps: list[tuple[int, str, int, int, int]] = []  # rank, kind, stage, what it needs of another rank or -1, its send or -1
+        # rank, kind, stage, what it needs of another rank or -1, its send or -1
+        self._steps: list[tuple[int, str, int, int, int]] = []
         number: dict[Action, int] = {}
         for rank, action in linear_order(table):
             needed = [number[need] for need in table.needs(action) if table.rank_of[need.stage] != rank]
-            self._steps.append((rank, action.kind, action.stage, needed[0] if needed else -1, self._send(action, table)))
+            self._steps.append(
+                (rank, action.kind, action.stage, needed[0] if needed else -1, self._send(action, table))
+            )
             number[action] = len(number)
 
     @property
@@ -203,7 +207,10 @@ def _cell(action: Action, first_stage: int, width: int) -> str:
 
 
 def chrome_events(simulated: Simulated) -> dict[str, Any]:
-    """A Chrome trace (chrome://tracing, ui.perfetto.dev): a thread per rank, and a counter of its bytes. Times there are microseconds."""
+    """A Chrome trace (chrome://tracing, ui.perfetto.dev): a thread per rank, and a counter of its bytes.
+
+    Times there are microseconds.
+    """
     events: list[dict[str, Any]] = []
     for rank, row in enumerate(simulated.rows):
         events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
@@ -213,5 +220,7 @@ def chrome_events(simulated: Simulated) -> dict[str, Any]:
             arguments = {"stage": span.action.stage, "microbatch": span.action.microbatch}
             events.append({"ph": "X", "pid": 0, "tid": rank, **names, **microseconds, "args": arguments})
         for second, held in simulated.bytes_over_time(rank):
-            events.append({"ph": "C", "pid": 0, "ts": second * 1e6, "name": f"kept on rank {rank}", "args": {"bytes": held}})
+            events.append(
+                {"ph": "C", "pid": 0, "ts": second * 1e6, "name": f"kept on rank {rank}", "args": {"bytes": held}}
+            )
     return {"traceEvents": events}

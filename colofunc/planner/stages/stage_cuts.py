@@ -4,12 +4,12 @@
     cuts.counted(cuts.begins).step_s                  # seconds of a step by the estimate that cuts are compared by
     cuts.counted(cuts.moved(2, 11)).step_s            # with stage 2 beginning at piece 11
 
-Problem: why a stage begins where it does is known to the search for cuts, which is over when somebody asks. Idea: the plan keeps what the
-search goes by, a few figures for each piece between two places where a stage may begin, and the actions of its schedule. From these any
-cut is played again, as the search plays it.
+Problem: why a stage begins where it does is known to the search for cuts, which is over when somebody asks. Idea: the
+plan keeps what the search goes by, a few figures for each piece between two places where a stage may begin, and the
+actions of its schedule. From these any cut is played again, as the search plays it.
 
-These are estimates (`PieceCosts`), of the order of actions that the plan has. They say by how much one cut is better than another; what a
-step takes in full is what the plan says of itself.
+These are estimates (`PieceCosts`), of the order of actions that the plan has. They say by how much one cut is better
+than another; what a step takes in full is what the plan says of itself.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from colofunc.program.pipeline_schedule import StageCosts
 
 @attrs.frozen
 class Piece:
-    """What stands between two places where a stage may begin: figures of one microbatch on one of the ranks that share it, of speed 1.
+    """What stands between two places where a stage may begin: figures of one microbatch on one of the ranks that share
+    it, of speed 1.
 
-    path: the module of the operator that begins it. weights: names of those that it is the first to read. received_bytes, received_s:
-    what crosses in front of it. update_s, kept_bytes: of a step; weights with gradients and optimizer state, as if no axis but that of the
-    pipeline divided them. saved_bytes: what backward reads.
+    path: the module of the operator that begins it. weights: names of those that it is the first to read.
+    received_bytes, received_s: what crosses in front of it. update_s, kept_bytes: of a step; weights with gradients and
+    optimizer state, as if no axis but that of the pipeline divided them. saved_bytes: what backward reads.
     """
 
     path: str
@@ -73,7 +74,8 @@ class OtherSchedule:
 
 @attrs.frozen
 class StageCuts:
-    """Where stages begin. begins: of each stage, the piece. rows: of each rank, its actions. speeds: of each stage's ranks.
+    """Where stages begin. begins: of each stage, the piece. rows: of each rank, its actions. speeds: of each stage's
+    ranks.
 
     given: whether stages= said so. others: further schedules for these stages.
     """
@@ -205,7 +207,8 @@ def pieces_of(
 
 
 def begins_of(problem: CutProblem, assigned: Mapping[int, Sequence[int]], stages: int) -> tuple[int, ...] | None:
-    """The pieces that begin the stages to which inputs, by position, were given; None where one begins within a piece."""
+    """The pieces that begin the stages to which inputs, by position, were given; None where one begins within a piece.
+    """
     begins: list[int] = []
     positions = _positions(problem)
     for number in range(len(problem.begins)):

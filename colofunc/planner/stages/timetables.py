@@ -2,7 +2,8 @@
 
     by_timetable(loop, Scheduled("pp", 8, schedule, ...), program, mesh)
 
-A schedule that looks at costs gets those of this very loop: it is cut for one microbatch first, and the clock says what its parts take.
+A schedule that looks at costs gets those of this very loop: it is cut for one microbatch first, and the clock says what
+its parts take.
 """
 
 from __future__ import annotations
@@ -52,10 +53,11 @@ def _at(indices: Sequence[int], table: ActionTable) -> ActionTable:
 
 @attrs.frozen(eq=False)
 class Scheduled:
-    """What makes the timetable of a loop. stages: names of inputs -> stage. backward: whether anything is differentiated.
+    """What makes the timetable of a loop. stages: names of inputs -> stage. backward: whether anything is
+    differentiated.
 
-    indices: per stage, that of the axis. share: how much a rank may keep in flight, between one microbatch (0) and what the fastest table
-    keeps (1).
+    indices: per stage, that of the axis. share: how much a rank may keep in flight, between one microbatch (0) and what
+    the fastest table keeps (1).
     """
 
     axis: str
@@ -89,23 +91,30 @@ class Scheduled:
         return _at(self.indices, in_parts(table) if self.backward else forward_only(table))
 
     def _of(self, table: ActionTable) -> Timetable:
-        return Timetable(self.axis, self.ordered(table), self.stages, schedule=self.schedule.name, validate_late=self.validate_late)
+        return Timetable(
+            self.axis, self.ordered(table), self.stages, schedule=self.schedule.name, validate_late=self.validate_late
+        )
 
 
 def _least_bytes(costs: StageCosts, table: ActionTable, rank: int) -> float:
-    """Bytes that one microbatch keeps on a rank: what its forwards keep, and by how much that grows until weights are done."""
+    """Bytes that one microbatch keeps on a rank: what its forwards keep, and by how much that grows until weights are
+    done.
+    """
     here = [stage for stage in range(costs.stages) if table.rank_of[stage] == rank]
     grows = max(max(0.0, costs.weight_kept_bytes[stage] - costs.kept_bytes[stage]) for stage in here)
     return sum(costs.kept_bytes[stage] for stage in here) + grows
 
 
 def by_timetable(loop: Callable[[Program], Program], scheduled: Scheduled, program: Program, mesh: Mesh) -> Program:
-    """One rank's program with its loop over microbatches run by a timetable: the largest loop in which stages send to one another."""
+    """One rank's program with its loop over microbatches run by a timetable: the largest loop in which stages send to
+    one another.
+    """
     program = loop(program)
     sizes = {k: _size(node) for k, node in enumerate(program.nodes) if node.loop is not None and _sends(node.loop)}
     if not sizes and scheduled.validate_late:
         raise PlanError(
-            'cf.pipeline(validate="next step"): one stage has all the work and none sends to another, so that nothing is validated later. '
+            'cf.pipeline(validate="next step"): one stage has all the work and none sends to another, so that nothing '
+            'is validated later. '
             'Try: validate="step", or stages= that divide the work'
         )
     if not sizes:

@@ -1,11 +1,13 @@
-"""Patterns of attention over a split sequence: what one rank does, said once; layouts, positions and strategies made of it.
+"""Patterns of attention over a split sequence: what one rank does, said once; layouts, positions and strategies made of
+it.
 
     rows `cp s`, columns `cp t`     contiguous: rank i has positions i m ... (i + 1) m
     rows `s cp`, columns `t cp`     striped: rank i has positions i, n + i, 2 n + i, ...
 
-Problem: attention alone looks from one token to another, so tokens that are split need a pattern: keys that travel or are
-gathered. Masks, windows, biases and dropout must be told where rows and columns stand, and batch and heads may lie over
-any other axes. Idea: a pattern says its words, its price, and what a rank does with its parts; the rest stands here.
+Problem: attention alone looks from one token to another, so tokens that are split need a pattern: keys that travel or
+are gathered. Masks, windows, biases and dropout must be told where rows and columns stand, and batch and heads may lie
+over any other axes. Idea: a pattern says its words, its price, and what a rank does with its parts; the rest stands
+here.
 
     class Direct(cf.ext.AttentionPattern):                       # docs/parallel.md has all of it
         words = "direct", "direct striped"                   # plans ask for it: "{cp: direct}"
@@ -16,7 +18,8 @@ any other axes. Idea: a pattern says its words, its price, and what a rank does 
 
     Direct.strategies(call, mesh, "cp")                      # for the hook `colofunc_strategies`
 
-Around a pattern may stand an exchange over a second axis, which deals heads for rows: inside it sees some heads of more rows.
+Around a pattern may stand an exchange over a second axis, which deals heads for rows: inside it sees some heads of more
+rows.
 """
 
 from __future__ import annotations
@@ -87,8 +90,8 @@ Around = Callable[[AttentionCall, Mesh, str, Strategy], AttentionExchange]
 class AttentionPattern(ABC):
     """One way to run one call of attention, or of its backward, with rows and columns split over `axis`.
 
-    `words`: what plans call it, contiguous and striped; "" where it does nothing over an axis. `striped`: which of these it
-    is. `way`: how the other axes are placed. `exchange`: what stands around it.
+    `words`: what plans call it, contiguous and striped; "" where it does nothing over an axis. `striped`: which of
+    these it is. `way`: how the other axes are placed. `exchange`: what stands around it.
     """
 
     words: ClassVar[tuple[str, str]]
@@ -116,8 +119,8 @@ class AttentionPattern(ABC):
     ) -> Iterator[Strategy]:
         """All of this pattern over `axis` ("": none), contiguous and striped, beside every way to place the other axes.
 
-        Alone, and inside `exchange(attention, mesh, another, way)` over each of the axes `over` where that fits. Nothing where
-        the mesh has one rank on the axis, or none such, as that of a microbatch.
+        Alone, and inside `exchange(attention, mesh, another, way)` over each of the axes `over` where that fits.
+        Nothing where the mesh has one rank on the axis, or none such, as that of a microbatch.
         """
         if axis and (axis not in mesh or mesh.axis_size(axis) == 1):
             return
@@ -138,14 +141,20 @@ class AttentionPattern(ABC):
         word = self.words[self.striped]
         words = [(self.axis, word)] if word else []
         words += [] if outer is None else [(outer.axis, outer.word)]
-        if a.needs_dbias and not a.bias_has(-2):  # a bias that all rows share: each rank has the gradient from its own rows
+        # a bias that all rows share: each rank has the gradient from its own rows
+        if a.needs_dbias and not a.bias_has(-2):
             *rest, bias = outs
             assert bias is not None
             outs = (*rest, bias.with_pending((*bias.pending, *((axis, "sum") for axis, _ in words))))
         flops, extra_s, peak_bytes = self.price(self.way.cost.flops * (1 if outer is None else outer.work))
         more_s, more_bytes = (0.0, 0.0) if outer is None else outer.price()
         return self.way.with_pattern(
-            words, partial(_local, self), flops=flops, extra_s=extra_s + more_s, peak_bytes=peak_bytes + more_bytes, outs=outs
+            words,
+            partial(_local, self),
+            flops=flops,
+            extra_s=extra_s + more_s,
+            peak_bytes=peak_bytes + more_bytes,
+            outs=outs,
         )
 
     # ---- layouts, inside the exchange, and what prices are made of ----
@@ -176,7 +185,9 @@ class AttentionPattern(ABC):
 
     @property
     def busiest(self) -> float:
-        """Pairs that the busiest rank sees, of a fair share: the last contiguous block sees nearly all under a causal mask."""
+        """Pairs that the busiest rank sees, of a fair share: the last contiguous block sees nearly all under a causal
+        mask.
+        """
         late = self.attention.get("causal") and not self.attention.get("window") and not self.striped
         return 2 - 1 / self.n if late else 1
 
@@ -188,14 +199,19 @@ class AttentionPattern(ABC):
         return found
 
     def over_all(self, x: Parts, keys: torch.Tensor | None = None) -> Found:
-        """The operator on a rank's rows and all columns in their order: those of x, or `keys` with values beside them."""
+        """The operator on a rank's rows and all columns in their order: those of x, or `keys` with values beside them.
+        """
         here = x if keys is None else self.with_keys(x, keys)
         return self.run(here, self.attention.options(self.dims, self.mesh, here))
 
-    def over_block(self, x: Parts, keys: torch.Tensor, me: torch.Tensor, owner: torch.Tensor, own: bool = False) -> Found:
-        """The operator on the rows of rank `me`, this one, and the columns of rank `owner`: `keys` with values beside them.
+    def over_block(
+        self, x: Parts, keys: torch.Tensor, me: torch.Tensor, owner: torch.Tensor, own: bool = False
+    ) -> Found:
+        """The operator on the rows of rank `me`, this one, and the columns of rank `owner`: `keys` with values beside
+        them.
 
-        Of a bias and of codes x has all columns. `own`: these are known to be the rank's own columns, and those of x are taken.
+        Of a bias and of codes x has all columns. `own`: these are known to be the rank's own columns, and those of x
+        are taken.
         """
         here = x if own else self.with_keys(x, keys)
         for name in [name for name, cut in (("bias", self.attention.bias_has(-1)), ("code", "code" in x)) if cut]:
@@ -205,9 +221,13 @@ class AttentionPattern(ABC):
 
     @property
     def alike(self) -> bool:
-        """Whether row i and column i of a rank are the same position, so that a rank's own block is an attention of its own."""
+        """Whether row i and column i of a rank are the same position, so that a rank's own block is an attention of its
+        own.
+        """
         a = self.attention
-        return bool(self.lies("q") == self.lies("k") and a.operand("q_offset") is None and a.operand("k_offset") is None)
+        return bool(
+            self.lies("q") == self.lies("k") and a.operand("q_offset") is None and a.operand("k_offset") is None
+        )
 
     @property
     def _blocks(self) -> int:
@@ -256,8 +276,12 @@ class AttentionPattern(ABC):
             out, lse = torch.lerp(out, part.to(out.dtype), weight.unsqueeze(-1)), torch.logaddexp(lse, m)
         return out.to(dtype), lse
 
-    def bias_grad(self, parts: Sequence[torch.Tensor], at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """dbias over all columns from those over blocks: on rank `me` that of rank c is parts[at(me, c)], zeros behind them."""
+    def bias_grad(
+        self, parts: Sequence[torch.Tensor], at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """dbias over all columns from those over blocks: on rank `me` that of rank c is parts[at(me, c)], zeros behind
+        them.
+        """
         if not self.attention.needs_dbias:
             return parts[0]
         if not self.attention.bias_has(-1):

@@ -1,16 +1,16 @@
 """Strategies whose operands hold an axis on different factors: what plugins with local code of their own start from.
 
-Problem: ring attention holds an axis on the rows of queries and on the columns of keys, SUMMA holds it on inputs here and
-on outputs there. No placement of an axis on one factor says that, and yet batch and heads may lie over every other axis
-as the operator's rule allows. Idea: the plugin says what is its own, per operand; the rule says the rest.
+Problem: ring attention holds an axis on the rows of queries and on the columns of keys, SUMMA holds it on inputs here
+and on outputs there. No placement of an axis on one factor says that, and yet batch and heads may lie over every other
+axis as the operator's rule allows. Idea: the plugin says what is its own, per operand; the rule says the rest.
 
     # attention   b (g r) s [e], b g [t] [e], b g [t] [f] -> b (g r) s [f], b (g r) s
     rows, keys = {"s": "cp s"}, {"t": "cp t"}
     for way in cf.ext.ways(call, mesh, ins=[rows, keys, keys], outs=[rows, rows]):
         yield way.with_pattern([("cp", "ring")], local, extra_s=..., peak_bytes=...)
 
-The text of a factor is the inside of an einops group: `cp s` are contiguous blocks, `s cp` stripes. `cp _` and `_ cp` say the
-same on every mesh, also where an axis is called as the factor is.
+The text of a factor is the inside of an einops group: `cp s` are contiguous blocks, `s cp` stripes. `cp _` and `_ cp`
+say the same on every mesh, also where an axis is called as the factor is.
 """
 
 from __future__ import annotations
@@ -40,27 +40,32 @@ def ways(
     """One strategy, without local code, for each way to place the other axes by the operator's rule.
 
     `ins`, `outs`: per tensor operand and per result, factor -> how your axes lie in it ("cp s"); {} where they do not.
-    `open`: the axes to place beside them; None: all of the mesh that you do not name. Where one factor has both, the other
-    axes are major. Flops are shared among all axes; communication is yours to add to the cost. Nothing is yielded where a
-    size does not divide, or where the operator has no rule for this call.
+    `open`: the axes to place beside them; None: all of the mesh that you do not name. Where one factor has both, the
+    other axes are major. Flops are shared among all axes; communication is yours to add to the cost. Nothing is yielded
+    where a size does not divide, or where the operator has no rule for this call.
     """
     rule = build_registry(()).rule(call)
     if rule is None:
         return
     if len(ins) != len(rule.ins) or len(outs) != len(rule.outs):
         raise RuleError(
-            f"{call.target} has {len(rule.ins)} tensor operands and {len(rule.outs)} results ({rule.text()}), you speak of "
+            f"{call.target} has {len(rule.ins)} tensor operands and {len(rule.outs)} results ({rule.text()}), you "
+            "speak of "
             f"{len(ins)} and {len(outs)}; give one dict for each"
         )
     mine = _axes((*ins, *(o for o in outs if o)), rule, mesh)
-    others = tuple(a for a in mesh.axis_names if a not in mine and mesh.axis_size(a) > 1 and (open is None or a in open))
+    others = tuple(
+        a for a in mesh.axis_names if a not in mine and mesh.axis_size(a) > 1 and (open is None or a in open)
+    )
     seen: set[tuple[object, ...]] = set()
     for placement, passing in placements(rule, mesh, others, orders=False):
         base = build(call, rule, placement, passing)
         try:
             into = tuple(map(_with, base.ins, rule.ins, call.ins, ins, [rule] * len(ins), [mesh] * len(ins)))
             out = tuple(
-                None if lay is None or own is None or op is None or typ is None else _with(lay, op, typ, own, rule, mesh)
+                None
+                if lay is None or own is None or op is None or typ is None
+                else _with(lay, op, typ, own, rule, mesh)
                 for lay, op, typ, own in zip(base.outs, rule.outs, call.outs, outs, strict=True)
             )
         except _DoesNotDivide:
@@ -118,10 +123,13 @@ def _inside(dim: Dim, factor: str, text: str, mesh: Mesh) -> Dim:
     words, local = text.split(), local_word(factor, text)
     known = prod(int(w) if w.isdigit() else mesh.axis_size(w) for w in words if w != local)
     if words.count(local) != 1:
-        raise RuleError(f"{text!r} must have {factor!r} itself once, where the local part stands, as in 'axis {factor}'")
+        raise RuleError(
+            f"{text!r} must have {factor!r} itself once, where the local part stands, as in 'axis {factor}'"
+        )
     if size % known:
         raise _DoesNotDivide
     atoms = [
-        (size // known, None) if w == local else (int(w), None) if w.isdigit() else (mesh.axis_size(w), w) for w in words
+        (size // known, None) if w == local else (int(w), None) if w.isdigit() else (mesh.axis_size(w), w)
+        for w in words
     ]
     return (*outer, *(a for a in atoms if a[0] > 1))

@@ -4,10 +4,10 @@
     Wish("*", "{cp: ring}", along=True)             held: what reads the result of attention as it comes out of the ring
 
 Problem: `follow` finds how a hundred operators would work by themselves, and not all of that is meant: an elementwise
-operator may as well work on what was gathered already. Idea: operators that do what a plan is about (they have flops, read a
-parameter, or sum over the plan's axes) are held to the way that was found; others are offered it. Ways that enumeration does
-not have (stripes, axes in another order than the mesh's) are offered with every way to place the other axes beside them;
-and where flows of several plans meet in one operator, one way that is all of them.
+operator may as well work on what was gathered already. Idea: operators that do what a plan is about (they have flops,
+read a parameter, or sum over the plan's axes) are held to the way that was found; others are offered it. Ways that
+enumeration does not have (stripes, axes in another order than the mesh's) are offered with every way to place the other
+axes beside them; and where flows of several plans meet in one operator, one way that is all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ ExtraOf = Callable[[Node], Iterable[Strategy]]
 
 @attrs.frozen
 class Flow:
-    """What wishes of one source start from: values with how they lie, and nodes (by index) with the wishes for their pattern."""
+    """What wishes of one source start from: values with how they lie, and nodes (by index) with the wishes for their
+    pattern.
+    """
 
     seeds: dict[int, tuple[Wish, Layout]] = attrs.field(factory=dict)
     held: dict[int, list[Wish]] = attrs.field(factory=dict)
@@ -72,7 +74,11 @@ def along(
         if wish.rest is not None or _works(node, rule, program, strategy):
             says = f"{wish}, followed to {strategy.name}"
             partly = None if odd else partial(_like, strategy)
-            yield n + index, dict(strategy.axes), Constraint(key, _like(strategy, axes), says, offers, axes, partly=partly)
+            yield (
+                n + index,
+                dict(strategy.axes),
+                Constraint(key, _like(strategy, axes), says, offers, axes, partly=partly),
+            )
         elif offers:
             yield n + index, {}, Constraint(key, lambda s: True, "", offers)
     for index, strategy in followed.asked.items():
@@ -88,7 +94,8 @@ def _enumerated(strategy: Strategy, mesh: Mesh) -> bool:
 
 
 def _works(node: Node, rule: Rule | None, program: Program, strategy: Strategy) -> bool:
-    """Whether an operator does what a plan is about: it has flops of its own, reads a parameter, or sums over the axes."""
+    """Whether an operator does what a plan is about: it has flops of its own, reads a parameter, or sums over the axes.
+    """
     sums = any(layout is not None and layout.pending for layout in strategy.outs)
     reads = any(program.values[r].role in PARAMETERS for r in node.refs)
     return sums or reads or (rule is not None and rule.flops is not None)
@@ -119,17 +126,20 @@ def _patterns(wishes: Iterable[Wish], extra: Iterable[Strategy], mesh: Mesh) -> 
 def meeting(
     ways: Mapping[int, list[Strategy]], program: Program, mesh: Mesh, rule_of: RuleOf, extra_of: ExtraOf
 ) -> Iterator[tuple[int, Constraint]]:
-    """(item, constraint) where ways of single flows (item -> ways) that enumeration does not have are offered as one."""
+    """(item, constraint) where ways of single flows (item -> ways) that enumeration does not have are offered as one.
+    """
     for item, some in ways.items():
         node = program.nodes[item - len(program.inputs)]
-        if len(some) > 1 and (offers := combined(call_of(node, program.values)[0], rule_of(node), some, mesh, extra_of(node))):
+        if len(some) > 1 and (
+            offers := combined(call_of(node, program.values)[0], rule_of(node), some, mesh, extra_of(node))
+        ):
             yield item, Constraint(("together", *(s.name for s in some)), lambda s: True, "", offers)
 
 
-# ---- axes of several flows ----
-# Problem: stripes of a fused weight come from one plan, rows of a flat batch from another, sequences that two plans cut from a third. An
-# operator that two of them reach has to lie as both say, and enumeration offers no such strategy. Idea: lay the axes of all flows on the
-# factors of the operator's rule, where each has room, and offer the result beside every way to place the axes that stay open.
+# ---- axes of several flows ---- Problem: stripes of a fused weight come from one plan, rows of a flat batch from
+# another, sequences that two plans cut from a third. An operator that two of them reach has to lie as both say, and
+# enumeration offers no such strategy. Idea: lay the axes of all flows on the factors of the operator's rule, where each
+# has room, and offer the result beside every way to place the axes that stay open.
 #
 #     (16 tp 8) of one flow, (128 cp) of another, of the same factor          (16 tp 4 cp)
 
@@ -149,8 +159,11 @@ MAX_OPEN_AXES = 3
 """At most this many axes beside a followed one are searched."""
 
 
-def with_open_axes(call: Call, rule: Rule | None, strategy: Strategy, mesh: Mesh, extra: Iterable[Strategy] = ()) -> tuple[Strategy, ...]:
-    """A strategy that enumeration does not offer, alone and together with every way to place the axes that it leaves open.
+def with_open_axes(
+    call: Call, rule: Rule | None, strategy: Strategy, mesh: Mesh, extra: Iterable[Strategy] = ()
+) -> tuple[Strategy, ...]:
+    """A strategy that enumeration does not offer, alone and together with every way to place the axes that it leaves
+    open.
 
     `extra`: strategies with local code of their own, which may work on rows that lie so, too.
     """
@@ -168,7 +181,8 @@ def with_open_axes(call: Call, rule: Rule | None, strategy: Strategy, mesh: Mesh
     open_axes = tuple(axis for axis in mesh.axis_names if axis not in own and mesh.axis_size(axis) > 1)
     if len(open_axes) > MAX_OPEN_AXES:
         raise PlanError(
-            f"a striped layout beside {len(open_axes)} open axes ({', '.join(open_axes)}) is not searched; name plans for them"
+            f"a striped layout beside {len(open_axes)} open axes ({', '.join(open_axes)}) is not searched; name plans "
+            "for them"
         )
     for inside, rest in _among(placement, open_axes, mesh):
         for outside, passing in placements(rule, mesh, rest, orders=False):
@@ -238,8 +252,12 @@ def _placement(rule: Rule, strategy: Strategy) -> dict[str, Dim]:
     return placement
 
 
-def _among(placement: Mapping[str, Dim], axes: tuple[str, ...], mesh: Mesh) -> Iterator[tuple[Mapping[str, Dim], tuple[str, ...]]]:
-    """(placement with some axes inside its factors, the axes left); where two share a local part they stand in their order."""
+def _among(
+    placement: Mapping[str, Dim], axes: tuple[str, ...], mesh: Mesh
+) -> Iterator[tuple[Mapping[str, Dim], tuple[str, ...]]]:
+    """(placement with some axes inside its factors, the axes left); where two share a local part they stand in their
+    order.
+    """
     if not axes:
         yield placement, ()
         return
@@ -259,7 +277,9 @@ def _within(dim: Dim, axis: str, n: int) -> Iterator[Dim]:
             yield (*dim[:k], (n, axis), *rest, *dim[k + 1 :])
 
 
-def _relaid(call: Call, rule: Rule, other: Strategy, like: Strategy, placement: Mapping[str, Dim], mesh: Mesh) -> Iterator[Strategy]:
+def _relaid(
+    call: Call, rule: Rule, other: Strategy, like: Strategy, placement: Mapping[str, Dim], mesh: Mesh
+) -> Iterator[Strategy]:
     """`other` on operands whose factors lie as those of `like`: it has the same axes on them, in blocks."""
     own = dict(like.axes)
     if not own or any((axis, factor) not in other.axes or factor not in placement for axis, factor in own.items()):

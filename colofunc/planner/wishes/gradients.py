@@ -1,8 +1,8 @@
 """Gradients, and the operators of the update that work on one of them.
 
-Problem: a parameter's update is pinned by where its state lies, and a gradient passes through others before (clipping, the
-squares of its norm, a loss scale). Left free, they may ask for other layouts, and the gradient travels twice. Idea: follow a
-gradient from where it is made, through elementwise operators that keep its shape.
+Problem: a parameter's update is pinned by where its state lies, and a gradient passes through others before (clipping,
+the squares of its norm, a loss scale). Left free, they may ask for other layouts, and the gradient travels twice. Idea:
+follow a gradient from where it is made, through elementwise operators that keep its shape.
 
     grad.w -> mul(g, g)          squares of the norm: here, and no further, its sum has another shape
            -> mul(g, factor)     what the update reads

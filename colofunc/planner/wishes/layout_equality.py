@@ -4,8 +4,8 @@
     alike("(8 tp s) d", "(dp 4 tp s) d", tp)    yes: dp splits a part of what stands before tp
     alike("(3 tp o) i", "(tp o) i", tp)         no: stripes of three parts are not plain blocks
 
-Problem: a wish speaks for its axes alone, and a strategy lays all of them at once. Idea: of each dim compare the order of
-the wish's axes, and into how many parts stands what is before each.
+Problem: a wish speaks for its axes alone, and a strategy lays all of them at once. Idea: of each dim compare the order
+of the wish's axes, and into how many parts stands what is before each.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ def usual(layout: Layout, mesh: Mesh) -> bool:
 
 
 def alike(want: Layout | None, layout: Layout | None, axes: tuple[str, ...]) -> bool:
-    """Whether `axes` lie in a layout as in one that has no others: per dim in that order, behind as many parts (stripes).
+    """Whether `axes` lie in a layout as in one that has no others: per dim in that order, behind as many parts
+    (stripes).
 
-    What stands before an axis may be split over others itself: `(8 tp s)` is met by `(dp 4 tp s)`, `(tp o)` by `(dp tp o)`.
+    What stands before an axis may be split over others itself: `(8 tp s)` is met by `(dp 4 tp s)`, `(tp o)` by
+    `(dp tp o)`.
     """
     if want is None or layout is None or want is layout:
         return want is layout
@@ -53,7 +55,10 @@ def alike(want: Layout | None, layout: Layout | None, axes: tuple[str, ...]) -> 
 
 
 def _parts_before(dim: Dim, axis: str) -> int:
-    """Into how many parts (stripes) stands what is before an axis. Axes of its own that are not decided yet do not count."""
+    """Into how many parts (stripes) stands what is before an axis.
+
+    Axes of its own that are not decided yet do not count.
+    """
     return prod(size for size, other in _before(dim, axis) if other is None)
 
 

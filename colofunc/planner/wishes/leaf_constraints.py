@@ -29,7 +29,9 @@ from colofunc.spec.strategies import enumerate_layouts
 
 @attrs.frozen
 class NamedValues:
-    """Values, and their numbers by all that may be written for them: "layers.0.weight", "0.weight" and "weight" are one leaf's."""
+    """Values, and their numbers by all that may be written for them: "layers.0.weight", "0.weight" and "weight" are one
+    leaf's.
+    """
 
     values: Sequence[Value]
     numbers: Mapping[str, Sequence[int]]
@@ -47,7 +49,8 @@ class NamedValues:
 
     def met(self, wish: Wish) -> list[tuple[int, Value]]:
         """Those that a wish is about, with their numbers."""
-        # Plans wish for one leaf at a time by its name: comparing all names for each would take minutes for a deep model.
+        # Plans wish for one leaf at a time by its name: comparing all names for each would take minutes for a deep
+        # model.
         if isinstance(wish.match, str) and not any(character in wish.match for character in "*?["):
             return [(number, self.values[number]) for number in self.numbers.get(wish.match, ())]
         return [(number, value) for number, value in enumerate(self.values) if wish.meets(value.name)]
@@ -74,10 +77,10 @@ def on_leaves(
         yield item, said, constraint
 
 
-def _items_met(
-    wish: Wish, program: Program, leaves: NamedValues, grads: NamedValues
-) -> Iterator[tuple[int, Value]]:
-    """The leaves and gradients that a wish is about, and as what items: of a gradient the operators of the update on it."""
+def _items_met(wish: Wish, program: Program, leaves: NamedValues, grads: NamedValues) -> Iterator[tuple[int, Value]]:
+    """The leaves and gradients that a wish is about, and as what items: of a gradient the operators of the update on
+    it.
+    """
     roles = wish.roles or PARAMETERS
     met = leaves.met(wish)
     of_roles = [(number, value) for number, value in met if value.role in roles]
@@ -164,7 +167,9 @@ def _has_room(layout: Layout, ways: Sequence[int]) -> bool:
 
 
 def _with_others(layout: Layout, mesh: Mesh) -> tuple[Layout, ...]:
-    """A layout as it is, and with every way to split what it leaves whole (of each dim the last such part) over the other axes."""
+    """A layout as it is, and with every way to split what it leaves whole (of each dim the last such part) over the
+    other axes.
+    """
     other_axes = tuple(axis for axis in mesh.axis_names if axis not in layout.axes)
     last_wholes = [_last_whole(dim) for dim in layout.dims]
     whole_sizes = []

@@ -52,7 +52,10 @@ def on_operators(
 
 
 def _factors_wished(wish: Wish, mesh: Mesh) -> Iterator[dict[str, str]]:
-    """For each strategy that a wish names, axis -> factor of the rule, of axes that split anything. Raises PlanError where it is none."""
+    """For each strategy that a wish names, axis -> factor of the rule, of axes that split anything.
+
+    Raises PlanError where it is none.
+    """
     for want in wish.wants:
         pairs = parse_axes(str(want))
         if not pairs:
@@ -86,7 +89,8 @@ def _lacks_factors(wish: Wish, mesh: Mesh, nodes: Sequence[Node], rule_of: RuleO
 
 
 def _words(rule: Rule | None, extra: Iterable[Strategy]) -> set[str]:
-    """What an axis can be placed on: factors of the rule, and the patterns of strategies with local code of their own."""
+    """What an axis can be placed on: factors of the rule, and the patterns of strategies with local code of their own.
+    """
     words = set[str]()
     for strategy in extra:
         words.update(word for _, word in strategy.axes)

@@ -1,8 +1,9 @@
 """Forms of products: how one operator call reads as Y = X W, and the strategies of a pattern for it.
 
-Problem: forward and both gradients are the same three matrices X: (b, i), W: (i, o) and Y: (b, o), of which two are given
-and one is wanted, but every operator writes them in another order, with other names. Idea: a `Form` names the factors b, i
-and o of one call; a pattern says once where an axis lies in X, in W and in Y. See `products` for how plans use it.
+Problem: forward and both gradients are the same three matrices X: (b, i), W: (i, o) and Y: (b, o), of which two are
+given and one is wanted, but every operator writes them in another order, with other names. Idea: a `Form` names the
+factors b, i and o of one call; a pattern says once where an axis lies in X, in W and in Y. See `products` for how plans
+use it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ Words = Sequence[tuple[str, str]]
 
 @attrs.frozen
 class Form:
-    """One operator call as a product. `ins`, `out`: texts such as "b i"; `factors`: b, i, o -> names in the operator's rule."""
+    """One operator call as a product.
+
+    `ins`, `out`: texts such as "b i"; `factors`: b, i, o -> names in the operator's rule.
+    """
 
     ins: tuple[str, ...]
     out: str
@@ -96,8 +100,8 @@ class Form:
     ) -> tuple[float, int]:
         """(seconds on the wire, bytes of buffers) of matrices that are split once more where they are stored.
 
-        along: name of such a matrix -> axis. Those that are given are gathered, what is wanted is scattered; in so many panels, of
-        which `standing` are there at once.
+        along: name of such a matrix -> axis. Those that are given are gathered, what is wanted is scattered; in so many
+        panels, of which `standing` are there at once.
         """
         part_bytes = self.part_bytes(call, way)
         wire_s, buffer_bytes = 0.0, 0
@@ -152,9 +156,9 @@ def strategies(
 ) -> Iterator[Strategy]:  # fmt: skip
     """The strategies of one pattern, for every form of the call, with the mesh's other axes on b or nowhere.
 
-    `stripes`: into how many parts o is cut, each of which is split (a fused weight of query, key and value: 3). `depth`: axes
-    that lie on b as others may, but always. `hidden`: axes that are left out. `sort`: the axes on b stand in the mesh's
-    order (the pattern does not care); otherwise other axes stand before its own.
+    `stripes`: into how many parts o is cut, each of which is split (a fused weight of query, key and value: 3).
+    `depth`: axes that lie on b as others may, but always. `hidden`: axes that are left out. `sort`: the axes on b stand
+    in the mesh's order (the pattern does not care); otherwise other axes stand before its own.
     """
     words, depth = split_words(words, mesh), split_words(depth, mesh)
     open_axes = [axis for axis in mesh.axis_names if axis not in hidden]

@@ -4,11 +4,12 @@
     gate, up  column  ->  silu, mul                      ->  down  row
     q, w      column  ->  relu(q @ keys)                 ->  the sum over heads, weighted with w (an indexer)
 
-Problem: tensor parallelism splits some weights by columns and others by rows, which is known per model family, and every
-framework keeps a table of families. Idea: the traced program knows. Walk it once and give every product with a weight its columns, unless
-what it reads arrives split along the very dim that it sums over: then it is the row partner of those columns. A column
-product that reaches no row product stays whole. Where a fused weight is cut into parts (`q, k, v = qkv.split(d)`), plain
-columns cannot pass and stripes can: `(3 tp o)`, each rank has its columns of every part.
+Problem: tensor parallelism splits some weights by columns and others by rows, which is known per model family, and
+every framework keeps a table of families. Idea: the traced program knows. Walk it once and give every product with a
+weight its columns, unless what it reads arrives split along the very dim that it sums over: then it is the row partner
+of those columns. A column product that reaches no row product stays whole. Where a fused weight is cut into parts
+(`q, k, v = qkv.split(d)`), plain columns cannot pass and stripes can: `(3 tp o)`, each rank has its columns of every
+part.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ SUMS = ("aten.mm.default", "aten.bmm.default", "aten.baddbmm.default")
 
 @attrs.frozen
 class Pairs:
-    """`columns`, `rows`: product -> stripes (1: plain). `vocabulary`: columns that are heads: no product comes behind them."""
+    """`columns`, `rows`: product -> stripes (1: plain).
+
+    `vocabulary`: columns that are heads: no product comes behind them.
+    """
 
     columns: Mapping[Product, int]
     rows: Mapping[Product, int]
@@ -48,7 +52,8 @@ class Pairs:
 
 
 def product_pairs(program: Program, mesh: Mesh, axis: str, rules: Rules | None = None) -> Pairs:
-    """The pairs of a program over `axis`, of what it divides: `.columns` and `.rows` (`cf.ext.products.Product` -> stripes), `.vocabulary`.
+    """The pairs of a program over `axis`, of what it divides: `.columns` and `.rows` (`cf.ext.products.Product` ->
+    stripes), `.vocabulary`.
 
     `rules`: those that the plan was given.
     """
@@ -87,7 +92,8 @@ def product_pairs(program: Program, mesh: Mesh, axis: str, rules: Rules | None =
 
 
 def _take_next_stripes(lone: Sequence[int], walk: _Walk, stripes: dict[int, int], tried: dict[int, set[int]]) -> bool:
-    """Whether some lone column gets stripes that were not tried: the fewest that the operator where it ended may pass."""
+    """Whether some lone column gets stripes that were not tried: the fewest that the operator where it ended may pass.
+    """
     taken = False
     for index in lone:
         untried = walk.cuts.get(index, set()) - tried[index]
@@ -113,7 +119,9 @@ class _Walk:
     columns: list[int] = attrs.field(factory=list)
     rows: dict[int, int] = attrs.field(factory=dict)  # row product -> stripes in which its operand arrives
     paired: set[int] = attrs.field(factory=set)
-    summed: set[int] = attrs.field(factory=set)  # columns over which a statistic is taken (a norm): the flow is a stream's
+    summed: set[int] = attrs.field(
+        factory=set
+    )  # columns over which a statistic is taken (a norm): the flow is a stream's
     lost: set[int] = attrs.field(factory=set)  # columns that end in a loss
     guilty: set[int] = attrs.field(factory=set)  # columns that an operator does not take, whatever else it reads
     ended: set[int] = attrs.field(factory=set)  # columns whose result some operator does not take split
@@ -138,7 +146,8 @@ class _Walk:
         return bool(outputs) and column not in self.ended
 
     def product(self, index: int, node: Node) -> None:
-        """A product whose operand arrives split is its row partner, if it sums over that; another one begins a column."""
+        """A product whose operand arrives split is its row partner, if it sums over that; another one begins a column.
+        """
         summed, kept = self.products[index].weight_factors
         seeds = {ref: self.lies[ref] for ref in node.refs if ref in self.lies}
         if seeds:
@@ -159,9 +168,11 @@ class _Walk:
         self.lies[out], self.origins[out] = strategy.outs[0], frozenset({index})
 
     def closes(self, node: Node) -> bool:
-        """Whether a product of activations sums over what the columns split, and gives less than it reads: it is their row partner.
+        """Whether a product of activations sums over what the columns split, and gives less than it reads: it is their
+        row partner.
 
-        A sum over the heads of an indexer is; scores that sum over the width of a head are not, which are larger than queries and keys.
+        A sum over the heads of an indexer is; scores that sum over the width of a head are not, which are larger than
+        queries and keys.
         """
         if node.target not in SUMS:
             return False
@@ -169,7 +180,9 @@ class _Walk:
         return prod(result.shape) < max(prod(self.program.values[ref].shape) for ref in node.refs)
 
     def passes(self, node: Node) -> None:
-        """An operator that is no product with a weight: what it makes of split operands lies split too, or the columns end here."""
+        """An operator that is no product with a weight: what it makes of split operands lies split too, or the columns
+        end here.
+        """
         seeds = {ref: self.lies[ref] for ref in node.refs if ref in self.lies}
         origins = self._origins_of(seeds)
         loss = any(word in node.target for word in LOSSES)

@@ -1,4 +1,5 @@
-"""Products for plugins: which of a program's products have a weight, and strategies that lay axes on their three matrices.
+"""Products for plugins: which of a program's products have a weight, and strategies that lay axes on their three
+matrices.
 
     colofunc.linear      b i, o i, o -> b o          Y = X W          X: b i    (activations)
     colofunc.linear_dx   b o, o i -> b i             dX = dY W^T      W: i o    (weights)
@@ -6,18 +7,19 @@
     aten.addmm           o, b i, i o -> b o
     aten.mm              b i, i o -> b o, and the gradients: b o, o i -> b i; i b, b o -> i o; o b, b i -> o i
 
-Problem: forward and both gradients are the same three matrices X, W and Y, of which two are given and one is wanted, but
-every operator writes them in another order, with other names. Idea: name the three factors b, i and o; say once per
+Problem: forward and both gradients are the same three matrices X, W and Y, of which two are given and one is wanted,
+but every operator writes them in another order, with other names. Idea: name the three factors b, i and o; say once per
 pattern where an axis lies in X, in W and in Y; and let every operator find its own operands in that. So a pattern fits
 together by itself: what forward gives is what the next product, and its own backward, take.
 
     lies = {"x": {"b": "dp"}, "w": {"o": "dp"}, "y": {"b": "dp"}, "bias": {}}     # blocks of W pass, rows stay
     yield from cf.ext.products.strategies(call, mesh, lies, (("dp", "streamed"),), cost, local)
 
-with `cost(form, way)` the seconds and bytes of the communication and `local(form, way)` its code, for a `Form`. A plan asks
-for the pattern where it wants it, in forward and in both gradients:
+with `cost(form, way)` the seconds and bytes of the communication and `local(form, way)` its code, for a `Form`. A plan
+asks for the pattern where it wants it, in forward and in both gradients:
 
-    yield from cf.ext.products.wishes(program, mesh, {p: (("dp", "streamed"),) for p in cf.ext.products.weighted(program, rules)}, name)
+    yield from cf.ext.products.wishes(program, mesh, {p: (("dp", "streamed"),) for p in
+    cf.ext.products.weighted(program, rules)}, name)
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ FAIR_SHARE = 0.5
 NAMED = 3
 """At most this many operators are named in an error."""
 
+
 @attrs.frozen
 class Product:
     """A product of an activation with a weight: node index, the leaf, the dims of the leaf that are summed and kept.
@@ -85,7 +88,8 @@ class Product:
 
 
 def weighted(program: Program, rules: Rules) -> Iterator[Product]:
-    """Forward products of an activation with a weight leaf, as it is, cast or transposed: a matrix, or one for each expert.
+    """Forward products of an activation with a weight leaf, as it is, cast or transposed: a matrix, or one for each
+    expert.
 
     Each row may have a matrix of its own, chosen by index, or rows come in groups.
     """
@@ -97,8 +101,8 @@ def weighted(program: Program, rules: Rules) -> Iterator[Product]:
         of_experts = [leaf for leaf, _ in matrices if leaf is not None and len(program.values[leaf].shape) == 3]
         if len(of_experts) > 1:
             continue  # both products of a layer of experts, as one operator
-        # Where both operands are leaves, as a table of positions and the weight that it is multiplied with, the weight is the second.
-        # The data of a quantized weight stands before its scales, which may be matrices too.
+        # Where both operands are leaves, as a table of positions and the weight that it is multiplied with, the weight
+        # is the second. The data of a quantized weight stands before its scales, which may be matrices too.
         places = (1,) if node.target in WITH_PACKED else reversed(range(len(matrices)))
         for place in places:
             leaf, swapped = matrices[place]
@@ -179,7 +183,13 @@ def _leaf_behind(program: Program, makers: Mapping[int, Node], id: int, choices:
         node, shape = makers[id], program.values[id].shape
         before = program.values[node.refs[0]].shape if node.refs else ()
         # Of three dims the first is what is chosen from.
-        chosen = choices and node.target == "aten.index.Tensor" and len(node.refs) == 2 and len(shape) == 3 and shape[1:] == before[1:]
+        chosen = (
+            choices
+            and node.target == "aten.index.Tensor"
+            and len(node.refs) == 2
+            and len(shape) == 3
+            and shape[1:] == before[1:]
+        )
         if node.target in _TRANSPOSES and len(shape) >= 2 and shape == (*before[:-2], before[-1], before[-2]):
             swapped = not swapped
         elif not chosen and (len(_carried(node)) != 1 or (before != shape and node.target not in quantized.DEQUANTIZE)):
@@ -189,7 +199,9 @@ def _leaf_behind(program: Program, makers: Mapping[int, Node], id: int, choices:
 
 
 def work(program: Program, rules: Rules) -> dict[int, int]:
-    """Node index -> flops, of forward operators that multiply with a weight: products, convolutions, whatever has flops."""
+    """Node index -> flops, of forward operators that multiply with a weight: products, convolutions, whatever has
+    flops.
+    """
     flops = {}
     for index, node in enumerate(program.nodes):
         rule = rules.rule(node) if node.phase == "forward" else None
@@ -217,7 +229,9 @@ def is_lookup(node: Node) -> bool:
 
 
 def tables(program: Program) -> list[int]:
-    """Values whose rows are looked up by index, by themselves or as bags that are summed, in the order of their lookups."""
+    """Values whose rows are looked up by index, by themselves or as bags that are summed, in the order of their
+    lookups.
+    """
     read = [node.refs[0] for node in program.nodes if node.phase == "forward" and is_lookup(node)]
     return list(dict.fromkeys(read))
 
@@ -233,7 +247,8 @@ def share(program: Program, rules: Rules, split: Collection[int]) -> tuple[float
 
 
 def worthwhile(program: Program, rules: Rules, split: Collection[int], name: str, instead: str) -> None:
-    """Raises PlanError, in the name of a plan, where it splits less than a fair share of `work`: each rank would do most of it.
+    """Raises PlanError, in the name of a plan, where it splits less than a fair share of `work`: each rank would do
+    most of it.
 
     `split`: indices of the nodes that it splits. `instead`: what to try. The error names the operators that stay whole.
     """
@@ -248,12 +263,15 @@ def worthwhile(program: Program, rules: Rules, split: Collection[int], name: str
     more = f" and {len(whole) - NAMED} more" if len(whole) > NAMED else ""
     stay = f"these stay whole: {', '.join(named)}{more}"
     raise PlanError(
-        f"{name} splits {100 * share_of_split:.0f} % of the work with weights; {stay}; {instead}{why_whole(program, rules)}"
+        f"{name} splits {100 * share_of_split:.0f} % of the work with weights; {stay}; "
+        f"{instead}{why_whole(program, rules)}"
     )
 
 
 def why_whole(program: Program, rules: Rules) -> str:
-    """The end of an error of a plan that splits too little: "; " and a reason for each that rules give (`Rule.why_whole`), or ""."""
+    """The end of an error of a plan that splits too little: "; " and a reason for each that rules give
+    (`Rule.why_whole`), or "".
+    """
     reasons: dict[str, None] = {}
     for node in program.nodes:
         rule = rules.rule(node) if node.phase == "forward" else None
@@ -275,14 +293,18 @@ def _said(program: Program, node: Node) -> str:
 
 
 def leaf_of(program: Program, makers: Mapping[int, Node], id: int) -> tuple[int | None, bool]:
-    """(weight leaf behind a value, whether its last two dims are swapped), through casts and transposes. `makers`: program.makers."""
+    """(weight leaf behind a value, whether its last two dims are swapped), through casts and transposes.
+
+    `makers`: program.makers.
+    """
     return _leaf_behind(program, makers, id, choices=False)
 
 
 def gradients(program: Program, product: Product, targets: Sequence[str]) -> tuple[int, ...]:
     """What backward makes with one product's operands.
 
-    Of the nodes under its path: what reads its weight, or gives a gradient of its weight's shape from what the product read.
+    Of the nodes under its path: what reads its weight, or gives a gradient of its weight's shape from what the product
+    read.
     """
     makers = program.makers
     read_by_product = {root(makers, ref) for ref in program.nodes[product.index].refs}
@@ -300,13 +322,15 @@ def gradients(program: Program, product: Product, targets: Sequence[str]) -> tup
 
 
 def wishes(program: Program, mesh: Mesh, patterns: Mapping[Product, Words], source: str) -> Iterator[Wish]:
-    """What holds products and their gradients to patterns, with words as in `strategies`, and follows what they give."""
+    """What holds products and their gradients to patterns, with words as in `strategies`, and follows what they give.
+    """
     products_at = Counter(product.path for product in patterns)
     for product, words in patterns.items():
         node = program.nodes[product.index]
         alone = products_at[product.path] == 1
         backward = _BACKWARD.get(node.target, ("aten.mm.default",))
-        # An adapter's products stand under the path of the layer that it is for: those are told apart by what they make.
+        # An adapter's products stand under the path of the layer that it is for: those are told apart by what they
+        # make.
         forward_values: tuple[int, ...] = ()
         backward_values: tuple[int, ...] = ()
         if not alone:
@@ -323,7 +347,8 @@ def wishes(program: Program, mesh: Mesh, patterns: Mapping[Product, Words], sour
 
 
 def root(makers: Mapping[int, Node], id: int) -> int:
-    """The value that an id is, but for how its dims are cut and in which order they stand, and for casts and rounding."""
+    """The value that an id is, but for how its dims are cut and in which order they stand, and for casts and rounding.
+    """
     while id in makers and makers[id].target.startswith((*_TRANSPOSES, *_VIEWS, *_ROUNDED)):
         id = makers[id].refs[0]
     return id

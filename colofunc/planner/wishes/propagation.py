@@ -37,8 +37,8 @@ RuleOf = Callable[[Node], Rule | None]
 class Followed:
     """`layouts`: value id -> how it lies. `strategies`: index of a node -> how it works on what reaches it.
 
-    `asked`: index of a node that nothing reaches -> how it could give what a node that is reached wants of it (positions,
-    a table of angles).
+    `asked`: index of a node that nothing reaches -> how it could give what a node that is reached wants of it
+    (positions, a table of angles).
     """
 
     program: Program
@@ -65,12 +65,12 @@ def follow(
 ) -> Followed:
     """Follow leaves that lie as `seeds` says (value id -> spec) through the operators up to the update.
 
-    `rest`: how results that are reduced lie then, a spec per number of dims ({3: "b (tp s) d"}; "..." is whole, and what
-    is not in it is whole), and they are followed further. None: the flow ends there. `across`: operators that the flow
-    crosses whatever they do inside: each factor lies in their results as it does in their operands. `held`: index of a node
-    -> the strategies of a pattern that it is held to: the flow goes on from what it gives, wherever it came from. `gathers`:
-    operators whose last operand yields where it does not fit the others. `apart`: each pending result comes to rest by itself,
-    also where the sum of several could.
+    `rest`: how results that are reduced lie then, a spec per number of dims ({3: "b (tp s) d"}; "..." is whole, and
+    what is not in it is whole), and they are followed further. None: the flow ends there. `across`: operators that the
+    flow crosses whatever they do inside: each factor lies in their results as it does in their operands. `held`: index
+    of a node -> the strategies of a pattern that it is held to: the flow goes on from what it gives, wherever it came
+    from. `gathers`: operators whose last operand yields where it does not fit the others. `apart`: each pending result
+    comes to rest by itself, also where the sum of several could.
     """
     rules = Rules(program, mesh, rule_of)
     lies = {id: bind(spec, mesh, program.values[id].shape) for id, spec in seeds.items()}
@@ -121,7 +121,8 @@ class _Walk:
         operands = self._operands(node)
         resting = {ref for ref in operands if ref in self.at_rest}
         strategy = self.rules.take(node, operands)
-        if strategy is None and resting:  # what rests is converted to what the others need: a gather before a column product
+        # what rests is converted to what the others need: a gather before a column product
+        if strategy is None and resting:
             strategy = self.rules.take(node, {ref: layout for ref, layout in operands.items() if ref not in resting})
             resting = set()
         if strategy is None and node.target in self.gathers and len(operands) > 1:
@@ -138,7 +139,9 @@ class _Walk:
                 self.lies.setdefault(out, layout)
 
     def _operands(self, node: Node) -> dict[int, Layout]:
-        """How the operands lie, those that a flow has reached; pending ones come to rest unless the node carries them on."""
+        """How the operands lie, those that a flow has reached; pending ones come to rest unless the node carries them
+        on.
+        """
         operands = {ref: self.lies[ref] for ref in node.refs if ref in self.lies}
         pending = [ref for ref, layout in operands.items() if layout.pending]
         if self.rest is None or not pending or _passes(node, operands, self.rules, self.apart):
@@ -149,7 +152,9 @@ class _Walk:
         return operands
 
 
-def _asked(program: Program, rules: Rules, lies: Mapping[int, Layout], followed: Mapping[int, Strategy]) -> dict[int, Strategy]:
+def _asked(
+    program: Program, rules: Rules, lies: Mapping[int, Layout], followed: Mapping[int, Strategy]
+) -> dict[int, Strategy]:
     """What the followed operators want of others, passed on to where it is made."""
     wants: dict[int, Layout] = {}
     asked: dict[int, Strategy] = {}
@@ -177,7 +182,9 @@ def _giving(node: Node, wants: Mapping[int, Layout], rules: Rules) -> Strategy |
 
 
 def _passes(node: Node, lies: Mapping[int, Layout], rules: Rules, apart: bool) -> bool:
-    """Whether a pending sum is carried on: through views, and through sums of nothing but pending terms unless those rest apart."""
+    """Whether a pending sum is carried on: through views, and through sums of nothing but pending terms unless those
+    rest apart.
+    """
     base = node.target.rsplit(".", 1)[0]
     sums = not apart and base in ("aten.add", "aten.sub") and all(r in lies and lies[r].pending for r in node.refs)
     return (sums or base in FREE) and rules.take(node, lies) is not None
@@ -196,7 +203,9 @@ class Rules:
     `rule_of`: None: the rules of `plugins`, as `cf.shard` takes them, of the installed ones, and the built-in ones.
     """
 
-    def __init__(self, program: Program, mesh: Mesh, rule_of: RuleOf | None = None, plugins: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, program: Program, mesh: Mesh, rule_of: RuleOf | None = None, plugins: Sequence[Any] = ()
+    ) -> None:
         self.program, self.mesh = program, mesh
         self._rule_of, self._registry = rule_of, build_registry(tuple(plugins))
         self._known: dict[Call, Rule | None] = {}
@@ -216,7 +225,8 @@ class Rules:
         return self._known[call]
 
     def take(self, node: Node, lies: Mapping[int, Layout], opened: bool = True) -> Strategy | None:
-        """The strategy that takes operands as they lie (value id -> layout), the others as it likes; None: there is none.
+        """The strategy that takes operands as they lie (value id -> layout), the others as it likes; None: there is
+        none.
 
         `opened`: also strategies with local code of their own, such as softmax over a split dim.
         """
@@ -228,7 +238,9 @@ class Rules:
         return self._taken[key]
 
     def _take(self, call: Call, rule: Rule | None, have: tuple[Layout | None, ...], opened: bool) -> Strategy | None:
-        options = [] if rule is None else [take(call, rule, k, layout) for k, layout in enumerate(have) if layout is not None]
+        options = (
+            [] if rule is None else [take(call, rule, k, layout) for k, layout in enumerate(have) if layout is not None]
+        )
         more = self._registry.extra_strategies(call, self.mesh) if opened else ()
         for strategy in (*options, *more):
             if strategy is not None and all(h is None or h is want for h, want in zip(have, strategy.ins, strict=True)):
@@ -286,7 +298,9 @@ class Rules:
         return build(call_of(node, self.program.values)[0], rule, {factor: tuple(a for a in atoms if a[0] > 1)})
 
     def cuts(self, node: Node, value: int, layout: Layout) -> tuple[int, ...]:
-        """Numbers of stripes with which the split dim of an operand keeps clear of the factors that its rule cuts it into."""
+        """Numbers of stripes with which the split dim of an operand keeps clear of the factors that its rule cuts it
+        into.
+        """
         rule = self.rule(node)
         if rule is None:
             return ()

@@ -5,8 +5,8 @@
     experts("ep")            layers.0.q_proj      whole            rank -1     not heard: zero speaks for ep here
 
 Problem: "states over all ranks" and "experts over these" are both what the field says, of different tensors, and as
-wishes they clash. Idea: who speaks of few tensors in particular outranks who speaks of all; what a plan says only so that
-nothing is left open yields to everybody. Wishes of equal rank still clash.
+wishes they clash. Idea: who speaks of few tensors in particular outranks who speaks of all; what a plan says only so
+that nothing is left open yields to everybody. Wishes of equal rank still clash.
 """
 
 from __future__ import annotations

@@ -46,21 +46,27 @@ def rows(program: Program, ranks: int, name: str) -> list[Value]:
 
     Raises PlanError, in the name of a plan, where there is no batch or `ranks` do not divide the rows.
     """
-    leaves = [program.values[i] for i in program.inputs if program.values[i].role == "batch" and program.values[i].shape]
+    leaves = [
+        program.values[i] for i in program.inputs if program.values[i].role == "batch" and program.values[i].shape
+    ]
     if not leaves:
-        raise PlanError(f"{name} splits the batch, and this step has no batch: no argument behind the state has a tensor")
+        raise PlanError(
+            f"{name} splits the batch, and this step has no batch: no argument behind the state has a tensor"
+        )
     sizes = [v.shape[0] for v in leaves]
     most = max(sizes, key=sizes.count)
     if most % ranks:
         raise PlanError(
             f"{name}: the {most} rows of the batch ({leaves[0].name!r}) do not divide over {ranks} ranks; "
-            f"take a multiple of these (cf.pad(batch, multiple=1, rows={ranks}) adds rows that labels or a mask leave out)"
+            f"take a multiple of these (cf.pad(batch, multiple=1, rows={ranks}) adds rows that labels or a mask leave "
+            "out)"
         )
     return [v for v in leaves if v.shape[0] == most]
 
 
 def moments(program: Program) -> dict[int, int]:
-    """State leaf with dims -> the parameter of its shape whose name has most of the last parts in common with its own."""
+    """State leaf with dims -> the parameter of its shape whose name has most of the last parts in common with its own.
+    """
     weights = [program.values[id] for id in program.inputs if program.values[id].role == "param"]
     found = {}
     for id in program.inputs:
@@ -78,7 +84,8 @@ def with_moments(program: Program, specs: Mapping[int, Want]) -> dict[int, Want]
 
 
 def stored(program: Program, id: int) -> tuple[int, ...]:
-    """The leaves that a weight is kept in, all with its dim 0: itself, cast or not; the parts of a quantized one that is widened.
+    """The leaves that a weight is kept in, all with its dim 0: itself, cast or not; the parts of a quantized one that
+    is widened.
 
     () where it is computed otherwise.
     """
@@ -111,8 +118,8 @@ def _common(a: str, b: str) -> int:
 def origins(program: Program, rules: Rules, wanted: Mapping[int, Layout]) -> dict[int, Layout]:
     """Value -> how it lies, of the first values from which those that are wanted (value -> layout) come to lie so.
 
-    Walked backwards: whoever can give its result as its reader wants it passes the wish on to what it reads. Where that ends,
-    a factor arises. A seed for `cf.ext.Wish(values=...)`.
+    Walked backwards: whoever can give its result as its reader wants it passes the wish on to what it reads. Where that
+    ends, a factor arises. A seed for `cf.ext.Wish(values=...)`.
     """
     made, todo = program.makers, list(wanted.items())
     found: dict[int, Layout] = {}
@@ -139,13 +146,17 @@ PRODUCTS = ("aten.bmm.default", "aten.baddbmm.default")
 
 
 def written_attention(program: Program) -> Iterator[Node]:
-    """Attention that is written out: softmaxes over the last dim of scores (..., s, t), which a product of two activations
-    gives, scaled, capped, masked as they may be."""
+    """Attention that is written out: softmaxes over the last dim of scores (..., s, t), which a product of two
+    activations gives, scaled, capped, masked as they may be."""
     made = program.makers
     for node in program.nodes:
         if node.phase == "forward" and node.target == "aten._softmax.default":
             shape = program.values[node.refs[0]].shape
-            if len(shape) > 2 and node.args[1] in (-1, len(shape) - 1) and any(score_products(program, made, node.refs[0])):
+            if (
+                len(shape) > 2
+                and node.args[1] in (-1, len(shape) - 1)
+                and any(score_products(program, made, node.refs[0]))
+            ):
                 yield node
 
 
@@ -175,8 +186,9 @@ _EXPERTS = ("colofunc.experts", "colofunc.experts_backward")  # (tokens, index, 
 def experts(
     program: Program, mesh: Mesh, axis: str, name: str, rows: Sequence[str] = (), rules: Rules | None = None
 ) -> Iterator[tuple[int, list[Wish], dict[int, Layout]]]:
-    """Layers of experts whose hidden units `axis` divides, a column and row pair in each, with tokens on the axes of `rows`: (node
-    index, wishes in the name of a plan, weight -> how it lies). `rules`: those that the plan was given."""
+    """Layers of experts whose hidden units `axis` divides, a column and row pair in each, with tokens on the axes of
+    `rows`: (node index, wishes in the name of a plan, weight -> how it lies). `rules`: those that the plan was
+    given."""
     rules = rules or Rules(program, mesh)
     words = {axis: "f"} | {other: "b0" for other in rows if mesh.axis_size(other) > 1}
     for index, node in enumerate(program.nodes):
@@ -186,7 +198,9 @@ def experts(
             for ref, lies in zip(node.refs[3:], way.ins[3:], strict=True):
                 if lies is not None:
                     leaves |= _leaves_of(program, rules, ref, lies)
-            held = Wish(node.path or "*", "", tuple(words), source=name, targets=_EXPERTS, phases=("forward", "backward"))
+            held = Wish(
+                node.path or "*", "", tuple(words), source=name, targets=_EXPERTS, phases=("forward", "backward")
+            )
             wishes = [attrs.evolve(held, want=f"{{{a}: {word}}}") for a, word in words.items()]
             yield index, wishes, leaves
 
@@ -212,7 +226,9 @@ def _leaves_of(program: Program, rules: Rules, id: int, lies: Layout) -> dict[in
 
 
 def routers(program: Program, some: Collection[int]) -> set[int]:
-    """Of products (node indices) those whose result says which experts a token goes to: first met from a layer's choice and weights."""
+    """Of products (node indices) those whose result says which experts a token goes to: first met from a layer's choice
+    and weights.
+    """
     at = {node.outs[0]: index for index, node in enumerate(program.nodes) if index in some}
     made, found, seen = program.makers, set[int](), set[int]()
     todo = [ref for node in program.nodes if node.target == _EXPERTS[0] for ref in node.refs[1:3]]

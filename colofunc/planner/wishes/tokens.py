@@ -1,12 +1,14 @@
-"""Tokens over ranks: what a plan that splits the sequence wants to know of a step, and its wishes about all but attention.
+"""Tokens over ranks: what a plan that splits the sequence wants to know of a step, and its wishes about all but
+attention.
 
     cf.ext.tokens.attention(program, "direct(cp)")                          the calls of attention
     cf.ext.tokens.wishes(program, mesh, "(cp s)", ("cp",), "direct(cp)")    contiguous; "(s cp)": dealt round
 
-Problem: a step does not say which of its dims are tokens. Idea: attention does: they are what its rows and columns are as many
-as. A leaf of the batch is split if its dim 1 is as long; where no leaf is, the values in which these arise are (patches of an
-image). From there the layout is followed through the program: embeddings, norms, products, the loss. Attention is crossed: it
-takes and gives tokens as they lie, and what it does with them is another wish of the plan, for its own `cf.ext.AttentionPattern`.
+Problem: a step does not say which of its dims are tokens. Idea: attention does: they are what its rows and columns are
+as many as. A leaf of the batch is split if its dim 1 is as long; where no leaf is, the values in which these arise are
+(patches of an image). From there the layout is followed through the program: embeddings, norms, products, the loss.
+Attention is crossed: it takes and gives tokens as they lie, and what it does with them is another wish of the plan, for
+its own `cf.ext.AttentionPattern`.
 """
 
 from __future__ import annotations
@@ -33,9 +35,10 @@ from colofunc.spec.spec import Spec
 #     scores = q @ k.transpose(-2, -1) * scale + mask       bmm (b h) s e, (b h) e t -> (b h) s t
 #     out = dropout(softmax(scores)) @ v                    bmm (b h) s t, (b h) t e -> (b h) s e
 #
-# Problem: scores that are capped, have sinks or terms of their own are no call of attention, which a pattern could replace; they are
-# a dozen operators between two batched products. Idea: none of them looks from one head to another. What the products read is wished
-# split by heads, what comes out by tokens again, and all between them follows; the conversions are the exchange.
+# Problem: scores that are capped, have sinks or terms of their own are no call of attention, which a pattern could
+# replace; they are a dozen operators between two batched products. Idea: none of them looks from one head to another.
+# What the products read is wished split by heads, what comes out by tokens again, and all between them follows; the
+# conversions are the exchange.
 #
 #     forward     q, k (b axis h) .. ..     v (b axis h) t e     out (b h) (axis s) e
 #     backward    dout as v                                      dq, dk, dv by tokens
@@ -81,7 +84,8 @@ def _reading(program: Program, softmax: Node) -> Iterator[Node]:
 
 
 def exchanged(program: Program, mesh: Mesh, axis: str, tokens: str, name: str) -> dict[int, Layout]:
-    """Value -> how it lies: by heads over `axis` what products read, by tokens (an einops group) what comes out, also in backward.
+    """Value -> how it lies: by heads over `axis` what products read, by tokens (an einops group) what comes out, also
+    in backward.
 
     Raises PlanError, in the name of a plan, where heads do not divide over the axis.
     """
@@ -94,7 +98,12 @@ def exchanged(program: Program, mesh: Mesh, axis: str, tokens: str, name: str) -
         for node in each.second:
             found |= _by_tokens(program, mesh, tokens, each, node.outs[0], 1)
         made = program.makers
-        for role, nodes, place in (("q", each.first, -2), ("k", each.first, -1), ("p", each.second, -2), ("v", each.second, -1)):
+        for role, nodes, place in (
+            ("q", each.first, -2),
+            ("k", each.first, -1),
+            ("p", each.second, -2),
+            ("v", each.second, -1),
+        ):
             for node in nodes:
                 roles.setdefault(root(made, node.refs[place]), []).append((role, each))
     for node in program.nodes:
@@ -104,9 +113,17 @@ def exchanged(program: Program, mesh: Mesh, axis: str, tokens: str, name: str) -
 
 
 def _backward(
-    program: Program, mesh: Mesh, axis: str, tokens: str, node: Node, roles: Mapping[int, list[tuple[str, Written]]], name: str
+    program: Program,
+    mesh: Mesh,
+    axis: str,
+    tokens: str,
+    node: Node,
+    roles: Mapping[int, list[tuple[str, Written]]],
+    name: str,
 ) -> dict[int, Layout]:
-    """What a product of backward reads and gives, by the operand of forward that it reads; nothing where that is not clear."""
+    """What a product of backward reads and gives, by the operand of forward that it reads; nothing where that is not
+    clear.
+    """
     made = program.makers
     known = [pair for ref in node.refs[-2:] for pair in roles.get(root(made, ref), ())]
     if len(known) != 1:
@@ -127,7 +144,8 @@ def _by_heads(program: Program, mesh: Mesh, axis: str, each: Written, id: int, n
         return Spec(f"({cut}{axis} _) _ _").bind(mesh, shape)
     if shape[0] % ranks:
         raise PlanError(
-            f"{name}: {heads} heads that are written out at {each.softmax.line} do not divide over the {ranks} ranks of {axis!r}; use "
+            f"{name}: {heads} heads that are written out at {each.softmax.line} do not divide over the {ranks} ranks "
+            f"of {axis!r}; use "
             f"fewer ranks, or gather_kv({axis!r}), which splits tokens only"
         )
     return Spec(f"({axis} _) _ _").bind(mesh, shape)
@@ -148,15 +166,17 @@ __all__ = ["attention", "wishes"]
 def attention(program: Program, name: str, written: bool = False, instead: str = "") -> list[AttentionCall]:
     """The calls of attention, forward.
 
-    Raises PlanError, in the name of a plan, where there is none; with `written` not where a model writes out its scores.
-    `instead`: what to take where a model does so and the plan cannot use them.
+    Raises PlanError, in the name of a plan, where there is none; with `written` not where a model writes out its
+    scores. `instead`: what to take where a model does so and the plan cannot use them.
     """
     nodes, scores = _nodes(program), list(written_attention(program))
     if not nodes and not (written and scores):
         line = f" (it is written out at {scores[0].line})" if scores else ""
         raise PlanError(
-            f"{name} finds no attention in this step{line}; it knows torch's scaled_dot_product_attention, which transformers "
-            "calls with attn_implementation='sdpa'" + (f"; where a model has none, {instead}" if scores and instead else "")
+            f"{name} finds no attention in this step{line}; it knows torch's scaled_dot_product_attention, which "
+            "transformers "
+            "calls with attn_implementation='sdpa'"
+            + (f"; where a model has none, {instead}" if scores and instead else "")
         )
     return [AttentionCall(call_of(node, program.values)[0]) for node in nodes]
 
@@ -167,9 +187,10 @@ def wishes(
 ) -> list[Wish]:  # fmt: skip
     """Wishes that tokens lie over `axes` as an einops group says, wherever they come from.
 
-    `written`: so do the rows of scores that a model writes out; the keys are gathered before the products.
-    `heads`: an axis; such scores are split by their heads over it, and tokens are exchanged for heads before the products and back
-    behind them. `rules`: those that the plan was given. Raises PlanError, in the name of a plan, where tokens do not divide over the ranks.
+    `written`: so do the rows of scores that a model writes out; the keys are gathered before the products. `heads`: an
+    axis; such scores are split by their heads over it, and tokens are exchanged for heads before the products and back
+    behind them. `rules`: those that the plan was given. Raises PlanError, in the name of a plan, where tokens do not
+    divide over the ranks.
     """
     shapes = {id: value.shape for id, value in program.values.items()}
     rows = {id: shapes[id][-2] for node in _nodes(program) for id in node.refs[:3]}  # q, k and v
@@ -181,7 +202,9 @@ def wishes(
     leaves = [leaf for leaf in batch if leaf.shape[1] in lengths]
     given = {leaf.shape[1] for leaf in leaves}
     _check(lengths, given, prod(mesh.axis_size(axis) for axis in mesh.atoms(axes)), name)
-    how: dict[str, Any] = dict(source=name, along=True, across=AttentionCall.TARGETS, gathers=PRODUCTS if written and not heads else ())
+    how: dict[str, Any] = dict(
+        source=name, along=True, across=AttentionCall.TARGETS, gathers=PRODUCTS if written and not heads else ()
+    )
     found = [Wish(leaf.name, f"_ {tokens} ...", axes, ("batch",), **how) for leaf in leaves]
     wanted = {id: Spec(f"... {tokens} _").bind(mesh, shapes[id]) for id, size in rows.items() if size not in given}
     arise = origins(program, rules or Rules(program, mesh), wanted)
@@ -199,7 +222,8 @@ def _check(lengths: Collection[int], given: Collection[int], ranks: int, name: s
         way = f"take a multiple (cf.pad with multiple={ranks} makes one), or fewer ranks"
         if size not in given:
             way = (
-                "they arise inside the model, where nothing can be padded: take inputs of another size, leave out a class token "
+                "they arise inside the model, where nothing can be padded: take inputs of another size, leave out a "
+                "class token "
                 "(timm: class_token=False, global_pool='avg'), or split heads instead (tensor parallelism)"
             )
         raise PlanError(f"{name}: {size} tokens do not divide over {ranks} ranks; {way}")

@@ -7,8 +7,8 @@
     Wish("*", ("(dp o) i", "o (dp i)"))        one of several, the cheapest
     Wish("batch.*", "(dp ...)", along=True)    and every operator that it reaches by itself works so (`follow`)
 
-Problem: dicts, functions and named plans say the same in different ways. Idea: all become one record, `Wish`; what it means
-for a program's leaves and operators, and that a clash is an error, is `wished`'s.
+Problem: dicts, functions and named plans say the same in different ways. Idea: all become one record, `Wish`; what it
+means for a program's leaves and operators, and that a clash is an error, is `wished`'s.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ class Wish:
     """One wish. `match`: a glob on parameter names or module paths, or a test of the name.
 
     `want`: a spec (of a tensor), several of which any will do, or "{axis: factor}" (of an operator; "{tp: whole}" keeps
-    tp out). `axes`: it speaks for these only; None: those that `want` names, all if it names none. `roles`: input leaves it may mean; None:
-    parameters, or any leaf where no parameter matches. `source`: who wishes, for messages. `optional`: it may match
-    nothing. `along`: operators that work on the tensor as it lies, forward and backward, are held to do so; wishes of one
-    source are followed together, and so is what an operator gives under the pattern of a plugin that is wished for it.
-    `rest`: how results that are reduced on the way lie then (see `follow`), which holds what
-    works on these too. `regather`: whether a parameter is gathered anew in backward; None: as memory asks. `phases`: the
-    phases whose operators an operator wish holds. `chunk`: the parameter lies with others in chunks of so many elements
-    ("auto": searched), which are gathered and reduced as one. `scatter`: whether its gradient is reduced in each microbatch
-    (True: less memory, more on the wire) or once; None: as memory asks. The role "grad" means what the update
-    makes of gradients elementwise. The words in "{axis: word}" are factors of the
-    operator's rule, or what a plugin's strategy calls its own pattern ("{cp: ring}"). `across`: operators that are not
-    followed but crossed: what goes in split comes out split, and a wish of its own says how they work (see `follow`).
-    `rank`: where wishes speak for one axis of one tensor or operator, those of lower rank are not heard.
-    `apart`: where several results that are reduced on the way are summed, each is reduced by itself before (see `follow`).
-    `gathers`: products whose last operand is gathered where it does not fit the others (keys, of which rows of scores need all).
-    `values`: ids of values inside the program, instead of names: those that read them take them so, and it is followed from there.
-    Of an operator wish: only the operators that make one of them, where several stand under one path (an adapter's products).
+    tp out). `axes`: it speaks for these only; None: those that `want` names, all if it names none. `roles`: input
+    leaves it may mean; None: parameters, or any leaf where no parameter matches. `source`: who wishes, for messages.
+    `optional`: it may match nothing. `along`: operators that work on the tensor as it lies, forward and backward, are
+    held to do so; wishes of one source are followed together, and so is what an operator gives under the pattern of a
+    plugin that is wished for it. `rest`: how results that are reduced on the way lie then (see `follow`), which holds
+    what works on these too. `regather`: whether a parameter is gathered anew in backward; None: as memory asks.
+    `phases`: the phases whose operators an operator wish holds. `chunk`: the parameter lies with others in chunks of so
+    many elements ("auto": searched), which are gathered and reduced as one. `scatter`: whether its gradient is reduced
+    in each microbatch (True: less memory, more on the wire) or once; None: as memory asks. The role "grad" means what
+    the update makes of gradients elementwise. The words in "{axis: word}" are factors of the operator's rule, or what a
+    plugin's strategy calls its own pattern ("{cp: ring}"). `across`: operators that are not followed but crossed: what
+    goes in split comes out split, and a wish of its own says how they work (see `follow`). `rank`: where wishes speak
+    for one axis of one tensor or operator, those of lower rank are not heard. `apart`: where several results that are
+    reduced on the way are summed, each is reduced by itself before (see `follow`). `gathers`: products whose last
+    operand is gathered where it does not fit the others (keys, of which rows of scores need all). `values`: ids of
+    values inside the program, instead of names: those that read them take them so, and it is followed from there. Of an
+    operator wish: only the operators that make one of them, where several stand under one path (an adapter's products).
     """
 
     match: str | Callable[[str], bool]
@@ -98,7 +98,8 @@ class Wish:
 class NamedPlan(Protocol):
     """What `zero(3, "dp")` and its like return: wishes about the axes it names, for a given program and mesh.
 
-    A plan that asks what operators can do takes a third argument, `rules` (`cf.ext.Rules`): it knows the rules of the step's own plugins.
+    A plan that asks what operators can do takes a third argument, `rules` (`cf.ext.Rules`): it knows the rules of the
+    step's own plugins.
     """
 
     axes: tuple[str, ...]
@@ -121,7 +122,9 @@ def wishes_of(
         mesh.atoms(plan.axes)  # raises on unknown axes, with near names
         wishes: Callable[..., Sequence[Wish]] = plan.wishes
         told = {"rules": rules} if "rules" in inspect.signature(wishes).parameters else {}
-        return tuple(w if w.axes is not None else attrs.evolve(w, axes=plan.axes) for w in wishes(program, mesh, **told))
+        return tuple(
+            w if w.axes is not None else attrs.evolve(w, axes=plan.axes) for w in wishes(program, mesh, **told)
+        )
     if isinstance(plan, Mapping):
         return tuple(
             attrs.evolve(want, match=match)

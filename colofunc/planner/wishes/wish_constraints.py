@@ -97,7 +97,9 @@ class _Said:
     at: dict[int, At] = attrs.field(factory=dict)
 
     def hear(self, wish: Wish, item: int, all_places: Places, whole: Constraint) -> Constraint | None:
-        """What of a constraint is heard beside wishes of higher rank; raises PlanError where another of its rank says otherwise."""
+        """What of a constraint is heard beside wishes of higher rank; raises PlanError where another of its rank says
+        otherwise.
+        """
         places, heard = part_heard(self.ranks, item, wish.rank, all_places, whole)
         earlier = self.places.setdefault(item, [])
         for other, other_places in earlier:

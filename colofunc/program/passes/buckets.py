@@ -7,8 +7,9 @@ collectives of the same kind, axes and dtype share one buffer where a latency co
 
 Gathers move up to the first of their bucket, whose operands are there already; reductions wait for the last of theirs,
 as long as nobody reads a result in between. A bucket is closed where its transfer takes many latencies, so that what
-follows can still overlap it. The order is part of the program, hence the same on all ranks. Where a machine is said to run software that
-gathers a block at a time (`Software.blocks`), each block is a bucket, however large, and no bucket has members of two.
+follows can still overlap it. The order is part of the program, hence the same on all ranks. Where a machine is said to
+run software that gathers a block at a time (`Software.blocks`), each block is a bucket, however large, and no bucket
+has members of two.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _KINDS = ("colofunc.all_gather", "colofunc.reduce_scatter", "colofunc.all_reduce
 
 @attrs.define
 class Most:
-    """The bytes that a bucket may have, and of the sizes that were asked about the largest that is allowed and the least that is not.
+    """The bytes that a bucket may have, and of the sizes that were asked about the largest that is allowed and the
+    least that is not.
 
     Any other limit from `allowed_bytes` up to below `refused_bytes` gives the same buckets.
     """
@@ -106,7 +108,8 @@ def _find(program: Program, mesh: Mesh, apart: frozenset[int], most: Most) -> li
     first = _first_reads(program)
     open_buckets: dict[Any, _Bucket] = {}
     every: list[_Bucket] = []
-    reduced: dict[int | None, _Bucket] = {}  # value -> the bucket of the reduction that makes it, which waits for its last member
+    # value -> the bucket of the reduction that makes it, which waits for its last member
+    reduced: dict[int | None, _Bucket] = {}
     for index, node in enumerate(program.nodes):
         collective = collective_of(node, program.values)
         if collective is None or node.target not in _KINDS or node.outs[0] in apart:
@@ -127,7 +130,9 @@ def _find(program: Program, mesh: Mesh, apart: frozenset[int], most: Most) -> li
         is_small = is_whole or together * beta_s <= LATENCIES * alpha_s
         if bucket is not None and is_small and most.allows(together):
             waits = reduced.get(node.refs[0])
-            early = made.get(node.refs[0], -1) < bucket.members[0] and (waits is None or waits.members[-1] < bucket.members[0])
+            early = made.get(node.refs[0], -1) < bucket.members[0] and (
+                waits is None or waits.members[-1] < bucket.members[0]
+            )
             if early if kind == "all_gather" else index < bucket.until:
                 if kind != "all_gather":
                     reduced[node.outs[0]] = bucket
@@ -145,7 +150,9 @@ def _find(program: Program, mesh: Mesh, apart: frozenset[int], most: Most) -> li
 
 
 def _block_of(program: Program, index: int) -> str:
-    """The block whose parameters or gradients a collective moves: that of the module where it stands, or of what made its operand."""
+    """The block whose parameters or gradients a collective moves: that of the module where it stands, or of what made
+    its operand.
+    """
     node = program.nodes[index]
     for _ in range(MOST_STEPS):
         block = _block(node.path)

@@ -1,7 +1,7 @@
 """Chunks: one collective per flat buffer of parameters, for what a plan wants packed so (ZeRO).
 
-Problem: a gather per weight and per bias, and a reduction for each of their gradients. Idea: parameters are packed in the
-order in which the program reads them (`packing`), and a pass over the local program puts together, chunk by chunk,
+Problem: a gather per weight and per bias, and a reduction for each of their gradients. Idea: parameters are packed in
+the order in which the program reads them (`packing`), and a pass over the local program puts together, chunk by chunk,
 
     gathers of stored parameters     once per phase, where the first of the chunk is needed; a cast goes into the packing
     reductions of gradients          where the last one of the chunk is there
@@ -10,18 +10,20 @@ order in which the program reads them (`packing`), and a pass over the local pro
     all_gather(w0) linear all_gather(b0) ...        ->        all_gather_flat(w0, b0, ...)  slice  linear ...
 
 Only what tensors hold is sent: chunks are as large as the search says, and what they leave empty costs nothing here.
-Parameters keep their own layouts. Those of a chunk that a step donates lie one behind the other in memory (`buffers_of` says
-which, `executors` and `compiler` keep them so), so that they are gathered without a copy; updates in place write through.
+Parameters keep their own layouts. Those of a chunk that a step donates lie one behind the other in memory (`buffers_of`
+says which, `executors` and `compiler` keep them so), so that they are gathered without a copy; updates in place write
+through.
 
-Note [Copied out]. A gathered chunk is (ranks, elements of a rank), so one parameter's rows (n, a/n, b) lie a whole chunk apart from
-rank to rank and b apart inside: no strides of a matrix (a, b) say that, unless the chunk holds one parameter, which is then a view.
-So every other weight is copied once out of the buffer, as FSDP2 does. A batched product over ranks could read it as it lies, but
-gives (n, tokens, a/n), and putting that in order copies activations instead, as torch's products write no strided blocks. What
-would do: one call that gathers each tensor into a buffer of its own (`all_gather_into_tensor_coalesced`, NCCL's group call). It
-has several results, and a collective of a program has one.
+Note [Copied out]. A gathered chunk is (ranks, elements of a rank), so one parameter's rows (n, a/n, b) lie a whole
+chunk apart from rank to rank and b apart inside: no strides of a matrix (a, b) say that, unless the chunk holds one
+parameter, which is then a view. So every other weight is copied once out of the buffer, as FSDP2 does. A batched
+product over ranks could read it as it lies, but gives (n, tokens, a/n), and putting that in order copies activations
+instead, as torch's products write no strided blocks. What would do: one call that gathers each tensor into a buffer of
+its own (`all_gather_into_tensor_coalesced`, NCCL's group call). It has several results, and a collective of a program
+has one.
 
-Which parameter a collective is about follows from data flow: a gather's operand is made from it; a reduction's result, or an
-output that takes its place, reaches its update with as many elements.
+Which parameter a collective is about follows from data flow: a gather's operand is made from it; a reduction's result,
+or an output that takes its place, reaches its update with as many elements.
 """
 
 from __future__ import annotations
@@ -41,14 +43,18 @@ from colofunc.program.passes.merge import merge
 from colofunc.program.passes.packing import chunk_size, pack
 
 _MOVES = frozenset({"aten._to_copy.default", "colofunc.rearrange", "colofunc.take_shard", "colofunc.fit"})
-# A searched chunk has at least so many elements, or a part of all: few collectives, and little that is gathered at once.
+# A searched chunk has at least so many elements, or a part of all: few collectives, and little that is gathered at
+# once.
 LARGE, FEWEST = 1 << 25, 4
 _MERGED = ("colofunc.all_gather", "colofunc.reduce_scatter", "colofunc.all_reduce")
 
 
 @attrs.frozen
 class _Owned:
-    """A collective of a parameter. `chain`: nodes that make its operand from `source`; it may run where `source` is there."""
+    """A collective of a parameter.
+
+    `chain`: nodes that make its operand from `source`; it may run where `source` is there.
+    """
 
     index: int
     owner: int  # input of the whole program
@@ -83,10 +89,14 @@ class _Scope:
 
 def _is_move(node: Node) -> bool:
     """Whether a node may as well run elsewhere: a view, a move or a cast of one operand, without communication."""
-    return node.target in _MOVES or (len(node.refs) == 1 and kind_of(node) is None and may_alias(node) and not written(node))
+    return node.target in _MOVES or (
+        len(node.refs) == 1 and kind_of(node) is None and may_alias(node) and not written(node)
+    )
 
 
-def chunked(program: Program, wanted: Mapping[int, int | str]) -> tuple[Program, Mapping[tuple[int | None, ...], frozenset[int]]]:
+def chunked(
+    program: Program, wanted: Mapping[int, int | str]
+) -> tuple[Program, Mapping[tuple[int | None, ...], frozenset[int]]]:
     """`program` (functional, local) with one collective per chunk, and the results of these collectives.
 
     wanted: inputs that lie in chunks -> elements of a chunk, or "auto". Results are named per scope: () is the program,
@@ -134,7 +144,9 @@ def buffers_of(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def _scopes(program: Program) -> dict[int, _Scope]:
-    """The program (-1) and the bodies of its loops, by the index of their node; not those in parts, which keep their collectives apart."""
+    """The program (-1) and the bodies of its loops, by the index of their node; not those in parts, which keep their
+    collectives apart.
+    """
     given = {i: i for i in program.inputs}
     top = _Scope(program, given, given, {})
     found = {-1: top}
@@ -167,7 +179,9 @@ def _find(scope: _Scope, wanted: Mapping[int, int | str]) -> None:
 
 
 def _updated(scope: _Scope | None, id: int | None, wanted: Mapping[int, int | str]) -> int | None:
-    """The wanted parameter in whose update a value goes, through operators that keep its elements, or whose place it takes."""
+    """The wanted parameter in whose update a value goes, through operators that keep its elements, or whose place it
+    takes.
+    """
     pending, seen = [id], {id}
     while pending and scope is not None:
         at = pending.pop(0)
@@ -211,7 +225,9 @@ def _packed(scopes: Mapping[int, _Scope], wanted: Mapping[int, int | str]) -> tu
         for one in scope.owned:
             node = scope.program.nodes[one.index]
             numel[one.owner] = max(numel.get(one.owner, 0), one.numel)
-            family.setdefault(one.owner, (str(top.values[one.owner].dtype), tuple(node.args[1]), str(wanted[one.owner])))
+            family.setdefault(
+                one.owner, (str(top.values[one.owner].dtype), tuple(node.args[1]), str(wanted[one.owner]))
+            )
     used: dict[int, tuple[int, int]] = {}
     for at, scope in sorted(scopes.items()):
         for id, outer in scope.about.items():
@@ -238,7 +254,9 @@ def _packed(scopes: Mapping[int, _Scope], wanted: Mapping[int, int | str]) -> tu
 
 
 def _orders(scopes: Mapping[int, _Scope], members: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
-    """Donated parameter -> (chunk, place in its buffer): first those that are gathered in most phases, so that runs are whole."""
+    """Donated parameter -> (chunk, place in its buffer): first those that are gathered in most phases, so that runs are
+    whole.
+    """
     top = scopes[-1].program
     donated = {top.inputs[into] for _, into in top.aliases}
     times: dict[int, set[Any]] = {}
@@ -264,17 +282,29 @@ class _Group:
     arrived: int = 0
 
 
-def _merged(scope: _Scope, chunk_of: Mapping[int, int], order: Mapping[int, tuple[int, int]]) -> tuple[Program, set[int]]:
+def _merged(
+    scope: _Scope, chunk_of: Mapping[int, int], order: Mapping[int, tuple[int, int]]
+) -> tuple[Program, set[int]]:
     """The program of a scope with its groups put together, and the results of the collectives that stand for them."""
     nodes = scope.program.nodes
     groups: dict[Any, _Group] = {}
     for one in scope.owned:
         node = nodes[one.index]
         operand = scope.program.values[node.refs[0]].dtype
-        key = (node.target, node.args[1:], node.on, operand, chunk_of[one.owner], node.phase if one.early else "", one.early)
+        key = (
+            node.target,
+            node.args[1:],
+            node.on,
+            operand,
+            chunk_of[one.owner],
+            node.phase if one.early else "",
+            one.early,
+        )
         groups.setdefault(key, _Group([])).members.append(one)
     # One alone is packed too if that is its cast: what is sent then need not live from its cast to its gather.
-    together = [g for g in groups.values() if len(g.members) > 1 or len(_kept(g.members[0], nodes)) < len(g.members[0].chain)]
+    together = [
+        g for g in groups.values() if len(g.members) > 1 or len(_kept(g.members[0], nodes)) < len(g.members[0].chain)
+    ]
     while together:
         edit = Editor(scope.program)
         made = _scheduled(scope, together, edit, order)
@@ -290,7 +320,9 @@ def _merged(scope: _Scope, chunk_of: Mapping[int, int], order: Mapping[int, tupl
 def _scheduled(
     scope: _Scope, groups: Sequence[_Group], edit: Editor, order: Mapping[int, tuple[int, int]]
 ) -> list[Node] | _Group:
-    """The nodes in their order, each as soon as its operands are there; a group that would wait for itself, if there is one."""
+    """The nodes in their order, each as soon as its operands are there; a group that would wait for itself, if there is
+    one.
+    """
     nodes = scope.program.nodes
     group_of = {one.index: group for group in groups for one in group.members}
     for each in groups:

@@ -26,9 +26,10 @@ from colofunc.program.passes.schedule import next_of_kind
 
 _REDUCES = frozenset({"reduce_scatter", "all_reduce"})
 ALONE_BYTES = 1 << 20
-"""Smallest operand whose second reduction moves up. The first reduction of a smaller one waits in its queue for longer than it takes, and
-small ones that are left to the end go together (`passes.buckets`). A constant: how long it waits depends on what else is queued, which
-the latency of a link does not say, and the order of a program is chosen before its machine is asked."""
+"""Smallest operand whose second reduction moves up. The first reduction of a smaller one waits in its queue for longer
+than it takes, and small ones that are left to the end go together (`passes.buckets`). A constant: how long it waits
+depends on what else is queued, which the latency of a link does not say, and the order of a program is chosen before
+its machine is asked."""
 
 
 def reduces_early(program: Program) -> Program:
@@ -58,10 +59,12 @@ def _early(program: Program, gathered: bool = False) -> Program:
 
 
 def _order(program: Program, chains: Sequence[list[int]]) -> list[int]:
-    """Each chain up to its first reduction goes behind its operand, a second one behind the operand of a later chain, and so on.
+    """Each chain up to its first reduction goes behind its operand, a second one behind the operand of a later chain,
+    and so on.
 
-    A reduction of what another one delivers waits for it, and the device with it. So there has to be work in between: of later chains
-    those count whose operand is at least half as large, such as another weight's and not that of the bias beside it.
+    A reduction of what another one delivers waits for it, and the device with it. So there has to be work in between:
+    of later chains those count whose operand is at least half as large, such as another weight's and not that of the
+    bias beside it.
     """
     operands = {chain[0]: program.nodes[chain[0]].refs[0] for chain in chains}
     behind = sorted((program.made_at.get(id, -1), program.values[id].nbytes) for id in operands.values())
@@ -95,7 +98,9 @@ def _is_reduction(node: Node) -> bool:
 
 
 def _goes_along(node: Node) -> bool:
-    """Whether a node in front of a reduction moves up with it: what prepares it, and another one, as where ranks in a box sum first."""
+    """Whether a node in front of a reduction moves up with it: what prepares it, and another one, as where ranks in a
+    box sum first.
+    """
     return _is_move(node) or _is_reduction(node)
 
 
@@ -131,7 +136,10 @@ def updates_late(program: Program, lag: int = 2) -> Program:
 
 
 class _Touches:
-    """Where memory is read and written, by group and in order. Nobody scans a program for each of thousands of nodes."""
+    """Where memory is read and written, by group and in order.
+
+    Nobody scans a program for each of thousands of nodes.
+    """
 
     def __init__(self, program: Program, memory: Aliases) -> None:
         self.program, self.memory = program, memory
@@ -180,7 +188,8 @@ def views_late(program: Program) -> Program:
 
 
 def outputs_late(body: Program) -> Program:
-    """Move views of what a collective delivers, of which a loop takes nothing but outputs, behind the next one of its kind.
+    """Move views of what a collective delivers, of which a loop takes nothing but outputs, behind the next one of its
+    kind.
 
     What is computed until then overlaps it: a loop takes an output where it stands.
     """

@@ -1,14 +1,15 @@
 """Cut: the body of a loop in parts that ranks do for one microbatch and another, as a timetable says.
 
-Problem: in a loop over microbatches each trip goes through all stages of a pipeline before the next begins, so that one stage works and
-the others wait. Idea: a trip consists of parts, and a schedule is a table that says which rank does which part for which microbatch:
+Problem: in a loop over microbatches each trip goes through all stages of a pipeline before the next begins, so that one
+stage works and the others wait. Idea: a trip consists of parts, and a schedule is a table that says which rank does
+which part for which microbatch:
 
     F0 F1 F2 | B2 B1 B0 [| W2 W1 W0]        forward of each stage, its backward, or input gradients (I) and weight gradients (W) apart
 
 What part a node is in, `parts_of_nodes` finds. See Note [Floating] there of what is in none.
 
-Note [Sends]. What is sent belongs to the part that makes it, and is received in the part that first reads it (`places.on_rank`). A value
-that is sent only to be gathered is gathered where it is, and sent once, behind the loop.
+Note [Sends]. What is sent belongs to the part that makes it, and is received in the part that first reads it
+(`places.on_rank`). A value that is sent only to be gathered is gathered where it is, and sent once, behind the loop.
 
 Source: the parts F, B, I and W are those of Zero Bubble Pipeline Parallelism (2401.10241), section 2.
 """
@@ -53,7 +54,8 @@ def _timetable_to_follow(node: Node) -> Timetable | None:
 
 
 def _owned(program: Program, timetable: Timetable) -> dict[int, int]:
-    """Value outside of the loop -> the stage that it belongs to: that of the one weight that it is made of, by casts and gathers.
+    """Value outside of the loop -> the stage that it belongs to: that of the one weight that it is made of, by casts
+    and gathers.
 
     What is made of a buffer (rotary tables) may be for all layers.
     """
@@ -81,7 +83,9 @@ def _cut(node: Node, timetable: Timetable, edit: Editor, owned: Mapping[int, int
     node, sends = _sent_behind(node, edit)
     of_nodes = PartsOfNodes(node, _loop_of(node).body, timetable, owned)
     body = of_nodes.body
-    apart = [position for position, out in enumerate(body.outputs) if out in of_nodes.floating or out not in body.makers]
+    apart = [
+        position for position, out in enumerate(body.outputs) if out in of_nodes.floating or out not in body.makers
+    ]
     if apart:
         yield _part_of_loop(node, apart, None)
         rest = [position for position in range(len(node.outs)) if position not in apart]
@@ -99,7 +103,9 @@ def _loop_of(node: Node) -> Loop:
 
 
 def _sent_behind(node: Node, edit: Editor) -> tuple[Node, list[Node]]:
-    """The loop gathering, where they are, values that are sent only to be gathered; and the nodes that send what was gathered."""
+    """The loop gathering, where they are, values that are sent only to be gathered; and the nodes that send what was
+    gathered.
+    """
     body = _loop_of(node).body
     outs = list(node.outs)
     outputs = list(body.outputs)
@@ -179,7 +185,9 @@ class _Parts:
         missing = sorted(set(instances) - actions)
         if missing:
             stage, kind = missing[0]
-            raise PlanError(f"the timetable has no action {stage}{kind}, and the step has such a part; use a schedule that has it")
+            raise PlanError(
+                f"the timetable has no action {stage}{kind}, and the step has such a part; use a schedule that has it"
+            )
         parts = tuple(sorted(actions, key=_in_trip))
         ends = []
         for part in parts:
@@ -198,8 +206,10 @@ class _Parts:
         if len(ids) > 1:
             stages = " and ".join(map(str, sorted(self.of_nodes.ranks(maker))))
             raise PlanError(
-                f"{maker.target} ({maker.line}) runs on ranks {stages} of {self.along!r}, and what it gives is wanted once: operators are "
-                "on the stage of the parameters that they read, and weights that a step makes of gradients, for a second forward pass, "
+                f"{maker.target} ({maker.line}) runs on ranks {stages} of {self.along!r}, and what it gives is wanted "
+                "once: operators are "
+                "on the stage of the parameters that they read, and weights that a step makes of gradients, for a "
+                "second forward pass, "
                 "are on none. Try: cf.accumulate and zero(...) in place of cf.pipeline for this step"
             )
         return ids.pop()
@@ -262,7 +272,9 @@ class _Parts:
 
 
 def _in_trip(part: Part) -> tuple[int, int]:
-    """Where a part stands in one trip: forward from the first stage, then backward from the last, then weight gradients."""
+    """Where a part stands in one trip: forward from the first stage, then backward from the last, then weight
+    gradients.
+    """
     stage, kind = part
     if kind == FORWARD:
         return 0, stage

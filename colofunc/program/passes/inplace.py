@@ -1,30 +1,30 @@
 """In place: donated state is updated where it lies, proven safe.
 
-Problem: a functional update holds old and new state at once, twice the parameters and moments, or a second key-value cache. Idea: the
-last pass replaces an operator by its in-place twin, as schemas have it (`colofunc.ops.twins`), where each value that it would write to
-is a donated input of the same layout whose new value is the result that is written over it, and no node after it reads the old value or
-anything that may share its memory.
+Problem: a functional update holds old and new state at once, twice the parameters and moments, or a second key-value
+cache. Idea: the last pass replaces an operator by its in-place twin, as schemas have it (`colofunc.ops.twins`), where
+each value that it would write to is a donated input of the same layout whose new value is the result that is written
+over it, and no node after it reads the old value or anything that may share its memory.
 
     %9, %10, %11, _ = adamw(%p, %g, %m, %v, ...)    ->    adamw_(%p, %g, %m, %v, ...)              outputs: %p, %m, %v
     %4 = index_copy(%cache, 2, %at, %keys)          ->    index_copy_(%cache, 2, %at, %keys)       output: %cache
     %5 = mul(%mean, 0.9)   %6 = add(%5, %x)         ->    mul.out(%mean, 0.9, out=%mean)   add.out(%mean, %x, out=%mean)
 
-The last of these is how `_Overwrite` goes back from the new value: over a temporary that dies there and lies in the old value's memory
-itself, or over the old value; and what is written into a part of a copy of the old value (`slice_scatter` and its like) is computed in
-that part.
+The last of these is how `_Overwrite` goes back from the new value: over a temporary that dies there and lies in the old
+value's memory itself, or over the old value; and what is written into a part of a copy of the old value
+(`slice_scatter` and its like) is computed in that part.
 
-Where a parameter is whole and its moments are shards (ZeRO-1 and 2), the update makes new shards of the parameter alone, and
-what is gathered of them is written over the old parameter (`_written_over`):
+Where a parameter is whole and its moments are shards (ZeRO-1 and 2), the update makes new shards of the parameter
+alone, and what is gathered of them is written over the old parameter (`_written_over`):
 
     adamw(take_shard(%p), %g, %m, %v, ...)          ->        %c = clone(take_shard(%p))  adamw_(%c, %g, %m, %v, ...)
     %n = all_gather(...)                                      write_(%p, all_gather(%c))                outputs: %p, %m, %v
 
-Where state may lie in another tier (`every_state`), so is every other new value of state, as an update that was written in aten
-makes them: else all of them would be held until the step is over.
+Where state may lie in another tier (`every_state`), so is every other new value of state, as an update that was written
+in aten makes them: else all of them would be held until the step is over.
 
-What leaves the step beside a new value of state and shares its memory (the value itself, or a view of it) leaves as a copy: the next
-step writes over the state. So does what shares memory with an argument: a step to which that is donated may write over it. Values without
-dims stay as they are: to write over a counter saves nothing.
+What leaves the step beside a new value of state and shares its memory (the value itself, or a view of it) leaves as a
+copy: the next step writes over the state. So does what shares memory with an argument: a step to which that is donated
+may write over it. Values without dims stay as they are: to write over a counter saves nothing.
 
 Temporaries are the other case: an operator writes over an operand that dies with it (see `reuse`).
 
@@ -50,14 +50,16 @@ from colofunc.program.passes.reuse import fuse, kept_for_one_part, over, reuse
 from colofunc.program.passes.schedule import updates_early
 from colofunc.program.places import made_at
 
-MOVES = frozenset(("colofunc.rearrange", "colofunc.fit", "aten.slice.Tensor", "aten.view.default", "aten.alias.default"))
+MOVES = frozenset(
+    ("colofunc.rearrange", "colofunc.fit", "aten.slice.Tensor", "aten.view.default", "aten.alias.default")
+)
 
 
 def in_place(program: Program, temporaries: bool = True, every_state: bool = False) -> Program:
     """`program` with updates and temporaries in place where that is proven safe; stage "inplace".
 
-    temporaries=False: updates of donated leaves only, for an executor that plans its own temporaries. every_state: updates
-    without a twin are copied over the old values too, which takes a copy and holds less.
+    temporaries=False: updates of donated leaves only, for an executor that plans its own temporaries. every_state:
+    updates without a twin are copied over the old values too, which takes a copy and holds less.
     """
     program = _leaving_apart(program)
     program = fuse(program) if temporaries else program
@@ -66,7 +68,9 @@ def in_place(program: Program, temporaries: bool = True, every_state: bool = Fal
 
 
 def _leaving_apart(program: Program) -> Program:
-    """Results that share memory with the new value of a donated leaf, or with an argument that stays the caller's, leave as copies."""
+    """Results that share memory with the new value of a donated leaf, or with an argument that stays the caller's,
+    leave as copies.
+    """
     memory, edit, end = aliases(program), Editor(program), len(program.nodes)
     donated = {out for out, _ in program.aliases}
     mine = set(map(memory.group, program.inputs))
@@ -82,15 +86,18 @@ def _leaving_apart(program: Program) -> Program:
         on = None if layout is None else layout.at
         copy = Node("aten.clone.default", (Ref(id),), (), (outputs[k],), note=note, on=on)
         maker = program.makers.get(id)
-        edit.insert(end, copy if maker is None else attrs.evolve(copy, phase=maker.phase, path=maker.path, line=maker.line))
+        edit.insert(
+            end, copy if maker is None else attrs.evolve(copy, phase=maker.phase, path=maker.path, line=maker.line)
+        )
     return edit.done(outputs=outputs) if outputs != list(program.outputs) else program
 
 
 def _over_donated(program: Program, every_state: bool) -> Program:
-    """New values of donated leaves written over the old ones, where an operator can do that and nobody reads the old one later.
+    """New values of donated leaves written over the old ones, where an operator can do that and nobody reads the old
+    one later.
 
-    Where copies between tiers are planned (`every_state`), elementwise work stays functional: a search that moves updates to the host
-    takes what ends in one `write_` as one of them.
+    Where copies between tiers are planned (`every_state`), elementwise work stays functional: a search that moves
+    updates to the host takes what ends in one `write_` as one of them.
     """
     edit, overwrite = Editor(program), _Overwrite(program)
     for index, node in enumerate(program.nodes):
@@ -104,7 +111,9 @@ def _over_donated(program: Program, every_state: bool) -> Program:
         args = list(node.args)
         for out, position in kept:  # the old value stays: what is written over is a copy
             copy = edit.new(program.values[out])
-            edit.insert(index, attrs.evolve(node, target="aten.clone.default", args=(args[position],), kwargs=(), outs=(copy,)))
+            edit.insert(
+                index, attrs.evolve(node, target="aten.clone.default", args=(args[position],), kwargs=(), outs=(copy,))
+            )
             args[position] = Ref(copy)
             edit.rename(out, copy)
         for out, into in found:
@@ -125,7 +134,9 @@ def _stage(body: Program) -> Program:
 
 
 def _body(body: Program, own: frozenset[int] = frozenset()) -> Program:
-    """The body of a loop, or a part of it: nothing is donated to it, so only temporaries are written over. own: inputs that are, too."""
+    """The body of a loop, or a part of it: nothing is donated to it, so only temporaries are written over. own: inputs
+    that are, too.
+    """
     return _stage(reuse(fuse(body, own), own))
 
 
@@ -163,7 +174,9 @@ class _Overwrite:
     # ---- operators with several results ----
 
     def pairs(self, index: int, node: Node, twin: Twin) -> tuple[Pairs, Pairs] | None:
-        """(result, input it is written to) and (result, argument it needs a copy of); None where nothing can be written over."""
+        """(result, input it is written to) and (result, argument it needs a copy of); None where nothing can be written
+        over.
+        """
         found: Pairs = []
         kept: Pairs = []
         for result, position in twin.places:
@@ -197,12 +210,18 @@ class _Overwrite:
 
     def changes(self, new: int, old: int) -> list[_Change]:
         """What makes `new` in the memory of `old`; nothing where that cannot be."""
-        if new == old or not self.program.values[new].shape or self.program.times_returned[new] != 1 or not self._alike(new, old):
+        if (
+            new == old
+            or not self.program.values[new].shape
+            or self.program.times_returned[new] != 1
+            or not self._alike(new, old)
+        ):
             return []
         return self._made_in(new, old, frozenset()) or []
 
     def _made_in(self, id: int, into: int, through: frozenset[int]) -> list[_Change] | None:
-        """The changes by which `id` is made in the memory of `into`, an input or a view of one that the nodes `through` write it back to.
+        """The changes by which `id` is made in the memory of `into`, an input or a view of one that the nodes `through`
+        write it back to.
 
         None where there are none.
         """
@@ -246,7 +265,11 @@ class _Overwrite:
             looks = self.program.nodes[k]
             if k >= made_at or looks.target != view or looks.args != (Ref(into), *node.args[2:]) or not looks.results:
                 continue
-            before = self._made_in(part, looks.results[0], through | {index}) if self._alike(part, looks.results[0]) else None
+            before = (
+                self._made_in(part, looks.results[0], through | {index})
+                if self._alike(part, looks.results[0])
+                else None
+            )
             if before is not None:
                 return [*before, _Change(index, (), out, into)]
         return None
@@ -268,7 +291,9 @@ class _Overwrite:
     def _is_free(self, into: int, index: int, through: Collection[int] = ()) -> bool:
         """Whether nobody behind node `index` reads memory that `into` lies in, but for the nodes `through`."""
         group = self.memory.group(into)
-        return not self.memory.is_output(group) and all(k <= index or k in through for k in self._group_readers.get(group, ()))
+        return not self.memory.is_output(group) and all(
+            k <= index or k in through for k in self._group_readers.get(group, ())
+        )
 
     def _alike(self, a: int, b: int) -> bool:
         """Whether two values are of one shape, dtype and layout."""
@@ -277,7 +302,9 @@ class _Overwrite:
 
 
 def _written_over(program: Program, every_state: bool) -> Program:
-    """What is gathered of a donated input's new value, or `every_state`, is written over the old one, behind its last reader."""
+    """What is gathered of a donated input's new value, or `every_state`, is written over the old one, behind its last
+    reader.
+    """
     memory, makers, edit = aliases(program), program.makers, Editor(program)
     outputs, end = list(program.outputs), len(program.nodes)
     for out, position in program.aliases:

@@ -1,8 +1,10 @@
-"""Which kernel a plan counts on: its seconds and the memory of its own, at each call that has kernels for the machine's device.
+"""Which kernel a plan counts on: its seconds and the memory of its own, at each call that has kernels for the machine's
+device.
 
-Problem: a fused kernel is several times faster than the operators that it stands for, and holds memory that no value of the program
-has. Idea: behind all passes that change shapes, each call is shown to the kernels of its operator (`ops/kernels.py`), and what the one
-that it gets takes is written to its node. The clock and the accountant read it there; text, hash and files of a program do without.
+Problem: a fused kernel is several times faster than the operators that it stands for, and holds memory that no value of
+the program has. Idea: behind all passes that change shapes, each call is shown to the kernels of its operator
+(`ops/kernels.py`), and what the one that it gets takes is written to its node. The clock and the accountant read it
+there; text, hash and files of a program do without.
 
     with_kernels(local, mesh, registry.kernels)        # node.kernel: Planned("flash", 0.0021, 0)
 
@@ -50,9 +52,11 @@ def rates_of(topology: Topology) -> Rates:
     return Rates(lambda dtype: rate(topology, str(dtype)), device.memory_bytes_per_s, device.launch_s, attention)
 
 
-def _by_one(known: tuple[AttentionRate, ...], named: str, kernel: str, head: int, keys: float, backward: bool) -> float | None:
-    """Attention of other software (`Topology.with_software`): torch's flash kernel stands for the one that is named, and the others of
-    torch stand to it as they do without rates of their own.
+def _by_one(
+    known: tuple[AttentionRate, ...], named: str, kernel: str, head: int, keys: float, backward: bool
+) -> float | None:
+    """Attention of other software (`Topology.with_software`): torch's flash kernel stands for the one that is named,
+    and the others of torch stand to it as they do without rates of their own.
     """
     return attention_flops_per_s(known, named, head, keys, backward) if kernel == "flash" else None
 
@@ -86,7 +90,11 @@ def _chosen(candidates: Iterable[Kernel], call: KernelCall, rates: Rates) -> Pla
     kernel = choose(tuple(candidates), call, rates)
     if kernel is None:
         return None
-    return Planned(getattr(kernel.fn, "__name__", type(kernel.fn).__name__), kernel.cost_s(call, rates), kernel.workspace_bytes(call))
+    return Planned(
+        getattr(kernel.fn, "__name__", type(kernel.fn).__name__),
+        kernel.cost_s(call, rates),
+        kernel.workspace_bytes(call),
+    )
 
 
 def call_of_node(node: Node, values: Mapping[int, Value], known: Positions, capability: tuple[int, int]) -> KernelCall:

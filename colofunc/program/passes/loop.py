@@ -9,10 +9,10 @@ trip writes one chunk of, and everything else runs once, before or after.
     %10 = all_reduce(%9, time)                  %9 = linear_dw(%8, %5)
                                                 %10 += %9
 
-Note [Levels]. What a loop accumulates is known only behind it, so a microbatch's node that needs it runs in a later loop:
-the number of labels of the batch, which every microbatch's loss is divided by, is one. The level of a value is the
-number of accumulations that have to end one after another before it is known. Accumulations run in the *latest* loop
-that is early enough for who reads them, so most steps have one loop that does the work and, before it, one that
+Note [Levels]. What a loop accumulates is known only behind it, so a microbatch's node that needs it runs in a later
+loop: the number of labels of the batch, which every microbatch's loss is divided by, is one. The level of a value is
+the number of accumulations that have to end one after another before it is known. Accumulations run in the *latest*
+loop that is early enough for who reads them, so most steps have one loop that does the work and, before it, one that
 counts labels. What two loops need is computed in both: labels and masks cost nothing. Where that would compute a matrix
 product twice, an operator mixes the samples of the batch, and the step cannot be split without computing its forward
 again: that is an error that names the operator, or an estimate.
@@ -46,14 +46,16 @@ _BATCH = frozenset({"batch", "constant", "seed"})
 def fold(program: Program, axis: str, trips: int, mixing: str = "error", lean: bool = False) -> Program:
     """The program of `time.over_time` as loops over its axis. Raises PlanError where an operator mixes samples.
 
-    lean: what is gathered for the microbatches alone, parameters that lie sharded, is gathered in each trip anew: less is
-    held and more is sent. Otherwise it is gathered once and held.
+    lean: what is gathered for the microbatches alone, parameters that lie sharded, is gathered in each trip anew: less
+    is held and more is sent. Otherwise it is gathered once and held.
     """
     program, plan = unmixed(program, axis, trips, mixing, lean)
     return _folded(program, plan, axis, trips)
 
 
-def unmixed(program: Program, axis: str, trips: int, mixing: str = "error", lean: bool = False) -> tuple[Program, _Plan]:
+def unmixed(
+    program: Program, axis: str, trips: int, mixing: str = "error", lean: bool = False
+) -> tuple[Program, _Plan]:
     """The program in which no operator mixes samples, or PlanError that names the first which does."""
     estimated = False
     while True:
@@ -73,18 +75,24 @@ Owned = Callable[[Loop], Sequence[Collection[int]]]
 
 
 def within(program: Program, change: Callable[..., Program], owned: Owned | None = None) -> Program:
-    """`program` with the body of every loop changed. owned: `change` is told as well what a part may write over of what it is given."""
+    """`program` with the body of every loop changed. owned: `change` is told as well what a part may write over of what
+    it is given.
+    """
     if not any(node.loop for node in program.nodes):
         return program
     edit = Editor(program)
     for index, node in enumerate(program.nodes):
         if node.loop is not None:
-            edit.change(index, loop=changed(node.loop, lambda body, *own: within(change(body, *own), change, owned), owned))
+            edit.change(
+                index, loop=changed(node.loop, lambda body, *own: within(change(body, *own), change, owned), owned)
+            )
     return edit.done()
 
 
 def changed(loop: Loop, change: Callable[..., Program], owned: Owned | None = None) -> Loop:
-    """A loop with its body changed, part by part where it is cut (`passes.cut`): nothing moves between parts. owned: see `within`."""
+    """A loop with its body changed, part by part where it is cut (`passes.cut`): nothing moves between parts. owned:
+    see `within`.
+    """
     timetable = loop.cut_by
     if timetable is None:
         return attrs.evolve(loop, body=change(loop.body))
@@ -128,7 +136,9 @@ def gathered_at(body: Program) -> dict[int, list[int]]:
 
 
 def last_uses(body: Program) -> dict[int, int]:
-    """Value of a body -> index of the last node that needs it (see `lifetimes`); an output is needed until it is gathered."""
+    """Value of a body -> index of the last node that needs it (see `lifetimes`); an output is needed until it is
+    gathered.
+    """
     last = dict(lifetimes(attrs.evolve(body, outputs=())))
     for index, outputs in gathered_at(body).items():
         for k in outputs:
@@ -178,21 +188,28 @@ def _mixes(node: Node, trips: int, mixing: str) -> PlanError:
     line = f" ({node.line})" if node.line else ""
     if who.removeprefix("colofunc.") in WIRE | LOCAL:
         return RowsMove(
-            f"the plan moves rows of the batch between ranks ({who.removeprefix('colofunc.')}{where}{line}), which {trips} microbatches "
-            f"of so few rows cannot follow; use fewer microbatches or a larger batch, or name the batch's axes in in_specs"
+            f"the plan moves rows of the batch between ranks ({who.removeprefix('colofunc.')}{where}{line}), which "
+            f"{trips} microbatches "
+            "of so few rows cannot follow; use fewer microbatches or a larger batch, or name the batch's axes in "
+            "in_specs"
         )
     name = who.removeprefix("aten.").removeprefix("colofunc.")
     if node.phase == "update":
         return Mixes(
-            f"the step reads the batch again behind the update {name}{where}{line}, which needs the gradients of all microbatches, so "
-            f"{trips} microbatches cannot be computed one after another; make a step of each update (what reads new parameters belongs in "
+            f"the step reads the batch again behind the update {name}{where}{line}, which needs the gradients of all "
+            "microbatches, so "
+            f"{trips} microbatches cannot be computed one after another; make a step of each update (what reads new "
+            "parameters belongs in "
             "the next one), or take one microbatch"
         )
     said = f"{name}{where}{line} mixes the samples of the batch"
     if not who.startswith(("aten.", "colofunc.")):
         said += ", as far as is known without a rule that keeps them apart (cf.operator(rule=...), or the hook colofunc_rules of a plugin)"
     if mixing == "per-microbatch":
-        return Mixes(f"{said}: it needs all rows at once, so it cannot be computed per microbatch; take it out of the accumulated step")
+        return Mixes(
+            f"{said}: it needs all rows at once, so it cannot be computed per microbatch; take it out of the "
+            "accumulated step"
+        )
     return Mixes(
         f"{said}, so {trips} microbatches cannot be computed one after another; {OTHERWISE.get(name, '')}"
         f'write mixing="per-microbatch" to treat each microbatch by itself (the numbers change), or take one microbatch'
@@ -239,8 +256,8 @@ class _Plan:
                 self._dear.update(outs)
 
     def _take_in(self, lean: bool) -> None:
-        """Large tensors that are made from nothing, and read by microbatches only, are made in each trip; so are quantized weights widened,
-        of which all would lie beside the loop otherwise, and what only turns or casts them.
+        """Large tensors that are made from nothing, and read by microbatches only, are made in each trip; so are
+        quantized weights widened, of which all would lie beside the loop otherwise, and what only turns or casts them.
 
         lean: so is what is moved over the mesh, from a shard that is there anyway.
         """
@@ -252,8 +269,14 @@ class _Plan:
             if index in reducing:
                 outside.update(node.refs)
             elif not any(o in self.varies for o in outs):
-                large = sum(self.program.values[o].nbytes for o in outs) > LARGE_BYTES and not node.refs and not _kind(node)
-                moved = lean and _kind(node) not in ("", "axis_index", "loop") and not all(r in self._of_batch for r in node.refs)
+                large = (
+                    sum(self.program.values[o].nbytes for o in outs) > LARGE_BYTES and not node.refs and not _kind(node)
+                )
+                moved = (
+                    lean
+                    and _kind(node) not in ("", "axis_index", "loop")
+                    and not all(r in self._of_batch for r in node.refs)
+                )
                 moved = moved and not any(self.level.get(r, 0) for r in node.refs)
                 if outs and (large or moved or not widened.isdisjoint(outs)) and not outside.intersection(outs):
                     self.varies.update(outs)
@@ -292,7 +315,13 @@ class _Plan:
 
     def mixers(self) -> list[int]:
         """Reductions that have to end before a later loop computes again what they were computed from."""
-        twice = {o for k, loops in self.loops.items() if len(loops) > 1 for o in self.program.nodes[k].outs if o in self._dear}
+        twice = {
+            o
+            for k, loops in self.loops.items()
+            if len(loops) > 1
+            for o in self.program.nodes[k].outs
+            if o in self._dear
+        }
         if not twice:
             return []
         reads: dict[int, bool] = dict.fromkeys((o for o in twice if o is not None), True)
@@ -300,7 +329,11 @@ class _Plan:
             if index in self.loops and any(reads.get(r) for r in node.refs):
                 reads.update((o, True) for o in node.results)
         last = max(self.loop_of.values())
-        return [k for k in self.reductions if self.loop_of.get(k, last) < last and any(reads.get(r) for r in self.program.nodes[k].refs)]
+        return [
+            k
+            for k in self.reductions
+            if self.loop_of.get(k, last) < last and any(reads.get(r) for r in self.program.nodes[k].refs)
+        ]
 
 
 def _widened(program: Program) -> set[int]:
@@ -329,7 +362,15 @@ def _loop_node(program: Program, plan: _Plan, loop: int, axis: str, trips: int) 
     gathers = tuple("stack" if _kind(node) == "all_gather" else str(node.args[3]) for node in reductions)
     outs = tuple(node.outs[0] for node in reductions)
     phase = reductions[-1].phase
-    return Node(LOOP, tuple(map(Ref, inputs)), (), outs, phase, note=f"{trips} microbatches", loop=Loop(body, trips, axis, gathers))
+    return Node(
+        LOOP,
+        tuple(map(Ref, inputs)),
+        (),
+        outs,
+        phase,
+        note=f"{trips} microbatches",
+        loop=Loop(body, trips, axis, gathers),
+    )
 
 
 def _ordered(program: Program, plan: _Plan, loops: Mapping[int, Node]) -> Program:
@@ -368,7 +409,9 @@ def _ordered(program: Program, plan: _Plan, loops: Mapping[int, Node]) -> Progra
 
 
 def _without(value: Value, axis: str) -> Value:
-    """A value outside of the loop: what is split over time there is of the size of a microbatch, and no part of a whole."""
+    """A value outside of the loop: what is split over time there is of the size of a microbatch, and no part of a
+    whole.
+    """
     layout = value.layout
     if layout is None or (axis not in layout.axes and all(a != axis for a, _ in layout.pending)):
         return value
@@ -386,7 +429,9 @@ def _estimated(program: Program, which: set[int], axis: str, trips: int, first: 
         if index in which:
             edit.replace(index, _scaled(node, "aten.mul.Scalar", trips) if node.args[3] == "sum" else _alias(node))
         elif first and _over(node, axis) and _kind(node) == "keep_first":
-            edit.replace(index, _scaled(node, "aten.div.Scalar", trips))  # one value per trip is no longer the first trip's
+            edit.replace(
+                index, _scaled(node, "aten.div.Scalar", trips)
+            )  # one value per trip is no longer the first trip's
         else:
             continue
         sources.update(node.results)
@@ -404,7 +449,9 @@ def _alias(node: Node) -> Node:
 
 
 def _averaged(program: Program, each: set[int], sources: set[int], axis: str, trips: int) -> Program:
-    """Where a value that each trip has its own of leaves the loop, its mean over the trips leaves it. sources: the first of `each`."""
+    """Where a value that each trip has its own of leaves the loop, its mean over the trips leaves it. sources: the
+    first of `each`.
+    """
     edit = Editor(program)
     means: dict[int, int] = {}
     nodes: list[Node] = []

@@ -1,9 +1,9 @@
 """Attention masks as bands: two values, and for every row the run of columns that has the first of them.
 
 Problem: a mask of 131,072 rows and columns has 17 billion elements; making it, to see that it says "causal", takes
-longer than the step and does not fit. Idea: the masks that models make are comparisons of a number per row with a sorted
-number per column, joined by and, or, not, where. A comparison with sorted columns holds for one run of columns, found by
-bisection, and the joins act on the ends of runs. So a mask is known exactly from vectors, in time s log s.
+longer than the step and does not fit. Idea: the masks that models make are comparisons of a number per row with a
+sorted number per column, joined by and, or, not, where. A comparison with sorted columns holds for one run of columns,
+found by bisection, and the joins act on the ends of runs. So a mask is known exactly from vectors, in time s log s.
 
     positions[j] <= positions[i]          ->  columns 0 : i + 1          of row i
     positions[j] > positions[i] - w       ->  columns i - w + 1 : t
@@ -27,8 +27,8 @@ from colofunc.ops.targets import overload, resolve
 from colofunc.program.ir import Node, Ref, map_refs
 from colofunc.program.passes.repeated import compact, computed, plain
 
-# Values up to this many elements, those that repeat counted once, are computed as they are: vectors per row and column of a batch, and
-# small masks.
+# Values up to this many elements, those that repeat counted once, are computed as they are: vectors per row and column
+# of a batch, and small masks.
 MAX_REAL = 1 << 22
 # Elements of a dense mask that are looked at in one go.
 MAX_BLOCK = 1 << 22
@@ -74,7 +74,9 @@ Known = Tensor | Band | Sum
 Shapes = Callable[[int], tuple[int, ...]]
 
 
-def band_of(vid: int, columns: int, chain: Sequence[Node], constants: Mapping[int, Tensor], shapes: Shapes) -> Band | None:
+def band_of(
+    vid: int, columns: int, chain: Sequence[Node], constants: Mapping[int, Tensor], shapes: Shapes
+) -> Band | None:
     """The value as a band of so many columns; None where it is no band.
 
     `chain`: the nodes that make it from the constants, in order. A value of one column is the same in all.
@@ -92,7 +94,9 @@ def band_of(vid: int, columns: int, chain: Sequence[Node], constants: Mapping[in
 
 
 def runs_of(visible: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(lo, hi), each (..., rows), of the columns of a bool tensor (..., rows, columns) that are True; None if one row has two runs."""
+    """(lo, hi), each (..., rows), of the columns of a bool tensor (..., rows, columns) that are True; None if one row
+    has two runs.
+    """
     columns = visible.shape[-1]
     flat = visible.reshape(-1, columns)
     step = max(1, MAX_BLOCK // max(1, columns))
@@ -330,7 +334,8 @@ def _chosen(node: Node, known: Mapping[int, Known], inside: Mapping[int, bool], 
 
 
 def _runs_of_equal(bands: Sequence[Band], results: Sequence[Tensor], shape: tuple[int, ...]) -> Band:
-    """The band whose value is results[k] where the bands are inside as the k-th choice says; NoBand if it has no such form.
+    """The band whose value is results[k] where the bands are inside as the k-th choice says; NoBand if it has no such
+    form.
 
     Choices are all of (outside, inside) for each band, those of the last band varying first.
     """

@@ -1,17 +1,17 @@
 """Attention masks as bounds: a number per column, and for every row the least and the most that it sees.
 
-Problem: documents that are packed into one row of a batch, and padding, make a mask that is no band and that mostly depends
-on an input, so that its value is not known while tracing. Made whole it has rows x columns elements. Idea: such a mask is
-written as a conjunction of comparisons of a vector per row with a vector per column, and the vectors are all that attention
-needs. They are cut out of the program in front of the comparison, which then nobody reads.
+Problem: documents that are packed into one row of a batch, and padding, make a mask that is no band and that mostly
+depends on an input, so that its value is not known while tracing. Made whole it has rows x columns elements. Idea: such
+a mask is written as a conjunction of comparisons of a vector per row with a vector per column, and the vectors are all
+that attention needs. They are cut out of the program in front of the comparison, which then nobody reads.
 
     document[j] == document[i]                      code: document            least: document[i]      most: document[i]
     position[j] <= position[i]                      code: position            least: -                most: position[i]
     keep[j]                                         code: keep                least: 1                most: 1
     a band lo[i] .. hi[i], known while tracing      code: 0, 1, 2, ...        least: lo[i]            most: hi[i] - 1
 
-Conjuncts that are causal or a window stay these, because attention knows more of them. What is written in another way (a
-disjunction, a distance, scores that are weighed) is left as it is.
+Conjuncts that are causal or a window stay these, because attention knows more of them. What is written in another way
+(a disjunction, a distance, scores that are weighed) is left as it is.
 """
 
 from __future__ import annotations
@@ -156,10 +156,13 @@ class Writer:
         inputs, constants = (*program.inputs, *self.constants), {**program.constants, **self.constants}
         return self.edit.written(nodes, inputs=inputs, constants=constants)
 
-    def operands(self, parts: Parts, runs: tuple[torch.Tensor, torch.Tensor] | None, shape: tuple[int, ...]) -> tuple[Ref, Ref, Ref]:
+    def operands(
+        self, parts: Parts, runs: tuple[torch.Tensor, torch.Tensor] | None, shape: tuple[int, ...]
+    ) -> tuple[Ref, Ref, Ref]:
         """code (b, n, columns), least and most (b, n, rows) of a mask `shape` (b, 1, rows, columns).
 
-        `runs`: the columns lo:hi, each (b or 1, rows), that what is known of it shows; None: all, or said in another way.
+        `runs`: the columns lo:hi, each (b or 1, rows), that what is known of it shows; None: all, or said in another
+        way.
         """
         columns: list[int] = []
         least: list[int] = []
@@ -185,13 +188,17 @@ class Writer:
         low, high = self._full(LOWEST, shape[-2]), self._full(HIGHEST, shape[-2])
         if bound.name in ("lt", "gt"):
             mine = self._call("aten.add.Tensor", (Ref(mine), 1 if bound.name == "gt" else -1), self.values[mine])
-        return {"eq": (code, mine, mine), "le": (code, low, mine), "lt": (code, low, mine)}.get(bound.name, (code, mine, high))
+        return {"eq": (code, mine, mine), "le": (code, low, mine), "lt": (code, low, mine)}.get(
+            bound.name, (code, mine, high)
+        )
 
     def _vector(self, vid: int, size: int, dim: int) -> int:
         """A value (..., 1, columns) or (..., rows, 1) as int64 (b, 1, size)."""
         value = self.values[vid]
         if value.dtype != torch.int64:
-            vid = self._call("aten._to_copy.default", (Ref(vid),), attrs.evolve(value, dtype=torch.int64), (("dtype", torch.int64),))
+            vid = self._call(
+                "aten._to_copy.default", (Ref(vid),), attrs.evolve(value, dtype=torch.int64), (("dtype", torch.int64),)
+            )
         if len(value.shape) >= -dim:
             vid = self._select(vid, len(value.shape) + dim)
         while len(self.values[vid].shape) > 2 or (len(self.values[vid].shape) == 2 and self.values[vid].shape[0] == 1):
@@ -216,7 +223,11 @@ class Writer:
 
     def _expanded(self, vid: int, shape: tuple[int, ...]) -> int:
         here = self.values[vid]
-        return vid if here.shape == shape else self._call("aten.expand.default", (Ref(vid), shape), attrs.evolve(here, shape=shape))
+        return (
+            vid
+            if here.shape == shape
+            else self._call("aten.expand.default", (Ref(vid), shape), attrs.evolve(here, shape=shape))
+        )
 
     def _stacked(self, vectors: list[int]) -> Ref:
         """(b, 1, size) each -> (b, n, size)."""
@@ -225,7 +236,9 @@ class Writer:
         values = [self.values[vid] for vid in vectors]
         batch, size = max(value.shape[0] for value in values), values[0].shape[2]
         alike = tuple(Ref(self._expanded(vid, (batch, 1, size))) for vid in vectors)
-        whole = attrs.evolve(values[0], shape=(batch, len(vectors), size), device_free=all(value.device_free for value in values))
+        whole = attrs.evolve(
+            values[0], shape=(batch, len(vectors), size), device_free=all(value.device_free for value in values)
+        )
         return Ref(self._call("aten.cat.default", (alike, 1), whole))
 
     def _call(self, target: str, args: tuple[Any, ...], like: Value, kwargs: tuple[tuple[str, Any], ...] = ()) -> int:
@@ -235,7 +248,9 @@ class Writer:
             out = self.edit.new(Value(0, like.shape, like.dtype, device_free=like.device_free))
             reader = self.reader
             assert reader is not None
-            self.nodes.append(Node(target, args, kwargs, (out,), phase=reader.phase, path=reader.path, line=reader.line, on=reader.on))
+            self.nodes.append(
+                Node(target, args, kwargs, (out,), phase=reader.phase, path=reader.path, line=reader.line, on=reader.on)
+            )
             self.written[key] = out
         return self.written[key]
 

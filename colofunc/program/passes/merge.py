@@ -2,8 +2,9 @@
 
     rs(g0) rs(g1) rs(g2)        ->        pack(g0, g1, g2)  reduce_scatter  slice slice slice
 
-Which ones and where is decided elsewhere (`buckets` by latency, `chunks` by what a plan asks for); here is what they become.
-A scatter's buffer has one row per receiving member, and so has what a gather gives, so pieces of it are parts of rows.
+Which ones and where is decided elsewhere (`buckets` by latency, `chunks` by what a plan asks for); here is what they
+become. A scatter's buffer has one row per receiving member, and so has what a gather gives, so pieces of it are parts
+of rows.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 def merge(
     members: Sequence[Node], edit: Editor, note: str, sources: Sequence[int] | None = None, adjacent: bool = False
 ) -> list[Node]:
-    """The nodes that stand for `members`, collectives alike but for their operands; they define what the members defined.
+    """The nodes that stand for `members`, collectives alike but for their operands; they define what the members
+    defined.
 
     edit: of their program, which is given the values in between.
 
-    sources: what goes into the buffer for each, if that is not its operand (the same elements in another dtype); one that
-    stands there twice is sent once. adjacent: a gather of tensors that lie one behind the other, and are not copied.
+    sources: what goes into the buffer for each, if that is not its operand (the same elements in another dtype); one
+    that stands there twice is sent once. adjacent: a gather of tensors that lie one behind the other, and are not
+    copied.
     """
     head = members[0]
     gather, lead = head.target == "colofunc.all_gather", int(head.target == "colofunc.reduce_scatter")

@@ -1,7 +1,7 @@
 """Messages: scalars that one stage sends to the same ranks go in one message, with exactly the same numbers.
 
-Problem: a joint norm is made of one square per parameter, and each is a message of its own to every other stage, which takes a latency
-whatever its size. Idea: those of one stage wait for the last of them and travel as one vector.
+Problem: a joint norm is made of one square per parameter, and each is a message of its own to every other stage, which
+takes a latency whatever its size. Idea: those of one stage wait for the last of them and travel as one vector.
 
     send(s0) send(s1) send(s2)        ->        stack(s0, s1, s2)  send  select select select
 
@@ -67,9 +67,15 @@ def _together(members: Sequence[Node], edit: Editor) -> list[Node]:
     whole, moved = edit.new(vector), edit.new(vector)
     operands = tuple(Ref(node.refs[0]) for node in members)
     nodes = [
-        attrs.evolve(head, target="aten.stack.default", args=(operands,), kwargs=(), outs=(whole,), note=note, on=sender),
+        attrs.evolve(
+            head, target="aten.stack.default", args=(operands,), kwargs=(), outs=(whole,), note=note, on=sender
+        ),
         attrs.evolve(head, args=(Ref(whole), *head.args[1:]), outs=(moved,), note=note),
     ]
     for place, node in enumerate(members):
-        nodes.append(attrs.evolve(node, target="aten.select.int", args=(Ref(moved), 0, place), kwargs=(), note=note, on=receivers))
+        nodes.append(
+            attrs.evolve(
+                node, target="aten.select.int", args=(Ref(moved), 0, place), kwargs=(), note=note, on=receivers
+            )
+        )
     return nodes

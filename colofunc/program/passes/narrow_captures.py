@@ -1,8 +1,8 @@
 """What a step captures lies in the dtype in which it is read.
 
-Problem: under `cf.precision` frozen weights would lie as they were loaded, in float32, beside a bf16 copy of all of them that each
-step makes anew. Idea: where every reader of a hidden input is a cast to one narrower dtype, the input has that dtype; whoever
-places it casts it once. Parameters and their state stay as they are: they are masters.
+Problem: under `cf.precision` frozen weights would lie as they were loaded, in float32, beside a bf16 copy of all of
+them that each step makes anew. Idea: where every reader of a hidden input is a cast to one narrower dtype, the input
+has that dtype; whoever places it casts it once. Parameters and their state stay as they are: they are masters.
 
     %7 = _to_copy(%6: f32, dtype=bf16)   linear(%x, %7)           ->     linear(%x, %6: bf16)
 """

@@ -1,14 +1,15 @@
 """Narrow gradients: an update reads a gradient in the dtype in which it was computed.
 
-Problem: in mixed precision a gradient in bfloat16 is cast to float32, and only then updates a float32 parameter: six bytes an element
-are read and written, and four held, for a number that the update could widen itself. Idea: where the update is the only reader of the
-cast, it reads what was cast.
+Problem: in mixed precision a gradient in bfloat16 is cast to float32, and only then updates a float32 parameter: six
+bytes an element are read and written, and four held, for a number that the update could widen itself. Idea: where the
+update is the only reader of the cast, it reads what was cast.
 
     %9 = _to_copy(%8: bf16 @host, dtype=f32)   adamw_(%1, %9, %2, %3, ...)     ->     adamw_(%1, %8: bf16 @host, %2, %3, ...)
 
-Updates that run so say it where they are defined (`narrow_where`): Adam and AdamW without amsgrad, SGD without dampening, Lion, LAMB's
-direction. On a GPU those of `ON_DEVICE` do by a kernel of ours, and only large parameters gain: small ones are updated in one call, which
-reads one dtype (`one_call`). A machine where that kernel could not be compiled casts within the update, so it counts as a workspace.
+Updates that run so say it where they are defined (`narrow_where`): Adam and AdamW without amsgrad, SGD without
+dampening, Lion, LAMB's direction. On a GPU those of `ON_DEVICE` do by a kernel of ours, and only large parameters gain:
+small ones are updated in one call, which reads one dtype (`one_call`). A machine where that kernel could not be
+compiled casts within the update, so it counts as a workspace.
 """
 
 from __future__ import annotations
@@ -51,9 +52,15 @@ def narrow_updates(program: Program, mesh: Mesh) -> Program:
         return program
     device, edit = mesh.topology.device, Editor(program)
     found = [pair for pair in droppable_casts(program).items() if _all_in(program, "device", *pair)]
-    large = [(index, cast) for index, cast in found if program.nodes[index].target in ON_DEVICE and _elements(program, index) >= LARGE]
+    large = [
+        (index, cast)
+        for index, cast in found
+        if program.nodes[index].target in ON_DEVICE and _elements(program, index) >= LARGE
+    ]
     for index, cast in large:
-        (narrow,), (wide,) = (map(program.values.__getitem__, ids) for ids in (program.nodes[cast].refs, program.nodes[cast].results))
+        (narrow,), (wide,) = (
+            map(program.values.__getitem__, ids) for ids in (program.nodes[cast].refs, program.nodes[cast].results)
+        )
         written_bytes = sum(program.values[i].nbytes for i in written(program.nodes[index]))
         seconds = device.launch_s + (narrow.nbytes + 2 * written_bytes) / device.memory_bytes_per_s
         edit.change(index, kernel=Planned("narrow gradient", seconds, wide.nbytes))
@@ -66,7 +73,11 @@ def _elements(program: Program, update: int) -> int:
 
 
 def _all_in(program: Program, tier: str, update: int, cast: int) -> bool:
-    return all(program.values[i].tier == tier for node in (program.nodes[update], program.nodes[cast]) for i in (*node.refs, *node.results))
+    return all(
+        program.values[i].tier == tier
+        for node in (program.nodes[update], program.nodes[cast])
+        for i in (*node.refs, *node.results)
+    )
 
 
 def _drop(edit: Editor, cast: int) -> None:
@@ -80,7 +91,9 @@ def _drop(edit: Editor, cast: int) -> None:
 
 
 def droppable_casts(program: Program) -> Mapping[int, int]:
-    """Position of an update -> position of the cast of its gradient, where it could read what is cast, and nobody else reads the cast."""
+    """Position of an update -> position of the cast of its gradient, where it could read what is cast, and nobody else
+    reads the cast.
+    """
     found: dict[int, int] = {}
     for index, node in enumerate(program.nodes):
         if not _takes_narrow(node):

@@ -1,14 +1,15 @@
 """Updates in one call: those that differ in their tensors alone stand side by side (`colofunc.ops.update_lists`).
 
-Problem: an update runs as soon as its gradient is there (`schedule.updates_early`), so that gradients do not wait for one
-another; where the peak of a step lies elsewhere that saves nothing, and a hundred small updates are a hundred calls. Idea: an
-update waits for others of its kind as long as what its operands hold until then keeps below the peak that the program has anyway.
+Problem: an update runs as soon as its gradient is there (`schedule.updates_early`), so that gradients do not wait for
+one another; where the peak of a step lies elsewhere that saves nothing, and a hundred small updates are a hundred
+calls. Idea: an update waits for others of its kind as long as what its operands hold until then keeps below the peak
+that the program has anyway.
 
     linear_dw(...) adamw_(%p, %g, ...) linear_dw(...) adamw_(%q, %h, ...)
         ->  linear_dw(...) linear_dw(...) adamw_(%p, %g, ...) adamw_(%q, %h, ...)
 
-The nodes stay what they are, so that whatever counts, prints, checks, saves or looks at a program knows each update. Who runs it
-calls a run of them (`runs_of_updates`) at once.
+The nodes stay what they are, so that whatever counts, prints, checks, saves or looks at a program knows each update.
+Who runs it calls a run of them (`runs_of_updates`) at once.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from colofunc.program.memory import MemoryReport, lies, memory
 from colofunc.program.places import has_places
 
 SMALL_BYTES = 128 << 10
-"""Of an update's tensors, as of biases and norms of a width of 8192: memory of a host moves them in the microseconds that a call takes."""
+"""Of an update's tensors, as of biases and norms of a width of 8192: memory of a host moves them in the microseconds
+that a call takes."""
 
 
 def updates_in_one_call(program: Program, count: Callable[[Program], MemoryReport]) -> Program:
-    """`program` with updates of a kind moved down to one another, as far as no tier's peak, as `count` says it, is higher for that.
+    """`program` with updates of a kind moved down to one another, as far as no tier's peak, as `count` says it, is
+    higher for that.
 
-    In a program with copies between tiers only small ones move (`small_updates_in_one_call`): a large one may be what hides a copy.
-    Programs with collectives stay as they are; what real ranks run is gone through once it is in their order.
+    In a program with copies between tiers only small ones move (`small_updates_in_one_call`): a large one may be what
+    hides a copy. Programs with collectives stay as they are; what real ranks run is gone through once it is in their
+    order.
     """
     if any(map(is_copy, program.nodes)):
         return small_updates_in_one_call(program, count)
@@ -38,8 +42,8 @@ def updates_in_one_call(program: Program, count: Callable[[Program], MemoryRepor
 
 
 def small_updates_in_one_call(program: Program, count: Callable[[Program], MemoryReport]) -> Program:
-    """The same for updates that take less time than to call them, past collectives and copies between tiers. `program` is in the order
-    in which it runs.
+    """The same for updates that take less time than to call them, past collectives and copies between tiers. `program`
+    is in the order in which it runs.
 
     Whoever reads what is updated still comes behind it, so no collective and no copy begins later.
     """
@@ -63,7 +67,8 @@ def _in_one_call(program: Program, kinds: list[Hashable | None], count: Callable
     if _all_differ(kinds):
         return program
     before = count(program)
-    # Where ranks do different things `count` is of one of them, whose positions are others: then what all of them hold says where.
+    # Where ranks do different things `count` is of one of them, whose positions are others: then what all of them hold
+    # says where.
     report = memory(program) if has_places(program) else before
     live_bytes, peak_bytes = report.timeline["device"], report.peak_bytes["device"]
     frees_bytes: dict[int, int] = {}  # node -> what it reads last
@@ -102,9 +107,11 @@ def _moved(
 
 
 def updates_side_by_side(program: Program) -> Program:
-    """`program` with updates moved down to one another past the views between them, as of gradients that lie in one chunk.
+    """`program` with updates moved down to one another past the views between them, as of gradients that lie in one
+    chunk.
 
-    For programs with collectives, in the order in which they run: nothing arrives, is made or is freed in between, so no peak is higher.
+    For programs with collectives, in the order in which they run: nothing arrives, is made or is freed in between, so
+    no peak is higher.
     """
     kinds = _kinds(program)
 
@@ -177,7 +184,8 @@ def calls_saved(program: Program) -> int:
 
 
 def kind_of_update(node: Node, values: Mapping[int, Value]) -> Hashable | None:
-    """What is equal of updates that can be called at once: operator, rate, step count and options, the dtype of their tensors.
+    """What is equal of updates that can be called at once: operator, rate, step count and options, the dtype of their
+    tensors.
 
     None: not such an update, or one whose tensors lie off the device or have several dtypes.
     """

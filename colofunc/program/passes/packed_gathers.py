@@ -1,9 +1,10 @@
 """Packed gathers: a quantized weight that lies sharded is gathered packed, and widened behind the gather.
 
-Problem: a weight that is widened for a product (see `packed_reads`) may be widened on its shard and gathered wide, which takes fewer
-collectives. In a loop over microbatches all widened weights then lie beside the loop, where they were gathered once. Idea: widening
-is row by row, and column group by column group, so it gives the same bits before a gather as behind it. The packed tensors are gathered
-in its place, a fraction of the bytes, and the loop widens one weight at a time (`loop.fold`).
+Problem: a weight that is widened for a product (see `packed_reads`) may be widened on its shard and gathered wide,
+which takes fewer collectives. In a loop over microbatches all widened weights then lie beside the loop, where they were
+gathered once. Idea: widening is row by row, and column group by column group, so it gives the same bits before a gather
+as behind it. The packed tensors are gathered in its place, a fraction of the bytes, and the loop widens one weight at a
+time (`loop.fold`).
 
     %3 = int8_dequantize(%1, %2)    %4 = all_gather(%3, ('dp',), 4)    %5 = rearrange(%4, 'a b c -> (a b) c')
     ->
@@ -32,15 +33,21 @@ GATHER, REARRANGE = "colofunc.all_gather", "colofunc.rearrange"
 
 
 def gathered_packed(program: Program, widening: Collection[str] = DEQUANTIZE, is_shared: bool = False) -> Program:
-    """`program` (local) with packed tensors gathered in place of widened ones, where only the gather reads what was widened.
+    """`program` (local) with packed tensors gathered in place of widened ones, where only the gather reads what was
+    widened.
 
-    widening: the operators that give a wide tensor of packed ones, the numbers first, which lie alike along each dim that they have.
-    is_shared: also where others read the widened shard, which stays for them.
+    widening: the operators that give a wide tensor of packed ones, the numbers first, which lie alike along each dim
+    that they have. is_shared: also where others read the widened shard, which stays for them.
     """
     edit = Editor(program)
     parts: dict[tuple[Any, ...], Ref] = {}
-    chains = [_Gathered.behind(program, index, is_shared) for index, node in enumerate(program.nodes) if node.target in widening]
-    # Parts are gathered where the first chain is written that reads them, so chains are written in the order of their places.
+    chains = [
+        _Gathered.behind(program, index, is_shared)
+        for index, node in enumerate(program.nodes)
+        if node.target in widening
+    ]
+    # Parts are gathered where the first chain is written that reads them, so chains are written in the order of their
+    # places.
     for found in sorted((chain for chain in chains if chain is not None), key=lambda chain: chain.rearrange):
         found.write(edit, parts)
     return edit.done()
@@ -60,7 +67,10 @@ def _only_gather(program: Program, id: int) -> int | None:
 
 @attrs.frozen
 class _Gathered:
-    """A weight that is widened and gathered. `chain`: indices of the nodes from its `dequantize` to the last before the gather."""
+    """A weight that is widened and gathered.
+
+    `chain`: indices of the nodes from its `dequantize` to the last before the gather.
+    """
 
     program: Program
     chain: tuple[int, ...]
@@ -96,7 +106,9 @@ class _Gathered:
         return found if found is not None and found._fits() else None
 
     def _fits(self) -> bool:
-        """Whether each packed tensor lies along the dim as the widened one does: over axes of which the minor ones are gathered."""
+        """Whether each packed tensor lies along the dim as the widened one does: over axes of which the minor ones are
+        gathered.
+        """
         nodes, values = self.program.nodes, self.program.values
         first, gathered = nodes[self.chain[0]], tuple(nodes[self.gather].args[1])
         whole = values[nodes[self.rearrange].results[0]].layout
@@ -107,7 +119,9 @@ class _Gathered:
             layout = values[id].layout
             if layout is None or layout.is_padded:
                 return False
-            if self.dim < len(layout.dims) and (axes_of(layout.dims[self.dim]) != axes or not _in_blocks(layout, self.dim)):
+            if self.dim < len(layout.dims) and (
+                axes_of(layout.dims[self.dim]) != axes or not _in_blocks(layout, self.dim)
+            ):
                 return False
         return True
 
@@ -156,7 +170,13 @@ class _Gathered:
         whole = list(value.shape)
         whole[self.dim] *= times
         stacked = edit.new(value, shape=(times, *value.shape), layout=None, role="activation", of=None)
-        out = edit.new(value, shape=tuple(whole), layout=_without(value.layout, self.dim, gather.args[1]), role="activation", of=None)
+        out = edit.new(
+            value,
+            shape=tuple(whole),
+            layout=_without(value.layout, self.dim, gather.args[1]),
+            role="activation",
+            of=None,
+        )
         edit.insert(self.rearrange, attrs.evolve(gather, args=(Ref(id), *gather.args[1:]), outs=(stacked,)))
         put = attrs.evolve(nodes[self.rearrange], args=(Ref(stacked), pattern, (), ()), outs=(out,))
         edit.insert(self.rearrange, put)
@@ -165,7 +185,9 @@ class _Gathered:
 
 
 def _dims_back(program: Program, chain: Sequence[int], last: int | None) -> tuple[int, ...] | None:
-    """The dim `last` of what a chain gives, as it is a dim of what each of its nodes gives; None where one of them mixes it with others."""
+    """The dim `last` of what a chain gives, as it is a dim of what each of its nodes gives; None where one of them
+    mixes it with others.
+    """
     dims = [last]
     for index, before in pairwise(reversed(chain)):
         dims.insert(0, _dim_before(program, before, index, dims[0]))
@@ -174,7 +196,8 @@ def _dims_back(program: Program, chain: Sequence[int], last: int | None) -> tupl
 
 
 def _dim_before(program: Program, before: int, index: int, dim: int | None) -> int | None:
-    """The dim `dim` of what a node gives, as it is a dim of the widened weight that it reads; None where parts along it give others.
+    """The dim `dim` of what a node gives, as it is a dim of the widened weight that it reads; None where parts along it
+    give others.
 
     A cast leaves it, a turn moves it; a view and a division by numbers of columns leave rows only.
     """
@@ -190,7 +213,9 @@ def _dim_before(program: Program, before: int, index: int, dim: int | None) -> i
     if dim > 0:
         return None
     if node.target == DIVISION:
-        by_columns = len(node.refs) == 2 and program.values[node.refs[1]].shape == old[1:] and node.refs[1] in program.inputs
+        by_columns = (
+            len(node.refs) == 2 and program.values[node.refs[1]].shape == old[1:] and node.refs[1] in program.inputs
+        )
         return 0 if by_columns else None
     return 0 if node.target in VIEWS and old[:1] == new[:1] else None
 
@@ -206,7 +231,9 @@ def _turn(node: Node, count: int) -> list[int]:
 
 
 def gathered_dim(pattern: str, dims: int) -> int | None:
-    """The dim along which what an all-gather has stacked in front is joined: "a b c -> (a b) c" is 0; None: in another way."""
+    """The dim along which what an all-gather has stacked in front is joined: "a b c -> (a b) c" is 0; None: in another
+    way.
+    """
     return next((dim for dim in range(min(2, dims)) if pattern == joining_pattern(dims, dim)), None)
 
 

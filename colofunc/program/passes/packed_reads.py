@@ -1,9 +1,10 @@
-"""Packed reads: what reads a quantized weight reads its packed tensors, and a widened weight lives no longer than one reader.
+"""Packed reads: what reads a quantized weight reads its packed tensors, and a widened weight lives no longer than one
+reader.
 
-Problem: the step's own code is given widened weights, so that the traced program widens all of them first and holds all of them. Idea:
-a product reads the packed tensors, a lookup in a table widens the rows that it has found (and divides them by the scale of the weight's
-inputs, where it has one), and for every other reader (a convolution, a transposed product) the weight is widened right in front of it, for
-each reader anew.
+Problem: the step's own code is given widened weights, so that the traced program widens all of them first and holds all
+of them. Idea: a product reads the packed tensors, a lookup in a table widens the rows that it has found (and divides
+them by the scale of the weight's inputs, where it has one), and for every other reader (a convolution, a transposed
+product) the weight is widened right in front of it, for each reader anew.
 
     %3 = int8_dequantize(%1, %2)   %9 = linear(%x, %3)          ->     %9 = int8_linear(%x, %1, %2)
     %3 = int8_dequantize(%1, %2)   %9 = embedding(%3, %ids)     ->     %9 = int8_dequantize(embedding(%1, %ids), embedding(%2, %ids))
@@ -35,11 +36,14 @@ SHAPES = VIEWS | TURNS
 """Operators that only look at a widened weight in another shape."""
 NARROW = (torch.bfloat16, torch.float16)
 
-Chain = tuple[Node, ...]  # what makes a widened weight: its dequantize first, then casts, divisions and changes of shape
+# what makes a widened weight: its dequantize first, then casts, divisions and changes of shape
+Chain = tuple[Node, ...]
 
 
 def read_packed(program: Program) -> Program:
-    """The program whose readers of quantized weights read the packed tensors, or a weight that is widened in front of them."""
+    """The program whose readers of quantized weights read the packed tensors, or a weight that is widened in front of
+    them.
+    """
     edit = Editor(program)
     chains: dict[int, Chain] = {}
     for index, node in enumerate(program.nodes):
@@ -48,7 +52,12 @@ def read_packed(program: Program) -> Program:
             chains[node.results[0]] = (node,)
         elif first in chains and goes_on(program, node):
             chains[node.results[0]] = (*chains[first], node)
-        elif node.target in PRODUCTS and node.refs[1] in chains and node.refs[0] not in chains and _is_matrix(chains[node.refs[1]]):
+        elif (
+            node.target in PRODUCTS
+            and node.refs[1] in chains
+            and node.refs[0] not in chains
+            and _is_matrix(chains[node.refs[1]])
+        ):
             edit.replace(index, _product(node, chains[node.refs[1]][0]))
         elif node.target == LOOKUP and first in chains and _is_matrix_or_divided(program, chains[first]):
             edit.replace(index, *_lookup(edit, node, chains[first]))
@@ -58,7 +67,9 @@ def read_packed(program: Program) -> Program:
 
 
 def goes_on(program: Program, node: Node) -> bool:
-    """Whether a node that reads a widened weight only gives it another floating dtype or another shape, or divides it by an input."""
+    """Whether a node that reads a widened weight only gives it another floating dtype or another shape, or divides it
+    by an input.
+    """
     if node.target == DIVISION:
         return len(node.refs) == 2 and node.refs[1] in program.inputs
     return node.target in SHAPES or (node.target == CAST and program.values[node.results[0]].dtype.is_floating_point)
@@ -70,7 +81,9 @@ def _is_matrix(chain: Chain) -> bool:
 
 
 def _is_matrix_or_divided(program: Program, chain: Chain) -> bool:
-    """Whether it is the matrix of the packed tensors, in whatever dtype, or that over one number for each of its columns."""
+    """Whether it is the matrix of the packed tensors, in whatever dtype, or that over one number for each of its
+    columns.
+    """
     columns = program.values[chain[0].results[0]].shape[1:]
     for node in chain[1:]:
         by_columns = node.target == DIVISION and program.values[node.refs[1]].shape == columns
@@ -90,7 +103,10 @@ def _product(product: Node, source: Node) -> Node:
 
 
 def _lookup(edit: Editor, lookup: Node, chain: Chain) -> list[Node]:
-    """A lookup in each packed tensor, and the rows that were found widened. `lookup`: (o, i) at ids (b...) -> (b..., i)."""
+    """A lookup in each packed tensor, and the rows that were found widened.
+
+    `lookup`: (o, i) at ids (b...) -> (b..., i).
+    """
     nodes: list[Node] = []
 
     def add(target: str, args: tuple[Any, ...], like: int, shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
@@ -132,7 +148,9 @@ def _widened_here(edit: Editor, reader: Node, chains: Mapping[int, Chain]) -> li
         for node, dtype in _at_once(edit.program, chains[id]):
             out = edit.new(edit.program.values[node.results[0]], dtype=dtype)
             args = node.args if copy is None else (Ref(copy), *node.args[1:])
-            nodes.append(attrs.evolve(node, args=args, outs=(out,), phase=reader.phase, path=reader.path, line=reader.line))
+            nodes.append(
+                attrs.evolve(node, args=args, outs=(out,), phase=reader.phase, path=reader.path, line=reader.line)
+            )
             copy = out
         assert copy is not None
         instead[id] = copy
@@ -141,7 +159,8 @@ def _widened_here(edit: Editor, reader: Node, chains: Mapping[int, Chain]) -> li
 
 
 def _at_once(program: Program, chain: Chain) -> list[tuple[Node, torch.dtype]]:
-    """The nodes of a chain and what dtypes they give. A weight that is cast from float32 to a narrow dtype is widened to that one.
+    """The nodes of a chain and what dtypes they give. A weight that is cast from float32 to a narrow dtype is widened
+    to that one.
 
     The numbers are the same: `dequantize` computes in float32 and casts last.
     """

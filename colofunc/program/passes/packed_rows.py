@@ -5,9 +5,10 @@
     %8, %9 = pack_saved(%keys)  %6 = index_copy(%data, 2, %at, %8)  %7 = index_copy(%scale, 2, %at, %9)
     %10 = widen_saved(%6, %7)   %5 = attention(%q, %10, ...)
 
-Problem: the step's own code is given a widened cache, and to pack all of it again would round every row at every step. Idea: operators
-that write whole rows, or take a view of whole rows, do the same to numbers and scales. So a row keeps the numbers that it was written
-with; whoever reads the cache has it widened right in front, and of a cache in layers one layer.
+Problem: the step's own code is given a widened cache, and to pack all of it again would round every row at every step.
+Idea: operators that write whole rows, or take a view of whole rows, do the same to numbers and scales. So a row keeps
+the numbers that it was written with; whoever reads the cache has it widened right in front, and of a cache in layers
+one layer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ Pair = tuple[int, int]  # numbers, scales
 
 
 def write_packed(program: Program) -> Program:
-    """`program` (global) whose caches in packed rows are written and read so. Raises InputError where one is made in another way."""
+    """`program` (global) whose caches in packed rows are written and read so.
+
+    Raises InputError where one is made in another way.
+    """
     return _Caches(program).written() if WIDEN in program.targets else program
 
 
@@ -101,8 +105,10 @@ class _Caches:
         elif source in self.changed:
             maker = self.program.makers[source]
             raise InputError(
-                f"cf.quantize(caches=): the step changes {self.changed[source]!r} otherwise than by writing rows into it, by "
-                f"{maker.target.split('.')[1]} ({maker.line}), so that all of it would be rounded anew. Try: cache.index_copy(dim, at, "
+                f"cf.quantize(caches=): the step changes {self.changed[source]!r} otherwise than by writing rows into "
+                "it, by "
+                f"{maker.target.split('.')[1]} ({maker.line}), so that all of it would be rounded anew. Try: "
+                "cache.index_copy(dim, at, "
                 "rows), cache[:, :, i:j] = rows; globs in caches= that leave it out"
             )
 
@@ -111,7 +117,9 @@ class _Caches:
         last = len(self.program.values[node.refs[0]].shape) - 1
         if node.kwargs or (node.target not in DIMS_AT and node.target not in SOURCE_AT):
             return False
-        if any(position >= len(node.args) or node.args[position] in (last, -1) for position in DIMS_AT.get(node.target, ())):
+        if any(
+            position >= len(node.args) or node.args[position] in (last, -1) for position in DIMS_AT.get(node.target, ())
+        ):
             return False
         if node.target == "aten.index_put.default":
             indices, adds = node.args[1], len(node.args) > 3 and node.args[3]
@@ -137,7 +145,9 @@ class _Caches:
             args[0] = Ref(part)
             if at is not None and source is not None:
                 args[at] = Ref(source[number])
-            out = self.edit.new(values[part], shape=shape if number == 0 else (*shape[:-1], 1), name="", role="activation")
+            out = self.edit.new(
+                values[part], shape=shape if number == 0 else (*shape[:-1], 1), name="", role="activation"
+            )
             self.edit.insert(index, attrs.evolve(node, args=tuple(args), outs=(out,)))
             made.append(out)
         self._know(node.results[0], (made[0], made[1]), self.named[node.refs[0]])

@@ -1,8 +1,8 @@
 """Packing: parameters in the order of their use, in equal-sized flat buffers.
 
-Problem: a collective or a copy per parameter pays a latency for every bias. Idea: fill buffers of one size (*chunks*) in
-the order in which the program reads the parameters; a parameter that does not fit any more begins the next chunk, and
-what it leaves empty is waste. The size is searched for the least waste.
+Problem: a collective or a copy per parameter pays a latency for every bias. Idea: fill buffers of one size (*chunks*)
+in the order in which the program reads the parameters; a parameter that does not fit any more begins the next chunk,
+and what it leaves empty is waste. The size is searched for the least waste.
 
 >>> pack([5, 3, 4, 20, 1], 8)                # 20 is larger than a chunk and has one of its own
 ((0, 1), (2,), (3,), (4,))
@@ -11,8 +11,8 @@ what it leaves empty is waste. The size is searched for the least waste.
 >>> chunk_size([5, 3, 4, 1], reach=8, step=1)
 13
 
-Source: Fang et al., PatrickStar (2108.05818): chunks; Colossal-AI's Gemini: the search, which leaves out parameters above
-mean + 3 standard deviations, begins at the largest of the others and takes the first minimum.
+Source: Fang et al., PatrickStar (2108.05818): chunks; Colossal-AI's Gemini: the search, which leaves out parameters
+above mean + 3 standard deviations, begins at the largest of the others and takes the first minimum.
 """
 
 from __future__ import annotations
@@ -61,13 +61,17 @@ def usual(sizes: Sequence[int]) -> list[int]:
 
 
 def chunk_size(*groups: Sequence[int], least: int = 0, reach: int = REACH, step: int = STEP) -> int:
-    """The size between the largest usual tensor (or `least`) and `reach` more that wastes fewest elements; the first of equals.
+    """The size between the largest usual tensor (or `least`) and `reach` more that wastes fewest elements; the first of
+    equals.
 
     groups: sizes of tensors that are packed apart (other dtypes or axes) in chunks of one size. The search looks at
     multiples of `step`.
     """
     if min(least, reach) < 0 or step < 1:
-        raise PlanError(f"chunks of at least {least} elements, up to {reach} more, in steps of {step}: use 0 or more, in steps of 1 up")
+        raise PlanError(
+            f"chunks of at least {least} elements, up to {reach} more, in steps of {step}: use 0 or more, in steps of "
+            "1 up"
+        )
     every = [size for group in groups for size in group]
     if not every:
         return max(least, step)

@@ -1,12 +1,13 @@
-"""The part of each node of a loop that a timetable cuts: a stage, and whether it is forward, backward or a weight gradient.
+"""The part of each node of a loop that a timetable cuts: a stage, and whether it is forward, backward or a weight
+gradient.
 
-It follows from three facts. A node's stage is where it runs (`Node.on`), and where a rank has several stages, the one that its operands
-have come to. Its phase says forward or backward. A backward node is a weight gradient if nothing but one accumulator is reached from it:
-no other stage waits for it, and no other gradient.
+It follows from three facts. A node's stage is where it runs (`Node.on`), and where a rank has several stages, the one
+that its operands have come to. Its phase says forward or backward. A backward node is a weight gradient if nothing but
+one accumulator is reached from it: no other stage waits for it, and no other gradient.
 
-Note [Floating]. What depends on no weight and on no other stage (masks, positions, a microbatch's rows) runs on all ranks and belongs to
-no part. It is computed in each part that reads it, so that nothing of it is sent or kept. What all ranks gather of it is gathered by a
-loop of its own.
+Note [Floating]. What depends on no weight and on no other stage (masks, positions, a microbatch's rows) runs on all
+ranks and belongs to no part. It is computed in each part that reads it, so that nothing of it is sent or kept. What all
+ranks gather of it is gathered by a loop of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _OF_BATCH = frozenset({"batch", "constant", "seed"})
 
 
 class PartsOfNodes:
-    """Which nodes of a body float, and the part of each other node on each rank that runs it. owned: value outside -> its stage."""
+    """Which nodes of a body float, and the part of each other node on each rank that runs it. owned: value outside ->
+    its stage.
+    """
 
     def __init__(self, node: Node, body: Program, timetable: Timetable, owned: Mapping[int, int]) -> None:
         self.body = body
@@ -127,10 +130,13 @@ class PartsOfNodes:
         return WEIGHTS if index in self.weight_gradients else INPUTS
 
     def _backward_stage(self, node: Node, rank: int, before: Mapping[int, Part], owners: Sequence[int]) -> int:
-        """The stage of a node behind the forward pass: the last one whose values it reads, but none behind the gradients that it reads."""
+        """The stage of a node behind the forward pass: the last one whose values it reads, but none behind the
+        gradients that it reads.
+        """
         stages = self.stages_of[rank]
         most = min((stage for stage, kind in before.values() if kind != FORWARD), default=stages[-1])
-        # What no weight has made (rotary tables, masks of all layers) says nothing of the stage whose backward reads it.
+        # What no weight has made (rotary tables, masks of all layers) says nothing of the stage whose backward reads
+        # it.
         read = [stage for ref, (stage, kind) in before.items() if ref in self.of_weights and kind == FORWARD]
         own = [stage for stage in (*read, *owners) if stage in stages and stage <= most]
         allowed = own or [stage for stage in stages if stage <= most]
@@ -144,13 +150,15 @@ class PartsOfNodes:
         line = f" ({node.line})" if node.line else ""
         name = node.target.removeprefix("aten.").removeprefix("colofunc.")
         return PlanError(
-            f"{name}{where}{line} runs at {self.timetable.along}={rank} and needs what a later stage makes: stages have to follow the "
+            f"{name}{where}{line} runs at {self.timetable.along}={rank} and needs what a later stage makes: stages "
+            "have to follow the "
             "order in which the step computes. Try: stages=None, which follows it, or other globs"
         )
 
     def _weight_gradients(self) -> set[int]:
         """Positions of backward nodes from which one accumulator alone is reached: nobody waits for them."""
-        # Value -> the one accumulator that is reached, or `ELSEWHERE`: another stage, or several. What reaches nothing is not in it.
+        # Value -> the one accumulator that is reached, or `ELSEWHERE`: another stage, or several. What reaches nothing
+        # is not in it.
         reached: dict[int, int] = {}
         for position, out in enumerate(self.body.outputs):
             reached[out] = position if reached.get(out, position) == position else ELSEWHERE

@@ -1,8 +1,8 @@
 """Recomputation: a program in which backward makes again what forward did not keep.
 
 Problem: what backward reads is held from forward on, and that is most of the memory of a training step. Idea: the order
-of work is all that has to be said. A node that stands in the order twice is run twice, and whoever reads its result reads
-the last one; in between nothing holds it.
+of work is all that has to be said. A node that stands in the order twice is run twice, and whoever reads its result
+reads the last one; in between nothing holds it.
 
     order   f0 f1 f2 | b2 . f0' f1' b1 b0       f0 and f1 run again, and backward reads their second results
 
@@ -63,7 +63,8 @@ class Replay:
     def drop(self, ids: Iterable[int]) -> None:
         """Nobody may read these any more as they are, but for what another stage has sent.
 
-        That one would have to make it again and send it again, and a stage does not go back to a microbatch for another one's sake.
+        That one would have to make it again and send it again, and a stage does not go back to a microbatch for another
+        one's sake.
         """
         self.there.difference_update(ids if not self.sent else (id for id in ids if id not in self.sent))
 
@@ -81,7 +82,8 @@ class Replay:
         for k in range(len(found) - 1, -1, -1):
             index, again, _ = found[k]
             node = nodes[index]
-            for_backward = again or node.note.startswith(AGAIN) or node.target == PACK  # what made something for it alone
+            # what made something for it alone
+            for_backward = again or node.note.startswith(AGAIN) or node.target == PACK
             if for_backward and read.isdisjoint(node.results):
                 found[k] = index, again, True
                 continue

@@ -1,9 +1,9 @@
 """Tensors that repeat: what is the same along a dim is computed and kept once.
 
-Problem: a model expands the positions of one sequence to every sequence of the batch before it compares them. For 512 sequences of
-8,192 tokens these are 4 million equal numbers, and more than is computed while tracing, though one sequence says it all. Idea: an
-expanded tensor has stride 0 along the dims that repeat. An operator whose operands repeat along a dim runs on one index of that dim,
-and its result is expanded again.
+Problem: a model expands the positions of one sequence to every sequence of the batch before it compares them. For 512
+sequences of 8,192 tokens these are 4 million equal numbers, and more than is computed while tracing, though one
+sequence says it all. Idea: an expanded tensor has stride 0 along the dims that repeat. An operator whose operands
+repeat along a dim runs on one index of that dim, and its result is expanded again.
 
     positions (512, 8192), strides (0, 1)   - 1         ->  computed as (1, 8192), expanded to (512, 8192)
     cat((512, 1), (512, 8192), dim=-1)                  ->  computed as (1, 8193)
@@ -23,7 +23,9 @@ from colofunc.ops.targets import resolve
 from colofunc.program.ir import Node, map_refs
 
 # These give views of whatever they are given, with its strides.
-VIEWS = frozenset({"aten.expand.default", "aten.unsqueeze.default", "aten.slice.Tensor", "aten.select.int", "aten.alias.default"})
+VIEWS = frozenset(
+    {"aten.expand.default", "aten.unsqueeze.default", "aten.slice.Tensor", "aten.select.int", "aten.alias.default"}
+)
 # target -> position of the dim along which it works; along the others it does the same for every index.
 ALONG_A_DIM = {"aten.cat.default": 1, "aten.cumsum.default": 1}
 
@@ -43,8 +45,13 @@ def plain(x: Tensor, most: int) -> Tensor | None:
     return x.contiguous() if x.numel() <= most else None
 
 
-def computed(node: Node, operands: dict[int, Tensor], shape: tuple[int, ...], is_pointwise: bool, most: int) -> Tensor | None:
-    """The one result of a node, of `shape`, expanded where it repeats. None: it has too many elements, or is no operator for this."""
+def computed(
+    node: Node, operands: dict[int, Tensor], shape: tuple[int, ...], is_pointwise: bool, most: int
+) -> Tensor | None:
+    """The one result of a node, of `shape`, expanded where it repeats.
+
+    None: it has too many elements, or is no operator for this.
+    """
     if node.target in VIEWS:
         return _run(node, operands)
     if node.target in ALONG_A_DIM:
@@ -70,7 +77,9 @@ def _expanded(result: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _along_a_dim(node: Node, operands: dict[int, Tensor], shape: tuple[int, ...], most: int) -> Tensor | None:
-    """All operands have the dims of the result; those that repeat in all of them, but the one along which it works, are taken once."""
+    """All operands have the dims of the result; those that repeat in all of them, but the one along which it works, are
+    taken once.
+    """
     at = ALONG_A_DIM[node.target]
     along = (node.args[at] if len(node.args) > at else 0) % len(shape)
     if any(x.dim() != len(shape) for x in operands.values()):

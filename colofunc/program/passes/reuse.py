@@ -13,8 +13,10 @@ all passes, an operator whose operand nobody reads again writes over it, in the 
     %8 = add(%6, embedding_dense_backward(...))   embedding_add_(%6, ...)
 
 Note [What may be written over]. An operand x of node k, where
-    - x's memory was made by an operator that is known to make memory of its own (`facts.makes_memory`), never by an input;
-    - x covers that memory once: between maker and x are only views that keep every element (`WHOLE`), no expand, no part;
+    - x's memory was made by an operator that is known to make memory of its own (`facts.makes_memory`), never by an
+      input;
+    - x covers that memory once: between maker and x are only views that keep every element (`WHOLE`), no expand, no
+      part;
     - no node after k and no output reads x or anything that may share its memory;
     - no other operand of node k shares it, and shape and dtype are those of the result.
 After node k the result alone lives in that memory, so what holds for a fresh result holds for it too.
@@ -45,7 +47,9 @@ WHOLE = frozenset(
 
 
 def reuse(program: Program, own: Collection[int] = ()) -> Program:
-    """Results written over dying operands; the last pass, because it depends on the final order. own: inputs that are the program's own."""
+    """Results written over dying operands; the last pass, because it depends on the final order. own: inputs that are
+    the program's own.
+    """
     facts = Facts(program, own)
     nodes = (_over_what_dies(facts, index, node) or node for index, node in enumerate(program.nodes))
     return Editor(program).written(nodes, stage="inplace")
@@ -68,10 +72,11 @@ def _has_forms(target: str) -> bool:
 
 
 def over(node: Node, id: int) -> Node | None:
-    """A node with a single result, which it writes over its operand `id`; None where the operator has no form that does.
+    """A node with a single result, which it writes over its operand `id`; None where the operator has no form that
+    does.
 
-    Elementwise operators read an element before they write it, so any operand will do, however often it stands there. Others write
-    over the one that their in-place form changes, and read the rest meanwhile.
+    Elementwise operators read an element before they write it, so any operand will do, however often it stands there.
+    Others write over the one that their in-place form changes, and read the rest meanwhile.
     """
     if len(node.outs) != 1 or node.loop is not None:
         return None
@@ -94,8 +99,9 @@ def own_outputs(program: Program) -> set[int]:
 
 
 def own_outputs_of_parts(loop: Loop) -> set[int]:
-    """Positions of a loop's outputs whose first result becomes what they are gathered in: memory of their own (`own_outputs`), which in a
-    body that is cut no later part reads, since other microbatches may be added to it before."""
+    """Positions of a loop's outputs whose first result becomes what they are gathered in: memory of their own
+    (`own_outputs`), which in a body that is cut no later part reads, since other microbatches may be added to it
+    before."""
     body, timetable = loop.body, loop.cut_by
     own = own_outputs(body)
     if timetable is None:
@@ -111,8 +117,9 @@ def own_outputs_of_parts(loop: Loop) -> set[int]:
 
 
 def kept_for_one_part(loop: Loop) -> list[set[int]]:
-    """Of each part of a body that is cut, what an earlier part has made and kept for it alone: it may be written over there, each
-    microbatch having its own. As in the whole of a step, the gradient of a loss lies where the logits lay."""
+    """Of each part of a body that is cut, what an earlier part has made and kept for it alone: it may be written over
+    there, each microbatch having its own. As in the whole of a step, the gradient of a loss lies where the logits
+    lay."""
     body, timetable = loop.body, loop.cut_by
     assert timetable is not None, "a body in parts"
     facts = Facts(body)
@@ -131,10 +138,11 @@ def kept_for_one_part(loop: Loop) -> list[set[int]]:
 
 
 def added_in_place(loop: Loop) -> dict[int, int]:
-    """Position of a node of a loop's body -> the output that it makes, where each trip but the first adds that to the sum at once.
+    """Position of a node of a loop's body -> the output that it makes, where each trip but the first adds that to the
+    sum at once.
 
-    Nobody but the sum reads what such a node makes (or adds the gradient of an embedding to it), so that the gradient of one microbatch
-    never lies beside that of all.
+    Nobody but the sum reads what such a node makes (or adds the gradient of an embedding to it), so that the gradient
+    of one microbatch never lies beside that of all.
     """
     body, found = loop.body, {}
     for k in own_outputs_of_parts(loop):
@@ -148,10 +156,17 @@ def added_in_place(loop: Loop) -> dict[int, int]:
 
 
 def _adds_rows(loop: Loop, index: int, into: int, made_at: int) -> bool:
-    """Whether a node adds the gradient of an embedding to a value, in the part that makes it: before another microbatch comes."""
+    """Whether a node adds the gradient of an embedding to a value, in the part that makes it: before another microbatch
+    comes.
+    """
     node, timetable = loop.body.nodes[index], loop.cut_by
     same_part = timetable is None or timetable.part_at(index) == timetable.part_at(made_at)
-    return same_part and node.target == "colofunc.embedding_add_" and node.args[0] == Ref(into) and node.refs.count(into) == 1
+    return (
+        same_part
+        and node.target == "colofunc.embedding_add_"
+        and node.args[0] == Ref(into)
+        and node.refs.count(into) == 1
+    )
 
 
 def functional(node: Node) -> Node | None:
@@ -164,7 +179,10 @@ def functional(node: Node) -> Node | None:
 
 
 def fuse(program: Program, own: Collection[int] = ()) -> Program:
-    """Large gradients that are mostly zero are never made (see `colofunc.ops.fused`). `program` is still functional. own: as in `reuse`."""
+    """Large gradients that are mostly zero are never made (see `colofunc.ops.fused`).
+
+    `program` is still functional. own: as in `reuse`.
+    """
     facts, edit = Facts(program, own), Editor(program)
     changed = False
     for index, node in enumerate(program.nodes):
@@ -228,7 +246,6 @@ class Facts:
         """Whether node `index` alone reads `id`."""
         return self.readers.get(id) == (index,) and id not in self.program.outputs
 
-
     def moves(self, ids: tuple[int, ...]) -> bool:
         """Whether these values can be read later than the program does: nothing has been written over them."""
         return not any(self.memory.group(i) in self.written for i in ids)
@@ -255,7 +272,9 @@ def _cross_entropy(facts: Facts, index: int, node: Node) -> Found | None:
     seed, same, target, weight, reduction, ignore, total = maker.args
     if weight is not None or same != log_p or dtype != value.dtype or len(value.shape) != 2 or dim not in (1, -1):
         return None
-    if not facts.moves((seed.id, target.id, total.id)) or not facts.holds(log_p.id, index, node, (seed.id, target.id, total.id)):
+    if not facts.moves((seed.id, target.id, total.id)) or not facts.holds(
+        log_p.id, index, node, (seed.id, target.id, total.id)
+    ):
         return None
     return log_p.id, "colofunc.cross_entropy_dx_", (log_p, seed, target, reduction, ignore, total), {grad.id}
 

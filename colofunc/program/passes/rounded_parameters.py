@@ -1,16 +1,19 @@
-"""Parameters that forward and backward read in 8 bits, so that they are gathered so: ZeRO-3's gathers take a quarter of float32's bytes.
+"""Parameters that forward and backward read in 8 bits, so that they are gathered so: ZeRO-3's gathers take a quarter of
+float32's bytes.
 
     %9 = linear(%x, %p)   ->   %5, %6 = pack_saved(%p)  %7 = widen_saved(%5, %6)  %9 = linear(%x, %7)
 
-Problem: a rank that has a part of each parameter is sent the others two or three times a step, in the dtype that they are kept in. What is
-sent can be narrower; but rounded on the way, a parameter would be another one wherever it is cut differently. Idea: the traced program
-rounds, in front of every plan. A group of 32 to 128 numbers of a row has a scale, and is never cut (`ops/saved_activations.py`), so
-that numbers are those of one device on every mesh; and rounding is row by row, so that a plan may round a shard, gather a byte a number
-and widen behind that. The update reads the parameter as it is; gradients are those for the rounded one, straight through the rounding.
+Problem: a rank that has a part of each parameter is sent the others two or three times a step, in the dtype that they
+are kept in. What is sent can be narrower; but rounded on the way, a parameter would be another one wherever it is cut
+differently. Idea: the traced program rounds, in front of every plan. A group of 32 to 128 numbers of a row has a scale,
+and is never cut (`ops/saved_activations.py`), so that numbers are those of one device on every mesh; and rounding is
+row by row, so that a plan may round a shard, gather a byte a number and widen behind that. The update reads the
+parameter as it is; gradients are those for the rounded one, straight through the rounding.
 
 Forward and backward round for themselves: what is gathered for one is not kept for the other.
 
-Source: Wang et al. 2023, ZeRO++ (2306.10209), section 3.1, "quantized weight communication", which has blocks of the flat shard.
+Source: Wang et al. 2023, ZeRO++ (2306.10209), section 3.1, "quantized weight communication", which has blocks of the
+flat shard.
 """
 
 from __future__ import annotations
@@ -30,11 +33,15 @@ PACKED = (torch.int8, torch.uint8)
 
 
 EVEN_ROWS = 64
-"""A parameter whose rows so many ranks do not share evenly (a vocabulary of 50,257) may lie along its columns instead."""
+"""A parameter whose rows so many ranks do not share evenly (a vocabulary of 50,257) may lie along its columns
+instead."""
 
 
 def groups_of(shape: tuple[int, ...]) -> Groups | None:
-    """The groups of a parameter, from its shape alone; None where it is small. Small groups where columns may be cut."""
+    """The groups of a parameter, from its shape alone; None where it is small.
+
+    Small groups where columns may be cut.
+    """
     groups = group_of(shape)
     if groups is None or shape[0] % EVEN_ROWS == 0 or groups.dim != len(shape) - 1 or groups.width % LEAST_GROUP:
         return groups
@@ -72,10 +79,18 @@ def _write(program: Program, edit: Editor, position: int, value: Value, groups: 
     scale = edit.new(like, shape=scales, dtype=scale_dtype_of(value.dtype))
     wide = edit.new(like)
     packed = attrs.evolve(
-        reader, target=PACK, args=(Ref(value.id), groups.dim, groups.width, numbers), kwargs=(), outs=(codes, scale), note=NOTE, loop=None
+        reader,
+        target=PACK,
+        args=(Ref(value.id), groups.dim, groups.width, numbers),
+        kwargs=(),
+        outs=(codes, scale),
+        note=NOTE,
+        loop=None,
     )
     edit.insert(position, packed)
-    edit.insert(position, attrs.evolve(packed, target=WIDEN, args=(Ref(codes), Ref(scale), numbers, value.dtype), outs=(wide,)))
+    edit.insert(
+        position, attrs.evolve(packed, target=WIDEN, args=(Ref(codes), Ref(scale), numbers, value.dtype), outs=(wide,))
+    )
     return wide
 
 
@@ -92,7 +107,9 @@ def rounded_in_front(program: Program) -> Program:
     When a parameter is gathered, and whether for each phase anew, stays as it was planned for the parameter.
     """
     while True:
-        found = next((each for each in map(partial(_Gathered.of, program), range(len(program.nodes))) if each is not None), None)
+        found = next(
+            (each for each in map(partial(_Gathered.of, program), range(len(program.nodes))) if each is not None), None
+        )
         if found is None:
             return program
         program = found.written()
@@ -100,7 +117,8 @@ def rounded_in_front(program: Program) -> Program:
 
 @attrs.frozen
 class _Gathered:
-    """A gather along one dim, at `gather`, what joins its parts, and the nodes that round what that gives, all alike."""
+    """A gather along one dim, at `gather`, what joins its parts, and the nodes that round what that gives, all alike.
+    """
 
     program: Program
     gather: int
@@ -143,7 +161,9 @@ class _Gathered:
         narrow = []
         for shape, out in zip(shapes, first.results, strict=True):
             narrow.append(edit.new(values[out], shape=shape, layout=None))
-        rounded = attrs.evolve(first, args=(gather.args[0], cut, width, numbers), outs=tuple(narrow), phase=gather.phase)
+        rounded = attrs.evolve(
+            first, args=(gather.args[0], cut, width, numbers), outs=tuple(narrow), phase=gather.phase
+        )
         edit.replace(self.gather, rounded)
         joined = []
         for id, shape, out in zip(narrow, shapes, first.results, strict=True):
@@ -163,7 +183,11 @@ class _Gathered:
 def gathered_bytes(program: Program) -> tuple[int, int]:
     """Of one rank's program: (bytes that it is sent of parameters in 8 bits, the same in the dtype that they have)."""
     narrow = wide = 0
-    widths = [program.values[node.refs[0]].dtype.itemsize for node in program.nodes if node.target == PACK and node.note == NOTE]
+    widths = [
+        program.values[node.refs[0]].dtype.itemsize
+        for node in program.nodes
+        if node.target == PACK and node.note == NOTE
+    ]
     width = max(widths, default=4)
     for node in program.nodes:
         if node.loop is not None:

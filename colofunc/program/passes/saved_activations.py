@@ -1,21 +1,22 @@
-"""Saved activations in 8 bits: what forward makes and backward reads is kept packed, and widened in front of what reads it there.
+"""Saved activations in 8 bits: what forward makes and backward reads is kept packed, and widened in front of what reads
+it there.
 
     %3 = gelu(%2)  %4 = linear(%3, %w)  ...  %9 = linear_dw(%g, %3)
     ->
     %3 = gelu(%2)  %5, %6 = pack_saved(%3)  %4 = linear(%3, %w)  ...  %7 = widen_saved(%5, %6)  %9 = linear_dw(%g, %7)
 
-Problem: memory for activations is most of what a training step holds. Idea: the step is one program, so what is kept for
-backward is seen in it: values that nodes of forward make and nodes of backward read. Forward reads the value as it is, and so
-its outputs are the same to the bit; behind its last reader there the value is gone. As this is done in front of every plan, whatever
-shards, recomputes or copies treats the packed tensors as any other.
+Problem: memory for activations is most of what a training step holds. Idea: the step is one program, so what is kept
+for backward is seen in it: values that nodes of forward make and nodes of backward read. Forward reads the value as it
+is, and so its outputs are the same to the bit; behind its last reader there the value is gone. As this is done in front
+of every plan, whatever shards, recomputes or copies treats the packed tensors as any other.
 
-A view that backward reads is made again of the widened value. It is widened for readers that stand near to one another once, and for
-one far behind anew (`NEAR`), so that nothing lies wide in between.
+A view that backward reads is made again of the widened value. It is widened for readers that stand near to one another
+once, and for one far behind anew (`NEAR`), so that nothing lies wide in between.
 
-What stays as it is: whole numbers and masks; what is small, or has no rows (`group_of`); what does not depend on the batch (a
-weight in another dtype); what the step returns, or an update reads; statistics beside a larger result of their operator (the
-logarithms of sums that attention keeps); and what backward reads before anything else that was kept, such as the logarithms of
-probabilities of a loss, since it would be widened while nothing else has been freed.
+What stays as it is: whole numbers and masks; what is small, or has no rows (`group_of`); what does not depend on the
+batch (a weight in another dtype); what the step returns, or an update reads; statistics beside a larger result of their
+operator (the logarithms of sums that attention keeps); and what backward reads before anything else that was kept, such
+as the logarithms of probabilities of a loss, since it would be widened while nothing else has been freed.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def save_packed(program: Program, numbers: torch.dtype) -> Program:
     return edit.done()
 
 
-def _write(program: Program, edit: Editor, saved: _Saved, numbers: torch.dtype, instead: dict[int, dict[int, int]]) -> None:
+def _write(
+    program: Program, edit: Editor, saved: _Saved, numbers: torch.dtype, instead: dict[int, dict[int, int]]
+) -> None:
     """The node that packs a value in forward, and those that widen it in front of its readers in backward."""
     value, groups = saved.value, saved.groups
     behind = program.nodes[saved.packed - 1]
@@ -76,12 +79,16 @@ def _write(program: Program, edit: Editor, saved: _Saved, numbers: torch.dtype, 
     scale_dtype = scale_dtype_of(value.dtype)
     codes = edit.new(value, dtype=codes_dtype, name="")
     scale = edit.new(value, shape=(*value.shape[: groups.dim], count), dtype=scale_dtype, name="")
-    packed = attrs.evolve(beside, target=PACK, args=(Ref(value.id), groups.dim, groups.width, numbers), kwargs=(), outs=(codes, scale))
+    packed = attrs.evolve(
+        beside, target=PACK, args=(Ref(value.id), groups.dim, groups.width, numbers), kwargs=(), outs=(codes, scale)
+    )
     edit.insert(saved.packed, attrs.evolve(packed, note=NOTE))
     for stretch in _stretches(saved.read):
         first = program.nodes[stretch[0]]
         wide = edit.new(value, name="")
-        widened = attrs.evolve(first, target=WIDEN, args=(Ref(codes), Ref(scale), numbers, value.dtype), kwargs=(), outs=(wide,))
+        widened = attrs.evolve(
+            first, target=WIDEN, args=(Ref(codes), Ref(scale), numbers, value.dtype), kwargs=(), outs=(wide,)
+        )
         edit.insert(stretch[0], attrs.evolve(widened, note=NOTE))
         there = {value.id: wide}
         for position in stretch:
@@ -112,7 +119,8 @@ def _stretches(read: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _views_to(program: Program, base: int, id: int, there: dict[int, int]) -> list[Node]:
-    """The views that make a value of forward from its base, but for those that are there; () where it is no view of it."""
+    """The views that make a value of forward from its base, but for those that are there; () where it is no view of it.
+    """
     chain: list[Node] = []
     while id not in there:
         node = program.makers.get(id)
@@ -127,7 +135,9 @@ def _views_to(program: Program, base: int, id: int, there: dict[int, int]) -> li
 
 
 def bytes_kept(program: Program) -> tuple[int, int, int]:
-    """Of a program (global) behind `save_packed`: how many values are kept packed, their bytes, and what they would take as they are."""
+    """Of a program (global) behind `save_packed`: how many values are kept packed, their bytes, and what they would
+    take as they are.
+    """
     count = packed_bytes = wide_bytes = 0
     for node in program.nodes:
         if node.target == PACK:
@@ -144,7 +154,9 @@ def _kept(program: Program) -> list[_Saved]:
 
 
 def _frees_before(other: _Saved, saved: _Saved) -> bool:
-    """Whether backward comes to another kept value before this one, and forward is done with this one no later than with the other."""
+    """Whether backward comes to another kept value before this one, and forward is done with this one no later than
+    with the other.
+    """
     return other.read[0] < saved.read[0] and other.last >= saved.last
 
 
@@ -187,9 +199,11 @@ class _Reads:
         return _Saved(value, groups, max(forward, default=position), self._packed(position, forward, read), read)
 
     def _packed(self, made: int, forward: Sequence[int], read: Sequence[int]) -> int:
-        """In front of which node a value is packed: of those of forward whose backward reads it the last, or behind its maker.
+        """In front of which node a value is packed: of those of forward whose backward reads it the last, or behind its
+        maker.
 
-        So what one part of forward (a stage) hands to the next one is packed by that which keeps it for its own backward.
+        So what one part of forward (a stage) hands to the next one is packed by that which keeps it for its own
+        backward.
         """
         nodes = self.program.nodes
         origins = {(nodes[reader].path, nodes[reader].line) for reader in read}
@@ -201,7 +215,8 @@ class _Reads:
 def _readers_of_groups(program: Program) -> dict[int, tuple[int, ...]]:
     """First value of some memory -> positions of all nodes that read it or a view of it, ascending.
 
-    Views that forward makes are no readers. Those that backward makes are, and who reads them is none: they become views of another value.
+    Views that forward makes are no readers. Those that backward makes are, and who reads them is none: they become
+    views of another value.
     """
     groups = aliases(program)
     found: dict[int, list[int]] = {}

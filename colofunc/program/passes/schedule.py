@@ -31,8 +31,8 @@ IN_FLIGHT = 2
 def updates_early(program: Program) -> Program:
     """Move in-place nodes up to right behind what they need: their operands, and the last reader of what they write.
 
-    So do the scalars that updates read (step counts, learning rates), which stand behind the gradients in the trace, and casts
-    that only this update reads: gradients in half precision would all wait for the last of them otherwise.
+    So do the scalars that updates read (step counts, learning rates), which stand behind the gradients in the trace,
+    and casts that only this update reads: gradients in half precision would all wait for the last of them otherwise.
     """
     memory = aliases(program)
     casts = _casts(program)
@@ -92,9 +92,9 @@ def overlap(
 ) -> Program:
     """Split collectives into starts and waits.
 
-    `ahead`: how many collectives that were moved up may be in flight; more while their results are within `ahead_bytes`.
-    `body`: of a loop, which takes outputs as soon as they are there: one that nobody else reads is waited for behind the next
-    collective of its kind. `ids`: of new values.
+    `ahead`: how many collectives that were moved up may be in flight; more while their results are within
+    `ahead_bytes`. `body`: of a loop, which takes outputs as soon as they are there: one that nobody else reads is
+    waited for behind the next collective of its kind. `ids`: of new values.
     """
     made = program.made_at
     first = _taken(program, made) if body else _first_uses(program)
@@ -159,7 +159,9 @@ class _Wait:
 
 
 class _Waits:
-    """Where each collective is waited for: in front of its first use, or earlier, for operands in flight not to take too much."""
+    """Where each collective is waited for: in front of its first use, or earlier, for operands in flight not to take
+    too much.
+    """
 
     def __init__(self) -> None:
         self.all: list[_Wait] = []
@@ -167,7 +169,9 @@ class _Waits:
         self.flying_bytes = self.largest_bytes = 0
 
     def add(self, node: Node, used: int, index: int, held_bytes: int) -> None:
-        """One that stands at `index` and is used at `used`: those before it are waited for right behind, as far as that is needed."""
+        """One that stands at `index` and is used at `used`: those before it are waited for right behind, as far as that
+        is needed.
+        """
         wait = _Wait(node, used, held_bytes)
         self.all.append(wait)
         if not held_bytes:
@@ -200,7 +204,8 @@ def _held_bytes(program: Program, memory: Aliases, made: Mapping[int, int], inde
 
 
 def _packing(program: Program, made: Mapping[int, int], node: Node) -> int | None:
-    """The node that does nothing but pack what a gather sends, if it reads only what the caller gave, or casts of that."""
+    """The node that does nothing but pack what a gather sends, if it reads only what the caller gave, or casts of that.
+    """
     at = made.get(node.refs[0])
     if at is None or program.nodes[at].target != "colofunc.pack":
         return None
@@ -236,7 +241,8 @@ def next_of_kind(program: Program) -> dict[int, int]:
 
 
 def _taken(program: Program, made: Mapping[int, int]) -> dict[int, int]:
-    """First uses in the body of a loop: an output that a collective delivers is used behind the next one of its kind."""
+    """First uses in the body of a loop: an output that a collective delivers is used behind the next one of its kind.
+    """
     first, after = _first_uses(program), next_of_kind(program)
     for o in program.outputs:
         if made.get(o) in after:

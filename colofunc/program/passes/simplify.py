@@ -163,7 +163,10 @@ def simplify(program: Program) -> Program:
 
 
 def drop_dead(program: Program) -> Program:
-    """Without nodes and constants that no output needs. The user's inputs stay; a node without results is there for its effect."""
+    """Without nodes and constants that no output needs.
+
+    The user's inputs stay; a node without results is there for its effect.
+    """
     alive = set(program.outputs)
     kept: list[Node] = []
     for node in reversed(program.nodes):
@@ -320,19 +323,25 @@ def _scatter(node: Node, scope: Scope) -> int | None:
 def _nll_sum(node: Node, scope: Scope) -> Node | None:
     """The gradient of a summed loss does not read the total weight: it need not wait until that is known."""
     grad, *middle, reduction, ignored, total = node.args
-    if reduction != NLL_SUM or total == grad or scope.shape(grad) != () or scope.values[grad.id].dtype != scope.values[total.id].dtype:
+    if (
+        reduction != NLL_SUM
+        or total == grad
+        or scope.shape(grad) != ()
+        or scope.values[grad.id].dtype != scope.values[total.id].dtype
+    ):
         return None
     return attrs.evolve(node, args=(grad, *middle, reduction, ignored, grad))
 
 
-# ---- backward of silu and mish ----
-# Problem: on tensors without data torch takes the backward of some activations apart into six or ten elementwise operators,
-# each with a buffer of its own: in a UNet or a LLaMA they are the peak of a layer's backward. Idea: the product that ends such
-# a group is recognised by what made its operands, and becomes the operator again; what nobody else reads goes as dead code.
+# ---- backward of silu and mish ---- Problem: on tensors without data torch takes the backward of some activations
+# apart into six or ten elementwise operators, each with a buffer of its own: in a UNet or a LLaMA they are the peak of
+# a layer's backward. Idea: the product that ends such a group is recognised by what made its operands, and becomes the
+# operator again; what nobody else reads goes as dead code.
 #
 #     s = sigmoid(x);  g * (s * (1 + x * (1 - s)))          ->          silu_backward(g, x)
 #
-# Source: `math_silu_backward` and `math_mish_backward` of ATen (native/Activation.cpp). The kernels compute the same formula.
+# Source: `math_silu_backward` and `math_mish_backward` of ATen (native/Activation.cpp). The kernels compute the same
+# formula.
 
 
 def _whole_backward(node: Node, scope: Scope) -> Node | None:
@@ -371,7 +380,9 @@ def _mish(factor: Ref, scope: Scope) -> int | None:
 def _operands(arg: Any, target: str, scope: Scope) -> tuple[Any, Any]:
     """The two arguments of the node that made a value, if it is `target` with no other arguments."""
     node = scope.maker(arg, target)
-    return (node.args[0], node.args[1]) if node is not None and len(node.args) == 2 and not node.kwargs else (None, None)
+    return (
+        (node.args[0], node.args[1]) if node is not None and len(node.args) == 2 and not node.kwargs else (None, None)
+    )
 
 
 def _argument(arg: Any, target: str, scope: Scope) -> Ref | None:

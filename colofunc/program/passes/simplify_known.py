@@ -8,9 +8,9 @@ it costs s * s memory. Idea: its value is known while tracing, as a band, whatev
     bias[i, j] visible for i - w < j <= i      ->  causal=True, window=w
     document[i] == document[j], keep[j]        ->  code, least, most: numbers per column and bounds per row (`mask_bounds`)
 
-A mask is left alone if a row sees nothing (operators differ in what they return there; of a bool mask attention's own rule
-holds, so that it can have bounds), if its visible entries are not exactly zero, or if it is no band and no conjunction of
-comparisons. A small one that is neither causal nor a window costs less as it is.
+A mask is left alone if a row sees nothing (operators differ in what they return there; of a bool mask attention's own
+rule holds, so that it can have bounds), if its visible entries are not exactly zero, or if it is no band and no
+conjunction of comparisons. A small one that is neither causal nor a window costs less as it is.
 """
 
 from __future__ import annotations
@@ -173,7 +173,14 @@ class _Masks:
         return self._bounded(mask, parts, runs, (rows, columns), plain, causal, window)
 
     def _bounded(
-        self, mask: Value, parts: Parts, runs: Runs, size: tuple[int, int], plain: tuple[bool, int] | None, causal: bool, window: int
+        self,
+        mask: Value,
+        parts: Parts,
+        runs: Runs,
+        size: tuple[int, int],
+        plain: tuple[bool, int] | None,
+        causal: bool,
+        window: int,
     ) -> _Verdict | None:
         """Bounds of rows, beside `plain`: what is causal or a window of what is known; None: it is neither."""
         shape = (*mask.shape[:2], *size)
@@ -240,7 +247,9 @@ def _runs_of_band(band: Band) -> Runs | None:
 def classify_runs(
     lo: torch.Tensor, hi: torch.Tensor, rows: int, columns: int, causal: bool = False, window: int = 0
 ) -> tuple[bool, int] | None:
-    """(causal, window) that show exactly the columns lo:hi, each (..., rows or 1), beside the given ones; None if there are none."""
+    """(causal, window) that show exactly the columns lo:hi, each (..., rows or 1), beside the given ones; None if there
+    are none.
+    """
     lo, hi = (x.reshape(-1, x.shape[-1]) for x in (lo, hi))
     if not torch.equal(lo, lo[:1].expand_as(lo)) or not torch.equal(hi, hi[:1].expand_as(hi)):
         return None

@@ -1,13 +1,14 @@
 """Squares in one pass: on a host the sum of a large tensor's squares is one operator (`colofunc.ops.squares`).
 
-Problem: the norm by which gradients are clipped is traced as a product and a sum, with a tensor between them that is as large as the
-gradient. To write and read that, in pages that are mapped anew each time, takes longer than the update. Idea: behind all that plans and
-places, where the sum is the product's only reader, it reads what was squared.
+Problem: the norm by which gradients are clipped is traced as a product and a sum, with a tensor between them that is as
+large as the gradient. To write and read that, in pages that are mapped anew each time, takes longer than the update.
+Idea: behind all that plans and places, where the sum is the product's only reader, it reads what was squared.
 
     %9 = mul.Tensor(%8, %8)   %10 = sum(%9)     ->     %10 = sum_of_squares(%8)
 
-A gradient in bfloat16 or float16 is cast to float32 first. Where the product alone reads the cast, the sum reads what was cast: each
-element is widened by itself, which is exact, and is squared and summed in the same order, so the bits are those of the sum of the cast.
+A gradient in bfloat16 or float16 is cast to float32 first. Where the product alone reads the cast, the sum reads what
+was cast: each element is widened by itself, which is exact, and is squared and summed in the same order, so the bits
+are those of the sum of the cast.
 
 GPUs keep the two: there both are bounded by launches or fused by a compiler.
 """
@@ -32,7 +33,9 @@ LARGE = 1 << 18
 
 
 def squares_in_one_pass(program: Program, mesh: Mesh) -> Program:
-    """`program` with sums of squares of large tensors on the host, in float32, in one operator each, or itself where there are none."""
+    """`program` with sums of squares of large tensors on the host, in float32, in one operator each, or itself where
+    there are none.
+    """
     is_host = capability_on(mesh.topology) is None
     edit, found = Editor(program), False
     for index, node in enumerate(program.nodes):
@@ -64,13 +67,21 @@ def _product_of(program: Program, index: int, node: Node) -> int | None:
     if product is None or program.readers[summed] != (index,) or summed in program.outputs:
         return None
     made = program.nodes[product]
-    if made.target != PRODUCT or made.kwargs or made.on != node.on or len(made.refs) != 2 or made.refs[0] != made.refs[1]:
+    if (
+        made.target != PRODUCT
+        or made.kwargs
+        or made.on != node.on
+        or len(made.refs) != 2
+        or made.refs[0] != made.refs[1]
+    ):
         return None
     return product
 
 
 def _cast_of(program: Program, squared: int, product: int, index: int) -> int | None:
-    """Position of the cast of a narrow tensor to float32 that the product at `product` alone reads, where the sum at `index` can do so."""
+    """Position of the cast of a narrow tensor to float32 that the product at `product` alone reads, where the sum at
+    `index` can do so.
+    """
     cast = program.made_at.get(squared)
     if cast is None or program.readers[squared] != (product,) or squared in program.outputs:
         return None

@@ -1,13 +1,14 @@
 """Stage sums: what a stage tells the others is reduced among its own ranks first, where nobody may wait for the others.
 
-Problem: with ZeRO or tensor parallelism each rank has the squares of its own parts, and it moves fewer bytes to send these and to add up
-once behind the messages of all stages. But where the optimizer is validated later (`post_validation`), whoever reads the messages may do so
-alone, and would wait in that collective for ranks that read nothing. Idea: a sum of sums may be taken in any order.
+Problem: with ZeRO or tensor parallelism each rank has the squares of its own parts, and it moves fewer bytes to send
+these and to add up once behind the messages of all stages. But where the optimizer is validated later
+(`post_validation`), whoever reads the messages may do so alone, and would wait in that collective for ranks that read
+nothing. Idea: a sum of sums may be taken in any order.
 
     %1 «+dp @pp=0»  send  %2 «+dp»  sum  all_reduce dp        ->        %1  all_reduce dp @pp=0  send  sum
 
-Only operators that a pending sum passes through lie between (`Rule`), so that what they make of sums is the sum of what they make. In
-floating point numbers may differ in the last bit from those of a step that waits.
+Only operators that a pending sum passes through lie between (`Rule`), so that what they make of sums is the sum of what
+they make. In floating point numbers may differ in the last bit from those of a step that waits.
 """
 
 from __future__ import annotations
@@ -38,9 +39,13 @@ def sums_within_stages(program: Program) -> Program:
 
 
 def _with_one_less(program: Program) -> Program | None:
-    """The program with one reduction in front of its messages; None where there is none behind them that can be taken there."""
+    """The program with one reduction in front of its messages; None where there is none behind them that can be taken
+    there.
+    """
     start = behind_schedule(program)
-    told: set[int] = set()  # what follows from messages: from scalars, while a tied weight's gradient is waited for in any case
+    told: set[int] = (
+        set()
+    )  # what follows from messages: from scalars, while a tied weight's gradient is waited for in any case
     for node in program.nodes[start:]:
         if _is_message(node, program) or not told.isdisjoint(node.refs):
             told.update(node.results)

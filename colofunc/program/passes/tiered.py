@@ -1,18 +1,18 @@
 """A program with its tensors in several tiers of memory: copies between them written into it.
 
 Problem: what lies on the host has to be on the device when a node reads it, and back on the host when the step is over.
-Idea: where a tensor lies is a matter of copies and lifetimes alone. A value that was copied to the host and is read later
-from a second copy is held by nothing in between, as one that is made again is (`recompute`); so the accountant, the checks
-and the executors need to know nothing of it. Whoever decides what moves (`planner/offload/fastest.py`) says when; `Tiered` writes
-it down, and whatever has to be in a tier and is not gets there by a copy right before it is read.
+Idea: where a tensor lies is a matter of copies and lifetimes alone. A value that was copied to the host and is read
+later from a second copy is held by nothing in between, as one that is made again is (`recompute`); so the accountant,
+the checks and the executors need to know nothing of it. Whoever decides what moves (`planner/offload/fastest.py`) says
+when; `Tiered` writes it down, and whatever has to be in a tier and is not gets there by a copy right before it is read.
 
     %4 = to_device_start(%w)     ...     %5 = wait(%4)     %6 = linear(%x, %5)     ...     put(%w, %5)
 
-Views are not copied: a view of a tensor that moved is taken again from its copy. Nodes that are to run on the host read and
-make what lies there.
+Views are not copied: a view of a tensor that moved is taken again from its copy. Nodes that are to run on the host read
+and make what lies there.
 
-The same holds between any two neighbours among the tiers: `near`, where nodes read, and `far`. A program whose copies lead to
-the host is written down once more with part of what lies there on disk; what lies elsewhere is left as it is.
+The same holds between any two neighbours among the tiers: `near`, where nodes read, and `far`. A program whose copies
+lead to the host is written down once more with part of what lies there on disk; what lies elsewhere is left as it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ TIERS: Tiers = ("device", "host")
 
 
 class Tiered:
-    """A program being written down. Storages are numbered as `lies` does; those of inputs in `home` begin and end in the far tier.
+    """A program being written down. Storages are numbered as `lies` does; those of inputs in `home` begin and end in
+    the far tier.
 
     gathered: results are taken where they are made, as the body of a loop hands them over, and not at the end.
     """
@@ -58,8 +59,10 @@ class Tiered:
         self.values = self.edit.values
         self.nodes: list[Node] = []
         self.maker = program.makers
-        self.base: dict[str, dict[int, int]] = {tier: {} for tier in tiers}  # storage -> value that has all of it in a tier
-        self.have: dict[str, dict[int, dict[int, int]]] = {tier: {} for tier in tiers}  # storage -> value -> what it is there
+        # storage -> value that has all of it in a tier
+        self.base: dict[str, dict[int, int]] = {tier: {} for tier in tiers}
+        # storage -> value -> what it is there
+        self.have: dict[str, dict[int, dict[int, int]]] = {tier: {} for tier in tiers}
         self._started: dict[tuple[int, str], int] = {}
         for i in filter(self._mine, program.inputs):
             tier = self.far if lies.home[i] in self.home else self.near
@@ -88,7 +91,9 @@ class Tiered:
         elif storage in self.home:
             into = self._root(storage)
             new = self._new(into, self.far)
-            self.nodes.append(self._node("put_start", storage, (Ref(into), Ref(self._from(storage, self.near))), (new,)))
+            self.nodes.append(
+                self._node("put_start", storage, (Ref(into), Ref(self._from(storage, self.near))), (new,))
+            )
             self._started[storage, kind] = new
         else:
             self._started[storage, kind] = self._emit(self.far, storage, "_start")
@@ -151,7 +156,11 @@ class Tiered:
                 if made is not None and self.lies.home[made] in self.have[self.near]:
                     self.get(self.near, made)
             return  # others are taken where somebody reads them
-        tiers = [tier] * len(node.refs) if node.loop is None else [node.loop.body.values[i].tier for i in node.loop.body.inputs]
+        tiers = (
+            [tier] * len(node.refs)
+            if node.loop is None
+            else [node.loop.body.values[i].tier for i in node.loop.body.inputs]
+        )
         reads = zip(tiers, node.refs, strict=True)
         args, kwargs = (map_refs(tree, lambda _: Ref(self.get(*next(reads)))) for tree in (node.args, node.kwargs))
         self.nodes.append(attrs.evolve(node, args=args, kwargs=kwargs))
@@ -175,7 +184,9 @@ class Tiered:
         storage = self.lies.home[id]
         if storage not in self.have[tier]:
             if self.lies.storages[storage].value != id and id not in self.lies.within:
-                raise ProgramError(f"%{id} shares memory with another result of its operator and cannot be copied by itself")
+                raise ProgramError(
+                    f"%{id} shares memory with another result of its operator and cannot be copied by itself"
+                )
             self.fetch(storage) if tier == self.near else self.store(storage)
         have = self.have[tier][storage]
         chain = []
@@ -199,12 +210,17 @@ class Tiered:
                 have[old] = made
 
     def finish(self, stay: bool = False, leave: Collection[int] = ()) -> Program:
-        """The program; outputs that are state of the far tier lie there, what was made there where outputs `stay`, and what `leave`s."""
+        """The program; outputs that are state of the far tier lie there, what was made there where outputs `stay`, and
+        what `leave`s.
+        """
         paired = {out: self.lies.home[self.program.inputs[into]] for out, into in self.program.aliases}
         homes = [{self.lies.home[o], paired.get(k, -1)} for k, o in enumerate(self.program.outputs)]
         made = {s for s in self.base[self.far] if s not in self.have[self.near]} if stay else set()
         far = self.home | made | set(leave)
-        outputs = tuple(self.get(self.far if lies & far else self.near, o) for o, lies in zip(self.program.outputs, homes, strict=True))
+        outputs = tuple(
+            self.get(self.far if lies & far else self.near, o)
+            for o, lies in zip(self.program.outputs, homes, strict=True)
+        )
         return self.edit.written(self.nodes, outputs)
 
 

@@ -14,8 +14,8 @@ or whole. Conversions are an accumulation (pending -> whole), a stack (split -> 
 each node takes its operands as they lie wherever a strategy allows. Strategies that need fewer accumulations before
 them come first; among those, fewer conversions.
 
-Note [Accumulators]. What is summed over microbatches is summed at least in float32: a bfloat16 sum of 256 ones stays at 256,
-however many more are added. The sum is rounded once, behind the loop.
+Note [Accumulators]. What is summed over microbatches is summed at least in float32: a bfloat16 sum of 256 ones stays at
+256, however many more are added. The sum is rounded once, behind the loop.
 
 Whole values that are wanted split are computed split from the start where that is cheap (masks, expanded gradients), so
 that nothing of the size of the batch is made only to be sliced.
@@ -54,7 +54,13 @@ class Rules:
 
 
 def over_time(
-    program: Program, leaves: Iterable[int], microbatches: int, axis: str, rules: Rules, minor: bool = False, lean: bool = False
+    program: Program,
+    leaves: Iterable[int],
+    microbatches: int,
+    axis: str,
+    rules: Rules,
+    minor: bool = False,
+    lean: bool = False,
 ) -> Program:
     """`program` (local, functional) with one more axis of `microbatches`, on dim 0 of the values `leaves`.
 
@@ -80,7 +86,13 @@ def _finished(built: _Build) -> Program:
 
 
 def _build(
-    program: Program, leaves: Iterable[int], microbatches: int, axis: str, rules: Rules, minor: bool = False, lean: bool = False
+    program: Program,
+    leaves: Iterable[int],
+    microbatches: int,
+    axis: str,
+    rules: Rules,
+    minor: bool = False,
+    lean: bool = False,
 ) -> _Build:
     axes: dict[str, Any] = {axis: microbatches}
     built = _Build(program, Mesh(**axes), axis, rules, lean)
@@ -118,7 +130,8 @@ class _Build(Builder):
         self.places: dict[int, At | None] = {}  # old id -> where it exists
         self.known: dict[Call, Rule | None] = {}
         self.more: dict[Call, tuple[Strategy, ...]] = {}
-        self.chosen: dict[Any, tuple[Rule | None, Strategy]] = {}  # a call and how its operands lie -> (its rule, what was chosen)
+        # a call and how its operands lie -> (its rule, what was chosen)
+        self.chosen: dict[Any, tuple[Rule | None, Strategy]] = {}
 
     # ---- values ----
 
@@ -165,12 +178,16 @@ class _Build(Builder):
         where = attrs.evolve(reader or self.makers.get(old) or Node("", (), (), ()), on=self.places[old])
         if 0 in layout.shape:  # no element to move
             zeros = self.define(old, layout)
-            self.emit(Node("aten.full.default", (layout.local_shape, 0), (("dtype", like.dtype),), (zeros,), on=where.on))
+            self.emit(
+                Node("aten.full.default", (layout.local_shape, 0), (("dtype", like.dtype),), (zeros,), on=where.on)
+            )
             return zeros
         wide = bool(have.pending) and like.dtype.is_floating_point and like.dtype.itemsize < torch.float32.itemsize
         if wide:  # see Note [Accumulators]
             copy = self._cast(copy, torch.float32, where)
-        note = f"{have.text()} -> {layout.text()}: " + ("an output" if reader is None else f"{_user_of(reader)} needs {layout.text()}")
+        note = f"{have.text()} -> {layout.text()}: " + (
+            "an output" if reader is None else f"{_user_of(reader)} needs {layout.text()}"
+        )
         made = self.convert(old, copy, have, layout, where, note)
         if wide:
             made = self._cast(made, like.dtype, where)
@@ -186,7 +203,9 @@ class _Build(Builder):
         return out
 
     def _at_source(self, old: int, over: Layout) -> int | None:
-        """The value computed split, from operands that are split or sliced, where its operator is cheap to run in parts."""
+        """The value computed split, from operands that are split or sliced, where its operator is cheap to run in
+        parts.
+        """
         node = self.makers.get(old)
         if node is None or kind_of(node) is not None or len(node.outs) != 1:
             return None
@@ -282,7 +301,9 @@ class _Build(Builder):
             self.more[call] = self.rules.extra(call, self.mesh)
         return self.more[call]
 
-    def _price(self, ids: Sequence[int], lies: Sequence[Layout], strategy: Strategy) -> tuple[int, int, int, int] | None:
+    def _price(
+        self, ids: Sequence[int], lies: Sequence[Layout], strategy: Strategy
+    ) -> tuple[int, int, int, int] | None:
         """(level of the result, accumulations and stacks, bytes of stacks, slices); None if there is no way."""
         level = stacks = stacked = slices = 0
         for id, lay, wanted in zip(ids, lies, strategy.ins, strict=True):
@@ -313,7 +334,11 @@ class _Build(Builder):
         view = call.target.rsplit(".", 1)[0] in FREE or call.target in ("colofunc.rearrange", "colofunc.take_shard")
         view = view or (self.lean and call.target == "colofunc.reduce_scatter")
         out = call.outs[0]
-        widens = call.target.startswith("aten._to_copy") and out is not None and out.dtype.itemsize > call.ins[0].dtype.itemsize
+        widens = (
+            call.target.startswith("aten._to_copy")
+            and out is not None
+            and out.dtype.itemsize > call.ins[0].dtype.itemsize
+        )
         if not (view or widens or len(distinct) > 1) or len(set(pending.values())) > 1:
             return None
         axis, how = next(iter(pending.values()))

@@ -37,7 +37,12 @@ PLACED = {
     "colofunc.random_bits": 3, "colofunc.random_uniform": 4, "colofunc.random_normal": 4, "colofunc.random_bernoulli": 5,
     "colofunc.dropout": 4, "colofunc.attention": 12, "colofunc.attention_backward": 15,
 }  # fmt: skip
-SHAPE_AT = {"colofunc.random_bits": 2, "colofunc.random_uniform": 2, "colofunc.random_normal": 2, "colofunc.random_bernoulli": 2}
+SHAPE_AT = {
+    "colofunc.random_bits": 2,
+    "colofunc.random_uniform": 2,
+    "colofunc.random_normal": 2,
+    "colofunc.random_bernoulli": 2,
+}
 
 
 def time_rule(call: Call, rule_of: RuleOf) -> Rule | None:
@@ -76,11 +81,19 @@ def _chunk(call: Call) -> Rule | None:
     """[n] d* -> d*"""
     dims, sizes = _dims(call.ins[0].shape[1:])
     linear = (frozenset({0}),) if call.target == "colofunc.take_shard" or call.args[3] == "sum" else ()
-    return Rule(((("n",), *dims),), (dims,), {"n": call.args[2], **sizes}, whole=frozenset("n"), reduce={"n": "sum"}, linear=linear)
+    return Rule(
+        ((("n",), *dims),),
+        (dims,),
+        {"n": call.args[2], **sizes},
+        whole=frozenset("n"),
+        reduce={"n": "sum"},
+        linear=linear,
+    )
 
 
 def _chunks(call: Call) -> Rule | None:
-    """[n] d* -> [n] d*; where only some rows travel, what says how many has d0, too, and how many are expected follows."""
+    """[n] d* -> [n] d*; where only some rows travel, what says how many has d0, too, and how many are expected follows.
+    """
     dims, sizes = _dims(call.ins[0].shape[1:])
     both: Operand = (("n",), *dims)
     rows = (dims[:1],) if len(call.ins) > 1 else ()
@@ -89,7 +102,9 @@ def _chunks(call: Call) -> Rule | None:
         share = ins[1].shape[0] // max(1, ins[1].local_shape[0])
         return (*call.args[:4], -(-call.arg(4, "expected", 0) // share)), call.kwargs
 
-    return Rule((both, *rows), (both,), {"n": call.args[2], **sizes}, whole=frozenset("n"), localize=localize if rows else None)
+    return Rule(
+        (both, *rows), (both,), {"n": call.args[2], **sizes}, whole=frozenset("n"), localize=localize if rows else None
+    )
 
 
 def _rearrange(call: Call) -> Rule | None:
@@ -166,7 +181,9 @@ def with_time(layout: Layout | None, over: Layout) -> Layout | None:
                 if rest[0][0] == 1:
                     rest.pop(0)
         dims.append(tuple(atoms))
-    return make_layout(tuple(dims), layout.shape, (*layout.pending, *over.pending), layout.tier, layout.scheme, layout.at)
+    return make_layout(
+        tuple(dims), layout.shape, (*layout.pending, *over.pending), layout.tier, layout.scheme, layout.at
+    )
 
 
 # ---- one element per row ----
@@ -187,7 +204,8 @@ def index_of_rows(call: Call) -> tuple[int, ...]:
 
 
 def rows_rule(call: Call) -> Rule:
-    """b [w] d*, b, b -> b d*, for `x[arange(b), columns]`: row t of the result is of row t of x, so rows may be split."""
+    """b [w] d*, b, b -> b d*, for `x[arange(b), columns]`: row t of the result is of row t of x, so rows may be split.
+    """
     x, put = call.args[0].id, call.target == "aten.index_put.default"
     shape = call.ins[x].shape
     rest, sizes = _dims(shape[2:], 2)
@@ -206,7 +224,9 @@ def rows_rule(call: Call) -> Rule:
 
         return local
 
-    return Rule(tuple(ins[k] for k in range(len(call.ins))), (whole if put else part,), sizes, whole=frozenset("w"), local=code)
+    return Rule(
+        tuple(ins[k] for k in range(len(call.ins))), (whole if put else part,), sizes, whole=frozenset("w"), local=code
+    )
 
 
 # ---- random operators that know their place ----
@@ -273,7 +293,9 @@ def _refined(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...
     return local
 
 
-def _place_dims(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> tuple[tuple[Dim, ...], tuple[int, ...]]:
+def _place_dims(
+    call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]
+) -> tuple[tuple[Dim, ...], tuple[int, ...]]:
     """Dims (over time) of the tensor whose elements are counted, and its shape."""
     if "attention" not in call.target:
         assert outs[0] is not None
@@ -286,7 +308,8 @@ def _place_dims(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, 
 def refine(
     sizes: Iterable[int], strides: Iterable[int], dims: tuple[Dim, ...], shape: tuple[int, ...]
 ) -> tuple[list[int], list[int], list[tuple[str, int]]]:
-    """Sizes and strides of what time leaves of the atoms (sizes, strides) of `shape`, and (axis, stride) of what it takes.
+    """Sizes and strides of what time leaves of the atoms (sizes, strides) of `shape`, and (axis, stride) of what it
+    takes.
 
     >>> refine((4, 3), (6, 1), (((2, "time"), (2, None)), ((3, None),)), (4, 3))
     ([2, 3], [6, 1], [('time', 12)])
@@ -303,7 +326,9 @@ def refine(
                 n, far = atoms[0]
                 step = min(size, n)  # the major part of the atom
                 if n % step or size % step or (axis is not None and step != size):
-                    raise ProgramError(f"{axis or 'a local factor'} of size {size} cuts across the factors {atoms} of a random tensor")
+                    raise ProgramError(
+                        f"{axis or 'a local factor'} of size {size} cuts across the factors {atoms} of a random tensor"
+                    )
                 far *= n // step
                 if axis is None:
                     left.append((step, far))

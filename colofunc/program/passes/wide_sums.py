@@ -7,12 +7,13 @@ layout moves stand between the reduction and the cast that was there, that cast 
 
     reduce_scatter(g: bf16)  view  _to_copy(f32)        ->        _to_copy(f32)  reduce_scatter(f32)  view
 
-A reduction belongs to a gradient if its sum reaches a value of role "grad" through layout moves, additions and scalings by a
-number. What is multiplied by another tensor or summed over a dim on its way is an activation (under tensor parallelism), which
-may be many times larger than the gradient, and stays narrow. Single numbers (a loss) are summed wide as well, which costs nothing.
+A reduction belongs to a gradient if its sum reaches a value of role "grad" through layout moves, additions and scalings
+by a number. What is multiplied by another tensor or summed over a dim on its way is an activation (under tensor
+parallelism), which may be many times larger than the gradient, and stays narrow. Single numbers (a loss) are summed
+wide as well, which costs nothing.
 
-The pass runs after planning, so the planner is told what sums will cost: `gradients(program, dtype)` are the values of the
-global program whose pending sums this pass will widen.
+The pass runs after planning, so the planner is told what sums will cost: `gradients(program, dtype)` are the values of
+the global program whose pending sums this pass will widen.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def _is_narrow(node: Node, program: Program, dtype: torch.dtype) -> bool:
 
 def _is_move(node: Node) -> bool:
     kind = kind_of(node)
-    return len(set(node.refs)) == 1 and (may_alias(node) or (kind is not None and kind[0] in ("take_shard", "rearrange")))
+    return len(set(node.refs)) == 1 and (
+        may_alias(node) or (kind is not None and kind[0] in ("take_shard", "rearrange"))
+    )
 
 
 def reaches_gradient(node: Node, program: Program) -> bool:
@@ -86,7 +89,8 @@ def passes_sums(node: Node, program: Program) -> bool:
 
 
 def gradients(program: Program, dtype: torch.dtype) -> frozenset[int]:
-    """The values of a global program that are narrower than `dtype` and become a gradient: their sums will be widened."""
+    """The values of a global program that are narrower than `dtype` and become a gradient: their sums will be widened.
+    """
     values = ((i, program.values[i].dtype) for i in toward(program, gradients_of(program)))
     return frozenset(i for i, d in values if d.is_floating_point and d.itemsize < dtype.itemsize)
 
@@ -152,7 +156,9 @@ class _Rewriting:
         )  # fmt: skip
 
     def _until_cast(self, value: int) -> list[int] | None:
-        """The values from `value` through layout moves to the result of the cast that widens it; None if it goes elsewhere."""
+        """The values from `value` through layout moves to the result of the cast that widens it; None if it goes
+        elsewhere.
+        """
         chain = [value]
         while len(self.program.readers.get(chain[-1], ())) == 1 and chain[-1] not in self.program.outputs:
             (position,) = self.program.readers[chain[-1]]

@@ -1,21 +1,24 @@
 """Wire: gradients are summed over the mesh from numbers in 8 or 4 bits.
 
-Problem: a rank sends each gradient once or twice a step, four bytes a number, and rounding terms before a sum that is made on the way
-would round every partial sum, too, or overflow. Idea: what sums becomes what moves, and a sum behind it. Each rank packs its term
-(`ops.wire`), members exchange pieces, and each adds up the piece that it is for, in the dtype that the sum had:
+Problem: a rank sends each gradient once or twice a step, four bytes a number, and rounding terms before a sum that is
+made on the way would round every partial sum, too, or overflow. Idea: what sums becomes what moves, and a sum behind
+it. Each rank packs its term (`ops.wire`), members exchange pieces, and each adds up the piece that it is for, in the
+dtype that the sum had:
 
     reduce_scatter(x)   ->   wire_pack(x)  all_to_all  wire_sum
     all_reduce(x)       ->   wire_pack(x)  all_to_all  wire_sum  wire_pack  all_gather  wire_open
 
-Pieces are what they were, and groups of numbers lie within one. Copies of a sum are equal on all ranks, as all open one message. A sum
-belongs to a gradient as in `wide_sums`. Sums of few numbers stay: a latency is what they cost, and norms, biases and counts are among them.
+Pieces are what they were, and groups of numbers lie within one. Copies of a sum are equal on all ranks, as all open one
+message. A sum belongs to a gradient as in `wide_sums`. Sums of few numbers stay: a latency is what they cost, and
+norms, biases and counts are among them.
 
 With error feedback the traced program has, for each gradient g, a residual r that the state keeps:
 
     sent, left = carry(g, r)                 on one device sent is g + r, left is 0
 
-g and r pass it as terms of a sum (`+dp`), each rank its own, so what a rank has not sent is added to its next gradient. In one rank's
-program `carry` is g + r, and what is left is that without what arrives of it. Where the plan sums g before, nothing is left.
+g and r pass it as terms of a sum (`+dp`), each rank its own, so what a rank has not sent is added to its next gradient.
+In one rank's program `carry` is g + r, and what is left is that without what arrives of it. Where the plan sums g
+before, nothing is left.
 
 Source: ZeRO++ (2306.10209), section 3.3.
 """
@@ -35,11 +38,14 @@ from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.passes.wide_sums import is_reduction, passes_sums, reaches_gradient
 
 LEAST = 2048
-"""Sums of fewer numbers stay as they are: their latency is longer than their transfer, and many of them share one message."""
+"""Sums of fewer numbers stay as they are: their latency is longer than their transfer, and many of them share one
+message."""
 FIT = "colofunc.fit"
 SUMS = ("colofunc.reduce_scatter", "colofunc.all_reduce")
 """How the names of operators begin that sum over the mesh, those that are started included."""
-_VIEWS = frozenset({"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten._reshape_alias.default"})
+_VIEWS = frozenset(
+    {"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten._reshape_alias.default"}
+)
 
 
 def narrow_sums(program: Program, scheme: Scheme) -> Program:
@@ -153,7 +159,11 @@ class _Writer:
             member = self.edit.new(self._plain(term), shape=(), dtype=torch.int64)
             nodes.append(self._node(done.node, "colofunc.axis_index", (done.node.args[1],), member))
             more = Ref(done.total), Ref(done.sent), Ref(member)
-        nodes.append(self._node(done.node, "colofunc.wire_left", (Ref(done.term), Ref(done.packed), self.scheme.name, *more), missing))
+        nodes.append(
+            self._node(
+                done.node, "colofunc.wire_left", (Ref(done.term), Ref(done.packed), self.scheme.name, *more), missing
+            )
+        )
         for position in reversed(moves):
             move = program.nodes[position]
             before = program.values[move.refs[0]]
@@ -163,7 +173,9 @@ class _Writer:
         self.edit.insert(at + 1, *nodes)
 
     def _path_to_sum(self, value: int) -> list[int] | None:
-        """Positions of the moves from a value to the one large sum of it, and of that sum; None where there is none, or are several."""
+        """Positions of the moves from a value to the one large sum of it, and of that sum; None where there is none, or
+        are several.
+        """
         path: list[int] = []
         while True:
             found = []
@@ -207,12 +219,16 @@ class _Writer:
         return attrs.evolve(like, name="", role="activation", layout=None, of=None, place=like.tier)
 
     def _node(self, like: Node, target: str, args: tuple[object, ...], out: int) -> Node:
-        return attrs.evolve(like, target=target, args=args, kwargs=(), outs=(out,), note=f"gradients are sent as {self.scheme.name}")
+        return attrs.evolve(
+            like, target=target, args=args, kwargs=(), outs=(out,), note=f"gradients are sent as {self.scheme.name}"
+        )
 
 
 @attrs.frozen
 class _Sent:
-    """A sum that was written anew: what was summed, the message, and of one that all have the own piece and its message."""
+    """A sum that was written anew: what was summed, the message, and of one that all have the own piece and its
+    message.
+    """
 
     node: Node
     term: int
@@ -232,7 +248,9 @@ def _sizes_of(pattern: str, names: tuple[str, ...], sizes: tuple[int, ...], shap
 
 
 def with_residuals(program: Program) -> Program:
-    """The traced `program` with a `carry` behind each gradient of which the state keeps a residual (`ops.wire.residual` marks it)."""
+    """The traced `program` with a `carry` behind each gradient of which the state keeps a residual (`ops.wire.residual`
+    marks it).
+    """
     edit = Editor(program)
     marks = [(index, node) for index, node in enumerate(program.nodes) if node.target == RESIDUAL]
     last = {str(node.args[1]): node.refs[0] for _, node in marks}  # path of a leaf -> what is left so far
@@ -247,7 +265,11 @@ def with_residuals(program: Program) -> Program:
                 continue
             raw = edit.new(gradient, name="", role="activation")
             left = edit.new(residual, name="", role="activation")
-            more.append(attrs.evolve(node, target=CARRY, args=(Ref(raw), Ref(last[path])), kwargs=(), outs=(out, left), loop=None))
+            more.append(
+                attrs.evolve(
+                    node, target=CARRY, args=(Ref(raw), Ref(last[path])), kwargs=(), outs=(out, left), loop=None
+                )
+            )
             outs[position], last[path] = raw, left
         if more:
             edit.replace(index, attrs.evolve(node, outs=tuple(outs)), *more)

@@ -1,8 +1,10 @@
-"""Conditions that Python asks for only to raise an error: `assert x.isfinite().all()`, `if labels.max() >= n: raise ...`.
+"""Conditions that Python asks for only to raise an error: `assert x.isfinite().all()`,
+`if labels.max() >= n: raise ...`.
 
-Problem: they look at values, which a trace does not have, and stand in many models, to say early what is wrong with a batch.
-Idea: a program holds what is computed where nothing is wrong. The syntax tree of the running line says whether a condition
-does nothing else than raise; then the trace goes on as if all was well, and says once that the check is not made.
+Problem: they look at values, which a trace does not have, and stand in many models, to say early what is wrong with a
+batch. Idea: a program holds what is computed where nothing is wrong. The syntax tree of the running line says whether a
+condition does nothing else than raise; then the trace goes on as if all was well, and says once that the check is not
+made.
 
     if labels is not None and labels.max() >= n:       the condition that is asked for is False
         raise ValueError(...)
@@ -24,12 +26,16 @@ Place = dis.Positions
 
 
 def passes(frame: FrameType) -> bool | None:
-    """The value of the condition that `frame` asks for with which its line raises nothing; None where it does more than to raise."""
+    """The value of the condition that `frame` asks for with which its line raises nothing; None where it does more than
+    to raise.
+    """
     return _answer(frame.f_code.co_filename, _asked(frame))
 
 
 def _asked(frame: FrameType) -> Place | None:
-    """Where the expression stands whose value is asked for: by a call, or by an instruction that looks at what the one before has left."""
+    """Where the expression stands whose value is asked for: by a call, or by an instruction that looks at what the one
+    before has left.
+    """
     before = None
     for instruction in dis.get_instructions(frame.f_code):
         if instruction.offset == frame.f_lasti:

@@ -1,19 +1,19 @@
 """Tensors that modules hold in plain attributes: tables, or values computed of parameters and kept.
 
-Problem: a module may keep what it computed of a parameter (attention biases, looked up once, in a dict for eval mode). A
-trace takes such a tensor for a constant, so the parameter trains without its gradient. Idea: a table stands for no
-parameter. What a trace captures is refused if it has a gradient's history, if the module computes it of parameters again
-once it is gone (see `refilled`), or if its module has a parameter that the same forward does not read. Of what was made
-since the model was taken apart the parameters of submodules count too, and where there are none those of the nearest
-module around it that has some.
+Problem: a module may keep what it computed of a parameter (attention biases, looked up once, in a dict for eval mode).
+A trace takes such a tensor for a constant, so the parameter trains without its gradient. Idea: a table stands for no
+parameter. What a trace captures is refused if it has a gradient's history, if the module computes it of parameters
+again once it is gone (see `refilled`), or if its module has a parameter that the same forward does not read. Of what
+was made since the model was taken apart the parameters of submodules count too, and where there are none those of the
+nearest module around it that has some.
 
     model = functional(module)
     module(x)                      # fills the attributes rope.cos and attn.bias_cache
     step(state, batch)             # TraceError: ... attribute 'bias_cache' of 'attn' ... computed of 'attn.biases' at model.py:9
 
-What the forward puts into attributes while it is traced is taken out of them after the trace (see `held`). Not seen is what
-was computed without a gradient and lies in no attribute of a module (a global, a cache of a function), or in one that the
-module does not fill in again, of a parameter that the forward reads besides.
+What the forward puts into attributes while it is traced is taken out of them after the trace (see `held`). Not seen is
+what was computed without a gradient and lies in no attribute of a module (a global, a cache of a function), or in one
+that the module does not fill in again, of a parameter that the forward reads besides.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def watch_attributes(
         here.kept += keep(module)
     before = here.attributes, here.read, here.replaced
     here.attributes, here.read = {}, []
-    here.replaced = {id(own): name for name, own in module.named_parameters() if name in params and is_traced(params[name])}
+    here.replaced = {
+        id(own): name for name, own in module.named_parameters() if name in params and is_traced(params[name])
+    }
     own_buffers = {id(own): name for name, own in module.named_buffers() if name in buffers}
     for path, name, tensor in _plain_tensors(module):
         earlier = known.get(id(tensor))
@@ -93,7 +95,11 @@ def _noted_calls(module: nn.Module, paths: set[str], calls: dict[str, Call]) -> 
         return lambda part, args, kwargs: calls.setdefault(path, (args, kwargs)) and None
 
     # Modules of TorchScript take no hooks.
-    parts = [(path, part) for path, part in module.named_modules() if path in paths and not isinstance(part, torch.jit.ScriptModule)]
+    parts = [
+        (path, part)
+        for path, part in module.named_modules()
+        if path in paths and not isinstance(part, torch.jit.ScriptModule)
+    ]
     handles = [part.register_forward_pre_hook(note(path), with_kwargs=True) for path, part in parts]
     try:
         yield
@@ -102,10 +108,10 @@ def _noted_calls(module: nn.Module, paths: set[str], calls: dict[str, Call]) -> 
             handle.remove()
 
 
-def _refuse_stand_ins(
-    module: nn.Module, path: str, attributes: list[Attribute], params: Mapping[str, Tensor]
-) -> None:
-    """Raise where a forward reads attributes of the module at `path`, and not all parameters that they may be computed of."""
+def _refuse_stand_ins(module: nn.Module, path: str, attributes: list[Attribute], params: Mapping[str, Tensor]) -> None:
+    """Raise where a forward reads attributes of the module at `path`, and not all parameters that they may be computed
+    of.
+    """
     names = [name for name, _ in module.get_submodule(path).named_parameters(path, recurse=False)]
     if not all(attribute.known for attribute in attributes):
         names = _parameters_around(module, path)
@@ -113,14 +119,17 @@ def _refuse_stand_ins(
         if name in params and not _is_read(params[name]):
             kept = ", ".join(dict.fromkeys(repr(attribute.name) for attribute in attributes))
             raise TraceError(
-                f"the step reads what module {path or '(the model itself)'!r} keeps in attribute {kept}, and does not read the "
+                f"the step reads what module {path or '(the model itself)'!r} keeps in attribute {kept}, and does not "
+                "read the "
                 f"parameter {name!r}, which that may be computed of: it would train without its gradient. Try: {REMEDY}"
             )
 
 
 def _refuse_refilled(module: nn.Module, attribute: Attribute, calls: Mapping[str, Call], trained: set[str]) -> None:
     """Raise where the module, called with that attribute empty, computes it of parameters again."""
-    path = attribute.path if attribute.path in calls else ""  # another method than forward is called by somebody's forward
+    path = (
+        attribute.path if attribute.path in calls else ""
+    )  # another method than forward is called by somebody's forward
     if attribute.buffer or not attribute.tensor.dtype.is_floating_point or path not in calls:
         return
     within = {name.removeprefix(f"{path}.") for name in trained if not path or name.startswith(f"{path}.")}
@@ -130,7 +139,8 @@ def _refuse_refilled(module: nn.Module, attribute: Attribute, calls: Mapping[str
         names = [repr(f"{path}.{name}" if path else name) for name in maker.parameters]
         what = f"parameter {', '.join(names[:3])}" if names else "what is trained"
         raise TraceError(
-            f"the step reads a tensor of shape {tuple(attribute.tensor.shape)} that is {attribute}, where a call before the step put what "
+            f"the step reads a tensor of shape {tuple(attribute.tensor.shape)} that is {attribute}, where a call "
+            "before the step put what "
             f"it computed of {what} at {maker.line}: as a constant it would have no gradient. Try: {REMEDY}"
         )
 
@@ -163,12 +173,11 @@ def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
                     yield path, name, tensor
 
 
-# ---- attributes that are filled again ----
-# Problem: attention biases that were looked up once, under `torch.no_grad()` and before the model was taken apart, are a tensor
-# like any table; nothing on it says where it comes from. Idea: ask the module. The attribute is emptied, the module is called
-# once more on tensors without data, and what it fills in again tells: a tensor that requires a gradient was computed of a
-# parameter, at a line that is known; another is a table. One that is not filled in again was made by somebody else, in a
-# constructor, and stays a constant.
+# ---- attributes that are filled again ---- Problem: attention biases that were looked up once, under `torch.no_grad()`
+# and before the model was taken apart, are a tensor like any table; nothing on it says where it comes from. Idea: ask
+# the module. The attribute is emptied, the module is called once more on tensors without data, and what it fills in
+# again tells: a tensor that requires a gradient was computed of a parameter, at a line that is known; another is a
+# table. One that is not filled in again was made by somebody else, in a constructor, and stays a constant.
 #
 #     self.cache["cpu"]  ->  removed  ->  forward  ->  self.cache["cpu"] = biases[:, table]       computed, at model.py:109
 #
@@ -180,7 +189,9 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # of a module: (args, kwargs), te
 
 @attrs.frozen
 class Maker:
-    """What a module computes again: at which line, of which parameters (or of none of its own: of what it is called with)."""
+    """What a module computes again: at which line, of which parameters (or of none of its own: of what it is called
+    with).
+    """
 
     line: str
     parameters: tuple[str, ...]
@@ -191,8 +202,8 @@ def maker_of(
 ) -> Maker | None:
     """Who computes what `holder` keeps in attribute `name` of what is trained; None where it is not so computed.
 
-    `tensor`: what lies there now. `called`: a module with the holder in it, or the holder; `call`: a call of its forward;
-    `trained`: the names of those of its parameters that are.
+    `tensor`: what lies there now. `called`: a module with the holder in it, or the holder; `call`: a call of its
+    forward; `trained`: the names of those of its parameters that are.
     """
     for empty in _ways_to_empty(holder, name, tensor):
         with _put_back(keep(called)):
@@ -203,7 +214,9 @@ def maker_of(
     return None
 
 
-def _filled_in(called: nn.Module, call: Call, trained: Collection[str], holder: nn.Module, name: str) -> list[Maker] | None:
+def _filled_in(
+    called: nn.Module, call: Call, trained: Collection[str], holder: nn.Module, name: str
+) -> list[Maker] | None:
     """The makers of what a call leaves in the attribute, none for a table; None where it leaves nothing there."""
     rec = Recorder(handler_of)
     with compat.disable_modes(), compat.no_function_modes(), activate(rec.where), rec, torch.enable_grad():
@@ -213,8 +226,8 @@ def _filled_in(called: nn.Module, call: Call, trained: Collection[str], holder: 
         try:
             functional_call(called, {**parameters, **buffers}, args, kwargs)
         except Exception:
-            # A forward that cannot do without the attribute does not fill it in. One that fails later (where it draws random
-            # numbers: the modes of the trace are off) has done so.
+            # A forward that cannot do without the attribute does not fill it in. One that fails later (where it draws
+            # random numbers: the modes of the trace are off) has done so.
             rec.raised = None
     made = [x for x in reached(vars(holder).get(name)) if isinstance(x, compat.FakeTensor)]
     names = {rec.cell(p).vid: key for key, p in parameters.items() if key in trained}
@@ -242,7 +255,9 @@ def _stand_in(rec: Recorder, tensor: Tensor, differentiated: bool) -> Tensor:
 
 
 def _ways_to_empty(holder: nn.Module, name: str, tensor: Tensor) -> Iterator[Callable[[], None]]:
-    """Ways to take a tensor out of an attribute, the smallest first: what a module takes for "not filled yet" is its own."""
+    """Ways to take a tensor out of an attribute, the smallest first: what a module takes for "not filled yet" is its
+    own.
+    """
     value = vars(holder)[name]
 
     def take_out() -> None:

@@ -1,8 +1,9 @@
 """Tensors that a step takes from outside: which of them cannot be constants of its program.
 
-Problem: a captured tensor is a constant, and a constant has no gradient and never changes. Idea: what certainly has one in
-the function that the user wrote is an error where it is captured: a tensor with a gradient's history, and a parameter of a
-module for which the step passes another value. (What modules keep in attributes is looked at in `attributes`.)
+Problem: a captured tensor is a constant, and a constant has no gradient and never changes. Idea: what certainly has one
+in the function that the user wrote is an error where it is captured: a tensor with a gradient's history, and a
+parameter of a module for which the step passes another value. (What modules keep in attributes is looked at in
+`attributes`.)
 """
 
 from __future__ import annotations
@@ -31,9 +32,15 @@ def refuse_computed(tensor: Tensor) -> None:
     where = "it captured from outside" if attribute is None else f"is {attribute}"
     if tensor.grad_fn is not None and torch.is_grad_enabled():
         raise TraceError(
-            f"the step at {user_line()} reads a tensor of shape {tuple(tensor.shape)} that {where} and that was computed, by "
-            f"{tensor.grad_fn.name().removesuffix('0')}, of something that requires a gradient; as a constant it would have none. "
-            + (f"Try: {REMEDY}" if attribute else "Try: compute it in the step, or .detach() it outside if it is a constant")
+            f"the step at {user_line()} reads a tensor of shape {tuple(tensor.shape)} that {where} and that was "
+            "computed, by "
+            f"{tensor.grad_fn.name().removesuffix('0')}, of something that requires a gradient; as a constant it would "
+            "have none. "
+            + (
+                f"Try: {REMEDY}"
+                if attribute
+                else "Try: compute it in the step, or .detach() it outside if it is a constant"
+            )
         )
     if attribute is not None and here is not None:
         here.read.append(attribute)
@@ -41,8 +48,10 @@ def refuse_computed(tensor: Tensor) -> None:
 
 def another_way(name: str) -> TraceError:
     return TraceError(
-        f"the step at {user_line()} reads {name!r} of a module by another way than the attribute of that name (a list of weights, or "
-        "what a module of TorchScript keeps), so that it would have no gradient and never change. Try: the attribute itself in the "
+        f"the step at {user_line()} reads {name!r} of a module by another way than the attribute of that name (a list "
+        "of weights, or "
+        "what a module of TorchScript keeps), so that it would have no gradient and never change. Try: the attribute "
+        "itself in the "
         "module's forward; in place of a module of TorchScript, the Python module that it was made of"
     )
 
@@ -68,7 +77,9 @@ def lift(program: Program, captured: Mapping[int, torch.Tensor]) -> tuple[Progra
     edit = Editor(program)
     values = edit.values
     for k, vid in enumerate(chosen):
-        values[vid] = attrs.evolve(values[vid], name=values[vid].name or f"captured.{k}", role="frozen", device_free=False)
+        values[vid] = attrs.evolve(
+            values[vid], name=values[vid].name or f"captured.{k}", role="frozen", device_free=False
+        )
     for node in program.nodes:
         if not all(values[r].device_free for r in node.refs):
             for o in node.outs:

@@ -89,7 +89,9 @@ class TraceTensor(compat.FakeTensor):
         """A clone, as of a tensor with data. What is known of a traced tensor stands for that one only."""
         if id(self) not in memo:
             if not self.is_leaf:
-                raise TraceError(f"a tensor that has a history of autograd is deep-copied at {user_line()}; write x.detach().clone()")
+                raise TraceError(
+                    f"a tensor that has a history of autograd is deep-copied at {user_line()}; write x.detach().clone()"
+                )
             with torch.no_grad():
                 made = self.clone().requires_grad_(self.requires_grad)
                 made.grad = copy.deepcopy(self.grad, memo)
@@ -104,7 +106,8 @@ class TraceTensor(compat.FakeTensor):
             return args[0]
         if func is torch.ops.aten.alias.default:
             raise TraceError(
-                f"a traced tensor is given a class of its own at {user_line()}, as by a tensor class without operators that the step "
+                f"a traced tensor is given a class of its own at {user_line()}, as by a tensor class without operators "
+                "that the step "
                 "captured; a program has no such classes. Try: x.as_subclass(torch.Tensor) of what is captured"
             )
         raise TraceError(
@@ -126,7 +129,9 @@ def contiguous(shape: Sequence[int], dtype: torch.dtype) -> Meta:
 _MEMO: dict[Any, Results] = {}
 
 # Operators whose operands must have one dtype; fake tensors do not say so, the kernels do, in the middle of a step.
-_ONE_DTYPE = frozenset("aten::mm aten::addmm aten::bmm aten::baddbmm aten::mv aten::dot aten::convolution colofunc::linear".split())
+_ONE_DTYPE = frozenset(
+    "aten::mm aten::addmm aten::bmm aten::baddbmm aten::mv aten::dot aten::convolution colofunc::linear".split()
+)
 
 
 def check_dtypes(func: Any, metas: Sequence[Meta]) -> None:
@@ -135,7 +140,8 @@ def check_dtypes(func: Any, metas: Sequence[Meta]) -> None:
     if schema is not None and schema.name in _ONE_DTYPE and len({m.dtype for m in metas}) > 1:
         operands = ", ".join(f"{str(m.dtype).removeprefix('torch.')} {tuple(m.shape)}" for m in metas)
         raise TraceError(
-            f"{func} at {user_line()} mixes dtypes: {operands}; bring them to one dtype with .to(), or compute under torch.autocast"
+            f"{func} at {user_line()} mixes dtypes: {operands}; bring them to one dtype with .to(), or compute under "
+            "torch.autocast"
         )
 
 
@@ -153,7 +159,8 @@ def remembered(
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             packs = "; recurrent layers take padded sequences as they are" if "pack_padded" in str(func) else ""
             raise TraceError(
-                f"{func} at {user_line()} makes a result whose shape depends on data; use torch.where or a fixed size{packs}"
+                f"{func} at {user_line()} makes a result whose shape depends on data; use torch.where or a fixed "
+                f"size{packs}"
             ) from error
         except Exception as error:
             error.add_note(f"{func} on {', '.join(f'{m.dtype} {list(m.shape)}' for m in metas)} at {user_line()}")
@@ -170,7 +177,8 @@ def infer(func: Any, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], m
     try:
         results = _run(func, args, kwargs, metas, compat.fake_mode_of_thread())
     except TypeError:
-        # Some of torch's shape functions fall over a batch without elements (upsampling); the kernel has nothing to compute there.
+        # Some of torch's shape functions fall over a batch without elements (upsampling); the kernel has nothing to
+        # compute there.
         if not metas or any(0 not in m.shape for m in metas):
             raise
         results = _run(func, args, kwargs, metas, nullcontext())
@@ -180,7 +188,11 @@ def infer(func: Any, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], m
 
 
 def _run(
-    func: Any, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], metas: Sequence[Meta], mode: AbstractContextManager[Any]
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Sequence[tuple[str, Any]],
+    metas: Sequence[Meta],
+    mode: AbstractContextManager[Any],
 ) -> Results:
     """The types of what `func` returns for operands made inside `mode`."""
     with (
@@ -195,7 +207,9 @@ def _run(
     return Results(_form(out, found), tuple(found))
 
 
-def called(func: Any, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], operands: Iterable[torch.Tensor]) -> Any:
+def called(
+    func: Any, args: tuple[Any, ...], kwargs: Sequence[tuple[str, Any]], operands: Iterable[torch.Tensor]
+) -> Any:
     """What `func` returns, with one operand after the other in the place of each `Ref` in args, then kwargs."""
     left = iter(operands)
 

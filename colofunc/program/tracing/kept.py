@@ -1,10 +1,12 @@
-"""Records that a transform keeps in a state beside what the step itself has there: a loss scale, largest numbers of earlier steps.
+"""Records that a transform keeps in a state beside what the step itself has there: a loss scale, largest numbers of
+earlier steps.
 
     loss_scale = Kept("loss_scale", ("scale", "good", "skipped"), "cf.precision('fp16') keeps its loss scale")
     record, bare = loss_scale.split(state)      # None, state where there is none yet
     state = loss_scale.join(bare, record)
 
-A dict has it under its key, a tuple or list as one more item at its end, a named tuple or record in a field of the key's name.
+A dict has it under its key, a tuple or list as one more item at its end, a named tuple or record in a field of the
+key's name.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Kept:
             return record, rebuild(kind, type(state), keys, self._placed(keys, items, None), context)
         instead = f"; {self.instead}" if self.instead else ""
         raise InputError(
-            f"{self.keeps} in the state, which is of type {type(state).__name__} here. Try: a dict or tuple as argument 0 of the step, "
+            f"{self.keeps} in the state, which is of type {type(state).__name__} here. Try: a dict or tuple as "
+            "argument 0 of the step, "
             f"such as {{'params': ..., 'opt': ...}}; a record with the field `{self.key}: Any = None`{instead}"
         )
 
@@ -76,7 +79,8 @@ class Kept:
             return
         has = f"keys {list(record)[:5]}" if isinstance(record, Mapping) else f"type {type(record).__name__}"
         raise InputError(
-            f"the state has a {self.key!r} of its own, of {has}, where a transform keeps a record with the keys {list(self.fields)}. Try: "
+            f"the state has a {self.key!r} of its own, of {has}, where a transform keeps a record with the keys "
+            f"{list(self.fields)}. Try: "
             f"another key than {self.key!r} for it"
         )
 

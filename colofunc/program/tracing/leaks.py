@@ -29,8 +29,15 @@ from colofunc.errors import TraceError
 from colofunc.program.tracing.module_tensors import put_back
 from colofunc.program.tracing.record import Recorder
 
-KINDS: dict[Any, str] = {list: "a list", tuple: "a tuple", set: "a set", types.CellType: "a variable of an outer function"}
-ADVICE = "a step runs once, when it is traced, so this would never change again: return the tensor from the step instead"
+KINDS: dict[Any, str] = {
+    list: "a list",
+    tuple: "a tuple",
+    set: "a set",
+    types.CellType: "a variable of an outer function",
+}
+ADVICE = (
+    "a step runs once, when it is traced, so this would never change again: return the tensor from the step instead"
+)
 
 
 def refuse_leaks(rec: Recorder) -> None:
@@ -58,7 +65,8 @@ def _alive(rec: Recorder) -> list[torch.Tensor]:
 
 
 def _empty_caches(tensors: list[torch.Tensor]) -> bool:
-    """Empty every `functools.lru_cache` that remembers one of the tensors, alone or in a list; whether there was one."""
+    """Empty every `functools.lru_cache` that remembers one of the tensors, alone or in a list; whether there was one.
+    """
     emptied = False
     held: list[Any] = list(tensors)
     # A result lies in the cache, in a dict of the cache, or in a list in one of these.
@@ -80,17 +88,24 @@ def put_back_attributes(rec: Recorder) -> list[str]:
             traced = compat.unwrap_functorch(tensor)
             is_table = rec.values[rec.cell(traced).vid].device_free
             if not is_table:
-                words.append(f"{_named(rec, traced)} in attribute {attribute!r} of a module {type(kept.module).__name__}")
+                words.append(
+                    f"{_named(rec, traced)} in attribute {attribute!r} of a module {type(kept.module).__name__}"
+                )
     return words
 
 
 def warn_of_put_back(words: list[str]) -> None:
     if words:
-        warnings.warn(f"the step keeps {words[0]}, which is put back as it was before the trace; {ADVICE}", stacklevel=2)
+        warnings.warn(
+            f"the step keeps {words[0]}, which is put back as it was before the trace; {ADVICE}", stacklevel=2
+        )
 
 
 def _holders(tensor: torch.Tensor, ours: set[int]) -> list[tuple[str, bool]]:
-    """What in Python refers to a tensor, in words, and whether that is a module. Autograd's own references are no objects."""
+    """What in Python refers to a tensor, in words, and whether that is a module.
+
+    Autograd's own references are no objects.
+    """
     found = []
     for holder in gc.get_referrers(tensor):
         if id(holder) in ours or isinstance(holder, types.FrameType):
@@ -100,7 +115,9 @@ def _holders(tensor: torch.Tensor, ours: set[int]) -> list[tuple[str, bool]]:
         elif isinstance(holder, torch.nn.Module):
             found.append((f"an attribute of a module {type(holder).__name__}", True))
         else:
-            words = next((words for kind, words in KINDS.items() if isinstance(holder, kind)), f"a {type(holder).__name__}")
+            words = next(
+                (words for kind, words in KINDS.items() if isinstance(holder, kind)), f"a {type(holder).__name__}"
+            )
             module = _module_around(holder) if isinstance(holder, (list, tuple)) else None
             found.append((words, False) if module is None else (f"{words} of a module {type(module).__name__}", True))
     return found
@@ -137,4 +154,6 @@ def _named(rec: Recorder, tensor: torch.Tensor) -> str:
     value = rec.values[cell.vid]
     node = rec.producer.get(cell.vid)
     made = f"(made at {node.line})" if node is not None and node.line else ""
-    return " ".join(["a tensor", *([repr(value.name)] if value.name else []), f"of shape {tuple(tensor.shape)}", made]).rstrip()
+    return " ".join(
+        ["a tensor", *([repr(value.name)] if value.name else []), f"of shape {tuple(tensor.shape)}", made]
+    ).rstrip()

@@ -64,7 +64,9 @@ class Whereabouts:
         self.marks: dict[str, str] = {}  # name of an input leaf -> its role, as somebody said (see `roles`)
         self.attributes: dict[int, Attribute] = {}  # id of a tensor in a plain attribute of a module -> where it is
         self.read: list[Attribute] = []  # of these, what was read
-        self.replaced: dict[int, str] = {}  # id of a module's own parameter, for which the step passes another -> its name
+        self.replaced: dict[
+            int, str
+        ] = {}  # id of a module's own parameter, for which the step passes another -> its name
         self.kept: list[Kept] = []  # what plain attributes of modules held before their first forward
         self.modules: dict[int, ref[torch.nn.Module]] = {}  # by id: what was called (see `used`)
         self.models: dict[int, ref[Any]] = {}  # by id: models that were called, with their frozen weights
@@ -202,7 +204,9 @@ def _line(file: str, number: int, function: str) -> str:
 
 
 def inside_file(suffix: str, function: str = "") -> bool:
-    """Whether a frame of the current stack runs code of a file that ends with `suffix`, of that function where one is named."""
+    """Whether a frame of the current stack runs code of a file that ends with `suffix`, of that function where one is
+    named.
+    """
     return any(code.co_filename.endswith(suffix) and function in ("", code.co_name) for code in _running())
 
 

@@ -1,7 +1,7 @@
 """Tensors that modules keep beside parameters and buffers, in plain attributes, containers and helper objects.
 
-Problem: a table may lie in a dict of lists or in an object that is an attribute; and a module that fills one while it is
-traced would keep a tensor without data. Idea: one bounded walk over what plain attributes reach, and a copy of the
+Problem: a table may lie in a dict of lists or in an object that is an attribute; and a module that fills one while it
+is traced would keep a tensor without data. Idea: one bounded walk over what plain attributes reach, and a copy of the
 containers from before the trace, from which whatever the trace put there is taken out again.
 
     self.cache = None    -> the trace: self.cache = <traced>    -> after the trace: self.cache = None

@@ -1,8 +1,9 @@
-"""Which modules, hooks and frozen weights a trace has used, whatever way the step came to them, and whether they are as they were.
+"""Which modules, hooks and frozen weights a trace has used, whatever way the step came to them, and whether they are as
+they were.
 
-Problem: a step finds its model through a bound method, a partial, a list or a helper of another file, and whether that model
-is in train or eval mode is part of the program. Idea: nobody searches for it. A module that is called while a trace runs is
-noted, and so is a model with frozen weights; what was noted is compared at each later call.
+Problem: a step finds its model through a bound method, a partial, a list or a helper of another file, and whether that
+model is in train or eval mode is part of the program. Idea: nobody searches for it. A module that is called while a
+trace runs is noted, and so is a model with frozen weights; what was noted is compared at each later call.
 
     with noting(here):            # while the step is traced
         ...
@@ -61,7 +62,9 @@ class Modes:
     @staticmethod
     def of(modes: Iterable[Mode]) -> Modes:
         found = list(modes)
-        return Modes([mode.module for mode in found], [mode.training for mode in found], [mode.children for mode in found])
+        return Modes(
+            [mode.module for mode in found], [mode.training for mode in found], [mode.children for mode in found]
+        )
 
     def stand(self) -> bool:
         return compat.all_training(self.modules) == self.training and compat.all_children(self.modules) == self.children
@@ -123,7 +126,9 @@ class Used:
         for module in modules:
             parts.update({id(part): part for part in module.modules()})
         held = {id(model.frozen): model.frozen for model in models}
-        return Used(tuple(map(Mode.of, parts.values())), tuple(map(Weights.of, held.values())), Hooks.of(list(parts.values())))
+        return Used(
+            tuple(map(Mode.of, parts.values())), tuple(map(Weights.of, held.values())), Hooks.of(list(parts.values()))
+        )
 
     @cached_property
     def _asked(self) -> Modes:
@@ -173,7 +178,9 @@ def note_model(model: HasFrozen) -> None:
 
 
 def other_names() -> dict[str, str]:
-    """Of tied weights of all models that the step has called so far: a further name -> the first one, by which a step knows the weight."""
+    """Of tied weights of all models that the step has called so far: a further name -> the first one, by which a step
+    knows the weight.
+    """
     here = active()
     models = () if here is None else noted(here)[1]
     found: dict[str, str] = {}

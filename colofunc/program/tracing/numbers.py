@@ -1,10 +1,10 @@
 """Numbers: a float argument is traced as a 0-dim float64 tensor and promotes as the Python float that it is.
 
 Problem: `n * 0.5` for int64 `n` is float32, but int64 times a 0-dim float64 tensor is float64; and a 0-dim bfloat16
-times a float stays bfloat16. Idea: torch marks tensors made of Python numbers ("wrapped numbers"); here the storage of a
-traced one carries that mark. Where promotion would differ, the operands are brought to where it does not: the number is
-cast to the dtype that Python's promotion gives, or 0-dim operands become of one element, beside which a 0-dim float64
-counts as a number anyway (and keeps its digits, as kernels do with a Python float).
+times a float stays bfloat16. Idea: torch marks tensors made of Python numbers ("wrapped numbers"); here the storage of
+a traced one carries that mark. Where promotion would differ, the operands are brought to where it does not: the number
+is cast to the dtype that Python's promotion gives, or 0-dim operands become of one element, beside which a 0-dim
+float64 counts as a number anyway (and keeps its digits, as kernels do with a Python float).
 
     step(n, lr): n * lr       # %2 = _to_copy(%1, float32); %3 = mul(%0, %2)
 
@@ -67,7 +67,9 @@ def _is_number(rec: Recorder, x: torch.Tensor) -> bool:
     return isinstance(x, TraceTensor) and x.dim() == 0 and x.dtype == torch.float64 and rec.cell(x).storage.number
 
 
-def _replaced(new: dict[int, torch.Tensor], args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _replaced(
+    new: dict[int, torch.Tensor], args: Any, kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(new.get(id(x), x) for x in args), {k: new.get(id(x), x) for k, x in kwargs.items()}
 
 

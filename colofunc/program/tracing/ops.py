@@ -164,7 +164,8 @@ def assign(rec: Recorder, tensor: torch.Tensor, result: torch.Tensor) -> None:
     if result.shape != tensor.shape:
         if tensor.numel() == 0 or not _fits(result.shape, tensor.shape):
             raise TraceError(
-                f"a result of shape {tuple(result.shape)} for a tensor of shape {tuple(tensor.shape)} (out= would resize it) "
+                f"a result of shape {tuple(result.shape)} for a tensor of shape {tuple(tensor.shape)} (out= would "
+                "resize it) "
                 f"at {user_line()}; give it the right shape {tuple(result.shape)}"
             )
         result = rec.call(aten.expand.default, result, list(tensor.shape))
@@ -193,15 +194,16 @@ def inplace_view(func: Any) -> Handler:
     return handle
 
 
-# Note [Views that are reshaped in place]. Autograd recomputes the history of a view after a write to its memory. Of plain
-# tensors it knows sizes and strides; of tensors of a trace it repeats the calls that made the view, and forgets `unsqueeze_`
-# and its like among them: a gradient would be that of other elements. What would lead there is an error.
+# Note [Views that are reshaped in place]. Autograd recomputes the history of a view after a write to its memory. Of
+# plain tensors it knows sizes and strides; of tensors of a trace it repeats the calls that made the view, and forgets
+# `unsqueeze_` and its like among them: a gradient would be that of other elements. What would lead there is an error.
 def note_reshaped(rec: Recorder, tensor: torch.Tensor) -> None:
     """Before a change of shape in place."""
     others = [t for t in (ref() for ref in rec.made) if t is not None and compat.view_base(t) is tensor]
     if others and tensor.requires_grad:
         raise TraceError(
-            f"the shape of a tensor that is differentiated is changed in place at {user_line()} while there are views of it, "
+            f"the shape of a tensor that is differentiated is changed in place at {user_line()} while there are views "
+            "of it, "
             "whose gradient would be lost; write x = x.unsqueeze(0) for x.unsqueeze_(0)"
         )
     if others or compat.view_base(tensor) is not None:
@@ -213,7 +215,8 @@ def refuse_reshaped(rec: Recorder, tensor: torch.Tensor, operands: Iterable[Any]
     reshaped = rec.cell(tensor).storage.reshaped
     if reshaped and any(isinstance(x, torch.Tensor) and x.requires_grad for x in (tensor, *operands)):
         raise TraceError(
-            f"the shape of a view was changed in place at {reshaped}, and at {user_line()} something that is differentiated is written "
+            f"the shape of a view was changed in place at {reshaped}, and at {user_line()} something that is "
+            "differentiated is written "
             "to its memory, whose gradient would be lost; write x = x.unsqueeze(0) for x.unsqueeze_(0)"
         )
 
@@ -274,7 +277,10 @@ def fill_(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _literal(rec: Recorder, tensor: torch.Tensor) -> int | float | None:
-    """The number that was written in the code: of `x[0] = 5` some versions of torch make a tensor. None where it is something else."""
+    """The number that was written in the code: of `x[0] = 5` some versions of torch make a tensor.
+
+    None where it is something else.
+    """
     cell = rec.cell(tensor)
     vid = rec.read(cell)
     if tensor.dim() or tensor.is_complex() or cell.storage.kind == "captured" or vid not in rec.constants:
@@ -357,7 +363,9 @@ def device(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _written_order(x: Any) -> torch.memory_format:
-    """The order in which kernels write a result for this operand: channels last where its channels are the innermost, else contiguous."""
+    """The order in which kernels write a result for this operand: channels last where its channels are the innermost,
+    else contiguous.
+    """
     channels_first = [1, *range(x.dim() - 1, 1, -1), 0]
     strides = [x.stride(dim) for dim in channels_first] if x.dim() in (4, 5) else []
     if not strides or strides != sorted(strides):
@@ -368,7 +376,8 @@ def _written_order(x: Any) -> torch.memory_format:
 def batch_norm(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Training updates the running statistics behind the schema's back; the functional form returns them."""
     x, weight, bias, mean, var, training, momentum, eps = args
-    # The kernel writes its result in order, or channels last; the shape function says that it lies as a transposed input does.
+    # The kernel writes its result in order, or channels last; the shape function says that it lies as a transposed
+    # input does.
     order = _written_order(x)
     if not x.is_contiguous(memory_format=order):
         x = rec.call(aten.clone.default, x, memory_format=order)
@@ -379,9 +388,7 @@ def batch_norm(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> A
         return tuple(out[:3])
     if training:
         return tuple(rec.call(aten._native_batch_norm_legit.no_stats, x, weight, bias, True, momentum, eps))
-    return tuple(
-        rec.call(aten._native_batch_norm_legit_no_training.default, x, weight, bias, mean, var, momentum, eps)
-    )
+    return tuple(rec.call(aten._native_batch_norm_legit_no_training.default, x, weight, bias, mean, var, momentum, eps))
 
 
 SPECIAL: dict[Any, Handler] = {

@@ -44,12 +44,23 @@ class Storage:
     """What all views of one tensor share. `kind`: "fresh", "input" or "captured"; `name` of an input leaf.
 
     `number`: it stands for a Python float, and takes part in type promotion like one (see `trace_numbers`).
-    `scattered`: an input that the caller does not have contiguous, though it counts as that.
-    `depth`: of the gradients taken with respect to it, how deep the outermost lies in others (1: in none); 0: none was seen.
-    `reshaped`: where a view of it was given another shape in place (see Note [Views that are reshaped in place]).
+    `scattered`: an input that the caller does not have contiguous, though it counts as that. `depth`: of the gradients
+    taken with respect to it, how deep the outermost lies in others (1: in none); 0: none was seen. `reshaped`: where a
+    view of it was given another shape in place (see Note [Views that are reshaped in place]).
     """
 
-    __slots__ = ("depth", "differentiated", "kind", "name", "number", "owner", "reshaped", "root", "scattered", "version")
+    __slots__ = (
+        "depth",
+        "differentiated",
+        "kind",
+        "name",
+        "number",
+        "owner",
+        "reshaped",
+        "root",
+        "scattered",
+        "version",
+    )
 
     def __init__(self, owner: Recorder, kind: str, name: str = "") -> None:
         self.owner = owner
@@ -186,7 +197,9 @@ class Recorder(compat.TorchDispatchMode):
             dispatches = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
             if dispatches or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
                 refuse_unlike(tensor, f"a tensor that the step at {user_line()} captured", TraceError)
-            vid = self.new_value(tuple(tensor.shape), tensor.dtype, name=name or "", role=role, device_free=name is None)
+            vid = self.new_value(
+                tuple(tensor.shape), tensor.dtype, name=name or "", role=role, device_free=name is None
+            )
             with compat.disable_modes():
                 data = tensor.detach()
                 if name is None and data.nbytes <= SMALL_BYTES:

@@ -1,17 +1,18 @@
 """Roles: what each input leaf of a step is, a parameter, a buffer, optimizer state or the batch.
 
-Problem: plans are about weights, moments and rows, and a step is a function of trees in which these stand anywhere. Idea: who
-knows says so: `cf.functional` marks the leaves that a model is called with, `cf.adapt` those of its state, and gradients say what is
-differentiated, all while the step runs. What they do not say, tensors do that carry a role (`colofunc.dtensor.roles`), wherever they
-stand. Code that uses none of it is read: its weights stand where operators have weights.
+Problem: plans are about weights, moments and rows, and a step is a function of trees in which these stand anywhere.
+Idea: who knows says so: `cf.functional` marks the leaves that a model is called with, `cf.adapt` those of its state,
+and gradients say what is differentiated, all while the step runs. What they do not say, tensors do that carry a role
+(`colofunc.dtensor.roles`), wherever they stand. Code that uses none of it is read: its weights stand where operators
+have weights.
 
     model.apply(params, buffers, x)          mark("param", ...), mark("buffer", ...)
     opt.update(grads, state, params)         mark("state", ...)
     functional_call(module, params, x)       params of cf.functional(module), or of a step's state: they carry "param"
     F.linear(x, w), x @ w                    w is a parameter, where nobody has marked or differentiated anything
 
-Neither the position of an argument nor a word in a path decides, but for one thing that nothing else says: of several arguments
-that are never marked, differentiated or read as weights and carry no role, the first is the state.
+Neither the position of an argument nor a word in a path decides, but for one thing that nothing else says: of several
+arguments that are never marked, differentiated or read as weights and carry no role, the first is the state.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ WEIGHTS = {
 }
 """Operator -> which of its tensor operands are weights."""
 PRODUCTS = {"aten.mm.default": 1, "aten.bmm.default": 1, "aten.addmm.default": 2}
-"""Matrix product -> its second operand, before which the first stands: rows @ weight, as far as rows and weight can be told apart."""
+"""Matrix product -> its second operand, before which the first stands: rows @ weight, as far as rows and weight can be
+told apart."""
 
 
 def mark(role: str, tensors: Iterable[torch.Tensor]) -> None:
@@ -129,8 +131,9 @@ class Observed:
     def _params(self, said: Collection[str]) -> set[str]:
         """What is differentiated and not the batch, of which penalties and forces take a gradient too.
 
-        `said`: leaves that are marked or come back. Where there are any, an argument without them is the batch. Where there
-        are none, the outermost gradient is that of the weights: what is differentiated only inside of it is the batch.
+        `said`: leaves that are marked or come back. Where there are any, an argument without them is the batch. Where
+        there are none, the outermost gradient is that of the weights: what is differentiated only inside of it is the
+        batch.
         """
         if not said:
             return self._outermost()
@@ -138,7 +141,9 @@ class Observed:
         return {name for argument in holding for name in argument.names() if name in self.differentiated}
 
     def _untouched(self, carried: Mapping[str, str]) -> set[str]:
-        """Leaves that carry a role, where none of them is differentiated: then it is the batch of which a gradient is taken."""
+        """Leaves that carry a role, where none of them is differentiated: then it is the batch of which a gradient is
+        taken.
+        """
         return set() if self._outermost() & carried.keys() else set(carried)
 
     def _outermost(self) -> set[str]:
@@ -147,7 +152,10 @@ class Observed:
         return {name for name, depth in self.differentiated.items() if depth == outermost}
 
     def _rest(self, name: str, rest: str) -> str:
-        """Of a leaf that nothing is known of, but what its argument is. Where nothing else is known, numbers beside weights are weights."""
+        """Of a leaf that nothing is known of, but what its argument is.
+
+        Where nothing else is known, numbers beside weights are weights.
+        """
         if rest == "state" and name in self.differentiated:
             return "param"
         value = self.values[self.ids[name]]
@@ -157,7 +165,8 @@ class Observed:
     def _returned(self, weights: Collection[str]) -> dict[str, str]:
         """Leaves of argument 0 that come back in output 0, if it is more than a batch whose result has its shape.
 
-        State, where the new value depends on a gradient; a frozen weight, where it is read and comes back as it is; else a buffer.
+        State, where the new value depends on a gradient; a frozen weight, where it is read and comes back as it is;
+        else a buffer.
         """
         if not self.comes_back or len(self.arguments) < 2:
             return {}
@@ -177,7 +186,9 @@ class Observed:
             if out in after_gradients or value.id not in read:
                 found[name] = "state"
             else:
-                found[name] = "frozen" if out == value.id and value.shape and value.dtype.is_floating_point else "buffer"
+                found[name] = (
+                    "frozen" if out == value.id and value.shape and value.dtype.is_floating_point else "buffer"
+                )
         return found
 
     def _weight_operands(self) -> set[str]:
@@ -190,12 +201,19 @@ class Observed:
                 value = made[value].refs[0]
             return names.get(value, "")
 
-        found = {leaf_behind(node.refs[place]) for node in self.nodes for place in WEIGHTS.get(node.target, ()) if place < len(node.refs)}
+        found = {
+            leaf_behind(node.refs[place])
+            for node in self.nodes
+            for place in WEIGHTS.get(node.target, ())
+            if place < len(node.refs)
+        }
         found |= self._second_factors(leaf_behind)
         return found - {""}
 
     def _second_factors(self, leaf_behind: Callable[[int], str]) -> set[str]:
-        """Matrices that rows of another argument are multiplied with from the left, and that are never such rows themselves."""
+        """Matrices that rows of another argument are multiplied with from the left, and that are never such rows
+        themselves.
+        """
         behind = self._arguments_behind()
         first: set[str] = set()
         second: set[str] = set()

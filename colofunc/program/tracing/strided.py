@@ -33,7 +33,8 @@ def strided_cell(rec: Recorder, tensor: Any, size: Any, stride: Any, storage_off
     cell = rec.cell(tensor)
     if cell.storage.scattered:
         raise TraceError(
-            f"as_strided at {user_line()} reads the memory of input {cell.storage.name!r}, which is not contiguous, and a step takes "
+            f"as_strided at {user_line()} reads the memory of input {cell.storage.name!r}, which is not contiguous, "
+            "and a step takes "
             "its inputs as values without memory; pass it as .contiguous() and give the strides of that"
         )
     base = _in_dtype(rec, _memory_order(rec, cell.storage.root), cell.meta.dtype)
@@ -93,7 +94,9 @@ def _in_dtype(rec: Recorder, base: Cell, dtype: torch.dtype) -> Cell:
     if base.meta.dtype == dtype:
         return base
     if not base.meta.shape or base.meta.dtype.is_complex or dtype.is_complex:
-        raise TraceError(f"as_strided at {user_line()} on a view of {dtype} of a tensor of {base.meta.dtype}; clone the view first")
+        raise TraceError(
+            f"as_strided at {user_line()} on a view of {dtype} of a tensor of {base.meta.dtype}; clone the view first"
+        )
     shape = (*base.meta.shape[:-1], base.meta.shape[-1] * base.meta.dtype.itemsize // dtype.itemsize)
     vid = rec.emit1("aten.view.dtype", (Ref(rec.read(base)), dtype), shape, dtype)
     return base.child(vid, contiguous(shape, dtype), "aten.view.dtype", (Ref(-1), dtype), ())

@@ -97,9 +97,9 @@ def trace(
     """Trace `fn(*args, **kwargs)`; real tensors, fake ones and `meta` ones do as arguments, none is read.
 
     `params`: names of leaves that are parameters, besides those found to be differentiated. `roles`: leaf name -> role,
-    overriding what is found. `role_of`: what a leaf carries as its role, "" where it has none. `modes`: makes the modes of
-    canonical operators from a provider of the hidden seed.
-    Raises TraceError where one recorded program could not repeat what the function does.
+    overriding what is found. `role_of`: what a leaf carries as its role, "" where it has none. `modes`: makes the modes
+    of canonical operators from a provider of the hidden seed. Raises TraceError where one recorded program could not
+    repeat what the function does.
     """
     tree, leaves = _name_arguments(fn, tuple(args), dict(kwargs or {}))
     rec = Recorder(handler_of)
@@ -119,13 +119,16 @@ def trace(
     program, uses_seed = _assemble(rec, values, len(leaves), out_ids)
     captured = {cell.vid: real for real, cell in rec.captured.values()}
     modules, models = noted(rec.where)
-    return Traced(program, tree, out_tree, tree.names(), out_tree.names(), uses_seed, captured, modules, models, guessed)
+    return Traced(
+        program, tree, out_tree, tree.names(), out_tree.names(), uses_seed, captured, modules, models, guessed
+    )
 
 
 def _observe(
     rec: Recorder, fn: Callable[..., Any], tree: Tree, leaves: Sequence[torch.Tensor], modes: Modes
 ) -> tuple[dict[str, int], list[int], Tree]:
-    """Run the function: names of differentiated inputs and how deep they are that, value ids of the outputs, their tree.
+    """Run the function: names of differentiated inputs and how deep they are that, value ids of the outputs, their
+    tree.
 
     Every traced tensor that we hold is a local of this function, so that what lives on is held by the user's code.
     """
@@ -141,7 +144,8 @@ def _observe(
         result = _run(rec, fn, unflatten(tree, fakes), [functions, *modes(lambda: seed)])
     if _host_random_state() != host_state:
         raise TraceError(
-            f"the step{_where_defined(fn)} draws from Python's or NumPy's random generator, which one program would repeat for ever; "
+            f"the step{_where_defined(fn)} draws from Python's or NumPy's random generator, which one program would "
+            "repeat for ever; "
             "draw with torch, or pass the number as an argument"
         )
     out_ids, out_tree = _outputs(rec, result)
@@ -218,9 +222,7 @@ def _make_inputs(
     return [fake for fake, _ in made], [storage for _, storage in made]
 
 
-def _make_input(
-    rec: Recorder, leaf: torch.Tensor, name: str, role: str = "activation"
-) -> tuple[torch.Tensor, Storage]:
+def _make_input(rec: Recorder, leaf: torch.Tensor, name: str, role: str = "activation") -> tuple[torch.Tensor, Storage]:
     vid = rec.new_value(tuple(leaf.shape), leaf.dtype, name=name, role=role)
     cell = rec.root(vid, contiguous(leaf.shape, leaf.dtype), "input", name)
     cell.storage.scattered = not leaf.is_contiguous()
@@ -318,43 +320,54 @@ def _assemble(
     return Program(inputs, tuple(rec.nodes), tuple(outputs), kept, constants), bool(seed)
 
 
-# ---- errors of torch ----
-# Problem: TorchScript drops what Python said, and some errors name a mechanism that the user never asked for. Idea: a table of
-# how such messages begin; each has what is true of a step, and one thing to try.
+# ---- errors of torch ---- Problem: TorchScript drops what Python said, and some errors name a mechanism that the user
+# never asked for. Idea: a table of how such messages begin; each has what is true of a step, and one thing to try.
 #
 #     RuntimeError: The following operation failed in the TorchScript interpreter. ...
 #     TraceError: random operator aten.bernoulli_ at model.py:3 ... This operator was called by TorchScript. Try: ...
 
 
 SCRIPT = "The following operation failed in the TorchScript interpreter"
-SCRIPT_ADVICE = "This operator was called by TorchScript. Try: the Python module or function that was compiled, as it is"
+SCRIPT_ADVICE = (
+    "This operator was called by TorchScript. Try: the Python module or function that was compiled, as it is"
+)
 # Part of the message -> what is true; {} is the user's line.
 WORDS = {
     "You must implement the jvp function for custom autograd.Function": (
-        "forward-mode derivatives (torch.func.jvp, jacfwd, hessian) at {} reach an operator that has none: attention and dropout "
-        "stay whole in a step, and have gradients only. Try: torch.func.jacrev in place of jacfwd, jacrev(jacrev(f)) for a hessian"
+        "forward-mode derivatives (torch.func.jvp, jacfwd, hessian) at {} reach an operator that has none: attention "
+        "and dropout "
+        "stay whole in a step, and have gradients only. Try: torch.func.jacrev in place of jacfwd, jacrev(jacrev(f)) "
+        "for a hessian"
     ),
     "There was no rule registered for HigherOrderOperator": (
-        "an operator at {} takes functions (torch.cond, while_loop, scan), one of which it chooses, or how often, by a value. Try: "
+        "an operator at {} takes functions (torch.cond, while_loop, scan), one of which it chooses, or how often, by a "
+        "value. Try: "
         "torch.where of both results, or a loop in Python of as many rounds as are needed"
     ),
     "_nested_int_memo": (
-        "a nested tensor is made at {}; its sizes are values that one program cannot know. Try: rows padded to one length with a "
+        "a nested tensor is made at {}; its sizes are values that one program cannot know. Try: rows padded to one "
+        "length with a "
         "mask, or packed to one length, with attention masked by the number of the sequence"
     ),
     "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()": (
-        "the gradient at {} goes through torch.utils.checkpoint(use_reentrant=True), which calls for .backward(). Try: use_reentrant=False "
+        "the gradient at {} goes through torch.utils.checkpoint(use_reentrant=True), which calls for .backward(). Try: "
+        "use_reentrant=False "
         "(transformers: gradient_checkpointing_enable(gradient_checkpointing_kwargs={{'use_reentrant': False}}))"
     ),
     "_apply(): Couldn't swap": (
-        "a module that the step makes for itself is converted at {} (.cuda(), .double(), .half()), which would change tensors of the "
-        "trace in place. Try: nn.Linear(3, 2, dtype=torch.float64), or the module made outside of the step (cf.functional)"
+        "a module that the step makes for itself is converted at {} (.cuda(), .double(), .half()), which would change "
+        "tensors of the "
+        "trace in place. Try: nn.Linear(3, 2, dtype=torch.float64), or the module made outside of the step "
+        "(cf.functional)"
     ),
 }
 
 
 def in_words(error: Exception, operator: Exception | None) -> Exception | None:
-    """The error to raise in place of `error`, None where that says it well. `operator`: what the last failed operator raised."""
+    """The error to raise in place of `error`, None where that says it well.
+
+    `operator`: what the last failed operator raised.
+    """
     text = str(error)
     if text.startswith(SCRIPT) and operator is not None:
         if isinstance(operator, ColofuncError):

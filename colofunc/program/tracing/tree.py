@@ -100,7 +100,8 @@ def _flatten(obj: Any, name: str, leaves: list[torch.Tensor]) -> Tree:
     if obj is None or (isinstance(obj, (bool, int, str)) and not isinstance(obj, np.generic)):
         return Tree("static", name, value=obj)
     if isinstance(obj, (float, np.floating)):
-        # A 0-dim float64 loses no digit; that it promotes as a Python float does is seen to by the trace (`trace_numbers`).
+        # A 0-dim float64 loses no digit; that it promotes as a Python float does is seen to by the trace
+        # (`trace_numbers`).
         leaves.append(torch.tensor(float(obj), dtype=torch.float64))
         return Tree("tensor", name, type=float)
     if isinstance(obj, np.ndarray) and obj.dtype.kind in "biufc":
@@ -117,7 +118,10 @@ def _flatten(obj: Any, name: str, leaves: list[torch.Tensor]) -> Tree:
 
 
 def _child_name(obj: Any, name: str, key: object) -> str:
-    """What an item of a container is called. The data of a quantized tensor has the tensor's own name, by which plans mean it."""
+    """What an item of a container is called.
+
+    The data of a quantized tensor has the tensor's own name, by which plans mean it.
+    """
     return name if isinstance(obj, (Quantized, PackedRows)) and key == "data" else join(name, key)
 
 
@@ -140,7 +144,8 @@ MOST_DEPTH = 4
 
 
 def held_by(obj: Any, depth: int = MOST_DEPTH) -> Any:
-    """What an object holds that a step may read and a caller may change between calls, as something that can be compared.
+    """What an object holds that a step may read and a caller may change between calls, as something that can be
+    compared.
 
     None for what cannot be changed, and for what other parts of a trace look at (modules, tensors).
 
@@ -195,7 +200,12 @@ def container(obj: Any) -> tuple[str, Sequence[Any], Sequence[Any], Any] | None:
         items, context = _pytree.SUPPORTED_NODES[cls].flatten_fn(obj)
         return "registered", range(len(items)), tuple(items), context
     if isinstance(obj, Mapping):
-        return "mapping", tuple(obj.keys()), tuple(obj.values()), obj.default_factory if isinstance(obj, defaultdict) else None
+        return (
+            "mapping",
+            tuple(obj.keys()),
+            tuple(obj.values()),
+            obj.default_factory if isinstance(obj, defaultdict) else None,
+        )
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         fields = tuple(f.name for f in dataclasses.fields(obj))
         return "record", fields, tuple(getattr(obj, f) for f in fields), None

@@ -55,7 +55,8 @@ def item_of(rec: Recorder, tensor: torch.Tensor) -> Any:
     if tensor.dtype == torch.bool and inside_file(CHECKS):
         if not rec.unchecked:
             warnings.warn(
-                f"torch.distributions checks the values of its arguments at {user_line()}, and a step has none while it is traced: the "
+                f"torch.distributions checks the values of its arguments at {user_line()}, and a step has none while "
+                "it is traced: the "
                 "step is without such checks. validate_args=False says that this is meant",
                 stacklevel=2,
             )
@@ -68,8 +69,10 @@ def item_of(rec: Recorder, tensor: torch.Tensor) -> Any:
         return known
     if _compares_uniform(rec, vid):
         raise TraceError(
-            f"a random number decides at {user_line()} what runs, and a step is traced once: every call runs the same. Try: no such "
-            "choice (a model that leaves out layers: layerdrop=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0 in its config), "
+            f"a random number decides at {user_line()} what runs, and a step is traced once: every call runs the same. "
+            "Try: no such "
+            "choice (a model that leaves out layers: layerdrop=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0 in "
+            "its config), "
             "torch.where, or a bool that is drawn before the step and is an argument"
         )
     raise data_dependent("Python asks for the value of a tensor")
@@ -81,8 +84,10 @@ def _assumed() -> bool | None:
     passing = None if frame is None else assertions.passes(frame)
     if passing is not None:
         warnings.warn(
-            f"a check of values at {user_line()} raises an error or does nothing, and a step has no values while it is traced: the step "
-            "is without it. To check values beside a step: low.check_finite, cf.debug.print, or a result that is looked at afterwards",
+            f"a check of values at {user_line()} raises an error or does nothing, and a step has no values while it is "
+            "traced: the step "
+            "is without it. To check values beside a step: low.check_finite, cf.debug.print, or a result that is "
+            "looked at afterwards",
             stacklevel=2,
         )
     return passing
@@ -93,9 +98,11 @@ ALWAYS_BELOW = {"aten.lt.Scalar": True, "aten.le.Scalar": True, "aten.gt.Scalar"
 
 
 def _outside_its_range(rec: Recorder, vid: int) -> bool | None:
-    """What a comparison of a uniform number with one outside of [0, 1) gives, whatever is drawn; None for everything else.
+    """What a comparison of a uniform number with one outside of [0, 1) gives, whatever is drawn; None for everything
+    else.
 
-    Transformers ask so for each layer whether it is left out, also where none is: `torch.rand([]) < self.layerdrop`, with 0.
+    Transformers ask so for each layer whether it is left out, also where none is: `torch.rand([]) < self.layerdrop`,
+    with 0.
     """
     compared = rec.producer.get(vid)
     if not _compares_uniform(rec, vid) or compared is None:
@@ -124,18 +131,22 @@ def data_dependent(what: str) -> TraceError:
         )
     if inside_folder(DISTRIBUTIONS):
         return TraceError(
-            f"torch.distributions chooses by the values of its arguments, at {user_line()}, and a step has none while it is traced. "
+            f"torch.distributions chooses by the values of its arguments, at {user_line()}, and a step has none while "
+            "it is traced. "
             "Try: validate_args=False if it looks whether they are valid, or the formula written with torch.where"
         )
     if inside_file(EXPERTS_LOOP):
         return TraceError(
-            f"data-dependent control flow: {what} that depends on the step's inputs at {user_line()}: these experts run in a Python loop "
-            'over those that have tokens. Load or configure the model with experts_implementation="grouped_mm" (or "batched_mm")'
+            f"data-dependent control flow: {what} that depends on the step's inputs at {user_line()}: these experts "
+            "run in a Python loop "
+            'over those that have tokens. Load or configure the model with experts_implementation="grouped_mm" (or '
+            '"batched_mm")'
         )
     return TraceError(
         f"data-dependent control flow: {what} that depends on the step's inputs at {user_line()}. "
-        "Choose with torch.where, return the tensor from the step, or make the argument a static one (int, bool or str); "
-        "to see it, cf.debug.print(\"{}\", x)"
+        "Choose with torch.where, return the tensor from the step, or make the argument a static one (int, bool or "
+        "str); "
+        'to see it, cf.debug.print("{}", x)'
     )
 
 
@@ -171,7 +182,8 @@ def repeat_interleave(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any
         return dynamic(rec, func, args, kwargs)
     if size is None:
         raise TraceError(
-            f"repeat_interleave at {user_line()} makes a result as long as the sum of its repeats, which are values that depend on the "
+            f"repeat_interleave at {user_line()} makes a result as long as the sum of its repeats, which are values "
+            "that depend on the "
             "step's inputs. Try: output_size=, that sum"
         )
     with rec:

@@ -69,7 +69,9 @@ def repeats(meta: Meta) -> bool:
     """Whether strides lead to one element twice; also said of large tensors whose strides are too odd to tell."""
     reach = 0
     odd = False
-    for stride, size in sorted((stride, size) for size, stride in zip(meta.shape, meta.strides, strict=True) if size > 1):
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(meta.shape, meta.strides, strict=True) if size > 1
+    ):
         if stride == 0:
             return True
         odd = odd or stride <= reach
@@ -118,7 +120,8 @@ def _by_position(rec: Recorder, path: Sequence[Cell], parent: int, new: int) -> 
     whole, part = rec.values[parent], rec.values[new]
     if any(cell.meta.dtype != whole.dtype or cell.target in _OTHER_VALUES for cell in path):
         raise TraceError(
-            f"an in-place write at {user_line()} to a part of a tensor whose elements share memory, through a view that shows "
+            f"an in-place write at {user_line()} to a part of a tensor whose elements share memory, through a view "
+            "that shows "
             f"them conjugated, negated or as another dtype than {whole.dtype}; clone it first"
         )
     numel = prod(whole.shape)

@@ -13,9 +13,10 @@ are free. Where topology makes communication free, bytes decide, then the number
 Dims that have no common refinement, or are padded to different sizes, are made whole on the way (`fit` pads or cuts).
 Tier and quantisation scheme are not a conversion's business: a copy or a quantizer is another node.
 
-A value that exists at some indices of an axis only (`Layout.at`) is converted where it is, and then sent to where it is wanted: to one
-index a send and a receive, to all a broadcast. What is there already, as a copy on all ranks is, costs nothing. Where one end is at an
-index of an axis and the other is split along it, the value exists on all ranks in between (`_on_all_ranks`).
+A value that exists at some indices of an axis only (`Layout.at`) is converted where it is, and then sent to where it is
+wanted: to one index a send and a receive, to all a broadcast. What is there already, as a copy on all ranks is, costs
+nothing. Where one end is at an index of an axis and the other is split along it, the value exists on all ranks in
+between (`_on_all_ranks`).
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ def conversion_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int, apart: str
     if found is None:
         between = _on_all_ranks(src, dst)
         if between is not None:
-            found = conversion_s(src, between, mesh, itemsize, apart) + conversion_s(between, dst, mesh, itemsize, apart)
+            found = conversion_s(src, between, mesh, itemsize, apart) + conversion_s(
+                between, dst, mesh, itemsize, apart
+            )
         else:
             route = _route(src, dst, mesh, itemsize, _apart(src, dst) or apart)
             found = 0.0 if src is dst else route.cost_s + _sent_s(src, dst, mesh, itemsize)
@@ -116,7 +119,9 @@ def conversion(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> Conversio
     between = _on_all_ranks(src, dst)
     if between is not None:
         first, second = conversion(src, between, mesh, itemsize), conversion(between, dst, mesh, itemsize)
-        return Conversion(first.moves + second.moves, first.cost_s + second.cost_s, first.wire_bytes + second.wire_bytes)
+        return Conversion(
+            first.moves + second.moves, first.cost_s + second.cost_s, first.wire_bytes + second.wire_bytes
+        )
     route = _route(src, dst, mesh, itemsize, _apart(src, dst))
     axis_sizes = mesh.shape
     moves: list[Move] = []
@@ -134,10 +139,11 @@ def conversion(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> Conversio
 
 
 def _on_all_ranks(src: Layout, dst: Layout) -> Layout | None:
-    """The layout on the way in which the value exists on all ranks, where neither end has room for the other's axis; else None.
+    """The layout on the way in which the value exists on all ranks, where neither end has room for the other's axis;
+    else None.
 
-    `(pp a) b -> a b @pp=1` is gathered on all ranks, of which only those at index 1 keep it; `a b @pp=1 -> (pp a) b` is sent to all, which
-    then take their parts.
+    `(pp a) b -> a b @pp=1` is gathered on all ranks, of which only those at index 1 keep it; `a b @pp=1 -> (pp a) b` is
+    sent to all, which then take their parts.
     """
     if src.at is not None:
         other = dst.at is not None and dst.at[0] != src.at[0]
@@ -187,7 +193,8 @@ def _route(src: Layout, dst: Layout, mesh: Mesh, itemsize: int, apart: str | Non
     if (src.dims, src.pending) == (dst.dims, dst.pending):
         return _NOTHING
     if 0 in src.shape:
-        # Nothing moves. The copy in the other layout is a value of its own all the same: the one that was there keeps its layout.
+        # Nothing moves. The copy in the other layout is a value of its own all the same: the one that was there keeps
+        # its layout.
         return _Route((_Leg(src, dst, None, ()),), 0.0, 0, 1)
     found = refine(src, dst, mesh, apart)
     if isinstance(found, Puzzle):
@@ -206,9 +213,7 @@ def _between(src: Layout, dst: Layout, whole: frozenset[int]) -> list[tuple[Layo
     def pair(layout: Layout, pending: tuple[tuple[str, str], ...]) -> tuple[Layout, Layout]:
         ends = []
         for end in (src, dst):
-            dims = tuple(
-                ((end.padded_shape[d], None),) if d in whole else layout.dims[d] for d in range(len(src.dims))
-            )
+            dims = tuple(((end.padded_shape[d], None),) if d in whole else layout.dims[d] for d in range(len(src.dims)))
             split = {axis for dim in dims for _, axis in dim}
             kept = tuple((axis, how) for axis, how in pending if axis not in split)
             ends.append(make_layout(dims, src.shape, kept))
@@ -222,8 +227,8 @@ def _between(src: Layout, dst: Layout, whole: frozenset[int]) -> list[tuple[Layo
 
 @lru_cache(maxsize=1 << 16)
 def conversion_curve(src: Layout, dst: Layout, mesh: Mesh, apart: str | None = None) -> Curve | None:
-    """Seconds over bytes of a rank's part of `src`; None where the way leads through whole dims, or there is nothing to do. apart: as
-    of `conversion_s`."""
+    """Seconds over bytes of a rank's part of `src`; None where the way leads through whole dims, or there is nothing to
+    do. apart: as of `conversion_s`."""
     if src.shape != dst.shape or 0 in src.shape:
         return None
     found = refine(src, dst, mesh, apart)

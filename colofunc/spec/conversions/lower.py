@@ -186,7 +186,9 @@ class _Value:
         """Whether of each axis in `pending`, once for each reduction, all parts are pending in one way."""
         if len(set(pending)) != len(pending):
             return False
-        return all(where < COPY for part, where in zip(self.puzzle.parts, self.where, strict=True) if part.axis in pending)
+        return all(
+            where < COPY for part, where in zip(self.puzzle.parts, self.where, strict=True) if part.axis in pending
+        )
 
 
 def _without(form: Form, slots: Collection[int]) -> Form:
@@ -216,7 +218,8 @@ def _table(puzzle: Puzzle, who: tuple[int, ...], before: Locations, after: Locat
     sizes = [puzzle.parts[number].size for number in who]
     table = []
     for member in range(prod(sizes)):
-        # The member's index along each part, the last one varying fastest; what it gets is at the same index of the giver.
+        # The member's index along each part, the last one varying fastest; what it gets is at the same index of the
+        # giver.
         index_of_giver: dict[int, int] = {}
         rest = member
         for number, size in zip(reversed(who), reversed(sizes), strict=True):

@@ -22,12 +22,13 @@ from colofunc.spec.conversions.refine import COPY, Locations
 MOST_SEARCHED_WHOLE = 4
 """Puzzles of at most this many pieces are searched as they are.
 
-`(dp tp o) -> (tp dp o)` of 16 and 8 ranks is a puzzle of seven pieces, each of two ranks; a search over their subsets takes
-seconds: Note [Trading places].
+`(dp tp o) -> (tp dp o)` of 16 and 8 ranks is a puzzle of seven pieces, each of two ranks; a search over their subsets
+takes seconds: Note [Trading places].
 """
 
 MOST_EXCHANGED = 4
-"""A permutation that the search tries exchanges at most this many pieces; where nothing else is to be done it may be of more."""
+"""A permutation that the search tries exchanges at most this many pieces; where nothing else is to be done it may be of
+more."""
 
 MOST_INTO_ANY_SLOT = 3
 """Where a piece has no scratch slot, pieces of puzzles up to this size may go to any slot of their size."""
@@ -97,7 +98,8 @@ class _Board:
         piece = self.pieces[number]
         if self.can_go_home(number):
             return [piece.goal]
-        # In a large puzzle not a slot that another piece will have to leave: those that trade places do so in one permutation.
+        # In a large puzzle not a slot that another piece will have to leave: those that trade places do so in one
+        # permutation.
         if self.is_large and piece.scratch >= 0:
             return [piece.scratch]
         alike = [other for other in self.pieces if other.size == piece.size]
@@ -162,7 +164,9 @@ def _gathers_and_exchanges_of_slots(board: _Board) -> Iterator[Step]:
         yield board.step("all_gather", who, repeat(COPY))
     # To another slot go pieces that get home by it, or are in the way; where scratch is scarce, any.
     goals = {piece.goal for piece in board.pieces}
-    movers = [number for number in away if board.can_go_home(number) or board.state[number] in goals or not board.is_roomy]
+    movers = [
+        number for number in away if board.can_go_home(number) or board.state[number] in goals or not board.is_roomy
+    ]
     for who in _subsets(movers):
         yield from _into_slots(board, "all_to_all", who)
 

@@ -1,11 +1,12 @@
 """Puzzles under standard names: what is alike is solved once.
 
 Problem: a planner prices a hundred thousand conversions, and most are one another's renaming: `(dp b) s -> b (dp s)` is
-`(tp b) s -> b (tp s)` where both axes have two ranks and cost alike. Idea: number slots by first use, forget names of axes
-and keep what collectives over them cost, and put parts in an order that does not depend on where they stand in the mesh.
+`(tp b) s -> b (tp s)` where both axes have two ranks and cost alike. Idea: number slots by first use, forget names of
+axes and keep what collectives over them cost, and put parts in an order that does not depend on where they stand in the
+mesh.
 
-Sizes are forgotten too. Each way to convert costs alpha + beta bytes, so the cheapest costs a minimum of lines, which is
-concave: where one line is the cheapest at two sizes, it is the cheapest at every size between.
+Sizes are forgotten too. Each way to convert costs alpha + beta bytes, so the cheapest costs a minimum of lines, which
+is concave: where one line is the cheapest at two sizes, it is the cheapest at every size between.
 
     bytes      64 B ----------------- 1 MiB ------------------------- 64 GiB
     cheapest   all_reduce             reduce_scatter + all_gather     the same: nothing to ask in between
@@ -33,7 +34,8 @@ ORDERS = 24
 """Orders of parts that are alike at first sight, of which the least is the standard one."""
 
 APART = 64
-"""Beyond the sizes that were solved, the next is so many times as large (or small): one line may then do for all between."""
+"""Beyond the sizes that were solved, the next is so many times as large (or small): one line may then do for all
+between."""
 
 
 @attrs.frozen
@@ -58,7 +60,8 @@ def normal(puzzle: Puzzle, mesh: Mesh) -> Normal:
     reduces = any(a < COPY and a != b for a, b in zip(puzzle.start, puzzle.goal))
     ends = list(enumerate(zip(puzzle.start, puzzle.goal)))
     active = [k for k, (a, b) in ends if a != b or (a < COPY and mixed)]
-    # A sum may go by way of an axis that holds copies, on less data. With many axes the search takes seconds and finds nothing.
+    # A sum may go by way of an axis that holds copies, on less data. With many axes the search takes seconds and finds
+    # nothing.
     idle = [k for k, (a, b) in ends if a == b == COPY and reduces]
     if len(active) + len(idle) <= MOST_BY_WAY:
         active = sorted({*active, *idle})
@@ -84,7 +87,8 @@ def _orders(puzzle: Puzzle, active: list[int]) -> Iterator[tuple[int, ...]]:
         return puzzle.parts[k].size, min(start, 0), min(goal, 0), start in wanted, goal in held, puzzle.scratch[k] >= 0
 
     alike = [tuple(group) for _, group in groupby(sorted(active, key=lambda k: (looks(k), k)), key=looks)]
-    some = [islice(permutations(group), ORDERS) for group in alike]  # a product makes all of them before it gives the first
+    # a product makes all of them before it gives the first
+    some = [islice(permutations(group), ORDERS) for group in alike]
     for found in islice(product(*some), ORDERS):
         yield tuple(k for group in found for k in group)
 
@@ -96,13 +100,16 @@ def _label(puzzle: Puzzle, order: tuple[int, ...]) -> tuple[tuple[tuple[int, int
         return loc if loc < 0 else numbers.setdefault(loc, len(numbers))
 
     pieces = tuple(
-        (puzzle.parts[k].size, number(puzzle.start[k]), number(puzzle.goal[k]), number(puzzle.scratch[k])) for k in order
+        (puzzle.parts[k].size, number(puzzle.start[k]), number(puzzle.goal[k]), number(puzzle.scratch[k]))
+        for k in order
     )
     return pieces, tuple(numbers)
 
 
 class Curve:
-    """Seconds over bytes of a rank's part at the start: sizes that were solved, in order, with the line that is cheapest there."""
+    """Seconds over bytes of a rank's part at the start: sizes that were solved, in order, with the line that is
+    cheapest there.
+    """
 
     __slots__ = ("_known", "_lines", "_sizes", "pieces", "prices")
 

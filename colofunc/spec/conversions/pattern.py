@@ -110,7 +110,12 @@ def _key(a: Pattern, b: Pattern) -> Key:
 def _stand_in(key: Key, mesh: Mesh) -> tuple[Layout, Layout]:
     plain, odd, tight, roomy, before, after = key
     room = mesh.size**2
-    shape = (*(size or room for _, _, size in plain), *(size for _, _, size in odd), *tight, *((room,) if roomy else ()))
+    shape = (
+        *(size or room for _, _, size in plain),
+        *(size for _, _, size in odd),
+        *tight,
+        *((room,) if roomy else ()),
+    )
     more = tuple(((n, None),) for n in shape[len(plain) + len(odd) :])
 
     def layout(side: int, pending: Pending) -> Layout:

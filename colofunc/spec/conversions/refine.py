@@ -52,7 +52,9 @@ class Puzzle:
 
 @lru_cache(maxsize=1 << 14)
 def refine(src: Layout, dst: Layout, mesh: Mesh, apart: str | None = None) -> Puzzle | frozenset[int]:
-    """The puzzle, or the dims that must be whole in between. apart: an axis that holds no copies, so that it cannot help to reduce."""
+    """The puzzle, or the dims that must be whole in between. apart: an axis that holds no copies, so that it cannot
+    help to reduce.
+    """
     dim_cuts, axis_cuts, bad = _cuts(src, dst)
     if bad:
         return bad

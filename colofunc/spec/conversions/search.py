@@ -1,23 +1,23 @@
 """The cheapest sequence of collectives that solves a conversion puzzle, by A*.
 
-States and moves are those of `moves`. Costs are compared as (seconds, bytes received per rank, moves).
-Sources: A* (Hart, Nilsson, Raphael 1968); the moves are those of "Memory-efficient array redistribution through portable
-collective communication" (2112.01075), with pending reductions and sets of axes added.
+States and moves are those of `moves`. Costs are compared as (seconds, bytes received per rank, moves). Sources: A*
+(Hart, Nilsson, Raphael 1968); the moves are those of "Memory-efficient array redistribution through portable collective
+communication" (2112.01075), with pending reductions and sets of axes added.
 
 Note [Bounds]. Two lower bounds on the bytes that the busiest rank still receives. Information: the part of its final
 data that it lacks; all of it if a slot that it holds belongs to another part in the end. Reduction: each of N elements
 with n terms to reduce and c final copies takes n-1 receives to become final somewhere and one for every further copy,
 (n-1 + c-1)·N over all ranks. And one on latencies: a slot that is held and wanted by nobody is left by a gather or an
 all-to-all, a pending role that is too many by a reduction, and a move of m parts pays for at most m of either, so each
-costs at least the least latency per part. Other parts out of place take such moves too, or one permutation, which changes
-neither the slots that are held nor what is pending. All fall by at most what a move costs, so the first time a state is
-reached is the best.
+costs at least the least latency per part. Other parts out of place take such moves too, or one permutation, which
+changes neither the slots that are held nor what is pending. All fall by at most what a move costs, so the first time a
+state is reached is the best.
 
-Note [Trading places]. One permutation of ranks brings pieces of equal size into each other's slots, however many they are.
-So a large puzzle is two small questions: which slots are left and entered, whoever does it, and who is where. Pieces stay in
-slots that are wanted, only the others are searched for, and one permutation puts all in order, first or last. The cheaper of the
-two is a way to begin with: the search over all moves looks for a cheaper one among so many states, and keeps to it otherwise. Of the
-largest puzzles it is the answer.
+Note [Trading places]. One permutation of ranks brings pieces of equal size into each other's slots, however many they
+are. So a large puzzle is two small questions: which slots are left and entered, whoever does it, and who is where.
+Pieces stay in slots that are wanted, only the others are searched for, and one permutation puts all in order, first or
+last. The cheaper of the two is a way to begin with: the search over all moves looks for a cheaper one among so many
+states, and keeps to it otherwise. Of the largest puzzles it is the answer.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from colofunc.spec.conversions.refine import COPY, Locations
 # Each time that so many moves were tried, what is left counts twice as much; three moving axes never need as many.
 PATIENCE = 5_000
 
-# The same where a way is known before. Then what is left counts twice: that leads to a cheaper one soon, where there is one.
+# The same where a way is known before. Then what is left counts twice: that leads to a cheaper one soon, where there is
+# one.
 PATIENCE_BESIDE_KNOWN = 15
 HASTE_BESIDE_KNOWN = 2.0
 
-# A way that is known is kept where there are more pieces: each state has thousands of moves then, and searches found none cheaper in the
-# plans of LLaMA-3 70B on 1,024 ranks and of four layers of 8B on 512.
+# A way that is known is kept where there are more pieces: each state has thousands of moves then, and searches found
+# none cheaper in the plans of LLaMA-3 70B on 1,024 ranks and of four layers of 8B on 512.
 MOST_SEARCHED_BESIDE_KNOWN = 6
 
 # Of sums of seconds: ways that are closer cost the same.
@@ -71,7 +72,8 @@ _PRICES: dict[tuple[object, ...], Prices] = {}
 @lru_cache(maxsize=1 << 14)
 def prices(mesh: Mesh | None, names: tuple[str, ...]) -> Prices:
     """Prices over parts of axes with these names; without a mesh communication is free and only bytes count."""
-    sets = [tuple(sorted(name for k, name in enumerate(names) if bits >> k & 1)) for bits in range(1 << len(names))]  # a mesh knows them so
+    # a mesh knows them so
+    sets = [tuple(sorted(name for k, name in enumerate(names) if bits >> k & 1)) for bits in range(1 << len(names))]
     table = tuple(tuple(_price(mesh, kind, some) for some in sets) for kind in KINDS)
     return _PRICES.setdefault(table, Prices(table))
 
@@ -86,9 +88,11 @@ def _price(mesh: Mesh | None, kind: str, names: tuple[str, ...]) -> tuple[float,
 
 
 def farthest(mesh: Mesh, names: tuple[str, ...]) -> tuple[int, ...]:
-    """The table of a permutation that costs most: half a turn takes everyone's data out of its box, where a group is in several.
+    """The table of a permutation that costs most: half a turn takes everyone's data out of its box, where a group is in
+    several.
 
-    A search prices permutations by who takes part, before their tables are known. Pieces take one another's place in them, so few stay.
+    A search prices permutations by who takes part, before their tables are known. Pieces take one another's place in
+    them, so few stay.
     """
     n = prod(mesh.part_size(name) for name in names)
     return rotation(n, n // 2)
@@ -110,10 +114,12 @@ def answer(q: Question) -> tuple[Step, ...]:
 
 
 def _reducing(q: Question, steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """The same with an all-reduce in place of a gather of what a reduce-scatter has just split, where that costs no more.
+    """The same with an all-reduce in place of a gather of what a reduce-scatter has just split, where that costs no
+    more.
 
-    Both ways receive the same bytes, so which of them the search finds is a matter of rounding. What only reduces runs where its operand
-    was made (`passes.coalesce`), beside the rest of backward; a gather would be left for the reader, with nothing to hide behind.
+    Both ways receive the same bytes, so which of them the search finds is a matter of rounding. What only reduces runs
+    where its operand was made (`passes.coalesce`), beside the rest of backward; a gather would be left for the reader,
+    with nothing to hide behind.
     """
     done: list[Step] = []
     where = tuple(p.start for p in q.pieces)
@@ -167,7 +173,8 @@ def _part_bytes(q: Question, where: Locations) -> float:
 
 
 def _staying(sizes: tuple[int, ...], here: Locations, there: Locations) -> Locations:
-    """Locations that hold the slots of `there`, in which pieces stay as they are `here` wherever such a slot is among them.
+    """Locations that hold the slots of `there`, in which pieces stay as they are `here` wherever such a slot is among
+    them.
 
     Pieces of equal size take one another's slots; copies and pending sums are nobody else's.
     """
@@ -195,7 +202,8 @@ def _permute(here: Locations, there: Locations) -> Step:
 
 
 def _search(q: Question, start: Locations, goal: Locations, known: tuple[Step, ...] | None = None) -> tuple[Step, ...]:
-    """A* from locations of a question's pieces to others. known: a way that is kept where no cheaper one is found soon."""
+    """A* from locations of a question's pieces to others. known: a way that is kept where no cheaper one is found soon.
+    """
     most = None if known is None else _cost(q, start, known)
     pieces = tuple(attrs.evolve(p, start=a, goal=b) for p, a, b in zip(q.pieces, start, goal))
     sizes = tuple(p.size for p in pieces)
@@ -275,8 +283,8 @@ def _trace_back(
 def _terms(q: Question) -> Callable[[str, tuple[int, ...]], tuple[float, float, float, float]]:
     """What there is to know of a move over some pieces, whatever the size of the tensor.
 
-    Into how many times as many parts it is split behind it; bytes received, seconds, and seconds per byte, of the larger of a rank's
-    parts before and after.
+    Into how many times as many parts it is split behind it; bytes received, seconds, and seconds per byte, of the
+    larger of a rank's parts before and after.
     """
     sizes = [p.size for p in q.pieces]
     known: dict[tuple[str, tuple[int, ...]], tuple[float, float, float, float]] = {}
@@ -338,7 +346,8 @@ def _bound(
 
 @lru_cache(maxsize=4096)
 def _least(found: Prices, sizes: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...], float, float]:
-    """Least latency per part of a gather or all-to-all and of a reduction, by piece, of a permutation, and seconds per byte.
+    """Least latency per part of a gather or all-to-all and of a reduction, by piece, of a permutation, and seconds per
+    byte.
 
     Pieces of equal size exchange roles, so each has the least of all of its size.
     """
@@ -355,7 +364,12 @@ def _least(found: Prices, sizes: tuple[int, ...]) -> tuple[tuple[float, ...], tu
         return tuple(min(least[kind][n] for kind in kinds) for n in sizes)
 
     permute_s = min(least["permute"].values(), default=0.0)
-    return either("all_gather", "all_to_all"), either("reduce_scatter", "all_reduce"), permute_s, min(rates, default=0.0)
+    return (
+        either("all_gather", "all_to_all"),
+        either("reduce_scatter", "all_reduce"),
+        permute_s,
+        min(rates, default=0.0),
+    )
 
 
 def _more_held(kind: str, n: int) -> float:

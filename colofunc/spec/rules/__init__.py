@@ -117,7 +117,10 @@ def rule_for(call: Call) -> Rule | None:
 
 
 def _guarded(rule: Rule, call: Call) -> Rule:
-    """Dims of size 0 are never split: every size divides 0, and nothing would be gained. Complex numbers have no maximum."""
+    """Dims of size 0 are never split: every size divides 0, and nothing would be gained.
+
+    Complex numbers have no maximum.
+    """
     if rule.monotone and any(t.dtype.is_complex for t in call.ins):
         rule = attrs.evolve(rule, monotone=())
     empty = frozenset(f for f, n in rule.sizes.items() if n == 0)

@@ -6,8 +6,8 @@
 An axis on `g` is head parallelism, on `r` it repeats the keys (grouped heads), on `s` it is context parallelism with
 gathered keys: a causal or windowed part must know its rows' positions, so the local code passes `q_offset` (one number
 for a contiguous part, every position for a striped one). With dropout it also passes the place of the part in the
-virtual (b, h, s, t) weights. Codes of columns are whole, bounds of rows are split as rows. Parts of keys (ring attention) are a
-strategy with local code of its own.
+virtual (b, h, s, t) weights. Codes of columns are whole, bounds of rows are split as rows. Parts of keys (ring
+attention) are a strategy with local code of its own.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ from colofunc.spec.rules.pattern import RuleFn
 
 
 def _offsets(a: AttentionCall) -> Texts:
-    """The tensors among the options: the seed and single offsets have no dims, offsets per row have `s` or `t`; codes and bounds."""
-    texts = {a.operand(name): dim if a.shape(name) else "" for name, dim in (("seed", ""), ("q_offset", "s"), ("k_offset", "[t]"))}
+    """The tensors among the options: the seed and single offsets have no dims, offsets per row have `s` or `t`; codes
+    and bounds.
+    """
+    texts = {
+        a.operand(name): dim if a.shape(name) else ""
+        for name, dim in (("seed", ""), ("q_offset", "s"), ("k_offset", "[t]"))
+    }
     return texts | {a.operand(name): f"b [n] {dim}" for name, dim in (("code", "[t]"), ("least", "s"), ("most", "s"))}
 
 
@@ -33,7 +38,8 @@ def _code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) 
     at = a.operand("q")
     assert at is not None
     q = ins[at]
-    moved = a.positional and any(axis is not None for _, axis in q.dims[2]) and not a.shape("q_offset")  # a position per row is its own
+    # a position per row is its own
+    moved = a.positional and any(axis is not None for _, axis in q.dims[2]) and not a.shape("q_offset")
     if not moved and not (a.get("dropout") and q.axes):
         return None
 

@@ -3,8 +3,8 @@
     colofunc.attention            q, k, v, bias, options                     -> out, lse
     colofunc.attention_backward   grad_out, q, k, v, bias, out, lse, options -> dq, dk, dv, dbias
 
-Both have the same factors: batch b, key heads g, query heads of a group r, rows s, columns t. Arguments are found by the
-names of the operator's schema; local code works on a dict of operands.
+Both have the same factors: batch b, key heads g, query heads of a group r, rows s, columns t. Arguments are found by
+the names of the operator's schema; local code works on a dict of operands.
 
     a = cf.ext.AttentionCall(call)
     a.sizes["t"], a.get("causal"), a.operand("bias")
@@ -136,15 +136,23 @@ class AttentionCall:
         return rerun(self.call, [mine[k] for k in range(len(self.call.ins))], changes)
 
     def options(
-        self, dims: Sequence[Dim], mesh: Mesh, x: Parts, columns: Dim | None = None, at: Mapping[str, torch.Tensor] | None = None
+        self,
+        dims: Sequence[Dim],
+        mesh: Mesh,
+        x: Parts,
+        columns: Dim | None = None,
+        at: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, Any]:
         """Options that say to the operator which part of the weights (b, h, s, t) a rank's tensors are about.
 
-        `dims`: how b, h and s lie. `columns`: how t lies, of the ranks whose index along some axes is `at`; None: all columns.
+        `dims`: how b, h and s lie. `columns`: how t lies, of the ranks whose index along some axes is `at`; None: all
+        columns.
         """
         found: dict[str, Any] = {}
         if self.positional and (columns is not None or any(axis is not None for _, axis in dims[2])):
-            found["q_offset"] = x["q_offset"] if self.shape("q_offset") else _from(x.get("q_offset"), positions(dims[2], mesh))
+            found["q_offset"] = (
+                x["q_offset"] if self.shape("q_offset") else _from(x.get("q_offset"), positions(dims[2], mesh))
+            )
             if columns is not None:
                 found["k_offset"] = _from(x.get("k_offset"), positions(columns, mesh, at))
         return found | self.dropped(dims, mesh, columns, at)

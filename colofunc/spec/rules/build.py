@@ -54,7 +54,9 @@ def _operand(text: str, whole: set[str]) -> Operand:
 
 
 def _fill_in_sizes(operands: Sequence[tuple[Operand, TensorType]], sizes: dict[str, int]) -> None:
-    """Add the factors' sizes to `sizes`: of dims of one factor first (the largest wins over a broadcast 1), then of groups."""
+    """Add the factors' sizes to `sizes`: of dims of one factor first (the largest wins over a broadcast 1), then of
+    groups.
+    """
     for operand, typ in operands:
         if len(operand) != len(typ.shape):
             raise RuleError(f"a pattern of {len(operand)} dims for a tensor of shape {typ.shape}")
@@ -86,9 +88,9 @@ def bind(
 ) -> Rule:
     """The rule for `call`, whose other arguments are those of `Rule`.
 
-    `ins`: operand number -> text. A number None is an absent operand: it is left out, here and in `linear` and `addends`.
-    What is said of factors that no tensor of the call has is left out too. Raises RuleError where texts and tensors differ
-    in number or in dims.
+    `ins`: operand number -> text. A number None is an absent operand: it is left out, here and in `linear` and
+    `addends`. What is said of factors that no tensor of the call has is left out too. Raises RuleError where texts and
+    tensors differ in number or in dims.
     """
     texts = {number: text for number, text in ins.items() if number is not None}
     if len(texts) != len(call.ins):

@@ -120,7 +120,9 @@ def bags(call: Call) -> Rule:
 
 def bags_backward(call: Call) -> Rule:
     factors = at(call, 2, "factors")
-    return bind(call, {0: "b e", 1: "b n", factors: "b n"}, ["[v] e"], reduce={"b": "sum", "n": "sum"}, linear=[{0}, {factors}])
+    return bind(
+        call, {0: "b e", 1: "b n", factors: "b n"}, ["[v] e"], reduce={"b": "sum", "n": "sum"}, linear=[{0}, {factors}]
+    )
 
 
 def bags_factors_backward(call: Call) -> Rule:
@@ -134,7 +136,8 @@ def _mine(index: torch.Tensor, first: torch.Tensor | int, rows: int, padding: in
 
 
 def _split_bags(call: Call, mesh: Mesh) -> Iterator[Strategy]:
-    """Rows of other ranks stand behind the own ones of their bag, and are summed in a bag of their own, which nobody reads.
+    """Rows of other ranks stand behind the own ones of their bag, and are summed in a bag of their own, which nobody
+    reads.
 
     Zeros as factors would not do: a row may hold infinity, and nothing times infinity is NaN.
     """

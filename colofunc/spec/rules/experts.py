@@ -7,9 +7,10 @@
 
 An axis on `b*` is data parallelism with whole weights. On `e` every rank runs its experts on all tokens: the local code
 shifts indices, and a choice of another rank's expert is one of nobody's. On `f` it is tensor parallelism inside the
-experts: column and row of every expert, `c` counts gate and up, (f c) where they are interleaved. In float8 `f` is whole, and rows are
-rounded before they are multiplied: a sum still pending of `down`, or of the gradient that comes in, must be whole first. Dispatch of tokens
-to the ranks of their experts is a strategy with local code of its own (the plugin `moe`).
+experts: column and row of every expert, `c` counts gate and up, (f c) where they are interleaved. In float8 `f` is
+whole, and rows are rounded before they are multiplied: a sum still pending of `down`, or of the gradient that comes in,
+must be whole first. Dispatch of tokens to the ranks of their experts is a strategy with local code of its own (the
+plugin `moe`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from colofunc.spec.rules.opened import Split, opened
 from colofunc.spec.rules.pattern import RuleFn, pattern
 
 WHOLE_IN_FLOAT8 = (
-    "experts in float8 keep their hidden units whole, because a row of them has one scale; try experts('ep') instead, or leave experts out "
+    "experts in float8 keep their hidden units whole, because a row of them has one scale; try experts('ep') instead, "
+    "or leave experts out "
     "of where= of cf.fp8"
 )
 
@@ -63,8 +65,17 @@ def _rule(call: Call, x: int) -> Rule:
     if gated:
         up = f"({f} [c])" if interleaved else f"([c] {f})"
     weights = (f"e [d] {up}", f"e {f} [d]") if transposed else (f"e {up} [d]", f"e [d] {f}")
-    texts: Texts = {x: tokens, x + 1: choices, x + 2: choices, x + 3: weights[0], x + 4: weights[1], gub: f"e {up}", db: "e [d]"}
-    size = round(_share(call, x) * prod(call.ins[x + 1].shape)) * prod(call.ins[x + 4].shape[1:])  # choices times d times f
+    texts: Texts = {
+        x: tokens,
+        x + 1: choices,
+        x + 2: choices,
+        x + 3: weights[0],
+        x + 4: weights[1],
+        gub: f"e {up}",
+        db: "e [d]",
+    }
+    # choices times d times f
+    size = round(_share(call, x) * prod(call.ins[x + 1].shape)) * prod(call.ins[x + 4].shape[1:])
     c = 2 if gated else 1
     sizes = {"c": 2} if gated else None
     if not x:

@@ -78,9 +78,19 @@ def like(call: Call) -> Rule | None:
 def arange(call: Call) -> Rule | None:
     """Whole numbers from whole numbers: a part is made from its positions."""
     overload = call.target.rsplit(".", 1)[1]
-    start, step = (0 if overload == "default" else call.arg(0, "start")), (call.arg(2, "step", 1) if overload == "start_step" else 1)
+    start, step = (
+        (0 if overload == "default" else call.arg(0, "start")),
+        (call.arg(2, "step", 1) if overload == "start_step" else 1),
+    )
     out, rule = call.outs[0], whole(call)
-    if out is None or rule is None or call.ins or out.dtype != torch.int64 or type(start) is not int or type(step) is not int:
+    if (
+        out is None
+        or rule is None
+        or call.ins
+        or out.dtype != torch.int64
+        or type(start) is not int
+        or type(step) is not int
+    ):
         return rule
 
     def code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Local | None:

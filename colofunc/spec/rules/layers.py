@@ -1,5 +1,5 @@
-"""Layers of their own kind. Weight normalisation: one length per index of a dim, the others whole. Recurrent layers: the sequence and the
-hidden units are whole, samples are free.
+"""Layers of their own kind. Weight normalisation: one length per index of a dim, the others whole. Recurrent layers:
+the sequence and the hidden units are whole, samples are free.
 
     _weight_norm_interface          c [x0], c 1 -> c [x0], c 1
     renorm (dim 0)                  c [x0] -> c [x0]

@@ -29,7 +29,16 @@ from typing import Any
 import torch
 
 from colofunc.mesh import Mesh
-from colofunc.ops.collectives import Axes, all_gather, all_to_all, axis_index, permute, rearrange, reduce_scatter, take_shard
+from colofunc.ops.collectives import (
+    Axes,
+    all_gather,
+    all_to_all,
+    axis_index,
+    permute,
+    rearrange,
+    reduce_scatter,
+    take_shard,
+)
 from colofunc.ops.kernels import wide
 from colofunc.ops.targets import resolve
 from colofunc.spec.layout import Atom
@@ -148,7 +157,9 @@ def scattered(x: torch.Tensor, dim: int, axes: Axes, mesh: Mesh, striped: bool =
 
 
 def exchanged(x: torch.Tensor, split: int, join: int, axes: Axes, mesh: Mesh) -> torch.Tensor:
-    """(.., n p, .., m, ..) -> (.., p, .., n m, ..): block i of dim `split` goes to member i, what comes stands along `join`."""
+    """(.., n p, .., m, ..) -> (.., p, .., n m, ..): block i of dim `split` goes to member i, what comes stands along
+    `join`.
+    """
     n = _ranks(axes, mesh)
     came = all_to_all(rearrange(x, f"{_dims(x, split)} -> n {_dims(x)}", n=n), axes, mesh)
     return rearrange(came, f"n {_dims(x)} -> {_dims(x, join)}")
@@ -166,7 +177,9 @@ def among_zeros(x: torch.Tensor, dim: int, axes: Axes, mesh: Mesh) -> torch.Tens
 
 
 def passing(x: torch.Tensor, count: int, axis: str, mesh: Mesh) -> Iterator[torch.Tensor]:
-    """What this rank has, the rank before it, the one before that: `count` of them, each on its way while one is in use."""
+    """What this rank has, the rank before it, the one before that: `count` of them, each on its way while one is in
+    use.
+    """
     n = mesh.axis_size(axis)
     for step in range(count):
         here = x
@@ -176,7 +189,8 @@ def passing(x: torch.Tensor, count: int, axis: str, mesh: Mesh) -> Iterator[torc
 
 
 def streamed(x: torch.Tensor, count: int, axes: Axes, mesh: Mesh, blocks: int | None = None) -> Iterator[torch.Tensor]:
-    """All members' x, (n m, ..), in `count` panels (n m / count, ..), each of which is on its way while the one before it is in use.
+    """All members' x, (n m, ..), in `count` panels (n m / count, ..), each of which is on its way while the one before
+    it is in use.
 
     A panel is a slice of each of `blocks` blocks that all parts together fall into: one a member, or a multiple.
     """
@@ -190,7 +204,9 @@ def streamed(x: torch.Tensor, count: int, axes: Axes, mesh: Mesh, blocks: int | 
 
 
 def collected(panels: Iterable[torch.Tensor], axes: Axes, mesh: Mesh, blocks: int | None = None) -> torch.Tensor:
-    """The way back from `streamed`, for terms: of the sum of all members' panels (n m / count, ..) the own slices, (m, ..)."""
+    """The way back from `streamed`, for terms: of the sum of all members' panels (n m / count, ..) the own slices, (m,
+    ..).
+    """
     cut = (_ranks(axes, mesh), _blocks_each(blocks, axes, mesh), -1)
     return torch.stack([reduce_scatter(panel.unflatten(0, cut), axes, mesh) for panel in panels], 1).flatten(0, 2)
 

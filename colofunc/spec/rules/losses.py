@@ -111,7 +111,8 @@ def nll_forward(call: Call) -> Rule | None:
         return None
     operands, sizes, target = found
     result = () if not out.shape else target
-    # Of a sum the total weight is a sum like the loss; for a mean it is needed whole, and so is reduced at once; else it is 0.
+    # Of a sum the total weight is a sum like the loss; for a mean it is needed whole, and so is reduced at once; else
+    # it is 0.
     complete = frozenset((1, f) for f in sizes) if nll.reduction != SUM else frozenset()
     return Rule(
         tuple(operands[k] for k in range(len(call.ins))),
@@ -247,7 +248,10 @@ def _share(full: tuple[int, ...], call: Call, ins: tuple[Layout, ...], outs: Lay
 
 
 def ctc_loss(call: Call) -> Rule:
-    """Samples are free; the lattice of one is whole. Of each sample (t, 2 s + 1) forward variables are made, of three others each."""
+    """Samples are free; the lattice of one is whole.
+
+    Of each sample (t, 2 s + 1) forward variables are made, of three others each.
+    """
     at = 1 if "backward" in call.target else 0
     texts: Texts = {at: "[t] n [c]", at + 1: "n [s]", at + 2: "n", at + 3: "n"}
     (steps, samples, _), (_, longest) = call.ins[at].shape, call.ins[at + 1].shape

@@ -70,7 +70,9 @@ def layer_norm(call: Call) -> Rule | None:
 
 
 def layer_norm_backward(call: Call) -> Rule | None:
-    """native_layer_norm_backward(g, x, shape, mean, rstd, w, b, mask); that of rms norm has no mean and b, and ours gives dx alone."""
+    """native_layer_norm_backward(g, x, shape, mean, rstd, w, b, mask); that of rms norm has no mean and b, and ours
+    gives dx alone.
+    """
     x, stat, z, sizes = _layer_dims(call, 2)
     args = call.args
     if "layer" in call.target:

@@ -26,7 +26,9 @@ Sets = Iterable[Iterable[int]]
 @cache
 def _parse(text: str) -> tuple[tuple[tuple[str, ...] | None, ...], tuple[tuple[str, ...] | None, ...]]:
     if text.count("->") != 1:
-        raise SpecError(f"the pattern {text!r} of a rule has no two sides; write operands -> results, such as 'm k, k n -> m n'")
+        raise SpecError(
+            f"the pattern {text!r} of a rule has no two sides; write operands -> results, such as 'm k, k n -> m n'"
+        )
     left, right = text.split("->")
 
     def side(words: str) -> tuple[tuple[str, ...] | None, ...]:

@@ -49,7 +49,13 @@ def _columns(form: Format) -> str:
 
 
 def _bound(
-    form: Format, call: Call, texts: Texts, out: str, reduce: dict[str, str], linear: list[set[int | None]], bias: int | None = None
+    form: Format,
+    call: Call,
+    texts: Texts,
+    out: str,
+    reduce: dict[str, str],
+    linear: list[set[int | None]],
+    bias: int | None = None,
 ) -> Rule:
     sizes = None if form.group == 1 else {"e": form.group, "h": form.group // form.packed}
     return bind(call, texts, [out], reduce=reduce, linear=linear, addends=[bias], sizes=sizes)

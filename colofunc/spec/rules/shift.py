@@ -45,7 +45,11 @@ def shifts(call: Call, mesh: Mesh) -> Iterator[Strategy]:
             if passing:
                 continue
             strategy = build(call, free, {**placement, moved: atoms})
-            dim, by, fill = wrap(call.arg(1, "dim"), len(call.ins[0].shape)), int(call.arg(2, "by")), call.arg(3, "fill")
+            dim, by, fill = (
+                wrap(call.arg(1, "dim"), len(call.ins[0].shape)),
+                int(call.arg(2, "by")),
+                call.arg(3, "fill"),
+            )
             nbytes = strategy.ins[0].local_numel * call.ins[0].dtype.itemsize
             split = strategy.ins[0].dims[dim]
             wire_s = sum(
@@ -73,7 +77,8 @@ def _travelling(atoms: Dim, by: int, share: float = 1.0) -> Iterator[tuple[str, 
     more, rest = divmod(by, n)
     if axis is not None and rest:
         yield axis, rest, share
-    # Of a split dim everything is moved both ways, and each rank takes one of them; of a local one each part is moved as it has to be.
+    # Of a split dim everything is moved both ways, and each rank takes one of them; of a local one each part is moved
+    # as it has to be.
     near, far = (share * (n - rest) / n, share * rest / n) if axis is None else (share, share)
     yield from _travelling(tuple(outer), more, near)
     if rest:
@@ -87,7 +92,8 @@ def _local(x: torch.Tensor, dim: int, atoms: Dim, by: int, fill: float, mesh: Me
 
 
 def _moved(x: torch.Tensor, atoms: Sequence[Atom], by: int, fill: float, mesh: Mesh) -> torch.Tensor:
-    """x (..., one dim for each local atom, what is moved together), shifted by `by` along the atoms taken as one dim."""
+    """x (..., one dim for each local atom, what is moved together), shifted by `by` along the atoms taken as one dim.
+    """
     if by == 0:
         return x
     if not atoms:
@@ -97,7 +103,11 @@ def _moved(x: torch.Tensor, atoms: Sequence[Atom], by: int, fill: float, mesh: M
     if axis is not None:
         came = permute(x, axis, mesh, rotation(n, by)) if rest else x
         near = _moved(came, outer, more, fill, mesh)
-        return torch.where(axis_index(axis, mesh) >= rest, near, _moved(came, outer, more + 1, fill, mesh)) if rest else near
+        return (
+            torch.where(axis_index(axis, mesh) >= rest, near, _moved(came, outer, more + 1, fill, mesh))
+            if rest
+            else near
+        )
     parts = []
     for part, steps in ((x[..., n - rest :, :], more + 1), (x[..., : n - rest, :], more)):
         if part.shape[-2]:

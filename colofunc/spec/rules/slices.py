@@ -74,7 +74,11 @@ def _slice_rule(
     taken = len(range(low, high, step))
     if step != 1 and low < step and taken * step == size:
         sizes |= {"j": taken, "k": step}
-        return put(full, dim, ("j", "k")), put(full, dim, ("j",)), {"whole": frozenset("k"), "scale": (dim, size, low, size, step)}
+        return (
+            put(full, dim, ("j", "k")),
+            put(full, dim, ("j",)),
+            {"whole": frozenset("k"), "scale": (dim, size, low, size, step)},
+        )
     if step != 1:
         sizes |= {"k": size, "j": taken}
         return put(full, dim, ("k",)), put(full, dim, ("j",)), {"whole": frozenset("kj")}

@@ -5,8 +5,8 @@
     adamw_rounded     (o, i)                             o i, o i, o i, o i, , -> o i, o i, o i
     lamb_direction    (o, i)                             o i, o i, o i, o i, -> o i, [norms], o i, o i
 
-What is rounded by a draw knows where in the global parameter it lies, as random numbers do (`rules.random`). Of moments in
-8 bits a block with a scale is never cut: `g` counts them. LAMB's squared norms are summed over all factors.
+What is rounded by a draw knows where in the global parameter it lies, as random numbers do (`rules.random`). Of moments
+in 8 bits a block with a scale is never cut: `g` counts them. LAMB's squared norms are summed over all factors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Gradients with residuals: each rank has terms of both, which pass as they are, so that what sums them knows what a rank sends.
+"""Gradients with residuals: each rank has terms of both, which pass as they are, so that what sums them knows what a
+rank sends.
 
     carry      b*, b* -> b*, b*        a sum pending over an axis is pending of all four
     residual   b* -> b*
