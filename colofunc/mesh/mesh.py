@@ -184,6 +184,7 @@ class Mesh:
     def rest(self, names: Iterable[str]) -> tuple[str, ...]:
         """Atomic axes that are not among the names, in the mesh's order; of an axis used in part, the other parts."""
         chosen = self.atoms(names)
+        # Parts of one axis leave other parts of it.
         if any("[" in name for name in chosen):
             return other_parts(self.axes, chosen)
         return tuple(name for name, _ in self.axes if name not in chosen)
@@ -201,6 +202,7 @@ class Mesh:
         """Atomic axis -> index of a rank."""
         self._check_rank(rank)
         out: dict[str, int] = {}
+        # the last axis is the fastest
         for name, size in reversed(self.axes):
             rank, out[name] = divmod(rank, size)
         return dict(reversed(out.items()))
@@ -263,6 +265,7 @@ class Mesh:
         self._check_rank(rank)
         atoms = self.atoms(axes)
         here = self.coordinates(rank)
+        # the first member of the group has index 0 along these axes
         for axis, stride, size in map(axis_part, atoms):
             here[axis] -= here[axis] // stride % (size or self._sizes[axis]) * stride
         base = self.rank_at(here)
@@ -363,6 +366,7 @@ class Mesh:
         """
         record = self.topology.tier(tier)
         if tier == "device":
+            # where all devices are alike one stands for all
             ranks = range(self.size) if self.topology.ranks else (0,)
             capacities = [self.device_bytes(rank) for rank in ranks]
             return min((capacity for capacity in capacities if capacity is not None), default=None)
@@ -403,6 +407,7 @@ class Mesh:
     def _alpha_beta(self, kind: str, axes: tuple[str, ...], table: tuple[int, ...]) -> tuple[float, float]:
         kind = cost.check_kind(kind)
         spanned = [(name, self.part_size(name)) for name in self.ordered(axes) if self.part_size(name) > 1]
+        # groups of one, and permutations that move nothing
         if not spanned or table == tuple(range(len(table) or 1)):
             return 0.0, 0.0
         names = tuple(name for name, _ in spanned)

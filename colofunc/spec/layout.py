@@ -159,6 +159,7 @@ def make_layout(
 ) -> Layout:
     """The canonical, interned layout; raises SpecError where an axis is used twice or sizes cannot fit."""
     dims = tuple(canonical_dim(dim) for dim in dims)
+    # equal layouts are one object, whatever the order in which reductions were named
     pending = tuple(sorted(pending)) if len(pending) > 1 else tuple(pending)
     key = (dims, shape, pending, tier, scheme, at)
     found = _INTERNED.get(key)
@@ -190,6 +191,7 @@ def _check(dims: tuple[Dim, ...], shape: tuple[int, ...], pending: tuple[tuple[s
 
 def covers(have: At | None, want: At | None) -> bool:
     """Whether who is at `want` is at `have`, too."""
+    # None is everywhere: it covers all, and only it covers everywhere.
     if have is None or want is None:
         return have is None
     return have[0] == want[0] and set(want[1]) <= set(have[1])
@@ -249,6 +251,7 @@ def _dim_text(dim: Dim, size: int, padded_size: int, letters: Iterator[str]) -> 
             parts.append(next(letters, "z"))
     if not parts:
         parts = ["1"] if size == 1 else [next(letters, "z")]
+    # The pad is of the last local factor; without one an extra factor carries it.
     if padded_size != size:
         if local_places:
             parts[local_places[-1]] += "~"

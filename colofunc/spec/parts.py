@@ -67,6 +67,7 @@ def part(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor
     else:
         split = _pad(x, layout).reshape([size for size, _ in atoms])
         out = split[_index(atoms, where)].reshape(layout.local_shape)
+    # The terms add up to the value: one rank has all of it.
     if any(how == "sum" and where[axis] for axis, how in layout.pending):
         out = torch.zeros_like(out)
     return out
@@ -127,6 +128,7 @@ def join(shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Te
             continue
         key = tuple(where[axis] for _, axis in atoms if axis is not None)
         local = shard.reshape(local_sizes)
+        # Ranks that hold terms of one part are combined in rank order.
         if key in done:
             reductions = {how for axis, how in layout.pending if where[axis]}
             how = reductions.pop() if len(reductions) == 1 else "sum"

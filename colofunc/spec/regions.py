@@ -49,6 +49,7 @@ class Span:
         if len(self.loops) > 1:
             return None
         size, stride = self.loops[0] if self.loops else (1, 1)
+        # the stride of a loop of one says nothing
         if stride != 1 and size > 1:
             return None
         stop = self.start + size
@@ -157,6 +158,7 @@ def positions(layout: Layout, mesh: Mesh, rank: int) -> tuple[Pick, ...]:
     """Where the elements of `region_of` lie in the rank's padded part."""
     found: list[Pick] = []
     for dim, size in zip(layout.dims, layout.shape, strict=True):
+        # with its padding, which lies behind the dim's size
         span = attrs.evolve(_span(dim, size, mesh.coordinates(rank)), limit=None)
         found.append(_pick(np.flatnonzero(span.indices() < size)))
     return tuple(found)
@@ -223,6 +225,7 @@ def _pick(at: np.ndarray) -> Pick:
 def take(x: torch.Tensor, picks: Sequence[Pick]) -> torch.Tensor:
     """`x` at these positions of each dim; a view where all are slices."""
     for dim, pick in enumerate(picks):
+        # a slice is a view
         if isinstance(pick, slice):
             x = x[(slice(None),) * dim + (pick,)]
         else:
@@ -232,6 +235,7 @@ def take(x: torch.Tensor, picks: Sequence[Pick]) -> torch.Tensor:
 
 def put(target: torch.Tensor, picks: Sequence[Pick], value: torch.Tensor) -> None:
     """Write `value` to these positions of `target`."""
+    # All slices: one copy, without index tensors.
     if all(isinstance(pick, slice) for pick in picks):
         target[tuple(picks)].copy_(value)
         return

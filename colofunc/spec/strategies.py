@@ -181,6 +181,7 @@ def cost_of(
             largest_out = max(largest_out, out_layout.local_numel)
     if rule is None or rule.flops is None:
         return Cost(float(max(largest_in, largest_out)), float(nbytes))
+    # Only axes on factors share the work; others repeat it.
     sizes = _axis_sizes(ins, outs)
     ways = prod(sizes.get(axis, 1) for axis, _ in axes)
     return Cost(rule.flops / ways, float(nbytes))
@@ -231,6 +232,7 @@ def enumerate_strategies(
 def as_fixed(call: Call, rule: Rule, mesh: Mesh, axes: Iterable[str], fixed: Strategy) -> Only:
     """Of each of `axes` the ways in which it lies, in every operand and result, where it lies in `fixed`."""
     only = []
+    # A way is known by what it does to operands and results: several may do the same.
     for axis in axes:
         wanted = _lies_in_each(fixed, axis)
         same = []
@@ -384,6 +386,7 @@ def enumerate_layouts(
     open_axes = tuple(axis for axis in placed_axes if mesh.axis_size(axis) > 1)
     only: Only = ()
     if fixed is not None:
+        # each axis that is fixed stays on its dim, or on none
         dim_of: dict[str, str] = {}
         for name, dim in zip(names, fixed.dims, strict=True):
             dim_of.update(dict.fromkeys(axes_of(dim), name))
@@ -403,6 +406,7 @@ def follow(call: Call, rule: Rule, operand: int, layout: Layout) -> Strategy | N
     if any(factor not in open_factors for factor in placement):
         return None
     passing = []
+    # What is pending has to pass through the operator as well.
     for axis, how in layout.pending:
         sets = rule.linear if how == "sum" else rule.monotone
         index = next((number for number, positions in enumerate(sets) if operand in positions), None)

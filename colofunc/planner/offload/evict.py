@@ -165,6 +165,7 @@ class _Belady:
         nbytes, next_use, never, unsaved, fixed = facts.nbytes, facts.next_use, facts.never, facts.unsaved, facts.fixed
         held = facts.held
         for position, needs in enumerate(facts.needs):
+            # Items that are not read again leave as soon as their last use is over.
             for item in self.dead:
                 self._close(item, position - 1)
             self.dead.clear()
@@ -174,6 +175,7 @@ class _Belady:
                     self.since[item] = position
                     self.held += nbytes[item]
                 following[item] = position
+            # What is needed here is on the device now; others may have to leave for it.
             if self.held > room[position]:
                 self._make_room(position)
             for item in moving:
@@ -383,6 +385,7 @@ class _Spread:
         if self.kept:
             over = int(self.bytes[position]) - self.budget if position < self.facts.size else 0
             for store in list(self.kept):
+                # Its bytes are free once the copy has ended, or as soon as something has to have them.
                 if store.end <= self.now or store.limit <= position or over + self.extra > 0:
                     self._await(store, position)
 
@@ -423,6 +426,7 @@ class _Spread:
                 return
             if self.started[index] or not self._may_start(index, position, soon):
                 continue
+            # In order of need: what is behind may not take the room of the one in front.
             if self.blocked[index] > position or not self._fits(index, position):
                 return
             self._fetch(index, position)

@@ -52,6 +52,7 @@ def with_operators(
     """
     asked = _asked(ground, where, placed, update)
     found = frozenset() if asked or update == "device" else _gathers(ground, where, placed, limit)
+    # Gradients that the host makes are updated there: with some updates on the device they would travel.
     updates = {position for position in found if _updates(ground, position)}
     for share, on_host in splits:
         yield share, on_host | asked
@@ -139,6 +140,7 @@ def _gathers(ground: Ground, where: Mapping[str, str], placed: Mapping[int, str 
         if not all(_is_cast(ground, reader, storage, gathers) for reader in others):
             continue
         found |= gathers | casts | updates
+        # gradients of the tables, by the modules in which they are read
         paths = {nodes[gather].path for gather in gathers}
         found |= {position for position, node in enumerate(nodes) if node.target in SCATTERS and node.path in paths}
     if not found and not _made_in_loops(ground):

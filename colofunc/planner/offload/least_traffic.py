@@ -71,6 +71,7 @@ class Programs:
                 return found
         program = _GapProgram(self.facts, room_bytes, stay)
         part = None if room_bytes in self.hopeless else program.solve()
+        # Other parts of the state take the solver as long, so this room is not tried again.
         if part is None:
             self.hopeless.add(room_bytes)
             return None
@@ -196,6 +197,7 @@ class _GapProgram:
 
         residents = set(make_resident(1 - WHOLE))
         gaps: list[int] = []
+        # Fractions are rounded up, the largest first, as far as there is room.
         for own_gaps in self.gaps:
             gaps += [gap for gap in own_gaps if gap >= 0 and (part[gap] > WHOLE or not self.held[gap])]
         for gap in sorted(gaps, key=lambda gap: (-round(part[gap], 6), gap)):
@@ -225,6 +227,7 @@ class _GapProgram:
         parts = self.solve()
         if parts is None:
             return 0
+        # Rounding of the solver must not make the bound too high.
         saved = sum(part * nbytes for part, nbytes in zip(parts, self.saved, strict=True))
         return ceil(sum(facts.nbytes[copy.item] for copy in copies) - saved * (1 + 1e-9))
 

@@ -53,6 +53,7 @@ def splits(
         chosen: list[Update] = []
         chosen_bytes = 0
         for one, nbytes in zip(updates, sizes, strict=True):
+            # what is said to stay on the device is updated there
             stays = any(placed.get(storage) == "device" for storage in one.written)
             if chosen_bytes + nbytes <= part * total and not stays:
                 chosen.append(one)
@@ -103,6 +104,7 @@ def updates_of(ground: Ground) -> list[Update]:
         if node.target in IN_PLACE or writes_state:
             owner[position] = position
             continue
+        # A node belongs to an update if all that read it do, and to one only.
         reading: set[int] = set()
         for out in node.results:
             reading.update(readers.get(out, ()))

@@ -111,6 +111,7 @@ def joined(chain: Chain) -> Chain:
     """Of a long chain, parts that keep nothing and hand nothing on are one with what follows: a search has less to tell
     apart.
     """
+    # a short chain is searched as it is
     if len(chain.parts) <= LONG:
         return chain
     nodes = chain.program.nodes

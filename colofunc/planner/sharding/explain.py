@@ -127,6 +127,7 @@ def _dense_masks(program: Program) -> tuple[str, ...]:
     for node in program.nodes:
         where = ATTENTION.get(node.target)
         if where is not None and isinstance(node.args[where[0]], Ref):
+            # layers share a mask: the first of them is named
             readers.setdefault(node.args[where[0]].id, node)
     notes = []
     for vid, node in readers.items():
@@ -204,6 +205,7 @@ def _reason(
     if not possible:
         return "all others clash with their neighbours"
     best = possible[0]
+    # Under a budget the faster one may hold more.
     if budgeted and best.more_s < -EQUAL_S:
         return f"{best.strategy} would save {time_text(-best.more_s)}, but not memory"
     if best.more_s <= EQUAL_S:
@@ -222,6 +224,7 @@ def _alternatives(found: Assignment, number: int) -> tuple[Alternative, ...]:
         if option == chosen:
             continue
         more_s = float(row[option] - row[chosen])
+        # what clashes with a neighbour is not merely slow
         if more_s >= BIG / 2:
             more_s = float("inf")
         more_compute_s = weight * (_compute_s(found, number, option) - chosen_compute_s)
@@ -239,6 +242,7 @@ def _paid(found: Assignment, mesh: Mesh) -> dict[int, _Share]:
     paid: dict[int, _Share] = {}
     for position, coded in enumerate(found.model.coded):
         flow = coded.flow
+        # Who is the first to want a layout pays for it; the others read the same copy.
         source, targets = coded.at(found.choice)
         payer_of = _payers(flow, coded.layouts[source], [coded.layouts[target] for target in targets])
         for before, after, seconds in found.model.steps(position, found.choice):
@@ -324,6 +328,7 @@ def constraints_from(plan: Plan, program: Program, mesh: Mesh) -> Constraints:
 
     Raises PlanError where the mesh has other axes, or the plan knows nothing of this program.
     """
+    # Specs name axes, so those of another mesh mean nothing here.
     if tuple(plan.mesh) != tuple(mesh.axes):
         raise PlanError(
             f"the plan is for mesh {dict(plan.mesh)}, this one is {dict(mesh.axes)}; plan anew or use the plan's mesh"
@@ -368,6 +373,7 @@ def _keeps(outs: tuple[str | None, ...], ins: tuple[str, ...], name: str, mesh: 
 
     def accepts_on(decided: tuple[str, ...]) -> Callable[[Strategy], bool]:
         def holds(strategy: Strategy) -> bool:
+            # A plan says layouts as text; of them only the axes that are decided by now are compared.
             pairs = [*zip(strategy.ins, ins, strict=True), *zip(strategy.outs, outs, strict=True)]
             for layout, text in pairs:
                 if layout is None or not text:

@@ -68,9 +68,8 @@ class Liveness:
                 last[self.own[flow]] = self.born[self.own[flow]]
             for (target, _), (begin, end) in self._lives(flow, coded, source, targets, early).items():
                 copies.append((begin, end, coded.numel[target] * itemsize, flow))
-        none = np.zeros(0, dtype=np.intp)
-        begins = np.concatenate([self.born, *(begin for begin, _, _, _ in copies), none])
-        ends = np.concatenate([last, *(end for _, end, _, _ in copies), none])
+        begins = np.concatenate([self.born, *(begin for begin, _, _, _ in copies)])
+        ends = np.concatenate([last, *(end for _, end, _, _ in copies)])
         sizes = [np.full(len(begin), nbytes) for begin, _, nbytes, _ in copies]
         size = np.concatenate([own_bytes[self.flow], *sizes])
         # Node k is at k + 1, the inputs at 0.

@@ -90,6 +90,7 @@ def _reduction(call: Call) -> str | None:
 
 
 def _scatter_linear(call: Call, src: int | None, how: str | None) -> list[set[int | None]]:
+    # A sum of sources scatters to the sum of results, unless results are multiplied or compared.
     if src is not None:
         return [{0, src}] if how == "sum" or _reduction(call) is None else []
     value = call.arg(3, "value")
@@ -165,6 +166,7 @@ def _indexed(call: Call, position: int) -> tuple[list[str], list[str], Texts] | 
         return None
 
     count = max(len(call.ins[operand].shape) for operand in operand_of.values())
+    # dims of the indices, broadcast against one another
     where = names("i", count)
     texts: Texts = {}
     for operand in operand_of.values():

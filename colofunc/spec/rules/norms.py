@@ -75,6 +75,7 @@ def layer_norm(call: Call) -> Rule | None:
     """native_layer_norm(x, shape, w, b, eps); rms_norm(x, shape, w, eps), ours and torch's."""
     x, stat, z, sizes = _layer_dims(call, 1)
     tensors = {call.args[0]: x, call.args[2]: z}
+    # rms norm has no bias
     if "layer" in call.target:
         tensors[call.args[3]] = z
     return _rule(
@@ -122,6 +123,7 @@ def _layer_forward(call: Call, split: Split) -> Local:
     is_layer = "layer" in call.target
     x_at, w_at = call.args[0], call.args[2]
     b_at = call.args[3] if is_layer else None
+    # counted from the end: a local part has as many dims as the whole
     dims = tuple(range(-len(call.args[1]), 0))
     count, axes = prod(call.args[1]), split.axes
     eps = call.args[4] if is_layer else call.args[3]
@@ -273,6 +275,7 @@ def batch_norm(call: Call) -> Rule | None:
     tensors = {call.args[0]: x, call.args[1]: c, call.args[2]: c}
     if not call.target.endswith("no_stats"):
         tensors.update({call.args[3]: c, call.args[4]: c})
+    # Statistics of all rows: no axis splits these, but where local code adds the ranks' sums up.
     if _is_training(call):
         whole = frozenset(factors(x) - factors(c))
         return _rule(call, tensors, (x, *(c,) * (len(call.outs) - 1)), sizes, whole=whole)
@@ -356,6 +359,7 @@ def _batch_backward(call: Call, split: Split) -> Local:
         g, x, w = g.to(high), x.to(high), _pick(shards, a[2])
         rstd = _shaped(shards[a[6].id], ndim)
         normal = (x - _shaped(shards[a[5].id], ndim)) * rstd
+        # Mean and variance depend on every row, so the gradient of each row loses its part of two sums.
         db = all_reduce(g.sum(dims), axes, mesh)
         dw = all_reduce((g * normal).sum(dims), axes, mesh)
         dx = (g - _shaped(db, ndim) / count - normal * _shaped(dw, ndim) / count) * rstd

@@ -103,6 +103,7 @@ def _scaled(at: int, scale: tuple[int, int, int, int, int] | None, which: int | 
         assert whole is not None
         local = whole.local_shape[dim]
         args, kwargs = with_arg(call, at, "start", low * local // size if step == 1 else low)
+        # the second argument is put into what has the first one already
         from_call = Call(call.target, args, kwargs, call.ins, call.outs)
         return with_arg(from_call, at + 1, "end", high * local // size)
 
@@ -159,9 +160,11 @@ def split(call: Call) -> Rule | None:
     whole = _block_counts(sizes)
 
     def localize(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Args:
+        # how many chunks does not depend on the size
         if call.target.startswith("aten.chunk"):
             return call.args, call.kwargs
         local = [layout.local_shape[dim] for layout in outs if layout is not None]
+        # an int says the size of each piece, a tuple that of all
         old = call.arg(1, "split_sizes")
         if isinstance(old, int):
             return with_arg(call, 1, "split_size", local[0])
@@ -256,6 +259,7 @@ def pad(call: Call) -> Rule | None:
             whole.update((*dims[dim], f"p{dim}"))
             sizes[f"p{dim}"] = after[dim]
             out[dim] = (f"p{dim}",)
+    # Reflection and replication repeat elements, which keeps sums and maxima; a constant keeps sums if it is 0.
     is_constant = "constant" in call.target
     linear = ONE if not is_constant or call.arg(2, "value", 0) in (0, None, False) else ()
     monotone = () if is_constant else ONE

@@ -97,6 +97,7 @@ class _Side:
 
 def view(call: Call) -> Rule | None:
     before, after = call.ins[0].shape, out_shape(call)
+    # an empty tensor has no factors to follow
     if prod(before) != prod(after) or prod(before) == 0:
         return None
     operand, result, sizes, whole = refine(before, after)
