@@ -22,7 +22,7 @@ from bench.memory_plans import gb, opt
 from colofunc.cli import axes_of, machine
 from colofunc.mesh.sizes import parse_bytes
 from colofunc.planner.offload.evict import Facts, evict, spread
-from colofunc.planner.offload.least_traffic import fewest
+from colofunc.planner.offload.least_traffic import least_traffic
 from colofunc.planner.offload.residency import Item, Links, Trace
 from colofunc.planner.plan_table import time_text
 
@@ -69,7 +69,7 @@ def small(writing: bool) -> tuple[int, int, int]:
         trace = Trace((1.0,) * len(steps), (), (0,) * len(steps), tuple(items))
         if writing:
             facts = Facts(trace)
-            residents, stays = fewest(facts, room)
+            residents, stays = least_traffic(facts, room)
             found = len(spread(facts, stays, residents, room, Links(1.0, 1.0, 0.0))[1])
         else:
             found = sum(len(stays) for stays in evict(Facts(trace), room, ()))

@@ -13,7 +13,7 @@ import colofunc as cf
 from colofunc.mesh.sizes import parse_bytes
 from colofunc.planner.offload import least_traffic as solver
 from colofunc.planner.offload.evict import Facts, Stay, evict, spread
-from colofunc.planner.offload.least_traffic import Programs, fewest, least_bytes
+from colofunc.planner.offload.least_traffic import Programs, least_bytes, least_traffic
 from colofunc.planner.offload.residency import SKETCH, Item, Links, Search, Trace, reside
 
 LINKS = Links(4.0, 4.0, 0.0)
@@ -21,7 +21,7 @@ LINKS = Links(4.0, 4.0, 0.0)
 
 def moved(trace: Trace, room: int, stay: float = 1.0) -> int:
     facts = Facts(trace)
-    residents, stays = fewest(facts, room, stay)
+    residents, stays = least_traffic(facts, room, stay)
     return sum(facts.nbytes[c.item] for c in spread(facts, stays, residents, room, LINKS)[1])
 
 
@@ -36,13 +36,13 @@ def test_what_was_written_stays_and_what_has_its_copy_leaves() -> None:
 def test_state_stays_where_that_saves_both_of_its_copies() -> None:
     trace = Trace((1.0,) * 4, (), (0,) * 4, (Item(4, True, (1,), {1}), Item(4, True, (2,)), Item(4, True, (3,))))
     facts = Facts(trace)
-    assert fewest(facts, 8, 1.0)[0] == [0] and moved(trace, 8) == 8
-    assert fewest(facts, 8, 0.0)[0] == [] and moved(trace, 8, 0.0) == 16
+    assert least_traffic(facts, 8, 1.0)[0] == [0] and moved(trace, 8) == 8
+    assert least_traffic(facts, 8, 0.0)[0] == [] and moved(trace, 8, 0.0) == 16
 
 
 def test_fixed_items_keep_their_room() -> None:
     trace = Trace((1.0,) * 3, (), (0,) * 3, (Item(4, True, (1,), fixed=True), Item(4, False, (0, 2), fixed=True), Item(4, True, (0, 2))))
-    residents, stays = fewest(Facts(trace), 8)
+    residents, stays = least_traffic(Facts(trace), 8)
     assert residents == [0] and stays[1] == [Stay(0, 2, 1, True, 0)] and len(stays[2]) == 2
 
 
@@ -135,7 +135,7 @@ def test_what_is_solved_once_for_many_parts_of_the_state_saves_as_much_as_for_ea
     programs, parts = Programs(Facts(trace)), (1.0, 0.9, 0.7, 0.5, 0.3, 0.0)
 
     def saved(part: float) -> float:
-        one = solver._Fewest(Facts(trace), room, part)
+        one = solver._GapProgram(Facts(trace), room, part)
         return sum(x * n for x, n in zip(one.solve() or (), one.saved, strict=True))
 
     found = [programs.at(room, part) for part in parts]

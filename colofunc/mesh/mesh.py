@@ -76,7 +76,9 @@ class Mesh:
             )
         if device is not None and device not in ("cpu", "cuda"):
             raise MeshError(f"device {device!r} is not 'cpu', 'cuda' or None{near(str(device), ('cpu', 'cuda'))}")
-        all_sizes = dict(sizes) | {v: math.prod(sizes[a] for a in members) for v, members in checked}
+        all_sizes = dict(sizes)
+        for view, members in checked:
+            all_sizes[view] = math.prod(sizes[axis] for axis in members)
         key = (tuple(sizes.items()), checked, resolved, device)
         self.__attrs_init__(
             tuple(sizes.items()),
@@ -156,22 +158,33 @@ class Mesh:
         A part of an axis, "dp[2:2]", stays as it is; see Note [Parts of axes].
         """
         names = (names,) if isinstance(names, str) else tuple(names)
-        found = tuple(atom for name in names for atom in ((name,) if "[" in name else self.expand(name)))
-        for name in found:
-            self._check_part(name)
-        if len(set(found)) != len(found):
-            twice = next(atom for atom in found if found.count(atom) > 1)
+        atoms: list[str] = []
+        for name in names:
+            if "[" in name:
+                atoms.append(name)
+            else:
+                atoms += self.expand(name)
+        for atom in atoms:
+            self._check_part(atom)
+        if len(set(atoms)) != len(atoms):
+            twice = next(atom for atom in atoms if atoms.count(atom) > 1)
             raise MeshError(f"axis {twice!r} is used twice in {names} on {self!r}; name each axis once")
-        return found
+        return tuple(atoms)
 
     def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
         """Atomic axes of names in the mesh's own order (major first)."""
-        order = {name: k for k, name in enumerate(self.axis_names)}
-        return tuple(sorted(self.atoms(names), key=lambda name: (order[axis_part(name)[0]], -axis_part(name)[1])))
+        order = {axis: place for place, axis in enumerate(self.axis_names)}
+
+        def place(name: str) -> tuple[int, int]:
+            axis, stride, _ = axis_part(name)
+            return order[axis], -stride  # of parts of one axis the one with the larger stride is major
+
+        return tuple(sorted(self.atoms(names), key=place))
 
     def rest(self, names: Iterable[str]) -> tuple[str, ...]:
         """Atomic axes that are not among the names, in the mesh's order; of an axis used in part, the other parts."""
         chosen = self.atoms(names)
+        # Parts of one axis leave other parts of it.
         if any("[" in name for name in chosen):
             return other_parts(self.axes, chosen)
         return tuple(name for name, _ in self.axes if name not in chosen)
@@ -189,6 +202,7 @@ class Mesh:
         """Atomic axis -> index of a rank."""
         self._check_rank(rank)
         out: dict[str, int] = {}
+        # the last axis is the fastest
         for name, size in reversed(self.axes):
             rank, out[name] = divmod(rank, size)
         return dict(reversed(out.items()))
@@ -223,17 +237,20 @@ class Mesh:
 
     def at(self, **indices: int | Sequence[int]) -> tuple[int, ...]:
         """The ranks at these indices of axes: `mesh.at(pp=1)`, `mesh.at(pp=(0, 3), dp=0)`."""
-        wanted = {axis: (given,) if isinstance(given, int) else tuple(given) for axis, given in indices.items()}
-        for axis, given in wanted.items():
+        wanted: dict[str, tuple[int, ...]] = {}
+        for axis, given in indices.items():
             if axis not in self.shape:
                 raise self._unknown(axis, self.axis_names)
-            for index in given:
+            wanted[axis] = (given,) if isinstance(given, int) else tuple(given)
+            for index in wanted[axis]:
                 if not 0 <= index < self.shape[axis]:
                     raise MeshError(f"index {index} of axis {axis!r} is not in 0..{self.shape[axis] - 1} on {self!r}")
-        here = map(self.coordinates, range(self.size))
-        return tuple(
-            rank for rank, place in enumerate(here) if all(place[axis] in given for axis, given in wanted.items())
-        )
+        ranks = []
+        for rank in range(self.size):
+            place = self.coordinates(rank)
+            if all(place[axis] in given for axis, given in wanted.items()):
+                ranks.append(rank)
+        return tuple(ranks)
 
     def groups(self, axes: Iterable[str]) -> Groups:
         """All groups of ranks that differ only in `axes` (axes or views).
@@ -248,6 +265,7 @@ class Mesh:
         self._check_rank(rank)
         atoms = self.atoms(axes)
         here = self.coordinates(rank)
+        # the first member of the group has index 0 along these axes
         for axis, stride, size in map(axis_part, atoms):
             here[axis] -= here[axis] // stride % (size or self._sizes[axis]) * stride
         base = self.rank_at(here)
@@ -348,9 +366,10 @@ class Mesh:
         """
         record = self.topology.tier(tier)
         if tier == "device":
+            # where all devices are alike one stands for all
             ranks = range(self.size) if self.topology.ranks else (0,)
             capacities = [self.device_bytes(rank) for rank in ranks]
-            return min((each for each in capacities if each is not None), default=None)
+            return min((capacity for capacity in capacities if capacity is not None), default=None)
         if record.capacity_bytes is None or not record.shared:
             return record.capacity_bytes
         return record.capacity_bytes // self.node_ranks
@@ -388,6 +407,7 @@ class Mesh:
     def _alpha_beta(self, kind: str, axes: tuple[str, ...], table: tuple[int, ...]) -> tuple[float, float]:
         kind = cost.check_kind(kind)
         spanned = [(name, self.part_size(name)) for name in self.ordered(axes) if self.part_size(name) > 1]
+        # groups of one, and permutations that move nothing
         if not spanned or table == tuple(range(len(table) or 1)):
             return 0.0, 0.0
         names = tuple(name for name, _ in spanned)
@@ -419,14 +439,17 @@ class Mesh:
         """What was measured along an axis; a part of one has the axis' own links, and fewer ranks on them."""
         name = named[0]
         axis = axis_part(name)[0]
-        known = (axis, self.shape.get(axis), kind)
-        found = next(
-            ((m.alpha_s, m.beta_s_per_byte) for m in self.topology.measured if (m.axis, m.size, m.kind) == known), None
-        )
-        if found is None or axis == name:
-            return found
+        wanted = (axis, self.shape.get(axis), kind)
+        for measured in self.topology.measured:
+            if (measured.axis, measured.size, measured.kind) == wanted:
+                alpha_beta = measured.alpha_s, measured.beta_s_per_byte
+                break
+        else:
+            return None
+        if axis == name:
+            return alpha_beta
         part, whole = self._of_links(kind, (name,)), self._of_links(kind, (axis,))
-        return cost.scaled(found, part, whole)
+        return cost.scaled(alpha_beta, part, whole)
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.size:

@@ -68,4 +68,7 @@ def offsets(axes: Axes, chosen: tuple[str, ...]) -> tuple[int, ...]:
 def groups(axes: Axes, chosen: tuple[str, ...]) -> Groups:
     """All groups of ranks that differ only in the chosen axes (or parts); order as in `Mesh.groups`."""
     inside = offsets(axes, chosen)
-    return tuple(tuple(base + offset for offset in inside) for base in offsets(axes, other_parts(axes, chosen)))
+    found = []
+    for base in offsets(axes, other_parts(axes, chosen)):
+        found.append(tuple(base + offset for offset in inside))
+    return tuple(found)

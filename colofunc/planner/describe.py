@@ -66,9 +66,12 @@ def describe(
     What somebody asked for: `once`, parameters that are gathered once and kept so; `each`, that each microbatch reduces
     gradients.
     """
-    axes = [a for a in mesh.axis_names if mesh.axis_size(a) > 1]
     masters = _masters(program).intersection(once)
-    return tuple((a, words(shares(program, strategies, inputs, a, masters, each))) for a in axes)
+    described = []
+    for axis in mesh.axis_names:
+        if mesh.axis_size(axis) > 1:
+            described.append((axis, words(shares(program, strategies, inputs, axis, masters, each))))
+    return tuple(described)
 
 
 def repeated(program: Program, mesh: Mesh, strategies: Sequence[Strategy], axis: str) -> str:
@@ -77,14 +80,15 @@ def repeated(program: Program, mesh: Mesh, strategies: Sequence[Strategy], axis:
     """
     whole: dict[str, float] = {}
     total = 0.0
-    for node, s in zip(program.nodes, strategies, strict=True):
-        name = node.target.split(".")[1] if "." in node.target else node.target
-        if node.phase == "forward" and name.startswith(HEAVY) and s.ins and s.outs[0] is not None:
-            weight = _weight(program, node)
-            total += weight
-            if kind_of(name, s, axis) == "whole":
-                said = f"{name} in {starred(node.path)!r}"
-                whole[said] = whole.get(said, 0.0) + weight
+    for node, strategy in zip(program.nodes, strategies, strict=True):
+        name = _name(node)
+        if not _is_heavy(node, name, strategy):
+            continue
+        weight = _weight(program, node)
+        total += weight
+        if kind_of(name, strategy, axis) == "whole":
+            said = f"{name} in {starred(node.path)!r}"
+            whole[said] = whole.get(said, 0.0) + weight
     share = sum(whole.values()) / total if total else 0.0
     if not WORTH_NAMING <= share < 1:
         return ""
@@ -97,81 +101,108 @@ def repeated(program: Program, mesh: Mesh, strategies: Sequence[Strategy], axis:
     )
 
 
+def _name(node: Node) -> str:
+    """`aten.mm.default` -> `mm`."""
+    return node.target.split(".")[1] if "." in node.target else node.target
+
+
+def _is_heavy(node: Node, name: str, strategy: Strategy) -> bool:
+    """Whether an operator is one by whose work an axis is named."""
+    if node.phase != "forward" or not name.startswith(HEAVY):
+        return False
+    return bool(strategy.ins) and strategy.outs[0] is not None
+
+
 def _masters(program: Program) -> set[int]:
     """Parameters that forward reads in a narrower dtype only."""
-    masters, values = {i for i in program.inputs if program.values[i].role == "param"}, program.values
+    values = program.values
+    masters = {id for id in program.inputs if values[id].role == "param"}
     for node in program.nodes:
-        if node.phase == "forward":
-            casts = node.target == "aten._to_copy.default"
-            narrows = casts and values[node.outs[0]].dtype.itemsize < values[node.refs[0]].dtype.itemsize  # type: ignore[index]
-            masters.difference_update(() if narrows else node.refs)
+        if node.phase != "forward":
+            continue
+        casts = node.target == "aten._to_copy.default"
+        narrows = casts and values[node.outs[0]].dtype.itemsize < values[node.refs[0]].dtype.itemsize  # type: ignore[index]
+        if not narrows:
+            masters.difference_update(node.refs)
     return masters
 
 
-def words(s: Shares) -> str:
+def words(shares: Shares) -> str:
     """The field's name of what one axis does."""
-    if s.experts:
+    if shares.experts:
         return "expert parallel"
-    if named := _pattern(s):
-        return named + (", weights sharded (ZeRO-3)" if s.params > 0.5 and not named.startswith("tensor") else "")
-    dims = {
-        "batch": s.work["batch"],
-        "sequence": s.work["sequence"],
-        "tensor": s.work["column"] + s.work["row"] + s.work["heads"],
-        "whole": s.work["whole"],
+    sharded_weights = ", weights sharded (ZeRO-3)" if shares.params > 0.5 else ""
+    named = _pattern(shares)
+    if named:
+        return named if named.startswith("tensor") else named + sharded_weights
+    work = shares.work
+    kinds = {
+        "batch": work["batch"],
+        "sequence": work["sequence"],
+        "tensor": work["column"] + work["row"] + work["heads"],
+        "whole": work["whole"],
     }
-    kind, share = max(dims.items(), key=lambda item: item[1])
+    kind, share = max(kinds.items(), key=lambda item: item[1])
     if kind == "batch":
-        text = _data_parallel(s)
+        text = _data_parallel(shares)
     elif kind == "sequence":
-        text = "sequence parallel" + (", weights sharded (ZeRO-3)" if s.params > 0.5 else "")
+        text = "sequence parallel" + sharded_weights
     elif kind == "tensor":
-        text = _tensor(s)
+        text = _tensor(shares)
     else:
-        text = _whole(s)
-    if s.vocabulary and kind == "tensor":
+        text = _whole(shares)
+    if shares.vocabulary and kind == "tensor":
         text += ", vocabulary parallel"
-    others = [f"{100 * n:.0f} % {k}" for k, n in dims.items() if k != kind and n >= 0.2]
-    return f"mostly {text}, {' and '.join(others)}" if others and share < 0.8 else text
+    # What else takes a fifth of the work is said, unless nearly all is of one kind.
+    others = []
+    for other, part in kinds.items():
+        if other != kind and part >= 0.2:
+            others.append(f"{100 * part:.0f} % {other}")
+    if others and share < 0.8:
+        return f"mostly {text}, {' and '.join(others)}"
+    return text
 
 
-def _whole(s: Shares) -> str:
+def _whole(shares: Shares) -> str:
     """An axis along which every rank does the same work."""
-    if s.params > 0.5:
+    if shares.params > 0.5:
         return "sharded storage, gathered for use"
-    if s.states > 0.5:
+    if shares.states > 0.5:
         return "sharded optimizer state, every rank computes everything"
-    if s.other_work > 0.5:
+    if shares.other_work > 0.5:
         return "elementwise work split"
     return UNUSED
 
 
-def _pattern(s: Shares) -> str:
+def _pattern(shares: Shares) -> str:
     """The name of sequence sharding by what attention does, or of a pattern of a plugin; "" for all else."""
-    if s.products and not FACTOR.fullmatch(s.products):
-        return f"tensor parallel ({s.products})"
-    sequence = s.work["sequence"] > s.work["column"] + s.work["row"] + s.work["batch"] + s.work["whole"]
-    if sequence and s.attention in ("g", "r", "heads"):
+    if shares.products and not FACTOR.fullmatch(shares.products):
+        return f"tensor parallel ({shares.products})"
+    sequence = (
+        shares.work["sequence"]
+        > shares.work["column"] + shares.work["row"] + shares.work["batch"] + shares.work["whole"]
+    )
+    if sequence and shares.attention in ("g", "r", "heads"):
         return "Ulysses"
-    if s.attention and not FACTOR.fullmatch(s.attention):
-        return f"context parallel ({s.attention})"
+    if shares.attention and not FACTOR.fullmatch(shares.attention):
+        return f"context parallel ({shares.attention})"
     if sequence:
-        return {"s": "context parallel (gathered keys)"}.get(s.attention, "")
+        return {"s": "context parallel (gathered keys)"}.get(shares.attention, "")
     return ""
 
 
-def _data_parallel(s: Shares) -> str:
-    if s.params > 0.5:
+def _data_parallel(shares: Shares) -> str:
+    if shares.params > 0.5:
         return "ZeRO-3"
-    if s.states > 0.5:
-        return "ZeRO-2" if s.grads > 0.5 else "ZeRO-1"
+    if shares.states > 0.5:
+        return "ZeRO-2" if shares.grads > 0.5 else "ZeRO-1"
     return "data parallel"
 
 
-def _tensor(s: Shares) -> str:
-    column, row = s.work["column"], s.work["row"]
+def _tensor(shares: Shares) -> str:
+    column, row = shares.work["column"], shares.work["row"]
     if min(column, row) >= 0.15 * (column + row):
-        return "Megatron column/row" + (" with sequence parallel" if s.stream_sequence else "")
+        return "Megatron column/row" + (" with sequence parallel" if shares.stream_sequence else "")
     if column > row:
         return "column parallel"
     return "row parallel" if row else "split by heads"
@@ -186,72 +217,89 @@ def shares(
     `masters`: parameters that are optimizer state, whose casts are what is computed with.
     """
     work = dict.fromkeys(KINDS, 0.0)
-    grads = [0.0, 0.0]
-    stream = [0.0, 0.0]
-    other_work = [0.0, 0.0]
+    grads, stream, other_work = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
     vocabulary = experts = False
-    on: dict[bool, dict[str, float]] = {True: {}, False: {}}  # of attention, of the rest: weight per factor
-    for node, s in zip(program.nodes, strategies, strict=True):
-        name = node.target.split(".")[1] if "." in node.target else node.target
-        if node.phase == "forward" and name.startswith(HEAVY) and s.ins and s.outs[0] is not None:
-            work[kind_of(name, s, axis)] += (weight := _weight(program, node))
-            tally, factor = on[name.startswith("attention")], dict(s.axes).get(axis, "whole")
+    # weight by factor
+    attention: dict[str, float] = {}
+    products: dict[str, float] = {}
+    for node, strategy in zip(program.nodes, strategies, strict=True):
+        name = _name(node)
+        out = strategy.outs[0] if strategy.outs else None
+        if _is_heavy(node, name, strategy):
+            weight = _weight(program, node)
+            work[kind_of(name, strategy, axis)] += weight
+            tally = attention if name.startswith("attention") else products
+            factor = dict(strategy.axes).get(axis, "whole")
             tally[factor] = tally.get(factor, 0.0) + weight
         elif name == "experts":
-            experts |= axis in axes_of(s.ins[3].dims[0])
-        elif name == "embedding" and s.ins:
-            vocabulary |= any(axis in axes_of(lay.dims[0]) for lay in s.ins if len(lay.shape) == 2)
-        elif node.phase == "forward" and name in ("add", "layer_norm", "native_layer_norm") and s.outs[0] is not None:
-            out = s.outs[0]
-            _count(stream, out, any(axis in axes_of(out.dims[d]) for d in range(1, len(out.shape) - 1)))
-        elif node.phase == "forward" and s.outs and s.outs[0] is not None:
-            _count(other_work, s.outs[0], axis in s.outs[0].axes)
-        for o, lay in zip(node.outs, s.outs, strict=True):
-            widened = bool(masters) and name == "_to_copy"  # already reduced to what updates the masters
-            if o is not None and lay is not None and program.values[o].role == "grad" and not widened:
-                _count(grads, lay, axis in lay.axes)
-    total = sum(work.values())
-    kept = {role: [0.0, 0.0] for role in ("param", "state")}
-    for id, lay in inputs.items():
+            experts |= axis in axes_of(strategy.ins[3].dims[0])
+        elif name == "embedding" and strategy.ins:
+            tables = [layout for layout in strategy.ins if len(layout.shape) == 2]
+            vocabulary |= any(axis in axes_of(table.dims[0]) for table in tables)
+        elif node.phase == "forward" and out is not None:
+            if name in ("add", "layer_norm", "native_layer_norm"):
+                _count(stream, out, any(axis in axes_of(dim) for dim in out.dims[1:-1]))
+            else:
+                _count(other_work, out, axis in out.axes)
+        if masters and name == "_to_copy":  # already reduced to what updates the masters
+            continue
+        for id, layout in zip(node.outs, strategy.outs, strict=True):
+            if id is not None and layout is not None and program.values[id].role == "grad":
+                _count(grads, layout, axis in layout.axes)
+
+    kept = {"param": [0.0, 0.0], "state": [0.0, 0.0]}
+    for id, layout in inputs.items():
         role = "state" if id in masters else program.values[id].role
-        role = "param" if role == "frozen" else role
+        if role == "frozen":
+            role = "param"
         if role in kept:
-            _count(kept[role], lay, axis in lay.axes)
+            _count(kept[role], layout, axis in layout.axes)
+    total = sum(work.values())
+    work_shares = {kind: float(kind == "whole") for kind in work}
+    if total:
+        work_shares = {kind: weight / total for kind, weight in work.items()}
     return Shares(
-        {k: (n / total if total else float(k == "whole")) for k, n in work.items()},
+        work_shares,
         _share(kept["param"]),
         1.0 if each else _share(grads),
         _share(kept["state"]),
         vocabulary,
         _share(stream) > 0.5,
         experts,
-        _most(on[True]),
-        _most(on[False]),
+        _most(attention),
+        _most(products),
         0.0 if total else _share(other_work),
     )
 
 
 def _most(weights: Mapping[str, float]) -> str:
     """What holds more than half, "" if nothing does."""
-    return next((name for name, weight in weights.items() if weight > 0.5 * sum(weights.values())), "")
+    total = sum(weights.values())
+    for name, weight in weights.items():
+        if weight > 0.5 * total:
+            return name
+    return ""
 
 
-def kind_of(name: str, s: Strategy, axis: str) -> str:
+def kind_of(name: str, strategy: Strategy, axis: str) -> str:
     """batch, sequence, column, row, heads or whole: where the axis lies on operand 0 and result 0."""
-    x, y = s.ins[0], s.outs[0]
-    assert y is not None
-    if axis in (a for a, _ in y.pending):
+    operand, result = strategy.ins[0], strategy.outs[0]
+    assert result is not None
+    if any(axis == pending for pending, _ in result.pending):
         return "row"
-    for d in range(len(y.shape)):
-        if axis in axes_of(y.dims[d]):
-            # of rows (b (cp s)) that are flat
-            inner = len(y.shape) == 2 and next(a for n, a in y.dims[d] if n > 1) is None
-            return "sequence" if d == 0 and inner else _dim_word(name, d, len(y.shape))
-    return "row" if axis in x.axes else "whole"
+    rank = len(result.shape)
+    for number, dim in enumerate(result.dims):
+        if axis not in axes_of(dim):
+            continue
+        # Rows (b (cp s)) that are flat: the batch is the major atom, and the axis splits the sequence.
+        if number == 0 and rank == 2 and next(on for size, on in dim if size > 1) is None:
+            return "sequence"
+        return _dim_word(name, number, rank)
+    return "row" if axis in operand.axes else "whole"
 
 
-def _dim_word(name: str, d: int, dims: int) -> str:
-    """What dim `d` of an operator's result is."""
+def _dim_word(name: str, number: int, dims: int) -> str:
+    """What dim `number` of an operator's result is."""
     words: tuple[str, ...]
     if name.startswith("convolution"):
         words, rest = ("batch", "column"), "sequence"
@@ -259,18 +307,18 @@ def _dim_word(name: str, d: int, dims: int) -> str:
         words, rest = ("batch", "heads"), "sequence"
     elif name in ("bmm", "baddbmm"):
         words, rest = ("batch", "sequence"), "column"
-    elif d == dims - 1:
+    elif number == dims - 1:
         return "column"
     else:
         words, rest = ("batch",), "sequence"
-    return words[d] if d < len(words) else rest
+    return words[number] if number < len(words) else rest
 
 
 def _weight(program: Program, node: Node) -> float:
     """Roughly the flops: for y[b, o] = x[b, i] w[i, o] the root of |x| |w| |y| is b i o."""
-    operands = sorted(prod(program.values[r].shape) for r in node.refs)[-2:]
-    out = next((prod(program.values[o].shape) for o in node.results), 1)
-    return float(prod(operands) * out) ** 0.5
+    operands = sorted(prod(program.values[ref].shape) for ref in node.refs)[-2:]
+    result = prod(program.values[node.results[0]].shape) if node.results else 1
+    return float(prod(operands) * result) ** 0.5
 
 
 def _count(tally: list[float], layout: Layout, hit: bool) -> None:

@@ -18,9 +18,10 @@ Padding: the atoms of a dim may multiply to more than the dim's global size; the
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 from math import prod
+from string import ascii_lowercase
 
 import attrs
 
@@ -38,6 +39,16 @@ REDUCTIONS = ("sum", "max", "min")
 def axes_of(dim: Dim) -> tuple[str, ...]:
     """The mesh axes on a dim, major first."""
     return tuple(axis for _, axis in dim if axis is not None)
+
+
+def _size(dim: Dim) -> int:
+    """What the atoms of a dim multiply to."""
+    return prod(size for size, _ in dim)
+
+
+def _gathered(dim: Dim, axes: Collection[str]) -> Dim:
+    """A dim that is not split over `axes`."""
+    return tuple((size, None if axis in axes else axis) for size, axis in dim)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -71,7 +82,7 @@ class Layout:
     @property
     def padded_shape(self) -> tuple[int, ...]:
         """Global shape with padding: what the atoms multiply to."""
-        return tuple(prod(s for s, _ in dim) for dim in self.dims)
+        return tuple(_size(dim) for dim in self.dims)
 
     @property
     def is_padded(self) -> bool:
@@ -81,7 +92,10 @@ class Layout:
     @property
     def axes(self) -> tuple[str, ...]:
         """Mesh axes that split this tensor (not the pending ones), in order of appearance."""
-        return tuple(axis for dim in self.dims for _, axis in dim if axis is not None)
+        axes: list[str] = []
+        for dim in self.dims:
+            axes += axes_of(dim)
+        return tuple(axes)
 
     @property
     def is_replicated(self) -> bool:
@@ -94,8 +108,10 @@ class Layout:
         return prod(self.local_shape)
 
     def __attrs_post_init__(self) -> None:
-        local = tuple(prod(s for s, a in dim if a is None) for dim in self.dims)
-        object.__setattr__(self, "local_shape", local)
+        local = []
+        for dim in self.dims:
+            local.append(prod(size for size, axis in dim if axis is None))
+        object.__setattr__(self, "local_shape", tuple(local))
 
     def with_pending(self, pending: tuple[tuple[str, str], ...]) -> Layout:
         """The same split with these axes, (axis, how they are reduced), pending."""
@@ -103,7 +119,7 @@ class Layout:
 
     def without(self, axes: Collection[str]) -> Layout:
         """What an all-gather over `axes` makes of it: nothing is split over these any more."""
-        dims = tuple(tuple((size, None if axis in axes else axis) for size, axis in dim) for dim in self.dims)
+        dims = tuple(_gathered(dim, axes) for dim in self.dims)
         return make_layout(dims, self.shape, self.pending, self.tier, self.scheme, self.at)
 
     def with_tier(self, tier: str) -> Layout:
@@ -112,7 +128,9 @@ class Layout:
 
     def with_at(self, at: At | None) -> Layout:
         """The same split on other ranks; None: on all."""
-        return self if at == self.at else make_layout(self.dims, self.shape, self.pending, self.tier, self.scheme, at)
+        if at == self.at:
+            return self
+        return make_layout(self.dims, self.shape, self.pending, self.tier, self.scheme, at)
 
     def __repr__(self) -> str:
         return f"Layout({self.text()!r}, shape={self.shape})"
@@ -141,6 +159,7 @@ def make_layout(
 ) -> Layout:
     """The canonical, interned layout; raises SpecError where an axis is used twice or sizes cannot fit."""
     dims = tuple(canonical_dim(dim) for dim in dims)
+    # equal layouts are one object, whatever the order in which reductions were named
     pending = tuple(sorted(pending)) if len(pending) > 1 else tuple(pending)
     key = (dims, shape, pending, tier, scheme, at)
     found = _INTERNED.get(key)
@@ -153,15 +172,18 @@ def make_layout(
 def _check(dims: tuple[Dim, ...], shape: tuple[int, ...], pending: tuple[tuple[str, str], ...], at: At | None) -> None:
     if len(dims) != len(shape):
         raise SpecError(f"layout has {len(dims)} dims but the tensor has {len(shape)} (shape {shape})")
-    used = [axis for dim in dims for _, axis in dim if axis is not None] + [axis for axis, _ in pending]
+    used: list[str] = []
+    for dim in dims:
+        used += axes_of(dim)
+    used += [axis for axis, _ in pending]
     if at is not None:
         used.append(at[0])
     for axis in used:
         if used.count(axis) > 1:
             raise SpecError(f"mesh axis {axis!r} is used {used.count(axis)} times in one spec; use it once")
-    for d, (dim, size) in enumerate(zip(dims, shape, strict=True)):
-        if prod(s for s, _ in dim) < size:
-            raise SpecError(f"dim {d} of size {size} does not fit its factors {dim}")
+    for position, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+        if _size(dim) < size:
+            raise SpecError(f"dim {position} of size {size} does not fit its factors {dim}")
     for axis, how in pending:
         if how not in REDUCTIONS:
             raise SpecError(f"pending reduction {how!r} over {axis!r} is none of {REDUCTIONS}")
@@ -169,6 +191,7 @@ def _check(dims: tuple[Dim, ...], shape: tuple[int, ...], pending: tuple[tuple[s
 
 def covers(have: At | None, want: At | None) -> bool:
     """Whether who is at `want` is at `have`, too."""
+    # None is everywhere: it covers all, and only it covers everywhere.
     if have is None or want is None:
         return have is None
     return have[0] == want[0] and set(want[1]) <= set(have[1])
@@ -181,7 +204,13 @@ def at_text(at: At) -> str:
 
 def is_major(layout: Layout) -> bool:
     """Whether in every dim all mesh axes stand before the local factor, without padding: `(dp tp b)`, not `(b dp)`."""
-    return not layout.is_padded and all(axis is not None for dim in layout.dims for _, axis in dim[:-1])
+    if layout.is_padded:
+        return False
+    # Adjacent local atoms are merged, so only the last of a dim may be local.
+    leading: list[Atom] = []
+    for dim in layout.dims:
+        leading += dim[:-1]
+    return all(axis is not None for _, axis in leading)
 
 
 def replicated(shape: tuple[int, ...], tier: str = "device") -> Layout:
@@ -192,32 +221,40 @@ def replicated(shape: tuple[int, ...], tier: str = "device") -> Layout:
 @lru_cache(maxsize=1 << 14)
 def layout_text(layout: Layout, taken: tuple[str, ...] = ()) -> str:
     """A spec string that binds back to `layout` on a mesh whose other axes and views are `taken` (or not letters)."""
-    placed = {*taken, *layout.axes, *(axis for axis, _ in layout.pending), *(layout.at or ())[:1]}
-    letters = iter([c for c in "abcdefghijklmnopqrstuvwxyz" if c not in placed])
+    placed = {*taken, *layout.axes}
+    placed.update(axis for axis, _ in layout.pending)
+    if layout.at is not None:
+        placed.add(layout.at[0])
+    letters = iter([letter for letter in ascii_lowercase if letter not in placed])
     words: list[str] = []
-    padded = layout.padded_shape
-    for d, dim in enumerate(layout.dims):
-        locals_ = sum(axis is None for _, axis in dim)
-        parts: list[str] = []
-        for n, (size, axis) in enumerate(dim):
-            if axis is not None:
-                parts.append(axis)
-            elif locals_ > 1 and any(a is None for _, a in dim[:n]):
-                parts.append(str(size))  # a second local factor needs its size said
-            else:
-                parts.append(next(letters, "z"))
-        if not parts:
-            parts = ["1"] if layout.shape[d] == 1 else [next(letters, "z")]
-        if padded[d] != layout.shape[d]:
-            tail = max((i for i, (_, a) in enumerate(dim) if a is None), default=None)
-            if tail is None:
-                parts.append("1~")
-            else:
-                parts[tail] += "~"
-        words.append(parts[0] if len(parts) == 1 else "(" + " ".join(parts) + ")")
-    words += [f"+{a}" if how == "sum" else f"{how}:{a}" for a, how in layout.pending]
+    for dim, size, padded_size in zip(layout.dims, layout.shape, layout.padded_shape, strict=True):
+        words.append(_dim_text(dim, size, padded_size, letters))
+    for axis, how in layout.pending:
+        words.append(f"+{axis}" if how == "sum" else f"{how}:{axis}")
     if layout.tier != "device":
         words.append(f"@{layout.tier}")
     if layout.at is not None:
         words.append(at_text(layout.at))
     return " ".join(words)
+
+
+def _dim_text(dim: Dim, size: int, padded_size: int, letters: Iterator[str]) -> str:
+    """`(dp a)`, `b`, `(tp c~)`: one dim of a spec."""
+    parts: list[str] = []
+    local_places = [place for place, (_, axis) in enumerate(dim) if axis is None]
+    for place, (atom_size, axis) in enumerate(dim):
+        if axis is not None:
+            parts.append(axis)
+        elif place != local_places[0]:
+            parts.append(str(atom_size))  # a second local factor needs its size said
+        else:
+            parts.append(next(letters, "z"))
+    if not parts:
+        parts = ["1"] if size == 1 else [next(letters, "z")]
+    # The pad is of the last local factor; without one an extra factor carries it.
+    if padded_size != size:
+        if local_places:
+            parts[local_places[-1]] += "~"
+        else:
+            parts.append("1~")
+    return parts[0] if len(parts) == 1 else "(" + " ".join(parts) + ")"

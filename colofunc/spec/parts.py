@@ -7,14 +7,13 @@ merge the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from math import prod
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
-from colofunc.spec.layout import At, Layout
+from colofunc.spec.layout import At, Atom, Layout
 from colofunc.spec.spec import Spec, parse
 
 _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -28,8 +27,25 @@ def _pad(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     if not layout.is_padded:
         return x
     out = x.new_zeros(layout.padded_shape)
-    out[tuple(slice(0, n) for n in layout.shape)] = x
+    out[_inside(layout)] = x
     return out
+
+
+def _inside(layout: Layout) -> tuple[slice, ...]:
+    """The elements of a padded tensor that are no padding."""
+    return tuple(slice(0, size) for size in layout.shape)
+
+
+def _index(atoms: Sequence[Atom], where: Mapping[str, int]) -> tuple[slice | int, ...]:
+    """Of a tensor with a dim for each atom, the part at some coordinates of the mesh."""
+    return tuple(slice(None) if axis is None else where[axis] for _, axis in atoms)
+
+
+def _atoms(layout: Layout) -> list[Atom]:
+    atoms: list[Atom] = []
+    for dim in layout.dims:
+        atoms += dim
+    return atoms
 
 
 def holds(at: At | None, mesh: Mesh, rank: int) -> bool:
@@ -45,13 +61,13 @@ def part(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor
     if not holds(layout.at, mesh, rank):
         return x.new_empty(0)
     where = mesh.coordinates(rank)
-    atoms = [atom for dim in layout.dims for atom in dim]
+    atoms = _atoms(layout)
     if not atoms or (layout.is_replicated and not layout.is_padded):
         out = x
     else:
         split = _pad(x, layout).reshape([size for size, _ in atoms])
-        index = tuple(slice(None) if axis is None else where[axis] for _, axis in atoms)
-        out = split[index].reshape(layout.local_shape)
+        out = split[_index(atoms, where)].reshape(layout.local_shape)
+    # The terms add up to the value: one rank has all of it.
     if any(how == "sum" and where[axis] for axis, how in layout.pending):
         out = torch.zeros_like(out)
     return out
@@ -66,7 +82,8 @@ def part_key(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
     if not holds(layout.at, mesh, rank):
         return NOTHING
     where = mesh.coordinates(rank)
-    return tuple(where[a] for a in (*layout.axes, *(a for a, _ in layout.pending)))
+    pending_axes = [axis for axis, _ in layout.pending]
+    return tuple(where[axis] for axis in (*layout.axes, *pending_axes))
 
 
 def shared_parts(
@@ -93,28 +110,33 @@ def parts(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
 
 def join(shards: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
     """The global tensor from all ranks' parts (inverse of `parts`; pending reductions are carried out)."""
-    atoms = [atom for dim in layout.dims for atom in dim]
-    kept = [size for size, axis in atoms if axis is None]
+    atoms = _atoms(layout)
+    local_sizes = [size for size, axis in atoms if axis is None]
     out = shards[0].new_empty([size for size, _ in atoms])
+
+    # Along the axes that the layout does not name lie copies: only those at `first` are read.
     first = dict.fromkeys(mesh.axis_names, 0)
     if layout.at is not None:
         first[layout.at[0]] = layout.at[1][0]
+    named = {*layout.axes, *(axis for axis, _ in layout.pending)}
+    copied = [axis for axis in mesh.axis_names if axis not in named]
+
     done: dict[tuple[int, ...], torch.Tensor] = {}
-    pending_axes = {axis for axis, _ in layout.pending}
     for rank, shard in enumerate(shards):
         where = mesh.coordinates(rank)
-        if any(where[a] != first[a] for a in mesh.axis_names if a not in layout.axes and a not in pending_axes):
-            continue  # another copy of a part that is already there, or nothing
+        if any(where[axis] != first[axis] for axis in copied):
+            continue
         key = tuple(where[axis] for _, axis in atoms if axis is not None)
-        local = shard.reshape(kept)
+        local = shard.reshape(local_sizes)
+        # Ranks that hold terms of one part are combined in rank order.
         if key in done:
-            hows = {how for axis, how in layout.pending if where[axis]}
-            how = hows.pop() if len(hows) == 1 else "sum"
+            reductions = {how for axis, how in layout.pending if where[axis]}
+            how = reductions.pop() if len(reductions) == 1 else "sum"
             local = _REDUCE[how](done[key], local)
         done[key] = local
-        out[tuple(slice(None) if axis is None else where[axis] for _, axis in atoms)] = local
+        out[_index(atoms, where)] = local
     padded = out.reshape(layout.padded_shape)
-    return padded[tuple(slice(0, n) for n in layout.shape)] if layout.is_padded else padded
+    return padded[_inside(layout)] if layout.is_padded else padded
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -132,10 +154,14 @@ def global_shape(spec: str | Spec | Layout, mesh: Mesh, local_shape: tuple[int, 
         return spec.shape
     dims = list(parse(str(spec)).dims)
     if None in dims:  # `...` stands for dims that are not split
-        at = dims.index(None)
-        dims[at : at + 1] = [()] * (len(local_shape) - len(dims) + 1)
+        place = dims.index(None)
+        dims[place : place + 1] = [()] * (len(local_shape) - len(dims) + 1)
     if len(dims) != len(local_shape):
         raise SpecError(f"{str(spec)!r} has {len(dims)} dims, the part has {len(local_shape)} (shape {local_shape})")
-    names = [[f.name for f in dim or () if f.name and f.name in mesh] for dim in dims]
-    parts = [prod(mesh.axis_size(a) for a in axes) for axes in names]
-    return tuple(size * count for size, count in zip(local_shape, parts, strict=True))
+    sizes: list[int] = []
+    for dim, size in zip(dims, local_shape, strict=True):
+        for factor in dim or ():
+            if factor.name and factor.name in mesh:
+                size *= mesh.axis_size(factor.name)
+        sizes.append(size)
+    return tuple(sizes)

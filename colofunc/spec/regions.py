@@ -30,8 +30,7 @@ Pick = slice | np.ndarray  # positions along one dim
 
 @attrs.frozen
 class Span:
-    """Indices `start + i*a + j*b + ...` for loops ((size of i, a), (size of j, b), ...), below `limit` if there is one.
-    """
+    """Indices `start + i*a + j*b + ...` for loops ((size of i, a), (size of j, b), ...), below `limit` if there is one."""
 
     start: int
     loops: tuple[tuple[int, int], ...]
@@ -39,24 +38,37 @@ class Span:
 
     def indices(self) -> np.ndarray:
         """The indices in the order in which they lie in memory."""
-        found = np.array([self.start])
+        indices = np.array([self.start])
         for size, stride in self.loops:
-            found = (found[:, None] + np.arange(size) * stride).reshape(-1)
-        return found if self.limit is None else found[found < self.limit]
+            indices = (indices[:, None] + np.arange(size) * stride).reshape(-1)
+        return indices if self.limit is None else indices[indices < self.limit]
 
     @property
     def bounds(self) -> tuple[int, int] | None:
         """(first, last + 1) where this is one run, else None."""
-        if len(self.loops) > 1 or (self.loops and self.loops[0][1] != 1 and self.loops[0][0] > 1):
+        if len(self.loops) > 1:
             return None
-        size = self.loops[0][0] if self.loops else 1
-        stop = self.start + size if self.limit is None else min(self.start + size, self.limit)
+        size, stride = self.loops[0] if self.loops else (1, 1)
+        # the stride of a loop of one says nothing
+        if stride != 1 and size > 1:
+            return None
+        stop = self.start + size
+        if self.limit is not None:
+            stop = min(stop, self.limit)
         return min(self.start, stop), stop
 
     @property
     def size(self) -> int:
         bounds = self.bounds
         return bounds[1] - bounds[0] if bounds is not None else len(self.indices())
+
+    def to_json(self) -> list[Any]:
+        return [self.start, [list(loop) for loop in self.loops], self.limit]
+
+    @staticmethod
+    def from_json(data: Sequence[Any]) -> Span:
+        start, loops, limit = data
+        return Span(start, tuple((size, stride) for size, stride in loops), limit)
 
 
 @attrs.frozen
@@ -82,16 +94,19 @@ class Region:
         words = []
         for span in self.spans:
             bounds = span.bounds
+            if bounds is not None:
+                words.append(f"{bounds[0]}:{bounds[1]}")
+                continue
             loops = " ".join(f"{size}x{stride}" for size, stride in span.loops)
-            words.append(f"{bounds[0]}:{bounds[1]}" if bounds is not None else f"{span.start}/{loops}")
+            words.append(f"{span.start}/{loops}")
         return f"[{', '.join(words)}]"
 
     def to_json(self) -> list[Any]:
-        return [[span.start, [list(loop) for loop in span.loops], span.limit] for span in self.spans]
+        return [span.to_json() for span in self.spans]
 
     @staticmethod
     def from_json(data: Sequence[Any]) -> Region:
-        return Region(tuple(Span(start, tuple((a, b) for a, b in loops), limit) for start, loops, limit in data))
+        return Region(tuple(Span.from_json(span) for span in data))
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Region:
@@ -109,17 +124,21 @@ def region_of(layout: Layout, mesh: Mesh, rank: int) -> Region:
 
 @lru_cache(maxsize=1 << 14)
 def _region(layout: Layout, where: tuple[tuple[str, int], ...]) -> Region:
-    here = dict(where)
-    return Region(tuple(_span(dim, size, here) for dim, size in zip(layout.dims, layout.shape, strict=True)))
+    coordinates = dict(where)
+    spans = [_span(dim, size, coordinates) for dim, size in zip(layout.dims, layout.shape, strict=True)]
+    return Region(tuple(spans))
 
 
 def _span(dim: Dim, size: int, where: Mapping[str, int]) -> Span:
-    start, loops, stride = 0, [], prod(n for n, _ in dim)
+    """The indices of one dim that a rank holds: mesh axes move the start, local atoms are loops."""
+    start = 0
+    loops: list[tuple[int, int]] = []
+    stride = prod(atom_size for atom_size, _ in dim)
     padded = stride > size
-    for n, axis in dim:
-        stride = stride // n if n else 0
+    for atom_size, axis in dim:
+        stride = stride // atom_size if atom_size else 0
         if axis is None:
-            loops.append((n, stride))
+            loops.append((atom_size, stride))
         else:
             start += where[axis] * stride
     return Span(start, tuple(loops), size if padded else None)
@@ -139,30 +158,32 @@ def positions(layout: Layout, mesh: Mesh, rank: int) -> tuple[Pick, ...]:
     """Where the elements of `region_of` lie in the rank's padded part."""
     found: list[Pick] = []
     for dim, size in zip(layout.dims, layout.shape, strict=True):
+        # with its padding, which lies behind the dim's size
         span = attrs.evolve(_span(dim, size, mesh.coordinates(rank)), limit=None)
         found.append(_pick(np.flatnonzero(span.indices() < size)))
     return tuple(found)
 
 
-def common(a: Region, b: Region) -> tuple[tuple[Pick, ...], tuple[Pick, ...]] | None:
-    """Positions in `a` and in `b` of the elements that both hold, dim by dim; None where there are none."""
-    in_a: list[Pick] = []
-    in_b: list[Pick] = []
-    for x, y in zip(a.spans, b.spans, strict=True):
-        xs, ys = x.bounds, y.bounds
-        if xs is not None and ys is not None:
-            low, high = max(xs[0], ys[0]), min(xs[1], ys[1])
+def common(one: Region, other: Region) -> tuple[tuple[Pick, ...], tuple[Pick, ...]] | None:
+    """Positions in `one` and in `other` of the elements that both hold, dim by dim; None where there are none."""
+    in_one: list[Pick] = []
+    in_other: list[Pick] = []
+    for span, other_span in zip(one.spans, other.spans, strict=True):
+        bounds, other_bounds = span.bounds, other_span.bounds
+        # Of two runs the overlap is a run, and nothing is listed.
+        if bounds is not None and other_bounds is not None:
+            low, high = max(bounds[0], other_bounds[0]), min(bounds[1], other_bounds[1])
             if low >= high:
                 return None
-            in_a.append(slice(low - xs[0], high - xs[0], 1))
-            in_b.append(slice(low - ys[0], high - ys[0], 1))
+            in_one.append(slice(low - bounds[0], high - bounds[0], 1))
+            in_other.append(slice(low - other_bounds[0], high - other_bounds[0], 1))
             continue
-        _, here, there = np.intersect1d(x.indices(), y.indices(), assume_unique=True, return_indices=True)
+        _, here, there = np.intersect1d(span.indices(), other_span.indices(), assume_unique=True, return_indices=True)
         if not len(here):
             return None
-        in_a.append(_pick(here))
-        in_b.append(_pick(there))
-    return tuple(in_a), tuple(in_b)
+        in_one.append(_pick(here))
+        in_other.append(_pick(there))
+    return tuple(in_one), tuple(in_other)
 
 
 def unpadded(x: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
@@ -185,7 +206,9 @@ def padded(value: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.
 def carrier(x: torch.Tensor) -> torch.Tensor:
     """The same memory as integers: not every dtype can be indexed."""
     size = x.dtype.itemsize
-    return x if size > 8 else x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    if size > 8:
+        return x
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
 
 
 def _pick(at: np.ndarray) -> Pick:
@@ -201,23 +224,28 @@ def _pick(at: np.ndarray) -> Pick:
 
 def take(x: torch.Tensor, picks: Sequence[Pick]) -> torch.Tensor:
     """`x` at these positions of each dim; a view where all are slices."""
-    for d, pick in enumerate(picks):
+    for dim, pick in enumerate(picks):
+        # a slice is a view
         if isinstance(pick, slice):
-            x = x[(slice(None),) * d + (pick,)]
+            x = x[(slice(None),) * dim + (pick,)]
         else:
-            x = x.index_select(d, torch.from_numpy(pick))
+            x = x.index_select(dim, torch.from_numpy(pick))
     return x
 
 
 def put(target: torch.Tensor, picks: Sequence[Pick], value: torch.Tensor) -> None:
     """Write `value` to these positions of `target`."""
+    # All slices: one copy, without index tensors.
     if all(isinstance(pick, slice) for pick in picks):
         target[tuple(picks)].copy_(value)
         return
+    # Indices that broadcast against one another, each along its own dim.
     grids = []
-    for d, pick in enumerate(picks):
-        at = torch.from_numpy(np.arange(target.shape[d])[pick])
-        grids.append(at.reshape([-1 if k == d else 1 for k in range(len(picks))]))
+    for dim, pick in enumerate(picks):
+        indices = torch.from_numpy(np.arange(target.shape[dim])[pick])
+        shape = [1] * len(picks)
+        shape[dim] = -1
+        grids.append(indices.reshape(shape))
     target[tuple(grids)] = value
 
 

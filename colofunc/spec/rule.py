@@ -102,48 +102,58 @@ class Rule:
 
     def shardable(self) -> tuple[str, ...]:
         """Factors a mesh axis can be placed on: not whole, and either kept or reduced."""
-        kept = {f for operand in self.outs if operand is not None for dim in operand for f in dim}
-        return tuple(f for f in self.sizes if f not in self.whole and (f in kept or f in self.reduce))
+        usable = _factors(self.outs) | self.reduce.keys()
+        return tuple(factor for factor in self.sizes if factor in usable and factor not in self.whole)
 
     def undecided(self) -> tuple[str, ...]:
         """Factors that are on no result, and of which nothing says that they are reduced or whole: no axis can split
         them.
         """
-        kept = {f for operand in self.outs if operand is not None for dim in operand for f in dim}
-        read = {f for operand in self.ins for dim in operand for f in dim}
-        return tuple(
-            f for f, size in self.sizes.items() if f in read - kept - self.whole and f not in self.reduce and size > 1
-        )
+        open_factors = _factors(self.ins) - _factors(self.outs) - self.whole - self.reduce.keys()
+        return tuple(factor for factor, size in self.sizes.items() if factor in open_factors and size > 1)
 
     def text(self) -> str:
         """`b0 b1 i, o i -> b0 b1 o`, whole factors in brackets."""
 
-        def word(f: str) -> str:
-            return f"[{f}]" if f in self.whole else f
+        def word(factor: str) -> str:
+            return f"[{factor}]" if factor in self.whole else factor
 
-        def dim(factors: Factors) -> str:
+        def dim_text(factors: Factors) -> str:
+            if not factors:
+                return "1"
             if len(factors) == 1:
                 return word(factors[0])
-            return "(" + " ".join(map(word, factors)) + ")" if factors else "1"
+            return "(" + " ".join(map(word, factors)) + ")"
 
-        def operand(op: Operand | None) -> str:
-            return "-" if op is None else " ".join(dim(d) for d in op)
+        def operand_text(operand: Operand | None) -> str:
+            return "-" if operand is None else " ".join(map(dim_text, operand))
 
-        return ", ".join(map(operand, self.ins)) + " -> " + ", ".join(map(operand, self.outs))
+        return ", ".join(map(operand_text, self.ins)) + " -> " + ", ".join(map(operand_text, self.outs))
 
     def check(self, call: Call) -> None:
         """Raise RuleError unless the pattern's sizes multiply to the call's shapes and factors are used lawfully."""
         for what, operands, types in (("operand", self.ins, call.ins), ("result", self.outs, call.outs)):
             if len(operands) != len(types):
                 raise RuleError(f"{call.target}: rule has {len(operands)} {what}s, the call has {len(types)}")
-            for k, (operand, typ) in enumerate(zip(operands, types, strict=True)):
+            for number, (operand, typ) in enumerate(zip(operands, types, strict=True)):
                 if operand is None or typ is None:
                     continue
-                shape = tuple(prod(self.sizes[f] for f in dim) for dim in operand)
+                shape = tuple(self._size(dim) for dim in operand)
                 if shape != typ.shape:
                     raise RuleError(
-                        f"{call.target}: {what} {k} has shape {typ.shape}, the rule {self.text()} says {shape}"
+                        f"{call.target}: {what} {number} has shape {typ.shape}, the rule {self.text()} says {shape}"
                     )
+
+    def _size(self, factors: Factors) -> int:
+        return prod(self.sizes[factor] for factor in factors)
+
+
+def _factors(operands: Sequence[Operand | None]) -> set[str]:
+    """The factors of operands or results."""
+    factors: set[str] = set()
+    for operand in operands:
+        factors.update(*(operand or ()))
+    return factors
 
 
 @attrs.frozen
@@ -186,11 +196,18 @@ class Strategy:
         `words`: (axis, what plans call the pattern there). `flops`, `outs`: instead of the way's own; `extra_s`,
         `peak_bytes`: communication and buffers of the local code.
         """
-        axes = (*words, *self.axes)
-        name = ", ".join(filter(None, (*(f"{axis}: {word}" for axis, word in words), self.name.strip("{}"))))
+        texts = [f"{axis}: {word}" for axis, word in words]
+        own_text = self.name.strip("{}")
+        if own_text:
+            texts.append(own_text)
         cost = attrs.evolve(
             self.cost, flops=self.cost.flops if flops is None else flops, extra_s=extra_s, peak_bytes=int(peak_bytes)
         )
         return attrs.evolve(
-            self, name=f"{{{name}}}", outs=self.outs if outs is None else outs, cost=cost, local=local, axes=axes
+            self,
+            name="{" + ", ".join(texts) + "}",
+            outs=self.outs if outs is None else outs,
+            cost=cost,
+            local=local,
+            axes=(*words, *self.axes),
         )

@@ -22,6 +22,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
+from string import ascii_lowercase
 
 import attrs
 
@@ -58,6 +59,14 @@ class Parsed:
     tier: str = "device"
     at: At | None = None
 
+    @property
+    def names(self) -> list[str]:
+        """The names of its factors, in order, as often as they stand there."""
+        names: list[str] = []
+        for dim in self.dims:
+            names += [factor.name for factor in dim or () if factor.name]
+        return names
+
 
 @lru_cache(maxsize=1 << 14)
 def parse(text: str) -> Parsed:
@@ -93,7 +102,7 @@ def parse(text: str) -> Parsed:
     if group is not None:
         raise SpecError("unbalanced parentheses: '(' is never closed")
     if len(tiers) > 1:
-        raise SpecError(f"two tiers, {' and '.join('@' + t for t in tiers)}; keep one")
+        raise SpecError(f"two tiers, {' and '.join('@' + tier for tier in tiers)}; keep one")
     if len(places) > 1:
         raise SpecError(
             f"two places, {' and '.join(map(at_text, places))}; a value is at some indices of one axis, such as "
@@ -153,7 +162,7 @@ class Spec:
         pattern = " ".join(pattern.split()).replace("( ", "(").replace(" )", ")")
         try:
             parsed = parse(pattern)
-            names = {f.name for dim in parsed.dims if dim is not None for f in dim if f.name not in ("", NAMELESS)}
+            names = set(parsed.names) - {NAMELESS}
             for name, size in sizes.items():
                 if name not in names:
                     raise SpecError(f"size {name}={size} belongs to no factor{near(name, names, 'factors')}")
@@ -171,12 +180,14 @@ class Spec:
     @classmethod
     def jax(cls, entries: Sequence[JaxEntry]) -> Spec:
         """From a JAX PartitionSpec-like tuple: per dim None, an axis, or axes major first."""
-        letters = iter("abcdefghijklmnopqrstuvwxyz")
-        taken = {a for entry in entries for a in ((entry,) if isinstance(entry, str) else entry or ())}
-        words = []
+        axes_of_dims: list[tuple[str, ...]] = []
         for entry in entries:
-            local = next(c for c in letters if c not in taken)
-            axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+            axes_of_dims.append((entry,) if isinstance(entry, str) else tuple(entry or ()))
+        taken = set().union(*axes_of_dims)
+        letters = iter([letter for letter in ascii_lowercase if letter not in taken])
+        words = []
+        for axes in axes_of_dims:
+            local = next(letters)
             words.append(f"({' '.join(axes)} {local})" if axes else local)
         return cls(" ".join(words))
 
@@ -184,7 +195,8 @@ class Spec:
         return self.pattern
 
     def __repr__(self) -> str:
-        return f"Spec({self.pattern!r}{''.join(f', {n}={s}' for n, s in self.sizes)})"
+        sizes = "".join(f", {name}={size}" for name, size in self.sizes)
+        return f"Spec({self.pattern!r}{sizes})"
 
 
 def as_spec(spec: Spec | str) -> Spec:
@@ -219,9 +231,10 @@ def _bind(spec: Spec, mesh: Mesh, shape: tuple[int, ...]) -> Layout:
         dims = _spread(parsed.dims, len(shape))
         sizes = dict(spec.sizes)
         bound = tuple(_bind_dim(dim, size, mesh, sizes) for dim, size in zip(dims, shape, strict=True))
-        terms = [(atom, how) for axis, how in parsed.pending for atom in mesh.expand(axis)]
-        pending = tuple((atom, how) for atom, how in terms if mesh.shape[atom] > 1)
-        return make_layout(bound, shape, pending, parsed.tier, at=_bind_at(parsed.at, mesh))
+        pending: list[tuple[str, str]] = []
+        for name, how in parsed.pending:
+            pending += [(axis, how) for axis in mesh.expand(name) if mesh.shape[axis] > 1]
+        return make_layout(bound, shape, tuple(pending), parsed.tier, at=_bind_at(parsed.at, mesh))
     except SpecError as error:
         error.add_note(f"in spec {spec.pattern!r} for a tensor of shape {shape} on {mesh!r}")
         raise
@@ -238,15 +251,18 @@ def _check_names(spec: Spec, parsed: Parsed, mesh: Mesh) -> None:
     for name, _ in spec.sizes:
         if name in mesh:
             raise SpecError(f"size {name}=... is given, but {name!r} is a mesh axis; its size is the mesh's")
-    names = [f.name for dim in parsed.dims if dim is not None for f in dim if f.name]
-    placed = [n for n in names if n in mesh] + [axis for axis, _ in parsed.pending] + list((parsed.at or ())[:1])
-    atoms = [atom for name in placed for atom in mesh.expand(name)]
+    placed = [name for name in parsed.names if name in mesh] + [axis for axis, _ in parsed.pending]
+    if parsed.at is not None:
+        placed.append(parsed.at[0])
+    atoms: list[str] = []
+    for name in placed:
+        atoms += mesh.expand(name)
     for atom in atoms:
         if atoms.count(atom) > 1:
             times = f"mesh axis {atom!r} is used {atoms.count(atom)} times"
             raise SpecError(f"{times}; place an axis once per tensor, and write _ for a factor that is no axis")
     # Names of different dims may repeat no more than in einops: `b b` is a slip, not an equality.
-    local = [n for n in names if n not in mesh]
+    local = [name for name in parsed.names if name not in mesh]
     for name in local:
         if local.count(name) > 1 and name != NAMELESS:
             raise SpecError(f"factor {name!r} is used {local.count(name)} times; give each dim its own names")
@@ -284,15 +300,17 @@ def _bind_dim(factors: tuple[Factor, ...] | None, size: int, mesh: Mesh, sizes: 
     for factor in factors:
         if factor.name in mesh and factor.name:
             atoms += [(mesh.shape[axis], axis) for axis in mesh.expand(factor.name)]
-        elif factor.size is not None or factor.name in sizes:
-            atoms.append((sizes[factor.name] if factor.size is None else factor.size, None))
+        elif factor.size is not None:
+            atoms.append((factor.size, None))
+        elif factor.name in sizes:
+            atoms.append((sizes[factor.name], None))
         else:
             unknown.append(factor.name)
             atoms.append(None)
     word = factors[0] if len(factors) == 1 else "(" + " ".join(map(str, factors)) + ")"
     if len(unknown) > 1:
         raise SpecError(_two_unknown(str(word), unknown, mesh))
-    padded = any(f.pad for f in factors)
+    padded = any(factor.pad for factor in factors)
     known = prod(atom[0] for atom in atoms if atom is not None)
     if unknown:
         if size % known and not padded:
@@ -307,7 +325,8 @@ def _bind_dim(factors: tuple[Factor, ...] | None, size: int, mesh: Mesh, sizes: 
 
 def _two_unknown(word: str, unknown: list[str], mesh: Mesh) -> str:
     axes = (*mesh.shape, *mesh.views)
-    first = next((n for n in unknown if near(n, axes).startswith("; did")), unknown[0])
+    misspelt = [name for name in unknown if near(name, axes).startswith("; did")]
+    first = misspelt[0] if misspelt else unknown[0]
     return (
         f"{word} has {len(unknown)} factors of unknown size, {', '.join(map(repr, unknown))}, so it has no cut; "
         f"if all are local, give sizes as in Spec(..., {unknown[0]}=4); "

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from colofunc.mesh import Mesh
-from colofunc.spec.layout import Atom, Dim, Layout, make_layout, replicated
+from colofunc.spec.layout import Atom, Dim, Layout, axes_of, make_layout, replicated
 from colofunc.spec.rule import Call, Cost, Operand, Rule, Strategy, TensorType
 
 Placement = Mapping[str, Dim]
@@ -82,13 +82,13 @@ def _take(rest: list[Atom], size: int) -> Dim | None:
     while size > 1:
         if not rest:
             return None
-        n, axis = rest.pop(0)
-        if n and size % n == 0:  # an empty tensor has dims of 0
-            taken.append((n, axis))
-            size //= n
-        elif axis is None and n % size == 0:
+        atom_size, axis = rest.pop(0)
+        if atom_size and size % atom_size == 0:  # an empty tensor has dims of 0
+            taken.append((atom_size, axis))
+            size //= atom_size
+        elif axis is None and atom_size % size == 0:
             taken.append((size, None))
-            rest.insert(0, (n // size, None))
+            rest.insert(0, (atom_size // size, None))
             size = 1
         else:
             return None
@@ -97,7 +97,9 @@ def _take(rest: list[Atom], size: int) -> Dim | None:
 
 def build(call: Call, rule: Rule, placement: Placement, passing: Sequence[Passing] = ()) -> Strategy:
     """The strategy with this placement; the reductions in `passing` pass through."""
-    axes = [(axis, factor) for factor, dim in placement.items() for _, axis in dim if axis is not None]
+    axes: list[tuple[str, str]] = []
+    for factor, dim in placement.items():
+        axes += [(axis, factor) for axis in axes_of(dim)]
     pending_in = _pending_operands(rule, axes, passing)
     operand_layouts = []
     for operand, typ, pending in zip(rule.ins, call.ins, pending_in, strict=True):
@@ -112,11 +114,10 @@ def build(call: Call, rule: Rule, placement: Placement, passing: Sequence[Passin
             continue
         # An axis on a factor that the result lacks leaves a reduction over it.
         kept = _factors_of(result)
-        left = [
-            (axis, rule.reduce[factor])
-            for axis, factor in axes
-            if factor not in kept and (number, factor) not in rule.copied
-        ]
+        left: list[Pending] = []
+        for axis, factor in axes:
+            if factor not in kept and (number, factor) not in rule.copied:
+                left.append((axis, rule.reduce[factor]))
         result_layouts.append(lay_out(result, out_type, rule, placement, (*passed, *left)))
     outs = tuple(result_layouts)
 
@@ -149,7 +150,7 @@ def _name(axes: Sequence[tuple[str, str]], passing: Sequence[Passing]) -> str:
 
 
 def _factors_of(operand: Operand) -> set[str]:
-    return {factor for dim in operand for factor in dim}
+    return set().union(*operand)
 
 
 def _reduced(rule: Rule) -> set[str]:
@@ -157,10 +158,8 @@ def _reduced(rule: Rule) -> set[str]:
     reduced: set[str] = set()
     for number, result in enumerate(rule.outs):
         if result is not None:
-            kept = _factors_of(result)
-            reduced.update(
-                factor for factor in rule.sizes if factor not in kept and (number, factor) not in rule.copied
-            )
+            missing = rule.sizes.keys() - _factors_of(result)
+            reduced.update(factor for factor in missing if (number, factor) not in rule.copied)
     return reduced
 
 
@@ -182,6 +181,7 @@ def cost_of(
             largest_out = max(largest_out, out_layout.local_numel)
     if rule is None or rule.flops is None:
         return Cost(float(max(largest_in, largest_out)), float(nbytes))
+    # Only axes on factors share the work; others repeat it.
     sizes = _axis_sizes(ins, outs)
     ways = prod(sizes.get(axis, 1) for axis, _ in axes)
     return Cost(rule.flops / ways, float(nbytes))
@@ -232,6 +232,7 @@ def enumerate_strategies(
 def as_fixed(call: Call, rule: Rule, mesh: Mesh, axes: Iterable[str], fixed: Strategy) -> Only:
     """Of each of `axes` the ways in which it lies, in every operand and result, where it lies in `fixed`."""
     only = []
+    # A way is known by what it does to operands and results: several may do the same.
     for axis in axes:
         wanted = _lies_in_each(fixed, axis)
         same = []
@@ -264,7 +265,7 @@ def _lies_in_each(strategy: Strategy, axis: str) -> list[Lies | None]:
 
 def _lies(layout: Layout, axis: str) -> Lies:
     """On which dims an axis lies, and what is pending over it."""
-    dims = tuple(number for number, dim in enumerate(layout.dims) for _, on in dim if on == axis)
+    dims = tuple(number for number, dim in enumerate(layout.dims) if axis in axes_of(dim))
     return dims, tuple(pending for pending in layout.pending if pending[0] == axis)
 
 
@@ -327,44 +328,45 @@ def placements(
     all_ways = tuple(_ways(rule))
     allowed = dict(only)
     for choice in product(*[allowed.get(axis, all_ways) for axis in axes]):
-        axes_of: dict[str, list[str]] = {}  # factor -> axes placed on it
+        on_factor: dict[str, list[str]] = {}  # factor -> axes placed on it
         passing: list[Passing] = []
         for axis, way in zip(axes, choice, strict=True):
             if isinstance(way, str):
-                axes_of.setdefault(way, []).append(axis)
+                on_factor.setdefault(way, []).append(axis)
             elif way is not None:
                 passing.append((axis, *way))
-        if not _all_divide(rule, mesh, axes_of):
+        if not _all_divide(rule, mesh, on_factor):
             continue
-        for ordered in _orders(axes_of, orders):
-            yield {factor: major(rule.sizes[factor], group, mesh) for factor, group in ordered.items()}, tuple(passing)
+        for ordered in _orders(on_factor, orders):
+            placement = {factor: major(rule.sizes[factor], group, mesh) for factor, group in ordered.items()}
+            yield placement, tuple(passing)
 
 
-def _all_divide(rule: Rule, mesh: Mesh, axes_of: Mapping[str, Sequence[str]]) -> bool:
+def _all_divide(rule: Rule, mesh: Mesh, on_factor: Mapping[str, Sequence[str]]) -> bool:
     """Whether the size of each factor is a multiple of the ranks that are to share it."""
-    for factor, axes in axes_of.items():
+    for factor, axes in on_factor.items():
         ranks = prod(mesh.axis_size(axis) for axis in axes)
         if rule.sizes[factor] % ranks:
             return False
     return True
 
 
-def _orders(axes_of: Mapping[str, Sequence[str]], orders: bool) -> Iterator[dict[str, Sequence[str]]]:
-    """`axes_of` with the axes of each factor in every order, or (`orders` is False) as they are."""
+def _orders(on_factor: Mapping[str, Sequence[str]], orders: bool) -> Iterator[dict[str, Sequence[str]]]:
+    """`on_factor` with the axes of each factor in every order, or (`orders` is False) as they are."""
     if not orders:
-        yield dict(axes_of)
+        yield dict(on_factor)
         return
-    for groups in product(*[permutations(axes) for axes in axes_of.values()]):
-        yield dict(zip(axes_of, groups, strict=True))
+    for groups in product(*[permutations(axes) for axes in on_factor.values()]):
+        yield dict(zip(on_factor, groups, strict=True))
 
 
 def major(size: int, axes: Iterable[str], mesh: Mesh) -> Dim:
     """Atoms of a factor of `size` with `axes` as its major atoms: `(dp tp rest)`."""
     atoms: list[Atom] = []
     for axis in axes:
-        n = mesh.axis_size(axis)
-        atoms.append((n, axis))
-        size //= n
+        ranks = mesh.axis_size(axis)
+        atoms.append((ranks, axis))
+        size //= ranks
     return (*atoms, (size, None))
 
 
@@ -384,7 +386,10 @@ def enumerate_layouts(
     open_axes = tuple(axis for axis in placed_axes if mesh.axis_size(axis) > 1)
     only: Only = ()
     if fixed is not None:
-        dim_of = {axis: names[number] for number, dim in enumerate(fixed.dims) for _, axis in dim if axis is not None}
+        # each axis that is fixed stays on its dim, or on none
+        dim_of: dict[str, str] = {}
+        for name, dim in zip(names, fixed.dims, strict=True):
+            dim_of.update(dict.fromkeys(axes_of(dim), name))
         only = tuple((axis, (dim_of.get(axis),)) for axis in open_axes if axis not in free_axes)
     layouts: dict[Layout, None] = {}  # an ordered set
     for placement, _ in placements(rule, mesh, open_axes, True, only):
@@ -401,6 +406,7 @@ def follow(call: Call, rule: Rule, operand: int, layout: Layout) -> Strategy | N
     if any(factor not in open_factors for factor in placement):
         return None
     passing = []
+    # What is pending has to pass through the operator as well.
     for axis, how in layout.pending:
         sets = rule.linear if how == "sum" else rule.monotone
         index = next((number for number, positions in enumerate(sets) if operand in positions), None)

@@ -64,10 +64,13 @@ def gemini(
         else:
             left = room.budget_bytes - room.other_bytes
             held = _first(states, ("frozen", "buffer", "param"), left)
-            left -= sum(states[k].nbytes for k in held)
+            left -= sum(states[number].nbytes for number in held)
             held |= _first(states, ("state",), left * margin)
             away = everything - held
-        return ["host" if k in away and state.nbytes > SCALAR else "device" for k, state in enumerate(states)]
+        tiers = []
+        for number, state in enumerate(states):
+            tiers.append("host" if number in away and state.nbytes > SCALAR else "device")
+        return tiers
 
     update = {"device": "device", "host": "host"}.get(placement)
     return cf.ext.MemoryPolicy(f"gemini {placement}", place, update, activations=False, measure=warmup)
@@ -90,40 +93,47 @@ def elixir() -> cf.ext.MemoryPolicy:
             return [None] * len(states)
         chunks = _chunks([state.nbytes if state.role == "param" else 0 for state in states])
         followers = _followers(states)
-        # the optimizer state of each chunk
-        moments = [[j for k in chunk for j in followers.get(k, ())] for chunk in chunks]
+        moments: list[list[int]] = []  # the optimizer state of each chunk
+        for chunk in chunks:
+            moments.append([])
+            for parameter in chunk:
+                moments[-1] += followers.get(parameter, ())
         chunk_bytes = max((_nbytes(states, chunk) for chunk in chunks), default=0)
         state_bytes = max((_nbytes(states, members) for members in moments), default=0)
         kept, _ = divided(
             len(chunks), chunk_bytes, state_bytes, room.budget_bytes - room.other_bytes, rates(room.ranks)
         )
 
-        held = {k for members in (*chunks[:kept], *moments[:kept]) for k in members}
-        tiers = list[str | None]()
-        for k, state in enumerate(states):
+        held = set().union(*chunks[:kept], *moments[:kept])
+        tiers: list[str | None] = []
+        for number, state in enumerate(states):
             if state.role not in ("param", "state"):
                 tiers.append(None)
+            elif number in held or state.nbytes <= SCALAR:
+                tiers.append("device")
             else:
-                tiers.append("device" if k in held or state.nbytes <= SCALAR else "host")
+                tiers.append("host")
         return tiers
 
     return cf.ext.MemoryPolicy("elixir", place, activations=False)
 
 
 def _nbytes(states: Sequence[cf.ext.State], members: Sequence[int]) -> int:
-    return sum(states[k].nbytes for k in members)
+    return sum(states[number].nbytes for number in members)
 
 
 def _chunks(sizes: Sequence[int]) -> list[list[int]]:
     """Those with bytes, in order, in chunks of at most the largest one's bytes."""
-    chunks, left, largest = list[list[int]](), 0, max(sizes, default=0)
-    for k, nbytes in enumerate(sizes):
+    chunks: list[list[int]] = []
+    largest = max(sizes, default=0)
+    left = 0
+    for number, nbytes in enumerate(sizes):
         if not nbytes:
             continue
         if nbytes > left:
             chunks.append([])
             left = largest
-        chunks[-1].append(k)
+        chunks[-1].append(number)
         left -= nbytes
     return chunks
 
@@ -131,16 +141,18 @@ def _chunks(sizes: Sequence[int]) -> list[list[int]]:
 def _followers(states: Sequence[cf.ext.State]) -> dict[int, list[int]]:
     """Parameter -> optimizer states that are named after it: the longest end that a parameter's dotted name shares."""
     owners: dict[str, int] = {}  # every end of a name -> the parameter, -1 where two share it
-    for k, state in enumerate(states):
+    for number, state in enumerate(states):
         if state.role == "param":
             for end in _ends(state.name):
-                owners[end] = -1 if end in owners else k
+                owners[end] = -1 if end in owners else number
     found: dict[int, list[int]] = {}
-    for k, state in enumerate(states):
-        if state.role == "state":
-            owner = next((owners[end] for end in _ends(state.name) if end in owners), -1)
-            if owner >= 0:
-                found.setdefault(owner, []).append(k)
+    for number, state in enumerate(states):
+        if state.role != "state":
+            continue
+        shared = [end for end in _ends(state.name) if end in owners]
+        owner = owners[shared[0]] if shared else -1
+        if owner >= 0:
+            found.setdefault(owner, []).append(number)
     return found
 
 
@@ -152,22 +164,24 @@ def _ends(name: str) -> list[str]:
 
 def _first(states: Sequence[cf.ext.State], roles: Iterable[str], nbytes: float) -> set[int]:
     """The first states of these roles that fit in so many bytes."""
-    return _taken(states, [k for k, state in enumerate(states) if state.role in tuple(roles)], nbytes)
+    return _taken(states, [number for number, state in enumerate(states) if state.role in tuple(roles)], nbytes)
 
 
 def _last(states: Sequence[cf.ext.State], role: str, part: float) -> set[int]:
     """The last states of a role, with at most that part of its bytes; all of them where the part is 1."""
-    able = [k for k, state in enumerate(states) if state.role == role and state.nbytes > SCALAR]
-    return _taken(states, able[::-1], part * sum(states[k].nbytes for k in able))
+    movable = [number for number, state in enumerate(states) if state.role == role and state.nbytes > SCALAR]
+    return _taken(states, movable[::-1], part * _nbytes(states, movable))
 
 
 def _taken(states: Sequence[cf.ext.State], order: Sequence[int], nbytes: float) -> set[int]:
-    found, left = set[int](), nbytes
-    for k in order:
-        if states[k].nbytes <= left:
-            found.add(k)
-            left -= states[k].nbytes
-    return found
+    """As many of the states as fit, in an order; one that does not fit is passed over."""
+    taken: set[int] = set()
+    left = nbytes
+    for number in order:
+        if states[number].nbytes <= left:
+            taken.add(number)
+            left -= states[number].nbytes
+    return taken
 
 
 @cf.hookimpl

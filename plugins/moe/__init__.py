@@ -95,7 +95,7 @@ class Experts:
         layers = [node for node in program.nodes if node.target == FORWARD]
         if not layers:
             raise cf.PlanError(
-                f'{self.name} finds no experts in this step. transformers models need '
+                f"{self.name} finds no experts in this step. transformers models need "
                 'experts_implementation="grouped_mm" (or '
                 f'"batched_mm"); your own call cf.moe.experts{_seen(program)}'
             )
@@ -124,15 +124,17 @@ class Experts:
             if value.role not in ("param", "frozen", "state"):
                 continue
             words, rank = ["_"] * len(value.shape), -1
-            if parameter_of.get(id, id) in weights:
+            if parameter_of.get(id, id) in weights:  # dim 0 counts the experts
                 words[0], rank = f"({' '.join(axes)} _)", 1
             yield cf.ext.Wish(value.name, " ".join(words), self.axes, (value.role,), self.name, rank=rank)
 
     def _dispatch(self, axes: Sequence[str]) -> cf.ext.Wish:
         """How the operator of experts runs: over two axes at once or staged, whichever costs less."""
-        ways = ("dispatch", "staged")[: len(axes)]
-        wants = tuple("{" + ", ".join(f"{axis}: {way}" for axis in axes) + "}" for way in ways)
-        want = wants if len(wants) > 1 else wants[0]
+        wants = []
+        for way in ("dispatch", "staged")[: len(axes)]:
+            placed = ", ".join(f"{axis}: {way}" for axis in axes)
+            wants.append("{" + placed + "}")
+        want = tuple(wants) if len(wants) > 1 else wants[0]
         return cf.ext.Wish(
             "*", want, self.axes, source=self.name, targets=TARGETS, phases=("forward", "backward"), rank=1
         )
@@ -148,8 +150,7 @@ def _seen(program: Any) -> str:
         if node.phase == "forward" and "grouped_mm" in node.target:
             return (
                 f". The grouped product of {node.path or 'the step'!r} ({node.line}) stands in a layer with a form or "
-                "activation that "
-                "colofunc.experts does not have"
+                "activation that colofunc.experts does not have"
             )
     return ""
 

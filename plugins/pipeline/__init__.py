@@ -71,7 +71,8 @@ class Stages:
                     f"{self.name}: {glob!r} is to be at index {indices[-1]}, and {mesh!r} has {size} along "
                     f"{self.axis!r}"
                 )
-        leaves = [value for value in (program.values[i] for i in program.inputs) if value.role in STATE]
+        inputs = [program.values[id] for id in program.inputs]
+        leaves = [value for value in inputs if value.role in STATE]
         self._check_globs(leaves)
         wishes = []
         for leaf in leaves:

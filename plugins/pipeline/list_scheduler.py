@@ -70,12 +70,12 @@ def schedule_within(
 @lru_cache(maxsize=8)
 def _actions(stages: int, microbatches: int) -> dict[str, list[list[Action]]]:
     """Kind -> stage -> microbatch -> the action: one of each for all lists that are made of so many."""
-    found = {}
+    actions: dict[str, list[list[Action]]] = {}
     for kind in ("F", "I", "W"):
-        found[kind] = [
-            [Action(stage, kind, microbatch) for microbatch in range(microbatches)] for stage in range(stages)
-        ]
-    return found
+        actions[kind] = []
+        for stage in range(stages):
+            actions[kind].append([Action(stage, kind, microbatch) for microbatch in range(microbatches)])
+    return actions
 
 
 class _Play:
@@ -84,16 +84,13 @@ class _Play:
     def __init__(
         self, rank_of: Sequence[int], microbatches: int, costs: StageCosts, cap_bytes: float, rules: Rules
     ) -> None:
-        self.rank_of, self.microbatches, self.costs, self.cap_bytes, self.rules = (
-            rank_of,
-            microbatches,
-            costs,
-            cap_bytes,
-            rules,
-        )
+        self.rank_of, self.microbatches = rank_of, microbatches
+        self.costs, self.cap_bytes, self.rules = costs, cap_bytes, rules
         self.last = costs.stages - 1
         ranks = 1 + max(rank_of)
-        self.stages_of = [[s for s in range(costs.stages) if rank_of[s] == rank] for rank in range(ranks)]
+        self.stages_of: list[list[int]] = [[] for _ in range(ranks)]
+        for stage in range(costs.stages):
+            self.stages_of[rank_of[stage]].append(stage)
         self.free_s = [0.0] * ranks
         self.left_s = [self._work_s(rank) for rank in range(ranks)]
         self.wire_free_s = [0.0] * ranks
@@ -154,15 +151,15 @@ class _Play:
         """
         reserves = []
         for stage, rank in enumerate(self.rank_of):
+            kept, weight_kept = self.costs.kept_bytes, self.costs.weight_kept_bytes
             here = self.stages_of[rank]
-            later = sum(self.costs.kept_bytes[s] for s in here if s > stage)
-            grows = max(max(0.0, self.costs.weight_kept_bytes[s] - self.costs.kept_bytes[s]) for s in here)
-            if self.costs.kept_bytes[stage] + later + grows > self.cap_bytes * (1 + _NEAR):
-                needed = sum(self.costs.kept_bytes[s] for s in here) + grows
+            later = sum(kept[other] for other in here if other > stage)
+            grows = max(0.0, max(weight_kept[other] - kept[other] for other in here))
+            if kept[stage] + later + grows > self.cap_bytes * (1 + _NEAR):
+                needed = sum(kept[other] for other in here) + grows
                 raise cf.PlanError(
                     f"one microbatch keeps {needed:g} bytes on rank {rank} of the pipeline, more than the "
-                    f"{self.cap_bytes:g} that it may; "
-                    "give more memory, or more and smaller microbatches"
+                    f"{self.cap_bytes:g} that it may; give more memory, or more and smaller microbatches"
                 )
             reserves.append(later + grows)
         return reserves
@@ -198,8 +195,9 @@ class _Play:
         free_s = self.free_s[rank]
         forwards, backwards = self._ready(rank)
         soonest_s = INF
-        for at, _ in (*forwards, *backwards):
-            soonest_s = min(soonest_s, at)
+        for at_s, _ in (*forwards, *backwards):
+            soonest_s = min(soonest_s, at_s)
+        # A weight gradient fills the wait for anything else, where the wait is long enough.
         if soonest_s > free_s + _NEAR:
             weight = self._weight(rank)
             if weight is not None:
@@ -209,12 +207,12 @@ class _Play:
         if soonest_s == INF:
             return INF, None
         start_s = max(free_s, soonest_s)
-        in_order = (
-            [("F", forwards), ("I", backwards)] if self.rules.forward_first else [("I", backwards), ("F", forwards)]
-        )
-        for kind, stages in in_order:
-            for at, stage in stages:
-                if at <= start_s + _NEAR:
+        by_kind = [("I", backwards), ("F", forwards)]
+        if self.rules.forward_first:
+            by_kind.reverse()
+        for kind, stages in by_kind:
+            for at_s, stage in stages:
+                if at_s <= start_s + _NEAR:
                     return start_s, (stage, kind)
         raise AssertionError("one of them is the soonest")
 
@@ -244,9 +242,9 @@ class _Play:
         """
         found = None
         for stage in self.stages_of[rank]:
-            if self.weights[stage] < self.inputs[stage] and (
-                found is None or self.weights[stage] <= self.weights[found]
-            ):
+            if self.weights[stage] >= self.inputs[stage]:
+                continue
+            if found is None or self.weights[stage] <= self.weights[found]:
                 found = stage
         return found
 

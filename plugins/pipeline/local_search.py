@@ -70,9 +70,8 @@ def improve(
     by_span: the time is the longest span of one rank, not the end of the last.
     """
     search = Search(table, costs, INF if cap_bytes is None else cap_bytes * (1 + _NEAR), by_span)
-    return search.run(
-        least_s([table.rank_of[stage] for stage in range(table.stages)], table.microbatches, costs, by_span)
-    )
+    rank_of = [table.rank_of[stage] for stage in range(table.stages)]
+    return search.run(least_s(rank_of, table.microbatches, costs, by_span))
 
 
 @attrs.frozen(eq=False)
@@ -90,18 +89,17 @@ class Search:
     def __init__(self, table: ActionTable, costs: StageCosts, cap_bytes: float, by_span: bool) -> None:
         self.table, self.cap_bytes, self.by_span = table, cap_bytes, by_span
         self.actions: list[Action] = []
+        self.rank: list[int] = []  # per action
         rows = []
-        for row in table.rows:
-            parts = [
-                attrs.evolve(action, kind=kind)
-                for action in row
-                for kind in ("IW" if action.kind == "B" else action.kind)
-            ]
-            rows.append(tuple(range(len(self.actions), len(self.actions) + len(parts))))
-            self.actions += parts
+        for rank, row in enumerate(table.rows):
+            first = len(self.actions)
+            for action in row:
+                for kind in "IW" if action.kind == "B" else action.kind:
+                    self.actions.append(attrs.evolve(action, kind=kind))
+                    self.rank.append(rank)
+            rows.append(tuple(range(first, len(self.actions))))
         self.rows: Rows = tuple(rows)
         self.left = MOST_PLAYED // len(self.actions)
-        self.rank = [rank for rank, row in enumerate(self.rows) for _ in row]
         self.seconds = [costs.seconds(action) for action in self.actions]
         self.bytes = [cf.ext.bytes_of(action, costs) for action in self.actions]
         number = {action: k for k, action in enumerate(self.actions)}
@@ -144,7 +142,10 @@ class Search:
                 break
         if best_s >= first_s * (1 - _NEAR):
             return self.table
-        return ActionTable(tuple(tuple(self.actions[k] for k in row) for row in best))
+        table_rows = []
+        for row in best:
+            table_rows.append(tuple(self.actions[k] for k in row))
+        return ActionTable(tuple(table_rows))
 
     def walk(self, rows: Rows, takes_s: float, enough_s: float, draw: Random) -> tuple[Rows, float]:
         """(rows, seconds) where no move is left that makes the step no slower, or nothing more may be played."""
@@ -250,11 +251,8 @@ class Search:
                 # the other.
                 if number > 0 and place > begin and self._may_pass(k, self.before[k], row[begin:place]):
                     yield rank, place, begin
-                if (
-                    number < len(blocks) - 1
-                    and place < end - 1
-                    and self._may_pass(k, self.behind[k], row[place + 1 : end])
-                ):
+                is_last = number == len(blocks) - 1 or place == end - 1
+                if not is_last and self._may_pass(k, self.behind[k], row[place + 1 : end]):
                     yield rank, place, end - 1
 
     def _may_pass(self, k: int, bound: int, others: Sequence[int]) -> bool:
@@ -264,9 +262,10 @@ class Search:
         What a stage sends stays in the order of the other stages: NCCL delivers messages in the order in which they are
         sent.
         """
-        return bound not in others and (
-            self.sent[k] is None or all(self.sent[other] != self.sent[k] for other in others)
-        )
+        if bound in others:
+            return False
+        sent = self.sent[k]
+        return sent is None or all(self.sent[other] != sent for other in others)
 
     def _blocks(self, rows: Rows, played: Played) -> list[list[int]]:
         """The longest path, in parts that stay on one rank."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from math import ceil
 
 from colofunc_plugins.pipeline.list_scheduler import INF, Rules, schedule_list, schedule_within
@@ -53,8 +54,7 @@ def one_f_one_b(
 
 
 def interleaved(chunks: int = 2) -> cf.ext.Schedule:
-    """Interleaved 1F1B with so many stages on a rank: `1/chunks` of the bubble of 1F1B for more activations and sends.
-    """
+    """Interleaved 1F1B with so many stages on a rank: `1/chunks` of the bubble of 1F1B for more activations and sends."""
     name = "interleaved-1f1b" if chunks == 2 else f"interleaved-1f1b-{chunks}"
     return cf.ext.Schedule(
         name, partial(_interleaved, chunks), stages_per_rank=chunks, least_per_rank=1, whole_groups=True
@@ -67,10 +67,11 @@ def _interleaved(
     """Groups of `ranks` microbatches pass through the first stage of a rank, then through its second, and so on."""
     rows = []
     for rank in range(ranks):
-        forwards = [Action(chunk * ranks + rank, "F", m) for chunk, m in _in_groups(chunks, ranks, microbatches)]
-        backwards = [
-            Action((chunks - 1 - chunk) * ranks + rank, "B", m) for chunk, m in _in_groups(chunks, ranks, microbatches)
-        ]
+        forwards: list[Action] = []
+        backwards: list[Action] = []
+        for chunk, microbatch in _in_groups(chunks, ranks, microbatches):
+            forwards.append(Action(chunk * ranks + rank, "F", microbatch))
+            backwards.append(Action((chunks - 1 - chunk) * ranks + rank, "B", microbatch))
         warmup = min(2 * (ranks - 1 - rank) + (chunks - 1) * ranks + 1, len(forwards))
         row = forwards[:warmup]
         for position, backward in enumerate(backwards):
@@ -222,10 +223,18 @@ def _alike_v(ranks: int, microbatches: int, most_kept: int) -> ActionTable:
     """As if all actions took the same. most_kept: activations of one stage and microbatch, on a rank at once."""
     alike = StageCosts.uniform(2 * ranks, weight_kept=0.0)
     rank_of = [*range(ranks), *reversed(range(ranks))]
-    tables = [
-        schedule_list(rank_of, microbatches, alike, most_kept, Rules(forward_first=first)) for first in (False, True)
-    ]
+    tables = _two_lists(rank_of, microbatches, alike, most_kept)
     return min(tables, key=lambda table: cf.ext.simulate(table, alike).bubble)
+
+
+def _two_lists(
+    rank_of: Sequence[int], microbatches: int, costs: StageCosts, cap_bytes: float | None
+) -> list[ActionTable]:
+    """A list that prefers backwards, and one that prefers forwards."""
+    tables = []
+    for forward_first in (False, True):
+        tables.append(schedule_list(rank_of, microbatches, costs, cap_bytes, Rules(forward_first=forward_first)))
+    return tables
 
 
 def automatic(
@@ -263,12 +272,12 @@ def _of_placements(
     costs: StageCosts | None = None,
     cap_bytes: float | None = None,
 ) -> ActionTable:
-    stages = among[0].stages(ranks) if costs is None else costs.stages
-    costs = StageCosts.uniform(stages) if costs is None else costs
+    if costs is None:
+        costs = StageCosts.uniform(among[0].stages(ranks))
     tables = []
     errors = []
     for schedule in among:
-        if schedule.stages(ranks) != stages:
+        if schedule.stages(ranks) != costs.stages:
             continue
         try:
             tables.append(schedule.table(ranks, microbatches, costs, cap_bytes))
@@ -289,7 +298,8 @@ def _fastest(
     costs: StageCosts | None = None,
     cap_bytes: float | None = None,
 ) -> ActionTable:
-    costs = StageCosts.uniform(ranks * stages_per_rank) if costs is None else costs
+    if costs is None:
+        costs = StageCosts.uniform(ranks * stages_per_rank)
     rank_of = _ranks_of(stages_per_rank, placement, ranks)
     played = _lists(rank_of, microbatches, costs, cap_bytes, by_span)
     for other in others:
@@ -300,6 +310,7 @@ def _fastest(
 
 
 Played = tuple[ActionTable, cf.ext.Simulated]
+PATIENCES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def _lists(
@@ -331,11 +342,10 @@ def _drafted(
     cap_bytes: float | None = None,
 ) -> ActionTable:
     """The faster of two lists, which says how two cuts compare."""
-    costs = StageCosts.uniform(ranks * stages_per_rank) if costs is None else costs
+    if costs is None:
+        costs = StageCosts.uniform(ranks * stages_per_rank)
     rank_of = _ranks_of(stages_per_rank, placement, ranks)
-    tables = [
-        schedule_list(rank_of, microbatches, costs, cap_bytes, Rules(forward_first=first)) for first in (False, True)
-    ]
+    tables = _two_lists(rank_of, microbatches, costs, cap_bytes)
     return min(tables, key=lambda table: cf.ext.simulate(table, costs).makespan_s)
 
 
@@ -356,8 +366,8 @@ def _fastest_of(played: Sequence[Played], cap_bytes: float | None, by_span: bool
 
 
 RULES = (
-    *(Rules(first, patience=patience) for first in (False, True) for patience in (0.0, 0.25, 0.5, 0.75, 1.0)),
-    *(Rules(patience=patience, warmup=warmup) for patience in (0.0, 0.25, 0.5) for warmup in (0.0, 0.75)),
+    *(Rules(forward_first, patience=patience) for forward_first, patience in product((False, True), PATIENCES)),
+    *(Rules(patience=patience, warmup=warmup) for patience, warmup in product(PATIENCES[:3], (0.0, 0.75))),
 )
 """What the list scheduler of `auto` tries."""
 MARGIN = 1e-6

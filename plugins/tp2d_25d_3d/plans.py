@@ -56,8 +56,7 @@ class Gridded:
         return (Grid(*mesh.atoms(self.axes)),)
 
     def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.ext.Rules | None = None) -> list[cf.ext.Wish]:
-        """Rows of the batch, weights on the grid, and the pattern of each product with one of them; experts' as well.
-        """
+        """Rows of the batch, weights on the grid, and the pattern of each product with one of them; experts' as well."""
         self._check(mesh)
         if all(mesh.axis_size(axis) == 1 for axis in self.axes):
             return []
@@ -169,7 +168,7 @@ class Auto:
 
     def grids(self, mesh: cf.Mesh) -> list[Grid]:
         """Both ways round."""
-        names = [a for a in self.axes if a in mesh and mesh.axis_size(a) > 1]
+        names = [axis for axis in self.axes if axis in mesh and mesh.axis_size(axis) > 1]
         return [Grid(*way) for way in permutations(names)] if len(names) == 2 else []
 
     def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.ext.Rules | None = None) -> list[cf.ext.Wish]:
@@ -188,8 +187,11 @@ class Auto:
             ways: list[Words] = [*combine(*by_axis)]
             if node.target in products.FORMS:
                 ways += patterns
-            wants = tuple("{" + ", ".join(f"{axis}: {word}" for axis, word in way) + "}" for way in ways)
-            found.append(cf.ext.Wish(node.path, wants, self.axes, source=self.name, targets=(node.target,)))
+            wants = []
+            for way in ways:
+                placed = ", ".join(f"{axis}: {word}" for axis, word in way)
+                wants.append("{" + placed + "}")
+            found.append(cf.ext.Wish(node.path, tuple(wants), self.axes, source=self.name, targets=(node.target,)))
         if not found:
             sizes = " by ".join(str(mesh.axis_size(axis)) for axis in axes)
             raise cf.PlanError(

@@ -66,27 +66,36 @@ class Facts:
         self.unsaved: list[list[int]] = []
         self.fixed = [item.fixed for item in trace.items]
         for index, item in enumerate(trace.items):
-            for p in self.uses[index]:
-                self.needs[p].append(index)
+            for position in self.uses[index]:
+                self.needs[position].append(index)
             self._add(index, sorted(changes(item)), sorted(item.host_uses))
         self.base = np.asarray(trace.base, dtype=np.int64)
         self.needed = needed_bytes(zip(self.nbytes, self.stretches, strict=True), self.size)
 
     def _add(self, index: int, writes: list[int], on_host: list[int]) -> None:
         item, uses = self.trace.items[index], self.uses[index]
-        host_writes = [w for w in writes if w in item.host_uses]
-        ahead = [
-            b if bisect_right(host_writes, a) == bisect_right(host_writes, b) else self.never for a, b in pairwise(uses)
-        ]
-        self.next_use.append([*ahead, self.never] if uses else [])
+        host_writes = [write for write in writes if write in item.host_uses]
+        # What the host writes between two uses makes the device's copy worthless: the next use is then a new one.
+        next_uses: list[int] = []
+        for use, ahead in pairwise(uses):
+            same_value = bisect_right(host_writes, use) == bisect_right(host_writes, ahead)
+            next_uses.append(ahead if same_value else self.never)
+        if uses:
+            next_uses.append(self.never)
+        self.next_use.append(next_uses)
         self.held.append(_held(uses, self.stretches[index]))
-        versions = []
-        for w, end in zip(writes, [*writes[1:], self.size], strict=False):
-            if w not in item.host_uses:
-                read = bisect_right(on_host, w)
-                host_read = on_host[read] if read < len(on_host) and on_host[read] <= end else -1
-                last = w == writes[-1]
-                versions.append(Version(w, end, not last and end not in item.host_uses, host_read, item.home and last))
+
+        versions: list[Version] = []
+        for write, end in zip(writes, [*writes[1:], self.size], strict=False):
+            if write in item.host_uses:
+                continue
+            read = bisect_right(on_host, write)
+            host_read = -1
+            if read < len(on_host) and on_host[read] <= end:
+                host_read = on_host[read]
+            last = write == writes[-1]
+            overwritten_here = not last and end not in item.host_uses
+            versions.append(Version(write, end, overwritten_here, host_read, item.home and last))
         self.versions.append(versions)
         self.unsaved.append([_unsaved(versions, use) for use in uses])
 
@@ -103,23 +112,27 @@ def needed_bytes(items: Iterable[tuple[int, Sequence[tuple[int, int]]]], positio
 
 def _held(uses: Sequence[int], stretches: Sequence[tuple[int, int]]) -> list[bool]:
     """Of each use whether the item may not leave before the next one."""
-    held, number = list[bool](), 0
+    if not uses:
+        return []
+    held: list[bool] = []
+    number = 0
     for later in uses[1:]:
         while stretches[number][1] <= later:
             number += 1
         held.append(stretches[number][0] < later)
-    return [*held, False] if uses else []
+    return [*held, False]
 
 
 def _unsaved(versions: list[Version], use: int) -> int:
     """The version that is on the device behind a use, where nothing else asks for it to be stored; else -1."""
-    at = bisect_right(versions, use, key=lambda v: v.written) - 1
-    return at if at >= 0 and versions[at].host_read < 0 and not versions[at].outlives else -1
+    number = bisect_right(versions, use, key=lambda version: version.written) - 1
+    if number < 0 or versions[number].host_read >= 0 or versions[number].outlives:
+        return -1
+    return number
 
 
 def evict(facts: Facts, room_bytes: int, residents: Collection[int]) -> list[list[Stay]]:
-    """Stays of every item that moves, with at most `room_bytes` on the device wherever a position does not need more.
-    """
+    """Stays of every item that moves, with at most `room_bytes` on the device wherever a position does not need more."""
     return _Belady(facts, room_bytes, residents).run()
 
 
@@ -130,8 +143,9 @@ class _Belady:
         self.resident = [False] * count
         for item in residents:
             self.resident[item] = True
-        taken = sum(facts.nbytes[i] for i in residents)
-        needed = facts.needed - needed_bytes(((facts.nbytes[i], facts.stretches[i]) for i in residents), facts.size)
+        taken = sum(facts.nbytes[item] for item in residents)
+        resident_stretches = [(facts.nbytes[item], facts.stretches[item]) for item in residents]
+        needed = facts.needed - needed_bytes(resident_stretches, facts.size)
         self.room = np.maximum(room_bytes - taken - facts.base, needed).tolist()
         self.seen = [0] * count  # device uses so far
         self.next = [-1] * count  # next device use of an item that is on the device, else -1
@@ -150,19 +164,21 @@ class _Belady:
         facts, resident, seen, following, room = self.facts, self.resident, self.seen, self.next, self.room
         nbytes, next_use, never, unsaved, fixed = facts.nbytes, facts.next_use, facts.never, facts.unsaved, facts.fixed
         held = facts.held
-        for p, needs in enumerate(facts.needs):
+        for position, needs in enumerate(facts.needs):
+            # Items that are not read again leave as soon as their last use is over.
             for item in self.dead:
-                self._close(item, p - 1)
+                self._close(item, position - 1)
             self.dead.clear()
-            mine = [item for item in needs if not resident[item]]
-            for item in mine:
+            moving = [item for item in needs if not resident[item]]
+            for item in moving:
                 if following[item] < 0:
-                    self.since[item] = p
+                    self.since[item] = position
                     self.held += nbytes[item]
-                following[item] = p
-            if self.held > room[p]:
-                self._make_room(p)
-            for item in mine:
+                following[item] = position
+            # What is needed here is on the device now; others may have to leave for it.
+            if self.held > room[position]:
+                self._make_room(position)
+            for item in moving:
                 use = seen[item]
                 seen[item] += 1
                 following[item] = ahead = next_use[item][use]
@@ -176,13 +192,15 @@ class _Belady:
             self._close(item, facts.size - 1)
         return self.stays
 
-    def _make_room(self, p: int) -> None:
-        while self.held > self.room[p] and self.far:
+    def _make_room(self, position: int) -> None:
+        while self.held > self.room[position] and self.far:
             ahead, dirty, _, item = heappop(self.far)
-            if self.next[item] != -ahead or -ahead <= p:
+            # An entry is out of date where the item has left or has another next use since; what is needed here stays.
+            if self.next[item] != -ahead or -ahead <= position:
                 continue
             if dirty:
-                self.stored[item] = len([v for v in self.facts.versions[item] if v.written < p]) - 1
+                written = [version for version in self.facts.versions[item] if version.written < position]
+                self.stored[item] = len(written) - 1
             self._close(item, self.facts.uses[item][self.seen[item] - 1])
 
     def _close(self, item: int, last: int) -> None:
@@ -209,16 +227,21 @@ class _Store:
 
 def _stores(facts: Facts, stays: list[list[Stay]]) -> list[_Store]:
     """One store for every version that the host reads, that outlives the step, or that an eviction must keep."""
-    out = []
-    for item, mine in enumerate(stays):
-        for version in facts.versions[item] if mine else ():
-            at = bisect_right(mine, version.written, key=lambda s: s.first) - 1
-            following = mine[at + 1].first if at + 1 < len(mine) else facts.never
-            if version.host_read >= 0 or version.outlives or following <= version.end:
-                limit = min(version.end if version.overwritten_here else facts.size, following, facts.size)
-                start = version.written + 1
-                out.append(_Store(item, start, version.host_read, max(mine[at].last + 1, start), limit))
-    return sorted(out, key=lambda s: (s.start, s.low, s.limit, s.item))
+    stores: list[_Store] = []
+    for item, item_stays in enumerate(stays):
+        if not item_stays:
+            continue
+        for version in facts.versions[item]:
+            number = bisect_right(item_stays, version.written, key=lambda stay: stay.first) - 1
+            following = item_stays[number + 1].first if number + 1 < len(item_stays) else facts.never
+            if version.host_read < 0 and not version.outlives and following > version.end:
+                continue
+            start = version.written + 1
+            low = max(item_stays[number].last + 1, start)
+            overwritten = version.end if version.overwritten_here else facts.size
+            limit = min(overwritten, following, facts.size)
+            stores.append(_Store(item, start, version.host_read, low, limit))
+    return sorted(stores, key=lambda store: (store.start, store.low, store.limit, store.item))
 
 
 class Copy(NamedTuple):
@@ -254,13 +277,15 @@ class _Spread:
     ) -> None:
         self.facts, self.budget, self.links = facts, budget_bytes, links
         change = [0] * (facts.size + 1)
-        for item, mine in enumerate(stays):
-            for stay in mine:
+        fetched: list[Stay] = []
+        for item, item_stays in enumerate(stays):
+            fetched += [stay for stay in item_stays if not stay.made]
+            for stay in item_stays:
                 change[stay.first] += facts.nbytes[item]
                 change[stay.last + 1] -= facts.nbytes[item]
-        taken = sum(facts.nbytes[i] for i in residents)
+        taken = sum(facts.nbytes[item] for item in residents)
         self.bytes = facts.base + np.cumsum(np.asarray(change[:-1], dtype=np.int64)) + taken
-        self.queue = sorted(s for mine in stays for s in mine if not s.made)
+        self.queue = sorted(fetched)
         self.started = [False] * len(self.queue)
         self.head = 0
         # no start before this position: something else needs the bytes up to there
@@ -273,9 +298,10 @@ class _Spread:
         self.limits: dict[int, list[_Store]] = {}
         for store in _stores(facts, stays):
             self.stores.setdefault(store.start, []).append(store)
-            (self.limits if store.limit <= store.low else self.lows).setdefault(min(store.limit, store.low), []).append(
-                store
-            )
+            if store.limit <= store.low:
+                self.limits.setdefault(store.limit, []).append(store)
+            else:
+                self.lows.setdefault(store.low, []).append(store)
         # positions at which something happens to a store
         self.store_positions = {*self.stores, *self.lows, *self.limits}
         self.storing: dict[int, _Store] = {}  # item -> its store that the device has not awaited yet
@@ -289,81 +315,84 @@ class _Spread:
         self.copies: list[Copy] = []
 
     def run(self) -> tuple[float, list[Copy]]:
+        """Hot: every position of every candidate passes here."""
         lanes, landing, end = self.facts.lanes, self.landing, self.end
-        for p, seconds in enumerate(lanes.seconds):
-            if self.kept or p in self.store_positions:
-                self._store(p)
-            if p in self.due:
-                late = [index for index in self.due[p] if not self.started[index]]
+        for position, seconds in enumerate(lanes.seconds):
+            if self.kept or position in self.store_positions:
+                self._store(position)
+            if position in self.due:
+                late = [index for index in self.due[position] if not self.started[index]]
                 for index in sorted(late, key=lambda index: self.ready.get(self.queue[index].item, 0.0)):
-                    self._fetch(index, p)
-            on_host = lanes.on_host[p]
+                    self._fetch(index, position)
+            on_host = lanes.on_host[position]
             take = 0.0 if on_host else seconds
-            soon = max(self.now, landing.get(p, 0.0)) + take
+            soon = max(self.now, landing.get(position, 0.0)) + take
             if self.head < len(self.queue) and (self.up < soon or self.up <= self.now):
-                self._hoist(p, soon)
-            self.now = max(self.now, landing.get(p, 0.0))
+                self._hoist(position, soon)
+            self.now = max(self.now, landing.get(position, 0.0))
             if on_host:
-                self._host(p)
+                self._host(position)
                 continue
             begin = self.now
-            if p in lanes.waits:
-                for q in lanes.waits[p]:
-                    begin = max(begin, end[q])
-            if p in lanes.host_uses:
-                for item in lanes.host_uses[p]:
+            if position in lanes.waits:
+                for awaited in lanes.waits[position]:
+                    begin = max(begin, end[awaited])
+            if position in lanes.host_uses:
+                for item in lanes.host_uses[position]:
                     begin = max(begin, self.ready.get(item, 0.0))
-            self.now = end[p] = begin + take
+            self.now = end[position] = begin + take
         self._store(self.facts.size)
         for store in list(self.storing.values()):
             self._await(store, store.limit)
         makespan = max(self.now, self.host, self.up, self.down)
-        stores = (s for issued in self.stores.values() for s in issued)
-        self.copies.extend(
-            Copy(s.start, False, s.item, s.free if s.host < 0 else min(s.free, s.host), s.free) for s in stores
-        )
+        for issued in self.stores.values():
+            for store in issued:
+                done = store.free if store.host < 0 else min(store.free, store.host)
+                self.copies.append(Copy(store.start, False, store.item, done, store.free))
         return makespan, sorted(self.copies, key=itemgetter(0, 1))
 
-    def _host(self, p: int) -> None:
+    def _host(self, position: int) -> None:
         lanes = self.facts.lanes
-        begin = max(self.host, self.now if p in lanes.joins else 0.0)
-        for q in lanes.waits.get(p, ()):
-            begin = max(begin, self.end[q])
-        items = lanes.host_uses.get(p, ())
+        begin = max(self.host, self.now if position in lanes.joins else 0.0)
+        for awaited in lanes.waits.get(position, ()):
+            begin = max(begin, self.end[awaited])
+        items = lanes.host_uses.get(position, ())
         for item in items:
             begin = max(begin, self.ready.get(item, 0.0))
-        self.host = self.end[p] = begin + lanes.seconds[p]
-        if p in lanes.joins:
+        self.host = self.end[position] = begin + lanes.seconds[position]
+        if position in lanes.joins:
             self.now = self.host
         for item in items:
             self.read[item] = self.host
-            if p in changes(self.facts.trace.items[item]):
+            if position in changes(self.facts.trace.items[item]):
                 self.ready[item] = self.host
 
     # ---- stores ----
 
-    def _store(self, p: int) -> None:
-        for store in self.stores.get(p, ()):
+    def _store(self, position: int) -> None:
+        for store in self.stores.get(position, ()):
             begin = max(self.down, self.now, self.read.get(store.item, 0.0))
             self.down = store.end = self.ready[store.item] = begin + self.links.store_s(self.facts.nbytes[store.item])
-            self.up = self.down if self.links.one_queue else self.up
+            if self.links.one_queue:
+                self.up = self.down
             self.storing[store.item] = store
-        for store in self.limits.get(p, ()):
-            self._await(store, p)
-        for store in self.lows.get(p, ()):
+        for store in self.limits.get(position, ()):
+            self._await(store, position)
+        for store in self.lows.get(position, ()):
             if store.free < 0:
                 self.kept.append(store)
                 self.extra += self.facts.nbytes[store.item]
         if self.kept:
-            over = int(self.bytes[p]) - self.budget if p < self.facts.size else 0
+            over = int(self.bytes[position]) - self.budget if position < self.facts.size else 0
             for store in list(self.kept):
-                if store.end <= self.now or store.limit <= p or over + self.extra > 0:
-                    self._await(store, p)
+                # Its bytes are free once the copy has ended, or as soon as something has to have them.
+                if store.end <= self.now or store.limit <= position or over + self.extra > 0:
+                    self._await(store, position)
 
-    def _await(self, store: _Store, p: int) -> None:
+    def _await(self, store: _Store, position: int) -> None:
         if store.free >= 0:
             return
-        store.free = p
+        store.free = position
         self.now = max(self.now, store.end)
         del self.storing[store.item]
         if store in self.kept:
@@ -372,18 +401,19 @@ class _Spread:
 
     # ---- fetches ----
 
-    def _fetch(self, index: int, p: int) -> None:
+    def _fetch(self, index: int, position: int) -> None:
         stay = self.queue[index]
         size = self.facts.nbytes[stay.item]
         begin = max(self.up, self.now, self.ready.get(stay.item, 0.0))
         self.up = begin + self.links.fetch_s(size)
-        self.down = self.up if self.links.one_queue else self.down
+        if self.links.one_queue:
+            self.down = self.up
         self.landing[stay.first] = self.up
-        self.bytes[p : stay.first] += size
+        self.bytes[position : stay.first] += size
         self.started[index] = True
-        self.copies.append(Copy(p, True, stay.item, stay.first, stay.first))
+        self.copies.append(Copy(position, True, stay.item, stay.first, stay.first))
 
-    def _hoist(self, p: int, soon: float) -> None:
+    def _hoist(self, position: int, soon: float) -> None:
         """Starts what fits, until the engine is busy up to where this position ends.
 
         Where only the first may start, and not one of the 7 behind it, OPT-13B within 40 GB (`bench moved`) takes 11 %
@@ -394,32 +424,33 @@ class _Spread:
         for index in range(self.head, min(self.head + 8, len(self.queue))):
             if self.up >= soon and self.up > self.now:
                 return
-            if self.started[index] or not self._may_start(index, p, soon):
+            if self.started[index] or not self._may_start(index, position, soon):
                 continue
-            if self.blocked[index] > p or not self._fits(index, p):
+            # In order of need: what is behind may not take the room of the one in front.
+            if self.blocked[index] > position or not self._fits(index, position):
                 return
-            self._fetch(index, p)
+            self._fetch(index, position)
 
-    def _may_start(self, index: int, p: int, soon: float) -> bool:
+    def _may_start(self, index: int, position: int, soon: float) -> bool:
         """Is the stay before over, and the copy on the host complete by then?"""
         stay = self.queue[index]
-        if stay.after > p:
+        if stay.after > position:
             return False
         item = self.facts.trace.items[stay.item]
-        if item.host_uses and any(p <= w < stay.first for w in item.host_uses & changes(item)):
+        if item.host_uses and any(position <= write < stay.first for write in item.host_uses & changes(item)):
             return False
         store = self.storing.get(stay.item)
         if store is not None:
             if store.end > self.now:
                 return False
-            self._await(store, p)
+            self._await(store, position)
         return self.ready.get(stay.item, 0.0) <= max(self.now, soon)
 
-    def _fits(self, index: int, p: int) -> bool:
+    def _fits(self, index: int, position: int) -> bool:
         stay = self.queue[index]
         room = self.budget - self.facts.nbytes[stay.item]
-        ahead = self.bytes[p : stay.first]
+        ahead = self.bytes[position : stay.first]
         if np.maximum.reduce(ahead) > room:
             self.blocked[index] = stay.first - int((ahead[::-1] > room).argmax())
             return False
-        return int(self.bytes[p]) + self.extra <= room
+        return int(self.bytes[position]) + self.extra <= room

@@ -15,7 +15,7 @@ of a policy says it outright, for the operators of the modules that a glob names
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from colofunc.errors import PlanError, near
@@ -52,7 +52,8 @@ def with_operators(
     """
     asked = _asked(ground, where, placed, update)
     found = frozenset() if asked or update == "device" else _gathers(ground, where, placed, limit)
-    updates = {k for k in found if _updates(ground, k)}
+    # Gradients that the host makes are updated there: with some updates on the device they would travel.
+    updates = {position for position in found if _updates(ground, position)}
     for share, on_host in splits:
         yield share, on_host | asked
         if found and (not on_host or updates <= on_host):
@@ -61,44 +62,58 @@ def with_operators(
 
 def told(program: Program, on_host: Iterable[int]) -> str:
     """`embedding of model.embed_tokens (forward, backward)`: what runs on the host beside updates and casts."""
-    seen: dict[str, list[str]] = {}
-    for k in sorted(on_host):
-        node = program.nodes[k]
-        if (
-            node.path
-            and node.phase != "update"
-            and _name(node) != "_to_copy"
-            and node.phase not in seen.setdefault(node.path, [])
-        ):
-            seen[node.path].append(node.phase)
-    return "; ".join(f"{path} ({', '.join(phases)})" for path, phases in seen.items())
+    phases_of: dict[str, list[str]] = {}
+    for position in sorted(on_host):
+        node = program.nodes[position]
+        if not node.path or node.phase == "update" or _name(node) == "_to_copy":
+            continue
+        phases = phases_of.setdefault(node.path, [])
+        if node.phase not in phases:
+            phases.append(node.phase)
+    return "; ".join(f"{path} ({', '.join(phases)})" for path, phases in phases_of.items())
 
 
 def _asked(
     ground: Ground, where: Mapping[str, str], placed: Mapping[int, str | None], update: str | None
 ) -> frozenset[int]:
     """Operators of the modules that are to run on the host, and what goes with them."""
-    nodes = ground.program.nodes
     globs = [glob for glob, place in where.items() if place == "host"]
-    found = {
-        k for k, node in enumerate(nodes) if able(node, ground) and any(fnmatchcase(node.path, glob) for glob in globs)
-    }
+    found: set[int] = set()
+    for position, node in enumerate(ground.program.nodes):
+        if able(node, ground) and _matches(node, globs):
+            found.add(position)
     if not found and not (globs and _made_in_loops(ground)):
         return frozenset()
-    for s in placed:
-        readers = ground.uses.get(s, [])
-        if any(k in found for k in readers) and all(
-            k in found or _is_cast(ground, k, s, found) or _updates(ground, k) for k in readers
-        ):
-            found |= {
-                k for k in readers if not _updates(ground, k) or (update != "device" and _free(ground, k, placed))
-            }
+    for storage in placed:
+        readers = ground.uses.get(storage, [])
+        if any(reader in found for reader in readers) and _read_there_alone(ground, storage, found):
+            for reader in readers:
+                # An update goes along where it may; other readers already are what was asked for, or casts of it.
+                if not _updates(ground, reader) or (update != "device" and _free(ground, reader, placed)):
+                    found.add(reader)
     return _closed(ground, found, placed, update)
+
+
+def _matches(node: Node, globs: Iterable[str]) -> bool:
+    return any(fnmatchcase(node.path, glob) for glob in globs)
+
+
+def _read_there_alone(ground: Ground, storage: int, found: Collection[int]) -> bool:
+    """Whether a storage has no reader but `found`, updates, and casts that `found` alone reads."""
+    for reader in ground.uses.get(storage, []):
+        if reader in found or _updates(ground, reader):
+            continue
+        if not _is_cast(ground, reader, storage, found):
+            return False
+    return True
 
 
 def check_where(where: Mapping[str, str], program: Program) -> None:
     """Raises PlanError where a glob names no module of the step."""
-    paths = sorted({node.path for each in program.with_bodies() for node in each.nodes if node.path})
+    named: set[str] = set()
+    for each in program.with_bodies():
+        named.update(node.path for node in each.nodes if node.path)
+    paths = sorted(named)
     for glob in where:
         if not any(fnmatchcase(path, glob) for path in paths):
             raise PlanError(
@@ -107,57 +122,74 @@ def check_where(where: Mapping[str, str], program: Program) -> None:
 
 
 def _gathers(ground: Ground, where: Mapping[str, str], placed: Mapping[int, str | None], limit: int) -> frozenset[int]:
-    """All tables that are large, and read by few rows only: their gathers, the gradients of these, and their updates.
-    """
-    nodes, found = ground.program.nodes, set[int]()
-    for s, tier in placed.items():
-        readers = ground.uses.get(s, [])
-        nbytes = ground.program.values[
-            ground.lies.storages[s].value
-        ].nbytes  # an input of a loop's body is counted outside
+    """All tables that are large, and read by few rows only: their gathers, the gradients of these, and their updates."""
+    nodes = ground.program.nodes
+    kept_globs = [glob for glob, place in where.items() if place == "device"]
+    found: set[int] = set()
+    for storage, tier in placed.items():
+        # An input of a loop's body is counted outside, so its storage has no bytes: the value says how large it is.
+        nbytes = ground.program.values[ground.lies.storages[storage].value].nbytes
         if tier == "device" or nbytes * LITTLE < limit:
             continue
-        gathers = {k for k in readers if _picks(ground, k, s)}
-        casts = {k for k in readers if nodes[k].target == CAST}
-        for made in {ground.lies.home[o] for k in casts for o in nodes[k].results}:
-            gathers |= {j for j in ground.uses.get(made, ()) if _picks(ground, j, made)}
-        more = {k for k in readers if _updates(ground, k) and _free(ground, k, placed)}
-        kept = any(
-            fnmatchcase(nodes[k].path, glob) for k in gathers for glob, place in where.items() if place == "device"
-        )
-        if gathers and not kept and all(k in gathers | more or _is_cast(ground, k, s, gathers) for k in readers):
-            paths = {nodes[k].path for k in gathers}
-            found |= gathers | casts | more
-            found |= {k for k, node in enumerate(nodes) if node.target in SCATTERS and node.path in paths}
-    return _closed(ground, found, placed, None) if found or _made_in_loops(ground) else frozenset()
+        readers = ground.uses.get(storage, [])
+        gathers, casts = _gathers_of(ground, storage)
+        if not gathers or any(_matches(nodes[gather], kept_globs) for gather in gathers):
+            continue
+        updates = {reader for reader in readers if _updates(ground, reader) and _free(ground, reader, placed)}
+        others = [reader for reader in readers if reader not in gathers and reader not in updates]
+        if not all(_is_cast(ground, reader, storage, gathers) for reader in others):
+            continue
+        found |= gathers | casts | updates
+        # gradients of the tables, by the modules in which they are read
+        paths = {nodes[gather].path for gather in gathers}
+        found |= {position for position, node in enumerate(nodes) if node.target in SCATTERS and node.path in paths}
+    if not found and not _made_in_loops(ground):
+        return frozenset()
+    return _closed(ground, found, placed, None)
+
+
+def _gathers_of(ground: Ground, storage: int) -> tuple[set[int], set[int]]:
+    """(nodes that pick rows of a storage or of a cast of it, the nodes that cast it)."""
+    nodes = ground.program.nodes
+    readers = ground.uses.get(storage, [])
+    gathers = {reader for reader in readers if _picks(ground, reader, storage)}
+    casts = {reader for reader in readers if nodes[reader].target == CAST}
+    for cast in casts:
+        for out in nodes[cast].results:
+            copy = ground.lies.home[out]
+            gathers |= {reader for reader in ground.uses.get(copy, ()) if _picks(ground, reader, copy)}
+    return gathers, casts
 
 
 def _made_in_loops(ground: Ground) -> set[int]:
-    """What bodies of loops make on the host."""
-    return {s for k, held in ground.host_reads.items() for s in held if ground.lies.storages[s].born == k}
+    """Storages of what bodies of loops make on the host."""
+    made: set[int] = set()
+    for position, read in ground.host_reads.items():
+        made.update(storage for storage in read if ground.lies.storages[storage].born == position)
+    return made
 
 
-def _picks(ground: Ground, k: int, storage: int) -> bool:
+def _picks(ground: Ground, position: int, storage: int) -> bool:
     """Whether a node reads rows of a storage and nothing else in it."""
-    node = ground.program.nodes[k]
-    return node.target in GATHERS and [ground.lies.home[i] for i in node.refs].index(storage) == 0
+    node = ground.program.nodes[position]
+    return node.target in GATHERS and [ground.lies.home[ref] for ref in node.refs].index(storage) == 0
 
 
-def _is_cast(ground: Ground, k: int, storage: int, readers: Iterable[int]) -> bool:
+def _is_cast(ground: Ground, position: int, storage: int, readers: Iterable[int]) -> bool:
     """Whether a node is a cast of a storage that nobody but `readers` reads."""
-    node = ground.program.nodes[k]
+    node = ground.program.nodes[position]
     if node.target != CAST or node.outs[0] is None or ground.lies.home[node.refs[0]] != storage:
         return False
-    return set(ground.uses.get(ground.lies.home[node.outs[0]], ())) <= {k, *readers}
+    return set(ground.uses.get(ground.lies.home[node.outs[0]], ())) <= {position, *readers}
 
 
-def _updates(ground: Ground, k: int) -> bool:
-    return ground.program.nodes[k].target in IN_PLACE
+def _updates(ground: Ground, position: int) -> bool:
+    return ground.program.nodes[position].target in IN_PLACE
 
 
-def _free(ground: Ground, k: int, placed: Mapping[int, str | None]) -> bool:
+def _free(ground: Ground, position: int, placed: Mapping[int, str | None]) -> bool:
     """Whether nothing that a node writes to is to stay on the device."""
-    return all(placed.get(ground.lies.home[i]) != "device" for i in written(ground.program.nodes[k]))
+    return all(placed.get(ground.lies.home[value]) != "device" for value in written(ground.program.nodes[position]))
 
 
 def _closed(ground: Ground, found: set[int], placed: Mapping[int, str | None], update: str | None) -> frozenset[int]:
@@ -166,18 +198,22 @@ def _closed(ground: Ground, found: set[int], placed: Mapping[int, str | None], u
 
     Not on rows, which go to the device whatever is done with them.
     """
-    nodes, lies, values = ground.program.nodes, ground.lies, ground.program.values
+    home, values = ground.lies.home, ground.program.values
     made = _made_in_loops(ground)
-    for k, node in enumerate(nodes):
-        if k not in found and able(node, ground) and (_name(node) in CHEAP or _updates(ground, k)):
-            read = {lies.home[i]: values[i].nbytes for i in node.refs}
-            if _updates(ground, k):
-                goes = update != "device" and bool(made & {*read}) and _free(ground, k, placed)
+    for position, node in enumerate(ground.program.nodes):
+        updates = _updates(ground, position)
+        if position not in found and able(node, ground) and (updates or _name(node) in CHEAP):
+            read_bytes = {home[ref]: values[ref].nbytes for ref in node.refs}
+            if updates:
+                goes = update != "device" and not made.isdisjoint(read_bytes) and _free(ground, position, placed)
             else:
-                goes = sum(n for s, n in read.items() if s in made) * 2 > sum(read.values())
-            found |= {k} if goes else set()
-        if k in found and node.phase != "forward":
-            made |= {lies.home[o] for o in node.results if lies.home[o] not in placed}
+                made_bytes = sum(nbytes for storage, nbytes in read_bytes.items() if storage in made)
+                goes = made_bytes * 2 > sum(read_bytes.values())
+            if goes:
+                found.add(position)
+        # State is where it was placed; what else the host makes in backward stays with it.
+        if position in found and node.phase != "forward":
+            made.update(home[out] for out in node.results if home[out] not in placed)
     return frozenset(found)
 
 

@@ -17,12 +17,13 @@ resource allocation and scheduling", 2001; D. Berger et al., 1711.03709, for siz
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import linprog
-from scipy.sparse import coo_matrix
+from scipy.sparse import coo_matrix, csr_matrix
 
 from colofunc.planner.offload.evict import Facts, Stay, spread
 from colofunc.planner.offload.timeline import Links
@@ -35,13 +36,13 @@ ITERATIONS = 20_000
 """Limit of the simplex method: counted, not timed, so that every rank stops where the others do."""
 
 
-def fewest(facts: Facts, room_bytes: int, stay: float = 1.0) -> tuple[list[int], list[list[Stay]]]:
+def least_traffic(facts: Facts, room_bytes: int, stay: float = 1.0) -> tuple[list[int], list[list[Stay]]]:
     """(residents, stays of all others) for which about the fewest bytes are copied.
 
     At most `room_bytes` lie on the device wherever a position does not need more. stay: part of the state that may be
     resident.
     """
-    found = _Fewest(facts, room_bytes, stay)
+    found = _GapProgram(facts, room_bytes, stay)
     return found.rounded(found.solve() or [0.0] * len(found.saved))
 
 
@@ -55,7 +56,7 @@ class Found(NamedTuple):
 
 
 class Programs:
-    """`fewest` for many rooms, solved once where the answer is the same."""
+    """`least_traffic` for many rooms, solved once where the answer is the same."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -65,11 +66,12 @@ class Programs:
     def at(self, room_bytes: int, stay: float) -> Found | None:
         """None where the solver takes too many iterations."""
         known = self.known.setdefault(room_bytes, [])
-        for one in known:
-            if one.asked == stay or one.used <= stay <= one.asked:
-                return one
-        program = _Fewest(self.facts, room_bytes, stay)
+        for found in known:
+            if found.asked == stay or found.used <= stay <= found.asked:
+                return found
+        program = _GapProgram(self.facts, room_bytes, stay)
         part = None if room_bytes in self.hopeless else program.solve()
+        # Other parts of the state take the solver as long, so this room is not tried again.
         if part is None:
             self.hopeless.add(room_bytes)
             return None
@@ -84,10 +86,10 @@ def least_bytes(facts: Facts, room_bytes: int) -> int:
     """Bytes that no choice copies less than: those of the linear program before it is rounded; 0 where that takes too
     long.
     """
-    return _Fewest(facts, room_bytes, 1.0).least_bytes()
+    return _GapProgram(facts, room_bytes, 1.0).least_bytes()
 
 
-class _Fewest:
+class _GapProgram:
     """Variables: is a gap kept, is a value stored, is an item resident. In bytes, of the largest item as the unit."""
 
     def __init__(self, facts: Facts, room_bytes: int, stay: float) -> None:
@@ -101,19 +103,29 @@ class _Fewest:
         self.below: list[tuple[int, int]] = []  # the first is at most the second
         for index, item in enumerate(facts.trace.items):
             self.gaps.append(self._gaps(index))
-            uses, writes = facts.uses[index], facts.versions[index]
-            if item.home and item.stays and not item.host_uses and uses and not item.fixed:
-                ends = [(a, b) for a, b in ((0, uses[0]), (uses[-1] + 1, facts.size)) if a < b]
-                mine = self.resident[index] = self._variable(index, 1 + sum(v.outlives for v in writes), ends)
-                self.below += [(mine, gap) for gap in self.gaps[index] if gap >= 0]
-            elif item.fixed:
+            if item.fixed:
                 self._fix(index)
+            elif item.home and item.stays and not item.host_uses and facts.uses[index]:
+                self._make_resident(index)
+
+    def _make_resident(self, index: int) -> None:
+        """A variable for state that may lie on the device for the whole step: it saves the copies at both ends."""
+        uses = self.facts.uses[index]
+        ends = [(begin, end) for begin, end in ((0, uses[0]), (uses[-1] + 1, self.facts.size)) if begin < end]
+        outliving = sum(version.outlives for version in self.facts.versions[index])
+        variable = self.resident[index] = self._variable(index, 1 + outliving, ends)
+        # Only what is kept in every gap is resident.
+        self.below += [(variable, gap) for gap in self.gaps[index] if gap >= 0]
 
     def _fix(self, index: int) -> None:
         """Take the room of an item that cannot leave."""
         uses, item = self.facts.uses[index], self.facts.trace.items[index]
+        if item.home:
+            self.room -= item.nbytes
+        elif uses:
+            self.room[uses[0] : uses[-1] + 1] -= item.nbytes
         if item.home or uses:
-            self.room[slice(None) if item.home else slice(uses[0], uses[-1] + 1)] -= item.nbytes
+            # It is among what is needed there, which the room is without.
             for begin, end in self.facts.stretches[index]:
                 self.room[begin:end] += item.nbytes
         for gap in self.gaps[index]:
@@ -127,115 +139,175 @@ class _Fewest:
         return len(self.saved) - 1
 
     def _gaps(self, index: int) -> list[int]:
-        found, stored, at = list[int](), dict[int, int](), -1
-        uses, versions = self.facts.uses[index], self.facts.versions[index]
-        for a, ahead, held in zip(uses, self.facts.next_use[index][:-1], self.facts.held[index], strict=False):
-            while at + 1 < len(versions) and versions[at + 1].written <= a:
-                at += 1
-            if ahead == self.facts.never or held:
-                found.append(NEVER if ahead == self.facts.never else ALWAYS)
+        facts = self.facts
+        versions = facts.versions[index]
+        gaps: list[int] = []
+        stored: dict[int, int] = {}  # version -> the variable that says that it is not stored
+        current = -1  # the version that the item has
+        for use, ahead, held in zip(facts.uses[index], facts.next_use[index][:-1], facts.held[index], strict=False):
+            while current + 1 < len(versions) and versions[current + 1].written <= use:
+                current += 1
+            if ahead == facts.never:
+                gaps.append(NEVER)
                 continue
-            gap = self._variable(index, 1.0, [(a + 1, ahead)])
-            found.append(gap)
-            if at >= 0 and versions[at].host_read < 0 and not versions[at].outlives:
-                if at not in stored:
-                    stored[at] = self._variable(index, 1.0, [])  # the value is not stored
-                self.below.append((stored[at], gap))
-        return found
+            if held:
+                gaps.append(ALWAYS)
+                continue
+            gap = self._variable(index, 1.0, [(use + 1, ahead)])
+            gaps.append(gap)
+            # A value that nothing else asks for on the host need not be stored where all its gaps are kept.
+            if current >= 0 and versions[current].host_read < 0 and not versions[current].outlives:
+                if current not in stored:
+                    stored[current] = self._variable(index, 1.0, [])
+                self.below.append((stored[current], gap))
+        return gaps
 
     def state(self, part: list[float]) -> float:
         """The part of the state that is resident."""
-        sizes = [(self.facts.nbytes[i], part[k]) for i, k in self.resident.items()]
-        return sum(n * x for n, x in sizes) / (sum(n for n, _ in sizes) or 1)
+        total = sum(self.facts.nbytes[item] for item in self.resident)
+        resident = sum(self.facts.nbytes[item] * part[variable] for item, variable in self.resident.items())
+        return resident / (total or 1)
 
     def rounded(self, part: list[float]) -> tuple[list[int], list[list[Stay]]]:
+        """(residents, stays of all others): what is kept for a larger part first, as far as it fits."""
         room = np.maximum(self.room, 0)
         kept = [False] * len(part)
 
-        def keep(some: list[int]) -> bool:
+        def keep(variables: list[int]) -> bool:
             """Keep all of them, if they fit."""
-            new = [k for k in some if not kept[k]]
-            spans = [(*span, self.facts.nbytes[self.item[k]]) for k in new for span in self.held[k]]
-            if any((room[a:b] < nbytes).any() for a, b, nbytes in spans):
+            new = [variable for variable in variables if not kept[variable]]
+            spans = self._spans(new)
+            if any((room[begin:end] < nbytes).any() for _, begin, end, nbytes in spans):
                 return False
-            for a, b, nbytes in spans:
-                room[a:b] -= nbytes
-            for k in new:
-                kept[k] = True
+            for _, begin, end, nbytes in spans:
+                room[begin:end] -= nbytes
+            for variable in new:
+                kept[variable] = True
             return True
 
-        def states(least: float) -> list[int]:
+        def make_resident(least: float) -> list[int]:
             """Items that are resident for at least that part and fit, most first."""
-            order = sorted(
-                (i for i, k in self.resident.items() if part[k] >= least), key=lambda i: (-part[self.resident[i]], i)
-            )
-            return [i for i in order if keep([self.resident[i], *(k for k in self.gaps[i] if k >= 0)])]
+            wished = [item for item, variable in self.resident.items() if part[variable] >= least]
+            wished.sort(key=lambda item: (-part[self.resident[item]], item))
+            fitting = []
+            for item in wished:
+                if keep([self.resident[item], *(gap for gap in self.gaps[item] if gap >= 0)]):
+                    fitting.append(item)
+            return fitting
 
-        residents = set(states(1 - WHOLE))
-        gaps = [k for mine in self.gaps for k in mine if k >= 0 and (part[k] > WHOLE or not self.held[k])]
-        for gap in sorted(gaps, key=lambda k: (-round(part[k], 6), k)):
+        residents = set(make_resident(1 - WHOLE))
+        gaps: list[int] = []
+        # Fractions are rounded up, the largest first, as far as there is room.
+        for own_gaps in self.gaps:
+            gaps += [gap for gap in own_gaps if gap >= 0 and (part[gap] > WHOLE or not self.held[gap])]
+        for gap in sorted(gaps, key=lambda gap: (-round(part[gap], 6), gap)):
             keep([gap])
-        residents |= {*states(WHOLE), *(i for i, item in enumerate(self.facts.trace.items) if item.fixed and item.home)}
-        return sorted(residents), [[] if i in residents else self._stays(i, kept) for i in range(len(self.gaps))]
+        residents.update(make_resident(WHOLE))
+        residents.update(self._fixed_at_home())
+        return sorted(residents), self._all_stays(residents, kept)
+
+    def _spans(self, variables: Iterable[int]) -> list[tuple[int, int, int, int]]:
+        """(variable, begin, end, bytes) of the positions at which some variables need room."""
+        spans = []
+        for variable in variables:
+            nbytes = self.facts.nbytes[self.item[variable]]
+            spans += [(variable, begin, end, nbytes) for begin, end in self.held[variable]]
+        return spans
+
+    def _fixed_at_home(self) -> list[int]:
+        return [index for index, item in enumerate(self.facts.trace.items) if item.fixed and item.home]
 
     def least_bytes(self) -> int:
-        fixed = [i for i, item in enumerate(self.facts.trace.items) if item.fixed and item.home]
-        none = [False] * len(self.saved)
-        stays = [[] if i in fixed else self._stays(i, none) for i in range(len(self.gaps))]
-        _, copies = spread(
-            self.facts, stays, fixed, sum(self.facts.nbytes) + int(self.facts.base.max(initial=0)), Links(1.0, 1.0, 0.0)
-        )
+        """Bytes of all copies where nothing is kept, less those that the linear program saves."""
+        facts = self.facts
+        fixed = self._fixed_at_home()
+        stays = self._all_stays(fixed, [False] * len(self.saved))
+        enough_bytes = sum(facts.nbytes) + int(facts.base.max(initial=0))
+        _, copies = spread(facts, stays, fixed, enough_bytes, Links(1.0, 1.0, 0.0))
         parts = self.solve()
         if parts is None:
             return 0
+        # Rounding of the solver must not make the bound too high.
         saved = sum(part * nbytes for part, nbytes in zip(parts, self.saved, strict=True))
-        return ceil(sum(self.facts.nbytes[copy.item] for copy in copies) - saved * (1 + 1e-9))
+        return ceil(sum(facts.nbytes[copy.item] for copy in copies) - saved * (1 + 1e-9))
 
     def solve(self) -> list[float] | None:
         """Of every variable the part that is worth it; None where the solver does not get there."""
-        count, size, room = len(self.saved), self.facts.size, np.maximum(self.room, 0)
+        count = len(self.saved)
         if not count:
             return []
-        spans = [(k, *span, self.facts.nbytes[self.item[k]]) for k, held in enumerate(self.held) for span in held]
-        ks, begins, ends, nbytes = np.asarray(spans, dtype=np.int64).reshape(-1, 4).T
-        inner = ends < size
+        unit = float(max(self.facts.nbytes)) or 1.0
+        fits, room = self._fits(unit)
+        size = len(room)
+        below, bounds = self._below(unit, count + size)
+        found = linprog(
+            np.concatenate((-np.asarray(self.saved) / unit, np.zeros(size))),
+            below,
+            bounds or None,
+            fits,
+            room,
+            np.asarray([(0, 1)] * count + [(0, np.inf)] * size),
+            method="highs-ds",
+            options={"maxiter": ITERATIONS},
+        )
+        return [float(part) for part in found.x[:count]] if found.status == 0 else None
+
+    def _fits(self, unit: float) -> tuple[csr_matrix, np.ndarray]:
+        """(rows, their right sides): what is kept at a position, and what is free there, add up to the room.
+
+        Each row less the one before: a gap then has two entries, however long it is. Columns: variables, then what is
+        free at each position.
+        """
+        count, end_of_all = len(self.saved), self.facts.size
+        spans = np.asarray(self._spans(range(count)), dtype=np.int64).reshape(-1, 4)
+        variables, begins, ends, nbytes = spans.T
+        inner = ends < end_of_all
         # between these the same gaps are open
         points: np.ndarray = np.unique(np.concatenate(([0], begins, ends[inner])))
-        begins, ends, room = (
-            np.searchsorted(points, begins),
-            np.searchsorted(points, ends),
-            np.minimum.reduceat(room, points),
-        )
+        begins, ends = np.searchsorted(points, begins), np.searchsorted(points, ends)
+        room = np.minimum.reduceat(np.maximum(self.room, 0), points)
         size = len(points)
-        unit, positions = float(max(self.facts.nbytes)) or 1.0, np.arange(size)
-        # What is held at p and what is free there add up to the room; each row less the one before has few entries.
-        left = count + positions
-        rows: np.ndarray = np.concatenate((begins, ends[inner], positions, positions[1:]))
-        columns = np.concatenate((ks, ks[inner], left, left[:-1]))
+        positions = np.arange(size)
+        free = count + positions
+        rows = np.concatenate((begins, ends[inner], positions, positions[1:]))
+        columns = np.concatenate((variables, variables[inner], free, free[:-1]))
         values = np.concatenate((nbytes / unit, -nbytes[inner] / unit, np.ones(size), -np.ones(size - 1)))
-        equal = coo_matrix((values, (rows, columns)), shape=(size, count + size)).tocsr()
+        fits = coo_matrix((values, (rows, columns)), shape=(size, count + size)).tocsr()
+        return fits, np.diff(room, prepend=0) / unit
+
+    def _below(self, unit: float, width: int) -> tuple[csr_matrix | None, list[float]]:
+        """(rows, what they are at most): one variable is at most another, and so much of the state is resident."""
         lower, upper = np.asarray(self.below, dtype=np.int64).reshape(-1, 2).T
-        rows, columns = np.tile(np.arange(len(lower)), 2), np.concatenate((lower, upper))
-        values, bounds = np.repeat((1.0, -1.0), len(lower)), [0.0] * len(lower)
+        rows = np.tile(np.arange(len(lower)), 2)
+        columns = np.concatenate((lower, upper))
+        values = np.repeat((1.0, -1.0), len(lower))
+        bounds = [0.0] * len(lower)
         if self.stay < 1.0 and self.resident:
-            mine = list(self.resident.values())
-            sizes = np.asarray([self.facts.nbytes[i] for i in self.resident]) / unit
-            rows, columns = np.concatenate((rows, np.full(len(mine), len(lower)))), np.concatenate((columns, mine))
-            values, bounds = np.concatenate((values, sizes)), [*bounds, self.stay * float(sizes.sum())]
-        most = coo_matrix((values, (rows, columns)), shape=(len(bounds), count + size)).tocsr() if bounds else None
-        found = linprog(
-            np.concatenate((-np.asarray(self.saved) / unit, np.zeros(size))), most, bounds or None, equal,
-            np.diff(room, prepend=0) / unit, np.asarray([(0, 1)] * count + [(0, np.inf)] * size), method="highs-ds",
-            options={"maxiter": ITERATIONS},
-        )  # fmt: skip
-        return [float(x) for x in found.x[:count]] if found.status == 0 else None
+            variables = list(self.resident.values())
+            sizes = np.asarray([self.facts.nbytes[item] for item in self.resident]) / unit
+            rows = np.concatenate((rows, np.full(len(variables), len(lower))))
+            columns = np.concatenate((columns, variables))
+            values = np.concatenate((values, sizes))
+            bounds.append(self.stay * float(sizes.sum()))
+        if not bounds:
+            return None, []
+        return coo_matrix((values, (rows, columns)), shape=(len(bounds), width)).tocsr(), bounds
+
+    def _all_stays(self, residents: Collection[int], kept: list[bool]) -> list[list[Stay]]:
+        return [[] if item in residents else self._stays(item, kept) for item in range(len(self.gaps))]
 
     def _stays(self, index: int, kept: list[bool]) -> list[Stay]:
-        uses, item, out = self.facts.uses[index], self.facts.trace.items[index], list[Stay]()
+        """The stretches between the gaps of an item that are not kept."""
+        uses, item = self.facts.uses[index], self.facts.trace.items[index]
+        if not uses:
+            return []
+        stays: list[Stay] = []
         begin = 0
-        for k, gap in enumerate([*self.gaps[index], NEVER] if uses else []):
+        for number, gap in enumerate([*self.gaps[index], NEVER]):
             if gap == NEVER or (gap >= 0 and not kept[gap]):
-                first, after = uses[begin], uses[begin - 1] + 1 if begin else 0
-                out.append(Stay(first, uses[k], index, not item.home and first == item.uses[0], after))
-                begin = k + 1
-        return out
+                first = uses[begin]
+                after = uses[begin - 1] + 1 if begin else 0
+                made = not item.home and first == item.uses[0]
+                stays.append(Stay(first, uses[number], index, made, after))
+                begin = number + 1
+        return stays

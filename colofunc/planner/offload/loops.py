@@ -43,7 +43,8 @@ def opened(
     if not loops or (max(ground.held, default=0) <= limit and not policy.where):
         return None
     items, trace = trace_of(ground, NOTHING, states, limit)
-    edit, device_s, host_reads = Editor(ground.program), list(ground.device_s), dict[int, frozenset[int]]()
+    edit, device_s = Editor(ground.program), list(ground.device_s)
+    host_reads: dict[int, frozenset[int]] = {}
     for k, loop in loops.items():
         room = limit - _beside(ground, k, loop, items, trace)
         loop, host_reads[k], device_s[k] = _opened(ground, k, loop, room, mesh, node_s, states, policy)
@@ -52,7 +53,7 @@ def opened(
     held = memory(program).timeline["device"]
     found = of_lies(program, lies(program), held, mesh, node_s, ground.given)
     for k in loops:  # storages of inputs are numbered first, so what a loop takes is named as before
-        host_reads[k] |= {found.lies.home[o] for o in host_outs(program.nodes[k])}
+        host_reads[k] |= {found.lies.home[out] for out in host_outs(program.nodes[k])}
     return attrs.evolve(found, device_s=tuple(device_s), host_reads=host_reads)
 
 
@@ -61,27 +62,29 @@ def host_outs(node: Node) -> list[int]:
     if node.loop is None:
         return []
     body = node.loop.body
-    return [
-        o
-        for o, inner in zip(node.outs, body.outputs, strict=True)
-        if o is not None and body.values[inner].tier == "host"
-    ]
+    outs = []
+    for out, inner in zip(node.outs, body.outputs, strict=True):
+        if out is not None and body.values[inner].tier == "host":
+            outs.append(out)
+    return outs
 
 
 def _beside(ground: Ground, k: int, loop: Loop, items: list[int], trace: Trace) -> int:
     """Bytes that lie on the device while the loop runs, whatever its body does."""
-    operands = {ground.lies.home[i] for i in ground.program.nodes[k].refs}
-    needed = sum(
-        item.nbytes
-        for s, item in zip(items, trace.items, strict=True)
-        if (k in item.uses or any(begin < k < end for begin, end in item.held)) and not (item.home and s in operands)
-    )
+    operands = {ground.lies.home[ref] for ref in ground.program.nodes[k].refs}
+    needed = 0
+    for storage, item in zip(items, trace.items, strict=True):
+        in_flight = any(begin < k < end for begin, end in item.held)
+        # The state that it reads may come to the body bit by bit.
+        if (k in item.uses or in_flight) and not (item.home and storage in operands):
+            needed += item.nbytes
     _, held = inside(loop.body, _metas(ground, k, loop), added_in_place(loop).values())  # as the loop was counted
     return trace.base[k] - max(held, default=0) + needed
 
 
 def _metas(ground: Ground, k: int, loop: Loop) -> dict[int, Meta]:
-    return {into: ground.lies.metas[i] for into, i in zip(loop.body.inputs, ground.program.nodes[k].refs, strict=True)}
+    refs = ground.program.nodes[k].refs
+    return {into: ground.lies.metas[ref] for into, ref in zip(loop.body.inputs, refs, strict=True)}
 
 
 def _opened(
@@ -101,28 +104,37 @@ def _opened(
     """
     refs, body = ground.program.nodes[k].refs, loop.body
     found, held = inside(body, _metas(ground, k, loop))
-    outer = {found.home[into]: ground.lies.home[i] for into, i in zip(body.inputs, refs, strict=True)}
-    mine: dict[int, str | None] = {s: states[o] for s, o in outer.items() if o in states and states[o] != "device"}
+    # storage of the body -> storage outside that it is
+    outer = {found.home[into]: ground.lies.home[ref] for into, ref in zip(body.inputs, refs, strict=True)}
+    body_states: dict[int, str | None] = {}
+    for inside_storage, storage in outer.items():
+        if storage in states and states[storage] != "device":
+            body_states[inside_storage] = states[storage]
     inner = of_lies(body, found, held, mesh, node_s, {})
     sums = _sums(loop, inner)
-    tries = _tried(inner, NOTHING, 0, mine, limit, policy)
-    for few in range(1, len(sums) + 1):
-        over = min(one.over for one in tries)
+    tries = _tried(inner, NOTHING, 0, body_states, limit, policy)
+    # Where it has too much: no room for some more of the largest sums, at last for none.
+    for count in range(1, len(sums) + 1):
+        over = min(tried.over for tried in tries)
         if not over:
             break
-        saved = sum(sums[s] for s in [*sums][:few])
-        if few == len(sums) or saved >= over:  # no room for some more of the largest, at last for none
-            tries += _tried(inner, frozenset([*sums][:few]), saved, mine, limit, policy)
+        largest = [*sums][:count]
+        saved = sum(sums[storage] for storage in largest)
+        if count == len(sums) or saved >= over:
+            tries += _tried(inner, frozenset(largest), saved, body_states, limit, policy)
 
-    def trip_s(one: _Try) -> float:
-        return max(one.made.seconds, mesh.host_s(3 * sum(sums[s] for s in one.leave)))
+    def trip_s(tried: _Try) -> float:
+        # A sum on the host is read and written, and what is added to it read.
+        summed_bytes = sum(sums[storage] for storage in tried.leave)
+        return max(tried.made.seconds, mesh.host_s(3 * summed_bytes))
 
-    best = min(tries, key=lambda one: (one.over, trip_s(one)))
+    best = min(tries, key=lambda tried: (tried.over, trip_s(tried)))
     written = write(inner, best.on_host, best.items, best.trace, best.made, stay=True, leave=best.leave)
-    away = frozenset(
-        outer[best.items[m]] for m, item in enumerate(best.trace.items) if item.home and m not in best.made.residents
-    )
-    return attrs.evolve(loop, body=written), away, trip_s(best) * loop.trips
+    away: set[int] = set()
+    for number, item in enumerate(best.trace.items):
+        if item.home and number not in best.made.residents:
+            away.add(outer[best.items[number]])
+    return attrs.evolve(loop, body=written), frozenset(away), trip_s(best) * loop.trips
 
 
 @attrs.frozen(eq=False)
@@ -138,14 +150,14 @@ class _Try:
 
 
 def _tried(
-    inner: Ground, leave: frozenset[int], saved: int, mine: Mapping[int, str | None], limit: int, policy: MemoryPolicy
+    inner: Ground, leave: frozenset[int], saved: int, states: Mapping[int, str | None], limit: int, policy: MemoryPolicy
 ) -> list[_Try]:
     """A body in each way to run its operators. saved: bytes that the sums would take beside it, were they not on the
     host.
     """
     tries, limit = [], limit + saved
-    for _, on_host in with_operators(inner, policy.where, policy.update, mine, max(limit, 1), [(0.0, NOTHING)]):
-        items, trace = trace_of(inner, on_host, mine, max(limit, 1), leave=leave)
+    for _, on_host in with_operators(inner, policy.where, policy.update, states, max(limit, 1), [(0.0, NOTHING)]):
+        items, trace = trace_of(inner, on_host, states, max(limit, 1), leave=leave)
         least = least_budget(trace)[0]
         made = reside(trace, max(limit, least), inner.links)
         tries.append(_Try(max(0, least - limit), on_host, items, trace, made, leave))
@@ -154,10 +166,11 @@ def _tried(
 
 def _sums(loop: Loop, inner: Ground) -> dict[int, int]:
     """Storages of what a body makes and a loop sums, all of each -> bytes; the largest first."""
-    homes, found = [inner.lies.home[o] for o in loop.body.outputs], dict[int, int]()
-    for s, o, how in zip(homes, loop.body.outputs, loop.gathers, strict=True):
-        value, storage = inner.program.values[o], inner.lies.storages[s]
-        whole = storage.value == o and storage.nbytes == value.nbytes and homes.count(s) == 1
+    homes = [inner.lies.home[out] for out in loop.body.outputs]
+    found: dict[int, int] = {}
+    for number, out, how in zip(homes, loop.body.outputs, loop.gathers, strict=True):
+        value, storage = inner.program.values[out], inner.lies.storages[number]
+        whole = storage.value == out and storage.nbytes == value.nbytes and homes.count(number) == 1
         if how == "sum" and whole and storage.born >= 0 and value.tier == "device" and value.shape:
-            found[s] = value.nbytes
-    return dict(sorted(found.items(), key=lambda one: -one[1]))
+            found[number] = value.nbytes
+    return dict(sorted(found.items(), key=lambda sized: -sized[1]))

@@ -69,7 +69,7 @@ class Ground:
 def ground_of(program: Program, mesh: Mesh, node_s: NodeS, given: Mapping[int, str] | None = None) -> Ground:
     """The ground of a whole program. given: position of an input -> tier."""
     found = lies(program)
-    tiers = {found.home[program.inputs[k]]: tier for k, tier in (given or {}).items()}
+    tiers = {found.home[program.inputs[position]]: tier for position, tier in (given or {}).items()}
     storages = *found.storages, *sent_copies(program, found.metas)
     return of_lies(program, found, _held(storages, max(1, len(program.nodes))), mesh, node_s, tiers)
 
@@ -77,10 +77,10 @@ def ground_of(program: Program, mesh: Mesh, node_s: NodeS, given: Mapping[int, s
 def _held(storages: Iterable[Storage], count: int) -> list[int]:
     """Bytes of device memory at each node, as the accountant counts them."""
     change = np.zeros(count + 1, dtype=np.int64)
-    for s in storages:
-        if s.tier == "device":
-            change[max(0, s.born)] += s.nbytes
-            change[min(s.dies, count - 1) + 1] -= s.nbytes
+    for storage in storages:
+        if storage.tier == "device":
+            change[max(0, storage.born)] += storage.nbytes
+            change[min(storage.dies, count - 1) + 1] -= storage.nbytes
     held: list[int] = np.cumsum(change[:-1]).tolist()
     return held
 
@@ -127,12 +127,12 @@ def _touched(node: Node, program: Program) -> int:
     """Bytes that a node reads and writes."""
     values, outs = program.values, node.results
     if node.target not in GATHERS:
-        return sum(values[i].nbytes for i in (*node.refs, *written(node), *outs))
-    moved = sum(values[i].nbytes for i in (*node.refs[1:], *outs))
+        return sum(values[id].nbytes for id in (*node.refs, *written(node), *outs))
+    moved = sum(values[id].nbytes for id in (*node.refs[1:], *outs))
     if node.target == BAG:  # reads a row for each index, and writes one for each bag
         table, index = values[node.refs[0]], values[node.refs[1]]
         return moved + prod(index.shape) * table.shape[1] * table.dtype.itemsize
-    return moved + sum(values[i].nbytes for i in outs)
+    return moved + sum(values[id].nbytes for id in outs)
 
 
 def _host_s(node: Node, program: Program, mesh: Mesh, device_s: float) -> float:
@@ -165,53 +165,79 @@ def trace_of(
     """
     program, storages, (near, far) = ground.program, ground.lies.storages, ground.tiers
     count = len(program.nodes)
-    changed: dict[int, set[int]] = {}
-    for k, node in enumerate(program.nodes):
-        for i in written(node):
-            changed.setdefault(ground.lies.home[i], set()).add(k)
+    changed = _changed(ground)
     busy = _in_flight(ground, changed)
     base = np.asarray(ground.held[:count], dtype=np.int64).copy()
     floor, shared = _floor(ground, limit), _shared(ground.lies)
-    outputs = {ground.lies.home[o] for o in program.outputs}
-    items, chosen = [], []
-    for s in dict.fromkeys(ground.lies.home.values()):
-        storage, value = storages[s], program.values[storages[s].value]
-        uses, home, tier = ground.uses.get(s, []), s in states, states.get(s)
-        there = {k for k in uses if k in on_host or s in ground.host_reads.get(k, ())}
-        if s in leave:
-            there.add(count)
-        if storage.tier != near or value.id in program.constants or (s in ground.stay and not there):
+    outputs = {ground.lies.home[out] for out in program.outputs}
+    items: list[Item] = []
+    chosen: list[int] = []
+    for number in dict.fromkeys(ground.lies.home.values()):
+        storage, value = storages[number], program.values[storages[number].value]
+        uses, home, tier = ground.uses.get(number, []), number in states, states.get(number)
+        host_uses = {k for k in uses if k in on_host or number in ground.host_reads.get(k, ())}
+        if number in leave:
+            host_uses.add(count)
+        # What lies elsewhere, is a constant, may not move, or is covered by no value, is no item.
+        if storage.tier != near or value.id in program.constants:
             continue
-        if s in shared or storage.nbytes not in (value.nbytes, 0):
+        if number in ground.stay and not host_uses:
             continue
-        if not home and (storage.born < 0 or ((s in outputs or not activations) and not there)):
-            continue  # what the caller holds stays; a copy of it that the host needs is one more
-        if value.nbytes < floor and tier != far and not there:
+        if number in shared or storage.nbytes not in (value.nbytes, 0):
             continue
-        if home and tier == near and not there:
+        if not home:
+            # What the caller holds stays; a copy of it that the host needs is one more.
+            if storage.born < 0:
+                continue
+            if (number in outputs or not activations) and not host_uses:
+                continue
+        if not host_uses and ((value.nbytes < floor and tier != far) or (home and tier == near)):
             continue
-        if not home and value.nbytes < min(floor, FEW) and there:
+        if not home and value.nbytes < min(floor, FEW) and host_uses:
             # A scalar that the host reads: counted as if it stayed.
             base[min(storage.dies, count - 1) + 1 :] += storage.nbytes
             continue
+
         begin, end = (0, count) if home else (storage.born, min(storage.dies, count - 1) + 1)
         base[begin:end] -= storage.nbytes
-        held = _merged(busy.get(s, ()))
-        uses = sorted({*uses, *(end for span in held for end in span), *there})
-        writes = frozenset(changed.get(s, set()) | ({storage.born} if not home else set()))
-        items.append(
-            Item(value.nbytes, home, tuple(uses), writes & set(uses), frozenset(there), stays=tier != far, held=held)
+        held = _merged(busy.get(number, ()))
+        used = {*uses, *host_uses}
+        for span in held:
+            used.update(span)
+        writes = set(changed.get(number, ()))
+        if not home:
+            writes.add(storage.born)
+        item = Item(
+            value.nbytes,
+            home,
+            tuple(sorted(used)),
+            frozenset(writes & used),
+            frozenset(host_uses),
+            stays=tier != far,
+            held=held,
         )
-        chosen.append(s)
+        items.append(item)
+        chosen.append(number)
     seconds = tuple(ground.host_s[k] if k in on_host else ground.device_s[k] for k in range(count))
     if leave:
         seconds, on_host, base = (*seconds, 0.0), on_host | {count}, np.append(base, 0)
-    return chosen, Trace(seconds, on_host, tuple(int(b) for b in base), tuple(items))
+    return chosen, Trace(seconds, on_host, tuple(base.tolist()), tuple(items))
+
+
+def _changed(ground: Ground) -> dict[int, set[int]]:
+    """Storage -> the nodes that write to it."""
+    changed: dict[int, set[int]] = {}
+    for k, node in enumerate(ground.program.nodes):
+        for id in written(node):
+            changed.setdefault(ground.lies.home[id], set()).add(k)
+    return changed
 
 
 def _floor(ground: Ground, limit: int) -> int:
     """Bytes below which a storage is not worth a copy."""
-    sizes = sorted(s.nbytes for s in ground.lies.storages if s.tier == ground.tiers[0] and s.inside is None)
+    sizes = sorted(
+        storage.nbytes for storage in ground.lies.storages if storage.tier == ground.tiers[0] and storage.inside is None
+    )
     total = 0
     for nbytes in sizes:
         total += nbytes
@@ -222,7 +248,11 @@ def _floor(ground: Ground, limit: int) -> int:
 
 def _shared(found: Lies) -> set[int]:
     """Storages in which two results of one operator lie side by side: no value has all of it."""
-    return {s for i, s in found.home.items() if i not in found.within and found.storages[s].value != i}
+    shared: set[int] = set()
+    for id, storage in found.home.items():
+        if id not in found.within and found.storages[storage].value != id:
+            shared.add(storage)
+    return shared
 
 
 def _in_flight(ground: Ground, changed: dict[int, set[int]]) -> dict[int, list[tuple[int, int]]]:
@@ -232,22 +262,24 @@ def _in_flight(ground: Ground, changed: dict[int, set[int]]) -> dict[int, list[t
     Only the two ends are uses: a collective may run beside thousands of operators, and so many collectives may there
     be.
     """
-    program, started = ground.program, dict[int, int]()
+    program, home = ground.program, ground.lies.home
+    started: dict[int, int] = {}  # result -> the node that started it
     busy: dict[int, list[tuple[int, int]]] = {}
     for k, node in enumerate(program.nodes):
         if (is_wire(node) or is_copy(node)) and node.target.endswith("_start"):
             started.update(dict.fromkeys(node.results, k))
         elif kind_of(node) == ("wait", False) and node.refs[0] in started:
-            begin = started[node.refs[0]]
-            changed.setdefault(ground.lies.home[node.refs[0]], set()).add(k)
-            for i in (node.refs[0], *program.nodes[begin].refs):
-                busy.setdefault(ground.lies.home[i], []).append((begin, k))
+            result = node.refs[0]
+            begin = started[result]
+            changed.setdefault(home[result], set()).add(k)
+            for id in (result, *program.nodes[begin].refs):
+                busy.setdefault(home[id], []).append((begin, k))
     return busy
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Spans from position to position, in order; those that overlap are one."""
-    merged = list[tuple[int, int]]()
+    merged: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(merged[-1][1], end)
@@ -272,10 +304,14 @@ def write(
     late: what the host does comes where it has ended, and copies are begun before others are waited for, so that nobody
     waits, and the host holds more meanwhile.
     """
-    home = {s for k, s in enumerate(items) if trace.items[k].home and k not in found.residents}
-    home |= {s for s, tier in ground.given.items() if tier != ground.tiers[0]}
+    # Storages that lie on the far tier when the step begins.
+    home = {storage for storage, tier in ground.given.items() if tier != ground.tiers[0]}
+    for number, storage in enumerate(items):
+        if trace.items[number].home and number not in found.residents:
+            home.add(storage)
     tiered = Tiered(ground.program, ground.lies, home, on_host, ground.tiers, gathered=stay)
-    out = _Writer(ground, on_host, items, tiered, _ended(trace, found, ground.links) if late else {})
+    ended = _ended(trace, found, ground.links) if late else {}
+    out = _Writer(ground, on_host, items, tiered, ended)
     starts: dict[int, list[Move]] = {}
     waits: dict[int, list[Move]] = {}
     for move in found.moves:
@@ -312,7 +348,11 @@ def _ended(trace: Trace, found: Residency, links: Links) -> dict[int, int]:
     if not trace.host:
         return {}
     played = play(Lanes(trace), found.moves, links)
-    return {k: bisect_left(played.control, played.end[k] * (1 - 1e-9)) for k in trace.host}
+    positions: dict[int, int] = {}
+    for k in trace.host:
+        # a little before, so that rounding does not make it one position later
+        positions[k] = bisect_left(played.control, played.end[k] * (1 - 1e-9))
+    return positions
 
 
 class _Writer:
@@ -328,7 +368,7 @@ class _Writer:
         self.ground, self.on_host, self.items, self.tiered, self.ended = ground, on_host, items, tiered, ended
         self.flying = set[int]()  # storages that are being stored
         self.soon = self._small()  # storages that nobody plans: stored when they are made
-        self.copy(s for s in self.soon if ground.lies.storages[s].born < 0)
+        self.copy(storage for storage in self.soon if ground.lies.storages[storage].born < 0)
         # Nodes of the host that have not been written down, what they read and write.
         self.late: list[tuple[int, set[int], set[int]]] = []
 
@@ -339,8 +379,10 @@ class _Writer:
             self.tiered.start(storage, move.kind)
             if move.kind == "store":
                 self.flying.add(storage)
+        elif move.kind == "fetch":
+            self.tiered.fetch(storage)
         else:
-            (self.tiered.fetch if move.kind == "fetch" else self.tiered.store)(storage)
+            self.tiered.store(storage)
 
     def wait(self, move: Move) -> None:
         if move.kind == "fetch":
@@ -385,43 +427,66 @@ class _Writer:
         """Write down what is late, behind the copies that it reads: all, or as much as has to come before who touches
         these."""
         end = 0
-        for i, (_, mine, made) in enumerate(self.late):
-            if touched is None or made & set(touched) or mine & set(changed):
-                end = i + 1
+        for number, (_, late_touched, late_changed) in enumerate(self.late, 1):
+            if touched is None or late_changed & set(touched) or late_touched & set(changed):
+                end = number
+        # Nodes of the host keep their order: all up to the last that has to come.
         late, self.late = self.late[:end], self.late[end:]
-        for k, mine, _ in late:
-            self._stored(mine)
+        for k, late_touched, _ in late:
+            self._stored(late_touched)
             self.tiered.run(k)
 
     def _small(self) -> set[int]:
         """Storages of the device that are whole once they are made, small, and read on the host, without being
         items."""
         program, found = self.ground.program, self.ground.lies
-        read = set[int]()
-        for node in (program.nodes[k] for k in self.on_host):
+        read: set[int] = set()
+        for k in self.on_host:
+            node = program.nodes[k]
             if not is_view(node, found):
-                read |= {found.home[i] for i in node.refs}
-        later = {found.home[i] for node in program.nodes for i in written(node)} | _shared(found)
-        made = {s: found.storages[s].born for s in read if found.storages[s].born >= 0}
-        later |= {s for s, k in made.items() if k in self.on_host or program.nodes[k].target.endswith("_start")}
-        later |= {s for s, k in made.items() if s in self.ground.host_reads.get(k, ())}  # by a loop, on the host
-        later |= {*self.items, *self.tiered.home}
-        small = {s for s in read - later if found.storages[s].nbytes < FEW}
-        return {s for s in small if found.storages[s].tier == self.tiered.near}
+                read.update(found.home[ref] for ref in node.refs)
+        # Storages that are written later, in part, or by what plans its copies itself.
+        not_whole = _shared(found)
+        for node in program.nodes:
+            not_whole.update(found.home[id] for id in written(node))
+        planned = {*self.items, *self.tiered.home}
+        small: set[int] = set()
+        for number in read - not_whole - planned:
+            storage = found.storages[number]
+            if storage.nbytes < FEW and storage.tier == self.tiered.near and not self._made_late(number):
+                small.add(number)
+        return small
+
+    def _made_late(self, storage: int) -> bool:
+        """Whether a storage is there only behind the node that makes it: on the host, or by what is waited for."""
+        maker = self.ground.lies.storages[storage].born
+        if maker < 0:
+            return False
+        if maker in self.on_host or self.ground.program.nodes[maker].target.endswith("_start"):
+            return True
+        return storage in self.ground.host_reads.get(maker, ())  # a loop makes it there
 
     def _touches(self, k: int) -> tuple[set[int], set[int]]:
         """Storages that a node reads or writes, and those that it writes or makes."""
         node, home = self.ground.program.nodes[k], self.ground.lies.home
         if is_view(node, self.ground.lies):
             return set(), set()
-        changed = {home[i] for i in (*written(node), *node.results)}
-        return changed | {home[i] for i in node.refs}, changed
+        changed = {home[id] for id in (*written(node), *node.results)}
+        return changed | {home[id] for id in node.refs}, changed
 
     def _planned(self, k: int) -> bool:
         """Whether all that a node of the host reads is there or on its way: what nobody plans would be held until it is
         copied."""
-        far, home = self.tiered.have[self.ground.tiers[1]], self.ground.lies.home
-        made = set().union(*(changed for _, _, changed in self.late))
-        program, near = self.ground.program, self.ground.tiers[0]
-        refs = {home[i] for i in program.nodes[k].refs if program.values[i].tier == near}
-        return all(s in far or s in self.flying or s in made for s in refs)
+        near, far = self.ground.tiers
+        program, home = self.ground.program, self.ground.lies.home
+        far_copies = self.tiered.have[far]
+        made: set[int] = set()
+        for _, _, changed in self.late:
+            made |= changed
+        for ref in program.nodes[k].refs:
+            storage = home[ref]
+            if program.values[ref].tier == near and not (
+                storage in far_copies or storage in self.flying or storage in made
+            ):
+                return False
+        return True

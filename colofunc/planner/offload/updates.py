@@ -46,21 +46,23 @@ def splits(
     seen: sets before.
     """
     updates = updates_of(ground)
-    weigh = [update.nbytes for update in updates]
-    total = sum(weigh)
-    for part in _shares(update, weigh, tried) if share is None or update is not None else (share,):
+    sizes = [one.nbytes for one in updates]
+    total = sum(sizes)
+    shares = (share,) if share is not None and update is None else _shares(update, sizes, tried)
+    for part in shares:
         chosen: list[Update] = []
-        so_far = 0
-        for one, nbytes in zip(updates, weigh, strict=True):
+        chosen_bytes = 0
+        for one, nbytes in zip(updates, sizes, strict=True):
+            # what is said to stay on the device is updated there
             stays = any(placed.get(storage) == "device" for storage in one.written)
-            if so_far + nbytes <= part * total and not stays:
+            if chosen_bytes + nbytes <= part * total and not stays:
                 chosen.append(one)
-                so_far += nbytes
-        nodes = frozenset(k for one in chosen for k in one.nodes)
-        found = _with_light(ground, nodes) | _narrowed(ground, chosen)
-        if found not in seen:
-            seen.add(found)
-            yield part, found
+                chosen_bytes += nbytes
+        nodes = frozenset().union(*(one.nodes for one in chosen))
+        on_host = _with_light(ground, nodes) | _narrowed(ground, chosen)
+        if on_host not in seen:
+            seen.add(on_host)
+            yield part, on_host
 
 
 @attrs.frozen
@@ -83,47 +85,54 @@ def updates_of(ground: Ground) -> list[Update]:
     From each node that writes state the way back, as far as one update alone reads what is made. Two writers are one
     update where the one reads the new value that the other writes, as a parameter's update reads the new momentum.
     """
-    nodes = ground.program.nodes
-    state = {ground.lies.home[i] for i in ground.program.inputs if ground.program.values[i].role in ("param", "state")}
-    readers = ground.program.readers
-    outputs = set(ground.program.outputs)
+    program, home = ground.program, ground.lies.home
+    nodes, readers = program.nodes, program.readers
+    state = {home[id] for id in program.inputs if program.values[id].role in ("param", "state")}
+    outputs = set(program.outputs)
     owner: dict[int, int] = {}  # node -> the writer that names its update
     joined: dict[int, int] = {}  # a writer that names no update any more -> the one that does
 
-    def name(k: int) -> int | None:
-        writer = owner.get(k)
+    def name(position: int) -> int | None:
+        writer = owner.get(position)
         while writer in joined:
             writer = joined[writer]
         return writer
 
-    for k in reversed(range(len(nodes))):
-        node = nodes[k]
-        writes_state = node.target == WRITE and ground.lies.home[node.refs[0]] in state
+    for position in reversed(range(len(nodes))):
+        node = nodes[position]
+        writes_state = node.target == WRITE and home[node.refs[0]] in state
         if node.target in IN_PLACE or writes_state:
-            owner[k] = k
+            owner[position] = position
             continue
-        reading = {j for o in node.results for j in readers.get(o, ())}
-        names = {name(j) for j in reading}
+        # A node belongs to an update if all that read it do, and to one only.
+        reading: set[int] = set()
+        for out in node.results:
+            reading.update(readers.get(out, ()))
+        names = {name(reader) for reader in reading}
         if not names or None in names or outputs.intersection(node.outs) or not _belongs(node, ground):
             continue
-        whole = {n for n in names if n is not None and nodes[n].target == WRITE}
-        if len(whole) < len(names) or (len(whole) > 1 and not any(nodes[j].target == WRITE for j in reading)):
+        # What an update operator reads is its operand and no part of it: only updates that are written out grow.
+        written_out = {writer for writer in names if writer is not None and nodes[writer].target == WRITE}
+        if len(written_out) < len(names):
             continue
-        first, *others = sorted(whole, reverse=True)
+        if len(written_out) > 1 and not any(nodes[reader].target == WRITE for reader in reading):
+            continue
+        first, *others = sorted(written_out, reverse=True)
         joined.update(dict.fromkeys(others, first))
-        owner[k] = first
-    together: dict[int, list[int]] = {}
-    for k in sorted(owner):
-        together.setdefault(name(k) or k, []).append(k)
-    return [_update(ground, together[last]) for last in sorted(together) if _computes(ground, together[last])]
+        owner[position] = first
+
+    members: dict[int, list[int]] = {}
+    for position in sorted(owner):
+        members.setdefault(name(position) or position, []).append(position)
+    return [_update(ground, members[last]) for last in sorted(members) if _computes(ground, members[last])]
 
 
 def _computes(ground: Ground, group: Sequence[int]) -> bool:
     """Whether nodes do more than write what was made elsewhere: a parameter that comes out of an all-gather is no
     update.
     """
-    nodes = ground.program.nodes
-    return any(nodes[k].target != WRITE and not is_view(nodes[k], ground.lies) for k in group)
+    members = [ground.program.nodes[position] for position in group]
+    return any(node.target != WRITE and not is_view(node, ground.lies) for node in members)
 
 
 def _belongs(node: Node, ground: Ground) -> bool:
@@ -134,17 +143,24 @@ def _belongs(node: Node, ground: Ground) -> bool:
         return True
     if not able(node, ground):
         return False
+    if node.phase == "update":
+        return True
     values = ground.program.values
-    made = max((values[o].nbytes for o in node.results), default=0)
-    return node.phase == "update" or (is_pointwise(node.target) and made >= max(values[i].nbytes for i in node.refs))
+    largest_made = max((values[out].nbytes for out in node.results), default=0)
+    return is_pointwise(node.target) and largest_made >= max(values[ref].nbytes for ref in node.refs)
 
 
-def _update(ground: Ground, nodes: Sequence[int]) -> Update:
+def _update(ground: Ground, positions: Sequence[int]) -> Update:
     program = ground.program
-    writers = tuple(k for k in nodes if program.nodes[k].target in IN_PLACE or program.nodes[k].target == WRITE)
-    ids = [i for k in writers for i in written(program.nodes[k])]
-    nbytes = sum(program.values[i].nbytes for i in ids)
-    return Update(writers, frozenset(nodes), frozenset(ground.lies.home[i] for i in ids), nbytes)
+    writers: list[int] = []
+    ids: list[int] = []
+    for position in positions:
+        node = program.nodes[position]
+        if node.target in IN_PLACE or node.target == WRITE:
+            writers.append(position)
+            ids += written(node)
+    storages = frozenset(ground.lies.home[id] for id in ids)
+    return Update(tuple(writers), frozenset(positions), storages, sum(program.values[id].nbytes for id in ids))
 
 
 def able(node: Node, ground: Ground) -> bool:
@@ -154,15 +170,20 @@ def able(node: Node, ground: Ground) -> bool:
     return not (node.target.startswith("aten.") and takes_device(node.target) and node.target != CAST)
 
 
-def _shares(update: str | None, weigh: Sequence[int], tried: Sequence[float]) -> Sequence[float]:
+def _shares(update: str | None, sizes: Sequence[int], tried: Sequence[float]) -> Sequence[float]:
+    """Shares of the updates to try. sizes: bytes of each update."""
     if update is not None:
         return (0.0,) if update == "device" else (1.0,)
     if tried:
-        below = [share for share in tried if share < tried[0]]
-        above = [share for share in tried if share > tried[0]]
-        return [(tried[0] + share) / 2 for share in (max(below, default=tried[0]), min(above, default=tried[0]))]
-    first = ((n + 0.5) / max(1, sum(weigh)) for n in accumulate(weigh[:-1]))
-    return (0.0, 1.0, *first) if len(weigh) <= EVERY else SPLITS
+        best = tried[0]
+        below = max((share for share in tried if share < best), default=best)
+        above = min((share for share in tried if share > best), default=best)
+        return [(best + below) / 2, (best + above) / 2]
+    if len(sizes) > EVERY:
+        return SPLITS
+    # Half a byte more than some first updates have: all of them go, and no other one.
+    total = max(1, sum(sizes))
+    return (0.0, 1.0, *((nbytes + 0.5) / total for nbytes in accumulate(sizes[:-1])))
 
 
 def _with_light(ground: Ground, chosen: frozenset[int]) -> frozenset[int]:
@@ -171,31 +192,31 @@ def _with_light(ground: Ground, chosen: frozenset[int]) -> frozenset[int]:
     """
     if not chosen:
         return chosen
-    program, found = ground.program, set(chosen)
-    read = ground.program.readers
+    program = ground.program
+    found = set(chosen)
     kept = set(program.outputs)
-    for k in reversed(range(len(program.nodes))):
-        node = program.nodes[k]
+    readers = program.readers
+    for position in reversed(range(len(program.nodes))):
+        node = program.nodes[position]
         if node.target not in LIGHT or len(node.outs) != 1 or node.outs[0] is None or node.outs[0] in kept:
             continue
-        readers_ = set(read.get(node.outs[0], ()))
-        big = max((program.values[i].nbytes for i in node.refs), default=0)
-        if readers_ and readers_ <= found and program.values[node.outs[0]].nbytes >= big:
-            found.add(k)
+        reading = set(readers.get(node.outs[0], ()))
+        largest_read = max((program.values[ref].nbytes for ref in node.refs), default=0)
+        if reading and reading <= found and program.values[node.outs[0]].nbytes >= largest_read:
+            found.add(position)
     return frozenset(found)
 
 
 def _narrowed(ground: Ground, chosen: Sequence[Update]) -> frozenset[int]:
     """Casts of what is updated on the host to a narrower dtype: the narrow copy travels."""
-    program = ground.program
-    state = {storage for update in chosen for storage in update.written}
-    first = min((k for update in chosen for k in update.writers), default=0)
-    return frozenset(
-        k
-        for k, node in enumerate(program.nodes)
-        if node.target == CAST
-        and node.outs[0] is not None
-        and ground.lies.home[node.refs[0]] in state
-        and program.values[node.outs[0]].nbytes < program.values[node.refs[0]].nbytes
-        and k <= first  # an update may have changed it by then
-    )
+    program, home = ground.program, ground.lies.home
+    state = frozenset().union(*(update.written for update in chosen))
+    # Behind the first update a cast may read what that has changed.
+    first = min((min(update.writers) for update in chosen), default=0)
+    narrow: set[int] = set()
+    for position, node in enumerate(program.nodes[: first + 1]):
+        if node.target != CAST or node.outs[0] is None or home[node.refs[0]] not in state:
+            continue
+        if program.values[node.outs[0]].nbytes < program.values[node.refs[0]].nbytes:
+            narrow.add(position)
+    return frozenset(narrow)

@@ -126,11 +126,13 @@ class Table:
         # The next larger float: where the quotient is rounded down, all of the memory would be one slot more than there
         # are.
         self.unit = nextafter(max(memory / slots, 1e-9), inf)
-        self.forward_s = np.array([s.forward_s for s in stages])
-        self.plain_s = self.forward_s + np.array([s.backward_s for s in stages])
-        self.left = np.array([s.left_bytes for s in stages], dtype=np.int64)
-        self.outs = np.array([self._slots(s.out_bytes) for s in stages]).clip(max=self.size)
-        self.kept = [[self._slots(way.nbytes) for way in s.ways] for s in stages]
+        self.forward_s = np.array([stage.forward_s for stage in stages])
+        self.plain_s = self.forward_s + np.array([stage.backward_s for stage in stages])
+        self.left = np.array([stage.left_bytes for stage in stages], dtype=np.int64)
+        self.outs = np.array([self._slots(stage.out_bytes) for stage in stages]).clip(max=self.size)
+        self.kept: list[list[int]] = []  # by stage and way, in slots
+        for stage in stages:
+            self.kept.append([self._slots(way.nbytes) for way in stage.ways])
         self.cost = np.full((len(pieces), 2 * self.size), INF)  # seconds
         self.picked: dict[tuple[int, int], int] = {}
         # the first slot with which a piece can be done; `size`: none
@@ -157,12 +159,13 @@ class Table:
 
     def _order(self, i: int, j: int, m: int) -> list[Run | Back]:
         """Iterative, because chains are longer than Python's stack is deep."""
-        out: list[Run | Back] = []
+        order: list[Run | Back] = []
+        # A stack: what is to be done last stands first.
         todo: list[tuple[int, int, int] | Run | Back] = [(i, j, m)]
         while todo:
             item = todo.pop()
             if not isinstance(item, tuple):
-                out.append(item)
+                order.append(item)
                 continue
             i, j, m = item
             pick, ways = self._pick(i, j, m), len(self.stages[i].ways)
@@ -170,13 +173,13 @@ class Table:
                 k = i + 1 + pick - ways
                 left = int(self._left(k, j)[0])
                 todo += [(i, k - 1, m - left), (k, j, m - int(self.outs[k - 1]))]
-                todo += [Run(t, None, t == i) for t in range(k - 1, i - 1, -1)]
+                todo += [Run(stage, None, stage == i) for stage in range(k - 1, i - 1, -1)]
                 continue
             todo.append(Back(i))
             if i < j:
                 todo.append((i + 1, j, m - self.kept[i][pick]))
             todo.append(Run(i, pick))
-        return out
+        return order
 
     def _pick(self, i: int, j: int, m: int) -> int:
         """What comes first of stages i..j: the number of a way to keep the first, or behind these, behind how many
@@ -225,11 +228,11 @@ class Table:
         width = self.cost.shape[1]
         splits = np.stack([starts, width * behind + self.size - outs, width * ahead + self.size - left])
         bound_s = self.plain_s[i : j + 1].sum() * (1 - ROUNDED) + again_s
-        for k in range(BOUNDS):
+        for round_number in range(BOUNDS):
             stops = self.size - np.searchsorted(best[::-1], bound_s, side="right")
             pays = splits[0] < stops
             splits, again_s, stops = splits[:, pays], again_s[pays], stops[pays]
-            if k < BOUNDS - 1:  # as fast as both pieces are with the most slots that may pay
+            if round_number < BOUNDS - 1:  # as fast as both pieces are with the most slots that may pay
                 bound_s = self.cost.take(splits[1] + stops - 1) + self.cost.take(splits[2] + stops - 1) + again_s
         starts, later, earlier = splits
         return again_s, later, earlier, int(starts.min(initial=self.size)), int(stops.max(initial=0))
@@ -246,10 +249,10 @@ class Table:
             seconds = np.full(stop - first, INF)
             enough = max(first, self._slots(stage.needs(way) + left_bytes), kept)
             if enough < stop:
-                shift = self.size - kept
-                seconds[enough - first :] = (
-                    self.cost[self.rows[i + 1, j], shift + enough : shift + stop] if i < j else 0.0
-                )
+                seconds[enough - first :] = 0.0
+                if i < j:
+                    shift = self.size - kept
+                    seconds[enough - first :] = self.cost[self.rows[i + 1, j], shift + enough : shift + stop]
             yield seconds + (stage.forward_s + stage.backward_s + way.again_s)
 
     def _splitting(self, i: int, j: int, m: int) -> np.ndarray:
@@ -264,12 +267,14 @@ def _pieces(stages: Sequence[Stage]) -> tuple[np.ndarray, Sequence[tuple[int, in
 
     Short ones come first.
     """
-    n, numbers = len(stages), dict[Stage, int]()
+    numbers: dict[Stage, int] = {}
     kinds = [numbers.setdefault(stage, len(numbers)) for stage in stages]
-    rows, pieces = np.zeros((n, n), dtype=np.int64), list[tuple[int, int]]()
-    for width in range(n):
-        known = dict[tuple[int, int], int]()  # (the piece without its last stage, that stage's kind) -> piece
-        for i in range(n - width):
+    count = len(stages)
+    rows = np.zeros((count, count), dtype=np.int64)
+    pieces: list[tuple[int, int]] = []
+    for width in range(count):
+        known: dict[tuple[int, int], int] = {}  # (the piece without its last stage, that stage's kind) -> piece
+        for i in range(count - width):
             j = i + width
             looks = (int(rows[i, j - 1]) if width else 0, kinds[j])
             if looks not in known:

@@ -65,10 +65,12 @@ class ForwardFacts:
     def divided(self, every: int, blocks: bool = False) -> Divided:
         """Forward in stages, where so many of those between cuts are one. blocks: leave out cuts within blocks."""
         if (every, blocks) not in self._divided:
-            cuts = [cut.at for cut in (_between_blocks(self.cuts) if blocks else self.cuts)]
-            ends = [0, *(cut + 1 for cut in cuts[every - 1 :: every]), self.first or 0]
-            ranges = [range(a, b) for a, b in pairwise(ends) if b > a]
-            stage_of = {k: s for s, nodes in enumerate(ranges) for k in nodes}
+            cuts = _between_blocks(self.cuts) if blocks else self.cuts
+            ends = [0, *(cut.at + 1 for cut in cuts[every - 1 :: every]), self.first or 0]
+            ranges = [range(begin, end) for begin, end in pairwise(ends) if end > begin]
+            stage_of: dict[int, int] = {}
+            for stage, nodes in enumerate(ranges):
+                stage_of.update(dict.fromkeys(nodes, stage))
             rests = self.resting(stage_of)
             self._divided[every, blocks] = ranges, stage_of, rests, _backs(self, ranges, rests)
         return self._divided[every, blocks]
@@ -83,38 +85,45 @@ class ForwardFacts:
     def forward(self) -> list[int]:
         """Values that forward makes, in memory of their own."""
         inputs = set(self.program.inputs)
-        return [v for v, k in self.maker.items() if k < (self.first or 0) and self.group(v) not in inputs]
+        first = self.first or 0
+        return [value for value, maker in self.maker.items() if maker < first and self.group(value) not in inputs]
 
     def resting(self, stage_of: Mapping[int, int]) -> frozenset[int]:
         """Forward values that are never dropped."""
-        found = set(self.program.outputs)
-        for v in self.forward():
-            readers = self.readers.get(v, ())
-            at = stage_of[self.maker[v]]
-            far = any(stage_of.get(k, at) > at + 1 for k in readers if k < (self.first or 0))
-            late = any(k > self.last or self.program.nodes[k].phase == "update" for k in readers)
-            shown = self.program.nodes[self.maker[v]].target == DEBUG or any(
-                self.program.nodes[k].target == DEBUG for k in readers
-            )
-            if far or late or shown or self.program.values[v].nbytes <= SMALL:
-                found.add(v)
-        groups = {self.group(v) for v in found}
-        return frozenset(v for v in self.forward() if self.group(v) in groups)
+        groups = {self.group(value) for value in self.program.outputs}
+        for value in self.forward():
+            if self.program.values[value].nbytes <= SMALL or self._is_read_elsewhere(value, stage_of):
+                groups.add(self.group(value))
+        return frozenset(value for value in self.forward() if self.group(value) in groups)
+
+    def _is_read_elsewhere(self, value: int, stage_of: Mapping[int, int]) -> bool:
+        """Whether a value is read by more than its own stage, the next one and backward: later stages, the update, or
+        who debugs.
+        """
+        nodes, first = self.program.nodes, self.first or 0
+        maker = self.maker[value]
+        if nodes[maker].target == DEBUG:
+            return True
+        for reader in self.readers.get(value, ()):
+            if reader > self.last or nodes[reader].phase == "update" or nodes[reader].target == DEBUG:
+                return True
+            if reader < first and stage_of.get(reader, 0) > stage_of[maker] + 1:
+                return True
+        return False
 
     def streams(self) -> list[int]:
         """Values on the way from the batch through the parameters to the loss: what is cut."""
-        roles = {i: self.program.values[i].role for i in self.program.inputs}
-        batch = {i for i, role in roles.items() if role == "batch"}
-        params = {i for i, role in roles.items() if role in ("param", "frozen")}
+        roles = {id: self.program.values[id].role for id in self.program.inputs}
+        batch = {id for id, role in roles.items() if role == "batch"}
+        params = {id for id, role in roles.items() if role in ("param", "frozen")}
         for node in self.program.nodes[: self.first]:
-            outs = node.results
-            if any(r in batch for r in node.refs):
-                batch.update(outs)
-            if any(r in params for r in node.refs):
-                params.update(outs)
-        every = self.forward()
-        found = [v for v in every if v in batch and v in params]
-        return found or every
+            if not batch.isdisjoint(node.refs):
+                batch.update(node.results)
+            if not params.isdisjoint(node.refs):
+                params.update(node.results)
+        made = self.forward()
+        on_the_way = [value for value in made if value in batch and value in params]
+        return on_the_way or made
 
 
 @computed_once
@@ -213,14 +222,15 @@ def _backs(facts: ForwardFacts, stages: Sequence[range], rests: Collection[int])
     ends, begins = [], []
     for nodes in stages:
         end, begin = first, end_of_all
-        for value in (out for k in nodes for out in facts.program.nodes[k].results):
-            if value in rests:
-                continue
+        made: list[int] = []
+        for k in nodes:
+            made += [value for value in facts.program.nodes[k].results if value not in rests]
+        for value in made:
             readers = facts.readers.get(value, ())
-            end = max([end, *(k + 1 for k in readers if k <= facts.last)])
-            handed_on = any(nodes.stop <= k < first for k in readers)
+            end = max([end, *(reader + 1 for reader in readers if reader <= facts.last)])
+            handed_on = any(nodes.stop <= reader < first for reader in readers)
             if not handed_on:
-                begin = min([begin, *(k for k in readers if k >= first)])
+                begin = min([begin, *(reader for reader in readers if reader >= first)])
         ends.append(end)
         begins.append(begin)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from itertools import chain, combinations
+from itertools import combinations
 
 from colofunc.program.aliases import aliases
 from colofunc.program.ir import Program
@@ -28,18 +28,34 @@ def late(program: Program) -> Iterator[Callable[[], Program]]:
     first = next((k for k, node in enumerate(program.nodes) if node.phase == "backward"), 0)
     if not first or any(node.loop is not None for node in program.nodes):
         return
+    droppable = _droppable(program, first)
+    if len(droppable) > FEW:
+        return
+    for count in range(1, len(droppable) + 1):
+        for chosen in combinations(droppable, count):
+            yield partial(_replayed, program, first, frozenset().union(*chosen))
+
+
+def _droppable(program: Program, first: int) -> list[set[int]]:
+    """The values in each piece of memory that forward makes, backward reads and nobody outside sees.
+
+    first: the node that backward begins with.
+    """
     memory = aliases(program)
     made: dict[int, set[int]] = {}
-    for o in (o for node in program.nodes[:first] for o in node.results):
-        made.setdefault(memory.group(o), set()).add(o)
-    read = {memory.group(r) for node in program.nodes[first:] for r in node.refs}
-    kept = {memory.group(i) for i in (*program.inputs, *program.outputs)}
-    able = [
-        g for g, values in made.items() if g in read - kept and max(program.values[v].nbytes for v in values) >= SMALL
-    ]
-    if len(able) <= FEW:
-        for some in chain.from_iterable(combinations(able, n) for n in range(1, len(able) + 1)):
-            yield partial(_replayed, program, first, frozenset().union(*(made[g] for g in some)))
+    for node in program.nodes[:first]:
+        for out in node.results:
+            made.setdefault(memory.group(out), set()).add(out)
+    read: set[int] = set()
+    for node in program.nodes[first:]:
+        read.update(memory.group(ref) for ref in node.refs)
+    kept = {memory.group(id) for id in (*program.inputs, *program.outputs)}
+    droppable = []
+    for group, values in made.items():
+        largest = max(program.values[value].nbytes for value in values)
+        if group in read and group not in kept and largest >= SMALL:
+            droppable.append(values)
+    return droppable
 
 
 def _replayed(program: Program, first: int, dropped: Collection[int]) -> Program:

@@ -101,7 +101,9 @@ def chain_of(program: Program, node_s: NodeS, keeps: Keeps | None = None, every:
     if facts.first is None:
         return Chain(program, ())
     ranges, stage_of, rests, backs = facts.divided(every, keeps is not None)
-    parts = [_part(facts, nodes, s, stage_of, rests, backs[s], node_s, keeps) for s, nodes in enumerate(ranges)]
+    parts = []
+    for number, nodes in enumerate(ranges):
+        parts.append(_part(facts, nodes, number, stage_of, rests, backs[number], node_s, keeps))
     return Chain(program, tuple(parts))
 
 
@@ -109,38 +111,47 @@ def joined(chain: Chain) -> Chain:
     """Of a long chain, parts that keep nothing and hand nothing on are one with what follows: a search has less to tell
     apart.
     """
+    # a short chain is searched as it is
     if len(chain.parts) <= LONG:
         return chain
-    parts, before, nodes = list[Part](), list[Part](), chain.program.nodes
+    nodes = chain.program.nodes
+    parts: list[Part] = []
+    open_parts: list[Part] = []  # parts that become one with the next
     for part, later in zip(chain.parts, (*chain.parts[1:], None), strict=True):
-        before.append(part)
-        nothing = (
-            not part.out
-            and part.stage.out_bytes == 0
-            and all(way.nbytes == 0 and way.again_s == 0 for way in part.stage.ways)
-        )
-        # ranks of a pipeline have orders of their own
-        alike = later is not None and nodes[part.nodes[0]].on == nodes[later.nodes[0]].on
-        if not nothing or not alike:
-            parts.append(_one(before))
-            before = []
+        open_parts.append(part)
+        # Ranks of a pipeline have orders of their own, so their stages stay apart.
+        same_ranks = later is not None and nodes[part.nodes[0]].on == nodes[later.nodes[0]].on
+        if not (_holds_nothing(part) and same_ranks):
+            parts.append(_one(open_parts))
+            open_parts = []
     return attrs.evolve(chain, parts=tuple(parts))
+
+
+def _holds_nothing(part: Part) -> bool:
+    """Whether a part hands nothing on, and keeps nothing, in no way to keep it."""
+    if part.out or part.stage.out_bytes:
+        return False
+    return all(way.nbytes == 0 and way.again_s == 0 for way in part.stage.ways)
 
 
 def _one(parts: Sequence[Part]) -> Part:
     """Of parts one behind the other, all but the last keep nothing."""
     first, last = parts[0], parts[-1]
+    saved: dict[int, int] = {}
+    for part in parts:
+        saved.update(part.saved)
+    stage = attrs.evolve(
+        last.stage,
+        forward_s=sum(part.stage.forward_s for part in parts),
+        backward_s=sum(part.stage.backward_s for part in parts),
+    )
     return attrs.evolve(
         last,
         nodes=range(first.nodes.start, last.nodes.stop),
         made=frozenset().union(*(part.made for part in parts)),
-        saved={group: nbytes for part in parts for group, nbytes in part.saved.items()},
+        saved=saved,
         back=range(last.back.start, first.back.stop),
-        stage=attrs.evolve(
-            last.stage,
-            forward_s=sum(part.stage.forward_s for part in parts),
-            backward_s=sum(part.stage.backward_s for part in parts),
-        ),
+        stage=stage,
     )
 
 
@@ -154,31 +165,51 @@ def _part(
     node_s: NodeS,
     keeps: Keeps | None,
 ) -> Part:
-    program, first = facts.program, facts.first or 0
+    program = facts.program
     members = _members(facts, nodes, rests)
-    sizes = {group: max(program.values[value].nbytes for value in values) for group, values in members.items()}
-    outs, saved = set[int](), set[int]()
+    sizes: dict[int, int] = {}
     for group, values in members.items():
-        readers = [reader for value in values for reader in facts.readers.get(value, ())]
-        if any(reader < first and stage_of[reader] > number for reader in readers):
-            outs.add(group)
-        elif any(first <= reader <= facts.last for reader in readers):
-            saved.add(group)
-
+        sizes[group] = max(program.values[value].nbytes for value in values)
+    outs, saved = _outs_and_saved(facts, members, number, stage_of)
     if keeps is None:
         rungs = _ladder(facts, nodes, saved, outs, sizes, node_s)
     else:
         rungs = _by_policy(facts, nodes, saved, outs, members, node_s, keeps)
+
     out_bytes = sum(sizes[group] for group in outs)
     ways = tuple(Kept(out_bytes + _nbytes(rung, sizes), rung[1]) for rung in rungs)
-    forward_s = sum(node_s(program.nodes[k], program.values) for k in nodes)
-    backward_s = sum(node_s(program.nodes[k], program.values) for k in back)
-    stage = Stage(forward_s, backward_s, out_bytes, ways)
+    stage = Stage(_seconds(program, nodes, node_s), _seconds(program, back, node_s), out_bytes, ways)
 
-    handed_on = frozenset().union(*(members[group] for group in outs))
-    stays = tuple(handed_on.union(*(members[group] for group in kept)) for kept, _ in rungs)
-    made = frozenset().union(*members.values())
+    handed_on = _values(outs, members)
+    stays = tuple(handed_on | _values(kept, members) for kept, _ in rungs)
+    made = _values(members, members)
     return Part(nodes, made, handed_on, {group: sizes[group] for group in saved}, back, stage, stays)
+
+
+def _outs_and_saved(
+    facts: ForwardFacts, members: Mapping[int, Collection[int]], number: int, stage_of: Mapping[int, int]
+) -> tuple[set[int], set[int]]:
+    """(memory groups of stage `number` that later stages read in forward, others that backward reads)."""
+    first = facts.first or 0
+    outs: set[int] = set()
+    saved: set[int] = set()
+    for group, values in members.items():
+        readers: list[int] = []
+        for value in values:
+            readers += facts.readers.get(value, ())
+        if any(reader < first and stage_of[reader] > number for reader in readers):
+            outs.add(group)
+        elif any(first <= reader <= facts.last for reader in readers):
+            saved.add(group)
+    return outs, saved
+
+
+def _values(groups: Iterable[int], members: Mapping[int, Collection[int]]) -> frozenset[int]:
+    return frozenset().union(*(members[group] for group in groups))
+
+
+def _seconds(program: Program, nodes: Iterable[int], node_s: NodeS) -> float:
+    return sum(node_s(program.nodes[k], program.values) for k in nodes)
 
 
 def _members(facts: ForwardFacts, nodes: range, rests: Collection[int]) -> dict[int, set[int]]:
@@ -212,16 +243,16 @@ def _by_policy(
 
     chosen = {group for group, values in members.items() if any(map(kept, values))}
     again = _again(facts, nodes, saved, chosen | set(outs))
-    # what is made again may start from these
-    starts = {facts.group(ref) for k in again for ref in program.nodes[k].refs}
-    again_s = sum(node_s(program.nodes[k], program.values) for k in sorted(again))
-    return [(frozenset(saved), 0.0), (frozenset(chosen & (starts | set(saved))), again_s)]
+    # What is made again may start from what its nodes read; the policy's other values need not stay.
+    needed = set(saved)
+    for k in again:
+        needed.update(facts.group(ref) for ref in program.nodes[k].refs)
+    return [(frozenset(saved), 0.0), (frozenset(chosen & needed), _seconds(program, sorted(again), node_s))]
 
 
 def _again_s(facts: ForwardFacts, nodes: range, saved: Collection[int], kept: Collection[int], node_s: NodeS) -> float:
     """Seconds to make what is saved but not kept, from what is kept."""
-    program = facts.program
-    return sum(node_s(program.nodes[k], program.values) for k in sorted(_again(facts, nodes, saved, kept)))
+    return _seconds(facts.program, sorted(_again(facts, nodes, saved, kept)), node_s)
 
 
 def _again(facts: ForwardFacts, nodes: range, saved: Collection[int], kept: Collection[int]) -> set[int]:
@@ -259,19 +290,25 @@ def _ladder(
     kept, seconds = set(saved), 0.0
     rungs = [(frozenset(kept), seconds)]
     while kept:
-        trials = {g: _again_s(facts, nodes, saved, (kept - {g}) | set(outs), node_s) for g in kept}
-        gone = min(sorted(kept), key=lambda g: (trials[g] - seconds) / sizes[g])
-        kept.discard(gone)
-        seconds = trials[gone]
+        # Every group is tried anew: what it costs depends on what else is gone.
+        trials: dict[int, float] = {}
+        for group in kept:
+            trials[group] = _again_s(facts, nodes, saved, (kept - {group}) | set(outs), node_s)
+        dropped = min(sorted(kept), key=lambda group: (trials[group] - seconds) / sizes[group])
+        kept.discard(dropped)
+        seconds = trials[dropped]
         rungs.append((frozenset(kept), seconds))
     return _few(rungs, sizes)
 
 
 def _few(rungs: list[Rung], sizes: Mapping[int, int]) -> list[Rung]:
     """At most `WAYS` rungs, about evenly spaced in bytes; of equal seconds the last, but always both ends."""
-    middle = [b for b, c in pairwise(rungs[1:]) if b[1] < c[1]]  # cheaper in bytes at the same seconds wins
-    if len(rungs) <= 2 or not middle:
-        return rungs if len(rungs) <= 2 else [rungs[0], rungs[-1]]
+    if len(rungs) <= 2:
+        return rungs
+    # Of two with equal seconds the lower one has fewer bytes.
+    middle = [rung for rung, lower in pairwise(rungs[1:]) if rung[1] < lower[1]]
+    if not middle:
+        return [rungs[0], rungs[-1]]
     top = _nbytes(rungs[0], sizes)
     aims = [top * (1 - k / (WAYS - 1)) for k in range(1, WAYS - 1)]
     chosen = {min(middle, key=partial(_off, sizes, aim)) for aim in aims}
@@ -279,7 +316,7 @@ def _few(rungs: list[Rung], sizes: Mapping[int, int]) -> list[Rung]:
 
 
 def _nbytes(rung: Rung, sizes: Mapping[int, int]) -> int:
-    return sum(sizes[g] for g in rung[0])
+    return sum(sizes[group] for group in rung[0])
 
 
 def _off(sizes: Mapping[int, int], aim: float, rung: Rung) -> float:

@@ -71,7 +71,7 @@ class OverBudget(PlanError):
     """
 
     def __init__(self, budget_bytes: int, least_bytes: int, roles: Mapping[str, int], leanest: Assignment) -> None:
-        top = ", ".join(f"{role} {size_text(n)}" for role, n in list(roles.items())[:3])
+        top = ", ".join(f"{role} {size_text(nbytes)}" for role, nbytes in list(roles.items())[:3])
         super().__init__(
             f"a budget of {size_text(budget_bytes)} per rank cannot be met by sharding: the least peak is estimated as "
             f"{size_text(least_bytes)} ({top} at that moment); raise the budget, use more ranks, or add checkpoint or "
@@ -172,7 +172,7 @@ def assign(
         memo.misses[regather] = [*before], result
         least.append((result.least_bytes, result.least_roles, make(result.least_choice)))
     if price_s or budget_bytes is None:
-        return min(dear, key=lambda a: a.cost_s + price_s * a.peak_bytes)
+        return min(dear, key=lambda assignment: assignment.cost_s + price_s * assignment.peak_bytes)
     nbytes, roles, leanest = min(least, key=lambda item: item[0])
     if nbytes <= budget_bytes * (1 + slack):
         return leanest
@@ -196,10 +196,12 @@ def _fastest(
 ) -> Assignment:
     """The cheapest assignment found, whatever its peak."""
     ties = tie(program, constraints.key, enabled=tied)
-    options = [_options(program, m[0], candidates, constraints, near) for m in ties.members]
+    options = [_options(program, members[0], candidates, constraints, near) for members in ties.members]
     options = reachable(program, ties, options)
-    options = lean(program, ties, options) if few else options
-    always = copies_of(program, [program.inputs[k] for k, said in constraints.regather.items() if said])
+    if few:
+        options = lean(program, ties, options)
+    regathered = [program.inputs[position] for position, said in constraints.regather.items() if said]
+    always = copies_of(program, regathered)
     model = build_model(
         program,
         mesh,
@@ -211,7 +213,9 @@ def _fastest(
         sums=constraints.sums,
         kernel_s=kernel_s,
     )
-    begin = [*(_choice_of(a, ties, options) for a in starts), *(_starts(program, ties, model) if fresh else ())]
+    begin = [_choice_of(start, ties, options) for start in starts]
+    if fresh:
+        begin += _starts(program, ties, model)
     choice = search(model, begin, SEED, effort, fresh, restarts)
     if model.true_cost(choice) >= BIG:
         raise PlanError(
@@ -229,20 +233,24 @@ def in_model_of(found: Assignment, known: Assignment, program: Program) -> Assig
     choice = _choice_of(known, found.ties, found.model.options)
     alive = liveness(program, found.model, found.ties)
     again = _assignment(program, found.model, found.ties, alive, found.regather, choice)
-    pairs = zip(again.strategies, known.strategies, strict=True)
-    alike = again.inputs == known.inputs and all((a.ins, a.outs) == (b.ins, b.outs) for a, b in pairs)
-    return again if alike else None
+    if again.inputs != known.inputs:
+        return None
+    for strategy, wanted in zip(again.strategies, known.strategies, strict=True):
+        if (strategy.ins, strategy.outs) != (wanted.ins, wanted.outs):
+            return None
+    return again
 
 
 def others(program: Program, memo: Memo, budget_bytes: int, small: bool, price_s: float | None) -> Iterator[Assignment]:
-    """Of a step that was assigned before all others that are worth a look (`enumeration.more_choices`), cheapest first.
-    """
-    ways, known = list[Iterator[Assignment]](), memo.fastest
-    for regather, (model, alive) in memo.models.items() if known else ():
-        assert known is not None
+    """Of a step that was assigned before all others that are worth a look (`enumeration.more_choices`), cheapest first."""
+    known = memo.fastest
+    if known is None:
+        return iter(())
+    ways: list[Iterator[Assignment]] = []
+    for regather, (model, alive) in memo.models.items():
         found = more_choices(program, model, known.ties, known.choice, budget_bytes, small, price_s)
         ways.append(map(partial(_assignment, program, model, known.ties, alive, regather), found))
-    return merge(*ways, key=lambda a: a.cost_s)
+    return merge(*ways, key=lambda assignment: assignment.cost_s)
 
 
 def free(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:
@@ -258,47 +266,59 @@ def _options(
     near: Callable[[Node | Value, Strategy], bool] | None,
 ) -> tuple[Strategy, ...]:
     thing = item_of(program, item)
-    offered = (leaf_strategy(o) if isinstance(o, Layout) else o for o in candidates(thing))
+    offered: list[Strategy] = []
+    for candidate in candidates(thing):
+        offered.append(leaf_strategy(candidate) if isinstance(candidate, Layout) else candidate)
     return allowed(program, item, offered, constraints, None if near is None else partial(near, thing))
 
 
 def strategy_of(assignment: Assignment, item: int) -> Strategy:
     """What was decided for an item."""
-    c = assignment.ties.of_item[item]
-    return assignment.model.options[c][assignment.choice[c]]
+    number = assignment.ties.of_item[item]
+    return assignment.model.options[number][assignment.choice[number]]
 
 
 def _choice_of(assignment: Assignment, ties: Ties, options: Sequence[tuple[Strategy, ...]]) -> list[int]:
     """Another assignment of the same program as option indices here (the first option where it is not offered)."""
-    out = []
+    choice = []
     for members, strategies in zip(ties.members, options, strict=True):
-        had = strategy_of(assignment, members[0])
-        same = (k for k, s in enumerate(strategies) if (s.ins, s.outs) == (had.ins, had.outs))
-        out.append(next(same, 0))
-    return out
+        taken = strategy_of(assignment, members[0])
+        chosen = 0
+        for option, strategy in enumerate(strategies):
+            if (strategy.ins, strategy.outs) == (taken.ins, taken.outs):
+                chosen = option
+                break
+        choice.append(chosen)
+    return choice
 
 
 def _starts(program: Program, ties: Ties, model: Model) -> list[list[int]]:
     """Assignments to begin from: all replicated, and greedy ones for each way to lay out the batch."""
-    batch = {ties.of_input(k) for k, id in enumerate(program.inputs) if program.values[id].role == "batch"}
-    largest = max(
-        batch, key=lambda c: (max(s.outs[0].local_numel for s in model.options[c] if s.outs[0]), -c), default=None
-    )
-    starts = [[0] * len(model.options)]
-    if largest is None or len(model.options) <= 2:
-        return starts
+    replicated = [0] * len(model.options)
+    batch: set[int] = set()
+    for position, id in enumerate(program.inputs):
+        if program.values[id].role == "batch":
+            batch.add(ties.of_input(position))
+    if not batch or len(model.options) <= 2:
+        return [replicated]
+
+    # The largest leaf of the batch says how all of it lies.
+    largest = max(batch, key=lambda number: (max(map(_numel, model.options[number])), -number))
+    options = model.options[largest]
     graph = model.pair_graph(1.0)
     order = range(len(model.options))
-    ways = sorted(range(len(model.options[largest])), key=lambda o: _numel(model.options[largest][o]))
-    for o in ways[:BATCHES]:
-        text = model.options[largest][o].outs[0]
-        alike = {c: _first(model.options[c], text) for c in sorted(batch)}
-        starts.append(graph.greedy(order, {**alike, largest: o}))
+    smallest_first = sorted(range(len(options)), key=lambda option: _numel(options[option]))
+    starts = [replicated]
+    for option in smallest_first[:BATCHES]:
+        layout = options[option].outs[0]
+        given = {number: _first(model.options[number], layout) for number in sorted(batch)}
+        given[largest] = option
+        starts.append(graph.greedy(order, given))
     return starts
 
 
 def _numel(strategy: Strategy) -> int:
-    return sum(lay.local_numel for lay in strategy.outs if lay is not None)
+    return sum(layout.local_numel for layout in strategy.outs if layout is not None)
 
 
 def _first(options: Sequence[Strategy], like: Layout | None) -> int:
@@ -313,28 +333,33 @@ def _first(options: Sequence[Strategy], like: Layout | None) -> int:
 
 
 def _parameters(program: Program) -> frozenset[int]:
-    return frozenset(i for i in program.inputs if program.values[i].role in ("param", "frozen"))
+    return frozenset(id for id in program.inputs if program.values[id].role in ("param", "frozen"))
 
 
 def _assignment(
     program: Program, model: Model, ties: Ties, live: Liveness, regather: frozenset[int], choice: Sequence[int]
 ) -> Assignment:
-    picked = [options[o] for options, o in zip(model.options, choice, strict=True)]
-    inputs = {id: _whole(picked[ties.of_input(k)]) for k, id in enumerate(program.inputs)}
-    strategies = tuple(picked[ties.of_node(k)] for k in range(len(program.nodes)))
+    picked = [options[option] for options, option in zip(model.options, choice, strict=True)]
+    inputs = {id: _whole(picked[ties.of_input(position)]) for position, id in enumerate(program.inputs)}
+    strategies = tuple(picked[ties.of_node(position)] for position in range(len(program.nodes)))
     layouts = dict(inputs)
     for node, strategy in zip(program.nodes, strategies, strict=True):
-        for o, layout in zip(node.outs, strategy.outs, strict=True):
-            if o is not None and layout is not None:
-                layouts[o] = layout
-    fixed = {id: flow.settle for flow in model.flows for id in flow.values if flow.settle is not None}
+        for out, layout in zip(node.outs, strategy.outs, strict=True):
+            if out is not None and layout is not None:
+                layouts[out] = layout
+    settle: dict[int, Layout | str] = {}
+    for flow in model.flows:
+        if flow.settle is not None:
+            settle.update(dict.fromkeys(flow.values, flow.settle))
     leaf_of = dict(program.aliases)
-    outputs = tuple(
-        inputs[program.inputs[leaf_of[p]]] if p in leaf_of else settled(layouts[id], fixed[id])
-        for p, id in enumerate(program.outputs)
-    )
+    outputs: list[Layout] = []
+    for position, id in enumerate(program.outputs):
+        if position in leaf_of:  # donated: it lies as its leaf does
+            outputs.append(inputs[program.inputs[leaf_of[position]]])
+        else:
+            outputs.append(settled(layouts[id], settle[id]))
     cost_s, peak = model.true_cost(choice), live.peak(choice).nbytes
-    return Assignment(strategies, inputs, outputs, cost_s, peak, regather, model, ties, tuple(map(int, choice)))
+    return Assignment(strategies, inputs, tuple(outputs), cost_s, peak, regather, model, ties, tuple(map(int, choice)))
 
 
 def _whole(strategy: Strategy) -> Layout:

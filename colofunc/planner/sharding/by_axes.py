@@ -115,8 +115,9 @@ class _Turns:
         the rest in twos.
         """
         together = self._named_together()
-        rest = [axis for axis in self.open_axes if not any(axis in block for block in together)]
-        constrained = set[str]()
+        named = set().union(*together)
+        rest = [axis for axis in self.open_axes if axis not in named]
+        constrained: set[str] = set()
         for of_item in self.constraints.items.values():
             for constraint in of_item:
                 constrained.update(constraint.axes)

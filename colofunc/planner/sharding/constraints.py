@@ -8,6 +8,7 @@ no operands and one result, so one kind of test serves both.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
 import attrs
@@ -110,8 +111,7 @@ class Constraints:
         return attrs.evolve(self, items=items)
 
     def offering_nothing_on(self, axes: Collection[str]) -> Constraints:
-        """The same, but for offers that split something over one of these axes: values are placed at indices of them.
-        """
+        """The same, but for offers that split something over one of these axes: values are placed at indices of them."""
         items = {}
         for item, constraints in self.items.items():
             with_fewer_offers = []
@@ -160,11 +160,11 @@ def _axes_of(strategy: Strategy) -> set[str]:
     return axes
 
 
-def agrees(strategy: Strategy, fixed: Strategy | None, free: Collection[str]) -> bool:
+def agrees(strategy: Strategy, fixed: Strategy | None, free: AbstractSet[str]) -> bool:
     """Whether a strategy places every axis outside `free` as `fixed` does; None: nowhere."""
     layouts = (*strategy.ins, *strategy.outs)
     if fixed is None:
-        return all(layout is None or all(axis in free for axis in layout.axes) for layout in layouts)
+        return all(layout is None or set(layout.axes) <= free for layout in layouts)
     for layout, fixed_layout in zip(layouts, (*fixed.ins, *fixed.outs), strict=True):
         if layout is fixed_layout:  # equal layouts are one object
             continue
@@ -226,8 +226,10 @@ def _instead(options: Sequence[Strategy], constraints: Sequence[Constraint]) -> 
     for constraint in constraints:
         if constraint.instead is None:
             continue
-        others = [other for other in constraints if other is not constraint]
-        left = [strategy for strategy in options if all(other.accepts(strategy) for other in others)]
+        left = list(options)
+        for other in constraints:
+            if other is not constraint:
+                left = [strategy for strategy in left if other.accepts(strategy)]
         advice = constraint.instead(left)
         if advice:
             return f"{advice}, or "

@@ -286,8 +286,11 @@ def buckets_of(graph: Graph, order: Sequence[int]) -> tuple[float, list[Bucket]]
     for variable in order:
         joined = [(scope, table) for scope, table in tables if variable in scope]
         tables = [(scope, table) for scope, table in tables if variable not in scope]
-        variables = {one for scope, _ in joined for one in scope}
-        rest = tuple(sorted(variables - {variable}))
+        neighbours: set[int] = set()
+        for scope, _ in joined:
+            neighbours.update(scope)
+        neighbours.discard(variable)
+        rest = tuple(sorted(neighbours))
         total: Array = np.zeros([1] * (1 + len(rest)))
         for scope, table in joined:
             total = total + _spread(table, scope, (variable, *rest))
@@ -312,7 +315,9 @@ def _in_order(graph: Graph, order: Sequence[int], branch: set[int], steps: int) 
     least, buckets = buckets_of(graph, order)
     buckets.reverse()  # decided in this order
     place = {bucket.variable: position for position, bucket in enumerate(buckets)}
-    scopes = [tuple(place[variable] for variable in bucket.scope) for bucket in buckets]
+    scopes = []
+    for bucket in buckets:
+        scopes.append([place[variable] for variable in bucket.scope])
     branches = [bucket.variable in branch for bucket in buckets]
     places = [place[variable] for variable in range(graph.size)]
     # cost if all else is the best, when it was put there, options that are decided

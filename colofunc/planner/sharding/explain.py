@@ -32,6 +32,7 @@ from colofunc.spec.spec import bind, names_of
 MAX_MASK_BYTES = 1 << 27
 STAGES = "stages: parameters and their work at its indices"  # of an axis at whose indices values exist
 SHOWN = 4  # readers and other specs of a leaf that a plan keeps
+EQUAL_S = 1e-9  # options that differ by less cost the same
 RuleOf = Callable[[Node], Rule | None]
 
 
@@ -67,44 +68,56 @@ def make_plan(
     budget_bytes: int | None = None,
 ) -> Plan:
     """The plan of an assignment. `named`: axis -> the named plan that speaks for it; other axes were found."""
+    named = named or {}
     keys = node_keys(program)
-    budgeted = budget_bytes is not None
     paid = _paid(found, mesh)
     taken = names_of(mesh)
+    decide = _Decider(program, found, keys, rule_of, constraints, budget_bytes is not None, taken)
     decisions = []
-    for c, members in enumerate(found.ties.members):
+    for number, members in enumerate(found.ties.members):
+        # Classes of leaves come first; they stand in the plan as inputs.
         if members[0] >= found.ties.n_inputs:
-            nodes = [m - found.ties.n_inputs for m in members]
-            share = paid.get(c, _Share())
-            decisions.append(_decide(program, found, c, nodes, keys, share, rule_of, constraints, budgeted, taken))
+            decisions.append(decide.decision(number, paid.get(number, _Share())))
     readers = _readers(program)
-    leaves = tuple(_leaf(program, found, k, readers, constraints, taken) for k in range(len(program.inputs)))
-    by = named or {}
-    once = [program.inputs[k] for k, again in constraints.regather.items() if again is False]
-    said = describe(program, mesh, found.strategies, found.inputs, once, any(constraints.scatter.values()))
-    staged = {axis for axis, _ in constraints.at.values()}
-    said = tuple((axis, STAGES if axis in staged else text) for axis, text in said)
-    uses = tuple(AxisUse(a, text, by.get(a, "found")) for a, text in said)
+    leaves = [_leaf(program, found, position, readers, constraints, taken) for position in range(len(program.inputs))]
+    conversions_s = sum(share.seconds for share in paid.values())
+    inside_s = sum(strategy.cost.extra_s for strategy in found.strategies)
     return Plan(
         mesh.axes,
         mesh.topology.name,
         tuple(decisions),
-        leaves,
+        tuple(leaves),
         tuple(layout.text(taken) for layout in found.outputs),
-        uses,
+        _axis_uses(program, mesh, found, named, constraints),
         found.cost_s,
-        sum(share.seconds for share in paid.values()) + sum(s.cost.extra_s for s in found.strategies),
+        conversions_s + inside_s,
         found.peak_bytes,
         budget_bytes,
-        tuple(program.values[i].name for i in program.inputs if i in found.regather),
-        notes=(*_dense_masks(program), *_repeated(program, mesh, found, by)),
+        tuple(program.values[id].name for id in program.inputs if id in found.regather),
+        notes=(*_dense_masks(program), *_repeated(program, mesh, found, named)),
     )
+
+
+def _axis_uses(
+    program: Program, mesh: Mesh, found: Assignment, named: Mapping[str, str], constraints: Constraints
+) -> tuple[AxisUse, ...]:
+    """What each mesh axis is used for, in the field's words."""
+    gathered_once = [program.inputs[position] for position, again in constraints.regather.items() if again is False]
+    scatters = any(constraints.scatter.values())
+    staged = {axis for axis, _ in constraints.at.values()}
+    uses = []
+    for axis, text in describe(program, mesh, found.strategies, found.inputs, gathered_once, scatters):
+        said = STAGES if axis in staged else text
+        uses.append(AxisUse(axis, said, named.get(axis, "found")))
+    return tuple(uses)
 
 
 def _repeated(program: Program, mesh: Mesh, found: Assignment, named: Mapping[str, str]) -> tuple[str, ...]:
     """A line for each axis of a plan of tensor parallelism that leaves products whole."""
-    axes = [a for a in mesh.axis_names if mesh.axis_size(a) > 1 and named.get(a, "").startswith("tensor")]
-    lines = (repeated(program, mesh, found.strategies, axis) for axis in axes)
+    lines = []
+    for axis in mesh.axis_names:
+        if mesh.axis_size(axis) > 1 and named.get(axis, "").startswith("tensor"):
+            lines.append(repeated(program, mesh, found.strategies, axis))
     return tuple(line for line in lines if line)
 
 
@@ -114,6 +127,7 @@ def _dense_masks(program: Program) -> tuple[str, ...]:
     for node in program.nodes:
         where = ATTENTION.get(node.target)
         if where is not None and isinstance(node.args[where[0]], Ref):
+            # layers share a mask: the first of them is named
             readers.setdefault(node.args[where[0]].id, node)
     notes = []
     for vid, node in readers.items():
@@ -121,49 +135,61 @@ def _dense_masks(program: Program) -> tuple[str, ...]:
         if mask.nbytes > MAX_MASK_BYTES:
             notes.append(
                 f"{node.path or 'attention'} reads a dense mask {mask.shape} of {size_text(mask.nbytes)}: it is no "
-                "band, and not made by & "
-                "of comparisons of a vector per row with a vector per column (position[j] <= position[i], document[j] "
-                "== document[i], "
-                "keep[j]). Try: a bool mask that is written so"
+                "band, and not made by & of comparisons of a vector per row with a vector per column "
+                "(position[j] <= position[i], document[j] == document[i], keep[j]). Try: a bool mask that is written so"
             )
     return tuple(notes)
 
 
-def _decide(
-    program: Program,
-    found: Assignment,
-    c: int,
-    nodes: Sequence[int],
-    keys: Sequence[str],
-    share: _Share,
-    rule_of: RuleOf,
-    constraints: Constraints,
-    budgeted: bool,
-    taken: tuple[str, ...],
-) -> Decision:
-    node = program.nodes[nodes[0]]
-    strategy = found.strategies[nodes[0]]
-    rule = rule_of(node)
-    alternatives = _alternatives(found, c)
-    inside = strategy.cost.extra_s
-    own = float(found.model.seconds[c][found.choice[c]]) - inside
-    wishes = [w.says for w in constraints.items.get(found.ties.members[c][0], ()) if w.says]
-    return Decision(
-        starred(node.path) if len({program.nodes[n].path for n in nodes}) > 1 else node.path,
-        node.target,
-        node.phase,
-        "" if rule is None else rule.text(),
-        strategy.name,
-        strategy.axes,
-        tuple(layout.text(taken) for layout in strategy.ins),
-        tuple(None if layout is None else layout.text(taken) for layout in strategy.outs),
-        own,
-        inside + share.seconds / len(nodes),
-        share.collectives,
-        _reason(wishes, alternatives, rule, len(found.model.options[c]), budgeted),
-        tuple(keys[n] for n in nodes),
-        alternatives,
-    )
+@attrs.frozen(eq=False)
+class _Decider:
+    """Writes down what was decided for a class of operators. `taken`: names that no local factor may have."""
+
+    program: Program
+    found: Assignment
+    keys: Sequence[str]
+    rule_of: RuleOf
+    constraints: Constraints
+    budgeted: bool
+    taken: tuple[str, ...]
+
+    def decision(self, number: int, share: _Share) -> Decision:
+        """`share`: the conversions that the class pays for."""
+        found, taken = self.found, self.taken
+        members = found.ties.members[number]
+        nodes = [member - found.ties.n_inputs for member in members]
+        node = self.program.nodes[nodes[0]]
+        strategy = found.strategies[nodes[0]]
+        rule = self.rule_of(node)
+        alternatives = _alternatives(found, number)
+        inside_s = strategy.cost.extra_s
+        own_s = float(found.model.seconds[number][found.choice[number]]) - inside_s
+        wishes = [wish.says for wish in self.constraints.items.get(members[0], ()) if wish.says]
+        one_path = len({self.program.nodes[k].path for k in nodes}) == 1
+        return Decision(
+            node.path if one_path else starred(node.path),
+            node.target,
+            node.phase,
+            "" if rule is None else rule.text(),
+            strategy.name,
+            strategy.axes,
+            _texts(strategy.ins, taken),
+            _optional_texts(strategy.outs, taken),
+            own_s,
+            inside_s + share.seconds / len(nodes),
+            share.collectives,
+            _reason(wishes, alternatives, rule, len(found.model.options[number]), self.budgeted),
+            tuple(self.keys[k] for k in nodes),
+            alternatives,
+        )
+
+
+def _texts(layouts: Sequence[Layout], taken: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(layout.text(taken) for layout in layouts)
+
+
+def _optional_texts(layouts: Sequence[Layout | None], taken: tuple[str, ...]) -> tuple[str | None, ...]:
+    return tuple(None if layout is None else layout.text(taken) for layout in layouts)
 
 
 def _reason(
@@ -175,45 +201,56 @@ def _reason(
         return "no rule: runs replicated"
     if count == 1:
         return "the only strategy"
-    finite = [a for a in alternatives if a.more_s < BIG]
-    if not finite:
+    possible = [alternative for alternative in alternatives if alternative.more_s < BIG]
+    if not possible:
         return "all others clash with their neighbours"
-    if budgeted and finite[0].more_s < -1e-9:
-        return f"{finite[0].strategy} would save {time_text(-finite[0].more_s)}, but not memory"
-    if finite[0].more_s <= 1e-9:
-        return f"as good as {finite[0].strategy}"
-    return f"next best {finite[0].strategy} +{time_text(finite[0].more_s)}"
+    best = possible[0]
+    # Under a budget the faster one may hold more.
+    if budgeted and best.more_s < -EQUAL_S:
+        return f"{best.strategy} would save {time_text(-best.more_s)}, but not memory"
+    if best.more_s <= EQUAL_S:
+        return f"as good as {best.strategy}"
+    return f"next best {best.strategy} +{time_text(best.more_s)}"
 
 
-def _alternatives(found: Assignment, c: int) -> tuple[Alternative, ...]:
-    chosen = found.choice[c]
-    row = found.model.row(c, found.choice)
-    out = []
-    for o, s in enumerate(found.model.options[c]):
-        if o != chosen:
-            more = float(row[o] - row[chosen])
-            more_compute_s = found.model.weight[c] * (_computing(found, c, o) - _computing(found, c, chosen))
-            out.append(Alternative(s.name, s.axes, float("inf") if more >= BIG / 2 else more, more_compute_s))
-    return tuple(sorted(out, key=lambda a: a.more_s))
+def _alternatives(found: Assignment, number: int) -> tuple[Alternative, ...]:
+    """The options that a class did not take, cheapest first."""
+    chosen = found.choice[number]
+    row = found.model.row(number, found.choice)
+    weight = found.model.weight[number]
+    chosen_compute_s = _compute_s(found, number, chosen)
+    alternatives = []
+    for option, strategy in enumerate(found.model.options[number]):
+        if option == chosen:
+            continue
+        more_s = float(row[option] - row[chosen])
+        # what clashes with a neighbour is not merely slow
+        if more_s >= BIG / 2:
+            more_s = float("inf")
+        more_compute_s = weight * (_compute_s(found, number, option) - chosen_compute_s)
+        alternatives.append(Alternative(strategy.name, strategy.axes, more_s, more_compute_s))
+    return tuple(sorted(alternatives, key=lambda alternative: alternative.more_s))
 
 
-def _computing(found: Assignment, c: int, option: int) -> float:
+def _compute_s(found: Assignment, number: int, option: int) -> float:
     """Seconds of one operator without the communication inside it."""
-    return float(found.model.seconds[c][option]) - found.model.options[c][option].cost.extra_s
+    return float(found.model.seconds[number][option]) - found.model.options[number][option].cost.extra_s
 
 
 def _paid(found: Assignment, mesh: Mesh) -> dict[int, _Share]:
     """Class -> the conversions that its operands were first to want; outputs pay with their producer."""
     paid: dict[int, _Share] = {}
-    for f, coded in enumerate(found.model.coded):
+    for position, coded in enumerate(found.model.coded):
         flow = coded.flow
+        # Who is the first to want a layout pays for it; the others read the same copy.
         source, targets = coded.at(found.choice)
-        payer = _payers(flow, coded.layouts[source], [coded.layouts[t] for t in targets])
-        for src, dst, seconds in found.model.steps(f, found.choice):
-            c = payer.get(dst, flow.producer)
-            if c < 0 or found.ties.members[c][0] < found.ties.n_inputs:
-                c = flow.producer  # a donated output goes back to its leaf at its producer's expense
-            paid[c] = paid.get(c, _Share()).plus(flow.count * seconds, _collectives(src, dst, mesh, flow.itemsize))
+        payer_of = _payers(flow, coded.layouts[source], [coded.layouts[target] for target in targets])
+        for before, after, seconds in found.model.steps(position, found.choice):
+            payer = payer_of.get(after, flow.producer)
+            if payer < 0 or found.ties.members[payer][0] < found.ties.n_inputs:
+                payer = flow.producer  # a donated output goes back to its leaf at its producer's expense
+            names = _collectives(before, after, mesh, flow.itemsize)
+            paid[payer] = paid.get(payer, _Share()).plus(flow.count * seconds, names)
     return paid
 
 
@@ -226,13 +263,16 @@ def _payers(flow: Flow, source: Layout, targets: Sequence[Layout]) -> dict[Layou
     return payer
 
 
-def _collectives(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> list[str]:
-    moves = conversion(src, dst, mesh, itemsize).moves
+def _collectives(before: Layout, after: Layout, mesh: Mesh, itemsize: int) -> list[str]:
+    """`all_gather dp`, ...: what a conversion between two layouts runs."""
     names = []
-    for move in moves:
-        if move.target in KINDS:
-            axes = move.args[0] if move.args and isinstance(move.args[0], tuple) else ()
-            names.append(f"{move.target} {','.join(map(str, axes))}".strip())
+    for move in conversion(before, after, mesh, itemsize).moves:
+        if move.target not in KINDS:
+            continue
+        axes: tuple[object, ...] = ()
+        if move.args and isinstance(move.args[0], tuple):
+            axes = move.args[0]
+        names.append(f"{move.target} {','.join(map(str, axes))}".strip())
     return names
 
 
@@ -270,15 +310,15 @@ def _readers(program: Program) -> dict[int, list[str]]:
     return readers
 
 
-def _specs(found: Assignment, c: int, taken: tuple[str, ...]) -> tuple[Alternative, ...]:
+def _specs(found: Assignment, number: int, taken: tuple[str, ...]) -> tuple[Alternative, ...]:
     """The best other specs of a class of leaves."""
-    chosen = found.choice[c]
-    row = found.model.row(c, found.choice)
+    chosen = found.choice[number]
+    row = found.model.row(number, found.choice)
     others = []
-    for o, strategy in enumerate(found.model.options[c]):
+    for option, strategy in enumerate(found.model.options[number]):
         layout = strategy.outs[0]
-        more_s = float(row[o] - row[chosen])
-        if o != chosen and layout is not None and more_s < BIG / 2:
+        more_s = float(row[option] - row[chosen])
+        if option != chosen and layout is not None and more_s < BIG / 2:
             others.append(Alternative(repr(layout.text(taken)), strategy.axes, more_s, 0.0))
     return tuple(sorted(others, key=lambda other: other.more_s)[:SHOWN])
 
@@ -288,24 +328,33 @@ def constraints_from(plan: Plan, program: Program, mesh: Mesh) -> Constraints:
 
     Raises PlanError where the mesh has other axes, or the plan knows nothing of this program.
     """
+    # Specs name axes, so those of another mesh mean nothing here.
     if tuple(plan.mesh) != tuple(mesh.axes):
         raise PlanError(
             f"the plan is for mesh {dict(plan.mesh)}, this one is {dict(mesh.axes)}; plan anew or use the plan's mesh"
         )
-    of_key = {key: d for d in plan.decisions for key in d.keys}
-    of_leaf = {leaf.name: leaf for leaf in plan.inputs}
+    decision_of: dict[str, Decision] = {}
+    for decided in plan.decisions:
+        decision_of.update(dict.fromkeys(decided.keys, decided))
+    leaf_of = {leaf.name: leaf for leaf in plan.inputs}
     items: dict[int, tuple[Constraint, ...]] = {}
     at: dict[int, At] = {}
-    n = len(program.inputs)
-    for k, id in enumerate(program.inputs):
-        leaf = of_leaf.get(program.values[id].name)
-        if leaf is not None and leaf.shape == program.values[id].shape:
-            items[k] = (_keeps((leaf.spec,), (), leaf.spec, mesh, f"the plan's {leaf.spec!r} for {leaf.name}"),)
-            at.update({} if leaf.at is None else {k: leaf.at})
-    for k, key in enumerate(node_keys(program)):
-        d = of_key.get(key)
-        if d is not None:
-            items[n + k] = (_keeps(d.outs, d.ins, d.strategy, mesh, f"the plan's {d.strategy} for {key}"),)
+    for position, id in enumerate(program.inputs):
+        value = program.values[id]
+        leaf = leaf_of.get(value.name)
+        if leaf is None or leaf.shape != value.shape:
+            continue
+        says = f"the plan's {leaf.spec!r} for {leaf.name}"
+        items[position] = (_keeps((leaf.spec,), (), leaf.spec, mesh, says),)
+        if leaf.at is not None:
+            at[position] = leaf.at
+    # Items are numbered through: first the inputs, then the nodes.
+    for item, key in enumerate(node_keys(program), len(program.inputs)):
+        decision = decision_of.get(key)
+        if decision is None:
+            continue
+        says = f"the plan's {decision.strategy} for {key}"
+        items[item] = (_keeps(decision.outs, decision.ins, decision.strategy, mesh, says),)
     if not items:
         raise PlanError("the plan matches no operator and no input of this step; it was made for another function")
     return Constraints(items, at=at)
@@ -316,34 +365,36 @@ def _keeps(outs: tuple[str | None, ...], ins: tuple[str, ...], name: str, mesh: 
 
     Where axes are decided one after another, those that have been decided lie as there.
     """
-    taken, axes = names_of(mesh), tuple(a for a in mesh.axis_names if mesh.axis_size(a) > 1)
+    taken = names_of(mesh)
+    axes = tuple(axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1)
 
-    def accepts(s: Strategy) -> bool:
-        from_ins = tuple(layout.text(taken) for layout in s.ins)
-        from_outs = tuple(None if layout is None else layout.text(taken) for layout in s.outs)
-        return from_ins == ins and from_outs == outs
+    def accepts(strategy: Strategy) -> bool:
+        return _texts(strategy.ins, taken) == ins and _optional_texts(strategy.outs, taken) == outs
 
-    def partly(decided: tuple[str, ...]) -> Callable[[Strategy], bool]:
-        def holds(s: Strategy) -> bool:
-            pairs = [*zip(s.ins, ins, strict=True), *zip(s.outs, outs, strict=True)]
-            return all(
-                _alike(layout, bind(text, mesh, layout.shape), decided)
-                for layout, text in pairs
-                if layout is not None and text
-            )
+    def accepts_on(decided: tuple[str, ...]) -> Callable[[Strategy], bool]:
+        def holds(strategy: Strategy) -> bool:
+            # A plan says layouts as text; of them only the axes that are decided by now are compared.
+            pairs = [*zip(strategy.ins, ins, strict=True), *zip(strategy.outs, outs, strict=True)]
+            for layout, text in pairs:
+                if layout is None or not text:
+                    continue
+                if not _alike(layout, bind(text, mesh, layout.shape), decided):
+                    return False
+            return True
 
         return holds
 
-    return Constraint(("plan", name, ins, outs), accepts, says, axes=axes, partly=partly)
+    return Constraint(("plan", name, ins, outs), accepts, says, axes=axes, partly=accepts_on)
 
 
-def _alike(a: Layout, b: Layout, axes: Collection[str]) -> bool:
+def _alike(one: Layout, other: Layout, axes: Collection[str]) -> bool:
     """Whether two layouts place these axes alike."""
+    return _placed(one, axes) == _placed(other, axes)
 
-    def on(layout: Layout) -> list[list[str | None]]:
-        return [[x for _, x in dim if x in axes] for dim in layout.dims]
 
-    def pending(layout: Layout) -> list[tuple[str, str]]:
-        return [p for p in layout.pending if p[0] in axes]
-
-    return on(a) == on(b) and pending(a) == pending(b)
+def _placed(layout: Layout, axes: Collection[str]) -> tuple[list[list[str | None]], list[tuple[str, str]]]:
+    """What a layout does with some axes: those on each dim, and those that are pending."""
+    dims = []
+    for dim in layout.dims:
+        dims.append([axis for _, axis in dim if axis in axes])
+    return dims, [(axis, how) for axis, how in layout.pending if axis in axes]

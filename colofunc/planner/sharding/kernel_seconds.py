@@ -67,9 +67,8 @@ class KernelSeconds:
     ) -> float | None:
         if rule is None:
             return None
-        whole, arguments = (
-            _arguments(call, shapes) for shapes in (_global_shapes(call), [lay.local_shape for lay in strategy.ins])
-        )
+        whole = _arguments(call, [operand.shape for operand in call.ins])
+        arguments = _arguments(call, [layout.local_shape for layout in strategy.ins])
         if arguments["q_offset"] is not None or arguments["k_offset"] is not None or not _has_elements(arguments):
             return None
         launch_s = rates_of(self.mesh.topology).launch_s
@@ -86,10 +85,6 @@ class KernelSeconds:
         rates = rates_of(self.mesh.topology)
         kernel = choose(candidates, call, rates)
         return 0.0 if kernel is None else kernel.cost_s(call, attrs.evolve(rates, launch_s=0.0))
-
-
-def _global_shapes(call: Call) -> list[tuple[int, ...]]:
-    return [typ.shape for typ in call.ins]
 
 
 def _arguments(call: Call, shapes: Sequence[tuple[int, ...]]) -> dict[str, Any]:

@@ -25,9 +25,10 @@ def at_least_any(program: Program, model: Model, ties: Ties) -> int:
 
     Views, what is written over, constants and updates (on the host, maybe) do not count.
     """
-    return max(
-        (min(_makes(program, ties, c, s) for s in options) for c, options in enumerate(model.options)), default=0
-    )
+    most = 0
+    for number, options in enumerate(model.options):
+        most = max(most, min(_makes(program, ties, number, strategy) for strategy in options))
+    return most
 
 
 def arguments_at_least(program: Program, ranks: int, tiers: Mapping[int, str]) -> int:
@@ -35,18 +36,23 @@ def arguments_at_least(program: Program, ranks: int, tiers: Mapping[int, str]) -
 
     `tiers`: position -> where one lies.
     """
-    here = (
-        id for k, id in enumerate(program.inputs) if tiers.get(k, "device") == "device" and id not in program.constants
-    )
-    return sum(program.values[id].nbytes for id in here) // ranks
+    nbytes = 0
+    for position, id in enumerate(program.inputs):
+        if tiers.get(position, "device") == "device" and id not in program.constants:
+            nbytes += program.values[id].nbytes
+    return nbytes // ranks
 
 
-def _makes(program: Program, ties: Ties, c: int, strategy: Strategy) -> int:
-    item = ties.members[c][0]
-    node = program.nodes[item - ties.n_inputs] if item >= ties.n_inputs else None
-    if node is None or node.phase == "update" or may_alias(node) or written(node) or not node.refs:
+def _makes(program: Program, ties: Ties, number: int, strategy: Strategy) -> int:
+    """Bytes that an operator of a class makes under a strategy."""
+    item = ties.members[number][0]
+    if item < ties.n_inputs:
         return 0
-    made = zip(node.outs, strategy.outs, strict=True)
-    return sum(
-        lay.local_numel * program.values[o].dtype.itemsize for o, lay in made if o is not None and lay is not None
-    )
+    node = program.nodes[item - ties.n_inputs]
+    if node.phase == "update" or may_alias(node) or written(node) or not node.refs:
+        return 0
+    nbytes = 0
+    for out, layout in zip(node.outs, strategy.outs, strict=True):
+        if out is not None and layout is not None:
+            nbytes += layout.local_numel * program.values[out].dtype.itemsize
+    return nbytes

@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from colofunc.planner.sharding.classes import Ties
 from colofunc.planner.sharding.flows import Coded, alike
 from colofunc.planner.sharding.model import Model
-from colofunc.program.ir import Program
+from colofunc.program.ir import Node, Program
 from colofunc.spec.strategies import FREE
 
 Ints = NDArray[np.intp]
+_Copies = tuple[Ints, Ints, float, int]
+"""Converted copies of the values of one flow: (first node of each, last node of each, bytes of one, the flow)."""
 
 
 @attrs.frozen
@@ -51,140 +53,170 @@ class Liveness:
 
     def peak(self, choice: Sequence[int]) -> Peak:
         """Peak of the step under a choice."""
-        n = len(self.program.nodes)
-        own, last = np.zeros(len(self.spans)), self.last
-        copies: list[tuple[Ints, Ints, float, int]] = []
-        for f, coded in enumerate(self.model.coded):
+        count = len(self.program.nodes)
+        own_bytes = np.zeros(len(self.spans))
+        last = self.last.copy()
+        copies: list[_Copies] = []
+        for flow, coded in enumerate(self.model.coded):
             source, targets = coded.at(choice)
-            own[f] = coded.numel[source] * coded.flow.itemsize
-            if any(t != source for t in targets):
-                lives: dict[tuple[int, int], tuple[Ints, Ints]] = {}
-                early = _reduced(coded, source, targets)
-                if early:
-                    last = last.copy() if last is self.last else last
-                    last[self.own[f]] = self.born[self.own[f]]
-                for group, target, (a, b) in zip(coded.groups, targets, self.spans[f], strict=True):
-                    a = np.minimum(a, self.made[f]) if early else a
-                    if target != source:
-                        had = lives.get((target, group))
-                        lives[target, group] = (a, b) if had is None else (np.minimum(a, had[0]), np.maximum(b, had[1]))
-                copies += [(a, b, coded.numel[t] * coded.flow.itemsize, f) for (t, _), (a, b) in lives.items()]
-        none = np.zeros(0, dtype=np.intp)
-        low = np.concatenate([self.born, *(a for a, _, _, _ in copies), none])
-        high = np.concatenate([last, *(b for _, b, _, _ in copies), none])
-        size = np.concatenate([own[self.flow], *(np.full(len(a), s) for a, _, s, _ in copies)])
+            itemsize = coded.flow.itemsize
+            own_bytes[flow] = coded.numel[source] * itemsize
+            if all(target == source for target in targets):
+                continue
+            early = _reduced(coded, source, targets)
+            if early:
+                last[self.own[flow]] = self.born[self.own[flow]]
+            for (target, _), (begin, end) in self._lives(flow, coded, source, targets, early).items():
+                copies.append((begin, end, coded.numel[target] * itemsize, flow))
+        begins = np.concatenate([self.born, *(begin for begin, _, _, _ in copies)])
+        ends = np.concatenate([last, *(end for _, end, _, _ in copies)])
+        sizes = [np.full(len(begin), nbytes) for begin, _, nbytes, _ in copies]
+        size = np.concatenate([own_bytes[self.flow], *sizes])
         # Node k is at k + 1, the inputs at 0.
-        change = np.bincount(low + 1, size, n + 3) - np.bincount(high + 2, size, n + 3)
-        total = np.cumsum(change[: n + 1])
-        return self._at(own, last, copies, int(total.argmax()) - 1, round(float(total.max())))
+        change = np.bincount(begins + 1, size, count + 3) - np.bincount(ends + 2, size, count + 3)
+        total = np.cumsum(change[: count + 1])
+        return self._at(own_bytes, last, copies, int(total.argmax()) - 1, round(float(total.max())))
+
+    def _lives(
+        self, flow: int, coded: Coded, source: int, targets: Sequence[int], early: bool
+    ) -> dict[tuple[int, int], tuple[Ints, Ints]]:
+        """(target, group) -> the first and last node at which the converted copy of each value lives.
+
+        early: the copy is made where the value is.
+        """
+        lives: dict[tuple[int, int], tuple[Ints, Ints]] = {}
+        for group, target, (begin, end) in zip(coded.groups, targets, self.spans[flow], strict=True):
+            if target == source:
+                continue
+            if early:
+                begin = np.minimum(begin, self.made[flow])
+            # Uses that share a conversion share its copy.
+            if (target, group) in lives:
+                other_begin, other_end = lives[target, group]
+                begin, end = np.minimum(begin, other_begin), np.maximum(end, other_end)
+            lives[target, group] = (begin, end)
+        return lives
 
     def _at(
-        self,
-        own: NDArray[np.float64],
-        last: Ints,
-        copies: list[tuple[Ints, Ints, float, int]],
-        position: int,
-        nbytes: int,
+        self, own_bytes: NDArray[np.float64], last: Ints, copies: list[_Copies], position: int, nbytes: int
     ) -> Peak:
+        """What is alive at a position."""
         alive = (self.born <= position) & (position <= last)
-        held = np.bincount(self.role[alive], own[self.flow[alive]], len(self.roles))
-        roles = {role: int(b) for role, b in zip(self.roles, held, strict=True) if b}
+        held = np.bincount(self.role[alive], own_bytes[self.flow[alive]], len(self.roles))
+        roles = {role: int(held_bytes) for role, held_bytes in zip(self.roles, held, strict=True) if held_bytes}
         outs: dict[tuple[int, int], int] = {}
-        for f, members in enumerate(np.bincount(self.flow[alive], minlength=len(self.spans)).tolist()):
+        for flow, members in enumerate(np.bincount(self.flow[alive], minlength=len(self.spans)).tolist()):
             if members:
-                key = (self.model.flows[f].producer, self.model.flows[f].result)
+                key = (self.model.flows[flow].producer, self.model.flows[flow].result)
                 outs[key] = outs.get(key, 0) + members
         copied: dict[int, int] = {}
-        for a, b, size, f in copies:
-            here = int(((a <= position) & (position <= b)).sum())
+        for begin, end, copy_bytes, flow in copies:
+            here = int(((begin <= position) & (position <= end)).sum())
             if here:
-                copied[f] = copied.get(f, 0) + here
-                roles["copy"] = roles.get("copy", 0) + here * int(size)
+                copied[flow] = copied.get(flow, 0) + here
+                roles["copy"] = roles.get("copy", 0) + here * int(copy_bytes)
         return Peak(nbytes, dict(sorted(roles.items(), key=lambda item: -item[1])), outs, copied)
 
 
 def _reduced(coded: Coded, source: int, targets: Sequence[int]) -> bool:
     """Whether a sum is wanted reduced by all, to no more than it holds."""
-    return bool(coded.layouts[source].pending) and all(
-        t != source and coded.numel[t] <= coded.numel[source] for t in targets
-    )
+    if not coded.layouts[source].pending:
+        return False
+    return all(target != source and coded.numel[target] <= coded.numel[source] for target in targets)
 
 
 def liveness(program: Program, model: Model, ties: Ties) -> Liveness:
     """Birth, last use and uses of every value."""
-    n = len(program.nodes)
-    born = dict.fromkeys(program.inputs, -1)
-    last = dict.fromkeys(program.inputs, n)
-    view_of: dict[int, int] = {}
-    at: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
-    first = alike(model.options)
-    ends = _ends(program)
-    for index, node in enumerate(program.nodes):
-        refs = node.refs
-        for operand, ref in enumerate(refs):
-            span = at.setdefault(ref, {})
-            key = (ties.of_node(index), first[ties.of_node(index)][operand])
-            low, high = span.get(key, (index, index))
-            span[key] = (low, max(high, ends[index]))
-            last[ref] = max(last.get(ref, 0), index)
-        for o in node.outs:
-            if o is not None:
-                born[o] = index
-                last.setdefault(o, index)
-                if refs and node.target.rsplit(".", 1)[0] in FREE:
-                    view_of[o] = view_of.get(refs[0], refs[0])
-    for out in program.outputs:
-        last[out] = n
-    for view, base in view_of.items():
-        last[base] = max(last[base], last[view])
-    leaf_of = dict(program.aliases)
-    donated = frozenset(program.outputs[p] for p in leaf_of) - frozenset(program.inputs)
-    spans = []
-    flow_of: list[tuple[int, int]] = []
-    for f, flow in enumerate(model.flows):
+    count = len(program.nodes)
+    born, last, view_of = _lives(program)
+    # A donated output takes its leaf's memory, a view that of its base.
+    donated = frozenset(program.outputs[position] for position, _ in program.aliases) - frozenset(program.inputs)
+    uses_of = _uses(program, model, ties)
+    spans: list[tuple[tuple[Ints, Ints], ...]] = []
+    owners: list[tuple[int, int]] = []  # (value that has memory of its own, its flow)
+    made: list[Ints] = []
+    own: list[Ints] = []
+    for flow_number, flow in enumerate(model.flows):
+        made.append(_ints([born[id] for id in flow.values]))
         uses = []
-        for c, operand, _ in flow.uses:
-            here = [at.get(id, {}).get((c, operand), (n, n)) for id in flow.values]
-            uses.append((np.array([a for a, _ in here], dtype=np.intp), np.array([b for _, b in here], dtype=np.intp)))
+        for consumer, operand, _ in flow.uses:
+            here = [uses_of.get(id, {}).get((consumer, operand), (count, count)) for id in flow.values]
+            uses.append((_ints([begin for begin, _ in here]), _ints([end for _, end in here])))
         spans.append(tuple(uses))
-        flow_of += [(id, f) for id in flow.values if id not in donated and id not in view_of]
+        owning = [id for id in flow.values if id not in donated and id not in view_of]
+        own.append(_ints(range(len(owners), len(owners) + len(owning))))
+        owners += [(id, flow_number) for id in owning]
     numbers: dict[str, int] = {}
-    role = [numbers.setdefault(program.values[id].role, len(numbers)) for id, _ in flow_of]
-
-    def ints(items: Sequence[int]) -> Ints:
-        return np.array(items, dtype=np.intp)
-
+    roles = [numbers.setdefault(program.values[id].role, len(numbers)) for id, _ in owners]
     return Liveness(
         program,
         model,
-        ints([f for _, f in flow_of]),
-        ints([born[id] for id, _ in flow_of]),
-        ints([last[id] for id, _ in flow_of]),
-        ints(role),
+        _ints([flow_number for _, flow_number in owners]),
+        _ints([born[id] for id, _ in owners]),
+        _ints([last[id] for id, _ in owners]),
+        _ints(roles),
         tuple(numbers),
         tuple(spans),
-        tuple(ints([born[id] for id in flow.values]) for flow in model.flows),
-        tuple(ints(some) for some in _members(flow_of, len(model.flows))),
+        tuple(made),
+        tuple(own),
     )
 
 
-def _members(flow_of: Sequence[tuple[int, int]], n: int) -> list[list[int]]:
-    """Per flow the positions of its values."""
-    found: list[list[int]] = [[] for _ in range(n)]
-    for k, (_, f) in enumerate(flow_of):
-        found[f].append(k)
-    return found
+def _ints(items: Sequence[int]) -> Ints:
+    return np.array(items, dtype=np.intp)
+
+
+def _lives(program: Program) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+    """(value -> the node that makes it, -1 for inputs; value -> its last use, through views; view -> its base)."""
+    count = len(program.nodes)
+    born = dict.fromkeys(program.inputs, -1)
+    last = dict.fromkeys(program.inputs, count)
+    view_of: dict[int, int] = {}
+    for index, node in enumerate(program.nodes):
+        for ref in node.refs:
+            last[ref] = max(last.get(ref, 0), index)
+        is_view = _is_view(node)
+        for out in node.results:
+            born[out] = index
+            last.setdefault(out, index)
+            if is_view:
+                view_of[out] = view_of.get(node.refs[0], node.refs[0])
+    for out in program.outputs:
+        last[out] = count
+    for view, base in view_of.items():
+        last[base] = max(last[base], last[view])
+    return born, last, view_of
+
+
+def _uses(program: Program, model: Model, ties: Ties) -> dict[int, dict[tuple[int, int], tuple[int, int]]]:
+    """Value -> (class, operand) that reads it -> the first and last node index of these uses, through views."""
+    uses: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
+    # Operands that have the same layout in every option are one use, the first of them.
+    first = alike(model.options)
+    ends = _ends(program)
+    for index, node in enumerate(program.nodes):
+        reader = ties.of_node(index)
+        for operand, ref in enumerate(node.refs):
+            spans = uses.setdefault(ref, {})
+            key = (reader, first[reader][operand])
+            begin, end = spans.get(key, (index, index))
+            spans[key] = (begin, max(end, ends[index]))
+    return uses
+
+
+def _is_view(node: Node) -> bool:
+    return bool(node.refs) and node.target.rsplit(".", 1)[0] in FREE
 
 
 def _ends(program: Program) -> list[int]:
     """Until when each node holds its operands: its own index, for a view the last use of what it shows."""
-    n = len(program.nodes)
-    last = dict.fromkeys(program.outputs, n)
-    ends = list(range(n))
-    for index in range(n - 1, -1, -1):
+    count = len(program.nodes)
+    last = dict.fromkeys(program.outputs, count)
+    ends = list(range(count))
+    for index in range(count - 1, -1, -1):
         node = program.nodes[index]
-        if node.refs and node.target.rsplit(".", 1)[0] in FREE:
-            ends[index] = max([index, *(last.get(o, index) for o in node.results)])
+        if _is_view(node):
+            ends[index] = max([index, *(last.get(out, index) for out in node.results)])
         for ref in node.refs:
             last[ref] = max(last.get(ref, 0), ends[index])
     return ends

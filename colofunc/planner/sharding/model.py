@@ -59,42 +59,54 @@ class Model:
 
     def true_cost(self, choice: Choice) -> float:
         """Seconds of the whole step for one rank, with prices."""
-        own = sum([w * s.item(choice[c]) for c, (w, s) in enumerate(zip(self.weight, self.seconds, strict=True))])
-        own += sum([e.item(choice[c]) for c, e in enumerate(self.extra)])
-        return own + self.conversions_s(choice)
+        # Hot: every move that a search keeps ends here.
+        members_s = zip(self.weight, self.seconds, choice, strict=True)
+        own_s = sum([weight * seconds.item(option) for weight, seconds, option in members_s])
+        if self.extra:
+            own_s += sum([extra.item(option) for extra, option in zip(self.extra, choice, strict=True)])
+        return own_s + self.conversions_s(choice)
 
     def conversions_s(self, choice: Choice) -> float:
         """The part of `true_cost` that is converting between operators."""
-        return sum([self.flow_s(f, choice) for f in range(len(self.flows))])
+        return sum([self.flow_s(flow, choice) for flow in range(len(self.flows))])
 
-    def flow_s(self, f: int, choice: Choice) -> float:
-        """Seconds of all conversions of all values of flow f (and the price of their copies)."""
-        coded = self.coded[f]
+    def flow_s(self, flow: int, choice: Choice) -> float:
+        """Seconds of all conversions of all values of a flow (and the price of their copies)."""
+        coded = self.coded[flow]
         seconds, nbytes = coded.measure(*coded.at(choice))
-        return seconds + self.copy_price[f] * nbytes if self.copy_price else seconds
+        return seconds + self.copy_price[flow] * nbytes if self.copy_price else seconds
 
-    def steps(self, f: int, choice: Choice) -> list[tuple[Layout, Layout, float]]:
-        """(from, to, seconds) of each conversion that one value of flow f goes through."""
-        coded = self.coded[f]
-        return [(coded.layouts[a], coded.layouts[b], s) for a, b, s in coded.steps(*coded.at(choice))]
+    def steps(self, flow: int, choice: Choice) -> list[tuple[Layout, Layout, float]]:
+        """(from, to, seconds) of each conversion that one value of a flow goes through."""
+        coded = self.coded[flow]
+        steps = []
+        for source, target, seconds in coded.steps(*coded.at(choice)):
+            steps.append((coded.layouts[source], coded.layouts[target], seconds))
+        return steps
 
-    def own(self, c: int) -> Array:
+    def own(self, number: int) -> Array:
         """Own seconds of all members of a class per option, with the price of memory."""
-        base: Array = self.weight[c] * self.seconds[c]
-        return base + self.extra[c] if self.extra else base
+        base: Array = self.weight[number] * self.seconds[number]
+        return base + self.extra[number] if self.extra else base
 
-    def row(self, c: int, choice: Choice) -> Array:
-        """True cost of each option of class c, all else as in `choice`, up to what does not depend on c."""
-        row = self.own(c)
-        for f in self.flows_of[c]:
-            coded, price = self.coded[f], self.copy_price[f] if self.copy_price else 0.0
+    def _price(self, flow: int) -> float:
+        """Seconds per byte of a converted copy of all values of a flow."""
+        return self.copy_price[flow] if self.copy_price else 0.0
+
+    def row(self, number: int, choice: Choice) -> Array:
+        """True cost of each option of a class, all else as in `choice`, up to what does not depend on it."""
+        row = self.own(number)
+        for flow in self.flows_of[number]:
+            coded, price = self.coded[flow], self._price(flow)
+            producer = coded.flow.producer
+            # With one consumer the cost is a table of both options, which is known already.
             pair = coded.pair(0, price) if len(coded.classes) == 1 and not coded.rest else None
-            if pair is None or coded.classes[0] == coded.flow.producer:
-                row = row + coded.row(c, choice, price)
-            elif c == coded.flow.producer:
+            if pair is None or coded.classes[0] == producer:
+                row = row + coded.row(number, choice, price)
+            elif number == producer:
                 row = row + pair[:, choice[coded.classes[0]]]
             else:
-                row = row + pair[choice[coded.flow.producer]]
+                row = row + pair[choice[producer]]
         return row
 
     # --- the model to search in
@@ -108,30 +120,30 @@ class Model:
         if not self._base:
             self._base.append(self._unshared())
         graph = self._base[0].copy()
-        for f, coded in enumerate(self.coded):
+        for flow, coded in enumerate(self.coded):
             if len(coded.classes) < 2:
                 continue
-            for k, c in enumerate(coded.classes):
-                costs = coded.pair(k, self.copy_price[f] if self.copy_price else 0.0)
+            for use, consumer in enumerate(coded.classes):
+                costs = coded.pair(use, self._price(flow))
                 if costs is None:
                     continue
                 if isinstance(choice, float):
-                    others = coded.groups.count(coded.groups[k]) - 1
-                    costs = costs * max(choice, 1 / (1 + others))
+                    sharing = coded.groups.count(coded.groups[use])
+                    costs = costs * max(choice, 1 / sharing)
                 else:
-                    costs = costs * coded.shares(k, choice)
-                graph.add((coded.flow.producer, c), costs)
+                    costs = costs * coded.shares(use, choice)
+                graph.add((coded.flow.producer, consumer), costs)
         return graph
 
     def _unshared(self) -> Graph:
         """What does not depend on who shares: own costs, values with one use, coming to rest."""
-        graph = Graph([self.own(c) for c in range(len(self.options))])
-        for f, coded in enumerate(self.coded):
+        graph = Graph([self.own(number) for number in range(len(self.options))])
+        for flow, coded in enumerate(self.coded):
             rest = coded.settle()
             if rest is not None:
                 graph.add((coded.flow.producer,), rest)
             if len(coded.classes) == 1:
-                costs = coded.pair(0, self.copy_price[f] if self.copy_price else 0.0)
+                costs = coded.pair(0, self._price(flow))
                 if costs is not None:
                     graph.add((coded.flow.producer, coded.classes[0]), costs)
         return graph
@@ -155,24 +167,27 @@ def build_model(
     seconds of an operator under a strategy where its kernel is known.
     """
     seconds = []
-    for c, strategies in enumerate(options):
-        item = ties.members[c][0]
+    for members, strategies in zip(ties.members, options, strict=True):
+        # Members of a class cost the same, so the first stands for all.
+        item = members[0]
         node = program.nodes[item - ties.n_inputs] if item >= ties.n_inputs else None
-        seconds.append(np.array([own_s(program, node, s, mesh, kernel_s) for s in strategies], dtype=float))
+        costs_s = [own_s(program, node, strategy, mesh, kernel_s) for strategy in strategies]
+        seconds.append(np.array(costs_s, dtype=float))
     flows = flows_of(program, ties, options, outputs, regather, sums or {})
-    touched: list[dict[int, None]] = [{} for _ in options]
-    for f, flow in enumerate(flows):
-        for c in (flow.producer, *(u[0] for u in flow.uses)):
-            touched[c][f] = None
+    flows_of_class: list[dict[int, None]] = [{} for _ in options]  # in order, each once
+    for position, flow in enumerate(flows):
+        flows_of_class[flow.producer][position] = None
+        for consumer, *_ in flow.uses:
+            flows_of_class[consumer][position] = None
     conversions = conversions or Conversions(convert_s, mesh)
     return Model(
         mesh,
         tuple(options),
         tuple(seconds),
-        tuple(len(m) for m in ties.members),
+        tuple(map(len, ties.members)),
         flows,
         tuple(Coded(flow, options, conversions) for flow in flows),
-        tuple(tuple(t) for t in touched),
+        tuple(map(tuple, flows_of_class)),
         conversions,
     )
 
@@ -183,14 +198,14 @@ def own_s(
     """Seconds of one operator under a strategy: its kernel's or the roofline of its local work, plus communication
     inside it.
     """
-    local = sum(lay.local_numel for lay in strategy.outs if lay is not None)
-    tie_s = TIE_S_PER_BYTE * local
+    tie_s = TIE_S_PER_BYTE * sum(layout.local_numel for layout in strategy.outs if layout is not None)
     cost = strategy.cost
     if node is None or not (cost.flops or cost.nbytes):
         return cost.extra_s + tie_s
     seconds = None if kernel_s is None else kernel_s(node, strategy)
     if seconds is not None:
         return seconds + cost.extra_s + tie_s
-    tensors = [(program.values[i].dtype, prod(program.values[i].shape)) for i in (*node.refs, *node.results)]
+    values = [program.values[id] for id in (*node.refs, *node.results)]
+    tensors = [(value.dtype, prod(value.shape)) for value in values]
     compute_s = mesh.compute_s(cost.flops, cost.nbytes, arithmetic_dtype(tensors), work_kind(node.target))
     return compute_s + cost.extra_s + tie_s

@@ -31,6 +31,10 @@ TRIES = 3
 """The best of them is polished this many times, each time around other cuts: where that ends depends on them."""
 
 
+ROUNDING = 1e-12
+"""Of the cost of a choice: one that is closer costs the same."""
+
+
 @attrs.frozen
 class Effort:
     """How far a search goes, in units of work (never in time, so that all ranks find the same)."""
@@ -61,20 +65,29 @@ def search(
     if exact is not None:
         return exact
     rng = np.random.default_rng(seed)
-    quick = attrs.evolve(effort, passes=max(3, effort.passes // 6), patience=2)
-    pool = [list(s) for s in starts]
-    for share in (1.0, 0.0) if fresh or not pool else ():
-        core, recover = model.pair_graph(share).reduce()
-        pool.append(recover(improve(core, core.greedy(core.alive), rng, quick)))
+    quick = _quick(effort)
+    pool = [list(start) for start in starts]
+    if fresh or not pool:
+        # Each use pays the whole of a conversion, or none of it: the true split lies between.
+        for share in (1.0, 0.0):
+            core, recover = model.pair_graph(share).reduce()
+            pool.append(recover(improve(core, core.greedy(core.alive), rng, quick)))
     for start in sorted(starts, key=model.true_cost)[:STARTS]:
         core, recover = model.pair_graph(start).reduce()
         pool.append(recover(improve(core, list(start), rng, quick)))
     best = min(pool, key=model.true_cost)
     if restarts:
         return _restarted(model, best, seed, effort, restarts)
-    here = Position(model, best)  # where one try has been, another one knows its way
-    ends = [polish(here, best, np.random.default_rng((seed, k)), effort) for k in range(TRIES if fresh else 1)]
+    position = Position(model, best)  # where one try has been, another one knows its way
+    ends = []
+    for number in range(TRIES if fresh else 1):
+        ends.append(polish(position, best, np.random.default_rng((seed, number)), effort))
     return min(ends, key=model.true_cost)
+
+
+def _quick(effort: Effort) -> Effort:
+    """For a search whose result is only a place to begin from."""
+    return attrs.evolve(effort, passes=max(3, effort.passes // 6), patience=2)
 
 
 def _restarted(model: Model, start: list[int], seed: int, effort: Effort, restarts: int) -> list[int]:
@@ -83,14 +96,14 @@ def _restarted(model: Model, start: list[int], seed: int, effort: Effort, restar
     A choice that was good for other sizes is often a local optimum of these. A model that splits conversions in another
     way than the choice does has its optima elsewhere, and the descent from there under the true cost ends lower or not.
     """
-    light, quick = lighter(effort), attrs.evolve(effort, passes=max(3, effort.passes // 6), patience=2)
+    light, quick = lighter(effort), _quick(effort)
     core, recover = model.pair_graph(EVEN).reduce()
-    here = Position(model, start)
-    ends = [polish(here, start, np.random.default_rng(seed), light)]
-    for k in range(restarts):
-        rng = np.random.default_rng((seed, k))
+    position = Position(model, start)
+    ends = [polish(position, start, np.random.default_rng(seed), light)]
+    for number in range(restarts):
+        rng = np.random.default_rng((seed, number))
         elsewhere = recover(improve(core, list(start), rng, quick))
-        ends.append(polish(here, elsewhere, rng, light))
+        ends.append(polish(position, elsewhere, rng, light))
     return min(ends, key=model.true_cost)
 
 
@@ -109,120 +122,125 @@ def _exact(model: Model, effort: Effort) -> list[int] | None:
     return eliminate_all(graph, order, (), [0] * graph.size)
 
 
-def improve(graph: Graph, x: list[int], rng: np.random.Generator, effort: Effort) -> list[int]:
+def improve(graph: Graph, choice: list[int], rng: np.random.Generator, effort: Effort) -> list[int]:
     """Large neighbourhood search: fix a random cut at its present options, solve all the rest exactly, repeat."""
-    best = graph.cost(x)
+    best = graph.cost(choice)
     stale = 0
     for _ in range(effort.passes):
         order, fixed = partial_order(graph, effort.pass_elements, rng)
-        found = eliminate_all(graph, order, fixed, x)
-        cost_s = graph.cost(found)
-        gain = best - cost_s
-        if gain > 1e-12 * abs(best):
-            x, best, stale = found, cost_s, 0
+        solved = eliminate_all(graph, order, fixed, choice)
+        cost_s = graph.cost(solved)
+        gain_s = best - cost_s
+        if gain_s > ROUNDING * abs(best):
+            choice, best, stale = solved, cost_s, 0
         else:
             stale += 1
-            x = found if gain >= 0 else x  # an equal one moves along the plateau
+            # One that costs the same moves along the plateau.
+            if gain_s >= 0:
+                choice = solved
         if not fixed or stale >= effort.patience:
             break
-    return x
+    return choice
 
 
-def polish(here: Position, x: list[int], rng: np.random.Generator, effort: Effort) -> list[int]:
-    """Descend from `x` until neither re-split exact steps nor moves of single classes or whole flows help.
+def polish(position: Position, choice: list[int], rng: np.random.Generator, effort: Effort) -> list[int]:
+    """Descend from `choice` until neither re-split exact steps nor moves of single classes or whole flows help.
 
-    `here` is moved along.
+    `position` is moved along.
     """
-    model = here.model
-    best = model.true_cost(x)
+    model = position.model
+    best = model.true_cost(choice)
     stale = 0
     moved = True
-    graph = model.pair_graph(x)
+    graph = model.pair_graph(choice)
     for _ in range(effort.passes):
         order, fixed = partial_order(graph, effort.pass_elements, rng)
-        found = eliminate_all(graph, order, fixed, x)
-        cost_s = best if found == x else model.true_cost(found)
-        if cost_s < best - 1e-12 * abs(best):
-            x, best, stale, moved = found, cost_s, 0, True
-            graph = model.pair_graph(x)
+        solved = eliminate_all(graph, order, fixed, choice)
+        cost_s = best if solved == choice else model.true_cost(solved)
+        if cost_s < best - ROUNDING * abs(best):
+            choice, best, stale, moved = solved, cost_s, 0, True
+            graph = model.pair_graph(choice)
             continue
         stale += 1
+        # Moves of single classes are tried where exact steps have got stuck, until none of them helps.
         if effort.sweeps and moved and stale >= effort.patience // 2:
-            here.go_to(x)
-            x, best, moved = _sweep(here, best)
+            position.go_to(choice)
+            choice, best, moved = _sweep(position, best)
             if moved:
-                graph, stale = model.pair_graph(x), 0
+                graph, stale = model.pair_graph(choice), 0
         if stale >= effort.patience or (not fixed and not (effort.sweeps and moved)):
             break
-    return x
+    return choice
 
 
-def _sweep(here: Position, best: float) -> tuple[list[int], float, bool]:
+def _sweep(position: Position, best: float) -> tuple[list[int], float, bool]:
     """One round of true-cost moves: every class to every option, every flow to every common layout."""
     moved = False
-    for f in range(len(here.model.flows)):
-        if f in here.settled:
+    for flow in range(len(position.model.flows)):
+        if flow in position.settled:
             continue
-        here.settled.add(f)  # a move takes it out again
-        for proposal in _together(here, f):
-            gain = here.change_s(proposal)
-            if gain < -1e-12 * abs(best):
-                here.move(proposal)
-                best, moved = best + gain, True
-    for c, options in enumerate(here.model.options):
+        position.settled.add(flow)  # a move takes it out again
+        for proposal in _flow_moves(position, flow):
+            change_s = position.change_s(proposal)
+            if change_s < -ROUNDING * abs(best):
+                position.move(proposal)
+                best, moved = best + change_s, True
+    for number, options in enumerate(position.model.options):
         if len(options) == 1:
             continue
-        row = here.row(c)
-        o = int(row.argmin())
-        gain = float(row[o] - row[here.choice[c]])
-        if gain < -1e-12 * abs(best):
-            here.move({c: o})
-            best, moved = best + gain, True
-    return here.choice, best, moved
+        row = position.row(number)
+        cheapest = int(row.argmin())
+        change_s = float(row[cheapest] - row[position.choice[number]])
+        if change_s < -ROUNDING * abs(best):
+            position.move({number: cheapest})
+            best, moved = best + change_s, True
+    return position.choice, best, moved
 
 
-def _together(here: Position, f: int) -> list[dict[int, int]]:
+def _flow_moves(position: Position, flow: int) -> list[dict[int, int]]:
     """Moves of all consumers of a flow to one layout, with the producer as it is or giving that layout itself."""
-    coded = here.model.coded[f]
+    coded = position.model.coded[flow]
     producer = coded.flow.producer
     if len(set(coded.classes)) < 2:
         return []
+    # layout -> class -> the cheapest option of the class that asks for it
     wanted: dict[int, dict[int, int]] = {}
-    for c, column in zip(coded.classes, coded.targets, strict=True):
-        for layout, option in _cheapest(column, here.row(c)).items():
-            wanted.setdefault(layout, {})[c] = option
-    sources = _cheapest(coded.source, here.row(producer))
-    out = []
-    for layout, moves in wanted.items():
-        moves = {c: o for c, o in moves.items() if here.choice[c] != o}
+    for consumer, column in zip(coded.classes, coded.targets, strict=True):
+        for layout, option in _cheapest(column, position.row(consumer)).items():
+            wanted.setdefault(layout, {})[consumer] = option
+    sources = _cheapest(coded.source, position.row(producer))
+    proposals = []
+    for layout, options in wanted.items():
+        moves = {consumer: option for consumer, option in options.items() if position.choice[consumer] != option}
         if not moves:
             continue
-        out.append(moves)
+        proposals.append(moves)
         if layout in sources and producer not in moves:
-            out.append({**moves, producer: sources[layout]})
-    return out
+            proposals.append({**moves, producer: sources[layout]})
+    return proposals
 
 
 def _cheapest(column: Sequence[int], row: Array) -> dict[int, int]:
     """Layout -> the cheapest option that has it."""
     best: dict[int, int] = {}
     costs = row.tolist()
-    for o, layout in enumerate(column):
-        if layout not in best or costs[o] < costs[best[layout]]:
-            best[layout] = o
+    for option, layout in enumerate(column):
+        if layout not in best or costs[option] < costs[best[layout]]:
+            best[layout] = option
     return best
 
 
-# ---- a choice from which moves are tried ---- Problem: of thousands of moves that are tried under the true cost few
-# are made, and each asks again what the flows cost that it would change, and what every option of their consumers
-# would. Idea: keep both by flow and by class, and forget after a move what it touched. A move that costs more by itself
-# than it could save in conversions is not looked at further, and a flow of which no move was a gain is settled until a
-# move touches what its moves were judged by.
+# ---- a choice from which moves are tried ----
 #
-#     here = Position(model, choice)
-#     if here.change_s({3: 1, 5: 2}) < 0:
-#         here.move({3: 1, 5: 2})
-#     here.go_to(another_choice)          # what both have in common is still known
+# Problem: of thousands of moves that are tried under the true cost few are made, and each asks again what the flows
+# cost that it would change, and what every option of their consumers would. Idea: keep both by flow and by class, and
+# forget after a move what it touched. A move that costs more by itself than it could save in conversions is not looked
+# at further, and a flow of which no move was a gain is settled until a move touches what its moves were judged by.
+#
+#     position = Position(model, choice)
+#     if position.change_s({3: 1, 5: 2}) < 0:
+#         position.move({3: 1, 5: 2})
+#     position.go_to(another_choice)          # what both have in common is still known
 
 
 class Position:
@@ -234,59 +252,68 @@ class Position:
         self._flows: dict[int, float] = {}
         self._rows: dict[int, Array] = {}
 
-    def row(self, c: int) -> Array:
+    def row(self, number: int) -> Array:
         """`Model.row` of this choice."""
-        if c not in self._rows:
-            self._rows[c] = self.model.row(c, self.choice)
-        return self._rows[c]
+        if number not in self._rows:
+            self._rows[number] = self.model.row(number, self.choice)
+        return self._rows[number]
 
     def change_s(self, moves: Mapping[int, int]) -> float:
         """Change of the true cost when the classes of `moves` change option; where that is no gain, a lower bound that
         is none.
         """
         model, after = self.model, list(self.choice)
-        delta = 0.0
-        for c, o in moves.items():
-            now = self.choice[c]
-            after[c] = o
-            delta += model.weight[c] * (model.seconds[c].item(o) - model.seconds[c].item(now))
+        change_s = 0.0
+        for number, option in moves.items():
+            now = self.choice[number]
+            after[number] = option
+            seconds = model.seconds[number]
+            change_s += model.weight[number] * (seconds.item(option) - seconds.item(now))
             if model.extra:
-                delta += model.extra[c].item(o) - model.extra[c].item(now)
-        touched = {f: self._flow_s(f) for c in moves for f in model.flows_of[c]}
-        can_save = sum(touched.values())
-        for f, seconds in touched.items():
-            if delta > can_save:
-                break
-            delta += model.flow_s(f, after) - seconds
-            can_save -= seconds
-        else:
-            return delta
-        return delta - can_save
+                change_s += model.extra[number].item(option) - model.extra[number].item(now)
+        # At best the flows that the moves touch cost nothing any more.
+        flow_s: dict[int, float] = {}
+        for number in moves:
+            for flow in model.flows_of[number]:
+                flow_s[flow] = self._flow_s(flow)
+        can_save_s = sum(flow_s.values())
+        for flow, before_s in flow_s.items():
+            if change_s > can_save_s:
+                return change_s - can_save_s
+            change_s += model.flow_s(flow, after) - before_s
+            can_save_s -= before_s
+        return change_s
 
     def move(self, moves: Mapping[int, int]) -> None:
         """Change the option of some classes."""
         self.choice = list(self.choice)
-        for c, o in moves.items():
-            self.choice[c] = o
+        for number, option in moves.items():
+            self.choice[number] = option
+        flows: set[int] = set()
+        for number in moves:
+            flows.update(self.model.flows_of[number])
         touched: set[int] = set()
-        for f in {f for c in moves for f in self.model.flows_of[c]}:
-            coded = self.model.coded[f]
-            self._flows.pop(f, None)
+        for flow in flows:
+            coded = self.model.coded[flow]
+            self._flows.pop(flow, None)
             touched.update((coded.flow.producer, *coded.classes))
-        for c in touched:
-            self._rows.pop(c, None)
-            self.settled.difference_update(self.model.flows_of[c])
+        for number in touched:
+            self._rows.pop(number, None)
+            self.settled.difference_update(self.model.flows_of[number])
 
     def go_to(self, choice: Sequence[int]) -> None:
         """Move to another choice."""
-        moves = {c: o for c, (o, now) in enumerate(zip(choice, self.choice, strict=True)) if o != now}
+        moves = {}
+        for number, (option, now) in enumerate(zip(choice, self.choice, strict=True)):
+            if option != now:
+                moves[number] = option
         if moves:
             self.move(moves)
 
-    def _flow_s(self, f: int) -> float:
-        if f not in self._flows:
-            self._flows[f] = self.model.flow_s(f, self.choice)
-        return self._flows[f]
+    def _flow_s(self, flow: int) -> float:
+        if flow not in self._flows:
+            self._flows[flow] = self.model.flow_s(flow, self.choice)
+        return self._flows[flow]
 
 
 # ---- the true cost as factors ----
@@ -294,14 +321,20 @@ class Position:
 
 def exact_graph(model: Model, most: int) -> Graph | None:
     """None where a factor would exceed `most` entries."""
-    graph = Graph([model.own(c) for c in range(len(model.options))])
+    graph = Graph([model.own(number) for number in range(len(model.options))])
     for coded in model.coded:
         columns = [coded.source, *coded.targets]
         if prod(map(len, columns)) > most:
             return None
-        sides = [np.unique(np.array(column), return_inverse=True) for column in columns]
-        joint = _joint(coded, [layouts for layouts, _ in sides])
-        graph.add((coded.flow.producer, *coded.classes), coded.flow.count * joint[np.ix_(*(at for _, at in sides))])
+        # Options with equal layouts cost the same: the seconds are worked out once per layout and spread to options.
+        layouts: list[NDArray[np.int_]] = []
+        layout_of_option: list[NDArray[np.intp]] = []
+        for column in columns:
+            distinct, inverse = np.unique(np.array(column), return_inverse=True)
+            layouts.append(distinct)
+            layout_of_option.append(inverse)
+        seconds = _joint(coded, layouts)[np.ix_(*layout_of_option)]
+        graph.add((coded.flow.producer, *coded.classes), coded.flow.count * seconds)
     return graph
 
 
@@ -312,22 +345,27 @@ def _joint(coded: Coded, lists: Sequence[NDArray[np.int_]]) -> Array:
 
     def spread(table: Array, *axes: int) -> Array:
         shape = [1] * len(lists)
-        for axis, n in zip(axes, table.shape, strict=True):
-            shape[axis] = n
+        for axis, size in zip(axes, table.shape, strict=True):
+            shape[axis] = size
         return table.reshape(shape)
 
-    def table(a: NDArray[np.int_], b: NDArray[np.int_]) -> Array:
-        return np.array([[coded.second(i, j) for j in b.tolist()] for i in a.tolist()], dtype=float)
+    def table(sources: NDArray[np.int_], targets: NDArray[np.int_]) -> Array:
+        rows = []
+        for source in sources.tolist():
+            rows.append([coded.second(source, target) for target in targets.tolist()])
+        return np.array(rows, dtype=float)
 
-    for k in range(1, len(lists)):
-        before = [j for j in range(k) if j == 0 or groups[j] == groups[k]]
-        total = total + reduce(np.minimum, (spread(table(lists[j], lists[k]), j, k) for j in before))
+    for axis in range(1, len(lists)):
+        # Axis 0 is the source; a target may also start from an earlier target of its group.
+        starts = [start for start in range(axis) if start == 0 or groups[start] == groups[axis]]
+        ways = [spread(table(lists[start], lists[axis]), start, axis) for start in starts]
+        total = total + reduce(np.minimum, ways)
     if coded.rest:
-        rest = np.array([coded.rest[i] for i in lists[0].tolist()])
-        straight = [coded.second(i, j) for i, j in zip(lists[0].tolist(), rest.tolist(), strict=True)]
+        rest = np.array([coded.rest[source] for source in lists[0].tolist()])
+        straight = [coded.second(source, end) for source, end in zip(lists[0].tolist(), rest.tolist(), strict=True)]
         cheapest = spread(np.array(straight), 0)
-        for j in range(1, len(lists)):
-            if groups[j] == 0:
-                cheapest = np.minimum(cheapest, spread(table(lists[j], rest).T, 0, j))
+        for axis in range(1, len(lists)):
+            if groups[axis] == 0:
+                cheapest = np.minimum(cheapest, spread(table(lists[axis], rest).T, 0, axis))
         total = total + np.minimum(cheapest, BIG)
     return total

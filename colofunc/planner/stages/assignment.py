@@ -201,8 +201,7 @@ class CutProblem:
         return np.asarray(np.maximum(kept - rooms, 0.0).sum(axis=1))
 
     def _by_rank_s(self, cuts: np.ndarray) -> np.ndarray:
-        """(cuts, ranks + 1) seconds of each rank's stages together, the slowest rank first; then of the slowest stage.
-        """
+        """(cuts, ranks + 1) seconds of each rank's stages together, the slowest rank first; then of the slowest stage."""
         seconds = self._stage_seconds(cuts)
         of_ranks = -np.sort(-self._of_ranks(seconds), axis=1)
         return np.hstack([np.round(of_ranks, 15), seconds.max(axis=1, keepdims=True)])
@@ -222,8 +221,10 @@ class CutProblem:
     def _of_ranks(self, figures: np.ndarray) -> np.ndarray:
         """(cuts, ranks) sums over the stages of each rank."""
         ranks = list(dict.fromkeys(self.ranks))
-        has = np.array([[stage_rank == rank for rank in ranks] for stage_rank in self.ranks], dtype=float)
-        return np.asarray(figures @ has)
+        has_stage = np.zeros((len(self.ranks), len(ranks)))
+        for stage, rank in enumerate(self.ranks):
+            has_stage[stage, ranks.index(rank)] = 1.0
+        return np.asarray(figures @ has_stage)
 
     def leaner(self, held: Held, levels: int) -> list[Cuts]:
         """The cuts whose fullest stage holds least, then faster ones that hold more, up to `balanced`, which is left

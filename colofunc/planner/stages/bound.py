@@ -85,12 +85,9 @@ class Bound:
         it, an estimate.
         """
         forward, backward = self._parts(cuts, placed)
-        first = [
-            min(stage for stage, rank in enumerate(self.rank_of) if rank == each)
-            for each in range(max(self.rank_of) + 1)
-        ]
         longest_s = 0.0
-        for rank, begin in enumerate(first):
+        for rank in range(max(self.rank_of) + 1):
+            begin = self.rank_of.index(rank)  # the first stage of the rank
             work_s = 0.0
             for stage, there in enumerate(self.rank_of):
                 if there == rank:

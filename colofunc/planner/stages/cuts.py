@@ -187,7 +187,9 @@ class Line:
 
 def standing(arrangement: Sequence[int], devices: Sequence[Device], kinds: Sequence[Device]) -> tuple[int, ...]:
     """The devices of an arrangement of kinds; of those that are alike the first comes first."""
-    left = {number: [k for k, device in enumerate(devices) if device == kind] for number, kind in enumerate(kinds)}
+    left: list[list[int]] = [[] for _ in kinds]  # by kind
+    for position, device in enumerate(devices):
+        left[kinds.index(device)].append(position)
     return tuple(left[number].pop(0) for number in arrangement)
 
 
@@ -202,7 +204,8 @@ def cut(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequence[Dev
     seconds, nbytes: per layer. Raises PlanError where there are more devices than layers, or where no cut fits.
     """
     line = _line_of(seconds, nbytes, devices)
-    over = {capacity: line.over(capacity) for capacity in {device.capacity_bytes for device in devices}}
+    capacities = {device.capacity_bytes for device in devices}
+    over = {capacity: line.over(capacity) for capacity in capacities}
     begins, slowest_s = line.in_order(
         [over[device.capacity_bytes] for device in devices], [device.speed for device in devices]
     )
@@ -219,7 +222,7 @@ def cut_in_any_order(seconds: Sequence[float], nbytes: Sequence[float], devices:
     """
     line = _line_of(seconds, nbytes, devices)
     kinds = list(dict.fromkeys(devices))
-    counts = [sum(device == kind for device in devices) for kind in kinds]
+    counts = [devices.count(kind) for kind in kinds]
     states = prod(count + 1 for count in counts) * (line.pieces + 1)
     if states > MOST_STATES:
         raise PlanError(

@@ -53,10 +53,9 @@ def best_order(
 
 
 def least_order(devices: Sequence[Device], cost_s: Callable[[Order], float]) -> Order | None:
-    """The order of least cost; None where the given one is as good, or where there are more than `MOST_ARRANGEMENTS`.
-    """
+    """The order of least cost; None where the given one is as good, or where there are more than `MOST_ARRANGEMENTS`."""
     kinds = list(dict.fromkeys(devices))
-    counts = [sum(device == kind for device in devices) for kind in kinds]
+    counts = [devices.count(kind) for kind in kinds]
     if factorial(len(devices)) // prod(map(factorial, counts)) > MOST_ARRANGEMENTS:
         return None
     given = tuple(range(len(devices)))
@@ -88,7 +87,7 @@ def arrangements(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _by_counts(problem: CutProblem, devices: Sequence[Device], kinds: Sequence[Device]) -> Order | None:
-    counts = [sum(device == kind for device in devices) for kind in kinds]
+    counts = [devices.count(kind) for kind in kinds]
     line, speeds = problem.line, [kind.speed for kind in kinds]
     if prod(count + 1 for count in counts) * line.pieces > MOST_STATES:
         return None

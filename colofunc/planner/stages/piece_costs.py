@@ -116,7 +116,9 @@ class _Parts:
         self.gradient_of = gradients(program)
         self.backward = any(node.phase == "backward" for node in program.nodes)
         # Per input that is a weight, the pieces that read it.
-        self.pieces_of = {position: {self._at(index) for index in found} for position, found in uses.items()}
+        self.pieces_of: dict[int, set[int]] = {}
+        for position, readers in uses.items():
+            self.pieces_of[position] = {self._at(reader) for reader in readers}
         self.position = {id: k for k, id in enumerate(program.inputs)}
         self.reached = self._reached()
         self.last_fed = self._last_fed()
@@ -140,10 +142,14 @@ class _Parts:
     def of_updates(self) -> Iterator[tuple[int, int]]:
         """(position of a node that updates a weight, a piece that reads the weight)."""
         for index, node in enumerate(self.program.nodes):
-            if node.phase == "update":
-                positions = {position for ref in node.refs for position in self.of_weights.get(ref, ())}
-                for piece in sorted({piece for position in positions for piece in self.pieces_of.get(position, ())}):
-                    yield index, piece
+            if node.phase != "update":
+                continue
+            pieces: set[int] = set()
+            for ref in node.refs:
+                for position in self.of_weights.get(ref, ()):
+                    pieces.update(self.pieces_of.get(position, ()))
+            for piece in sorted(pieces):
+                yield index, piece
 
     def _at(self, index: int) -> int:
         """The piece of a forward node."""

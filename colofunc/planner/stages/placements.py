@@ -32,11 +32,10 @@ def placed(
         if pieces.stages % stages == 0:
             joined[stages] = pieces.joined(pieces.stages // stages)
     if not joined:
-        counts = " or ".join(str(stages) for stages in sorted({each.stages(ranks) for each in schedule.placements}))
+        counts = sorted({each.stages(ranks) for each in schedule.placements})
         raise PlanError(
-            f"schedule {schedule.name!r} has {counts} stages on {ranks} ranks and was given costs of {pieces.stages} "
-            "pieces; "
-            "give a multiple of its stages"
+            f"schedule {schedule.name!r} has {' or '.join(map(str, counts))} stages on {ranks} ranks and was given "
+            f"costs of {pieces.stages} pieces; give a multiple of its stages"
         )
     found: list[tuple[float, int, ActionTable]] = []
     errors: list[PlanError] = []

@@ -56,7 +56,10 @@ class Simulated:
     @cached_property
     def work_s(self) -> tuple[float, ...]:
         """Per rank, seconds in which it works."""
-        return tuple(sum(span.end_s - span.start_s for span in row) for row in self.rows)
+        seconds = []
+        for row in self.rows:
+            seconds.append(sum(span.end_s - span.start_s for span in row))
+        return tuple(seconds)
 
     @property
     def bubble(self) -> float:

@@ -207,8 +207,7 @@ def pieces_of(
 
 
 def begins_of(problem: CutProblem, assigned: Mapping[int, Sequence[int]], stages: int) -> tuple[int, ...] | None:
-    """The pieces that begin the stages to which inputs, by position, were given; None where one begins within a piece.
-    """
+    """The pieces that begin the stages to which inputs, by position, were given; None where one begins within a piece."""
     begins: list[int] = []
     positions = _positions(problem)
     for number in range(len(problem.begins)):
@@ -225,7 +224,10 @@ def begins_of(problem: CutProblem, assigned: Mapping[int, Sequence[int]], stages
 def _weights(problem: CutProblem) -> dict[int, tuple[str, ...]]:
     """Piece -> names of the weights that it is the first to read."""
     inputs = [problem.program.values[id] for id in problem.program.inputs]
-    return {piece: tuple(inputs[position].name for position in found) for piece, found in _positions(problem).items()}
+    names: dict[int, tuple[str, ...]] = {}
+    for piece, positions in _positions(problem).items():
+        names[piece] = tuple(inputs[position].name for position in positions)
+    return names
 
 
 def _positions(problem: CutProblem) -> dict[int, list[int]]:

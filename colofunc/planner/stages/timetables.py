@@ -42,7 +42,10 @@ def in_parts(table: ActionTable) -> ActionTable:
 
 def forward_only(table: ActionTable) -> ActionTable:
     """What is left of a schedule where nothing is differentiated."""
-    return ActionTable(tuple(tuple(action for action in row if action.kind == "F") for row in table.rows))
+    rows = []
+    for row in table.rows:
+        rows.append(tuple(action for action in row if action.kind == "F"))
+    return ActionTable(tuple(rows))
 
 
 def _at(indices: Sequence[int], table: ActionTable) -> ActionTable:
@@ -114,7 +117,7 @@ def by_timetable(loop: Callable[[Program], Program], scheduled: Scheduled, progr
     if not sizes and scheduled.validate_late:
         raise PlanError(
             'cf.pipeline(validate="next step"): one stage has all the work and none sends to another, so that nothing '
-            'is validated later. '
+            "is validated later. "
             'Try: validate="step", or stages= that divide the work'
         )
     if not sizes:

@@ -21,7 +21,7 @@ from math import prod
 from colofunc.errors import RuleError
 from colofunc.mesh import Mesh
 from colofunc.plugins import build_registry
-from colofunc.spec.layout import Dim, Layout, make_layout
+from colofunc.spec.layout import Atom, Dim, Layout, make_layout
 from colofunc.spec.rule import Call, Operand, Rule, Strategy, TensorType
 from colofunc.spec.spec import NAMELESS
 from colofunc.spec.strategies import build, cost_of, place, placements
@@ -50,10 +50,9 @@ def ways(
     if len(ins) != len(rule.ins) or len(outs) != len(rule.outs):
         raise RuleError(
             f"{call.target} has {len(rule.ins)} tensor operands and {len(rule.outs)} results ({rule.text()}), you "
-            "speak of "
-            f"{len(ins)} and {len(outs)}; give one dict for each"
+            f"speak of {len(ins)} and {len(outs)}; give one dict for each"
         )
-    mine = _axes((*ins, *(o for o in outs if o)), rule, mesh)
+    mine = _axes((*ins, *(own for own in outs if own)), rule, mesh)
     others = tuple(
         a for a in mesh.axis_names if a not in mine and mesh.axis_size(a) > 1 and (open is None or a in open)
     )
@@ -61,20 +60,29 @@ def ways(
     for placement, passing in placements(rule, mesh, others, orders=False):
         base = build(call, rule, placement, passing)
         try:
-            into = tuple(map(_with, base.ins, rule.ins, call.ins, ins, [rule] * len(ins), [mesh] * len(ins)))
-            out = tuple(
-                None
-                if lay is None or own is None or op is None or typ is None
-                else _with(lay, op, typ, own, rule, mesh)
-                for lay, op, typ, own in zip(base.outs, rule.outs, call.outs, outs, strict=True)
-            )
+            operands = zip(base.ins, rule.ins, call.ins, ins, strict=True)
+            into = tuple(_with(layout, operand, typ, own, rule, mesh) for layout, operand, typ, own in operands)
+            out = _results(base.outs, rule, call, outs, mesh)
         except _DoesNotDivide:
             continue
         if (into, out) in seen:
             continue
         seen.add((into, out))
-        every = (*((a, "") for a in mine), *base.axes)
+        every = (*((axis, "") for axis in mine), *base.axes)
         yield Strategy(base.name, into, out, cost_of(call, rule, into, out, every), None, base.axes)
+
+
+def _results(
+    layouts: Sequence[Layout | None], rule: Rule, call: Call, owns: Sequence[Own | None], mesh: Mesh
+) -> tuple[Layout | None, ...]:
+    """`_with` of each result; None where it is no tensor, or nothing is said of it."""
+    found: list[Layout | None] = []
+    for layout, operand, typ, own in zip(layouts, rule.outs, call.outs, owns, strict=True):
+        if layout is None or operand is None or typ is None or own is None:
+            found.append(None)
+        else:
+            found.append(_with(layout, operand, typ, own, rule, mesh))
+    return tuple(found)
 
 
 def local_word(factor: str, text: str) -> str:
@@ -107,7 +115,7 @@ def _with(layout: Layout, operand: Operand, typ: TensorType, own: Own, rule: Rul
     has = place(operand, rule, layout.with_pending(())) or {}
     dims = []
     for factors in operand:
-        atoms: list[tuple[int, str | None]] = []
+        atoms: list[Atom] = []
         for factor in factors:
             dim = has.get(factor) or ((rule.sizes[factor], None),)
             atoms.extend(_inside(dim, factor, own[factor], mesh) if factor in own else dim)
@@ -121,15 +129,20 @@ def _inside(dim: Dim, factor: str, text: str, mesh: Mesh) -> Dim:
     if owner is not None:  # the other axes take all of it
         outer, size = dim, 1
     words, local = text.split(), local_word(factor, text)
-    known = prod(int(w) if w.isdigit() else mesh.axis_size(w) for w in words if w != local)
+    sizes = {word: int(word) if word.isdigit() else mesh.axis_size(word) for word in words if word != local}
+    known = prod(sizes[word] for word in words if word != local)
     if words.count(local) != 1:
         raise RuleError(
             f"{text!r} must have {factor!r} itself once, where the local part stands, as in 'axis {factor}'"
         )
     if size % known:
         raise _DoesNotDivide
-    atoms = [
-        (size // known, None) if w == local else (int(w), None) if w.isdigit() else (mesh.axis_size(w), w)
-        for w in words
-    ]
-    return (*outer, *(a for a in atoms if a[0] > 1))
+    atoms: list[Atom] = []
+    for word in words:
+        if word == local:
+            atoms.append((size // known, None))
+        elif word.isdigit():
+            atoms.append((sizes[word], None))
+        else:
+            atoms.append((sizes[word], word))
+    return (*outer, *(atom for atom in atoms if atom[0] > 1))

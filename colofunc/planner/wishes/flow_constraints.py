@@ -56,16 +56,25 @@ def along(
     flow: Flow, program: Program, mesh: Mesh, rule_of: RuleOf, extra_of: ExtraOf
 ) -> Iterator[tuple[int, dict[str, object], Constraint]]:
     """(item, axis -> factor that it is held to, constraint) of every operator that a flow reaches."""
-    wish, n = flow.wish, len(program.inputs)
-    patterns = {k: ways for k, some in flow.held.items() if (ways := _patterns(some, extra_of(program.nodes[k]), mesh))}
+    wish, first_node = flow.wish, len(program.inputs)
+    patterns: dict[int, tuple[Strategy, ...]] = {}
+    for index, wishes in flow.held.items():
+        found = _patterns(wishes, extra_of(program.nodes[index]), mesh)
+        if found:
+            patterns[index] = found
     starts = {id: layout for id, (_, layout) in flow.seeds.items()}
     followed = follow(program, mesh, starts, rule_of, wish.rest, wish.across, patterns, wish.gathers, wish.apart)
-    mine = dict.fromkeys(a for layout in starts.values() for a in layout.axes)
-    axes = tuple(mine | dict.fromkeys(a for some in patterns.values() for a, _ in some[0].axes))
+    own_axes: dict[str, None] = {}  # in order, each once
+    for layout in starts.values():
+        own_axes.update(dict.fromkeys(layout.axes))
+    for found in patterns.values():
+        own_axes.update(dict.fromkeys(axis for axis, _ in found[0].axes))
+    axes = tuple(own_axes)
     known: dict[Any, tuple[Strategy, ...]] = {}
     for index, strategy in followed.strategies.items():
         node = program.nodes[index]
         rule, (call, *_), layouts = rule_of(node), call_of(node, program.values), (*strategy.ins, *strategy.outs)
+        # What enumeration does not have is offered, beside every way to place the open axes.
         odd = strategy.local is not None or not _enumerated(strategy, mesh)
         if odd and (call, layouts) not in known:
             known[call, layouts] = with_open_axes(call, rule, strategy, mesh, extra_of(node))
@@ -74,19 +83,16 @@ def along(
         if wish.rest is not None or _works(node, rule, program, strategy):
             says = f"{wish}, followed to {strategy.name}"
             partly = None if odd else partial(_like, strategy)
-            yield (
-                n + index,
-                dict(strategy.axes),
-                Constraint(key, _like(strategy, axes), says, offers, axes, partly=partly),
-            )
+            constraint = Constraint(key, _like(strategy, axes), says, offers, axes, partly=partly)
+            yield first_node + index, dict(strategy.axes), constraint
         elif offers:
-            yield n + index, {}, Constraint(key, lambda s: True, "", offers)
+            yield first_node + index, {}, Constraint(key, lambda strategy: True, "", offers)
     for index, strategy in followed.asked.items():
         if not _enumerated(strategy, mesh):
             node, layouts = program.nodes[index], (*strategy.ins, *strategy.outs)
             offers = with_open_axes(call_of(node, program.values)[0], rule_of(node), strategy, mesh)
             key = ("asked", wish.source, axes, tuple(lay and lay.text() for lay in layouts))
-            yield n + index, {}, Constraint(key, lambda s: True, "", offers)
+            yield first_node + index, {}, Constraint(key, lambda strategy: True, "", offers)
 
 
 def _enumerated(strategy: Strategy, mesh: Mesh) -> bool:
@@ -94,17 +100,21 @@ def _enumerated(strategy: Strategy, mesh: Mesh) -> bool:
 
 
 def _works(node: Node, rule: Rule | None, program: Program, strategy: Strategy) -> bool:
-    """Whether an operator does what a plan is about: it has flops of its own, reads a parameter, or sums over the axes.
-    """
+    """Whether an operator does what a plan is about: it has flops of its own, reads a parameter, or sums over the axes."""
     sums = any(layout is not None and layout.pending for layout in strategy.outs)
-    reads = any(program.values[r].role in PARAMETERS for r in node.refs)
+    reads = any(program.values[ref].role in PARAMETERS for ref in node.refs)
     return sums or reads or (rule is not None and rule.flops is not None)
 
 
 def _like(strategy: Strategy, axes: tuple[str, ...]) -> Callable[[Strategy], bool]:
     """Whether another strategy places `axes` in every operand and result as this one does."""
-    want = (*strategy.ins, *strategy.outs)
-    return lambda s: all(alike(a, b, axes) for a, b in zip(want, (*s.ins, *s.outs), strict=True))
+    wanted = (*strategy.ins, *strategy.outs)
+
+    def accepts(other: Strategy) -> bool:
+        pairs = zip(wanted, (*other.ins, *other.outs), strict=True)
+        return all(alike(layout, other_layout, axes) for layout, other_layout in pairs)
+
+    return accepts
 
 
 def _patterns(wishes: Iterable[Wish], extra: Iterable[Strategy], mesh: Mesh) -> tuple[Strategy, ...]:
@@ -126,20 +136,24 @@ def _patterns(wishes: Iterable[Wish], extra: Iterable[Strategy], mesh: Mesh) -> 
 def meeting(
     ways: Mapping[int, list[Strategy]], program: Program, mesh: Mesh, rule_of: RuleOf, extra_of: ExtraOf
 ) -> Iterator[tuple[int, Constraint]]:
-    """(item, constraint) where ways of single flows (item -> ways) that enumeration does not have are offered as one.
-    """
-    for item, some in ways.items():
+    """(item, constraint) where ways of single flows (item -> ways) that enumeration does not have are offered as one."""
+    for item, strategies in ways.items():
+        if len(strategies) < 2:
+            continue
         node = program.nodes[item - len(program.inputs)]
-        if len(some) > 1 and (
-            offers := combined(call_of(node, program.values)[0], rule_of(node), some, mesh, extra_of(node))
-        ):
-            yield item, Constraint(("together", *(s.name for s in some)), lambda s: True, "", offers)
+        call, *_ = call_of(node, program.values)
+        offers = combined(call, rule_of(node), strategies, mesh, extra_of(node))
+        if offers:
+            key = ("together", *(strategy.name for strategy in strategies))
+            yield item, Constraint(key, lambda strategy: True, "", offers)
 
 
-# ---- axes of several flows ---- Problem: stripes of a fused weight come from one plan, rows of a flat batch from
-# another, sequences that two plans cut from a third. An operator that two of them reach has to lie as both say, and
-# enumeration offers no such strategy. Idea: lay the axes of all flows on the factors of the operator's rule, where each
-# has room, and offer the result beside every way to place the axes that stay open.
+# ---- axes of several flows ----
+#
+# Problem: stripes of a fused weight come from one plan, rows of a flat batch from another, sequences that two plans cut
+# from a third. An operator that two of them reach has to lie as both say, and enumeration offers no such strategy.
+# Idea: lay the axes of all flows on the factors of the operator's rule, where each has room, and offer the result
+# beside every way to place the axes that stay open.
 #
 #     (16 tp 8) of one flow, (128 cp) of another, of the same factor          (16 tp 4 cp)
 
@@ -213,22 +227,22 @@ def combined(
 
 
 def _all_axes(dims: Iterable[Dim]) -> set[str]:
-    return {axis for dim in dims for axis in axes_of(dim)}
+    return set().union(*map(axes_of, dims))
 
 
 def _refined(one: Dim, other: Dim) -> Dim | None:
     """One factor with the axes of both: (16 tp 8) and (128 cp) are (16 tp 4 cp); None where they do not fit."""
     atoms: list[Atom] = []
     parts = 1  # that the atoms so far make
-    for before, n, axis in sorted([*_cuts(one), *_cuts(other)], key=lambda cut: cut[0]):
+    for before, size, axis in sorted([*_cuts(one), *_cuts(other)], key=lambda cut: cut[0]):
         if before > parts:
             if before % parts:
                 return None
             atoms.append((before // parts, None))
             parts = before
-        atoms.append((n, axis))
-        parts *= n
-    rest, odd = divmod(prod(n for n, _ in one), parts)
+        atoms.append((size, axis))
+        parts *= size
+    rest, odd = divmod(prod(size for size, _ in one), parts)
     if odd:
         return None
     if rest > 1:
@@ -238,9 +252,11 @@ def _refined(one: Dim, other: Dim) -> Dim | None:
 
 def _cuts(dim: Dim) -> Iterator[tuple[int, int, str]]:
     """(parts before it, its size, axis) of every axis in a dim."""
-    for k, (n, axis) in enumerate(dim):
+    before = 1
+    for size, axis in dim:
         if axis is not None:
-            yield prod(size for size, _ in dim[:k]), n, axis
+            yield before, size, axis
+        before *= size
 
 
 def _placement(rule: Rule, strategy: Strategy) -> dict[str, Dim]:
@@ -269,12 +285,12 @@ def _among(
                 yield {**inside, factor: refined}, rest
 
 
-def _within(dim: Dim, axis: str, n: int) -> Iterator[Dim]:
+def _within(dim: Dim, axis: str, ranks: int) -> Iterator[Dim]:
     """The dim with `axis` as the major part of each local atom that it divides."""
-    for k, (size, owner) in enumerate(dim):
-        if owner is None and size % n == 0:
-            rest = ((size // n, None),) if size > n else ()
-            yield (*dim[:k], (n, axis), *rest, *dim[k + 1 :])
+    for position, (size, owner) in enumerate(dim):
+        if owner is None and size % ranks == 0:
+            rest = ((size // ranks, None),) if size > ranks else ()
+            yield (*dim[:position], (ranks, axis), *rest, *dim[position + 1 :])
 
 
 def _relaid(

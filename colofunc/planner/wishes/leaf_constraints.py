@@ -1,8 +1,8 @@
 """What a wish for a leaf means: which strategies of the leaf it accepts, and which it offers that enumeration lacks.
 
-    "(tp o) i"      tp on dim 0, the other axes as the search likes
-    "o i"           whole on every axis
-    (a, b)          either
+"(tp o) i"      tp on dim 0, the other axes as the search likes
+"o i"           whole on every axis
+(a, b)          either
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def on_leaves(
         by_layout = [places(layout, axes) for layout in layouts]
         said = by_layout[0]
         if len(by_layout) > 1:
-            said = {axis: frozenset(of_layout[axis] for of_layout in by_layout) for axis in axes}
+            said = {}
+            for axis in axes:
+                said[axis] = frozenset(of_layout[axis] for of_layout in by_layout)
         constraints = [_leaf_constraint(wish, layout.with_at(None), axes, mesh) for layout in layouts]
         constraint = _any_of(constraints)
         if item >= len(program.inputs):  # an operator makes its own offers

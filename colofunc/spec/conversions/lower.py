@@ -99,7 +99,10 @@ class _Value:
 
     def shape(self, form: Form) -> tuple[int, ...]:
         """Sizes of the dims of a form."""
-        return tuple(prod(self.puzzle.sizes[slot] for slot in dim) for dim in form)
+        return tuple([self._size(dim) for dim in form])
+
+    def _size(self, dim: tuple[int, ...]) -> int:
+        return prod([self.puzzle.sizes[slot] for slot in dim])
 
     def emit(self, target: str, args: tuple[Any, ...], form: Form) -> None:
         """Add a move that leaves the tensor in this form. Its result has a layout where no chunks stand in front."""
@@ -186,13 +189,15 @@ class _Value:
         """Whether of each axis in `pending`, once for each reduction, all parts are pending in one way."""
         if len(set(pending)) != len(pending):
             return False
-        return all(
-            where < COPY for part, where in zip(self.puzzle.parts, self.where, strict=True) if part.axis in pending
-        )
+        locations = [where for part, where in zip(self.puzzle.parts, self.where, strict=True) if part.axis in pending]
+        return all(where < COPY for where in locations)
 
 
 def _without(form: Form, slots: Collection[int]) -> Form:
-    return tuple(tuple(slot for slot in dim if slot not in slots) for dim in form)
+    dims = []
+    for dim in form:
+        dims.append(tuple([slot for slot in dim if slot not in slots]))
+    return tuple(dims)
 
 
 def lower(puzzle: Puzzle, steps: tuple[Step, ...], src: Layout, axis_sizes: dict[str, int]) -> list[Move]:

@@ -199,7 +199,11 @@ def _permutations(board: _Board) -> Iterator[Step]:
 
 def _derangements(count: int) -> list[tuple[int, ...]]:
     """Orders of so many things in which none stays where it is."""
-    return [order for order in permutations(range(count)) if all(place != thing for place, thing in enumerate(order))]
+    orders = []
+    for order in permutations(range(count)):
+        if all(place != thing for place, thing in enumerate(order)):
+            orders.append(order)
+    return orders
 
 
 _DERANGEMENTS = {count: _derangements(count) for count in range(2, MOST_EXCHANGED + 1)}

@@ -62,19 +62,25 @@ class Prices:
     table: tuple[tuple[tuple[float, float], ...], ...]  # in the order of KINDS; (seconds, seconds per byte)
 
     def at(self, kind: str, who: tuple[int, ...]) -> tuple[float, float]:
-        return self.table[_PLACE[kind]][sum(1 << k for k in who)]
+        return self.table[_ROW[kind]][sum(1 << piece for piece in who)]
 
 
-_PLACE = {kind: k for k, kind in enumerate(KINDS)}
+_ROW = {kind: row for row, kind in enumerate(KINDS)}
 _PRICES: dict[tuple[object, ...], Prices] = {}
 
 
 @lru_cache(maxsize=1 << 14)
 def prices(mesh: Mesh | None, names: tuple[str, ...]) -> Prices:
     """Prices over parts of axes with these names; without a mesh communication is free and only bytes count."""
-    # a mesh knows them so
-    sets = [tuple(sorted(name for k, name in enumerate(names) if bits >> k & 1)) for bits in range(1 << len(names))]
-    table = tuple(tuple(_price(mesh, kind, some) for some in sets) for kind in KINDS)
+    rows = []
+    for kind in KINDS:
+        row = []
+        for bits in range(1 << len(names)):
+            # sorted, as the mesh has them in its own cache
+            members = sorted(name for piece, name in enumerate(names) if bits >> piece & 1)
+            row.append(_price(mesh, kind, tuple(members)))
+        rows.append(tuple(row))
+    table = tuple(rows)
     return _PRICES.setdefault(table, Prices(table))
 
 
@@ -94,8 +100,8 @@ def farthest(mesh: Mesh, names: tuple[str, ...]) -> tuple[int, ...]:
     A search prices permutations by who takes part, before their tables are known. Pieces take one another's place in
     them, so few stay.
     """
-    n = prod(mesh.part_size(name) for name in names)
-    return rotation(n, n // 2)
+    ranks = prod(mesh.part_size(name) for name in names)
+    return rotation(ranks, ranks // 2)
 
 
 @attrs.frozen
@@ -108,12 +114,12 @@ class Question:
 
 
 @lru_cache(maxsize=1 << 16)
-def answer(q: Question) -> tuple[Step, ...]:
+def answer(question: Question) -> tuple[Step, ...]:
     """The cheapest steps from start to goal that are found."""
-    return _reducing(q, _found(q))
+    return _all_reduced(question, _found(question))
 
 
-def _reducing(q: Question, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def _all_reduced(question: Question, steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """The same with an all-reduce in place of a gather of what a reduce-scatter has just split, where that costs no
     more.
 
@@ -122,54 +128,75 @@ def _reducing(q: Question, steps: tuple[Step, ...]) -> tuple[Step, ...]:
     with nothing to hide behind.
     """
     done: list[Step] = []
-    where = tuple(p.start for p in q.pieces)
-    for kind, who, after in steps:
-        last = done[-1] if done else None
-        if kind == "all_gather" and last is not None and last[0] == "reduce_scatter" and set(who) <= set(last[1]):
-            before = where if len(done) == 1 else done[-2][2]
-            rest = tuple(k for k in last[1] if k not in who)
-            between = tuple(before[k] if k in who else loc for k, loc in enumerate(after))
-            whole: tuple[Step, ...] = (("all_reduce", who, after),)
-            if rest:
-                whole = (("reduce_scatter", rest, between), *whole)
-            if _cost(q, before, whole)[0] <= _cost(q, before, (last, (kind, who, after)))[0] * (1 + ROUNDING):
-                done[-1:] = whole
+    start = tuple(piece.start for piece in question.pieces)
+    for step in steps:
+        if done and _gathers_what_was_scattered(done[-1], step):
+            before = start if len(done) == 1 else done[-2][2]
+            replaced = _one_all_reduce(before, done[-1], step)
+            cost_s, *_ = _cost(question, before, replaced)
+            cost_before_s, *_ = _cost(question, before, (done[-1], step))
+            if cost_s <= cost_before_s * (1 + ROUNDING):
+                done[-1:] = replaced
                 continue
-        done.append((kind, who, after))
+        done.append(step)
     return tuple(done)
 
 
-def _found(q: Question) -> tuple[Step, ...]:
-    start = tuple(p.start for p in q.pieces)
-    goal = tuple(p.goal for p in q.pieces)
-    if len(q.pieces) <= MOST_SEARCHED_WHOLE:
-        return _search(q, start, goal)
-    known = [way for way in (_permuting_first(q, start, goal), _permuting_last(q, start, goal)) if way is not None]
-    best = min(known, key=lambda way: _cost(q, start, way), default=None)
-    if best is not None and len(q.pieces) > MOST_SEARCHED_BESIDE_KNOWN:
+def _gathers_what_was_scattered(earlier: Step, later: Step) -> bool:
+    """Whether a gather undoes some of the splitting that the reduce-scatter before it did."""
+    return later[0] == "all_gather" and earlier[0] == "reduce_scatter" and set(later[1]) <= set(earlier[1])
+
+
+def _one_all_reduce(before: Locations, scatter: Step, gather: Step) -> tuple[Step, ...]:
+    """Steps for the two: an all-reduce of what both move, after a reduce-scatter of the rest."""
+    _, scattered, _ = scatter
+    _, gathered, after = gather
+    all_reduce: Step = ("all_reduce", gathered, after)
+    rest = tuple(piece for piece in scattered if piece not in gathered)
+    if not rest:
+        return (all_reduce,)
+    between = list(after)
+    for piece in gathered:
+        between[piece] = before[piece]
+    return ("reduce_scatter", rest, tuple(between)), all_reduce
+
+
+def _found(question: Question) -> tuple[Step, ...]:
+    start = tuple(piece.start for piece in question.pieces)
+    goal = tuple(piece.goal for piece in question.pieces)
+    if len(question.pieces) <= MOST_SEARCHED_WHOLE:
+        return _search(question, start, goal)
+    ways = (_permuting_first(question, start, goal), _permuting_last(question, start, goal))
+    known = [way for way in ways if way is not None]
+    best = min(known, key=lambda way: _cost(question, start, way), default=None)
+    if best is not None and len(question.pieces) > MOST_SEARCHED_BESIDE_KNOWN:
         return best
-    return _search(q, start, goal, best)
+    return _search(question, start, goal, best)
 
 
-def _permuting_first(q: Question, start: Locations, goal: Locations) -> tuple[Step, ...] | None:
-    """One permutation, then what is left: Note [Trading places]."""
-    met = _staying(tuple(p.size for p in q.pieces), goal, start)
-    return None if met == start else (_permute(start, met), *_search(q, met, goal))
+def _permuting_first(question: Question, start: Locations, goal: Locations) -> tuple[Step, ...] | None:
+    """One permutation, then what is left: Note [Trading places]. None where nothing is to be permuted."""
+    permuted = _staying(tuple(piece.size for piece in question.pieces), goal, start)
+    if permuted == start:
+        return None
+    return _permute(start, permuted), *_search(question, permuted, goal)
 
 
-def _permuting_last(q: Question, start: Locations, goal: Locations) -> tuple[Step, ...] | None:
-    """All that no permutation does, then one."""
-    met = _staying(tuple(p.size for p in q.pieces), start, goal)
-    return None if met == goal else (*_search(q, start, met), _permute(met, goal))
+def _permuting_last(question: Question, start: Locations, goal: Locations) -> tuple[Step, ...] | None:
+    """All that no permutation does, then one. None where nothing is to be permuted."""
+    permuted = _staying(tuple(piece.size for piece in question.pieces), start, goal)
+    if permuted == goal:
+        return None
+    return *_search(question, start, permuted), _permute(permuted, goal)
 
 
-def _part_bytes(q: Question, where: Locations) -> float:
+def _part_bytes(question: Question, where: Locations) -> float:
     """Bytes of one rank's part where the pieces are so; the question's own are those at the start."""
 
-    def held(roles: Iterable[int]) -> int:
-        return prod(p.size for p, loc in zip(q.pieces, roles) if loc >= 0)
+    def parts(locations: Iterable[int]) -> int:
+        return prod(piece.size for piece, location in zip(question.pieces, locations) if location >= 0)
 
-    return q.nbytes * held(p.start for p in q.pieces) / held(where)
+    return question.nbytes * parts(piece.start for piece in question.pieces) / parts(where)
 
 
 def _staying(sizes: tuple[int, ...], here: Locations, there: Locations) -> Locations:
@@ -178,38 +205,46 @@ def _staying(sizes: tuple[int, ...], here: Locations, there: Locations) -> Locat
 
     Pieces of equal size take one another's slots; copies and pending sums are nobody else's.
     """
-    met = list(there)
+    locations = list(there)
     for size in set(sizes):
-        who = [k for k, n in enumerate(sizes) if n == size and here[k] >= 0 and there[k] >= 0]
-        free = {there[k] for k in who}
-        stay = [k for k in who if here[k] in free]
-        for k in stay:
-            met[k] = here[k]
-        free -= {here[k] for k in stay}
-        movers = [k for k in who if k not in stay]
-        for k in movers:  # home at once, where nobody else stays
-            met[k] = there[k] if there[k] in free else -1
-            free.discard(there[k])
-        for k in movers:
-            if met[k] < 0:
-                met[k] = min(free)
-                free.discard(met[k])
-    return tuple(met)
+        in_slots = [k for k, n in enumerate(sizes) if n == size and here[k] >= 0 and there[k] >= 0]
+        free = {there[piece] for piece in in_slots}
+        staying = [piece for piece in in_slots if here[piece] in free]
+        for piece in staying:
+            locations[piece] = here[piece]
+        free -= {here[piece] for piece in staying}
+
+        # The others go to their own slots where nobody stays there, then to the least slots that are left.
+        homeless: list[int] = []
+        for piece in in_slots:
+            if piece in staying:
+                continue
+            if there[piece] in free:
+                locations[piece] = there[piece]
+                free.discard(there[piece])
+            else:
+                homeless.append(piece)
+        for piece in homeless:
+            locations[piece] = min(free)
+            free.discard(locations[piece])
+    return tuple(locations)
 
 
 def _permute(here: Locations, there: Locations) -> Step:
-    return "permute", tuple(k for k, loc in enumerate(here) if loc != there[k]), there
+    movers = tuple(piece for piece, location in enumerate(here) if location != there[piece])
+    return "permute", movers, there
 
 
-def _search(q: Question, start: Locations, goal: Locations, known: tuple[Step, ...] | None = None) -> tuple[Step, ...]:
-    """A* from locations of a question's pieces to others. known: a way that is kept where no cheaper one is found soon.
-    """
-    most = None if known is None else _cost(q, start, known)
-    pieces = tuple(attrs.evolve(p, start=a, goal=b) for p, a, b in zip(q.pieces, start, goal))
-    sizes = tuple(p.size for p in pieces)
-    whole = float(q.nbytes * prod(p.size for p in q.pieces if p.start >= 0))
-    bound = _bound(q, sizes, goal, whole)
-    terms = _terms(q)
+def _search(
+    question: Question, start: Locations, goal: Locations, known: tuple[Step, ...] | None = None
+) -> tuple[Step, ...]:
+    """A* from locations of a question's pieces to others. known: a way that is kept where no cheaper one is found soon."""
+    limit = None if known is None else _cost(question, start, known)
+    pieces = tuple(attrs.evolve(piece, start=a, goal=b) for piece, a, b in zip(question.pieces, start, goal))
+    sizes = tuple(piece.size for piece in pieces)
+    whole = float(question.nbytes * prod(piece.size for piece in question.pieces if piece.start >= 0))
+    bound = _bound(question, sizes, goal, whole)
+    terms = _terms(question)
     best: dict[Locations, Cost] = {start: (0.0, 0.0, 0)}
     came: dict[Locations, tuple[Locations, str, tuple[int, ...]]] = {}
     queue = [(bound(start), 0, start)]
@@ -224,41 +259,46 @@ def _search(q: Question, start: Locations, goal: Locations, known: tuple[Step, .
         if state in done:
             continue
         done.add(state)
-        seconds, wire, moves = best[state]
-        held = prod(n for n, loc in zip(sizes, state) if loc >= 0)
-        before = whole / held
+        seconds, received_bytes, moves = best[state]
+        parts = prod(size for size, location in zip(sizes, state) if location >= 0)
+        part_bytes = whole / parts
         haste = _haste(tried, known is not None)
         for kind, who, after in moves_from(pieces, state):
             tried += 1
-            more, share, alpha_s, beta_s = terms(kind, who)
-            nbytes = max(before, whole / (held * more))
-            cost = (seconds + (alpha_s + beta_s * nbytes), wire + share * nbytes, moves + 1)
-            if most is not None and cost >= most:
+            more_parts, share, alpha_s, beta_s = terms(kind, who)
+            nbytes = max(part_bytes, whole / (parts * more_parts))
+            cost = (seconds + (alpha_s + beta_s * nbytes), received_bytes + share * nbytes, moves + 1)
+            # The bound is what takes long: ways that are dearer already are left before it.
+            if limit is not None and cost >= limit:
                 continue
-            before_it = best.get(after)
-            if before_it is None or cost < before_it:
-                left_s, left_bytes, left = bound(after)
-                if most is not None and (cost[0] + left_s, cost[1] + left_bytes, cost[2] + left) >= most:
-                    continue
-                best[after] = cost
-                came[after] = (state, kind, who)
-                count += 1
-                done.discard(after)
-                hope = (cost[0] + haste * left_s, cost[1] + haste * left_bytes, cost[2] + left)
-                heapq.heappush(queue, (hope, count, after))
+            cost_before = best.get(after)
+            if cost_before is not None and cost >= cost_before:
+                continue
+            left_s, left_bytes, left = bound(after)
+            if limit is not None and (cost[0] + left_s, cost[1] + left_bytes, cost[2] + left) >= limit:
+                continue
+            best[after] = cost
+            came[after] = (state, kind, who)
+            count += 1
+            done.discard(after)
+            hope = (cost[0] + haste * left_s, cost[1] + haste * left_bytes, cost[2] + left)
+            heapq.heappush(queue, (hope, count, after))
     assert known is not None, "there always is a way"
     return known
 
 
-def _cost(q: Question, start: Locations, steps: tuple[Step, ...]) -> Cost:
+def _cost(question: Question, start: Locations, steps: tuple[Step, ...]) -> Cost:
     """What a way costs, in the units of the search."""
-    terms, held = _terms(q), start
-    seconds, wire = 0.0, 0.0
+    terms = _terms(question)
+    before = start
+    seconds = received_bytes = 0.0
     for kind, who, after in steps:
-        nbytes = max(_part_bytes(q, held), _part_bytes(q, after))
+        nbytes = max(_part_bytes(question, before), _part_bytes(question, after))
         _, share, alpha_s, beta_s = terms(kind, who)
-        seconds, wire, held = seconds + (alpha_s + beta_s * nbytes), wire + share * nbytes, after
-    return seconds, wire, len(steps)
+        seconds += alpha_s + beta_s * nbytes
+        received_bytes += share * nbytes
+        before = after
+    return seconds, received_bytes, len(steps)
 
 
 def _haste(tried: int, way_known: bool) -> float:
@@ -280,72 +320,76 @@ def _trace_back(
     return tuple(reversed(steps))
 
 
-def _terms(q: Question) -> Callable[[str, tuple[int, ...]], tuple[float, float, float, float]]:
+def _terms(question: Question) -> Callable[[str, tuple[int, ...]], tuple[float, float, float, float]]:
     """What there is to know of a move over some pieces, whatever the size of the tensor.
 
     Into how many times as many parts it is split behind it; bytes received, seconds, and seconds per byte, of the
     larger of a rank's parts before and after.
     """
-    sizes = [p.size for p in q.pieces]
+    sizes = [piece.size for piece in question.pieces]
     known: dict[tuple[str, tuple[int, ...]], tuple[float, float, float, float]] = {}
 
     def terms(kind: str, who: tuple[int, ...]) -> tuple[float, float, float, float]:
         found = known.get((kind, who))
         if found is None:
-            n = prod(sizes[k] for k in who)
-            priced = (0.0, 0.0, 0.0) if kind in FREE else (_share(kind, n), *q.prices.at(kind, who))
-            found = known[kind, who] = (_more_held(kind, n), *priced)
+            ranks = prod(sizes[piece] for piece in who)
+            share = alpha_s = beta_s = 0.0
+            if kind not in FREE:
+                share = _share(kind, ranks)
+                alpha_s, beta_s = question.prices.at(kind, who)
+            found = known[kind, who] = (_more_parts(kind, ranks), share, alpha_s, beta_s)
         return found
 
     return terms
 
 
 def _bound(
-    q: Question, sizes: tuple[int, ...], goal: Locations, whole: float
+    question: Question, sizes: tuple[int, ...], goal: Locations, whole: float
 ) -> Callable[[Locations], tuple[float, float, int]]:
     """Lower bound of (seconds, bytes, moves) from a state to the goal: Note [Bounds]."""
-    final = whole / prod(n for n, loc in zip(sizes, goal) if loc >= 0)
-    wanted = {loc for loc in goal if loc >= 0}
+    final = whole / prod(size for size, location in zip(sizes, goal) if location >= 0)
+    wanted = {location for location in goal if location >= 0}
     pending: dict[tuple[int, int], int] = {}
     for role in zip(goal, sizes):
         if role[0] < COPY:
             pending[role] = pending.get(role, 0) + 1
-    leave_s, reduce_s, permute_s, beta_s = _least(q.prices, sizes)
+    leave_s, reduce_s, permute_s, beta_s = _least(question.prices, sizes)
     # `whole` is what the pieces spread: other axes of the mesh only make more ranks with the same problem.
-    again, ranks = max(prod(n for n, loc in zip(sizes, goal) if loc == COPY), 1) - 1, prod(sizes)
+    ranks = prod(sizes)
+    more_copies = prod(size for size, location in zip(sizes, goal) if location == COPY) - 1
 
     def bound(state: Locations) -> tuple[float, float, int]:
         foreign, terms, missing = False, 1, 1
         there_s = away_s = 0.0  # latencies that no permutation spares; of all parts out of place
-        over: dict[tuple[int, int], int] = {}
-        for k, loc in enumerate(state):
-            if loc < COPY:
-                role = (loc, sizes[k])
-                over[role] = over.get(role, 0) + 1
-                if over[role] > pending.get(role, 0):
-                    there_s += reduce_s[k]
-                if loc != goal[k]:
-                    terms *= sizes[k]
-                    away_s += reduce_s[k]
-            elif loc >= 0 and loc != goal[k]:
-                if loc in wanted:
+        pending_here: dict[tuple[int, int], int] = {}
+        for piece, location in enumerate(state):
+            if location < COPY:
+                role = (location, sizes[piece])
+                pending_here[role] = pending_here.get(role, 0) + 1
+                if pending_here[role] > pending.get(role, 0):
+                    there_s += reduce_s[piece]
+                if location != goal[piece]:
+                    terms *= sizes[piece]
+                    away_s += reduce_s[piece]
+            elif location >= 0 and location != goal[piece]:
+                if location in wanted:
                     foreign = True
                 else:
-                    there_s += leave_s[k]
-                missing *= sizes[k]
-                away_s += leave_s[k]
+                    there_s += leave_s[piece]
+                missing *= sizes[piece]
+                away_s += leave_s[piece]
         if terms == missing == 1:
             return 0.0, 0.0, int(state != goal)
         nbytes = final if foreign else final * (1 - 1 / missing)
         if terms > 1:
-            nbytes = max(nbytes, whole * (terms - 1 + again) / ranks)
+            nbytes = max(nbytes, whole * (terms - 1 + more_copies) / ranks)
         return min(away_s, there_s + permute_s) + beta_s * nbytes, nbytes, 1
 
     return bound
 
 
 @lru_cache(maxsize=4096)
-def _least(found: Prices, sizes: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...], float, float]:
+def _least(prices: Prices, sizes: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...], float, float]:
     """Least latency per part of a gather or all-to-all and of a reduction, by piece, of a permutation, and seconds per
     byte.
 
@@ -353,15 +397,18 @@ def _least(found: Prices, sizes: tuple[int, ...]) -> tuple[tuple[float, ...], tu
     """
     least = {kind: dict.fromkeys(sizes, float("inf")) for kind in KINDS}
     rates = []
-    for kind, over in zip(KINDS, found.table, strict=True):
-        for bits, (alpha_s, beta_s) in enumerate(over[1:], 1):
-            who = [k for k in range(len(sizes)) if bits >> k & 1]
-            rates.append(beta_s / _share(kind, prod(sizes[k] for k in who)))
-            for k in who:
-                least[kind][sizes[k]] = min(least[kind][sizes[k]], alpha_s / (1 if kind == "permute" else len(who)))
+    for kind, row in zip(KINDS, prices.table, strict=True):
+        for bits, (alpha_s, beta_s) in enumerate(row[1:], 1):
+            who = [piece for piece in range(len(sizes)) if bits >> piece & 1]
+            rates.append(beta_s / _share(kind, prod(sizes[piece] for piece in who)))
+            # One permutation moves any number of pieces; other moves pay for each.
+            payers = 1 if kind == "permute" else len(who)
+            for piece in who:
+                size = sizes[piece]
+                least[kind][size] = min(least[kind][size], alpha_s / payers)
 
-    def either(*kinds: str) -> tuple[float, ...]:
-        return tuple(min(least[kind][n] for kind in kinds) for n in sizes)
+    def either(one: str, other: str) -> tuple[float, ...]:
+        return tuple(min(least[one][size], least[other][size]) for size in sizes)
 
     permute_s = min(least["permute"].values(), default=0.0)
     return (
@@ -372,13 +419,19 @@ def _least(found: Prices, sizes: tuple[int, ...]) -> tuple[tuple[float, ...], tu
     )
 
 
-def _more_held(kind: str, n: int) -> float:
-    """Into how many times as many parts a tensor is split behind a move over `n` ranks."""
+def _more_parts(kind: str, ranks: int) -> float:
+    """Into how many times as many parts a tensor is split behind a move over `ranks` ranks."""
     if kind == "all_gather":
-        return 1 / n
-    return n if kind in ("reduce_scatter", "take_shard") else 1.0
+        return 1 / ranks
+    if kind in ("reduce_scatter", "take_shard"):
+        return ranks
+    return 1.0
 
 
-def _share(kind: str, n: int) -> float:
+def _share(kind: str, ranks: int) -> float:
     """Bytes that a rank receives, of the larger of its parts before and after."""
-    return {"permute": 1.0, "all_reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
+    if kind == "permute":
+        return 1.0
+    if kind == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks

@@ -26,7 +26,7 @@ from colofunc.mesh import Mesh
 from colofunc.ops.collectives import all_gather, axis_index, keep_first
 from colofunc.ops.experts import Interleaved
 from colofunc.ops.experts import expert_position as position_op
-from colofunc.spec.layout import Dim, Layout
+from colofunc.spec.layout import Dim, Layout, axes_of
 from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.rules.build import Code, Local, StrategyFn, Texts, at, bind, names
 from colofunc.spec.rules.local import rerun, strides
@@ -87,9 +87,15 @@ def _rule(call: Call, x: int) -> Rule:
         )  # fmt: skip
     needed = bool(call.arg(x + 10, "need_weights", True))
     grads = [weights[0], weights[1], f"e {up}", "e [d]"]
-    outs = [text if needed and k is not None else "[z]" for text, k in zip(grads, (x + 3, x + 4, gub, db), strict=True)]
     free = [*names("b", len(call.ins[x].shape) - 1), "e", "f"]
-    absent = [(k, f) for k, text in enumerate(outs, 2) if text == "[z]" for f in free]
+    outs: list[str] = []
+    absent: list[tuple[int, str]] = []  # (result, factor): a gradient that is not wanted is empty, and depends on none
+    for text, operand in zip(grads, (x + 3, x + 4, gub, db), strict=True):
+        if needed and operand is not None:
+            outs.append(text)
+        else:
+            absent += [(2 + len(outs), factor) for factor in free]
+            outs.append("[z]")
     return bind(
         call, {0: tokens, **texts}, [tokens, choices, *outs], reduce=dict.fromkeys(free, "sum"),
         linear=[] if float8 else [{0}],
@@ -113,8 +119,11 @@ def _share(call: Call, x: int) -> float:
 def _code(x: int, db: int | None) -> Code:
     def code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Local | None:
         mine = ins[x + 3].dims[0]
-        shifted = any(axis is not None for _, axis in mine)
-        on_f = [a for a in ins[x + 4].axes if db is not None and all(a != axis for _, axis in mine)]
+        expert_axes = axes_of(mine)
+        shifted = bool(expert_axes)
+        on_f: list[str] = []  # axes that split the hidden units of experts
+        if db is not None:
+            on_f = [axis for axis in ins[x + 4].axes if axis not in expert_axes]
         if not shifted and not on_f:
             return None
 
@@ -122,7 +131,8 @@ def _code(x: int, db: int | None) -> Code:
             changes: dict[tuple[int, str], object] = {}
             if shifted:
                 changes[x + 1, "index"] = local_expert(shards[x + 1], mine, mesh)
-                changes[_share_at(x), "share"] = _share(call, x) / prod(n for n, axis in mine if axis is not None)
+                ranks = prod(size for size, axis in mine if axis is not None)
+                changes[_share_at(x), "share"] = _share(call, x) / ranks
             if on_f and db is not None:  # ranks with parts of f add up, and the bias counts once
                 changes[x + 6, "down_bias"] = keep_first(shards[db], on_f, mesh)
             return rerun(call, shards, changes)
@@ -137,14 +147,14 @@ def local_expert(index: torch.Tensor, dim: Dim, mesh: Mesh) -> torch.Tensor:
     here = torch.zeros_like(index)
     mine = index >= 0
     rest = 1
-    for (n, axis), far in reversed(list(zip(dim, strides(dim), strict=True))):
-        digit = torch.div(index, far, rounding_mode="floor") % n
+    for (size, axis), far in reversed(list(zip(dim, strides(dim), strict=True))):
+        digit = torch.div(index, far, rounding_mode="floor") % size
         if axis is None:
             here = here + digit * rest
-            rest *= n
+            rest *= size
         else:
             mine = mine & (digit == axis_index((axis,), mesh))
-    return torch.where(mine & (index < prod(n for n, _ in dim)), here, -1)
+    return torch.where(mine & (index < prod(size for size, _ in dim)), here, -1)
 
 
 # ---- places in queues ----

@@ -12,7 +12,7 @@ rows they have. Results whose size is data (nonzero, masked_select, boolean mask
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -32,9 +32,12 @@ def gather(call: Call) -> Rule | None:
         return None
     dim = wrap(call.arg(1, "dim"), len(x))
     # Along the other dims the index may be shorter than the source: then only a corner of the source is read.
-    same = [n == m for n, m in zip(x, index, strict=True)]
-    source = [f"d{d}" if same[d] else f"[s{d}]" for d in range(len(x))]
-    where = [f"d{d}" if same[d] else f"[d{d}]" for d in range(len(x))]
+    source: list[str] = []
+    where: list[str] = []
+    for number, (size, index_size) in enumerate(zip(x, index, strict=True)):
+        same = size == index_size
+        source.append(f"d{number}" if same else f"[s{number}]")
+        where.append(f"d{number}" if same else f"[d{number}]")
     if x:  # a tensor without dims is gathered along none
         source[dim], where[dim] = "[s]", "j"
     return bind(call, {0: " ".join(source), 1: " ".join(where)}, [" ".join(where)], linear=[{0}])
@@ -45,34 +48,40 @@ _MERGES = {"add": "sum", "sum": "sum", "amax": "max", "amin": "min"}
 
 def scatter(call: Call) -> Rule | None:
     """scatter, scatter_add and scatter_reduce; a second tensor operand after the index is the source of values."""
-    shapes = [t.shape for t in call.ins]
-    if len({len(s) for s in shapes}) != 1:
+    shapes = [operand.shape for operand in call.ins]
+    rank = len(shapes[0])
+    if any(len(shape) != rank for shape in shapes):
         return None
-    name = call.target.split(".")[1]
-    dim = wrap(call.arg(1, "dim"), len(shapes[0]))
+    dim = wrap(call.arg(1, "dim"), rank)
     src = at(call, 3, "src")
-    how = "sum" if name == "scatter_add" else _MERGES.get(_reduction(call) or "")
+    how = "sum" if call.target.split(".")[1] == "scatter_add" else _MERGES.get(_reduction(call) or "")
     if how is not None and not call.arg(5, "include_self", True):
         how = None
     merged = how is not None and bool(shapes[0]) and (src is None or shapes[1][dim] == shapes[src][dim])
-    texts = []
-    for k in range(len(shapes)):
-        words = []
-        for d in range(len(shapes[0])):
-            if d == dim:
-                words.append("[s]" if k == 0 else "j" if merged else f"[j{k}]")
-            else:
-                shared = len({s[d] for s in shapes}) == 1
-                words.append(f"d{d}" if shared else f"[d{k}_{d}]")
-        texts.append(" ".join(words))
     return bind(
         call,
-        numbered(texts),
-        [texts[0]],
+        numbered([_scatter_words(shapes, number, dim, merged) for number in range(len(shapes))]),
+        [_scatter_words(shapes, 0, dim, merged)],
         reduce={"j": how} if merged and how else {},
         addends=[0] if how == "sum" and merged else [],
         linear=_scatter_linear(call, src, how),
     )
+
+
+def _scatter_words(shapes: Sequence[tuple[int, ...]], operand: int, dim: int, merged: bool) -> str:
+    """The dims of one operand: `d0` where all have the same size, whole where only a corner of one is touched."""
+    words: list[str] = []
+    for number in range(len(shapes[0])):
+        if number != dim:
+            shared = all(shape[number] == shapes[0][number] for shape in shapes)
+            words.append(f"d{number}" if shared else f"[d{operand}_{number}]")
+        elif operand == 0:
+            words.append("[s]")
+        elif merged:
+            words.append("j")
+        else:
+            words.append(f"[j{operand}]")  # later writes win, so their order is to be kept
+    return " ".join(words)
 
 
 def _reduction(call: Call) -> str | None:
@@ -81,6 +90,7 @@ def _reduction(call: Call) -> str | None:
 
 
 def _scatter_linear(call: Call, src: int | None, how: str | None) -> list[set[int | None]]:
+    # A sum of sources scatters to the sum of results, unless results are multiplied or compared.
     if src is not None:
         return [{0, src}] if how == "sum" or _reduction(call) is None else []
     value = call.arg(3, "value")
@@ -90,7 +100,7 @@ def _scatter_linear(call: Call, src: int | None, how: str | None) -> list[set[in
 def _rows(call: Call) -> list[str]:
     x = call.ins[0].shape
     dim = wrap(call.arg(1, "dim"), len(x))
-    return ["[s]" if d == dim else f"d{d}" for d in range(len(x))]
+    return ["[s]" if number == dim else f"d{number}" for number in range(len(x))]
 
 
 def index_select(call: Call) -> Rule | None:
@@ -133,7 +143,7 @@ def index_fill(call: Call) -> Rule | None:
 
 
 def take(call: Call) -> Rule:
-    source = " ".join(f"[s{d}]" for d in range(len(call.ins[0].shape)))
+    source = " ".join(f"[s{number}]" for number in range(len(call.ins[0].shape)))
     index = " ".join(names("i", len(call.ins[1].shape)))
     return bind(call, {0: source, 1: index}, [index], linear=[{0}])
 
@@ -149,18 +159,26 @@ def _indexed(call: Call, position: int) -> tuple[list[str], list[str], Texts] | 
     """
     indices = call.arg(position, "indices")
     rank = len(call.ins[0].shape)
-    at_dims = [d for d, item in enumerate(indices) if isinstance(item, Ref)]
-    refs = {d: indices[d].id for d in at_dims}
-    if not at_dims or len(indices) > rank or any(call.ins[k].dtype in (torch.bool, torch.uint8) for k in refs.values()):
+    operand_of = {dim: item.id for dim, item in enumerate(indices) if isinstance(item, Ref)}  # indexed dim -> operand
+    if not operand_of or len(indices) > rank:
         return None
-    count = max(len(call.ins[k].shape) for k in refs.values())
+    if any(call.ins[operand].dtype in (torch.bool, torch.uint8) for operand in operand_of.values()):
+        return None
+
+    count = max(len(call.ins[operand].shape) for operand in operand_of.values())
+    # dims of the indices, broadcast against one another
     where = names("i", count)
-    source = [f"[s{d}]" if d in refs else f"d{d}" for d in range(rank)]
-    adjacent = at_dims[-1] - at_dims[0] + 1 == len(at_dims)
-    front = at_dims[0] if adjacent else 0
-    rest = [f"d{d}" for d in range(rank) if d not in refs]
-    result = [*rest[:front], *where, *rest[front:]]
-    return source, result, {k: " ".join(where[count - len(call.ins[k].shape) :]) for k in refs.values()}
+    texts: Texts = {}
+    for operand in operand_of.values():
+        # broadcast: an index with fewer dims has the last ones
+        texts[operand] = " ".join(where[count - len(call.ins[operand].shape) :])
+
+    first, last = min(operand_of), max(operand_of)
+    adjacent = last - first + 1 == len(operand_of)
+    front = first if adjacent else 0
+    source = [f"[s{dim}]" if dim in operand_of else f"d{dim}" for dim in range(rank)]
+    rest = [f"d{dim}" for dim in range(rank) if dim not in operand_of]
+    return source, [*rest[:front], *where, *rest[front:]], texts
 
 
 def index(call: Call) -> Rule | None:
@@ -176,7 +194,7 @@ def _mask_write(call: Call) -> Rule | None:
     indices, values = call.arg(1, "indices"), at(call, 2, "values")
     if len(indices) != 1 or not isinstance(indices[0], Ref) or values is None:
         return None
-    if any(n != 1 for n in call.ins[values].shape):
+    if any(size != 1 for size in call.ins[values].shape):
         return None
     mask = indices[0].id
     if call.ins[mask].dtype is not torch.bool:
@@ -197,20 +215,25 @@ def index_put(call: Call) -> Rule | None:
     if found is None or values is None:
         return _mask_write(call)
     source, result, where = found
-    free = bool(call.arg(3, "accumulate", False))
+    accumulate = bool(call.arg(3, "accumulate", False))
     written = result[len(result) - len(call.ins[values].shape) :]
     texts: Texts = {0: " ".join(source), **where, values: " ".join(written)}
-    if not free:
-        texts = {k: " ".join(f"[{w}]" if w.startswith("i") else w for w in text.split()) for k, text in texts.items()}
-    i = sorted({w for text in where.values() for w in text.split()})
+    index_dims = sorted(set().union(*(text.split() for text in where.values())))
+    if not accumulate:  # later writes win, so their order is to be kept
+        texts = {operand: _whole_index(text) for operand, text in texts.items()}
     return bind(
         call,
         texts,
         [texts[0]],
-        reduce=dict.fromkeys(i, "sum") if free else {},
-        addends=[0] if free else [],
+        reduce=dict.fromkeys(index_dims, "sum") if accumulate else {},
+        addends=[0] if accumulate else [],
         linear=[{0, values}],
     )
+
+
+def _whole_index(text: str) -> str:
+    """`d0 i0` -> `d0 [i0]`."""
+    return " ".join(f"[{word}]" if word.startswith("i") else word for word in text.split())
 
 
 def masked_index(call: Call) -> Rule | None:
@@ -231,15 +254,15 @@ def masked_index_put(call: Call) -> Rule | None:
     if found is None or values is None:
         return None
     source, result, where = found
-    n = len(result)
+    rank = len(result)
     texts: Texts = {
         0: " ".join(source),
-        1: " ".join(result[n - len(call.ins[1].shape) :]),
+        1: " ".join(result[rank - len(call.ins[1].shape) :]),
         **where,
-        values: " ".join(result[n - len(call.ins[values].shape) :]),
+        values: " ".join(result[rank - len(call.ins[values].shape) :]),
     }
-    i = {w: "sum" for w in result if w.startswith("i")}
-    return bind(call, texts, [texts[0]], reduce=i, addends=[0], linear=[{0, values}])
+    reduce = {word: "sum" for word in result if word.startswith("i")}
+    return bind(call, texts, [texts[0]], reduce=reduce, addends=[0], linear=[{0, values}])
 
 
 # --- searching
@@ -272,7 +295,8 @@ def isin(call: Call) -> Rule | None:
     if values is None or among is None:
         return None
     dims = " ".join(names("d", len(call.ins[values].shape)))
-    return bind(call, {values: dims, among: " ".join(f"[s{d}]" for d in range(len(call.ins[among].shape)))}, [dims])
+    whole = " ".join(f"[s{number}]" for number in range(len(call.ins[among].shape)))
+    return bind(call, {values: dims, among: whole}, [dims])
 
 
 # --- strategies: the source dim split
@@ -305,7 +329,9 @@ def _split_read(op: str, rule_of: RuleFn) -> StrategyFn:
 
 def _column(mask: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
     """A one-dim mask shaped to broadcast along `dim`."""
-    return mask.reshape([-1 if d == dim else 1 for d in range(rank)])
+    shape = [1] * rank
+    shape[dim] = -1
+    return mask.reshape(shape)
 
 
 def _split_add(op: str, rule_of: RuleFn) -> StrategyFn:
@@ -327,7 +353,7 @@ def _split_add(op: str, rule_of: RuleFn) -> StrategyFn:
                 here = torch.where((where < 0) | (where >= size), where, here)  # nobody's: fails as on one device
                 if op == "index_add":
                     return run(x, dim, here, clear(source, _column(mine, dim, x.dim())), alpha=alpha)
-                kept = source[tuple(slice(0, n) for n in where.shape)]
+                kept = source[tuple(slice(0, size) for size in where.shape)]
                 return run(x, dim, here, clear(kept, mine))
 
             return add

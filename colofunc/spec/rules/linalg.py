@@ -9,6 +9,8 @@ Splitting one factorisation over ranks is an algorithm of its own (SUMMA-like); 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from colofunc.spec.rule import Call, Rule
 from colofunc.spec.rules.build import Texts, along, batched, bind, names, numbered
 from colofunc.spec.rules.pattern import RuleFn
@@ -52,10 +54,13 @@ def cdist(call: Call) -> Rule:
 def cdist_backward(call: Call) -> Rule | None:
     """g, x1, x2, distances -> gradient of x1 with all batch dims: a sum over all rows of x2."""
     rank, out = len(call.ins[0].shape), call.outs[0]
-    if any(1 in t.shape[:-2] or len(t.shape) > rank for t in call.ins) or out is None or len(out.shape) != rank:
+    if out is None or len(out.shape) != rank:
+        return None
+    if any(1 in operand.shape[:-2] or len(operand.shape) > rank for operand in call.ins):
         return None
     batch = names("b", rank - 2)
-    own = [" ".join(batch[len(batch) - len(t.shape) + 2 :]) for t in call.ins]
+    # Operands broadcast against one another: each has the last of the batch dims.
+    own = [" ".join(batch[rank - len(operand.shape) :]) for operand in call.ins]
     texts: Texts = {0: f"{own[0]} p q", 1: f"{own[1]} p [m]", 2: f"{own[2]} q [m]", 3: f"{own[3]} p q"}
     return bind(call, texts, [" ".join([*batch, "p [m]"])], reduce={"q": "sum"}, linear=[{0}])
 
@@ -65,12 +70,16 @@ def trilinear(call: Call) -> Rule:
     out_rank = len(call.outs[0].shape) if call.outs[0] is not None else 0
     summed = set(call.arg(6, "sumdim"))
     dims = range(out_rank + len(summed))
-    texts = [" ".join(f"d{d}" for d in dims if d not in call.arg(3 + k, f"expand{k + 1}")) for k in range(3)]
+
+    def words(absent: Collection[int]) -> str:
+        return " ".join(f"d{dim}" for dim in dims if dim not in absent)
+
+    texts = [words(call.arg(3 + number, f"expand{number + 1}")) for number in range(3)]
     return bind(
         call,
         numbered(texts),
-        [" ".join(f"d{d}" for d in dims if d not in summed)],
-        reduce={f"d{d}": "sum" for d in summed},
+        [words(summed)],
+        reduce={f"d{dim}": "sum" for dim in summed},
         linear=[{0}, {1}, {2}],
     )
 

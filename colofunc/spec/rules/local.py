@@ -53,7 +53,12 @@ __all__ = [
 
 def strides(atoms: tuple[Atom, ...]) -> list[int]:
     """How far one step of each atom moves in its dim."""
-    return [prod(n for n, _ in atoms[i + 1 :]) for i in range(len(atoms))]
+    found: list[int] = []
+    stride = 1
+    for size, _ in reversed(atoms):
+        found.append(stride)
+        stride *= size
+    return found[::-1]
 
 
 def first_of(atoms: tuple[Atom, ...], mesh: Mesh) -> torch.Tensor | int:
@@ -90,7 +95,8 @@ def rerun(call: Call, shards: Sequence[torch.Tensor], changes: Mapping[tuple[int
             args = (*args[:index], value, *args[index + 1 :])
         else:
             kwargs[name] = value
-    return resolve(call.target)(*_filled(args, shards), **{k: _filled(v, shards) for k, v in kwargs.items()})
+    filled = {name: _filled(value, shards) for name, value in kwargs.items()}
+    return resolve(call.target)(*_filled(args, shards), **filled)
 
 
 def _filled(tree: Any, shards: Sequence[torch.Tensor]) -> Any:
@@ -112,14 +118,16 @@ def place_of(
     sizes: list[int] = []
     far: list[int] = []
     offset: torch.Tensor | int = 0
-    for d, atoms in enumerate(dims):
-        row = prod(shape[d + 1 :])
-        for (n, axis), stride in zip(atoms, strides(atoms), strict=True):
+    for number, atoms in enumerate(dims):
+        row = prod(shape[number + 1 :])
+        for (size, axis), stride in zip(atoms, strides(atoms), strict=True):
             if axis is None:
-                sizes.append(n)
+                sizes.append(size)
                 far.append(stride * row)
             else:
-                offset = offset + (at[axis] if axis in at else axis_index((axis,), mesh)) * (stride * row)
+                index = at[axis] if axis in at else axis_index((axis,), mesh)
+                offset = offset + index * (stride * row)
+        # A dim that is split whole still has an element here.
         if not any(axis is None for _, axis in atoms):
             sizes.append(1)
             far.append(0)
@@ -128,12 +136,12 @@ def place_of(
 
 def positions(atoms: tuple[Atom, ...], mesh: Mesh, at: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor | int:
     """The global positions of a part of one dim: where it begins if it is one run, else every position."""
-    sizes, far, offset = place_of([atoms], [prod(n for n, _ in atoms)], mesh, at)
+    sizes, far, offset = place_of([atoms], [prod(size for size, _ in atoms)], mesh, at)
     if len(sizes) == 1 and far[0] in (0, 1):
         return offset
     total = torch.zeros(1, dtype=torch.int64)
-    for n, stride in zip(sizes, far, strict=True):
-        total = (total.unsqueeze(1) + torch.arange(n) * stride).flatten()
+    for size, stride in zip(sizes, far, strict=True):
+        total = (total.unsqueeze(1) + torch.arange(size) * stride).flatten()
     return total + offset
 
 

@@ -23,7 +23,7 @@ from colofunc.mesh import Mesh
 from colofunc.ops.collectives import all_reduce
 from colofunc.ops.kernels import wide
 from colofunc.spec.layout import Layout
-from colofunc.spec.rule import Call, Factors, Operand, Ref, Rule, Strategy
+from colofunc.spec.rule import Call, Factors, Operand, Ref, Rule, Strategy, TensorType
 from colofunc.spec.rules.opened import Local, Split, opened
 from colofunc.spec.rules.pattern import Args, RuleFn, dims_of, factors, with_arg
 from colofunc.spec.rules.reduce import reduced_dims, vector_norm
@@ -35,6 +35,14 @@ def _pick(shards: Sequence[T], value: Any) -> T | None:
     return shards[value.id] if isinstance(value, Ref) else None
 
 
+def _in_types(results: Sequence[T], types: Sequence[TensorType | None]) -> tuple[T | None, ...]:
+    """Results in the dtypes that the operator gives; None for those that it leaves out."""
+    cast: list[T | None] = []
+    for result, typ in zip(results, types, strict=True):
+        cast.append(None if typ is None else result.to(typ.dtype))
+    return tuple(cast)
+
+
 def _rule(
     call: Call, operands: dict[Any, Operand], outs: Sequence[Operand | None], sizes: dict[str, int], **more: Any
 ) -> Rule | None:
@@ -42,8 +50,10 @@ def _rule(
     ins = {arg.id: dims for arg, dims in operands.items() if isinstance(arg, Ref)}
     if set(ins) != set(range(len(call.ins))):
         return None
-    sized = tuple(None if t is None else op for op, t in zip(outs, call.outs, strict=True))
-    return Rule(tuple(ins[k] for k in range(len(ins))), sized, sizes, **more)
+    results: list[Operand | None] = []
+    for dims, typ in zip(outs, call.outs, strict=True):
+        results.append(None if typ is None else dims)
+    return Rule(tuple(ins[number] for number in range(len(ins))), tuple(results), sizes, **more)
 
 
 # --- layer norm and rms norm
@@ -53,15 +63,19 @@ def _layer_dims(call: Call, at: int) -> tuple[Operand, Operand, Operand, dict[st
     """(x, statistics, weight) dims and sizes; `at`: the position of normalized_shape, after x."""
     x = call.args[at - 1].id
     shape = call.ins[x].shape
-    kept = len(shape) - len(call.args[at])
+    normalized = len(call.args[at])
+    kept = len(shape) - normalized
     dims, sizes = dims_of(shape)
-    return dims, (*dims[:kept], *((),) * (len(shape) - kept)), dims[kept:], sizes
+    # Statistics keep the normalized dims, with size 1.
+    statistics = (*dims[:kept], *((),) * normalized)
+    return dims, statistics, dims[kept:], sizes
 
 
 def layer_norm(call: Call) -> Rule | None:
     """native_layer_norm(x, shape, w, b, eps); rms_norm(x, shape, w, eps), ours and torch's."""
     x, stat, z, sizes = _layer_dims(call, 1)
     tensors = {call.args[0]: x, call.args[2]: z}
+    # rms norm has no bias
     if "layer" in call.target:
         tensors[call.args[3]] = z
     return _rule(
@@ -109,22 +123,31 @@ def _layer_forward(call: Call, split: Split) -> Local:
     is_layer = "layer" in call.target
     x_at, w_at = call.args[0], call.args[2]
     b_at = call.args[3] if is_layer else None
+    # counted from the end: a local part has as many dims as the whole
     dims = tuple(range(-len(call.args[1]), 0))
     count, axes = prod(call.args[1]), split.axes
     eps = call.args[4] if is_layer else call.args[3]
+    if eps is None:
+        eps = torch.finfo(call.ins[0].dtype).eps
     out, stat = call.outs[0], call.outs[1]
     assert out is not None and stat is not None
-    eps = torch.finfo(call.ins[0].dtype).eps if eps is None else eps
 
     def local(*shards: T, mesh: Mesh) -> tuple[T, ...]:
         x = shards[x_at.id].to(wide(out.dtype))
-        mean = all_reduce(x.sum(dims, keepdim=True), axes, mesh) / count if is_layer else None
-        x = x if mean is None else x - mean
+        statistics: list[T] = []
+        if is_layer:
+            mean = all_reduce(x.sum(dims, keepdim=True), axes, mesh) / count
+            statistics.append(mean)
+            x = x - mean
         rstd = torch.rsqrt(all_reduce((x * x).sum(dims, keepdim=True), axes, mesh) / count + eps)
+        statistics.append(rstd)
         y, w, b = x * rstd, _pick(shards, w_at), _pick(shards, b_at)
-        y = y if w is None else y * w
-        y = (y if b is None else y + b).to(out.dtype)
-        return (y, rstd.to(stat.dtype)) if mean is None else (y, mean.to(stat.dtype), rstd.to(stat.dtype))
+        if w is not None:
+            y = y * w
+        if b is not None:
+            y = y + b
+        y = y.to(out.dtype)
+        return y, *(statistic.to(stat.dtype) for statistic in statistics)
 
     return local
 
@@ -133,7 +156,8 @@ def _layer_backward(call: Call, split: Split) -> Local:
     is_layer = "layer" in call.target
     args = call.args
     mean_at, rstd_at, w_at = (args[3], args[4], args[5]) if is_layer else (None, args[3], args[4])
-    ndim, kept = len(call.ins[args[1].id].shape), len(call.ins[args[1].id].shape) - len(args[2])
+    ndim = len(call.ins[args[1].id].shape)
+    kept = ndim - len(args[2])
     dims, batch = tuple(range(kept, ndim)), tuple(range(kept))
     count, axes = prod(args[2]), split.axes
     types = call.outs
@@ -144,7 +168,7 @@ def _layer_backward(call: Call, split: Split) -> Local:
         g, x, w = g.to(high), x.to(high), _pick(shards, w_at)
         mean = _pick(shards, mean_at)
         normal = (x if mean is None else x - mean) * rstd
-        gw = g if w is None else g * w
+        gw = g if w is None else g * w  # gradient of the normalized values
         inner = all_reduce((gw * normal).sum(dims, keepdim=True), axes, mesh) / count
         dx = gw - normal * inner
         if mean is not None:
@@ -154,7 +178,7 @@ def _layer_backward(call: Call, split: Split) -> Local:
             results.append((g * normal).sum(batch) if batch else g * normal)
         if is_layer:
             results.append(g.sum(batch) if batch else g)
-        return tuple(None if t is None else r.to(t.dtype) for t, r in zip(types, results, strict=True))
+        return _in_types(results, types)
 
     return local
 
@@ -162,13 +186,16 @@ def _layer_backward(call: Call, split: Split) -> Local:
 def _stat_bytes(call: Call, split: Split) -> float:
     """Two numbers per normalised group."""
     shape_at = 2 if isinstance(call.args[1], Ref) else 1  # behind x
-    x, n = split.ins[call.args[shape_at - 1].id], len(call.args[shape_at])
-    return 2.0 * prod(x.local_shape[: len(x.local_shape) - n]) * wide(call.ins[0].dtype).itemsize
+    x, normalized = split.ins[call.args[shape_at - 1].id], len(call.args[shape_at])
+    groups = prod(x.local_shape[: len(x.local_shape) - normalized])
+    return 2.0 * groups * wide(call.ins[0].dtype).itemsize
 
 
 def _open_layer(rule: RuleFn, code: Callable[[Call, Split], Local], call: Call, mesh: Mesh) -> Iterator[Strategy]:
     found = rule(call)
-    return iter(()) if found is None else opened(call, mesh, found, sorted(found.whole), code, _stat_bytes, 2)
+    if found is None:
+        return iter(())
+    return opened(call, mesh, found, sorted(found.whole), code, _stat_bytes, 2)
 
 
 # --- group norm
@@ -177,13 +204,17 @@ def _open_layer(rule: RuleFn, code: Callable[[Call, Split], Local], call: Call, 
 def _group_dims(call: Call, x_at: int, group: int) -> tuple[Operand, Operand, Factors, dict[str, int]]:
     """(x, statistics, channels) dims and sizes: channels are (g [q])."""
     shape = call.ins[call.args[x_at].id].shape
-    sizes = {"n": shape[0], "g": group, "q": shape[1] // group} | {f"s{i}": m for i, m in enumerate(shape[2:])}
+    sizes = {"n": shape[0], "g": group, "q": shape[1] // group}
     channels: Factors = ("g", "q")
-    return (("n",), channels, *((f"s{i}",) for i in range(len(shape) - 2))), (("n",), ("g",)), channels, sizes
+    dims: list[Factors] = [("n",), channels]
+    for number, size in enumerate(shape[2:]):
+        sizes[f"s{number}"] = size
+        dims.append((f"s{number}",))
+    return tuple(dims), (("n",), ("g",)), channels, sizes
 
 
 def _group_whole(sizes: dict[str, int]) -> frozenset[str]:
-    return frozenset(f for f in sizes if f not in ("n", "g"))
+    return frozenset(sizes) - {"n", "g"}
 
 
 def group_norm(call: Call) -> Rule | None:
@@ -214,9 +245,10 @@ def group_norm_backward(call: Call) -> Rule | None:
 
 def _group_args(call: Call, at: int, group_at: int, x: Layout) -> Args:
     """N, C and group of the local part; the split of channels is a split of groups."""
-    n, c = x.local_shape[:2]
     args = list(call.args)
-    args[at], args[at + 1], args[group_at] = n, c, call.args[group_at] * c // x.shape[1]
+    channels = x.local_shape[1]
+    args[at], args[at + 1] = x.local_shape[0], channels
+    args[group_at] = call.args[group_at] * channels // x.shape[1]
     return tuple(args), call.kwargs
 
 
@@ -240,18 +272,25 @@ def _is_training(call: Call) -> bool:
 def batch_norm(call: Call) -> Rule | None:
     """native_batch_norm(x, w, b, mean, var, training, momentum, eps), its functional form, and without statistics."""
     x, c, sizes = _batch_dims(call, 0)
-    running = {} if call.target.endswith("no_stats") else {call.args[3]: c, call.args[4]: c}
-    tensors = {call.args[0]: x, call.args[1]: c, call.args[2]: c, **running}
+    tensors = {call.args[0]: x, call.args[1]: c, call.args[2]: c}
+    if not call.target.endswith("no_stats"):
+        tensors.update({call.args[3]: c, call.args[4]: c})
+    # Statistics of all rows: no axis splits these, but where local code adds the ranks' sums up.
     if _is_training(call):
         whole = frozenset(factors(x) - factors(c))
         return _rule(call, tensors, (x, *(c,) * (len(call.outs) - 1)), sizes, whole=whole)
-    # Evaluation: the saved statistics are empty (CPU), or those given.
-    empty = [t is not None and t.shape == (0,) for t in call.outs]
-    outs = [x, *((("none",),) if empty[k] else c for k in range(1, len(call.outs)))]
-    if any(empty):
-        sizes = sizes | {"none": 0}
-    copied = frozenset((k, f) for k, op in enumerate(outs) if k for f in factors(x) - factors(op))
-    return _rule(call, tensors, outs, sizes, whole=frozenset({"none"} & set(sizes)), copied=copied)
+    # Evaluation: the saved statistics are empty (CPU), or those given. They do not depend on the rows.
+    outs: list[Operand] = [x]
+    copied: set[tuple[int, str]] = set()
+    for number, typ in enumerate(call.outs[1:], 1):
+        empty = typ is not None and typ.shape == (0,)
+        if empty:
+            sizes = sizes | {"none": 0}
+        dims: Operand = (("none",),) if empty else c
+        outs.append(dims)
+        copied.update((number, factor) for factor in factors(x) - factors(dims))
+    whole = frozenset({"none"} & set(sizes))
+    return _rule(call, tensors, outs, sizes, whole=whole, copied=frozenset(copied))
 
 
 def batch_norm_backward(call: Call) -> Rule | None:
@@ -259,9 +298,9 @@ def batch_norm_backward(call: Call) -> Rule | None:
     x, c, sizes = _batch_dims(call, 1)
     a = call.args
     tensors = {a[0]: x, a[1]: x, **dict.fromkeys(a[2:7], c)}
-    for k in a[5:7]:  # evaluation on CPU saves nothing
-        if isinstance(k, Ref) and call.ins[k.id].shape == (0,):
-            tensors[k] = (("none",),)
+    for saved in a[5:7]:  # evaluation on CPU saves nothing
+        if isinstance(saved, Ref) and call.ins[saved.id].shape == (0,):
+            tensors[saved] = (("none",),)
             sizes = sizes | {"none": 0}
     rest = factors(x) - factors(c)
     linear = (frozenset({a[0].id}),)
@@ -271,8 +310,9 @@ def batch_norm_backward(call: Call) -> Rule | None:
     return _rule(call, tensors, (x, c, c), sizes, reduce=dict.fromkeys(rest, "sum"), whole=whole, linear=linear)
 
 
-def _shaped(v: T, ndim: int) -> T:
-    return v.reshape(-1, *(1,) * (ndim - 2))
+def _shaped(vector: T, ndim: int) -> T:
+    """A vector of channels, to broadcast along dim 1 of `ndim` dims."""
+    return vector.reshape(-1, *(1,) * (ndim - 2))
 
 
 def _batch_forward(call: Call, split: Split) -> Local:
@@ -281,7 +321,7 @@ def _batch_forward(call: Call, split: Split) -> Local:
     momentum, eps = a[4 if no_stats else 6], a[5 if no_stats else 7]
     shape = call.ins[0].shape
     count = prod(shape) // shape[1]
-    dims = tuple(d for d in range(len(shape)) if d != 1)
+    dims = tuple(dim for dim in range(len(shape)) if dim != 1)
     types = call.outs
 
     def local(*shards: T, mesh: Mesh) -> tuple[T, ...]:
@@ -292,14 +332,17 @@ def _batch_forward(call: Call, split: Split) -> Local:
         var = all_reduce((centred * centred).sum(dims), axes, mesh) / count
         rstd = torch.rsqrt(var + eps)
         y, w, b = centred * _shaped(rstd, x.dim()), _pick(shards, a[1]), _pick(shards, a[2])
-        y = y if w is None else y * _shaped(w, x.dim())
-        y = y if b is None else y + _shaped(b, x.dim())
+        if w is not None:
+            y = y * _shaped(w, x.dim())
+        if b is not None:
+            y = y + _shaped(b, x.dim())
         results = [y, mean, rstd]
         if len(types) == 5:
+            # running statistics; their variance is the unbiased one
             old_mean, old_var = shards[a[3].id], shards[a[4].id]
             results.append((1 - momentum) * old_mean + momentum * mean)
             results.append((1 - momentum) * old_var + momentum * var * (count / (count - 1)))
-        return tuple(r.to(t.dtype) for t, r in zip(types, results, strict=True) if t is not None)
+        return tuple(result for result in _in_types(results, types) if result is not None)
 
     return local
 
@@ -308,7 +351,7 @@ def _batch_backward(call: Call, split: Split) -> Local:
     a, axes, types = call.args, split.axes, call.outs
     shape = call.ins[a[1].id].shape
     count = prod(shape) // shape[1]
-    dims = tuple(d for d in range(len(shape)) if d != 1)
+    dims = tuple(dim for dim in range(len(shape)) if dim != 1)
 
     def local(*shards: T, mesh: Mesh) -> tuple[T | None, ...]:
         g, x = shards[a[0].id], shards[a[1].id]
@@ -316,18 +359,21 @@ def _batch_backward(call: Call, split: Split) -> Local:
         g, x, w = g.to(high), x.to(high), _pick(shards, a[2])
         rstd = _shaped(shards[a[6].id], ndim)
         normal = (x - _shaped(shards[a[5].id], ndim)) * rstd
+        # Mean and variance depend on every row, so the gradient of each row loses its part of two sums.
         db = all_reduce(g.sum(dims), axes, mesh)
         dw = all_reduce((g * normal).sum(dims), axes, mesh)
         dx = (g - _shaped(db, ndim) / count - normal * _shaped(dw, ndim) / count) * rstd
-        dx = dx if w is None else dx * _shaped(w, ndim)
-        return tuple(None if t is None else r.to(t.dtype) for t, r in zip(types, (dx, dw, db), strict=True))
+        if w is not None:
+            dx = dx * _shaped(w, ndim)
+        return _in_types((dx, dw, db), types)
 
     return local
 
 
 def _channel_bytes(call: Call, split: Split) -> float:
     """Two numbers per channel."""
-    x = split.ins[call.args[1 if "backward" in call.target else 0].id]
+    x_at = 1 if "backward" in call.target else 0
+    x = split.ins[call.args[x_at].id]
     return 2.0 * x.local_shape[1] * wide(call.ins[0].dtype).itemsize
 
 
@@ -367,7 +413,8 @@ def _open_norm(call: Call, mesh: Mesh) -> Iterator[Strategy]:
         return iter(())
 
     def traffic(call: Call, split: Split) -> float:
-        return float(split.outs[0].local_numel * wide(call.ins[0].dtype).itemsize) if split.outs[0] else 0.0
+        out = split.outs[0]
+        return float(out.local_numel * wide(call.ins[0].dtype).itemsize) if out else 0.0
 
     return opened(call, mesh, rule, sorted(rule.whole), _norm_code, traffic)
 

@@ -16,7 +16,7 @@ import torch
 
 from colofunc.mesh import Mesh
 from colofunc.ops.kernels import wide
-from colofunc.spec.layout import Layout
+from colofunc.spec.layout import Layout, axes_of
 from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.strategies import build, placements
 
@@ -49,23 +49,27 @@ def opened(
     """All strategies in which an opened factor is split. `calls`: how many all-reduces share the traffic."""
     if rule is None:
         return
-    factors = [f for f in factors if rule.sizes.get(f, 1) > 1]
-    missing = {
-        (n, f) for n, op in enumerate(rule.outs) if op is not None for f in factors if not any(f in dim for dim in op)
-    }
+    factors = [factor for factor in factors if rule.sizes.get(factor, 1) > 1]
+    missing: set[tuple[int, str]] = set()
+    for number, result in enumerate(rule.outs):
+        if result is not None:
+            kept = set().union(*result)
+            missing.update((number, factor) for factor in factors if factor not in kept)
     free = attrs.evolve(
         rule,
         whole=rule.whole - set(factors),
         reduce={**rule.reduce, **dict.fromkeys(factors, how or "sum")},
         copied=rule.copied | (missing if how is None else set()),
     )
-    axes = tuple(a for a in mesh.axis_names if mesh.axis_size(a) > 1)
+    axes = tuple(axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1)
     for placement, passing in placements(free, mesh, axes):
-        on = tuple(axis for f in factors for _, axis in placement.get(f, ()) if axis is not None)
+        on: list[str] = []
+        for factor in factors:
+            on += axes_of(placement.get(factor, ()))
         if not on:
             continue
         strategy = build(call, free, placement, passing)
-        split = Split(on, strategy.ins, strategy.outs)
+        split = Split(tuple(on), strategy.ins, strategy.outs)
         seconds = calls * mesh.collective_s("all_reduce", traffic(call, split) / max(calls, 1), on)
         yield attrs.evolve(strategy, local=code(call, split), cost=attrs.evolve(strategy.cost, extra_s=seconds))
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from colofunc.spec.layout import Layout
-from colofunc.spec.rule import Call, Operand, Rule
+from colofunc.spec.rule import Call, Factors, Rule
 from colofunc.spec.rules.pattern import RuleFn, bind, dims_of, wrap
 from colofunc.spec.rules.pointwise import keeps_sums
 
@@ -28,7 +28,8 @@ def reduced_dims(dim: Any, ndim: int) -> tuple[int, ...]:
     """The dims that a `dim` argument names: None and () are all of them."""
     if dim is None or dim == () or ndim == 0:
         return tuple(range(ndim))
-    return tuple(sorted(wrap(d, ndim) for d in (dim if isinstance(dim, (tuple, list)) else (dim,))))
+    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    return tuple(sorted(wrap(each, ndim) for each in dims))
 
 
 def reduced(
@@ -36,17 +37,29 @@ def reduced(
 ) -> Rule:
     """The rule of a reduction over `dims` of operand 0, for every result. `how` None: the reduced dims are whole."""
     operand, sizes = dims_of(call.ins[0].shape)
-    gone = [f for d in dims for f in operand[d]]
-    out: Operand = tuple(() if d in dims else op for d, op in enumerate(operand) if keepdim or d not in dims)
+    gone: list[str] = []
+    for dim in dims:
+        gone += operand[dim]
+    out: list[Factors] = []
+    for dim, dim_factors in enumerate(operand):
+        if dim not in dims:
+            out.append(dim_factors)
+        elif keepdim:
+            out.append(())
     return Rule(
         (operand, *(() for _ in call.ins[1:])),
-        tuple(None if t is None else out for t in call.outs),
+        tuple(None if typ is None else tuple(out) for typ in call.outs),
         sizes,
         dict.fromkeys(gone, how) if how else {},
         frozenset() if how else frozenset(gone),
         (frozenset({0}),) if linear else (),
         **more,
     )
+
+
+def _all_dims(call: Call, how: str | None, **more: Any) -> Rule:
+    """The rule of a reduction over everything."""
+    return reduced(call, range(len(call.ins[0].shape)), False, how, **more)
 
 
 def _over(
@@ -83,14 +96,10 @@ def max_(how: str) -> RuleFn:
     def rule(call: Call) -> Rule | None:
         overload = call.target.rsplit(".", 1)[-1]
         if overload == "default":
-            return reduced(call, range(len(call.ins[0].shape)), False, None if call.ins[0].dtype is torch.bool else how)
+            return _all_dims(call, None if call.ins[0].dtype is torch.bool else how)
         if overload == "dim":
-            return reduced(
-                call,
-                reduced_dims(call.arg(1, "dim"), len(call.ins[0].shape)),
-                bool(call.arg(2, "keepdim", False)),
-                None,
-            )
+            dims = reduced_dims(call.arg(1, "dim"), len(call.ins[0].shape))
+            return reduced(call, dims, bool(call.arg(2, "keepdim", False)), None)
         return None
 
     return rule
@@ -99,7 +108,9 @@ def max_(how: str) -> RuleFn:
 def _mean_local(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Callable[..., Any] | None:
     """Where a reduced factor is split: the local mean's share of the global one."""
     dims = reduced_dims(call.arg(1, "dim"), len(call.ins[0].shape))
-    split = prod(call.ins[0].shape[d] for d in dims) // max(1, prod(ins[0].local_shape[d] for d in dims))
+    count = prod(call.ins[0].shape[dim] for dim in dims)
+    local_count = prod(ins[0].local_shape[dim] for dim in dims)
+    split = count // max(1, local_count)
     if split <= 1:
         return None
     keepdim = bool(call.arg(2, "keepdim", False))
@@ -113,8 +124,7 @@ def _mean_local(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, 
 
 def mean(call: Call) -> Rule | None:
     if call.target.endswith("default"):
-        passes = keeps_sums(call, frozenset({0}))
-        return reduced(call, range(len(call.ins[0].shape)), False, "sum", linear=passes, local=_mean_local_all)
+        return _all_dims(call, "sum", linear=keeps_sums(call, frozenset({0})), local=_mean_local_all)
     return _over(1, 2, "sum", True, _mean_local)(call)
 
 
@@ -127,13 +137,13 @@ def _mean_local_all(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | No
 def var(call: Call) -> Rule | None:
     """var, std, var_mean, std_mean: `dim`, `correction` and `names` overloads, and the one over everything."""
     overload = call.target.rsplit(".", 1)[-1]
-    ndim = len(call.ins[0].shape)
     if overload == "default":
-        return reduced(call, range(ndim), False, None)
-    keepdim = bool(
-        dict(call.kwargs).get("keepdim", False) if overload == "correction" else call.arg(3, "keepdim", False)
-    )
-    return reduced(call, reduced_dims(call.arg(1, "dim"), ndim), keepdim, None)
+        return _all_dims(call, None)
+    if overload == "correction":
+        keepdim = dict(call.kwargs).get("keepdim", False)
+    else:
+        keepdim = call.arg(3, "keepdim", False)
+    return reduced(call, reduced_dims(call.arg(1, "dim"), len(call.ins[0].shape)), bool(keepdim), None)
 
 
 def vector_norm(call: Call) -> Rule | None:
@@ -153,7 +163,7 @@ def norm(call: Call) -> Rule | None:
 def prod_(call: Call) -> Rule | None:
     """A product of partial products is no pending reduction that we have: whole."""
     if call.target.endswith("default"):
-        return reduced(call, range(len(call.ins[0].shape)), False, None)
+        return _all_dims(call, None)
     return _over(1, 2, None)(call)
 
 
@@ -164,17 +174,18 @@ def sum_to_size(call: Call) -> Rule | None:
         return None
     operand, sizes = dims_of(call.ins[0].shape)
     offset = len(operand) - len(out.shape)
-    result = tuple(() if n == 1 else operand[offset + i] for i, n in enumerate(out.shape))
-    kept = {f for d in result for f in d}
+    result: list[Factors] = []
+    for dim_factors, size in zip(operand[offset:], out.shape, strict=True):
+        result.append(() if size == 1 else dim_factors)
+    kept = set().union(*result)
 
     def local(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Callable[..., Any] | None:
         assert outs[0] is not None
         size = outs[0].local_shape
         return lambda x, mesh: x.sum_to_size(size)
 
-    return Rule(
-        (operand,), (result,), sizes, {f: "sum" for f in sizes if f not in kept}, linear=(frozenset({0}),), local=local
-    )
+    reduce = {factor: "sum" for factor in sizes if factor not in kept}
+    return Rule((operand,), (tuple(result),), sizes, reduce, linear=(frozenset({0}),), local=local)
 
 
 def histc(call: Call) -> Rule | None:
@@ -189,9 +200,7 @@ RULES: dict[str, RuleFn] = {
     "colofunc.sum_of_squares": lambda call: bind("d* -> ", call, reduce={"d*": "sum"}),
     "aten.sum": _over(1, 2, "sum", linear=True),
     "aten.nansum": _over(1, 2, "sum"),
-    "aten.sum.default": lambda call: reduced(
-        call, range(len(call.ins[0].shape)), False, "sum", linear=keeps_sums(call, frozenset({0}))
-    ),
+    "aten.sum.default": lambda call: _all_dims(call, "sum", linear=keeps_sums(call, frozenset({0}))),
     "aten.sum_to_size.default": sum_to_size,
     "aten.mean": mean,
     "aten.amax": amax("max"),
@@ -220,7 +229,7 @@ RULES: dict[str, RuleFn] = {
     "aten.median.dim": _over(1, 2, None),
     "aten.nanmedian.dim": _over(1, 2, None),
     "aten.mode.default": _over(1, 2, None, default=-1),
-    "aten.median.default": lambda call: reduced(call, range(len(call.ins[0].shape)), False, None),
-    "aten.nanmedian.default": lambda call: reduced(call, range(len(call.ins[0].shape)), False, None),
+    "aten.median.default": lambda call: _all_dims(call, None),
+    "aten.nanmedian.default": lambda call: _all_dims(call, None),
     "aten.kthvalue.default": _over(2, 3, None, default=-1),
 }

@@ -51,10 +51,13 @@ def select_scatter(call: Call) -> Rule | None:
 def blocks(cut: int, sizes: dict[str, int], name: str, size: int) -> Factors:
     """`([name] c)`: a dim of `size` as whole blocks of `cut`, which may be split. `c` is shared by all such dims."""
     sizes["c"] = cut
-    count = size // cut
-    if count != 1:
-        sizes[name] = count
-    return ((name,) if count != 1 else ()) + (("c",) if cut > 1 else ())
+    found: list[str] = []
+    if size // cut != 1:
+        sizes[name] = size // cut
+        found.append(name)
+    if cut > 1:
+        found.append("c")
+    return tuple(found)
 
 
 def _bounds(size: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
@@ -72,21 +75,17 @@ def _slice_rule(
         return full, full, {}
     sizes.pop(f"d{dim}", None)
     taken = len(range(low, high, step))
+    cut = gcd(low, high - low, size)
     if step != 1 and low < step and taken * step == size:
+        # One of every `step` elements, which stay together.
         sizes |= {"j": taken, "k": step}
-        return (
-            put(full, dim, ("j", "k")),
-            put(full, dim, ("j",)),
-            {"whole": frozenset("k"), "scale": (dim, size, low, size, step)},
-        )
-    if step != 1:
+        scale = (dim, size, low, size, step)
+        return put(full, dim, ("j", "k")), put(full, dim, ("j",)), {"whole": frozenset("k"), "scale": scale}
+    if step != 1 or cut <= 1 or high == low:
         sizes |= {"k": size, "j": taken}
         return put(full, dim, ("k",)), put(full, dim, ("j",)), {"whole": frozenset("kj")}
-    cut = gcd(gcd(low, high - low), size)
-    if cut <= 1 or high == low:
-        sizes |= {"k": size, "j": high - low}
-        return put(full, dim, ("k",)), put(full, dim, ("j",)), {"whole": frozenset("kj")}
-    outer, inner = put(full, dim, blocks(cut, sizes, "k", size)), put(full, dim, blocks(cut, sizes, "j", high - low))
+    outer = put(full, dim, blocks(cut, sizes, "k", size))
+    inner = put(full, dim, blocks(cut, sizes, "j", high - low))
     return outer, inner, {"whole": frozenset("kj") & frozenset(sizes), "scale": (dim, size, low, high, step)}
 
 
@@ -104,6 +103,7 @@ def _scaled(at: int, scale: tuple[int, int, int, int, int] | None, which: int | 
         assert whole is not None
         local = whole.local_shape[dim]
         args, kwargs = with_arg(call, at, "start", low * local // size if step == 1 else low)
+        # the second argument is put into what has the first one already
         from_call = Call(call.target, args, kwargs, call.ins, call.outs)
         return with_arg(from_call, at + 1, "end", high * local // size)
 
@@ -113,15 +113,15 @@ def _scaled(at: int, scale: tuple[int, int, int, int, int] | None, which: int | 
 def slice_(call: Call) -> Rule | None:
     dim, dims, sizes = split_dim(call, 1)
     size = call.ins[0].shape[dim]
-    a, b, more = _slice_rule(call, dims, sizes, dim, size, 2)
+    whole, sliced, more = _slice_rule(call, dims, sizes, dim, size, 2)
     scale = more.pop("scale", None)
-    return moves([a], [b], sizes, localize=_scaled(2, scale, 0), **more)
+    return moves([whole], [sliced], sizes, localize=_scaled(2, scale, 0), **more)
 
 
 def slice_backward(call: Call) -> Rule | None:
     dims, sizes = dims_of(out_shape(call))
     dim = wrap(call.arg(2, "dim"), len(dims))
-    a, b, more = _slice_rule(call, dims, sizes, dim, out_shape(call)[dim], 3)
+    whole, sliced, more = _slice_rule(call, dims, sizes, dim, out_shape(call)[dim], 3)
     scale = more.pop("scale", None)
     inner = _scaled(3, scale, None)
 
@@ -130,14 +130,14 @@ def slice_backward(call: Call) -> Rule | None:
         args, kwargs = inner(call, ins, outs) if inner else (call.args, call.kwargs)
         return with_arg(Call(call.target, args, kwargs, call.ins, call.outs), 1, "input_sizes", outs[0].local_shape)
 
-    return moves([b], [a], sizes, localize=localize, monotone=(), **more)
+    return moves([sliced], [whole], sizes, localize=localize, monotone=(), **more)
 
 
 def slice_scatter(call: Call) -> Rule | None:
     dim, dims, sizes = split_dim(call, 2)
-    a, b, more = _slice_rule(call, dims, sizes, dim, call.ins[0].shape[dim], 3)
+    whole, sliced, more = _slice_rule(call, dims, sizes, dim, call.ins[0].shape[dim], 3)
     scale = more.pop("scale", None)
-    return moves([a, b], [a], sizes, localize=_scaled(3, scale, 0), **more)
+    return moves([whole, sliced], [whole], sizes, localize=_scaled(3, scale, 0), **more)
 
 
 def narrow(call: Call) -> Rule | None:
@@ -150,25 +150,32 @@ def narrow(call: Call) -> Rule | None:
 def split(call: Call) -> Rule | None:
     """split, split_with_sizes, chunk: equal blocks of the gcd of all sizes stay free."""
     dim, dims, sizes = split_dim(call, 2)
-    pieces = [t.shape[dim] for t in call.outs if t is not None]
+    pieces = [result.shape[dim] for result in call.outs if result is not None]
     cut = gcd(*pieces)
     if cut == 0 or len(pieces) != len(call.outs):
         return None
     sizes.pop(f"d{dim}", None)
     whole_dim = put(dims, dim, blocks(cut, sizes, "k", sum(pieces)))
-    outs = [put(dims, dim, blocks(cut, sizes, f"k{i}", n)) for i, n in enumerate(pieces)]
-    whole = frozenset(f for f in sizes if f.startswith("k"))
+    outs = [put(dims, dim, blocks(cut, sizes, f"k{number}", size)) for number, size in enumerate(pieces)]
+    whole = _block_counts(sizes)
 
     def localize(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Args:
+        # how many chunks does not depend on the size
         if call.target.startswith("aten.chunk"):
             return call.args, call.kwargs
-        local = [o.local_shape[dim] for o in outs if o is not None]
+        local = [layout.local_shape[dim] for layout in outs if layout is not None]
+        # an int says the size of each piece, a tuple that of all
         old = call.arg(1, "split_sizes")
         if isinstance(old, int):
             return with_arg(call, 1, "split_size", local[0])
         return with_arg(call, 1, "split_sizes", tuple(local))
 
     return moves([whole_dim], outs, sizes, whole=whole, localize=localize)
+
+
+def _block_counts(sizes: dict[str, int]) -> frozenset[str]:
+    """The factors that count blocks: `k`, `k0`, ..."""
+    return frozenset(factor for factor in sizes if factor.startswith("k"))
 
 
 def unbind(call: Call) -> Rule | None:
@@ -180,19 +187,22 @@ def cat(call: Call) -> Rule | None:
     out = out_shape(call)
     dim = wrap(call.arg(1, "dim", 0), len(out))
     # An operand of shape (0,) joins anything: what an empty key-value cache is.
-    empty = [t.shape == (0,) and len(out) != 1 for t in call.ins]
-    pieces = [0 if e else t.shape[dim] for t, e in zip(call.ins, empty, strict=True)]
-    cut = gcd(*pieces)
+    full = [number for number, operand in enumerate(call.ins) if operand.shape != (0,) or len(out) == 1]
+    cut = gcd(*(call.ins[number].shape[dim] for number in full))
     if cut == 0:
         return None
     dims, sizes = dims_of(out)
     sizes.pop(f"d{dim}", None)
-    ins = [put(dims, dim, blocks(cut, sizes, f"k{i}", n)) for i, n in enumerate(pieces)]
-    ins = [((f"k{i}",),) if e else op for i, (op, e) in enumerate(zip(ins, empty, strict=True))]
-    joined = put(dims, dim, blocks(cut, sizes, "k", sum(pieces)))
-    full = (frozenset(i for i, e in enumerate(empty) if not e),)
-    whole = frozenset(f for f in sizes if f.startswith("k"))
-    return moves(ins, [joined], sizes, whole=whole, linear=full, monotone=full)
+    ins: list[Operand] = []
+    total = 0
+    for number, operand in enumerate(call.ins):
+        size = operand.shape[dim] if number in full else 0
+        total += size
+        piece = blocks(cut, sizes, f"k{number}", size)
+        ins.append(put(dims, dim, piece) if number in full else ((f"k{number}",),))
+    joined = put(dims, dim, blocks(cut, sizes, "k", total))
+    sums = (frozenset(full),)
+    return moves(ins, [joined], sizes, whole=_block_counts(sizes), linear=sums, monotone=sums)
 
 
 def stack(call: Call) -> Rule | None:
@@ -209,9 +219,11 @@ def keep(call: Call, whole_dims: Sequence[int], **more: Any) -> Rule | None:
     """Same dims before and after, some of them whole."""
     shape = call.ins[0].shape
     dims, sizes = dims_of(shape)
-    held = [wrap(i, len(shape)) for i in whole_dims] if shape else []  # dim 0 of a tensor without dims is none
-    whole = frozenset(f for i in held for f in dims[i])
-    return moves([dims], [dims], sizes, whole=whole, **more)
+    whole: set[str] = set()
+    if shape:  # dim 0 of a tensor without dims is none
+        for dim in whole_dims:
+            whole.update(dims[wrap(dim, len(shape))])
+    return moves([dims], [dims], sizes, whole=frozenset(whole), **more)
 
 
 def flip(call: Call) -> Rule | None:
@@ -240,17 +252,18 @@ def pad(call: Call) -> Rule | None:
     dims, sizes = dims_of(before)
     out: list[Factors] = list(dims)
     whole: set[str] = set()
-    for i in range(offset, len(before)):
-        low, high = widths[2 * (len(before) - 1 - i) : 2 * (len(before) - i)]
+    for dim in range(offset, len(before)):
+        # Widths stand from the last dim to the first.
+        low, high = widths[2 * (len(before) - 1 - dim) : 2 * (len(before) - dim)]
         if (low, high) != (0, 0):
-            whole.update((*dims[i], f"p{i}"))
-            sizes[f"p{i}"] = after[i]
-            out[i] = (f"p{i}",)
+            whole.update((*dims[dim], f"p{dim}"))
+            sizes[f"p{dim}"] = after[dim]
+            out[dim] = (f"p{dim}",)
+    # Reflection and replication repeat elements, which keeps sums and maxima; a constant keeps sums if it is 0.
     is_constant = "constant" in call.target
     linear = ONE if not is_constant or call.arg(2, "value", 0) in (0, None, False) else ()
-    return moves(
-        [dims], [tuple(out)], sizes, whole=frozenset(whole), linear=linear, monotone=() if is_constant else ONE
-    )
+    monotone = () if is_constant else ONE
+    return moves([dims], [tuple(out)], sizes, whole=frozenset(whole), linear=linear, monotone=monotone)
 
 
 def pad_backward(call: Call) -> Rule | None:
@@ -258,44 +271,49 @@ def pad_backward(call: Call) -> Rule | None:
     dims, sizes = dims_of(call.ins[1].shape)
     padded = len(call.arg(2, "padding")) // 2
     grad = list(dims)
-    for i in range(len(dims) - padded, len(dims)):
-        sizes[f"p{i}"] = call.ins[0].shape[i]
-        grad[i] = (f"p{i}",)
-    whole = frozenset(f for op in (grad, dims) for d in op[len(dims) - padded :] for f in d)
-    return moves([tuple(grad), dims], [dims], sizes, whole=whole, linear=ONE, monotone=())
+    whole: set[str] = set()
+    for dim in range(len(dims) - padded, len(dims)):
+        sizes[f"p{dim}"] = call.ins[0].shape[dim]
+        grad[dim] = (f"p{dim}",)
+        whole.update((*dims[dim], f"p{dim}"))
+    return moves([tuple(grad), dims], [dims], sizes, whole=frozenset(whole), linear=ONE, monotone=())
+
+
+def _diagonal_dims(
+    call: Call, operand: Operand, sizes: dict[str, int], size: int, dim1_at: int, default1: int, default2: int
+) -> tuple[Operand, frozenset[str]]:
+    """(the other dims with the diagonal `g`, of `size`, behind them; what is whole). The arguments dim1 and dim2 begin
+    at `dim1_at`.
+    """
+    dim1 = wrap(call.arg(dim1_at, "dim1", default1), len(operand))
+    dim2 = wrap(call.arg(dim1_at + 1, "dim2", default2), len(operand))
+    sizes["g"] = size
+    rest = [dim for number, dim in enumerate(operand) if number not in (dim1, dim2)]
+    return (*rest, ("g",)), frozenset((*operand[dim1], *operand[dim2], "g"))
 
 
 def diagonal(call: Call) -> Rule | None:
     dims, sizes = dims_of(call.ins[0].shape)
-    i, j = (wrap(call.arg(k, name, k - 2), len(dims)) for k, name in ((2, "dim1"), (3, "dim2")))
-    out = (*(d for n, d in enumerate(dims) if n not in (i, j)), ("g",))
-    sizes["g"] = out_shape(call)[-1]
-    return moves([dims], [out], sizes, whole=frozenset((*dims[i], *dims[j], "g")))
+    out, whole = _diagonal_dims(call, dims, sizes, out_shape(call)[-1], 2, 0, 1)
+    return moves([dims], [out], sizes, whole=whole)
 
 
 def diagonal_backward(call: Call) -> Rule | None:
     out, sizes = dims_of(out_shape(call))
-    i, j = (wrap(call.arg(k, name, k - 3), len(out)) for k, name in ((3, "dim1"), (4, "dim2")))
-    grad = (*(d for n, d in enumerate(out) if n not in (i, j)), ("g",))
-    sizes["g"] = call.ins[0].shape[-1]
-    whole = frozenset((*out[i], *out[j], "g"))
+    grad, whole = _diagonal_dims(call, out, sizes, call.ins[0].shape[-1], 3, 0, 1)
     return moves([grad], [out], sizes, whole=whole, monotone=(), localize=sizes_from_out(1, "input_sizes"))
 
 
 def diagonal_scatter(call: Call) -> Rule | None:
     dims, sizes = dims_of(call.ins[0].shape)
-    i, j = (wrap(call.arg(k, name, k - 3), len(dims)) for k, name in ((3, "dim1"), (4, "dim2")))
-    part = (*(d for n, d in enumerate(dims) if n not in (i, j)), ("g",))
-    sizes["g"] = call.ins[1].shape[-1]
-    return moves([dims, part], [dims], sizes, whole=frozenset((*dims[i], *dims[j], "g")))
+    part, whole = _diagonal_dims(call, dims, sizes, call.ins[1].shape[-1], 3, 0, 1)
+    return moves([dims, part], [dims], sizes, whole=whole)
 
 
 def diag_embed(call: Call) -> Rule | None:
     out, sizes = dims_of(out_shape(call))
-    i, j = (wrap(call.arg(k, name, k - 4), len(out)) for k, name in ((2, "dim1"), (3, "dim2")))
-    source = (*(d for n, d in enumerate(out) if n not in (i, j)), ("g",))
-    sizes["g"] = call.ins[0].shape[-1]
-    return moves([source], [out], sizes, whole=frozenset((*out[i], *out[j], "g")), monotone=())
+    source, whole = _diagonal_dims(call, out, sizes, call.ins[0].shape[-1], 2, -2, -1)
+    return moves([source], [out], sizes, whole=whole, monotone=())
 
 
 def unfold(call: Call) -> Rule | None:

@@ -17,6 +17,7 @@ from typing import Any
 import attrs
 
 from colofunc.spec.layout import Layout
+from colofunc.spec.parts import row_major
 from colofunc.spec.rule import Call, Factors, Operand, Rule
 from colofunc.spec.rules.pattern import Args, RuleFn, dims_of, pattern, sets, sizes_from_out, with_arg, wrap
 
@@ -41,45 +42,66 @@ def refine(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Operand, Op
     """Factors of two shapes with equal numel: shared digits of both, and whole ones where boundaries do not nest."""
     sizes: dict[str, int] = {}
     whole: set[str] = set()
-    heads: tuple[list[list[str]], list[list[str]]] = ([[] for _ in before], [[] for _ in after])
-    tails: tuple[list[list[str]], list[list[str]]] = ([[] for _ in before], [[] for _ in after])
-    rest = (list(before), list(after))
+    sides = (_Side(before), _Side(after))
 
     def new(size: int) -> str:
         name = f"f{len(sizes)}"
         sizes[name] = size
         return name
 
-    for ends in (heads, tails):
-        order = [list(range(len(r))) if ends is heads else list(reversed(range(len(r)))) for r in rest]
+    # Shared factors are taken off both shapes, from the front and then from the back, as long as there are any.
+    for from_front in (True, False):
         while True:
-            at = [next((i for i in o if r[i] > 1), None) for o, r in zip(order, rest, strict=True)]
-            if at[0] is None or at[1] is None:
+            dims = [side.next_dim(from_front) for side in sides]
+            if dims[0] is None or dims[1] is None:
                 break
-            common = gcd(rest[0][at[0]], rest[1][at[1]])
+            common = gcd(sides[0].rest[dims[0]], sides[1].rest[dims[1]])
             if common == 1:
                 break
             name = new(common)
-            for side, i in enumerate((at[0], at[1])):
-                ends[side][i].append(name)
-                rest[side][i] //= common
-    dims: list[Operand] = []
-    for side in (0, 1):
+            for side, dim in zip(sides, dims, strict=True):
+                assert dim is not None
+                side.take(dim, name, common, from_front)
+    operands: list[Operand] = []
+    for side in sides:
         operand: list[Factors] = []
-        for i, left in enumerate(rest[side]):
+        for dim, left in enumerate(side.rest):
             middle = [new(left)] if left > 1 else []
             whole.update(middle)
-            operand.append((*heads[side][i], *middle, *reversed(tails[side][i])))
-        dims.append(tuple(operand))
-    return dims[0], dims[1], sizes, frozenset(whole)
+            operand.append((*side.heads[dim], *middle, *reversed(side.tails[dim])))
+        operands.append(tuple(operand))
+    return operands[0], operands[1], sizes, frozenset(whole)
+
+
+class _Side:
+    """One shape while factors are taken off it. `rest`: what is left of each dim."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.rest = list(shape)
+        self.heads: list[list[str]] = [[] for _ in shape]  # factors from the front of each dim
+        self.tails: list[list[str]] = [[] for _ in shape]  # from its back, the last first
+
+    def next_dim(self, from_front: bool) -> int | None:
+        """The first dim, or the last one, of which something is left."""
+        dims = range(len(self.rest))
+        for dim in dims if from_front else reversed(dims):
+            if self.rest[dim] > 1:
+                return dim
+        return None
+
+    def take(self, dim: int, name: str, size: int, from_front: bool) -> None:
+        ends = self.heads if from_front else self.tails
+        ends[dim].append(name)
+        self.rest[dim] //= size
 
 
 def view(call: Call) -> Rule | None:
     before, after = call.ins[0].shape, out_shape(call)
+    # an empty tensor has no factors to follow
     if prod(before) != prod(after) or prod(before) == 0:
         return None
-    a, b, sizes, whole = refine(before, after)
-    return moves([a], [b], sizes, whole=whole, localize=sizes_from_out(1))
+    operand, result, sizes, whole = refine(before, after)
+    return moves([operand], [result], sizes, whole=whole, localize=sizes_from_out(1))
 
 
 def reshape_like(call: Call) -> Rule | None:
@@ -107,37 +129,47 @@ def unsqueeze(call: Call) -> Rule | None:
 
 
 def expand(call: Call) -> Rule | None:
-    out, sizes = dims_of(out_shape(call))
-    offset = len(out) - len(call.ins[0].shape)
-    before = tuple(() if n == 1 else out[offset + i] for i, n in enumerate(call.ins[0].shape))
+    before, out, sizes = _broadcast(call)
     return moves([before], [out], sizes, localize=sizes_from_out(1))
 
 
 def expand_as(call: Call) -> Rule | None:
-    out, sizes = dims_of(out_shape(call))
-    offset = len(out) - len(call.ins[0].shape)
-    before = tuple(() if n == 1 else out[offset + i] for i, n in enumerate(call.ins[0].shape))
+    before, out, sizes = _broadcast(call)
     return moves([before, out], [out], sizes, linear=ONE, monotone=ONE)
+
+
+def _broadcast(call: Call) -> tuple[Operand, Operand, dict[str, int]]:
+    """(dims of the operand, which are the last ones; dims of the result; sizes). A dim of size 1 has no factor."""
+    out, sizes = dims_of(out_shape(call))
+    shape = call.ins[0].shape
+    last = out[len(out) - len(shape) :]
+    before = tuple(() if size == 1 else dim for dim, size in zip(last, shape, strict=True))
+    return before, out, sizes
 
 
 def repeat(call: Call) -> Rule | None:
     before, sizes = dims_of(call.ins[0].shape)
     times = tuple(call.arg(1, "repeats"))
-    offset = len(times) - len(before)
-    sizes |= {f"r{i}": n for i, n in enumerate(times)}
-    out = tuple(
-        ((f"r{i}",) if times[i] != 1 else ()) + (before[i - offset] if i >= offset else ()) for i in range(len(times))
-    )
     if 0 in times or 0 in call.ins[0].shape:
         return None
+    offset = len(times) - len(before)
+    aligned: Operand = (*((),) * offset, *before)
+    # d0 becomes (r0 d0): the copies lie one behind the other.
+    out: list[Factors] = []
+    for number, (count, dim) in enumerate(zip(times, aligned, strict=True)):
+        repeated: Factors = ()
+        if count != 1:
+            repeated = (f"r{number}",)
+            sizes[f"r{number}"] = count
+        out.append((*repeated, *dim))
 
     def localize(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Args:
         assert outs[0] is not None
         have = (1,) * offset + ins[0].local_shape
-        return with_arg(call, 1, "repeats", tuple(n // m for n, m in zip(outs[0].local_shape, have, strict=True)))
+        local_times = [out_size // size for out_size, size in zip(outs[0].local_shape, have, strict=True)]
+        return with_arg(call, 1, "repeats", tuple(local_times))
 
-    used = {f for dim in out for f in dim}
-    return moves([before], [out], {f: n for f, n in sizes.items() if f in used}, localize=localize)
+    return moves([before], [tuple(out)], sizes, localize=localize)
 
 
 # --- permutations
@@ -145,20 +177,20 @@ def repeat(call: Call) -> Rule | None:
 
 def _permuted(call: Call, order: Sequence[int]) -> Rule:
     dims, sizes = dims_of(call.ins[0].shape)
-    return moves([dims], [tuple(dims[i] for i in order)], sizes)
+    return moves([dims], [tuple(dims[dim] for dim in order)], sizes)
 
 
 def permute(call: Call) -> Rule | None:
     ndim = len(call.ins[0].shape)
-    return _permuted(call, [wrap(i, ndim) for i in call.arg(1, "dims")])
+    return _permuted(call, [wrap(dim, ndim) for dim in call.arg(1, "dims")])
 
 
 def transpose(call: Call) -> Rule | None:
     ndim = len(call.ins[0].shape)
     order = list(range(ndim))
     if ndim:
-        i, j = wrap(call.arg(1, "dim0"), ndim), wrap(call.arg(2, "dim1"), ndim)
-        order[i], order[j] = j, i
+        one, other = wrap(call.arg(1, "dim0"), ndim), wrap(call.arg(2, "dim1"), ndim)
+        order[one], order[other] = other, one
     return _permuted(call, order)
 
 
@@ -174,12 +206,13 @@ def swap_last(call: Call) -> Rule | None:
 def movedim(call: Call) -> Rule | None:
     ndim = len(call.ins[0].shape)
     source, target = call.arg(1, "source"), call.arg(2, "destination")
-    source, target = ((source,), (target,)) if isinstance(source, int) else (source, target)
-    order: list[int | None] = [None] * ndim
-    for s, d in zip(source, target, strict=True):
-        order[wrap(d, ndim)] = wrap(s, ndim)
-    rest = iter(i for i in range(ndim) if i not in order)
-    return _permuted(call, [next(rest) if o is None else o for o in order])
+    if isinstance(source, int):
+        source, target = (source,), (target,)
+    from_dim = {wrap(new, ndim): wrap(old, ndim) for old, new in zip(source, target, strict=True)}
+    # The others keep their order.
+    rest = [dim for dim in range(ndim) if dim not in from_dim.values()]
+    order = [from_dim[dim] if dim in from_dim else rest.pop(0) for dim in range(ndim)]
+    return _permuted(call, order)
 
 
 def as_strided(call: Call) -> Rule | None:
@@ -187,20 +220,17 @@ def as_strided(call: Call) -> Rule | None:
     size, stride = tuple(call.arg(1, "size")), tuple(call.arg(2, "stride"))
     if call.arg(3, "storage_offset") not in (None, 0) or prod(size) != prod(call.ins[0].shape):
         return None
-    if any(n != 1 and have != want for n, have, want in zip(size, stride, _contiguous(size), strict=True)):
-        return None
+    for count, given, contiguous in zip(size, stride, row_major(size), strict=True):
+        if count != 1 and given != contiguous:
+            return None
     rule = view(call)
 
     def localize(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Args:
         assert outs[0] is not None
         local = outs[0].local_shape
-        return (call.args[0], local, _contiguous(local)), ()
+        return (call.args[0], local, row_major(local)), ()
 
     return None if rule is None else attrs.evolve(rule, localize=localize)
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def view_dtype(call: Call) -> Rule | None:
