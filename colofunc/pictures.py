@@ -102,7 +102,8 @@ def pipeline_picture(simulated: Simulated, path: str | PathLike[str], title: str
         stages = sorted({span.action.stage for span in row})
         for span in row:
             _draw_action(plot, span, ranks - 1 - rank, stages.index(span.action.stage), points_per_s)
-    kinds = [kind for kind in ACTIONS if any(span.action.kind == kind for row in simulated.rows for span in row)]
+    drawn = {span.action.kind for row in simulated.rows for span in row}
+    kinds = [kind for kind in ACTIONS if kind in drawn]
     for kind in kinds:
         plot.plot([], [], color=ACTIONS[kind], linewidth=6, label=f"{kind}: {ACTION_NAMES[kind]}")
     plot.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=len(kinds), fontsize=8, frameon=False)

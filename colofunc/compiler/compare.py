@@ -304,7 +304,10 @@ class Seen:
         if not at.keys() & set(layout.axes):
             return x, layout
         # One dim for each atom: those of time are indexed by the trip, and what is left of each dim is put together.
-        sizes, index, dims = list[int](), list[int | slice](), list[Dim]()
+        sizes: list[int] = []
+        index: list[int | slice] = []
+        dims: list[Dim] = []
+        shape: list[int] = []
         for dim in layout.dims:
             left = []
             for size, axis in dim:
@@ -315,8 +318,8 @@ class Seen:
                     index.append(slice(None))
                     left.append((size, axis))
             dims.append(tuple(left))
-        shape = tuple(prod(size for size, _ in dim) for dim in dims)
-        part_layout = make_layout(tuple(dims), shape, layout.pending, layout.tier, layout.scheme, layout.at)
+            shape.append(prod(size for size, _ in left))
+        part_layout = make_layout(tuple(dims), tuple(shape), layout.pending, layout.tier, layout.scheme, layout.at)
         return x.reshape(sizes)[tuple(index)].reshape(shape), part_layout
 
 

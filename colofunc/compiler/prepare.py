@@ -360,7 +360,8 @@ def _leaves_of(trees: Sequence[Tree], ids: Sequence[int]) -> list[_Leaves]:
 
 
 def _goes_to(argument: _Leaves, output: _Leaves, program: Program) -> bool:
-    before, after = ([program.values[i] for i in leaves.ids] for leaves in (argument, output))
+    before = [program.values[id] for id in argument.ids]
+    after = [program.values[id] for id in output.ids]
     return comes_back(argument.tree, output.tree, before, after)
 
 

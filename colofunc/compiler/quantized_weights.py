@@ -146,7 +146,10 @@ class Weights:
     def unmatched(self, names: Iterable[str]) -> str | None:
         """A glob that matches none of these names."""
         names = list(names)
-        return next((glob for glob in self.globs if not any(matches(name, glob) for name in names)), None)
+        for glob in self.globs:
+            if not any(matches(name, glob) for name in names):
+                return glob
+        return None
 
 
 def _has_numbers_of(weight: Quantized, scheme: Quantizer) -> bool:

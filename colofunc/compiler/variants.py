@@ -30,7 +30,7 @@ from colofunc.compiler.transform import Build, Transform, Variant
 from colofunc.errors import CapacityError, PlanError, near
 from colofunc.executors.watch import Watch
 from colofunc.planner.plan import ESTIMATE, OtherWay, Plan
-from colofunc.program.passes.loop import Mixes
+from colofunc.program.passes.mixing import Mixes
 
 As = Callable[[Staged], Planning]
 """All that a chain is planned by."""

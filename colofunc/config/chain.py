@@ -17,7 +17,6 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -205,10 +204,18 @@ def _spec(glob: str, node: Node, registry: Registry, mesh: Mesh) -> str:
 
 def fits_mesh(text: str, mesh: Mesh) -> None:
     """Raises SpecError where a spec names axes that the mesh has not: bound to a tensor that its groups divide."""
-    groups = [dim for dim in parse(text).dims if dim is not None]
-    bind_spec(
-        text, mesh, [prod(f.size or (mesh.axis_size(f.name) if f.name in mesh else 1) for f in dim) for dim in groups]
-    )
+    shape: list[int] = []
+    for dim in parse(text).dims:
+        if dim is None:  # `...`
+            continue
+        size = 1
+        for factor in dim:
+            if factor.size:
+                size *= factor.size
+            elif factor.name in mesh:
+                size *= mesh.axis_size(factor.name)
+        shape.append(size)
+    bind_spec(text, mesh, shape)
 
 
 def check_specs(node: Node, name: str, mesh: Mesh) -> None:

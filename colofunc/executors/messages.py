@@ -141,8 +141,9 @@ class Buffers:
         counts = Counter(wanted) + Counter(later)
         free: dict[Room, list[torch.Tensor]] = {}
         for room, tensors in self._held.items():
-            left = [x for x in tensors if compat.is_held_alone(x)]
-            self._held[room] = [x for x in tensors if not any(x is one for one in left)]
+            alone = [compat.is_held_alone(tensor) for tensor in tensors]
+            left = [tensor for tensor, free_now in zip(tensors, alone, strict=True) if free_now]
+            self._held[room] = [tensor for tensor, free_now in zip(tensors, alone, strict=True) if not free_now]
             free[room] = (self._free.get(room, []) + left)[: counts[room]]
         self._free = free
 

@@ -81,7 +81,8 @@ class PostValidated:
         late = {}
         for id in self.parts.late:
             late[id] = [torch.empty_like(shard) for shard in self._last[id]]
-        kept = [(shard, shard.clone()) for shard in distinct(values[id] for id in self.parts.kept)]
+        written = distinct(values[id] for id in self.parts.kept)
+        kept = [(shard, shard.clone()) for shard in written]
         guess = _cloned({id: self._last[id] for id in self.parts.judged})
         made = self.updated(values | guess)
         again = {id: values[id] for id in self.parts.update.inputs if id in values}

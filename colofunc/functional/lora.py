@@ -80,7 +80,11 @@ def _chosen(module: nn.Module, globs: tuple[str, ...]) -> list[str]:
         hit = next((path for path in others if matches(path, glob)), None)
         why = f"; {hit!r} is a {others[hit]}" if hit is not None else near(glob, linear)
         raise InputError(f"lora: where={glob!r} matches no linear layer{why}")
-    return [path for path in linear if any(matches(path, glob) for glob in globs)]
+    chosen: list[str] = []
+    for path in linear:
+        if any(matches(path, glob) for glob in globs):
+            chosen.append(path)
+    return chosen
 
 
 def _other_place(module: nn.Module, path: str) -> str | None:

@@ -118,8 +118,11 @@ def refuse_sharded(loader: Any) -> None:
 def samplers(loader: Any) -> list[Any]:
     """The batch sampler and the sampler of a loader, as far as it has them."""
     batch = getattr(loader, "batch_sampler", None)
-    found = [batch, getattr(batch, "sampler", None), getattr(loader, "sampler", None)]
-    return [s for k, s in enumerate(found) if s is not None and all(s is not other for other in found[:k])]
+    found: dict[int, Any] = {}  # by identity: one may be both
+    for sampler in (batch, getattr(batch, "sampler", None), getattr(loader, "sampler", None)):
+        if sampler is not None:
+            found.setdefault(id(sampler), sampler)
+    return list(found.values())
 
 
 def generators(loader: Any) -> dict[str, torch.Generator]:

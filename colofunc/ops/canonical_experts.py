@@ -161,7 +161,9 @@ class Catcher:
             return out
 
     def _maybe(self, x: Any) -> Made | None:
-        made = x if isinstance(x, Made) else x.__dict__.get(_KEY) if isinstance(x, Tensor) else None
+        made = x
+        if isinstance(x, Tensor) and not isinstance(x, Made):
+            made = x.__dict__.get(_KEY)
         if not isinstance(made, Made) or made.epoch != self.epoch:
             return None
         now = _versions(x, made.args, made.kwargs)

@@ -51,14 +51,19 @@ def _each(
     if fused is not None and all(map(_is_contiguous, chain.from_iterable(columns))):
         fused(*columns)
         return
-    taken: set[int] = set()
+    # Positions of the parameters that `fused` takes, in their order.
+    taken: dict[int, None] = {}
     if fused is not None:
-        rows = enumerate(zip(*columns, strict=True))
-        taken = {k for k, tensors in rows if all(map(_is_contiguous, tensors)) or fusable(*tensors)}
+        for position, tensors in enumerate(zip(*columns, strict=True)):
+            if all(map(_is_contiguous, tensors)) or fusable(*tensors):
+                taken[position] = None
         if taken:
-            fused(*([column[k] for k in sorted(taken)] for column in columns))
-    for k, operands in enumerate(zip(*lists, strict=True)):
-        if k not in taken:
+            parts: list[list[Tensor]] = []
+            for column in columns:
+                parts.append([column[position] for position in taken])
+            fused(*parts)
+    for position, operands in enumerate(zip(*lists, strict=True)):
+        if position not in taken:
             single(*operands)
 
 

@@ -141,4 +141,8 @@ def _most(spans: _Spans, size_of: Callable[[int], int], weigh: bool = False) -> 
         for size, count in _most(body, size_of, weigh).items():
             steps.setdefault(size, Counter()).update({k: count})
             steps[size].subtract({k + 1: count})
-    return Counter({size: max(accumulate(change[k] for k in sorted(change))) for size, change in steps.items()})
+    most: Counter[int] = Counter()
+    for size, changes in steps.items():
+        in_order = [changes[position] for position in sorted(changes)]
+        most[size] = max(accumulate(in_order))
+    return most

@@ -259,13 +259,17 @@ class BatchSharded:
     name: str = "batch sharding"
 
     def wishes(self, program: Program, mesh: Mesh) -> list[Wish]:
-        on, ways = " ".join(self.axes), prod(mesh.axis_size(a) for a in self.axes)
+        on, ways = " ".join(self.axes), prod(mesh.axis_size(axis) for axis in self.axes)
         found = []
         for value in (program.values[i] for i in program.inputs):
             if value.role == "batch" and value.shape:
                 found.append(Wish(value.name, f"({on} _) ...", self.axes, ("batch",), self.name, along=True))
             elif value.role in ("param", "state"):
-                dims = [d for d, size in enumerate(value.shape) if size % ways == 0]
-                specs = [" ".join(f"({on} _)" if d == e else "_" for e in range(len(value.shape))) for d in dims]
+                specs: list[str] = []
+                for dim, size in enumerate(value.shape):
+                    if size % ways == 0:
+                        groups = ["_"] * len(value.shape)
+                        groups[dim] = f"({on} _)"
+                        specs.append(" ".join(groups))
                 found.append(Wish(value.name, tuple(specs) or "...", self.axes, (value.role,), self.name))
         return found

@@ -297,16 +297,18 @@ def terms(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
     gen = torch.Generator().manual_seed(1)
     found: dict[tuple[int, ...], torch.Tensor] = {(): x}
     for axis, how in pending:
-        found = {
-            (*key, i): t
-            for key, whole in found.items()
-            for i, t in enumerate(_split(whole, how, mesh.axis_size(axis), gen))
-        }
+        split: dict[tuple[int, ...], torch.Tensor] = {}
+        for key, whole in found.items():
+            for index, term in enumerate(_split(whole, how, mesh.axis_size(axis), gen)):
+                split[*key, index] = term
+        found = split
     bare = layout.with_pending(())
-    where = [mesh.coordinates(rank) for rank in range(mesh.size)]
-    return [
-        part(found[tuple(at[a] for a, _ in pending)], bare, mesh, rank).contiguous() for rank, at in enumerate(where)
-    ]
+    each: list[torch.Tensor] = []
+    for rank in range(mesh.size):
+        at = mesh.coordinates(rank)
+        term = found[tuple(at[axis] for axis, _ in pending)]
+        each.append(part(term, bare, mesh, rank).contiguous())
+    return each
 
 
 def _split(x: torch.Tensor, how: str, n: int, gen: torch.Generator) -> list[torch.Tensor]:

@@ -36,7 +36,7 @@ from colofunc.planner.stages.forward_pass import WEIGHTS, reading_of
 from colofunc.planner.stages.orders import Order, best_order, least_order, roomiest_first
 from colofunc.planner.stages.timetables import Scheduled, by_timetable
 from colofunc.program.ir import Program, computed_once
-from colofunc.program.passes.loop import MIXING
+from colofunc.program.passes.mixing import MIXING
 from colofunc.program.pipeline_schedule import Schedule
 from colofunc.program.placing import StagesOf
 

@@ -207,7 +207,11 @@ def without_ignored(module: nn.Module, missing: list[str], unexpected: list[str]
 
 
 def _not_matching(names: list[str], patterns: list[str]) -> list[str]:
-    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+    left: list[str] = []
+    for name in names:
+        if not any(re.search(pattern, name) for pattern in patterns):
+            left.append(name)
+    return left
 
 
 # ---- saving ----

@@ -76,7 +76,9 @@ def chunk_size(*groups: Sequence[int], least: int = 0, reach: int = REACH, step:
     if not every:
         return max(least, step)
     limit = max(usual(every))
-    kept = [[size for size in group if size <= limit] for group in groups]
+    kept: list[list[int]] = []
+    for group in groups:
+        kept.append([size for size in group if size <= limit])
     start = -(-max(limit, least, 1) // step) * step
     enough = -(-max(map(sum, kept)) // step) * step  # one chunk holds a whole group: a larger one only wastes more
     last = min(start + reach, max(start, enough))

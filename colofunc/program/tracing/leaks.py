@@ -61,7 +61,8 @@ def refuse_leaks(rec: Recorder) -> None:
 
 
 def _alive(rec: Recorder) -> list[torch.Tensor]:
-    return [tensor for tensor in (ref() for ref in rec.made) if tensor is not None]
+    found = [ref() for ref in rec.made]
+    return [tensor for tensor in found if tensor is not None]
 
 
 def _empty_caches(tensors: list[torch.Tensor]) -> bool:

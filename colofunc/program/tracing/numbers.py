@@ -43,7 +43,8 @@ def as_numbers(rec: Recorder, handler: Callable[..., Any], func: Any, args: Any,
     if not numbers:
         return handler(rec, func, args, kwargs)
     choice = func is aten.where.self
-    others = [x for x in (tensors[1:] if choice else tensors) if not any(x is n for n in numbers)]
+    promoted = tensors[1:] if choice else tensors  # the condition has no part in it
+    others = [x for x in promoted if not _is_number(rec, x)]
     if not others and not choice:
         return _number(rec, handler(rec, func, args, kwargs))
     want, have = _promoted(others, torch.get_default_dtype(), True), _promoted(others, torch.float64, False)

@@ -199,12 +199,12 @@ def inplace_view(func: Any) -> Handler:
 # `unsqueeze_` and its like among them: a gradient would be that of other elements. What would lead there is an error.
 def note_reshaped(rec: Recorder, tensor: torch.Tensor) -> None:
     """Before a change of shape in place."""
-    others = [t for t in (ref() for ref in rec.made) if t is not None and compat.view_base(t) is tensor]
+    made = [ref() for ref in rec.made]
+    others = [other for other in made if other is not None and compat.view_base(other) is tensor]
     if others and tensor.requires_grad:
         raise TraceError(
             f"the shape of a tensor that is differentiated is changed in place at {user_line()} while there are views "
-            "of it, "
-            "whose gradient would be lost; write x = x.unsqueeze(0) for x.unsqueeze_(0)"
+            "of it, whose gradient would be lost; write x = x.unsqueeze(0) for x.unsqueeze_(0)"
         )
     if others or compat.view_base(tensor) is not None:
         rec.cell(tensor).storage.reshaped = user_line()
