@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 from colofunc import compat, env
 from colofunc.errors import MeshError, PlanError
+from colofunc.executors.gloo import exchange
 from colofunc.executors.gpus import adopt_gpu, own_gpu
-from colofunc.executors.groups import Groups, exchange
+from colofunc.executors.groups import Groups
 from colofunc.executors.launch import before_end
 from colofunc.executors.messages import Mail
 from colofunc.executors.pools import in_tier

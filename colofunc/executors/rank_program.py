@@ -11,6 +11,7 @@ import hashlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -178,8 +179,9 @@ class Later:
         with self._watch or nullcontext(), self._groups.messages():
             for node in self._receives:
                 axes, _, source, shape, dtype = node.args
-                begin = self._groups.awaiter(axes, source, shape, dtype, device)
-                waits.append(begin(own_tag(node)))
+                receiver = self._groups.receiver(axes, source, shape, dtype, device)
+                receiver.post(own_tag(node))
+                waits.append(partial(receiver, own_tag(node)))
             known = self._sends(inputs)
             self._groups.batch.begin()
         own_inputs = [inputs[position] for position in self._on_rank.inputs]

@@ -21,7 +21,7 @@ from torch import Tensor
 from colofunc.dtensor.roles import give_role
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
-from colofunc.ops.update_packed import Blocks, code_dtype, packed, widened
+from colofunc.ops.update_packed import Blocks, block_of, code_dtype, packed, widened
 from colofunc.ops.update_rounded import ROUNDED
 from colofunc.program.lazy import zeros_like
 from colofunc.program.tracing.tree import flatten
@@ -82,6 +82,11 @@ def check_rounding(
 def is_rounded(param: Tensor, options: Mapping[str, Any]) -> bool:
     """Whether what is written of this parameter is rounded by a draw: what is wider than bfloat16 needs none."""
     return options.get("rounding") == STOCHASTIC and param.dtype in ROUNDED
+
+
+def blocks(param: Tensor, options: Mapping[str, Any]) -> Blocks | None:
+    """How the moments of a parameter are cut; None where they are kept wide."""
+    return block_of(tuple(param.shape)) if options.get("state_bits") == 8 else None
 
 
 def site_of(name: str) -> int:
