@@ -278,11 +278,12 @@ class _Look:
         self.found = [found for _, found in sorted(zip(made, self.found, strict=True), key=lambda pair: pair[0])]
 
 
-# ---- the program that runs, value by value ---- Problem: behind the lowering come passes (microbatches, order, chunks,
-# buckets, fusion, updates in place), and a mistake in one of them shows at the end only. Idea: a local value remembers
-# which global one it is a copy of (`Value.of`), through every pass that keeps it; where it still has a layout it can be
-# compared. In a loop over microbatches the layout has the time axis as well, so that a trip's value is the part of the
-# whole at that index:
+# ---- the program that runs, value by value ----
+#
+# Problem: behind the lowering come passes (microbatches, order, chunks, buckets, fusion, updates in place), and a
+# mistake in one of them shows at the end only. Idea: a local value remembers which global one it is a copy of
+# (`Value.of`), through every pass that keeps it; where it still has a layout it can be compared. In a loop over
+# microbatches the layout has the time axis as well, so that a trip's value is the part of the whole at that index:
 #
 #     (dp time a) b, trip 1        ->        the rows of microbatch 1, lying as (dp a) b
 #

@@ -119,9 +119,11 @@ def _look_at(thing: Any, depth: int, seen: set[int], found: Surroundings) -> Non
             _walk(piece, depth - 1, seen, found)
 
 
-# ---- names that a step reads ---- Problem: Python runs once per signature, so a function that reads a global sees the
-# value of its trace for ever, however often the name is bound anew. Idea: the code says which names it reads; what they
-# were bound to is remembered with the trace and looked at before each call, which costs a dictionary look-up per name.
+# ---- names that a step reads ----
+#
+# Problem: Python runs once per signature, so a function that reads a global sees the value of its trace for ever,
+# however often the name is bound anew. Idea: the code says which names it reads; what they were bound to is remembered
+# with the trace and looked at before each call, which costs a dictionary look-up per name.
 #
 #     scale = 2.0
 #     step = cf.shard(lambda x: x * scale, mesh)       # reads: global 'scale' = 2.0

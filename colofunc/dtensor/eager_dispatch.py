@@ -226,10 +226,11 @@ def write_back(func: Any, args: tuple[Any, ...], base: torch.Tensor, view: torch
     )
 
 
-# ---- torch functions, as the user wrote them ---- Problem: below, at the level of operators, it is too late to ask two
-# things. A plain tensor may be the user's (is it the whole, or this rank's part?) or one that torch made on its own way
-# (`one_hot` compares with an `arange`), and a random operator has a sequential generator behind it. Idea: the function
-# sees its arguments as they were given.
+# ---- torch functions, as the user wrote them ----
+#
+# Problem: below, at the level of operators, it is too late to ask two things. A plain tensor may be the user's (is it
+# the whole, or this rank's part?) or one that torch made on its own way (`one_hot` compares with an `arange`), and a
+# random operator has a sequential generator behind it. Idea: the function sees its arguments as they were given.
 #
 #     x + plain                # refused: say how it is split
 #     x[[0, -1]]               # an index: the same on all ranks

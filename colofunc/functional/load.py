@@ -42,10 +42,12 @@ from colofunc.spec.layout import Dim, make_layout
 from colofunc.spec.regions import Region, Span
 from colofunc.untrusted import check
 
-# ---- sizes that a folder claims ---- Problem: a file says that a tensor has 10^15 elements, or that a piece of it is a
-# range of 2^60 indices, and whoever believes it asks for that memory. Idea: a piece has no more elements than its
-# bytes, its bytes lie in its file, and the pieces of a tensor have no fewer elements than the tensor, so that what is
-# asked for is bounded by the size of the folder.
+# ---- sizes that a folder claims ----
+#
+# Problem: a file says that a tensor has 10^15 elements, or that a piece of it is a range of 2^60 indices, and whoever
+# believes it asks for that memory. Idea: a piece has no more elements than its bytes, its bytes lie in its file, and
+# the pieces of a tensor have no fewer elements than the tensor, so that what is asked for is bounded by the size of the
+# folder.
 #
 #     Bounds(folder).check("w", (4, 8), torch.float32, [(region, "rank-00000-00000.safetensors", 128, 128)])
 

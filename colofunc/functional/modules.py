@@ -243,10 +243,11 @@ def abstract(shape: Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor
     return torch.empty(sizes, dtype=dtype, device="meta")
 
 
-# ---- hooks and classes of parameters ---- Problem: `cf.functional` takes values out of parameters, and what a user
-# hung on them stays behind: a hook that masks a gradient (to train some rows only) would be dropped without a word.
-# Idea: hooks of gradients are hung on the tensors that stand for the parameters, wherever these are differentiated;
-# what has no meaning there is refused.
+# ---- hooks and classes of parameters ----
+#
+# Problem: `cf.functional` takes values out of parameters, and what a user hung on them stays behind: a hook that masks
+# a gradient (to train some rows only) would be dropped without a word. Idea: hooks of gradients are hung on the tensors
+# that stand for the parameters, wherever these are differentiated; what has no meaning there is refused.
 #
 #     p.register_hook(lambda grad: grad * mask)     # honoured: the step's gradient of p is masked
 

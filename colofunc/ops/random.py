@@ -300,8 +300,10 @@ def _dropout_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     return dx, None, None, None, None, None, None
 
 
-# ---- for compilers ---- Not normal numbers: `erfinv` of one element at a time, as inductor writes it for CPUs, takes
-# several times as long as ours.
+# ---- for compilers ----
+#
+# Not normal numbers: `erfinv` of one element at a time, as inductor writes it for CPUs, takes several times as long as
+# ours.
 
 
 def _expression(

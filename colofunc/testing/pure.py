@@ -78,10 +78,12 @@ def _ambient() -> dict[str, Any]:
     }
 
 
-# ---- what a function holds ---- Problem: a list that grows or an attribute that is set changes no output and no input,
-# so only looking at the list tells. Idea: a snapshot of everything reachable from the function within a few steps, as
-# (path in words -> what is there); two snapshots differ where the function has left something behind. Snapshots hold
-# what they saw, so no identity is reused.
+# ---- what a function holds ----
+#
+# Problem: a list that grows or an attribute that is set changes no output and no input, so only looking at the list
+# tells. Idea: a snapshot of everything reachable from the function within a few steps, as (path in words -> what is
+# there); two snapshots differ where the function has left something behind. Snapshots hold what they saw, so no
+# identity is reused.
 #
 # >>> seen = []
 # >>> before = snapshot(step)        # step appends to `seen`

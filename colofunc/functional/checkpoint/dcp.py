@@ -255,9 +255,11 @@ def _known(path: Path, module: str, name: str) -> Any:
     )
 
 
-# ---- what torch.save wrote ---- Problem: `torch.load(weights_only=True)` trusts the sizes that the file claims and
-# gives memory for them. Idea: records are stored, so that each is a range of the bytes that are there, and a tensor is
-# a view of that range, within its bounds.
+# ---- what torch.save wrote ----
+#
+# Problem: `torch.load(weights_only=True)` trusts the sizes that the file claims and gives memory for them. Idea:
+# records are stored, so that each is a range of the bytes that are there, and a tensor is a view of that range, within
+# its bounds.
 #
 #     read_saved(memory, verify=True)         # memory: bytearray of one archive
 

@@ -173,11 +173,13 @@ def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
                     yield path, name, tensor
 
 
-# ---- attributes that are filled again ---- Problem: attention biases that were looked up once, under `torch.no_grad()`
-# and before the model was taken apart, are a tensor like any table; nothing on it says where it comes from. Idea: ask
-# the module. The attribute is emptied, the module is called once more on tensors without data, and what it fills in
-# again tells: a tensor that requires a gradient was computed of a parameter, at a line that is known; another is a
-# table. One that is not filled in again was made by somebody else, in a constructor, and stays a constant.
+# ---- attributes that are filled again ----
+#
+# Problem: attention biases that were looked up once, under `torch.no_grad()` and before the model was taken apart, are
+# a tensor like any table; nothing on it says where it comes from. Idea: ask the module. The attribute is emptied, the
+# module is called once more on tensors without data, and what it fills in again tells: a tensor that requires a
+# gradient was computed of a parameter, at a line that is known; another is a table. One that is not filled in again was
+# made by somebody else, in a constructor, and stays a constant.
 #
 #     self.cache["cpu"]  ->  removed  ->  forward  ->  self.cache["cpu"] = biases[:, table]       computed, at model.py:109
 #

@@ -320,8 +320,10 @@ def _assemble(
     return Program(inputs, tuple(rec.nodes), tuple(outputs), kept, constants), bool(seed)
 
 
-# ---- errors of torch ---- Problem: TorchScript drops what Python said, and some errors name a mechanism that the user
-# never asked for. Idea: a table of how such messages begin; each has what is true of a step, and one thing to try.
+# ---- errors of torch ----
+#
+# Problem: TorchScript drops what Python said, and some errors name a mechanism that the user never asked for. Idea: a
+# table of how such messages begin; each has what is true of a step, and one thing to try.
 #
 #     RuntimeError: The following operation failed in the TorchScript interpreter. ...
 #     TraceError: random operator aten.bernoulli_ at model.py:3 ... This operator was called by TorchScript. Try: ...
