@@ -401,8 +401,7 @@ def _no_plan_text(completion: Completion, budget_bytes: int, least: Trial, bound
     if completion.mesh.topology.ranks:
         notes += " (of ranks with less memory, what they lack to the roomiest counts as taken)"
     return (
-        f"no plan found within {budget_text(budget_bytes)} a rank: "
-        f"the least found has a peak of {budget_text(least.done.peak_bytes)}{notes}; "
-        f"give at least that, or use more ranks, {', '.join(remedies)}, or a topology with more memory. "
-        f"It holds {completion.count(least.done.program).summary()}"
+        f"no plan found within {budget_text(budget_bytes)} a rank: the least found has a peak of "
+        f"{budget_text(least.done.peak_bytes)}{notes}; give at least that, or use more ranks, {', '.join(remedies)}, "
+        f"or a topology with more memory. It holds {completion.count(least.done.program).summary()}"
     )

@@ -55,8 +55,7 @@ if TYPE_CHECKING:
 SHOWN = 8
 OVERFLOW = (
     "; one of the two is not finite: float16 ends at 65504, and the mesh adds gradients of ranks in float32. Try: "
-    "compare with a smaller "
-    "loss scale in the state"
+    "compare with a smaller loss scale in the state"
 )
 PASSES = "the passes after lowering (microbatches, order, chunks, buckets, fusion, updates in place)"
 

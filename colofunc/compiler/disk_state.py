@@ -98,8 +98,7 @@ def named(directory: str | bool | None) -> str:
     if not isinstance(directory, str):
         raise InputError(
             "this plan keeps something on disk, and no directory is named for it. Try: cf.offload(step, ..., "
-            "disk='/nvme/me'), "
-            "with_plan(plan) where it was planned elsewhere"
+            "disk='/nvme/me'), with_plan(plan) where it was planned elsewhere"
         )
     return directory
 

@@ -62,7 +62,6 @@ def bytes_of(given: Room, mesh: Mesh, tier: str, argument: str, example: str) ->
     if capacity_bytes is None:
         raise PlanError(
             f"{argument}={part}) is a part of the {tier}'s memory, which topology {mesh.topology.name!r} does not "
-            "limit; "
-            f"give bytes such as {example!r}, or a topology"
+            f"limit; give bytes such as {example!r}, or a topology"
         )
     return int(part * capacity_bytes)

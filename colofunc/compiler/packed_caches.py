@@ -101,8 +101,8 @@ def _wrapped(globs: Globs, build: Build) -> Build:
             if (leaf.shape, leaf.dtype) != (wide.shape, wide.dtype):
                 raise InputError(
                     f"cf.quantize: the step returns {name!r} as {tuple(leaf.shape)} in {leaf.dtype}, and was given "
-                    f"{tuple(wide.shape)} in "
-                    f"{wide.dtype}. Try: a cache of the size that it will have; globs in caches= that leave it out"
+                    f"{tuple(wide.shape)} in {wide.dtype}. Try: a cache of the size that it will have; globs in "
+                    "caches= that leave it out"
                 )
             return packed if leaf is wide else PackedRows.of(leaf)
 

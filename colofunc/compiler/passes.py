@@ -71,8 +71,7 @@ def left_out(names: Sequence[str]) -> frozenset[str]:
         if name not in names:
             raise PlanError(
                 f"COLOFUNC_PASSES leaves out {name!r}, which is no pass that can be left "
-                f"out{near(name, names, 'passes')}; "
-                "low.passes lists what this step goes through"
+                f"out{near(name, names, 'passes')}; low.passes lists what this step goes through"
             )
     return frozenset(asked)
 
@@ -134,8 +133,7 @@ def check_interface(name: str, before: Program, behind: Program) -> None:
         if shapes != [(behind.values[i].shape, behind.values[i].dtype) for i in new]:
             raise PlanError(
                 f"{name} gives the program other {what}: {len(new)} where there were {len(old)}, or of other shapes "
-                "and dtypes; "
-                "keep them, and put what is to be new into the state with the hook grow"
+                "and dtypes; keep them, and put what is to be new into the state with the hook grow"
             )
     if before.inputs != behind.inputs:
         raise PlanError(f"{name} renames inputs of the program; keep their value ids")

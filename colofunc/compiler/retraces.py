@@ -80,8 +80,7 @@ class Retraces:
         if self._static == STATIC and staged.mesh.is_main:
             warnings.warn(
                 f"{getattr(staged.fn, '__name__', 'step')} has been traced {STATIC + 1} times because static values "
-                f"change ({why}); "
-                "pass numbers that vary as arguments: tensors or floats",
+                f"change ({why}); pass numbers that vary as arguments: tensors or floats",
                 stacklevel=6,
             )
 

@@ -60,8 +60,7 @@ class Staged:
         if active() is not None:
             raise TraceError(
                 f"{getattr(self.fn, '__name__', 'a step')}, which is a staged step itself, is called inside of another "
-                "one at "
-                f"{user_line()}. Try: the function that it was made of (its .fn); the step around it plans both"
+                f"one at {user_line()}. Try: the function that it was made of (its .fn); the step around it plans both"
             )
         step, args = self._ready(args, kwargs)
         return step.compiler.call(step, args)
@@ -224,8 +223,7 @@ def applied(step: Staged, transform: Transform) -> Staged:
         if before.open is not None and transform.open is not None:
             raise PlanError(
                 f"{before.name} and {transform.name} both leave open what the state depends on, and one of a chain "
-                "may. Try: decide one, "
-                f"and give the other step.settled(...).transform({before.name!r}).decided"
+                f"may. Try: decide one, and give the other step.settled(...).transform({before.name!r}).decided"
             )
     return attrs.evolve(step, transforms=(*step.transforms, transform), compiler=fresh(step.compiler))
 

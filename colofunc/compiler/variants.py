@@ -81,8 +81,8 @@ class Ways:
         if way:
             raise PlanError(
                 f"the plan to follow goes the way {way!r}, and this step leaves nothing open: its microbatches and "
-                "stages are given. "
-                f"Try: stages=None and what else was open when the plan was made, or plan it without with_plan"
+                "stages are given. Try: stages=None and what else was open when the plan was made, or plan it without "
+                "with_plan"
             )
         return Ways(staged, None, (), only=())
 

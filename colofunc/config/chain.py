@@ -197,8 +197,7 @@ def _spec(glob: str, node: Node, registry: Registry, mesh: Mesh) -> str:
         return value
     raise node.error(
         f"parallel: {glob!r} is no plan that is installed{near(glob, (*registry.plans, *NAMED), 'plans')}; parameters "
-        "of "
-        f"that name take a spec such as '(tp o) i', not {value!r}"
+        f"of that name take a spec such as '(tp o) i', not {value!r}"
     )
 
 
@@ -310,8 +309,7 @@ class Chain:
         if self.clip_node is not None and not clips:
             raise InputError(
                 f"{self.clip_node.where}: clip: {self.clip} happens inside a step. Try: chain.train_step(model, opt), "
-                "or "
-                "cf.clip_by_global_norm(grads, chain.clip) in the function and chain.apply(step_fn, clips=True)"
+                "or cf.clip_by_global_norm(grads, chain.clip) in the function and chain.apply(step_fn, clips=True)"
             )
         step = self.sharding.call(step_fn, self.mesh, *self.plans)
         for part in self.transforms:

@@ -178,8 +178,7 @@ def check_shape_known(func: Any, leaves: Sequence[Any]) -> None:
         if _counts_mask(packet, leaves):
             raise InputError(
                 "indexing a DTensor with a mask takes or wants as many elements as the mask has, which is known only "
-                "from data; "
-                "keep the shape with torch.where(mask, x, y), or take x.full()[mask]"
+                "from data; keep the shape with torch.where(mask, x, y), or take x.full()[mask]"
             )
     elif torch.Tag.dynamic_output_shape in func.tags:
         raise InputError(
@@ -300,8 +299,7 @@ def _choose(call: Call, func: Any, layouts: tuple[Layout, ...], mesh: Mesh) -> C
     if rule is None and torch.Tag.nondeterministic_seeded in func.tags:
         raise RuleError(
             f"{call.target} draws random numbers and has no form keyed by position, so they could not be the same on "
-            "every mesh; "
-            "draw with torch.rand_like, torch.randn_like, torch.bernoulli or F.dropout"
+            "every mesh; draw with torch.rand_like, torch.randn_like, torch.bernoulli or F.dropout"
         )
     dtype = str(call.ins[0].dtype if call.ins else torch.float32).removeprefix("torch.")
 

@@ -96,8 +96,7 @@ def elsewhere(what: str, x: DTensor, mesh: Mesh) -> InputError:
     """What to say of a tensor that lies on another mesh than the step's."""
     return InputError(
         f"{what} lies on {x.mesh}, the step runs on {mesh}. Try: step.init(state, ...), which places all of a state "
-        "anew, or "
-        "cf.load(path, mesh=...); a single tensor with cf.distribute(x, spec, mesh)"
+        "anew, or cf.load(path, mesh=...); a single tensor with cf.distribute(x, spec, mesh)"
     )
 
 
@@ -114,8 +113,7 @@ def _placed(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy:
     if x.is_meta:
         raise InputError(
             f"{what} of shape {tuple(x.shape)} has no data (meta tensor); give real values to run, cf.lazy(...) to "
-            "have them made, "
-            f"or use step.lower"
+            "have them made, or use step.lower"
         )
     if isinstance(x, LazyTensor):
         return make_parts(x, layout, mesh, backend.ranks(mesh))

@@ -199,14 +199,12 @@ class DTensor(torch.Tensor):
             name = f"{lost.name!r} " if lost.name else ""
             raise ConsumedError(
                 f"this DTensor {name}{tuple(self.shape)} {self.sharding.text()!r} was donated to {lost.consumed_by} "
-                "and its memory reused; "
-                f"{read}use that call's output, or pass donate=() to keep inputs alive"
+                f"and its memory reused; {read}use that call's output, or pass donate=() to keep inputs alive"
             )
         if origin is not None and origin.seen != origin.root.writes:
             raise ConsumedError(
                 f"this DTensor {tuple(self.shape)} {self.sharding.text()!r} is a view ({origin.func}) of a tensor that "
-                "was "
-                f"written in place since; take the view again after writing, or clone() it before"
+                "was written in place since; take the view again after writing, or clone() it before"
             )
         assert self._held.shards is not None
         return self._held.shards

@@ -54,9 +54,9 @@ class Mail:
         """
         if self.under_way:
             raise CollectiveError(
-                f"rank {rank}: an earlier step raised in the middle, and its messages may still be under way: "
-                "a further step would take them for its own. "
-                "Try: start the processes again, from the last state that was saved"
+                f"rank {rank}: an earlier step raised in the middle, and its messages may still be under way: a "
+                "further step would take them for its own. Try: start the processes again, from the last state that "
+                "was saved"
             )
         yield
         self.under_way = False  # not where the program raised: no `finally`

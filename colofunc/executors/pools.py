@@ -97,9 +97,8 @@ class Pool:
             there = ", ".join(f"{count} x {size_text(n)}" for n, count in self._counts.items()) or "none"
             raise CapacityError(
                 f"the pool of host memory has no buffer left for {nbytes:,} B: all {self._counts.get(size, 0)} of "
-                f"{size_text(size)} are in "
-                f"use (of {there}). The plan counts what a step holds at one time; run it once more after `del` of "
-                "what holds on to them"
+                f"{size_text(size)} are in use (of {there}). The plan counts what a step holds at one time; run it "
+                "once more after `del` of what holds on to them"
             )
         offset = free.pop()
         self.most[size] = max(self.most[size], self._counts[size] - len(free))

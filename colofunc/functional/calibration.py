@@ -267,8 +267,7 @@ def _checked(scheme: str, statistic: Statistic, name: str, value: Any) -> Tensor
     if not bool(value.isfinite().all()):
         raise InputError(
             f"{scheme}: the {what} of {name!r} have NaN or infinite numbers, {statistic.cause}. Try: a calibration "
-            "batch without "
-            "them; low.check_finite(state, batch), which names where they come from"
+            "batch without them; low.check_finite(state, batch), which names where they come from"
         )
     if statistic.sizes and bool((value < 0).any()):
         raise InputError(

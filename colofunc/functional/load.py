@@ -82,8 +82,7 @@ class Bounds:
             if size is not None and start + nbytes > size:
                 raise CheckpointError(
                     f"{self.folder / file} is truncated: {name!r} should reach byte {start + nbytes}, the file has "
-                    f"{size}; load another "
-                    "checkpoint, or copy this one again"
+                    f"{size}; load another checkpoint, or copy this one again"
                 )
             left -= region.numel
         if left > 0:

@@ -49,8 +49,7 @@ def lora(model: Model, where: str | Iterable[str], rank: int = 8, alpha: float =
         if other is not None:
             raise InputError(
                 f"lora: {path!r} shares its weight with {other!r}, and merging adapters of the one would change the "
-                "other. "
-                "Try: globs that leave it out"
+                "other. Try: globs that leave it out"
             )
     params: dict[str, Tensor] = {}
     hook = _adapter(alpha / rank, dropout)

@@ -288,10 +288,8 @@ def refuse_unseen(parameters: Mapping[str, Tensor]) -> None:
         if compat.accumulation_hooks(parameter):
             raise InputError(
                 f"functional: parameter {name!r} has a hook from register_post_accumulate_grad_hook, which runs when a "
-                "gradient is put "
-                "in .grad, and a step has none. Try: remove the hook, and do what it does with the gradients that "
-                "value_and_grad "
-                "returns (a hook from register_hook is honoured)"
+                "gradient is put in .grad, and a step has none. Try: remove the hook, and do what it does with the "
+                "gradients that value_and_grad returns (a hook from register_hook is honoured)"
             )
         if nn.parameter.is_lazy(parameter):
             raise InputError(

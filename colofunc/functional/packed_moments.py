@@ -117,8 +117,7 @@ def check_pair(cls: type[torch.optim.Optimizer], opt_state: Mapping[str, Any]) -
     if cls not in ADAMS or odd or not opt_state.keys() >= {"step", *MOMENTS}:
         raise InputError(
             f"converted: a state with {', '.join(sorted(opt_state))} for {cls.__name__}; it is for the two moments of "
-            "Adam and AdamW. "
-            "Try: the state that init(params) of such an optimizer made, without amsgrad"
+            "Adam and AdamW. Try: the state that init(params) of such an optimizer made, without amsgrad"
         )
 
 

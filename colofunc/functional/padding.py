@@ -86,10 +86,9 @@ def _whole_rows(
     if weights is None and not decides(tree, leaves, fill):
         raise InputError(
             f"cf.pad: rows={multiple} adds {missing} rows to the {n} of this batch, and none of "
-            f"{', '.join(tree.names())} tells a loss to "
-            "leave them out. Try: fill={'target': -100} where such a value does, or weights='weight' and a loss that "
-            "weighs its rows with "
-            "it, (row_losses * weight).sum() / weight.sum()"
+            f"{', '.join(tree.names())} tells a loss to leave them out. Try: fill={{'target': -100}} where such a "
+            "value does, or weights='weight' and a loss that weighs its rows with it, (row_losses * weight).sum() / "
+            "weight.sum()"
         )
     dead = torch.arange(n + missing) >= n
     out = []

@@ -211,8 +211,7 @@ class Placer:
                 also = "" if self.read == "all" else ' and write read="all"'
                 raise InputError(
                     f"{name!r} {tuple(x.shape)} has not the {rows} rows of its batch; give it a spec of its own in a "
-                    "tree of specs "
-                    f"(None: whole on every rank){also}"
+                    f"tree of specs (None: whole on every rank){also}"
                 )
         return rows, by_row
 

@@ -175,8 +175,8 @@ def pass_over(batches: Iterator[Any], skip: int) -> None:
     if passed < skip:
         raise InputError(
             f"the position to go on from is behind {skip} batches of an epoch, but the loader ended after {passed}: it "
-            "is not the one "
-            "that was saved; give cf.batches the same data and batch size, or begin an epoch with data.set_epoch(n)"
+            "is not the one that was saved; give cf.batches the same data and batch size, or begin an epoch with "
+            "data.set_epoch(n)"
         )
 
 

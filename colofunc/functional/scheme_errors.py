@@ -242,8 +242,7 @@ def _quantizer(scheme: Any) -> Quantizer:
     if not isinstance(scheme, (str, Quantizer)):
         raise InputError(
             f"cf.scheme_errors: {scheme!r} in schemes= is of type {type(scheme).__name__}. Try: names of schemes "
-            f"({', '.join(SCHEMES)}), "
-            "cf.gptq(moments)"
+            f"({', '.join(SCHEMES)}), cf.gptq(moments)"
         )
     if isinstance(scheme, str):
         if scheme not in BUILT_IN:
@@ -252,8 +251,7 @@ def _quantizer(scheme: Any) -> Quantizer:
     if scheme.outliers is not None:
         raise InputError(
             f"cf.scheme_errors: {scheme.name!r} rounds inputs of layers too, and errors here are those of weights. "
-            "Try: schemes= of "
-            f"{', '.join(SCHEMES)}, cf.gptq(moments), cf.awq(moments)"
+            f"Try: schemes= of {', '.join(SCHEMES)}, cf.gptq(moments), cf.awq(moments)"
         )
     return scheme
 

@@ -180,8 +180,7 @@ class ColofuncTrainer(Trainer):
             if type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
                 raise InputError(
                     f"callback {type(callback).__name__} overrides on_pre_optimizer_step, which runs between the "
-                    "gradients and the "
-                    "update; here both are one program. Try: on_step_end"
+                    "gradients and the update; here both are one program. Try: on_step_end"
                 )
         self._stopped()
         self._evaluation.clear()

@@ -287,8 +287,8 @@ def graph_of(function: Callable[..., Any], kind: Kind, results: int) -> torch.fx
 
 
 INSTEAD = (
-    "while attention was compiled by torch's FlexAttention. Try: run the step inside "
-    "`with torch.nn.attention.sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION])`, which takes a dense mask"
+    "while attention was compiled by torch's FlexAttention. Try: run the step inside `with "
+    "torch.nn.attention.sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION])`, which takes a dense mask"
 )
 _compiled: dict[Any, Callable[..., Any]] = {}
 

@@ -157,10 +157,9 @@ def _check(
     if not fits or up[0] != (2 if gated else 1) * dn[1] or index.shape != weight.shape or index.shape[:-1] != lead:
         raise RuleError(
             f"experts: x {tuple(x.shape)}, index {tuple(index.shape)}, weight {tuple(weight.shape)}, gate_up "
-            f"{tuple(gate_up.shape)}, "
-            f"down {tuple(down.shape)} are not (b*, d), (b*, k), (b*, k), (e, {'2f' if gated else 'f'}, d), (e, d, f)"
-            f"{' with the last two dims swapped' if transposed else ''}. Try: gated={not gated} or "
-            f"transposed={not transposed}"
+            f"{tuple(gate_up.shape)}, down {tuple(down.shape)} are not (b*, d), (b*, k), (b*, k), (e, "
+            f"{'2f' if gated else 'f'}, d), (e, d, f){' with the last two dims swapped' if transposed else ''}. Try: "
+            f"gated={not gated} or transposed={not transposed}"
         )
 
 

@@ -108,8 +108,7 @@ def cuda(architectures: Sequence[str]) -> Library:
         if int(architecture) < LEAST_ARCHITECTURE:
             raise NativeError(
                 f"kernels for GPUs take compute capability {LEAST_ARCHITECTURE / 10:.1f} or later, not "
-                f"{int(architecture) / 10:.1f}. "
-                "Try: COLOFUNC_NATIVE=off, which says that this is meant"
+                f"{int(architecture) / 10:.1f}. Try: COLOFUNC_NATIVE=off, which says that this is meant"
             )
     return Library("cuda", tuple(architectures))
 

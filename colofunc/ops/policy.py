@@ -39,9 +39,9 @@ from colofunc.ops.dtypes import Policy, speaks_of
 # Where torch refuses two floating dtypes, by the function's name: the wider operands become the compute dtype.
 FOLLOW = frozenset(
     "linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv dot vdot addmm addmv addbmm baddbmm einsum tensordot "
-    "inner "
-    "chain_matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention "
-    "multi_head_attention_forward grouped_mm _grouped_mm lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell "
+    "inner chain_matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
+    "scaled_dot_product_attention multi_head_attention_forward grouped_mm _grouped_mm lstm gru rnn_tanh rnn_relu "
+    "lstm_cell gru_cell rnn_tanh_cell "
     "rnn_relu_cell prelu".split()
 )
 NORMS = frozenset("layer_norm group_norm rms_norm".split())
@@ -57,9 +57,9 @@ _COMPUTES = FOLLOW | NORMS | STATISTICS | frozenset(("embedding", "embedding_bag
 # What is done to a leaf itself, not with its values.
 _RAW = frozenset(
     "detach detach_ requires_grad_ requires_grad retain_grad register_hook backward size dim stride numel nelement "
-    "data_ptr "
-    "is_floating_point is_complex is_contiguous storage_offset untyped_storage element_size copy_ set_ zero_ __set__ "
-    "__repr__ __format__ __len__ __hash__ __deepcopy__ zeros_like empty_like ones_like full_like _version is_cuda "
+    "data_ptr is_floating_point is_complex is_contiguous storage_offset untyped_storage element_size copy_ set_ zero_ "
+    "__set__ __repr__ __format__ __len__ __hash__ __deepcopy__ zeros_like empty_like ones_like full_like _version "
+    "is_cuda "
     "register_post_accumulate_grad_hook has_names is_nonzero is_same_size".split()
 )
 _TRANSPOSED = tuple(getattr(Tensor, n).__get__ for n in ("T", "mT", "H", "mH"))

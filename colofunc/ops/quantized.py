@@ -320,8 +320,7 @@ def _operators(form: Format) -> Operators:
         if x.shape[-1] != columns:
             raise RuleError(
                 f"{form.name}_linear: x {tuple(x.shape)} ends in {x.shape[-1]}, and a weight with data "
-                f"{tuple(rest[0].shape)} has "
-                f"{columns} columns. Try: x of shape {(*x.shape[:-1], columns)}"
+                f"{tuple(rest[0].shape)} has {columns} columns. Try: x of shape {(*x.shape[:-1], columns)}"
             )
         return x.new_empty((*x.shape[:-1], rest[0].shape[0]))
 

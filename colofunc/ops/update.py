@@ -147,10 +147,8 @@ def _sgd_reads_narrow(given: Mapping[str, Any]) -> bool:
 
 adamw, adamw_ = define_update(
     "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, float "
-    "beta1, float beta2, "
-    "float eps, float weight_decay, bool decoupled, bool amsgrad=False, Tensor(d!)? max_exp_avg_sq=None, bool "
-    "maximize=False, "
-    "Tensor? finite=None) -> ()",
+    "beta1, float beta2, float eps, float weight_decay, bool decoupled, bool amsgrad=False, Tensor(d!)? "
+    "max_exp_avg_sq=None, bool maximize=False, Tensor? finite=None) -> ()",
     _adamw_, narrow_where=_adamw_reads_narrow,
 )  # fmt: skip
 sgd, sgd_ = define_update(

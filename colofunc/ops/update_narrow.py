@@ -177,13 +177,11 @@ def _taken(*args: object, **kwargs: object) -> bool:
 
 adamw_host_ = define(
     "adamw_host_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, "
-    "float beta1, "
-    "float beta2, float eps, float weight_decay, bool decoupled, bool maximize, Tensor? finite) -> bool",
+    "float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize, Tensor? finite) -> bool",
     _adamw, _taken,
 )  # fmt: skip
 sgd_host_ = define(
     "sgd_host_(Tensor(a!) param, Tensor grad, Tensor(b!)? buffer, Tensor lr, float momentum, float weight_decay, bool "
-    "nesterov, "
-    "bool maximize, Tensor? finite) -> bool",
+    "nesterov, bool maximize, Tensor? finite) -> bool",
     _sgd, _taken,
 )  # fmt: skip

@@ -266,8 +266,7 @@ def _adamw8_(
 adamw8, adamw8_ = define_update(
     "adamw8_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_scale, Tensor(d!) exp_avg_sq, "
     "Tensor(e!) exp_avg_sq_scale, Tensor step, Tensor lr, float beta1, float beta2, float eps, float weight_decay, "
-    "bool decoupled, "
-    "bool maximize=False, Tensor? finite=None, int? site=None, int[] sizes=[], int[] strides=[], Tensor? offset=None) "
-    "-> ()",
+    "bool decoupled, bool maximize=False, Tensor? finite=None, int? site=None, int[] sizes=[], int[] strides=[], "
+    "Tensor? offset=None) -> ()",
     _adamw8_,
 )  # fmt: skip

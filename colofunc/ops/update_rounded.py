@@ -85,9 +85,7 @@ def _fake_(
 
 adamw_rounded, adamw_rounded_ = define_update(
     "adamw_rounded_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, "
-    "float beta1, "
-    "float beta2, float eps, float weight_decay, bool decoupled, bool maximize, Tensor? finite, int site, int[] "
-    "sizes=[], "
-    "int[] strides=[], Tensor? offset=None) -> ()",
+    "float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize, Tensor? finite, int "
+    "site, int[] sizes=[], int[] strides=[], Tensor? offset=None) -> ()",
     _adamw_rounded_, _fake_,
 )  # fmt: skip

@@ -184,8 +184,7 @@ def _held(state: Tensor | None, param: Tensor, wide: torch.dtype) -> Tensor:
 
 
 update, update_ = define_update(
-    "update_(str kind, Tensor(a!) param, Tensor grad, Tensor(b!)? a, Tensor(c!)? b, Tensor(d!)? c, Tensor step, Tensor "
-    "lr, "
-    "float[] options, Tensor? finite=None) -> ()",
+    "update_(str kind, Tensor(a!) param, Tensor grad, Tensor(b!)? a, Tensor(c!)? b, Tensor(d!)? c, Tensor step, "
+    "Tensor lr, float[] options, Tensor? finite=None) -> ()",
     _update_,
 )  # fmt: skip

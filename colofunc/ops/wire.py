@@ -111,13 +111,12 @@ def scheme_of(name: object) -> Scheme:
         if form is not None:
             raise InputError(
                 f"cf.quantize(wire={name!r}): {group} numbers cannot share a scale. Try: a multiple of {LEAST_GROUP} "
-                "up to "
-                f"{LARGEST_GROUP}, such as {form.name}-g{form.group}"
+                f"up to {LARGEST_GROUP}, such as {form.name}-g{form.group}"
             )
     raise InputError(
         f"cf.quantize(wire={name!r}): there is no way to send gradients of that "
-        f"name{near(str(name), FORMS, 'schemes')}, with the numbers "
-        "that share a scale behind it if you like: 'int8-g128'"
+        f"name{near(str(name), FORMS, 'schemes')}, with the numbers that share a scale behind it if you like: "
+        "'int8-g128'"
     )
 
 

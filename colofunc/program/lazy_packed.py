@@ -84,10 +84,8 @@ class Stored:
             names = [repr(one.name) for one in BUILT_IN.values() if one.form == self.weight.form]
             raise InputError(
                 f"cf.quantize: {self.where} holds a weight in the format {self.weight.form!r}, and the scheme "
-                f"{quantizer.name!r} would "
-                f"round it a second time. Try: the scheme {' or '.join(names)}, which takes its numbers as they are; "
-                "cf.load(..., "
-                "device='cpu') for widened weights"
+                f"{quantizer.name!r} would round it a second time. Try: the scheme {' or '.join(names)}, which takes "
+                "its numbers as they are; cf.load(..., device='cpu') for widened weights"
             )
         return attrs.evolve(self.weight, scheme=quantizer.name, dtype=dtype)
 

@@ -212,8 +212,8 @@ class Builder:
         like, made = self.program.values[old], self.values[new]
         if made.shape != layout.local_shape or made.dtype != like.dtype:
             raise ProgramError(
-                f"local code of {node.target} gave {tuple(made.shape)} {made.dtype}, "
-                f"its layout {layout.text()} wants {layout.local_shape} {like.dtype}"
+                f"local code of {node.target} gave {tuple(made.shape)} {made.dtype}, its layout {layout.text()} wants "
+                f"{layout.local_shape} {like.dtype}"
             )
 
     def _look_again(self, old: int, at: At | None) -> None:

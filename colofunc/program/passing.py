@@ -59,8 +59,7 @@ class Passing:
         count, sizes = sum(c.count for c in self.classes), len(self.classes)
         return (
             f"pool on the host: {size_text(self.nbytes)} in {count} buffer{'s' * (count != 1)} of {sizes} "
-            f"size{'s' * (sizes != 1)}, "
-            f"for {size_text(self.peak_bytes)} that come and go within a step"
+            f"size{'s' * (sizes != 1)}, for {size_text(self.peak_bytes)} that come and go within a step"
         )
 
 

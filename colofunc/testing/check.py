@@ -186,8 +186,8 @@ def comparable(
     if not (_taken(mesh_took) and _taken(expected)):
         raise CheckError(
             f"{where}one device and the mesh do not skip the same steps, with a loss scale of "
-            f"{float(record['scale']):g} nor with "
-            f"{float(small):g}\nTry: step.lower(...).check_finite(...), which names the operator that overflows"
+            f"{float(record['scale']):g} nor with {float(small):g}\nTry: step.lower(...).check_finite(...), which "
+            "names the operator that overflows"
         )
     if mesh_took is not got:
         return mesh_took, expected, smaller

@@ -246,8 +246,7 @@ def _check_share(share: float, mesh: Mesh, what: str, plan: Any) -> None:
         raise CheckError(
             f"{what}: a rank does {share:.2f} of all work, at most {bound:.2f} was expected: an axis holds copies "
             f"({str(plan).splitlines()[0]}). Try: along=True on the wish, or wishes on the operators that do the work; "
-            "if the plan is "
-            "about other steps, steps=[...] without this one, or a PlanError that says so"
+            "if the plan is about other steps, steps=[...] without this one, or a PlanError that says so"
         )
 
 

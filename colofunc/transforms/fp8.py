@@ -217,8 +217,7 @@ class _Layers(WeightNames):
         if len(found) == 1:
             raise InputError(
                 f"cf.fp8: where= matches {found[0]!r}, and not the other weight of its layer of experts, whose two "
-                "products are in float8 "
-                "or not together. Try: globs for both"
+                "products are in float8 or not together. Try: globs for both"
             )
         self.read.update(dict.fromkeys(found))
         return bool(found)
@@ -229,8 +228,7 @@ class _Layers(WeightNames):
         if history is None:
             raise InputError(
                 f"cf.fp8(scaling='delayed'): {name!r} is no weight of the state, which keeps the largest numbers of "
-                "its layers. Try: globs "
-                "in where= that leave it out; scaling='tensorwise'"
+                "its layers. Try: globs in where= that leave it out; scaling='tensorwise'"
             )
         if name not in self.scales:
             largest = history.amax(1)

@@ -171,8 +171,7 @@ def _norm(
     if count < 2:
         raise InputError(
             f"cf.local_stats: {name} has {count} value(s) per channel and run, and a variance needs two; use a larger "
-            "batch, or "
-            "leave this norm out with where="
+            "batch, or leave this norm out with where="
         )
     out, means, variances = _PerRun.apply(x, weight, bias, runs, eps)
     if mean is not None and var is not None:

@@ -91,8 +91,8 @@ def pipeline(
         raise PlanError(f"unknown validate {validate!r}{near(str(validate), VALIDATE, 'ways')}")
     if stages is not None and not _name_stages(stages):
         raise PlanError(
-            f"stages={stages!r} names no stages; "
-            "write stages={'layers.0.*': 0, 'layers.1.*': 1}, or None for balanced ones"
+            f"stages={stages!r} names no stages; write stages={{'layers.0.*': 0, 'layers.1.*': 1}}, or None for "
+            "balanced ones"
         )
     number = None if isinstance(microbatches, str) else microbatches
     if number == 1 and validate == "next step":
@@ -311,8 +311,7 @@ class _Asked:
             if index >= count:
                 raise PlanError(
                     f"stages={{{glob!r}: {index}}}: the schedule {self.schedule!r} has {count} stages on "
-                    f"{self.axis!r}; "
-                    f"write stages from 0 to {count - 1}, or more ranks on {self.axis!r}"
+                    f"{self.axis!r}; write stages from 0 to {count - 1}, or more ranks on {self.axis!r}"
                 )
             if not any(matches(name, glob) for name in leaves.values()):
                 some = ", ".join(list(leaves.values())[:3])

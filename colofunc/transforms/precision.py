@@ -117,11 +117,9 @@ class _Grow:
         if int(skipped) >= PATIENCE:
             raise PrecisionError(
                 f"{int(skipped)} steps in a row were skipped because gradients were not finite, at last with a loss "
-                "scale of "
-                f"{float(record['scale']):g}; the state is that before the first of them. Try: bf16, overrides={{glob: "
-                f"'fp32'}} for the "
-                "module that overflows (low.check_finite finds it), or a smaller learning rate from an earlier "
-                "checkpoint"
+                f"scale of {float(record['scale']):g}; the state is that before the first of them. Try: bf16, "
+                "overrides={glob: 'fp32'} for the module that overflows (low.check_finite finds it), or a smaller "
+                "learning rate from an earlier checkpoint"
             )
 
 
@@ -167,8 +165,8 @@ def _checked(args: tuple[Any, ...], out: Any) -> Any:
             ):
                 raise InputError(
                     f"the step returns {name or 'its state'} as {b.dtype} and was given {a.dtype}, so under "
-                    "cf.precision it would lose its "
-                    "master; update parameters under torch.no_grad(), or with cf.adapt(...)"
+                    "cf.precision it would lose its master; update parameters under torch.no_grad(), or with "
+                    "cf.adapt(...)"
                 )
     return out
 
@@ -182,8 +180,7 @@ def _scaled(policy: Policy, record: Any, state: Any, out: Any, mixed: Mixed) -> 
         if mixed.finite:
             raise InputError(
                 "a step with a loss scale returns its new state first, with the tree of the old one, so that a step "
-                "whose gradients "
-                "overflow can be skipped"
+                "whose gradients overflow can be skipped"
             )
         return out  # evaluates, and returns no state
     finite = mixed.all_finite()

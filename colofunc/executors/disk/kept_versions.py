@@ -75,9 +75,8 @@ class Holds:
                 if now_s >= end_s:
                     raise DiskError(
                         f"{what} cannot be written: {reader.what} has to read it first and has read nothing for "
-                        f"{reader.deadline_s:g} s. "
-                        "Try: look whether the disk that it writes to answers; what counts on disk is as it was before "
-                        "this step"
+                        f"{reader.deadline_s:g} s. Try: look whether the disk that it writes to answers; what counts "
+                        "on disk is as it was before this step"
                     )
                 if not reader.told and reader.waited_s >= SAY_AFTER_S:
                     reader.told = True

@@ -101,8 +101,7 @@ class Records:
         if found != expected:
             raise DiskError(
                 f"{where} {self.path(version)!r} is not what was written: checksum {found:08x}, expected "
-                f"{expected:08x}. "
-                "Try: begin from a checkpoint, on another disk if this comes again"
+                f"{expected:08x}. Try: begin from a checkpoint, on another disk if this comes again"
             )
         if data is not part:
             np.copyto(part, data[: len(part)])

@@ -206,8 +206,7 @@ def read_object(folder: Path, name: str, chunk: Chunk, verify: bool = True) -> A
     except Changed as error:
         raise CheckpointError(
             f"{path}: the bytes of {name!r} are not those that were saved (checksum of {str(error)!r}); load another "
-            "checkpoint, copy "
-            "this one again, or write verify=False where torch was told to write no checksums"
+            "checkpoint, copy this one again, or write verify=False where torch was told to write no checksums"
         ) from error
     except CheckpointError:
         raise

@@ -376,8 +376,7 @@ class Writing:
             more = f" and {len(in_way) - 4} more" if len(in_way) > 4 else ""
             raise CheckpointError(
                 f"{str(self.path)!r} holds {', '.join(map(repr, in_way[:4]))}{more}, which no save of colofunc wrote; "
-                "nothing there was "
-                "touched. Save to another folder, or pass overwrite=True to write into this one"
+                "nothing there was touched. Save to another folder, or pass overwrite=True to write into this one"
             )
 
     def _is_own(self, name: str) -> bool:

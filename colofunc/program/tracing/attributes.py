@@ -120,8 +120,8 @@ def _refuse_stand_ins(module: nn.Module, path: str, attributes: list[Attribute],
             kept = ", ".join(dict.fromkeys(repr(attribute.name) for attribute in attributes))
             raise TraceError(
                 f"the step reads what module {path or '(the model itself)'!r} keeps in attribute {kept}, and does not "
-                "read the "
-                f"parameter {name!r}, which that may be computed of: it would train without its gradient. Try: {REMEDY}"
+                f"read the parameter {name!r}, which that may be computed of: it would train without its gradient. "
+                f"Try: {REMEDY}"
             )
 
 
@@ -140,8 +140,8 @@ def _refuse_refilled(module: nn.Module, attribute: Attribute, calls: Mapping[str
         what = f"parameter {', '.join(names[:3])}" if names else "what is trained"
         raise TraceError(
             f"the step reads a tensor of shape {tuple(attribute.tensor.shape)} that is {attribute}, where a call "
-            "before the step put what "
-            f"it computed of {what} at {maker.line}: as a constant it would have no gradient. Try: {REMEDY}"
+            f"before the step put what it computed of {what} at {maker.line}: as a constant it would have no gradient. "
+            f"Try: {REMEDY}"
         )
 
 

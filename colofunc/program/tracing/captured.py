@@ -33,9 +33,8 @@ def refuse_computed(tensor: Tensor) -> None:
     if tensor.grad_fn is not None and torch.is_grad_enabled():
         raise TraceError(
             f"the step at {user_line()} reads a tensor of shape {tuple(tensor.shape)} that {where} and that was "
-            "computed, by "
-            f"{tensor.grad_fn.name().removesuffix('0')}, of something that requires a gradient; as a constant it would "
-            "have none. "
+            f"computed, by {tensor.grad_fn.name().removesuffix('0')}, of something that requires a gradient; as a "
+            "constant it would have none. "
             + (
                 f"Try: {REMEDY}"
                 if attribute
@@ -49,10 +48,9 @@ def refuse_computed(tensor: Tensor) -> None:
 def another_way(name: str) -> TraceError:
     return TraceError(
         f"the step at {user_line()} reads {name!r} of a module by another way than the attribute of that name (a list "
-        "of weights, or "
-        "what a module of TorchScript keeps), so that it would have no gradient and never change. Try: the attribute "
-        "itself in the "
-        "module's forward; in place of a module of TorchScript, the Python module that it was made of"
+        "of weights, or what a module of TorchScript keeps), so that it would have no gradient and never change. Try: "
+        "the attribute itself in the module's forward; in place of a module of TorchScript, the Python module that it "
+        "was made of"
     )
 
 

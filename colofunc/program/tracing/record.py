@@ -267,8 +267,8 @@ class Recorder(compat.TorchDispatchMode):
         line = user_line()
         if storage.kind == "input":
             raise TraceError(
-                f"the step writes in place to its input {storage.name!r} at {line}; "
-                "compute a new tensor and return the new value instead"
+                f"the step writes in place to its input {storage.name!r} at {line}; compute a new tensor and return "
+                "the new value instead"
             )
         raise TraceError(
             f"the step writes in place to a tensor that it captured from outside at {line}; "

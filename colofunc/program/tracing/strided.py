@@ -34,8 +34,8 @@ def strided_cell(rec: Recorder, tensor: Any, size: Any, stride: Any, storage_off
     if cell.storage.scattered:
         raise TraceError(
             f"as_strided at {user_line()} reads the memory of input {cell.storage.name!r}, which is not contiguous, "
-            "and a step takes "
-            "its inputs as values without memory; pass it as .contiguous() and give the strides of that"
+            "and a step takes its inputs as values without memory; pass it as .contiguous() and give the strides of "
+            "that"
         )
     base = _in_dtype(rec, _memory_order(rec, cell.storage.root), cell.meta.dtype)
     offset = cell.meta.offset if storage_offset is None else storage_offset

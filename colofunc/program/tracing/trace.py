@@ -145,8 +145,7 @@ def _observe(
     if _host_random_state() != host_state:
         raise TraceError(
             f"the step{_where_defined(fn)} draws from Python's or NumPy's random generator, which one program would "
-            "repeat for ever; "
-            "draw with torch, or pass the number as an argument"
+            "repeat for ever; draw with torch, or pass the number as an argument"
         )
     out_ids, out_tree = _outputs(rec, result)
     _check_gradients(rec)
@@ -337,30 +336,26 @@ SCRIPT_ADVICE = (
 WORDS = {
     "You must implement the jvp function for custom autograd.Function": (
         "forward-mode derivatives (torch.func.jvp, jacfwd, hessian) at {} reach an operator that has none: attention "
-        "and dropout "
-        "stay whole in a step, and have gradients only. Try: torch.func.jacrev in place of jacfwd, jacrev(jacrev(f)) "
-        "for a hessian"
+        "and dropout stay whole in a step, and have gradients only. Try: torch.func.jacrev in place of jacfwd, "
+        "jacrev(jacrev(f)) for a hessian"
     ),
     "There was no rule registered for HigherOrderOperator": (
         "an operator at {} takes functions (torch.cond, while_loop, scan), one of which it chooses, or how often, by a "
-        "value. Try: "
-        "torch.where of both results, or a loop in Python of as many rounds as are needed"
+        "value. Try: torch.where of both results, or a loop in Python of as many rounds as are needed"
     ),
     "_nested_int_memo": (
         "a nested tensor is made at {}; its sizes are values that one program cannot know. Try: rows padded to one "
-        "length with a "
-        "mask, or packed to one length, with attention masked by the number of the sequence"
+        "length with a mask, or packed to one length, with attention masked by the number of the sequence"
     ),
     "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()": (
         "the gradient at {} goes through torch.utils.checkpoint(use_reentrant=True), which calls for .backward(). Try: "
-        "use_reentrant=False "
-        "(transformers: gradient_checkpointing_enable(gradient_checkpointing_kwargs={{'use_reentrant': False}}))"
+        "use_reentrant=False (transformers: "
+        "gradient_checkpointing_enable(gradient_checkpointing_kwargs={{'use_reentrant': False}}))"
     ),
     "_apply(): Couldn't swap": (
         "a module that the step makes for itself is converted at {} (.cuda(), .double(), .half()), which would change "
-        "tensors of the "
-        "trace in place. Try: nn.Linear(3, 2, dtype=torch.float64), or the module made outside of the step "
-        "(cf.functional)"
+        "tensors of the trace in place. Try: nn.Linear(3, 2, dtype=torch.float64), or the module made outside of the "
+        "step (cf.functional)"
     ),
 }
 

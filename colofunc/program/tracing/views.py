@@ -121,8 +121,7 @@ def _by_position(rec: Recorder, path: Sequence[Cell], parent: int, new: int) -> 
     if any(cell.meta.dtype != whole.dtype or cell.target in _OTHER_VALUES for cell in path):
         raise TraceError(
             f"an in-place write at {user_line()} to a part of a tensor whose elements share memory, through a view "
-            "that shows "
-            f"them conjugated, negated or as another dtype than {whole.dtype}; clone it first"
+            f"that shows them conjugated, negated or as another dtype than {whole.dtype}; clone it first"
         )
     numel = prod(whole.shape)
     flat = rec.emit1("aten.arange.default", (numel,), (numel,), torch.int64)
