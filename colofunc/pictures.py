@@ -157,8 +157,9 @@ def check_ending(path: str | PathLike[str]) -> None:
 
 
 def check_replaceable(where: Path) -> None:
-    """Raises InputError where there is a file that is no picture of ours; formats without metadata cannot say that they
-    are.
+    """Raises InputError where there is a file that is no picture of ours.
+
+    Formats without metadata cannot say that they are.
     """
     owned.check_own_kind(where, PICTURE_MARK, "the picture", InputError, MOST_PICTURE_BYTES)
 

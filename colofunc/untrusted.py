@@ -56,8 +56,9 @@ def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> by
 
 
 def open_file(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """A file for reading. Raises OSError, also for a device or a pipe: one has no end, the other may keep its reader
-    waiting.
+    """A file for reading.
+
+    Raises OSError, also for a device or a pipe: one has no end, the other may keep its reader waiting.
     """
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 (the caller closes it)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -117,8 +117,9 @@ def _has_required_arguments(function: Callable[..., Any]) -> bool:
 
 @contextmanager
 def errors_of(what: str, *passing: type[Exception], ours: bool = False) -> Iterator[None]:
-    """An error of the script is printed as its own: its lines, not ours, and the command ends. `passing` pass as they
-    are.
+    """An error of the script is printed as its own: its lines, not ours, and the command ends.
+
+    `passing` pass as they are.
 
     ours: the script is called by us, so errors that we raise, on purpose or as a defect, pass too.
     """

@@ -81,8 +81,9 @@ def plan_within(
 def plan_from_known(
     sharder: Sharder, budget_bytes: int | None, parts: int, known: Assignment
 ) -> tuple[Decided, Program]:
-    """The fastest of a sharding that is known from a like step and of what searches from there find. Raises PlanError
-    where none fits.
+    """The fastest of a sharding that is known from a like step and of what searches from there find.
+
+    Raises PlanError where none fits.
 
     Without a budget `known` is taken where nothing is faster by more than TOLERANCE: two lengths that are planned alike
     are easier to follow.
@@ -351,8 +352,9 @@ class FailedSearch:
         raise PlanError(_no_plan_text(sharder.completion, budget_bytes, least, bounds))
 
     def _least(self) -> Trial:
-        """The leanest plan found: by a glance where the budget is far below it; where it fits, the fastest that was
-        found on the way.
+        """The leanest plan found: by a glance where the budget is far below it.
+
+        Where it fits, the fastest that was found on the way.
         """
         node_count = len(self.search.sharder.program.nodes)
         assign = cache(self.search.sharder.assign)

@@ -113,8 +113,9 @@ class Completion:
     check: Checker = attrs.field(init=False, default=attrs.Factory(lambda self: Checker(self.mesh), takes_self=True))
 
     def finish(self, decided: Decided, budget_bytes: int | None, below_s: float = inf) -> Fitted:
-        """The program that runs, as decided, in the fastest way that fits. Its peak is counted only where somebody
-        asks.
+        """The program that runs, as decided, in the fastest way that fits.
+
+        Its peak is counted only where somebody asks.
 
         below_s: of what takes as many seconds more because of the budget nothing needs to be found.
         """
@@ -351,8 +352,9 @@ class Completion:
         return pipelined(self.clocked(done), self.mesh, self._node_s, partial(self._peak_bytes, done), self.cuts_of)
 
     def _peak_bytes(self, done: Program, rank: int) -> int:
-        """What a rank holds on its device; kept, as a budget asks for it and what the plan says of a pipeline does
-        again.
+        """What a rank holds on its device.
+
+        Kept, as a budget asks for it and what the plan says of a pipeline does again.
         """
         return kept_with(done, (self.count, rank), lambda: self.count(done, rank=rank).peak_bytes["device"])
 

@@ -119,8 +119,9 @@ class Lowered:
 
     @cached_property
     def passes(self) -> Passes:
-        """What this step went through, from the trace to what runs. Everything is run again for it, but the search for
-        a plan.
+        """What this step went through, from the trace to what runs.
+
+        Everything is run again for it, but the search for a plan.
 
         Raises PlanError where that ends in another program than this one (a bug).
         """
@@ -202,8 +203,9 @@ class Lowered:
         return played
 
     def period_s(self) -> float:
-        """Seconds of one step in a row of steps, by the clock. It is less than that of a step alone where ranks end one
-        after another.
+        """Seconds of one step in a row of steps, by the clock.
+
+        It is less than that of a step alone where ranks end one after another.
 
         With `cf.pipeline(validate="next step")` a rank begins the next step while others end this one.
         `low.plan.cost_s` is of one alone.

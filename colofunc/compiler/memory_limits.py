@@ -32,8 +32,9 @@ def device_limit_bytes(staged: Staged, priced: Mesh) -> int | None:
 
 
 def auto_bytes(priced: Mesh) -> int | None:
-    """What a budget "auto" comes to on each device; None is unlimited. Ranks whose own device has less are kept to that
-    as well.
+    """What a budget "auto" comes to on each device; None is unlimited.
+
+    Ranks whose own device has less are kept to that as well.
 
     Of a CUDA card, found or named, what its context, libraries, communicators and fragments leave.
     """

@@ -100,8 +100,9 @@ class Arguments:
         return out
 
     def computed(self) -> list[Shards]:
-        """The parts where the plain program computes, which copies nothing between tiers; ranks that share a tensor
-        still do.
+        """The parts where the plain program computes, which copies nothing between tiers.
+
+        Ranks that share a tensor still do.
         """
         if self.device.type == "cpu":
             return self.copies(())

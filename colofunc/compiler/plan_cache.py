@@ -186,8 +186,11 @@ def key_of(
     hooks: Iterable[Callable[..., Any]],
     *more: Any,
 ) -> str:
-    """A hash of all that decides a plan. `hooks`: of transforms, by the text of their modules. `more`: budget, axes,
-    named plans, what the chain of transforms asks for."""
+    """A hash of all that decides a plan.
+
+    `hooks`: of transforms, by the text of their modules. `more`: budget, axes, named plans, what the chain of
+    transforms asks for.
+    """
     digest = hashlib.sha256(program_hash(program, mesh).encode())
     for node in program.nodes:
         digest.update(repr((node.path, node.phase)).encode())

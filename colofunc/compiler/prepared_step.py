@@ -177,8 +177,9 @@ class Ready:
     # ---- one call ----
 
     def call(self, given: Given, name: str, agree_every: int = 0) -> Any:
-        """Place what is not placed, run, wrap what comes out, consume what was donated. `name`: of the call, for
-        errors.
+        """Place what is not placed, run, wrap what comes out, consume what was donated.
+
+        `name`: of the call, for errors.
 
         agree_every: after so many steps, which this one ends, the ranks compare their copies; 0: they do not.
         """
@@ -297,8 +298,9 @@ class Ready:
 
 
 def lies_as_planned(leaves: Sequence[Leaf], layouts: Sequence[Layout]) -> bool:
-    """Plain and movable tensors can be placed anywhere; another DTensor stays where it is, so the plan must want it
-    there.
+    """Plain and movable tensors can be placed anywhere.
+
+    Another DTensor stays where it is, so the plan must want it there.
     """
     pairs = zip(leaves, layouts, strict=False)
     return all(not isinstance(leaf, DTensor) or leaf.movable or leaf.sharding is layout for leaf, layout in pairs)

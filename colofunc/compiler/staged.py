@@ -71,8 +71,9 @@ class Staged:
         return step.compiler.init(step, args)
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
-        """The function on one device: breakpoints work. DTensors enter whole, results are plain (collective on real
-        ranks).
+        """The function on one device: breakpoints work.
+
+        DTensors enter whole, results are plain (collective on real ranks).
 
         Random numbers are those of the staged step; what transforms keep in the state is there, as `reference` says.
         """

@@ -111,8 +111,9 @@ class StepCompiler:
             return ready.call(given, _called(name), every if every and self._calls % every == 0 else 0)
 
     def _plan_again(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], old: Ready, name: str) -> None:
-        """By what the first steps have measured; a plan that cannot be made, or is no faster, leaves the old one
-        standing.
+        """By what the first steps have measured.
+
+        A plan that cannot be made, or is no faster, leaves the old one standing.
         """
         assert old.warmup is not None, "whoever calls has looked"
         timed, old.warmup = old.warmup.timed(), None

@@ -50,8 +50,9 @@ Way = tuple[int, ...]
 
 @attrs.frozen(eq=False)
 class Ways:
-    """The ways to write the open transform of a step; none where its chain leaves nothing open. only: the one that is
-    to be taken.
+    """The ways to write the open transform of a step.
+
+    None where its chain leaves nothing open. only: the one that is to be taken.
 
     estimated: by which part a way may be behind the best of its group and still be planned.
     """

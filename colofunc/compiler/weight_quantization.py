@@ -70,8 +70,10 @@ Walked = Callable[[str, Any], Any]
 
 
 def mapped(fn: Walked, obj: Any, name: str = "") -> Any:
-    """A tree with `fn(name, leaf)` for every tensor and every quantized weight; the same object where nothing
-    changes."""
+    """A tree with `fn(name, leaf)` for every tensor and every quantized weight.
+
+    The same object where nothing changes.
+    """
     return map_named(fn, obj, (Tensor, Quantized), name)
 
 

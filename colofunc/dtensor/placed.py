@@ -48,8 +48,9 @@ def place(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> Shards:
-    """The parts of the ranks in this process; ranks that hold the same part share it. `name`: of `x`, for errors.
-    `dtype`: of the parts.
+    """The parts of the ranks in this process; ranks that hold the same part share it.
+
+    `name`: of `x`, for errors. `dtype`: of the parts.
 
     `copy`: they may be written to, so they must not be the caller's memory. `device`: what `device_of(mesh)` says, from
     who knows it. Parts lie in the memory that the layout says: that device's, or, beside a GPU, pinned on the host.

@@ -164,8 +164,11 @@ class DTensor(torch.Tensor):
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's part (on a simulated mesh: rank 0's). Communicates only to validate what a step has guessed
-        (`cf.pipeline(validate="next step")`); where that is done again and its ranks gather, all ranks have to read."""
+        """This rank's part (on a simulated mesh: rank 0's).
+
+        Communicates only to validate what a step has guessed (`cf.pipeline(validate="next step")`); where that is done
+        again and its ranks gather, all ranks have to read.
+        """
         self._held.lent = True
         return self.parts[0]
 

@@ -258,8 +258,9 @@ def broadcast_object(thing: Any) -> Any:
 
 
 def main_seed(watch: Watch | None, seed: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Rank 0's seed, on the device that draws by it. Every rank has drawn one on the host, so that their generators
-    stay in step.
+    """Rank 0's seed, on the device that draws by it.
+
+    Every rank has drawn one on the host, so that their generators stay in step.
 
     It travels once and is never read back, so that the host does not wait for the device.
     """

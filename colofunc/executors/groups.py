@@ -111,8 +111,9 @@ class Groups:
         return self._pairs[key]
 
     def sender(self, axes: Sequence[str], targets: Sequence[int], own_tag: int = 0) -> Send:
-        """A function that sends a copy of a tensor to other members, and gives that copy. `delivered` waits until they
-        have it.
+        """A function that sends a copy of a tensor to other members, and gives that copy.
+
+        `delivered` waits until they have it.
 
         last: nobody uses the tensor's memory from then on; it is sent as it is, if it fills that memory. begin: no
         other message follows at once, with which this one could go. Messages of a pair with equal tags are received in

@@ -46,8 +46,9 @@ class Mail:
 
     @contextmanager
     def of_program(self, rank: int) -> Iterator[None]:
-        """Inside, a program sends messages and waits for some. Raises CollectiveError where an earlier one raised
-        behind its first message.
+        """Inside, a program sends messages and waits for some.
+
+        Raises CollectiveError where an earlier one raised behind its first message.
 
         Messages of equal tags are taken in the order in which they were sent: this program would compute with that
         one's.
@@ -64,8 +65,9 @@ class Mail:
 
 @attrs.define(eq=False)
 class Message:
-    """One half of a message: this rank sends, or receives. works: what the library answered when it was begun; None
-    before that.
+    """One half of a message: this rank sends, or receives. works: what the library answered when it was begun.
+
+    None before that.
     """
 
     op: Callable[..., Any]
@@ -164,8 +166,9 @@ class Buffers:
 
 
 class Receiver:
-    """Waits for what a member sends with a tag. What was posted comes while this rank computes: gloo moves nothing
-    before that.
+    """Waits for what a member sends with a tag.
+
+    What was posted comes while this rank computes: gloo moves nothing before that.
 
     begin: makes room for a message with a tag, and gives what waits for it. room: what memory it takes.
     """
@@ -191,8 +194,9 @@ class Receiver:
 
 
 class Ahead:
-    """Actions of a rank one after another; what the next one receives is posted before an action begins, with what the
-    last one sends.
+    """Actions of a rank one after another.
+
+    What the next one receives is posted before an action begins, with what the last one sends.
     """
 
     def __init__(self, order: Sequence[tuple[int, int]], batch: Batch, buffers: Buffers) -> None:

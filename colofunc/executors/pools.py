@@ -125,8 +125,9 @@ class _Slab:
 
 
 def pool_of(program: Program, ranks: int, whole: Program | None = None) -> Pool | None:
-    """The pool that a program needs; None where nothing passes through the host. whole: what it was before it was
-    compiled.
+    """The pool that a program needs.
+
+    None where nothing passes through the host. whole: what it was before it was compiled.
     """
     plan = passing(whole or program) if moves(whole or program) else None
     return Pool(plan, ranks) if plan is not None and plan.classes else None

@@ -138,8 +138,9 @@ class Unsettled:
         made: dict[int, Shards],
         late: dict[int, Shards],
     ) -> None:
-        """values: what the update reads beside scalars of the exchange; they live until it is known whether it is done
-        again.
+        """values: what the update reads beside scalars of the exchange.
+
+        They live until it is known whether it is done again.
         """
         self.run = run
         self.lose: Callable[[], None] = _nothing
@@ -178,8 +179,9 @@ class Unsettled:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for what the others sent, and put right what was guessed wrongly; another thread that wants that too
-        waits for it.
+        """Wait for what the others sent, and put right what was guessed wrongly.
+
+        Another thread that wants that too waits for it.
 
         Where that fails, the results of this step are lost (`lose`), and nobody waits for them any more.
         """

@@ -47,8 +47,9 @@ class Limits:
 
 @attrs.frozen
 class Process:
-    """One rank's process. `place`: of machine and process namespace; numbers of processes mean the same where it is
-    equal.
+    """One rank's process.
+
+    `place`: of machine and process namespace; numbers of processes mean the same where it is equal.
     """
 
     host: str

@@ -48,8 +48,9 @@ class RankProgram:
         on_rank: OnRank | None = None,
         begins: bool = False,
     ) -> None:
-        """`whole`: the program before it was compiled. Under a `tap` copies allocate: whoever looks may hold on to
-        them.
+        """`whole`: the program before it was compiled.
+
+        Under a `tap` copies allocate: whoever looks may hold on to them.
 
         `union`: what all ranks run, where `program` is only this one's part of it; `on_rank`: which part. begins: its
         results are those of `program`, and nobody waits until what it sends has come.

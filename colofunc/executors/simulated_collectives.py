@@ -337,8 +337,9 @@ def _all_gather_flat(members: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
 def _all_to_all(
     members: Sequence[torch.Tensor], rows: torch.Tensor | None = None, expected: int = 0
 ) -> list[torch.Tensor]:
-    """What each member receives. rows: how many rows of each chunk travel, None: all; what a card receives is cut
-    behind them.
+    """What each member receives. rows: how many rows of each chunk travel, None: all.
+
+    What a card receives is cut behind them.
     """
     places = range(len(members))
     if rows is None:

@@ -33,8 +33,9 @@ class StepFunction:
         names: Mapping[str, Any],
         finishes_copies: bool,
     ) -> None:
-        """`origin`: of each line, the index of the program's node that it is of. `outputs`: of each output, its
-        variable on each lane.
+        """`origin`: of each line, the index of the program's node that it is of.
+
+        `outputs`: of each output, its variable on each lane.
 
         `names`: objects that the lines refer to. `finishes_copies`: the host waits in the end for copies that a GPU
         does.

@@ -75,8 +75,9 @@ def _whole_rows(
     fill: Fill | None,
     weights: str | None,
 ) -> Any:
-    """The batch with rows that count for nothing up to a multiple; the rows are the leading size that most of them
-    have.
+    """The batch with rows that count for nothing up to a multiple.
+
+    The rows are the leading size that most of them have.
     """
     sizes = Counter(x.shape[0] for x in leaves if x.dim())
     n = max(sizes, key=lambda size: (sizes[size], size), default=0)

@@ -63,8 +63,9 @@ class Held:
     ids: int = 0
 
     def said(self, whole: bool, first: bool, compared: bool) -> Said:
-        """`whole`: every rank holds every row. Then tensors are compared, large ones on the first batch only; else
-        those without rows.
+        """`whole`: every rank holds every row.
+
+        Then tensors are compared, large ones on the first batch only; else those without rows.
 
         `compared`: somebody else will look at the checksums. They are of what the host holds, before it is sent to a
         card.

@@ -71,8 +71,10 @@ Sensitivities = Mapping[str, Mapping[str, Tensor]]
 
 
 class _Squares(torch.autograd.Function):
-    """A layer's output as it is; what `sums` gets as its gradient is the sum over rows of the squares of the output's
-    gradient."""
+    """A layer's output as it is.
+
+    What `sums` gets as its gradient is the sum over rows of the squares of the output's gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, sums: Tensor) -> Tensor:
@@ -87,8 +89,10 @@ class _Squares(torch.autograd.Function):
 
 
 class _SquaresOfRows(torch.autograd.Function):
-    """Rows of a table as they are; the gradient of `sums` is, for each row of the table, the sum of squares of its
-    lookups' gradients."""
+    """Rows of a table as they are.
+
+    The gradient of `sums` is, for each row of the table, the sum of squares of its lookups' gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ids: Tensor, sums: Tensor) -> Tensor:
@@ -379,8 +383,9 @@ def _seconds_of(low: Lowered, names: Sequence[str]) -> dict[str, float]:
 
 
 def scheme_choice(step: Any, *args: Any) -> SchemeChoice:
-    """What a step with `cf.quantize(step, "auto", ...)` has chosen, for another step with these weights; `print` shows
-    it.
+    """What a step with `cf.quantize(step, "auto", ...)` has chosen, for another step with these weights.
+
+    `print` shows it.
 
     args: the step's arguments, abstract ones too; where it was not called before, it chooses now. `choice.tried` lists
     what the whole step was finished with. Raises InputError where the step leaves no schemes open, PlanError where none

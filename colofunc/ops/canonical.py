@@ -57,8 +57,9 @@ _SINGLE_DEVICE: ContextVar[bool] = ContextVar("colofunc_single_device", default=
 
 @contextmanager
 def single_device(seed: Tensor | None = None) -> Iterator[None]:
-    """Run a step eagerly under the canonical operators. Without a seed, one is drawn from torch's generator
-    if needed; random operators find it where their operands lie.
+    """Run a step eagerly under the canonical operators.
+
+    Without a seed, one is drawn from torch's generator if needed; random operators find it where their operands lie.
     """
     drawn: list[Tensor] = [] if seed is None else [seed]
 

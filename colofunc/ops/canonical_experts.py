@@ -114,8 +114,9 @@ class Catcher:
             self.epoch += name not in ("requires_grad_", "retain_grad")
 
     def _before_write(self, target: Tensor) -> Made | None:
-        """The call that made a tensor which has just been written to, as it is to be read now; None if it had been
-        written to before, too.
+        """The call that made a tensor which has just been written to, as it is to be read now.
+
+        None if it had been written to before, too.
 
         What the target is a view of has been written to as well.
         """

@@ -163,8 +163,9 @@ def _activated(w: Weights, h: Tensor) -> Tensor:
 def _through_activations(
     w: Weights, h: Tensor, da: Tensor, s: Tensor, sums: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Units (rows, f), the gradient of h, and sum(da * units) of each row in the dtype `sums`; the units' gradient is
-    da * s.
+    """Units (rows, f), the gradient of h, and sum(da * units) of each row in the dtype `sums`.
+
+    The units' gradient is da * s.
     """
     if sums is torch.float32 and da.is_contiguous() and _is_one_pass(w, h):
         from colofunc.ops.experts_triton import gated_backward

@@ -398,8 +398,9 @@ DEQUANTIZE: Mapping[str, str] = {f"colofunc.{name}_dequantize": name for name in
 
 @attrs.frozen(eq=False, repr=False)
 class Quantized:
-    """A weight in the parts of a format. What a tree holds in a weight's place: one container, whose tensors are the
-    parts.
+    """A weight in the parts of a format.
+
+    What a tree holds in a weight's place: one container, whose tensors are the parts.
 
     Of a weight with more than two dims (a convolution's) the parts are those of the matrix of its rows.
 

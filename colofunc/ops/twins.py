@@ -28,8 +28,9 @@ from colofunc.ops.targets import overload, target_of
 
 @attrs.frozen
 class Twin:
-    """`target` takes the same arguments. `places`: (result of the functional operator, argument that it is written
-    over).
+    """`target` takes the same arguments.
+
+    `places`: (result of the functional operator, argument that it is written over).
 
     `own`: how many results are its own; the others are what it has written (`aliased`).
     """
@@ -68,8 +69,9 @@ def twin_of(target: str) -> Twin | None:
 
 @cache
 def out_twin(target: str) -> tuple[str, str] | None:
-    """(operator, argument) that gives a functional one its result's memory; None where torch has none that takes no
-    more than that.
+    """(operator, argument) that gives a functional one its result's memory.
+
+    None where torch has none that takes no more than that.
 
     Those that torch generates are none: they compute the result elsewhere and copy it.
     """

@@ -72,8 +72,9 @@ def asks_kernel(param: Tensor, grad: Tensor) -> bool:
 
 
 def adamw_asks_kernel(param: Tensor, grad: Tensor) -> bool:
-    """The same for AdamW, whose kernel gains with large float32 gradients, too; SGD's does not below tens of millions
-    of elements.
+    """The same for AdamW, whose kernel gains with large float32 gradients, too.
+
+    SGD's does not below tens of millions of elements.
     """
     if grad.dtype not in HOST_GRADS or not param.is_cpu or (grad.dtype == torch.float32 and param.numel() < WIDE_FROM):
         return False

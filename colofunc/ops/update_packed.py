@@ -67,8 +67,10 @@ def code_dtype(signed: bool) -> torch.dtype:
 
 @attrs.frozen
 class Blocks:
-    """How a shape is cut: dim `dim` in `count` pieces, each of which is a block with all dims behind it. `size`: its
-    elements."""
+    """How a shape is cut: dim `dim` in `count` pieces, each of which is a block with all dims behind it.
+
+    `size`: its elements.
+    """
 
     dim: int
     count: int
@@ -115,8 +117,9 @@ def _shares(signed: bool) -> list[float]:
 
 @attrs.frozen(eq=False)
 class _Code:
-    """Tables of a code in one dtype. The float of a share is cut behind 7 bits of its mantissa, which is finer than any
-    two levels lie.
+    """Tables of a code in one dtype.
+
+    The float of a share is cut behind 7 bits of its mantissa, which is finer than any two levels lie.
 
     `shares`: what codes stand for, from the least on. `code`: that of the level at or below the first share with these
     bits. `next`: the level above it, so that the level at or below a share with these bits is this one or that.

@@ -84,8 +84,9 @@ class Scheme:
         return groups * (self.group * self.form.bits // 8 + SCALE_BYTES)
 
     def bound(self, x: Tensor) -> Tensor:
-        """What each number of a message, x: (m,), is off by at most when it arrives; infinity in a group that is not
-        finite.
+        """What each number of a message, x: (m,), is off by at most when it arrives.
+
+        Infinity in a group that is not finite.
         """
         groups = _in_groups(x.reshape(1, -1), self.group)
         largest = groups.abs().amax(2, keepdim=True)

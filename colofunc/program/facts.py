@@ -263,8 +263,10 @@ def _product(dim: list[str], sizes: Mapping[str, int]) -> int:
 
 @computed_once
 def lifetimes(program: Program) -> Mapping[int, int]:
-    """Value id -> position of the last node that needs it, as `Program.last_uses`; a started collective needs its
-    operand until it is waited for."""
+    """Value id -> position of the last node that needs it, as `Program.last_uses`.
+
+    A started collective needs its operand until it is waited for.
+    """
     started = set(filter(is_started, program.targets))
     if not started:
         return program.last_uses

@@ -64,8 +64,9 @@ class Busy(NamedTuple):
 
 @attrs.frozen
 class Lanes:
-    """`busy`: in the order of the program. `starts_s`: per position, when the device has come to it. `end_s`: when all
-    lanes are idle.
+    """`busy`: in the order of the program.
+
+    `starts_s`: per position, when the device has come to it. `end_s`: when all lanes are idle.
 
     `bodies[k]`: of the loop at position k, one trip, which begins at 0.
     """

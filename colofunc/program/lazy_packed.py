@@ -135,8 +135,9 @@ SAME_NUMBERS = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
 
 @attrs.frozen(eq=False)
 class _Packing:
-    """One weight. `beside`: rows -> parts other than the numbers, which were made with these and have not been asked
-    for yet.
+    """One weight.
+
+    `beside`: rows -> parts other than the numbers, which were made with these and have not been asked for yet.
 
     `wholes`: what the scheme asks of all rows, once it is known.
     """

@@ -131,8 +131,9 @@ class Builder:
         return made
 
     def convert(self, old: int, copy: int, have: Layout, layout: Layout, where: Node, note: str) -> int:
-        """The nodes that bring one copy of a value from one layout to another; `where`: the node of which they have
-        phase and line.
+        """The nodes that bring one copy of a value from one layout to another.
+
+        `where`: the node of which they have phase and line.
         """
         like = attrs.evolve(self.program.values[old], dtype=self.values[copy].dtype)
         moves = conversion(have, layout, self.mesh, like.dtype.itemsize).moves

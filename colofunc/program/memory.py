@@ -42,8 +42,9 @@ from colofunc.program.result_storages import contiguous, storages_of, without_da
 
 @attrs.frozen
 class Fused:
-    """What a compiler changes of one program. `unwritten`: values that no kernel writes, and the bytes that are written
-    in place of each.
+    """What a compiler changes of one program.
+
+    `unwritten`: values that no kernel writes, and the bytes that are written in place of each.
 
     `last`: until when each value is held. `inner_bytes`: what operators, by their position, keep that is no value of
     the program.
@@ -251,8 +252,9 @@ def _storages(
     sent: bool = False,
     fusion: Fusion | None = None,
 ) -> tuple[list[Storage], dict[int, Node], dict[int, Meta]]:
-    """Every storage with its lifetime, the node that makes each value, and how values lie. `given`: inputs counted
-    elsewhere.
+    """Every storage with its lifetime, the node that makes each value, and how values lie.
+
+    `given`: inputs counted elsewhere.
 
     `where` and `within` are filled as `Lies` wants them.
     """

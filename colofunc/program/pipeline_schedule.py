@@ -217,8 +217,9 @@ class Schedule:
     def table(
         self, ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None
     ) -> ActionTable:
-        """The checked table. Raises PlanError where there are too few microbatches, or the schedule's own table cannot
-        be run.
+        """The checked table.
+
+        Raises PlanError where there are too few microbatches, or the schedule's own table cannot be run.
         """
         self.check_microbatches(ranks, microbatches)
         counts = sorted({each.stages(ranks) for each in self.placements})

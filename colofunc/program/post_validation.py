@@ -37,8 +37,9 @@ from colofunc.program.places import RECEIVE, SEND
 
 @attrs.frozen(eq=False)
 class Deferred:
-    """A step in parts. The inputs of `exchange` and `update` are values of the step's inputs, of what `main` and
-    `exchange` give.
+    """A step in parts.
+
+    The inputs of `exchange` and `update` are values of the step's inputs, of what `main` and `exchange` give.
 
     judged: scalars of the exchange that the update reads. late: outputs of the step that the exchange makes. kept: what
     the update writes to.

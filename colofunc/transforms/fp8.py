@@ -63,8 +63,9 @@ def fp8(
     scaling: str = "tensorwise",
     history: int = HISTORY,
 ) -> Any:
-    """The step with linear layers and experts that multiply in float8, forward and backward; parameters and optimizer
-    stay as they are.
+    """The step with linear layers and experts that multiply in float8, forward and backward.
+
+    Parameters and optimizer stay as they are.
 
     where: globs over the names of weights, in argument 0 or frozen in a model; layers of other weights stay as they
     are. Layers of experts are meant where both of their weights are; they always have scales of rows, and gradients of

@@ -204,8 +204,11 @@ class _Asked:
         return numbers
 
     def _admitted(self, build: Build, schedule: Schedule, ranks: int) -> frozenset[int]:
-        """Numbers of microbatches that the schedule takes and that divide the batch; raises PlanError where what was
-        given is none that the schedule takes. One microbatch needs no batch, where the schedule takes it."""
+        """Numbers of microbatches that the schedule takes and that divide the batch.
+
+        Raises PlanError where what was given is none that the schedule takes. One microbatch needs no batch, where the
+        schedule takes it.
+        """
         if self.number == 1 and schedule.least_microbatches(ranks) == 1 and not schedule.whole_groups:
             return frozenset((1,))
         rows = rows_of(self.batch, build)

@@ -86,8 +86,9 @@ class Holds:
 
 
 class Held:
-    """A chunk of so many bytes as it was when `DiskStore.hold` was called; it is released with the last reference at
-    the latest.
+    """A chunk of so many bytes as it was when `DiskStore.hold` was called.
+
+    It is released with the last reference at the latest.
     """
 
     def __init__(self, nbytes: int, read: Callable[[Tensor], Ticket], release: Callable[[], None]) -> None:

@@ -283,8 +283,9 @@ class DiskStore:
     # -- versions --
 
     def commit(self) -> None:
-        """Wait for all writes, then make them count, all at once. With one version what was written is only read from
-        now on.
+        """Wait for all writes, then make them count, all at once.
+
+        With one version what was written is only read from now on.
 
         Raises DiskError where a write failed: then nothing has changed, and the chunk can be written again, or
         `rollback()` called.

@@ -132,8 +132,9 @@ Block = tuple[int, memoryview]  # where in the file, where to
 
 
 def fetch(path: Path, blocks: Sequence[Block], done: Callable[[int, int], None]) -> None:
-    """Read every block to its memory; `done(k, count)` follows the k-th, with the bytes that the file had for it, in
-    any thread.
+    """Read every block to its memory.
+
+    `done(k, count)` follows the k-th, with the bytes that the file had for it, in any thread.
 
     Raises OSError of the file, and what `done` raises: of several errors that of the first block.
     """

@@ -149,8 +149,9 @@ def write_file(path: Path, items: Sequence[Item]) -> list[Piece]:
 
 
 def _write_blocks(out: Stream, data: memoryview) -> bytes:
-    """Their checksums. Summing and copying release the interpreter lock, and a block that was summed is in the
-    processor's cache.
+    """Their checksums.
+
+    Summing and copying release the interpreter lock, and a block that was summed is in the processor's cache.
     """
     sums = np.zeros(-(-len(data) // BLOCK_BYTES), dtype="<u4")
     for k in range(len(sums)):

@@ -147,8 +147,9 @@ def buffers_of(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def _scopes(program: Program) -> dict[int, _Scope]:
-    """The program (-1) and the bodies of its loops, by the index of their node; not those in parts, which keep their
-    collectives apart.
+    """The program (-1) and the bodies of its loops, by the index of their node.
+
+    Not those in parts, which keep their collectives apart.
     """
     given = {i: i for i in program.inputs}
     top = _Scope(program, given, given, {})

@@ -174,8 +174,9 @@ class _Overwrite:
     # ---- operators with several results ----
 
     def pairs(self, index: int, node: Node, twin: Twin) -> tuple[Pairs, Pairs] | None:
-        """(result, input it is written to) and (result, argument it needs a copy of); None where nothing can be written
-        over.
+        """(result, input it is written to) and (result, argument it needs a copy of).
+
+        None where nothing can be written over.
         """
         found: Pairs = []
         kept: Pairs = []

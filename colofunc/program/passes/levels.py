@@ -77,8 +77,10 @@ class Levels:
             self._dear.update(outs)
 
     def _take_in(self, lean: bool) -> None:
-        """Large tensors that are made from nothing, and read by microbatches only, are made in each trip; so are
-        quantized weights widened, of which all would lie beside the loop otherwise, and what only turns or casts them.
+        """Large tensors that are made from nothing, and read by microbatches only, are made in each trip.
+
+        So are quantized weights widened, of which all would lie beside the loop otherwise, and what only turns or casts
+        them.
 
         lean: so is what is moved over the mesh, from a shard that is there anyway.
         """

@@ -42,8 +42,9 @@ def updates_in_one_call(program: Program, count: Callable[[Program], MemoryRepor
 
 
 def small_updates_in_one_call(program: Program, count: Callable[[Program], MemoryReport]) -> Program:
-    """The same for updates that take less time than to call them, past collectives and copies between tiers. `program`
-    is in the order in which it runs.
+    """The same for updates that take less time than to call them, past collectives and copies between tiers.
+
+    `program` is in the order in which it runs.
 
     Whoever reads what is updated still comes behind it, so no collective and no copy begins later.
     """

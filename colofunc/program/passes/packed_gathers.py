@@ -185,8 +185,9 @@ class _Gathered:
 
 
 def _dims_back(program: Program, chain: Sequence[int], last: int | None) -> tuple[int, ...] | None:
-    """The dim `last` of what a chain gives, as it is a dim of what each of its nodes gives; None where one of them
-    mixes it with others.
+    """The dim `last` of what a chain gives, as it is a dim of what each of its nodes gives.
+
+    None where one of them mixes it with others.
     """
     dims = [last]
     for index, before in pairwise(reversed(chain)):
@@ -196,8 +197,9 @@ def _dims_back(program: Program, chain: Sequence[int], last: int | None) -> tupl
 
 
 def _dim_before(program: Program, before: int, index: int, dim: int | None) -> int | None:
-    """The dim `dim` of what a node gives, as it is a dim of the widened weight that it reads; None where parts along it
-    give others.
+    """The dim `dim` of what a node gives, as it is a dim of the widened weight that it reads.
+
+    None where parts along it give others.
 
     A cast leaves it, a turn moves it; a view and a division by numbers of columns leave rows only.
     """

@@ -61,8 +61,9 @@ def usual(sizes: Sequence[int]) -> list[int]:
 
 
 def chunk_size(*groups: Sequence[int], least: int = 0, reach: int = REACH, step: int = STEP) -> int:
-    """The size between the largest usual tensor (or `least`) and `reach` more that wastes fewest elements; the first of
-    equals.
+    """The size between the largest usual tensor (or `least`) and `reach` more that wastes fewest elements.
+
+    The first of equals.
 
     groups: sizes of tensors that are packed apart (other dtypes or axes) in chunks of one size. The search looks at
     multiples of `step`.

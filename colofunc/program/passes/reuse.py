@@ -47,8 +47,9 @@ WHOLE = frozenset(
 
 
 def reuse(program: Program, own: Collection[int] = ()) -> Program:
-    """Results written over dying operands; the last pass, because it depends on the final order. own: inputs that are
-    the program's own.
+    """Results written over dying operands.
+
+    The last pass, because it depends on the final order. own: inputs that are the program's own.
     """
     facts = Facts(program, own)
     nodes = (_over_what_dies(facts, index, node) or node for index, node in enumerate(program.nodes))
@@ -72,8 +73,9 @@ def _has_forms(target: str) -> bool:
 
 
 def over(node: Node, id: int) -> Node | None:
-    """A node with a single result, which it writes over its operand `id`; None where the operator has no form that
-    does.
+    """A node with a single result, which it writes over its operand `id`.
+
+    None where the operator has no form that does.
 
     Elementwise operators read an element before they write it, so any operand will do, however often it stands there.
     Others write over the one that their in-place form changes, and read the rest meanwhile.

@@ -266,8 +266,9 @@ def _runs_of_band(band: Band) -> Runs | None:
 def classify_runs(
     lo: torch.Tensor, hi: torch.Tensor, rows: int, columns: int, causal: bool = False, window: int = 0
 ) -> tuple[bool, int] | None:
-    """(causal, window) that show exactly the columns lo:hi, each (..., rows or 1), beside the given ones; None if there
-    are none.
+    """(causal, window) that show exactly the columns lo:hi, each (..., rows or 1), beside the given ones.
+
+    None if there are none.
     """
     lo, hi = _by_rows(lo), _by_rows(hi)
     if not torch.equal(lo, lo[:1].expand_as(lo)) or not torch.equal(hi, hi[:1].expand_as(hi)):

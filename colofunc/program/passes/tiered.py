@@ -34,8 +34,9 @@ TIERS: Tiers = ("device", "host")
 
 
 class Tiered:
-    """A program being written down. Storages are numbered as `lies` does; those of inputs in `home` begin and end in
-    the far tier.
+    """A program being written down.
+
+    Storages are numbered as `lies` does; those of inputs in `home` begin and end in the far tier.
 
     gathered: results are taken where they are made, as the body of a loop hands them over, and not at the end.
     """

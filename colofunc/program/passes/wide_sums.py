@@ -156,8 +156,9 @@ class _Rewriting:
         )  # fmt: skip
 
     def _until_cast(self, value: int) -> list[int] | None:
-        """The values from `value` through layout moves to the result of the cast that widens it; None if it goes
-        elsewhere.
+        """The values from `value` through layout moves to the result of the cast that widens it.
+
+        None if it goes elsewhere.
         """
         chain = [value]
         while len(self.program.readers.get(chain[-1], ())) == 1 and chain[-1] not in self.program.outputs:
