@@ -381,7 +381,9 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def children(module: torch.nn.Module) -> tuple[torch.nn.Module | None, ...]:
-    """The modules right below one, by name; `module.children()` where torch keeps them otherwise, which takes longer.
+    """The modules right below one, by name.
+
+    `module.children()` where torch keeps them otherwise, which takes longer.
     """
     known = getattr(module, "_modules", None)
     return tuple(module.children()) if known is None else tuple(known.values())
@@ -423,7 +425,9 @@ def group_store(answer_s: float) -> Any:
 
 
 def bound_device(group: Any) -> torch.device | None:
-    """The device that a process group was made for (`init_process_group(device_id=...)`); None where that was not said.
+    """The device that a process group was made for (`init_process_group(device_id=...)`).
+
+    None where that was not said.
     """
     return getattr(group, "bound_device_id", None)
 

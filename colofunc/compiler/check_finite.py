@@ -150,7 +150,9 @@ class _Look:
 
 
 def _born(plain: Plain, seen: Seen) -> Iterator[tuple[int, str]]:
-    """The values, in order, whose NaN or infinity is not that of an operand; one in local code is judged by its result.
+    """The values, in order, whose NaN or infinity is not that of an operand.
+
+    One in local code is judged by its result.
     """
     news: set[tuple[int, str]] = set()  # inside local code: not told yet
     for mine in plain.program.inputs:

@@ -100,7 +100,9 @@ class Passes:
         raise PlanError(f"this step went through no pass {name!r}{near(name, self.names, 'passes')}")
 
     def diff(self, name: str) -> str:
-        """What a pass has changed, as a unified diff of the texts of the programs before and behind it; "" for nothing.
+        """What a pass has changed, as a unified diff of the texts of the programs before and behind it.
+
+        "" for nothing.
         """
         at = self.names.index(self[name].name)
         before = text(self.stages[at - 1].program).splitlines() if at else []

@@ -36,7 +36,9 @@ T = TypeVar("T")
 
 
 def watch_of(mesh: Mesh, executor: str | None) -> Watch | None:
-    """The tie to the other processes if `mesh` runs, or is about to run, on real ranks; None if all is in this process.
+    """The tie to the other processes if `mesh` runs, or is about to run, on real ranks.
+
+    None if all is in this process.
     """
     return backend_for(mesh, executor).watch if on_real_ranks(mesh, executor) else None
 

@@ -72,7 +72,9 @@ def write_loop(writer: Writer, node: Node, loop: Loop) -> None:
 
 @contextmanager
 def _in_body(writer: Writer, node: Node, loop: Loop, counter: str) -> Iterator[None]:
-    """The writer writes the nodes of a body, whose values have ids of their own; behind it those around the loop again.
+    """The writer writes the nodes of a body, whose values have ids of their own.
+
+    Behind it those around the loop again.
     """
     outer = writer.program, writer.where, writer.passing, writer.added
     writer.loops.append((loop, counter))

@@ -53,7 +53,9 @@ class Sharing:
         self._memory: _Memory | None = None
 
     def before(self, node: Node, changed: Sequence[int], keys: Sequence[Hashable]) -> Node:
-        """Write down what has to come before a node that writes to `changed`; the node, or what to write in its place.
+        """Write down what has to come before a node that writes to `changed`.
+
+        The node, or what to write in its place.
         """
         if not self._shared(changed, keys):
             return node

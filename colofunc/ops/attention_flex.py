@@ -98,7 +98,9 @@ def _of_rows(vector: Tensor | None) -> Tensor | None:
 
 
 def _in_blocks(x: Tensor, dim: int, n: int) -> Tensor:
-    """Dim `dim` of n elements (or one for all) as (blocks, BLOCK); the last element is repeated to fill the last block.
+    """Dim `dim` of n elements (or one for all) as (blocks, BLOCK).
+
+    The last element is repeated to fill the last block.
     """
     blocks = -(-n // BLOCK)
     at = torch.arange(blocks * BLOCK, device=x.device).clamp(max=x.shape[dim] - 1)

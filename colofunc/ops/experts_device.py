@@ -132,7 +132,9 @@ def _add_gradients(
     operands: tuple[Tensor, Tensor, Tensor],
     sums: tuple[Tensor, Tensor, Sums | None],
 ) -> None:
-    """What one run adds to gradients of x, of choices' weights and of experts' weights; all that it makes goes with it.
+    """What one run adds to gradients of x, of choices' weights and of experts' weights.
+
+    All that it makes goes with it.
     """
     (xs, gs, s), (dx, dweight, of_weights) = operands, sums
     up_back, down_back = (t.transpose(1, 2) if w.transposed else t for t in (w.gate_up, w.down))

@@ -211,7 +211,9 @@ class _Packing:
     def _collected(
         self, name: str, like: Tensor, rows: Rows, of_rows: Callable[[int, int], Tensor | None], columns: Box = ()
     ) -> Tensor | None:
-        """Some rows of a part, of which `columns`, from blocks of the weight's rows; None where these cannot be read.
+        """Some rows of a part, of which `columns`, from blocks of the weight's rows.
+
+        None where these cannot be read.
         """
         out = torch.empty(like[(slice(*rows), *columns)].shape, dtype=like.dtype)
         whole = self._whole() if self.quantizer.asks_all_rows else None

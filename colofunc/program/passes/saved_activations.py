@@ -119,7 +119,9 @@ def _stretches(read: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _views_to(program: Program, base: int, id: int, there: dict[int, int]) -> list[Node]:
-    """The views that make a value of forward from its base, but for those that are there; () where it is no view of it.
+    """The views that make a value of forward from its base, but for those that are there.
+
+    () where it is no view of it.
     """
     chain: list[Node] = []
     while id not in there:

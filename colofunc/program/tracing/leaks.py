@@ -66,7 +66,9 @@ def _alive(rec: Recorder) -> list[torch.Tensor]:
 
 
 def _empty_caches(tensors: list[torch.Tensor]) -> bool:
-    """Empty every `functools.lru_cache` that remembers one of the tensors, alone or in a list; whether there was one.
+    """Empty every `functools.lru_cache` that remembers one of the tensors, alone or in a list.
+
+    Whether there was one.
     """
     emptied = False
     held: list[Any] = list(tensors)
