@@ -161,8 +161,8 @@ def record_local(fn: Callable[..., Any], types: Sequence[TensorType]) -> Program
     """The program of a small function of tensors (a strategy's local code); its result is a tensor, tuple or list."""
     rec = Recorder(handler_of)
     with compat.no_function_modes():  # of the dtypes that are named, also inside `float64()`
-        leaves = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in types]
-    fakes, _ = _make_inputs(rec, leaves, [f"arg{i}" for i in range(len(types))])
+        leaves = [torch.empty(operand.shape, dtype=operand.dtype, device="meta") for operand in types]
+    fakes, _ = _make_inputs(rec, leaves, [f"arg{position}" for position in range(len(types))])
     result = _run(rec, fn, (tuple(fakes), {}), [TraceFunctions(rec)])
     out_ids, _ = _outputs(rec, result)
     return _assemble(rec, rec.values, len(leaves), out_ids)[0]
@@ -171,7 +171,9 @@ def record_local(fn: Callable[..., Any], types: Sequence[TensorType]) -> Program
 def _where_defined(fn: Callable[..., Any]) -> str:
     """` f (file.py:12)`, where that is known."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
-    return f" {code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
+    if code is None:
+        return ""
+    return f" {code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
 # ---- inputs ----
@@ -205,13 +207,13 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     except (TypeError, ValueError):
         parameters = []
     names: list[str] = []
-    for p in parameters:
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
-            names.append(p.name)
-        elif p.kind is p.VAR_POSITIONAL:
-            names += [join(p.name, i) for i in range(count - len(names))]
+    for parameter in parameters:
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            names += [join(parameter.name, position) for position in range(count - len(names))]
     names = names[:count]
-    return names + [f"arg{i}" for i in range(len(names), count)]
+    return names + [f"arg{position}" for position in range(len(names), count)]
 
 
 def _make_inputs(
@@ -297,7 +299,7 @@ def _with_roles(
     again = False
     if arguments:
         before = [values[ids[name]] for name in arguments[0].names()]
-        again = comes_back(arguments[0], first_result(out_tree), before, [values[i] for i in out_ids])
+        again = comes_back(arguments[0], first_result(out_tree), before, [values[id] for id in out_ids])
     observed = Observed(arguments, ids, values, rec.nodes, out_ids, rec.where.marks, differentiated, again, carried)
     for name, role in {**observed.roles(), **given}.items():
         values[ids[name]] = attrs.evolve(values[ids[name]], role=role)
@@ -308,15 +310,18 @@ def _assemble(
     rec: Recorder, values: Mapping[int, Value], n_inputs: int, outputs: Sequence[int]
 ) -> tuple[Program, bool]:
     """The program, without the seed and the constants that nothing reads."""
-    used = {ref for node in rec.nodes for ref in node.refs} | set(outputs)
-    seed = [
-        vid for vid in range(n_inputs, min(n_inputs + 1, len(values))) if values[vid].role == "seed" and vid in used
-    ]
+    used = set(outputs)
+    for node in rec.nodes:
+        used.update(node.refs)
+    # The seed, where there is one, is the value behind the inputs.
+    uses_seed = n_inputs in used and values[n_inputs].role == "seed"
     constants = {vid: tensor for vid, tensor in rec.constants.items() if vid in used}
-    inputs = (*range(n_inputs), *seed, *constants)
-    defined = set(inputs) | {o for node in rec.nodes for o in node.results}
-    kept = {vid: values[vid] for vid in values if vid in defined}
-    return Program(inputs, tuple(rec.nodes), tuple(outputs), kept, constants), bool(seed)
+    inputs = (*range(n_inputs), *((n_inputs,) if uses_seed else ()), *constants)
+    defined = set(inputs)
+    for node in rec.nodes:
+        defined.update(node.results)
+    kept = {vid: value for vid, value in values.items() if vid in defined}
+    return Program(inputs, tuple(rec.nodes), tuple(outputs), kept, constants), uses_seed
 
 
 # ---- errors of torch ----
