@@ -44,12 +44,10 @@ class Shelves:
     ) -> None:
         """once: what is kept is only read from then on."""
         self._mesh, self._ranks, self._backend = mesh, backend.ranks(mesh), backend
-        every = zip(leaves, layouts, copied, strict=False)
-        new = [
-            (leaf, layout)
-            for leaf, layout, copy in every
-            if layout.tier == "disk" and (copy or not self._is_there(leaf))
-        ]
+        new: list[tuple[torch.Tensor, Layout]] = []
+        for leaf, layout, copy in zip(leaves, layouts, copied, strict=False):
+            if layout.tier == "disk" and (copy or not self._is_there(leaf)):
+                new.append((leaf, layout))
         if any(directory is True or not isinstance(leaf, DTensor) for leaf, _ in new):
             named(directory)
         sizes = [_part_bytes(leaf, layout) for leaf, layout in new for _ in self._distinct(layout)]

@@ -126,10 +126,9 @@ def arguments_of(low: Lowered, args: tuple[Any, ...]) -> Arguments:
     """Place `args` as the step wants them. The seed is the one that the next call would draw; it is not used up."""
     leaves = low.traced.pack(args)
     backend = backend_for(low.mesh, low.executor)
-    shards = [
-        place(x, lay, low.mesh, backend, name=n)
-        for x, lay, n in zip(leaves, low.input_layouts, low.traced.names, strict=False)
-    ]
+    shards = []
+    for leaf, layout, name in zip(leaves, low.input_layouts, low.traced.names, strict=False):
+        shards.append(place(leaf, layout, low.mesh, backend, name=name))
     seed = None
     if low.traced.uses_seed:
         before = random_state()

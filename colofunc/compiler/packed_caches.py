@@ -122,9 +122,9 @@ def _linked(globs: Globs, build: Build) -> Build:
     """Scales lie as numbers do along dim 0."""
     program = build.program
     by_name = {program.values[id].name: id for id in program.inputs}
-    groups = [
-        (id, by_name[f"{name}.scale"])
-        for name, id in by_name.items()
-        if _is_meant(globs, name) and f"{name}.scale" in by_name
-    ]
+    groups: list[tuple[int, int]] = []
+    for name, id in by_name.items():
+        scale = by_name.get(f"{name}.scale")
+        if scale is not None and _is_meant(globs, name):
+            groups.append((id, scale))
     return build.evolve(constraints=linked_rows(program, build.mesh, build.constraints, groups))

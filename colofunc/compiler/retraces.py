@@ -115,15 +115,14 @@ def _first_difference(
     names = new.tree.names()
     if names != old.tree.names():
         return None
-    triples = zip(names, old.leaves, new.leaves, strict=True)
-    other = [
-        f"{called(name)}: {shown(before)} -> {shown(now)}"
-        for name, before, now in triples
-        if shown(before) != shown(now)
-    ]
+    other: list[str] = []
+    for name, before, now in zip(names, old.leaves, new.leaves, strict=True):
+        if shown(before) != shown(now):
+            other.append(f"{called(name)}: {shown(before)} -> {shown(now)}")
     if not other:
         return None
-    return other[0] + (f" (and {len(other) - 1} more)" if len(other) > 1 else "")
+    more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
+    return other[0] + more
 
 
 def _difference(new: Signature, old: Signature, called: Callable[[str], str]) -> str:

@@ -155,11 +155,11 @@ class Staged:
         fn = through("wrap", self.build).fn
         if not any(transform.changes_numbers for transform in self.transforms):
             return fn
-        rewriting = [
-            Transform(each.name, each.options, rewrite_global=each.rewrite_global, behind=each.behind)
-            for each in self.transforms
-            if each.rewrite_global is not None
-        ]
+        rewriting: list[Transform] = []
+        for each in self.transforms:
+            if each.rewrite_global is not None:
+                rewrite, behind = each.rewrite_global, each.behind
+                rewriting.append(Transform(each.name, each.options, rewrite_global=rewrite, behind=behind))
         alone = Staged(fn, tuple(rewriting), self.compiler.another(), executor="simulated")
 
         @wraps(fn)

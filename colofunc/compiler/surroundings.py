@@ -58,12 +58,12 @@ class Surroundings:
 
 
 def ambient() -> tuple[Any, ...]:
-    """What torch itself has around a call: the default dtype, and the dtype of autocast for each device that has it on.
-    """
-    on = tuple(
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda")
-    )
-    return torch.get_default_dtype(), on
+    """What torch itself has around a call: the default dtype, and that of autocast on each device, where it is on."""
+    return torch.get_default_dtype(), (_autocast_dtype("cpu"), _autocast_dtype("cuda"))
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def look_around(fn: Callable[..., Any]) -> Surroundings:

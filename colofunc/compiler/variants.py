@@ -173,11 +173,9 @@ class _Search:
         left: list[Way] = [(number,) for number in range(len(self.ways.variants))]
         while left:
             # A single way needs no bound, and has one only for the time that it takes to compute.
-            way = (
-                left[0]
-                if len(left) == 1 and self.best is None
-                else min(left, key=lambda each: (self._order_s(each), each))
-            )
+            way = left[0]
+            if len(left) > 1 or self.best is not None:
+                way = min(left, key=lambda each: (self._order_s(each), each))
             left.remove(way)
             if self._is_far_behind(way):  # which is known already; a bound takes time to compute
                 self._lose(way, self._order_s(way), 0, ESTIMATE)
@@ -233,16 +231,16 @@ class _Search:
         return bool(outcome[0].plan.memory) and not planning.completion.follows_policies
 
     def _check_mixing(self) -> None:
-        """Raises where one microbatch is all that is left because an operator mixes samples: what was asked for is a
-        pipeline.
+        """Raises where one microbatch is all that is left because an operator mixes samples.
+
+        What was asked for is a pipeline.
         """
         if self.best is not None and self._several(self.best.way):
             return
-        tried = [
-            way
-            for way, other in self.others.items()
-            if self._several(way) and (way in self.refused or other.peak_bytes)
-        ]
+        tried: list[Way] = []
+        for way, other in self.others.items():
+            if self._several(way) and (way in self.refused or other.peak_bytes):
+                tried.append(way)
         if tried and all(isinstance(self.refused.get(way), Mixes) for way in tried):
             error = self.refused[min(tried)]
             self._say_what_one_does(error)

@@ -163,11 +163,9 @@ def _write(cls: Any, func: Any, target: Any, shards: list[torch.Tensor], layout:
 def _item(x: Any) -> Any:
     """The number of a one-element tensor: local where every rank has it."""
     layout = x.sharding
-    whole = (
-        x.parts
-        if layout.is_replicated
-        else convert_shards(x.parts, layout, replicated(layout.shape), x.mesh, x._backend, "item()")
-    )
+    whole = x.parts
+    if not layout.is_replicated:
+        whole = convert_shards(x.parts, layout, replicated(layout.shape), x.mesh, x._backend, "item()")
     return whole[0].item()
 
 

@@ -311,11 +311,9 @@ class Lookout:
 
     def _main_process(self) -> str:
         process = self._presence.known(0)
-        return (
-            ""
-            if process is None
-            else f" (process {process.pid} on {process.host}, {process.condition() or 'elsewhere'})"
-        )
+        if process is None:
+            return ""
+        return f" (process {process.pid} on {process.host}, {process.condition() or 'elsewhere'})"
 
     # ---- the end of a run ----
 

@@ -73,21 +73,19 @@ def _inlined(piece: Piece, group_of: Mapping[int, int]) -> set[int]:
     found: dict[int, int] = {}  # value -> its group
     reads: dict[int, int] = {}
     for node in piece.nodes:
-        for i in node.refs:
-            reads[i] = reads.get(i, 0) + 1
-            if i in found and found[i] != group_of.get(id(node)):
-                del found[i]
+        for ref in node.refs:
+            reads[ref] = reads.get(ref, 0) + 1
+            if ref in found and found[ref] != group_of.get(id(node)):
+                del found[ref]
         if id(node) in group_of and _is_inlined(node):
             found.update(dict.fromkeys(node.results, group_of[id(node)]))
-        for i in written(node):
-            found.pop(i, None)
-    heavy = {
-        i
-        for node in piece.nodes
-        if work_kind(node.target) == "transcendental"
-        for i in node.results
-        if reads.get(i, 0) > 1
-    }
+        for changed in written(node):
+            found.pop(changed, None)
+    # What is dear is not computed again for each reader.
+    heavy: set[int] = set()
+    for node in piece.nodes:
+        if work_kind(node.target) == "transcendental":
+            heavy.update(out for out in node.results if reads.get(out, 0) > 1)
     return found.keys() - set(piece.outs) - heavy
 
 

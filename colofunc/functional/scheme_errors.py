@@ -137,11 +137,9 @@ class _Gradients(Seen):
         """Weight's name -> (o,), and table's name -> (v, c), from the gradients of the loss."""
         every = [*self.sums, *self.tables]
         wanted = [sums for _, sums in every]
-        grads = (
-            torch.autograd.grad(loss, wanted, allow_unused=True)
-            if wanted and loss.requires_grad
-            else [None] * len(wanted)
-        )
+        grads: Sequence[Tensor | None] = [None] * len(wanted)
+        if wanted and loss.requires_grad:
+            grads = torch.autograd.grad(loss, wanted, allow_unused=True)
         outputs: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         for number, ((name, sums), grad) in enumerate(zip(every, grads, strict=True)):

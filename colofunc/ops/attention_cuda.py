@@ -266,10 +266,11 @@ def _efficient_grads(
         dout, *_operands(q, k, v), bias, result, stats, *unused, 0.0, [True, True, True, dbias], causal, scale=scale
     )
     dk, dv = (fold(x, k.shape[1]) for x in (dk, dv))
-    cut_off = (
-        x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]] for x, like in ((dq, q), (dk, k), (dv, v))
-    )
-    dq, dk, dv = (rows_major(x) for x in cut_off)
+    # Without the columns that were padded. A view of all of them would be a copy in `rows_major`.
+    cut_off: list[Tensor] = []
+    for x, like in ((dq, q), (dk, k), (dv, v)):
+        cut_off.append(x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]])
+    dq, dk, dv = map(rows_major, cut_off)
     return dq, dk, dv, db if dbias else None
 
 

@@ -128,11 +128,10 @@ class Catcher:
                 continue
             now = _versions(x, made.args, made.kwargs)
             memories = [_memory(t) is _memory(target) for t in _operands(x, made.args, made.kwargs)]
-            if any(
-                count - old not in ((0, 1) if mine else (0,))
-                for count, old, mine in zip(now, made.versions, memories, strict=True)
-            ):
-                return None
+            for count, old, is_target in zip(now, made.versions, memories, strict=True):
+                # The write itself counts once.
+                if count != old and not (is_target and count == old + 1):
+                    return None
             x.__dict__[_KEY] = attrs.evolve(made, versions=now)
         found: Made = target.__dict__[_KEY]
         return found

@@ -91,10 +91,9 @@ def _one_by_one_backward(
     rows, grads, scale = x.reshape(-1, x.shape[-1]), g.reshape(-1, x.shape[-1]), weight.reshape(-1)
     dx = torch.zeros(rows.shape, dtype=sums_dtype, device=x.device)
     dweight = torch.zeros(scale.shape, dtype=wide(weight.dtype), device=x.device)
-    sums = [
-        torch.zeros_like(t) if need_weights and t is not None else x.new_empty(0)
-        for t in (gate_up, down, gate_up_bias, down_bias)
-    ]
+    sums: list[Tensor] = []
+    for t in (gate_up, down, gate_up_bias, down_bias):
+        sums.append(torch.zeros_like(t) if need_weights and t is not None else x.new_empty(0))
     for i, choices, tokens in _runs(index, gate_up.shape[0]):
         xs, gs, s = rows[tokens].to(dtype), grads[tokens].to(dtype), scale[choices, None]
         h = w.hidden(xs, i)

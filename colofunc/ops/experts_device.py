@@ -216,12 +216,10 @@ class Sums:
         made = self._products or [
             torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (w.gate_up, w.down)
         ]
-        given = (w.gate_up_bias, w.down_bias)
-        first, second = (
-            like.new_empty(0) if t is None or b is None else t.to(b.dtype)
-            for t, b in zip(self._biases, given, strict=True)
-        )
-        return made[0], made[1], first, second
+        of_biases: list[Tensor] = []
+        for total, bias in zip(self._biases, (w.gate_up_bias, w.down_bias), strict=True):
+            of_biases.append(like.new_empty(0) if total is None or bias is None else total.to(bias.dtype))
+        return made[0], made[1], of_biases[0], of_biases[1]
 
 
 # ---- the kernels, with the arguments of the operators ----

@@ -107,10 +107,12 @@ def is_cast(node: Node) -> bool:
 
 def has_wires(program: Program) -> bool:
     """Whether a program communicates, in loops too."""
-    return any(
-        is_wire(node) or is_peer(node) or (node.loop is not None and has_wires(node.loop.body))
-        for node in program.nodes
-    )
+    for node in program.nodes:
+        if is_wire(node) or is_peer(node):
+            return True
+        if node.loop is not None and has_wires(node.loop.body):
+            return True
+    return False
 
 
 @cache

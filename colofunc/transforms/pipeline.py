@@ -157,13 +157,13 @@ class _Asked:
             ways += self._ways(build, schedule, ranks, schedule.name if several else "")
         if self.microbatches is not None and len(ways) == 1 and not ways[0].cuts_open:
             return ()
-        # One microbatch has no schedule, so that it has no placement to be chosen.
-        return [
-            way.variant(number)
-            for number in numbers
-            for way in ways
-            if number > 1 or way.there.schedule is ways[0].there.schedule
-        ]
+        found: list[Variant] = []
+        for number in numbers:
+            for way in ways:
+                # One microbatch has no schedule, so that it has no placement to be chosen.
+                if number > 1 or way.there.schedule is ways[0].there.schedule:
+                    found.append(way.variant(number))
+        return found
 
     def _ways(self, build: Build, schedule: Schedule, ranks: int, name: str) -> list[_Way]:
         """Of one placement, in each order of the ranks. name: what tells it from others."""

@@ -345,13 +345,12 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, grad: Any, hooks:
     if type(storage) is not Record or storage.kind != "storage" or any(item for item in more if item not in dtypes):
         raise NoPickle("it has a tensor that is no plain one")
     part, dtype = storage.args
-    dtype = dtypes[0] if dtypes else dtype
+    if dtypes:
+        dtype = dtypes[0]
+    if 0 in size and not len(part):
+        return torch.empty(tuple(size), dtype=dtype)
     if not len(part):
-        return (
-            torch.empty(tuple(size), dtype=dtype)
-            if 0 in size
-            else torch.empty(0, dtype=dtype).as_strided(size, stride, offset)
-        )
+        return torch.empty(0, dtype=dtype).as_strided(size, stride, offset)
     flat = torch.frombuffer(part, dtype=dtype)
     return flat.as_strided(tuple(size), tuple(stride), offset)
 

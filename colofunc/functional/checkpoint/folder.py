@@ -339,12 +339,13 @@ class Writing:
         if not self.kin:
             return {}
         ours = written(self.path) or {}
-        stay = [name for name in ours if not self._is_kin(name) and not os.path.lexists(self.folder / name)]
-        return {
-            name: ours[name]
-            for name in stay
-            if name not in (INDEX, MARK) and owned.is_ours(self.path / name, ours[name])
-        }
+        stay: dict[str, int | None] = {}
+        for name, size in ours.items():
+            if name in (INDEX, MARK) or self._is_kin(name) or os.path.lexists(self.folder / name):
+                continue
+            if owned.is_ours(self.path / name, size):
+                stay[name] = size
+        return stay
 
     def _check(self, new: Sequence[str]) -> None:
         """Raise CheckpointError where the folder holds files that this save did not write and would replace or mix with

@@ -73,11 +73,9 @@ class Entry:
 
 def _own(x: torch.Tensor) -> torch.Tensor:
     """In memory of its own size: a slice of what was read would keep all of it."""
-    return (
-        x
-        if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
-        else x.clone(memory_format=torch.contiguous_format)
-    )
+    if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def plain(entry: Entry, device: torch.device | str | None = None) -> torch.Tensor:

@@ -266,9 +266,7 @@ class Matched:
             found += [f"unexpected {name!r}" for name in self.unexpected]
         if found:
             more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
-            hint = (
-                "; strict=False keeps the example's values for what is missing"
-                if self.missing or self.unexpected
-                else ""
-            )
+            hint = ""
+            if self.missing or self.unexpected:
+                hint = "; strict=False keeps the example's values for what is missing"
             raise CheckpointError(f"{where} is not like the example: {'; '.join(found[:8])}{more}{hint}")

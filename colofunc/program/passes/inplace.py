@@ -262,15 +262,13 @@ class _Overwrite:
         if self.program.readers[part] != (index,) or self.memory.is_output(self.memory.group(part)):
             return None
         made_at = self.program.made_at.get(part, -1)
-        for k in self.program.readers[into]:
-            looks = self.program.nodes[k]
-            if k >= made_at or looks.target != view or looks.args != (Ref(into), *node.args[2:]) or not looks.results:
+        for position in self.program.readers[into]:
+            looks = self.program.nodes[position]
+            if position >= made_at or looks.target != view or not looks.results:
                 continue
-            before = (
-                self._made_in(part, looks.results[0], through | {index})
-                if self._alike(part, looks.results[0])
-                else None
-            )
+            if looks.args != (Ref(into), *node.args[2:]) or not self._alike(part, looks.results[0]):
+                continue
+            before = self._made_in(part, looks.results[0], through | {index})
             if before is not None:
                 return [*before, _Change(index, (), out, into)]
         return None

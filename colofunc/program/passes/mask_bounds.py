@@ -223,11 +223,9 @@ class Writer:
 
     def _expanded(self, vid: int, shape: tuple[int, ...]) -> int:
         here = self.values[vid]
-        return (
-            vid
-            if here.shape == shape
-            else self._call("aten.expand.default", (Ref(vid), shape), attrs.evolve(here, shape=shape))
-        )
+        if here.shape == shape:
+            return vid
+        return self._call("aten.expand.default", (Ref(vid), shape), attrs.evolve(here, shape=shape))
 
     def _stacked(self, vectors: list[int]) -> Ref:
         """(b, 1, size) each -> (b, n, size)."""

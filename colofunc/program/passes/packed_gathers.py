@@ -41,15 +41,17 @@ def gathered_packed(program: Program, widening: Collection[str] = DEQUANTIZE, is
     """
     edit = Editor(program)
     parts: dict[tuple[Any, ...], Ref] = {}
-    chains = [
-        _Gathered.behind(program, index, is_shared)
-        for index, node in enumerate(program.nodes)
-        if node.target in widening
-    ]
+    chains: list[_Gathered] = []
+    for index, node in enumerate(program.nodes):
+        if node.target in widening:
+            chain = _Gathered.behind(program, index, is_shared)
+            if chain is not None:
+                chains.append(chain)
     # Parts are gathered where the first chain is written that reads them, so chains are written in the order of their
     # places.
-    for found in sorted((chain for chain in chains if chain is not None), key=lambda chain: chain.rearrange):
-        found.write(edit, parts)
+    chains.sort(key=lambda chain: chain.rearrange)
+    for chain in chains:
+        chain.write(edit, parts)
     return edit.done()
 
 

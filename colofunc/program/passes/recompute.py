@@ -36,7 +36,10 @@ class Replay:
         self.program = program
         self.there = set(program.inputs)
         self.order: list[int] = []  # positions of nodes; one that stands there again is run again
-        self.sent = {out for node in program.nodes if node.target == SEND for out in node.results}
+        self.sent: set[int] = set()
+        for node in program.nodes:
+            if node.target == SEND:
+                self.sent.update(node.results)
 
     def run(self, index: int) -> None:
         """Run a node, and before it whatever made the operands that are not there."""

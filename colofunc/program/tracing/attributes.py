@@ -95,12 +95,10 @@ def _noted_calls(module: nn.Module, paths: set[str], calls: dict[str, Call]) -> 
         return lambda part, args, kwargs: calls.setdefault(path, (args, kwargs)) and None
 
     # Modules of TorchScript take no hooks.
-    parts = [
-        (path, part)
-        for path, part in module.named_modules()
-        if path in paths and not isinstance(part, torch.jit.ScriptModule)
-    ]
-    handles = [part.register_forward_pre_hook(note(path), with_kwargs=True) for path, part in parts]
+    handles = []
+    for path, part in module.named_modules():
+        if path in paths and not isinstance(part, torch.jit.ScriptModule):
+            handles.append(part.register_forward_pre_hook(note(path), with_kwargs=True))
     try:
         yield
     finally:

@@ -31,15 +31,11 @@ def refuse_computed(tensor: Tensor) -> None:
     attribute = None if here is None else here.attributes.get(id(tensor))
     where = "it captured from outside" if attribute is None else f"is {attribute}"
     if tensor.grad_fn is not None and torch.is_grad_enabled():
+        remedy = REMEDY if attribute else "compute it in the step, or .detach() it outside if it is a constant"
         raise TraceError(
             f"the step at {user_line()} reads a tensor of shape {tuple(tensor.shape)} that {where} and that was "
             f"computed, by {tensor.grad_fn.name().removesuffix('0')}, of something that requires a gradient; as a "
-            "constant it would have none. "
-            + (
-                f"Try: {REMEDY}"
-                if attribute
-                else "Try: compute it in the step, or .detach() it outside if it is a constant"
-            )
+            f"constant it would have none. Try: {remedy}"
         )
     if attribute is not None and here is not None:
         here.read.append(attribute)

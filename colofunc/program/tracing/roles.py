@@ -206,12 +206,11 @@ class Observed:
                 value = made[value].refs[0]
             return names.get(value, "")
 
-        found = {
-            leaf_behind(node.refs[place])
-            for node in self.nodes
-            for place in WEIGHTS.get(node.target, ())
-            if place < len(node.refs)
-        }
+        found: set[str] = set()
+        for node in self.nodes:
+            for place in WEIGHTS.get(node.target, ()):
+                if place < len(node.refs):
+                    found.add(leaf_behind(node.refs[place]))
         found |= self._second_factors(leaf_behind)
         return found - {""}
 
