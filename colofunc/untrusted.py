@@ -176,7 +176,7 @@ def _tuple_maker(args: tuple[Any, ...], infinity: str) -> Make:
         if type(data) not in (list, tuple):
             raise _wrong(data, where, "list")
         if several:
-            return tuple(makers[0](item, f"{where}[{k}]") for k, item in enumerate(data))
+            return tuple(makers[0](item, f"{where}[{place}]") for place, item in enumerate(data))
         if len(data) != len(makers):
             raise Wrong(f"{where} has {len(data)} values; it must have {len(makers)}")
         return tuple(maker(item, f"{where}[{k}]") for k, (maker, item) in enumerate(zip(makers, data, strict=True)))

@@ -136,7 +136,7 @@ def compare(
         look.inputs(arguments)
         run = arguments.backend.observe(plain.program, low.mesh, values_tap(look))
         run(arguments.computed())
-        expected = [reference.value(o) for o in low.global_program.outputs]
+        expected = [reference.value(out) for out in low.global_program.outputs]
         if not look.found:
             look.executed(arguments, inputs)
             look.outputs(arguments, expected)
@@ -160,7 +160,7 @@ class _Look:
         self.wrong: set[int] = set()  # global values of which the program that runs has a wrong copy
 
     def inputs(self, arguments: Arguments) -> None:
-        ids = [i for i in self.plain.program.inputs if i not in self.plain.program.constants]
+        ids = [id for id in self.plain.program.inputs if id not in self.plain.program.constants]
         for mine, shards in zip(ids, arguments.shards, strict=True):
             self.one(mine, shards, None)
 

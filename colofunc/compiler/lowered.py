@@ -88,7 +88,7 @@ class Lowered:
     @property
     def hidden_ids(self) -> tuple[int, ...]:
         """Values of the local program that are hidden inputs."""
-        inputs = tuple(i for i in self.program.inputs if i not in self.program.constants)
+        inputs = tuple(id for id in self.program.inputs if id not in self.program.constants)
         return inputs[len(inputs) - len(self.hidden) :]
 
     @property
@@ -271,4 +271,4 @@ def _ways(outs: Sequence[Layout | None], ins: Sequence[Layout], mesh: Mesh, axes
     for layout in (*outs, *ins):
         if layout is not None:
             names |= set(layout.axes)
-    return prod(mesh.axis_size(a) for a in names)
+    return prod(mesh.axis_size(name) for name in names)

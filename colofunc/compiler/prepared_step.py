@@ -143,7 +143,7 @@ class Ready:
     def roles(self) -> tuple[str, ...]:
         """Per leaf, the role that it carries to other steps; "" where it is a guess, or lasts for this step only."""
         traced = self.low.traced
-        found = [traced.program.values[i].role for i in traced.program.inputs[: len(traced.names)]]
+        found = [traced.program.values[id].role for id in traced.program.inputs[: len(traced.names)]]
         return tuple(role if role in LASTING and not traced.guessed else "" for role in found)
 
     @cached_property
@@ -226,7 +226,7 @@ class Ready:
         for k in given.away:
             inputs[k] = []
         # also of a consumed one, on which there is an error
-        missing = [k for k, parts in enumerate(inputs) if not parts]
+        missing = [place for place, parts in enumerate(inputs) if not parts]
         if missing:
             self._bring(given.leaves, missing, inputs, name)
         return inputs

@@ -54,12 +54,12 @@ def _walk(specs: Any, tree: Tree, path: str, at: list[int]) -> Iterator[tuple[in
     if isinstance(specs, Mapping):
         items = {str(k): v for k, v in specs.items()}
     elif isinstance(specs, (list, tuple)):
-        items = {str(k): v for k, v in enumerate(specs)}
+        items = {str(place): v for place, v in enumerate(specs)}
     else:
         raise InputError(f"{here}: {specs!r} is no spec; write a string such as '(dp b) ...', a cf.Spec, or None")
-    keys = [str(k) for k in tree.keys]
+    keys = [str(key) for key in tree.keys]
     if tree.kind in ("tensor", "static") or set(items) != set(keys):
-        missing = [k for k in keys if k not in items]
+        missing = [key for key in keys if key not in items]
         unknown = [k for k in items if k not in keys]
         says = "is deeper than the value"
         if missing:

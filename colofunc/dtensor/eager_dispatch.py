@@ -94,7 +94,7 @@ def dispatch(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if written:
         _write(cls, func, leaves[0], *results[0])
         return leaves[0]
-    wrapped = [cls(r[0], r[1], mesh, backend) if isinstance(r, tuple) else r for r in results]
+    wrapped = [cls(out[0], out[1], mesh, backend) if isinstance(out, tuple) else out for out in results]
     if is_view(func) and isinstance(args[0], cls):
         for view in wrapped:
             view._origin = _origin(args[0], func, args)
@@ -216,7 +216,7 @@ def write_back(func: Any, args: tuple[Any, ...], base: torch.Tensor, view: torch
     if packet is aten.transpose:
         return view.transpose(*args)
     if packet is aten.permute:
-        order = [d % base.dim() for d in args[0]]
+        order = [dim % base.dim() for dim in args[0]]
         return view.permute([order.index(d) for d in range(base.dim())])
     raise InputError(
         f"a write to a view made by {func} cannot be carried back to its base; write to the base itself, or clone() "

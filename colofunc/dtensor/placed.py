@@ -108,7 +108,7 @@ def _placed(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy:
         if x.mesh != mesh:
             raise elsewhere(what, x, mesh)
         if x.sharding is layout:
-            return [s.clone() for s in x.parts] if copy else x.parts_in_flight
+            return [part.clone() for part in x.parts] if copy else x.parts_in_flight
         converted = convert_shards(x.parts, x.sharding, layout, mesh, backend)
         return _on_their_own(converted, x.parts, layout.tier) if copy or x.owned else converted
     if x.is_meta:

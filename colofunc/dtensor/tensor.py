@@ -320,7 +320,7 @@ class DTensor(torch.Tensor):
 
         names = self.mesh.axis_names
         device_mesh = init_device_mesh(
-            self.device.type, tuple(self.mesh.axis_size(a) for a in names), mesh_dim_names=names
+            self.device.type, tuple(self.mesh.axis_size(name) for name in names), mesh_dim_names=names
         )
         placements = to_placements(self.sharding, self.mesh)
         return TorchDTensor.from_local(

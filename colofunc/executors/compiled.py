@@ -93,7 +93,7 @@ def graph_of(piece: Piece, device: torch.device) -> torch.fx.GraphModule:
             named["device"] = device
         call = graph.call_function(_function(node.target), args, named)
         _define(graph, env, node, call)
-    graph.output(tuple(env[o] for o in piece.outs))
+    graph.output(tuple(env[out] for out in piece.outs))
     return torch.fx.GraphModule({}, graph)
 
 
@@ -174,5 +174,5 @@ def shared(inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         mine.sort()
     if not any(a[1] > b[0] for mine in spans.values() for a, b in pairwise(mine)):
         return ()
-    numbers = {storage: k for k, storage in enumerate(dict.fromkeys(storages))}
+    numbers = {storage: place for place, storage in enumerate(dict.fromkeys(storages))}
     return tuple((numbers[s], x.storage_offset()) for s, x in zip(storages, inputs, strict=True))

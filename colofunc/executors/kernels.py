@@ -94,7 +94,7 @@ def check_words(node: Node) -> None:
 def result_kind(target: str) -> str:
     """How the results of a target come: "one" tensor, "flat" sequence, "nested" sequence of sequences, or "none"."""
     returns = overload(target)._schema.returns
-    lists = [isinstance(r.type, torch.ListType) for r in returns]
+    lists = [isinstance(returned.type, torch.ListType) for returned in returns]
     if not returns:
         return "none"
     if len(returns) == 1:

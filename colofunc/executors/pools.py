@@ -188,4 +188,4 @@ def accelerator(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 def reads_host_only(program: Program) -> bool:
     """Whether no input lies in the device's memory by its tier, so that inputs cannot say where the program runs."""
-    return not any(program.values[i].tier == "device" for i in program.inputs if i not in program.constants)
+    return not any(program.values[id].tier == "device" for id in program.inputs if id not in program.constants)

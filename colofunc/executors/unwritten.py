@@ -62,7 +62,7 @@ def counted(program: Program, last: Mapping[int, int]) -> Fused:
         for i in piece.ins:
             held[i] = max(held.get(i, -1), end)
         for node in filter(_is_norm_backward, piece.nodes):
-            inner_bytes[place[id(node)]] = max((program.values[i].nbytes for i in node.results), default=0)
+            inner_bytes[place[id(node)]] = max((program.values[out].nbytes for out in node.results), default=0)
     return Fused(unwritten, held, inner_bytes)
 
 
@@ -94,10 +94,10 @@ def _read_until(nodes: Sequence[Node], group_of: Mapping[int, int], place: Mappi
     from it.
     """
     until: dict[int, int] = {}  # of a value, within the group that makes it
-    makers = {i: group_of.get(id(node)) for node in nodes for i in node.results}
+    makers = {out: group_of.get(id(node)) for node in nodes for out in node.results}
     read: dict[int, int] = {}
     for node in reversed(nodes):
-        done = max((until.get(i, -1) for i in node.results), default=-1)
+        done = max((until.get(out, -1) for out in node.results), default=-1)
         done = max(done, place[id(node)])
         for i in node.refs:
             read[i] = max(read.get(i, -1), done)

@@ -116,4 +116,4 @@ def _kinds(said: Said) -> tuple[tuple[str, str, int], ...]:
 def _odd(values: Sequence[Any]) -> list[int]:
     """Ranks that differ from most."""
     common = max(values, key=values.count)
-    return [r for r, value in enumerate(values) if value != common]
+    return [place for place, value in enumerate(values) if value != common]

@@ -238,7 +238,7 @@ def functional(module: nn.Module, trainable: str | Iterable[str] = "*") -> Model
 def abstract(shape: Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor that has a shape and a dtype and no data, to plan a step before there is a batch."""
     sizes = tuple(shape) if isinstance(shape, Iterable) else (-1,)
-    if not all(isinstance(n, int) and n >= 0 for n in sizes):
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise InputError(f"abstract: {shape!r} is no shape. Try: cf.abstract((8, 1024), torch.int64)")
     return torch.empty(sizes, dtype=dtype, device="meta")
 

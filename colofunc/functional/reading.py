@@ -63,8 +63,8 @@ class RowSampler:
                 continue
             rows, padded = cut
             ids = zlib.crc32(repr(indices).encode())
-            self.told.append(Item(None, n, None if self.cut is None else padded, tuple(r >= n for r in rows), ids))
-            yield [indices[r % n] for r in rows]
+            self.told.append(Item(None, n, None if self.cut is None else padded, tuple(row >= n for row in rows), ids))
+            yield [indices[row % n] for row in rows]
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -127,7 +127,7 @@ def samplers(loader: Any) -> list[Any]:
 
 def generators(loader: Any) -> dict[str, torch.Generator]:
     """Generators of the loader's own, by where they are."""
-    places = {"loader": loader, **{f"sampler{k}": s for k, s in enumerate(samplers(loader))}}
+    places = {"loader": loader, **{f"sampler{place}": s for place, s in enumerate(samplers(loader))}}
     found: dict[str, torch.Generator] = {}
     for name, place in places.items():
         generator = getattr(place, "generator", None)

@@ -191,7 +191,7 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
         batch = args[0]
         # Floats are tensors of a step and as exact as the numbers that they stand for; ints would mean a new trace
         # each.
-        rest = [float(a) if isinstance(a, int) else a for a in args[1:]]
+        rest = [float(arg) if isinstance(arg, int) else arg for arg in args[1:]]
         trainer = module.trainer
         numbers = {"args": rest, **self._counters(trainer)}
         update = not trainer.fit_loop._should_accumulate()

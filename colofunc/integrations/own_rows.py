@@ -164,9 +164,9 @@ class RowSampler:
             cut = self.own.cut(n, regular)
             rows, padded = (list(range(n)), 0) if cut is None else cut
             ids = zlib.crc32(repr(indices).encode())
-            mine = [indices[r % n] for r in rows]
+            mine = [indices[row % n] for row in rows]
             seed = zlib.crc32(repr((torch.initial_seed(), self._epoch, number, mine)).encode()) if padded else None
-            yield _Mine(mine, [n, padded, ids, self._epoch, number, *(int(r >= n) for r in rows)], seed)
+            yield _Mine(mine, [n, padded, ids, self._epoch, number, *(int(row >= n) for row in rows)], seed)
 
 
 class _Mine(list[Any]):
@@ -267,6 +267,6 @@ def rows_text(dim: Dim, mesh: Mesh) -> str:
     '(4 dp r) ...'
     """
     free = row_word(mesh)
-    local = [k for k, (_, axis) in enumerate(dim) if axis is None]
-    words = [axis or (free if k == local[-1] else str(size)) for k, (size, axis) in enumerate(dim)]
+    local = [place for place, (_, axis) in enumerate(dim) if axis is None]
+    words = [axis or (free if place == local[-1] else str(size)) for place, (size, axis) in enumerate(dim)]
     return f"({' '.join(words if local else [*words, free])}) ..."

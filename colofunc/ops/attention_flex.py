@@ -160,7 +160,7 @@ def _buffer(x: Tensor) -> Buffer:
 
 
 def _taken(values: Tensor, dims: Sequence[int], pair: Sequence[Tensor]) -> Tensor:
-    return values[tuple([pair[d] for d in dims])] if dims else values
+    return values[tuple([pair[dim] for dim in dims])] if dims else values
 
 
 def _mask_function(bounds: Sequence[Bound], mask: Tensor | None) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:

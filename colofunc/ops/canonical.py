@@ -211,12 +211,12 @@ def _open(func: Any) -> Any:
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors as autocast would hand them to a matmul. Fake tensors sit on CPU, whatever device autocast names."""
-    kinds = [t.device.type for t in tensors if t is not None] + ["cuda", "cpu"]
+    kinds = [tensor.device.type for tensor in tensors if tensor is not None] + ["cuda", "cpu"]
     for kind in kinds:
         # Weights without data lie on "meta", of which autocast knows nothing.
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-            return tuple(_autocast_to(dtype, t) for t in tensors)
+            return tuple(_autocast_to(dtype, tensor) for tensor in tensors)
     return tensors
 
 
@@ -321,7 +321,7 @@ def _mask(mask: Tensor, lead: torch.Size) -> Tensor:
     """The mask with four dims, each of size one or full."""
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
-    if len(lead) > 1 and any(n != 1 for n in mask.shape[:-3]):
+    if len(lead) > 1 and any(size != 1 for size in mask.shape[:-3]):
         return mask.expand((*lead, *mask.shape[-3:])).reshape((prod(lead), *mask.shape[-3:]))
     return mask if mask.dim() == 4 else mask.reshape(mask.shape[-4:])
 

@@ -75,7 +75,7 @@ class Catcher:
         if name == "sum":
             return self._sum(args, kwargs, out)
         if name in _FOLLOWS or name in _STARTS:
-            if name in _STARTS or any(_has(a) for a in args):
+            if name in _STARTS or any(_has(arg) for arg in args):
                 self._remember(name, args, kwargs, out)
         elif name.endswith("_") or name == "__setitem__" or "out" in kwargs:
             self._write(name, args, kwargs)
@@ -83,7 +83,7 @@ class Catcher:
 
     def _remember(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         if isinstance(out, Tensor):
-            if not any(out is a for a in args) and _worth(name, out, args):
+            if not any(out is arg for arg in args) and _worth(name, out, args):
                 self._put(out, name, args, kwargs)
         elif isinstance(out, (tuple, list)):
             for k, part in enumerate(out):
@@ -321,7 +321,7 @@ class _Sorted:
         turned = self.of._maybe(weight)
         stored = turned is None or turned.name not in ("transpose", "swapaxes")
         if not stored and turned is not None:
-            if {d % 3 for d in turned.args[1:]} != {1, 2}:
+            if {dim % 3 for dim in turned.args[1:]} != {1, 2}:
                 raise _No
             weight = turned.args[0]
         return weight, bias, stored, ids, self.of.uncast(made.args[0])
@@ -431,7 +431,7 @@ def _worth(name: str, out: Tensor, args: tuple[Any, ...]) -> bool:
     """Whether a call that nothing led to may be the start of a layer."""
     if name in _PLUS and (len(args) < 2 or isinstance(args[1], Tensor)):
         return False  # a residual sum; what is looked for adds a number
-    if any(_has(a) for a in args):
+    if any(_has(arg) for arg in args):
         return True
     source = args[0] if args and isinstance(args[0], Tensor) else out
     if name == "arange":  # that counts up from 0

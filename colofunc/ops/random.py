@@ -253,7 +253,7 @@ def keep_mask(seed: Tensor, site: int, p: float, dims: Sequence[Tensor], dtype: 
         lead = (lead.unsqueeze(1) + d).flatten()
     index = Index(lead, dims[-1])
     out = _keep(index, 1.0 - p, seed, site, dtype)
-    return out.view([d.numel() for d in dims])
+    return out.view([dim.numel() for dim in dims])
 
 
 def _fake_bits(

@@ -55,14 +55,14 @@ def twin_of(target: str) -> Twin | None:
         found = _registered(name)
         if found is None:
             continue
-        written = [k for k, argument in enumerate(found._schema.arguments) if _is_written(argument)]
-        own = sum(r.alias_info is None for r in found._schema.returns)
+        written = [place for place, argument in enumerate(found._schema.arguments) if _is_written(argument)]
+        own = sum(returned.alias_info is None for returned in found._schema.returns)
         if (
             written
             and _arguments(found) == _arguments(functional)
             and own + len(written) == len(functional._schema.returns)
         ):
-            places = tuple((own + k, position) for k, position in enumerate(written))
+            places = tuple((own + place, position) for place, position in enumerate(written))
             return Twin(name, places, own, len(found._schema.returns) - own)
     return None
 
@@ -136,7 +136,7 @@ def _siblings(operator: Any) -> list[Any]:
 
 def _is_functional(operator: Any) -> bool:
     schema = operator._schema
-    return not schema.is_mutable and all(r.alias_info is None for r in schema.returns)
+    return not schema.is_mutable and all(returned.alias_info is None for returned in schema.returns)
 
 
 def _is_written(argument: Any) -> bool:

@@ -75,7 +75,7 @@ def adamw_all_(
     """`colofunc.adamw_` of many parameters of one dtype on one device."""
     options = beta1, beta2, eps, weight_decay, decoupled
     # Large parameters have a kernel of their own, whose numbers are other ones in the last bits.
-    alone = [not amsgrad and adamw_asks_kernel(p, g) for p, g in zip(params, grads, strict=True)]
+    alone = [not amsgrad and adamw_asks_kernel(param, grad) for param, grad in zip(params, grads, strict=True)]
     if any(alone):
         rows = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
         for row in compress(rows, alone):

@@ -155,7 +155,7 @@ def _node_problem(program: Program, node: Node, defined: set[int], scope: _Scope
     problem = _own_problem(program, node, scope)
     if not problem and node.loop is None:
         # the node, too, so that its id stays its own
-        scope.known[key] = node, tuple(values[i] for i in (*node.refs, *node.results))
+        scope.known[key] = node, tuple(values[id] for id in (*node.refs, *node.results))
     return problem
 
 

@@ -47,8 +47,8 @@ def call_of(node: Node, values: Mapping[int, Value]) -> tuple[Call, tuple[int, .
 
     args = map_refs(node.args, operand)
     kwargs = map_refs(node.kwargs, operand)
-    ins = tuple(TensorType(values[i].shape, values[i].dtype) for i in ids)
-    outs = tuple(None if o is None else TensorType(values[o].shape, values[o].dtype) for o in node.outs)
+    ins = tuple(TensorType(values[id].shape, values[id].dtype) for id in ids)
+    outs = tuple(None if out is None else TensorType(values[out].shape, values[out].dtype) for out in node.outs)
     return Call(node.target, args, kwargs, ins, outs), tuple(ids)
 
 

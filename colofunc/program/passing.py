@@ -75,7 +75,7 @@ class _Spans:
 def passing(program: Program) -> Passing:
     """What passes through the host in a finished program of one rank."""
     found = lies(program)
-    kept = {found.home[o] for o in program.outputs}
+    kept = {found.home[out] for out in program.outputs}
     spans = _spans(program, found, kept)
     exact = _most(spans, lambda nbytes: nbytes, weigh=True)
     tries = [_most(spans, partial(rounded, steps=steps)) for steps in STEPS]
@@ -102,7 +102,7 @@ def _spans(program: Program, found: Lies, kept: set[int]) -> _Spans:
     spans, values, loops = [], set[int](), dict[Outs, tuple[int, _Spans]]()
     for k, node in enumerate(program.nodes):
         if node.loop is not None:
-            given = {into: found.metas[i] for into, i in zip(node.loop.body.inputs, node.refs, strict=True)}
+            given = {into: found.metas[ref] for into, ref in zip(node.loop.body.inputs, node.refs, strict=True)}
             loops[node.outs] = k, _spans(node.loop.body, inside(node.loop.body, given)[0], set())
         for o in node.outs:
             if (

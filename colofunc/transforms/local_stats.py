@@ -86,7 +86,7 @@ def _wrapped(globs: Globs, axes: tuple[str, ...] | None, build: Build) -> Build:
 
 def _ranks(mesh: Mesh, axes: tuple[str, ...] | None) -> int:
     if axes is None:
-        axes = tuple(a for a in mesh.axis_names if mesh.axis_size(a) > 1)
+        axes = tuple(axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1)
         if len(axes) > 1:
             raise PlanError(
                 f"cf.local_stats cannot tell which axes of {mesh} split the batch, and its numbers depend on them; "
@@ -95,7 +95,7 @@ def _ranks(mesh: Mesh, axes: tuple[str, ...] | None) -> int:
     for axis in axes:
         if axis not in mesh:
             raise PlanError(f"cf.local_stats: axes={axis!r} is no axis of {mesh}{near(axis, mesh.axis_names, 'axes')}")
-    return prod(mesh.axis_size(a) for a in axes)
+    return prod(mesh.axis_size(axis) for axis in axes)
 
 
 # ---- which norms ----

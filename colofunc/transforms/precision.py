@@ -97,8 +97,8 @@ class _Grow:
     def _grown(self, state: Any) -> Any:
         leaves, tree = flatten(state)
         wide = self.policy.params
-        if any(_narrower(t, wide) for t in leaves):
-            state = unflatten(tree, [t.to(wide) if _narrower(t, wide) else t for t in leaves])
+        if any(_narrower(leaf, wide) for leaf in leaves):
+            state = unflatten(tree, [leaf.to(wide) if _narrower(leaf, wide) else leaf for leaf in leaves])
         if self.policy.scales is None:
             return state
         record, bare = LOSS_SCALE.split(state)
@@ -186,7 +186,7 @@ def _scaled(policy: Policy, record: Any, state: Any, out: Any, mixed: Mixed) -> 
     finite = mixed.all_finite()
     if finite is None:
         return back(LOSS_SCALE.join(new, record))
-    kept = [mixed.chosen(b, a) for a, b in zip(old_leaves, leaves, strict=True)]
+    kept = [mixed.chosen(leaf, old) for old, leaf in zip(old_leaves, leaves, strict=True)]
     return back(LOSS_SCALE.join(unflatten(tree, kept), next_scale(policy, record, finite)))
 
 

@@ -178,7 +178,7 @@ def read_piece(
     begin, end = low * row_bytes, high * row_bytes
     if begin >= end:
         return torch.empty(
-            [len(range(n)[p]) if isinstance(p, slice) else len(p) for n, p in zip(shape, picks)], dtype=dtype
+            [len(range(size)[p]) if isinstance(p, slice) else len(p) for size, p in zip(shape, picks)], dtype=dtype
         )
     first, needed = _needed_blocks(shape, picks, dtype.itemsize)
     base = min(begin, first * BLOCK_BYTES)

@@ -129,7 +129,7 @@ def layout_for(entry: Entry, mesh: Mesh, spec: SpecLike | None) -> Layout:
         return layout
     if entry.dims is None:
         return replicated(entry.shape, entry.tier)
-    dims = tuple(_dim(dim, n, mesh) for dim, n in zip(entry.dims, entry.shape))
+    dims = tuple(_dim(dim, size, mesh) for dim, size in zip(entry.dims, entry.shape))
     return make_layout(dims, entry.shape, (), entry.tier, at=_at(entry.at, dims, mesh))
 
 

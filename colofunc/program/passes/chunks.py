@@ -151,7 +151,7 @@ def _scopes(program: Program) -> dict[int, _Scope]:
 
     Not those in parts, which keep their collectives apart.
     """
-    given = {i: i for i in program.inputs}
+    given = {id: id for id in program.inputs}
     top = _Scope(program, given, given, {})
     found = {-1: top}
     for index, node in enumerate(program.nodes):

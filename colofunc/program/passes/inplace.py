@@ -168,7 +168,7 @@ class _Overwrite:
             ends = [index]
             if kind is not None and kind[1]:  # a started collective reads until it is waited for
                 ends += [program.last_uses.get(out, index) for out in node.results]
-            for group in {self.memory.group(i) for i in node.refs}:
+            for group in {self.memory.group(ref) for ref in node.refs}:
                 self._group_readers.setdefault(group, []).extend(ends)
 
     # ---- operators with several results ----
@@ -205,7 +205,7 @@ class _Overwrite:
         if not self._is_free(into, index):
             return False
         # No other operand of the update may share this memory.
-        return sum(self.memory.group(r) == self.memory.group(into) for r in node.refs) == 1
+        return sum(self.memory.group(ref) == self.memory.group(into) for ref in node.refs) == 1
 
     # ---- one result ----
 
@@ -244,7 +244,7 @@ class _Overwrite:
         for operand in dict.fromkeys(node.refs):
             form = over(node, operand)
             shared = {group, self.memory.group(operand)}
-            if form is None or any(i != operand and self.memory.group(i) in shared for i in node.refs):
+            if form is None or any(ref != operand and self.memory.group(ref) in shared for ref in node.refs):
                 continue
             before: list[_Change] | None = []
             if operand != into:
@@ -276,7 +276,7 @@ class _Overwrite:
     def _given(self, index: int, node: Node, into: int, through: frozenset[int]) -> list[_Change] | None:
         """The old value's memory given to an operator that does not read it any more."""
         out = out_twin(node.target)
-        if out is None or any(self.memory.group(i) == self.memory.group(into) for i in node.refs):
+        if out is None or any(self.memory.group(ref) == self.memory.group(into) for ref in node.refs):
             return None
         target, argument = out
         form = attrs.evolve(node, target=target, kwargs=(*node.kwargs, (argument, Ref(into))), outs=(None,))
@@ -335,7 +335,7 @@ def _from_wire(id: int, makers: Mapping[int, Node]) -> bool:
 
 def _is_fresh(id: int, memory: Aliases, program: Program) -> bool:
     """Whether no input shares memory with a value: what is written over inputs cannot change it."""
-    return memory.group(id) not in {memory.group(i) for i in program.inputs}
+    return memory.group(id) not in {memory.group(input_id) for input_id in program.inputs}
 
 
 def _only_reshapes(node: Node, program: Program) -> bool:

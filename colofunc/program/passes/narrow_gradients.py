@@ -122,4 +122,4 @@ def changes_between(program: Program, source: int, begin: int, end: int) -> bool
     """Whether a node between two positions writes to the memory of a value."""
     memory = aliases(program)
     group = memory.group(source)
-    return any(memory.group(i) == group for node in program.nodes[begin + 1 : end] for i in written(node))
+    return any(memory.group(id) == group for node in program.nodes[begin + 1 : end] for id in written(node))

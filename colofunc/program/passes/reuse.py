@@ -96,8 +96,8 @@ def over(node: Node, id: int) -> Node | None:
 def own_outputs(program: Program) -> set[int]:
     """Positions of outputs whose memory is made by the program, holds nothing else and leaves it once."""
     facts = Facts(program)
-    groups = [facts.memory.group(o) for o in program.outputs]
-    return {k for k, o in enumerate(program.outputs) if groups.count(groups[k]) == 1 and facts.whole(o)}
+    groups = [facts.memory.group(out) for out in program.outputs]
+    return {place for place, out in enumerate(program.outputs) if groups.count(groups[place]) == 1 and facts.whole(out)}
 
 
 def own_outputs_of_parts(loop: Loop) -> set[int]:
@@ -250,7 +250,7 @@ class Facts:
 
     def moves(self, ids: tuple[int, ...]) -> bool:
         """Whether these values can be read later than the program does: nothing has been written over them."""
-        return not any(self.memory.group(i) in self.written for i in ids)
+        return not any(self.memory.group(id) in self.written for id in ids)
 
 
 # What a pattern finds: (value to write over, target, arguments, results that are not needed any more).
@@ -283,7 +283,7 @@ def _cross_entropy(facts: Facts, index: int, node: Node) -> Found | None:
 
 def _embedding(facts: Facts, index: int, node: Node) -> Found | None:
     """A sum with the gradient of an embedding: only the rows that were looked up are touched."""
-    if node.kwargs or not all(isinstance(a, Ref) for a in node.args):
+    if node.kwargs or not all(isinstance(arg, Ref) for arg in node.args):
         return None
     for into, other in (node.args, node.args[::-1]):
         maker = facts.makers.get(other.id)

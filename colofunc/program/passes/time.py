@@ -254,8 +254,8 @@ class _Build(Builder):
         self.makers.update(dict.fromkeys(node.results, node))
         self.places.update(dict.fromkeys(node.results, made_at(node)))
         call, ids = call_of(node, self.program.values)
-        lies = [self.lies[i] for i in ids]
-        given = bool(ids) and kind_of(node) is not None and all(i in self.leaves for i in ids)
+        lies = [self.lies[id] for id in ids]
+        given = bool(ids) and kind_of(node) is not None and all(id in self.leaves for id in ids)
         if given or not any(lay.axes or lay.pending for lay in lies):
             if given:
                 self.leaves.update(node.results)  # the batch itself is moved once

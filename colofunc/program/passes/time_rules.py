@@ -61,7 +61,7 @@ def _whole(call: Call) -> Rule | None:
 
 
 def _dims(shape: Iterable[int], first: int = 0) -> tuple[Operand, dict[str, int]]:
-    names = {f"d{k}": n for k, n in enumerate(shape, first)}
+    names = {f"d{place}": size for place, size in enumerate(shape, first)}
     return tuple((name,) for name in names), names
 
 

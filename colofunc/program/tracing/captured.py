@@ -75,7 +75,7 @@ def lift(program: Program, captured: Mapping[int, torch.Tensor]) -> tuple[Progra
             values[vid], name=values[vid].name or f"captured.{k}", role="frozen", device_free=False
         )
     for node in program.nodes:
-        if not all(values[r].device_free for r in node.refs):
+        if not all(values[ref].device_free for ref in node.refs):
             for o in node.outs:
                 if o is not None and values[o].device_free:
                     values[o] = attrs.evolve(values[o], device_free=False)

@@ -218,7 +218,7 @@ def called(
             return next(left)
         return [real(a) for a in arg] if type(arg) is tuple else arg
 
-    positional = [real(a) for a in args]
+    positional = [real(arg) for arg in args]
     return func(*positional, **{k: real(v) for k, v in kwargs})
 
 

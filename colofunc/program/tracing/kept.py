@@ -44,7 +44,7 @@ class Kept:
         parts = container(state)
         kind, keys, items, context = parts if parts is not None else ("", (), (), None)
         if kind == "sequence":
-            at = [k for k, item in enumerate(items) if isinstance(item, dict) and set(item) == set(self.fields)]
+            at = [place for place, item in enumerate(items) if isinstance(item, dict) and set(item) == set(self.fields)]
             if not at:
                 return None, state
             return items[at[-1]], type(state)([*items[: at[-1]], *items[at[-1] + 1 :]])

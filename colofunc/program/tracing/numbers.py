@@ -51,7 +51,7 @@ def as_numbers(rec: Recorder, handler: Callable[..., Any], func: Any, args: Any,
     if want == have:
         return handler(rec, func, args, kwargs)
     alike = not choice and all(x.dim() == 0 and x.dtype == want for x in others)
-    if alike and all(r.alias_info is None for r in func._schema.returns):
+    if alike and all(returned.alias_info is None for returned in func._schema.returns):
         ones = {id(x): rec.call(aten.view.default, x, [1]) for x in others}
         return rec.call(aten.view.default, handler(rec, func, *_replaced(ones, args, kwargs)), [])
     with_dtype = {id(x): rec.call(aten._to_copy.default, x, dtype=want) for x in numbers}

@@ -188,7 +188,7 @@ def assign(rec: Recorder, tensor: torch.Tensor, result: torch.Tensor) -> None:
 def _fits(shape: torch.Size, into: torch.Size) -> bool:
     """Whether a shape can be repeated to another."""
     at_end = into[len(into) - len(shape) :] if len(shape) <= len(into) else ()
-    return len(at_end) == len(shape) and all(n in (1, wide) for n, wide in zip(shape, at_end))
+    return len(at_end) == len(shape) and all(size in (1, wide) for size, wide in zip(shape, at_end))
 
 
 def inplace_view(func: Any) -> Handler:
@@ -362,7 +362,7 @@ def skip(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def effect(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """An operator without results: a node that nothing reads and nothing may drop."""
-    rec.emit(target_of(func), tuple([rec.encode(a) for a in args]), (), [])
+    rec.emit(target_of(func), tuple([rec.encode(arg) for arg in args]), (), [])
 
 
 def passthrough(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -54,7 +54,7 @@ def explain(base: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...
     total = prod(base)
     order = sorted((d for d in range(len(size)) if size[d] != 1 and stride[d] != 0), key=lambda d: -stride[d])
     sizes = [size[d] for d in order]
-    if any(stride[d] != prod(sizes[i + 1 :]) for i, d in enumerate(order)) or 0 in size:
+    if any(stride[d] != prod(sizes[place + 1 :]) for place, d in enumerate(order)) or 0 in size:
         return None
     count = prod(sizes)
     if offset < 0 or offset + count > total:

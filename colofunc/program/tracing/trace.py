@@ -80,7 +80,7 @@ class Traced:
 
 def _nameless(tree: Tree) -> Any:
     if tree.children or tree.kind not in ("tensor", "static"):
-        return (tree.kind, tree.type, tree.keys, tuple(_nameless(c) for c in tree.children))
+        return (tree.kind, tree.type, tree.keys, tuple(_nameless(child) for child in tree.children))
     return (tree.kind, type(tree.value), tree.value)
 
 

@@ -154,7 +154,7 @@ def item(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def dynamic(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Operators whose result has a shape, or is a Python value, that depends on data (nonzero, unique, equal)."""
-    enc = tuple([rec.encode(a) for a in args])
+    enc = tuple([rec.encode(arg) for arg in args])
     named = tuple((k, rec.encode(v)) for k, v in kwargs.items() if k not in PLACEMENT and v is not None)
     if not all(rec.values[r].device_free for r in refs_of((enc, named))):
         raise data_dependent(f"{target_of(func)} makes a result of a shape or value")
@@ -199,7 +199,7 @@ def _wrap_known(rec: Recorder, out: Any) -> Any:
 
 
 def index(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    masks = [arg for arg in args[1] if arg is not None and arg.dtype in (torch.bool, torch.uint8)]
     if not masks:
         return plain(rec, func, args, kwargs)
     if all(rec.is_known(m) for m in masks):
@@ -223,7 +223,7 @@ def index_put(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> An
     """`x[mask] = value` with one value is a `where`; the rest is a plain operator."""
     tensor, indices, value = args[:3]
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-    used = [i for i in indices if i is not None]
+    used = [index for index in indices if index is not None]
     if len(used) == 1 == len(indices) and used[0].dtype == torch.bool and value.numel() == 1 and not accumulate:
         mask = used[0]
         with rec:

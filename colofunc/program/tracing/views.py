@@ -103,7 +103,7 @@ def write_back(rec: Recorder, path: Sequence[Cell], parent: int, new: int) -> in
     if target in _INVOLUTIONS:
         return rec.emit1(target, (Ref(new), *cell.args[1:]), whole.shape, whole.dtype)
     if target == "aten.permute.default":
-        order = [d % len(cell.args[1]) for d in cell.args[1]]
+        order = [dim % len(cell.args[1]) for dim in cell.args[1]]
         inverse = tuple(order.index(d) for d in range(len(order)))
         return rec.emit1(target, (Ref(new), inverse), whole.shape, whole.dtype)
     if target in _SCATTERS:
