@@ -250,11 +250,11 @@ class Lowered:
             flops += work
             local_flops += work / ways
             split_flops += work if ways > 1 else 0.0
-            for o, layout in zip(node.outs, strategy.outs, strict=True):
-                if o is None or layout is None or not layout.shape:
+            for out, layout in zip(node.outs, strategy.outs, strict=True):
+                if out is None or layout is None or not layout.shape:
                     continue
-                nbytes += values[o].nbytes
-                split_bytes += values[o].nbytes if layout.axes else 0
+                nbytes += values[out].nbytes
+                split_bytes += values[out].nbytes if layout.axes else 0
         return Coverage(
             split_flops / flops if flops else 1.0,
             split_bytes / nbytes if nbytes else 1.0,

@@ -278,9 +278,9 @@ class Ready:
         if self._makers is None:
             self._makers = []
             again = {out: self.roles[into] for out, into in self.low.global_program.aliases}
-            for k, (parts, layout) in enumerate(zip(outs, self.low.output_layouts, strict=True)):
+            for place, (parts, layout) in enumerate(zip(outs, self.low.output_layouts, strict=True)):
                 home = home_of(layout, parts[0].dtype, self.low.mesh, self.backend)
-                self._makers.append(self._maker(parts, home, again.get(k, "")))
+                self._makers.append(self._maker(parts, home, again.get(place, "")))
         return [make(parts) for make, parts in zip(self._makers, outs, strict=True)]
 
     def owned(self, parts: Shards, home: Home, role: str) -> DTensor:

@@ -99,8 +99,8 @@ def constraints_of_user(
     wishes: list[Wish] = []
     named: dict[str, str] = {}
     rules = Rules(program, mesh, plugins=sharding.plugins)
-    for k, part in enumerate(sharding.plans):
-        name = getattr(part, "name", None) or f"plan {k + 1}"
+    for place, part in enumerate(sharding.plans):
+        name = getattr(part, "name", None) or f"plan {place + 1}"
         try:
             mine = wishes_of(part, program, str(name), mesh, rules)
         except PlanError as error:

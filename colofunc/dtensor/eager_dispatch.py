@@ -122,9 +122,9 @@ def _shown(cls: Any, values: Sequence[torch.Tensor], text: str, key: str, ranks:
     """`cf.debug` outside of a step: the global values on the main rank, or every rank's parts."""
     found = [x for x in values if isinstance(x, cls)]
     whole = [x.full() if isinstance(x, cls) and not ranks else x for x in values]
-    for k, rank in enumerate(found[0]._backend.ranks(found[0].mesh)):
+    for place, rank in enumerate(found[0]._backend.ranks(found[0].mesh)):
         if ranks or rank == 0:
-            show([x.parts[k] if isinstance(x, cls) else x for x in whole], text, key, ranks, rank)
+            show([x.parts[place] if isinstance(x, cls) else x for x in whole], text, key, ranks, rank)
 
 
 def _detached(cls: Any, x: Any) -> Any:

@@ -113,15 +113,15 @@ def _define(graph: torch.fx.Graph, env: dict[int, Any], node: Node, call: Any) -
     """Bind the results of a call, by `getitem` where there are several."""
     kind = result_kind(node.target)
     if kind == "one":
-        for o in node.outs:
-            if o is not None:
-                env[o] = call
+        for out in node.outs:
+            if out is not None:
+                env[out] = call
         return
     if kind == "nested":
         call = graph.call_function(flat_results, (call,))
-    for k, o in enumerate(node.outs):
-        if o is not None:
-            env[o] = graph.call_function(operator.getitem, (call, k))
+    for place, out in enumerate(node.outs):
+        if out is not None:
+            env[out] = graph.call_function(operator.getitem, (call, place))
 
 
 class Segment:

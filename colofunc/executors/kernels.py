@@ -129,8 +129,8 @@ def reduce_members(members: Sequence[torch.Tensor], how: str) -> torch.Tensor:
     if len(members) == 1:
         return total.copy_(first)
     fn(first, members[1], out=total)
-    for m in members[2:]:
-        fn(total, m, out=total)
+    for member in members[2:]:
+        fn(total, member, out=total)
     return total
 
 

@@ -99,10 +99,10 @@ def _read_until(nodes: Sequence[Node], group_of: Mapping[int, int], place: Mappi
     for node in reversed(nodes):
         done = max((until.get(out, -1) for out in node.results), default=-1)
         done = max(done, place[id(node)])
-        for i in node.refs:
-            read[i] = max(read.get(i, -1), done)
-            if id(node) in group_of and makers.get(i) == group_of[id(node)]:
-                until[i] = max(until.get(i, -1), done)
+        for ref in node.refs:
+            read[ref] = max(read.get(ref, -1), done)
+            if id(node) in group_of and makers.get(ref) == group_of[id(node)]:
+                until[ref] = max(until.get(ref, -1), done)
     return read
 
 

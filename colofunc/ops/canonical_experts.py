@@ -86,9 +86,9 @@ class Catcher:
             if not any(out is arg for arg in args) and _worth(name, out, args):
                 self._put(out, name, args, kwargs)
         elif isinstance(out, (tuple, list)):
-            for k, part in enumerate(out):
+            for place, part in enumerate(out):
                 if isinstance(part, Tensor):
-                    self._put(part, name, args, kwargs, k)
+                    self._put(part, name, args, kwargs, place)
 
     def _put(self, out: Tensor, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], part: int = 0) -> None:
         out.__dict__[_KEY] = Made(name, args, kwargs, part, self.epoch, _versions(out, args, kwargs))

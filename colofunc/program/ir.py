@@ -70,8 +70,8 @@ class Value:
     def nbytes(self) -> int:
         """Bytes of all its elements: of the whole tensor in a global program, of one rank's part in a local one."""
         n = self.dtype.itemsize
-        for s in self.shape:
-            n *= s
+        for size in self.shape:
+            n *= size
         return n
 
 

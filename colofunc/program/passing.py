@@ -100,22 +100,22 @@ def _bytes_of(most: Mapping[int, int]) -> int:
 def _spans(program: Program, found: Lies, kept: set[int]) -> _Spans:
     """`kept`: storages that outlive the step."""
     spans, values, loops = [], set[int](), dict[Outs, tuple[int, _Spans]]()
-    for k, node in enumerate(program.nodes):
+    for index, node in enumerate(program.nodes):
         if node.loop is not None:
             given = {into: found.metas[ref] for into, ref in zip(node.loop.body.inputs, node.refs, strict=True)}
-            loops[node.outs] = k, _spans(node.loop.body, inside(node.loop.body, given)[0], set())
-        for o in node.outs:
+            loops[node.outs] = index, _spans(node.loop.body, inside(node.loop.body, given)[0], set())
+        for out in node.outs:
             if (
-                o is None
+                out is None
                 or not _passes(node, program)
-                or program.values[o].tier != "host"
-                or not program.values[o].nbytes
+                or program.values[out].tier != "host"
+                or not program.values[out].nbytes
             ):
                 continue
-            storage = found.storages[found.home[o]]
-            if storage.value == o and found.home[o] not in kept:
-                spans.append((k, max(storage.dies, k), program.values[o].nbytes))
-                values.add(o)
+            storage = found.storages[found.home[out]]
+            if storage.value == out and found.home[out] not in kept:
+                spans.append((index, max(storage.dies, index), program.values[out].nbytes))
+                values.add(out)
     return _Spans(tuple(spans), frozenset(values), loops)
 
 

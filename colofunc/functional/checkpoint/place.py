@@ -168,8 +168,8 @@ def _spread(specs: Any, tree: Any, path: str, entries: Mapping[str, Entry], foun
         return
     sequence = tree.get("list", tree.get("tuple"))
     if isinstance(specs, (list, tuple)) and sequence is not None and len(specs) == len(sequence):
-        for k, (spec, child) in enumerate(zip(specs, sequence)):
-            _spread(spec, child, f"{path}.{k}", entries, found)
+        for place, (spec, child) in enumerate(zip(specs, sequence)):
+            _spread(spec, child, f"{path}.{place}", entries, found)
         return
     if not isinstance(specs, Mapping):
         raise InputError(

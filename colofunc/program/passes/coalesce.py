@@ -182,8 +182,8 @@ def views_late(program: Program) -> Program:
             if source >= 0 and is_wire(program.nodes[source]) and first is not None:
                 free = touches.free_until(index, first[0] - 1)
                 place[index] = (free + 1, 0) if free > index else (index, 1)
-        for i in node.refs:
-            readers[i] = min(readers.get(i, place[index]), place[index])
+        for ref in node.refs:
+            readers[ref] = min(readers.get(ref, place[index]), place[index])
     return program.by_place(place)
 
 

@@ -76,15 +76,15 @@ def _leaving_apart(program: Program) -> Program:
     mine = set(map(memory.group, program.inputs))
     groups = mine | {memory.group(program.outputs[out]) for out in donated}
     outputs = list(program.outputs)
-    for k, id in enumerate(program.outputs):
-        if k in donated or memory.group(id) not in groups:
+    for place, id in enumerate(program.outputs):
+        if place in donated or memory.group(id) not in groups:
             continue
-        outputs[k] = edit.new(program.values[id])
+        outputs[place] = edit.new(program.values[id])
         layout = program.values[id].layout
         argument = memory.group(id) in mine
         note = "the argument stays the caller's" if argument else "the next step writes over the state"
         on = None if layout is None else layout.at
-        copy = Node("aten.clone.default", (Ref(id),), (), (outputs[k],), note=note, on=on)
+        copy = Node("aten.clone.default", (Ref(id),), (), (outputs[place],), note=note, on=on)
         maker = program.makers.get(id)
         edit.insert(
             end, copy if maker is None else attrs.evolve(copy, phase=maker.phase, path=maker.path, line=maker.line)

@@ -209,8 +209,8 @@ class _Waits:
 def _held_bytes(program: Program, memory: Aliases, made: Mapping[int, int], index: int) -> int:
     """Bytes of the operands of a collective that were made in the program and that nobody reads behind it."""
     dying: dict[int, int] = {}  # memory group -> bytes
-    for i in program.nodes[index].refs:
-        group = memory.group(i)
+    for ref in program.nodes[index].refs:
+        group = memory.group(ref)
         if group in made and memory.last_read(group) <= index and not memory.is_output(group):
             dying[group] = max(dying.get(group, 0), program.values[group].nbytes)
     return sum(dying.values())

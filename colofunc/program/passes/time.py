@@ -106,9 +106,9 @@ def _build(
             built.lies[id] = split[id]
     for node in program.nodes:
         built.node(node)
-        for o in node.outs:
-            if o in split and o is not None and not built.lies[o].axes:
-                built.lies[o] = split[o]
+        for out in node.outs:
+            if out in split and out is not None and not built.lies[out].axes:
+                built.lies[out] = split[out]
     return built
 
 

@@ -70,15 +70,15 @@ def lift(program: Program, captured: Mapping[int, torch.Tensor]) -> tuple[Progra
     constants = {vid: t for vid, t in program.constants.items() if vid not in chosen}
     edit = Editor(program)
     values = edit.values
-    for k, vid in enumerate(chosen):
+    for place, vid in enumerate(chosen):
         values[vid] = attrs.evolve(
-            values[vid], name=values[vid].name or f"captured.{k}", role="frozen", device_free=False
+            values[vid], name=values[vid].name or f"captured.{place}", role="frozen", device_free=False
         )
     for node in program.nodes:
         if not all(values[ref].device_free for ref in node.refs):
-            for o in node.outs:
-                if o is not None and values[o].device_free:
-                    values[o] = attrs.evolve(values[o], device_free=False)
+            for out in node.outs:
+                if out is not None and values[out].device_free:
+                    values[out] = attrs.evolve(values[out], device_free=False)
     users = tuple(vid for vid in program.inputs if vid not in program.constants)
     lifted = edit.written(program.nodes, inputs=(*users, *chosen, *constants), constants=constants)
     return lifted, tuple(captured[vid] for vid in chosen)
