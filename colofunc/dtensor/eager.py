@@ -157,9 +157,10 @@ class _Leaves:
 def written_argument(func: Any) -> bool:
     """Whether an operator such as `add_` writes to its first argument; refuses other mutation."""
     arguments = func._schema.arguments
-    written = [
-        argument.name for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    written: list[str] = []
+    for argument in arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(argument.name)
     if not written:
         return False
     first = arguments[0]
@@ -275,9 +276,8 @@ def _program_of_one(func: Any, leaves: Sequence[Any], tree: Any) -> tuple[Progra
         types.append(typ)
         outs.append(None if typ is None else add(typ))
     args, kwargs = pytree.tree_unflatten(refs, tree)
-    node = Node(
-        target_of(func), _tuples(args), tuple((name, _tuples(value)) for name, value in kwargs.items()), tuple(outs)
-    )
+    keywords = tuple((name, _tuples(value)) for name, value in kwargs.items())
+    node = Node(target_of(func), _tuples(args), keywords, tuple(outs))
     call = Call(node.target, node.args, node.kwargs, tuple(ins), tuple(types))
     program = Program(tuple(range(len(ins))), (node,), node.results, values)
     return program, call, out_tree
