@@ -118,9 +118,8 @@ class _Gradients(Seen):
 
     def watch(self, output: Tensor, name: str) -> Tensor:
         """The output of a layer, whose gradient will be seen."""
-        sums = output.new_zeros(
-            output.shape[-1], dtype=torch.promote_types(output.dtype, torch.float32)
-        ).requires_grad_()
+        wide = torch.promote_types(output.dtype, torch.float32)
+        sums = output.new_zeros(output.shape[-1], dtype=wide).requires_grad_()
         self.sums.append((name, sums))
         watched: Tensor = _Squares.apply(output, sums)
         return watched
@@ -171,9 +170,9 @@ def sensitivities(
             with linear_inputs(seen.name, seen.see, seen.watch, seen.watch_rows):
                 loss = loss_fn(*args, **kwargs)
             if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-                kind = (
-                    f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-                )
+                kind = f"a {type(loss).__name__}"
+                if isinstance(loss, Tensor):
+                    kind = f"a tensor of shape {tuple(loss.shape)}"
                 raise InputError(
                     f"{MAKER}: the function returned {kind}, and is to return a loss of shape (). Try: loss.mean()"
                 )
