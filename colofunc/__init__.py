@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from colofunc.functional.load import load
     from colofunc.functional.lora import lora
     from colofunc.functional.padding import pad
-    from colofunc.functional.pretrained import save_pretrained
     from colofunc.functional.save import save
+    from colofunc.functional.save_pretrained import save_pretrained
     from colofunc.functional.scheme_errors import scheme_choice, scheme_errors, sensitivities
     from colofunc.mesh.profile import profile_mesh
     from colofunc.planner.plan import Plan
@@ -190,7 +190,7 @@ _WHEN_USED = {
     "quantize": "transforms.quantize",
     "save": "functional.save",
     "save_only": "planner.recompute.policies",
-    "save_pretrained": "functional.pretrained",
+    "save_pretrained": "functional.save_pretrained",
     "scheme_choice": "functional.scheme_errors",
     "scheme_errors": "functional.scheme_errors",
     "sensitivities": "functional.scheme_errors",

@@ -155,8 +155,9 @@ def functorch_gradients() -> int:
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode derivatives (`torch.func.jvp`, `jacfwd`, `hessian`) are being taken; False when torch cannot
-    say.
+    """Whether forward-mode derivatives (`torch.func.jvp`, `jacfwd`, `hessian`) are being taken.
+
+    False when torch cannot say.
     """
     return int(getattr(torch.autograd.forward_ad, "_current_level", -1)) >= 0
 
@@ -380,7 +381,9 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def children(module: torch.nn.Module) -> tuple[torch.nn.Module | None, ...]:
-    """The modules right below one, by name; `module.children()` where torch keeps them otherwise, which takes longer.
+    """The modules right below one, by name.
+
+    `module.children()` where torch keeps them otherwise, which takes longer.
     """
     known = getattr(module, "_modules", None)
     return tuple(module.children()) if known is None else tuple(known.values())
@@ -408,8 +411,9 @@ def all_children(modules: Sequence[torch.nn.Module]) -> list[tuple[torch.nn.Modu
 
 
 def group_store(answer_s: float) -> Any:
-    """The store that the default process group was made with, of which each request may take so long; None where there
-    is none.
+    """The store that the default process group was made with, of which each request may take so long.
+
+    None where there is none.
     """
     find = getattr(distributed_c10d, "_get_default_store", None)
     store = None if find is None else find()
@@ -421,7 +425,9 @@ def group_store(answer_s: float) -> Any:
 
 
 def bound_device(group: Any) -> torch.device | None:
-    """The device that a process group was made for (`init_process_group(device_id=...)`); None where that was not said.
+    """The device that a process group was made for (`init_process_group(device_id=...)`).
+
+    None where that was not said.
     """
     return getattr(group, "bound_device_id", None)
 
@@ -468,8 +474,9 @@ def abort(group: Any, device: str) -> bool:
 
 
 def wrapper_maker(cls: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
-    """What makes `wrapper_subclass` of a contiguous tensor without gradient; arguments by position take two thirds of
-    the time.
+    """What makes `wrapper_subclass` of a contiguous tensor without gradient.
+
+    Arguments by position take two thirds of the time.
     """
     return partial(wrapper_subclass, cls, shape, None, None, None, dtype, torch.strided, device)
 
@@ -543,8 +550,9 @@ def flex_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Callable[..., Any], block_mask: tuple[Any, ...], scale: float,
     score_buffers: Buffers, mask_buffers: Buffers,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out, lse / ln 2) of the operator behind FlexAttention; the public function has no backward that is given another
-    lse.
+    """(out, lse / ln 2) of the operator behind FlexAttention.
+
+    The public function has no backward that is given another lse.
     """
     buffers = (score_buffers, mask_buffers)
     out, lse, *_ = _flex.flex_attention(q, k, v, score, block_mask, scale, dict(_FLEX_OPTIONS), *buffers)

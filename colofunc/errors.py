@@ -154,7 +154,7 @@ def near(name: object, names: Iterable[str], what: str = "known") -> str:
     """`"; did you mean 'x'?"` or the list of known names, to end an error message with one thing to try. name: whatever
     was given.
     """
-    known = sorted({str(n) for n in names})
+    known = sorted({str(name) for name in names})
     close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
     if close:
         return "; did you mean " + " or ".join(repr(c) for c in close) + "?"

@@ -58,8 +58,9 @@ def is_ours(path: Path | str, size: int | None, folder_fd: int | None = None) ->
 
 
 def write_text(path: Any, text: str, mark: str, what: str, kind: type[ColofuncError]) -> None:
-    """Write a file that has `mark` near its beginning. Raises `kind` where it cannot be written, and as
-    `check_own_kind` does.
+    """Write a file that has `mark` near its beginning.
+
+    Raises `kind` where it cannot be written, and as `check_own_kind` does.
 
     A file that is there is whole until the new one is, and another hard link to it keeps what it holds; a link stays a
     link.

@@ -102,7 +102,8 @@ def pipeline_picture(simulated: Simulated, path: str | PathLike[str], title: str
         stages = sorted({span.action.stage for span in row})
         for span in row:
             _draw_action(plot, span, ranks - 1 - rank, stages.index(span.action.stage), points_per_s)
-    kinds = [kind for kind in ACTIONS if any(span.action.kind == kind for row in simulated.rows for span in row)]
+    drawn = {span.action.kind for row in simulated.rows for span in row}
+    kinds = [kind for kind in ACTIONS if kind in drawn]
     for kind in kinds:
         plot.plot([], [], color=ACTIONS[kind], linewidth=6, label=f"{kind}: {ACTION_NAMES[kind]}")
     plot.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=len(kinds), fontsize=8, frameon=False)
@@ -156,8 +157,9 @@ def check_ending(path: str | PathLike[str]) -> None:
 
 
 def check_replaceable(where: Path) -> None:
-    """Raises InputError where there is a file that is no picture of ours; formats without metadata cannot say that they
-    are.
+    """Raises InputError where there is a file that is no picture of ours.
+
+    Formats without metadata cannot say that they are.
     """
     owned.check_own_kind(where, PICTURE_MARK, "the picture", InputError, MOST_PICTURE_BYTES)
 
@@ -203,20 +205,20 @@ def unrolled(report: MemoryReport, played: Lanes, tier: str) -> tuple[list[float
     kinds = report.by_kind.get(tier, {kind: (0,) * len(played.starts_s) for kind in KINDS})
     times: list[float] = []
     held: dict[str, list[int]] = {kind: [] for kind in KINDS}
-    for k, start_s in enumerate(played.starts_s):
-        body, trip = report.bodies.get(k), played.bodies.get(k)
+    for place, start_s in enumerate(played.starts_s):
+        body, trip = report.bodies.get(place), played.bodies.get(place)
         if body is None or trip is None or tier not in body.peak_bytes or not trip.end_s:
             times.append(start_s)
             for kind in KINDS:
-                held[kind].append(kinds[kind][k])
+                held[kind].append(kinds[kind][place])
             continue
-        end_s = played.starts_s[k + 1] if k + 1 < len(played.starts_s) else played.end_s
+        end_s = played.starts_s[place + 1] if place + 1 < len(played.starts_s) else played.end_s
         inner, lines = unrolled(body, trip, tier)
         at = body.peak_at[tier]
         for n in range(round((end_s - start_s) / trip.end_s)):
             times += [start_s + n * trip.end_s + t for t in inner]
             for kind in KINDS:
-                outside = kinds[kind][k] - body.by_kind[tier][kind][at]
+                outside = kinds[kind][place] - body.by_kind[tier][kind][at]
                 held[kind] += [outside + nbytes for nbytes in lines[kind]]
     return times, held
 

@@ -56,8 +56,9 @@ def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> by
 
 
 def open_file(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """A file for reading. Raises OSError, also for a device or a pipe: one has no end, the other may keep its reader
-    waiting.
+    """A file for reading.
+
+    Raises OSError, also for a device or a pipe: one has no end, the other may keep its reader waiting.
     """
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 (the caller closes it)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -175,7 +176,7 @@ def _tuple_maker(args: tuple[Any, ...], infinity: str) -> Make:
         if type(data) not in (list, tuple):
             raise _wrong(data, where, "list")
         if several:
-            return tuple(makers[0](item, f"{where}[{k}]") for k, item in enumerate(data))
+            return tuple(makers[0](item, f"{where}[{place}]") for place, item in enumerate(data))
         if len(data) != len(makers):
             raise Wrong(f"{where} has {len(data)} values; it must have {len(makers)}")
         return tuple(maker(item, f"{where}[{k}]") for k, (maker, item) in enumerate(zip(makers, data, strict=True)))

@@ -21,7 +21,7 @@ from colofunc.program.check import check_program
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.lower import lower
-from colofunc.program.passes.loop import fold
+from colofunc.program.passes.fold import fold
 from colofunc.program.passes.reuse import added_in_place
 from colofunc.program.passes.time import Rules, over_time
 from colofunc.program.tracing.trace import record_local

@@ -10,7 +10,8 @@ from test_executors import R, program
 
 import colofunc as cf
 from colofunc.pictures import memory_picture, unrolled
-from colofunc.program.lanes import Busy, Lanes, chrome_trace, lanes
+from colofunc.program.chrome_trace import chrome_trace
+from colofunc.program.lanes import Busy, Lanes, lanes
 from colofunc.testing import programs
 
 MESH = cf.Mesh(dp=2, topology="2xa100-40g:datasheet")  # without contention

@@ -14,9 +14,10 @@ from colofunc.executors.distributed import overlapped
 from colofunc.executors.launch import launch
 from colofunc.planner.offload.trace import ground_of
 from colofunc.program.ir import Ref
-from colofunc.program.memory import _run_meta, memory
+from colofunc.program.memory import memory
 from colofunc.program.passes.inplace import in_place
 from colofunc.program.passes.schedule import overlap
+from colofunc.program.result_storages import _run_meta
 from colofunc.spec.parts import part
 
 R = Ref

@@ -23,7 +23,7 @@ from colofunc import compat, env
 from colofunc.compiler import machine as machines
 from colofunc.env import Launch
 from colofunc.errors import InputError, MeshError
-from colofunc.executors import gpus, groups
+from colofunc.executors import collective_starts, gloo, gpus, groups
 from colofunc.executors import launch as launching
 from colofunc.executors.backend import backend_for
 from colofunc.executors.distributed import Distributed, sub_limit_s
@@ -239,7 +239,7 @@ CONVERSIONS = [("(dp a) b", "a b"), ("(dp a) b", "a (dp b)"), ("a (b dp)", "a (d
 
 
 def as_given_to_nccl() -> Any:
-    groups._GLOO.update(groups._MAKERS)
+    gloo.GLOO.update(collective_starts.MAKERS)
     mesh = cf.Mesh(**DP, topology="ideal")
     losses, state = trained(cf.shard(problem()[1], mesh, zero(3, "dp")))
     x = torch.arange(64.0).reshape(8, 8)
@@ -388,13 +388,13 @@ def test_groups_along_axes_have_the_limit_of_the_whole() -> None:
 
 
 def test_gloo_carries_tensors_of_a_card_through_the_host() -> None:
-    def start(x: Any) -> groups.Started:
+    def start(x: Any) -> collective_starts.Started:
         whole = x if isinstance(x, torch.Tensor) else torch.cat(x)
         assert whole.device.type == "cpu"
-        return groups.Started((), partial(torch.mul, whole, 2))
+        return collective_starts.Started((), partial(torch.mul, whole, 2))
 
     with Machine():
         x = torch.arange(3.0, device="cuda")
         for given, want in ((x, [0.0, 2.0, 4.0]), ([x, x], [0.0, 2.0, 4.0] * 2)):
-            out = groups._through_host(start)(given).wait()
+            out = gloo.through_host(start)(given).wait()
             assert out.is_cuda and out.tolist() == want

@@ -29,9 +29,10 @@ from transformers import (
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
 from colofunc.executors import messages
+from colofunc.executors.collective_starts import Group
 from colofunc.executors.distributed import Distributed, RankProgram
 from colofunc.executors.faults import FaultError, ask
-from colofunc.executors.groups import Group, Groups
+from colofunc.executors.groups import Groups
 from colofunc.executors.launch import launch
 from colofunc.executors.messages import Ahead, Batch, Buffers, Mail, Receiver
 from colofunc.executors.simulated import SimulatedProgram, distinct

@@ -267,7 +267,7 @@ def test_a_full_disk_leaves_the_weights_that_were_there(tmp_path, monkeypatch, h
     ones = {name: torch.ones_like(x) for name, x in model.params.items()}
     cf.save_pretrained(model, ones, tmp_path / "m", shard_bytes=100)
     (tmp_path / "m" / "tokenizer.json").write_text("{}")
-    module = importlib.import_module("colofunc.functional.pretrained")
+    module = importlib.import_module("colofunc.functional.save_pretrained")
     if how == "library":
         monkeypatch.setattr(module, "save_file", lambda *a, **k: (_ for _ in ()).throw(SafetensorError("No space left")))
     else:

@@ -17,7 +17,7 @@ from colofunc.errors import InputError
 from colofunc.mesh.sizes import size_text
 from colofunc.planner.plan import MARK as PLAN_MARK
 from colofunc.planner.plan_table import time_text
-from colofunc.program.lanes import TRACE_MARK, chrome_trace
+from colofunc.program.chrome_trace import TRACE_MARK, chrome_trace
 
 MARKS = {"trace": TRACE_MARK, "save": PLAN_MARK}
 """Option -> what the files that it writes begin with, so that nothing else is written over."""

@@ -66,9 +66,8 @@ def _example_arguments(module: ModuleType, where: str, target: str, example: str
     if not name or not callable(getattr(module, name, None)):
         missing = f"no function {example!r}" if example else f"neither {EXAMPLES[0]}() nor {EXAMPLES[1]}()"
         raise InputError(
-            f"{where} has {missing} that returns what {target} is called with; "
-            "add `def example(): return state, batch` (cf.abstract and lazy tensors will do), or name one with "
-            "--example"
+            f"{where} has {missing} that returns what {target} is called with; add `def example(): return state, "
+            "batch` (cf.abstract and lazy tensors will do), or name one with --example"
         )
     with errors_of(f"{name}() of {where}"):
         arguments = getattr(module, name)()
@@ -118,8 +117,9 @@ def _has_required_arguments(function: Callable[..., Any]) -> bool:
 
 @contextmanager
 def errors_of(what: str, *passing: type[Exception], ours: bool = False) -> Iterator[None]:
-    """An error of the script is printed as its own: its lines, not ours, and the command ends. `passing` pass as they
-    are.
+    """An error of the script is printed as its own: its lines, not ours, and the command ends.
+
+    `passing` pass as they are.
 
     ours: the script is called by us, so errors that we raise, on purpose or as a defect, pass too.
     """

@@ -81,8 +81,9 @@ def plan_within(
 def plan_from_known(
     sharder: Sharder, budget_bytes: int | None, parts: int, known: Assignment
 ) -> tuple[Decided, Program]:
-    """The fastest of a sharding that is known from a like step and of what searches from there find. Raises PlanError
-    where none fits.
+    """The fastest of a sharding that is known from a like step and of what searches from there find.
+
+    Raises PlanError where none fits.
 
     Without a budget `known` is taken where nothing is faster by more than TOLERANCE: two lengths that are planned alike
     are easier to follow.
@@ -351,8 +352,9 @@ class FailedSearch:
         raise PlanError(_no_plan_text(sharder.completion, budget_bytes, least, bounds))
 
     def _least(self) -> Trial:
-        """The leanest plan found: by a glance where the budget is far below it; where it fits, the fastest that was
-        found on the way.
+        """The leanest plan found: by a glance where the budget is far below it.
+
+        Where it fits, the fastest that was found on the way.
         """
         node_count = len(self.search.sharder.program.nodes)
         assign = cache(self.search.sharder.assign)
@@ -401,8 +403,7 @@ def _no_plan_text(completion: Completion, budget_bytes: int, least: Trial, bound
     if completion.mesh.topology.ranks:
         notes += " (of ranks with less memory, what they lack to the roomiest counts as taken)"
     return (
-        f"no plan found within {budget_text(budget_bytes)} a rank: "
-        f"the least found has a peak of {budget_text(least.done.peak_bytes)}{notes}; "
-        f"give at least that, or use more ranks, {', '.join(remedies)}, or a topology with more memory. "
-        f"It holds {completion.count(least.done.program).summary()}"
+        f"no plan found within {budget_text(budget_bytes)} a rank: the least found has a peak of "
+        f"{budget_text(least.done.peak_bytes)}{notes}; give at least that, or use more ranks, {', '.join(remedies)}, "
+        f"or a topology with more memory. It holds {completion.count(least.done.program).summary()}"
     )

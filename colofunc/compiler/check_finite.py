@@ -95,7 +95,7 @@ def check_finite(low: Lowered, args: tuple[Any, ...]) -> Finite:
     arguments = arguments_of(low, args)
     plain = plain_program(low, arguments.backend)
     look = _Look(low.mesh, plain, arguments.backend)
-    ids = [i for i in plain.program.inputs if i not in plain.program.constants]
+    ids = [id for id in plain.program.inputs if id not in plain.program.constants]
     with torch.no_grad(), quiet():
         for mine, shards in zip(ids, arguments.shards, strict=True):
             look.one(mine, shards)
@@ -150,7 +150,9 @@ class _Look:
 
 
 def _born(plain: Plain, seen: Seen) -> Iterator[tuple[int, str]]:
-    """The values, in order, whose NaN or infinity is not that of an operand; one in local code is judged by its result.
+    """The values, in order, whose NaN or infinity is not that of an operand.
+
+    One in local code is judged by its result.
     """
     news: set[tuple[int, str]] = set()  # inside local code: not told yet
     for mine in plain.program.inputs:
@@ -161,7 +163,7 @@ def _born(plain: Plain, seen: Seen) -> Iterator[tuple[int, str]]:
             for kind in ("nan", "inf"):
                 if (mine, kind) not in seen:
                     continue
-                known = any((r, kind) in seen and (r, kind) not in news for r in node.refs)
+                known = any((ref, kind) in seen and (ref, kind) not in news for ref in node.refs)
                 if known or (kind == "inf" and any(_infinite((node.args, node.kwargs)))):
                     continue
                 if mine in plain.owners:

@@ -55,8 +55,7 @@ if TYPE_CHECKING:
 SHOWN = 8
 OVERFLOW = (
     "; one of the two is not finite: float16 ends at 65504, and the mesh adds gradients of ranks in float32. Try: "
-    "compare with a smaller "
-    "loss scale in the state"
+    "compare with a smaller loss scale in the state"
 )
 PASSES = "the passes after lowering (microbatches, order, chunks, buckets, fusion, updates in place)"
 
@@ -137,7 +136,7 @@ def compare(
         look.inputs(arguments)
         run = arguments.backend.observe(plain.program, low.mesh, values_tap(look))
         run(arguments.computed())
-        expected = [reference.value(o) for o in low.global_program.outputs]
+        expected = [reference.value(out) for out in low.global_program.outputs]
         if not look.found:
             look.executed(arguments, inputs)
             look.outputs(arguments, expected)
@@ -161,7 +160,7 @@ class _Look:
         self.wrong: set[int] = set()  # global values of which the program that runs has a wrong copy
 
     def inputs(self, arguments: Arguments) -> None:
-        ids = [i for i in self.plain.program.inputs if i not in self.plain.program.constants]
+        ids = [id for id in self.plain.program.inputs if id not in self.plain.program.constants]
         for mine, shards in zip(ids, arguments.shards, strict=True):
             self.one(mine, shards, None)
 
@@ -278,11 +277,12 @@ class _Look:
         self.found = [found for _, found in sorted(zip(made, self.found, strict=True), key=lambda pair: pair[0])]
 
 
-# ---- the program that runs, value by value ---- Problem: behind the lowering come passes (microbatches, order, chunks,
-# buckets, fusion, updates in place), and a mistake in one of them shows at the end only. Idea: a local value remembers
-# which global one it is a copy of (`Value.of`), through every pass that keeps it; where it still has a layout it can be
-# compared. In a loop over microbatches the layout has the time axis as well, so that a trip's value is the part of the
-# whole at that index:
+# ---- the program that runs, value by value ----
+#
+# Problem: behind the lowering come passes (microbatches, order, chunks, buckets, fusion, updates in place), and a
+# mistake in one of them shows at the end only. Idea: a local value remembers which global one it is a copy of
+# (`Value.of`), through every pass that keeps it; where it still has a layout it can be compared. In a loop over
+# microbatches the layout has the time axis as well, so that a trip's value is the part of the whole at that index:
 #
 #     (dp time a) b, trip 1        ->        the rows of microbatch 1, lying as (dp a) b
 #
@@ -304,7 +304,10 @@ class Seen:
         if not at.keys() & set(layout.axes):
             return x, layout
         # One dim for each atom: those of time are indexed by the trip, and what is left of each dim is put together.
-        sizes, index, dims = list[int](), list[int | slice](), list[Dim]()
+        sizes: list[int] = []
+        index: list[int | slice] = []
+        dims: list[Dim] = []
+        shape: list[int] = []
         for dim in layout.dims:
             left = []
             for size, axis in dim:
@@ -315,8 +318,8 @@ class Seen:
                     index.append(slice(None))
                     left.append((size, axis))
             dims.append(tuple(left))
-        shape = tuple(prod(size for size, _ in dim) for dim in dims)
-        part_layout = make_layout(tuple(dims), shape, layout.pending, layout.tier, layout.scheme, layout.at)
+            shape.append(prod(size for size, _ in left))
+        part_layout = make_layout(tuple(dims), tuple(shape), layout.pending, layout.tier, layout.scheme, layout.at)
         return x.reshape(sizes)[tuple(index)].reshape(shape), part_layout
 
 

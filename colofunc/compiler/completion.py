@@ -113,36 +113,38 @@ class Completion:
     check: Checker = attrs.field(init=False, default=attrs.Factory(lambda self: Checker(self.mesh), takes_self=True))
 
     def finish(self, decided: Decided, budget_bytes: int | None, below_s: float = inf) -> Fitted:
-        """The program that runs, as decided, in the fastest way that fits. Its peak is counted only where somebody
-        asks.
+        """The program that runs, as decided, in the fastest way that fits.
+
+        Its peak is counted only where somebody asks.
 
         below_s: of what takes as many seconds more because of the budget nothing needs to be found.
         """
         written = self.kept.written(decided, partial(self._lowered, decided))
         best = self._best(written, budget_bytes, below_s)
-        return attrs.evolve(best, stages=(*written.stages, *best.stages)) if self.keeps else best
+        if not self.keeps:
+            return best
+        return attrs.evolve(best, stages=(*written.stages, *best.stages))
 
     def _best(self, written: Written, budget_bytes: int | None, below_s: float) -> Fitted:
         first = written.by(self.ways[0], self._written)
-        below_s = inf if to_be_cut(first[0]) else below_s  # there the clock says how much more it is
+        if to_be_cut(first[0]):
+            below_s = inf  # there the clock says how much more it is
         best = self._by_clock(self._searched(first, budget_bytes, below_s), first[0])
         if budget_bytes is None or (best.fits(budget_bytes) and best.more_s <= 0):
             return best
-        rest = {_looks(some[0]): some for some in self._rest(written)}
+        rest = {_looks(other[0]): other for other in self._rest(written)}
         rest.pop(_looks(first[0]), None)  # a way that changes nothing
         guesses = []
-        for some in rest.values():
-            guess, slower_s = (
-                self._counted(budget_bytes, some[0], best),
-                self._seconds(some[0]) - self._seconds(first[0]),
-            )
-            guesses.append((_rank(budget_bytes, guess, slower_s), slower_s, some))
+        for other in rest.values():
+            guess = self._counted(budget_bytes, other[0], best)
+            slower_s = self._seconds(other[0]) - self._seconds(first[0])
+            guesses.append((_rank(budget_bytes, guess, slower_s), slower_s, other))
         # An order of a pipeline that does not fit as it is may do so with little made again, and its own time is known.
         side_by_side = bool(self.searches) and to_be_cut(first[0])
-        for rank, slower_s, some in sorted(guesses, key=itemgetter(0)):
+        for rank, slower_s, other in sorted(guesses, key=itemgetter(0)):
             hopeful = side_by_side and slower_s < best.more_s
             if rank < _rank(budget_bytes, best) or hopeful or not best.fits(budget_bytes):
-                found = self._searched(some, budget_bytes, below_s - slower_s)
+                found = self._searched(other, budget_bytes, below_s - slower_s)
                 found = attrs.evolve(found, more_s=found.more_s + slower_s)
                 best = min(best, self._by_clock(found, first[0]), key=partial(_rank, budget_bytes))
         return best
@@ -158,7 +160,9 @@ class Completion:
 
     def _rest(self, written: Written) -> Iterator[tuple[Program, Stages]]:
         """All ways but the first that can be gone."""
-        for way in self.ways[1:] if self.mesh.size > 1 else ():
+        if self.mesh.size == 1:
+            return
+        for way in self.ways[1:]:
             try:
                 yield written.by(way, self._written)
             except PlanError:
@@ -185,9 +189,8 @@ class Completion:
         finish: Finish = partial(self._counted, budget_bytes)
         for search in self.searches:
             outermost = search is self.searches[-1]  # which knows what all of them cost
-            finish = partial(
-                _found_by, search, self._node_s, Finishing(finish, below_s if outermost else inf), budget_bytes
-            )
+            finishing = Finishing(finish, below_s if outermost else inf)
+            finish = partial(_found_by, search, self._node_s, finishing, budget_bytes)
         began = time.perf_counter()
         best = finish(local)
         if not self.keeps:
@@ -225,12 +228,10 @@ class Completion:
         return seconds
 
     def _lowered(self, decided: Decided) -> tuple[Program, Stages]:
-        layouts = decided.input_layouts, decided.output_layouts
+        ins, outs, regather = decided.input_layouts, decided.output_layouts, decided.regather
 
         def lowered(program: Program) -> Program:
-            return lower(
-                program, decided.choices, *layouts, self.mesh, record_local, decided.regather, placing=self.placing
-            )
+            return lower(program, decided.choices, ins, outs, self.mesh, record_local, regather, placing=self.placing)
 
         passes = Pass("lower", lowered, optional=False), *self.passes
         return run_passes(map(self._checked, passes), self.program, self.left_out, self.keeps)
@@ -240,21 +241,21 @@ class Completion:
         return self.kept.packed(local, bucket_bytes, partial(self._packed, local))
 
     def _packed(self, local: Program, most: Most) -> tuple[Program, Stages]:
-        chunks = {local.inputs[k]: size for k, size in self.chunks.items()}
+        chunks = {local.inputs[position]: size for position, size in self.chunks.items()}
 
         def packed(program: Program) -> Program:
             program, apart = chunked(program, chunks)
             return buckets(program, self.mesh, apart, most)
 
-        passes = (
-            *([Pass("cut", cut, optional=False)] if to_be_cut(local) else ()),
-            Pass("reduce_early", reduces_early),
-            Pass("views_late", views_late),
-            *([Pass("stage_sums", sums_within_stages, optional=False)] if to_be_cut(local) else ()),
+        passes = [Pass("reduce_early", reduces_early), Pass("views_late", views_late)]
+        if to_be_cut(local):
+            passes.insert(0, Pass("cut", cut, optional=False))
+            passes.append(Pass("stage_sums", sums_within_stages, optional=False))
+        passes += [
             Pass("pack", packed),
             Pass("messages", scalars_in_one_message),
             Pass("in_place", partial(in_place, temporaries=self.temporaries, every_state=bool(self.moves))),
-        )
+        ]
         return run_passes(passes, local, self.left_out, self.keeps)
 
     def _counted(
@@ -323,16 +324,20 @@ class Completion:
             return program
         if moved is program or not any(map(is_copy, program.nodes)):
             return moved
-        # which the clock counts one by one
+        # The clock counts launches one by one.
         saved_s = (calls_saved(moved) - calls_saved(program)) * self.mesh.topology.device.launch_s
-        return moved if self.lanes(moved).end_s - saved_s <= self.lanes(program).end_s else program
+        if self.lanes(moved).end_s - saved_s <= self.lanes(program).end_s:
+            return moved
+        return program
 
     def _if_no_larger(self, program: Program, rewritten: Program) -> Program:
         """What was rewritten, where that holds no more."""
         if rewritten is program:
             return program
         before, after = self.count(program).peak_bytes, self.count(rewritten).peak_bytes
-        return rewritten if all(after.get(tier, 0) <= peak_bytes for tier, peak_bytes in before.items()) else program
+        if any(after.get(tier, 0) > peak_bytes for tier, peak_bytes in before.items()):
+            return program
+        return rewritten
 
     def lanes(self, done: Program) -> Lanes:
         """How long what is done takes, in the order in which the executor runs it."""
@@ -351,8 +356,9 @@ class Completion:
         return pipelined(self.clocked(done), self.mesh, self._node_s, partial(self._peak_bytes, done), self.cuts_of)
 
     def _peak_bytes(self, done: Program, rank: int) -> int:
-        """What a rank holds on its device; kept, as a budget asks for it and what the plan says of a pipeline does
-        again.
+        """What a rank holds on its device.
+
+        Kept, as a budget asks for it and what the plan says of a pipeline does again.
         """
         return kept_with(done, (self.count, rank), lambda: self.count(done, rank=rank).peak_bytes["device"])
 
@@ -366,10 +372,11 @@ class Completion:
         if not differ and loop is None:
             return {None: self.count(done).peak_bytes["device"]}
         lacks = dict.fromkeys(distinct_ranks(done, self.mesh), 0)
-        for rank in range(self.mesh.size) if differ else ():
-            capacity_bytes, like = self.mesh.device_bytes(rank), same_as(rank, done, self.mesh)
-            if capacity_bytes is not None and self.room_bytes is not None:
-                lacks[like] = max(lacks[like], self.room_bytes - capacity_bytes)
+        if differ:
+            for rank in range(self.mesh.size):
+                capacity_bytes, like = self.mesh.device_bytes(rank), same_as(rank, done, self.mesh)
+                if capacity_bytes is not None and self.room_bytes is not None:
+                    lacks[like] = max(lacks[like], self.room_bytes - capacity_bytes)
         peaks: dict[At | None, int] = {}
         for rank, lacking in lacks.items():
             place = self._place(loop, rank)
@@ -416,7 +423,9 @@ def _one_by_one(rewrites: Sequence[Rewrite], program: Program, mesh: Mesh) -> Pr
 
 
 def _rank(budget_bytes: int, done: Fitted, slower_s: float = 0.0) -> tuple[bool, float]:
-    return (False, done.more_s + slower_s) if done.fits(budget_bytes) else (True, done.peak_bytes)
+    if done.fits(budget_bytes):
+        return False, done.more_s + slower_s
+    return True, done.peak_bytes
 
 
 def _looks(local: Program) -> tuple[object, ...]:

@@ -44,12 +44,10 @@ class Shelves:
     ) -> None:
         """once: what is kept is only read from then on."""
         self._mesh, self._ranks, self._backend = mesh, backend.ranks(mesh), backend
-        every = zip(leaves, layouts, copied, strict=False)
-        new = [
-            (leaf, layout)
-            for leaf, layout, copy in every
-            if layout.tier == "disk" and (copy or not self._is_there(leaf))
-        ]
+        new: list[tuple[torch.Tensor, Layout]] = []
+        for leaf, layout, copy in zip(leaves, layouts, copied, strict=False):
+            if layout.tier == "disk" and (copy or not self._is_there(leaf)):
+                new.append((leaf, layout))
         if any(directory is True or not isinstance(leaf, DTensor) for leaf, _ in new):
             named(directory)
         sizes = [_part_bytes(leaf, layout) for leaf, layout in new for _ in self._distinct(layout)]
@@ -98,8 +96,7 @@ def named(directory: str | bool | None) -> str:
     if not isinstance(directory, str):
         raise InputError(
             "this plan keeps something on disk, and no directory is named for it. Try: cf.offload(step, ..., "
-            "disk='/nvme/me'), "
-            "with_plan(plan) where it was planned elsewhere"
+            "disk='/nvme/me'), with_plan(plan) where it was planned elsewhere"
         )
     return directory
 

@@ -85,9 +85,11 @@ class Guard:
         return there and leaf.dtype is home.dtype and not leaf.requires_grad
 
 
-# ---- reading a tree ---- Problem: a step is called with the same tree again and again, and to take it apart by
-# recursion, asking every container what it is, takes longer than to look at its tensors. Idea: the tree is known, so
-# what there is to ask is written down once as Python. For the tree of `({"a": x, "b": 1}, y)`:
+# ---- reading a tree ----
+#
+# Problem: a step is called with the same tree again and again, and to take it apart by recursion, asking every
+# container what it is, takes longer than to look at its tensors. Idea: the tree is known, so what there is to ask is
+# written down once as Python. For the tree of `({"a": x, "b": 1}, y)`:
 #
 #     def leaves(x0):
 #         if type(x0) is not tuple or len(x0) != 2: return None

@@ -32,8 +32,9 @@ from colofunc.spec.layout import Layout
 
 @attrs.frozen(eq=False)
 class TracedStep:
-    """A step as it was traced. `donated`: positions of the leaves that it consumes. `hidden`: tensors that it took from
-    outside.
+    """A step as it was traced.
+
+    `donated`: positions of the leaves that it consumes. `hidden`: tensors that it took from outside.
 
     `left_out`: names of the passes that it does not go through. `traced_s`: how long the trace took.
     """

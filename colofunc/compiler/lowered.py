@@ -88,7 +88,7 @@ class Lowered:
     @property
     def hidden_ids(self) -> tuple[int, ...]:
         """Values of the local program that are hidden inputs."""
-        inputs = tuple(i for i in self.program.inputs if i not in self.program.constants)
+        inputs = tuple(id for id in self.program.inputs if id not in self.program.constants)
         return inputs[len(inputs) - len(self.hidden) :]
 
     @property
@@ -119,8 +119,9 @@ class Lowered:
 
     @cached_property
     def passes(self) -> Passes:
-        """What this step went through, from the trace to what runs. Everything is run again for it, but the search for
-        a plan.
+        """What this step went through, from the trace to what runs.
+
+        Everything is run again for it, but the search for a plan.
 
         Raises PlanError where that ends in another program than this one (a bug).
         """
@@ -202,8 +203,9 @@ class Lowered:
         return played
 
     def period_s(self) -> float:
-        """Seconds of one step in a row of steps, by the clock. It is less than that of a step alone where ranks end one
-        after another.
+        """Seconds of one step in a row of steps, by the clock.
+
+        It is less than that of a step alone where ranks end one after another.
 
         With `cf.pipeline(validate="next step")` a rank begins the next step while others end this one.
         `low.plan.cost_s` is of one alone.
@@ -248,11 +250,11 @@ class Lowered:
             flops += work
             local_flops += work / ways
             split_flops += work if ways > 1 else 0.0
-            for o, layout in zip(node.outs, strategy.outs, strict=True):
-                if o is None or layout is None or not layout.shape:
+            for out, layout in zip(node.outs, strategy.outs, strict=True):
+                if out is None or layout is None or not layout.shape:
                     continue
-                nbytes += values[o].nbytes
-                split_bytes += values[o].nbytes if layout.axes else 0
+                nbytes += values[out].nbytes
+                split_bytes += values[out].nbytes if layout.axes else 0
         return Coverage(
             split_flops / flops if flops else 1.0,
             split_bytes / nbytes if nbytes else 1.0,
@@ -269,4 +271,4 @@ def _ways(outs: Sequence[Layout | None], ins: Sequence[Layout], mesh: Mesh, axes
     for layout in (*outs, *ins):
         if layout is not None:
             names |= set(layout.axes)
-    return prod(mesh.axis_size(a) for a in names)
+    return prod(mesh.axis_size(name) for name in names)

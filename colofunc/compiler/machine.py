@@ -67,8 +67,9 @@ def as_measured(mesh: Mesh, watch: Watch | None, say: Callable[[str], None]) -> 
 
 
 def _on_gpus(mesh: Mesh, watch: Watch | None, say: Callable[[str], None]) -> Mesh:
-    """By what rank 0's GPU says of itself, and what is free there when it is first asked; measured where somebody wants
-    that.
+    """By what rank 0's GPU says of itself, and what is free there when it is first asked.
+
+    Measured where somebody wants that.
     """
     device = device_of(mesh)
     card = torch.cuda.get_device_properties(device)

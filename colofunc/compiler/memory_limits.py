@@ -32,8 +32,9 @@ def device_limit_bytes(staged: Staged, priced: Mesh) -> int | None:
 
 
 def auto_bytes(priced: Mesh) -> int | None:
-    """What a budget "auto" comes to on each device; None is unlimited. Ranks whose own device has less are kept to that
-    as well.
+    """What a budget "auto" comes to on each device; None is unlimited.
+
+    Ranks whose own device has less are kept to that as well.
 
     Of a CUDA card, found or named, what its context, libraries, communicators and fragments leave.
     """
@@ -62,7 +63,6 @@ def bytes_of(given: Room, mesh: Mesh, tier: str, argument: str, example: str) ->
     if capacity_bytes is None:
         raise PlanError(
             f"{argument}={part}) is a part of the {tier}'s memory, which topology {mesh.topology.name!r} does not "
-            "limit; "
-            f"give bytes such as {example!r}, or a topology"
+            f"limit; give bytes such as {example!r}, or a topology"
         )
     return int(part * capacity_bytes)

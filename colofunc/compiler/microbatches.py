@@ -1,7 +1,7 @@
 """Microbatches: the batch in equal parts, one after another, with the numbers of the whole batch.
 
 What `cf.accumulate` and `cf.pipeline` have in common: which leaves are the batch, that every rank's rows come in equal
-parts, and the program of one rank as a loop over them (`program.passes.time`, `program.passes.loop`).
+parts, and the program of one rank as a loop over them (`program.passes.time`, `program.passes.fold`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.constraints import Constraint, Constraints, NotSo
 from colofunc.program.ir import Program, Value
-from colofunc.program.passes.loop import RowsMove, fold, unmixed
+from colofunc.program.passes.fold import fold, unmixed
+from colofunc.program.passes.mixing import RowsMove
 from colofunc.program.passes.packed_gathers import gathered_packed
 from colofunc.program.passes.time import Rules, lies_over_time, over_time
 from colofunc.program.tracing.trace import Traced, record_local

@@ -100,8 +100,9 @@ class Arguments:
         return out
 
     def computed(self) -> list[Shards]:
-        """The parts where the plain program computes, which copies nothing between tiers; ranks that share a tensor
-        still do.
+        """The parts where the plain program computes, which copies nothing between tiers.
+
+        Ranks that share a tensor still do.
         """
         if self.device.type == "cpu":
             return self.copies(())
@@ -125,10 +126,9 @@ def arguments_of(low: Lowered, args: tuple[Any, ...]) -> Arguments:
     """Place `args` as the step wants them. The seed is the one that the next call would draw; it is not used up."""
     leaves = low.traced.pack(args)
     backend = backend_for(low.mesh, low.executor)
-    shards = [
-        place(x, lay, low.mesh, backend, name=n)
-        for x, lay, n in zip(leaves, low.input_layouts, low.traced.names, strict=False)
-    ]
+    shards = []
+    for leaf, layout, name in zip(leaves, low.input_layouts, low.traced.names, strict=False):
+        shards.append(place(leaf, layout, low.mesh, backend, name=name))
     seed = None
     if low.traced.uses_seed:
         before = random_state()

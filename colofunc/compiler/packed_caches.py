@@ -101,8 +101,8 @@ def _wrapped(globs: Globs, build: Build) -> Build:
             if (leaf.shape, leaf.dtype) != (wide.shape, wide.dtype):
                 raise InputError(
                     f"cf.quantize: the step returns {name!r} as {tuple(leaf.shape)} in {leaf.dtype}, and was given "
-                    f"{tuple(wide.shape)} in "
-                    f"{wide.dtype}. Try: a cache of the size that it will have; globs in caches= that leave it out"
+                    f"{tuple(wide.shape)} in {wide.dtype}. Try: a cache of the size that it will have; globs in "
+                    "caches= that leave it out"
                 )
             return packed if leaf is wide else PackedRows.of(leaf)
 
@@ -122,9 +122,9 @@ def _linked(globs: Globs, build: Build) -> Build:
     """Scales lie as numbers do along dim 0."""
     program = build.program
     by_name = {program.values[id].name: id for id in program.inputs}
-    groups = [
-        (id, by_name[f"{name}.scale"])
-        for name, id in by_name.items()
-        if _is_meant(globs, name) and f"{name}.scale" in by_name
-    ]
+    groups: list[tuple[int, int]] = []
+    for name, id in by_name.items():
+        scale = by_name.get(f"{name}.scale")
+        if scale is not None and _is_meant(globs, name):
+            groups.append((id, scale))
     return build.evolve(constraints=linked_rows(program, build.mesh, build.constraints, groups))

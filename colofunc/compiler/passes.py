@@ -71,8 +71,7 @@ def left_out(names: Sequence[str]) -> frozenset[str]:
         if name not in names:
             raise PlanError(
                 f"COLOFUNC_PASSES leaves out {name!r}, which is no pass that can be left "
-                f"out{near(name, names, 'passes')}; "
-                "low.passes lists what this step goes through"
+                f"out{near(name, names, 'passes')}; low.passes lists what this step goes through"
             )
     return frozenset(asked)
 
@@ -101,7 +100,9 @@ class Passes:
         raise PlanError(f"this step went through no pass {name!r}{near(name, self.names, 'passes')}")
 
     def diff(self, name: str) -> str:
-        """What a pass has changed, as a unified diff of the texts of the programs before and behind it; "" for nothing.
+        """What a pass has changed, as a unified diff of the texts of the programs before and behind it.
+
+        "" for nothing.
         """
         at = self.names.index(self[name].name)
         before = text(self.stages[at - 1].program).splitlines() if at else []
@@ -134,8 +135,7 @@ def check_interface(name: str, before: Program, behind: Program) -> None:
         if shapes != [(behind.values[i].shape, behind.values[i].dtype) for i in new]:
             raise PlanError(
                 f"{name} gives the program other {what}: {len(new)} where there were {len(old)}, or of other shapes "
-                "and dtypes; "
-                "keep them, and put what is to be new into the state with the hook grow"
+                "and dtypes; keep them, and put what is to be new into the state with the hook grow"
             )
     if before.inputs != behind.inputs:
         raise PlanError(f"{name} renames inputs of the program; keep their value ids")

@@ -44,9 +44,11 @@ from colofunc.spec.layout import Layout
 from colofunc.spec.rule import Strategy
 from colofunc.spec.spec import bind, names_of
 
-# ---- plans of steps that are prepared again ---- Problem: a longer batch, or state that is placed now and was plain
-# before, is another signature, which is traced and was planned from the start, for seconds. Idea: a plan says of each
-# operator how it works, and that can be said of another length, too.
+# ---- plans of steps that are prepared again ----
+#
+# Problem: a longer batch, or state that is placed now and was plain before, is another signature, which is traced and
+# was planned from the start, for seconds. Idea: a plan says of each operator how it works, and that can be said of
+# another length, too.
 #
 #     is_again      the very program that was planned before, and everything lies as it was planned: nothing is planned
 #     nearest       the step of a like size: what its plan decides is where the search for this one begins (`budget.nearby`)
@@ -184,15 +186,19 @@ def key_of(
     hooks: Iterable[Callable[..., Any]],
     *more: Any,
 ) -> str:
-    """A hash of all that decides a plan. `hooks`: of transforms, by the text of their modules. `more`: budget, axes,
-    named plans, what the chain of transforms asks for."""
+    """A hash of all that decides a plan.
+
+    `hooks`: of transforms, by the text of their modules. `more`: budget, axes, named plans, what the chain of
+    transforms asks for.
+    """
     digest = hashlib.sha256(program_hash(program, mesh).encode())
     for node in program.nodes:
         digest.update(repr((node.path, node.phase)).encode())
     for id in program.inputs:
         digest.update(repr((program.values[id].name, program.values[id].role)).encode())
     for item in sorted(constraints.items):
-        digest.update(repr((item, [(c.says, c.key) for c in constraints.items[item]])).encode())
+        said_of_item = [(constraint.says, constraint.key) for constraint in constraints.items[item]]
+        digest.update(repr((item, said_of_item)).encode())
     for said in (constraints.regather, constraints.chunks, constraints.scatter, constraints.at):
         digest.update(repr(sorted(said.items())).encode())
     for position in sorted(constraints.outputs):
@@ -203,18 +209,18 @@ def key_of(
 
 
 def _sources(registry: Registry, program: Program, hooks: Iterable[Callable[..., Any]]) -> str:
-    """The text of colofunc and of every module that gave a rule, a strategy, a pass, an operator of the program, or a
-    hook.
+    """The text of colofunc, and of every module that gave something that may decide.
+
+    That is a rule, a strategy, a pass, an operator of the program, or a hook.
     """
-    functions = [
-        *registry.rules.values(),
-        *registry.passes.values(),
-        *(f for fns in registry.strategies.values() for f in fns),
-    ]
-    targets = {node.target for node in program.nodes}
-    functions += [OPERATORS[target].reference for target in sorted(targets) if target in OPERATORS]
+    functions: list[Any] = [*registry.rules.values(), *registry.passes.values()]
+    for of_target in registry.strategies.values():
+        functions += of_target
+    for target in sorted({node.target for node in program.nodes}):
+        if target in OPERATORS:
+            functions.append(OPERATORS[target].reference)
     functions += map(_function, hooks)
-    files = {f.__code__.co_filename for f in functions if inspect.isfunction(f)}
+    files = {function.__code__.co_filename for function in functions if inspect.isfunction(function)}
     return own_sources() + "".join(_of_file(name) for name in sorted(files))
 
 
@@ -222,7 +228,9 @@ def _function(hook: Callable[..., Any]) -> Callable[..., Any]:
     """The function behind a hook, which may be a part of one or an object that can be called."""
     while isinstance(hook, partial):
         hook = hook.func
-    return hook if inspect.isfunction(hook) else getattr(type(hook), "__call__")  # noqa: B004, B009
+    if inspect.isfunction(hook):
+        return hook
+    return getattr(type(hook), "__call__")  # noqa: B004, B009
 
 
 @lru_cache(maxsize=1)
@@ -247,7 +255,9 @@ def _of_file(name: str) -> str:
 def decided_by(plan: Plan, program: Program, mesh: Mesh, candidates: Candidates, constraints: Constraints) -> Decided:
     """The decisions that a plan of this very program describes. Raises PlanError where a strategy is not to be had."""
     candidates.follow_wishes(constraints)
-    of_key = {key: d for d in plan.decisions for key in d.keys}
+    of_key: dict[str, Decision] = {}
+    for decided in plan.decisions:
+        of_key.update(dict.fromkeys(decided.keys, decided))
     found: dict[Any, Strategy] = {}
     choices = []
     for node, key in zip(program.nodes, node_keys(program), strict=True):
@@ -259,32 +269,35 @@ def decided_by(plan: Plan, program: Program, mesh: Mesh, candidates: Candidates,
         if same not in found:
             found[same] = _strategy(decision, candidates.along(node, _axes(decision, mesh), None), names_of(mesh))
         choices.append(Choice(found[same], candidates.rule(call)))
-    layouts = {}
-    for id_, leaf in zip(program.inputs, plan.inputs, strict=True):
-        layouts[id_] = bind(leaf.spec, mesh, program.values[id_].shape)
-    outputs = tuple(
-        bind(spec, mesh, program.values[id_].shape) for id_, spec in zip(program.outputs, plan.outputs, strict=True)
-    )
+    layouts: dict[int, Layout] = {}
+    for input_id, leaf in zip(program.inputs, plan.inputs, strict=True):
+        layouts[input_id] = bind(leaf.spec, mesh, program.values[input_id].shape)
+    outputs: list[Layout] = []
+    for output_id, spec in zip(program.outputs, plan.outputs, strict=True):
+        outputs.append(bind(spec, mesh, program.values[output_id].shape))
     names = set(plan.regather)
-    regather = copies_of(program, [id_ for id_ in program.inputs if program.values[id_].name in names])
-    return Decided(tuple(choices), layouts, outputs, plan, regather)
+    regather = copies_of(program, [input_id for input_id in program.inputs if program.values[input_id].name in names])
+    return Decided(tuple(choices), layouts, tuple(outputs), plan, regather)
 
 
 def _axes(decision: Decision, mesh: Mesh) -> tuple[str, ...]:
-    words = set(
-        " ".join(text for text in (*decision.ins, *decision.outs) if text).replace("(", " ").replace(")", " ").split()
-    )
-    words |= {axis for word in words for axis in word.lstrip("+").replace(":", " ").split()} | {
-        a for a, _ in decision.axes
-    }
-    return tuple(a for a in mesh.axis_names if a in words)
+    """The axes that a decision speaks of: in its specs ("(dp b) +tp"), or as those that it splits along."""
+    words = {axis for axis, _ in decision.axes}
+    for spec in (*decision.ins, *decision.outs):
+        for word in (spec or "").replace("(", " ").replace(")", " ").split():
+            words.add(word)
+            words.update(word.lstrip("+").replace(":", " ").split())
+    return tuple(axis for axis in mesh.axis_names if axis in words)
 
 
 def _strategy(decision: Decision, options: Sequence[Strategy], taken: tuple[str, ...]) -> Strategy:
-    for s in options:
-        if s.name == decision.strategy and tuple(x.text(taken) for x in s.ins) == decision.ins:
-            if tuple(None if x is None else x.text(taken) for x in s.outs) == decision.outs:
-                return s
+    for option in options:
+        if option.name != decision.strategy:
+            continue
+        ins = tuple(layout.text(taken) for layout in option.ins)
+        outs = tuple(None if layout is None else layout.text(taken) for layout in option.outs)
+        if ins == decision.ins and outs == decision.outs:
+            return option
     raise PlanError(f"the plan's {decision.strategy} for {decision.path} {decision.target} is not among its strategies")
 
 

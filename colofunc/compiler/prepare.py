@@ -177,8 +177,7 @@ def _margin(priced: Mesh) -> str:
     usable_bytes = (priced.topology.tier("device").capacity_bytes or 0) - reserved_bytes
     return (
         f"of a card's memory plans may use {size_text(usable_bytes)}; {size_text(reserved_bytes)} are left to what is "
-        "there already, "
-        "the driver's context, buffers of collectives and workspaces of libraries"
+        "there already, the driver's context, buffers of collectives and workspaces of libraries"
     )
 
 
@@ -195,10 +194,8 @@ def _auto(priced: Mesh) -> str:
     capacity_bytes = priced.topology.tier("device").capacity_bytes
     return (
         f"a budget 'auto' is {size_text(auto_bytes(priced) or 0)} of a card of {size_text(capacity_bytes or 0)}: the "
-        "rest is for the "
-        "driver's context, libraries, buffers of collectives, and what the caching allocator may lose to fragments. A "
-        "budget in bytes "
-        "is taken as it is"
+        "rest is for the driver's context, libraries, buffers of collectives, and what the caching allocator may lose "
+        "to fragments. A budget in bytes is taken as it is"
     )
 
 
@@ -211,9 +208,8 @@ def _warn_of_idle_ranks(low: Lowered) -> None:
     where = f" (every rank computes everything along {', '.join(idle)})" if idle else ""
     warnings.warn(
         f"the plan uses {used:.0%} of the computing of {low.mesh}{where}: by its estimate, splitting this step costs "
-        "more than it saves. "
-        "Try: a larger batch or model, fewer ranks, a topology that fits the machine, or a named plan such as zero(3, "
-        "axis)",
+        "more than it saves. Try: a larger batch or model, fewer ranks, a topology that fits the machine, or a named "
+        "plan such as zero(3, axis)",
         stacklevel=6,
     )
 
@@ -228,9 +224,8 @@ def _warn_of_unknown_machine(low: Lowered) -> None:
     such_a_mesh = f"cf.Mesh({', '.join(arguments)})"
     warnings.warn(
         f"the plan needs {peak_bytes / 2**30:.1f} GiB a rank and {low.mesh} names no topology: memory counts as "
-        "unlimited, and rates are "
-        f"those of {low.priced.topology.name}, a small CPU box. Try: {such_a_mesh}, or the file that "
-        "cf.profile_mesh(mesh).save(path) writes on the machine",
+        f"unlimited, and rates are those of {low.priced.topology.name}, a small CPU box. Try: {such_a_mesh}, or the "
+        "file that cf.profile_mesh(mesh).save(path) writes on the machine",
         stacklevel=6,
     )
 
@@ -360,7 +355,8 @@ def _leaves_of(trees: Sequence[Tree], ids: Sequence[int]) -> list[_Leaves]:
 
 
 def _goes_to(argument: _Leaves, output: _Leaves, program: Program) -> bool:
-    before, after = ([program.values[i] for i in leaves.ids] for leaves in (argument, output))
+    before = [program.values[id] for id in argument.ids]
+    after = [program.values[id] for id in output.ids]
     return comes_back(argument.tree, output.tree, before, after)
 
 

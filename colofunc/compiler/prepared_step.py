@@ -143,7 +143,7 @@ class Ready:
     def roles(self) -> tuple[str, ...]:
         """Per leaf, the role that it carries to other steps; "" where it is a guess, or lasts for this step only."""
         traced = self.low.traced
-        found = [traced.program.values[i].role for i in traced.program.inputs[: len(traced.names)]]
+        found = [traced.program.values[id].role for id in traced.program.inputs[: len(traced.names)]]
         return tuple(role if role in LASTING and not traced.guessed else "" for role in found)
 
     @cached_property
@@ -177,8 +177,9 @@ class Ready:
     # ---- one call ----
 
     def call(self, given: Given, name: str, agree_every: int = 0) -> Any:
-        """Place what is not placed, run, wrap what comes out, consume what was donated. `name`: of the call, for
-        errors.
+        """Place what is not placed, run, wrap what comes out, consume what was donated.
+
+        `name`: of the call, for errors.
 
         agree_every: after so many steps, which this one ends, the ranks compare their copies; 0: they do not.
         """
@@ -225,7 +226,7 @@ class Ready:
         for k in given.away:
             inputs[k] = []
         # also of a consumed one, on which there is an error
-        missing = [k for k, parts in enumerate(inputs) if not parts]
+        missing = [place for place, parts in enumerate(inputs) if not parts]
         if missing:
             self._bring(given.leaves, missing, inputs, name)
         return inputs
@@ -277,9 +278,9 @@ class Ready:
         if self._makers is None:
             self._makers = []
             again = {out: self.roles[into] for out, into in self.low.global_program.aliases}
-            for k, (parts, layout) in enumerate(zip(outs, self.low.output_layouts, strict=True)):
+            for place, (parts, layout) in enumerate(zip(outs, self.low.output_layouts, strict=True)):
                 home = home_of(layout, parts[0].dtype, self.low.mesh, self.backend)
-                self._makers.append(self._maker(parts, home, again.get(k, "")))
+                self._makers.append(self._maker(parts, home, again.get(place, "")))
         return [make(parts) for make, parts in zip(self._makers, outs, strict=True)]
 
     def owned(self, parts: Shards, home: Home, role: str) -> DTensor:
@@ -297,8 +298,9 @@ class Ready:
 
 
 def lies_as_planned(leaves: Sequence[Leaf], layouts: Sequence[Layout]) -> bool:
-    """Plain and movable tensors can be placed anywhere; another DTensor stays where it is, so the plan must want it
-    there.
+    """Plain and movable tensors can be placed anywhere.
+
+    Another DTensor stays where it is, so the plan must want it there.
     """
     pairs = zip(leaves, layouts, strict=False)
     return all(not isinstance(leaf, DTensor) or leaf.movable or leaf.sharding is layout for leaf, layout in pairs)

@@ -14,11 +14,11 @@ import torch
 from colofunc import owned
 from colofunc.compiler.observation import arguments_of
 from colofunc.errors import InputError
-from colofunc.executors.profile import Clock, Profile, of_all_ranks, seconds_of, timings, write_trace
+from colofunc.executors.profile import Clock, Profile, Timing, of_all_ranks, seconds_of, timings, write_trace
 from colofunc.mesh.cost import rate
 from colofunc.ops.debug import quiet
+from colofunc.program.chrome_trace import TRACE_MARK
 from colofunc.program.cost import node_work
-from colofunc.program.lanes import TRACE_MARK
 
 if TYPE_CHECKING:
     from colofunc.compiler.lowered import Lowered
@@ -44,20 +44,23 @@ def profile(low: Lowered, args: tuple[Any, ...], path: str | PathLike[str], step
         for _ in range(steps):
             plain_s.append(seconds_of(lambda: bare(inputs), device))
             clocked_s.append(seconds_of(lambda: seen.append(clock.one_step(lambda: clocked(inputs))), device))
-    everyone = of_all_ranks(timings(clock.nodes, seen)) if backend.watch is not None else [timings(clock.nodes, seen)]
-    lengths_s = [max((start + took for _, start, took in one), default=0.0) for one in seen]
+    measured = timings(clock.nodes, seen)
+    everyone = [measured] if backend.watch is None else of_all_ranks(measured)
+    lengths_s = [_length_s(visits) for visits in seen]
     overhead = sum(clocked_s) / sum(plain_s) - 1.0
-    found = _figures(
-        low, everyone, (sum(plain_s) / steps, sum(lengths_s) / steps, overhead), steps, backend.watch is None
-    )
+    seconds = (sum(plain_s) / steps, sum(lengths_s) / steps, overhead)
+    figures = _figures(low, everyone, seconds, steps, backend.watch is None)
     if backend.watch is None or backend.watch.rank == 0:
-        words = (
-            "all ranks, simulated in one process: times are of the simulation"
-            if found.simulated and found.ranks > 1
-            else "one device"
-        )
+        words = "one device"
+        if figures.simulated and figures.ranks > 1:
+            words = "all ranks, simulated in one process: times are of the simulation"
         write_trace(where, everyone, lengths_s, words)
-    return found
+    return figures
+
+
+def _length_s(visits: Sequence[tuple[int, float, float]]) -> float:
+    """How long a step took, by (node, start, seconds) of what ran in it."""
+    return max((start_s + took_s for _, start_s, took_s in visits), default=0.0)
 
 
 def _figures(
@@ -70,15 +73,20 @@ def _figures(
         ideal_s += work / rate(low.priced.topology, dtype)
     cost, topology, simulated = low.cost(), low.priced.topology, here and low.mesh.size > 1
     ideal_s /= low.mesh.size
-    known = topology.name != "ideal" and not simulated
-    why = (
-        "the mesh is simulated"
-        if simulated
-        else "the topology is 'ideal', which has no peak: name one, cf.Mesh(topology=...)"
-    )
-    exposed = tuple(sum(node.mean_s for node in nodes if node.communication) for nodes in everyone)
+    utilization: float | None = None
+    if simulated:
+        peak = "the mesh is simulated"
+    elif topology.name == "ideal":
+        peak = "the topology is 'ideal', which has no peak: name one, cf.Mesh(topology=...)"
+    else:
+        peak, utilization = f"of topology {topology.name!r}", ideal_s / seconds[0]
+    exposed = tuple(_communication_s(nodes) for nodes in everyone)
     return Profile(
         simulated, low.executor == "compiled", low.mesh.size, steps, *seconds, flops, ideal_s,
-        f"of topology {topology.name!r}" if known else why,
-        ideal_s / seconds[0] if known else None, exposed, everyone[0], dict(cost.bytes), dict(cost.calls),
+        peak, utilization, exposed, everyone[0], dict(cost.bytes), dict(cost.calls),
     )  # fmt: skip
+
+
+def _communication_s(nodes: Sequence[Timing]) -> float:
+    """Seconds of one rank in communication."""
+    return sum(node.mean_s for node in nodes if node.communication)

@@ -117,15 +117,13 @@ class Weights:
         if self.matched(name) and (scheme is None or not _has_numbers_of(weight, scheme)):
             raise InputError(
                 f"cf.quantize: {name!r} is quantized already, as {weight.scheme!r}, and the step asks for {asked}. "
-                "Try: "
-                "the scheme that it has, or the weight that it was quantized from"
+                "Try: the scheme that it has, or the weight that it was quantized from"
             )
         wrong = misfit(weight)
         if wrong:
             raise InputError(
                 f"cf.quantize: {name!r} is no weight of shape {weight.shape} in {weight.scheme!r}: {wrong}. Try: a "
-                "checkpoint as cf.save "
-                "writes it, or the weight that it was quantized from"
+                "checkpoint as cf.save writes it, or the weight that it was quantized from"
             )
         return weight
 
@@ -146,7 +144,10 @@ class Weights:
     def unmatched(self, names: Iterable[str]) -> str | None:
         """A glob that matches none of these names."""
         names = list(names)
-        return next((glob for glob in self.globs if not any(matches(name, glob) for name in names)), None)
+        for glob in self.globs:
+            if not any(matches(name, glob) for name in names):
+                return glob
+        return None
 
 
 def _has_numbers_of(weight: Quantized, scheme: Quantizer) -> bool:
@@ -180,8 +181,7 @@ def packed(quantizer: Quantizer, weight: Tensor, name: str = "weight") -> Quanti
     if wrong:
         raise InputError(
             f"cf.quantize: the quantizer {quantizer.name!r} gives {name!r} of shape {tuple(weight.shape)} wrong parts: "
-            f"{wrong}. Try: "
-            "quantize= that returns them so"
+            f"{wrong}. Try: quantize= that returns them so"
         )
     give_role("frozen", found.tensors)
     return found
@@ -195,8 +195,7 @@ def _finite(name: str, weight: Quantized) -> Quantized:
             if known and not _all_finite(shard, weight.format.nan if part is weight.scale else None):
                 raise InputError(
                     f"cf.quantize: {name!r} has rows with NaN or infinite numbers, of which no scale can be made. Try: "
-                    "the weights of an "
-                    "earlier checkpoint; globs in where= that leave it out"
+                    "the weights of an earlier checkpoint; globs in where= that leave it out"
                 )
     return weight
 

@@ -36,7 +36,9 @@ T = TypeVar("T")
 
 
 def watch_of(mesh: Mesh, executor: str | None) -> Watch | None:
-    """The tie to the other processes if `mesh` runs, or is about to run, on real ranks; None if all is in this process.
+    """The tie to the other processes if `mesh` runs, or is about to run, on real ranks.
+
+    None if all is in this process.
     """
     return backend_for(mesh, executor).watch if on_real_ranks(mesh, executor) else None
 
@@ -161,10 +163,8 @@ def equal_leaves(watch: Watch, names: Sequence[str], leaves: Sequence[torch.Tens
         if odd_ranks:
             raise InputError(
                 f"argument {name!r} {tuple(leaf.shape)} is a plain tensor, so it is the global value and must be equal "
-                "on "
-                f"all ranks, but ranks {odd_ranks} hold other numbers; seed all ranks alike, let cf.batches(loader, "
-                "mesh, spec) read "
-                f"each rank's rows, or enter them with cf.from_local(t, spec, mesh)"
+                f"on all ranks, but ranks {odd_ranks} hold other numbers; seed all ranks alike, let cf.batches(loader, "
+                "mesh, spec) read each rank's rows, or enter them with cf.from_local(t, spec, mesh)"
             )
 
 
@@ -204,8 +204,7 @@ def equal_captured(watch: Watch | None, program: Program, captured: Mapping[int,
             where = f" (used at {line})" if line else ""
             raise InputError(
                 f"the step captures a tensor {value.name or ''}{value.shape}{where}, which counts as the global value, "
-                "but ranks "
-                f"{odd_ranks} hold other numbers; pass it as an argument, or make it alike on all ranks"
+                f"but ranks {odd_ranks} hold other numbers; pass it as an argument, or make it alike on all ranks"
             )
 
 

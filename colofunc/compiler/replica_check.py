@@ -83,14 +83,11 @@ class Alike:
         others = f" and {len(wrong) - 1} more leaves" if len(wrong) > 1 else ""
         return (
             f"{self._names[first]!r} {layout.shape} {layout.text()!r}{others} should be the same on ranks that hold "
-            "copies, and is not: "
-            f"ranks {ranks} differ from {holders}, after {where}. The ranks compute it alike, and a kernel has not "
-            "given them the same "
-            f"bits; the numbers of the last {every} steps cannot be trusted. Try: "
-            "torch.use_deterministic_algorithms(True) on GPUs of one "
-            "kind, or a plan that splits it, as zero(1, axis) does, so that one rank computes and sends; then load the "
-            "last checkpoint. "
-            "cf.shard(..., agree_every=0) does not look"
+            f"copies, and is not: ranks {ranks} differ from {holders}, after {where}. The ranks compute it alike, and "
+            f"a kernel has not given them the same bits; the numbers of the last {every} steps cannot be trusted. Try: "
+            "torch.use_deterministic_algorithms(True) on GPUs of one kind, or a plan that splits it, as zero(1, axis) "
+            "does, so that one rank computes and sends; then load the last checkpoint. cf.shard(..., agree_every=0) "
+            "does not look"
         )
 
 

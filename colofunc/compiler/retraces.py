@@ -80,8 +80,7 @@ class Retraces:
         if self._static == STATIC and staged.mesh.is_main:
             warnings.warn(
                 f"{getattr(staged.fn, '__name__', 'step')} has been traced {STATIC + 1} times because static values "
-                f"change ({why}); "
-                "pass numbers that vary as arguments: tensors or floats",
+                f"change ({why}); pass numbers that vary as arguments: tensors or floats",
                 stacklevel=6,
             )
 
@@ -116,15 +115,14 @@ def _first_difference(
     names = new.tree.names()
     if names != old.tree.names():
         return None
-    triples = zip(names, old.leaves, new.leaves, strict=True)
-    other = [
-        f"{called(name)}: {shown(before)} -> {shown(now)}"
-        for name, before, now in triples
-        if shown(before) != shown(now)
-    ]
+    other: list[str] = []
+    for name, before, now in zip(names, old.leaves, new.leaves, strict=True):
+        if shown(before) != shown(now):
+            other.append(f"{called(name)}: {shown(before)} -> {shown(now)}")
     if not other:
         return None
-    return other[0] + (f" (and {len(other) - 1} more)" if len(other) > 1 else "")
+    more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
+    return other[0] + more
 
 
 def _difference(new: Signature, old: Signature, called: Callable[[str], str]) -> str:

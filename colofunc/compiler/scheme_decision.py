@@ -110,8 +110,7 @@ class SchemeDecision:
                 has = "no scheme" if scheme is None else repr(scheme)
                 raise PlanError(
                     f"cf.quantize(scheme='auto'): the plan has {has} for {weight.name!r}, and here it may be: "
-                    f"{', '.join(options)}. "
-                    f"{remedy}"
+                    f"{', '.join(options)}. {remedy}"
                 )
             picks.append(options.index(scheme))
         error = choice_of(weights, tuple(picks)).error

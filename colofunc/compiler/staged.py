@@ -60,8 +60,7 @@ class Staged:
         if active() is not None:
             raise TraceError(
                 f"{getattr(self.fn, '__name__', 'a step')}, which is a staged step itself, is called inside of another "
-                "one at "
-                f"{user_line()}. Try: the function that it was made of (its .fn); the step around it plans both"
+                f"one at {user_line()}. Try: the function that it was made of (its .fn); the step around it plans both"
             )
         step, args = self._ready(args, kwargs)
         return step.compiler.call(step, args)
@@ -72,8 +71,9 @@ class Staged:
         return step.compiler.init(step, args)
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
-        """The function on one device: breakpoints work. DTensors enter whole, results are plain (collective on real
-        ranks).
+        """The function on one device: breakpoints work.
+
+        DTensors enter whole, results are plain (collective on real ranks).
 
         Random numbers are those of the staged step; what transforms keep in the state is there, as `reference` says.
         """
@@ -155,11 +155,11 @@ class Staged:
         fn = through("wrap", self.build).fn
         if not any(transform.changes_numbers for transform in self.transforms):
             return fn
-        rewriting = [
-            Transform(each.name, each.options, rewrite_global=each.rewrite_global, behind=each.behind)
-            for each in self.transforms
-            if each.rewrite_global is not None
-        ]
+        rewriting: list[Transform] = []
+        for each in self.transforms:
+            if each.rewrite_global is not None:
+                rewrite, behind = each.rewrite_global, each.behind
+                rewriting.append(Transform(each.name, each.options, rewrite_global=rewrite, behind=behind))
         alone = Staged(fn, tuple(rewriting), self.compiler.another(), executor="simulated")
 
         @wraps(fn)
@@ -224,8 +224,7 @@ def applied(step: Staged, transform: Transform) -> Staged:
         if before.open is not None and transform.open is not None:
             raise PlanError(
                 f"{before.name} and {transform.name} both leave open what the state depends on, and one of a chain "
-                "may. Try: decide one, "
-                f"and give the other step.settled(...).transform({before.name!r}).decided"
+                f"may. Try: decide one, and give the other step.settled(...).transform({before.name!r}).decided"
             )
     return attrs.evolve(step, transforms=(*step.transforms, transform), compiler=fresh(step.compiler))
 

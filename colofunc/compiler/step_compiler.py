@@ -71,8 +71,9 @@ class StepCompiler:
         """An empty one for the same chain, on another executor or by another plan: what was left open stays decided."""
         new = StepCompiler()
         new._taken = self._taken
-        for transform in () if self._settled is None else self._settled.transforms:
-            new._taken = dict(transform.taken) or new._taken
+        if self._settled is not None:
+            for transform in self._settled.transforms:
+                new._taken = dict(transform.taken) or new._taken
         return new
 
     def call(self, staged: Staged, args: tuple[Any, ...]) -> Any:
@@ -103,21 +104,22 @@ class StepCompiler:
         with nullcontext() if ready.watch is None else ready.watch.step(name):
             while ready.after is not None:
                 ready = ready.after
-                leaves = moved(
-                    given.leaves, ready.low.input_layouts, ready.low, ready.backend, ready.disk, _called(name)
-                )
+                low, called = ready.low, _called(name)
+                leaves = moved(given.leaves, low.input_layouts, low, ready.backend, ready.disk, called)
                 given = Given.of(leaves, ready.homes)
             every = staged.sharding.agree_every
-            return ready.call(given, _called(name), every if every and self._calls % every == 0 else 0)
+            agrees_now = bool(every) and self._calls % every == 0
+            return ready.call(given, _called(name), every if agrees_now else 0)
 
     def _plan_again(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], old: Ready, name: str) -> None:
-        """By what the first steps have measured; a plan that cannot be made, or is no faster, leaves the old one
-        standing.
+        """By what the first steps have measured.
+
+        A plan that cannot be made, or is no faster, leaves the old one standing.
         """
         assert old.warmup is not None, "whoever calls has looked"
         timed, old.warmup = old.warmup.timed(), None
         donated = set(old.low.donated)
-        staying = [None if i in donated else leaf for i, leaf in enumerate(leaves)]
+        staying = [None if position in donated else leaf for position, leaf in enumerate(leaves)]
         low, why = None, "another rank says why"
         try:
             low = prepare(staged, args, staying, old.watch, (old.low.plan, timed))
@@ -157,11 +159,8 @@ class StepCompiler:
         placed = []
         shelves = Shelves(ready.disk, first, layouts, [True] * len(first), ready.low.mesh, ready.backend)
         for leaf, layout, name in zip(first, layouts, names, strict=False):  # one by one: lazy leaves are made here
-            placed.append(
-                shelves.keep(
-                    place(leaf, layout, ready.low.mesh, ready.backend, True, name, device=ready.device), layout
-                )
-            )
+            on_mesh = place(leaf, layout, ready.low.mesh, ready.backend, True, name, device=ready.device)
+            placed.append(shelves.keep(on_mesh, layout))
         shelves.commit()
         placed = side_by_side(placed, ready.buffers)
         made = [ready.owned(*one) for one in zip(placed, ready.homes, ready.roles, strict=False)]
@@ -205,13 +204,13 @@ class StepCompiler:
         around = look_around(staged.fn)
         key = (tree.key(), types, *around.key)
         known = self._ready.setdefault(key, [])
-        stale = [r for r in known if r.stale()]
+        stale = [old for old in known if old.stale()]
         for old in stale:
             self._retraces.stale(staged, old.stale())
             known.remove(old)
             old.guard = None
-        fitting = [r for r in known if r.used.stands()]
-        ready = next((r for r in fitting if lies_as_planned(leaves, r.low.input_layouts)), None)
+        fitting = [other for other in known if other.used.stands()]
+        ready = next((other for other in fitting if lies_as_planned(leaves, other.low.input_layouts)), None)
         if ready is None:
             check_arguments(staged, args)
             if len(self._ready) > 1 and not known and not stale:
@@ -222,7 +221,7 @@ class StepCompiler:
                 backend_for(staged.mesh, staged.executor)  # a mesh that does not fit the processes: before planning
             watch = watch_of(staged.mesh, staged.executor)
             disk = next((one.disk for one in staged.transforms if one.disk is not None), None)
-            before = [r.low for some in self._ready.values() for r in some]
+            before = [other.low for alike in self._ready.values() for other in alike]
             earlier = _used_by(before)
             low = prepare(staged, args, leaves, watch, before=before, says_least=says_least)
             # A step may switch modes itself: what counts is how a call finds them, where that is known.

@@ -58,12 +58,12 @@ class Surroundings:
 
 
 def ambient() -> tuple[Any, ...]:
-    """What torch itself has around a call: the default dtype, and the dtype of autocast for each device that has it on.
-    """
-    on = tuple(
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda")
-    )
-    return torch.get_default_dtype(), on
+    """What torch itself has around a call: the default dtype, and that of autocast on each device, where it is on."""
+    return torch.get_default_dtype(), (_autocast_dtype("cpu"), _autocast_dtype("cuda"))
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def look_around(fn: Callable[..., Any]) -> Surroundings:
@@ -119,9 +119,11 @@ def _look_at(thing: Any, depth: int, seen: set[int], found: Surroundings) -> Non
             _walk(piece, depth - 1, seen, found)
 
 
-# ---- names that a step reads ---- Problem: Python runs once per signature, so a function that reads a global sees the
-# value of its trace for ever, however often the name is bound anew. Idea: the code says which names it reads; what they
-# were bound to is remembered with the trace and looked at before each call, which costs a dictionary look-up per name.
+# ---- names that a step reads ----
+#
+# Problem: Python runs once per signature, so a function that reads a global sees the value of its trace for ever,
+# however often the name is bound anew. Idea: the code says which names it reads; what they were bound to is remembered
+# with the trace and looked at before each call, which costs a dictionary look-up per name.
 #
 #     scale = 2.0
 #     step = cf.shard(lambda x: x * scale, mesh)       # reads: global 'scale' = 2.0

@@ -53,8 +53,8 @@ def spent(program: Program, played: Lanes, mesh: Mesh, rule_of: RuleOf, plan: Pl
         node = busy.node
         key = alike.path(node), node.target, node.phase, what, leaves
         row = found.setdefault(key, [0.0, 0.0, 0.0])
-        for k, more in enumerate((seconds, hidden_s, 1.0)):
-            row[k] += more
+        for place, more in enumerate((seconds, hidden_s, 1.0)):
+            row[place] += more
 
     for busy in played.busy:
         node, seconds, body = busy.node, busy.end_s - busy.start_s, _body(program, busy)

@@ -53,7 +53,7 @@ class Reference:
         self, program: Program, inputs: Sequence[Tensor], asked: Mapping[int, int], ran: Ran | None = None
     ) -> None:
         self.program = program
-        ids = [i for i in program.inputs if i not in program.constants]
+        ids = [id for id in program.inputs if id not in program.constants]
         self.env: dict[int, Tensor] = dict(zip(ids, inputs, strict=True)) | dict(program.constants)
         self.asked = Counter(asked)
         self.last = program.last_uses
@@ -67,7 +67,9 @@ class Reference:
             results = run_node(node, self.env)
             if self.ran is not None:
                 self.ran(node, self.env, results)
-            self.env.update({o: x for o, x in zip(node.outs, results, strict=True) if o is not None})
+            for out, result in zip(node.outs, results, strict=True):
+                if out is not None:
+                    self.env[out] = result
             self.at += 1
             for ref in {*node.refs, *node.results}:
                 self._drop(ref)
@@ -93,11 +95,12 @@ class Allowed:
     ) -> None:
         self.bounds = bounds_of(program, tolerance)
         self.owners = frozenset(owners)
-        halves = [program.values[i].dtype for i in program.values if program.values[i].dtype in HALVES]
+        halves = {value.dtype for value in program.values.values() if value.dtype in HALVES}
         self.near: list[Reference] = []
         if halves and tolerance is None:
             place = max(torch.finfo(dtype).eps for dtype in halves)
-            self.near = [Reference(program, moved(inputs, place, n), Counter(set(owners))) for n in range(TRIES)]
+            for seed in range(TRIES):
+                self.near.append(Reference(program, moved(inputs, place, seed), Counter(set(owners))))
         self.updates = tolerance is None
         self.after = _after(program)
         self.known: dict[int, float] = {}
@@ -131,9 +134,9 @@ class Allowed:
             return bound
         size, scale = float(finite.abs().max()), _scale(expected)
         if expected.numel() < FEW and id in self.makers:  # then as much as in what it is made of
-            noise = max(
-                [noise, self.terms.get(id, 0.0), *(size * self.relative.get(r, 0.0) for r in self.makers[id].refs)]
-            )
+            noise = max(noise, self.terms.get(id, 0.0))
+            for ref in self.makers[id].refs:
+                noise = max(noise, size * self.relative.get(ref, 0.0))
         self.relative[id] = min(noise / size, 1.0) if size else 0.0
         return max(bound * size, PLACES * noise) / scale
 
@@ -142,35 +145,43 @@ class Allowed:
         if self.near and node.target in SUMS:
             self._terms(node, values)
         place = UPDATES.get(node.target) if self.updates else None
-        grad = None if place is None else node.args[place]
-        if place is None or not isinstance(grad, Ref):
+        ref = None if place is None else node.args[place]
+        if place is None or not isinstance(ref, Ref):
             return
-        args = list(map_refs(node.args, lambda i: values[i]))
-        kwargs = {k: map_refs(v, lambda i: values[i]) for k, v in node.kwargs}
-        g = args[place]
-        bound = self.of(grad.id, g) if grad.id in self.owners else self.bounds[grad.id]
-        off, func = bound * _scale(g), resolve(node.target)
-        least = max(self.bounds[r] for r in node.refs if r != grad.id)  # what it does in its own precision
-        most = [_rounding(x, least) if o is not None else None for o, x in zip(node.outs, results)]
-        for step, direction in product(STEPS, _directions(node.target, g, results)):
-            args[place] = g + step * off * direction
-            for k, (allowed, x, y) in enumerate(zip(most, results, flat_results(func(*args, **kwargs)), strict=True)):
-                if allowed is not None:
-                    most[k] = torch.maximum(allowed, apart(y, x))
-        self.elements.update({o: x for o, x in zip(node.outs, most) if o is not None and x is not None})
-        # Nothing is computed of codes but by the next update.
-        wide = [x for x, y in zip(most, results, strict=True) if x is not None and x.numel() and y.is_floating_point()]
-        self.spread = max(self.spread, *(float(x.max()) for x in wide), 0.0)
+        args = list(map_refs(node.args, values.__getitem__))
+        kwargs = {name: map_refs(arg, values.__getitem__) for name, arg in node.kwargs}
+        grad = args[place]
+        bound = self.of(ref.id, grad) if ref.id in self.owners else self.bounds[ref.id]
+        off, func = bound * _scale(grad), resolve(node.target)
+        least = max(self.bounds[id] for id in node.refs if id != ref.id)  # what it does in its own precision
+        # What each element of a result may be off by.
+        most: dict[int, Tensor] = {}
+        for number, (out, result) in enumerate(zip(node.outs, results)):
+            if out is not None:
+                most[number] = _rounding(result, least)
+        for step, direction in product(STEPS, _directions(node.target, grad, results)):
+            args[place] = grad + step * off * direction
+            others = flat_results(func(*args, **kwargs))
+            for number, allowed in most.items():
+                most[number] = torch.maximum(allowed, apart(others[number], results[number]))
+        for number, allowed in most.items():
+            out = node.outs[number]
+            assert out is not None, "only results that somebody has are looked at"
+            self.elements[out] = allowed
+            # Nothing is computed of codes but by the next update.
+            if allowed.numel() and results[number].is_floating_point():
+                self.spread = max(self.spread, float(allowed.max()))
 
     def _terms(self, node: Node, values: Mapping[int, Tensor]) -> None:
-        """A term that went through a half precision is off by up to half a last place either way, independently of the
-        others.
+        """How far a sum may be off whose terms went through a half precision.
+
+        Each is off by up to half a last place either way, independently of the others.
         """
         (term,), (out,) = node.refs, node.outs
         if out is None or self.bounds[term] not in _OF_HALVES or not values[term].is_floating_point():
             return
         place = max(torch.finfo(dtype).eps for dtype in HALVES if TOLERANCE[dtype] == self.bounds[term])
-        args = map_refs(node.args, lambda i: values[i].double().square())
+        args = map_refs(node.args, lambda id: values[id].double().square())
         squares = resolve(node.target)(*args, **dict(node.kwargs) | {"dtype": torch.float64})
         worst = float(squares.max()) if squares.numel() else 0.0
         self.terms[out] = place * (worst / 12) ** 0.5 if math.isfinite(worst) else 0.0
@@ -191,15 +202,15 @@ def moved(inputs: Sequence[Tensor], place: float, seed: int) -> list[Tensor]:
 
 def bounds_of(program: Program, tolerance: float | None) -> dict[int, float]:
     """How far each value may be off: as its dtype allows, or the coarsest dtype that it was computed through."""
-    bounds = {i: TOLERANCE.get(program.values[i].dtype, 0.0) for i in program.inputs}
+    bounds = {id: TOLERANCE.get(program.values[id].dtype, 0.0) for id in program.inputs}
     through = dict.fromkeys(program.inputs, 0.0)  # inputs are exact
     for node in program.nodes:
-        coarsest = max((through[r] for r in node.refs), default=0.0)
-        for o in node.outs:
-            if o is not None:
-                exact = not (program.values[o].dtype.is_floating_point or program.values[o].dtype.is_complex)
-                through[o] = max(coarsest, TOLERANCE.get(program.values[o].dtype, 0.0))
-                bounds[o] = 0.0 if exact else through[o]
+        coarsest = max((through[ref] for ref in node.refs), default=0.0)
+        for out in node.results:
+            dtype = program.values[out].dtype
+            exact = not (dtype.is_floating_point or dtype.is_complex)
+            through[out] = max(coarsest, TOLERANCE.get(dtype, 0.0))
+            bounds[out] = 0.0 if exact else through[out]
     return bounds if tolerance is None else dict.fromkeys(bounds, tolerance)
 
 
@@ -243,7 +254,7 @@ def _after(program: Program) -> set[int]:
     made: set[int] = set()
     for node in program.nodes:
         outs = set(node.results)
-        if any(r in found or r in made for r in node.refs):
+        if any(ref in found or ref in made for ref in node.refs):
             found |= outs
         if node.target in UPDATES:
             made |= outs

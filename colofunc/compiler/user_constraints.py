@@ -54,12 +54,12 @@ def _walk(specs: Any, tree: Tree, path: str, at: list[int]) -> Iterator[tuple[in
     if isinstance(specs, Mapping):
         items = {str(k): v for k, v in specs.items()}
     elif isinstance(specs, (list, tuple)):
-        items = {str(k): v for k, v in enumerate(specs)}
+        items = {str(place): v for place, v in enumerate(specs)}
     else:
         raise InputError(f"{here}: {specs!r} is no spec; write a string such as '(dp b) ...', a cf.Spec, or None")
-    keys = [str(k) for k in tree.keys]
+    keys = [str(key) for key in tree.keys]
     if tree.kind in ("tensor", "static") or set(items) != set(keys):
-        missing = [k for k in keys if k not in items]
+        missing = [key for key in keys if key not in items]
         unknown = [k for k in items if k not in keys]
         says = "is deeper than the value"
         if missing:
@@ -75,8 +75,8 @@ def _walk(specs: Any, tree: Tree, path: str, at: list[int]) -> Iterator[tuple[in
 
 GUESSED = (
     "nothing in the step says which argument has the weights (no gradient, no product of a known form), so the first "
-    "was taken for them. "
-    "Try: model = cf.functional(module), and out, buffers = model.apply(params, buffers, ...), which says it"
+    "was taken for them. Try: model = cf.functional(module), and out, buffers = model.apply(params, buffers, ...), "
+    "which says it"
 )
 
 
@@ -99,8 +99,8 @@ def constraints_of_user(
     wishes: list[Wish] = []
     named: dict[str, str] = {}
     rules = Rules(program, mesh, plugins=sharding.plugins)
-    for k, part in enumerate(sharding.plans):
-        name = getattr(part, "name", None) or f"plan {k + 1}"
+    for place, part in enumerate(sharding.plans):
+        name = getattr(part, "name", None) or f"plan {place + 1}"
         try:
             mine = wishes_of(part, program, str(name), mesh, rules)
         except PlanError as error:
@@ -124,13 +124,24 @@ def constraints_of_user(
 def wished_axes(mesh: Mesh, constraints: Constraints, named: Mapping[str, str]) -> tuple[str, ...]:
     """The axes that somebody speaks for: named plans, specs of leaves and outputs, strategies of operators."""
     axes = set(named)
-    for some in constraints.items.values():
-        for constraint in some:
-            axes |= {a for offer in constraint.offers for lay in offer.outs if lay is not None for a in lay.axes}
+    for of_item in constraints.items.values():
+        for constraint in of_item:
+            for offer in constraint.offers:
+                axes |= _split_axes(offer)
             if isinstance(constraint.key, tuple) and constraint.key[0] == "node":
                 axes |= {axis for axis, _ in constraint.key[1]}
-    axes |= {a for layout in constraints.outputs.values() for a in layout.axes}
-    return tuple(a for a in mesh.axis_names if a in axes)
+    for layout in constraints.outputs.values():
+        axes.update(layout.axes)
+    return tuple(axis for axis in mesh.axis_names if axis in axes)
+
+
+def _split_axes(offer: Strategy) -> set[str]:
+    """The axes along which what a strategy gives is split."""
+    axes: set[str] = set()
+    for layout in offer.outs:
+        if layout is not None:
+            axes.update(layout.axes)
+    return axes
 
 
 def staying(program: Program, state: Mapping[int, Layout], constraints: Constraints) -> Constraints:
@@ -209,17 +220,16 @@ def _specs(program: Program, traced: Traced, mesh: Mesh, sharding: Sharding) -> 
 
 
 def _by_position(specs: Any, tree: Tree) -> Any:
-    """`in_specs` by the names of the function's parameters, as a tuple in their order; parameters left out are
-    automatic.
+    """`in_specs` by the names of the function's parameters, as a tuple in their order.
 
-    A dict for the one argument of a function stays what it is, unless it has the argument's own name as its only key.
+    Parameters left out are automatic. A dict for the one argument of a function stays what it is, unless it has the
+    argument's own name as its only key.
     """
     names = [child.name for child in tree.children]
-    if (
-        not isinstance(specs, Mapping)
-        or not specs
-        or set(specs) <= set(map(str, range(len(names)))) | set(range(len(names)))
-    ):
+    if not isinstance(specs, Mapping) or not specs:
+        return specs
+    positions = set(range(len(names)))
+    if set(specs) <= positions | set(map(str, positions)):
         return specs
     if len(names) == 1 and (list(specs) != names or names[0] in map(str, tree.children[0].keys)):
         return specs
@@ -240,22 +250,25 @@ def _bind(spec: str | Spec | Layout, mesh: Mesh, shape: tuple[int, ...], what: s
 
 
 def without_tiers(constraints: Constraints, program: Program) -> tuple[Constraints, dict[int, str]]:
-    """(the constraints on a device that has room for all, position of an input -> the tier that it lies in instead or
-    stays in).
+    """The constraints on a device that has room for all, and the other tiers that inputs lie in, by position.
 
     Where tensors are split and where in memory they lie are decided one after the other; see
     `planner/offload/fastest.py`.
     """
     items, tiers = dict(constraints.items), dict[int, str]()
     for position, some in constraints.items.items():
-        layouts = [c.key[1] for c in some if isinstance(c.key, tuple) and c.key[0] == "pin"]
-        if position < len(program.inputs) and layouts:
-            if layouts[-1].tier != "device":
-                tiers[position] = layouts[-1].tier
-            items[position] = tuple(
-                pin(c.key[1].with_tier("device"), c.says) if isinstance(c.key, tuple) and c.key[0] == "pin" else c
-                for c in some
-            )
+        if position >= len(program.inputs):
+            continue
+        changed: list[Constraint] = []
+        for constraint in some:
+            layout = _pinned(constraint)
+            if layout is not None:
+                tiers[position] = layout.tier  # the last one's holds
+                constraint = pin(layout.with_tier("device"), constraint.says)
+            changed.append(constraint)
+        items[position] = tuple(changed)
+        if tiers.get(position) == "device":
+            del tiers[position]
     pairs = dict(program.aliases)
     for out, layout in constraints.outputs.items():
         if layout.tier != "device" and tiers.get(pairs.get(out, -1)) != layout.tier:
@@ -268,10 +281,9 @@ def without_tiers(constraints: Constraints, program: Program) -> tuple[Constrain
 
 
 def without_places(constraints: Constraints, program: Program, mesh: Mesh) -> Constraints:
-    """The constraints on tensors that are everywhere, with where they exist in `at`: who has what is decided apart from
-    how it is split.
+    """The constraints on tensors that are everywhere, with where they exist in `at`.
 
-    Raises PlanError where an axis at whose indices values exist is to split others.
+    Who has what is decided apart from how it is split. Raises PlanError where an axis at whose indices values exist is to split others.
     """
     items, at = dict(constraints.items), dict(constraints.at)
     for position in range(len(program.inputs)):
@@ -282,20 +294,17 @@ def without_places(constraints: Constraints, program: Program, mesh: Mesh) -> Co
                 at[position] = layout.at
                 constraint = pin(layout.with_at(None), constraint.says)
             some.append(constraint)
-        items.update({position: tuple(some)} if some else {})
+        if some:
+            items[position] = tuple(some)
     outputs = {out: layout.with_at(None) for out, layout in constraints.outputs.items()}
     placed = {axis for axis, _ in at.values()}
-    for constraints_of_item in items.values() if placed else ():
+    for constraints_of_item in items.values():
         for constraint in constraints_of_item:
-            split = {
-                axis
-                for offer in constraint.offers[:1]
-                for layout in offer.outs
-                if layout is not None
-                for axis in layout.axes
-            }
-            if split & placed:
-                axis = (split & placed).pop()
+            if not placed or not constraint.offers:
+                continue
+            both = _split_axes(constraint.offers[0]) & placed
+            if both:
+                axis = both.pop()
                 raise PlanError(
                     f"{constraint.says} splits along axis {axis!r}, at whose indices other tensors exist "
                     f"({_first_at(at, program, axis)}); use another axis of {mesh!r} for one of them"

@@ -30,7 +30,7 @@ from colofunc.compiler.transform import Build, Transform, Variant
 from colofunc.errors import CapacityError, PlanError, near
 from colofunc.executors.watch import Watch
 from colofunc.planner.plan import ESTIMATE, OtherWay, Plan
-from colofunc.program.passes.loop import Mixes
+from colofunc.program.passes.mixing import Mixes
 
 As = Callable[[Staged], Planning]
 """All that a chain is planned by."""
@@ -50,8 +50,9 @@ Way = tuple[int, ...]
 
 @attrs.frozen(eq=False)
 class Ways:
-    """The ways to write the open transform of a step; none where its chain leaves nothing open. only: the one that is
-    to be taken.
+    """The ways to write the open transform of a step.
+
+    None where its chain leaves nothing open. only: the one that is to be taken.
 
     estimated: by which part a way may be behind the best of its group and still be planned.
     """
@@ -81,8 +82,8 @@ class Ways:
         if way:
             raise PlanError(
                 f"the plan to follow goes the way {way!r}, and this step leaves nothing open: its microbatches and "
-                "stages are given. "
-                f"Try: stages=None and what else was open when the plan was made, or plan it without with_plan"
+                "stages are given. Try: stages=None and what else was open when the plan was made, or plan it without "
+                "with_plan"
             )
         return Ways(staged, None, (), only=())
 
@@ -172,11 +173,9 @@ class _Search:
         left: list[Way] = [(number,) for number in range(len(self.ways.variants))]
         while left:
             # A single way needs no bound, and has one only for the time that it takes to compute.
-            way = (
-                left[0]
-                if len(left) == 1 and self.best is None
-                else min(left, key=lambda each: (self._order_s(each), each))
-            )
+            way = left[0]
+            if len(left) > 1 or self.best is not None:
+                way = min(left, key=lambda each: (self._order_s(each), each))
             left.remove(way)
             if self._is_far_behind(way):  # which is known already; a bound takes time to compute
                 self._lose(way, self._order_s(way), 0, ESTIMATE)
@@ -232,16 +231,16 @@ class _Search:
         return bool(outcome[0].plan.memory) and not planning.completion.follows_policies
 
     def _check_mixing(self) -> None:
-        """Raises where one microbatch is all that is left because an operator mixes samples: what was asked for is a
-        pipeline.
+        """Raises where one microbatch is all that is left because an operator mixes samples.
+
+        What was asked for is a pipeline.
         """
         if self.best is not None and self._several(self.best.way):
             return
-        tried = [
-            way
-            for way, other in self.others.items()
-            if self._several(way) and (way in self.refused or other.peak_bytes)
-        ]
+        tried: list[Way] = []
+        for way, other in self.others.items():
+            if self._several(way) and (way in self.refused or other.peak_bytes):
+                tried.append(way)
         if tried and all(isinstance(self.refused.get(way), Mixes) for way in tried):
             error = self.refused[min(tried)]
             self._say_what_one_does(error)

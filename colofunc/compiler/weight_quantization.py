@@ -70,8 +70,10 @@ Walked = Callable[[str, Any], Any]
 
 
 def mapped(fn: Walked, obj: Any, name: str = "") -> Any:
-    """A tree with `fn(name, leaf)` for every tensor and every quantized weight; the same object where nothing
-    changes."""
+    """A tree with `fn(name, leaf)` for every tensor and every quantized weight.
+
+    The same object where nothing changes.
+    """
     return map_named(fn, obj, (Tensor, Quantized), name)
 
 
@@ -97,8 +99,7 @@ def _grown(weights: Weights, build: Build) -> Build:
         if id(leaf) in meant and isinstance(leaf, Tensor) and not weights.meant(name, leaf):
             raise InputError(
                 f"cf.quantize: {meant[id(leaf)]!r} is tied to {name!r}, which where= leaves as it is, so that the two "
-                "would differ. Try: "
-                "globs for both of them, or for neither"
+                "would differ. Try: globs for both of them, or for neither"
             )
 
     def pack(name: str, leaf: Any) -> Any:
@@ -228,9 +229,8 @@ class _Given:
             if isinstance(leaf, Quantized) and isinstance(after, Tensor) and tuple(after.shape) == leaf.shape:
                 raise InputError(
                     f"cf.quantize: the step returns {name!r} changed, and a quantized weight is not trained. Try: "
-                    "globs in where= that "
-                    "leave out what is trained; model = cf.lora(model, ...), which trains adapters beside frozen "
-                    "weights"
+                    "globs in where= that leave out what is trained; model = cf.lora(model, ...), which trains "
+                    "adapters beside frozen weights"
                 )
 
 

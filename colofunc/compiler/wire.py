@@ -95,8 +95,7 @@ def _saved(scheme: Scheme, program: Program, local: Program) -> Sequence[str]:
     if not before and sums_in_full(local) and any(node.target == CARRY for node in program.nodes):
         return (
             f"gradients are summed in full before residuals are added, and not sent as {scheme.name}: of the plans "
-            "that were counted this "
-            "one is the best. Nothing is left over in it",
+            "that were counted this one is the best. Nothing is left over in it",
         )
     if not before:
         return ("no gradient is summed over the mesh in a message that is worth packing, so wire= changes nothing",)

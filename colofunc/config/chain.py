@@ -17,7 +17,6 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -96,7 +95,8 @@ class Wanted:
 
 def read_plans(node: Node, registry: Registry) -> Iterator[Wanted]:
     """The plans under `parallel`, in order: a list, or one mapping."""
-    for item in node.items if node.value is not None else []:
+    items = node.items if node.value is not None else []
+    for item in items:
         if isinstance(item.value, str):
             item = attrs.evolve(item, value={item.value: attrs.evolve(item, value=None)})
         globs = {}
@@ -141,14 +141,17 @@ def read_plan(key: str, node: Node, registry: Registry) -> Wanted:
     fn, given = registry.plans[name], node
     allowed = parameters(fn)
     if name != PLAN_ALIASES.get(key, key):  # one of a family
-        rest = {k: v for k, v in node.value.items() if k != "mode"} if isinstance(node.value, dict) else None
-        given = attrs.evolve(node, value=rest)
+        given = attrs.evolve(node, value=_without("mode", node.value) if isinstance(node.value, dict) else None)
     size = given.value.get("size") if isinstance(given.value, dict) else None
     if size is not None and (isinstance(size.value, dict | list) or "size" not in allowed):
-        given = attrs.evolve(given, value={k: v for k, v in given.value.items() if k != "size"})
+        given = attrs.evolve(given, value=_without("size", given.value))
     part = Part(name, fn, *bind(given, name, allowed), given)
     plan = part.call()
     return Wanted(plan, part.text(), node, sizes={} if size is None else _sizes(name, plan, size))
+
+
+def _without(key: str, options: Mapping[str, Node]) -> dict[str, Node]:
+    return {name: node for name, node in options.items() if name != key}
 
 
 def _sizes(name: str, plan: Any, node: Node) -> dict[str, int]:
@@ -189,32 +192,42 @@ def not_installed(name: str, node: Node) -> ColofuncError:
 def _spec(glob: str, node: Node, registry: Registry, mesh: Mesh) -> str:
     """The spec or strategy that a glob is given; `{tp: o}` may stand without quotes."""
     value = node.plain()
-    if isinstance(value, dict) and value and all(isinstance(v, str) for v in value.values()):
+    if isinstance(value, dict) and value and all(isinstance(factor, str) for factor in value.values()):
         value = "{" + ", ".join(f"{axis}: {factor}" for axis, factor in value.items()) + "}"
     if isinstance(value, str):
-        axes = re.findall(r"(\w+)\s*:", value) if value.lstrip().startswith("{") else None
-        fits, args = (fits_mesh, (value, mesh)) if axes is None else (mesh.atoms, (tuple(axes),))
-        checked(node, f"parallel: {glob!r}", fits, *args)
+        what = f"parallel: {glob!r}"
+        if value.lstrip().startswith("{"):
+            checked(node, what, mesh.atoms, tuple(re.findall(r"(\w+)\s*:", value)))
+        else:
+            checked(node, what, fits_mesh, value, mesh)
         return value
     raise node.error(
         f"parallel: {glob!r} is no plan that is installed{near(glob, (*registry.plans, *NAMED), 'plans')}; parameters "
-        "of "
-        f"that name take a spec such as '(tp o) i', not {value!r}"
+        f"of that name take a spec such as '(tp o) i', not {value!r}"
     )
 
 
 def fits_mesh(text: str, mesh: Mesh) -> None:
     """Raises SpecError where a spec names axes that the mesh has not: bound to a tensor that its groups divide."""
-    groups = [dim for dim in parse(text).dims if dim is not None]
-    bind_spec(
-        text, mesh, [prod(f.size or (mesh.axis_size(f.name) if f.name in mesh else 1) for f in dim) for dim in groups]
-    )
+    shape: list[int] = []
+    for dim in parse(text).dims:
+        if dim is None:  # `...`
+            continue
+        size = 1
+        for factor in dim:
+            if factor.size:
+                size *= factor.size
+            elif factor.name in mesh:
+                size *= mesh.axis_size(factor.name)
+        shape.append(size)
+    bind_spec(text, mesh, shape)
 
 
 def check_specs(node: Node, name: str, mesh: Mesh) -> None:
     """A tree of specs, as `in_specs` and `out_specs` are."""
     if isinstance(node.value, dict | list):
-        for child in node.value.values() if isinstance(node.value, dict) else node.value:
+        children = node.value.values() if isinstance(node.value, dict) else node.value
+        for child in children:
             check_specs(child, name, mesh)
     elif isinstance(node.value, str):
         checked(node, name, fits_mesh, node.value, mesh)
@@ -303,8 +316,7 @@ class Chain:
         if self.clip_node is not None and not clips:
             raise InputError(
                 f"{self.clip_node.where}: clip: {self.clip} happens inside a step. Try: chain.train_step(model, opt), "
-                "or "
-                "cf.clip_by_global_norm(grads, chain.clip) in the function and chain.apply(step_fn, clips=True)"
+                "or cf.clip_by_global_norm(grads, chain.clip) in the function and chain.apply(step_fn, clips=True)"
             )
         step = self.sharding.call(step_fn, self.mesh, *self.plans)
         for part in self.transforms:
@@ -318,14 +330,17 @@ class Chain:
 
     def text(self) -> str:
         """What the chain does, one line per transform."""
-        lines = [("mesh", f"{self.mesh!r}, {self.mesh.size} rank{'s' if self.mesh.size > 1 else ''}")]
+        ranks = f"{self.mesh.size} ranks" if self.mesh.size > 1 else f"{self.mesh.size} rank"
+        lines = [("mesh", f"{self.mesh!r}, {ranks}")]
         lines += [("parallel", text) for text in self.plan_texts]
         if self.sharding.options.keys() - {"plugins"}:
-            options = ((k, v) for k, v in self.sharding.options.items() if k != "plugins")
-            lines.append(("shard", ", ".join(f"{k}={v!r}" for k, v in options)))
+            options = [f"{name}={value!r}" for name, value in self.sharding.options.items() if name != "plugins"]
+            lines.append(("shard", ", ".join(options)))
         lines += [(part.name, part.text()) for part in self.transforms]
-        lines += [("clip", f"global norm at most {self.clip}")] if self.clip is not None else []
-        lines += [("executor", self.executor)] if self.executor is not None else []
+        if self.clip is not None:
+            lines.append(("clip", f"global norm at most {self.clip}"))
+        if self.executor is not None:
+            lines.append(("executor", self.executor))
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:{width}}  {what}" for name, what in lines)
 
@@ -374,8 +389,14 @@ def _transforms(registry: Registry) -> dict[str, Callable[..., Any]]:
     """Name -> transform: the public functions that are defined in colofunc.transforms, and those of plugins."""
     public = importlib.import_module(__name__.split(".")[0])
     found = {name: getattr(public, name) for name in public.__all__}
-    ours = {n: f for n, f in found.items() if inspect.isfunction(f) and ".transforms." in f.__module__ and n != "shard"}
-    return ours | {name: fn for name, fn in registry.transforms.items() if callable(fn)}
+    transforms: dict[str, Callable[..., Any]] = {}
+    for name, fn in found.items():
+        if name != "shard" and inspect.isfunction(fn) and ".transforms." in fn.__module__:
+            transforms[name] = fn
+    for name, fn in registry.transforms.items():
+        if callable(fn):
+            transforms[name] = fn
+    return transforms
 
 
 def _without_aliases(root: Node) -> dict[str, Node]:
@@ -393,7 +414,9 @@ def _unknown(key: str, node: Node, names: Sequence[str]) -> ColofuncError:
     if key in NAMED:
         return not_installed(key, node)
     close = near(key, (*names, *NAMED, *ALIASES))
-    return node.error(f"unknown key {key!r}{close if close.startswith('; did') else near(key, names, 'keys')}")
+    if not close.startswith("; did"):
+        close = near(key, names, "keys")
+    return node.error(f"unknown key {key!r}{close}")
 
 
 def _mesh(entries: Mapping[str, Node], wanted: Sequence[Wanted]) -> Mesh:
@@ -401,10 +424,11 @@ def _mesh(entries: Mapping[str, Node], wanted: Sequence[Wanted]) -> Mesh:
     node = entries.get("mesh")
     given = dict(node.entries) if node is not None else {}
     inner = given.pop("axes", None)
-    for axis, size in inner.entries.items() if inner is not None else ():
-        if axis in given:
-            raise size.error(f"mesh: {axis!r} was given before, at {given[axis].where}; keep one of them")
-        given[axis] = size
+    if inner is not None:
+        for axis, size in inner.entries.items():
+            if axis in given:
+                raise size.error(f"mesh: {axis!r} was given before, at {given[axis].where}; keep one of them")
+            given[axis] = size
     views = given["views"].entries if "views" in given else {}
     for one in wanted:
         for axis, ranks in one.sizes.items():

@@ -40,14 +40,17 @@ def parameters(fn: Callable[..., Any], skip: int = 0, without: tuple[str, ...] =
         hints = typing.get_type_hints(fn.__init__ if inspect.isclass(fn) else fn)
     except Exception:  # an annotation that is known to the type checker only
         hints = {}
-    found = list(signature.parameters.values())[skip:]
-    return {p.name: p.replace(annotation=hints.get(p.name, Any)) for p in found if p.name not in without}
+    found: dict[str, inspect.Parameter] = {}
+    for name, parameter in list(signature.parameters.items())[skip:]:
+        if name not in without:
+            found[name] = parameter.replace(annotation=hints.get(name, Any))
+    return found
 
 
 def bind(node: Node, name: str, allowed: Mapping[str, inspect.Parameter]) -> Bound:
     """The arguments that a node means for `name`, whose parameters are `allowed`. Raises ConfigError with the line."""
-    by_position = [p for p in allowed.values() if p.kind in POSITIONAL]
-    rest = next((p for p in allowed.values() if p.kind is inspect.Parameter.VAR_KEYWORD), None)
+    by_position = [parameter for parameter in allowed.values() if parameter.kind in POSITIONAL]
+    rest = _of_kind(allowed, inspect.Parameter.VAR_KEYWORD)
     value = node.value
     if isinstance(value, dict) and not _is_record(value, allowed, by_position, rest):
         named = {}
@@ -58,17 +61,25 @@ def bind(node: Node, name: str, allowed: Mapping[str, inspect.Parameter]) -> Bou
             named[key] = convert(child, parameter.annotation, f"{name}: {key}")
         args: tuple[Any, ...] = ()
     else:
-        more = next((p for p in allowed.values() if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
+        more = _of_kind(allowed, inspect.Parameter.VAR_POSITIONAL)
         args, named = _positional(node, name, by_position, more), {}
-    missing = [p.name for p in by_position[len(args) :] if p.default is p.empty and p.name not in named]
-    if missing:
-        raise node.error(f"{name} needs {missing[0]!r}; write `{name}: {{{missing[0]}: ...}}`")
+    for parameter in by_position[len(args) :]:
+        if parameter.default is parameter.empty and parameter.name not in named:
+            raise node.error(f"{name} needs {parameter.name!r}; write `{name}: {{{parameter.name}: ...}}`")
     return args, named
+
+
+def _of_kind(allowed: Mapping[str, inspect.Parameter], kind: Any) -> inspect.Parameter | None:
+    """The first parameter of a kind."""
+    for parameter in allowed.values():
+        if parameter.kind is kind:
+            return parameter
+    return None
 
 
 def _names(allowed: Mapping[str, inspect.Parameter]) -> list[str]:
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return [p.name for p in allowed.values() if p.kind not in variable]
+    return [parameter.name for parameter in allowed.values() if parameter.kind not in variable]
 
 
 def _is_record(
@@ -89,17 +100,17 @@ def _positional(
     first = bool(by_position) and _fits(node.plain(), by_position[0].annotation, strict=True)
     if node.value is None or (node.value is True and not first):
         return ()
-    one = isinstance(node.value, list) and first
-    given = node.items if isinstance(node.value, list) and not one else [node]
+    given = node.items if isinstance(node.value, list) and not first else [node]
     if more is not None:
         by_position = by_position + [more] * (len(given) - len(by_position))
     if len(given) > len(by_position):
-        names = ", ".join(p.name for p in by_position)
+        names = ", ".join(parameter.name for parameter in by_position)
         most = f"{len(by_position)} options by position ({names})" if names else "no options"
         raise node.error(f"{name} takes {most}, not {node.text()}")
-    return tuple(
-        convert(child, p.annotation, f"{name}: {p.name}") for child, p in zip(given, by_position, strict=False)
-    )
+    args: list[Any] = []
+    for child, parameter in zip(given, by_position, strict=False):
+        args.append(convert(child, parameter.annotation, f"{name}: {parameter.name}"))
+    return tuple(args)
 
 
 def convert(node: Node, hint: Any, what: str) -> Any:
@@ -114,8 +125,10 @@ def convert(node: Node, hint: Any, what: str) -> Any:
     value = node.plain()
     if not _fits(value, hint):
         raise node.error(f"{what} is {value!r}; allowed: {describe(hint)}")
-    meant = next((h for h in alternatives(hint) if _fits_one(value, h, False)), hint)
-    return tuple(value) if isinstance(value, list) and _origin(meant) is tuple else value
+    meant = next((each for each in alternatives(hint) if _fits_one(value, each, False)), hint)
+    if isinstance(value, list) and _origin(meant) is tuple:
+        return tuple(value)
+    return value
 
 
 def _field_at_fault(node: Node, record: Callable[..., Any], fields: Mapping[str, Any], message: str) -> Node:
@@ -131,7 +144,10 @@ def _field_at_fault(node: Node, record: Callable[..., Any], fields: Mapping[str,
 
 def _record(hint: Any) -> type | None:
     """The attrs class among what an annotation allows."""
-    return next((h for h in alternatives(hint) if isinstance(h, type) and attrs.has(h)), None)
+    for each in alternatives(hint):
+        if isinstance(each, type) and attrs.has(each):
+            return each
+    return None
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
@@ -146,7 +162,7 @@ def _origin(hint: Any) -> Any:
 
 def _fits(value: Any, hint: Any, strict: bool = False) -> bool:
     """Whether a plain value can be what an annotation says. What is not understood fits, unless `strict`."""
-    return any(_fits_one(value, h, strict) for h in alternatives(hint))
+    return any(_fits_one(value, each, strict) for each in alternatives(hint))
 
 
 def _fits_one(value: Any, hint: Any, strict: bool) -> bool:
@@ -158,12 +174,15 @@ def _fits_one(value: Any, hint: Any, strict: bool) -> bool:
     if origin in (bool, str):
         return isinstance(value, origin)
     if origin in (int, float):
-        return isinstance(value, int if origin is int else (int, float)) and not isinstance(value, bool)
+        numbers = (int,) if origin is int else (int, float)
+        return isinstance(value, numbers) and not isinstance(value, bool)
     if origin in (tuple, list, set, frozenset, collections.abc.Sequence, collections.abc.Iterable):
-        inner = [a for a in typing.get_args(hint) if a is not ...]
-        fixed = origin is tuple and len(inner) > 1
-        wanted = inner if fixed else (inner or [Any]) * (len(value) if isinstance(value, list) else 0)
-        return isinstance(value, list) and len(wanted) == len(value) and all(map(_fits, value, wanted))
+        if not isinstance(value, list):
+            return False
+        inner = [each for each in typing.get_args(hint) if each is not ...]
+        if origin is not tuple or len(inner) <= 1:  # any number of one kind
+            inner = (inner or [Any]) * len(value)
+        return len(inner) == len(value) and all(map(_fits, value, inner))
     if origin in (dict, collections.abc.Mapping):
         return isinstance(value, dict)
     return not strict
@@ -172,12 +191,12 @@ def _fits_one(value: Any, hint: Any, strict: bool) -> bool:
 def describe(hint: Any) -> str:
     """An annotation as a person would say it."""
     said = []
-    for h in alternatives(hint):
-        origin = _origin(h)
+    for each in alternatives(hint):
+        origin = _origin(each)
         if origin is Literal:
-            said.append(", ".join(map(repr, typing.get_args(h))))
-        elif h is None or h is type(None):
+            said.append(", ".join(map(repr, typing.get_args(each))))
+        elif each is None or each is type(None):
             said.append("nothing (null)")
         else:
-            said.append(WORDS.get(origin) or str(getattr(h, "__name__", h)))
+            said.append(WORDS.get(origin) or str(getattr(each, "__name__", each)))
     return " or ".join(dict.fromkeys(said))

@@ -42,9 +42,13 @@ def checked(node: Node, name: str, fn: Callable[..., Any], *args: Any) -> Any:
 def _at_fault(node: Node, message: str) -> Node:
     """The one option of a mapping that a message speaks of, by its value or else by its name, else the mapping."""
     options = node.value if isinstance(node.value, dict) else {}
-    said = {
-        key: child.text() if isinstance(child.value, str) else f"{key}={child.text()}" for key, child in options.items()
-    }
-    by_value = [child for key, child in options.items() if said[key] in message]
+    by_value: list[Node] = []
+    for key, child in options.items():
+        said = child.text() if isinstance(child.value, str) else f"{key}={child.text()}"
+        if said in message:
+            by_value.append(child)
     by_name = [child for key, child in options.items() if re.search(rf"\b{re.escape(key)}=", message)]
-    return next((named[0] for named in (by_value, by_name) if len(named) == 1), node)
+    for named in (by_value, by_name):
+        if len(named) == 1:
+            return named[0]
+    return node

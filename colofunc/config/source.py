@@ -127,7 +127,7 @@ def _from_python(value: Any, path: str, made: list[int]) -> Node:
                 raise ConfigError(f"{where}: key {key!r} is no string")
         return Node({k: _from_python(v, f"{path}.{k}" if path else k, made) for k, v in value.items()}, where)
     if isinstance(value, list | tuple):
-        return Node([_from_python(v, f"{path}[{i}]", made) for i, v in enumerate(value)], where)
+        return Node([_from_python(v, f"{path}[{place}]", made) for place, v in enumerate(value)], where)
     return Node(value, where)
 
 

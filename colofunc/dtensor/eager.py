@@ -157,9 +157,10 @@ class _Leaves:
 def written_argument(func: Any) -> bool:
     """Whether an operator such as `add_` writes to its first argument; refuses other mutation."""
     arguments = func._schema.arguments
-    written = [
-        argument.name for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    written: list[str] = []
+    for argument in arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(argument.name)
     if not written:
         return False
     first = arguments[0]
@@ -178,8 +179,7 @@ def check_shape_known(func: Any, leaves: Sequence[Any]) -> None:
         if _counts_mask(packet, leaves):
             raise InputError(
                 "indexing a DTensor with a mask takes or wants as many elements as the mask has, which is known only "
-                "from data; "
-                "keep the shape with torch.where(mask, x, y), or take x.full()[mask]"
+                "from data; keep the shape with torch.where(mask, x, y), or take x.full()[mask]"
             )
     elif torch.Tag.dynamic_output_shape in func.tags:
         raise InputError(
@@ -276,9 +276,8 @@ def _program_of_one(func: Any, leaves: Sequence[Any], tree: Any) -> tuple[Progra
         types.append(typ)
         outs.append(None if typ is None else add(typ))
     args, kwargs = pytree.tree_unflatten(refs, tree)
-    node = Node(
-        target_of(func), _tuples(args), tuple((name, _tuples(value)) for name, value in kwargs.items()), tuple(outs)
-    )
+    keywords = tuple((name, _tuples(value)) for name, value in kwargs.items())
+    node = Node(target_of(func), _tuples(args), keywords, tuple(outs))
     call = Call(node.target, node.args, node.kwargs, tuple(ins), tuple(types))
     program = Program(tuple(range(len(ins))), (node,), node.results, values)
     return program, call, out_tree
@@ -300,8 +299,7 @@ def _choose(call: Call, func: Any, layouts: tuple[Layout, ...], mesh: Mesh) -> C
     if rule is None and torch.Tag.nondeterministic_seeded in func.tags:
         raise RuleError(
             f"{call.target} draws random numbers and has no form keyed by position, so they could not be the same on "
-            "every mesh; "
-            "draw with torch.rand_like, torch.randn_like, torch.bernoulli or F.dropout"
+            "every mesh; draw with torch.rand_like, torch.randn_like, torch.bernoulli or F.dropout"
         )
     dtype = str(call.ins[0].dtype if call.ins else torch.float32).removeprefix("torch.")
 

@@ -94,7 +94,7 @@ def dispatch(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if written:
         _write(cls, func, leaves[0], *results[0])
         return leaves[0]
-    wrapped = [cls(r[0], r[1], mesh, backend) if isinstance(r, tuple) else r for r in results]
+    wrapped = [cls(out[0], out[1], mesh, backend) if isinstance(out, tuple) else out for out in results]
     if is_view(func) and isinstance(args[0], cls):
         for view in wrapped:
             view._origin = _origin(args[0], func, args)
@@ -122,9 +122,9 @@ def _shown(cls: Any, values: Sequence[torch.Tensor], text: str, key: str, ranks:
     """`cf.debug` outside of a step: the global values on the main rank, or every rank's parts."""
     found = [x for x in values if isinstance(x, cls)]
     whole = [x.full() if isinstance(x, cls) and not ranks else x for x in values]
-    for k, rank in enumerate(found[0]._backend.ranks(found[0].mesh)):
+    for place, rank in enumerate(found[0]._backend.ranks(found[0].mesh)):
         if ranks or rank == 0:
-            show([x.parts[k] if isinstance(x, cls) else x for x in whole], text, key, ranks, rank)
+            show([x.parts[place] if isinstance(x, cls) else x for x in whole], text, key, ranks, rank)
 
 
 def _detached(cls: Any, x: Any) -> Any:
@@ -163,11 +163,9 @@ def _write(cls: Any, func: Any, target: Any, shards: list[torch.Tensor], layout:
 def _item(x: Any) -> Any:
     """The number of a one-element tensor: local where every rank has it."""
     layout = x.sharding
-    whole = (
-        x.parts
-        if layout.is_replicated
-        else convert_shards(x.parts, layout, replicated(layout.shape), x.mesh, x._backend, "item()")
-    )
+    whole = x.parts
+    if not layout.is_replicated:
+        whole = convert_shards(x.parts, layout, replicated(layout.shape), x.mesh, x._backend, "item()")
     return whole[0].item()
 
 
@@ -218,7 +216,7 @@ def write_back(func: Any, args: tuple[Any, ...], base: torch.Tensor, view: torch
     if packet is aten.transpose:
         return view.transpose(*args)
     if packet is aten.permute:
-        order = [d % base.dim() for d in args[0]]
+        order = [dim % base.dim() for dim in args[0]]
         return view.permute([order.index(d) for d in range(base.dim())])
     raise InputError(
         f"a write to a view made by {func} cannot be carried back to its base; write to the base itself, or clone() "
@@ -226,10 +224,11 @@ def write_back(func: Any, args: tuple[Any, ...], base: torch.Tensor, view: torch
     )
 
 
-# ---- torch functions, as the user wrote them ---- Problem: below, at the level of operators, it is too late to ask two
-# things. A plain tensor may be the user's (is it the whole, or this rank's part?) or one that torch made on its own way
-# (`one_hot` compares with an `arange`), and a random operator has a sequential generator behind it. Idea: the function
-# sees its arguments as they were given.
+# ---- torch functions, as the user wrote them ----
+#
+# Problem: below, at the level of operators, it is too late to ask two things. A plain tensor may be the user's (is it
+# the whole, or this rank's part?) or one that torch made on its own way (`one_hot` compares with an `arange`), and a
+# random operator has a sequential generator behind it. Idea: the function sees its arguments as they were given.
 #
 #     x + plain                # refused: say how it is split
 #     x[[0, -1]]               # an index: the same on all ranks

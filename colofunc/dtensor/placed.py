@@ -48,8 +48,9 @@ def place(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> Shards:
-    """The parts of the ranks in this process; ranks that hold the same part share it. `name`: of `x`, for errors.
-    `dtype`: of the parts.
+    """The parts of the ranks in this process; ranks that hold the same part share it.
+
+    `name`: of `x`, for errors. `dtype`: of the parts.
 
     `copy`: they may be written to, so they must not be the caller's memory. `device`: what `device_of(mesh)` says, from
     who knows it. Parts lie in the memory that the layout says: that device's, or, beside a GPU, pinned on the host.
@@ -96,8 +97,7 @@ def elsewhere(what: str, x: DTensor, mesh: Mesh) -> InputError:
     """What to say of a tensor that lies on another mesh than the step's."""
     return InputError(
         f"{what} lies on {x.mesh}, the step runs on {mesh}. Try: step.init(state, ...), which places all of a state "
-        "anew, or "
-        "cf.load(path, mesh=...); a single tensor with cf.distribute(x, spec, mesh)"
+        "anew, or cf.load(path, mesh=...); a single tensor with cf.distribute(x, spec, mesh)"
     )
 
 
@@ -108,14 +108,13 @@ def _placed(x: torch.Tensor, layout: Layout, mesh: Mesh, backend: Backend, copy:
         if x.mesh != mesh:
             raise elsewhere(what, x, mesh)
         if x.sharding is layout:
-            return [s.clone() for s in x.parts] if copy else x.parts_in_flight
+            return [part.clone() for part in x.parts] if copy else x.parts_in_flight
         converted = convert_shards(x.parts, x.sharding, layout, mesh, backend)
         return _on_their_own(converted, x.parts, layout.tier) if copy or x.owned else converted
     if x.is_meta:
         raise InputError(
             f"{what} of shape {tuple(x.shape)} has no data (meta tensor); give real values to run, cf.lazy(...) to "
-            "have them made, "
-            f"or use step.lower"
+            "have them made, or use step.lower"
         )
     if isinstance(x, LazyTensor):
         return make_parts(x, layout, mesh, backend.ranks(mesh))

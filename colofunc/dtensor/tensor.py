@@ -164,8 +164,11 @@ class DTensor(torch.Tensor):
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's part (on a simulated mesh: rank 0's). Communicates only to validate what a step has guessed
-        (`cf.pipeline(validate="next step")`); where that is done again and its ranks gather, all ranks have to read."""
+        """This rank's part (on a simulated mesh: rank 0's).
+
+        Communicates only to validate what a step has guessed (`cf.pipeline(validate="next step")`); where that is done
+        again and its ranks gather, all ranks have to read.
+        """
         self._held.lent = True
         return self.parts[0]
 
@@ -199,14 +202,12 @@ class DTensor(torch.Tensor):
             name = f"{lost.name!r} " if lost.name else ""
             raise ConsumedError(
                 f"this DTensor {name}{tuple(self.shape)} {self.sharding.text()!r} was donated to {lost.consumed_by} "
-                "and its memory reused; "
-                f"{read}use that call's output, or pass donate=() to keep inputs alive"
+                f"and its memory reused; {read}use that call's output, or pass donate=() to keep inputs alive"
             )
         if origin is not None and origin.seen != origin.root.writes:
             raise ConsumedError(
                 f"this DTensor {tuple(self.shape)} {self.sharding.text()!r} is a view ({origin.func}) of a tensor that "
-                "was "
-                f"written in place since; take the view again after writing, or clone() it before"
+                "was written in place since; take the view again after writing, or clone() it before"
             )
         assert self._held.shards is not None
         return self._held.shards
@@ -319,7 +320,7 @@ class DTensor(torch.Tensor):
 
         names = self.mesh.axis_names
         device_mesh = init_device_mesh(
-            self.device.type, tuple(self.mesh.axis_size(a) for a in names), mesh_dim_names=names
+            self.device.type, tuple(self.mesh.axis_size(name) for name in names), mesh_dim_names=names
         )
         placements = to_placements(self.sharding, self.mesh)
         return TorchDTensor.from_local(

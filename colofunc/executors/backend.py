@@ -239,8 +239,9 @@ def fullest(program: Program, mesh: Mesh, name: str | None = None) -> int:
 def ordered(
     program: Program, mesh: Mesh, name: str | None = None, ahead_bytes: float = inf, grouped: bool = False
 ) -> Program:
-    """`program` in the order in which the executor runs it. Joins nothing. ahead_bytes: what may be gathered ahead of
-    its use.
+    """`program` in the order in which the executor runs it.
+
+    Joins nothing. ahead_bytes: what may be gathered ahead of its use.
 
     grouped: with small updates side by side, which is the very order; plans are searched without it. Where ranks do
     different things, each puts its own part in order.

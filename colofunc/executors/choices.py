@@ -56,7 +56,7 @@ class Choices:
     def of(self, node: Node, values: Mapping[int, Value], lane: int) -> Chosen | None:
         """The kernel of a node; None: the operator's own implementation."""
         candidates = self._table.get((node.target, self._device.type), ())
-        if not candidates or any(values[i].tier != "device" for i in node.refs):
+        if not candidates or any(values[ref].tier != "device" for ref in node.refs):
             return None
         known = self._positions(lane)
         call = call_of_node(node, values, known, capability_at(self._device))

@@ -93,7 +93,7 @@ def graph_of(piece: Piece, device: torch.device) -> torch.fx.GraphModule:
             named["device"] = device
         call = graph.call_function(_function(node.target), args, named)
         _define(graph, env, node, call)
-    graph.output(tuple(env[o] for o in piece.outs))
+    graph.output(tuple(env[out] for out in piece.outs))
     return torch.fx.GraphModule({}, graph)
 
 
@@ -113,15 +113,15 @@ def _define(graph: torch.fx.Graph, env: dict[int, Any], node: Node, call: Any) -
     """Bind the results of a call, by `getitem` where there are several."""
     kind = result_kind(node.target)
     if kind == "one":
-        for o in node.outs:
-            if o is not None:
-                env[o] = call
+        for out in node.outs:
+            if out is not None:
+                env[out] = call
         return
     if kind == "nested":
         call = graph.call_function(flat_results, (call,))
-    for k, o in enumerate(node.outs):
-        if o is not None:
-            env[o] = graph.call_function(operator.getitem, (call, k))
+    for place, out in enumerate(node.outs):
+        if out is not None:
+            env[out] = graph.call_function(operator.getitem, (call, place))
 
 
 class Segment:
@@ -174,5 +174,5 @@ def shared(inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         mine.sort()
     if not any(a[1] > b[0] for mine in spans.values() for a, b in pairwise(mine)):
         return ()
-    numbers = {storage: k for k, storage in enumerate(dict.fromkeys(storages))}
+    numbers = {storage: place for place, storage in enumerate(dict.fromkeys(storages))}
     return tuple((numbers[s], x.storage_offset()) for s, x in zip(storages, inputs, strict=True))

@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 from colofunc import compat, env
 from colofunc.errors import MeshError, PlanError
+from colofunc.executors.gloo import exchange
 from colofunc.executors.gpus import adopt_gpu, own_gpu
-from colofunc.executors.groups import Groups, exchange
+from colofunc.executors.groups import Groups
 from colofunc.executors.launch import before_end
 from colofunc.executors.messages import Mail
 from colofunc.executors.pools import in_tier
@@ -257,8 +258,9 @@ def broadcast_object(thing: Any) -> Any:
 
 
 def main_seed(watch: Watch | None, seed: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Rank 0's seed, on the device that draws by it. Every rank has drawn one on the host, so that their generators
-    stay in step.
+    """Rank 0's seed, on the device that draws by it.
+
+    Every rank has drawn one on the host, so that their generators stay in step.
 
     It travels once and is never read back, so that the host does not wait for the device.
     """

@@ -38,9 +38,8 @@ def fused(program: Program, mesh: Mesh, rule_of: RuleOf) -> Program:
         if node.loop is not None:
             edit.change_body(index, fused(node.loop.body, mesh, rule_of))
     for piece in pieces(program):
-        where = {
-            id(node): k for k, node in enumerate(program.nodes[piece.first : piece.first + piece.count], piece.first)
-        }
+        inside = range(piece.first, piece.first + piece.count)
+        where = {id(program.nodes[index]): index for index in inside}
         for group in groups(piece.nodes):
             seconds = _group_s(group, piece.outs, piece.nodes, program.values, mesh, rule_of)
             for place, node in enumerate(group):
@@ -50,8 +49,9 @@ def fused(program: Program, mesh: Mesh, rule_of: RuleOf) -> Program:
 
 
 def as_executed(program: Program, executor: str | None, mesh: Mesh, rule_of: RuleOf) -> Program:
-    """A program with the seconds of fused operators, where the executor fuses them, and with what other software is
-    planned for.
+    """A program with the seconds of fused operators, where the executor fuses them.
+
+    Also with those of other software that is planned for.
     """
     fuses = executor == NAME or mesh.topology.software.fused
     executed = fused(program, mesh, rule_of) if fuses else program
@@ -59,18 +59,20 @@ def as_executed(program: Program, executor: str | None, mesh: Mesh, rule_of: Rul
 
 
 def groups(nodes: Sequence[Node]) -> list[list[Node]]:
-    """The operators of a piece that are no products, by how many products stand before them on the longest way to them.
+    """The operators of a piece that are no products.
+
+    They are grouped by how many products stand before them on the longest way to them.
     """
     depth: dict[int, int] = {}  # of a value: products up to it
     found: dict[int, list[Node]] = {}
     for node in nodes:
-        here = max((depth.get(i, 0) for i in node.refs), default=0)
+        here = max((depth.get(ref, 0) for ref in node.refs), default=0)
         if is_product(node.target):
             here += 1
         else:
             found.setdefault(here, []).append(node)
-        for i in (*node.results, *written(node)):
-            depth[i] = here
+        for id in (*node.results, *written(node)):
+            depth[id] = here
     return list(found.values())
 
 
@@ -84,17 +86,23 @@ def _group_s(
 ) -> float:
     """Seconds of one kernel that reads what comes from outside of a group and writes what is read there."""
     inside = {id(node) for node in group}
-    made = {i for node in group for i in node.results}
-    read_elsewhere = {i for node in nodes if id(node) not in inside for i in node.refs} | set(outs)
+    made = {out for node in group for out in node.results}
+    read_elsewhere = set(outs)
+    for node in nodes:
+        if id(node) not in inside:
+            read_elsewhere.update(node.refs)
     moved = flops = 0.0
-    dtype, read, changed = "float32", set[int](), set[int]()
+    dtype = "float32"
+    read: set[int] = set()
+    changed: set[int] = set()
     for node in group:
         work, own_bytes, dtype_here = node_work(node, values, rule_of)
         if not own_bytes:  # a view
             continue
         flops, dtype = flops + work, dtype_here
-        read |= {i for i in node.refs if i not in made}
-        moved += sum(values[i].nbytes for i in node.results if i in read_elsewhere)
-        changed |= {i for i in written(node) if i not in made}
-    moved += sum(values[i].nbytes for i in (*read, *changed))  # what is written over several times is written once
+        read.update(node.refs)
+        changed.update(written(node))
+        moved += sum(values[out].nbytes for out in node.results if out in read_elsewhere)
+    # What comes from outside is read once, and what is written over several times is written once.
+    moved += sum(values[outer].nbytes for outer in (*(read - made), *(changed - made)))
     return mesh.compute_s(flops, moved, dtype) if moved else 0.0

@@ -53,8 +53,9 @@ def own_gpu(mesh: Mesh, launch: Launch, watch: Watch) -> int | None:
 
 
 def adopt_gpu(watch: Watch | None) -> None:
-    """In a process group that somebody else made, this process's GPU in all of its threads. Collective where that has
-    NCCL.
+    """In a process group that somebody else made, this process's GPU in all of its threads.
+
+    Collective where that has NCCL.
 
     It is the one that the group is bound to (`device_id=`), else the current one. A script that has chosen none is on
     GPU 0, as all ranks of its node are: it gets the one of its LOCAL_RANK. Raises MeshError on all ranks where two are

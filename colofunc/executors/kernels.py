@@ -67,8 +67,9 @@ def callable_of(target: str, dims: int | None = None) -> Callable[..., Any]:
 
 
 def check_words(node: Node) -> None:
-    """What becomes part of written source is an id, or the name of an argument that the operator has. Raises
-    ProgramError.
+    """What becomes part of written source is an id, or the name of an argument that the operator has.
+
+    Raises ProgramError.
 
     A program that was read from a file may say anything, and need not have been checked.
     """
@@ -93,7 +94,7 @@ def check_words(node: Node) -> None:
 def result_kind(target: str) -> str:
     """How the results of a target come: "one" tensor, "flat" sequence, "nested" sequence of sequences, or "none"."""
     returns = overload(target)._schema.returns
-    lists = [isinstance(r.type, torch.ListType) for r in returns]
+    lists = [isinstance(returned.type, torch.ListType) for returned in returns]
     if not returns:
         return "none"
     if len(returns) == 1:
@@ -128,8 +129,8 @@ def reduce_members(members: Sequence[torch.Tensor], how: str) -> torch.Tensor:
     if len(members) == 1:
         return total.copy_(first)
     fn(first, members[1], out=total)
-    for m in members[2:]:
-        fn(total, m, out=total)
+    for member in members[2:]:
+        fn(total, member, out=total)
     return total
 
 
@@ -164,8 +165,9 @@ def first_rows(x: torch.Tensor, count: int | None) -> torch.Tensor:
 
 
 def without_rest(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """What came in an all-to-all with zeros behind as many rows as `rows` says; the host does not learn how many. x:
-    (n, c, *s).
+    """What came in an all-to-all with zeros behind as many rows as `rows` says.
+
+    The host does not learn how many. x: (n, c, *s).
     """
     rest = torch.arange(x.shape[1], device=x.device) >= rows
     return x.masked_fill_(rest.reshape(1, -1, *(1,) * (x.dim() - 2)), 0)

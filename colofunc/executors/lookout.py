@@ -268,8 +268,9 @@ class Lookout:
             self._give_up(f"rank {rank} is lost ({words}) while rank {self._rank} is {where}")
 
     def _did_its_part(self, rank: int, waiting: Waiting) -> bool:
-        """Whether a rank that has ended was through with this step; outside of steps, whether its script came to its
-        end.
+        """Whether a rank that has ended was through with this step.
+
+        Outside of steps, whether its script came to its end.
         """
         if waiting.step:
             return place_of(self._store, rank).done >= waiting.step
@@ -310,11 +311,9 @@ class Lookout:
 
     def _main_process(self) -> str:
         process = self._presence.known(0)
-        return (
-            ""
-            if process is None
-            else f" (process {process.pid} on {process.host}, {process.condition() or 'elsewhere'})"
-        )
+        if process is None:
+            return ""
+        return f" (process {process.pid} on {process.host}, {process.condition() or 'elsewhere'})"
 
     # ---- the end of a run ----
 

@@ -72,7 +72,9 @@ def write_loop(writer: Writer, node: Node, loop: Loop) -> None:
 
 @contextmanager
 def _in_body(writer: Writer, node: Node, loop: Loop, counter: str) -> Iterator[None]:
-    """The writer writes the nodes of a body, whose values have ids of their own; behind it those around the loop again.
+    """The writer writes the nodes of a body, whose values have ids of their own.
+
+    Behind it those around the loop again.
     """
     outer = writer.program, writer.where, writer.passing, writer.added
     writer.loops.append((loop, counter))
@@ -203,8 +205,9 @@ class _Parts:
                 self.writer.line(f"{name} = {self._taken(id, f'({name!r}, {self.counter})')}")
 
     def _taken(self, id: int, key: str) -> str:
-        """The text that reads what was kept; where this part is the last one of a microbatch that does, it is kept no
-        longer.
+        """The text that reads what was kept.
+
+        Where this part is the last one of a microbatch that does, it is kept no longer.
 
         The last part of the body that reads it need not be: weight gradients of a stage may come before or behind what
         an earlier stage of the same rank does, for one microbatch and for another.

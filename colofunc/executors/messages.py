@@ -46,17 +46,18 @@ class Mail:
 
     @contextmanager
     def of_program(self, rank: int) -> Iterator[None]:
-        """Inside, a program sends messages and waits for some. Raises CollectiveError where an earlier one raised
-        behind its first message.
+        """Inside, a program sends messages and waits for some.
+
+        Raises CollectiveError where an earlier one raised behind its first message.
 
         Messages of equal tags are taken in the order in which they were sent: this program would compute with that
         one's.
         """
         if self.under_way:
             raise CollectiveError(
-                f"rank {rank}: an earlier step raised in the middle, and its messages may still be under way: "
-                "a further step would take them for its own. "
-                "Try: start the processes again, from the last state that was saved"
+                f"rank {rank}: an earlier step raised in the middle, and its messages may still be under way: a "
+                "further step would take them for its own. Try: start the processes again, from the last state that "
+                "was saved"
             )
         yield
         self.under_way = False  # not where the program raised: no `finally`
@@ -64,8 +65,9 @@ class Mail:
 
 @attrs.define(eq=False)
 class Message:
-    """One half of a message: this rank sends, or receives. works: what the library answered when it was begun; None
-    before that.
+    """One half of a message: this rank sends, or receives. works: what the library answered when it was begun.
+
+    None before that.
     """
 
     op: Callable[..., Any]
@@ -141,8 +143,9 @@ class Buffers:
         counts = Counter(wanted) + Counter(later)
         free: dict[Room, list[torch.Tensor]] = {}
         for room, tensors in self._held.items():
-            left = [x for x in tensors if compat.is_held_alone(x)]
-            self._held[room] = [x for x in tensors if not any(x is one for one in left)]
+            alone = [compat.is_held_alone(tensor) for tensor in tensors]
+            left = [tensor for tensor, free_now in zip(tensors, alone, strict=True) if free_now]
+            self._held[room] = [tensor for tensor, free_now in zip(tensors, alone, strict=True) if not free_now]
             free[room] = (self._free.get(room, []) + left)[: counts[room]]
         self._free = free
 
@@ -163,8 +166,9 @@ class Buffers:
 
 
 class Receiver:
-    """Waits for what a member sends with a tag. What was posted comes while this rank computes: gloo moves nothing
-    before that.
+    """Waits for what a member sends with a tag.
+
+    What was posted comes while this rank computes: gloo moves nothing before that.
 
     begin: makes room for a message with a tag, and gives what waits for it. room: what memory it takes.
     """
@@ -190,8 +194,9 @@ class Receiver:
 
 
 class Ahead:
-    """Actions of a rank one after another; what the next one receives is posted before an action begins, with what the
-    last one sends.
+    """Actions of a rank one after another.
+
+    What the next one receives is posted before an action begins, with what the last one sends.
     """
 
     def __init__(self, order: Sequence[tuple[int, int]], batch: Batch, buffers: Buffers) -> None:

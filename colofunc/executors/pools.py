@@ -97,9 +97,8 @@ class Pool:
             there = ", ".join(f"{count} x {size_text(n)}" for n, count in self._counts.items()) or "none"
             raise CapacityError(
                 f"the pool of host memory has no buffer left for {nbytes:,} B: all {self._counts.get(size, 0)} of "
-                f"{size_text(size)} are in "
-                f"use (of {there}). The plan counts what a step holds at one time; run it once more after `del` of "
-                "what holds on to them"
+                f"{size_text(size)} are in use (of {there}). The plan counts what a step holds at one time; run it "
+                "once more after `del` of what holds on to them"
             )
         offset = free.pop()
         self.most[size] = max(self.most[size], self._counts[size] - len(free))
@@ -126,8 +125,9 @@ class _Slab:
 
 
 def pool_of(program: Program, ranks: int, whole: Program | None = None) -> Pool | None:
-    """The pool that a program needs; None where nothing passes through the host. whole: what it was before it was
-    compiled.
+    """The pool that a program needs.
+
+    None where nothing passes through the host. whole: what it was before it was compiled.
     """
     plan = passing(whole or program) if moves(whole or program) else None
     return Pool(plan, ranks) if plan is not None and plan.classes else None
@@ -188,4 +188,4 @@ def accelerator(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 def reads_host_only(program: Program) -> bool:
     """Whether no input lies in the device's memory by its tier, so that inputs cannot say where the program runs."""
-    return not any(program.values[i].tier == "device" for i in program.inputs if i not in program.constants)
+    return not any(program.values[id].tier == "device" for id in program.inputs if id not in program.constants)

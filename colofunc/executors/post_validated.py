@@ -81,7 +81,8 @@ class PostValidated:
         late = {}
         for id in self.parts.late:
             late[id] = [torch.empty_like(shard) for shard in self._last[id]]
-        kept = [(shard, shard.clone()) for shard in distinct(values[id] for id in self.parts.kept)]
+        written = distinct(values[id] for id in self.parts.kept)
+        kept = [(shard, shard.clone()) for shard in written]
         guess = _cloned({id: self._last[id] for id in self.parts.judged})
         made = self.updated(values | guess)
         again = {id: values[id] for id in self.parts.update.inputs if id in values}
@@ -137,8 +138,9 @@ class Unsettled:
         made: dict[int, Shards],
         late: dict[int, Shards],
     ) -> None:
-        """values: what the update reads beside scalars of the exchange; they live until it is known whether it is done
-        again.
+        """values: what the update reads beside scalars of the exchange.
+
+        They live until it is known whether it is done again.
         """
         self.run = run
         self.lose: Callable[[], None] = _nothing
@@ -177,8 +179,9 @@ class Unsettled:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for what the others sent, and put right what was guessed wrongly; another thread that wants that too
-        waits for it.
+        """Wait for what the others sent, and put right what was guessed wrongly.
+
+        Another thread that wants that too waits for it.
 
         Where that fails, the results of this step are lost (`lose`), and nobody waits for them any more.
         """

@@ -47,8 +47,9 @@ class Limits:
 
 @attrs.frozen
 class Process:
-    """One rank's process. `place`: of machine and process namespace; numbers of processes mean the same where it is
-    equal.
+    """One rank's process.
+
+    `place`: of machine and process namespace; numbers of processes mean the same where it is equal.
     """
 
     host: str
@@ -205,7 +206,9 @@ class Presence:
         self._store.set(f"{LEFT}/{self.rank}", text)
 
     def condition(self, rank: int) -> str:
-        """Whether the rank's process is "running", "stopped", "ended" or "silent" of late; "" where nothing is known.
+        """Whether the rank's process is "running", "stopped", "ended" or "silent" of late.
+
+        "" where nothing is known.
         """
         silent, process = self.silent_s(rank) > SILENT_S, self.process(rank)
         if process is None:

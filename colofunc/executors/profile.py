@@ -27,9 +27,9 @@ import torch.distributed as dist
 from colofunc import owned
 from colofunc.errors import InputError
 from colofunc.executors.source import Writer
+from colofunc.program.chrome_trace import TRACE_MARK, trace_of
 from colofunc.program.facts import kind_of
 from colofunc.program.ir import Node
-from colofunc.program.lanes import TRACE_MARK, trace_of
 
 LOCAL_MOVES = ("axis_index", "take_shard", "keep_first", "rearrange", "debug")
 
@@ -191,18 +191,21 @@ def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
 
 def timings(nodes: Sequence[Node], steps: Sequence[Sequence[tuple[int, float, float]]]) -> tuple[Timing, ...]:
     """What the clock saw, per node."""
-    starts: list[list[list[float]]] = [[[] for _ in steps] for _ in nodes]
-    seconds: list[list[list[float]]] = [[[] for _ in steps] for _ in nodes]
-    for n, visits in enumerate(steps):
+    # Per node and step, one entry for each time that it ran: a loop runs its body several times.
+    starts: list[list[list[float]]] = []
+    seconds: list[list[list[float]]] = []
+    for _ in nodes:
+        starts.append([[] for _ in steps])
+        seconds.append([[] for _ in steps])
+    for step, visits in enumerate(steps):
         for site, start, took in visits:
-            starts[site][n].append(start)
-            seconds[site][n].append(took)
-    return tuple(
-        Timing(
-            node.target, node.path, node.phase, node.line, _communicates(node), _frozen(starts[k]), _frozen(seconds[k])
-        )
-        for k, node in enumerate(nodes)
-    )
+            starts[site][step].append(start)
+            seconds[site][step].append(took)
+    found: list[Timing] = []
+    for site, node in enumerate(nodes):
+        times = _frozen(starts[site]), _frozen(seconds[site])
+        found.append(Timing(node.target, node.path, node.phase, node.line, _communicates(node), *times))
+    return tuple(found)
 
 
 def _communicates(node: Node) -> bool:

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from colofunc.executors.collective_starts import Start, Started
 from colofunc.executors.faults import ask
 from colofunc.executors.flight import Flight
-from colofunc.executors.groups import Groups, Start, Started
+from colofunc.executors.groups import Groups
 from colofunc.executors.kernels import HostCount, first_rows, in_its_memory, with_zeros
 from colofunc.executors.messages import Ahead, Buffers
 from colofunc.executors.source import Writer, only

@@ -11,6 +11,7 @@ import hashlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,8 +48,9 @@ class RankProgram:
         on_rank: OnRank | None = None,
         begins: bool = False,
     ) -> None:
-        """`whole`: the program before it was compiled. Under a `tap` copies allocate: whoever looks may hold on to
-        them.
+        """`whole`: the program before it was compiled.
+
+        Under a `tap` copies allocate: whoever looks may hold on to them.
 
         `union`: what all ranks run, where `program` is only this one's part of it; `on_rank`: which part. begins: its
         results are those of `program`, and nobody waits until what it sends has come.
@@ -178,8 +180,9 @@ class Later:
         with self._watch or nullcontext(), self._groups.messages():
             for node in self._receives:
                 axes, _, source, shape, dtype = node.args
-                begin = self._groups.awaiter(axes, source, shape, dtype, device)
-                waits.append(begin(own_tag(node)))
+                receiver = self._groups.receiver(axes, source, shape, dtype, device)
+                receiver.post(own_tag(node))
+                waits.append(partial(receiver, own_tag(node)))
             known = self._sends(inputs)
             self._groups.batch.begin()
         own_inputs = [inputs[position] for position in self._on_rank.inputs]

@@ -108,8 +108,7 @@ class Arrivals:
             if waited_s > self.limits.limit_s:
                 raise CollectiveError(
                     f"rank {self.rank} has waited {waited_s:.0f} s for {self._text(ranks)} to join{self.where}. Where "
-                    "processes take "
-                    f"longer to start, try: cf.join(mesh, limit_s={3 * self.limits.limit_s:g})"
+                    f"processes take longer to start, try: cf.join(mesh, limit_s={3 * self.limits.limit_s:g})"
                 )
             if waited_s > next_line_s:
                 next_line_s *= AGAIN

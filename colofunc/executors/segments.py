@@ -62,12 +62,12 @@ class Piece:
         def name(id: int) -> Ref:
             return Ref(names.setdefault(id, len(names)))
 
-        given = [(name(i), values[i].shape, values[i].dtype) for i in self.ins]
+        given = [(name(id), values[id].shape, values[id].dtype) for id in self.ins]
         calls = []
         for node in self.nodes:
             operands = map_refs((unnumbered(node), node.kwargs), name)
-            calls.append((node.target, operands, [None if o is None else name(o) for o in node.outs]))
-        return repr((given, calls, [name(o) for o in self.outs]))
+            calls.append((node.target, operands, [None if out is None else name(out) for out in node.outs]))
+        return repr((given, calls, [name(out) for out in self.outs]))
 
 
 def unnumbered(node: Node, number: Any = None) -> tuple[Any, ...]:
@@ -104,10 +104,11 @@ def _runs(program: Program) -> Iterator[tuple[int, Sequence[Node]]]:
 
 
 def _is_open(node: Node, values: Mapping[int, Value]) -> bool:
-    """Whether a compiler sees what a node computes: an operator of torch, or one of ours that is said in torch's, on
-    the device.
+    """Whether a compiler sees what a node computes on the device.
+
+    It does of operators of torch, and of those of ours that are said in torch's.
     """
-    if any(values[i].tier != "device" for i in (*node.refs, *node.outs) if i is not None):
+    if any(values[id].tier != "device" for id in (*node.refs, *node.results)):
         return False
     kind = kind_of(node)
     if kind is not None:
@@ -130,24 +131,27 @@ def _cuts(nodes: Sequence[Node], values: Mapping[int, Value]) -> list[tuple[int,
 
 def _kind_text(node: Node, values: Mapping[int, Value]) -> str:
     """What is equal of nodes at the same place of two layers."""
-    of = [(values[i].shape, values[i].dtype) for i in (*node.refs, *node.outs) if i is not None]
-    return repr((node.target, map_refs((unnumbered(node), node.kwargs), lambda i: None), of))
+    of = [(values[id].shape, values[id].dtype) for id in (*node.refs, *node.results)]
+    return repr((node.target, map_refs((unnumbered(node), node.kwargs), lambda id: None), of))
 
 
 def _reach(nodes: Sequence[Node]) -> list[int]:
     """Per node, the node of the run that reads its results last; itself where none does."""
-    maker = {o: k for k, node in enumerate(nodes) for o in node.results}
+    maker: dict[int, int] = {}
+    for position, node in enumerate(nodes):
+        maker.update(dict.fromkeys(node.results, position))
     reach = list(range(len(nodes)))
-    for k, node in enumerate(nodes):
-        for i in node.refs:
-            if i in maker:
-                reach[maker[i]] = k
+    for position, node in enumerate(nodes):
+        for id in node.refs:
+            if id in maker:
+                reach[maker[id]] = position
     return reach
 
 
 def _parts(kinds: np.ndarray, reach: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Parts of `kinds[begin:end]`: the longest stretch that repeats itself in equal parts, and so on with what lies
-    around it.
+    """Parts of `kinds[begin:end]`.
+
+    The longest stretch that repeats itself is cut in equal parts, and so on with what lies around it.
     """
     found = _stretch(kinds[begin:end]) if end - begin > LONGEST else None
     if found is None:
@@ -166,15 +170,16 @@ def _parts(kinds: np.ndarray, reach: Sequence[int], begin: int, end: int) -> Ite
 
 
 def _stretch(kinds: np.ndarray) -> tuple[int, int, int] | None:
-    """(first, period, times) of the longest stretch that repeats itself in at least three parts of SHORTEST; None for
-    none.
+    """(first, period, times) of the longest stretch that repeats itself.
+
+    None where none does so in at least three parts of SHORTEST.
     """
     distances: Counter[int] = Counter()
     seen: dict[int, int] = {}
-    for k, kind in enumerate(kinds.tolist()):
+    for position, kind in enumerate(kinds.tolist()):
         if kind in seen:
-            distances[k - seen[kind]] += 1
-        seen[kind] = k
+            distances[position - seen[kind]] += 1
+        seen[kind] = position
     best: tuple[int, int, int] | None = None
     for period, _ in distances.most_common(PERIODS):
         first, length = _longest_true(kinds[:-period] == kinds[period:])
@@ -197,13 +202,15 @@ def _longest_true(flags: np.ndarray) -> tuple[int, int]:
 
 
 def _best_offset(reach: Sequence[int], first: int, period: int) -> int:
-    """Where within the period that begins at `first` to cut: before the node where the fewest values wait for a reader
-    that comes soon, as between two layers."""
+    """Where within the period that begins at `first` to cut.
+
+    That is before the node where the fewest values wait for a reader that comes soon, as between two layers.
+    """
     waiting = [0] * period
-    for k in range(first - period, first + period):
-        if k < 0 or reach[k] - k > period:  # what a backward pass reads later crosses every cut
+    for made in range(max(0, first - period), first + period):
+        if reach[made] - made > period:  # what a backward pass reads later crosses every cut
             continue
-        for at in range(max(k + 1, first), min(reach[k] + 1, first + period)):
+        for at in range(max(made + 1, first), min(reach[made] + 1, first + period)):
             waiting[at - first] += 1
     return first + waiting.index(min(waiting))
 
@@ -218,26 +225,34 @@ def _piece(first: int, nodes: Sequence[Node], last: Mapping[int, int]) -> Piece 
     function. Views at the end stand behind it, where they cost less than as its results.
     """
     nodes, behind = _without_views_at_the_end(nodes)
-    made = {o for node in nodes for o in node.results}
-    ahead = []
+    made = {out for node in nodes for out in node.results}
+    ahead: list[Node] = []
+    inner: list[Node] = []
     for node in nodes:
-        if _is_view(node) and not any(i in made for i in node.refs):
+        if _is_view(node) and made.isdisjoint(node.refs):
             ahead.append(node)
             made.difference_update(node.results)
-    moved = {id(node) for node in ahead}
-    inner = [node for node in nodes if id(node) not in moved]
-    ins = tuple(dict.fromkeys(i for node in inner for i in node.refs if i not in made))
-    if not ins:  # where results without operands lie is known to who runs the program
+        else:
+            inner.append(node)
+    read: dict[int, None] = {}  # from outside, in order
+    outs: list[int] = []
+    changed: set[int] = set()
+    later = {id for node in behind for id in node.refs}
+    for node in inner:
+        read.update(dict.fromkeys(id for id in node.refs if id not in made))
+        changed.update(written(node))
+        for out in node.results:
+            if out in later or last.get(out, -1) >= first + len(nodes):
+                outs.append(out)
+    if not read:  # where results without operands lie is known to who runs the program
         return None
-    later = {i for node in behind for i in node.refs}
-    outs = tuple(o for node in inner for o in node.results if (o in later or last.get(o, -1) >= first + len(nodes)))
-    changed = {i for node in inner for i in written(node)}
-    return Piece(first, len(nodes), ahead, inner, ins, outs, tuple(k for k, i in enumerate(ins) if i in changed))
+    places = tuple(place for place, id in enumerate(read) if id in changed)
+    return Piece(first, len(nodes), ahead, inner, tuple(read), tuple(outs), places)
 
 
 def _without_views_at_the_end(nodes: Sequence[Node]) -> tuple[Sequence[Node], Sequence[Node]]:
     """(nodes up to the last operator that computes, views behind it)."""
-    makers = {o: node for node in nodes for o in node.results}
+    makers = {out: node for node in nodes for out in node.results}
     end = len(nodes)
     while end and is_free(nodes[end - 1]):
         maker = makers.get(nodes[end - 1].refs[0])
@@ -263,17 +278,17 @@ def _permutes(node: Node) -> bool:
 
 
 def _can_fuse(piece: Piece) -> bool:
-    """Whether some operator, no product of matrices, reads what another one in the piece has computed, views between
-    them aside.
+    """Whether some operator, no product of matrices, reads what another one in the piece has computed.
+
+    Views may stand between them.
     """
     computed: set[int] = set()
     for node in piece.nodes:
-        outs = node.results
-        reads = any(i in computed for i in node.refs)
+        reads = not computed.isdisjoint(node.refs)
         if reads and not is_free(node) and not is_product(node.target):
             return True
         if reads or not is_free(node):
-            computed.update(outs)
+            computed.update(node.results)
             computed.update(written(node))
     return False
 
@@ -281,6 +296,8 @@ def _can_fuse(piece: Piece) -> bool:
 def rearranged(x: torch.Tensor, pattern: str, names: Sequence[str], sizes: Sequence[int]) -> torch.Tensor:
     """`colofunc.rearrange` in torch's operators."""
     first, order, last = rearrange_steps(pattern, tuple(names), tuple(sizes), tuple(x.shape))
-    x = x if first is None else x.reshape(first)
-    x = x if order is None else x.permute(order)
+    if first is not None:
+        x = x.reshape(first)
+    if order is not None:
+        x = x.permute(order)
     return x if last is None else x.reshape(last)

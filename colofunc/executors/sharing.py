@@ -30,15 +30,13 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class _Memory:
-    """Of a program or the body of a loop: the storage of each value and the values of each, their last readers, places
-    of nodes.
-    """
+    """Where the values of a program, or of the body of a loop, lie."""
 
     program: Program
-    home: Mapping[int, int]
-    values: Mapping[int, Sequence[int]]
-    last: Mapping[int, int]
-    place: Mapping[int, int]
+    home: Mapping[int, int]  # value -> its storage
+    values: Mapping[int, Sequence[int]]  # storage -> the values in it
+    last: Mapping[int, int]  # value -> its last reader
+    place: Mapping[int, int]  # id of a node -> its position
 
 
 class Sharing:
@@ -53,7 +51,9 @@ class Sharing:
         self._memory: _Memory | None = None
 
     def before(self, node: Node, changed: Sequence[int], keys: Sequence[Hashable]) -> Node:
-        """Write down what has to come before a node that writes to `changed`; the node, or what to write in its place.
+        """Write down what has to come before a node that writes to `changed`.
+
+        The node, or what to write in its place.
         """
         if not self._shared(changed, keys):
             return node
@@ -66,7 +66,7 @@ class Sharing:
     def separate(self, node: Node, changed: Sequence[int], keys: Sequence[Hashable]) -> None:
         """Give lanes that share a tensor, but are about to write different things into it, tensors of their own."""
         later = self._read_later(node, changed) if self._shared(changed, keys) else []
-        if any(i not in changed for i in later):
+        if any(id not in changed for id in later):
             self._apart(list(dict.fromkeys((*changed, *later))), keys)
             return
         for id in changed:
@@ -75,64 +75,83 @@ class Sharing:
     def dies(self, node: Node, id: int) -> bool:
         """Whether a node is the last to read the memory of a value, which the program has made."""
         memory = self._of_program()
-        inputs = any(i in self.writer.program.inputs for i in memory.values[memory.home[id]])
-        return not inputs and not self._read_later(node, [id])
+        beside = memory.values[memory.home[id]]
+        if any(other in self.writer.program.inputs for other in beside):
+            return False
+        return not self._read_later(node, [id])
 
     def _shared(self, ids: Sequence[int], keys: Sequence[Hashable]) -> bool:
         """Whether lanes with different operands hold one of these values in the same variable."""
-        where = self.writer.where
-        return any(len(set(zip(where[i], keys, strict=True))) > len(set(where[i])) for i in ids)
+        for id in ids:
+            variables = self.writer.where[id]
+            if len(set(zip(variables, keys, strict=True))) > len(set(variables)):
+                return True
+        return False
 
     def _read_later(self, node: Node, changed: Sequence[int]) -> list[int]:
         """Values in the memory that a node changes, which somebody reads behind it."""
         memory = self._of_program()
-        at, storages = memory.place[id(node)], dict.fromkeys(memory.home[i] for i in changed)
-        mine = (i for storage in storages for i in memory.values[storage])
-        return [i for i in mine if i in self.writer.where and i not in node.outs and memory.last.get(i, -1) > at]
+        at = memory.place[id(node)]
+        later: list[int] = []
+        for storage in dict.fromkeys(memory.home[value] for value in changed):
+            for value in memory.values[storage]:
+                if value in self.writer.where and value not in node.outs and memory.last.get(value, -1) > at:
+                    later.append(value)
+        return later
 
     def _apart(self, ids: Sequence[int], keys: Sequence[Hashable]) -> None:
         """Memory of their own, where values that share some go on sharing it."""
         home = self._of_program().home
-        for storage in dict.fromkeys(home[i] for i in ids):
-            mine = [i for i in ids if home[i] == storage]
-            views = f"{self.writer.bind(apart, 'apart')}({', '.join(f'{{{k}}}' for k in range(len(mine)))})"
-            self._split(mine, keys, views if len(mine) > 1 else "{0}.clone()")
+        by_storage: dict[int, list[int]] = {}
+        for id in ids:
+            by_storage.setdefault(home[id], []).append(id)
+        for members in by_storage.values():
+            # The places of the old variables, which `_split` fills in.
+            call = "{0}.clone()"
+            if len(members) > 1:
+                places = ", ".join(f"{{{place}}}" for place in range(len(members)))
+                call = f"{self.writer.bind(apart, 'apart')}({places})"
+            self._split(members, keys, call)
 
     def _split(self, ids: Sequence[int], keys: Sequence[Hashable], call: str) -> None:
-        """New variables, made by a `call` on the old ones, for all lanes but the first of those that share the old
-        ones.
+        """New variables, made by a `call` on the old ones.
+
+        All lanes get them but the first of those that share the old ones.
         """
         writer = self.writer
         made: dict[Hashable, list[str]] = {}
         owner: dict[tuple[str, ...], Hashable] = {}
         for lane, key in enumerate(keys):
-            names = tuple(writer.where[i][lane] for i in ids)
             if key in made:
                 continue
+            names = tuple(writer.where[id][lane] for id in ids)
             made[key] = list(names)
             if owner.setdefault(names, key) != key:
-                made[key] = [f"{writer.stem(i)}_s{next(self._splits)}" for i in ids]
+                made[key] = [f"{writer.stem(id)}_s{next(self._splits)}" for id in ids]
                 writer.settle(writer.on_host(ids, lane), [])
-                writer.line(f"{', '.join(made[key])}{',' * (len(ids) > 1)} = {call.format(*names)}")
-        for k, i in enumerate(ids):
-            writer.where[i] = tuple(made[key][k] for key in keys)
+                comma = "," if len(ids) > 1 else ""
+                writer.line(f"{', '.join(made[key])}{comma} = {call.format(*names)}")
+        for place, id in enumerate(ids):
+            writer.where[id] = tuple(made[key][place] for key in keys)
 
     def _of_program(self) -> _Memory:
         program = self.writer.program
         if self._memory is None or self._memory.program is not program:
             home = lies(program).home
             values: dict[int, list[int]] = {}
-            for i, storage in home.items():
-                values.setdefault(storage, []).append(i)
+            for value, storage in home.items():
+                values.setdefault(storage, []).append(value)
             last = last_uses(program) if self.writer.loops else lifetimes(program)
-            self._memory = _Memory(program, home, values, last, {id(node): k for k, node in enumerate(program.nodes)})
+            place = {id(node): index for index, node in enumerate(program.nodes)}
+            self._memory = _Memory(program, home, values, last, place)
         return self._memory
 
 
 def apart(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The same values in memory of their own, which they share as before."""
     memory = tensors[0].untyped_storage().clone()
-    return tuple(
-        torch.empty(0, dtype=x.dtype, device=x.device).set_(memory, x.storage_offset(), x.shape, x.stride())
-        for x in tensors
-    )
+    copies: list[torch.Tensor] = []
+    for x in tensors:
+        copy = torch.empty(0, dtype=x.dtype, device=x.device)
+        copies.append(copy.set_(memory, x.storage_offset(), x.shape, x.stride()))
+    return tuple(copies)

@@ -161,8 +161,9 @@ def own_memory(flat: list[torch.Tensor], partition: Partition, positions: Sequen
 
 
 def _overlapping(flat: Sequence[torch.Tensor], input_of: Sequence[int], suspects: Sequence[int]) -> list[int]:
-    """Those suspects that reach into memory that a tensor of another input reaches into, in order; neighbours in a
-    buffer do not.
+    """Those suspects that reach into memory that a tensor of another input reaches into, in order.
+
+    Neighbours in a buffer do not.
     """
     overlapping: set[int] = set()
     run: list[int] = []  # tensors whose addresses hang together, and the address behind them all

@@ -85,15 +85,17 @@ class SimulatedWires:
         _, axes, _, *rest = node.args
         # The text of what each lane sends: a variable, or a tuple of them.
         source = [writer.literal(node.args[0], lane) if writer.runs[lane] else ABSENT for lane in self.ranks]
-        groups = [group for group in self.mesh.groups(axes) if all(writer.runs[rank] for rank in group)]
+        groups: list[tuple[int, ...]] = []
+        for group in self.mesh.groups(axes):
+            if all(writer.runs[rank] for rank in group):
+                groups.append(group)
         if kind == "permute":
             return self._permute(writer, source, groups, rest[0], stem)
         function = writer.bind(_MEMBERS[kind], kind)
         one_each = kind in ("reduce_scatter", "all_to_all")  # each member gets a result of its own
         results = [ABSENT] * len(source)
-        done: dict[
-            tuple[str, ...], list[str]
-        ] = {}  # what members send and the options -> the variable of each member's result
+        # what members send and the options -> the variable of each member's result
+        done: dict[tuple[str, ...], list[str]] = {}
         for group in groups:
             members = [source[rank] for rank in group]
             options = "".join(f", {writer.literal(option, group[0])}" for option in rest)
@@ -335,8 +337,9 @@ def _all_gather_flat(members: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
 def _all_to_all(
     members: Sequence[torch.Tensor], rows: torch.Tensor | None = None, expected: int = 0
 ) -> list[torch.Tensor]:
-    """What each member receives. rows: how many rows of each chunk travel, None: all; what a card receives is cut
-    behind them.
+    """What each member receives. rows: how many rows of each chunk travel, None: all.
+
+    What a card receives is cut behind them.
     """
     places = range(len(members))
     if rows is None:

@@ -93,11 +93,8 @@ class Writer:
     ) -> None:
         """`whole`: the program before it was compiled, where it was.
 
-        `sparing`: lanes that share a tensor may compute where a rank of its own would write in place.
-
-        `pool`: where what passes through the host lies; None: each copy allocates.
-
-        `look`: says a line to write behind each node of a loop's body, before what died there is freed.
+        `sparing`: lanes that share a tensor may compute where a rank of its own would write in place. `pool`: where
+        what passes through the host lies; None: each copy allocates. `tap` and `look`: see `Tap` and `Look`.
         """
         self.tap = tap
         self.look = look
@@ -152,9 +149,10 @@ class Writer:
             names += variables
             layout = self.program.values[id].layout
             exists = self.wires.here(None if layout is None else layout.at)
-            self.where[id] = tuple(
-                variables[number] if there else ABSENT for number, there in zip(tensor_of_lane, exists, strict=True)
-            )
+            of_lanes: list[str] = []
+            for number, there in zip(tensor_of_lane, exists, strict=True):
+                of_lanes.append(variables[number] if there else ABSENT)
+            self.where[id] = tuple(of_lanes)
         return names
 
     def bind(self, thing: Any, hint: str) -> str:
@@ -312,10 +310,9 @@ class Writer:
         return words
 
     def _may_add(self, node: Node, results: int) -> bool:
-        """Whether a result may be added to a sum over trips as it is made: later writes to it must not part lanes that
-        share it.
+        """Whether a result may be added to a sum over trips as it is made.
 
-        results: how many different ones all lanes have.
+        Later writes to the sum must not part lanes that share it. results: how many different ones all lanes have.
         """
         read = any(out in self.program.readers for out in node.results)
         return not read or results == sum(self.runs)
@@ -338,8 +335,9 @@ class Writer:
         return f"{self.bind(chosen.kernel.fn, chosen.kernel.fn.__name__)}({', '.join(words)})"
 
     def updates(self, run: Sequence[int]) -> bool:
-        """One line for a run of updates; False where lanes update different tensors, each of which has a line of its
-        own.
+        """One line for a run of updates.
+
+        False where lanes update different tensors, each of which has a line of its own.
         """
         nodes = [self.program.nodes[place] for place in run]
         first = nodes[0]
@@ -390,16 +388,17 @@ class Writer:
         return tuple(name or empty for name in self.where[id])
 
     def settle(self, reads: Sequence[str], writes: Sequence[str]) -> None:
-        """A line by which the host waits for copies of what it is to read and write; none on a CPU, where they are
-        done.
+        """A line by which the host waits for copies of what it is to read and write.
+
+        None on a CPU, where they are done.
         """
         if self.device.type != "cpu" and (reads or writes):
-            told = ", ".join(f"({', '.join(names)}{',' * bool(names)})" for names in (reads, writes))
-            self.line(f"{self.bind(self._settle, 'settle')}({told})")
+            self.line(f"{self.bind(self._settle, 'settle')}({_tuple_text(reads)}, {_tuple_text(writes)})")
 
     def on_host(self, ids: Sequence[int], lane: int) -> list[str]:
-        """Those of some values that lie outside of a GPU, by their variables; none on a CPU, where nobody waits for
-        copies.
+        """Those of some values that lie outside of a GPU, by their variables.
+
+        None on a CPU, where nobody waits for copies.
         """
         if self.device.type == "cpu":
             return []
@@ -408,7 +407,9 @@ class Writer:
 
     def _operands(self, node: Node) -> list[tuple[str, ...]]:
         """Per lane, the variables of the operands; `_NOT_RUN` where it does not run the node."""
-        operands = list(zip(*(self.where[id] for id in node.refs), strict=True)) or [()] * self.lanes
+        operands: list[tuple[str, ...]] = [()] * self.lanes
+        if node.refs:
+            operands = list(zip(*(self.where[id] for id in node.refs), strict=True))
         return [variables if runs else _NOT_RUN for variables, runs in zip(operands, self.runs, strict=True)]
 
     def _assignment(self, targets: list[str], call: str, result: str) -> str:
@@ -473,6 +474,11 @@ class Writer:
 def _numbered(stem: str, count: int) -> list[str]:
     """Names of so many variables of one value; a single one has no number."""
     return [stem] if count == 1 else [f"{stem}_{number}" for number in range(count)]
+
+
+def _tuple_text(names: Sequence[str]) -> str:
+    """The source of a tuple of variables, which may be empty."""
+    return f"({listed(names)})" if names else "()"
 
 
 def listed(words: Sequence[str]) -> str:

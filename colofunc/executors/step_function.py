@@ -33,8 +33,9 @@ class StepFunction:
         names: Mapping[str, Any],
         finishes_copies: bool,
     ) -> None:
-        """`origin`: of each line, the index of the program's node that it is of. `outputs`: of each output, its
-        variable on each lane.
+        """`origin`: of each line, the index of the program's node that it is of.
+
+        `outputs`: of each output, its variable on each lane.
 
         `names`: objects that the lines refer to. `finishes_copies`: the host waits in the end for copies that a GPU
         does.
@@ -44,7 +45,10 @@ class StepFunction:
             for name in variables:
                 place_of.setdefault(name, len(place_of))
         # outputs -> per lane -> place in the returned tuple
-        self.slots = tuple(tuple(place_of[name] for name in variables) for variables in outputs)
+        slots: list[tuple[int, ...]] = []
+        for variables in outputs:
+            slots.append(tuple(place_of[name] for name in variables))
+        self.slots = tuple(slots)
         self._one_each = self.slots == tuple((place,) for place in range(len(place_of)))
         head = ["def step(inputs):"]
         if input_names:
@@ -85,7 +89,10 @@ class StepFunction:
         """What a call has returned as outputs, each with its tensor on every lane."""
         if self._one_each:
             return [[out] for out in outs]
-        return [[outs[place] for place in slots] for slots in self.slots]
+        each: list[list[torch.Tensor]] = []
+        for slots in self.slots:
+            each.append([outs[place] for place in slots])
+        return each
 
     def _failed_node(self, error: Exception) -> Node | None:
         """The node whose line raised an error; None where that is the first line or the last."""

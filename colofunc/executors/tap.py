@@ -28,7 +28,7 @@ def values_tap(look: Callable[[int, tuple[Lanes, ...]], None]) -> Tap:
     """A tap that hands the results of every node to `look(index, per result: its tensor on each lane)`."""
 
     def tap(writer: Writer, index: int, node: Node) -> None:
-        lanes = [f"({', '.join(writer.everywhere(o))},)" for o in node.results]
+        lanes = [f"({', '.join(writer.everywhere(out))},)" for out in node.results]
         if lanes:
             writer.line(f"{writer.bind(look, 'look')}({index}, ({', '.join(lanes)},))")
 

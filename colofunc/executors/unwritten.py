@@ -62,7 +62,7 @@ def counted(program: Program, last: Mapping[int, int]) -> Fused:
         for i in piece.ins:
             held[i] = max(held.get(i, -1), end)
         for node in filter(_is_norm_backward, piece.nodes):
-            inner_bytes[place[id(node)]] = max((program.values[i].nbytes for i in node.results), default=0)
+            inner_bytes[place[id(node)]] = max((program.values[out].nbytes for out in node.results), default=0)
     return Fused(unwritten, held, inner_bytes)
 
 
@@ -73,21 +73,19 @@ def _inlined(piece: Piece, group_of: Mapping[int, int]) -> set[int]:
     found: dict[int, int] = {}  # value -> its group
     reads: dict[int, int] = {}
     for node in piece.nodes:
-        for i in node.refs:
-            reads[i] = reads.get(i, 0) + 1
-            if i in found and found[i] != group_of.get(id(node)):
-                del found[i]
+        for ref in node.refs:
+            reads[ref] = reads.get(ref, 0) + 1
+            if ref in found and found[ref] != group_of.get(id(node)):
+                del found[ref]
         if id(node) in group_of and _is_inlined(node):
             found.update(dict.fromkeys(node.results, group_of[id(node)]))
-        for i in written(node):
-            found.pop(i, None)
-    heavy = {
-        i
-        for node in piece.nodes
-        if work_kind(node.target) == "transcendental"
-        for i in node.results
-        if reads.get(i, 0) > 1
-    }
+        for changed in written(node):
+            found.pop(changed, None)
+    # What is dear is not computed again for each reader.
+    heavy: set[int] = set()
+    for node in piece.nodes:
+        if work_kind(node.target) == "transcendental":
+            heavy.update(out for out in node.results if reads.get(out, 0) > 1)
     return found.keys() - set(piece.outs) - heavy
 
 
@@ -96,15 +94,15 @@ def _read_until(nodes: Sequence[Node], group_of: Mapping[int, int], place: Mappi
     from it.
     """
     until: dict[int, int] = {}  # of a value, within the group that makes it
-    makers = {i: group_of.get(id(node)) for node in nodes for i in node.results}
+    makers = {out: group_of.get(id(node)) for node in nodes for out in node.results}
     read: dict[int, int] = {}
     for node in reversed(nodes):
-        done = max((until.get(i, -1) for i in node.results), default=-1)
+        done = max((until.get(out, -1) for out in node.results), default=-1)
         done = max(done, place[id(node)])
-        for i in node.refs:
-            read[i] = max(read.get(i, -1), done)
-            if id(node) in group_of and makers.get(i) == group_of[id(node)]:
-                until[i] = max(until.get(i, -1), done)
+        for ref in node.refs:
+            read[ref] = max(read.get(ref, -1), done)
+            if id(node) in group_of and makers.get(ref) == group_of[id(node)]:
+                until[ref] = max(until.get(ref, -1), done)
     return read
 
 

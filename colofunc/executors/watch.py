@@ -203,8 +203,7 @@ class Watch:
             odd = [rank for rank, other in enumerate(texts) if other != common]
             raise CollectiveError(
                 f"{what} differs between ranks: ranks {odd} have another one than the rest. Ranks must call the same "
-                "step "
-                "with arguments of the same shapes, dtypes and static values, and run the same versions"
+                "step with arguments of the same shapes, dtypes and static values, and run the same versions"
             )
 
     def meet(self, what: str, deadline_s: float | None = None) -> None:
@@ -221,8 +220,7 @@ class Watch:
         if len(set(histories)) > 1:
             raise CollectiveError(
                 f"{_at(what, user_line())}: the ranks have not run the same steps before it "
-                f"({self.whereabouts(range(self.size))}), "
-                f"so numbers since then cannot be trusted; {SAME_ORDER}"
+                f"({self.whereabouts(range(self.size))}), so numbers since then cannot be trusted; {SAME_ORDER}"
             )
 
     def give_up(self, what: str, error: BaseException, timeout_s: float) -> None:

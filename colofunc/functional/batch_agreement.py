@@ -79,37 +79,41 @@ class Together:
 
 
 def _compare(said: Sequence[Said], epoch: int, batch: int) -> None:
-    ended = [r for r, s in enumerate(said) if s.ended]
+    ended = [rank for rank, each in enumerate(said) if each.ended]
     where = f"batch {batch} of epoch {epoch}"
     if ended and len(ended) < len(said):
-        others = [r for r, s in enumerate(said) if not s.ended]
+        others = [rank for rank, each in enumerate(said) if not each.ended]
         raise InputError(
             f"the loader of ranks {ended} ended after {batch} batches of epoch {epoch}, that of ranks {others} goes "
-            "on; give every rank "
-            "the same data, or let cf.batches cut it (a DataLoader over the whole map-style data set on every rank)"
+            "on; give every rank the same data, or let cf.batches cut it (a DataLoader over the whole map-style data set on every rank)"
         )
-    if len({s.ids for s in said}) > 1:
+    ids = [each.ids for each in said]
+    if len(set(ids)) > 1:
         raise InputError(
-            f"{where} has other rows on ranks {_odd([s.ids for s in said])}: their samplers shuffle otherwise or their "
-            "data sets differ; "
+            f"{where} has other rows on ranks {_odd(ids)}: their samplers shuffle otherwise or their data sets differ; "
             "give every rank the same data, and shuffle with torch's generators only, which cf.batches keeps equal"
         )
-    kinds = [tuple((name, dtype, len(shape)) for name, dtype, shape, _ in s.leaves) for s in said]
+    kinds = [_kinds(each) for each in said]
     if len(set(kinds)) > 1:
         raise InputError(
             f"{where} has other tensors on ranks {_odd(kinds)}: {kinds[0]} on rank 0; collate every row alike"
         )
-    for k, (name, _, shape, _) in enumerate(said[0].leaves):
-        sums = [s.leaves[k][3] for s in said]
+    for place, (name, _, shape, _) in enumerate(said[0].leaves):
+        sums = [each.leaves[place][3] for each in said]
         if len(set(sums)) > 1:
             raise InputError(
                 f"{name!r} {shape} of {where} must be equal on all ranks, but ranks {_odd(sums)} hold other numbers; "
-                "let every rank read "
-                'the same rows in the same order, or write read="local" if each loader yields rows of its own'
+                "let every rank read the same rows in the same order, or write "
+                'read="local" if each loader yields rows of its own'
             )
+
+
+def _kinds(said: Said) -> tuple[tuple[str, str, int], ...]:
+    """(name, dtype, number of dims) of each leaf of a batch."""
+    return tuple((name, dtype, len(shape)) for name, dtype, shape, _ in said.leaves)
 
 
 def _odd(values: Sequence[Any]) -> list[int]:
     """Ranks that differ from most."""
     common = max(values, key=values.count)
-    return [r for r, value in enumerate(values) if value != common]
+    return [place for place, value in enumerate(values) if value != common]

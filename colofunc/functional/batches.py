@@ -183,8 +183,7 @@ class Batches:
             if name not in known:
                 raise InputError(
                     f"the saved position has the state of a generator {name!r}, the loader has {sorted(known)}; build "
-                    "the loader "
-                    "as it was when it was saved"
+                    "the loader as it was when it was saved"
                 )
         self._go_to(int(state["epoch"]))
         self._batch, self._fresh = int(state["batch"]), True
@@ -201,10 +200,8 @@ class Batches:
             epoch, batch = int(state["epoch"]), int(state["batch"])
             raise InputError(
                 f"the position is behind batch {batch} of epoch {epoch} over {then} {unit}, the loader now has {now}: "
-                "the rest of that "
-                "epoch is not to be found; give cf.batches the same data, or begin the next epoch: leave batches= out "
-                "of cf.load and "
-                f"write data.set_epoch({epoch + 1})"
+                "the rest of that epoch is not to be found; give cf.batches the same data, or begin the next epoch: "
+                f"leave batches= out of cf.load and write data.set_epoch({epoch + 1})"
             )
 
     # ---- reading ----
@@ -219,8 +216,7 @@ class Batches:
         if not self._fresh:
             raise InputError(
                 f"cf.batches: peek() looks at the batch that the next loop begins with, and epoch {self._epoch} has "
-                f"yielded {self._batch} "
-                "already; use one of them, or go to an epoch with data.set_epoch(n)"
+                f"yielded {self._batch} already; use one of them, or go to an epoch with data.set_epoch(n)"
             )
         random, states = random_state(), self._states()
         epoch, batch, pending, regular = self._epoch, self._batch, self._pending, self._regular
@@ -282,8 +278,7 @@ class Batches:
             self._told = True
             say(
                 f"cf.batches goes to epoch {self._epoch + 1}: the loop over epoch {self._epoch} was left after "
-                f"{self._batch} batches; "
-                "to look at a batch without that, write data.peek()"
+                f"{self._batch} batches; to look at a batch without that, write data.peek()"
             )
 
     def _go_to(self, epoch: int, batch: int = 0, pending: Mapping[str, Any] | None = None) -> None:

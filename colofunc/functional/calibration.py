@@ -232,7 +232,11 @@ def smoothquant(maxima: Values | Sequence[Values], alpha: float = 0.5) -> Quanti
 def joined(scheme: str, statistic: Statistic, values: Values | Sequence[Values]) -> Measured:
     """What several batches have measured together, in float64 on the host."""
     what, maker = statistic.what, statistic.maker
-    batches = [values] if isinstance(values, Mapping) else list(values) if isinstance(values, Iterable) else []
+    batches: list[Values] = []
+    if isinstance(values, Mapping):
+        batches = [values]
+    elif isinstance(values, Iterable):
+        batches = list(values)
     if not batches or not all(isinstance(batch, Mapping) and batch for batch in batches):
         raise InputError(f"{scheme}: there are no {what}. Try: those that a step of {maker} returns, or a list of them")
     joined: dict[str, Tensor] = {}
@@ -263,8 +267,7 @@ def _checked(scheme: str, statistic: Statistic, name: str, value: Any) -> Tensor
     if not bool(value.isfinite().all()):
         raise InputError(
             f"{scheme}: the {what} of {name!r} have NaN or infinite numbers, {statistic.cause}. Try: a calibration "
-            "batch without "
-            "them; low.check_finite(state, batch), which names where they come from"
+            "batch without them; low.check_finite(state, batch), which names where they come from"
         )
     if statistic.sizes and bool((value < 0).any()):
         raise InputError(

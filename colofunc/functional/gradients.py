@@ -14,6 +14,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
+from itertools import islice
 from typing import Any
 
 import torch
@@ -53,12 +54,15 @@ def value_and_grad(
                 grads = _gradients(loss, leaves, inner)
         finally:
             _DEPTH.reset(token)
-        found = [unflatten(tree, [next(grads) for _ in tree.names()]) for tree in trees]
-        out = found[0] if isinstance(argnums, int) else tuple(found)
-        if inner:
-            return ((loss, aux) if has_aux else loss), out
-        plain = _readable(loss.detach())
-        return ((plain, _detached(aux)) if has_aux else plain), out
+        # The gradients come leaf after leaf, argument after argument.
+        found: list[Any] = []
+        for tree in trees:
+            found.append(unflatten(tree, list(islice(grads, len(tree.names())))))
+        gradients = found[0] if isinstance(argnums, int) else tuple(found)
+        if not inner:
+            loss = _readable(loss.detach())
+            aux = _detached(aux) if has_aux else None
+        return ((loss, aux) if has_aux else loss), gradients
 
     return wrapped
 

@@ -42,10 +42,12 @@ from colofunc.spec.layout import Dim, make_layout
 from colofunc.spec.regions import Region, Span
 from colofunc.untrusted import check
 
-# ---- sizes that a folder claims ---- Problem: a file says that a tensor has 10^15 elements, or that a piece of it is a
-# range of 2^60 indices, and whoever believes it asks for that memory. Idea: a piece has no more elements than its
-# bytes, its bytes lie in its file, and the pieces of a tensor have no fewer elements than the tensor, so that what is
-# asked for is bounded by the size of the folder.
+# ---- sizes that a folder claims ----
+#
+# Problem: a file says that a tensor has 10^15 elements, or that a piece of it is a range of 2^60 indices, and whoever
+# believes it asks for that memory. Idea: a piece has no more elements than its bytes, its bytes lie in its file, and
+# the pieces of a tensor have no fewer elements than the tensor, so that what is asked for is bounded by the size of the
+# folder.
 #
 #     Bounds(folder).check("w", (4, 8), torch.float32, [(region, "rank-00000-00000.safetensors", 128, 128)])
 
@@ -65,13 +67,11 @@ class Bounds:
 
     def check(self, name: str, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Stored]) -> None:
         """Raise CheckpointError where the pieces of a tensor cannot be what the folder says."""
-        if any(n < 0 for n in shape):
+        if any(size < 0 for size in shape):
             raise CheckpointError(f"{self.folder}: {name!r} has shape {tuple(shape)}; load another checkpoint")
         left = prod(shape)
         for region, file, start, nbytes in pieces:
-            spans_fit = len(region.spans) == len(shape) and all(
-                _fits(span, n) for span, n in zip(region.spans, shape, strict=True)
-            )
+            spans_fit = len(region.spans) == len(shape) and all(map(_fits, region.spans, shape))
             if not spans_fit or region.numel * dtype.itemsize > nbytes:
                 raise CheckpointError(
                     f"{self.folder / file}: a piece of {name!r} {tuple(shape)} has {nbytes} bytes, which cannot hold it"
@@ -80,8 +80,7 @@ class Bounds:
             if size is not None and start + nbytes > size:
                 raise CheckpointError(
                     f"{self.folder / file} is truncated: {name!r} should reach byte {start + nbytes}, the file has "
-                    f"{size}; load another "
-                    "checkpoint, or copy this one again"
+                    f"{size}; load another checkpoint, or copy this one again"
                 )
             left -= region.numel
         if left > 0:
@@ -93,8 +92,8 @@ class Bounds:
     def check_dims(self, name: str, shape: Sequence[int], dims: Sequence[Dim]) -> None:
         """Raise CheckpointError where the layout that a tensor was saved in has far more room than the tensor."""
         make_layout(tuple(dims), tuple(shape))
-        sizes = [n for dim in dims for n, _ in dim]
-        if any(n < 0 for n in sizes) or prod(sizes) > PADDED * prod(shape) + PADDING:
+        sizes = [size for dim in dims for size, _ in dim]
+        if any(size < 0 for size in sizes) or prod(sizes) > PADDED * prod(shape) + PADDING:
             raise CheckpointError(
                 f"{self.folder}: {name!r} {tuple(shape)} was saved in parts {sizes}, which have more room than it needs"
             )
@@ -111,13 +110,15 @@ class Bounds:
 
 def _fits(span: Span, size: int) -> bool:
     """Whether a span is within a dim; padding at its end may reach over it as far as twice the dim."""
-    count = prod(n for n, _ in span.loops)
-    numbers = [span.start, span.limit or 0, *(n for loop in span.loops for n in loop)]
-    if any(n < 0 for n in numbers) or count > 2 * size + PADDING:
+    numbers = [span.start, span.limit or 0]
+    for loop in span.loops:
+        numbers += loop
+    count = prod(times for times, _ in span.loops)
+    if min(numbers) < 0 or count > 2 * size + PADDING:
         return False
     if count == 0:
         return True
-    last = span.start + sum((n - 1) * stride for n, stride in span.loops)
+    last = span.start + sum((times - 1) * stride for times, stride in span.loops)
     return last < size or (span.limit is not None and span.limit <= size)
 
 
@@ -164,7 +165,10 @@ def load(
                 "load: model= fills a model from a folder of transformers; like= and batches= belong to saved states"
             )
         return _together(mesh, path, lambda: (pretrained.load_model(folder, model, mesh, specs, strict, device), ""))
-    where = mesh if mesh is not None else next((x.mesh for x in flatten(like)[0] if isinstance(x, DTensor)), None)
+    where = mesh
+    if mesh is None:
+        examples, _ = flatten(like)
+        where = next((x.mesh for x in examples if isinstance(x, DTensor)), None)
     return _together(where, path, lambda: _load(folder, where, specs, like, strict, verify, random, batches, device))
 
 
@@ -201,12 +205,12 @@ def _load(
         if mesh is None:
             return plain(entry, at)
         spec = chosen.get(name)
-        alike = spec is None and isinstance(example, DTensor) and example.mesh == mesh
-        if alike and isinstance(example, DTensor):
-            spec = example.sharding.with_pending(())
-        x = placed(entry, layout_for(entry, mesh, spec), mesh, at, asked=spec is not None)
-        if alike and isinstance(example, DTensor) and example.sharding.pending:
-            return x.redistribute(example.sharding)  # which the first of the ranks has, and the others zeros of
+        if spec is not None or not isinstance(example, DTensor) or example.mesh != mesh:
+            return placed(entry, layout_for(entry, mesh, spec), mesh, at, asked=spec is not None)
+        layout = example.sharding
+        x = placed(entry, layout_for(entry, mesh, layout.with_pending(())), mesh, at, asked=True)
+        if layout.pending:
+            return x.redistribute(layout)  # which the first of the ranks has, and the others zeros of
         return x
 
     wanted = list(names(found.tree)) if like is None else list(examples)
@@ -310,9 +314,8 @@ def _own_entries(folder: Path, tensors: Mapping[str, _Tensor], verify: bool) -> 
     for name, said in tensors.items():
         dtype = dtype_of(said.dtype)
         pieces = [Piece.from_json(piece) for piece in said.pieces]
-        bounds.check(
-            name, said.shape, dtype, [(piece.region, piece.file, piece.start, piece.nbytes) for piece in pieces]
-        )
+        claimed = [(piece.region, piece.file, piece.start, piece.nbytes) for piece in pieces]
+        bounds.check(name, said.shape, dtype, claimed)
         if said.dims is not None:
             bounds.check_dims(name, said.shape, said.dims)
         read = partial(_read_own, folder, name, dtype, verify)
@@ -335,12 +338,8 @@ def _dcp_entries(
         if entry.dtype is None:
             objects[name] = entry.chunks[0]
             continue
-        bounds.check(
-            name,
-            entry.shape,
-            entry.dtype,
-            [(chunk.region, chunk.file, chunk.start, chunk.nbytes) for chunk in entry.chunks],
-        )
+        claimed = [(chunk.region, chunk.file, chunk.start, chunk.nbytes) for chunk in entry.chunks]
+        bounds.check(name, entry.shape, entry.dtype, claimed)
         read = partial(dcp.read_chunk, folder, name, verify)
         chunks: tuple[tuple[Region, Any], ...] = tuple((chunk.region, chunk) for chunk in entry.chunks)
         entries[name] = Entry(name, entry.shape, entry.dtype, chunks, read)
@@ -352,9 +351,9 @@ def _torch_folder(folder: Path, verify: bool) -> _Found:
     entries, objects, paths = _dcp_entries(folder, verify)
     root: dict[str, Any] = {}
     for name in [*entries, *objects]:
-        leaf: Any = (
-            {"tensor": name} if name in entries else {"value": dcp.read_object(folder, name, objects[name], verify)}
-        )
+        leaf: Any = {"tensor": name}
+        if name not in entries:
+            leaf = {"value": dcp.read_object(folder, name, objects[name], verify)}
         at, *rest = paths.get(name, (name,))
         here = root
         for key in rest:

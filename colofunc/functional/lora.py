@@ -49,8 +49,7 @@ def lora(model: Model, where: str | Iterable[str], rank: int = 8, alpha: float =
         if other is not None:
             raise InputError(
                 f"lora: {path!r} shares its weight with {other!r}, and merging adapters of the one would change the "
-                "other. "
-                "Try: globs that leave it out"
+                "other. Try: globs that leave it out"
             )
     params: dict[str, Tensor] = {}
     hook = _adapter(alpha / rank, dropout)
@@ -80,7 +79,11 @@ def _chosen(module: nn.Module, globs: tuple[str, ...]) -> list[str]:
         hit = next((path for path in others if matches(path, glob)), None)
         why = f"; {hit!r} is a {others[hit]}" if hit is not None else near(glob, linear)
         raise InputError(f"lora: where={glob!r} matches no linear layer{why}")
-    return [path for path in linear if any(matches(path, glob) for glob in globs)]
+    chosen: list[str] = []
+    for path in linear:
+        if any(matches(path, glob) for glob in globs):
+            chosen.append(path)
+    return chosen
 
 
 def _other_place(module: nn.Module, path: str) -> str | None:

@@ -238,15 +238,16 @@ def functional(module: nn.Module, trainable: str | Iterable[str] = "*") -> Model
 def abstract(shape: Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor that has a shape and a dtype and no data, to plan a step before there is a batch."""
     sizes = tuple(shape) if isinstance(shape, Iterable) else (-1,)
-    if not all(isinstance(n, int) and n >= 0 for n in sizes):
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise InputError(f"abstract: {shape!r} is no shape. Try: cf.abstract((8, 1024), torch.int64)")
     return torch.empty(sizes, dtype=dtype, device="meta")
 
 
-# ---- hooks and classes of parameters ---- Problem: `cf.functional` takes values out of parameters, and what a user
-# hung on them stays behind: a hook that masks a gradient (to train some rows only) would be dropped without a word.
-# Idea: hooks of gradients are hung on the tensors that stand for the parameters, wherever these are differentiated;
-# what has no meaning there is refused.
+# ---- hooks and classes of parameters ----
+#
+# Problem: `cf.functional` takes values out of parameters, and what a user hung on them stays behind: a hook that masks
+# a gradient (to train some rows only) would be dropped without a word. Idea: hooks of gradients are hung on the tensors
+# that stand for the parameters, wherever these are differentiated; what has no meaning there is refused.
 #
 #     p.register_hook(lambda grad: grad * mask)     # honoured: the step's gradient of p is masked
 
@@ -287,10 +288,8 @@ def refuse_unseen(parameters: Mapping[str, Tensor]) -> None:
         if compat.accumulation_hooks(parameter):
             raise InputError(
                 f"functional: parameter {name!r} has a hook from register_post_accumulate_grad_hook, which runs when a "
-                "gradient is put "
-                "in .grad, and a step has none. Try: remove the hook, and do what it does with the gradients that "
-                "value_and_grad "
-                "returns (a hook from register_hook is honoured)"
+                "gradient is put in .grad, and a step has none. Try: remove the hook, and do what it does with the "
+                "gradients that value_and_grad returns (a hook from register_hook is honoured)"
             )
         if nn.parameter.is_lazy(parameter):
             raise InputError(

@@ -31,15 +31,13 @@ from torch import Tensor
 
 from colofunc.dtensor.roles import give_role
 from colofunc.errors import InputError, near
-from colofunc.functional import packed_moments, torch_optim
+from colofunc.functional import operator_updates, packed_moments, torch_optim
 from colofunc.functional.lion_lamb import OWN, Given
 from colofunc.functional.packed_moments import MOMENTS, SCALES
 from colofunc.functional.parameter_tree import check_shapes, named_gradients, named_parameters
 from colofunc.ops import policy
-from colofunc.ops import update as ops
-from colofunc.ops.update_packed import Blocks, adamw8, block_of
-from colofunc.ops.update_rounded import adamw_rounded
-from colofunc.ops.update_rules import KINDS, options_of, update
+from colofunc.ops.update_packed import Blocks
+from colofunc.ops.update_rules import KINDS
 from colofunc.program.lazy import zeros_like
 from colofunc.program.tracing.meta import phase
 from colofunc.program.tracing.roles import mark
@@ -63,15 +61,17 @@ class Optimizer:
     groups: Mapping[str, Mapping[str, Any] | Optimizer]
 
     def init(self, params: Any) -> State:
-        """The state before the first update of a tree of tensors; zeros of large, lazy or abstract ones are made on
-        their shards, later.
+        """The state before the first update of a tree of tensors.
+
+        Zeros of large, lazy or abstract ones are made on their shards, later.
         """
         params = named_parameters("init", params)
         self._check(params)
         state: State = {"step": torch.zeros((), dtype=torch.float32, device=_memory_of(params))}
         for part, names in self._parts(params):
-            for key, made in part._init({n: params[n] for n in names}).items():
-                state.setdefault(key, {}).update(made)
+            own_params = {name: params[name] for name in names}
+            for key, tensors in part._init(own_params).items():
+                state.setdefault(key, {}).update(tensors)
         give_role("state", flatten(state)[0])
         return state
 
@@ -82,8 +82,9 @@ class Optimizer:
         params: Any,
         lr: float | Tensor | None = None,
     ) -> tuple[Any, State]:
-        """(params, state) after one update; gradients are a tree like the parameters, None counts as zeros, so weight
-        decay still acts.
+        """(params, state) after one update.
+
+        Gradients are a tree like the parameters; None counts as zeros, so weight decay still acts.
 
         `lr` stands in for the optimizer's own rate in this update (not for those of groups).
         """
@@ -108,7 +109,10 @@ class Optimizer:
         # Trees come back in the order in which they were given, whichever optimizer of a group updated what.
         new_state: State = {}
         for key, before in opt_state.items():
-            new_state[key] = step if key == "step" else {name: new_moments[key][name] for name in before}
+            if key == "step":
+                new_state[key] = step
+            else:
+                new_state[key] = {name: new_moments[key][name] for name in before}
         return unflatten(flatten(tree)[1], [new_params[name] for name in params]), new_state
 
     def _update_part(
@@ -136,23 +140,21 @@ class Optimizer:
         moved, kept = part._update(own_grads, own_moments, own_params, step, rates, finite)
         # The kernels of the other classes leave all as it was where a gradient is not finite; Muon is torch's own code.
         if mixed is not None and finite is not None and part.cls.__name__ != "Muon":
-            pairs = [(own_params, moved), *((own_moments[key], tensors) for key, tensors in kept.items())]
-            for before, after in pairs:
-                for name, tensor in after.items():
-                    mixed.keeps(tensor, before[name], finite)
+            for name, tensor in moved.items():
+                mixed.keeps(tensor, own_params[name], finite)
+            for key, tensors in kept.items():
+                for name, tensor in tensors.items():
+                    mixed.keeps(tensor, own_moments[key][name], finite)
         return moved, kept
 
     def converted(self, opt_state: State, params: Any) -> State:
-        """The state of the same class with other `state_bits`, as this optimizer keeps it; what is kept alike is not
-        copied.
+        """The state of the same class with other `state_bits`, as this optimizer keeps it.
 
-        For a checkpoint of moments in 32 bits that goes on in 8, or the other way round. Tensors on ranks are made
-        whole.
+        For a checkpoint of moments in 32 bits that goes on in 8, or the other way round. What is kept alike is not
+        copied. Tensors on ranks are made whole.
         """
         packed_moments.check_pair(self.cls, opt_state)
-        return packed_moments.converted(
-            opt_state, {n: (p, self._blocks(n, p)) for n, p in named_parameters("converted", params).items()}
-        )
+        return packed_moments.converted(opt_state, self._with_blocks(named_parameters("converted", params)))
 
     def of(self, name: str) -> dict[str, Any]:
         """The options of one parameter."""
@@ -177,7 +179,7 @@ class Optimizer:
         """{key: {name: tensor}} without the step count."""
         kind = OPERATORS.get(self.cls)
         if kind == "adamw":
-            moments = packed_moments.zeros({name: (param, self._blocks(name, param)) for name, param in params.items()})
+            moments = packed_moments.zeros(self._with_blocks(params))
             largest = {name: zeros_like(param) for name, param in params.items() if self.of(name)["amsgrad"]}
             if largest:
                 moments["max_exp_avg_sq"] = largest
@@ -186,12 +188,15 @@ class Optimizer:
             buffers = {name: zeros_like(param) for name, param in params.items() if self.of(name)["momentum"] != 0}
             return {"momentum_buffer": buffers} if buffers else {}
         if self.cls in OWN:
-            return {key: {name: zeros_like(param) for name, param in params.items()} for key in OWN[self.cls].states}
+            state: dict[str, Tensors] = {}
+            for key in OWN[self.cls].states:
+                state[key] = {name: zeros_like(param) for name, param in params.items()}
+            return state
         return torch_optim.init(self.cls, self._grouped(params), params)
 
-    def _blocks(self, name: str, param: Tensor) -> Blocks | None:
-        """How the moments of a parameter are cut; None where they are kept wide."""
-        return block_of(tuple(param.shape)) if self.of(name).get("state_bits") == 8 else None
+    def _with_blocks(self, params: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Blocks | None]]:
+        """Each parameter with how its moments are cut; None where they are kept wide."""
+        return {name: (param, packed_moments.blocks(param, self.of(name))) for name, param in params.items()}
 
     def _update(
         self,
@@ -202,16 +207,17 @@ class Optimizer:
         rates: Tensors,
         finite: Tensor | None,
     ) -> tuple[Tensors, dict[str, Tensors]]:
+        options = {name: self.of(name) for name in params}
+        given = Given(params, grads, state, step, rates, options, finite)
         kind = OPERATORS.get(self.cls)
         if kind == "adamw":
-            return self._adamw(grads, state, params, step, rates, finite)
+            return operator_updates.adamw(self.cls, given)
         if kind == "sgd":
-            return self._sgd(grads, state, params, step, rates, finite)
+            return operator_updates.sgd(given)
         if self.cls in OWN:
-            options = {n: self.of(n) for n in params}
-            return OWN[self.cls].update(Given(params, grads, state, step, rates, options, finite))
+            return OWN[self.cls].update(given)
         if self.cls.__name__ in KINDS:
-            return self._elementwise(grads, state, params, step, rates, finite)
+            return operator_updates.elementwise(self.cls, given)
         return torch_optim.update(self.cls, self._grouped(params), rates, grads, state, params)
 
     def _warn_without_masters(self, params: Mapping[str, Tensor]) -> None:
@@ -223,112 +229,12 @@ class Optimizer:
             if param.is_floating_point() and param.dtype.itemsize < 4:
                 warnings.warn(
                     f"{self.cls.__name__} updates parameters in {param.dtype} ({name!r} and others) without float32 "
-                    "masters, so small "
-                    'updates are lost; write cf.precision(step, "bf16"), which keeps masters and moments in float32; '
-                    'Adam and '
-                    'AdamW train bfloat16 without masters by cf.adapt(..., rounding="stochastic")',
+                    'masters, so small updates are lost; write cf.precision(step, "bf16"), which keeps masters and '
+                    "moments in float32; Adam and AdamW train bfloat16 without masters by "
+                    'cf.adapt(..., rounding="stochastic")',
                     stacklevel=3,
                 )
                 return
-
-    # ---- one operator per parameter ----
-
-    def _elementwise(
-        self,
-        grads: Tensors,
-        state: dict[str, Tensors],
-        params: Tensors,
-        step: Tensor,
-        rates: Tensors,
-        finite: Tensor | None,
-    ) -> tuple[Tensors, dict[str, Tensors]]:
-        cls = self.cls.__name__
-        keys = KINDS[cls].states
-        new_params: Tensors = {}
-        new_state: dict[str, Tensors] = {key: {} for key in state}
-        for name, param in params.items():
-            before = [state[key].get(name) if key in state else None for key in keys]
-            before += [None] * (3 - len(before))  # the operator has three places for state
-            options = options_of(cls, self.of(name))
-            new_params[name], *after = update(cls, param, grads[name], *before, step, rates[name], options, finite)
-            for key, old, new in zip(keys, before, after, strict=False):
-                if old is not None:
-                    new_state[key][name] = new
-        return new_params, new_state
-
-    def _adamw(
-        self,
-        grads: Tensors,
-        state: dict[str, Tensors],
-        params: Tensors,
-        step: Tensor,
-        rates: Tensors,
-        finite: Tensor | None,
-    ) -> tuple[Tensors, dict[str, Tensors]]:
-        new_params: Tensors = {}
-        new_state: dict[str, Tensors] = {key: {} for key in state}
-        first, second = MOMENTS
-        for name, param in params.items():
-            options = self.of(name)
-            decoupled = self.cls is torch.optim.AdamW or bool(options.get("decoupled_weight_decay", False))
-            beta1, beta2 = map(float, options["betas"])
-            rounded = packed_moments.is_rounded(param, options)
-            numbers = beta1, beta2, options["eps"], options["weight_decay"], decoupled
-            if self._blocks(name, param) is not None:
-                keys = [first, SCALES[0], second, SCALES[1]]
-                site = (packed_moments.site_of(name),) if rounded else ()
-                new_params[name], *after = adamw8(
-                    param,
-                    grads[name],
-                    *(state[key][name] for key in keys),
-                    step,
-                    rates[name],
-                    *numbers,
-                    options["maximize"],
-                    finite,
-                    *site,
-                )
-            elif rounded:
-                keys = [first, second]
-                new_params[name], *after = adamw_rounded(
-                    param, grads[name], state[first][name], state[second][name], step, rates[name], *numbers, options["maximize"], finite,
-                    packed_moments.site_of(name),
-                )  # fmt: skip
-            else:
-                keys = [first, second]
-                largest = None
-                if options["amsgrad"]:
-                    keys.append("max_exp_avg_sq")
-                    largest = state["max_exp_avg_sq"][name]
-                new_params[name], *after = ops.adamw(
-                    param, grads[name], state[first][name], state[second][name], step, rates[name], *numbers, options["amsgrad"], largest,
-                    options["maximize"], finite,
-                )  # fmt: skip
-            for key, tensor in zip(keys, after, strict=False):  # without amsgrad the operator's third state is no state
-                new_state[key][name] = tensor
-        return new_params, new_state
-
-    def _sgd(
-        self,
-        grads: Tensors,
-        state: dict[str, Tensors],
-        params: Tensors,
-        step: Tensor,
-        rates: Tensors,
-        finite: Tensor | None,
-    ) -> tuple[Tensors, dict[str, Tensors]]:
-        new_params: Tensors = {}
-        buffers: Tensors = {}
-        for name, param in params.items():
-            options = self.of(name)
-            buffer = state["momentum_buffer"][name] if options["momentum"] != 0 else None
-            new_params[name], new_buffer = ops.sgd(
-                param, grads[name], buffer, step, rates[name], options["momentum"], options["dampening"], options["weight_decay"],
-                options["nesterov"], options["maximize"], finite,
-            )  # fmt: skip
-            if buffer is not None:
-                buffers[name] = new_buffer
-        return new_params, {"momentum_buffer": buffers} if buffers else {}
 
     # ---- options ----
 
@@ -353,11 +259,12 @@ class Optimizer:
         groups: list[tuple[list[str], dict[str, Any]]] = []
         for name in params:
             options = {"lr": self.lr, **self.of(name)}
-            names = next((names for names, known in groups if known == options), None)
-            if names is None:
-                groups.append(([name], options))
+            for names, known in groups:
+                if known == options:
+                    names.append(name)
+                    break
             else:
-                names.append(name)
+                groups.append(([name], options))
         return groups
 
     def _check(self, params: Mapping[str, Tensor]) -> None:
@@ -372,14 +279,14 @@ class Optimizer:
                 if params[name].dim() != 2:
                     raise InputError(
                         f"Muon updates matrices only, and {name!r} has shape {tuple(params[name].shape)}. Try: another "
-                        "optimizer for such "
-                        f"parameters, adapt(torch.optim.Muon, groups={{{name!r}: adapt(torch.optim.AdamW)}}), by globs "
-                        "over their names"
+                        f"optimizer for such parameters, adapt(torch.optim.Muon, groups={{{name!r}: "
+                        "adapt(torch.optim.AdamW)}), by globs over their names"
                     )
 
     def _check_real(self, params: Mapping[str, Tensor]) -> None:
-        """Raises InputError where elements are complex, of which the rules here would square or compare real and
-        imaginary parts as one.
+        """Raises InputError where elements are complex.
+
+        The rules here would square or compare real and imaginary parts as one.
         """
         for part, names in self._parts(params):
             if part.cls in OF_COMPLEX:
@@ -388,15 +295,14 @@ class Optimizer:
                 if params[name].is_complex():
                     raise InputError(
                         f"{part.cls.__name__} has no update of complex parameters, and {name!r} is one. Try: a real "
-                        "parameter of shape "
-                        f"{(*params[name].shape, 2)}, which the step reads as torch.view_as_complex(p); torch.optim.SGD"
+                        f"parameter of shape {(*params[name].shape, 2)}, which the step reads as torch.view_as_complex(p); torch.optim.SGD"
                     )
 
     def _needs(self, name: str, param: Tensor) -> list[str]:
         """The keys of the state that the update of one parameter reads."""
         options, cls = self.of(name), self.cls.__name__
         if cls in ("Adam", "AdamW"):
-            scales = SCALES if self._blocks(name, param) is not None else ()
+            scales = () if packed_moments.blocks(param, options) is None else SCALES
             largest = ("max_exp_avg_sq",) if options["amsgrad"] else ()
             return [*MOMENTS, *scales, *largest]
         if cls == "Muon" or (cls == "SGD" and options["momentum"] != 0):
@@ -429,8 +335,8 @@ class Optimizer:
                 other = "; opt.converted(state, params) of one with other state_bits"
             raise InputError(
                 f"update: the state is not that of {self.cls.__name__} over these parameters: missing "
-                f"{sorted(wanted - given)[:4]}, "
-                f"unknown {sorted(given - wanted)[:4]}. Try: the state that init(params) of this optimizer made{other}"
+                f"{sorted(wanted - given)[:4]}, unknown {sorted(given - wanted)[:4]}. Try: the state that init(params) "
+                f"of this optimizer made{other}"
             )
         for key in SHAPED:
             check_shapes(key, opt_state.get(key, {}), params)
@@ -438,7 +344,10 @@ class Optimizer:
 
 def _memory_of(params: Mapping[str, Tensor]) -> torch.device:
     """Where the step count lies: beside parameters that are on a GPU, else on the host, from where a step places it."""
-    return next((p.device for p in params.values() if p.is_cuda), torch.device("cpu"))
+    for param in params.values():
+        if param.is_cuda:
+            return param.device
+    return torch.device("cpu")
 
 
 # Parts of the state that have the shapes of the parameters. Kernels walk all of them as one.
@@ -474,28 +383,32 @@ def adapt(
     if rounding != packed_moments.NEAREST:
         defaults["rounding"] = rounding
     rate = defaults.pop("lr") if lr is None else lr
-    if not isinstance(groups or {}, Mapping) or not all(
-        isinstance(g, Mapping | Optimizer) for g in (groups or {}).values()
-    ):
+    chosen: dict[str, Mapping[str, Any] | Optimizer] = {}
+    for glob, changed in _items(groups):
+        if isinstance(changed, Optimizer):
+            chosen[glob] = changed
+            continue
+        chosen[glob] = own = dict(changed)
+        where = f"groups[{glob!r}]: "
+        packed_moments.check(cls, own.get("state_bits", 32), {**defaults, **own}, where)
+        packed_moments.check_rounding(cls, own.get("rounding", rounding), {**defaults, **own}, where)
+        for name in own:
+            if name not in ("lr", *packed_moments.OWN_OPTIONS) and name not in defaults:
+                raise InputError(f"{where}{cls.__name__} has no option {name!r}{near(name, defaults)}")
+        try:
+            torch_optim.defaults(cls, own.get("lr", lr), {**options, **packed_moments.options_of_torch(own)})
+        except InputError as error:
+            raise InputError(f"{where}{error}") from error
+    defaults.pop("lr", None)
+    return Optimizer(cls, rate, defaults, chosen)
+
+
+def _items(groups: Any) -> list[tuple[str, Mapping[str, Any] | Optimizer]]:
+    """What `groups` of `adapt` maps; InputError where it is no mapping of options."""
+    if groups is None:
+        return []
+    if not isinstance(groups, Mapping) or not all(isinstance(each, Mapping | Optimizer) for each in groups.values()):
         raise InputError(
             f"groups={groups!r:.80} is no mapping to options. Try: groups={{'*.bias': dict(weight_decay=0.0)}}"
         )
-    chosen = {g: changed if isinstance(changed, Optimizer) else dict(changed) for g, changed in (groups or {}).items()}
-    for glob, changed in chosen.items():
-        if isinstance(changed, Optimizer):
-            continue
-        packed_moments.check(cls, changed.get("state_bits", 32), {**defaults, **changed}, f"groups[{glob!r}]: ")
-        packed_moments.check_rounding(
-            cls, changed.get("rounding", rounding), {**defaults, **changed}, f"groups[{glob!r}]: "
-        )
-        unknown = [k for k in changed if k not in ("lr", *packed_moments.OWN_OPTIONS) and k not in defaults]
-        if unknown:
-            raise InputError(
-                f"groups[{glob!r}]: {cls.__name__} has no option {unknown[0]!r}{near(unknown[0], defaults)}"
-            )
-        try:
-            torch_optim.defaults(cls, changed.get("lr", lr), {**options, **packed_moments.options_of_torch(changed)})
-        except InputError as error:
-            raise InputError(f"groups[{glob!r}]: {error}") from error
-    defaults.pop("lr", None)
-    return Optimizer(cls, rate, defaults, chosen)
+    return list(groups.items())

@@ -21,7 +21,7 @@ from torch import Tensor
 from colofunc.dtensor.roles import give_role
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
-from colofunc.ops.update_packed import Blocks, code_dtype, packed, widened
+from colofunc.ops.update_packed import Blocks, block_of, code_dtype, packed, widened
 from colofunc.ops.update_rounded import ROUNDED
 from colofunc.program.lazy import zeros_like
 from colofunc.program.tracing.tree import flatten
@@ -84,6 +84,11 @@ def is_rounded(param: Tensor, options: Mapping[str, Any]) -> bool:
     return options.get("rounding") == STOCHASTIC and param.dtype in ROUNDED
 
 
+def blocks(param: Tensor, options: Mapping[str, Any]) -> Blocks | None:
+    """How the moments of a parameter are cut; None where they are kept wide."""
+    return block_of(tuple(param.shape)) if options.get("state_bits") == 8 else None
+
+
 def site_of(name: str) -> int:
     """Which draws are those of a parameter of this name."""
     return crc32(name.encode())
@@ -112,8 +117,7 @@ def check_pair(cls: type[torch.optim.Optimizer], opt_state: Mapping[str, Any]) -
     if cls not in ADAMS or odd or not opt_state.keys() >= {"step", *MOMENTS}:
         raise InputError(
             f"converted: a state with {', '.join(sorted(opt_state))} for {cls.__name__}; it is for the two moments of "
-            "Adam and AdamW. "
-            "Try: the state that init(params) of such an optimizer made, without amsgrad"
+            "Adam and AdamW. Try: the state that init(params) of such an optimizer made, without amsgrad"
         )
 
 

@@ -75,8 +75,9 @@ def _whole_rows(
     fill: Fill | None,
     weights: str | None,
 ) -> Any:
-    """The batch with rows that count for nothing up to a multiple; the rows are the leading size that most of them
-    have.
+    """The batch with rows that count for nothing up to a multiple.
+
+    The rows are the leading size that most of them have.
     """
     sizes = Counter(x.shape[0] for x in leaves if x.dim())
     n = max(sizes, key=lambda size: (sizes[size], size), default=0)
@@ -86,10 +87,9 @@ def _whole_rows(
     if weights is None and not decides(tree, leaves, fill):
         raise InputError(
             f"cf.pad: rows={multiple} adds {missing} rows to the {n} of this batch, and none of "
-            f"{', '.join(tree.names())} tells a loss to "
-            "leave them out. Try: fill={'target': -100} where such a value does, or weights='weight' and a loss that "
-            "weighs its rows with "
-            "it, (row_losses * weight).sum() / weight.sum()"
+            f"{', '.join(tree.names())} tells a loss to leave them out. Try: fill={{'target': -100}} where such a "
+            "value does, or weights='weight' and a loss that weighs its rows with it, (row_losses * weight).sum() / "
+            "weight.sum()"
         )
     dead = torch.arange(n + missing) >= n
     out = []

@@ -83,6 +83,5 @@ def check_shapes(key: str, tensors: Mapping[str, Tensor], params: Mapping[str, T
         if tensor.shape != params[name].shape:
             raise InputError(
                 f"update: {join(key, name)!r} has shape {tuple(tensor.shape)}, and the parameter {name!r} "
-                f"{tuple(params[name].shape)}. "
-                "Try: the state that init(params) of this optimizer made"
+                f"{tuple(params[name].shape)}. Try: the state that init(params) of this optimizer made"
             )

@@ -63,8 +63,9 @@ class Held:
     ids: int = 0
 
     def said(self, whole: bool, first: bool, compared: bool) -> Said:
-        """`whole`: every rank holds every row. Then tensors are compared, large ones on the first batch only; else
-        those without rows.
+        """`whole`: every rank holds every row.
+
+        Then tensors are compared, large ones on the first batch only; else those without rows.
 
         `compared`: somebody else will look at the checksums. They are of what the host holds, before it is sent to a
         card.
@@ -211,8 +212,7 @@ class Placer:
                 also = "" if self.read == "all" else ' and write read="all"'
                 raise InputError(
                     f"{name!r} {tuple(x.shape)} has not the {rows} rows of its batch; give it a spec of its own in a "
-                    "tree of specs "
-                    f"(None: whole on every rank){also}"
+                    f"tree of specs (None: whole on every rank){also}"
                 )
         return rows, by_row
 

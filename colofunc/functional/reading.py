@@ -63,8 +63,8 @@ class RowSampler:
                 continue
             rows, padded = cut
             ids = zlib.crc32(repr(indices).encode())
-            self.told.append(Item(None, n, None if self.cut is None else padded, tuple(r >= n for r in rows), ids))
-            yield [indices[r % n] for r in rows]
+            self.told.append(Item(None, n, None if self.cut is None else padded, tuple(row >= n for row in rows), ids))
+            yield [indices[row % n] for row in rows]
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -118,13 +118,16 @@ def refuse_sharded(loader: Any) -> None:
 def samplers(loader: Any) -> list[Any]:
     """The batch sampler and the sampler of a loader, as far as it has them."""
     batch = getattr(loader, "batch_sampler", None)
-    found = [batch, getattr(batch, "sampler", None), getattr(loader, "sampler", None)]
-    return [s for k, s in enumerate(found) if s is not None and all(s is not other for other in found[:k])]
+    found: dict[int, Any] = {}  # by identity: one may be both
+    for sampler in (batch, getattr(batch, "sampler", None), getattr(loader, "sampler", None)):
+        if sampler is not None:
+            found.setdefault(id(sampler), sampler)
+    return list(found.values())
 
 
 def generators(loader: Any) -> dict[str, torch.Generator]:
     """Generators of the loader's own, by where they are."""
-    places = {"loader": loader, **{f"sampler{k}": s for k, s in enumerate(samplers(loader))}}
+    places = {"loader": loader, **{f"sampler{place}": s for place, s in enumerate(samplers(loader))}}
     found: dict[str, torch.Generator] = {}
     for name, place in places.items():
         generator = getattr(place, "generator", None)
@@ -172,8 +175,8 @@ def pass_over(batches: Iterator[Any], skip: int) -> None:
     if passed < skip:
         raise InputError(
             f"the position to go on from is behind {skip} batches of an epoch, but the loader ended after {passed}: it "
-            "is not the one "
-            "that was saved; give cf.batches the same data and batch size, or begin an epoch with data.set_epoch(n)"
+            "is not the one that was saved; give cf.batches the same data and batch size, or begin an epoch with "
+            "data.set_epoch(n)"
         )
 
 

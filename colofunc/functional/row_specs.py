@@ -112,9 +112,10 @@ def shortened(spec: Spec, dims: int) -> Spec:
     if len(named) <= dims:
         return spec
     kept = named[:dims]
-    text = " ".join("(" + " ".join(str(factor) for factor in dim) + ")" for dim in kept)
+    groups = ["(" + " ".join(map(str, dim)) + ")" for dim in kept]
     names = {factor.name for dim in kept for factor in dim}
-    return Spec(text, **{name: size for name, size in spec.sizes if name in names})
+    sizes = {name: size for name, size in spec.sizes if name in names}
+    return Spec(" ".join(groups), **sizes)
 
 
 def row_multiple(spec: Spec, mesh: Mesh) -> int:

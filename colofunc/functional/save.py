@@ -121,18 +121,21 @@ def save(
     saver = _saver()
     failed = saver.settle()
     where = given(path, "cf.save", CheckpointError)
-    job = _prepared(
-        where,
-        lambda: _Job.make(where, state, batches, random, keep, deadline_s).copied(None if wait else format, saver.slab),
-    )
+
+    def make() -> _Job:
+        made = _Job.make(where, state, batches, random, keep, deadline_s)
+        return made if wait else made.copied(format, saver.slab)
+
+    job = _prepared(where, make)
     job.overwrite = overwrite
     wait = wait or (job.large and format == "dcp")
     if format == "dcp" and not wait and job.ranks.size > 1:
         raise InputError(
             'save: format="dcp" on several processes talks to them, so it cannot run beside a step; use wait=True'
         )
+    run = job.run_dcp if format == "dcp" else job.run
     try:
-        writing, run = _begin(job, failed), job.run_dcp if format == "dcp" else job.run
+        writing = _begin(job, failed)
     except BaseException:
         job.beside.let_go()  # whoever keeps the error would keep steps waiting
         raise
@@ -140,7 +143,8 @@ def save(
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
         run_now(future, lambda: _attempt(job, writing, run))
-        (saving := Saving(job.path, future)).wait()
+        saving = Saving(job.path, future)
+        saving.wait()
         return saving
     saving = saver.start(job.path, as_given(lambda: _attempt(job, writing, run)))
     job.beside.taken.wait()  # set at the latest when the save has ended, however it ends
@@ -198,14 +202,14 @@ class _Job:
     ) -> _Job:
         tree, tensors = pack(state)
         content: dict[str, Any] = {"state": tree}
-        extra = {
-            "random": random_state() if random else None,
-            "batches": None if batches is None else batches.state_dict(),
-        }
+        extra: dict[str, Any] = {}
+        if random:
+            extra["random"] = random_state()
+        if batches is not None:
+            extra["batches"] = batches.state_dict()
         for key, value in extra.items():
-            if value is not None:
-                content[key], more = pack(value, f"~{key}")
-                tensors |= more
+            content[key], more = pack(value, f"~{key}")
+            tensors |= more
         distributed = [x for x in tensors.values() if isinstance(x, DTensor)]
         validate(distributed)
         tensors = {name: carried_out(x) for name, x in tensors.items()}
@@ -222,19 +226,18 @@ class _Job:
         """Whether part of the state lies on disk, because memory has no room for it."""
         return any(leaf.layout is not None and leaf.layout.tier == "disk" for leaf in self.leaves)
 
-    def copied(self, format: str | None, slab: Slab | None = None) -> _Job:
-        """With copies of everything, so that the next step may write in place; None: as it is.
+    def copied(self, format: str, slab: Slab) -> _Job:
+        """With copies of everything, so that the next step may write in place.
 
-        With state on disk: `Beside`.
+        With state on disk: `Beside`; as "dcp" it is not copied.
         """
-        if format is None or (self.large and format == "dcp"):
+        if self.large and format == "dcp":
             return self
         if self.large:
             reader = Reader(f"cf.save to {str(self.path)!r}", self.deadline_s)
             self.items = self.beside.items(self.leaves, self.ranks.rank, reader)
             return self
         self.beside.taken.set()
-        slab = slab or Slab()
         if format == "dcp" and self.ranks.size == 1:
             self.leaves = assign(self._whole(slab), self.ranks)
         else:
@@ -243,10 +246,12 @@ class _Job:
 
     def _whole(self, slab: Slab) -> dict[str, torch.Tensor]:
         """Copies of all leaves on the host, each whole; they have come when `arrived` says so."""
-        values = [
-            leaf.tensor.full if isinstance(leaf.tensor, DTensor) else partial(_itself, leaf.tensor)
-            for leaf in self.leaves
-        ]
+        values: list[Callable[[], torch.Tensor]] = []
+        for leaf in self.leaves:
+            if isinstance(leaf.tensor, DTensor):
+                values.append(leaf.tensor.full)
+            else:
+                values.append(partial(_itself, leaf.tensor))
         staged = stage(values, [leaf.tensor.nbytes for leaf in self.leaves], slab, duplicate=True)
         self.arrived = staged.wait
         return {leaf.name: x for leaf, x in zip(self.leaves, staged.tensors, strict=True)}
@@ -257,17 +262,21 @@ class _Job:
         """Write this rank's files; rank 0 writes the index when all have done so."""
         assert self.writing is not None
         folder = self.writing.folder
-        mine = [[item.name, piece.to_json()] for item, piece in self._write(folder)]
+        own = [[item.name, piece.to_json()] for item, piece in self._write(folder)]
         self.beside.taken.set()  # where nothing of this rank lies on disk, no read has said so
         if self.ranks.rank != 0:
-            _drop(folder / f"rank-{self.ranks.rank:05d}.json", json.dumps(mine).encode())
+            _drop(folder / f"rank-{self.ranks.rank:05d}.json", json.dumps(own).encode())
             self._outcome()
             return
-        pieces = {name: piece for part in [mine, *self._others(folder)] for name, piece in part}
+        pieces: dict[str, Any] = {}
+        for written in (own, *self._others(folder)):
+            pieces |= dict(written)
         tensors = {}
         for leaf in self.leaves:
-            names = [item.name for rank in range(self.ranks.size) for item in leaf.items(rank)]
-            tensors[leaf.name] = {**leaf.to_json(), "pieces": [pieces[name] for name in names]}
+            of_leaf: list[Any] = []
+            for rank in range(self.ranks.size):
+                of_leaf += [pieces[item.name] for item in leaf.items(rank)]
+            tensors[leaf.name] = {**leaf.to_json(), "pieces": of_leaf}
         write_index(folder, {**self.content, "token": self.writing.token, "tensors": tensors})
         self._commit()
 
@@ -292,8 +301,8 @@ class _Job:
             files[-1].append(item)
             held += item.nbytes
         written: list[tuple[Item, Piece]] = []
-        for k, items in enumerate(files):
-            pieces = write_file(folder / f"rank-{self.ranks.rank:05d}-{k:05d}.safetensors", items)
+        for number, items in enumerate(files):
+            pieces = write_file(folder / f"rank-{self.ranks.rank:05d}-{number:05d}.safetensors", items)
             written += zip(items, pieces, strict=True)
         return written
 
@@ -305,9 +314,9 @@ class _Job:
             path = folder / f"rank-{rank:05d}.json"
 
             def written(path: Path = path) -> bool:
-                failed = next(iter(sorted(folder.glob("*.failed"))), None)
-                if failed is not None and not path.exists():
-                    raise CheckpointError(f"{_what(self.path)}: {failed.read_text() or failed.name}")
+                failed = sorted(folder.glob("*.failed"))
+                if failed and not path.exists():
+                    raise CheckpointError(f"{_what(self.path)}: {failed[0].read_text() or failed[0].name}")
                 return path.exists()
 
             patience.wait(
@@ -371,9 +380,8 @@ def _begin(job: _Job, failed: BaseException | None) -> Writing:
             problem = error
     watch = job.ranks.watch
     if watch is not None:
-        said = [json.loads(text) for text in watch.exchange(
-            _what(job.path), json.dumps([str(writing.folder), None if problem is None else str(problem)]), job.deadline_s
-        )]  # fmt: skip
+        own = json.dumps([str(writing.folder), None if problem is None else str(problem)])
+        said = [json.loads(text) for text in watch.exchange(_what(job.path), own, job.deadline_s)]
         bad = [text for _, text in said if text is not None]
         if bad and problem is None:
             problem = CheckpointError(bad[0])
@@ -398,9 +406,9 @@ def _attempt(job: _Job, writing: Writing, run: Callable[[], None]) -> None:
         else:
             _give_up(job, writing, error)
         if isinstance(error, OSError):
+            left = "the last checkpoint there is intact" if job.path.exists() else "nothing is there"
             raise CheckpointError(
-                f"save to {str(job.path)!r} failed: {error}; what was written is removed and "
-                f"{'the last checkpoint there is intact' if job.path.exists() else 'nothing is there'}"
+                f"save to {str(job.path)!r} failed: {error}; what was written is removed and {left}"
             ) from error
         raise
     finally:
@@ -409,8 +417,8 @@ def _attempt(job: _Job, writing: Writing, run: Callable[[], None]) -> None:
 
 def _give_up(job: _Job, writing: Writing, error: BaseException) -> None:
     """Make room first: the disk may be full."""
-    for mine in writing.folder.glob(f"rank-{job.ranks.rank:05d}*"):
-        mine.unlink(missing_ok=True)
+    for own in writing.folder.glob(f"rank-{job.ranks.rank:05d}*"):
+        own.unlink(missing_ok=True)
     if writing.folder.exists():
         (writing.folder / f"{job.ranks.rank}.failed").write_text(f"rank {job.ranks.rank} failed: {error}")
 

@@ -68,8 +68,7 @@ def _made(factory: Factory, optimizer: torch.optim.Optimizer) -> Any:
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InputError(
             "schedule: ReduceLROnPlateau decides on a metric of the host, which no table knows. Try: pass the rate to "
-            "the step as a "
-            "float argument and to opt.update(..., lr=rate), which needs no retrace"
+            "the step as a float argument and to opt.update(..., lr=rate), which needs no retrace"
         )
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise InputError(

@@ -71,8 +71,10 @@ Sensitivities = Mapping[str, Mapping[str, Tensor]]
 
 
 class _Squares(torch.autograd.Function):
-    """A layer's output as it is; what `sums` gets as its gradient is the sum over rows of the squares of the output's
-    gradient."""
+    """A layer's output as it is.
+
+    What `sums` gets as its gradient is the sum over rows of the squares of the output's gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, sums: Tensor) -> Tensor:
@@ -87,8 +89,10 @@ class _Squares(torch.autograd.Function):
 
 
 class _SquaresOfRows(torch.autograd.Function):
-    """Rows of a table as they are; the gradient of `sums` is, for each row of the table, the sum of squares of its
-    lookups' gradients."""
+    """Rows of a table as they are.
+
+    The gradient of `sums` is, for each row of the table, the sum of squares of its lookups' gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ids: Tensor, sums: Tensor) -> Tensor:
@@ -114,9 +118,8 @@ class _Gradients(Seen):
 
     def watch(self, output: Tensor, name: str) -> Tensor:
         """The output of a layer, whose gradient will be seen."""
-        sums = output.new_zeros(
-            output.shape[-1], dtype=torch.promote_types(output.dtype, torch.float32)
-        ).requires_grad_()
+        wide = torch.promote_types(output.dtype, torch.float32)
+        sums = output.new_zeros(output.shape[-1], dtype=wide).requires_grad_()
         self.sums.append((name, sums))
         watched: Tensor = _Squares.apply(output, sums)
         return watched
@@ -133,11 +136,9 @@ class _Gradients(Seen):
         """Weight's name -> (o,), and table's name -> (v, c), from the gradients of the loss."""
         every = [*self.sums, *self.tables]
         wanted = [sums for _, sums in every]
-        grads = (
-            torch.autograd.grad(loss, wanted, allow_unused=True)
-            if wanted and loss.requires_grad
-            else [None] * len(wanted)
-        )
+        grads: Sequence[Tensor | None] = [None] * len(wanted)
+        if wanted and loss.requires_grad:
+            grads = torch.autograd.grad(loss, wanted, allow_unused=True)
         outputs: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         for number, ((name, sums), grad) in enumerate(zip(every, grads, strict=True)):
@@ -169,9 +170,9 @@ def sensitivities(
             with linear_inputs(seen.name, seen.see, seen.watch, seen.watch_rows):
                 loss = loss_fn(*args, **kwargs)
             if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-                kind = (
-                    f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-                )
+                kind = f"a {type(loss).__name__}"
+                if isinstance(loss, Tensor):
+                    kind = f"a tensor of shape {tuple(loss.shape)}"
                 raise InputError(
                     f"{MAKER}: the function returned {kind}, and is to return a loss of shape (). Try: loss.mean()"
                 )
@@ -242,8 +243,7 @@ def _quantizer(scheme: Any) -> Quantizer:
     if not isinstance(scheme, (str, Quantizer)):
         raise InputError(
             f"cf.scheme_errors: {scheme!r} in schemes= is of type {type(scheme).__name__}. Try: names of schemes "
-            f"({', '.join(SCHEMES)}), "
-            "cf.gptq(moments)"
+            f"({', '.join(SCHEMES)}), cf.gptq(moments)"
         )
     if isinstance(scheme, str):
         if scheme not in BUILT_IN:
@@ -252,8 +252,7 @@ def _quantizer(scheme: Any) -> Quantizer:
     if scheme.outliers is not None:
         raise InputError(
             f"cf.scheme_errors: {scheme.name!r} rounds inputs of layers too, and errors here are those of weights. "
-            "Try: schemes= of "
-            f"{', '.join(SCHEMES)}, cf.gptq(moments), cf.awq(moments)"
+            f"Try: schemes= of {', '.join(SCHEMES)}, cf.gptq(moments), cf.awq(moments)"
         )
     return scheme
 
@@ -381,8 +380,9 @@ def _seconds_of(low: Lowered, names: Sequence[str]) -> dict[str, float]:
 
 
 def scheme_choice(step: Any, *args: Any) -> SchemeChoice:
-    """What a step with `cf.quantize(step, "auto", ...)` has chosen, for another step with these weights; `print` shows
-    it.
+    """What a step with `cf.quantize(step, "auto", ...)` has chosen, for another step with these weights.
+
+    `print` shows it.
 
     args: the step's arguments, abstract ones too; where it was not called before, it chooses now. `choice.tried` lists
     what the whole step was finished with. Raises InputError where the step leaves no schemes open, PlanError where none

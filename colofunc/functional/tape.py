@@ -75,7 +75,8 @@ class Entry:
     state: torch.Tensor | None = None  # of the generator before the call
 
     def views(self) -> list[View]:
-        return [x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, View)]
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, View)]
 
 
 @attrs.frozen(eq=False)
@@ -96,7 +97,9 @@ class FromTape:
 
 
 class Tape:
-    """Entries in order. `limit`: how many random numbers are drawn while recording (a quarter at once), None for all.
+    """Entries in order.
+
+    `limit`: how many random numbers are drawn while recording (a quarter at once), None for all.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -112,7 +115,8 @@ class Tape:
     def add(self, entry: Entry) -> None:
         number = len(self.entries)
         self.entries.append(entry)
-        for cell in {id(v.cell): v.cell for v in entry.written}.values():
+        cells = {id(view.cell): view.cell for view in entry.written}  # each once
+        for cell in cells.values():
             cell.writes.append(number)
         for _, cell, _ in entry.made:
             cell.writes.append(number)
@@ -127,7 +131,8 @@ class Tape:
             self._throw_away(entry, len(self.entries) - 1)
             return
         if self._late is None:
-            count = sum(v.like.numel() for v in entry.written) + sum(like.numel() for _, _, like in entry.made)
+            count = sum(view.like.numel() for view in entry.written)
+            count += sum(like.numel() for _, _, like in entry.made)
             self._drawn += count
             if self._limit is not None and (self._drawn > self._limit or count > self._limit // 4):
                 self._late = torch.get_rng_state()
@@ -139,9 +144,11 @@ class Tape:
 
     def _throw_away(self, entry: Entry, number: int) -> None:
         """Run a call that draws, for what it does to the generator."""
-        written = {id(v) for v in entry.written}
-        read = [v for v in entry.views() if id(v) not in written]
-        known = {id(v): self._value(v, number) for v in read}  # how much is drawn may depend on these
+        written = {id(view) for view in entry.written}
+        known: dict[int, torch.Tensor] = {}  # how much is drawn may depend on what is read
+        for view in entry.views():
+            if id(view) not in written:
+                known[id(view)] = self._value(view, number)
 
         def argument(x: Any) -> Any:
             if isinstance(x, View):
@@ -154,11 +161,10 @@ class Tape:
 
     def _scratch_like(self, like: torch.Tensor) -> torch.Tensor:
         """Memory of this geometry whose values nobody reads."""
-        extent = (
-            (1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))) * like.itemsize
-            if like.numel()
-            else 0
-        )
+        extent = 0  # bytes from the first element to the end of the last
+        if like.numel():
+            last = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+            extent = (1 + last) * like.itemsize
         if self._scratch.numel() < extent:
             self._scratch = torch.empty(extent, dtype=torch.uint8)
         return torch.empty(0, dtype=like.dtype).set_(self._scratch.untyped_storage(), 0, like.shape, like.stride())
@@ -178,7 +184,7 @@ class Tape:
         if not self._undrawn:
             return
         assert self._late is not None, "entries are put off from a known state on"
-        numbers = {id(entry): k for k, entry in enumerate(self.entries)}
+        numbers = {id(entry): number for number, entry in enumerate(self.entries)}
         before = torch.get_rng_state()
         try:
             torch.set_rng_state(self._late)
@@ -200,22 +206,27 @@ class Tape:
 
     def token(self, view: View) -> int:
         """From the first state of the generator and the entries that the value takes."""
-        state = next((e.state for e in self.entries if e.state is not None), self._late)
+        state = next((entry.state for entry in self.entries if entry.state is not None), self._late)
         seed = b"" if state is None else state.numpy().tobytes()
-        calls = [(n, str(self.entries[n].func)) for n in self._needed(view.cell, len(self.entries))[0]]
+        needed, _ = self._needed(view.cell, len(self.entries))
+        calls = [(number, str(self.entries[number].func)) for number in needed]
         return zlib.crc32(repr(calls).encode(), zlib.crc32(seed))
 
     def _value(self, view: View, until: int) -> torch.Tensor:
         with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
             needed, keep = self._needed(view.cell, until)
-            if any(self.entries[n].draws and self.entries[n].state is None for n in needed):
+            if any(self.entries[number].draws and self.entries[number].state is None for number in needed):
                 self._catch_up()
-            last = {id(v.cell): n for n in needed for v in self.entries[n].views()}
+            last: dict[int, int] = {}  # cell -> the last entry that reads or writes it
+            for number in needed:
+                for read in self.entries[number].views():
+                    last[id(read.cell)] = number
             memories: dict[int, torch.UntypedStorage] = {}
-            for n in needed:
-                self._run(self.entries[n], memories)
-                for cell in [c for c in memories if last.get(c, n) <= n and c != keep]:
-                    del memories[cell]
+            for number in needed:
+                self._run(self.entries[number], memories)
+                for cell in list(memories):
+                    if cell != keep and last.get(cell, number) <= number:
+                        del memories[cell]
             out = _at(memories[keep] if keep in memories else _memory(view.cell), view.like)
             return out if view.covers else out.clone()
 
@@ -233,12 +244,14 @@ class Tape:
                 if number >= bound:
                     continue
                 entry = self.entries[number]
+                overwrites = entry.func in OVERWRITES
                 if number not in needed:
                     needed.add(number)
-                    over = entry.func in OVERWRITES
-                    pending += [(v.cell, number) for v in entry.views() if not (over and v in entry.written)]
-                if entry.func in OVERWRITES and any(v.cell is here and v.covers for v in entry.written):
-                    break
+                    for view in entry.views():
+                        if not (overwrites and view in entry.written):
+                            pending.append((view.cell, number))
+                if overwrites and any(view.cell is here and view.covers for view in entry.written):
+                    break  # what was there before makes no difference
         return sorted(needed), id(cell)
 
     def _run(self, entry: Entry, memories: dict[int, torch.UntypedStorage]) -> None:
@@ -247,8 +260,8 @@ class Tape:
                 if id(x.cell) not in memories:
                     memories[id(x.cell)] = _memory(x.cell)
                 return _at(memories[id(x.cell)], x.like)
-            if isinstance(x, torch.Generator):
-                return x.clone_state().set_state(entry.state) if entry.state is not None else x
+            if isinstance(x, torch.Generator) and entry.state is not None:
+                return x.clone_state().set_state(entry.state)
             return make(x) if isinstance(x, LazyTensor) else x
 
         args, kwargs = pytree.tree_map(argument, (entry.args, entry.kwargs))
@@ -304,24 +317,26 @@ class Recording(compat.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        mine = [x for x in leaves if self._is_mine(x)]
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         written = _written(func, args, kwargs)
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        if not mine and (leaves or not _makes_on_cpu(func, kwargs)):
+        if not any(map(self._is_mine, leaves)) and (leaves or not _makes_on_cpu(func, kwargs)):
             if draws and self.tape.put_off:
                 raise InputError(
                     f"lazy: {func} draws for a tensor that has data, in a model whose draws are put off. Try: draw=True"
                 )
             return func(*args, **kwargs)
+        written_here = [x for x in written if self._is_mine(x)]
         results = None
-        if all(self._is_mine(x) for x in written):
+        if len(written_here) == len(written):
             results = self._without_data(func, args, kwargs)
-        if results is None or not any(isinstance(r, torch.Tensor) for r in pytree.tree_leaves(results)):
-            if results is not None or not any(self._is_mine(x) for x in written):
-                return results if results is not None else self._with_data(func, args, kwargs)
+        if results is None and written_here:
             raise InputError(f"lazy: {func} writes to a tensor what cannot be known without data")
-        return self._record(func, args, kwargs, results, [x for x in written if self._is_mine(x)], draws)
+        if results is None:
+            return self._with_data(func, args, kwargs)
+        if not any(isinstance(result, torch.Tensor) for result in pytree.tree_leaves(results)):
+            return results
+        return self._record(func, args, kwargs, results, written_here, draws)
 
     def _is_mine(self, x: Any) -> bool:
         return isinstance(x, LazyTensor) and isinstance(x.source, FromTape) and x.source.tape is self.tape
@@ -329,7 +344,7 @@ class Recording(compat.TorchDispatchMode):
     def _without_data(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The call on meta tensors; None where it takes data."""
         metas, named = pytree.tree_map_only(torch.Tensor, self._meta, (args, kwargs))
-        if any(a.name == "device" for a in func._schema.arguments):
+        if _has_device(func):
             named["device"] = META
         named.pop("pin_memory", None)
         if isinstance(named.get("generator"), torch.Generator):
@@ -350,14 +365,16 @@ class Recording(compat.TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, results: Any, written: list[Any], draws: bool) -> Any:
         flat, tree = pytree.tree_flatten(results)
-        owners = {}
+        owners: dict[int, Any] = {}  # the meta tensor of an operand -> the operand
+        cells: dict[int, Cell] = {}  # memory -> its cell
         for x in pytree.tree_leaves((args, kwargs)):
             if self._is_mine(x):
-                owners[id(x.source.view.like)] = x
-        cells = {compat.storage_key(x.source.view.like): x.source.view.cell for x in owners.values()}
+                view = x.source.view
+                owners[id(view.like)] = x
+                cells[compat.storage_key(view.like)] = view.cell
         made: list[tuple[int, Cell, torch.Tensor]] = []
         out: list[Any] = []
-        for k, result in enumerate(flat):
+        for place, result in enumerate(flat):
             if not isinstance(result, torch.Tensor):
                 out.append(result)
             elif id(result) in owners:
@@ -366,12 +383,13 @@ class Recording(compat.TorchDispatchMode):
                 key = compat.storage_key(result)
                 if key not in cells:
                     cells[key] = Cell(result)
-                    made.append((k, cells[key], result))
+                    made.append((place, cells[key], result))
                 out.append(LazyTensor(FromTape(self.tape, View(cells[key], result)), result))
         if made or written:
             views, named = pytree.tree_map_only(torch.Tensor, self._argument, (args, kwargs))
             wrote = {id(x.source.view) for x in written}
-            places = tuple(v for v in pytree.tree_leaves((views, named)) if isinstance(v, View) and id(v) in wrote)
+            arguments = pytree.tree_leaves((views, named))
+            places = tuple(x for x in arguments if isinstance(x, View) and id(x) in wrote)
             self.tape.add(Entry(func, views, named, torch.get_default_dtype(), places, tuple(made), draws))
         for x in written:
             if x.shape != x.source.view.like.shape or x.stride() != x.source.view.like.stride():
@@ -393,9 +411,10 @@ class Recording(compat.TorchDispatchMode):
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Operands that a call writes to."""
     found: list[torch.Tensor] = []
-    for k, a in enumerate(func._schema.arguments):
-        if a.alias_info is not None and a.alias_info.is_write:
-            value = kwargs.get(a.name, args[k] if k < len(args) else None)
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else None
+            value = kwargs.get(argument.name, value)
             found += [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
     return found
 
@@ -403,6 +422,10 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 def _makes_on_cpu(func: Any, kwargs: Any) -> bool:
     """Whether a call without tensors makes one on the CPU."""
     device = kwargs.get("device")
-    return any(a.name == "device" for a in func._schema.arguments) and (
-        device is None or torch.device(device).type == "cpu"
-    )
+    on_cpu = device is None or torch.device(device).type == "cpu"
+    return on_cpu and _has_device(func)
+
+
+def _has_device(func: Any) -> bool:
+    """Whether a call says on which device it makes what it returns."""
+    return any(argument.name == "device" for argument in func._schema.arguments)

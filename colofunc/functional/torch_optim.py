@@ -76,7 +76,7 @@ def _build(cls: type[torch.optim.Optimizer], groups: Groups, tensors: Mapping[st
     found = []
     for names, options in groups:
         given = {k: v for k, v in options.items() if k in known and not callable(v)}
-        found.append({"params": [tensors[n] for n in names], **given})
+        found.append({"params": [tensors[name] for name in names], **given})
     # Some constructors read an option only from their own arguments (Adagrad's initial accumulator).
     own = {k: v for k, v in found[0].items() if k != "params"}
     optimizer = cls(found, **{**own, **running})

@@ -77,13 +77,10 @@ def train_step(
     models that do not take all of the batch: keyword arguments as a mapping, positional ones as a tuple, both as (args,
     kwargs), or the one argument. `metrics` has "loss" and, with `clip` (a maximal global norm), "grad_norm".
     """
-    if not isinstance(model, Model) or not isinstance(opt, Optimizer):
-        what, try_ = (
-            (model, "cf.functional(module)")
-            if not isinstance(model, Model)
-            else (opt, "cf.adapt(torch.optim.AdamW, lr=3e-4)")
-        )
-        raise InputError(f"train_step was given a {type(what).__name__}. Try: {try_}")
+    if not isinstance(model, Model):
+        raise InputError(f"train_step was given a {type(model).__name__}. Try: cf.functional(module)")
+    if not isinstance(opt, Optimizer):
+        raise InputError(f"train_step was given a {type(opt).__name__}. Try: cf.adapt(torch.optim.AdamW, lr=3e-4)")
     if not model.params:
         raise InputError(
             "train_step: every parameter of the model is frozen. Try: cf.functional(module, trainable='*.head.*'), or "

@@ -87,8 +87,7 @@ class TracedTrainer:
         if name in VARIES:
             raise InputError(
                 f"training_step reads trainer.{name}, which changes from call to call, but Python runs only once. Try: "
-                "do that "
-                "in on_train_batch_end"
+                "do that in on_train_batch_end"
             )
         return getattr(self._trainer, name)
 
@@ -192,7 +191,7 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
         batch = args[0]
         # Floats are tensors of a step and as exact as the numbers that they stand for; ints would mean a new trace
         # each.
-        rest = [float(a) if isinstance(a, int) else a for a in args[1:]]
+        rest = [float(arg) if isinstance(arg, int) else arg for arg in args[1:]]
         trainer = module.trainer
         numbers = {"args": rest, **self._counters(trainer)}
         update = not trainer.fit_loop._should_accumulate()
@@ -231,9 +230,8 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
             self._evaluations[stage] = None
             warnings.warn(
                 f"{stage}_step runs on the plain module, on the CPU of each process, because it cannot be traced: "
-                f"{error}. Try: return "
-                f"tensors from it and use them in on_{stage}_batch_end; ColofuncStrategy(evaluate='plain') does not "
-                "try",
+                f"{error}. Try: return tensors from it and use them in on_{stage}_batch_end; "
+                "ColofuncStrategy(evaluate='plain') does not try",
                 stacklevel=2,
             )
         self.sync()
@@ -384,8 +382,7 @@ def _refuse_overrides(name: str, owner: Any, base: Any) -> None:
     if {cls.__name__ for cls in type(owner).__mro__} & set(CALLBACKS):
         raise InputError(
             f"callback {name} reads or writes weights between steps, where a sharded state is not in the module. Try: "
-            "drop it, "
-            "or a step function of your own with cf.shard"
+            "drop it, or a step function of your own with cf.shard"
         )
 
 
@@ -398,8 +395,7 @@ def _refuse_precision(precision: Any) -> None:
     }.get(str(precision), "replaces layers by others while the module is set up")
     raise InputError(
         f"precision={precision!r} {why}; allowed: {', '.join(PRECISIONS)}. Try: chain={{'precision': 'fp16', ...}} of "
-        "the strategy, "
-        "which keeps float32 masters and the loss scale in the state"
+        "the strategy, which keeps float32 masters and the loss scale in the state"
     )
 
 
@@ -414,8 +410,7 @@ def _traced(module: Any, numbers: Mapping[str, Any]) -> Iterator[list[Any]]:
         if not isinstance(value, Tensor | float | int):
             raise InputError(
                 f"training_step logs {name!r} as {type(value).__name__}, which keeps state of its own. Try: log a "
-                "tensor, or update the "
-                "metric in on_train_batch_end from what training_step returns"
+                "tensor, or update the metric in on_train_batch_end from what training_step returns"
             )
         options = dict(parameters.bind(module, name, value, *args, **kwargs).arguments)
         for own in ("self", "name", "value"):

@@ -230,8 +230,7 @@ class Loop:
         if odd_ranks:
             raise InputError(
                 f"batch {self.calls} holds other rows on ranks {odd_ranks} than on rank 0; every rank reads the global "
-                "batch. "
-                "Try: the same data and the same seed on all ranks, and no sampler that cuts by rank"
+                "batch. Try: the same data and the same seed on all ranks, and no sampler that cuts by rank"
             )
 
     def _check_options(self) -> None:
@@ -245,8 +244,7 @@ class Loop:
                 if group[key] != value:
                     raise InputError(
                         f"option {key!r} of parameter group {number} changed from {value!r} to {group[key]!r} while "
-                        "training; "
-                        "only the learning rate may change. Try: a scheduler that leaves it alone "
+                        "training; only the learning rate may change. Try: a scheduler that leaves it alone "
                         "(cycle_momentum=False)"
                     )
 
@@ -321,8 +319,7 @@ def _names_of_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> lis
             if tensor not in name_of:
                 raise InputError(
                     f"parameter group {number} of the optimizer holds a tensor of shape {tuple(tensor.shape)} that is "
-                    "no parameter "
-                    "of the module. Try: an optimizer of module.parameters()"
+                    "no parameter of the module. Try: an optimizer of module.parameters()"
                 )
             names.append(name_of[tensor])
         groups.append(names)
@@ -368,8 +365,7 @@ def _count(loaded: Mapping[str, Mapping[str, Any]]) -> float:
     if len(counts) > 1:
         raise InputError(
             f"the optimizer's parameters have seen different numbers of updates ({sorted(counts)[:4]}); a step counts "
-            "once "
-            "for all. Try: a checkpoint in which all parameters were trained alike"
+            "once for all. Try: a checkpoint in which all parameters were trained alike"
         )
     return counts.pop() if counts else 0.0
 

@@ -24,14 +24,12 @@ class Snapshot:
     """Attributes of a module and of those inside it, one level deep."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._attributes = [(name, m.__dict__, dict(m.__dict__)) for name, m in module.named_modules()]
-        held = (
-            (f"{name}.{key}".lstrip("."), v)
-            for name, _, old in self._attributes
-            for key, v in old.items()
-            if type(v) in CONTAINERS
-        )
-        self._held = [(name, container, container.copy()) for name, container in held]
+        self._attributes = [(name, part.__dict__, dict(part.__dict__)) for name, part in module.named_modules()]
+        self._held: list[tuple[str, Any, Any]] = []  # containers, and what they hold now
+        for name, _, attributes in self._attributes:
+            for key, value in attributes.items():
+                if type(value) in CONTAINERS:
+                    self._held.append((f"{name}.{key}".lstrip("."), value, value.copy()))
 
     def changed(self) -> str | None:
         """The first attribute that is another object, or a container that holds other ones."""

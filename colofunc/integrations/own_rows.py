@@ -71,7 +71,9 @@ class OwnRows:
         pads = self.pads and regular is not None
         rows = max(n, regular or 0) if pads else n
         rows = -(-rows // self.rows.multiple) * self.rows.multiple
-        return (self.rows.of_rank(rows, self.mesh.rank), rows) if pads or rows == n else None
+        if not pads and rows != n:
+            return None
+        return self.rows.of_rank(rows, self.mesh.rank), rows
 
     def found(self, layouts: Sequence[Layout], batch: Any, pads: bool, fill: Fill | None = None) -> None:
         """How the plan has laid the whole `batch` that `placed` gave last: from now on own rows are read, where it
@@ -79,11 +81,10 @@ class OwnRows:
         """
         leaves, tree = flatten(batch)
         fits = all(not isinstance(x, DTensor) and (x.dim() == 0 or x.shape[0] in self._samples) for x in leaves)
-        splits = [
-            (x.numel(), k)
-            for k, (x, layout) in enumerate(zip(leaves, layouts, strict=True))
-            if x.dim() and _cuts_rows(layout)
-        ]
+        splits: list[tuple[int, int]] = []  # (elements, place) of leaves whose rows are split
+        for place, (x, layout) in enumerate(zip(leaves, layouts, strict=True)):
+            if x.dim() and _cuts_rows(layout):
+                splits.append((x.numel(), place))
         if self.rows is not None or not splits or not fits:
             return
         spec = rows_text(layouts[max(splits)[1]].dims[0], self.mesh)
@@ -120,11 +121,9 @@ class OwnRows:
         out = []
         for name, x in zip(tree.names(), leaves, strict=True):
             want = self._layouts.get(name)
-            out.append(
-                x.redistribute(want)
-                if isinstance(x, DTensor) and want is not None and want.shape == tuple(x.shape)
-                else x
-            )
+            if isinstance(x, DTensor) and want is not None and want.shape == tuple(x.shape):
+                x = x.redistribute(want)
+            out.append(x)
         return unflatten(tree, out)
 
 
@@ -165,9 +164,9 @@ class RowSampler:
             cut = self.own.cut(n, regular)
             rows, padded = (list(range(n)), 0) if cut is None else cut
             ids = zlib.crc32(repr(indices).encode())
-            mine = [indices[r % n] for r in rows]
+            mine = [indices[row % n] for row in rows]
             seed = zlib.crc32(repr((torch.initial_seed(), self._epoch, number, mine)).encode()) if padded else None
-            yield _Mine(mine, [n, padded, ids, self._epoch, number, *(int(r >= n) for r in rows)], seed)
+            yield _Mine(mine, [n, padded, ids, self._epoch, number, *(int(row >= n) for row in rows)], seed)
 
 
 class _Mine(list[Any]):
@@ -268,6 +267,6 @@ def rows_text(dim: Dim, mesh: Mesh) -> str:
     '(4 dp r) ...'
     """
     free = row_word(mesh)
-    local = [k for k, (_, axis) in enumerate(dim) if axis is None]
-    words = [axis or (free if k == local[-1] else str(size)) for k, (size, axis) in enumerate(dim)]
+    local = [place for place, (_, axis) in enumerate(dim) if axis is None]
+    words = [axis or (free if place == local[-1] else str(size)) for place, (size, axis) in enumerate(dim)]
     return f"({' '.join(words if local else [*words, free])}) ..."

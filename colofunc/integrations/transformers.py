@@ -70,9 +70,8 @@ class ColofuncTrainer(Trainer):
     def __init__(
         self, *args: Any, mesh: Mesh | None = None, plans: Any = (), chain: Any = None, read: str = "own", **kwargs: Any
     ) -> None:
-        given = kwargs.pop("args", args[1] if len(args) > 1 else None) or TrainingArguments(
-            "tmp_trainer"
-        )  # as the Trainer's own
+        given = kwargs.pop("args", args[1] if len(args) > 1 else None)
+        given = given or TrainingArguments("tmp_trainer")  # as the Trainer's own
         _refuse(given)
         self._mesh = staging(mesh, plans, chain, Clip(), "ColofuncTrainer")[0]
         given = one_process(given, self._mesh)
@@ -93,10 +92,9 @@ class ColofuncTrainer(Trainer):
     # ---- reading ----
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        own = self._own
-        return super().get_batch_samples(
-            epoch_iterator if own is None else map(own.placed, epoch_iterator), num_batches, device
-        )
+        if self._own is not None:
+            epoch_iterator = map(self._own.placed, epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         found = super()._get_num_items_in_batch(batch_samples, device)
@@ -148,9 +146,9 @@ class ColofuncTrainer(Trainer):
         most = self.args.max_grad_norm
         clip = Clip("norm", most) if most is not None and most > 0 else Clip()
         chain = self._staging[2]
-        _, stage, clip = staging(
-            *self._staging, Clip() if chain is not None and _clips(chain) else clip, "ColofuncTrainer"
-        )
+        if chain is not None and _clips(chain):
+            clip = Clip()
+        _, stage, clip = staging(*self._staging, clip, "ColofuncTrainer")
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
         self._loop = Loop(self.model, optimizer, self._run, stage, clip, self._mesh)
         return self._loop
@@ -180,8 +178,7 @@ class ColofuncTrainer(Trainer):
             if type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
                 raise InputError(
                     f"callback {type(callback).__name__} overrides on_pre_optimizer_step, which runs between the "
-                    "gradients and the "
-                    "update; here both are one program. Try: on_step_end"
+                    "gradients and the update; here both are one program. Try: on_step_end"
                 )
         self._stopped()
         self._evaluation.clear()
@@ -204,9 +201,9 @@ class ColofuncTrainer(Trainer):
     # ---- evaluation ----
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().evaluation_loop(
-            dataloader if self._own is None else Placed(dataloader, self._own), *args, **kwargs
-        )
+        if self._own is not None:
+            dataloader = Placed(dataloader, self._own)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def prediction_step(
         self,

@@ -313,9 +313,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     )
     if not fits or q.shape[3] != k.shape[3] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise RuleError(
-            f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} are not (b, h, s, "
-            f"e), (b, g, t, e), (b, g, t, f) "
-            "with h a multiple of g. Try: transpose to heads before rows"
+            f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} are not (b, h, s, e), (b, g, t, "
+            "e), (b, g, t, f) with h a multiple of g. Try: transpose to heads before rows"
         )
 
 
@@ -384,15 +383,13 @@ def _attention_grad(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) 
 
 
 _OPTIONS = (
-    "float scale, bool causal=False, int window=0, float dropout=0.0, Tensor? seed=None, int site=0, "
-    "Tensor? q_offset=None, "
-    "Tensor? k_offset=None, int[] sizes=[], int[] strides=[], Tensor? offset=None, "
-    "Tensor? code=None, Tensor? least=None, Tensor? most=None"
+    "float scale, bool causal=False, int window=0, float dropout=0.0, Tensor? seed=None, int site=0, Tensor? "
+    "q_offset=None, Tensor? k_offset=None, int[] sizes=[], int[] strides=[], Tensor? offset=None, Tensor? code=None, "
+    "Tensor? least=None, Tensor? most=None"
 )
 attention_backward = define(
-    f"attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor out, Tensor "
-    f"lse, {_OPTIONS}, "
-    "bool need_dbias=False, Tensor? grad_lse=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor out, Tensor lse, "
+    f"{_OPTIONS}, bool need_dbias=False, Tensor? grad_lse=None) -> (Tensor, Tensor, Tensor, Tensor)",
     _attention_backward, _backward_fake, own_memory=True, product=True,
 )  # fmt: skip
 attention = define(

@@ -76,7 +76,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
     """Zeros behind the elements of a head; and memory that kernels can read 16 bytes at a time."""
     if x.shape[-1] != width:
         return F.pad(x, (0, width - x.shape[-1]))
-    strides = (stride for n, stride in zip(x.shape, x.stride()[:-1], strict=False) if n > 1)
+    strides = (stride for size, stride in zip(x.shape, x.stride()[:-1], strict=False) if size > 1)
     even = all(stride % 8 == 0 for stride in strides) and x.storage_offset() % 8 == 0
     return x if even and x.stride(-1) == 1 else x.contiguous()
 
@@ -266,10 +266,11 @@ def _efficient_grads(
         dout, *_operands(q, k, v), bias, result, stats, *unused, 0.0, [True, True, True, dbias], causal, scale=scale
     )
     dk, dv = (fold(x, k.shape[1]) for x in (dk, dv))
-    cut_off = (
-        x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]] for x, like in ((dq, q), (dk, k), (dv, v))
-    )
-    dq, dk, dv = (rows_major(x) for x in cut_off)
+    # Without the columns that were padded. A view of all of them would be a copy in `rows_major`.
+    cut_off: list[Tensor] = []
+    for x, like in ((dq, q), (dk, k), (dv, v)):
+        cut_off.append(x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]])
+    dq, dk, dv = map(rows_major, cut_off)
     return dq, dk, dv, db if dbias else None
 
 
@@ -308,7 +309,7 @@ def _made_bias(bias: Tensor | None, block: Block, q: Tensor) -> tuple[Tensor | N
     b, h, rows, columns = q.shape[0], q.shape[1], block.i1 - block.i0, block.j1 - block.j0
     made = made.expand(*made.shape[:3], columns)
     if made.stride(-1) != 1 or any(
-        n > 1 and stride % BIAS_COLUMNS for n, stride in zip(made.shape[:3], made.stride()[:3], strict=True)
+        size > 1 and stride % BIAS_COLUMNS for size, stride in zip(made.shape[:3], made.stride()[:3], strict=True)
     ):
         room = made.new_empty((*made.shape[:3], multiple(columns, BIAS_COLUMNS)))
         made = room[..., :columns].copy_(made)

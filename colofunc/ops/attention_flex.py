@@ -98,7 +98,9 @@ def _of_rows(vector: Tensor | None) -> Tensor | None:
 
 
 def _in_blocks(x: Tensor, dim: int, n: int) -> Tensor:
-    """Dim `dim` of n elements (or one for all) as (blocks, BLOCK); the last element is repeated to fill the last block.
+    """Dim `dim` of n elements (or one for all) as (blocks, BLOCK).
+
+    The last element is repeated to fill the last block.
     """
     blocks = -(-n // BLOCK)
     at = torch.arange(blocks * BLOCK, device=x.device).clamp(max=x.shape[dim] - 1)
@@ -158,7 +160,7 @@ def _buffer(x: Tensor) -> Buffer:
 
 
 def _taken(values: Tensor, dims: Sequence[int], pair: Sequence[Tensor]) -> Tensor:
-    return values[tuple([pair[d] for d in dims])] if dims else values
+    return values[tuple([pair[dim] for dim in dims])] if dims else values
 
 
 def _mask_function(bounds: Sequence[Bound], mask: Tensor | None) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
@@ -287,8 +289,8 @@ def graph_of(function: Callable[..., Any], kind: Kind, results: int) -> torch.fx
 
 
 INSTEAD = (
-    "while attention was compiled by torch's FlexAttention. Try: run the step inside "
-    "`with torch.nn.attention.sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION])`, which takes a dense mask"
+    "while attention was compiled by torch's FlexAttention. Try: run the step inside `with "
+    "torch.nn.attention.sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION])`, which takes a dense mask"
 )
 _compiled: dict[Any, Callable[..., Any]] = {}
 

@@ -175,8 +175,9 @@ def take_columns(x: Tensor, block: Block) -> Tensor:
 
 
 def cut_bias(bias: Tensor | None, block: Block) -> Tensor | None:
-    """The part of a bias that belongs to a block; dims of size 1 are broadcast and stay. A view, so it can
-    be written.
+    """The part of a bias that belongs to a block; dims of size 1 are broadcast and stay.
+
+    A view, so it can be written.
     """
     if bias is None:
         return None

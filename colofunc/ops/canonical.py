@@ -57,8 +57,9 @@ _SINGLE_DEVICE: ContextVar[bool] = ContextVar("colofunc_single_device", default=
 
 @contextmanager
 def single_device(seed: Tensor | None = None) -> Iterator[None]:
-    """Run a step eagerly under the canonical operators. Without a seed, one is drawn from torch's generator
-    if needed; random operators find it where their operands lie.
+    """Run a step eagerly under the canonical operators.
+
+    Without a seed, one is drawn from torch's generator if needed; random operators find it where their operands lie.
     """
     drawn: list[Tensor] = [] if seed is None else [seed]
 
@@ -89,8 +90,9 @@ class Canonical(TorchFunctionMode):
     """
 
     def __init__(self, seed: Callable[[], Tensor], sites: Iterator[int], beside: bool = False) -> None:
-        """beside: operators run now, on whichever devices, so that each gets the seed on its own; a traced one has one
-        symbolic device.
+        """beside: operators run now, on whichever devices, so that each gets the seed on its own.
+
+        A traced one has one symbolic device.
         """
         super().__init__()
         self.seed = seed
@@ -128,8 +130,7 @@ class Canonical(TorchFunctionMode):
         if stream() is not self.stream:
             raise TraceError(
                 "cf.random(key) stands inside a step, whose numbers follow from one seed per call. Try: `with "
-                "cf.random(key):` "
-                "around the calls of the step"
+                "cf.random(key):` around the calls of the step"
             )
         return self._seed_here(), next(self.sites)
 
@@ -188,15 +189,19 @@ def _open(func: Any) -> Any:
     """`func` without its check for overrides, so that the calls in its body are seen by the active modes."""
     scope = {**func.__globals__, **NEVER}
     # A private helper may check in place of its public function: left as it is, it would ask for that one for ever.
-    helpers = ((n, scope.get(n)) for n in func.__code__.co_names if n.startswith("_") and scope.get(n) is not func)
-    scope.update({name: _open(helper) for name, helper in helpers if _can_open(helper)})
+    helpers: dict[str, Any] = {}
+    for name in func.__code__.co_names:
+        helper = scope.get(name)
+        if name.startswith("_") and helper is not func and _can_open(helper):
+            helpers[name] = _open(helper)
+    scope.update(helpers)
     if scope.get("torch") is torch:
         scope["torch"] = _Torch()
     # The two functions between which a dispatcher chooses are in its closure.
-    cells = tuple(
-        types.CellType(_open(c.cell_contents)) if _can_open(c.cell_contents) else c for c in func.__closure__ or ()
-    )
-    body = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, cells or None)
+    cells: list[Any] = []
+    for cell in func.__closure__ or ():
+        cells.append(types.CellType(_open(cell.cell_contents)) if _can_open(cell.cell_contents) else cell)
+    body = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, tuple(cells) or None)
     body.__kwdefaults__ = func.__kwdefaults__
     return body
 
@@ -206,15 +211,19 @@ def _open(func: Any) -> Any:
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors as autocast would hand them to a matmul. Fake tensors sit on CPU, whatever device autocast names."""
-    kinds = [t.device.type for t in tensors if t is not None] + ["cuda", "cpu"]
-    # Weights without data lie on "meta", of which autocast knows nothing.
-    kind = next((k for k in kinds if torch.amp.is_autocast_available(k) and torch.is_autocast_enabled(k)), None)
-    if kind is None:
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(
-        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
-    )
+    kinds = [tensor.device.type for tensor in tensors if tensor is not None] + ["cuda", "cpu"]
+    for kind in kinds:
+        # Weights without data lie on "meta", of which autocast knows nothing.
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            return tuple(_autocast_to(dtype, tensor) for tensor in tensors)
+    return tensors
+
+
+def _autocast_to(dtype: torch.dtype, t: Tensor | None) -> Tensor | None:
+    if t is None or not t.is_floating_point() or t.dtype == torch.float64:
+        return t
+    return t.to(dtype)
 
 
 def _in_autocast() -> bool:
@@ -286,25 +295,9 @@ def _attention(
     bias = None if attn_mask is None else _mask(attn_mask, lead)
     seed, site = mode.key() if dropout_p > 0.0 else (None, 0)
     out, _ = attention.apply(
-        q,
-        k,
-        v,
-        bias,
-        float(scale),
-        is_causal,
-        0,
-        float(dropout_p),
-        seed,
-        site,
-        None,
-        None,
-        [],
-        [],
-        None,
-        None,
-        None,
-        None,
-    )
+        q, k, v, bias, float(scale), is_causal, 0, float(dropout_p), seed, site,
+        None, None, [], [], None, None, None, None,  # no explicit positions, no part of a whole, no bounds of rows
+    )  # fmt: skip
     if query.dim() != 4:
         heads_shape = (q.shape[1],) if query.dim() > 2 else ()
         leading = (*lead, *heads_shape) if query.dim() > 4 or len(lead) else heads_shape
@@ -328,7 +321,7 @@ def _mask(mask: Tensor, lead: torch.Size) -> Tensor:
     """The mask with four dims, each of size one or full."""
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
-    if len(lead) > 1 and any(n != 1 for n in mask.shape[:-3]):
+    if len(lead) > 1 and any(size != 1 for size in mask.shape[:-3]):
         return mask.expand((*lead, *mask.shape[-3:])).reshape((prod(lead), *mask.shape[-3:]))
     return mask if mask.dim() == 4 else mask.reshape(mask.shape[-4:])
 
@@ -336,22 +329,17 @@ def _mask(mask: Tensor, lead: torch.Size) -> Tensor:
 def _rms_norm(
     mode: Canonical, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
+    if compat.in_forward_mode() or _in_autocast():
+        return NotImplemented  # torch's own operators have forward-mode derivatives
     shape = tuple(normalized_shape)
-    like = (
-        input.is_floating_point()
-        and not input.is_sparse
-        and (weight is None or (weight.dtype, weight.shape) == (input.dtype, shape))
-    )
-    if (
-        compat.in_forward_mode()
-        or _in_autocast()
-        or not like
-        or not shape
-        or input.shape[-len(shape) :] != shape
-        or not input.numel()
-    ):
-        return NotImplemented  # torch's own operators have forward-mode derivatives, and say what is wrong
-    eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps if eps is None else eps
+    if not input.is_floating_point() or input.is_sparse or not input.numel():
+        return NotImplemented
+    if not shape or input.shape[-len(shape) :] != shape:
+        return NotImplemented  # torch says what is wrong
+    if weight is not None and (weight.dtype != input.dtype or weight.shape != shape):
+        return NotImplemented
+    if eps is None:
+        eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps
     return rms_norm.apply(input, shape, weight, eps)[0]
 
 
@@ -377,8 +365,9 @@ def _ctc_loss(
 
 
 def _masked_select(mode: Canonical, input: Tensor, mask: Tensor) -> Any:
-    """Its size is a value: where a step is traced, and the mask depends on its inputs, what is selected is kept in two
-    parts.
+    """Its size is a value.
+
+    Where a step is traced, and the mask depends on its inputs, what is selected is kept in two parts.
     """
     try:
         return torch.masked_select(input, mask)

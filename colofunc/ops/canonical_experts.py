@@ -75,7 +75,7 @@ class Catcher:
         if name == "sum":
             return self._sum(args, kwargs, out)
         if name in _FOLLOWS or name in _STARTS:
-            if name in _STARTS or any(_has(a) for a in args):
+            if name in _STARTS or any(_has(arg) for arg in args):
                 self._remember(name, args, kwargs, out)
         elif name.endswith("_") or name == "__setitem__" or "out" in kwargs:
             self._write(name, args, kwargs)
@@ -83,12 +83,12 @@ class Catcher:
 
     def _remember(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         if isinstance(out, Tensor):
-            if not any(out is a for a in args) and _worth(name, out, args):
+            if not any(out is arg for arg in args) and _worth(name, out, args):
                 self._put(out, name, args, kwargs)
         elif isinstance(out, (tuple, list)):
-            for k, part in enumerate(out):
+            for place, part in enumerate(out):
                 if isinstance(part, Tensor):
-                    self._put(part, name, args, kwargs, k)
+                    self._put(part, name, args, kwargs, place)
 
     def _put(self, out: Tensor, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], part: int = 0) -> None:
         out.__dict__[_KEY] = Made(name, args, kwargs, part, self.epoch, _versions(out, args, kwargs))
@@ -114,8 +114,9 @@ class Catcher:
             self.epoch += name not in ("requires_grad_", "retain_grad")
 
     def _before_write(self, target: Tensor) -> Made | None:
-        """The call that made a tensor which has just been written to, as it is to be read now; None if it had been
-        written to before, too.
+        """The call that made a tensor which has just been written to, as it is to be read now.
+
+        None if it had been written to before, too.
 
         What the target is a view of has been written to as well.
         """
@@ -127,11 +128,10 @@ class Catcher:
                 continue
             now = _versions(x, made.args, made.kwargs)
             memories = [_memory(t) is _memory(target) for t in _operands(x, made.args, made.kwargs)]
-            if any(
-                count - old not in ((0, 1) if mine else (0,))
-                for count, old, mine in zip(now, made.versions, memories, strict=True)
-            ):
-                return None
+            for count, old, is_target in zip(now, made.versions, memories, strict=True):
+                # The write itself counts once.
+                if count != old and not (is_target and count == old + 1):
+                    return None
             x.__dict__[_KEY] = attrs.evolve(made, versions=now)
         found: Made = target.__dict__[_KEY]
         return found
@@ -161,7 +161,9 @@ class Catcher:
             return out
 
     def _maybe(self, x: Any) -> Made | None:
-        made = x if isinstance(x, Made) else x.__dict__.get(_KEY) if isinstance(x, Tensor) else None
+        made = x
+        if isinstance(x, Tensor) and not isinstance(x, Made):
+            made = x.__dict__.get(_KEY)
         if not isinstance(made, Made) or made.epoch != self.epoch:
             return None
         now = _versions(x, made.args, made.kwargs)
@@ -319,7 +321,7 @@ class _Sorted:
         turned = self.of._maybe(weight)
         stored = turned is None or turned.name not in ("transpose", "swapaxes")
         if not stored and turned is not None:
-            if {d % 3 for d in turned.args[1:]} != {1, 2}:
+            if {dim % 3 for dim in turned.args[1:]} != {1, 2}:
                 raise _No
             weight = turned.args[0]
         return weight, bias, stored, ids, self.of.uncast(made.args[0])
@@ -429,7 +431,7 @@ def _worth(name: str, out: Tensor, args: tuple[Any, ...]) -> bool:
     """Whether a call that nothing led to may be the start of a layer."""
     if name in _PLUS and (len(args) < 2 or isinstance(args[1], Tensor)):
         return False  # a residual sum; what is looked for adds a number
-    if any(_has(a) for a in args):
+    if any(_has(arg) for arg in args):
         return True
     source = args[0] if args and isinstance(args[0], Tensor) else out
     if name == "arange":  # that counts up from 0

@@ -157,7 +157,7 @@ def _integers(mode: Mode, low: int, high: int, shape: Any, dtype: torch.dtype) -
 def _randint(mode: Mode, *args: Any, **kwargs: Any) -> Tensor:
     _own(kwargs.get("generator"))
     names = ("low", "high", "size") if len(args) == 3 or "low" in kwargs else ("high", "size")
-    given = {**dict(zip([n for n in names if n not in kwargs], args)), **kwargs}
+    given = {**dict(zip([name for name in names if name not in kwargs], args)), **kwargs}
     low, high, size = int(given.pop("low", 0)), int(given.pop("high")), given.pop("size")
     return _finish(_integers(mode, low, high, size, given.pop("dtype", None) or torch.int64), **given)
 
@@ -204,7 +204,7 @@ def _multinomial(mode: Mode, input: Tensor, num_samples: int, replacement: bool 
 def _torch_normal(mode: Mode, mean: Any = 0.0, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
     _own(kwargs.get("generator"))
     tensors = [t for t in (mean, std) if isinstance(t, Tensor)]
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors)) if size is None else tuple(size)
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors)) if size is None else tuple(size)
     dtype = kwargs.pop("dtype", None) or (tensors[0].dtype if tensors else torch.get_default_dtype())
     return _finish(_normal(mode, shape, dtype) * std + mean, **kwargs)
 

@@ -90,8 +90,7 @@ def _all_to_all_fake(x: Tensor, axes: Sequence[str], n: int, rows: Tensor | None
     if rows is not None and (x.dim() < 2 or rows.shape != x.shape[1:2] or not 0 <= expected <= x.shape[1]):
         raise CollectiveError(
             f"colofunc.all_to_all: rows of shape {tuple(rows.shape)}, {expected} expected, for chunks of "
-            f"{tuple(x.shape[1:])}; "
-            "give one number per row of a chunk, all equal"
+            f"{tuple(x.shape[1:])}; give one number per row of a chunk, all equal"
         )
     return x.new_empty(x.shape)
 

@@ -56,8 +56,8 @@ def _ctc_loss_fake(
     ):
         raise InputError(
             f"ctc_loss: log_probs {tuple(log_probs.shape)}, targets {tuple(targets.shape)}, input_lengths "
-            f"{tuple(inputs.shape)} and "
-            f"target_lengths {tuple(lengths.shape)} are not (t, n, c), (n, s), (n), (n). Try: log_probs.transpose(0, 1)"
+            f"{tuple(inputs.shape)} and target_lengths {tuple(lengths.shape)} are not (t, n, c), (n, s), (n), (n). "
+            "Try: log_probs.transpose(0, 1)"
         )
     return log_probs.new_empty((samples,))
 

@@ -142,8 +142,7 @@ def _template(text: str, values: Sequence[Any], named: dict[str, Any]) -> tuple[
         if spec and value.dim() > 0:
             raise InputError(
                 f"cf.debug.print: {text!r} formats a tensor of shape {tuple(value.shape)} as {spec!r}, which is for "
-                "numbers; "
-                "print it as {} or reduce it first, x.mean()"
+                "numbers; print it as {} or reduce it first, x.mean()"
             )
         out.append(f"{{{len(tensors)}{f'!{conversion}' if conversion else ''}{f':{spec}' if spec else ''}}}")
         tensors.append(value.detach())

@@ -91,10 +91,9 @@ def _one_by_one_backward(
     rows, grads, scale = x.reshape(-1, x.shape[-1]), g.reshape(-1, x.shape[-1]), weight.reshape(-1)
     dx = torch.zeros(rows.shape, dtype=sums_dtype, device=x.device)
     dweight = torch.zeros(scale.shape, dtype=wide(weight.dtype), device=x.device)
-    sums = [
-        torch.zeros_like(t) if need_weights and t is not None else x.new_empty(0)
-        for t in (gate_up, down, gate_up_bias, down_bias)
-    ]
+    sums: list[Tensor] = []
+    for t in (gate_up, down, gate_up_bias, down_bias):
+        sums.append(torch.zeros_like(t) if need_weights and t is not None else x.new_empty(0))
     for i, choices, tokens in _runs(index, gate_up.shape[0]):
         xs, gs, s = rows[tokens].to(dtype), grads[tokens].to(dtype), scale[choices, None]
         h = w.hidden(xs, i)
@@ -157,10 +156,9 @@ def _check(
     if not fits or up[0] != (2 if gated else 1) * dn[1] or index.shape != weight.shape or index.shape[:-1] != lead:
         raise RuleError(
             f"experts: x {tuple(x.shape)}, index {tuple(index.shape)}, weight {tuple(weight.shape)}, gate_up "
-            f"{tuple(gate_up.shape)}, "
-            f"down {tuple(down.shape)} are not (b*, d), (b*, k), (b*, k), (e, {'2f' if gated else 'f'}, d), (e, d, f)"
-            f"{' with the last two dims swapped' if transposed else ''}. Try: gated={not gated} or "
-            f"transposed={not transposed}"
+            f"{tuple(gate_up.shape)}, down {tuple(down.shape)} are not (b*, d), (b*, k), (b*, k), (e, "
+            f"{'2f' if gated else 'f'}, d), (e, d, f){' with the last two dims swapped' if transposed else ''}. Try: "
+            f"gated={not gated} or transposed={not transposed}"
         )
 
 

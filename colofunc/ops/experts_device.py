@@ -132,7 +132,9 @@ def _add_gradients(
     operands: tuple[Tensor, Tensor, Tensor],
     sums: tuple[Tensor, Tensor, Sums | None],
 ) -> None:
-    """What one run adds to gradients of x, of choices' weights and of experts' weights; all that it makes goes with it.
+    """What one run adds to gradients of x, of choices' weights and of experts' weights.
+
+    All that it makes goes with it.
     """
     (xs, gs, s), (dx, dweight, of_weights) = operands, sums
     up_back, down_back = (t.transpose(1, 2) if w.transposed else t for t in (w.gate_up, w.down))
@@ -163,8 +165,9 @@ def _activated(w: Weights, h: Tensor) -> Tensor:
 def _through_activations(
     w: Weights, h: Tensor, da: Tensor, s: Tensor, sums: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Units (rows, f), the gradient of h, and sum(da * units) of each row in the dtype `sums`; the units' gradient is
-    da * s.
+    """Units (rows, f), the gradient of h, and sum(da * units) of each row in the dtype `sums`.
+
+    The units' gradient is da * s.
     """
     if sums is torch.float32 and da.is_contiguous() and _is_one_pass(w, h):
         from colofunc.ops.experts_triton import gated_backward
@@ -213,12 +216,10 @@ class Sums:
         made = self._products or [
             torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (w.gate_up, w.down)
         ]
-        given = (w.gate_up_bias, w.down_bias)
-        first, second = (
-            like.new_empty(0) if t is None or b is None else t.to(b.dtype)
-            for t, b in zip(self._biases, given, strict=True)
-        )
-        return made[0], made[1], first, second
+        of_biases: list[Tensor] = []
+        for total, bias in zip(self._biases, (w.gate_up_bias, w.down_bias), strict=True):
+            of_biases.append(like.new_empty(0) if total is None or bias is None else total.to(bias.dtype))
+        return made[0], made[1], of_biases[0], of_biases[1]
 
 
 # ---- the kernels, with the arguments of the operators ----

@@ -331,8 +331,9 @@ def _cast_elements(call: KernelCall, layer: Layer) -> int:
 
 
 def _float8_seconds(call: KernelCall, rates: Rates, how: str) -> float:
-    """Products with weights at the rate of float8, by tiles at that of float32; a cast is a maximum and two passes over
-    its operand.
+    """Products with weights at the rate of float8, by tiles at that of float32.
+
+    A cast is a maximum and two passes over its operand.
     """
     layer = Layer.of(call)
     if layer.is_empty:

@@ -174,8 +174,7 @@ class _Gradients(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         raise InputError(
             "cf.fp8: a gradient of a gradient goes through products in float8, which have none. Try: globs in where= "
-            "that leave out the "
-            "layers of which second derivatives are taken"
+            "that leave out the layers of which second derivatives are taken"
         )
 
 

@@ -42,11 +42,9 @@ def _cross_entropy_dx_(
     counted = target != ignore_index
     scale = torch.where(counted, each.to(log_p.dtype), 0.0).unsqueeze(1)  # (n, 1)
     column = torch.where(counted, target, 0).unsqueeze(1)
-    rows = (
-        max(1, CACHE_BYTES // max(1, log_p.shape[1] * log_p.element_size()))
-        if log_p.device.type == "cpu"
-        else log_p.shape[0]
-    )
+    rows = log_p.shape[0]
+    if log_p.device.type == "cpu":
+        rows = max(1, CACHE_BYTES // max(1, log_p.shape[1] * log_p.element_size()))
     for i in range(0, log_p.shape[0], max(1, rows)):
         part, s = log_p[i : i + rows], scale[i : i + rows]
         part.exp_().mul_(-s)

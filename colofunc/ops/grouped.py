@@ -46,8 +46,7 @@ def _grouped_mm_fake(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1] or offs.shape != w.shape[:1] or x.dtype != w.dtype:
         raise RuleError(
             f"grouped_mm: x {x.dtype} {tuple(x.shape)}, w {w.dtype} {tuple(w.shape)} and offs {tuple(offs.shape)} are "
-            "not "
-            "(s, i), (e, i, o), (e,) of one dtype. Try: w.transpose(1, 2) or x.to(w.dtype)"
+            "not (s, i), (e, i, o), (e,) of one dtype. Try: w.transpose(1, 2) or x.to(w.dtype)"
         )
     return x.new_empty((x.shape[0], w.shape[2]))
 

@@ -171,7 +171,7 @@ def for_tensors(
 @cache
 def signature(target: str) -> tuple[tuple[str, Any], ...]:
     """The arguments of an operator: (name, default)."""
-    return tuple((a.name, a.default_value) for a in overload(target)._schema.arguments)
+    return tuple((argument.name, argument.default_value) for argument in overload(target)._schema.arguments)
 
 
 def bound(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -52,8 +52,7 @@ def _lstm_fake(gates: Tensor, h0: Tensor, c0: Tensor, w: Tensor) -> Four:
     if not fits or c0.shape != h0.shape or w.shape != (4 * size, size):
         raise InputError(
             f"lstm: gates {tuple(gates.shape)}, h {tuple(h0.shape)}, c {tuple(c0.shape)} and w_hh {tuple(w.shape)} are "
-            "not "
-            f"(s, b, 4 h), (b, h), (b, h), (4 h, h). Try: an input and states as torch.nn.LSTM takes them"
+            "not (s, b, 4 h), (b, h), (b, h), (4 h, h). Try: an input and states as torch.nn.LSTM takes them"
         )
     out = gates.new_empty((gates.shape[0], *h0.shape))
     return (
@@ -108,8 +107,7 @@ def _gradient(ctx: Any, grad: Tensor, grad_c: Tensor, *unused: Tensor) -> tuple[
 def _no_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     raise TraceError(
         "nn.LSTM has no second derivative in a step. Try: a gradient penalty of another layer, nn.LSTMCell in a loop, "
-        "or without "
-        "create_graph=True"
+        "or without create_graph=True"
     )
 
 

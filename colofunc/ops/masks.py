@@ -55,8 +55,9 @@ def mix_words(z: Words, spare: Words, top_only: bool = False) -> None:
 def keep_tiles(
     rows: Tensor, columns: Tensor | int, q: float, key: Tensor | int, dtype: torch.dtype = torch.bool
 ) -> Iterator[Tile]:
-    """(rows, columns, one with probability q, else zero) tile by tile; element (r, c) has the global index
-    rows[r] + columns[c].
+    """(rows, columns, one with probability q, else zero) tile by tile.
+
+    Element (r, c) has the global index rows[r] + columns[c].
 
     `columns`: their number where they are consecutive (columns[c] == c). A tile is a buffer that the next one
     overwrites.

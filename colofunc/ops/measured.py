@@ -50,15 +50,13 @@ class Measured:
             several = " and of ".join(repr(known) for known in fitting)
             raise InputError(
                 f"{self.scheme}: there are {self.what} of {several}, and each may be meant for {name!r}. Try: "
-                f"{self.what} by the names "
-                "that weights have in the step"
+                f"{self.what} by the names that weights have in the step"
             )
         if not fitting:
             hint = near(name, self.values) or "."
             raise InputError(
                 f"{self.scheme}: there are no {self.what} of {name!r}{hint} Try: {self.maker} with the where= of the "
-                "step; where= that "
-                "leaves it out, as what no linear layer reads"
+                "step; where= that leaves it out, as what no linear layer reads"
             )
         return fitting[0]
 

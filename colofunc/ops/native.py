@@ -88,10 +88,8 @@ def prebuild(device: str) -> list[Path]:
             f"there are kernels for cpu and cuda, not for {device!r:.80}. Try: python -m colofunc native cpu"
         )
     here = native_build.architectures()
-    return [
-        native_build.build(folder, native_build.cuda(some))
-        for some in ([here] if here else [(one,) for one in PREBUILT])
-    ]
+    libraries = [here] if here else [(architecture,) for architecture in PREBUILT]
+    return [native_build.build(folder, native_build.cuda(architectures)) for architectures in libraries]
 
 
 def ship(device: str, folder: Path) -> list[Path]:

@@ -108,8 +108,7 @@ def cuda(architectures: Sequence[str]) -> Library:
         if int(architecture) < LEAST_ARCHITECTURE:
             raise NativeError(
                 f"kernels for GPUs take compute capability {LEAST_ARCHITECTURE / 10:.1f} or later, not "
-                f"{int(architecture) / 10:.1f}. "
-                "Try: COLOFUNC_NATIVE=off, which says that this is meant"
+                f"{int(architecture) / 10:.1f}. Try: COLOFUNC_NATIVE=off, which says that this is meant"
             )
     return Library("cuda", tuple(architectures))
 
@@ -161,10 +160,10 @@ def commands(library: Library, compiler_path: str, target: Path) -> list[list[st
     include, link = ("-isystem", str(root / "include")), ("-L", str(root / "lib"), "-ltorch_cpu")
     sources = [path for path in source_files(library) if path.suffix in (".cpp", ".cu")]
     objects = [target.with_name(f"{path.name}.o") for path in sources]
-    compiled = [
-        [compiler_path, *library.flags, *(include if path.suffix == ".cpp" else ()), "-c", str(path), "-o", str(made)]
-        for path, made in zip(sources, objects, strict=True)
-    ]
+    compiled: list[list[str]] = []
+    for path, made in zip(sources, objects, strict=True):
+        headers = include if path.suffix == ".cpp" else ()
+        compiled.append([compiler_path, *library.flags, *headers, "-c", str(path), "-o", str(made)])
     own, behind = ((), ()) if library.kind == "cpu" else (("-cudart", "static"), ("-ltorch_cuda",))
     return [*compiled, [compiler_path, "-shared", *own, "-o", str(target), *map(str, objects), *link, *behind]]
 

@@ -24,8 +24,7 @@ def refuse_unlike(x: torch.Tensor, what: str, kind: type[ColofuncError]) -> None
     if not ours and not isinstance(x, compat.FakeTensor) and has_operators(type(x)):
         raise kind(
             f"{what} is a {type(x).__name__}, a tensor class with operators of its own, which a step would not call. "
-            "Try: "
-            "x.as_subclass(torch.Tensor) to compute with its values (x.full() of a DTensor), or what it computes "
+            "Try: x.as_subclass(torch.Tensor) to compute with its values (x.full() of a DTensor), or what it computes "
             "written in the step"
         )
     if x.is_nested:

@@ -39,9 +39,9 @@ from colofunc.ops.dtypes import Policy, speaks_of
 # Where torch refuses two floating dtypes, by the function's name: the wider operands become the compute dtype.
 FOLLOW = frozenset(
     "linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv dot vdot addmm addmv addbmm baddbmm einsum tensordot "
-    "inner "
-    "chain_matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention "
-    "multi_head_attention_forward grouped_mm _grouped_mm lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell "
+    "inner chain_matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
+    "scaled_dot_product_attention multi_head_attention_forward grouped_mm _grouped_mm lstm gru rnn_tanh rnn_relu "
+    "lstm_cell gru_cell rnn_tanh_cell "
     "rnn_relu_cell prelu".split()
 )
 NORMS = frozenset("layer_norm group_norm rms_norm".split())
@@ -57,9 +57,9 @@ _COMPUTES = FOLLOW | NORMS | STATISTICS | frozenset(("embedding", "embedding_bag
 # What is done to a leaf itself, not with its values.
 _RAW = frozenset(
     "detach detach_ requires_grad_ requires_grad retain_grad register_hook backward size dim stride numel nelement "
-    "data_ptr "
-    "is_floating_point is_complex is_contiguous storage_offset untyped_storage element_size copy_ set_ zero_ __set__ "
-    "__repr__ __format__ __len__ __hash__ __deepcopy__ zeros_like empty_like ones_like full_like _version is_cuda "
+    "data_ptr is_floating_point is_complex is_contiguous storage_offset untyped_storage element_size copy_ set_ zero_ "
+    "__set__ __repr__ __format__ __len__ __hash__ __deepcopy__ zeros_like empty_like ones_like full_like _version "
+    "is_cuda "
     "register_post_accumulate_grad_hook has_names is_nonzero is_same_size".split()
 )
 _TRANSPOSED = tuple(getattr(Tensor, n).__get__ for n in ("T", "mT", "H", "mH"))
@@ -103,7 +103,8 @@ class Mixed(TorchFunctionMode):
     def all_finite(self) -> Tensor | None:
         """Whether all gradients up to now are finite, 0-dim; None where nothing is scaled."""
         while len(self._all) < len(self.finite):
-            self._all.append(torch.stack(self.finite).all() if len(self.finite) > 1 else self.finite[0])
+            several = len(self.finite) > 1
+            self._all.append(torch.stack(self.finite).all() if several else self.finite[0])
         return self._all[-1] if self._all else None
 
     def keeps(self, new: Tensor, old: Tensor, finite: Tensor) -> None:
@@ -116,7 +117,9 @@ class Mixed(TorchFunctionMode):
         if new is old or finite is None:
             return new
         _, held, by = self._kept.get(id(new), (new, new, finite))
-        return new if held is old and by is finite else torch.where(finite, new, old)
+        if held is old and by is finite:
+            return new
+        return torch.where(finite, new, old)
 
     def check_overrides(self) -> None:
         """Raise InputError where an override speaks of nothing that the code had."""
@@ -146,10 +149,7 @@ class Mixed(TorchFunctionMode):
             return func(*args, **kwargs)
         if name not in _RAW and torch.is_grad_enabled():
             computes = name in _COMPUTES
-            args, kwargs = (
-                _map(lambda t: self._enter_leaf(t, computes), args),
-                _map(lambda t: self._enter_leaf(t, computes), kwargs),
-            )
+            args, kwargs = _map(lambda t: self._enter_leaf(t, computes), (args, kwargs))
         rule = _RULES.get(name) or (_widen_loss if name.endswith("_loss") else None)
         if rule is not None:
             args, kwargs = rule(self.policy, args, kwargs)
@@ -184,14 +184,15 @@ class Mixed(TorchFunctionMode):
         Buffers keep their dtype (statistics, rotary tables) unless an override names them; so do weights beside
         running statistics.
         """
-        kept = {
-            f"{path}." if path else ""
-            for path, m in module.named_modules()
-            if dict(m.named_buffers(recurse=False)).keys() & _RUNNING
-        }
+        modules = list(module.named_modules())
+        kept: set[str] = set()  # beginnings of the names of weights beside running statistics
+        for path, part in modules:
+            if not _RUNNING.isdisjoint(dict(part.named_buffers(recurse=False))):
+                kept.add(f"{path}." if path else "")
         names, before = set(weights), dict(held)
         if self.policy.overrides:
-            self._names |= dict.fromkeys([*held, *(path for path, _ in module.named_modules() if path)])
+            self._names |= dict.fromkeys(held)
+            self._names |= dict.fromkeys(path for path, _ in modules if path)
         with self._raw():
             for name, t in held.items():
                 dtype = self.policy.override(name)
@@ -201,7 +202,7 @@ class Mixed(TorchFunctionMode):
                     held[name] = t.to(dtype)
                 elif t.requires_grad and t.is_leaf:
                     self._cast[id(t)] = t, t  # stays as it is
-        handles = [h for path, m in module.named_modules() for h in self._hooks(path, m)]
+        handles = [handle for path, part in modules for handle in self._hooks(path, part)]
         try:
             yield
         finally:
@@ -240,22 +241,17 @@ class Mixed(TorchFunctionMode):
     # ---- backward passes ----
 
     def _grad(self, func: Any, args: Any, kwargs: Any) -> Any:
-        names = ("outputs", "inputs")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        inputs = given["inputs"]
-        self._done |= {id(t): t for t in ([inputs] if isinstance(inputs, Tensor) else inputs)}
+        given = {**dict(zip(("outputs", "inputs"), args, strict=False)), **kwargs}
+        outputs, inputs = given.pop("outputs"), given.pop("inputs")
+        for leaf in [inputs] if isinstance(inputs, Tensor) else inputs:
+            self._done[id(leaf)] = leaf
         if self.scale is None:
             return func(*args, **kwargs)
-        outputs = given.pop("outputs")
-        single = isinstance(outputs, Tensor)
-        scaled = [o * self.scale for o in ([outputs] if single else outputs)]
-        found = func(
-            scaled[0] if single else scaled,
-            given.pop("inputs"),
-            *args[2:],
-            **{k: v for k, v in given.items() if k not in names},
-        )
-        return tuple(self._unscaled(found))
+        if isinstance(outputs, Tensor):
+            scaled: Any = outputs * self.scale
+        else:
+            scaled = [output * self.scale for output in outputs]
+        return tuple(self._unscaled(func(scaled, inputs, *args[2:], **given)))
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         leaves = [leaf for leaf, _ in self._cast.values()]
@@ -276,13 +272,13 @@ class Mixed(TorchFunctionMode):
     def _unscaled(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         assert self.scale is not None
         inverse = 1.0 / self.scale
-        out = [None if g is None else g * inverse.to(g.dtype) for g in grads]
+        out = [None if grad is None else grad * inverse.to(grad.dtype) for grad in grads]
         # A sum is finite only if all its terms are: one pass, no temporary, and partial sums add up over a mesh.
-        sums = [
-            g.detach().sum(dtype=torch.promote_types(g.dtype, torch.float32)).to(torch.float32)
-            for g in out
-            if g is not None
-        ]
+        sums: list[Tensor] = []
+        for grad in out:
+            if grad is not None:
+                wide = torch.promote_types(grad.dtype, torch.float32)
+                sums.append(grad.detach().sum(dtype=wide).to(torch.float32))
         if sums:
             self.finite.append(compat.unwrap_functorch(torch.isfinite(torch.stack(sums).sum())))
         return out
@@ -296,9 +292,9 @@ def _map(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return fn(tree)
     if type(tree) in (tuple, list):
-        return type(tree)([_map(fn, x) for x in tree])
+        return type(tree)([_map(fn, item) for item in tree])
     if type(tree) is dict:
-        return {k: _map(fn, v) for k, v in tree.items()}
+        return {key: _map(fn, item) for key, item in tree.items()}
     return tree
 
 
@@ -326,21 +322,26 @@ def _follow(policy: Policy, args: Any, kwargs: Any) -> Any:
 
 
 def _widest(policy: Policy, args: Any, kwargs: Any) -> Any:
-    dtypes = sorted(_dtypes_of(args, kwargs), key=lambda d: d.itemsize)
-    return (args, kwargs) if len(dtypes) < 2 else _map(lambda t: _to(t, dtypes[-1]), (args, kwargs))
+    dtypes = sorted(_dtypes_of(args, kwargs), key=lambda dtype: dtype.itemsize)
+    if len(dtypes) < 2:
+        return args, kwargs
+    return _map(lambda t: _to(t, dtypes[-1]), (args, kwargs))
 
 
 def _statistics(policy: Policy, args: Any, kwargs: Any) -> Any:
     """(input, running_mean, running_var, weight, bias, ...): the weights in the dtype of the statistics."""
-    given = {**dict(zip(("input", "running_mean", "running_var", "weight", "bias"), args, strict=False)), **kwargs}
-    mean = given.get("running_mean")
+    names = ("input", "running_mean", "running_var", "weight", "bias")
+    mean = {**dict(zip(names, args, strict=False)), **kwargs}.get("running_mean")
     if mean is None:
         return args, kwargs
-    cast = {k: _to(given[k], mean.dtype) for k in ("weight", "bias") if given.get(k) is not None}
-    named = ("input", "running_mean", "running_var", "weight", "bias")
-    return tuple(cast.get(named[i], a) if i < 5 else a for i, a in enumerate(args)), {
-        k: cast.get(k, v) for k, v in kwargs.items()
-    }
+
+    def cast(name: str, value: Any) -> Any:
+        return _to(value, mean.dtype) if name in ("weight", "bias") and value is not None else value
+
+    changed = list(args)
+    for place, name in enumerate(names[: len(args)]):
+        changed[place] = cast(name, args[place])
+    return tuple(changed), {name: cast(name, value) for name, value in kwargs.items()}
 
 
 def _into(policy: Policy, args: Any, kwargs: Any) -> Any:
@@ -351,9 +352,10 @@ def _into(policy: Policy, args: Any, kwargs: Any) -> Any:
 
 
 def _widen_loss(policy: Policy, args: Any, kwargs: Any) -> Any:
-    return _map(
-        lambda t: _to(t, torch.float32) if t.is_floating_point() and t.dtype.itemsize < 4 else t, (args, kwargs)
-    )
+    def widen(t: Tensor) -> Tensor:
+        return t.to(torch.float32) if t.is_floating_point() and t.dtype.itemsize < 4 else t
+
+    return _map(widen, (args, kwargs))
 
 
 _RULES: dict[str, Callable[[Policy, Any, Any], Any]] = {

@@ -320,8 +320,7 @@ def _operators(form: Format) -> Operators:
         if x.shape[-1] != columns:
             raise RuleError(
                 f"{form.name}_linear: x {tuple(x.shape)} ends in {x.shape[-1]}, and a weight with data "
-                f"{tuple(rest[0].shape)} has "
-                f"{columns} columns. Try: x of shape {(*x.shape[:-1], columns)}"
+                f"{tuple(rest[0].shape)} has {columns} columns. Try: x of shape {(*x.shape[:-1], columns)}"
             )
         return x.new_empty((*x.shape[:-1], rest[0].shape[0]))
 
@@ -399,8 +398,9 @@ DEQUANTIZE: Mapping[str, str] = {f"colofunc.{name}_dequantize": name for name in
 
 @attrs.frozen(eq=False, repr=False)
 class Quantized:
-    """A weight in the parts of a format. What a tree holds in a weight's place: one container, whose tensors are the
-    parts.
+    """A weight in the parts of a format.
+
+    What a tree holds in a weight's place: one container, whose tensors are the parts.
 
     Of a weight with more than two dims (a convolution's) the parts are those of the matrix of its rows.
 

@@ -110,8 +110,7 @@ class Quantizer:
         if (found.name, found.form) != (self.name, self.form):
             raise InputError(
                 f"{call} returned the scheme {found.name!r} in the format {found.form!r}, and all weights of a scheme "
-                "have its name and "
-                f"format. Try: {wanted}"
+                f"have its name and format. Try: {wanted}"
             )
         return attrs.evolve(found, by_name=self.by_name)  # by which `packed` knows that it is calibrated
 

@@ -253,7 +253,7 @@ def keep_mask(seed: Tensor, site: int, p: float, dims: Sequence[Tensor], dtype: 
         lead = (lead.unsqueeze(1) + d).flatten()
     index = Index(lead, dims[-1])
     out = _keep(index, 1.0 - p, seed, site, dtype)
-    return out.view([d.numel() for d in dims])
+    return out.view([dim.numel() for dim in dims])
 
 
 def _fake_bits(
@@ -300,8 +300,10 @@ def _dropout_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     return dx, None, None, None, None, None, None
 
 
-# ---- for compilers ---- Not normal numbers: `erfinv` of one element at a time, as inductor writes it for CPUs, takes
-# several times as long as ours.
+# ---- for compilers ----
+#
+# Not normal numbers: `erfinv` of one element at a time, as inductor writes it for CPUs, takes several times as long as
+# ours.
 
 
 def _expression(

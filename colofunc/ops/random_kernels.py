@@ -131,10 +131,10 @@ OPERATIONS = {
 
 def records(implementations: Mapping[str, Callable[..., Tensor]]) -> tuple[Kernel, ...]:
     """The operators' own implementations, each of which is one launch on a card, as what a plan counts on."""
-    return tuple(
-        Kernel(target, "cuda", _is_float, _seconds, lambda call: 0, implementation, ("offset",))
-        for target, implementation in implementations.items()
-    )
+    kernels: list[Kernel] = []
+    for target, implementation in implementations.items():
+        kernels.append(Kernel(target, "cuda", _is_float, _seconds, lambda call: 0, implementation, ("offset",)))
+    return tuple(kernels)
 
 
 def _is_float(call: KernelCall) -> bool:

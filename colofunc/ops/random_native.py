@@ -82,8 +82,7 @@ def _keep(index: Tensor, key: int, threshold: Threshold, bound: int) -> Tensor:
 
 
 random_fill_ = define(
-    "random_fill_(Tensor(a!) out, Tensor? x, Tensor? rows, Tensor? columns, int kind, int key, int first, int[] sizes, "
-    "int[] strides, "
-    "int[] x_strides, int byte, int bound, bool ties, float scale) -> ()",
+    "random_fill_(Tensor(a!) out, Tensor? x, Tensor? rows, Tensor? columns, int kind, int key, int first, int[] "
+    "sizes, int[] strides, int[] x_strides, int byte, int bound, bool ties, float scale) -> ()",
     _random_fill_, nothing,
 )  # fmt: skip

@@ -40,8 +40,9 @@ class Selected(Tensor):
 
 
 def select(source: Tensor, mask: Tensor, refusal: TraceError) -> Selected:
-    """What `source.masked_select(mask)` is where its size is not known; `refusal` is raised by every use that needs the
-    size.
+    """What `source.masked_select(mask)` is where its size is not known.
+
+    `refusal` is raised by every use that needs the size.
     """
     with compat.disable_modes(), compat.no_function_modes():
         selected = torch.empty(0).as_subclass(Selected)
@@ -50,8 +51,9 @@ def select(source: Tensor, mask: Tensor, refusal: TraceError) -> Selected:
 
 
 def padded(selected: Selected) -> tuple[Tensor, Tensor]:
-    """(elements, how many count): as many elements as source and mask have when they are broadcast; behind those that
-    count, any.
+    """(elements, how many count): as many elements as source and mask have when they are broadcast.
+
+    Behind those that count, any.
     """
     source, mask = torch.broadcast_tensors(selected.source, selected.mask)
     if mask.numel() == 0:

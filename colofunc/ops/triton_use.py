@@ -35,8 +35,7 @@ def _compiles(device: torch.device) -> bool:
         words = str(error).strip().split("\n")[0][:200]
         warnings.warn(
             f"Triton launches no kernel on {device} ({type(error).__name__}: {words}), so random numbers, casts to "
-            "float8 and experts "
-            "take torch's operators. Try: a C compiler, or CC=path",
+            "float8 and experts take torch's operators. Try: a C compiler, or CC=path",
             stacklevel=2,
         )
         return False

@@ -28,8 +28,9 @@ from colofunc.ops.targets import overload, target_of
 
 @attrs.frozen
 class Twin:
-    """`target` takes the same arguments. `places`: (result of the functional operator, argument that it is written
-    over).
+    """`target` takes the same arguments.
+
+    `places`: (result of the functional operator, argument that it is written over).
 
     `own`: how many results are its own; the others are what it has written (`aliased`).
     """
@@ -54,22 +55,23 @@ def twin_of(target: str) -> Twin | None:
         found = _registered(name)
         if found is None:
             continue
-        written = [k for k, argument in enumerate(found._schema.arguments) if _is_written(argument)]
-        own = sum(r.alias_info is None for r in found._schema.returns)
+        written = [place for place, argument in enumerate(found._schema.arguments) if _is_written(argument)]
+        own = sum(returned.alias_info is None for returned in found._schema.returns)
         if (
             written
             and _arguments(found) == _arguments(functional)
             and own + len(written) == len(functional._schema.returns)
         ):
-            places = tuple((own + k, position) for k, position in enumerate(written))
+            places = tuple((own + place, position) for place, position in enumerate(written))
             return Twin(name, places, own, len(found._schema.returns) - own)
     return None
 
 
 @cache
 def out_twin(target: str) -> tuple[str, str] | None:
-    """(operator, argument) that gives a functional one its result's memory; None where torch has none that takes no
-    more than that.
+    """(operator, argument) that gives a functional one its result's memory.
+
+    None where torch has none that takes no more than that.
 
     Those that torch generates are none: they compute the result elsewhere and copy it.
     """
@@ -134,7 +136,7 @@ def _siblings(operator: Any) -> list[Any]:
 
 def _is_functional(operator: Any) -> bool:
     schema = operator._schema
-    return not schema.is_mutable and all(r.alias_info is None for r in schema.returns)
+    return not schema.is_mutable and all(returned.alias_info is None for returned in schema.returns)
 
 
 def _is_written(argument: Any) -> bool:

@@ -55,8 +55,7 @@ def _write(old: Tensor, new: Tensor, finite: Tensor | None) -> Tensor:
 
 def _adamw_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, beta1: float,
-    beta2: float,
-    eps: float, weight_decay: float, decoupled: bool, amsgrad: bool = False, max_exp_avg_sq: Tensor | None = None,
+    beta2: float, eps: float, weight_decay: float, decoupled: bool, amsgrad: bool = False, max_exp_avg_sq: Tensor | None = None,
     maximize: bool = False, finite: Tensor | None = None,
 ) -> None:  # fmt: skip
     if not amsgrad and adamw_asks_kernel(param, grad) and adamw_host_.bare(
@@ -66,10 +65,8 @@ def _adamw_(
     maxima = [max_exp_avg_sq] if amsgrad and max_exp_avg_sq is not None else []
     if is_exact(param) and fusable(param, exp_avg, exp_avg_sq, *maxima):
         if not maxima and (reads_narrow(param, grad) or reads_narrow_there(param, grad)):
-            operands, flag = (
-                in_memory_order(param, grad, exp_avg, exp_avg_sq),
-                None if finite is None else beside(finite, param),
-            )
+            operands = in_memory_order(param, grad, exp_avg, exp_avg_sq)
+            flag = None if finite is None else beside(finite, param)
             options = beta1, beta2, eps, weight_decay, decoupled, maximize, flag
             if not param.is_cpu:
                 adamw_device_(*operands, step, lr, *options)
@@ -82,11 +79,16 @@ def _adamw_(
         )  # fmt: skip
         return
     wide = torch.promote_types(param.dtype, torch.float32)
-    lr, step, finite = beside(lr, param), beside(step, param), None if finite is None else beside(finite, param)
-    p, g, lr, count = param.to(wide), grad.to(wide), lr.to(wide), step.to(torch.float64)
-    g = -g if maximize else g
-    if weight_decay != 0.0:
-        p, g = (p * (1 - lr * weight_decay), g) if decoupled else (p, g + weight_decay * p)
+    if finite is not None:
+        finite = beside(finite, param)
+    rate, count = beside(lr, param).to(wide), beside(step, param).to(torch.float64)
+    p, g = param.to(wide), grad.to(wide)
+    if maximize:
+        g = -g
+    if weight_decay != 0.0 and decoupled:
+        p = p * (1 - rate * weight_decay)
+    elif weight_decay != 0.0:
+        g = g + weight_decay * p
     _write(exp_avg, exp_avg.to(wide).lerp(g, 1 - beta1), finite)
     _write(exp_avg_sq, exp_avg_sq.to(wide) * beta2 + (1 - beta2) * g * g, finite)
     second = exp_avg_sq
@@ -94,7 +96,7 @@ def _adamw_(
         second = _write(maxima[0], torch.maximum(maxima[0], exp_avg_sq), finite)
     first_scale, second_scale = 1 - beta1**count, (1 - beta2**count).sqrt()
     denominator = second.to(wide).sqrt() / second_scale.to(wide) + eps
-    _write(param, p - (lr / first_scale.to(wide)) * exp_avg.to(wide) / denominator, finite)
+    _write(param, p - (rate / first_scale.to(wide)) * exp_avg.to(wide) / denominator, finite)
 
 
 # ---- SGD ----
@@ -112,7 +114,8 @@ def _sgd_(
     if sgd_is_fused(param, momentum, dampening) and fusable(param, *buffers):
         if reads_narrow(param, grad) or reads_narrow_there(param, grad):
             p, g, *rest = in_memory_order(param, grad, *buffers)
-            held, flag = rest[0] if rest else None, None if finite is None else beside(finite, param)
+            held = rest[0] if rest else None
+            flag = None if finite is None else beside(finite, param)
             if not param.is_cpu:
                 sgd_device_(p, g, held, lr, momentum, weight_decay, nesterov, maximize, flag)
                 return
@@ -120,7 +123,9 @@ def _sgd_(
                 return
         fused_sgd_([param], [_aligned(grad, param)], buffers, lr, momentum, weight_decay, nesterov, maximize, finite)
         return
-    lr, step, finite = beside(lr, param), beside(step, param), None if finite is None else beside(finite, param)
+    lr, step = beside(lr, param), beside(step, param)
+    if finite is not None:
+        finite = beside(finite, param)
     g = grad.neg() if maximize else grad
     if weight_decay != 0.0:
         g = g.add(param, alpha=weight_decay)
@@ -147,10 +152,8 @@ def _sgd_reads_narrow(given: Mapping[str, Any]) -> bool:
 
 adamw, adamw_ = define_update(
     "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, float "
-    "beta1, float beta2, "
-    "float eps, float weight_decay, bool decoupled, bool amsgrad=False, Tensor(d!)? max_exp_avg_sq=None, bool "
-    "maximize=False, "
-    "Tensor? finite=None) -> ()",
+    "beta1, float beta2, float eps, float weight_decay, bool decoupled, bool amsgrad=False, Tensor(d!)? "
+    "max_exp_avg_sq=None, bool maximize=False, Tensor? finite=None) -> ()",
     _adamw_, narrow_where=_adamw_reads_narrow,
 )  # fmt: skip
 sgd, sgd_ = define_update(

@@ -69,13 +69,11 @@ def _sgd(
 
 adamw_device_ = define(
     "adamw_device_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, "
-    "float beta1, "
-    "float beta2, float eps, float weight_decay, bool decoupled, bool maximize, Tensor? finite) -> ()",
+    "float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize, Tensor? finite) -> ()",
     _adamw, nothing,
 )  # fmt: skip
 sgd_device_ = define(
     "sgd_device_(Tensor(a!) param, Tensor grad, Tensor(b!)? buffer, Tensor lr, float momentum, float weight_decay, "
-    "bool nesterov, "
-    "bool maximize, Tensor? finite) -> ()",
+    "bool nesterov, bool maximize, Tensor? finite) -> ()",
     _sgd, nothing,
 )  # fmt: skip

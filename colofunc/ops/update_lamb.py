@@ -121,19 +121,16 @@ def _fake_(param: Tensor, *others: object, **more: object) -> tuple[Tensor, Tens
 
 lamb_direction, lamb_direction_ = define_update(
     "lamb_direction_(Tensor param, Tensor grad, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, Tensor step, float beta1, "
-    "float beta2, "
-    "float eps, float weight_decay, bool maximize=False, Tensor? finite=None) -> (Tensor, Tensor)",
+    "float beta2, float eps, float weight_decay, bool maximize=False, Tensor? finite=None) -> (Tensor, Tensor)",
     _direction_, _fake_, narrow_where=always,
 )  # fmt: skip
 lamb_host_ = define(
     "lamb_host_(Tensor(a!) direction, Tensor(b!) squares, Tensor param, Tensor grad, Tensor(c!) exp_avg, Tensor(d!) "
-    "exp_avg_sq, "
-    "float step, float beta1, float beta2, float eps, float weight_decay, bool maximize) -> ()",
+    "exp_avg_sq, float step, float beta1, float beta2, float eps, float weight_decay, bool maximize) -> ()",
     _lamb_host_, nothing,
 )  # fmt: skip
 lamb_device_ = define(
     "lamb_device_(Tensor(a!) direction, Tensor param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor "
-    "step, float beta1, "
-    "float beta2, float eps, float weight_decay, bool maximize, Tensor? finite) -> ()",
+    "step, float beta1, float beta2, float eps, float weight_decay, bool maximize, Tensor? finite) -> ()",
     _lamb_device_, nothing,
 )  # fmt: skip

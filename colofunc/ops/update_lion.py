@@ -124,13 +124,11 @@ lion, lion_ = define_update(
 )  # fmt: skip
 lion_host_ = define(
     "lion_host_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, float lr, float beta1, float beta2, float "
-    "weight_decay, "
-    "bool maximize) -> ()",
+    "weight_decay, bool maximize) -> ()",
     _lion_host_, nothing,
 )  # fmt: skip
 lion_device_ = define(
     "lion_device_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor lr, float beta1, float beta2, float "
-    "weight_decay, "
-    "bool maximize, Tensor? finite) -> ()",
+    "weight_decay, bool maximize, Tensor? finite) -> ()",
     _lion_device_, nothing,
 )  # fmt: skip

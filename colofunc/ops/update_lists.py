@@ -51,14 +51,19 @@ def _each(
     if fused is not None and all(map(_is_contiguous, chain.from_iterable(columns))):
         fused(*columns)
         return
-    taken: set[int] = set()
+    # Positions of the parameters that `fused` takes, in their order.
+    taken: dict[int, None] = {}
     if fused is not None:
-        rows = enumerate(zip(*columns, strict=True))
-        taken = {k for k, tensors in rows if all(map(_is_contiguous, tensors)) or fusable(*tensors)}
+        for position, tensors in enumerate(zip(*columns, strict=True)):
+            if all(map(_is_contiguous, tensors)) or fusable(*tensors):
+                taken[position] = None
         if taken:
-            fused(*([column[k] for k in sorted(taken)] for column in columns))
-    for k, operands in enumerate(zip(*lists, strict=True)):
-        if k not in taken:
+            parts: list[list[Tensor]] = []
+            for column in columns:
+                parts.append([column[position] for position in taken])
+            fused(*parts)
+    for position, operands in enumerate(zip(*lists, strict=True)):
+        if position not in taken:
             single(*operands)
 
 
@@ -70,7 +75,7 @@ def adamw_all_(
     """`colofunc.adamw_` of many parameters of one dtype on one device."""
     options = beta1, beta2, eps, weight_decay, decoupled
     # Large parameters have a kernel of their own, whose numbers are other ones in the last bits.
-    alone = [not amsgrad and adamw_asks_kernel(p, g) for p, g in zip(params, grads, strict=True)]
+    alone = [not amsgrad and adamw_asks_kernel(param, grad) for param, grad in zip(params, grads, strict=True)]
     if any(alone):
         rows = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
         for row in compress(rows, alone):

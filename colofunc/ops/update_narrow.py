@@ -72,8 +72,9 @@ def asks_kernel(param: Tensor, grad: Tensor) -> bool:
 
 
 def adamw_asks_kernel(param: Tensor, grad: Tensor) -> bool:
-    """The same for AdamW, whose kernel gains with large float32 gradients, too; SGD's does not below tens of millions
-    of elements.
+    """The same for AdamW, whose kernel gains with large float32 gradients, too.
+
+    SGD's does not below tens of millions of elements.
     """
     if grad.dtype not in HOST_GRADS or not param.is_cpu or (grad.dtype == torch.float32 and param.numel() < WIDE_FROM):
         return False
@@ -177,13 +178,11 @@ def _taken(*args: object, **kwargs: object) -> bool:
 
 adamw_host_ = define(
     "adamw_host_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, "
-    "float beta1, "
-    "float beta2, float eps, float weight_decay, bool decoupled, bool maximize, Tensor? finite) -> bool",
+    "float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize, Tensor? finite) -> bool",
     _adamw, _taken,
 )  # fmt: skip
 sgd_host_ = define(
     "sgd_host_(Tensor(a!) param, Tensor grad, Tensor(b!)? buffer, Tensor lr, float momentum, float weight_decay, bool "
-    "nesterov, "
-    "bool maximize, Tensor? finite) -> bool",
+    "nesterov, bool maximize, Tensor? finite) -> bool",
     _sgd, _taken,
 )  # fmt: skip

@@ -43,7 +43,7 @@ from colofunc import compat
 from colofunc.ops.define import define_update
 from colofunc.ops.indices import index_of
 from colofunc.ops.rounding import PARAM_DRAW, rounded, words_of
-from colofunc.ops.update_fused import beside
+from colofunc.ops.update_numbers import corrections, is_skipped, on_device
 
 BLOCK = 128
 """At most so many elements share a scale, which is 8.25 bits an element. Rows of most models are cut into blocks of
@@ -67,8 +67,10 @@ def code_dtype(signed: bool) -> torch.dtype:
 
 @attrs.frozen
 class Blocks:
-    """How a shape is cut: dim `dim` in `count` pieces, each of which is a block with all dims behind it. `size`: its
-    elements."""
+    """How a shape is cut: dim `dim` in `count` pieces, each of which is a block with all dims behind it.
+
+    `size`: its elements.
+    """
 
     dim: int
     count: int
@@ -115,8 +117,9 @@ def _shares(signed: bool) -> list[float]:
 
 @attrs.frozen(eq=False)
 class _Code:
-    """Tables of a code in one dtype. The float of a share is cut behind 7 bits of its mantissa, which is finer than any
-    two levels lie.
+    """Tables of a code in one dtype.
+
+    The float of a share is cut behind 7 bits of its mantissa, which is finer than any two levels lie.
 
     `shares`: what codes stand for, from the least on. `code`: that of the level at or below the first share with these
     bits. `next`: the level above it, so that the level at or below a share with these bits is this one or that.
@@ -186,8 +189,9 @@ def pack(numbers: Tensor, signed: bool, dtype: torch.dtype, upward: float | Tens
 
 
 def dither(step: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Where numbers of a block are rounded up at a step, (size,): over steps, each part of a way between levels as
-    often as any other.
+    """Where numbers of a block are rounded up at a step, (size,).
+
+    Over steps it is each part of a way between levels as often as any other.
 
     Note [Dither]: the square's moment moves by a thousandth of itself at a step, and levels lie further apart than
     that: rounded to the nearest one it would never move. Here a number is rounded up as often as it is near to the
@@ -223,18 +227,12 @@ def _adamw8_(
     offset: Tensor | None = None,
 ) -> None:  # fmt: skip
     count = exp_avg_scale.numel()
-    if not count:
+    if not count or is_skipped(finite):
         return
-    if finite is not None and finite.device.type == "cpu":
-        if not bool(finite):
-            return
-        finite = None
     with compat.no_function_modes():
         wide = torch.promote_types(param.dtype, torch.float32)
-        times, rate = beside(step, param).to(torch.float64), beside(lr, param).to(torch.float64)
-        first = (rate / (1 - beta1**times)).to(wide)
-        root = (1 - beta2**times).sqrt().to(wide)
-        keep = (1 - rate * weight_decay).to(wide)
+        finite = on_device(finite, param)
+        times, first, root, keep = corrections(step, lr, param, beta1, beta2, weight_decay, wide)
         written = [param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale]
         # A shard may lie in another order than its elements are counted in.
         rows = [x.contiguous().view(count, -1) for x in written]
@@ -246,7 +244,8 @@ def _adamw8_(
         for begin in range(0, count, at_once):
             p, m, m_scale, v, v_scale = (x[begin : begin + at_once] for x in rows)
             g = grads[begin : begin + at_once].to(wide)
-            g = -g if maximize else g
+            if maximize:
+                g = -g
             new = p.to(wide)
             if weight_decay != 0.0 and decoupled:
                 new = new * keep
@@ -261,7 +260,7 @@ def _adamw8_(
                 new = rounded(new, words.view(new.shape), PARAM_DRAW)
             for old, x in zip((p, m, m_scale, v, v_scale), (new, *codes), strict=True):
                 x = x.view(old.shape).to(old.dtype)
-                old.copy_(x if finite is None else torch.where(beside(finite, param), x, old))
+                old.copy_(x if finite is None else torch.where(finite, x, old))
         for x, flat in zip(written, rows, strict=True):
             if not x.is_contiguous():
                 x.copy_(flat.view(x.shape))
@@ -270,8 +269,7 @@ def _adamw8_(
 adamw8, adamw8_ = define_update(
     "adamw8_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_scale, Tensor(d!) exp_avg_sq, "
     "Tensor(e!) exp_avg_sq_scale, Tensor step, Tensor lr, float beta1, float beta2, float eps, float weight_decay, "
-    "bool decoupled, "
-    "bool maximize=False, Tensor? finite=None, int? site=None, int[] sizes=[], int[] strides=[], Tensor? offset=None) "
-    "-> ()",
+    "bool decoupled, bool maximize=False, Tensor? finite=None, int? site=None, int[] sizes=[], int[] strides=[], "
+    "Tensor? offset=None) -> ()",
     _adamw8_,
 )  # fmt: skip

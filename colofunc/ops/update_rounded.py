@@ -22,7 +22,7 @@ from colofunc.errors import InputError
 from colofunc.ops.define import define_update
 from colofunc.ops.indices import index_of
 from colofunc.ops.rounding import DEVICE_TILE, HOST_TILE, PARAM_DRAW, rounded, words_of
-from colofunc.ops.update_fused import beside
+from colofunc.ops.update_numbers import corrections, is_skipped, on_device
 
 ROUNDED = (torch.bfloat16,)
 """Dtypes of parameters that are rounded so."""
@@ -35,18 +35,12 @@ def _adamw_rounded_(
     weight_decay: float, decoupled: bool, maximize: bool, finite: Tensor | None, site: int, sizes: Sequence[int] = (),
     strides: Sequence[int] = (), offset: Tensor | None = None,
 ) -> None:  # fmt: skip
-    if not param.numel():
+    if not param.numel() or is_skipped(finite):
         return
-    if finite is not None and finite.device.type == "cpu":
-        if not bool(finite):
-            return
-        finite = None
     with compat.no_function_modes():
         wide = torch.float32
-        times, rate = beside(step, param).to(torch.float64), beside(lr, param).to(torch.float64)
-        first = (rate / (1 - beta1**times)).to(wide)
-        root = (1 - beta2**times).sqrt().to(wide)
-        keep = (1 - rate * weight_decay).to(wide)
+        finite = on_device(finite, param)
+        times, first, root, keep = corrections(step, lr, param, beta1, beta2, weight_decay, wide)
         written = [param, exp_avg, exp_avg_sq]
         # A shard may lie in another order than its elements are counted in.
         flat = [x.contiguous().view(-1) for x in written]
@@ -58,7 +52,8 @@ def _adamw_rounded_(
             parts = [x[begin:end] for x in flat]
             new, mean, square = (x.to(wide) for x in parts)
             g = grads[begin:end].to(wide)
-            g = -g if maximize else g
+            if maximize:
+                g = -g
             if weight_decay != 0.0 and decoupled:
                 new = new * keep
             elif weight_decay != 0.0:
@@ -69,7 +64,7 @@ def _adamw_rounded_(
             words = words_of(index, begin, end, seed, site)
             for old, x, draw in zip(parts, (new, mean, square), (PARAM_DRAW, *MOMENT_DRAWS), strict=True):
                 x = rounded(x, words, draw)
-                old.copy_(x if finite is None else torch.where(beside(finite, param), x, old))
+                old.copy_(x if finite is None else torch.where(finite, x, old))
         for x, part in zip(written, flat, strict=True):
             if not x.is_contiguous():
                 x.copy_(part.view(x.shape))
@@ -90,9 +85,7 @@ def _fake_(
 
 adamw_rounded, adamw_rounded_ = define_update(
     "adamw_rounded_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, Tensor lr, "
-    "float beta1, "
-    "float beta2, float eps, float weight_decay, bool decoupled, bool maximize, Tensor? finite, int site, int[] "
-    "sizes=[], "
-    "int[] strides=[], Tensor? offset=None) -> ()",
+    "float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize, Tensor? finite, int "
+    "site, int[] sizes=[], int[] strides=[], Tensor? offset=None) -> ()",
     _adamw_rounded_, _fake_,
 )  # fmt: skip

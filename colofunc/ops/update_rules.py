@@ -154,30 +154,37 @@ def _update_(
     options: Sequence[float], finite: Tensor | None = None,
 ) -> None:  # fmt: skip
     rules = KINDS[kind]
-    o = _named(rules, options)
+    named = _named(rules, options)
     wide = torch.promote_types(param.dtype, torch.float32)
-    p, g = param.to(wide), grad.to(wide)
-    count, rate = (number.to(param.device, torch.float64) for number in (step, lr))
-    finite = None if finite is None else finite.to(param.device)
-    g = -g if o["maximize"] else g
-    if o.get("weight_decay", 0.0):
-        p, g = (
-            (p * (1 - rate * o["weight_decay"]), g)
-            if o.get("decoupled_weight_decay")
-            else (p, g + o["weight_decay"] * p)
-        )
+    wide_param, wide_grad = param.to(wide), grad.to(wide)
+    count, rate = step.to(param.device, torch.float64), lr.to(param.device, torch.float64)
+    if finite is not None:
+        finite = finite.to(param.device)
+    if named["maximize"]:
+        wide_grad = -wide_grad
+    decay = named.get("weight_decay", 0.0)
+    if decay and named.get("decoupled_weight_decay"):
+        wide_param = wide_param * (1 - rate * decay)
+    elif decay:
+        wide_grad = wide_grad + decay * wide_param
     states = (a, b, c)[: len(rules.states)]
-    # A state that these options do not use stands in as it would be if it had never been written.
-    held = [param.new_zeros((), dtype=wide) if s is None else s if s.dim() == 0 else s.to(wide) for s in states]
-    new, made = rules.rule(p, g, tuple(held), count, rate, o)
-    for old, x in zip((param, *states), (new, *made), strict=True):
+    held = [_held(state, param, wide) for state in states]
+    new_param, new_states = rules.rule(wide_param, wide_grad, tuple(held), count, rate, named)
+    for old, new in zip((param, *states), (new_param, *new_states), strict=True):
         if old is not None:  # a step that is skipped leaves everything as it was
-            old.copy_(x if finite is None else torch.where(finite, x.to(old.dtype), old))
+            old.copy_(new if finite is None else torch.where(finite, new.to(old.dtype), old))
+
+
+def _held(state: Tensor | None, param: Tensor, wide: torch.dtype) -> Tensor:
+    """A state as a rule reads it."""
+    if state is None:
+        # One that these options do not use stands in as it would be if it had never been written.
+        return param.new_zeros((), dtype=wide)
+    return state if state.dim() == 0 else state.to(wide)
 
 
 update, update_ = define_update(
-    "update_(str kind, Tensor(a!) param, Tensor grad, Tensor(b!)? a, Tensor(c!)? b, Tensor(d!)? c, Tensor step, Tensor "
-    "lr, "
-    "float[] options, Tensor? finite=None) -> ()",
+    "update_(str kind, Tensor(a!) param, Tensor grad, Tensor(b!)? a, Tensor(c!)? b, Tensor(d!)? c, Tensor step, "
+    "Tensor lr, float[] options, Tensor? finite=None) -> ()",
     _update_,
 )  # fmt: skip

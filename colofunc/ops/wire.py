@@ -84,8 +84,9 @@ class Scheme:
         return groups * (self.group * self.form.bits // 8 + SCALE_BYTES)
 
     def bound(self, x: Tensor) -> Tensor:
-        """What each number of a message, x: (m,), is off by at most when it arrives; infinity in a group that is not
-        finite.
+        """What each number of a message, x: (m,), is off by at most when it arrives.
+
+        Infinity in a group that is not finite.
         """
         groups = _in_groups(x.reshape(1, -1), self.group)
         largest = groups.abs().amax(2, keepdim=True)
@@ -111,13 +112,12 @@ def scheme_of(name: object) -> Scheme:
         if form is not None:
             raise InputError(
                 f"cf.quantize(wire={name!r}): {group} numbers cannot share a scale. Try: a multiple of {LEAST_GROUP} "
-                "up to "
-                f"{LARGEST_GROUP}, such as {form.name}-g{form.group}"
+                f"up to {LARGEST_GROUP}, such as {form.name}-g{form.group}"
             )
     raise InputError(
         f"cf.quantize(wire={name!r}): there is no way to send gradients of that "
-        f"name{near(str(name), FORMS, 'schemes')}, with the numbers "
-        "that share a scale behind it if you like: 'int8-g128'"
+        f"name{near(str(name), FORMS, 'schemes')}, with the numbers that share a scale behind it if you like: "
+        "'int8-g128'"
     )
 
 

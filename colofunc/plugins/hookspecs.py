@@ -169,8 +169,6 @@ def colofunc_topologies() -> Mapping[str, Any]:
 
 
 HOOKS = (
-    "colofunc_rules colofunc_strategies colofunc_plans colofunc_memory_policies "
-    "colofunc_schedules colofunc_kernels colofunc_passes colofunc_transforms colofunc_quantizers "
-    "colofunc_packed_layouts "
-    "colofunc_topologies"
+    "colofunc_rules colofunc_strategies colofunc_plans colofunc_memory_policies colofunc_schedules colofunc_kernels "
+    "colofunc_passes colofunc_transforms colofunc_quantizers colofunc_packed_layouts colofunc_topologies"
 ).split()

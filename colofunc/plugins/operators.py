@@ -125,16 +125,23 @@ def operator(
         defined, listed, library = _defined_before(name, reference, schema) or _defined(name, schema, space)
         DEFINED[name] = attrs.evolve(defined, product=mults)
         plain = _by_position(reference, signature)
-        kernel, fake, save = _kernel(plain), _fake(name, plain), _save(backward is not None)
-        KERNELS[name] = kernel
         REGISTERED.pop(name, None)
         if callable(rule_fn):
             REGISTERED[name] = rule_fn
-        pull = _gradient(name, plain, backward)
-        registered = PluginOperator(
-            name, reference, signature, schema, defined, listed, library, kernel, fake, save, pull
+        OPERATORS[name] = registered = PluginOperator(
+            name=name,
+            reference=reference,
+            signature=signature,
+            schema=schema,
+            defined=defined,
+            listed=listed,
+            library=library,
+            kernel=_kernel(plain),
+            fake=_fake(name, plain),
+            save=_save(backward is not None),
+            pull=_gradient(name, plain, backward),
         )
-        OPERATORS[name] = registered
+        KERNELS[name] = registered.kernel
         return registered
 
     return register
@@ -185,8 +192,7 @@ def _defined_before(name: str, reference: Reference, schema: str) -> Defined | N
         if not compat.undefine(before.library):
             raise PluginError(
                 f"cf.operator: {name!r} is registered already in this process as {before.schema}, and this torch keeps "
-                "it so. "
-                "Try: the same arguments, another name, or a new process"
+                "it so. Try: the same arguments, another name, or a new process"
             )
         forget_targets()
         return None
@@ -203,7 +209,9 @@ def _source(reference: Reference) -> str:
 
 
 def _signature(name: str, reference: Reference) -> inspect.Signature:
-    """The reference's. Raises PluginError for kinds of arguments, and an order of them, that an operator cannot have.
+    """The reference's.
+
+    Raises PluginError for kinds of arguments, and an order of them, that an operator cannot have.
     """
     signature = inspect.signature(reference)
     for parameter in signature.parameters.values():
@@ -221,20 +229,25 @@ def _signature(name: str, reference: Reference) -> inspect.Signature:
 
 def _by_position(reference: Reference, signature: inspect.Signature) -> Reference:
     """The reference, called with all arguments by position; the operator itself has no keyword-only ones."""
-    named = [parameter.name for parameter in signature.parameters.values() if parameter.kind is parameter.KEYWORD_ONLY]
-    first = len(signature.parameters) - len(named)
+    named: list[str] = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            named.append(parameter.name)
     if not named:
         return reference
+    first = len(signature.parameters) - len(named)
 
     def plain(*args: Any) -> Any:
-        return reference(*args[:first], **dict(zip(named, args[first:], strict=False)))  # torch leaves defaults out
+        keywords = dict(zip(named, args[first:], strict=False))  # torch leaves defaults out
+        return reference(*args[:first], **keywords)
 
     return plain
 
 
 def _schema(name: str, short: str, reference: Reference) -> str:
-    """The schema that torch infers from the annotations, with all arguments by position:
-    `gated(Tensor x, Tensor gate) -> Tensor`.
+    """The schema that torch infers from the annotations, with all arguments by position.
+
+    For instance `gated(Tensor x, Tensor gate) -> Tensor`.
     """
     try:
         inferred = torch.library.infer_schema(reference, mutates_args=())
@@ -368,7 +381,9 @@ def _gradient(name: str, reference: Reference, backward: Backward | None) -> Cal
             given = backward(inputs, outputs[0], grads[0])
         else:
             given = backward(inputs, ctx.form(outputs), ctx.form(grads))
-        of_tensors = _of_each(name, inputs, ctx.lengths, given if isinstance(given, tuple) else (given,))
+        if not isinstance(given, tuple):
+            given = (given,)
+        of_tensors = _of_each(name, inputs, ctx.lengths, given)
         of_items: list[Any] = [None] * len(items)
         for position, grad in zip(ctx.tensors, of_tensors, strict=True):
             of_items[position] = grad

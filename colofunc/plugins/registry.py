@@ -120,9 +120,12 @@ def build_registry(plugins: tuple[Any, ...] = (), installed: bool = True) -> Reg
 
 def bringing(plans: Sequence[Any]) -> tuple[Any, ...]:
     """The plans that are plugins themselves: with hooks as methods, for what only their own axes need."""
-    single = [p for plan in plans for p in (plan if isinstance(plan, (list, tuple)) else (plan,))]
-    marked = [p for p in single if any(callable(getattr(type(p), hook, None)) for hook in hookspecs.HOOKS)]
-    return tuple(dict.fromkeys(marked))
+    found: dict[Any, None] = {}
+    for given in plans:
+        for plan in given if isinstance(given, (list, tuple)) else (given,):
+            if any(callable(getattr(type(plan), hook, None)) for hook in hookspecs.HOOKS):
+                found[plan] = None
+    return tuple(found)
 
 
 def topology(name: str, plugins: tuple[Any, ...] = ()) -> Topology:

@@ -25,7 +25,7 @@ class Aliases:
             group = self.group(id)
             if at < len(program.nodes):
                 self._last[group] = max(self._last.get(group, -1), at)
-        self._outputs = {self.group(o) for o in program.outputs}
+        self._outputs = {self.group(out) for out in program.outputs}
 
     def group(self, id: int) -> int:
         """The first value of the memory that `id` may lie in."""

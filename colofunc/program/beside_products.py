@@ -81,6 +81,6 @@ def _products(node: Node, program: Program, behind: bool) -> list[Node]:
 
 def _neighbours(node: Node, program: Program, behind: bool) -> list[Node]:
     if not behind:
-        return [program.makers[i] for i in node.refs if i in program.makers]
+        return [program.makers[ref] for ref in node.refs if ref in program.makers]
     readers: Mapping[int, tuple[int, ...]] = program.readers
-    return [program.nodes[k] for i in node.results for k in readers.get(i, ())]
+    return [program.nodes[k] for out in node.results for k in readers.get(out, ())]

@@ -35,6 +35,8 @@ from colofunc.spec.layout import at_text, covers
 
 STAGES = ("global", "local", "inplace")
 NEIGHBOURS = 3
+MOST_CALLS = 100_000
+"""Calls whose result types are kept."""
 
 
 @attrs.frozen
@@ -108,17 +110,18 @@ def _check_outputs(program: Program, defined: set[int], scope: _Scope) -> None:
     for out, into in program.aliases:
         if not (0 <= out < len(program.outputs) and 0 <= into < len(program.inputs)):
             raise ProgramError(f"alias ({out}, {into}) points outside of the outputs or inputs")
-        mine, theirs = program.values[program.outputs[out]], program.values[program.inputs[into]]
-        if (mine.shape, mine.dtype, mine.layout) != (theirs.shape, theirs.dtype, theirs.layout):
+        new, old = program.values[program.outputs[out]], program.values[program.inputs[into]]
+        if (new.shape, new.dtype, new.layout) != (old.shape, old.dtype, old.layout):
             raise ProgramError(
-                f"output {out} ({type_text(mine)}) cannot be updated in place of input {into} ({type_text(theirs)})"
+                f"output {out} ({type_text(new)}) cannot be updated in place of input {into} ({type_text(old)})"
             )
 
 
 def _unlaid_problem(program: Program, vid: int, scope: _Scope) -> str:
     """What is wrong with an input or output that has no layout, "" where it has one or needs none."""
-    needs = program.stage != "global" and not scope.inside
-    return f"%{vid} has no layout in a {program.stage} program" if needs and program.values[vid].layout is None else ""
+    if program.stage == "global" or scope.inside or program.values[vid].layout is not None:
+        return ""
+    return f"%{vid} has no layout in a {program.stage} program"
 
 
 def _value_problem(program: Program, value: Value, scope: _Scope) -> str:
@@ -132,7 +135,8 @@ def _value_problem(program: Program, value: Value, scope: _Scope) -> str:
         said = f"its layout {layout.text()!r} of {layout.shape} gives {layout.local_shape}"
         return f"%{value.id} has shape {value.shape}, {said}"
     if scope.axes is not None:
-        for axis in (*layout.axes, *(a for a, _ in layout.pending), *(layout.at or ())[:1]):
+        pending = [axis for axis, _ in layout.pending]
+        for axis in (*layout.axes, *pending, *(layout.at or ())[:1]):
             if axis.split("[")[0] not in scope.axes:
                 return f"%{value.id} is laid out over axis {axis!r}, which the mesh does not have"
     return ""
@@ -155,7 +159,7 @@ def _node_problem(program: Program, node: Node, defined: set[int], scope: _Scope
     problem = _own_problem(program, node, scope)
     if not problem and node.loop is None:
         # the node, too, so that its id stays its own
-        scope.known[key] = node, tuple(values[i] for i in (*node.refs, *node.results))
+        scope.known[key] = node, tuple(values[id] for id in (*node.refs, *node.results))
     return problem
 
 
@@ -188,11 +192,13 @@ def _place_problem(program: Program, node: Node, scope: _Scope) -> str:
     for ref in node.refs:
         layout = program.values[ref].layout
         if layout is not None and not covers(layout.at, reads):
-            return f"%{ref} lies as {layout.text()!r}, and {node.target} is to read it {at_text(reads) if reads else 'on all ranks'}"
+            where = at_text(reads) if reads else "on all ranks"
+            return f"%{ref} lies as {layout.text()!r}, and {node.target} is to read it {where}"
     for out in node.results:
         layout = program.values[out].layout if out in program.values else None
         if layout is not None and not covers(makes, layout.at):
-            return f"%{out} lies as {layout.text()!r}, and {node.target} makes it {at_text(makes) if makes else 'on all ranks'} only"
+            where = at_text(makes) if makes else "on all ranks"
+            return f"%{out} lies as {layout.text()!r}, and {node.target} makes it {where} only"
     return ""
 
 
@@ -200,7 +206,10 @@ def _loop_problem(program: Program, node: Node, loop: Loop, scope: _Scope) -> st
     """What is wrong with a loop: its body, what goes in, what is gathered."""
     body = loop.body
     if loop.trips < 1 or body.stage != program.stage or body.constants or body.aliases:
-        return f"a loop of {loop.trips} trips with a body of stage {body.stage!r} stands in a program of stage {program.stage!r}"
+        return (
+            f"a loop of {loop.trips} trips with a body of stage {body.stage!r} stands in a program of stage "
+            f"{program.stage!r}"
+        )
     if len(node.refs) != len(body.inputs) or not len(node.outs) == len(body.outputs) == len(loop.gathers):
         return "a loop passes other values in or out than its body takes and gives"
     for ref, into in zip(node.refs, body.inputs, strict=True):
@@ -210,10 +219,10 @@ def _loop_problem(program: Program, node: Node, loop: Loop, scope: _Scope) -> st
     for out, made, how in zip(node.outs, body.outputs, loop.gathers, strict=True):
         if out is None or how not in GATHERS:
             return f"a loop gathers a value as {how!r}"
-        mine, theirs = program.values[out], body.values[made]
-        shape = (loop.trips, *theirs.shape) if how == "stack" else theirs.shape
-        if (mine.shape, mine.dtype) != (shape, theirs.dtype):
-            return f"%{out} is {type_text(mine)}, the loop's {how} gives {theirs.dtype} {shape}"
+        gathered, each = program.values[out], body.values[made]
+        shape = (loop.trips, *each.shape) if how == "stack" else each.shape
+        if (gathered.shape, gathered.dtype) != (shape, each.dtype):
+            return f"%{out} is {type_text(gathered)}, the loop's {how} gives {each.dtype} {shape}"
     problem = _timetable_problem(loop, scope)
     if problem:
         return problem
@@ -236,9 +245,11 @@ def _timetable_problem(loop: Loop, scope: _Scope) -> str:
         return f"a loop has {len(timetable.parts)} parts that end at {timetable.ends}"
     if timetable.ends and timetable.ends[-1] != len(loop.body.nodes):
         return f"the parts of a loop end at node {timetable.ends[-1]} of {len(loop.body.nodes)}"
-    for action in (action for row in timetable.table.rows for action in row):
-        if action.microbatch >= loop.trips or (timetable.parts and (action.stage, action.kind) not in timetable.parts):
-            return f"a loop of {loop.trips} trips has no {action}"
+    for row in timetable.table.rows:
+        for action in row:
+            no_part = timetable.parts and (action.stage, action.kind) not in timetable.parts
+            if no_part or action.microbatch >= loop.trips:
+                return f"a loop of {loop.trips} trips has no {action}"
     return ""
 
 
@@ -306,11 +317,12 @@ def node_types(node: Node, values: Any) -> list[Meta | None]:
     for name, arg in node.kwargs:
         key.append(name)
         collect(arg)
-    found = _FOUND.get(full := tuple(key))
+    call = tuple(key)
+    found = _FOUND.get(call)
     if found is None:
-        if len(_FOUND) > 100_000:
+        if len(_FOUND) > MOST_CALLS:
             _FOUND.clear()
-        found = _FOUND[full] = _types(full, node, metas)
+        found = _FOUND[call] = _types(call, node, metas)
     return found
 
 
@@ -323,25 +335,27 @@ def _types(key: Any, node: Node, metas: list[Meta]) -> list[Meta | None]:
     # Tensors without data are ten times as fast as fake ones; where they do not serve, fake ones decide.
     func = resolve(node.target)
     check_dtypes(func, metas)
-    operands = [torch.empty_strided(m.shape, m.strides, dtype=m.dtype, device="meta") for m in metas]
+    operands = [torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device="meta") for meta in metas]
     try:
         if not metas:
             raise NotImplementedError("a factory names its device")
         out = called(func, node.args, node.kwargs, operands)
     except Exception:
         results = remembered(key, func, node.args, node.kwargs, metas)
-        return [None if i is None else results.metas[i] for i in slots(results.form)]
+        return [None if slot is None else results.metas[slot] for slot in slots(results.form)]
     return [] if out is None else [_meta(x) for x in _flat(out)]
 
 
 def _fake_types(node: Node, values: Any) -> list[Meta | None]:
     metas = [contiguous(values[ref].shape, values[ref].dtype) for ref in node.refs]
     results = infer(resolve(node.target), node.args, node.kwargs, metas)
-    return [None if i is None else results.metas[i] for i in slots(results.form)]
+    return [None if slot is None else results.metas[slot] for slot in slots(results.form)]
 
 
 def _flat(out: Any) -> list[Any]:
-    return [x for part in out for x in _flat(part)] if isinstance(out, (tuple, list)) else [out]
+    if isinstance(out, (tuple, list)):
+        return [x for part in out for x in _flat(part)]
+    return [out]
 
 
 def _meta(x: Any) -> Meta | None:
@@ -351,7 +365,7 @@ def _meta(x: Any) -> Meta | None:
 def _around(program: Program, index: int) -> str:
     """The offending node between its neighbours."""
     lines = []
-    for k in range(max(0, index - NEIGHBOURS), min(len(program.nodes), index + NEIGHBOURS + 1)):
-        mark = "-->" if k == index else "   "
-        lines.append(f"{mark} {node_text(program.nodes[k], program.values)}")
+    for position in range(max(0, index - NEIGHBOURS), min(len(program.nodes), index + NEIGHBOURS + 1)):
+        mark = "-->" if position == index else "   "
+        lines.append(f"{mark} {node_text(program.nodes[position], program.values)}")
     return "\n".join(lines)

@@ -81,21 +81,25 @@ def collective_of(node: Node, values: Mapping[int, Value]) -> tuple[str, tuple[s
     if kind is None:
         return None
     axes = tuple(node.args[1])
-    n = int(node.args[2])
+    size = int(node.args[2])
     if kind == "all_to_all" and len(node.args) > 3:  # of the rows that are expected to travel
-        value, expected = values[node.refs[0]], node.args[4] if len(node.args) > 4 else 0
-        return kind, axes, n, value.nbytes // max(1, value.shape[1]) * expected
-    nbytes = sum(values[i].nbytes for i in node.refs)
+        value = values[node.refs[0]]
+        expected = node.args[4] if len(node.args) > 4 else 0
+        return kind, axes, size, value.nbytes // max(1, value.shape[1]) * expected
+    nbytes = sum(values[ref].nbytes for ref in node.refs)
     if kind == "send":
         nbytes *= sum(target != node.args[3] for target in node.args[4])  # one after the other
-    return kind, axes, n, nbytes * n if kind == "all_gather" else nbytes
+    if kind == "all_gather":
+        nbytes *= size
+    return kind, axes, size, nbytes
 
 
 def _wired_s(node: Node, mesh: Mesh, kind: str, axes: tuple[str, ...], full_bytes: int) -> float:
     """Seconds of a collective; a permute's are those of its table."""
     if not full_bytes:
         return 0.0  # nobody sends nothing
-    return mesh.collective_s(kind, full_bytes, axes, tuple(node.args[3]) if kind == "permute" else ())
+    table = tuple(node.args[3]) if kind == "permute" else ()
+    return mesh.collective_s(kind, full_bytes, axes, table)
 
 
 @cache
@@ -114,21 +118,23 @@ def program_cost(program: Program, mesh: Mesh, rule_of: RuleOf) -> CostReport:
     for node in program.nodes:
         if node.loop is not None:
             inner, trips = program_cost(node.loop.body, mesh, rule_of), node.loop.trips
-            nbytes.update({key: n * trips for key, n in inner.bytes.items()})
-            calls.update({key: n * trips for key, n in inner.calls.items()})
-            compute_s, communication_s = (
-                compute_s + inner.compute_s * trips,
-                communication_s + inner.communication_s * trips,
-            )
-            flops, memory = flops + inner.flops * trips, memory + inner.memory_bytes * trips
+            nbytes.update({key: count * trips for key, count in inner.bytes.items()})
+            calls.update({key: count * trips for key, count in inner.calls.items()})
+            compute_s += inner.compute_s * trips
+            communication_s += inner.communication_s * trips
+            flops += inner.flops * trips
+            memory += inner.memory_bytes * trips
             continue
         collective = collective_of(node, program.values)
         if collective is not None:
-            kind, axes, n, full = collective
+            kind, axes, size, full_bytes = collective
             key = (kind, ",".join(axes))
-            nbytes[key] += wire_bytes(kind, full, n)
+            nbytes[key] += wire_bytes(kind, full_bytes, size)
             calls[key] += 1
-            communication_s += _wired_s(node, mesh, kind, axes, full) if node.kernel is None else node.kernel.seconds
+            if node.kernel is None:
+                communication_s += _wired_s(node, mesh, kind, axes, full_bytes)
+            else:
+                communication_s += node.kernel.seconds
             continue
         work, moved, dtype = node_work(node, program.values, rule_of)
         flops += work
@@ -151,8 +157,8 @@ def node_s(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf)
     if sort == WIRED:
         collective = collective_of(node, values)
         assert collective is not None, "an operator that is wired has a collective"
-        kind, axes, _, full = collective
-        return _wired_s(node, mesh, kind, axes, full)
+        kind, axes, _, full_bytes = collective
+        return _wired_s(node, mesh, kind, axes, full_bytes)
     if sort != WORK:
         return mesh.view_s if sort == VIEW else 0.0
     known, key = _seconds_known(mesh, rule_of), _key_of(node, values)
@@ -180,7 +186,8 @@ def _kernel_s(node: Node, values: Mapping[int, Value], mesh: Mesh, work: Work) -
     flops, moved, dtype = work
     attention = mesh.topology.device.attention
     if attention and node.target in ATTENTION:
-        q, _, v = (values[i].shape for i in node.refs[ATTENTION[node.target] : ATTENTION[node.target] + 3])
+        first = ATTENTION[node.target]
+        q, v = values[node.refs[first]].shape, values[node.refs[first + 2]].shape
         is_backward = node.target == "colofunc.attention_backward"
         products = 5 if is_backward else 2
         keys = flops / max(1, products * prod(q[:3]) * (q[3] + v[3]))
@@ -200,8 +207,8 @@ def _product_times(node: Node, values: Mapping[int, Value], flops: float, tiles:
     are half its operations. So whatever the order of dims, and whatever is transposed, m, n, k and b are told by these
     four numbers. A convolution has fewer elements in its input than k by m, and counts as one product.
     """
-    sizes = sorted((prod(values[i].shape) for i in node.refs), reverse=True)[:2]
-    result = next((prod(values[i].shape) for i in node.results), 0)
+    sizes = sorted((prod(values[ref].shape) for ref in node.refs), reverse=True)[:2]
+    result = prod(values[node.results[0]].shape) if node.results else 0
     if len(sizes) < 2 or not flops or not result or 0 in sizes:
         return 1.0
     multiplied = flops / 2
@@ -228,7 +235,9 @@ def _sort_of(target: str) -> str:
         return WIRED
     if target.rsplit(".", 1)[0] in FREE:
         return VIEW
-    return UNCOUNTED if target.removeprefix("colofunc.") in LOCAL_ONLY else WORK
+    if target.removeprefix("colofunc.") in LOCAL_ONLY:
+        return UNCOUNTED
+    return WORK
 
 
 Work = tuple[float, float, str]
@@ -290,15 +299,19 @@ def _describe(args: tuple[Any, ...], values: Mapping[int, Value], key: list[Any]
 
 def _work(node: Node, values: Mapping[int, Value], rule_of: RuleOf) -> Work:
     call, _ = call_of(node, values)
-    types = [t for t in (*call.ins, *call.outs) if t is not None]
-    dtype = arithmetic_dtype([(t.dtype, prod(t.shape)) for t in types])
+    types = [each for each in (*call.ins, *call.outs) if each is not None]
+    dtype = arithmetic_dtype([(each.dtype, prod(each.shape)) for each in types])
     if _sort_of(call.target) in (VIEW, UNCOUNTED):
         return 0.0, 0.0, dtype
-    rule = rule_of(_as_function(call)) if not call.target.startswith("colofunc.all_") else None
-    biggest = max((prod(t.shape) for t in types), default=0)
-    flops = float(rule.flops) if rule is not None and rule.flops is not None else float(biggest)
-    moved = float(sum(t.nbytes for t in types))
-    return flops, moved + _written_bytes(node, values) if moved else 0.0, dtype
+    # An elementwise operator does one operation for each element of the largest tensor.
+    flops = float(max((prod(each.shape) for each in types), default=0))
+    rule = None if call.target.startswith("colofunc.all_") else rule_of(_as_function(call))
+    if rule is not None and rule.flops is not None:
+        flops = float(rule.flops)
+    moved = float(sum(each.nbytes for each in types))
+    if moved:
+        moved += _written_bytes(node, values)
+    return flops, moved, dtype
 
 
 def _as_function(call: Call) -> Call:
@@ -332,12 +345,14 @@ def _written_bytes(node: Node, values: Mapping[int, Value]) -> int:
     into = written(node)
     if not into:
         return 0
-    changed = sum(values[i].nbytes for i in into)
+    changed = sum(values[id].nbytes for id in into)
     if node.target.rsplit(".", 1)[0] in TOUCH_A_PART or node.target in TOUCH_A_PART:
-        given = sum(values[i].nbytes for i in node.refs if i not in into)
+        given = sum(values[ref].nbytes for ref in node.refs if ref not in into)
         return given - changed * (1 + len(node.results))
-    name = node.target.split(".")[1]
-    # it reads what it writes; `add_` may give it as its result, too
-    if name.endswith("_") or functional_of(node.target) is None:
-        return 0 if name.endswith("_") and node.results else changed
-    return -changed if node.results else 0  # `add.out` does not read it
+    in_place = node.target.split(".")[1].endswith("_")
+    if in_place and node.results:
+        return 0  # `add_` reads what it writes, and gives it as its result: both are counted
+    if in_place or functional_of(node.target) is None:
+        return changed
+    # `add.out` does not read what it writes.
+    return -changed if node.results else 0

@@ -77,7 +77,9 @@ def kind_of_target(target: str) -> tuple[str, bool] | None:
     if name in WIRE or name in LOCAL or name in PEERS or name in COPIES or target in (LOOP, DEBUG):
         return name, False
     base = name.removesuffix("_start")
-    return (base, True) if base != name and (base in WIRE or base in COPIES) else None
+    if base != name and (base in WIRE or base in COPIES):
+        return base, True
+    return None
 
 
 def is_wire(node: Node) -> bool:
@@ -105,10 +107,12 @@ def is_cast(node: Node) -> bool:
 
 def has_wires(program: Program) -> bool:
     """Whether a program communicates, in loops too."""
-    return any(
-        is_wire(node) or is_peer(node) or (node.loop is not None and has_wires(node.loop.body))
-        for node in program.nodes
-    )
+    for node in program.nodes:
+        if is_wire(node) or is_peer(node):
+            return True
+        if node.loop is not None and has_wires(node.loop.body):
+            return True
+    return False
 
 
 @cache
@@ -118,12 +122,16 @@ def written_arguments(target: str) -> tuple[tuple[int, str], ...]:
     A compiled segment says it in its name: "segment.3.0_2" writes to its arguments 0 and 2.
     """
     if target.startswith("segment."):
-        return tuple((int(k), "") for k in target.split(".")[2].split("_") if k)
+        positions = target.split(".")[2].split("_")
+        return tuple((int(position), "") for position in positions if position)
     kind = kind_of_target(target)
     if kind is not None and kind[0] not in COPIES:
         return ()
-    arguments = overload(target)._schema.arguments
-    return tuple((k, a.name) for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+    found: list[tuple[int, str]] = []
+    for position, argument in enumerate(overload(target)._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append((position, argument.name))
+    return tuple(found)
 
 
 def written(node: Node) -> tuple[int, ...]:
@@ -141,7 +149,7 @@ def written(node: Node) -> tuple[int, ...]:
 @cache
 def takes_device(target: str) -> bool:
     """Whether an operator has a `device` argument."""
-    return any(a.name == "device" for a in overload(target)._schema.arguments)
+    return any(argument.name == "device" for argument in overload(target)._schema.arguments)
 
 
 @cache
@@ -175,7 +183,7 @@ def _may_alias(target: str) -> bool:
     if kind is not None:
         return (kind[0] in LOCAL and kind[0] != "axis_index") or kind == ("put", True)
     schema = overload(target)._schema
-    return any(r.alias_info is not None for r in schema.returns)
+    return any(result.alias_info is not None for result in schema.returns)
 
 
 def aliasing(program: Program) -> frozenset[str]:
@@ -204,8 +212,12 @@ def _side(text: str) -> list[list[str]]:
         elif inside:
             dims[-1].append(token)
         else:
-            dims.append([] if token == "1" else [token])
-    return [[f for f in dim if f != "1"] for dim in dims]
+            dims.append([token])
+    return [_without_ones(dim) for dim in dims]
+
+
+def _without_ones(dim: list[str]) -> list[str]:
+    return [factor for factor in dim if factor != "1"]
 
 
 def sides(pattern: str) -> tuple[list[list[str]], list[list[str]]]:
@@ -216,38 +228,47 @@ def sides(pattern: str) -> tuple[list[list[str]], list[list[str]]]:
 
 @lru_cache(maxsize=1 << 14)
 def rearrange_steps(pattern: str, names: tuple[str, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> Steps:
-    """(reshape, permutation, reshape) that carry out an einops pattern on `shape`; None where a step changes nothing.
+    """(reshape, permutation, reshape) that carry out an einops pattern on `shape`.
+
+    None stands for a step that changes nothing.
     """
     left, right = sides(pattern)
     known = dict(zip(names, sizes, strict=True))
     if len(left) != len(shape):
         raise ProgramError(f"rearrange {pattern!r} has {len(left)} dims, the value has shape {shape}")
     for dim, size in zip(left, shape, strict=True):
-        unknown = [f for f in dim if f not in known]
+        unknown = [factor for factor in dim if factor not in known]
         if len(unknown) > 1:
             raise ProgramError(f"rearrange {pattern!r}: sizes of {unknown} are not given")
         if unknown:
-            known[unknown[0]] = size // max(1, prod(known[f] for f in dim if f in known))
-        if prod(known[f] for f in dim) != size:
+            known[unknown[0]] = size // max(1, _product(dim, known))
+        if _product(dim, known) != size:
             raise ProgramError(f"rearrange {pattern!r} with {known} does not fit {shape}")
-    flat_left = [f for dim in left for f in dim]
-    flat_right = [f for dim in right for f in dim]
+    flat_left = [factor for dim in left for factor in dim]
+    flat_right = [factor for dim in right for factor in dim]
     if sorted(flat_left) != sorted(flat_right):
         raise ProgramError(f"rearrange {pattern!r}: both sides need the same names")
-    split = tuple(known[f] for f in flat_left)
-    order = tuple(flat_left.index(f) for f in flat_right)
-    moved = tuple(known[f] for f in flat_right)
-    final = tuple(prod(known[f] for f in dim) for dim in right)
-    identity = order == tuple(range(len(order)))
-    if identity:
+    split = tuple(known[factor] for factor in flat_left)
+    order = tuple(flat_left.index(factor) for factor in flat_right)
+    moved = tuple(known[factor] for factor in flat_right)
+    final = tuple(_product(dim, known) for dim in right)
+    if order == tuple(range(len(order))):
+        # Nothing is permuted: one reshape does.
         return (final if final != shape else None), None, None
     return (split if split != shape else None), order, (final if final != moved else None)
 
 
+def _product(dim: list[str], sizes: Mapping[str, int]) -> int:
+    """The size of a dim by those of its factors; one that is not known counts as 1."""
+    return prod(sizes.get(factor, 1) for factor in dim)
+
+
 @computed_once
 def lifetimes(program: Program) -> Mapping[int, int]:
-    """Value id -> position of the last node that needs it, as `Program.last_uses`; a started collective needs its
-    operand until it is waited for."""
+    """Value id -> position of the last node that needs it, as `Program.last_uses`.
+
+    A started collective needs its operand until it is waited for.
+    """
     started = set(filter(is_started, program.targets))
     if not started:
         return program.last_uses

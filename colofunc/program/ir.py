@@ -70,8 +70,8 @@ class Value:
     def nbytes(self) -> int:
         """Bytes of all its elements: of the whole tensor in a global program, of one rank's part in a local one."""
         n = self.dtype.itemsize
-        for s in self.shape:
-            n *= s
+        for size in self.shape:
+            n *= size
         return n
 
 
@@ -189,8 +189,9 @@ def map_refs(tree: Any, fn: Callable[[int], Any]) -> Any:
 
 
 def reading(node: Node, names: Mapping[int, int]) -> Node:
-    """The node with other operands: value id -> the one that it reads in its place; it goes on to read those that are
-    not named.
+    """The node with other operands: value id -> the one that it reads in its place.
+
+    It goes on to read those that are not named.
     """
     args, kwargs = map_refs((node.args, node.kwargs), lambda id: Ref(names.get(id, id)))
     return attrs.evolve(node, args=args, kwargs=kwargs)
@@ -291,8 +292,9 @@ class Program:
         return self.reordered(self.nodes[k] for k in sorted(range(len(places)), key=places.__getitem__))
 
     def in_order(self) -> Program:
-        """The program itself. Raises ProgramError where a node reads, or the program returns, what no node before it
-        has made.
+        """The program itself.
+
+        Raises ProgramError where a node reads, or the program returns, what no node before it has made.
         """
         made_in_order(self.inputs, self.nodes, self.outputs)
         return self

@@ -38,15 +38,12 @@ from colofunc.program.actions import Action, linear_order
 from colofunc.program.cost import RuleOf, node_s
 from colofunc.program.facts import COPIES, WIRE, kind_of, written
 from colofunc.program.ir import Loop, Node, Part, Program, Timetable, Value
-from colofunc.program.memory_report import MemoryReport
 from colofunc.program.places import SEND, distinct_ranks, has_places, same_as
 from colofunc.program.text import target_text
 from colofunc.spec.parts import holds
 
-TRACE_MARK = "colofunc_trace"  # in files of traces, near their beginning
 Seconds = Callable[[Node, Mapping[int, Value]], float]
 LANES = ("compute", "collectives", "to device", "to host", "host", "disk")
-ROUNDING_S = 1e-9  # trips of a loop begin where one ends, up to this
 COPY_LANES = frozenset({"to device", "to host", "disk"})
 
 
@@ -67,8 +64,9 @@ class Busy(NamedTuple):
 
 @attrs.frozen
 class Lanes:
-    """`busy`: in the order of the program. `starts_s`: per position, when the device has come to it. `end_s`: when all
-    lanes are idle.
+    """`busy`: in the order of the program.
+
+    `starts_s`: per position, when the device has come to it. `end_s`: when all lanes are idle.
 
     `bodies[k]`: of the loop at position k, one trip, which begins at 0.
     """
@@ -80,7 +78,9 @@ class Lanes:
 
     def busy_s(self) -> dict[str, float]:
         """Lane -> seconds that it works; lanes that never do are left out."""
-        found = {lane: sum(b.end_s - b.start_s for b in self.busy if b.lane == lane) for lane in LANES}
+        found = dict.fromkeys(LANES, 0.0)
+        for busy in self.busy:
+            found[busy.lane] += busy.end_s - busy.start_s
         return {lane: seconds for lane, seconds in found.items() if seconds}
 
 
@@ -112,13 +112,19 @@ def _union(program: Program, mesh: Mesh, by_rank: Mapping[int, Lanes]) -> Lanes:
         here = taking_part.of(node)
         starts.append(max(by_rank[rank].starts_s[at[rank]] for rank in here))
         where[here[0], at[here[0]]] = index
-        at.update({rank: at[rank] + 1 for rank in here})
-    busy = [
-        b._replace(index=where[r, b.index]) for r, lanes in by_rank.items() for b in lanes.busy if (r, b.index) in where
-    ]
-    bodies = {where[r, k]: body for r, lanes in by_rank.items() for k, body in lanes.bodies.items() if (r, k) in where}
-    busy.sort(key=lambda b: b.index)
-    return Lanes(tuple(busy), tuple(starts), max(lanes.end_s for lanes in by_rank.values()), bodies)
+        for rank in here:
+            at[rank] += 1
+    done: list[Busy] = []
+    bodies: dict[int, Lanes] = {}
+    for rank, lanes in by_rank.items():
+        for busy in lanes.busy:
+            if (rank, busy.index) in where:
+                done.append(busy._replace(index=where[rank, busy.index]))
+        for position, body in lanes.bodies.items():
+            if (rank, position) in where:
+                bodies[where[rank, position]] = body
+    done.sort(key=lambda busy: busy.index)
+    return Lanes(tuple(done), tuple(starts), max(lanes.end_s for lanes in by_rank.values()), bodies)
 
 
 class _TakingPart:
@@ -137,9 +143,12 @@ class _TakingPart:
 
 
 def _takes_part(node: Node, mesh: Mesh, rank: int) -> bool:
+    if not holds(node.on, mesh, rank):
+        return False
     if node.target != SEND:
-        return holds(node.on, mesh, rank)
-    return holds(node.on, mesh, rank) and mesh.index(rank, node.args[1]) in (node.args[3], *node.args[4])
+        return True
+    _, axes, _, source, targets = node.args
+    return mesh.index(rank, axes) in (source, *targets)
 
 
 def _together(program: Program, mesh: Mesh, seconds: Seconds, ranks: Sequence[int]) -> dict[int, Lanes]:
@@ -152,7 +161,8 @@ def _together(program: Program, mesh: Mesh, seconds: Seconds, ranks: Sequence[in
             _, axes, _, source, targets = node.args
             sent_s = max(player.sends(node) for rank, player in here.items() if mesh.index(rank, axes) == source)
             for rank, player in here.items():
-                if mesh.index(rank, axes) in targets and mesh.index(rank, axes) != source:
+                index = mesh.index(rank, axes)
+                if index in targets and index != source:
                     player.receives(node, sent_s)
         elif node.loop is not None and node.loop.cut_by is not None:
             _by_timetable(node, node.loop, node.loop.cut_by, mesh, seconds, here)
@@ -173,9 +183,8 @@ def _by_timetable(
     """Each player does its row of the timetable."""
     index_of = {rank: mesh.index(rank, (timetable.along,)) for rank in players}
     began = {rank: player.begins(node) for rank, player in players.items()}
-    rows = rows_by_timetable(
-        loop, timetable, mesh, seconds, {index_of[rank]: start_s for rank, (_, start_s) in began.items()}
-    )
+    free_s = {index_of[rank]: start_s for rank, (_, start_s) in began.items()}
+    rows = rows_by_timetable(loop, timetable, mesh, seconds, free_s)
     for rank, player in players.items():
         position, start_s = began[rank]
         row = rows[index_of[rank]]
@@ -247,12 +256,17 @@ class PartTime:
             return self.seconds
         slower = 1 + contention * self.work_s / self.seconds  # so many times longer, while they run
         longer_s = self.seconds * slower
-        return longer_s if longer_s <= wired_s else self.seconds + wired_s * (1 - 1 / slower)
+        if longer_s <= wired_s:
+            return longer_s
+        # For `wired_s` only 1 / slower of the work is done; the rest takes what it takes alone.
+        return self.seconds + wired_s * (1 - 1 / slower)
 
     @staticmethod
     def of(body: Program, span: tuple[int, int], mesh: Mesh, seconds: Seconds) -> PartTime:
         """The part whose nodes stand between two positions."""
-        player, reads, sends = _Player(body, mesh, seconds), dict[int, None](), list[tuple[int, float]]()
+        player = _Player(body, mesh, seconds)
+        reads: dict[int, None] = {}
+        sends: list[tuple[int, float]] = []
         for node in body.nodes[slice(*span)]:
             reads |= dict.fromkeys(node.refs)
             if node.target == SEND:
@@ -267,9 +281,8 @@ class PartTime:
 class _Player:
     def __init__(self, program: Program, mesh: Mesh, seconds: Seconds) -> None:
         self.program, self.mesh, self.device_s = program, mesh, seconds
-        self.free = dict.fromkeys(
-            LANES, 0.0
-        )  # the host's: when the thread that hands work out is free; collectives are by their links
+        # Lane -> when it is free. The host's: the thread that hands work out. Collectives have their links here.
+        self.free = dict.fromkeys(LANES, 0.0)
         self.wires: dict[tuple[str, ...], tuple[str, ...]] = {}  # axes -> what has to be free
         # value -> when it may be read, where that is later than its place in the order
         self.ready: dict[int, float] = {}
@@ -333,16 +346,15 @@ class _Player:
 
     def repeats(self, node: Node, loop: Loop, trip: Lanes) -> None:
         index = self._begin()
-        self.clock = max(
-            self.clock, self._trips(index, node, loop, trip, max(self.clock, self._needs(node), self.free["host"]))
-        )
+        begin = max(self.clock, self._needs(node), self.free["host"])
+        self.clock = max(self.clock, self._trips(index, node, loop, trip, begin))
 
     def _needs(self, node: Node) -> float:
         """When all operands are there."""
         latest_s, ready = 0.0, self.ready
-        for i in node.refs:
-            if i in ready and ready[i] > latest_s:
-                latest_s = ready[i]
+        for id in node.refs:
+            if id in ready and ready[id] > latest_s:
+                latest_s = ready[id]
         return latest_s
 
     def _node(self, index: int, node: Node, clock: float) -> float:
@@ -390,7 +402,9 @@ class _Player:
         See Note [Contention with compute].
         """
         longer_s = seconds * (1 + self.contention)
-        return longer_s if longer_s <= wired_s else seconds + wired_s * self.contention / (1 + self.contention)
+        if longer_s <= wired_s:
+            return longer_s
+        return seconds + wired_s * self.contention / (1 + self.contention)
 
     def _wires(self, node: Node) -> tuple[str, ...]:
         """The links that a collective keeps to itself.
@@ -412,14 +426,15 @@ class _Player:
         return self.view_s if node.kernel is None else 0.0
 
     def _made(self, node: Node, when_s: float) -> None:
-        for i in (*written(node), *node.results):
-            self.ready[i] = when_s
+        for id in (*written(node), *node.results):
+            self.ready[id] = when_s
 
     def _trips(self, index: int, node: Node, loop: Loop, trip: Lanes, begin: float) -> float:
         self.bodies[index] = trip
-        for k in range(loop.trips):
-            now = begin + k * trip.end_s
-            self.busy += [b._replace(start_s=b.start_s + now, end_s=b.end_s + now, index=index) for b in trip.busy]
+        for number in range(loop.trips):
+            now = begin + number * trip.end_s
+            for busy in trip.busy:
+                self.busy.append(busy._replace(start_s=busy.start_s + now, end_s=busy.end_s + now, index=index))
         end = begin + loop.trips * trip.end_s
         self.free = {lane: max(free, end) for lane, free in self.free.items()}
         self._made(node, end)
@@ -434,11 +449,11 @@ class _Player:
                 return "disk"
             return "to device" if target == "device" else "to host"
         values = self.program.values
-        for i in node.refs:  # of most nodes the first says it
-            if values[i].tier != "host":
+        for id in node.refs:  # of most nodes the first says it
+            if values[id].tier != "host":
                 return "compute"
-        for i in node.results:
-            if values[i].tier != "host":
+        for id in node.results:
+            if values[id].tier != "host":
                 return "compute"
         return "host" if node.refs or node.results else "compute"
 
@@ -459,55 +474,4 @@ class _Player:
 
 def _touched(node: Node, values: Mapping[int, Value]) -> int:
     """Bytes that an elementwise operator reads and writes."""
-    return sum(values[i].nbytes for i in (*node.refs, *written(node), *node.results))
-
-
-# ---- Chrome traces (chrome://tracing, ui.perfetto.dev) ----
-
-
-def chrome_trace(played: Lanes, report: MemoryReport, words: str) -> dict[str, Any]:
-    """Events of every lane, and the bytes of each kind as counters."""
-    events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": words}}]
-    rows = _rows(played.busy)
-    drawn = sorted({*((lane, 0) for lane in LANES), *rows}, key=lambda row: (row[1], LANES.index(row[0])))
-    tids = {row: tid for tid, row in enumerate(drawn)}
-    for (lane, copy), tid in tids.items():
-        name = f"{lane} {copy + 1}" if copy else lane
-        events.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}})
-    for busy, row in zip(played.busy, rows, strict=True):
-        node = busy.node
-        where = {"module": node.path, "phase": node.phase, "line": node.line, "note": node.note, "position": busy.index}
-        events.append(
-            {"ph": "X", "pid": 0, "tid": tids[row], "name": busy.label, "cat": node.phase, "args": where}
-            | {"ts": 1e6 * busy.start_s, "dur": 1e6 * (busy.end_s - busy.start_s)}
-        )
-    for tier, kinds in report.by_kind.items():
-        held = [(kind, line) for kind, line in kinds.items() if any(line)]
-        before: tuple[int, ...] = ()
-        for k, start_s in enumerate(played.starts_s):
-            now = tuple(line[k] for _, line in held)
-            if now != before:
-                args = {kind: nbytes for (kind, _), nbytes in zip(held, now, strict=True)}
-                events.append({"ph": "C", "pid": 0, "name": f"{tier} bytes", "ts": 1e6 * start_s, "args": args})
-            before = now
-    return trace_of(events, words)
-
-
-def _rows(some: Sequence[Busy]) -> list[tuple[str, int]]:
-    """(lane, number) of the row in which each is drawn: collectives over other links run beside one another, each in a
-    row of its own.
-    """
-    rows: list[tuple[str, int]] = [("", 0)] * len(some)
-    ends: dict[str, list[float]] = {}  # lane -> when each of its rows is free
-    for k in sorted(range(len(some)), key=lambda k: some[k].start_s):
-        busy = some[k]
-        free = ends.setdefault(busy.lane, [])
-        number = next((n for n, end_s in enumerate(free) if end_s <= busy.start_s + ROUNDING_S), len(free))
-        free[number : number + 1] = [busy.end_s]
-        rows[k] = busy.lane, number
-    return rows
-
-
-def trace_of(events: list[dict[str, Any]], words: str) -> dict[str, Any]:
-    """The content of a Chrome trace, which begins with what tells ours from others'."""
-    return {"otherData": {TRACE_MARK: 1, "note": words}, "traceEvents": events, "displayTimeUnit": "ms"}
+    return sum(values[id].nbytes for id in (*node.refs, *written(node), *node.results))

@@ -299,13 +299,13 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Tensors of their own: what stands in the call may be given another value (`param.data = ...`).
     args, kwargs = pytree.tree_map_only(LazyTensor, lambda x: LazyTensor(x.source, x), (args, kwargs))
     out: list[Any] = []
-    for k, result in enumerate(flat):
+    for place, result in enumerate(flat):
         if not isinstance(result, torch.Tensor):
             out.append(result)
         elif fill:
             out.append(_filled(result, fill(*args)))
         else:
-            out.append(LazyTensor(Applied(func, args, kwargs, k), result))
+            out.append(LazyTensor(Applied(func, args, kwargs, place), result))
     return pytree.tree_unflatten(out, tree)
 
 

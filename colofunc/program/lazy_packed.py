@@ -84,10 +84,8 @@ class Stored:
             names = [repr(one.name) for one in BUILT_IN.values() if one.form == self.weight.form]
             raise InputError(
                 f"cf.quantize: {self.where} holds a weight in the format {self.weight.form!r}, and the scheme "
-                f"{quantizer.name!r} would "
-                f"round it a second time. Try: the scheme {' or '.join(names)}, which takes its numbers as they are; "
-                "cf.load(..., "
-                "device='cpu') for widened weights"
+                f"{quantizer.name!r} would round it a second time. Try: the scheme {' or '.join(names)}, which takes "
+                "its numbers as they are; cf.load(..., device='cpu') for widened weights"
             )
         return attrs.evolve(self.weight, scheme=quantizer.name, dtype=dtype)
 
@@ -137,8 +135,9 @@ SAME_NUMBERS = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
 
 @attrs.frozen(eq=False)
 class _Packing:
-    """One weight. `beside`: rows -> parts other than the numbers, which were made with these and have not been asked
-    for yet.
+    """One weight.
+
+    `beside`: rows -> parts other than the numbers, which were made with these and have not been asked for yet.
 
     `wholes`: what the scheme asks of all rows, once it is known.
     """
@@ -212,7 +211,9 @@ class _Packing:
     def _collected(
         self, name: str, like: Tensor, rows: Rows, of_rows: Callable[[int, int], Tensor | None], columns: Box = ()
     ) -> Tensor | None:
-        """Some rows of a part, of which `columns`, from blocks of the weight's rows; None where these cannot be read.
+        """Some rows of a part, of which `columns`, from blocks of the weight's rows.
+
+        None where these cannot be read.
         """
         out = torch.empty(like[(slice(*rows), *columns)].shape, dtype=like.dtype)
         whole = self._whole() if self.quantizer.asks_all_rows else None

@@ -47,8 +47,8 @@ def call_of(node: Node, values: Mapping[int, Value]) -> tuple[Call, tuple[int, .
 
     args = map_refs(node.args, operand)
     kwargs = map_refs(node.kwargs, operand)
-    ins = tuple(TensorType(values[i].shape, values[i].dtype) for i in ids)
-    outs = tuple(None if o is None else TensorType(values[o].shape, values[o].dtype) for o in node.outs)
+    ins = tuple(TensorType(values[id].shape, values[id].dtype) for id in ids)
+    outs = tuple(None if out is None else TensorType(values[out].shape, values[out].dtype) for out in node.outs)
     return Call(node.target, args, kwargs, ins, outs), tuple(ids)
 
 
@@ -75,11 +75,10 @@ class Builder:
         """The local program of all that was run, with these new ids as outputs."""
         program = self.program
         inputs = tuple(next(iter(self.copies[old].values())) for old in program.inputs)
-        constants = {
-            new: program.constants[old]
-            for new, old in zip(inputs, program.inputs, strict=True)
-            if old in program.constants
-        }
+        constants: dict[int, torch.Tensor] = {}
+        for new, old in zip(inputs, program.inputs, strict=True):
+            if old in program.constants:
+                constants[new] = program.constants[old]
         return Program(inputs, tuple(self.nodes), tuple(outputs), self.values, constants, program.aliases, "local")
 
     # ---- values ----
@@ -131,8 +130,9 @@ class Builder:
         return made
 
     def convert(self, old: int, copy: int, have: Layout, layout: Layout, where: Node, note: str) -> int:
-        """The nodes that bring one copy of a value from one layout to another; `where`: the node of which they have
-        phase and line.
+        """The nodes that bring one copy of a value from one layout to another.
+
+        `where`: the node of which they have phase and line.
         """
         like = attrs.evolve(self.program.values[old], dtype=self.values[copy].dtype)
         moves = conversion(have, layout, self.mesh, like.dtype.itemsize).moves
@@ -173,12 +173,11 @@ class Builder:
         args, kwargs = call.args, call.kwargs
         if choice.rule is not None and choice.rule.localize is not None:
             args, kwargs = choice.rule.localize(call, strategy.ins, strategy.outs)
-        outs = tuple(
-            None if old is None or layout is None else self.define(old, layout.with_at(at))
-            for old, layout in zip(node.outs, strategy.outs, strict=True)
-        )
-        args, kwargs = map_refs((args, kwargs), lambda k: Ref(operands[k]))
-        self.emit(attrs.evolve(node, args=args, kwargs=kwargs, outs=outs, note=strategy.name, on=at or node.on))
+        outs: list[int | None] = []
+        for old, layout in zip(node.outs, strategy.outs, strict=True):
+            outs.append(None if old is None or layout is None else self.define(old, layout.with_at(at)))
+        args, kwargs = map_refs((args, kwargs), lambda position: Ref(operands[position]))
+        self.emit(attrs.evolve(node, args=args, kwargs=kwargs, outs=tuple(outs), note=strategy.name, on=at or node.on))
 
     def _splice(self, node: Node, strategy: Strategy, operands: Sequence[int], at: At | None) -> None:
         """The local code of a strategy in place of a node."""
@@ -199,12 +198,11 @@ class Builder:
             outs = tuple(None if id is None else here[id] for id in inner.outs)
             note = f"{node.target} {strategy.name}"
             self.emit(Node(inner.target, args, kwargs, outs, node.phase, node.path, node.line, note, on=at or node.on))
-        tensors = [
-            (old, layout)
-            for old, layout in zip(node.outs, strategy.outs, strict=True)
-            if old is not None and layout is not None
-        ]
-        for (old, layout), result in zip(tensors, body.outputs, strict=True):  # results that are None are not recorded
+        tensors: list[tuple[int, Layout]] = []  # results that are None are not recorded
+        for old_id, layout in zip(node.outs, strategy.outs, strict=True):
+            if old_id is not None and layout is not None:
+                tensors.append((old_id, layout))
+        for (old, layout), result in zip(tensors, body.outputs, strict=True):
             self._check(node, old, layout, here[result])
             self.adopt(old, layout.with_at(at), here[result])
 
@@ -212,8 +210,8 @@ class Builder:
         like, made = self.program.values[old], self.values[new]
         if made.shape != layout.local_shape or made.dtype != like.dtype:
             raise ProgramError(
-                f"local code of {node.target} gave {tuple(made.shape)} {made.dtype}, "
-                f"its layout {layout.text()} wants {layout.local_shape} {like.dtype}"
+                f"local code of {node.target} gave {tuple(made.shape)} {made.dtype}, its layout {layout.text()} wants "
+                f"{layout.local_shape} {like.dtype}"
             )
 
     def _look_again(self, old: int, at: At | None) -> None:

@@ -2,8 +2,8 @@
 
 Problem: whether a step fits must be known before it runs, and to the byte, or a budget is a guess. Idea: follow
 storages, not values. A view lives in its operand's storage, an in-place update makes none, a collective makes a buffer;
-a storage is held from the node that makes it to the last node that needs a value in it. Whether a reshape is a view
-depends on strides, so each distinct call is run once on tensors without data (`meta`) and remembered.
+a storage is held from the node that makes it to the last node that needs a value in it. Which storage a result lies in
+says `result_storages`.
 
     report = memory(local)
     report.peak_bytes["device"]; report.timeline["device"][k]     # while node k runs: its operands and results too
@@ -21,39 +21,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
 import attrs
 import numpy as np
-import torch
 
-from colofunc import compat
-from colofunc.ops.targets import resolve
-from colofunc.program.facts import COPIES, is_wire, kind_of, lifetimes, rearrange_steps, takes_device
-from colofunc.program.ir import Loop, Node, Program, Ref, Timetable, Value, map_refs
+from colofunc.program.facts import is_wire, kind_of, lifetimes
+from colofunc.program.ir import Loop, Node, Program, Timetable
 from colofunc.program.memory_report import KINDS, Live, kinds_of, place_text
 from colofunc.program.memory_report import MemoryReport as MemoryReport
 from colofunc.program.passes.loop import gathered_at, last_uses, parts_that_read
 from colofunc.program.passes.reuse import added_in_place, own_outputs_of_parts
 from colofunc.program.places import RECEIVE
 from colofunc.program.post_validation import kept_bytes, validates_late
-
-Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
-# Losses that write every element's into the memory of the result before they reduce it: it keeps that size.
-_ROOMY = frozenset(
-    f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
-)
-# Per result: (operand whose storage it lives in or -1, result whose new storage it shares, bytes of the storage, meta).
-Made = tuple[int, int, int, Meta]
+from colofunc.program.result_storages import Meta as Meta
+from colofunc.program.result_storages import contiguous, storages_of, without_data
 
 
 @attrs.frozen
 class Fused:
-    """What a compiler changes of one program. `unwritten`: values that no kernel writes, and the bytes that are written
-    in place of each.
+    """What a compiler changes of one program.
+
+    `unwritten`: values that no kernel writes, and the bytes that are written in place of each.
 
     `last`: until when each value is held. `inner_bytes`: what operators, by their position, keep that is no value of
     the program.
@@ -91,7 +82,8 @@ def memory(program: Program, sent: bool = False, fusion: Fusion | None = None) -
     """
     last = lifetimes(program)
     storages, makers, metas = _storages(program, last, sent=sent, fusion=fusion)
-    storages += sent_copies(program, metas) if sent else []
+    if sent:
+        storages += sent_copies(program, metas)
     _gathered_inside(program, storages)
     if validates_late(program):
         nbytes, value = kept_bytes(program), program.inputs[0]
@@ -102,10 +94,11 @@ def memory(program: Program, sent: bool = False, fusion: Fusion | None = None) -
 def _gathered_inside(program: Program, storages: Sequence[Storage]) -> None:
     """What a loop with a timetable gathers is counted within it from its first part on, and behind it here."""
     for index, node in enumerate(program.nodes):
-        if node.loop is not None and _is_one_ranks(node.loop.cut_by):
-            for storage in storages:
-                if storage.born == index and storage.value in node.outs and storage.inside is None:
-                    storage.born = index + 1
+        if node.loop is None or not _is_one_ranks(node.loop.cut_by):
+            continue
+        for storage in storages:
+            if storage.born == index and storage.value in node.outs and storage.inside is None:
+                storage.born = index + 1
 
 
 def _is_one_ranks(timetable: Timetable | None) -> bool:
@@ -153,52 +146,64 @@ def _count_with_the_sum(
     """These outputs are no memory of their own: the first trip's is the sum, and others are added to it without being
     made.
     """
-    for k in added:
-        storages[home[body.outputs[k]]].nbytes = 0
+    for place in added:
+        storages[home[body.outputs[place]]].nbytes = 0
 
 
 def sent_copies(program: Program, metas: Mapping[int, Meta]) -> list[Storage]:
     """Contiguous copies of the operands of started collectives, from the start to the wait. metas: of its values, as
     `lies` has them.
     """
-    last, out = program.last_uses, list[Storage]()
+    last = program.last_uses
+    copies: list[Storage] = []
     for index, node in enumerate(program.nodes):
         kind = kind_of(node)
-        if kind is not None and kind[1] and is_wire(node) and not _tensor(metas[node.refs[0]]).is_contiguous():
-            value, started = program.values[node.refs[0]], node.outs[0]
+        if kind is None or not kind[1] or not is_wire(node):
+            continue
+        value, started = program.values[node.refs[0]], node.outs[0]
+        if not without_data(metas[value.id]).is_contiguous():
             end = index if started is None else last.get(started, index)
-            out.append(Storage(value.nbytes, value.tier, value.id, index, end, kind="collective buffers"))
-    return out
+            copies.append(Storage(value.nbytes, value.tier, value.id, index, end, kind="collective buffers"))
+    return copies
 
 
 def _report(
     program: Program, storages: list[Storage], makers: Mapping[int, Node], kinds: Mapping[int, str] | None = None
 ) -> MemoryReport:
     """kinds: of values, where they are known."""
-    count, kinds = max(1, len(program.nodes)), kinds_of(program) if kinds is None else kinds
-    tiers = sorted({s.tier for s in storages} | {"device"})
+    count = max(1, len(program.nodes))
+    if kinds is None:
+        kinds = kinds_of(program)
+    tiers = sorted({storage.tier for storage in storages} | {"device"})
     row_of = {kind: row for row, kind in enumerate(KINDS)}
     # (row of the kind, position, bytes from there on)
     changes: dict[str, list[tuple[int, int, int]]] = {tier: [] for tier in tiers}
-    for s in storages:
-        s.kind = s.kind or (s.inside.kind if s.inside is not None else kinds.get(s.value, "other"))
-        row = row_of[s.kind]
-        changes[s.tier].append((row, max(0, s.born), s.nbytes))
-        changes[s.tier].append((row, min(s.dies, count - 1) + 1, -s.nbytes))
-    lines = {tier: _lines(changed, count) for tier, changed in changes.items()}
+    for storage in storages:
+        if not storage.kind:
+            storage.kind = kinds.get(storage.value, "other") if storage.inside is None else storage.inside.kind
+        row = row_of[storage.kind]
+        changes[storage.tier].append((row, max(0, storage.born), storage.nbytes))
+        changes[storage.tier].append((row, min(storage.dies, count - 1) + 1, -storage.nbytes))
     nothing = (0,) * count  # one for all kinds that there are none of
-    by_kind = {}
-    for tier, rows in lines.items():
-        there = [bool(line.any()) for line in rows]
-        by_kind[tier] = {kind: tuple(rows[row].tolist()) if there[row] else nothing for row, kind in enumerate(KINDS)}
-    timeline = {tier: tuple(rows.sum(axis=0).tolist()) for tier, rows in lines.items()}
-    peak_at = {tier: int(rows.sum(axis=0).argmax()) for tier, rows in lines.items()}
-    peak = {tier: timeline[tier][peak_at[tier]] for tier in tiers}
-    alive = {tier: tuple(_alive(program, storages, makers, tier, peak_at[tier])) for tier in tiers}
-    places = {tier: place_text(program, at) for tier, at in peak_at.items()}
-    return MemoryReport(
-        peak, timeline, peak_at, by_kind, alive, places, {s.born: s.body for s in storages if s.body is not None}
-    )
+    peak: dict[str, int] = {}
+    timeline: dict[str, tuple[int, ...]] = {}
+    peak_at: dict[str, int] = {}
+    by_kind: dict[str, dict[str, tuple[int, ...]]] = {}
+    alive: dict[str, tuple[Live, ...]] = {}
+    places: dict[str, str] = {}
+    for tier in tiers:
+        lines = _lines(changes[tier], count)  # (kinds, count)
+        by_kind[tier] = dict.fromkeys(KINDS, nothing)
+        for kind, line in zip(KINDS, lines, strict=True):
+            if line.any():
+                by_kind[tier][kind] = tuple(line.tolist())
+        total = lines.sum(axis=0)
+        at = int(total.argmax())
+        timeline[tier], peak_at[tier], peak[tier] = tuple(total.tolist()), at, int(total[at])
+        alive[tier] = tuple(_alive(program, storages, makers, tier, at))
+        places[tier] = place_text(program, at)
+    bodies = {storage.born: storage.body for storage in storages if storage.body is not None}
+    return MemoryReport(peak, timeline, peak_at, by_kind, alive, places, bodies)
 
 
 def _lines(changes: Sequence[tuple[int, int, int]], count: int) -> np.ndarray:
@@ -214,8 +219,12 @@ def _lines(changes: Sequence[tuple[int, int, int]], count: int) -> np.ndarray:
 
 def _alive(program: Program, storages: list[Storage], makers: Mapping[int, Node], tier: str, at: int) -> list[Live]:
     """What is alive at a position, largest first."""
-    alive = [s for s in storages if s.tier == tier and s.born <= at <= max(s.dies, s.born) and s.nbytes]
-    return [_live(program, s, makers) for s in sorted(alive, key=lambda s: -s.nbytes)]
+    alive: list[Storage] = []
+    for storage in storages:
+        if storage.tier == tier and storage.nbytes and storage.born <= at <= max(storage.dies, storage.born):
+            alive.append(storage)
+    alive.sort(key=lambda storage: -storage.nbytes)
+    return [_live(program, storage, makers) for storage in alive]
 
 
 def _live(program: Program, storage: Storage, makers: Mapping[int, Node]) -> Live:
@@ -226,12 +235,12 @@ def _live(program: Program, storage: Storage, makers: Mapping[int, Node]) -> Liv
         user = program.nodes[storage.born]
         kernel = "" if user.kernel is None else f" ({user.kernel.name})"
         return Live(f"{user.target}{kernel}", storage.nbytes, (), "", user.line, user.path, storage.kind)
-    node = makers.get(value.id)
-    name = value.name or (f"%{value.id} {node.target}" if node is not None else f"%{value.id}")
     layout = value.layout.text() if value.layout is not None else ""
-    return Live(
-        name, storage.nbytes, value.shape, layout, node.line if node else "", node.path if node else "", storage.kind
-    )
+    node = makers.get(value.id)
+    if node is None:
+        return Live(value.name or f"%{value.id}", storage.nbytes, value.shape, layout, "", "", storage.kind)
+    name = value.name or f"%{value.id} {node.target}"
+    return Live(name, storage.nbytes, value.shape, layout, node.line, node.path, storage.kind)
 
 
 def _storages(
@@ -243,8 +252,9 @@ def _storages(
     sent: bool = False,
     fusion: Fusion | None = None,
 ) -> tuple[list[Storage], dict[int, Node], dict[int, Meta]]:
-    """Every storage with its lifetime, the node that makes each value, and how values lie. `given`: inputs counted
-    elsewhere.
+    """Every storage with its lifetime, the node that makes each value, and how values lie.
+
+    `given`: inputs counted elsewhere.
 
     `where` and `within` are filled as `Lies` wants them.
     """
@@ -259,42 +269,40 @@ def _storages(
     makers: dict[int, Node] = {}
     for id in program.inputs:
         value, constant = program.values[id], program.constants.get(id)
-        metas[id] = _contiguous(value.shape, value.dtype)
-        nbytes = value.nbytes if constant is None else constant.untyped_storage().nbytes()
-        if constant is not None:
-            metas[id] = (value.shape, tuple(constant.stride()), value.dtype)
         if given is not None:
             nbytes, metas[id] = 0, given[id]
+        elif constant is not None:
+            nbytes, metas[id] = constant.untyped_storage().nbytes(), (value.shape, constant.stride(), value.dtype)
+        else:
+            nbytes, metas[id] = value.nbytes, contiguous(value.shape, value.dtype)
         where[id] = len(storages)
         storages.append(Storage(nbytes, value.tier, id, -1, end))
     for index, node in enumerate(program.nodes):
         if node.loop is not None:
             storages += _inside(node, node.loop, metas, index, sent, fusion)
-        own_bytes = fused.inner_bytes.get(index, 0) + (0 if node.kernel is None else node.kernel.workspace_bytes)
+        own_bytes = fused.inner_bytes.get(index, 0)
+        if node.kernel is not None:
+            own_bytes += node.kernel.workspace_bytes
         if own_bytes:
             storages.append(Storage(own_bytes, "device", node.refs[0], index, index, kind="workspaces"))
-        made = _results(node, program, metas)
-        fresh: dict[int, int] = {}
-        for o, one in zip(node.outs, made, strict=True):
-            if one is None:
+        made = storages_of(node, program, metas)
+        fresh: dict[int, int] = {}  # result whose new storage others share -> that storage
+        for out, result in zip(node.outs, made, strict=True):
+            if out is None or result is None:
                 continue
-            operand, share, nbytes, meta = one
+            operand, share, nbytes, meta = result
             if operand >= 0:
                 home = where[node.refs[operand]]
+                within[out] = node.refs[operand]
             elif share in fresh:
                 home = fresh[share]
-            elif o is None:
-                continue
             else:
                 home = fresh[share] = len(storages)
-                storages.append(Storage(nbytes, program.values[o].tier, o, index, index))
-                unwritten[home] = fused.unwritten.get(o, 0)
-            if o is None:
-                continue
-            where[o], metas[o], makers[o] = home, meta, node
-            within.update({o: node.refs[operand]} if operand >= 0 else {})
-            storages[home].dies = max(storages[home].dies, last.get(o, index), index)
-            if o not in fused.unwritten:
+                storages.append(Storage(nbytes, program.values[out].tier, out, index, index))
+                unwritten[home] = fused.unwritten.get(out, 0)
+            where[out], metas[out], makers[out] = home, meta, node
+            storages[home].dies = max(storages[home].dies, last.get(out, index), index)
+            if out not in fused.unwritten:
                 unwritten.pop(home, None)
     for home, nbytes in unwritten.items():
         storages[home].nbytes = nbytes
@@ -306,23 +314,24 @@ def _inside(
 ) -> list[Storage]:
     """What the body of a loop holds at its peak. From the second trip on all that it gathers is there, too."""
     body = loop.body
-    given = {into: metas[i] for into, i in zip(body.inputs, node.refs, strict=True)}
+    given = {into: metas[id] for into, id in zip(body.inputs, node.refs, strict=True)}
     last = last_uses(body)
     home: dict[int, int] = {}
     storages, makers, inner = _storages(body, last, given, home, sent=sent, fusion=fusion)
-    storages += sent_copies(body, inner) if sent else []
+    if sent:
+        storages += sent_copies(body, inner)
     _count_with_the_sum(body, added_in_place(loop).values(), storages, home)
     if loop.cut_by is not None and _is_one_ranks(loop.cut_by):
         body, storages = _by_timetable(loop, storages, home, loop.cut_by, posted=sent)
     # What a value is does not depend on how often the timetable does its part.
-    report, value = _report(body, storages, makers, kinds_of(loop.body)), loop.body.inputs[0] if loop.body.inputs else 0
-    return [
-        Storage(
-            live.nbytes, tier, value, index, index, attrs.evolve(live, name=f"{live.name} (each trip)"), body=report
-        )
-        for tier, alive in report.alive.items()
-        for live in alive
-    ]
+    report = _report(body, storages, makers, kinds_of(loop.body))
+    value = loop.body.inputs[0] if loop.body.inputs else 0
+    held: list[Storage] = []
+    for tier, alive in report.alive.items():
+        for live in alive:
+            each = attrs.evolve(live, name=f"{live.name} (each trip)")
+            held.append(Storage(live.nbytes, tier, value, index, index, each, body=report))
+    return held
 
 
 def _by_timetable(
@@ -336,7 +345,7 @@ def _by_timetable(
     to the end of the one that reads it last, and longer where it is received into again (`_waits_to_be_received_into`).
     """
     body, (row,) = loop.body, timetable.table.rows
-    numbers = {part: k for k, part in enumerate(timetable.parts)}
+    numbers = {part: number for number, part in enumerate(timetable.parts)}
     spans = list(timetable.spans())
     nodes: list[Node] = []
     begins: dict[tuple[int, int], int] = {}  # (number of a part, microbatch) -> its first position
@@ -370,19 +379,17 @@ def _by_timetable(
             if received:
                 last_number = max(number_of[part, microbatch] for part in (last, *others))
                 messages.append((storage, number_of[first, microbatch], last_number))
-            expanded.append(
-                Storage(
-                    storage.nbytes, storage.tier, storage.value, born, dies, storage.inside, storage.kind, storage.body
-                )
-            )
+            lies_in = storage.nbytes, storage.tier, storage.value
+            expanded.append(Storage(*lies_in, born, dies, storage.inside, storage.kind, storage.body))
     expanded += _waits_to_be_received_into(messages, body, [*begins.values(), len(nodes)])
     own = own_outputs_of_parts(loop) - set(added_in_place(loop).values())
     for index, outputs in gathered_at(body).items():
         part = timetable.part_at(index)
         first = min(begin for (number, _), begin in begins.items() if number == part)
-        for k in outputs:
-            value, times = body.values[body.outputs[k]], loop.trips if loop.gathers[k] == "stack" else 1
-            born = first + index - spans[part][0] + (k in own)  # its own memory becomes that of the sum
+        for place in outputs:
+            value = body.values[body.outputs[place]]
+            times = loop.trips if loop.gathers[place] == "stack" else 1
+            born = first + index - spans[part][0] + (place in own)  # its own memory becomes that of the sum
             expanded.append(Storage(value.nbytes * times, value.tier, value.id, born, len(nodes)))
     return attrs.evolve(body, nodes=tuple(nodes)), expanded
 
@@ -420,136 +427,3 @@ def _parts_that_hold(body: Program, home: Mapping[int, int], timetable: Timetabl
         if id in home:
             found.setdefault(home[id], set()).update(parts)
     return found
-
-
-def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Meta:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(shape), tuple(reversed(strides)), dtype
-
-
-def _fresh(value: Value) -> Made:
-    return -1, 0, value.nbytes, _contiguous(value.shape, value.dtype)
-
-
-def _results(node: Node, program: Program, metas: Mapping[int, Meta]) -> tuple[Made | None, ...]:
-    """How each result of a node lies in memory."""
-    kind = kind_of(node)
-    values = program.values
-    if kind is None:
-        return _ordinary(node, program, metas)
-    if node.loop is not None:
-        return tuple(None if o is None else (-1, k, *_fresh(values[o])[2:]) for k, o in enumerate(node.outs))
-    if not node.outs:  # put, and a send to others only
-        return ()
-    (out,) = node.outs
-    if out is None:
-        return (None,)
-    value = values[out]
-    if kind[0] in COPIES:
-        return _copied(kind[0], value, metas[node.refs[0]])
-    if kind[0] == "wait":
-        return ((0, 0, 0, metas[node.refs[0]]),)
-    if kind[0] == "take_shard":
-        shape, strides, dtype = metas[node.refs[0]]
-        return ((0, 0, 0, (shape[1:], strides[1:], dtype)),)
-    if kind[0] == "keep_first" and node.args[3] != "sum":
-        return ((0, 0, 0, metas[node.refs[0]]),)
-    if kind[0] == "rearrange":
-        _, pattern, names, sizes = node.args
-        steps = rearrange_steps(pattern, tuple(names), tuple(sizes), values[node.refs[0]].shape)
-        return (_rearranged(metas[node.refs[0]], steps),)
-    if kind[0] == "keep_first":
-        # The first rank keeps its own, without what its memory holds beside it; the others make zeros, which the budget
-        # must hold.
-        shape, strides, dtype = metas[node.refs[0]]
-        zeros = torch.zeros_like(_tensor((shape, strides, dtype)))
-        return ((-1, 0, zeros.untyped_storage().nbytes(), (shape, tuple(zeros.stride()), dtype)),)
-    return (_fresh(value),)
-
-
-def _copied(kind: str, value: Value, meta: Meta) -> tuple[Made, ...]:
-    """A copy in another tier lies as what it is a copy of."""
-    if kind == "put":
-        return ((0, 0, 0, meta),)
-    like = torch.empty_like(_tensor(meta), memory_format=torch.preserve_format)
-    return ((-1, 0, value.nbytes, (meta[0], tuple(like.stride()), meta[2])),)
-
-
-@lru_cache(maxsize=1 << 14)
-def _rearranged(meta: Meta, steps: Any) -> Made:
-    x = out = _tensor(meta)
-    first, order, final = steps
-    out = out.reshape(first) if first is not None else out
-    out = out.permute(order) if order is not None else out
-    out = out.reshape(final) if final is not None else out
-    return _describe((out,), (x,))[0] or (-1, 0, 0, meta)
-
-
-def _tensor(meta: Meta) -> torch.Tensor:
-    with compat.no_function_modes():
-        return torch.empty_strided(meta[0], meta[1], dtype=meta[2], device="meta")
-
-
-def _describe(results: tuple[Any, ...], operands: tuple[torch.Tensor, ...]) -> tuple[Made | None, ...]:
-    homes = {compat.storage_key(x): k for k, x in reversed(list(enumerate(operands)))}
-    fresh: dict[int, int] = {}
-    out: list[Made | None] = []
-    for k, result in enumerate(results):
-        if not isinstance(result, torch.Tensor):
-            out.append(None)
-            continue
-        key = compat.storage_key(result)
-        meta = (tuple(result.shape), tuple(result.stride()), result.dtype)
-        share = fresh.setdefault(key, k)
-        out.append((homes.get(key, -1), share, result.untyped_storage().nbytes(), meta))
-    return tuple(out)
-
-
-def _ordinary(node: Node, program: Program, metas: Mapping[int, Meta]) -> tuple[Made | None, ...]:
-    refs = node.refs
-    order = iter(range(len(refs)))
-    args, kwargs = map_refs((node.args, node.kwargs), lambda _: Ref(next(order)))
-    try:
-        dtypes = tuple(None if o is None else program.values[o].dtype for o in node.outs)
-        made = _run_meta(node.target, args, kwargs, tuple(metas[r] for r in refs), dtypes)
-    except Exception:
-        made = None  # no shape function for these arguments: results in memory of their own
-    if made is None or len(made) != len(node.outs):
-        return tuple(None if o is None else (-1, k, *_fresh(program.values[o])[2:]) for k, o in enumerate(node.outs))
-    return made
-
-
-@lru_cache(maxsize=1 << 15)
-def _run_meta(target: str, args: Any, kwargs: Any, metas: tuple[Meta, ...], dtypes: Any) -> tuple[Made | None, ...]:
-    # `dtypes` of the results tell 1 from 1.0 and True, which are equal keys.
-    operands = tuple(_tensor(m) for m in metas)
-    place = torch.device("meta")
-
-    def real(tree: Any) -> Any:
-        if type(tree) is Ref:
-            return operands[tree.id]
-        if type(tree) is tuple:
-            return tuple(real(item) for item in tree)
-        return place if isinstance(tree, torch.device) else tree
-
-    keywords = {k: real(v) for k, v in kwargs}
-    if target.startswith("aten.") and takes_device(target) and not (metas and keywords.get("device") is None):
-        keywords["device"] = place
-    with compat.no_function_modes():  # what is around the caller changes no program
-        results = _flat(resolve(target)(*real(args), **keywords))
-    if target == "aten.native_batch_norm.default" and args[5] is False:
-        results = (results[0], *(x.new_empty(0) for x in results[1:]))  # only training has statistics to save
-    made = _describe(results, operands)
-    if target in _ROOMY and made[0] is not None and made[0][3][0] == ():
-        numel = torch.broadcast_tensors(*operands[:2])[0].numel()
-        made = ((-1, 0, numel * made[0][3][2].itemsize, made[0][3]),)
-    return made
-
-
-def _flat(result: Any) -> tuple[Any, ...]:
-    if isinstance(result, (tuple, list)):
-        return tuple(item for part in result for item in _flat(part))
-    return (result,) if result is not None else ()

@@ -59,8 +59,7 @@ class Passing:
         count, sizes = sum(c.count for c in self.classes), len(self.classes)
         return (
             f"pool on the host: {size_text(self.nbytes)} in {count} buffer{'s' * (count != 1)} of {sizes} "
-            f"size{'s' * (sizes != 1)}, "
-            f"for {size_text(self.peak_bytes)} that come and go within a step"
+            f"size{'s' * (sizes != 1)}, for {size_text(self.peak_bytes)} that come and go within a step"
         )
 
 
@@ -76,7 +75,7 @@ class _Spans:
 def passing(program: Program) -> Passing:
     """What passes through the host in a finished program of one rank."""
     found = lies(program)
-    kept = {found.home[o] for o in program.outputs}
+    kept = {found.home[out] for out in program.outputs}
     spans = _spans(program, found, kept)
     exact = _most(spans, lambda nbytes: nbytes, weigh=True)
     tries = [_most(spans, partial(rounded, steps=steps)) for steps in STEPS]
@@ -101,22 +100,22 @@ def _bytes_of(most: Mapping[int, int]) -> int:
 def _spans(program: Program, found: Lies, kept: set[int]) -> _Spans:
     """`kept`: storages that outlive the step."""
     spans, values, loops = [], set[int](), dict[Outs, tuple[int, _Spans]]()
-    for k, node in enumerate(program.nodes):
+    for index, node in enumerate(program.nodes):
         if node.loop is not None:
-            given = {into: found.metas[i] for into, i in zip(node.loop.body.inputs, node.refs, strict=True)}
-            loops[node.outs] = k, _spans(node.loop.body, inside(node.loop.body, given)[0], set())
-        for o in node.outs:
+            given = {into: found.metas[ref] for into, ref in zip(node.loop.body.inputs, node.refs, strict=True)}
+            loops[node.outs] = index, _spans(node.loop.body, inside(node.loop.body, given)[0], set())
+        for out in node.outs:
             if (
-                o is None
+                out is None
                 or not _passes(node, program)
-                or program.values[o].tier != "host"
-                or not program.values[o].nbytes
+                or program.values[out].tier != "host"
+                or not program.values[out].nbytes
             ):
                 continue
-            storage = found.storages[found.home[o]]
-            if storage.value == o and found.home[o] not in kept:
-                spans.append((k, max(storage.dies, k), program.values[o].nbytes))
-                values.add(o)
+            storage = found.storages[found.home[out]]
+            if storage.value == out and found.home[out] not in kept:
+                spans.append((index, max(storage.dies, index), program.values[out].nbytes))
+                values.add(out)
     return _Spans(tuple(spans), frozenset(values), loops)
 
 
@@ -141,4 +140,8 @@ def _most(spans: _Spans, size_of: Callable[[int], int], weigh: bool = False) -> 
         for size, count in _most(body, size_of, weigh).items():
             steps.setdefault(size, Counter()).update({k: count})
             steps[size].subtract({k + 1: count})
-    return Counter({size: max(accumulate(change[k] for k in sorted(change))) for size, change in steps.items()})
+    most: Counter[int] = Counter()
+    for size, changes in steps.items():
+        in_order = [changes[position] for position in sorted(changes)]
+        most[size] = max(accumulate(in_order))
+    return most

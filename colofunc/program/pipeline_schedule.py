@@ -147,8 +147,7 @@ class Schedule:
             wanted = self.among[0]
             raise PlanError(
                 f"schedule {self.name!r} has {self.stages_per_rank} stages per rank, and the first of those it takes, "
-                f"{wanted.name!r}, has "
-                f"{wanted.stages_per_rank}; give both the same"
+                f"{wanted.name!r}, has {wanted.stages_per_rank}; give both the same"
             )
 
     @property
@@ -202,8 +201,7 @@ class Schedule:
             advice = self._advice(ranks, microbatches + -microbatches % ranks, rows)
             raise PlanError(
                 f"schedule {self.name!r} takes groups of {ranks} microbatches on {ranks} ranks, which do not divide "
-                f"{microbatches}; "
-                f"{advice}"
+                f"{microbatches}; {advice}"
             )
 
     def _advice(self, ranks: int, number: int, rows: int | None) -> str:
@@ -219,8 +217,9 @@ class Schedule:
     def table(
         self, ranks: int, microbatches: int, costs: StageCosts | None = None, cap_bytes: float | None = None
     ) -> ActionTable:
-        """The checked table. Raises PlanError where there are too few microbatches, or the schedule's own table cannot
-        be run.
+        """The checked table.
+
+        Raises PlanError where there are too few microbatches, or the schedule's own table cannot be run.
         """
         self.check_microbatches(ranks, microbatches)
         counts = sorted({each.stages(ranks) for each in self.placements})
@@ -254,8 +253,7 @@ class Schedule:
         for stage, rank, wanted in self.misplaced(table, ranks):
             raise PlanError(
                 f"schedule {self.name!r} has stage {stage} on rank {rank}, and its placement {self.placement!r} says "
-                f"rank {wanted}; "
-                "change one of them"
+                f"rank {wanted}; change one of them"
             )
 
     def misplaced(self, table: ActionTable, ranks: int) -> list[tuple[int, int, int]]:

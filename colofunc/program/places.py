@@ -47,8 +47,9 @@ def has_places(program: Program) -> bool:
 
 @attrs.frozen(eq=False)
 class OnRank:
-    """What one rank runs. `inputs`, `outputs`, `nodes`: positions of those of the union that it has; inputs are counted
-    without constants.
+    """What one rank runs.
+
+    `inputs`, `outputs`, `nodes`: positions of those of the union that it has; inputs are counted without constants.
     """
 
     program: Program

@@ -83,11 +83,11 @@ class Positions:
     def _computed(self, node: Node) -> torch.Tensor | None:
         if not node.target.startswith("aten.") or len(node.outs) != 1 or _random(node.target):
             return None
-        operands = {i: self.tensor(i) for i in node.refs}
+        operands = {ref: self.tensor(ref) for ref in node.refs}
         if any(x is None for x in operands.values()):
             return None
         # its result is all that counts
-        operands.update({i: operands[i].clone() for i in written(node)})  # type: ignore[union-attr]
+        operands.update({id: operands[id].clone() for id in written(node)})  # type: ignore[union-attr]
         keywords: dict[str, Any] = {name: map_refs(arg, operands.__getitem__) for name, arg in node.kwargs}
         if takes_device(node.target):
             keywords["device"] = torch.device("cpu")

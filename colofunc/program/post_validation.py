@@ -37,8 +37,9 @@ from colofunc.program.places import RECEIVE, SEND
 
 @attrs.frozen(eq=False)
 class Deferred:
-    """A step in parts. The inputs of `exchange` and `update` are values of the step's inputs, of what `main` and
-    `exchange` give.
+    """A step in parts.
+
+    The inputs of `exchange` and `update` are values of the step's inputs, of what `main` and `exchange` give.
 
     judged: scalars of the exchange that the update reads. late: outputs of the step that the exchange makes. kept: what
     the update writes to.
@@ -69,15 +70,32 @@ def validates_late(program: Program) -> bool:
 
 def behind_schedule(program: Program) -> int:
     """The position behind the last loop that a timetable runs."""
-    return (
-        max(index for index, node in enumerate(program.nodes) if node.loop is not None and node.loop.cut_by is not None)
-        + 1
-    )
+    last = -1
+    for position, node in enumerate(program.nodes):
+        if node.loop is not None and node.loop.cut_by is not None:
+            last = position
+    assert last >= 0, "only programs with a pipeline are asked"
+    return last + 1
 
 
 def _timetables(program: Program) -> list[Timetable]:
     loops = [node.loop for node in program.nodes if node.loop is not None]
     return [loop.cut_by for loop in loops if loop.cut_by is not None]
+
+
+def _made_by(nodes: Iterable[Node]) -> set[int]:
+    """The values that nodes make."""
+    return {id for node in nodes for id in node.results}
+
+
+def _read_by(nodes: Iterable[Node]) -> set[int]:
+    """The values that nodes read."""
+    return {id for node in nodes for id in node.refs}
+
+
+def _written_by(nodes: Iterable[Node]) -> set[int]:
+    """The values that nodes write to in place."""
+    return {id for node in nodes for id in written(node)}
 
 
 @computed_once
@@ -208,12 +226,13 @@ class _Sorted:
         """Scalars that take the place of inputs are part of the update, unless the update reads them."""
         new_state = {self.program.outputs[out] for out, _ in self.program.aliases}
         while True:
-            made = {id for node in self.exchange for id in node.results}
-            read = {id for node in self.update for id in node.refs if id in made}
+            made = _made_by(self.exchange)
+            read = _read_by(self.update) & made
             state = self._behind(new_state & made) - self._behind(read)
-            moved = [
-                node for node in self.exchange if not state.isdisjoint(node.results) and not self._is_message(node)
-            ]
+            moved: list[Node] = []
+            for node in self.exchange:
+                if not state.isdisjoint(node.results) and not self._is_message(node):
+                    moved.append(node)
             if not moved:
                 return
             self.exchange = [node for node in self.exchange if node not in moved]
@@ -226,14 +245,14 @@ class _Sorted:
         for node in reversed(self.exchange):
             if not behind.isdisjoint([*node.results, *written(node)]):
                 behind.update(node.refs)
-        return behind & {id for node in self.exchange for id in node.results}
+        return behind & _made_by(self.exchange)
 
 
 def _writes_inputs(program: Program, nodes: Iterable[Node]) -> bool:
     """Whether some of the nodes write to inputs of a program."""
     memory = aliases(program)
     inputs = {memory.group(id) for id in program.inputs}
-    return any(memory.group(id) in inputs for node in nodes for id in written(node))
+    return any(memory.group(id) in inputs for id in _written_by(nodes))
 
 
 def _sends_on(exchange: Iterable[Node]) -> bool:
@@ -251,30 +270,26 @@ def _sends_on(exchange: Iterable[Node]) -> bool:
 def _writes_what_is_read(program: Program, update: Iterable[Node], exchange: Sequence[Node]) -> bool:
     """Whether an update writes to what an exchange, which ends behind it, reads of other parts."""
     memory = aliases(program)
-    own = {id for node in exchange for id in node.results}
-    read = {memory.group(id) for node in exchange for id in node.refs if id not in own}
-    return any(memory.group(id) in read for node in update for id in written(node))
+    read_of_others = _read_by(exchange) - _made_by(exchange)
+    read = {memory.group(id) for id in read_of_others}
+    return any(memory.group(id) in read for id in _written_by(update))
 
 
 def _parts(program: Program, main: Sequence[Node], exchange: Sequence[Node], update: Sequence[Node]) -> Deferred | str:
     """The programs of the parts, each given what it reads of others; a str that says why one cannot be."""
-    by_main = {id for node in main for id in node.results}
-    by_exchange = {id for node in exchange for id in node.results}
-    by_update = {id for node in update for id in node.results}
+    by_main, by_exchange, by_update = _made_by(main), _made_by(exchange), _made_by(update)
     inputs, outputs = set(program.inputs), set(program.outputs)
-    own = {id for node in update for id in written(node)}
+    own = _written_by(update)
     memory = aliases(program)
     outside = inputs | by_main
     # What the update writes to, by the name that it has outside: the update may take views of it.
     kept = {id if id in outside else memory.group(id) for id in own} & outside
-    read_late = {id for node in exchange for id in node.refs}
-    read = {id for node in update for id in node.refs} | kept
+    read_late = _read_by(exchange)
+    read = _read_by(update) | kept
     passed_on = by_main & (read_late | read | outputs)
-    without = [
-        id for id in sorted(passed_on) if program.values[id].layout is None and program.makers[id].on is not None
-    ]
-    if without:
-        return f"%{without[0]} is passed on and no layout says where it is"
+    for id in sorted(passed_on):
+        if program.values[id].layout is None and program.makers[id].on is not None:
+            return f"%{id} is passed on and no layout says where it is"
     judged = by_exchange & read
     late = by_exchange & outputs
     changed = inputs & outputs & own
@@ -310,7 +325,6 @@ def kept_bytes(program: Program) -> int:
     parts = deferred(program)
     if isinstance(parts, str):
         return 0
-    read = {id for node in parts.update.nodes for id in node.refs}
-    made = {id for node in parts.main.nodes for id in node.results}
-    gradients = read & made - set(program.outputs)  # which are counted as the state
+    # Outputs are counted as the state.
+    gradients = (_read_by(parts.update.nodes) & _made_by(parts.main.nodes)) - set(program.outputs)
     return copied_bytes(program) + sum(program.values[id].nbytes for id in gradients)

@@ -42,13 +42,12 @@ def target_text(target: str) -> str:
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """Rows as columns of equal width; `right`: those whose text stands on the right."""
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [
-            text.rjust(width) if k in right else text.ljust(width)
-            for k, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells: list[str] = []
+        for place, (text, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(text.rjust(width) if place in right else text.ljust(width))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 

@@ -70,7 +70,7 @@ def timings(program: Program, seconds: Sequence[float], model: NodeS) -> Timed:
     modelled: dict[Call, float] = {}
     for (node, values), took in zip(measured_nodes(program), seconds, strict=True):
         ids = (*node.refs, *node.results)
-        if kind_of(node) is None and all(values[i].tier == "device" for i in ids):
+        if kind_of(node) is None and all(values[id].tier == "device" for id in ids):
             found.setdefault(call(node, values), []).append(took)
             modelled[call(node, values)] = model(node, values)
     known = {key: median(times) for key, times in found.items()}

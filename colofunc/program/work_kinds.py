@@ -27,8 +27,10 @@ _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()
 
 @cache
 def work_kind(target: str) -> str:
-    """Of an operator by its name. In-place operators are of the kind of their own, and so are backward ones, but for
-    those that only multiply by what forward has left.
+    """Of an operator by its name.
+
+    In-place operators are of the kind of their own, and so are backward ones, but for those that only multiply by what
+    forward has left.
     """
     if is_product(target):
         return "product"

@@ -139,13 +139,14 @@ def _type(x: Any) -> Any:
 __all__ = ["CheckError", "Checked", "check", "run_reference", "seeded"]
 
 
-# ---- steps that one side skips ---- Problem: a float16 gradient is finite up to 65504. The mesh adds the parts of its
-# ranks in float32 (`Policy.reduce`), so it takes a step whose sum one device cannot hold; parts that cancel may
-# overflow where their sum does not. Neither is a mistake, and the two states have nothing in common. Idea: a loss scale
-# changes nothing but what overflows and underflows. Parts that are finite on R ranks have a sum of at most R times
-# 65504, so with 1/(2R) of the scale one device takes the step as well, and what the mesh made of it is compared with
-# that. Where the mesh skips, its state has to be the old one to the last bit, and the step of both is compared with the
-# smaller scale.
+# ---- steps that one side skips ----
+#
+# Problem: a float16 gradient is finite up to 65504. The mesh adds the parts of its ranks in float32 (`Policy.reduce`),
+# so it takes a step whose sum one device cannot hold; parts that cancel may overflow where their sum does not. Neither
+# is a mistake, and the two states have nothing in common. Idea: a loss scale changes nothing but what overflows and
+# underflows. Parts that are finite on R ranks have a sum of at most R times 65504, so with 1/(2R) of the scale one
+# device takes the step as well, and what the mesh made of it is compared with that. Where the mesh skips, its state has
+# to be the old one to the last bit, and the step of both is compared with the smaller scale.
 #
 #     one device: 2 x 50272 = inf, skipped      mesh: 50272 + 50272 in float32, taken      one device at a quarter: 25136, taken
 
@@ -185,8 +186,8 @@ def comparable(
     if not (_taken(mesh_took) and _taken(expected)):
         raise CheckError(
             f"{where}one device and the mesh do not skip the same steps, with a loss scale of "
-            f"{float(record['scale']):g} nor with "
-            f"{float(small):g}\nTry: step.lower(...).check_finite(...), which names the operator that overflows"
+            f"{float(record['scale']):g} nor with {float(small):g}\nTry: step.lower(...).check_finite(...), which "
+            "names the operator that overflows"
         )
     if mesh_took is not got:
         return mesh_took, expected, smaller
@@ -206,10 +207,12 @@ def _taken(out: Any) -> bool:
     return int(LOSS_SCALE.split(state_of(out)[0])[0]["skipped"]) == 0
 
 
-# ---- bounds of one call ---- A bound per dtype is false in both directions: half of a small gradient is within 0.02 of
-# nothing, and Adam moves a weight by its whole rate, this way or that, where only rounding is left of a gradient. See
-# `compiler/tolerance.py`. It costs one more run of the step on one device (three where there are half precisions), so
-# it is worked out when somebody asks.
+# ---- bounds of one call ----
+#
+# A bound per dtype is false in both directions: half of a small gradient is within 0.02 of nothing, and Adam moves a
+# weight by its whole rate, this way or that, where only rounding is left of a gradient. See `compiler/tolerance.py`. It
+# costs one more run of the step on one device (three where there are half precisions), so it is worked out when
+# somebody asks.
 
 
 class Bounds:

@@ -182,7 +182,7 @@ def _meshes(axes: Sequence[str]) -> Iterator[Mesh]:
 def _beside(plan: NamedPlan, mesh: Mesh) -> tuple[str, ...]:
     """The axes of more than one rank that the plan does not name."""
     mine = mesh.atoms(plan.axes)
-    return tuple(a for a in mesh.axis_names if a not in mine and mesh.axis_size(a) > 1)
+    return tuple(axis for axis in mesh.axis_names if axis not in mine and mesh.axis_size(axis) > 1)
 
 
 def _title(plan: Any) -> str:
@@ -230,7 +230,7 @@ def _try(
 def _reason(error: ColofuncError, mesh: Mesh, what: str) -> str:
     """The message of a refusal, which must name something that a user can look up: an axis, a name, a size."""
     said = str(error).split("\n", maxsplit=1)[0]
-    if not (re.search(r"""\d|['"{(]""", said) or any(re.search(rf"\b{a}\b", said) for a in mesh.axis_names)):
+    if not (re.search(r"""\d|['"{(]""", said) or any(re.search(rf"\b{axis}\b", said) for axis in mesh.axis_names)):
         raise CheckError(
             f"{what} is refused without naming a value: {said!r}. Try: the axis, the size or the tensor that it is "
             "about"
@@ -246,8 +246,7 @@ def _check_share(share: float, mesh: Mesh, what: str, plan: Any) -> None:
         raise CheckError(
             f"{what}: a rank does {share:.2f} of all work, at most {bound:.2f} was expected: an axis holds copies "
             f"({str(plan).splitlines()[0]}). Try: along=True on the wish, or wishes on the operators that do the work; "
-            "if the plan is "
-            "about other steps, steps=[...] without this one, or a PlanError that says so"
+            "if the plan is about other steps, steps=[...] without this one, or a PlanError that says so"
         )
 
 
@@ -259,13 +258,17 @@ class BatchSharded:
     name: str = "batch sharding"
 
     def wishes(self, program: Program, mesh: Mesh) -> list[Wish]:
-        on, ways = " ".join(self.axes), prod(mesh.axis_size(a) for a in self.axes)
+        on, ways = " ".join(self.axes), prod(mesh.axis_size(axis) for axis in self.axes)
         found = []
-        for value in (program.values[i] for i in program.inputs):
+        for value in (program.values[id] for id in program.inputs):
             if value.role == "batch" and value.shape:
                 found.append(Wish(value.name, f"({on} _) ...", self.axes, ("batch",), self.name, along=True))
             elif value.role in ("param", "state"):
-                dims = [d for d, size in enumerate(value.shape) if size % ways == 0]
-                specs = [" ".join(f"({on} _)" if d == e else "_" for e in range(len(value.shape))) for d in dims]
+                specs: list[str] = []
+                for dim, size in enumerate(value.shape):
+                    if size % ways == 0:
+                        groups = ["_"] * len(value.shape)
+                        groups[dim] = f"({on} _)"
+                        specs.append(" ".join(groups))
                 found.append(Wish(value.name, tuple(specs) or "...", self.axes, (value.role,), self.name))
         return found

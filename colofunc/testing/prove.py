@@ -84,10 +84,11 @@ def check_strategies(plugin: Any, op: Any, *samples: Sample, meshes: Sequence[Me
         for mesh in grids:
             for strategy, rule in _claimed(call, mesh, registry, own):
                 worst = prove(call, strategy, rule, mesh, tensors, whole, registry)
-                full = replicated_strategy(call).cost.flops if rule is None or rule.flops is None else rule.flops
-                done.append(
-                    Proved(number, _words(mesh), strategy.name, worst, strategy.cost.flops / full if full else 0.0)
-                )
+                whole_flops = replicated_strategy(call).cost.flops
+                if rule is not None and rule.flops is not None:
+                    whole_flops = rule.flops
+                share = strategy.cost.flops / whole_flops if whole_flops else 0.0
+                done.append(Proved(number, _words(mesh), strategy.name, worst, share))
     if not done:
         owner = "colofunc" if plugin is None else getattr(plugin, "__name__", repr(plugin))
         raise CheckError(
@@ -106,7 +107,9 @@ def target_of(op: Any) -> str:
     if schema is None:
         raise InputError(f'check_strategies wants an operator or its name, not {op!r}. Try: "aten.cumsum.default"')
     space, name = schema.name.split("::")
-    return f"{space}.{name}" + (f".{schema.overload_name or 'default'}" if space == "aten" else "")
+    if space == "aten":
+        return f"{space}.{name}.{schema.overload_name or 'default'}"
+    return f"{space}.{name}"
 
 
 def _words(mesh: Mesh) -> str:
@@ -121,11 +124,9 @@ def made_up(target: str) -> Iterator[Sample]:
     schema = _schema(target)
     gen = torch.Generator().manual_seed(0)
     refused, made = "", 0
+    needed = [each for each in schema.arguments if not each.kwarg_only and not each.has_default_value()]
     for dim in (0, -1):
-        each = Sample(
-            tuple(_argument(a, dim, gen) for a in schema.arguments if not a.kwarg_only and not a.has_default_value()),
-            {},
-        )
+        each = Sample(tuple(_argument(argument, dim, gen) for argument in needed), {})
         try:
             run_whole(target, each)
         except Exception as error:
@@ -164,23 +165,18 @@ def _argument(argument: Any, dim: int, gen: torch.Generator) -> Any:
 def run_whole(target: str, each: Sample) -> tuple[Call, list[torch.Tensor], list[Any]]:
     """(call, operands, flat results) of the operator on whole tensors; refuses operators that draw random numbers."""
     tensors: list[torch.Tensor] = []
-    args, kwargs = _abstract(each.args, tensors), tuple((k, _abstract(v, tensors)) for k, v in each.kwargs.items())
+    args = _abstract(each.args, tensors)
+    kwargs = tuple((name, _abstract(value, tensors)) for name, value in each.kwargs.items())
     whole = _run(target, args, kwargs, tensors)
     again = _run(target, args, kwargs, tensors)
-    if any(
-        isinstance(a, torch.Tensor) and not torch.equal(a.nan_to_num(), b.nan_to_num())
-        for a, b in zip(whole, again, strict=True)
-    ):
-        raise InputError(
-            f"{target} gives something else each time, so nothing can be compared. Try: a random operator keyed by a "
-            "seed"
-        )
-    types = tuple(_type(r) for r in whole)
-    return (
-        Call(target, args, kwargs, tuple(TensorType(tuple(t.shape), t.dtype) for t in tensors), types),
-        tensors,
-        whole,
-    )
+    for first, second in zip(whole, again, strict=True):
+        if isinstance(first, torch.Tensor) and not torch.equal(first.nan_to_num(), second.nan_to_num()):
+            raise InputError(
+                f"{target} gives something else each time, so nothing can be compared. Try: a random operator keyed by "
+                "a seed"
+            )
+    operands = tuple(TensorType(tuple(x.shape), x.dtype) for x in tensors)
+    return Call(target, args, kwargs, operands, tuple(map(_type, whole))), tensors, whole
 
 
 def _abstract(x: Any, tensors: list[torch.Tensor]) -> Any:
@@ -197,7 +193,7 @@ def _type(result: Any) -> TensorType | None:
 
 
 def _run(target: str, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> list[Any]:
-    given = {k: map_refs(v, tensors.__getitem__) for k, v in kwargs}
+    given = {name: map_refs(value, tensors.__getitem__) for name, value in kwargs}
     with torch.no_grad():
         return flat_results(resolve(target)(*map_refs(args, tensors.__getitem__), **given))
 
@@ -210,24 +206,28 @@ def _claimed(
     if rule is not None and (own is None or {call.target, f"{call.target}.default"} & {*own.rules, *REGISTERED}):
         rule.check(call)
         _check_decided(call, rule)
-        yield from ((s, rule) for s in enumerate_strategies(call, rule, mesh))
+        for strategy in enumerate_strategies(call, rule, mesh):
+            yield strategy, rule
     if own is None:
-        yield from ((s, rule) for s in registry.extra_strategies(call, mesh))
-        return
-    built_in = build_registry((), installed=False).extra_strategies(call, mesh)
-    yield from ((s, rule) for s in own.extra_strategies(call, mesh)[len(built_in) :])
+        extra = registry.extra_strategies(call, mesh)
+    else:
+        built_in = build_registry((), installed=False).extra_strategies(call, mesh)
+        extra = own.extra_strategies(call, mesh)[len(built_in) :]
+    for strategy in extra:
+        yield strategy, rule
 
 
 def _check_decided(call: Call, rule: Rule) -> None:
-    """Every factor is on a result, reduced, or said to be whole: one that was forgotten is never split, without a word.
+    """Every factor is on a result, reduced, or said to be whole.
+
+    One that was forgotten would never be split, without a word.
     """
     forgotten = rule.undecided()
     if forgotten:
         first = forgotten[0]
         raise CheckError(
             f"{call.target}: the rule {rule.text()} says nothing of {', '.join(forgotten)}, which is on no result, so "
-            "no axis can "
-            f"split it. Try: reduce={{{first!r}: 'sum'}}, or [{first}] where it must be whole"
+            f"no axis can split it. Try: reduce={{{first!r}: 'sum'}}, or [{first}] where it must be whole"
         )
 
 
@@ -253,14 +253,12 @@ def prove(
         outs = backend_for(mesh, "simulated").run(local, mesh, inputs)
     except Exception as error:
         raise CheckError(f"{what} fails on the ranks: {type(error).__name__}: {error}") from error
-    wanted = [
-        (k, lay, x)
-        for k, (lay, x) in enumerate(zip(strategy.outs, whole, strict=True))
-        if lay is not None and x is not None
-    ]
     worst = 0.0
-    for (k, layout, expected), shards in zip(wanted, outs, strict=True):
-        worst = max(worst, _check_result(f"{what}, result {k} [{layout.text()}]", shards, layout, mesh, expected))
+    shards_of_results = iter(outs)
+    for number, (layout, expected) in enumerate(zip(strategy.outs, whole, strict=True)):
+        if layout is not None and expected is not None:
+            words = f"{what}, result {number} [{layout.text()}]"
+            worst = max(worst, _check_result(words, next(shards_of_results), layout, mesh, expected))
     return worst
 
 
@@ -275,16 +273,20 @@ def _check_layouts(call: Call, strategy: Strategy, what: str) -> None:
 
 def _lowered(call: Call, strategy: Strategy, rule: Rule | None, mesh: Mesh, what: str) -> Program:
     """The local program of the call alone."""
-    n = len(call.ins)
-    values = {i: Value(i, t.shape, t.dtype) for i, t in enumerate(call.ins)}
+    inputs = tuple(range(len(call.ins)))
+    values = {id: Value(id, operand.shape, operand.dtype) for id, operand in enumerate(call.ins)}
     outs: list[int | None] = []
-    for typ in call.outs:
-        outs.append(None if typ is None else n + len(outs))
-        if typ is not None:
-            values[n + len(outs) - 1] = Value(n + len(outs) - 1, typ.shape, typ.dtype)
-    kept = [o for o, layout in zip(outs, strategy.outs, strict=True) if o is not None and layout is not None]
-    program = Program(tuple(range(n)), (Node(call.target, call.args, call.kwargs, tuple(outs)),), tuple(kept), values)
-    layouts = [layout for o, layout in zip(outs, strategy.outs, strict=True) if o is not None and layout is not None]
+    outputs: list[int] = []
+    layouts: list[Layout] = []
+    for id, (result, layout) in enumerate(zip(call.outs, strategy.outs, strict=True), len(inputs)):
+        outs.append(None if result is None else id)
+        if result is not None:
+            values[id] = Value(id, result.shape, result.dtype)
+        if result is not None and layout is not None:
+            outputs.append(id)
+            layouts.append(layout)
+    node = Node(call.target, call.args, call.kwargs, tuple(outs))
+    program = Program(inputs, (node,), tuple(outputs), values)
     try:
         return lower(program, [Choice(strategy, rule)], dict(enumerate(strategy.ins)), layouts, mesh, record_local)
     except Exception as error:
@@ -297,27 +299,34 @@ def terms(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
     gen = torch.Generator().manual_seed(1)
     found: dict[tuple[int, ...], torch.Tensor] = {(): x}
     for axis, how in pending:
-        found = {
-            (*key, i): t
-            for key, whole in found.items()
-            for i, t in enumerate(_split(whole, how, mesh.axis_size(axis), gen))
-        }
+        split: dict[tuple[int, ...], torch.Tensor] = {}
+        for key, whole in found.items():
+            for index, term in enumerate(_split(whole, how, mesh.axis_size(axis), gen)):
+                split[*key, index] = term
+        found = split
     bare = layout.with_pending(())
-    where = [mesh.coordinates(rank) for rank in range(mesh.size)]
-    return [
-        part(found[tuple(at[a] for a, _ in pending)], bare, mesh, rank).contiguous() for rank, at in enumerate(where)
-    ]
+    each: list[torch.Tensor] = []
+    for rank in range(mesh.size):
+        at = mesh.coordinates(rank)
+        term = found[tuple(at[axis] for axis, _ in pending)]
+        each.append(part(term, bare, mesh, rank).contiguous())
+    return each
 
 
 def _split(x: torch.Tensor, how: str, n: int, gen: torch.Generator) -> list[torch.Tensor]:
     """`n` tensors whose sum, maximum or minimum is `x`."""
-    noise = [(torch.rand(x.shape, generator=gen, dtype=torch.float64) * 4).to(x.dtype) for _ in range(n - 1)]
+    noise: list[torch.Tensor] = []
+    for _ in range(n - 1):
+        noise.append((torch.rand(x.shape, generator=gen, dtype=torch.float64) * 4).to(x.dtype))
     if how == "sum":
         return [x - torch.stack(noise).sum(0).to(x.dtype), *noise]
     # Every element has its maximum on another rank.
     owner = torch.randint(0, n, x.shape, generator=gen)
-    shifted = [x - t if how == "max" else x + t for t in (noise[0], *noise)]
-    return [torch.where(owner == i, x, t) for i, t in enumerate(shifted)]
+    found: list[torch.Tensor] = []
+    for rank, shift in enumerate((noise[0], *noise)):
+        beyond = x - shift if how == "max" else x + shift
+        found.append(torch.where(owner == rank, x, beyond))
+    return found
 
 
 def _check_result(
@@ -347,7 +356,7 @@ def _check_copies(what: str, shards: Sequence[torch.Tensor], layout: Layout, mes
     first: dict[tuple[int, ...], int] = {}
     for rank, shard in enumerate(shards):
         where = mesh.coordinates(rank)
-        other = first.setdefault(tuple(where[a] for a in mesh.axis_names if a in split), rank)
+        other = first.setdefault(tuple(where[axis] for axis in mesh.axis_names if axis in split), rank)
         if not torch.allclose(shard, shards[other], rtol=1e-10, atol=1e-10, equal_nan=True):
             raise CheckError(f"{what}: ranks {other} and {rank} hold the same part with different values")
 
@@ -360,7 +369,7 @@ def _check_cost(
     wrong = [f"{name}={value}" for name, value in figures.items() if not (math.isfinite(value) and value >= 0)]
     if wrong:
         raise CheckError(f"{what}: cost has {', '.join(wrong)}; figures are finite and not negative")
-    flops = rule.flops if rule is not None and rule.flops is not None else None
+    flops = None if rule is None else rule.flops
     if flops is not None and strategy.local is not None and cost.flops * mesh.size < 0.5 * flops:
         raise CheckError(
             f"{what}: all ranks together claim {cost.flops * mesh.size:.3g} flops, the operator has {flops:.3g}; "

@@ -67,21 +67,23 @@ def _differences(where: str, got: Any, expected: Any) -> list[str]:
 
 def _ambient() -> dict[str, Any]:
     """What a function could change around itself, by name."""
-    numpy_state: Any = np.random.get_state()
+    numpy_state: list[Any] = []
+    for part in np.random.get_state():
+        numpy_state.append(part.tobytes() if isinstance(part, np.ndarray) else part)
     return {
         "the state of Python's random generator": random.getstate(),
-        "the state of NumPy's random generator": tuple(
-            part.tobytes() if isinstance(part, np.ndarray) else part for part in numpy_state
-        ),
+        "the state of NumPy's random generator": tuple(numpy_state),
         "the default dtype": torch.get_default_dtype(),
         "the grad mode": torch.is_grad_enabled(),
     }
 
 
-# ---- what a function holds ---- Problem: a list that grows or an attribute that is set changes no output and no input,
-# so only looking at the list tells. Idea: a snapshot of everything reachable from the function within a few steps, as
-# (path in words -> what is there); two snapshots differ where the function has left something behind. Snapshots hold
-# what they saw, so no identity is reused.
+# ---- what a function holds ----
+#
+# Problem: a list that grows or an attribute that is set changes no output and no input, so only looking at the list
+# tells. Idea: a snapshot of everything reachable from the function within a few steps, as (path in words -> what is
+# there); two snapshots differ where the function has left something behind. Snapshots hold what they saw, so no
+# identity is reused.
 #
 # >>> seen = []
 # >>> before = snapshot(step)        # step appends to `seen`

@@ -25,7 +25,10 @@ except ImportError as error:
 
 def mesh_from(words: str) -> Mesh:
     """`mesh_from("dp=2 tp=2")`: a simulated mesh on the ideal topology."""
-    axes: dict[str, Any] = {name: int(size) for name, size in (word.split("=") for word in words.split())}
+    axes: dict[str, Any] = {}
+    for word in words.split():
+        name, size = word.split("=")
+        axes[name] = int(size)
     return Mesh(topology="ideal", **axes)
 
 

@@ -52,16 +52,24 @@ def layouts(
     terms = []
     for axis in draw(st.permutations(mesh.axis_names)):
         n = mesh.shape[axis]
-        fits = [d for d, size in enumerate(shape) if padded or size % (n * prod(s for s, _ in dims[d])) == 0]
+        fits: list[int] = []
+        for dim, size in enumerate(shape):
+            if padded or size % (n * _split_size(dims[dim])) == 0:
+                fits.append(dim)
         where = draw(st.sampled_from(["copy", *fits, *(["pending"] if how else [])]))
         if where == "pending" and how and n > 1:
             terms.append((axis, how))
         elif isinstance(where, int):
             dims[where].append((n, axis))
-    for dim, size in zip(dims, shape, strict=True):
-        for factor in _factors(draw, -(-size // prod(s for s, _ in dim))):
-            dim.insert(draw(st.integers(0, len(dim))), (factor, None))
+    for atoms, size in zip(dims, shape, strict=True):
+        for factor in _factors(draw, -(-size // _split_size(atoms))):
+            atoms.insert(draw(st.integers(0, len(atoms))), (factor, None))
     return make_layout(tuple(map(tuple, dims)), shape, tuple(terms))
+
+
+def _split_size(atoms: Sequence[Atom]) -> int:
+    """Into how many parts these atoms split a dim."""
+    return prod(size for size, _ in atoms)
 
 
 def specs(mesh: Mesh, shape: tuple[int, ...], padded: bool = False) -> Any:

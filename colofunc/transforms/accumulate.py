@@ -27,7 +27,7 @@ from colofunc.compiler.microbatches import check_number, equal_parts, loops_over
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Transform
 from colofunc.errors import PlanError, near
-from colofunc.program.passes.loop import MIXING
+from colofunc.program.passes.mixing import MIXING
 
 
 def accumulate(

@@ -68,8 +68,7 @@ def _policy(policy: str | Policy) -> Policy | None:
     if not isinstance(policy, str):
         raise PlanError(
             f"cf.checkpoint(policy={policy!r}): a policy is one name ({', '.join(map(repr, names))}), or made by "
-            "cf.save_only or cf.every; "
-            "several modules go into one: cf.save_only('*.attn', '*.mlp')"
+            "cf.save_only or cf.every; several modules go into one: cf.save_only('*.attn', '*.mlp')"
         )
     if policy in OTHER_WORDS:
         raise PlanError(

@@ -63,8 +63,9 @@ def fp8(
     scaling: str = "tensorwise",
     history: int = HISTORY,
 ) -> Any:
-    """The step with linear layers and experts that multiply in float8, forward and backward; parameters and optimizer
-    stay as they are.
+    """The step with linear layers and experts that multiply in float8, forward and backward.
+
+    Parameters and optimizer stay as they are.
 
     where: globs over the names of weights, in argument 0 or frozen in a model; layers of other weights stay as they
     are. Layers of experts are meant where both of their weights are; they always have scales of rows, and gradients of
@@ -217,8 +218,7 @@ class _Layers(WeightNames):
         if len(found) == 1:
             raise InputError(
                 f"cf.fp8: where= matches {found[0]!r}, and not the other weight of its layer of experts, whose two "
-                "products are in float8 "
-                "or not together. Try: globs for both"
+                "products are in float8 or not together. Try: globs for both"
             )
         self.read.update(dict.fromkeys(found))
         return bool(found)
@@ -229,8 +229,7 @@ class _Layers(WeightNames):
         if history is None:
             raise InputError(
                 f"cf.fp8(scaling='delayed'): {name!r} is no weight of the state, which keeps the largest numbers of "
-                "its layers. Try: globs "
-                "in where= that leave it out; scaling='tensorwise'"
+                "its layers. Try: globs in where= that leave it out; scaling='tensorwise'"
             )
         if name not in self.scales:
             largest = history.amax(1)

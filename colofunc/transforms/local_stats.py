@@ -86,7 +86,7 @@ def _wrapped(globs: Globs, axes: tuple[str, ...] | None, build: Build) -> Build:
 
 def _ranks(mesh: Mesh, axes: tuple[str, ...] | None) -> int:
     if axes is None:
-        axes = tuple(a for a in mesh.axis_names if mesh.axis_size(a) > 1)
+        axes = tuple(axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1)
         if len(axes) > 1:
             raise PlanError(
                 f"cf.local_stats cannot tell which axes of {mesh} split the batch, and its numbers depend on them; "
@@ -95,7 +95,7 @@ def _ranks(mesh: Mesh, axes: tuple[str, ...] | None) -> int:
     for axis in axes:
         if axis not in mesh:
             raise PlanError(f"cf.local_stats: axes={axis!r} is no axis of {mesh}{near(axis, mesh.axis_names, 'axes')}")
-    return prod(mesh.axis_size(a) for a in axes)
+    return prod(mesh.axis_size(axis) for axis in axes)
 
 
 # ---- which norms ----
@@ -112,7 +112,9 @@ class LocalStats(TorchFunctionMode):
 
     def check_globs(self) -> None:
         """Raise InputError where a glob speaks of no batch norm, though there are some."""
-        for glob in self.globs if self._paths else ():
+        if not self._paths:
+            return
+        for glob in self.globs:
             if not any(matches(path, glob) for path in self._paths):
                 raise InputError(
                     f"cf.local_stats: where={glob!r} matches no batch norm in train mode{near(glob, self._paths)}"
@@ -171,8 +173,7 @@ def _norm(
     if count < 2:
         raise InputError(
             f"cf.local_stats: {name} has {count} value(s) per channel and run, and a variance needs two; use a larger "
-            "batch, or "
-            "leave this norm out with where="
+            "batch, or leave this norm out with where="
         )
     out, means, variances = _PerRun.apply(x, weight, bias, runs, eps)
     if mean is not None and var is not None:
@@ -205,8 +206,10 @@ class _PerRun(torch.autograd.Function):
         centred = groups - _channels(mean, x.dim())
         var = (centred * centred).mean(dims)
         out = centred * _channels(torch.rsqrt(var + eps), x.dim())
-        out = out if weight is None else out * _channels(weight.to(out.dtype), x.dim())
-        out = out if bias is None else out + _channels(bias.to(out.dtype), x.dim())
+        if weight is not None:
+            out = out * _channels(weight.to(out.dtype), x.dim())
+        if bias is not None:
+            out = out + _channels(bias.to(out.dtype), x.dim())
         return out.flatten(0, 1).to(x.dtype), mean, var
 
     @staticmethod
@@ -227,7 +230,8 @@ class _PerRun(torch.autograd.Function):
         sums, products = g.sum(dims), (g * normal).sum(dims)
         count = x.numel() // x.shape[1] // ctx.runs
         dx = (g - _channels(sums, x.dim()) / count - normal * (_channels(products, x.dim()) / count)) * rstd
-        dx = dx if weight is None else dx * _channels(weight.to(dx.dtype), x.dim())
+        if weight is not None:
+            dx = dx * _channels(weight.to(dx.dtype), x.dim())
         dw = None if weight is None else products.sum(0).to(weight.dtype)
         db = None if ctx.bias_dtype is None else sums.sum(0).to(ctx.bias_dtype)
         return dx.flatten(0, 1).to(x.dtype), dw, db, None, None

@@ -36,7 +36,7 @@ from colofunc.planner.stages.forward_pass import WEIGHTS, reading_of
 from colofunc.planner.stages.orders import Order, best_order, least_order, roomiest_first
 from colofunc.planner.stages.timetables import Scheduled, by_timetable
 from colofunc.program.ir import Program, computed_once
-from colofunc.program.passes.loop import MIXING
+from colofunc.program.passes.mixing import MIXING
 from colofunc.program.pipeline_schedule import Schedule
 from colofunc.program.placing import StagesOf
 
@@ -91,8 +91,8 @@ def pipeline(
         raise PlanError(f"unknown validate {validate!r}{near(str(validate), VALIDATE, 'ways')}")
     if stages is not None and not _name_stages(stages):
         raise PlanError(
-            f"stages={stages!r} names no stages; "
-            "write stages={'layers.0.*': 0, 'layers.1.*': 1}, or None for balanced ones"
+            f"stages={stages!r} names no stages; write stages={{'layers.0.*': 0, 'layers.1.*': 1}}, or None for "
+            "balanced ones"
         )
     number = None if isinstance(microbatches, str) else microbatches
     if number == 1 and validate == "next step":
@@ -157,13 +157,13 @@ class _Asked:
             ways += self._ways(build, schedule, ranks, schedule.name if several else "")
         if self.microbatches is not None and len(ways) == 1 and not ways[0].cuts_open:
             return ()
-        # One microbatch has no schedule, so that it has no placement to be chosen.
-        return [
-            way.variant(number)
-            for number in numbers
-            for way in ways
-            if number > 1 or way.there.schedule is ways[0].there.schedule
-        ]
+        found: list[Variant] = []
+        for number in numbers:
+            for way in ways:
+                # One microbatch has no schedule, so that it has no placement to be chosen.
+                if number > 1 or way.there.schedule is ways[0].there.schedule:
+                    found.append(way.variant(number))
+        return found
 
     def _ways(self, build: Build, schedule: Schedule, ranks: int, name: str) -> list[_Way]:
         """Of one placement, in each order of the ranks. name: what tells it from others."""
@@ -204,8 +204,11 @@ class _Asked:
         return numbers
 
     def _admitted(self, build: Build, schedule: Schedule, ranks: int) -> frozenset[int]:
-        """Numbers of microbatches that the schedule takes and that divide the batch; raises PlanError where what was
-        given is none that the schedule takes. One microbatch needs no batch, where the schedule takes it."""
+        """Numbers of microbatches that the schedule takes and that divide the batch.
+
+        Raises PlanError where what was given is none that the schedule takes. One microbatch needs no batch, where the
+        schedule takes it.
+        """
         if self.number == 1 and schedule.least_microbatches(ranks) == 1 and not schedule.whole_groups:
             return frozenset((1,))
         rows = rows_of(self.batch, build)
@@ -311,8 +314,7 @@ class _Asked:
             if index >= count:
                 raise PlanError(
                     f"stages={{{glob!r}: {index}}}: the schedule {self.schedule!r} has {count} stages on "
-                    f"{self.axis!r}; "
-                    f"write stages from 0 to {count - 1}, or more ranks on {self.axis!r}"
+                    f"{self.axis!r}; write stages from 0 to {count - 1}, or more ranks on {self.axis!r}"
                 )
             if not any(matches(name, glob) for name in leaves.values()):
                 some = ", ".join(list(leaves.values())[:3])

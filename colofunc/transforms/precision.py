@@ -97,8 +97,8 @@ class _Grow:
     def _grown(self, state: Any) -> Any:
         leaves, tree = flatten(state)
         wide = self.policy.params
-        if any(_narrower(t, wide) for t in leaves):
-            state = unflatten(tree, [t.to(wide) if _narrower(t, wide) else t for t in leaves])
+        if any(_narrower(leaf, wide) for leaf in leaves):
+            state = unflatten(tree, [leaf.to(wide) if _narrower(leaf, wide) else leaf for leaf in leaves])
         if self.policy.scales is None:
             return state
         record, bare = LOSS_SCALE.split(state)
@@ -117,11 +117,9 @@ class _Grow:
         if int(skipped) >= PATIENCE:
             raise PrecisionError(
                 f"{int(skipped)} steps in a row were skipped because gradients were not finite, at last with a loss "
-                "scale of "
-                f"{float(record['scale']):g}; the state is that before the first of them. Try: bf16, overrides={{glob: "
-                f"'fp32'}} for the "
-                "module that overflows (low.check_finite finds it), or a smaller learning rate from an earlier "
-                "checkpoint"
+                f"scale of {float(record['scale']):g}; the state is that before the first of them. Try: bf16, "
+                "overrides={glob: 'fp32'} for the module that overflows (low.check_finite finds it), or a smaller "
+                "learning rate from an earlier checkpoint"
             )
 
 
@@ -167,8 +165,8 @@ def _checked(args: tuple[Any, ...], out: Any) -> Any:
             ):
                 raise InputError(
                     f"the step returns {name or 'its state'} as {b.dtype} and was given {a.dtype}, so under "
-                    "cf.precision it would lose its "
-                    "master; update parameters under torch.no_grad(), or with cf.adapt(...)"
+                    "cf.precision it would lose its master; update parameters under torch.no_grad(), or with "
+                    "cf.adapt(...)"
                 )
     return out
 
@@ -182,14 +180,13 @@ def _scaled(policy: Policy, record: Any, state: Any, out: Any, mixed: Mixed) -> 
         if mixed.finite:
             raise InputError(
                 "a step with a loss scale returns its new state first, with the tree of the old one, so that a step "
-                "whose gradients "
-                "overflow can be skipped"
+                "whose gradients overflow can be skipped"
             )
         return out  # evaluates, and returns no state
     finite = mixed.all_finite()
     if finite is None:
         return back(LOSS_SCALE.join(new, record))
-    kept = [mixed.chosen(b, a) for a, b in zip(old_leaves, leaves, strict=True)]
+    kept = [mixed.chosen(leaf, old) for old, leaf in zip(old_leaves, leaves, strict=True)]
     return back(LOSS_SCALE.join(unflatten(tree, kept), next_scale(policy, record, finite)))
 
 

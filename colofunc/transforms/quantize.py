@@ -116,8 +116,7 @@ def _staged(transforms: Sequence[Transform], step_fn: Any) -> Any:
     twice = {
         QUANTIZE: (
             "quantize is applied twice to one step. Try: one cf.quantize with the globs of all weights in where=; "
-            "scheme 'auto', which "
-            "chooses one for each weight"
+            "scheme 'auto', which chooses one for each weight"
         ),
         WIRE: "quantize(wire=...) is applied twice to one step. Try: one of them",
         GATHERS: "quantize(gathers=...) is applied twice to one step. Try: one of them",
@@ -184,8 +183,7 @@ def _quantizer(scheme: Any, plugins: Sequence[Any]) -> Schemes:
     if not isinstance(scheme, str):
         raise InputError(
             f"cf.quantize(scheme={_short(scheme)}): give a scheme ({', '.join(known)}), a cf.ext.Quantizer, or, for "
-            "something else than "
-            "weights, activations=, caches=, wire= or gathers="
+            "something else than weights, activations=, caches=, wire= or gathers="
         )
     if scheme not in known:
         raise InputError(f"cf.quantize: there is no scheme {scheme!r}{near(scheme, known, 'schemes')}")

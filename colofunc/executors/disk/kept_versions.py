@@ -75,9 +75,8 @@ class Holds:
                 if now_s >= end_s:
                     raise DiskError(
                         f"{what} cannot be written: {reader.what} has to read it first and has read nothing for "
-                        f"{reader.deadline_s:g} s. "
-                        "Try: look whether the disk that it writes to answers; what counts on disk is as it was before "
-                        "this step"
+                        f"{reader.deadline_s:g} s. Try: look whether the disk that it writes to answers; what counts "
+                        "on disk is as it was before this step"
                     )
                 if not reader.told and reader.waited_s >= SAY_AFTER_S:
                     reader.told = True
@@ -87,8 +86,9 @@ class Holds:
 
 
 class Held:
-    """A chunk of so many bytes as it was when `DiskStore.hold` was called; it is released with the last reference at
-    the latest.
+    """A chunk of so many bytes as it was when `DiskStore.hold` was called.
+
+    It is released with the last reference at the latest.
     """
 
     def __init__(self, nbytes: int, read: Callable[[Tensor], Ticket], release: Callable[[], None]) -> None:

@@ -39,7 +39,7 @@ class Layout:
             raise DiskError(
                 f"blocks of {block_bytes} bytes: direct I/O needs a multiple of {PAGE_BYTES}. Try: {BLOCK_BYTES}"
             )
-        if (negative := next((k for k, size in enumerate(sizes) if size < 0), None)) is not None:
+        if (negative := next((place for place, size in enumerate(sizes) if size < 0), None)) is not None:
             raise DiskError(f"chunk {negative} has {sizes[negative]} bytes. Try: sizes of 0 bytes and more")
         offsets = accumulate((padded(size) for size in sizes), initial=0)
         blocks = accumulate((-(-size // block_bytes) for size in sizes), initial=0)

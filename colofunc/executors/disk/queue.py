@@ -80,7 +80,7 @@ class Workers:
         # Daemons: others would be waited for before the end of the process can stop them.
         args = [(pages(block_bytes),) for _ in range(threads)]
         self._threads = [
-            Thread(target=self._serve, args=a, name=f"colofunc-disk-{k}", daemon=True) for k, a in enumerate(args)
+            Thread(target=self._serve, args=arg, name=f"colofunc-disk-{k}", daemon=True) for k, arg in enumerate(args)
         ]
         for thread in self._threads:
             thread.start()

@@ -101,8 +101,7 @@ class Records:
         if found != expected:
             raise DiskError(
                 f"{where} {self.path(version)!r} is not what was written: checksum {found:08x}, expected "
-                f"{expected:08x}. "
-                "Try: begin from a checkpoint, on another disk if this comes again"
+                f"{expected:08x}. Try: begin from a checkpoint, on another disk if this comes again"
             )
         if data is not part:
             np.copyto(part, data[: len(part)])
@@ -284,8 +283,9 @@ class DiskStore:
     # -- versions --
 
     def commit(self) -> None:
-        """Wait for all writes, then make them count, all at once. With one version what was written is only read from
-        now on.
+        """Wait for all writes, then make them count, all at once.
+
+        With one version what was written is only read from now on.
 
         Raises DiskError where a write failed: then nothing has changed, and the chunk can be written again, or
         `rollback()` called.

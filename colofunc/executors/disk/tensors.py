@@ -245,8 +245,9 @@ def _store(directory: str | os.PathLike[str], sizes: Sequence[int], rank: int, v
 
 
 class Room:
-    """Chunks that are taken at once and written one after another. Raises DiskError, with nothing left behind, where
-    they cannot be.
+    """Chunks that are taken at once and written one after another.
+
+    Raises DiskError, with nothing left behind, where they cannot be.
 
     once: what is kept is only read from then on, so it takes half the room, and counts at once.
     """

@@ -206,8 +206,7 @@ def read_object(folder: Path, name: str, chunk: Chunk, verify: bool = True) -> A
     except Changed as error:
         raise CheckpointError(
             f"{path}: the bytes of {name!r} are not those that were saved (checksum of {str(error)!r}); load another "
-            "checkpoint, copy "
-            "this one again, or write verify=False where torch was told to write no checksums"
+            "checkpoint, copy this one again, or write verify=False where torch was told to write no checksums"
         ) from error
     except CheckpointError:
         raise
@@ -255,9 +254,11 @@ def _known(path: Path, module: str, name: str) -> Any:
     )
 
 
-# ---- what torch.save wrote ---- Problem: `torch.load(weights_only=True)` trusts the sizes that the file claims and
-# gives memory for them. Idea: records are stored, so that each is a range of the bytes that are there, and a tensor is
-# a view of that range, within its bounds.
+# ---- what torch.save wrote ----
+#
+# Problem: `torch.load(weights_only=True)` trusts the sizes that the file claims and gives memory for them. Idea:
+# records are stored, so that each is a range of the bytes that are there, and a tensor is a view of that range, within
+# its bounds.
 #
 #     read_saved(memory, verify=True)         # memory: bytearray of one archive
 
@@ -344,13 +345,12 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, grad: Any, hooks:
     if type(storage) is not Record or storage.kind != "storage" or any(item for item in more if item not in dtypes):
         raise NoPickle("it has a tensor that is no plain one")
     part, dtype = storage.args
-    dtype = dtypes[0] if dtypes else dtype
+    if dtypes:
+        dtype = dtypes[0]
+    if 0 in size and not len(part):
+        return torch.empty(tuple(size), dtype=dtype)
     if not len(part):
-        return (
-            torch.empty(tuple(size), dtype=dtype)
-            if 0 in size
-            else torch.empty(0, dtype=dtype).as_strided(size, stride, offset)
-        )
+        return torch.empty(0, dtype=dtype).as_strided(size, stride, offset)
     flat = torch.frombuffer(part, dtype=dtype)
     return flat.as_strided(tuple(size), tuple(stride), offset)
 

@@ -113,11 +113,13 @@ def stream(fd: int) -> Iterator[Stream]:
         made.stop()
 
 
-# ---- reading ---- Problem: one thread that reads and then sums leaves the disk idle half of the time, and what is read
-# the usual way is copied from the page cache by the same thread. Idea: a few threads, each with a block of its own:
-# while one sums, others wait for the disk. What is in the page cache is taken from there; what is not goes past it
-# (`O_DIRECT`), which costs the processor next to nothing and pushes nothing else out. Several processes read the usual
-# way, so that what one has read serves the others.
+# ---- reading ----
+#
+# Problem: one thread that reads and then sums leaves the disk idle half of the time, and what is read the usual way is
+# copied from the page cache by the same thread. Idea: a few threads, each with a block of its own: while one sums,
+# others wait for the disk. What is in the page cache is taken from there; what is not goes past it (`O_DIRECT`), which
+# costs the processor next to nothing and pushes nothing else out. Several processes read the usual way, so that what
+# one has read serves the others.
 #
 #     fetch(path, [(offset, memoryview), ...], lambda k, count: ...)     # called when the k-th has `count` of its bytes
 
@@ -130,8 +132,9 @@ Block = tuple[int, memoryview]  # where in the file, where to
 
 
 def fetch(path: Path, blocks: Sequence[Block], done: Callable[[int, int], None]) -> None:
-    """Read every block to its memory; `done(k, count)` follows the k-th, with the bytes that the file had for it, in
-    any thread.
+    """Read every block to its memory.
+
+    `done(k, count)` follows the k-th, with the bytes that the file had for it, in any thread.
 
     Raises OSError of the file, and what `done` raises: of several errors that of the first block.
     """

@@ -149,8 +149,9 @@ def write_file(path: Path, items: Sequence[Item]) -> list[Piece]:
 
 
 def _write_blocks(out: Stream, data: memoryview) -> bytes:
-    """Their checksums. Summing and copying release the interpreter lock, and a block that was summed is in the
-    processor's cache.
+    """Their checksums.
+
+    Summing and copying release the interpreter lock, and a block that was summed is in the processor's cache.
     """
     sums = np.zeros(-(-len(data) // BLOCK_BYTES), dtype="<u4")
     for k in range(len(sums)):
@@ -177,7 +178,7 @@ def read_piece(
     begin, end = low * row_bytes, high * row_bytes
     if begin >= end:
         return torch.empty(
-            [len(range(n)[p]) if isinstance(p, slice) else len(p) for n, p in zip(shape, picks)], dtype=dtype
+            [len(range(size)[p]) if isinstance(p, slice) else len(p) for size, p in zip(shape, picks)], dtype=dtype
         )
     first, needed = _needed_blocks(shape, picks, dtype.itemsize)
     base = min(begin, first * BLOCK_BYTES)

@@ -339,12 +339,13 @@ class Writing:
         if not self.kin:
             return {}
         ours = written(self.path) or {}
-        stay = [name for name in ours if not self._is_kin(name) and not os.path.lexists(self.folder / name)]
-        return {
-            name: ours[name]
-            for name in stay
-            if name not in (INDEX, MARK) and owned.is_ours(self.path / name, ours[name])
-        }
+        stay: dict[str, int | None] = {}
+        for name, size in ours.items():
+            if name in (INDEX, MARK) or self._is_kin(name) or os.path.lexists(self.folder / name):
+                continue
+            if owned.is_ours(self.path / name, size):
+                stay[name] = size
+        return stay
 
     def _check(self, new: Sequence[str]) -> None:
         """Raise CheckpointError where the folder holds files that this save did not write and would replace or mix with
@@ -376,8 +377,7 @@ class Writing:
             more = f" and {len(in_way) - 4} more" if len(in_way) > 4 else ""
             raise CheckpointError(
                 f"{str(self.path)!r} holds {', '.join(map(repr, in_way[:4]))}{more}, which no save of colofunc wrote; "
-                "nothing there was "
-                "touched. Save to another folder, or pass overwrite=True to write into this one"
+                "nothing there was touched. Save to another folder, or pass overwrite=True to write into this one"
             )
 
     def _is_own(self, name: str) -> bool:

@@ -171,7 +171,9 @@ class _Group:
         return converted
 
     def _read(self, rows: int, name: str, picks: Sequence[Pick]) -> Tensor:
-        """The converted tensor at these positions; of experts that are stacked, only those that are asked for are read.
+        """The converted tensor at these positions.
+
+        Of experts that are stacked, only those that are asked for are read.
         """
         low, high = extent(picks[0])
         stacked = self._stacks() and all(len(entries) == rows for entries in self.sources.values())
@@ -207,7 +209,11 @@ def without_ignored(module: nn.Module, missing: list[str], unexpected: list[str]
 
 
 def _not_matching(names: list[str], patterns: list[str]) -> list[str]:
-    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+    left: list[str] = []
+    for name in names:
+        if not any(re.search(pattern, name) for pattern in patterns):
+            left.append(name)
+    return left
 
 
 # ---- saving ----

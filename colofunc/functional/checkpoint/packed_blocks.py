@@ -81,8 +81,8 @@ def _write(name: str, weight: Quantized) -> dict[str, Tensor]:
     if not torch.equal(scale.repeat_interleave(BLOCK, 0)[: len(weight.scale)], weight.scale):
         raise InputError(
             f"{name!r} has scales of single rows, and the layout 'finegrained-fp8' has one for {BLOCK} rows. Try: "
-            "weights that were read "
-            "from such a folder; the scheme 'fp8' and layout='float-quantized', which has a scale for each row"
+            "weights that were read from such a folder; the scheme 'fp8' and layout='float-quantized', which has a "
+            "scale for each row"
         )
     return {"weight": weight.data.view(torch.float8_e4m3fn), SCALE: scale}
 

@@ -62,15 +62,13 @@ def layouts() -> dict[str, PackedLayout]:
         if layout.name != name or layout.form not in FORMATS:
             raise PluginError(
                 f"colofunc_packed_layouts: {name!r} is a layout of the name {layout.name!r} and the form "
-                f"{layout.form!r}; give it its own "
-                f"name, and one of the forms {', '.join(FORMATS)}"
+                f"{layout.form!r}; give it its own name, and one of the forms {', '.join(FORMATS)}"
             )
         unknown = [form for form in layout.forms if form not in FORMATS]
         if unknown:
             raise PluginError(
                 f"colofunc_packed_layouts: {name!r} has forms={layout.forms!r} to be written, and there is no form "
-                f"{unknown[0]!r}; give a "
-                f"tuple of some of {', '.join(FORMATS)}"
+                f"{unknown[0]!r}; give a tuple of some of {', '.join(FORMATS)}"
             )
         found[name] = layout
     return found
@@ -139,9 +137,8 @@ def _check_plain(tensors: Tensors) -> None:
             others = ", ".join(repr(f"{tensors.layer}.{other}") for other in tensors.entries if other != key)
             raise tensors.wrong(
                 key,
-                f"is {dtype_name(dtype)} beside {others}, which is no layout of quantized weights that is known; known "
-                "are "
-                f"{', '.join(layouts())}",
+                f"is {dtype_name(dtype)} beside {others}, which is no layout of quantized weights that is known; "
+                f"known are {', '.join(layouts())}",
                 "the folder that it was made of, with its weights unquantized",
             )
 

@@ -158,8 +158,7 @@ def _write_int4(name: str, weight: Quantized) -> dict[str, Tensor]:
     if weight.scale.shape[1] == 1:
         raise InputError(
             f"{name!r} has a single group of {GROUP} columns, and such a weight has the same tensors in torchao's "
-            "classes for 4 and 8 "
-            "bits. Try: layout='pack-quantized', or layout=None"
+            "classes for 4 and 8 bits. Try: layout='pack-quantized', or layout=None"
         )
     return {
         DATA: (unpacked(weight.data).to(torch.int8) - MIDDLE),

@@ -68,7 +68,7 @@ class Leaf:
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {"shape": list(self.tensor.shape), "dtype": dtype_name(self.tensor.dtype)}
         if self.layout is not None:
-            found["dims"] = [[list(atom) for atom in dim] for dim in self.layout.dims]
+            found["dims"] = [list(map(list, dim)) for dim in self.layout.dims]
             found["tier"] = self.layout.tier
             if self.layout.at is not None:
                 found["at"] = [self.layout.at[0], list(self.layout.at[1])]

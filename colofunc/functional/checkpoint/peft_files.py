@@ -100,8 +100,7 @@ def check_no_adapters(path: Path) -> None:
     if (path / CONFIG).exists():
         raise CheckpointError(
             f"{str(path)!r} holds adapters ({CONFIG}), which from_pretrained would add to the weights that are written "
-            "there. "
-            "Try: another folder, or adapters='peft'"
+            "there. Try: another folder, or adapters='peft'"
         )
 
 
@@ -119,9 +118,8 @@ def check_no_whole_weights(path: Path) -> None:
         if whole and owned.is_ours(path / name, size):
             raise CheckpointError(
                 f"{str(path)!r} holds a whole model that cf.save_pretrained wrote ({name}); from_pretrained would add "
-                "the adapters to "
-                "its weights, in which they may be merged already. Nothing was touched. Try: another folder for the "
-                "adapters"
+                "the adapters to its weights, in which they may be merged already. Nothing was touched. Try: another "
+                "folder for the adapters"
             )
 
 

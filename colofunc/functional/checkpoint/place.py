@@ -73,11 +73,9 @@ class Entry:
 
 def _own(x: torch.Tensor) -> torch.Tensor:
     """In memory of its own size: a slice of what was read would keep all of it."""
-    return (
-        x
-        if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
-        else x.clone(memory_format=torch.contiguous_format)
-    )
+    if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def plain(entry: Entry, device: torch.device | str | None = None) -> torch.Tensor:
@@ -131,7 +129,7 @@ def layout_for(entry: Entry, mesh: Mesh, spec: SpecLike | None) -> Layout:
         return layout
     if entry.dims is None:
         return replicated(entry.shape, entry.tier)
-    dims = tuple(_dim(dim, n, mesh) for dim, n in zip(entry.dims, entry.shape))
+    dims = tuple(_dim(dim, size, mesh) for dim, size in zip(entry.dims, entry.shape))
     return make_layout(dims, entry.shape, (), entry.tier, at=_at(entry.at, dims, mesh))
 
 
@@ -170,8 +168,8 @@ def _spread(specs: Any, tree: Any, path: str, entries: Mapping[str, Entry], foun
         return
     sequence = tree.get("list", tree.get("tuple"))
     if isinstance(specs, (list, tuple)) and sequence is not None and len(specs) == len(sequence):
-        for k, (spec, child) in enumerate(zip(specs, sequence)):
-            _spread(spec, child, f"{path}.{k}", entries, found)
+        for place, (spec, child) in enumerate(zip(specs, sequence)):
+            _spread(spec, child, f"{path}.{place}", entries, found)
         return
     if not isinstance(specs, Mapping):
         raise InputError(

@@ -96,8 +96,7 @@ def _nothing(folder: Path) -> str:
     if pickles:
         return (
             f"{folder} holds its weights as a pickle, {pickles[0]!r}, which may run code when it is read; where you "
-            "trust it, convert it "
-            "once: Model.from_pretrained(folder).save_pretrained(other_folder)"
+            "trust it, convert it once: Model.from_pretrained(folder).save_pretrained(other_folder)"
         )
     return f"{folder} holds no checkpoint: no colofunc.json, no .metadata of torch.distributed.checkpoint, no *.safetensors"
 

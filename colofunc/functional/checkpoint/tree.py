@@ -48,8 +48,7 @@ def _pack(obj: Any, name: str, tensors: dict[str, torch.Tensor]) -> Json:
     if parts is None:
         raise InputError(
             f"{name or 'the state'}: {type(obj).__name__} cannot be saved, because nothing could rebuild it without "
-            "running "
-            "code from the file; keep tensors, numbers, strings and containers of them in the state"
+            "running code from the file; keep tensors, numbers, strings and containers of them in the state"
         )
     kind, keys, items, _ = parts
     children = [_pack(item, join(name, key), tensors) for key, item in zip(keys, items, strict=True)]
@@ -196,8 +195,7 @@ def _quantized(fields: Mapping[str, Any]) -> Any:
     if weight.form not in FORMATS or sorted(FORMATS[weight.form].parts) != sorted(present):
         raise CheckpointError(
             f"the index holds a quantized weight of the format {weight.form!r} with {', '.join(present)}, which this "
-            "version does not "
-            "know; use a newer colofunc"
+            "version does not know; use a newer colofunc"
         )
     return weight
 
@@ -268,9 +266,7 @@ class Matched:
             found += [f"unexpected {name!r}" for name in self.unexpected]
         if found:
             more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
-            hint = (
-                "; strict=False keeps the example's values for what is missing"
-                if self.missing or self.unexpected
-                else ""
-            )
+            hint = ""
+            if self.missing or self.unexpected:
+                hint = "; strict=False keeps the example's values for what is missing"
             raise CheckpointError(f"{where} is not like the example: {'; '.join(found[:8])}{more}{hint}")

@@ -98,7 +98,7 @@ def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int], most: Most) -
         gather = program.nodes[members[0]].target == "colofunc.all_gather"
         for index in members:
             edit.drop(index)
-        together = merge([program.nodes[k] for k in members], edit, f"bucket of {len(members)}")
+        together = merge([program.nodes[member] for member in members], edit, f"bucket of {len(members)}")
         edit.replace(members[0] if gather else members[-1], *together)
     return edit.done()
 

@@ -89,9 +89,9 @@ class _Scope:
 
 def _is_move(node: Node) -> bool:
     """Whether a node may as well run elsewhere: a view, a move or a cast of one operand, without communication."""
-    return node.target in _MOVES or (
-        len(node.refs) == 1 and kind_of(node) is None and may_alias(node) and not written(node)
-    )
+    if node.target in _MOVES:
+        return True
+    return len(node.refs) == 1 and kind_of(node) is None and may_alias(node) and not written(node)
 
 
 def chunked(
@@ -130,13 +130,16 @@ def buffers_of(program: Program) -> tuple[tuple[int, ...], ...]:
     for _, scope in sorted(_scopes(program).items()):
         for node in scope.program.nodes:
             if node.target.removesuffix("_start") in ("colofunc.all_gather_flat", "colofunc.pack"):
-                run = tuple(donated.get(scope.outer.get(i, -1), -1) for i in node.refs)
+                run = tuple(donated.get(scope.outer.get(id, -1), -1) for id in node.refs)
                 if -1 not in run and len(set(run)) == len(run) > 1:
                     runs[run] = None
+    # Long runs first: an input lies in one buffer.
     found: list[tuple[int, ...]] = []
+    taken: set[int] = set()
     for run in sorted(runs, key=len, reverse=True):
-        if not {k for other in found for k in other}.intersection(run):
+        if taken.isdisjoint(run):
             found.append(run)
+            taken.update(run)
     return tuple(found)
 
 
@@ -144,20 +147,27 @@ def buffers_of(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def _scopes(program: Program) -> dict[int, _Scope]:
-    """The program (-1) and the bodies of its loops, by the index of their node; not those in parts, which keep their
-    collectives apart.
+    """The program (-1) and the bodies of its loops, by the index of their node.
+
+    Not those in parts, which keep their collectives apart.
     """
-    given = {i: i for i in program.inputs}
+    given = {id: id for id in program.inputs}
     top = _Scope(program, given, given, {})
     found = {-1: top}
     for index, node in enumerate(program.nodes):
-        if node.loop is not None and node.loop.timetable is None:
-            body = node.loop.body
-            outer = {into: i for into, i in zip(body.inputs, node.refs, strict=True) if i in top.outer}
-            behind = {made: o for made, o in zip(body.outputs, node.outs, strict=True) if o is not None}
-            made = {into: top.origin(i)[0] for into, i in zip(body.inputs, node.refs, strict=True)}
-            about = {into: source for into, source in made.items() if source in top.outer}
-            found[index] = _Scope(body, outer, about, behind, top)
+        if node.loop is None or node.loop.timetable is not None:
+            continue
+        body = node.loop.body
+        outer: dict[int, int] = {}
+        about: dict[int, int] = {}
+        for into, id in zip(body.inputs, node.refs, strict=True):
+            if id in top.outer:
+                outer[into] = id
+            source, _ = top.origin(id)
+            if source in top.outer:
+                about[into] = source
+        behind = {inner: out for inner, out in zip(body.outputs, node.outs, strict=True) if out is not None}
+        found[index] = _Scope(body, outer, about, behind, top)
     return found
 
 
@@ -190,21 +200,24 @@ def _updated(scope: _Scope | None, id: int | None, wanted: Mapping[int, int | st
             continue
         if at in scope.behind:
             return _updated(scope.around, scope.behind[at], wanted)
-        for out, into in program.aliases if scope.around is None else ():
-            if program.outputs[out] == at and program.inputs[into] in wanted:
-                return program.inputs[into]
-        for index in scope.program.readers.get(at, ()):
+        if scope.around is None:
+            for out, into in program.aliases:
+                if program.outputs[out] == at and program.inputs[into] in wanted:
+                    return program.inputs[into]
+        for index in program.readers.get(at, ()):
             node = program.nodes[index]
-            others = [scope.about.get(scope.origin(r)[0]) for r in node.refs if r != at]
-            mine = next((o for o in others if o in wanted), None)
-            if mine is not None and node.phase == "update":
-                return mine
+            if node.phase == "update":
+                owners = [scope.about.get(scope.origin(ref)[0]) for ref in node.refs if ref != at]
+                for owner in owners:
+                    if owner is not None and owner in wanted:
+                        return owner
+            elif not _is_move(node) and node.target not in (*_MERGED, "aten.add.Tensor"):
+                continue
             sizes = (prod(values[at].shape), _scattered(node, at, values))
-            passes = node.phase == "update" or _is_move(node) or node.target in (*_MERGED, "aten.add.Tensor")
-            for o in node.outs if passes else ():
-                if o is not None and o not in seen and prod(values[o].shape) in sizes:
-                    seen.add(o)
-                    pending.append(o)
+            for result in node.results:
+                if result not in seen and prod(values[result].shape) in sizes:
+                    seen.add(result)
+                    pending.append(result)
     return None
 
 
@@ -223,11 +236,9 @@ def _packed(scopes: Mapping[int, _Scope], wanted: Mapping[int, int | str]) -> tu
     family: dict[int, Any] = {}
     for _, scope in sorted(scopes.items()):
         for one in scope.owned:
-            node = scope.program.nodes[one.index]
+            axes = tuple(scope.program.nodes[one.index].args[1])
             numel[one.owner] = max(numel.get(one.owner, 0), one.numel)
-            family.setdefault(
-                one.owner, (str(top.values[one.owner].dtype), tuple(node.args[1]), str(wanted[one.owner]))
-            )
+            family.setdefault(one.owner, (str(top.values[one.owner].dtype), axes, str(wanted[one.owner])))
     used: dict[int, tuple[int, int]] = {}
     for at, scope in sorted(scopes.items()):
         for id, outer in scope.about.items():
@@ -249,8 +260,11 @@ def _packed(scopes: Mapping[int, _Scope], wanted: Mapping[int, int | str]) -> tu
         size = found if key[2] == "auto" else int(key[2])
         sizes = [numel[id] for id in ids]
         for positions in pack(sizes, size):
-            members.append([ids[k] for k in positions])
-    return {id: k for k, some in enumerate(members) for id in some}, members
+            members.append([ids[position] for position in positions])
+    chunk_of: dict[int, int] = {}
+    for chunk, ids in enumerate(members):
+        chunk_of.update(dict.fromkeys(ids, chunk))
+    return chunk_of, members
 
 
 def _orders(scopes: Mapping[int, _Scope], members: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
@@ -266,8 +280,10 @@ def _orders(scopes: Mapping[int, _Scope], members: Sequence[Sequence[int]]) -> d
                 times.setdefault(one.owner, set()).add((at, scope.program.nodes[one.index].phase))
     out: dict[int, tuple[int, int]] = {}
     for chunk, ids in enumerate(members):
-        mine = sorted((id for id in ids if id in times), key=lambda id: -len(times[id]))
-        out.update({id: (chunk, place) for place, id in enumerate(mine)})
+        gathered = [id for id in ids if id in times]
+        gathered.sort(key=lambda id: -len(times[id]))
+        for place, id in enumerate(gathered):
+            out[id] = (chunk, place)
     return out
 
 
@@ -290,31 +306,38 @@ def _merged(
     groups: dict[Any, _Group] = {}
     for one in scope.owned:
         node = nodes[one.index]
-        operand = scope.program.values[node.refs[0]].dtype
-        key = (
-            node.target,
-            node.args[1:],
-            node.on,
-            operand,
-            chunk_of[one.owner],
-            node.phase if one.early else "",
-            one.early,
-        )
+        dtype = scope.program.values[node.refs[0]].dtype
+        phase = node.phase if one.early else ""
+        key = (node.target, node.args[1:], node.on, dtype, chunk_of[one.owner], phase, one.early)
         groups.setdefault(key, _Group([])).members.append(one)
-    # One alone is packed too if that is its cast: what is sent then need not live from its cast to its gather.
-    together = [
-        g for g in groups.values() if len(g.members) > 1 or len(_kept(g.members[0], nodes)) < len(g.members[0].chain)
-    ]
+    together: list[_Group] = []
+    for group in groups.values():
+        first = group.members[0]
+        # One alone is packed too if that is its cast: what is sent then need not live from its cast to its gather.
+        if len(group.members) > 1 or len(_kept(first, nodes)) < len(first.chain):
+            together.append(group)
+    # A group that would wait for itself falls apart, until the others can be put in an order.
     while together:
         edit = Editor(scope.program)
         made = _scheduled(scope, together, edit, order)
         if isinstance(made, list):
             live = _alive(made, scope.program.outputs)
-            apart = {node.outs[0] for node in live if node.note.startswith("chunk of") and kind_of(node) is not None}
-            apart |= {nodes[one.index].outs[0] for g in groups.values() if g not in together for one in g.members}
-            return edit.written(live), {o for o in apart if o is not None}
+            results: set[int] = set()
+            for node in live:
+                if node.note.startswith("chunk of") and kind_of(node) is not None:
+                    results.update(node.results[:1])
+            for group in groups.values():
+                if group not in together:
+                    results |= _results(group.members, nodes)
+            return edit.written(live), results
         together.remove(made)
-    return scope.program, {o for one in scope.owned if (o := nodes[one.index].outs[0]) is not None}
+    return scope.program, _results(scope.owned, nodes)
+
+
+def _results(members: Sequence[_Owned], nodes: Sequence[Node]) -> set[int]:
+    """The results of collectives that stay apart."""
+    outs = [nodes[one.index].outs[0] for one in members]
+    return {out for out in outs if out is not None}
 
 
 def _scheduled(
@@ -330,28 +353,35 @@ def _scheduled(
     there, out, emitted = set(scope.program.inputs), list[Node](), set[int]()
     waiting: dict[int, list[int]] = {}  # value -> nodes that wait for it
 
-    def emit(some: Sequence[Node]) -> list[int]:
+    def emit(added: Sequence[Node]) -> list[int]:
         """Append nodes; what waited for what they define."""
-        out.extend(some)
-        defined = [o for node in some for o in node.results]
-        there.update(defined)
-        return [index for o in defined for index in waiting.pop(o, ())]
+        out.extend(added)
+        freed: list[int] = []
+        for node in added:
+            for id in node.results:
+                there.add(id)
+                freed += waiting.pop(id, ())
+        return freed
 
     def ready(index: int) -> list[int] | None:
         """Emit what stands at `index` if it can be; the nodes that waited for it, or None."""
         group = group_of.get(index)
         needs = [one.source for one in group.members] if group is not None else nodes[index].refs
-        missing = next((i for i in needs if i not in there), None)
-        if missing is not None:
-            waiting.setdefault(missing, []).append(index)
-            return None
+        for id in needs:
+            if id not in there:
+                waiting.setdefault(id, []).append(index)
+                return None
         emitted.add(index)
         if group is None:
             return emit([nodes[index]])
         emitted.update(one.index for one in group.members)
-        chains = [k for one in group.members for k in _kept(one, nodes) if k not in emitted]
-        emitted.update(chains)
-        return emit([*(nodes[k] for k in dict.fromkeys(chains)), *_one(scope, group, edit, order)])
+        added: list[Node] = []
+        for one in group.members:
+            for position in _kept(one, nodes):
+                if position not in emitted:
+                    emitted.add(position)
+                    added.append(nodes[position])
+        return emit([*added, *_one(scope, group, edit, order)])
 
     for index in range(len(nodes)):
         if index in emitted:
@@ -364,8 +394,8 @@ def _scheduled(
         freed = [index]
         while freed:
             found = ready(heapq.heappop(freed))
-            for k in found or ():
-                heapq.heappush(freed, k)
+            for position in found or ():
+                heapq.heappush(freed, position)
     if len(emitted) == len(nodes):
         return out
     return next(stuck for stuck in groups if stuck.members[0].index not in emitted)
@@ -373,7 +403,9 @@ def _scheduled(
 
 def _kept(one: _Owned, nodes: Sequence[Node]) -> tuple[int, ...]:
     """The nodes of a chain that have to run before the packing: all but a cast, which is part of it."""
-    return one.chain[:-1] if one.chain and is_cast(nodes[one.chain[-1]]) else one.chain
+    if one.chain and is_cast(nodes[one.chain[-1]]):
+        return one.chain[:-1]
+    return one.chain
 
 
 def _one(scope: _Scope, group: _Group, edit: Editor, order: Mapping[int, tuple[int, int]]) -> list[Node]:
@@ -390,14 +422,20 @@ def _one(scope: _Scope, group: _Group, edit: Editor, order: Mapping[int, tuple[i
         else:
             sources.append(nodes[one.index].refs[0])
     if not members[0].early:
-        sources = [_uncast(scope, i) for i in sources]
+        sources = [_uncast(scope, id) for id in sources]
     head = nodes[members[0].index]
-    runs = [order.get(scope.outer.get(i, -1)) for i in dict.fromkeys(sources)]
-    whole = all(run is not None for run in runs) and all(b[1] == a[1] + 1 for a, b in pairwise(runs) if a and b)
     values = scope.program.values
-    same = all(values[i].dtype == values[head.refs[0]].dtype for i in sources)
-    adjacent = whole and same and head.target == "colofunc.all_gather" and len(runs) > 1
+    same_dtype = all(values[id].dtype == values[head.refs[0]].dtype for id in sources)
+    # What lies in one run of a buffer is sent as it lies.
+    places = [order.get(scope.outer.get(id, -1)) for id in dict.fromkeys(sources)]
+    adjacent = same_dtype and head.target == "colofunc.all_gather" and len(places) > 1 and _is_run(places)
     return merge([nodes[one.index] for one in members], edit, f"chunk of {len(members)}", sources, adjacent)
+
+
+def _is_run(places: Sequence[tuple[int, int] | None]) -> bool:
+    """Whether places (chunk, place in its buffer) follow one another."""
+    known = [place for place in places if place is not None]
+    return len(known) == len(places) and all(after[1] == before[1] + 1 for before, after in pairwise(known))
 
 
 def _uncast(scope: _Scope, id: int) -> int:
@@ -412,7 +450,7 @@ def _alive(nodes: Sequence[Node], outputs: Sequence[int]) -> list[Node]:
     """Without the moves that nobody reads any more."""
     read, kept = set(outputs), list[Node]()
     for node in reversed(nodes):
-        if not _is_move(node) or any(o in read for o in node.outs):
+        if not _is_move(node) or not read.isdisjoint(node.outs):
             kept.append(node)
             read.update(node.refs)
     return kept[::-1]

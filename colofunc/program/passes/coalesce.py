@@ -126,8 +126,8 @@ def updates_late(program: Program, lag: int = 2) -> Program:
     for index, node in enumerate(program.nodes):
         at = index
         if written(node) and not node.outs:
-            sources = [made.get(memory.group(i), -1) for i in node.refs]
-            last = max((s for s in sources if s >= 0 and is_wire(program.nodes[s])), default=None)
+            sources = [made.get(memory.group(ref), -1) for ref in node.refs]
+            last = max((source for source in sources if source >= 0 and is_wire(program.nodes[source])), default=None)
             if last is not None:
                 beyond = bisect_right(wires, last) + lag - 1
                 at = touches.free_until(index, wires[beyond] if beyond < len(wires) else len(program.nodes) - 1)
@@ -146,16 +146,16 @@ class _Touches:
         self.reads: dict[int, list[int]] = {}
         self.writes: dict[int, list[int]] = {}
         for index, node in enumerate(program.nodes):
-            for group in {memory.group(i) for i in node.refs}:
+            for group in {memory.group(ref) for ref in node.refs}:
                 self.reads.setdefault(group, []).append(index)
-            for group in {memory.group(i) for i in written(node)}:
+            for group in {memory.group(id) for id in written(node)}:
                 self.writes.setdefault(group, []).append(index)
 
     def free_until(self, index: int, end: int) -> int:
         """The last node up to `end` behind which node `index` may run instead of where it stands."""
         node, group = self.program.nodes[index], self.memory.group
-        later = [_first_behind(self.reads.get(group(i), ()), index) for i in written(node)]
-        later += [_first_behind(self.writes.get(group(i), ()), index) for i in node.refs]
+        later = [_first_behind(self.reads.get(group(id), ()), index) for id in written(node)]
+        later += [_first_behind(self.writes.get(group(ref), ()), index) for ref in node.refs]
         first = min((position for position in later if position is not None), default=None)
         return max(index, end) if first is None or first > end else first - 1
 
@@ -178,12 +178,12 @@ def views_late(program: Program) -> Program:
         node = program.nodes[index]
         if may_alias(node) and not written(node) and not is_wire(node) and node.target != "colofunc.wait" and node.refs:
             source = made.get(memory.group(node.refs[0]), -1)
-            first = min((readers[o] for o in node.outs if o in readers), default=None)
+            first = min((readers[out] for out in node.outs if out in readers), default=None)
             if source >= 0 and is_wire(program.nodes[source]) and first is not None:
                 free = touches.free_until(index, first[0] - 1)
                 place[index] = (free + 1, 0) if free > index else (index, 1)
-        for i in node.refs:
-            readers[i] = min(readers.get(i, place[index]), place[index])
+        for ref in node.refs:
+            readers[ref] = min(readers.get(ref, place[index]), place[index])
     return program.by_place(place)
 
 
@@ -204,7 +204,7 @@ def outputs_late(body: Program) -> Program:
         if not (may_alias(node) and not written(node) and not is_wire(node) and node.refs):
             continue
         source = made.get(memory.group(node.refs[0]), -1)
-        ends = all((o in outputs or o in read) and moved.issuperset(read.get(o, ())) for o in node.results)
+        ends = all((out in outputs or out in read) and moved.issuperset(read.get(out, ())) for out in node.results)
         if source >= 0 and is_wire(body.nodes[source]) and ends:
             moved.add(index)
             place[index] = (touches.free_until(index, min(after[source], len(body.nodes) - 1)), 1)

@@ -207,10 +207,9 @@ class _Parts:
             stages = " and ".join(map(str, sorted(self.of_nodes.ranks(maker))))
             raise PlanError(
                 f"{maker.target} ({maker.line}) runs on ranks {stages} of {self.along!r}, and what it gives is wanted "
-                "once: operators are "
-                "on the stage of the parameters that they read, and weights that a step makes of gradients, for a "
-                "second forward pass, "
-                "are on none. Try: cf.accumulate and zero(...) in place of cf.pipeline for this step"
+                "once: operators are on the stage of the parameters that they read, and weights that a step makes of "
+                "gradients, for a second forward pass, are on none. Try: cf.accumulate and zero(...) in place of "
+                "cf.pipeline for this step"
             )
         return ids.pop()
 

@@ -76,15 +76,15 @@ def _leaving_apart(program: Program) -> Program:
     mine = set(map(memory.group, program.inputs))
     groups = mine | {memory.group(program.outputs[out]) for out in donated}
     outputs = list(program.outputs)
-    for k, id in enumerate(program.outputs):
-        if k in donated or memory.group(id) not in groups:
+    for place, id in enumerate(program.outputs):
+        if place in donated or memory.group(id) not in groups:
             continue
-        outputs[k] = edit.new(program.values[id])
+        outputs[place] = edit.new(program.values[id])
         layout = program.values[id].layout
         argument = memory.group(id) in mine
         note = "the argument stays the caller's" if argument else "the next step writes over the state"
         on = None if layout is None else layout.at
-        copy = Node("aten.clone.default", (Ref(id),), (), (outputs[k],), note=note, on=on)
+        copy = Node("aten.clone.default", (Ref(id),), (), (outputs[place],), note=note, on=on)
         maker = program.makers.get(id)
         edit.insert(
             end, copy if maker is None else attrs.evolve(copy, phase=maker.phase, path=maker.path, line=maker.line)
@@ -168,14 +168,15 @@ class _Overwrite:
             ends = [index]
             if kind is not None and kind[1]:  # a started collective reads until it is waited for
                 ends += [program.last_uses.get(out, index) for out in node.results]
-            for group in {self.memory.group(i) for i in node.refs}:
+            for group in {self.memory.group(ref) for ref in node.refs}:
                 self._group_readers.setdefault(group, []).extend(ends)
 
     # ---- operators with several results ----
 
     def pairs(self, index: int, node: Node, twin: Twin) -> tuple[Pairs, Pairs] | None:
-        """(result, input it is written to) and (result, argument it needs a copy of); None where nothing can be written
-        over.
+        """(result, input it is written to) and (result, argument it needs a copy of).
+
+        None where nothing can be written over.
         """
         found: Pairs = []
         kept: Pairs = []
@@ -204,7 +205,7 @@ class _Overwrite:
         if not self._is_free(into, index):
             return False
         # No other operand of the update may share this memory.
-        return sum(self.memory.group(r) == self.memory.group(into) for r in node.refs) == 1
+        return sum(self.memory.group(ref) == self.memory.group(into) for ref in node.refs) == 1
 
     # ---- one result ----
 
@@ -243,7 +244,7 @@ class _Overwrite:
         for operand in dict.fromkeys(node.refs):
             form = over(node, operand)
             shared = {group, self.memory.group(operand)}
-            if form is None or any(i != operand and self.memory.group(i) in shared for i in node.refs):
+            if form is None or any(ref != operand and self.memory.group(ref) in shared for ref in node.refs):
                 continue
             before: list[_Change] | None = []
             if operand != into:
@@ -261,15 +262,13 @@ class _Overwrite:
         if self.program.readers[part] != (index,) or self.memory.is_output(self.memory.group(part)):
             return None
         made_at = self.program.made_at.get(part, -1)
-        for k in self.program.readers[into]:
-            looks = self.program.nodes[k]
-            if k >= made_at or looks.target != view or looks.args != (Ref(into), *node.args[2:]) or not looks.results:
+        for position in self.program.readers[into]:
+            looks = self.program.nodes[position]
+            if position >= made_at or looks.target != view or not looks.results:
                 continue
-            before = (
-                self._made_in(part, looks.results[0], through | {index})
-                if self._alike(part, looks.results[0])
-                else None
-            )
+            if looks.args != (Ref(into), *node.args[2:]) or not self._alike(part, looks.results[0]):
+                continue
+            before = self._made_in(part, looks.results[0], through | {index})
             if before is not None:
                 return [*before, _Change(index, (), out, into)]
         return None
@@ -277,7 +276,7 @@ class _Overwrite:
     def _given(self, index: int, node: Node, into: int, through: frozenset[int]) -> list[_Change] | None:
         """The old value's memory given to an operator that does not read it any more."""
         out = out_twin(node.target)
-        if out is None or any(self.memory.group(i) == self.memory.group(into) for i in node.refs):
+        if out is None or any(self.memory.group(ref) == self.memory.group(into) for ref in node.refs):
             return None
         target, argument = out
         form = attrs.evolve(node, target=target, kwargs=(*node.kwargs, (argument, Ref(into))), outs=(None,))
@@ -336,7 +335,7 @@ def _from_wire(id: int, makers: Mapping[int, Node]) -> bool:
 
 def _is_fresh(id: int, memory: Aliases, program: Program) -> bool:
     """Whether no input shares memory with a value: what is written over inputs cannot change it."""
-    return memory.group(id) not in {memory.group(i) for i in program.inputs}
+    return memory.group(id) not in {memory.group(input_id) for input_id in program.inputs}
 
 
 def _only_reshapes(node: Node, program: Program) -> bool:

@@ -83,7 +83,7 @@ def _planned(known: Positions, table: Table, capability: tuple[int, int], rates:
 
 
 def _on_device(node: Node, values: Mapping[int, Value]) -> bool:
-    return all(values[i].tier == "device" for i in (*node.refs, *node.outs) if i is not None)
+    return all(values[id].tier == "device" for id in (*node.refs, *node.outs) if id is not None)
 
 
 def _chosen(candidates: Iterable[Kernel], call: KernelCall, rates: Rates) -> Planned | None:

@@ -94,8 +94,9 @@ def band_of(
 
 
 def runs_of(visible: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(lo, hi), each (..., rows), of the columns of a bool tensor (..., rows, columns) that are True; None if one row
-    has two runs.
+    """(lo, hi), each (..., rows), of the columns of a bool tensor (..., rows, columns) that are True.
+
+    None if one row has two runs.
     """
     columns = visible.shape[-1]
     flat = visible.reshape(-1, columns)
@@ -124,9 +125,10 @@ def _results(node: Node, known: Mapping[int, Known], shapes: Shapes) -> dict[int
         result = computed(node, tensors, shapes(outs[0]), _is_pointwise(node.target), MAX_REAL)
         if result is not None:
             return {outs[0]: result}
-    small = all(_numel(shapes(out)) <= MAX_REAL for out in outs)
-    whole = None if tensors is None else {ref: plain(x, MAX_REAL) for ref, x in tensors.items()}
-    if small and whole is not None and all(x is not None for x in whole.values()):
+    whole: dict[int, Tensor] | None = None
+    if tensors is not None and all(_numel(shapes(out)) <= MAX_REAL for out in outs):
+        whole = _made_whole(tensors)
+    if whole is not None:
         args, kwargs = map_refs((node.args, node.kwargs), whole.__getitem__)
         result = resolve(node.target)(*args, **dict(kwargs))
         results = result if isinstance(result, (list, tuple)) else [result]
@@ -138,9 +140,24 @@ def _results(node: Node, known: Mapping[int, Known], shapes: Shapes) -> dict[int
 
 def _tensors(node: Node, known: Mapping[int, Known]) -> dict[int, Tensor] | None:
     """The operands of a node; None where one is no tensor."""
-    operands = {ref: known[ref] for ref in node.refs}
-    tensors = {ref: value for ref, value in operands.items() if isinstance(value, Tensor)}
-    return tensors if len(tensors) == len(operands) else None
+    tensors: dict[int, Tensor] = {}
+    for ref in node.refs:
+        value = known[ref]
+        if not isinstance(value, Tensor):
+            return None
+        tensors[ref] = value
+    return tensors
+
+
+def _made_whole(tensors: Mapping[int, Tensor]) -> dict[int, Tensor] | None:
+    """Tensors with what repeats in them written out; None where one is too large for that."""
+    whole: dict[int, Tensor] = {}
+    for ref, tensor in tensors.items():
+        written_out = plain(tensor, MAX_REAL)
+        if written_out is None:
+            return None
+        whole[ref] = written_out
+    return whole
 
 
 def _large(node: Node, known: Mapping[int, Known], shape: tuple[int, ...]) -> Known:
@@ -191,17 +208,17 @@ def _terms(node: Node, known: Mapping[int, Known], shape: tuple[int, ...]) -> tu
     """The operands of a node that has two, in the dtype in which they meet; None where one is another kind of value."""
     if len(node.args) != 2 or node.kwargs:
         return None
-    left, right = (known[a.id] if isinstance(a, Ref) else a for a in node.args)
+    left, right = (known[arg.id] if isinstance(arg, Ref) else arg for arg in node.args)
     if isinstance(left, Band) or isinstance(right, Band):
         return None
     if isinstance(left, Sum) or isinstance(right, Sum):
         dtype = torch.int64
     else:
         dtype = torch.result_type(left, right)
-    terms = [_term(x, dtype, shape) for x in (left, right)]
-    if terms[0] is None or terms[1] is None:
+    left_term, right_term = _term(left, dtype, shape), _term(right, dtype, shape)
+    if left_term is None or right_term is None:
         return None
-    return terms[0], terms[1]
+    return left_term, right_term
 
 
 def _term(x: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Term | None:
@@ -230,7 +247,9 @@ def _compared(name: str, left: Term, right: Term, shape: tuple[int, ...]) -> Ban
         row = _position(right.row) - left.row
     lo, hi = _bisect(name, left.column, row, shape)
     yes, no = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
-    return Band(shape, lo, hi, no, yes) if name == "ne" else Band(shape, lo, hi, yes, no)
+    if name == "ne":  # the run is of those that are equal
+        return Band(shape, lo, hi, no, yes)
+    return Band(shape, lo, hi, yes, no)
 
 
 def _bisect(name: str, column: Tensor, row: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -247,13 +266,16 @@ def _bisect(name: str, column: Tensor, row: Tensor, shape: tuple[int, ...]) -> t
     falling = bool((steps < 0).any())
     if falling and bool((steps > 0).any()):
         raise NoBand
-    columns = columns.flip(-1) if falling else columns
+    if falling:
+        columns = columns.flip(-1)
     before = torch.searchsorted(columns, rows)
     upto = torch.searchsorted(columns, rows, right=True)
     none, every = torch.zeros_like(before), torch.full_like(before, shape[-1])
     runs = {"lt": (none, before), "le": (none, upto), "gt": (upto, every), "ge": (before, every)}
     lo, hi = runs.get(name, (before, upto))
-    return (shape[-1] - hi, shape[-1] - lo) if falling else (lo, hi)
+    if falling:
+        return shape[-1] - hi, shape[-1] - lo
+    return lo, hi
 
 
 def _summed(name: str, left: Term, right: Term, shape: tuple[int, ...]) -> Sum:
@@ -334,22 +356,26 @@ def _chosen(node: Node, known: Mapping[int, Known], inside: Mapping[int, bool], 
 
 
 def _runs_of_equal(bands: Sequence[Band], results: Sequence[Tensor], shape: tuple[int, ...]) -> Band:
-    """The band whose value is results[k] where the bands are inside as the k-th choice says; NoBand if it has no such
-    form.
+    """The band whose value is results[k] where the bands are inside as the k-th choice says.
 
-    Choices are all of (outside, inside) for each band, those of the last band varying first.
+    NoBand if it has no such form. Choices are all of (outside, inside) for each band, those of the last band varying first.
     """
-    values: list[Tensor] = []
-    kinds: list[int] = []
+    values: list[Tensor] = []  # the different ones
+    kinds: list[int] = []  # of each result, which of them it is
     for result in results:
-        kind = next((k for k, value in enumerate(values) if bool(_equal(value, result))), len(values))
+        kind = 0
+        while kind < len(values) and not bool(_equal(values[kind], result)):
+            kind += 1
         if kind == len(values):
             values.append(result)
         kinds.append(kind)
     # Every row is cut where any band begins or ends; within a segment all bands are constant.
-    ends = [x[(None,) * (len(shape) - 1 - x.dim())] for band in bands for x in (band.lo, band.hi)]
-    lead = torch.broadcast_shapes(*(x.shape for x in ends))
-    cuts = torch.stack([x.expand(lead) for x in ends], -1).sort(-1).values
+    ends: list[Tensor] = []
+    for band in bands:
+        for end in (band.lo, band.hi):
+            ends.append(end[(None,) * (len(shape) - 1 - end.dim())])
+    lead = torch.broadcast_shapes(*(end.shape for end in ends))
+    cuts = torch.stack([end.expand(lead) for end in ends], -1).sort(-1).values
     first, last = torch.zeros_like(cuts[..., :1]), torch.full_like(cuts[..., :1], shape[-1])
     starts, stops = torch.cat([first, cuts], -1), torch.cat([cuts, last], -1)
     kind_of = torch.tensor(kinds)
@@ -358,7 +384,7 @@ def _runs_of_equal(bands: Sequence[Band], results: Sequence[Tensor], shape: tupl
         here = (starts >= band_lo.unsqueeze(-1)) & (stops <= band_hi.unsqueeze(-1))
         code = code * 2 + here
     kind_at = torch.where(starts < stops, kind_of[code], -1)
-    present = [k for k in range(len(values)) if bool((kind_at == k).any())]
+    present = [kind for kind in range(len(values)) if bool((kind_at == kind).any())]
     if len(present) == 1:
         whole = torch.zeros((1,) * (len(shape) - 1), dtype=torch.int64)
         return Band(shape, whole, whole + shape[-1], values[present[0]], values[present[0]])
@@ -399,7 +425,7 @@ def _reshaped(band: Band, args: tuple[Any, ...], shape: tuple[int, ...]) -> Band
     """Any view that leaves the columns as they are."""
     if shape[-1] != band.shape[-1] or _numel(shape) != _numel(band.shape):
         raise NoBand
-    lo, hi = (band.rows_of(x).reshape(shape[:-1]) for x in (band.lo, band.hi))
+    lo, hi = (band.rows_of(end).reshape(shape[:-1]) for end in (band.lo, band.hi))
     return band.with_runs(shape, lo, hi)
 
 
@@ -416,18 +442,19 @@ def _sliced(band: Band, args: tuple[Any, ...], shape: tuple[int, ...]) -> Band:
     dim %= len(band.shape)
     first, last, stride = slice(start, stop, step).indices(band.shape[dim])
     if dim < len(band.shape) - 1:
-        lo, hi = (band.rows_of(x).movedim(dim, 0)[first:last:stride].movedim(0, dim) for x in (band.lo, band.hi))
-        return band.with_runs(shape, lo, hi)
+        rows = (slice(None),) * dim + (slice(first, last, stride),)
+        return band.with_runs(shape, band.rows_of(band.lo)[rows], band.rows_of(band.hi)[rows])
     if stride != 1:
         raise NoBand
-    return band.with_runs(shape, (band.lo - first).clamp(0, last - first), (band.hi - first).clamp(0, last - first))
+    lo, hi = ((end - first).clamp(0, last - first) for end in (band.lo, band.hi))
+    return band.with_runs(shape, lo, hi)
 
 
 def _selected(band: Band, args: tuple[Any, ...], shape: tuple[int, ...]) -> Band:
     dim = args[0] % len(band.shape)
     if dim == len(band.shape) - 1:
         raise NoBand
-    lo, hi = (band.rows_of(x).select(dim, args[1]) for x in (band.lo, band.hi))
+    lo, hi = (band.rows_of(end).select(dim, args[1]) for end in (band.lo, band.hi))
     return band.with_runs(shape, lo, hi)
 
 

@@ -98,7 +98,7 @@ def _opened(program: Program, node: Node | None, here: Value) -> Bound | list[in
         return None
     sources = [program.values[ref] for ref in node.refs]
     if node.target in JOINS:
-        return list(node.refs) if len(sources) == 2 and all(s.dtype == torch.bool for s in sources) else None
+        return list(node.refs) if len(sources) == 2 and all(source.dtype == torch.bool for source in sources) else None
     if node.target in VIEWS:
         return list(node.refs) if _keeps(node, sources[0], here) else None
     name = node.target.split(".")[1]
@@ -202,7 +202,7 @@ class Writer:
         if len(value.shape) >= -dim:
             vid = self._select(vid, len(value.shape) + dim)
         while len(self.values[vid].shape) > 2 or (len(self.values[vid].shape) == 2 and self.values[vid].shape[0] == 1):
-            ones = [k for k, n in enumerate(self.values[vid].shape[:-1]) if n == 1]
+            ones = [place for place, size in enumerate(self.values[vid].shape[:-1]) if size == 1]
             vid = self._select(vid, ones[0])
         while len(self.values[vid].shape) < 3:
             here = self.values[vid]
@@ -223,11 +223,9 @@ class Writer:
 
     def _expanded(self, vid: int, shape: tuple[int, ...]) -> int:
         here = self.values[vid]
-        return (
-            vid
-            if here.shape == shape
-            else self._call("aten.expand.default", (Ref(vid), shape), attrs.evolve(here, shape=shape))
-        )
+        if here.shape == shape:
+            return vid
+        return self._call("aten.expand.default", (Ref(vid), shape), attrs.evolve(here, shape=shape))
 
     def _stacked(self, vectors: list[int]) -> Ref:
         """(b, 1, size) each -> (b, n, size)."""

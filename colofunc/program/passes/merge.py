@@ -25,8 +25,9 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 def merge(
     members: Sequence[Node], edit: Editor, note: str, sources: Sequence[int] | None = None, adjacent: bool = False
 ) -> list[Node]:
-    """The nodes that stand for `members`, collectives alike but for their operands; they define what the members
-    defined.
+    """The nodes that stand for `members`, collectives alike but for their operands.
+
+    They define what the members defined.
 
     edit: of their program, which is given the values in between.
 

@@ -51,21 +51,19 @@ def narrow_updates(program: Program, mesh: Mesh) -> Program:
     if capability is None or capability < LEAST_CAPABILITY:
         return program
     device, edit = mesh.topology.device, Editor(program)
-    found = [pair for pair in droppable_casts(program).items() if _all_in(program, "device", *pair)]
-    large = [
-        (index, cast)
-        for index, cast in found
-        if program.nodes[index].target in ON_DEVICE and _elements(program, index) >= LARGE
-    ]
-    for index, cast in large:
-        (narrow,), (wide,) = (
-            map(program.values.__getitem__, ids) for ids in (program.nodes[cast].refs, program.nodes[cast].results)
-        )
-        written_bytes = sum(program.values[i].nbytes for i in written(program.nodes[index]))
+    changed = False
+    for index, cast in droppable_casts(program).items():
+        is_large = program.nodes[index].target in ON_DEVICE and _elements(program, index) >= LARGE
+        if not is_large or not _all_in(program, "device", index, cast):
+            continue
+        (source,), (result,) = program.nodes[cast].refs, program.nodes[cast].results
+        narrow, wide = program.values[source], program.values[result]
+        written_bytes = sum(program.values[id].nbytes for id in written(program.nodes[index]))
         seconds = device.launch_s + (narrow.nbytes + 2 * written_bytes) / device.memory_bytes_per_s
         edit.change(index, kernel=Planned("narrow gradient", seconds, wide.nbytes))
         _drop(edit, cast)
-    return edit.done() if large else program
+        changed = True
+    return edit.done() if changed else program
 
 
 def _elements(program: Program, update: int) -> int:
@@ -73,11 +71,10 @@ def _elements(program: Program, update: int) -> int:
 
 
 def _all_in(program: Program, tier: str, update: int, cast: int) -> bool:
-    return all(
-        program.values[i].tier == tier
-        for node in (program.nodes[update], program.nodes[cast])
-        for i in (*node.refs, *node.results)
-    )
+    for node in (program.nodes[update], program.nodes[cast]):
+        if any(program.values[id].tier != tier for id in (*node.refs, *node.results)):
+            return False
+    return True
 
 
 def _drop(edit: Editor, cast: int) -> None:
@@ -125,4 +122,4 @@ def changes_between(program: Program, source: int, begin: int, end: int) -> bool
     """Whether a node between two positions writes to the memory of a value."""
     memory = aliases(program)
     group = memory.group(source)
-    return any(memory.group(i) == group for node in program.nodes[begin + 1 : end] for i in written(node))
+    return any(memory.group(id) == group for node in program.nodes[begin + 1 : end] for id in written(node))

@@ -42,8 +42,9 @@ def updates_in_one_call(program: Program, count: Callable[[Program], MemoryRepor
 
 
 def small_updates_in_one_call(program: Program, count: Callable[[Program], MemoryReport]) -> Program:
-    """The same for updates that take less time than to call them, past collectives and copies between tiers. `program`
-    is in the order in which it runs.
+    """The same for updates that take less time than to call them, past collectives and copies between tiers.
+
+    `program` is in the order in which it runs.
 
     Whoever reads what is updated still comes behind it, so no collective and no copy begins later.
     """
@@ -60,7 +61,7 @@ def _kinds(program: Program) -> list[Hashable | None]:
 
 def _is_small(update: Node, values: Mapping[int, Value]) -> bool:
     """Whether all tensors of an update, with its gradient and its state, take at most `SMALL_BYTES`."""
-    return sum(values[i].nbytes for i in update.refs) <= SMALL_BYTES
+    return sum(values[ref].nbytes for ref in update.refs) <= SMALL_BYTES
 
 
 def _in_one_call(program: Program, kinds: list[Hashable | None], count: Callable[[Program], MemoryReport]) -> Program:
@@ -94,7 +95,7 @@ def _moved(
     """
     groups, order, waiting = aliases(program), list[int](), _Waiting()
     for index, node in enumerate(program.nodes):
-        reads, writes = {groups.group(i) for i in node.refs}, {groups.group(i) for i in written(node)}
+        reads, writes = {groups.group(ref) for ref in node.refs}, {groups.group(id) for id in written(node)}
         if waiting.nodes and (stops(index, waiting.held_bytes) or waiting.meets(reads, writes)):
             order += waiting.released(kinds)
             waiting = _Waiting()
@@ -167,7 +168,7 @@ def runs_of_updates(program: Program) -> dict[int, tuple[int, ...]]:
     waiting = _Waiting()
     for index, node in enumerate(program.nodes):
         here = kind_of_update(node, program.values)
-        reads, writes = {memory.group(i) for i in node.refs}, {memory.group(i) for i in written(node)}
+        reads, writes = {memory.group(ref) for ref in node.refs}, {memory.group(id) for id in written(node)}
         if here is None or here != kind or waiting.meets(reads, writes):
             run, kind, waiting = [], here, _Waiting()
         if here is not None:
@@ -195,6 +196,6 @@ def kind_of_update(node: Node, values: Mapping[int, Value]) -> Hashable | None:
     own = [arg for place, arg in enumerate(node.args) if place in many.own]
     tensors = [values[arg.id] for arg in own if isinstance(arg, Ref)]
     others = tuple((type(arg), arg) for place, arg in enumerate(node.args) if place not in many.own)
-    if len({value.dtype for value in tensors}) != 1 or any(values[i].tier != "device" for i in node.refs):
+    if len({value.dtype for value in tensors}) != 1 or any(values[ref].tier != "device" for ref in node.refs):
         return None
     return node.target, node.on, tensors[0].dtype, tuple(arg is None for arg in own), others

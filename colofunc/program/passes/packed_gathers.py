@@ -41,15 +41,17 @@ def gathered_packed(program: Program, widening: Collection[str] = DEQUANTIZE, is
     """
     edit = Editor(program)
     parts: dict[tuple[Any, ...], Ref] = {}
-    chains = [
-        _Gathered.behind(program, index, is_shared)
-        for index, node in enumerate(program.nodes)
-        if node.target in widening
-    ]
+    chains: list[_Gathered] = []
+    for index, node in enumerate(program.nodes):
+        if node.target in widening:
+            chain = _Gathered.behind(program, index, is_shared)
+            if chain is not None:
+                chains.append(chain)
     # Parts are gathered where the first chain is written that reads them, so chains are written in the order of their
     # places.
-    for found in sorted((chain for chain in chains if chain is not None), key=lambda chain: chain.rearrange):
-        found.write(edit, parts)
+    chains.sort(key=lambda chain: chain.rearrange)
+    for chain in chains:
+        chain.write(edit, parts)
     return edit.done()
 
 
@@ -185,8 +187,9 @@ class _Gathered:
 
 
 def _dims_back(program: Program, chain: Sequence[int], last: int | None) -> tuple[int, ...] | None:
-    """The dim `last` of what a chain gives, as it is a dim of what each of its nodes gives; None where one of them
-    mixes it with others.
+    """The dim `last` of what a chain gives, as it is a dim of what each of its nodes gives.
+
+    None where one of them mixes it with others.
     """
     dims = [last]
     for index, before in pairwise(reversed(chain)):
@@ -196,8 +199,9 @@ def _dims_back(program: Program, chain: Sequence[int], last: int | None) -> tupl
 
 
 def _dim_before(program: Program, before: int, index: int, dim: int | None) -> int | None:
-    """The dim `dim` of what a node gives, as it is a dim of the widened weight that it reads; None where parts along it
-    give others.
+    """The dim `dim` of what a node gives, as it is a dim of the widened weight that it reads.
+
+    None where parts along it give others.
 
     A cast leaves it, a turn moves it; a view and a division by numbers of columns leave rows only.
     """

@@ -159,8 +159,9 @@ def _widened_here(edit: Editor, reader: Node, chains: Mapping[int, Chain]) -> li
 
 
 def _at_once(program: Program, chain: Chain) -> list[tuple[Node, torch.dtype]]:
-    """The nodes of a chain and what dtypes they give. A weight that is cast from float32 to a narrow dtype is widened
-    to that one.
+    """The nodes of a chain and what dtypes they give.
+
+    A weight that is cast from float32 to a narrow dtype is widened to that one.
 
     The numbers are the same: `dequantize` computes in float32 and casts last.
     """

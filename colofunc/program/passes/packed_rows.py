@@ -106,10 +106,8 @@ class _Caches:
             maker = self.program.makers[source]
             raise InputError(
                 f"cf.quantize(caches=): the step changes {self.changed[source]!r} otherwise than by writing rows into "
-                "it, by "
-                f"{maker.target.split('.')[1]} ({maker.line}), so that all of it would be rounded anew. Try: "
-                "cache.index_copy(dim, at, "
-                "rows), cache[:, :, i:j] = rows; globs in caches= that leave it out"
+                f"it, by {maker.target.split('.')[1]} ({maker.line}), so that all of it would be rounded anew. Try: "
+                "cache.index_copy(dim, at, rows), cache[:, :, i:j] = rows; globs in caches= that leave it out"
             )
 
     def _keeps_rows(self, node: Node) -> bool:

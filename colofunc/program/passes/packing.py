@@ -61,8 +61,9 @@ def usual(sizes: Sequence[int]) -> list[int]:
 
 
 def chunk_size(*groups: Sequence[int], least: int = 0, reach: int = REACH, step: int = STEP) -> int:
-    """The size between the largest usual tensor (or `least`) and `reach` more that wastes fewest elements; the first of
-    equals.
+    """The size between the largest usual tensor (or `least`) and `reach` more that wastes fewest elements.
+
+    The first of equals.
 
     groups: sizes of tensors that are packed apart (other dtypes or axes) in chunks of one size. The search looks at
     multiples of `step`.
@@ -76,7 +77,9 @@ def chunk_size(*groups: Sequence[int], least: int = 0, reach: int = REACH, step:
     if not every:
         return max(least, step)
     limit = max(usual(every))
-    kept = [[size for size in group if size <= limit] for group in groups]
+    kept: list[list[int]] = []
+    for group in groups:
+        kept.append([size for size in group if size <= limit])
     start = -(-max(limit, least, 1) // step) * step
     enough = -(-max(map(sum, kept)) // step) * step  # one chunk holds a whole group: a larger one only wastes more
     last = min(start + reach, max(start, enough))

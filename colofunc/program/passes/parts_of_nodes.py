@@ -151,8 +151,7 @@ class PartsOfNodes:
         name = node.target.removeprefix("aten.").removeprefix("colofunc.")
         return PlanError(
             f"{name}{where}{line} runs at {self.timetable.along}={rank} and needs what a later stage makes: stages "
-            "have to follow the "
-            "order in which the step computes. Try: stages=None, which follows it, or other globs"
+            "have to follow the order in which the step computes. Try: stages=None, which follows it, or other globs"
         )
 
     def _weight_gradients(self) -> set[int]:

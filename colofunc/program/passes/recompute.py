@@ -36,7 +36,10 @@ class Replay:
         self.program = program
         self.there = set(program.inputs)
         self.order: list[int] = []  # positions of nodes; one that stands there again is run again
-        self.sent = {out for node in program.nodes if node.target == SEND for out in node.results}
+        self.sent: set[int] = set()
+        for node in program.nodes:
+            if node.target == SEND:
+                self.sent.update(node.results)
 
     def run(self, index: int) -> None:
         """Run a node, and before it whatever made the operands that are not there."""
@@ -46,7 +49,7 @@ class Replay:
         todo = [index]
         while todo:
             k = todo[-1]
-            missing = [self.program.made_at[r] for r in self.program.nodes[k].refs if r not in self.there]
+            missing = [self.program.made_at[ref] for ref in self.program.nodes[k].refs if ref not in self.there]
             if missing:
                 todo += dict.fromkeys(missing)
                 continue
@@ -105,9 +108,9 @@ class Replay:
             if not names.keys().isdisjoint(node.refs):
                 changes["args"], changes["kwargs"] = map_refs((node.args, node.kwargs), lambda i: Ref(names.get(i, i)))
             if again:
-                fresh = {o: edit.new(self.program.values[o]) for o in node.results}
+                fresh = {out: edit.new(self.program.values[out]) for out in node.results}
                 names.update(fresh)
-                changes["outs"] = tuple(None if o is None else fresh[o] for o in node.outs)
+                changes["outs"] = tuple(None if out is None else fresh[out] for out in node.outs)
                 changes["phase"], changes["note"] = "backward", f"{AGAIN}; {node.note}".rstrip("; ")
             if not left_out:
                 nodes.append(attrs.evolve(node, **changes) if changes else node)

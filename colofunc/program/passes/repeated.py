@@ -77,8 +77,9 @@ def _expanded(result: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _along_a_dim(node: Node, operands: dict[int, Tensor], shape: tuple[int, ...], most: int) -> Tensor | None:
-    """All operands have the dims of the result; those that repeat in all of them, but the one along which it works, are
-    taken once.
+    """All operands have the dims of the result.
+
+    Those that repeat in all of them, but the one along which it works, are taken once.
     """
     at = ALONG_A_DIM[node.target]
     along = (node.args[at] if len(node.args) > at else 0) % len(shape)

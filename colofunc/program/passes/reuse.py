@@ -47,8 +47,9 @@ WHOLE = frozenset(
 
 
 def reuse(program: Program, own: Collection[int] = ()) -> Program:
-    """Results written over dying operands; the last pass, because it depends on the final order. own: inputs that are
-    the program's own.
+    """Results written over dying operands.
+
+    The last pass, because it depends on the final order. own: inputs that are the program's own.
     """
     facts = Facts(program, own)
     nodes = (_over_what_dies(facts, index, node) or node for index, node in enumerate(program.nodes))
@@ -72,8 +73,9 @@ def _has_forms(target: str) -> bool:
 
 
 def over(node: Node, id: int) -> Node | None:
-    """A node with a single result, which it writes over its operand `id`; None where the operator has no form that
-    does.
+    """A node with a single result, which it writes over its operand `id`.
+
+    None where the operator has no form that does.
 
     Elementwise operators read an element before they write it, so any operand will do, however often it stands there.
     Others write over the one that their in-place form changes, and read the rest meanwhile.
@@ -94,8 +96,8 @@ def over(node: Node, id: int) -> Node | None:
 def own_outputs(program: Program) -> set[int]:
     """Positions of outputs whose memory is made by the program, holds nothing else and leaves it once."""
     facts = Facts(program)
-    groups = [facts.memory.group(o) for o in program.outputs]
-    return {k for k, o in enumerate(program.outputs) if groups.count(groups[k]) == 1 and facts.whole(o)}
+    groups = [facts.memory.group(out) for out in program.outputs]
+    return {place for place, out in enumerate(program.outputs) if groups.count(groups[place]) == 1 and facts.whole(out)}
 
 
 def own_outputs_of_parts(loop: Loop) -> set[int]:
@@ -248,7 +250,7 @@ class Facts:
 
     def moves(self, ids: tuple[int, ...]) -> bool:
         """Whether these values can be read later than the program does: nothing has been written over them."""
-        return not any(self.memory.group(i) in self.written for i in ids)
+        return not any(self.memory.group(id) in self.written for id in ids)
 
 
 # What a pattern finds: (value to write over, target, arguments, results that are not needed any more).
@@ -281,7 +283,7 @@ def _cross_entropy(facts: Facts, index: int, node: Node) -> Found | None:
 
 def _embedding(facts: Facts, index: int, node: Node) -> Found | None:
     """A sum with the gradient of an embedding: only the rows that were looked up are touched."""
-    if node.kwargs or not all(isinstance(a, Ref) for a in node.args):
+    if node.kwargs or not all(isinstance(arg, Ref) for arg in node.args):
         return None
     for into, other in (node.args, node.args[::-1]):
         maker = facts.makers.get(other.id)

@@ -183,11 +183,10 @@ class _Gathered:
 def gathered_bytes(program: Program) -> tuple[int, int]:
     """Of one rank's program: (bytes that it is sent of parameters in 8 bits, the same in the dtype that they have)."""
     narrow = wide = 0
-    widths = [
-        program.values[node.refs[0]].dtype.itemsize
-        for node in program.nodes
-        if node.target == PACK and node.note == NOTE
-    ]
+    widths: list[int] = []
+    for node in program.nodes:
+        if node.target == PACK and node.note == NOTE:
+            widths.append(program.values[node.refs[0]].dtype.itemsize)
     width = max(widths, default=4)
     for node in program.nodes:
         if node.loop is not None:

@@ -119,7 +119,9 @@ def _stretches(read: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _views_to(program: Program, base: int, id: int, there: dict[int, int]) -> list[Node]:
-    """The views that make a value of forward from its base, but for those that are there; () where it is no view of it.
+    """The views that make a value of forward from its base, but for those that are there.
+
+    () where it is no view of it.
     """
     chain: list[Node] = []
     while id not in there:
@@ -150,7 +152,11 @@ def bytes_kept(program: Program) -> tuple[int, int, int]:
 def _kept(program: Program) -> list[_Saved]:
     """The values that are kept packed: those that lie while another one is read in backward, which is then gone."""
     every = [saved for saved in map(_Reads(program).of, _makers(program)) if saved is not None]
-    return [saved for saved in every if any(_frees_before(other, saved) for other in every)]
+    kept: list[_Saved] = []
+    for saved in every:
+        if any(_frees_before(other, saved) for other in every):
+            kept.append(saved)
+    return kept
 
 
 def _frees_before(other: _Saved, saved: _Saved) -> bool:

@@ -14,7 +14,7 @@ The order of collectives is part of the program, hence the same on all ranks.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 
 import attrs
@@ -41,50 +41,57 @@ def updates_early(program: Program) -> Program:
     wrote: dict[int, int] = {}  # memory group -> last node so far that wrote it
     place: list[tuple[int, int]] = []
     for index, node in enumerate(program.nodes):
-        changed = {memory.group(i) for i in written(node)}
+        changed = {memory.group(id) for id in written(node)}
         at = index
         if (changed and not node.outs) or _is_scalar_work(program, node):
             chain = _chain(program, casts, node) if changed else []
-            refs = [i for n in (node, *(program.nodes[k] for k in chain)) for i in n.refs if casts.get(i) not in chain]
-            at = max((made.get(i, -1) for i in refs), default=-1)
-            at = max([at, *(wrote.get(memory.group(i), -1) for i in refs), *(touched.get(g, -1) for g in changed)])
-            for k in chain:
-                place[k] = (min(at, place[k][0]), k)
+            at = -1
+            for moved in (node, *(program.nodes[cast] for cast in chain)):
+                for id in moved.refs:
+                    if casts.get(id) not in chain:
+                        at = max(at, made.get(id, -1), wrote.get(memory.group(id), -1))
+            for group in changed:
+                at = max(at, touched.get(group, -1))
+            for cast in chain:
+                place[cast] = (min(at, place[cast][0]), cast)
         place.append((at, index))
         made.update(dict.fromkeys(node.results, at))
-        for i in node.refs:
-            touched[memory.group(i)] = index
-        for g in changed:
-            wrote[g] = index
+        for id in node.refs:
+            touched[memory.group(id)] = index
+        for group in changed:
+            wrote[group] = index
     # A moved node stands behind node `at`: that node's own place is (at, at), and at < index.
     return program.by_place(place)
 
 
 def _casts(program: Program) -> dict[int, int]:
     """What a cast makes for one reader alone -> the cast."""
-    readers: dict[int, int] = {}
-    for i in (*program.outputs, *(i for node in program.nodes for i in node.refs)):
-        readers[i] = readers.get(i, 0) + 1
-    return {
-        node.outs[0]: index
-        for index, node in enumerate(program.nodes)
-        if node.target == "aten._to_copy.default" and node.outs[0] is not None and readers.get(node.outs[0]) == 1
-    }
+    reads = Counter(program.outputs)
+    for node in program.nodes:
+        reads.update(node.refs)
+    casts: dict[int, int] = {}
+    for index, node in enumerate(program.nodes):
+        if node.target != "aten._to_copy.default":
+            continue
+        out = node.outs[0]
+        if out is not None and reads[out] == 1:
+            casts[out] = index
+    return casts
 
 
 def _chain(program: Program, casts: dict[int, int], node: Node) -> list[int]:
     """The casts that end in an operand of a node and are read for nothing else."""
-    found = [casts[i] for i in node.refs if i in casts]
-    for k in found:
-        found += [casts[i] for i in program.nodes[k].refs if i in casts]
-    return found
+    chain = [casts[id] for id in node.refs if id in casts]
+    for cast in chain:  # which grows meanwhile
+        chain += [casts[id] for id in program.nodes[cast].refs if id in casts]
+    return chain
 
 
 def _is_scalar_work(program: Program, node: Node) -> bool:
     """Whether a node of the update only makes 0-dim values; it may run whenever its operands are there."""
     if node.phase != "update" or not node.outs or kind_of(node) is not None or may_alias(node) or written(node):
         return False
-    return all(o is not None and program.values[o].shape == () for o in node.outs)
+    return all(out is not None and program.values[out].shape == () for out in node.outs)
 
 
 def overlap(
@@ -101,8 +108,8 @@ def overlap(
     wrote: dict[int, list[int]] = {}
     memory = aliases(program)
     for index, node in enumerate(program.nodes):
-        for i in written(node):
-            wrote.setdefault(memory.group(i), []).append(index)
+        for id in written(node):
+            wrote.setdefault(memory.group(id), []).append(index)
     edit = Editor(program, ids)
     starts: dict[int, list[Node]] = {}  # in front of position k, with the packing that goes along
     waits = _Waits()
@@ -119,18 +126,24 @@ def overlap(
         value = program.values[out]
         packing = _packing(program, made, node)  # moves up with what it is for
         needs = node.refs if packing is None else program.nodes[packing].refs
-        ready = max((made.get(i, -1) for i in needs), default=-1) + 1
-        for i in needs:
-            ready = max([ready, *(w + 1 for w in wrote.get(memory.group(i), ()) if w < index)])
-        if any(i in waited for i in node.refs):
+        ready = max((made.get(id, -1) for id in needs), default=-1) + 1
+        for id in needs:
+            for write in wrote.get(memory.group(id), ()):
+                if write < index:
+                    ready = max(ready, write + 1)
+        if not waited.isdisjoint(node.refs):
             ready = index  # its operand is waited for just before its first use, which is here
         waited.add(out)
         # It must have ended before something is written over its operand.
-        writes = [w for i in node.refs for w in wrote.get(memory.group(i), ()) if w > index]
-        used = min([first[out], *writes])
+        used = first[out]
+        for id in node.refs:
+            for write in wrote.get(memory.group(id), ()):
+                if write > index:
+                    used = min(used, write)
         along = node.args[1]
         flying = hoisted.setdefault(along, [])
-        at = min(index, max(ready, _gate(flying, value.nbytes, ahead, ahead_bytes), floor.get((node.target, along), 0)))
+        gate = _gate(flying, value.nbytes, ahead, ahead_bytes)
+        at = min(index, max(ready, gate, floor.get((node.target, along), 0)))
         if at < index:
             flying.append((min(used, index), value.nbytes))
         floor[node.target, along] = at
@@ -196,15 +209,17 @@ class _Waits:
 def _held_bytes(program: Program, memory: Aliases, made: Mapping[int, int], index: int) -> int:
     """Bytes of the operands of a collective that were made in the program and that nobody reads behind it."""
     dying: dict[int, int] = {}  # memory group -> bytes
-    for i in program.nodes[index].refs:
-        group = memory.group(i)
+    for ref in program.nodes[index].refs:
+        group = memory.group(ref)
         if group in made and memory.last_read(group) <= index and not memory.is_output(group):
             dying[group] = max(dying.get(group, 0), program.values[group].nbytes)
     return sum(dying.values())
 
 
 def _packing(program: Program, made: Mapping[int, int], node: Node) -> int | None:
-    """The node that does nothing but pack what a gather sends, if it reads only what the caller gave, or casts of that.
+    """The node that does nothing but pack what a gather sends.
+
+    None unless it reads only what the caller gave, or casts of that.
     """
     at = made.get(node.refs[0])
     if at is None or program.nodes[at].target != "colofunc.pack":
@@ -241,18 +256,20 @@ def next_of_kind(program: Program) -> dict[int, int]:
 
 
 def _taken(program: Program, made: Mapping[int, int]) -> dict[int, int]:
-    """First uses in the body of a loop: an output that a collective delivers is used behind the next one of its kind.
+    """First uses in the body of a loop.
+
+    An output that a collective delivers is used behind the next collective of its kind.
     """
     first, after = _first_uses(program), next_of_kind(program)
-    for o in program.outputs:
-        if made.get(o) in after:
-            first[o] = min(first[o], after[made[o]] + 1, len(program.nodes))
+    for out in program.outputs:
+        if made.get(out) in after:
+            first[out] = min(first[out], after[made[out]] + 1, len(program.nodes))
     return first
 
 
 def _first_uses(program: Program) -> dict[int, int]:
     """Value id -> index of the first node that reads it; len(nodes) for outputs that no node reads."""
-    first: dict[int, int] = {o: len(program.nodes) for o in program.outputs}
+    first: dict[int, int] = dict.fromkeys(program.outputs, len(program.nodes))
     for index in range(len(program.nodes) - 1, -1, -1):
         for ref in program.nodes[index].refs:
             first[ref] = index

@@ -46,12 +46,14 @@ class Scope:
     def maker(self, arg: Any, *targets: str) -> Node | None:
         """The node that made the operand, if it is one of `targets` and has a single result."""
         node = self.makers.get(arg.id) if type(arg) is Ref else None
-        return node if node is not None and node.target in targets and len(node.outs) == 1 else None
+        if node is None or node.target not in targets or len(node.outs) != 1:
+            return None
+        return node
 
-    def alike(self, a: int, b: int) -> bool:
+    def alike(self, one: int, other: int) -> bool:
         """Whether two values are of one shape and dtype."""
-        x, y = self.values[a], self.values[b]
-        return (x.shape, x.dtype) == (y.shape, y.dtype)
+        value, twin = self.values[one], self.values[other]
+        return value.shape == twin.shape and value.dtype == twin.dtype
 
 
 SLICE, FULL = "aten.slice.Tensor", "aten.full.default"
@@ -73,13 +75,18 @@ def _slice(node: Node, scope: Scope) -> Found | None:
     if pad is None:
         return None
     source, dim, low, high = _cut(node, scope)
+    # The widths of a pad are pairs (before, behind), that of the last dim first.
     rank, widths = len(scope.shape(source)), tuple(pad.args[1])
-    pairs = {rank - 1 - k // 2: widths[k : k + 2] for k in range(0, len(widths), 2) if any(widths[k : k + 2])}
+    pairs: dict[int, tuple[int, ...]] = {}
+    for first in range(0, len(widths), 2):
+        pair = widths[first : first + 2]
+        if any(pair):
+            pairs[rank - 1 - first // 2] = pair
     if list(pairs) != [dim] or min(pairs[dim]) < 0:
         return None
-    (before, behind), n = pairs[dim], scope.shape(pad.args[0])[dim]
+    before, behind = pairs[dim]
     fill = pad.args[2] if len(pad.args) > 2 else 0
-    if (before and behind) or high - low != n:
+    if (before and behind) or high - low != scope.shape(pad.args[0])[dim]:
         return None
     return pad.args[0], dim, before - low, fill
 
@@ -100,7 +107,9 @@ def _first_rows(arg: Any, dim: int, scope: Scope) -> tuple[Ref, int] | None:
         return None
     source, along, low, high = _cut(node, scope)
     left = scope.shape(source)[along] - high
-    return (source, left) if along == dim and low == 0 and high > 0 and left > 0 else None
+    if along != dim or low != 0 or high <= 0 or left <= 0:
+        return None
+    return source, left
 
 
 def _number(arg: Any, scope: Scope) -> Any:
@@ -129,7 +138,9 @@ def _select_scatter(node: Node, scope: Scope) -> Found | None:
     if inner is None or fill is None or index != 0:
         return None
     x, along, by, _ = inner.args
-    return (x, along, by, fill) if along == dim % len(scope.shape(x)) and by == 1 else None
+    if by != 1 or along != dim % len(scope.shape(x)):
+        return None
+    return x, along, by, fill
 
 
 def _joined_rows(node: Node, scope: Scope) -> Found | None:
@@ -170,10 +181,10 @@ def drop_dead(program: Program) -> Program:
     alive = set(program.outputs)
     kept: list[Node] = []
     for node in reversed(program.nodes):
-        if not node.outs or any(o in alive for o in node.outs) or overload(node.target)._schema.is_mutable:
+        if not node.outs or not alive.isdisjoint(node.outs) or overload(node.target)._schema.is_mutable:
             kept.append(node)
             alive.update(node.refs)
-    constants = {vid: t for vid, t in program.constants.items() if vid in alive}
+    constants = {vid: table for vid, table in program.constants.items() if vid in alive}
     inputs = tuple(vid for vid in program.inputs if vid in constants or vid not in program.constants)
     return Editor(program).written(reversed(kept), inputs=inputs, constants=constants)
 
@@ -182,6 +193,14 @@ def drop_dead(program: Program) -> Program:
 
 
 NLL_SUM = 2  # torch's number of reduction="sum"
+# Operators whose result is a view of another shape, in the same order.
+VIEWS_OF_SHAPE = (
+    "aten.view.default",
+    "aten.unsqueeze.default",
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+    "aten.squeeze.default",
+)
 
 # A rewrite returns an operand that the result equals, another node, or None to leave the node.
 Rewrite = Callable[[Node, Scope], "int | Node | None"]
@@ -197,7 +216,8 @@ def tidy(program: Program) -> Program:
         node = edit.with_names(original)
         rewrite = REWRITES.get(node.target)
         found = rewrite(node, scope) if rewrite is not None else None
-        found = _shifted(node, scope) if found is None else found
+        if found is None:
+            found = _shifted(node, scope)
         if isinstance(found, int):
             edit.rename(_only(node), found)
             edit.drop(index)
@@ -225,16 +245,18 @@ def _only(node: Node) -> int:
 
 def call_key(node: Node) -> Any:
     """Equal for calls that compute the same. 1, 1.0 and True differ, and so do 0.0 and -0.0."""
-    return (node.target, _typed(node.args), _typed(node.kwargs), tuple(o is None for o in node.outs))
+    return (node.target, _typed(node.args), _typed(node.kwargs), tuple(out is None for out in node.outs))
 
 
 def _typed(arg: Any) -> Any:
     kind = type(arg)
     if kind is tuple:
-        return tuple([_typed(a) for a in arg])
+        return tuple([_typed(item) for item in arg])
     if kind is float:
         return (float, arg.hex())
-    return arg if kind is Ref or kind is str or arg is None else (kind, arg)
+    if kind is Ref or kind is str or arg is None:
+        return arg
+    return (kind, arg)
 
 
 def _clone(node: Node, scope: Scope) -> int | None:
@@ -244,53 +266,55 @@ def _clone(node: Node, scope: Scope) -> int | None:
 def _to_copy(node: Node, scope: Scope) -> int | None:
     dtype = dict(node.kwargs).get("dtype")
     source: int = node.args[0].id
-    return source if dtype is None or dtype == scope.values[source].dtype else None
+    if dtype is None or dtype == scope.values[source].dtype:
+        return source
+    return None
 
 
 def _view(node: Node, scope: Scope) -> int | Node | None:
     source, shape = node.args
     if scope.shape(source) == shape:
         return int(source.id)
-    inner = scope.maker(
-        source,
-        "aten.view.default",
-        "aten.unsqueeze.default",
-        "aten.squeeze.dim",
-        "aten.squeeze.dims",
-        "aten.squeeze.default",
-    )
+    inner = scope.maker(source, *VIEWS_OF_SHAPE)
     if inner is not None:
         if scope.shape(inner.args[0]) == shape:
             return int(inner.args[0].id)
         return attrs.evolve(node, target="aten.view.default", args=(inner.args[0], shape))
-    return attrs.evolve(node, target="aten.view.default") if node.target != "aten.view.default" else None
+    if node.target != "aten.view.default":
+        return attrs.evolve(node, target="aten.view.default")
+    return None
 
 
 def _same_shape(node: Node, scope: Scope) -> int | None:
     """Operators that only ever change the shape: expand, slice, squeeze."""
-    out = _only(node)
+    source = node.args[0]
+    if scope.values[_only(node)].shape != scope.shape(source):
+        return None
     step = node.args[4] if node.target == "aten.slice.Tensor" and len(node.args) > 4 else 1
-    return int(node.args[0].id) if scope.values[out].shape == scope.shape(node.args[0]) and step == 1 else None
+    return int(source.id) if step == 1 else None
 
 
 def _permute(node: Node, scope: Scope) -> int | None:
     rank = len(node.args[1])
-    order = tuple(d % rank for d in node.args[1])
-    if order == tuple(range(rank)):
+    same = tuple(range(rank))
+    order = tuple(dim % rank for dim in node.args[1])
+    if order == same:
         return int(node.args[0].id)
     inner = scope.maker(node.args[0], "aten.permute.default")
-    if inner is not None and tuple(inner.args[1][d] % rank for d in order) == tuple(range(rank)):
+    if inner is not None and tuple(inner.args[1][dim] % rank for dim in order) == same:
         return int(inner.args[0].id)
     return None
 
 
 def _transpose(node: Node, scope: Scope) -> int | None:
     rank = len(scope.shape(node.args[0]))
-    dims = {d % rank for d in node.args[1:]} if rank else set()
+    dims = {dim % rank for dim in node.args[1:]} if rank else set()
     if len(dims) < 2:
         return int(node.args[0].id)
     inner = scope.maker(node.args[0], "aten.transpose.int")
-    return int(inner.args[0].id) if inner is not None and {d % rank for d in inner.args[1:]} == dims else None
+    if inner is not None and {dim % rank for dim in inner.args[1:]} == dims:
+        return int(inner.args[0].id)
+    return None
 
 
 def _t(node: Node, scope: Scope) -> int | None:
@@ -303,40 +327,40 @@ def _t(node: Node, scope: Scope) -> int | None:
 def _cat(node: Node, scope: Scope) -> int | Node | None:
     """Without empty operands (the start of a cache); one operand is itself."""
     operands = node.args[0]
-    full = tuple(a for a in operands if scope.shape(a) != (0,))
-    dtype = scope.values[_only(node)].dtype
-    if not full or len({scope.values[a.id].dtype for a in operands} | {dtype}) > 1:
+    full = tuple(operand for operand in operands if scope.shape(operand) != (0,))
+    dtypes = {scope.values[operand.id].dtype for operand in operands}
+    if not full or len(dtypes | {scope.values[_only(node)].dtype}) > 1:
         return None
     if len(full) == 1:
         return int(full[0].id)
-    return attrs.evolve(node, args=(full, *node.args[1:])) if len(full) < len(operands) else None
+    if len(full) < len(operands):
+        return attrs.evolve(node, args=(full, *node.args[1:]))
+    return None
 
 
 def _scatter(node: Node, scope: Scope) -> int | None:
     """A part that covers the whole."""
     whole, part = node.args[:2]
     step = node.args[5] if len(node.args) > 5 else 1
-    same = scope.values[whole.id].dtype == scope.values[part.id].dtype
-    return int(part.id) if scope.shape(whole) == scope.shape(part) and step == 1 and same else None
+    return int(part.id) if step == 1 and scope.alike(whole.id, part.id) else None
 
 
 def _nll_sum(node: Node, scope: Scope) -> Node | None:
     """The gradient of a summed loss does not read the total weight: it need not wait until that is known."""
     grad, *middle, reduction, ignored, total = node.args
-    if (
-        reduction != NLL_SUM
-        or total == grad
-        or scope.shape(grad) != ()
-        or scope.values[grad.id].dtype != scope.values[total.id].dtype
-    ):
+    if reduction != NLL_SUM or total == grad or scope.shape(grad) != ():
+        return None
+    if scope.values[grad.id].dtype != scope.values[total.id].dtype:
         return None
     return attrs.evolve(node, args=(grad, *middle, reduction, ignored, grad))
 
 
-# ---- backward of silu and mish ---- Problem: on tensors without data torch takes the backward of some activations
-# apart into six or ten elementwise operators, each with a buffer of its own: in a UNet or a LLaMA they are the peak of
-# a layer's backward. Idea: the product that ends such a group is recognised by what made its operands, and becomes the
-# operator again; what nobody else reads goes as dead code.
+# ---- backward of silu and mish ----
+#
+# Problem: on tensors without data torch takes the backward of some activations apart into six or ten elementwise
+# operators, each with a buffer of its own: in a UNet or a LLaMA they are the peak of a layer's backward. Idea: the
+# product that ends such a group is recognised by what made its operands, and becomes the operator again; what nobody
+# else reads goes as dead code.
 #
 #     s = sigmoid(x);  g * (s * (1 + x * (1 - s)))          ->          silu_backward(g, x)
 #
@@ -362,8 +386,9 @@ def _silu(factor: Ref, scope: Scope) -> int | None:
     x = _argument(s, "aten.sigmoid.default", scope)
     product, one = _operands(more, "aten.add.Scalar", scope)
     value, rest = _operands(product, "aten.mul.Tensor", scope)
-    fits = x is not None and one == 1 and value == x and _one_minus(rest, scope) == s
-    return x.id if x is not None and fits else None
+    if x is None or one != 1 or value != x or _one_minus(rest, scope) != s:
+        return None
+    return x.id
 
 
 def _mish(factor: Ref, scope: Scope) -> int | None:
@@ -373,22 +398,26 @@ def _mish(factor: Ref, scope: Scope) -> int | None:
     product, rest = _operands(more, "aten.mul.Tensor", scope)
     value, sigmoid = _operands(product, "aten.mul.Tensor", scope)
     square = _operands(_one_minus(rest, scope), "aten.mul.Tensor", scope)
-    fits = x is not None and value == x and _argument(sigmoid, "aten.sigmoid.default", scope) == x and square == (t, t)
-    return x.id if x is not None and fits else None
+    if x is None or value != x or square != (t, t) or _argument(sigmoid, "aten.sigmoid.default", scope) != x:
+        return None
+    return x.id
 
 
 def _operands(arg: Any, target: str, scope: Scope) -> tuple[Any, Any]:
     """The two arguments of the node that made a value, if it is `target` with no other arguments."""
     node = scope.maker(arg, target)
-    return (
-        (node.args[0], node.args[1]) if node is not None and len(node.args) == 2 and not node.kwargs else (None, None)
-    )
+    if node is None or len(node.args) != 2 or node.kwargs:
+        return None, None
+    return node.args[0], node.args[1]
 
 
 def _argument(arg: Any, target: str, scope: Scope) -> Ref | None:
     """The only argument of the node that made a value, if it is `target` with none that differ from their defaults."""
     node = scope.maker(arg, target)
-    return node.args[0] if node is not None and len(node.args) == 1 and not node.kwargs else None
+    if node is None or len(node.args) != 1 or node.kwargs:
+        return None
+    operand: Ref = node.args[0]
+    return operand
 
 
 def _one_minus(arg: Any, scope: Scope) -> Any:

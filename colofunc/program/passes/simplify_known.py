@@ -59,16 +59,21 @@ class Known:
         with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
             for node in self.chain(vid):
                 args, kwargs = map_refs((node.args, node.kwargs), self.real.__getitem__)
-                out = resolve(node.target)(*args, **dict(kwargs))
-                flat = out if isinstance(out, (list, tuple)) else [out]
-                self.real.update({o: t for o, t in zip(node.outs, flat, strict=True) if o is not None})
+                result = resolve(node.target)(*args, **dict(kwargs))
+                tensors = result if isinstance(result, (list, tuple)) else [result]
+                for out, tensor in zip(node.outs, tensors, strict=True):
+                    if out is not None:
+                        self.real[out] = tensor
         return self.real[vid]
 
     def band(self, vid: int, columns: int) -> Band | None:
         """The value as a band of so many columns, without making it; None where it is none."""
         with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
             chain = self.chain(vid)
-            read = {id: self.real[id] for id in (vid, *(r for node in chain for r in node.refs)) if id in self.real}
+            needed = [vid]
+            for node in chain:
+                needed.extend(node.refs)
+            read = {id: self.real[id] for id in needed if id in self.real}
             return band_of(vid, columns, chain, read, lambda value: self.program.values[value].shape)
 
     def chain(self, vid: int) -> list[Node]:
@@ -82,14 +87,18 @@ class Known:
                 continue
             node = self.makers[top]
             if ready:
-                if not any(o in done for o in node.results if o != top):
+                # A node with several results is reached once for each.
+                if done.isdisjoint(set(node.results) - {top}):
                     order.append(node)
                 done.add(top)
                 continue
             stack.append((top, True))
             stack.extend((ref, False) for ref in node.refs)
-        seen: set[int] = set()
-        return [n for n in order if not (id(n) in seen or seen.add(id(n)))]  # type: ignore[func-returns-value]
+        # By identity: to hash a node is slow, and two nodes may be equal.
+        distinct: dict[int, Node] = {}
+        for node in order:
+            distinct.setdefault(id(node), node)
+        return list(distinct.values())
 
 
 # ---- attention masks ----
@@ -135,16 +144,20 @@ class _Masks:
     def folded(self, node: Node, where: tuple[int, int, int]) -> Node:
         bias_at, causal_at, window_at = where
         args = list(node.args)
-        defaults = [a.default_value for a in overload(node.target)._schema.arguments]
         box_at = window_at + 9
-        # A list of the schema is a tuple in a program.
-        args += [tuple(d) if isinstance(d, list) else d for d in defaults[len(args) : box_at + 3]]
-        shifted = any(isinstance(a, Ref) for a in args[window_at + 4 : window_at + 6])  # explicit positions
+        # Arguments that the node leaves out, up to the box, get their defaults.
+        for argument in overload(node.target)._schema.arguments[len(args) : box_at + 3]:
+            default = argument.default_value
+            # A list of the schema is a tuple in a program.
+            args.append(tuple(default) if isinstance(default, list) else default)
+        shifted = any(isinstance(arg, Ref) for arg in args[window_at + 4 : window_at + 6])  # explicit positions
         if shifted or args[box_at] is not None:
             return node
         causal, window = args[causal_at], args[window_at]
-        q, k = (self.program.values[args[bias_at - 3 + i].id].shape for i in (0, 1))
-        key = (args[bias_at].id, causal, window, q[2], k[2])
+        # (b, h, s, d) of queries and keys
+        query_shape = self.program.values[args[bias_at - 3].id].shape
+        key_shape = self.program.values[args[bias_at - 2].id].shape
+        key = (args[bias_at].id, causal, window, query_shape[2], key_shape[2])
         if key not in self.verdicts:
             self.writer.reader = node
             self.verdicts[key] = self._verdict(*key)
@@ -189,8 +202,9 @@ class _Masks:
         if plain is not None:
             return _Verdict(*plain, self.writer.operands(parts, None, shape))
         rows, columns = size
-        batch = max(x.reshape(-1, x.shape[-1]).shape[0] for x in runs)
-        lo, hi = (x.reshape(-1, x.shape[-1]).expand(batch, rows) for x in runs)
+        lo, hi = _by_rows(runs[0]), _by_rows(runs[1])
+        batch = max(lo.shape[0], hi.shape[0])
+        lo, hi = lo.expand(batch, rows), hi.expand(batch, rows)
         if batch not in (1, mask.shape[0]) or (mask.dtype != torch.bool and bool((lo >= hi).any())):
             return None
         own = (torch.arange(rows) + 1).clamp(max=columns)
@@ -206,12 +220,17 @@ class _Masks:
                 return None
             if len(parts.known) + len(parts.bounds) == 1:
                 return runs
-            first, last = (x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1) for x in runs)
-            lo, hi = torch.maximum(lo, first), torch.minimum(hi, last)
+            first, last = runs
+            lo, hi = torch.maximum(lo, _by_rows(first)), torch.minimum(hi, _by_rows(last))
         return lo, hi
 
 
 Runs = tuple[torch.Tensor, torch.Tensor]  # (lo, hi): the visible columns lo:hi of each row
+
+
+def _by_rows(ends: torch.Tensor) -> torch.Tensor:
+    """Ends of runs, (..., rows or 1) or a scalar, as (b, rows or 1)."""
+    return ends.reshape(-1, ends.shape[-1]) if ends.dim() else ends.reshape(1, 1)
 
 
 def _visible_runs(known: Known, bias: int, columns: int) -> Runs | None:
@@ -247,30 +266,31 @@ def _runs_of_band(band: Band) -> Runs | None:
 def classify_runs(
     lo: torch.Tensor, hi: torch.Tensor, rows: int, columns: int, causal: bool = False, window: int = 0
 ) -> tuple[bool, int] | None:
-    """(causal, window) that show exactly the columns lo:hi, each (..., rows or 1), beside the given ones; None if there
-    are none.
+    """(causal, window) that show exactly the columns lo:hi, each (..., rows or 1), beside the given ones.
+
+    None if there are none.
     """
-    lo, hi = (x.reshape(-1, x.shape[-1]) for x in (lo, hi))
+    lo, hi = _by_rows(lo), _by_rows(hi)
     if not torch.equal(lo, lo[:1].expand_as(lo)) or not torch.equal(hi, hi[:1].expand_as(hi)):
-        return None
-    i = torch.arange(rows)
+        return None  # batch rows differ
+    row = torch.arange(rows)
     lo, hi = lo[0].expand(rows), hi[0].expand(rows)
     if causal:
-        hi = torch.minimum(hi, i + 1)
+        hi = torch.minimum(hi, row + 1)
     if window > 0:
-        lo = torch.maximum(lo, i - window + 1)
+        lo = torch.maximum(lo, row - window + 1)
     if bool((lo >= hi).any()):
-        return None
-    whole, own = torch.full_like(i, columns), (i + 1).clamp(max=columns)
+        return None  # a row that sees nothing
     width = rows - int(lo[-1])
-    near = (i - width + 1).clamp(min=0)
-    if torch.equal(lo, torch.zeros_like(i)):
+    if torch.equal(lo, torch.zeros_like(row)):
         width = 0
-    elif not torch.equal(lo, near):
+    elif not torch.equal(lo, (row - width + 1).clamp(min=0)):
         return None
-    if torch.equal(hi, whole):
+    if torch.equal(hi, torch.full_like(row, columns)):
         return False, width
-    return (True, width) if torch.equal(hi, own) else None
+    if torch.equal(hi, (row + 1).clamp(max=columns)):
+        return True, width
+    return None
 
 
 def _runs_of_mask(mask: torch.Tensor, columns: int) -> Runs | None:
@@ -294,31 +314,43 @@ def _visible(mask: torch.Tensor) -> torch.Tensor | None:
 def fold_constants(program: Program) -> Program:
     """Small values that depend on no input, and take some computing, become constants of the program."""
     known = Known(program)
-    wanted = set(program.outputs) | {r for n in program.nodes for r in n.refs if not _free(program, n)}
-    found = {}
+    # What is read by nodes that do depend on an input, or returned.
+    wanted = set(program.outputs)
+    for node in program.nodes:
+        if not _free(program, node):
+            wanted.update(node.refs)
+    tables: dict[int, torch.Tensor] = {}
     for vid in sorted(wanted):
         value = program.values[vid]
         if vid not in known or vid in program.inputs or prod(value.shape) > MAX_TABLE:
             continue
-        chain = known.chain(vid)
-        largest = max((prod(program.values[o].shape) for n in chain for o in n.results), default=0)
-        if all(n.target in PLAIN for n in chain) or largest > 64 * MAX_TABLE:
-            continue
-        found[vid] = known.value(vid)
-    if not found:
-        return program
-    nodes = tuple(n for n in program.nodes if not any(o in found for o in n.results) or len(n.outs) > 1)
-    # A node with several results keeps running for the others; its folded results get new, unread ids.
-    return _with_constants(program, nodes, found)
+        if _worth_a_table(program, known.chain(vid)):
+            tables[vid] = known.value(vid)
+    return _with_constants(program, tables) if tables else program
+
+
+def _worth_a_table(program: Program, chain: list[Node]) -> bool:
+    """Whether what these nodes make takes some computing, of values that are not large."""
+    if all(node.target in PLAIN for node in chain):
+        return False
+    sizes = [prod(program.values[out].shape) for node in chain for out in node.results]
+    return max(sizes, default=0) <= 64 * MAX_TABLE
 
 
 def _free(program: Program, node: Node) -> bool:
-    return all(program.values[o].device_free for o in node.results)
+    return all(program.values[out].device_free for out in node.results)
 
 
-def _with_constants(program: Program, nodes: tuple[Node, ...], found: dict[int, torch.Tensor]) -> Program:
-    cut = (attrs.evolve(n, outs=tuple(None if o in found else o for o in n.outs)) for n in nodes)
+def _with_constants(program: Program, tables: dict[int, torch.Tensor]) -> Program:
+    """The program with these values as constants in place of what made them."""
+    nodes: list[Node] = []
+    for node in program.nodes:
+        # A node with several results keeps running for the others; its folded results get new, unread ids.
+        if len(node.outs) > 1 or tables.keys().isdisjoint(node.results):
+            nodes.append(attrs.evolve(node, outs=tuple(None if out in tables else out for out in node.outs)))
     edit = Editor(program)
-    edit.values.update({vid: attrs.evolve(program.values[vid], role="constant") for vid in found})
-    constants = {**program.constants, **{vid: t.contiguous() for vid, t in found.items()}}
-    return edit.written(cut, inputs=(*program.inputs, *found), constants=constants)
+    constants = dict(program.constants)
+    for vid, table in tables.items():
+        edit.values[vid] = attrs.evolve(program.values[vid], role="constant")
+        constants[vid] = table.contiguous()
+    return edit.written(nodes, inputs=(*program.inputs, *tables), constants=constants)

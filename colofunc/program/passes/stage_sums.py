@@ -39,8 +39,9 @@ def sums_within_stages(program: Program) -> Program:
 
 
 def _with_one_less(program: Program) -> Program | None:
-    """The program with one reduction in front of its messages; None where there is none behind them that can be taken
-    there.
+    """The program with one reduction in front of its messages.
+
+    None where there is none behind them that can be taken there.
     """
     start = behind_schedule(program)
     told: set[int] = (

@@ -17,7 +17,7 @@ lead to the host is written down once more with part of what lies there on disk;
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import attrs
 
@@ -34,8 +34,9 @@ TIERS: Tiers = ("device", "host")
 
 
 class Tiered:
-    """A program being written down. Storages are numbered as `lies` does; those of inputs in `home` begin and end in
-    the far tier.
+    """A program being written down.
+
+    Storages are numbered as `lies` does; those of inputs in `home` begin and end in the far tier.
 
     gathered: results are taken where they are made, as the body of a loop hands them over, and not at the end.
     """
@@ -64,10 +65,10 @@ class Tiered:
         # storage -> value -> what it is there
         self.have: dict[str, dict[int, dict[int, int]]] = {tier: {} for tier in tiers}
         self._started: dict[tuple[int, str], int] = {}
-        for i in filter(self._mine, program.inputs):
-            tier = self.far if lies.home[i] in self.home else self.near
-            self.values[i] = self.values[i].in_tier(tier)
-            self._lies(tier, lies.home[i], i, i)
+        for id in filter(self._mine, program.inputs):
+            tier = self.far if lies.home[id] in self.home else self.near
+            self.values[id] = self.values[id].in_tier(tier)
+            self._lies(tier, lies.home[id], id, id)
 
     # ---- copies ----
 
@@ -91,9 +92,8 @@ class Tiered:
         elif storage in self.home:
             into = self._root(storage)
             new = self._new(into, self.far)
-            self.nodes.append(
-                self._node("put_start", storage, (Ref(into), Ref(self._from(storage, self.near))), (new,))
-            )
+            source = self._from(storage, self.near)
+            self.nodes.append(self._node("put_start", storage, (Ref(into), Ref(source)), (new,)))
             self._started[storage, kind] = new
         else:
             self._started[storage, kind] = self._emit(self.far, storage, "_start")
@@ -128,10 +128,11 @@ class Tiered:
     def _node(self, name: str, storage: int, args: tuple[Ref, ...], outs: tuple[int, ...]) -> Node:
         root = self._root(storage)
         made, value = self.maker.get(root), self.program.values[root]
-        origin = ("forward", "", "") if made is None else (made.phase, made.path, made.line)
         if made is None:
+            origin = ("forward", "", "")
             on = None if value.layout is None else value.layout.at
         else:
+            origin = (made.phase, made.path, made.line)
             on = _gathered_at(made, root) if made.loop is not None else made_at(made)
         return Node(f"colofunc.{name}", args, (), outs, *origin, note=value.name, on=on)
 
@@ -150,32 +151,34 @@ class Tiered:
 
     def run(self, index: int) -> None:
         """Write a node down, its operands in the tier where it runs."""
-        node, tier = self.program.nodes[index], self.far if index in self.on_host else self.near
-        if is_view(node, self.lies) and all(self._mine(o) for o in node.results):
+        node = self.program.nodes[index]
+        tier = self.far if index in self.on_host else self.near
+        if is_view(node, self.lies) and all(self._mine(out) for out in node.results):
             for made in self.early.intersection(node.outs):
                 if made is not None and self.lies.home[made] in self.have[self.near]:
                     self.get(self.near, made)
             return  # others are taken where somebody reads them
-        tiers = (
-            [tier] * len(node.refs)
-            if node.loop is None
-            else [node.loop.body.values[i].tier for i in node.loop.body.inputs]
-        )
-        reads = zip(tiers, node.refs, strict=True)
-        args, kwargs = (map_refs(tree, lambda _: Ref(self.get(*next(reads)))) for tree in (node.args, node.kwargs))
+        # The body of a loop says itself in which tier it reads and makes what.
+        reads_in, makes_in = [tier] * len(node.refs), [tier] * len(node.outs)
+        if node.loop is not None:
+            body = node.loop.body
+            reads_in = [body.values[id].tier for id in body.inputs]
+            makes_in = [body.values[id].tier for id in body.outputs]
+        operands = iter([self.get(where, ref) for where, ref in zip(reads_in, node.refs, strict=True)])
+        args, kwargs = map_refs((node.args, node.kwargs), lambda _: Ref(next(operands)))
         self.nodes.append(attrs.evolve(node, args=args, kwargs=kwargs))
-        for i in filter(self._mine, written(node)):
-            storage, other = self.lies.home[i], self._other(tier)
+        for id in filter(self._mine, written(node)):
+            storage, other = self.lies.home[id], self._other(tier)
             self.base[other].pop(storage, None)
             self.have[other].pop(storage, None)
-        for k, o in enumerate(node.outs):
-            if o is not None and self._mine(o):
-                tier = tier if node.loop is None else node.loop.body.values[node.loop.body.outputs[k]].tier
-                self.values[o] = self.program.values[o].in_tier(tier)
-                storage = self.lies.home[o]
-                self.have[tier].setdefault(storage, {})[o] = o
-                if o == self._root(storage) or kind_of(node) == ("wait", False):  # before its wait a value is not there
-                    self.base[tier][storage] = self.have[tier][storage][self._root(storage)] = o
+        for out, where in zip(node.outs, makes_in, strict=True):
+            if out is None or not self._mine(out):
+                continue
+            self.values[out] = self.program.values[out].in_tier(where)
+            storage = self.lies.home[out]
+            self.have[where].setdefault(storage, {})[out] = out
+            if out == self._root(storage) or kind_of(node) == ("wait", False):  # before its wait a value is not there
+                self.base[where][storage] = self.have[where][storage][self._root(storage)] = out
 
     def get(self, tier: str, id: int) -> int:
         """The value as it lies in a tier: copied there, or taken again as a view of what is there."""
@@ -189,38 +192,42 @@ class Tiered:
                 )
             self.fetch(storage) if tier == self.near else self.store(storage)
         have = self.have[tier][storage]
-        chain = []
-        while id not in have:
-            chain.append(id)
-            id = self.lies.within[id]
-        for id in reversed(chain):
-            self._take(tier, storage, id)
-        return self.have[tier][storage][id if not chain else chain[0]]
+        chain: list[int] = []  # views that are to be taken, the value itself first
+        whole = id
+        while whole not in have:
+            chain.append(whole)
+            whole = self.lies.within[whole]
+        for view in reversed(chain):
+            self._take(tier, storage, view)
+        return self.have[tier][storage][id]
 
     def _take(self, tier: str, storage: int, id: int) -> None:
         node, have = self.maker[id], self.have[tier][storage]
         if written(node) or kind_of(node) == ("wait", False):
             have[id] = have[self.lies.within[id]]  # the same memory, whatever was written to it since
             return
-        new = tuple(None if o is None else self._new(o, tier, self.program.values[o].of) for o in node.outs)
-        args, kwargs = (map_refs(tree, lambda i: Ref(self.get(tier, i))) for tree in (node.args, node.kwargs))
-        self.nodes.append(attrs.evolve(node, args=args, kwargs=kwargs, outs=new))
-        for old, made in zip(node.outs, new, strict=True):
-            if old is not None and made is not None:
-                have[old] = made
+        made: list[int | None] = []
+        for out in node.outs:
+            made.append(None if out is None else self._new(out, tier, self.program.values[out].of))
+        args, kwargs = map_refs((node.args, node.kwargs), lambda ref: Ref(self.get(tier, ref)))
+        self.nodes.append(attrs.evolve(node, args=args, kwargs=kwargs, outs=tuple(made)))
+        for old, new in zip(node.outs, made, strict=True):
+            if old is not None and new is not None:
+                have[old] = new
 
     def finish(self, stay: bool = False, leave: Collection[int] = ()) -> Program:
-        """The program; outputs that are state of the far tier lie there, what was made there where outputs `stay`, and
-        what `leave`s.
+        """The program. Outputs lie near, but for state of the far tier.
+
+        stay: so does what was made there. leave: storages that lie there in the end, too.
         """
+        far = self.home | set(leave)
+        if stay:
+            far |= self.base[self.far].keys() - self.have[self.near].keys()
         paired = {out: self.lies.home[self.program.inputs[into]] for out, into in self.program.aliases}
-        homes = [{self.lies.home[o], paired.get(k, -1)} for k, o in enumerate(self.program.outputs)]
-        made = {s for s in self.base[self.far] if s not in self.have[self.near]} if stay else set()
-        far = self.home | made | set(leave)
-        outputs = tuple(
-            self.get(self.far if lies & far else self.near, o)
-            for o, lies in zip(self.program.outputs, homes, strict=True)
-        )
+        outputs: list[int] = []
+        for place, out in enumerate(self.program.outputs):
+            in_far = self.lies.home[out] in far or paired.get(place) in far
+            outputs.append(self.get(self.far if in_far else self.near, out))
         return self.edit.written(self.nodes, outputs)
 
 
@@ -240,18 +247,15 @@ def is_view(node: Node, lies: Lies) -> bool:
     outs = node.results
     if not outs or node.loop is not None or written(node) or is_copy(node) or kind_of(node) == ("wait", False):
         return False
-    return all(o in lies.within for o in outs)
+    return all(out in lies.within for out in outs)
 
 
 def readers(program: Program, lies: Lies) -> Mapping[int, list[int]]:
     """Storage -> the nodes that read or write values in it, views left out: these look when they are read."""
     found: dict[int, list[int]] = {}
-    for k, node in enumerate(program.nodes):
+    for index, node in enumerate(program.nodes):
         if not is_view(node, lies):
-            for storage in dict.fromkeys((*_homes(lies, node.refs), *_homes(lies, node.results))):
-                found.setdefault(storage, []).append(k)
+            touched = dict.fromkeys(lies.home[id] for id in (*node.refs, *node.results))
+            for storage in touched:
+                found.setdefault(storage, []).append(index)
     return found
-
-
-def _homes(lies: Lies, ids: Iterable[int]) -> Iterable[int]:
-    return (lies.home[i] for i in ids)

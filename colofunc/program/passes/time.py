@@ -106,9 +106,9 @@ def _build(
             built.lies[id] = split[id]
     for node in program.nodes:
         built.node(node)
-        for o in node.outs:
-            if o in split and o is not None and not built.lies[o].axes:
-                built.lies[o] = split[o]
+        for out in node.outs:
+            if out in split and out is not None and not built.lies[out].axes:
+                built.lies[out] = split[out]
     return built
 
 
@@ -185,9 +185,8 @@ class _Build(Builder):
         wide = bool(have.pending) and like.dtype.is_floating_point and like.dtype.itemsize < torch.float32.itemsize
         if wide:  # see Note [Accumulators]
             copy = self._cast(copy, torch.float32, where)
-        note = f"{have.text()} -> {layout.text()}: " + (
-            "an output" if reader is None else f"{_user_of(reader)} needs {layout.text()}"
-        )
+        user = "an output" if reader is None else f"{_user_of(reader)} needs {layout.text()}"
+        note = f"{have.text()} -> {layout.text()}: {user}"
         made = self.convert(old, copy, have, layout, where, note)
         if wide:
             made = self._cast(made, like.dtype, where)
@@ -233,11 +232,17 @@ class _Build(Builder):
 
     def _counts(self, old: int, n: int) -> bool:
         """Whether a value is 0, 1, ... n - 1."""
-        node, value = self.makers.get(old), self.program.constants.get(old)
+        value = self.program.constants.get(old)
         if value is not None:
             return value.dtype == torch.int64 and torch.equal(value.cpu(), torch.arange(n))
-        starts = {"aten.arange.default": (n,), "aten.arange.start": (0, n), "aten.arange.start_step": (0, n)}
-        return node is not None and node.args in (starts.get(node.target), (0, n, 1) if "step" in node.target else None)
+        node = self.makers.get(old)
+        if node is None:
+            return False
+        if node.target == "aten.arange.default":
+            return node.args == (n,)
+        if node.target == "aten.arange.start":
+            return node.args == (0, n)
+        return node.target == "aten.arange.start_step" and node.args in ((0, n), (0, n, 1))
 
     def rule(self, call: Call) -> Rule | None:
         if call not in self.known:
@@ -249,15 +254,16 @@ class _Build(Builder):
         self.makers.update(dict.fromkeys(node.results, node))
         self.places.update(dict.fromkeys(node.results, made_at(node)))
         call, ids = call_of(node, self.program.values)
-        lies = [self.lies[i] for i in ids]
-        given = bool(ids) and kind_of(node) is not None and all(i in self.leaves for i in ids)
+        lies = [self.lies[id] for id in ids]
+        given = bool(ids) and kind_of(node) is not None and all(id in self.leaves for id in ids)
         if given or not any(lay.axes or lay.pending for lay in lies):
-            self.leaves.update(o for o in node.results if given)  # the batch itself is moved once
+            if given:
+                self.leaves.update(node.results)  # the batch itself is moved once
             self._run(node, replicated_strategy(call), None)
             return
         rule = self.rule_at(call, ids)
         strategy = self._chosen(call, ids, lies, rule)
-        if all(lay.is_replicated for lay in (*strategy.ins, *(o for o in strategy.outs if o is not None))):
+        if all(lay is None or lay.is_replicated for lay in (*strategy.ins, *strategy.outs)):
             strategy, rule = replicated_strategy(call), None
         self._run(node, strategy, rule)
 
@@ -284,17 +290,25 @@ class _Build(Builder):
             return self._passing(call, ids, lies, rule) or replicated_strategy(call)
         options: dict[Any, Strategy] = {}
         if rule is not None:
-            for k, lay in enumerate(lies):
-                if lay.axes and 0 not in lay.shape and (found := follow(call, rule, k, lay)) is not None:
+            for position, lay in enumerate(lies):
+                if lay.axes and 0 not in lay.shape:
+                    followed = follow(call, rule, position, lay)
+                    if followed is not None:
+                        options.setdefault((followed.ins, followed.outs), followed)
+            if not _only_own(call):
+                for found in enumerate_strategies(call, rule, self.mesh):
                     options.setdefault((found.ins, found.outs), found)
-            for found in enumerate_strategies(call, rule, self.mesh) if not _only_own(call) else ():
-                options.setdefault((found.ins, found.outs), found)
         for found in self.extra(call):
             options.setdefault((found.ins, found.outs), found)
         whole = replicated_strategy(call)
         options[whole.ins, whole.outs] = whole
-        prices = [(self._price(ids, lies, s), n, s) for n, s in enumerate(options.values())]
-        return min(((p, n, s) for p, n, s in prices if p is not None), key=lambda entry: entry[:2])[2]
+        # The first of the cheapest. The whole call always has a price.
+        best, best_price = whole, None
+        for option in options.values():
+            price = self._price(ids, lies, option)
+            if price is not None and (best_price is None or price < best_price):
+                best, best_price = option, price
+        return best
 
     def extra(self, call: Call) -> tuple[Strategy, ...]:
         if call not in self.more:
@@ -329,16 +343,14 @@ class _Build(Builder):
         """A strategy that lets pending operands through; None where it is better to accumulate before the node."""
         if rule is None or not call.outs:
             return None
-        pending = {k: lay.pending[0] for k, lay in enumerate(lies) if lay.pending}
-        distinct = {ids[k] for k in pending}
+        pending = {position: lay.pending[0] for position, lay in enumerate(lies) if lay.pending}
+        distinct = {ids[position] for position in pending}
         view = call.target.rsplit(".", 1)[0] in FREE or call.target in ("colofunc.rearrange", "colofunc.take_shard")
         view = view or (self.lean and call.target == "colofunc.reduce_scatter")
         out = call.outs[0]
-        widens = (
-            call.target.startswith("aten._to_copy")
-            and out is not None
-            and out.dtype.itemsize > call.ins[0].dtype.itemsize
-        )
+        widens = False
+        if out is not None and call.target.startswith("aten._to_copy"):
+            widens = out.dtype.itemsize > call.ins[0].dtype.itemsize
         if not (view or widens or len(distinct) > 1) or len(set(pending.values())) > 1:
             return None
         axis, how = next(iter(pending.values()))

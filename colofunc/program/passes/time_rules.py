@@ -61,7 +61,7 @@ def _whole(call: Call) -> Rule | None:
 
 
 def _dims(shape: Iterable[int], first: int = 0) -> tuple[Operand, dict[str, int]]:
-    names = {f"d{k}": n for k, n in enumerate(shape, first)}
+    names = {f"d{place}": size for place, size in enumerate(shape, first)}
     return tuple((name,) for name in names), names
 
 
@@ -92,7 +92,9 @@ def _chunk(call: Call) -> Rule | None:
 
 
 def _chunks(call: Call) -> Rule | None:
-    """[n] d* -> [n] d*; where only some rows travel, what says how many has d0, too, and how many are expected follows.
+    """[n] d* -> [n] d*
+
+    Where only some rows travel, the operand that says how many has d0, too, and how many are expected follows.
     """
     dims, sizes = _dims(call.ins[0].shape[1:])
     both: Operand = (("n",), *dims)
@@ -110,12 +112,13 @@ def _chunks(call: Call) -> Rule | None:
 def _rearrange(call: Call) -> Rule | None:
     """The pattern itself; the sizes that the call names become local ones."""
     _, pattern, names, given = call.args
-    left, right = (tuple(tuple(dim) for dim in side) for side in sides(pattern))
+    left, right = (tuple(map(tuple, side)) for side in sides(pattern))
     sizes = dict(zip(names, given, strict=True))
     for dim, size in zip(left, call.ins[0].shape, strict=True):
         for name in dim:
             if name not in sizes:
-                sizes[name] = size // max(1, prod(sizes.get(other, 1) for other in dim if other != name))
+                known = prod(sizes.get(other, 1) for other in dim)
+                sizes[name] = size // max(1, known)
 
     def localize(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Any:
         local = {**sizes, **_local(left, sizes, ins[0])}
@@ -194,17 +197,21 @@ def index_of_rows(call: Call) -> tuple[int, ...]:
     if call.target not in ("aten.index.Tensor", "aten.index_put.default"):
         return ()
     x, indices = call.args[:2]
-    if len(indices) != 2 or not all(isinstance(i, Ref) for i in indices):
+    if len(indices) != 2 or not all(isinstance(index, Ref) for index in indices):
         return ()
-    rows = call.ins[x.id].shape[:1]
-    shapes = [call.ins[i.id].shape for i in indices]
-    put = call.target == "aten.index_put.default"
-    same = not put or call.ins[call.args[2].id].shape == rows + call.ins[x.id].shape[2:]
-    return tuple(i.id for i in indices) if shapes == [rows, rows] and same else ()
+    shape = call.ins[x.id].shape
+    rows = shape[:1]
+    if any(call.ins[index.id].shape != rows for index in indices):
+        return ()
+    if call.target == "aten.index_put.default" and call.ins[call.args[2].id].shape != rows + shape[2:]:
+        return ()
+    return tuple(index.id for index in indices)
 
 
 def rows_rule(call: Call) -> Rule:
-    """b [w] d*, b, b -> b d*, for `x[arange(b), columns]`: row t of the result is of row t of x, so rows may be split.
+    """b [w] d*, b, b -> b d*, for `x[arange(b), columns]`
+
+    Row t of the result is of row t of x, so rows may be split.
     """
     x, put = call.args[0].id, call.target == "aten.index_put.default"
     shape = call.ins[x].shape
@@ -212,21 +219,23 @@ def rows_rule(call: Call) -> Rule:
     whole: Operand = (("b",), ("w",), *rest)
     part: Operand = (("b",), *rest)
     rows, columns = index_of_rows(call)
-    ins = {x: whole, rows: (("b",),), columns: (("b",),)} | ({call.args[2].id: part} if put else {})
+    ins = {x: whole, rows: (("b",),), columns: (("b",),)}
+    if put:
+        ins[call.args[2].id] = part
     sizes |= {"b": shape[0], "w": shape[1]}
 
     def code(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...]) -> Callable[..., Any]:
         count = ins[rows].local_shape[0]
 
         def local(*shards: torch.Tensor, mesh: Mesh) -> Any:
-            numbers = torch.arange(count)
-            return rerun(call, [numbers if k == rows else shard for k, shard in enumerate(shards)], {})
+            operands = list(shards)
+            operands[rows] = torch.arange(count)
+            return rerun(call, operands, {})
 
         return local
 
-    return Rule(
-        tuple(ins[k] for k in range(len(call.ins))), (whole if put else part,), sizes, whole=frozenset("w"), local=code
-    )
+    operands = tuple(ins[position] for position in range(len(call.ins)))
+    return Rule(operands, (whole if put else part,), sizes, whole=frozenset("w"), local=code)
 
 
 # ---- random operators that know their place ----
@@ -246,15 +255,18 @@ def _placed(call: Call, rule_of: RuleOf) -> Rule | None:
     if rule is None:
         return None
 
-    def moved(k: int) -> int:
-        return k + (k >= at)
+    # The rule is of the operands without the offset: those behind it move up by one.
+    def moved(positions: Iterable[int]) -> frozenset[int]:
+        return frozenset(position + (position >= at) for position in positions)
 
-    ins = rule.ins if at == len(call.ins) else (*rule.ins[:at], (), *rule.ins[at:])
+    ins = rule.ins
+    if at < len(call.ins):
+        ins = (*ins[:at], (), *ins[at:])
     return attrs.evolve(
         rule,
         ins=ins,
-        linear=tuple(frozenset(moved(k) for k in s) for s in rule.linear),
-        addends=frozenset(moved(k) for k in rule.addends),
+        linear=tuple(moved(operands) for operands in rule.linear),
+        addends=moved(rule.addends),
         localize=None,
         local=_refined,
     )
@@ -278,6 +290,7 @@ def _refined(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...
         return None
     old = call.arg(first + 2, "offset")
     sizes, strides, steps = refine(call.arg(first, "sizes", ()), call.arg(first + 1, "strides", ()), dims, placed)
+    local_shape = [_local_size(dim) for dim in dims]
 
     def local(*shards: torch.Tensor, mesh: Mesh) -> Any:
         offset: Any = shards[old.id] if isinstance(old, Ref) else 0
@@ -287,10 +300,15 @@ def _refined(call: Call, ins: tuple[Layout, ...], outs: tuple[Layout | None, ...
             (first, "sizes"): sizes, (first + 1, "strides"): strides, (first + 2, "offset"): offset,
         }  # fmt: skip
         if shape_at is not None:
-            changes[shape_at, "shape"] = [prod(n for n, axis in dim if axis is None) for dim in dims]
+            changes[shape_at, "shape"] = local_shape
         return rerun(call, shards, changes)
 
     return local
+
+
+def _local_size(dim: Dim) -> int:
+    """The product of the factors of a dim that no axis takes."""
+    return prod(size for size, axis in dim if axis is None)
 
 
 def _place_dims(
@@ -300,9 +318,11 @@ def _place_dims(
     if "attention" not in call.target:
         assert outs[0] is not None
         return outs[0].dims, outs[0].shape
-    q, k = (ins[call.args[i].id] for i in ((1, 2) if "backward" in call.target else (0, 1)))
-    keys = k.shape[2]
-    return (*q.dims[:3], ((keys, None),)), (*q.shape[:3], keys)
+    # The weights (b, h, queries, keys). The backward operator has the gradient in front of its queries.
+    first = 1 if "backward" in call.target else 0
+    query, key = ins[call.args[first].id], ins[call.args[first + 1].id]
+    keys = key.shape[2]
+    return (*query.dims[:3], ((keys, None),)), (*query.shape[:3], keys)
 
 
 def refine(
@@ -314,31 +334,30 @@ def refine(
     >>> refine((4, 3), (6, 1), (((2, "time"), (2, None)), ((3, None),)), (4, 3))
     ([2, 3], [6, 1], [('time', 12)])
     """
-    atoms = [[n, far] for n, far in zip(sizes, strides, strict=True) if n != 1]
+    atoms = [[size, stride] for size, stride in zip(sizes, strides, strict=True) if size != 1]
     if not atoms and prod(shape) > 1:
-        atoms = [[n, prod(shape[k + 1 :])] for k, n in enumerate(shape) if n != 1]
+        atoms = [[size, prod(shape[dim + 1 :])] for dim, size in enumerate(shape) if size != 1]
     left: list[tuple[int, int]] = []
     taken: list[tuple[str, int]] = []
     for dim in dims:
-        mine = 0
+        left_before = len(left)
         for size, axis in dim:
             while size > 1:
-                n, far = atoms[0]
-                step = min(size, n)  # the major part of the atom
-                if n % step or size % step or (axis is not None and step != size):
+                atom_size, stride = atoms[0]
+                step = min(size, atom_size)  # the major part of the atom
+                if atom_size % step or size % step or (axis is not None and step != size):
                     raise ProgramError(
                         f"{axis or 'a local factor'} of size {size} cuts across the factors {atoms} of a random tensor"
                     )
-                far *= n // step
+                stride *= atom_size // step
                 if axis is None:
-                    left.append((step, far))
-                    mine += 1
+                    left.append((step, stride))
                 else:
-                    taken.append((axis, far))
+                    taken.append((axis, stride))
                 size //= step
                 atoms[0][0] //= step
                 if atoms[0][0] == 1:
                     atoms.pop(0)
-        if not mine:
+        if len(left) == left_before:
             left.append((1, 0))
-    return [n for n, _ in left], [far for _, far in left], taken
+    return [size for size, _ in left], [stride for _, stride in left], taken

@@ -75,7 +75,7 @@ def reaches_gradient(node: Node, program: Program) -> bool:
             return True
         for reader in (program.nodes[index] for index in program.readers.get(at, ())):
             if passes_sums(reader, program):
-                pending += [o for o in reader.results if o not in seen]
+                pending += [out for out in reader.results if out not in seen]
                 seen.update(reader.results)
     return False
 
@@ -84,7 +84,7 @@ def passes_sums(node: Node, program: Program) -> bool:
     """Whether the sum of parts of the operand is, element by element, what becomes of the sum in the result."""
     name = node.target.split(".")[1]
     if name in _SCALINGS:
-        return sum(bool(program.values[i].shape) for i in node.refs) <= 1
+        return sum(bool(program.values[ref].shape) for ref in node.refs) <= 1
     return _is_move(node) or node.target in _CASTS or name in _LINEAR or kind_of(node) is not None
 
 
@@ -156,8 +156,9 @@ class _Rewriting:
         )  # fmt: skip
 
     def _until_cast(self, value: int) -> list[int] | None:
-        """The values from `value` through layout moves to the result of the cast that widens it; None if it goes
-        elsewhere.
+        """The values from `value` through layout moves to the result of the cast that widens it.
+
+        None if it goes elsewhere.
         """
         chain = [value]
         while len(self.program.readers.get(chain[-1], ())) == 1 and chain[-1] not in self.program.outputs:

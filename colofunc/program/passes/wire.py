@@ -173,8 +173,9 @@ class _Writer:
         self.edit.insert(at + 1, *nodes)
 
     def _path_to_sum(self, value: int) -> list[int] | None:
-        """Positions of the moves from a value to the one large sum of it, and of that sum; None where there is none, or
-        are several.
+        """Positions of the moves from a value to the one large sum of it, and of that sum.
+
+        None where there is none, or are several.
         """
         path: list[int] = []
         while True:

@@ -26,8 +26,9 @@ Place = dis.Positions
 
 
 def passes(frame: FrameType) -> bool | None:
-    """The value of the condition that `frame` asks for with which its line raises nothing; None where it does more than
-    to raise.
+    """The value of the condition that `frame` asks for with which its line raises nothing.
+
+    None where it does more than to raise.
     """
     return _answer(frame.f_code.co_filename, _asked(frame))
 

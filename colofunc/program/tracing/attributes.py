@@ -95,12 +95,10 @@ def _noted_calls(module: nn.Module, paths: set[str], calls: dict[str, Call]) -> 
         return lambda part, args, kwargs: calls.setdefault(path, (args, kwargs)) and None
 
     # Modules of TorchScript take no hooks.
-    parts = [
-        (path, part)
-        for path, part in module.named_modules()
-        if path in paths and not isinstance(part, torch.jit.ScriptModule)
-    ]
-    handles = [part.register_forward_pre_hook(note(path), with_kwargs=True) for path, part in parts]
+    handles = []
+    for path, part in module.named_modules():
+        if path in paths and not isinstance(part, torch.jit.ScriptModule):
+            handles.append(part.register_forward_pre_hook(note(path), with_kwargs=True))
     try:
         yield
     finally:
@@ -120,8 +118,8 @@ def _refuse_stand_ins(module: nn.Module, path: str, attributes: list[Attribute],
             kept = ", ".join(dict.fromkeys(repr(attribute.name) for attribute in attributes))
             raise TraceError(
                 f"the step reads what module {path or '(the model itself)'!r} keeps in attribute {kept}, and does not "
-                "read the "
-                f"parameter {name!r}, which that may be computed of: it would train without its gradient. Try: {REMEDY}"
+                f"read the parameter {name!r}, which that may be computed of: it would train without its gradient. "
+                f"Try: {REMEDY}"
             )
 
 
@@ -140,8 +138,8 @@ def _refuse_refilled(module: nn.Module, attribute: Attribute, calls: Mapping[str
         what = f"parameter {', '.join(names[:3])}" if names else "what is trained"
         raise TraceError(
             f"the step reads a tensor of shape {tuple(attribute.tensor.shape)} that is {attribute}, where a call "
-            "before the step put what "
-            f"it computed of {what} at {maker.line}: as a constant it would have no gradient. Try: {REMEDY}"
+            f"before the step put what it computed of {what} at {maker.line}: as a constant it would have no gradient. "
+            f"Try: {REMEDY}"
         )
 
 
@@ -173,11 +171,13 @@ def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
                     yield path, name, tensor
 
 
-# ---- attributes that are filled again ---- Problem: attention biases that were looked up once, under `torch.no_grad()`
-# and before the model was taken apart, are a tensor like any table; nothing on it says where it comes from. Idea: ask
-# the module. The attribute is emptied, the module is called once more on tensors without data, and what it fills in
-# again tells: a tensor that requires a gradient was computed of a parameter, at a line that is known; another is a
-# table. One that is not filled in again was made by somebody else, in a constructor, and stays a constant.
+# ---- attributes that are filled again ----
+#
+# Problem: attention biases that were looked up once, under `torch.no_grad()` and before the model was taken apart, are
+# a tensor like any table; nothing on it says where it comes from. Idea: ask the module. The attribute is emptied, the
+# module is called once more on tensors without data, and what it fills in again tells: a tensor that requires a
+# gradient was computed of a parameter, at a line that is known; another is a table. One that is not filled in again was
+# made by somebody else, in a constructor, and stays a constant.
 #
 #     self.cache["cpu"]  ->  removed  ->  forward  ->  self.cache["cpu"] = biases[:, table]       computed, at model.py:109
 #

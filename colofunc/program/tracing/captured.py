@@ -31,16 +31,11 @@ def refuse_computed(tensor: Tensor) -> None:
     attribute = None if here is None else here.attributes.get(id(tensor))
     where = "it captured from outside" if attribute is None else f"is {attribute}"
     if tensor.grad_fn is not None and torch.is_grad_enabled():
+        remedy = REMEDY if attribute else "compute it in the step, or .detach() it outside if it is a constant"
         raise TraceError(
             f"the step at {user_line()} reads a tensor of shape {tuple(tensor.shape)} that {where} and that was "
-            "computed, by "
-            f"{tensor.grad_fn.name().removesuffix('0')}, of something that requires a gradient; as a constant it would "
-            "have none. "
-            + (
-                f"Try: {REMEDY}"
-                if attribute
-                else "Try: compute it in the step, or .detach() it outside if it is a constant"
-            )
+            f"computed, by {tensor.grad_fn.name().removesuffix('0')}, of something that requires a gradient; as a "
+            f"constant it would have none. Try: {remedy}"
         )
     if attribute is not None and here is not None:
         here.read.append(attribute)
@@ -49,10 +44,9 @@ def refuse_computed(tensor: Tensor) -> None:
 def another_way(name: str) -> TraceError:
     return TraceError(
         f"the step at {user_line()} reads {name!r} of a module by another way than the attribute of that name (a list "
-        "of weights, or "
-        "what a module of TorchScript keeps), so that it would have no gradient and never change. Try: the attribute "
-        "itself in the "
-        "module's forward; in place of a module of TorchScript, the Python module that it was made of"
+        "of weights, or what a module of TorchScript keeps), so that it would have no gradient and never change. Try: "
+        "the attribute itself in the module's forward; in place of a module of TorchScript, the Python module that it "
+        "was made of"
     )
 
 
@@ -76,15 +70,15 @@ def lift(program: Program, captured: Mapping[int, torch.Tensor]) -> tuple[Progra
     constants = {vid: t for vid, t in program.constants.items() if vid not in chosen}
     edit = Editor(program)
     values = edit.values
-    for k, vid in enumerate(chosen):
+    for place, vid in enumerate(chosen):
         values[vid] = attrs.evolve(
-            values[vid], name=values[vid].name or f"captured.{k}", role="frozen", device_free=False
+            values[vid], name=values[vid].name or f"captured.{place}", role="frozen", device_free=False
         )
     for node in program.nodes:
-        if not all(values[r].device_free for r in node.refs):
-            for o in node.outs:
-                if o is not None and values[o].device_free:
-                    values[o] = attrs.evolve(values[o], device_free=False)
+        if not all(values[ref].device_free for ref in node.refs):
+            for out in node.outs:
+                if out is not None and values[out].device_free:
+                    values[out] = attrs.evolve(values[out], device_free=False)
     users = tuple(vid for vid in program.inputs if vid not in program.constants)
     lifted = edit.written(program.nodes, inputs=(*users, *chosen, *constants), constants=constants)
     return lifted, tuple(captured[vid] for vid in chosen)

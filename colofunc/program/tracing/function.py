@@ -133,7 +133,7 @@ def _cell_of(tensor: Tensor) -> Cell | None:
 def _one_device(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments of `Tensor.to` with the one symbolic device."""
     named = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking")}
-    rest = tuple(_CPU if isinstance(a, (str, torch.device)) else a for a in args[1:])
+    rest = tuple(_CPU if isinstance(arg, (str, torch.device)) else arg for arg in args[1:])
     if not rest and not named:
         rest = (_CPU,)
     return (args[0], *rest), named

@@ -107,8 +107,8 @@ class TraceTensor(compat.FakeTensor):
         if func is torch.ops.aten.alias.default:
             raise TraceError(
                 f"a traced tensor is given a class of its own at {user_line()}, as by a tensor class without operators "
-                "that the step "
-                "captured; a program has no such classes. Try: x.as_subclass(torch.Tensor) of what is captured"
+                "that the step captured; a program has no such classes. Try: x.as_subclass(torch.Tensor) of what is "
+                "captured"
             )
         raise TraceError(
             f"{func} was called on a tensor of a trace that has ended: the step stored it outside (an "
@@ -218,7 +218,7 @@ def called(
             return next(left)
         return [real(a) for a in arg] if type(arg) is tuple else arg
 
-    positional = [real(a) for a in args]
+    positional = [real(arg) for arg in args]
     return func(*positional, **{k: real(v) for k, v in kwargs})
 
 

@@ -44,7 +44,7 @@ class Kept:
         parts = container(state)
         kind, keys, items, context = parts if parts is not None else ("", (), (), None)
         if kind == "sequence":
-            at = [k for k, item in enumerate(items) if isinstance(item, dict) and set(item) == set(self.fields)]
+            at = [place for place, item in enumerate(items) if isinstance(item, dict) and set(item) == set(self.fields)]
             if not at:
                 return None, state
             return items[at[-1]], type(state)([*items[: at[-1]], *items[at[-1] + 1 :]])
@@ -54,8 +54,8 @@ class Kept:
         instead = f"; {self.instead}" if self.instead else ""
         raise InputError(
             f"{self.keeps} in the state, which is of type {type(state).__name__} here. Try: a dict or tuple as "
-            "argument 0 of the step, "
-            f"such as {{'params': ..., 'opt': ...}}; a record with the field `{self.key}: Any = None`{instead}"
+            f"argument 0 of the step, such as {{'params': ..., 'opt': ...}}; a record with the field `{self.key}: Any "
+            f"= None`{instead}"
         )
 
     def join(self, bare: Any, record: Any) -> Any:
@@ -80,8 +80,7 @@ class Kept:
         has = f"keys {list(record)[:5]}" if isinstance(record, Mapping) else f"type {type(record).__name__}"
         raise InputError(
             f"the state has a {self.key!r} of its own, of {has}, where a transform keeps a record with the keys "
-            f"{list(self.fields)}. Try: "
-            f"another key than {self.key!r} for it"
+            f"{list(self.fields)}. Try: another key than {self.key!r} for it"
         )
 
 

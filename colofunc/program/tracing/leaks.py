@@ -61,11 +61,14 @@ def refuse_leaks(rec: Recorder) -> None:
 
 
 def _alive(rec: Recorder) -> list[torch.Tensor]:
-    return [tensor for tensor in (ref() for ref in rec.made) if tensor is not None]
+    found = [ref() for ref in rec.made]
+    return [tensor for tensor in found if tensor is not None]
 
 
 def _empty_caches(tensors: list[torch.Tensor]) -> bool:
-    """Empty every `functools.lru_cache` that remembers one of the tensors, alone or in a list; whether there was one.
+    """Empty every `functools.lru_cache` that remembers one of the tensors, alone or in a list.
+
+    Whether there was one.
     """
     emptied = False
     held: list[Any] = list(tensors)

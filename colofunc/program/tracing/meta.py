@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from itertools import count
 from types import CodeType, FrameType
 from typing import Any
 from weakref import ref
@@ -124,8 +123,11 @@ def name_frozen(tensors: Mapping[str, torch.Tensor]) -> None:
         return
     new = {name: t for name, t in tensors.items() if id(t) not in here.frozen}
     taken = set(here.frozen.values())
-    models = ("frozen" if k == 1 else f"frozen{k}" for k in count(1))  # another model may have the same names
-    prefix = next(p for p in models if not any(f"{p}.{name}" in taken for name in new))
+    # Another model may have the same names: frozen, frozen2, frozen3, ...
+    prefix, number = "frozen", 1
+    while any(f"{prefix}.{name}" in taken for name in new):
+        number += 1
+        prefix = f"frozen{number}"
     here.frozen.update({id(t): f"{prefix}.{name}" for name, t in new.items()})
 
 

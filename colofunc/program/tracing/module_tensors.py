@@ -85,7 +85,10 @@ def put_back(kept: Kept) -> list[tuple[str, Tensor]]:
     container, before = kept.container, kept.before
     if not isinstance(container, dict) or not isinstance(before, dict):
         old = {id(item) for item in before}
-        traced = [tensor for item in container if id(item) not in old for tensor in _traced(item)]
+        traced: list[Tensor] = []
+        for item in container:
+            if id(item) not in old:
+                traced += _traced(item)
         if traced and isinstance(container, list):
             container[:] = before
         elif traced and isinstance(container, set):

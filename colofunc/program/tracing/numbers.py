@@ -43,14 +43,15 @@ def as_numbers(rec: Recorder, handler: Callable[..., Any], func: Any, args: Any,
     if not numbers:
         return handler(rec, func, args, kwargs)
     choice = func is aten.where.self
-    others = [x for x in (tensors[1:] if choice else tensors) if not any(x is n for n in numbers)]
+    promoted = tensors[1:] if choice else tensors  # the condition has no part in it
+    others = [x for x in promoted if not _is_number(rec, x)]
     if not others and not choice:
         return _number(rec, handler(rec, func, args, kwargs))
     want, have = _promoted(others, torch.get_default_dtype(), True), _promoted(others, torch.float64, False)
     if want == have:
         return handler(rec, func, args, kwargs)
     alike = not choice and all(x.dim() == 0 and x.dtype == want for x in others)
-    if alike and all(r.alias_info is None for r in func._schema.returns):
+    if alike and all(returned.alias_info is None for returned in func._schema.returns):
         ones = {id(x): rec.call(aten.view.default, x, [1]) for x in others}
         return rec.call(aten.view.default, handler(rec, func, *_replaced(ones, args, kwargs)), [])
     with_dtype = {id(x): rec.call(aten._to_copy.default, x, dtype=want) for x in numbers}

@@ -44,17 +44,16 @@ def view(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     parent = rec.cell(args[0])
     enc, named, results = rec.encode_call(func, args, kwargs)
     target = PHYSICAL.get(func) or target_of(func)
-    metas = [m._replace(offset=m.offset + parent.meta.offset) for m in results.metas]
+    metas = [meta._replace(offset=meta.offset + parent.meta.offset) for meta in results.metas]
     if target in EXPLICIT:
         enc, named = EXPLICIT[target](enc, dict(named), parent.meta.shape, metas[0].shape), ()
-    ids = rec.emit(target, enc, named, [(m.shape, m.dtype) for m in metas])
-    single = results.form == 0
-    calls = view_calls(target, enc, named, [m.shape for m in metas])
-    cells = [
-        parent.child(vid, meta, call, call_args, named if single else ())
-        for vid, meta, (call, call_args) in zip(ids, metas, calls, strict=True)
-    ]
-    return build(results.form, [rec.tensor(cell) for cell in cells])
+    ids = rec.emit(target, enc, named, [(meta.shape, meta.dtype) for meta in metas])
+    calls = view_calls(target, enc, named, [meta.shape for meta in metas])
+    keywords = named if results.form == 0 else ()  # those of a single view
+    tensors = []
+    for vid, meta, (call, call_args) in zip(ids, metas, calls, strict=True):
+        tensors.append(rec.tensor(parent.child(vid, meta, call, call_args, keywords)))
+    return build(results.form, tensors)
 
 
 def _sizes(
@@ -106,27 +105,35 @@ def lift_fresh(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> A
 
 def written(func: Any) -> list[int]:
     """Positions of the schema arguments that the operator writes to."""
-    return [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    found: list[int] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(position)
+    return found
 
 
 def functional_form(func: Any) -> Any:
     """The operator that returns what `func` would write; None where there is none."""
     schema = func._schema
     name = schema.name.split("::")[1]
-    outs = {i for i in written(func) if schema.arguments[i].is_out}
-    if outs:
-        want = [(a.name, str(a.type)) for i, a in enumerate(schema.arguments) if i not in outs]
-    elif name.endswith("_"):
-        name = f"__{name[3:]}" if name.startswith("__i") else name[:-1]  # `__ilshift__` has `__lshift__`
-        want = [(a.name, str(a.type)) for a in schema.arguments]
-    else:
+    outs = [argument for argument in schema.arguments if argument.is_out]
+    if not outs and not name.endswith("_"):
         return None
+    if not outs:
+        name = f"__{name[3:]}" if name.startswith("__i") else name[:-1]  # `__ilshift__` has `__lshift__`
+    want = _typed_names(argument for argument in schema.arguments if not argument.is_out)
     packet = getattr(getattr(torch.ops, schema.name.split("::")[0]), name, None)
-    for overload in packet.overloads() if packet is not None else ():
+    if packet is None:
+        return None
+    for overload in packet.overloads():
         found = getattr(packet, overload)
-        if [(a.name, str(a.type)) for a in found._schema.arguments] == want and not written(found):
+        if _typed_names(found._schema.arguments) == want and not written(found):
             return found
     return None
+
+
+def _typed_names(arguments: Iterable[Any]) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in arguments]
 
 
 def mutating(func: Any) -> Handler:
@@ -134,23 +141,28 @@ def mutating(func: Any) -> Handler:
     form = functional_form(func)
     if form is None:
         return unsupported
-    names = [a.name for a in func._schema.arguments]
-    out_names = [names[i] for i in written(func)]
+    names = [argument.name for argument in func._schema.arguments]
+    out_names = [names[position] for position in written(func)]
 
     def handle(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = {**dict(zip(names, args)), **kwargs}
-        targets = [t for n in out_names for t in (given[n] if isinstance(given[n], (list, tuple)) else [given[n]])]
+        targets: list[torch.Tensor] = []
+        for name in out_names:
+            out = given[name]
+            targets += out if isinstance(out, (list, tuple)) else [out]
         for tensor in targets:
             refuse_reshaped(rec, tensor, given.values())
         if func._schema.arguments[names.index(out_names[0])].is_out:
-            kwargs = {k: v for k, v in kwargs.items() if k not in out_names}
+            kwargs = {name: arg for name, arg in kwargs.items() if name not in out_names}
         results = flat_results(rec.call(form, *args, **kwargs))
         # What is written comes first among the results of `op_` and `op.out`, last among those of `op` with extras.
         for tensor, result in zip(targets, results[-len(targets) :], strict=True):
             assign(rec, tensor, result)
         # Results that are written operands are those operands; others come first from the functional form.
         rest = iter(targets)
-        back = [results[i] if r.alias_info is None else next(rest) for i, r in enumerate(func._schema.returns)]
+        back: list[torch.Tensor] = []
+        for place, returned in enumerate(func._schema.returns):
+            back.append(results[place] if returned.alias_info is None else next(rest))
         if len(back) == 1:
             return back[0]
         return tuple(back) if back else None
@@ -165,8 +177,7 @@ def assign(rec: Recorder, tensor: torch.Tensor, result: torch.Tensor) -> None:
         if tensor.numel() == 0 or not _fits(result.shape, tensor.shape):
             raise TraceError(
                 f"a result of shape {tuple(result.shape)} for a tensor of shape {tuple(tensor.shape)} (out= would "
-                "resize it) "
-                f"at {user_line()}; give it the right shape {tuple(result.shape)}"
+                f"resize it) at {user_line()}; give it the right shape {tuple(result.shape)}"
             )
         result = rec.call(aten.expand.default, result, list(tensor.shape))
     if result.dtype != tensor.dtype:
@@ -177,7 +188,7 @@ def assign(rec: Recorder, tensor: torch.Tensor, result: torch.Tensor) -> None:
 def _fits(shape: torch.Size, into: torch.Size) -> bool:
     """Whether a shape can be repeated to another."""
     at_end = into[len(into) - len(shape) :] if len(shape) <= len(into) else ()
-    return len(at_end) == len(shape) and all(n in (1, wide) for n, wide in zip(shape, at_end))
+    return len(at_end) == len(shape) and all(size in (1, wide) for size, wide in zip(shape, at_end))
 
 
 def inplace_view(func: Any) -> Handler:
@@ -199,12 +210,12 @@ def inplace_view(func: Any) -> Handler:
 # `unsqueeze_` and its like among them: a gradient would be that of other elements. What would lead there is an error.
 def note_reshaped(rec: Recorder, tensor: torch.Tensor) -> None:
     """Before a change of shape in place."""
-    others = [t for t in (ref() for ref in rec.made) if t is not None and compat.view_base(t) is tensor]
+    made = [ref() for ref in rec.made]
+    others = [other for other in made if other is not None and compat.view_base(other) is tensor]
     if others and tensor.requires_grad:
         raise TraceError(
             f"the shape of a tensor that is differentiated is changed in place at {user_line()} while there are views "
-            "of it, "
-            "whose gradient would be lost; write x = x.unsqueeze(0) for x.unsqueeze_(0)"
+            "of it, whose gradient would be lost; write x = x.unsqueeze(0) for x.unsqueeze_(0)"
         )
     if others or compat.view_base(tensor) is not None:
         rec.cell(tensor).storage.reshaped = user_line()
@@ -216,8 +227,7 @@ def refuse_reshaped(rec: Recorder, tensor: torch.Tensor, operands: Iterable[Any]
     if reshaped and any(isinstance(x, torch.Tensor) and x.requires_grad for x in (tensor, *operands)):
         raise TraceError(
             f"the shape of a view was changed in place at {reshaped}, and at {user_line()} something that is "
-            "differentiated is written "
-            "to its memory, whose gradient would be lost; write x = x.unsqueeze(0) for x.unsqueeze_(0)"
+            "differentiated is written to its memory, whose gradient would be lost; write x = x.unsqueeze(0) for x.unsqueeze_(0)"
         )
 
 
@@ -334,8 +344,10 @@ def factory(position: int | None, value: Any) -> Handler:
 
 
 def random(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    given = {**{a.name: a.default_value for a in func._schema.arguments}, **kwargs}
-    given.update(zip([a.name for a in func._schema.arguments], args))
+    arguments = func._schema.arguments
+    given = {argument.name: argument.default_value for argument in arguments}
+    given.update(kwargs)
+    given.update(zip([argument.name for argument in arguments], args))
     if given.get("dropout_p") == 0:
         return plain(rec, func, args, kwargs)  # attention kernels draw only where there is dropout
     raise TraceError(
@@ -350,7 +362,7 @@ def skip(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def effect(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """An operator without results: a node that nothing reads and nothing may drop."""
-    rec.emit(target_of(func), tuple([rec.encode(a) for a in args]), (), [])
+    rec.emit(target_of(func), tuple([rec.encode(arg) for arg in args]), (), [])
 
 
 def passthrough(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -363,8 +375,9 @@ def device(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _written_order(x: Any) -> torch.memory_format:
-    """The order in which kernels write a result for this operand: channels last where its channels are the innermost,
-    else contiguous.
+    """The order in which kernels write a result for this operand.
+
+    Channels last where its channels are the innermost, else contiguous.
     """
     channels_first = [1, *range(x.dim() - 1, 1, -1), 0]
     strides = [x.stride(dim) for dim in channels_first] if x.dim() in (4, 5) else []
@@ -455,7 +468,7 @@ def handler_of(func: Any) -> Handler:
         return inplace_view(func)
     if schema.is_mutable:
         return mutating(func)
-    returns_view = any(r.alias_info is not None for r in schema.returns)
+    returns_view = any(returned.alias_info is not None for returned in schema.returns)
     if func in _ALIASES_UNSAID or (returns_view and schema.arguments and schema.arguments[0].alias_info is not None):
         return view
     return plain

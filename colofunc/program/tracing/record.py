@@ -267,8 +267,8 @@ class Recorder(compat.TorchDispatchMode):
         line = user_line()
         if storage.kind == "input":
             raise TraceError(
-                f"the step writes in place to its input {storage.name!r} at {line}; "
-                "compute a new tensor and return the new value instead"
+                f"the step writes in place to its input {storage.name!r} at {line}; compute a new tensor and return "
+                "the new value instead"
             )
         raise TraceError(
             f"the step writes in place to a tensor that it captured from outside at {line}; "
@@ -284,7 +284,7 @@ class Recorder(compat.TorchDispatchMode):
         key: list[Any] = [func, torch.get_default_dtype()]
         metas: list[Meta] = []
         self._key, self._metas = key, metas
-        enc = tuple([self.encode(a) for a in args])
+        enc = tuple([self.encode(arg) for arg in args])
         named: tuple[tuple[str, Any], ...] = ()
         if kwargs:
             named = tuple([(k, self._named(k, v)) for k, v in kwargs.items() if k not in PLACEMENT and v is not None])
@@ -337,7 +337,7 @@ class Recorder(compat.TorchDispatchMode):
                 pending.pop()
                 continue
             node = self.producer[top]
-            missing = [r for r in node.refs if r not in self.real]
+            missing = [ref for ref in node.refs if ref not in self.real]
             if missing:
                 pending.extend(missing)
                 continue

@@ -126,7 +126,8 @@ class Observed:
 
     def _holds(self, weights: Collection[str]) -> list[bool]:
         """Which arguments have one of these leaves."""
-        return [any(name in weights for name in argument.names()) for argument in self.arguments]
+        names = frozenset(weights)
+        return [not names.isdisjoint(argument.names()) for argument in self.arguments]
 
     def _params(self, said: Collection[str]) -> set[str]:
         """What is differentiated and not the batch, of which penalties and forces take a gradient too.
@@ -137,8 +138,12 @@ class Observed:
         """
         if not said:
             return self._outermost()
-        holding = [argument for argument in self.arguments if any(name in said for name in argument.names())]
-        return {name for argument in holding for name in argument.names() if name in self.differentiated}
+        params: set[str] = set()
+        for argument in self.arguments:
+            names = argument.names()
+            if any(name in said for name in names):
+                params.update(name for name in names if name in self.differentiated)
+        return params
 
     def _untouched(self, carried: Mapping[str, str]) -> set[str]:
         """Leaves that carry a role, where none of them is differentiated: then it is the batch of which a gradient is
@@ -201,12 +206,11 @@ class Observed:
                 value = made[value].refs[0]
             return names.get(value, "")
 
-        found = {
-            leaf_behind(node.refs[place])
-            for node in self.nodes
-            for place in WEIGHTS.get(node.target, ())
-            if place < len(node.refs)
-        }
+        found: set[str] = set()
+        for node in self.nodes:
+            for place in WEIGHTS.get(node.target, ()):
+                if place < len(node.refs):
+                    found.add(leaf_behind(node.refs[place]))
         found |= self._second_factors(leaf_behind)
         return found - {""}
 

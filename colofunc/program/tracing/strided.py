@@ -34,8 +34,8 @@ def strided_cell(rec: Recorder, tensor: Any, size: Any, stride: Any, storage_off
     if cell.storage.scattered:
         raise TraceError(
             f"as_strided at {user_line()} reads the memory of input {cell.storage.name!r}, which is not contiguous, "
-            "and a step takes "
-            "its inputs as values without memory; pass it as .contiguous() and give the strides of that"
+            "and a step takes its inputs as values without memory; pass it as .contiguous() and give the strides of "
+            "that"
         )
     base = _in_dtype(rec, _memory_order(rec, cell.storage.root), cell.meta.dtype)
     offset = cell.meta.offset if storage_offset is None else storage_offset
@@ -54,7 +54,7 @@ def explain(base: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...
     total = prod(base)
     order = sorted((d for d in range(len(size)) if size[d] != 1 and stride[d] != 0), key=lambda d: -stride[d])
     sizes = [size[d] for d in order]
-    if any(stride[d] != prod(sizes[i + 1 :]) for i, d in enumerate(order)) or 0 in size:
+    if any(stride[d] != prod(sizes[place + 1 :]) for place, d in enumerate(order)) or 0 in size:
         return None
     count = prod(sizes)
     if offset < 0 or offset + count > total:

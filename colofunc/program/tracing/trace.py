@@ -80,7 +80,7 @@ class Traced:
 
 def _nameless(tree: Tree) -> Any:
     if tree.children or tree.kind not in ("tensor", "static"):
-        return (tree.kind, tree.type, tree.keys, tuple(_nameless(c) for c in tree.children))
+        return (tree.kind, tree.type, tree.keys, tuple(_nameless(child) for child in tree.children))
     return (tree.kind, type(tree.value), tree.value)
 
 
@@ -145,8 +145,7 @@ def _observe(
     if _host_random_state() != host_state:
         raise TraceError(
             f"the step{_where_defined(fn)} draws from Python's or NumPy's random generator, which one program would "
-            "repeat for ever; "
-            "draw with torch, or pass the number as an argument"
+            "repeat for ever; draw with torch, or pass the number as an argument"
         )
     out_ids, out_tree = _outputs(rec, result)
     _check_gradients(rec)
@@ -162,8 +161,8 @@ def record_local(fn: Callable[..., Any], types: Sequence[TensorType]) -> Program
     """The program of a small function of tensors (a strategy's local code); its result is a tensor, tuple or list."""
     rec = Recorder(handler_of)
     with compat.no_function_modes():  # of the dtypes that are named, also inside `float64()`
-        leaves = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in types]
-    fakes, _ = _make_inputs(rec, leaves, [f"arg{i}" for i in range(len(types))])
+        leaves = [torch.empty(operand.shape, dtype=operand.dtype, device="meta") for operand in types]
+    fakes, _ = _make_inputs(rec, leaves, [f"arg{position}" for position in range(len(types))])
     result = _run(rec, fn, (tuple(fakes), {}), [TraceFunctions(rec)])
     out_ids, _ = _outputs(rec, result)
     return _assemble(rec, rec.values, len(leaves), out_ids)[0]
@@ -172,7 +171,9 @@ def record_local(fn: Callable[..., Any], types: Sequence[TensorType]) -> Program
 def _where_defined(fn: Callable[..., Any]) -> str:
     """` f (file.py:12)`, where that is known."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
-    return f" {code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
+    if code is None:
+        return ""
+    return f" {code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
 # ---- inputs ----
@@ -206,13 +207,13 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     except (TypeError, ValueError):
         parameters = []
     names: list[str] = []
-    for p in parameters:
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
-            names.append(p.name)
-        elif p.kind is p.VAR_POSITIONAL:
-            names += [join(p.name, i) for i in range(count - len(names))]
+    for parameter in parameters:
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            names += [join(parameter.name, position) for position in range(count - len(names))]
     names = names[:count]
-    return names + [f"arg{i}" for i in range(len(names), count)]
+    return names + [f"arg{position}" for position in range(len(names), count)]
 
 
 def _make_inputs(
@@ -298,7 +299,7 @@ def _with_roles(
     again = False
     if arguments:
         before = [values[ids[name]] for name in arguments[0].names()]
-        again = comes_back(arguments[0], first_result(out_tree), before, [values[i] for i in out_ids])
+        again = comes_back(arguments[0], first_result(out_tree), before, [values[id] for id in out_ids])
     observed = Observed(arguments, ids, values, rec.nodes, out_ids, rec.where.marks, differentiated, again, carried)
     for name, role in {**observed.roles(), **given}.items():
         values[ids[name]] = attrs.evolve(values[ids[name]], role=role)
@@ -309,19 +310,24 @@ def _assemble(
     rec: Recorder, values: Mapping[int, Value], n_inputs: int, outputs: Sequence[int]
 ) -> tuple[Program, bool]:
     """The program, without the seed and the constants that nothing reads."""
-    used = {ref for node in rec.nodes for ref in node.refs} | set(outputs)
-    seed = [
-        vid for vid in range(n_inputs, min(n_inputs + 1, len(values))) if values[vid].role == "seed" and vid in used
-    ]
+    used = set(outputs)
+    for node in rec.nodes:
+        used.update(node.refs)
+    # The seed, where there is one, is the value behind the inputs.
+    uses_seed = n_inputs in used and values[n_inputs].role == "seed"
     constants = {vid: tensor for vid, tensor in rec.constants.items() if vid in used}
-    inputs = (*range(n_inputs), *seed, *constants)
-    defined = set(inputs) | {o for node in rec.nodes for o in node.results}
-    kept = {vid: values[vid] for vid in values if vid in defined}
-    return Program(inputs, tuple(rec.nodes), tuple(outputs), kept, constants), bool(seed)
+    inputs = (*range(n_inputs), *((n_inputs,) if uses_seed else ()), *constants)
+    defined = set(inputs)
+    for node in rec.nodes:
+        defined.update(node.results)
+    kept = {vid: value for vid, value in values.items() if vid in defined}
+    return Program(inputs, tuple(rec.nodes), tuple(outputs), kept, constants), uses_seed
 
 
-# ---- errors of torch ---- Problem: TorchScript drops what Python said, and some errors name a mechanism that the user
-# never asked for. Idea: a table of how such messages begin; each has what is true of a step, and one thing to try.
+# ---- errors of torch ----
+#
+# Problem: TorchScript drops what Python said, and some errors name a mechanism that the user never asked for. Idea: a
+# table of how such messages begin; each has what is true of a step, and one thing to try.
 #
 #     RuntimeError: The following operation failed in the TorchScript interpreter. ...
 #     TraceError: random operator aten.bernoulli_ at model.py:3 ... This operator was called by TorchScript. Try: ...
@@ -335,30 +341,26 @@ SCRIPT_ADVICE = (
 WORDS = {
     "You must implement the jvp function for custom autograd.Function": (
         "forward-mode derivatives (torch.func.jvp, jacfwd, hessian) at {} reach an operator that has none: attention "
-        "and dropout "
-        "stay whole in a step, and have gradients only. Try: torch.func.jacrev in place of jacfwd, jacrev(jacrev(f)) "
-        "for a hessian"
+        "and dropout stay whole in a step, and have gradients only. Try: torch.func.jacrev in place of jacfwd, "
+        "jacrev(jacrev(f)) for a hessian"
     ),
     "There was no rule registered for HigherOrderOperator": (
         "an operator at {} takes functions (torch.cond, while_loop, scan), one of which it chooses, or how often, by a "
-        "value. Try: "
-        "torch.where of both results, or a loop in Python of as many rounds as are needed"
+        "value. Try: torch.where of both results, or a loop in Python of as many rounds as are needed"
     ),
     "_nested_int_memo": (
         "a nested tensor is made at {}; its sizes are values that one program cannot know. Try: rows padded to one "
-        "length with a "
-        "mask, or packed to one length, with attention masked by the number of the sequence"
+        "length with a mask, or packed to one length, with attention masked by the number of the sequence"
     ),
     "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()": (
         "the gradient at {} goes through torch.utils.checkpoint(use_reentrant=True), which calls for .backward(). Try: "
-        "use_reentrant=False "
-        "(transformers: gradient_checkpointing_enable(gradient_checkpointing_kwargs={{'use_reentrant': False}}))"
+        "use_reentrant=False (transformers: "
+        "gradient_checkpointing_enable(gradient_checkpointing_kwargs={{'use_reentrant': False}}))"
     ),
     "_apply(): Couldn't swap": (
         "a module that the step makes for itself is converted at {} (.cuda(), .double(), .half()), which would change "
-        "tensors of the "
-        "trace in place. Try: nn.Linear(3, 2, dtype=torch.float64), or the module made outside of the step "
-        "(cf.functional)"
+        "tensors of the trace in place. Try: nn.Linear(3, 2, dtype=torch.float64), or the module made outside of the "
+        "step (cf.functional)"
     ),
 }
 

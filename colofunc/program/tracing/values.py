@@ -56,8 +56,7 @@ def item_of(rec: Recorder, tensor: torch.Tensor) -> Any:
         if not rec.unchecked:
             warnings.warn(
                 f"torch.distributions checks the values of its arguments at {user_line()}, and a step has none while "
-                "it is traced: the "
-                "step is without such checks. validate_args=False says that this is meant",
+                "it is traced: the step is without such checks. validate_args=False says that this is meant",
                 stacklevel=2,
             )
         rec.unchecked = True
@@ -70,10 +69,9 @@ def item_of(rec: Recorder, tensor: torch.Tensor) -> Any:
     if _compares_uniform(rec, vid):
         raise TraceError(
             f"a random number decides at {user_line()} what runs, and a step is traced once: every call runs the same. "
-            "Try: no such "
-            "choice (a model that leaves out layers: layerdrop=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0 in "
-            "its config), "
-            "torch.where, or a bool that is drawn before the step and is an argument"
+            "Try: no such choice (a model that leaves out layers: layerdrop=0.0, encoder_layerdrop=0.0, "
+            "decoder_layerdrop=0.0 in its config), torch.where, or a bool that is drawn before the step and is an "
+            "argument"
         )
     raise data_dependent("Python asks for the value of a tensor")
 
@@ -84,10 +82,9 @@ def _assumed() -> bool | None:
     passing = None if frame is None else assertions.passes(frame)
     if passing is not None:
         warnings.warn(
-            f"a check of values at {user_line()} raises an error or does nothing, and a step has no values while it is "
-            "traced: the step "
-            "is without it. To check values beside a step: low.check_finite, cf.debug.print, or a result that is "
-            "looked at afterwards",
+            f"a check of values at {user_line()} raises an error or does nothing, and a step has no values while it "
+            "is traced: the step is without it. To check values beside a step: low.check_finite, cf.debug.print, or a "
+            "result that is looked at afterwards",
             stacklevel=2,
         )
     return passing
@@ -132,8 +129,8 @@ def data_dependent(what: str) -> TraceError:
     if inside_folder(DISTRIBUTIONS):
         return TraceError(
             f"torch.distributions chooses by the values of its arguments, at {user_line()}, and a step has none while "
-            "it is traced. "
-            "Try: validate_args=False if it looks whether they are valid, or the formula written with torch.where"
+            "it is traced. Try: validate_args=False if it looks whether they are valid, or the formula written with "
+            "torch.where"
         )
     if inside_file(EXPERTS_LOOP):
         return TraceError(
@@ -157,7 +154,7 @@ def item(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def dynamic(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Operators whose result has a shape, or is a Python value, that depends on data (nonzero, unique, equal)."""
-    enc = tuple([rec.encode(a) for a in args])
+    enc = tuple([rec.encode(arg) for arg in args])
     named = tuple((k, rec.encode(v)) for k, v in kwargs.items() if k not in PLACEMENT and v is not None)
     if not all(rec.values[r].device_free for r in refs_of((enc, named))):
         raise data_dependent(f"{target_of(func)} makes a result of a shape or value")
@@ -183,8 +180,7 @@ def repeat_interleave(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any
     if size is None:
         raise TraceError(
             f"repeat_interleave at {user_line()} makes a result as long as the sum of its repeats, which are values "
-            "that depend on the "
-            "step's inputs. Try: output_size=, that sum"
+            "that depend on the step's inputs. Try: output_size=, that sum"
         )
     with rec:
         ends = repeats.cumsum(0)
@@ -203,7 +199,7 @@ def _wrap_known(rec: Recorder, out: Any) -> Any:
 
 
 def index(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    masks = [arg for arg in args[1] if arg is not None and arg.dtype in (torch.bool, torch.uint8)]
     if not masks:
         return plain(rec, func, args, kwargs)
     if all(rec.is_known(m) for m in masks):
@@ -227,7 +223,7 @@ def index_put(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> An
     """`x[mask] = value` with one value is a `where`; the rest is a plain operator."""
     tensor, indices, value = args[:3]
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-    used = [i for i in indices if i is not None]
+    used = [index for index in indices if index is not None]
     if len(used) == 1 == len(indices) and used[0].dtype == torch.bool and value.numel() == 1 and not accumulate:
         mask = used[0]
         with rec:

@@ -103,7 +103,7 @@ def write_back(rec: Recorder, path: Sequence[Cell], parent: int, new: int) -> in
     if target in _INVOLUTIONS:
         return rec.emit1(target, (Ref(new), *cell.args[1:]), whole.shape, whole.dtype)
     if target == "aten.permute.default":
-        order = [d % len(cell.args[1]) for d in cell.args[1]]
+        order = [dim % len(cell.args[1]) for dim in cell.args[1]]
         inverse = tuple(order.index(d) for d in range(len(order)))
         return rec.emit1(target, (Ref(new), inverse), whole.shape, whole.dtype)
     if target in _SCATTERS:
@@ -121,8 +121,7 @@ def _by_position(rec: Recorder, path: Sequence[Cell], parent: int, new: int) -> 
     if any(cell.meta.dtype != whole.dtype or cell.target in _OTHER_VALUES for cell in path):
         raise TraceError(
             f"an in-place write at {user_line()} to a part of a tensor whose elements share memory, through a view "
-            "that shows "
-            f"them conjugated, negated or as another dtype than {whole.dtype}; clone it first"
+            f"that shows them conjugated, negated or as another dtype than {whole.dtype}; clone it first"
         )
     numel = prod(whole.shape)
     flat = rec.emit1("aten.arange.default", (numel,), (numel,), torch.int64)
