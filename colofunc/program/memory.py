@@ -259,7 +259,7 @@ def _storages(
     makers: dict[int, Node] = {}
     for id in program.inputs:
         value, constant = program.values[id], program.constants.get(id)
-        metas[id] = _contiguous(value.shape, value.dtype)
+        metas[id] = contiguous(value.shape, value.dtype)
         nbytes = value.nbytes if constant is None else constant.untyped_storage().nbytes()
         if constant is not None:
             metas[id] = (value.shape, tuple(constant.stride()), value.dtype)
@@ -273,7 +273,7 @@ def _storages(
         own_bytes = fused.inner_bytes.get(index, 0) + (0 if node.kernel is None else node.kernel.workspace_bytes)
         if own_bytes:
             storages.append(Storage(own_bytes, "device", node.refs[0], index, index, kind="workspaces"))
-        made = _results(node, program, metas)
+        made = results_of(node, program, metas)
         fresh: dict[int, int] = {}
         for o, one in zip(node.outs, made, strict=True):
             if one is None:
@@ -422,7 +422,7 @@ def _parts_that_hold(body: Program, home: Mapping[int, int], timetable: Timetabl
     return found
 
 
-def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Meta:
+def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Meta:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -431,10 +431,10 @@ def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Meta:
 
 
 def _fresh(value: Value) -> Made:
-    return -1, 0, value.nbytes, _contiguous(value.shape, value.dtype)
+    return -1, 0, value.nbytes, contiguous(value.shape, value.dtype)
 
 
-def _results(node: Node, program: Program, metas: Mapping[int, Meta]) -> tuple[Made | None, ...]:
+def results_of(node: Node, program: Program, metas: Mapping[int, Meta]) -> tuple[Made | None, ...]:
     """How each result of a node lies in memory."""
     kind = kind_of(node)
     values = program.values
