@@ -20,24 +20,28 @@ torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). FSDP1 does not: its p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache, lru_cache
 
 import attrs
+import torch
 
 from colofunc.mesh import Mesh
 from colofunc.mesh.software import CHUNKS
 from colofunc.ops.kernels import COPY, Planned
-from colofunc.program.facts import is_wire, kind_of
-from colofunc.program.ir import Node, Program
-from colofunc.program.memory import Meta, contiguous, results_of
+from colofunc.program.facts import WIRE, is_wire, rearrange_steps
+from colofunc.program.ir import LOOP, Node, Program
+from colofunc.program.memory import Made, Meta, contiguous, rearranged, results_of
 from colofunc.spec.strategies import FREE
 
-REARRANGE, WAIT = "colofunc.rearrange", "colofunc.wait"
+REARRANGE, WAIT, SLICE = "colofunc.rearrange", "colofunc.wait", "aten.slice.Tensor"
+WIRES = frozenset(f"colofunc.{kind}{end}" for kind in WIRE - {"all_gather_flat"} for end in ("", "_start"))
+"""Collectives that want what they send to be contiguous; a gather of flat buffers takes them as they lie."""
 
 
 def with_copies(program: Program, mesh: Mesh) -> Program:
     """A local program whose rearrangements have the seconds of their copies. Bodies of loops too."""
     found: dict[int, Node] = {}
-    for index, node in enumerate(program.nodes):
+    for index, node in enumerate(program.nodes if LOOP in program.targets else ()):
         if node.loop is not None:
             body = with_copies(node.loop.body, mesh)
             if body is not node.loop.body:
@@ -56,42 +60,71 @@ def with_copies(program: Program, mesh: Mesh) -> Program:
 def _copying(program: Program, mesh: Mesh) -> list[int]:
     """Positions of the nodes behind which a copy stands: those that make one, and those that make what is sent out of
     memory that is not contiguous."""
+    if REARRANGE not in program.targets:
+        return []
     chunked = mesh.topology.software.axes(CHUNKS)
     is_flat = mesh.topology.software.flat
-    lies = _Lies(program)
+    nodes, lies = program.nodes, _Lies(program)
     found: dict[int, None] = {}
-    for index, node in enumerate(program.nodes):
-        if node.kernel is not None:
-            continue
-        if node.target == REARRANGE:
-            source = lies.source(node.refs[0])
-            if _is_in_chunks(source, chunked) or (is_flat and lies.is_part(node.refs[0])):
+    # This runs for every candidate of a plan, so most nodes are told by their target alone.
+    for index, node in enumerate(nodes):
+        target = node.target
+        if only_describes(target):
+            lies.add(index)
+            if target != REARRANGE or (is_flat and lies.is_part(node.args[0].id)):
                 continue
-            made = results_of(node, program, lies)[0]
-            if made is not None and made[0] < 0:
+            if not (chunked and lies.came_in_chunks(node.args[0].id, chunked)) and lies.is_copied(node):
                 found[index] = None
-        elif is_wire(node) and node.target != "colofunc.all_gather_flat" and not _is_in_chunks(node, chunked):
-            maker = program.made_at.get(node.refs[0])
-            if maker is not None and lies.only_describes(program.nodes[maker]) and lies.has_gaps(node.refs[0]):
+        elif target in WIRES:
+            maker = lies.makers.get(node.args[0].id)
+            if maker is not None and not _is_in_chunks(node, chunked) and lies.has_gaps(nodes[maker]):
                 found[maker] = None
-    return [index for index in found if _on_device(program.nodes[index], program)]
+    return [index for index in found if nodes[index].kernel is None and _on_device(nodes[index], program)]
 
 
-def _is_in_chunks(node: Node | None, chunked: frozenset[str]) -> bool:
-    """Whether a node is a collective that brings its pieces, or takes them, one by one."""
-    return bool(chunked) and node is not None and is_wire(node) and chunked.issuperset(node.args[1])
+def _is_in_chunks(node: Node, chunked: frozenset[str]) -> bool:
+    """Whether a collective brings its pieces, or takes them, one by one."""
+    return bool(chunked) and chunked.issuperset(node.args[1])
 
 
 def _on_device(node: Node, program: Program) -> bool:
     return all(program.values[i].tier == "device" for i in (*node.refs, *node.results))
 
 
+@cache
+def only_describes(target: str) -> bool:
+    """Whether an operator makes no memory, or a copy at most."""
+    return target == REARRANGE or target.rsplit(".", 1)[0] in FREE
+
+
+@lru_cache(maxsize=1 << 14)
+def _of_contiguous(
+    pattern: str, names: tuple[str, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[bool, bool]:
+    """Of a rearrangement of what is contiguous: whether it copies, and whether what it gives has gaps."""
+    home, _, _, meta = rearranged(contiguous(shape, torch.bfloat16), rearrange_steps(pattern, names, sizes, shape))
+    return home < 0, _have_gaps(meta)
+
+
+def _have_gaps(meta: Meta) -> bool:
+    shape, strides, dtype = meta
+    dense = contiguous(shape, dtype)[1]
+    return any(size > 1 and step != own for size, step, own in zip(shape, strides, dense, strict=True))
+
+
 class _Lies(Mapping[int, Meta]):
-    """How values lie, worked out when they are asked for."""
+    """How values lie, worked out when they are asked for. `makers`: of values that only describe other memory, the
+    position of the node that makes each, as far as the program was read."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self.makers: dict[int, int] = {}
         self.known: dict[int, Meta] = {}
+
+    def add(self, index: int) -> None:
+        for out in self.program.nodes[index].outs:
+            if out is not None:
+                self.makers[out] = index
 
     def __getitem__(self, id: int) -> Meta:
         known = self.known.get(id)
@@ -105,36 +138,58 @@ class _Lies(Mapping[int, Meta]):
     def __len__(self) -> int:
         return len(self.program.values)
 
-    def only_describes(self, node: Node) -> bool:
-        """Whether a node makes no memory, or a copy at most."""
-        return node.target in (REARRANGE, WAIT) or node.target.rsplit(".", 1)[0] in FREE
+    def is_copied(self, node: Node) -> bool:
+        """Whether a rearrangement makes memory of its own."""
+        ref, pattern, names, sizes = node.args
+        if ref.id not in self.makers:
+            return _of_contiguous(pattern, names, sizes, self.program.values[ref.id].shape)[0]
+        return self._rearranged(node)[0] < 0
 
-    def has_gaps(self, id: int) -> bool:
-        """Whether a value is not contiguous."""
-        shape, strides, dtype = self[id]
-        known = contiguous(shape, dtype)[1]
-        return any(size > 1 and step != own for size, step, own in zip(shape, strides, known, strict=True))
+    def has_gaps(self, node: Node) -> bool:
+        """Whether what a node describes is not contiguous."""
+        if node.target == REARRANGE and node.args[0].id not in self.makers:
+            ref, pattern, names, sizes = node.args
+            return _of_contiguous(pattern, names, sizes, self.program.values[ref.id].shape)[1]
+        return any(_have_gaps(self[out]) for out in node.results)
 
-    def source(self, id: int) -> Node | None:
-        """The node that made the memory that a value describes."""
-        node = self.program.makers.get(id)
-        while node is not None and self.only_describes(node):
-            node = self.program.makers.get(node.refs[0])
-        return node
+    def came_in_chunks(self, id: int, chunked: frozenset[str]) -> bool:
+        """Whether a value describes what a collective in chunks has brought."""
+        collective = self._collective(id)
+        return collective is not None and _is_in_chunks(collective, chunked)
 
     def is_part(self, id: int) -> bool:
         """Whether a value describes a part of a gather of several tensors."""
+        is_slice = False
+        at = id
+        while at in self.makers:
+            node = self.program.nodes[self.makers[at]]
+            is_slice = is_slice or node.target == SLICE
+            at = node.refs[0]
+        collective = self._collective(id)
+        return is_slice and collective is not None and collective.target.startswith("colofunc.all_gather")
+
+    def _collective(self, id: int) -> Node | None:
+        """The collective whose result a value describes."""
+        while id in self.makers:
+            id = self.program.nodes[self.makers[id]].refs[0]
         node = self.program.makers.get(id)
-        is_part = False
-        while node is not None and self.only_describes(node):
-            is_part = is_part or node.target == "aten.slice.Tensor"
+        if node is not None and node.target == WAIT:
             node = self.program.makers.get(node.refs[0])
-        kind = None if node is None else kind_of(node)
-        return is_part and kind is not None and kind[0] == "all_gather"
+        return node if node is not None and is_wire(node) else None
+
+    def _rearranged(self, node: Node) -> Made:
+        ref, pattern, names, sizes = node.args
+        return rearranged(self[ref.id], rearrange_steps(pattern, names, sizes, self.program.values[ref.id].shape))
 
     def _found(self, id: int) -> Meta:
-        node, value = self.program.makers.get(id), self.program.values[id]
-        if node is not None and self.only_describes(node):
+        value = self.program.values[id]
+        if id in self.makers:
+            node = self.program.nodes[self.makers[id]]
+            # Parts of buffers and their rearrangements are most of them; the accountant knows the others.
+            if node.target == REARRANGE:
+                return self._rearranged(node)[3]
+            if node.target == SLICE and len(node.args) < 5:
+                return value.shape, self[node.args[0].id][1], value.dtype
             for out, made in zip(node.outs, results_of(node, self.program, self), strict=True):
                 if out == id and made is not None:
                     return made[3]
