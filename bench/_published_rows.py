@@ -72,7 +72,9 @@ class Run:
     tensor parallelism run. `apart`: whether each product has the gradient of its input reduced and scattered by itself. `uplink_gb_s`:
     GB/s of the one link that a box has to others, where that is not the usual one. `sums`: what gradients are summed in between ranks,
     where there are masters. `reduces`: whether gradients are reduced in each microbatch, or whole ones behind the last. `logits`: what the
-    loss reads. `unknown`: what of the configuration had to be assumed.
+    loss reads. `flat`: parameters are views of a flat one (FSDP's first version). `loss_as_written`: the loss is called behind a compiled
+    model. `keeps_logits`: a variable holds a microbatch's logits until the next has its own. `whole_embedding`: tensor parallelism leaves
+    the embedding whole. `unknown`: what of the configuration had to be assumed.
     """
 
     id: str
@@ -97,6 +99,10 @@ class Run:
     sums: Literal["float32", "bfloat16"] = "float32"
     reduces: Literal["each", "last"] = "each"
     logits: Logits = "float32"
+    flat: bool = False
+    loss_as_written: bool = False
+    keeps_logits: bool = False
+    whole_embedding: bool = False
     schedule: str = ""
     unknown: str = ""
 
@@ -139,7 +145,8 @@ def _titan(id: str, model: Model, topology: str, axes: dict[str, int], sequences
 def _mosaic(id: str, model: Model, tokens: int, each: int, times: int, tokens_s: float, again: Again = "none") -> Run:
     rows = 8 * each * times
     seconds = _tokens_s(tokens_s, 8, tokens, rows)
-    return Run(id, "P", model, "8xa100-80g", {"dp": 8}, tokens, rows, seconds, times, again=again, fused="", attention="triton")
+    more = dict(again=again, fused="", attention="triton", flat=True)
+    return Run(id, "P", model, "8xa100-80g", {"dp": 8}, tokens, rows, seconds, times, **more)  # type: ignore[arg-type]
 
 
 def _megatron(id: str, heads: int, hidden: int, layers: int, tp: int, sequences: int, tflops: float) -> Run:
@@ -157,10 +164,15 @@ def _megatron(id: str, heads: int, hidden: int, layers: int, tp: int, sequences:
 # all microbatches but the last run under `set_requires_gradient_sync(False)` (training/grad.py), so that FSDP2 adds up whole gradients, in
 # its `reduce_dtype`, float32 (distributed/parallel.py; torch's `FSDPParam.to_accumulated_grad_if_needed`). The column "Mem/GPU" is
 # `torch.cuda.max_memory_allocated` (metrics/tracker.py, `peak_gb`): what was alive.
-_FORGE = dict(again="full", masters=False, reduces="last", logits="as computed", peak_of="alive")
+# What is compiled is the model (`build_parallel_model`); the loss is called behind it, and its variable `logits` lives
+# until the next microbatch has its own.
+_FORGE: Mapping[str, object] = dict(
+    again="full", masters=False, reduces="last", logits="as computed", peak_of="alive", loss_as_written=True, keeps_logits=True
+)
 # Under tensor parallelism by torch's DTensor each of q, k, v, gate and up has its input as a part of the sequence, and the output layer
-# gives every rank all of the logits (`output_layouts=Replicate()`; distributed/tensor_parallel.py).
-_FORGE_TP: Mapping[str, object] = {**_FORGE, "logits": "gathered", "collectives": "waits", "apart": True}
+# gives every rank all of the logits (`output_layouts=Replicate()`), while the embedding stays whole on each ("Token embedding: Replicated";
+# distributed/tensor_parallel.py).
+_FORGE_TP: Mapping[str, object] = {**_FORGE, "logits": "gathered", "collectives": "waits", "apart": True, "whole_embedding": True}
 
 
 def _kempner(id: str, dp: int, sequences: int, seconds: float, peak_gib: float) -> Run:
@@ -229,7 +241,7 @@ def _held(id: str, model: Model, topology: str, axes: dict[str, int], tokens: in
 def _mosaic_h100(id: str, model: Model, gpus: int, tokens: int, each: int, times: int, tokens_s: float, **more: object) -> Run:
     rows = gpus * each * times
     seconds, axes = _tokens_s(tokens_s, gpus, tokens, rows), {"dp": gpus}
-    more = dict(fused="", attention="triton", **more)
+    more = dict(fused="", attention="triton", flat=True, **more)
     return Run(id, "MH", model, "8xh100", axes, tokens, rows, seconds, times, **more)  # type: ignore[arg-type]
 
 
@@ -245,7 +257,8 @@ def _kempner_held(id: str, model: Model, axes: dict[str, int], each: int, times:
 
 
 _EAGER = dict(fused="")
-_IBM = dict(fused="", sums="bfloat16")  # fms_fsdp/policies/mixed_precision.py@8ec8256 and pretraining/policies/ before it: `bfSixteen`
+# fms_fsdp/policies/mixed_precision.py@8ec8256 and pretraining/policies/ before it: `bfSixteen`
+_IBM = dict(fused="", flat=True, sums="bfloat16")
 
 HELD_OUT: tuple[Run, ...] = (
     _held("TA1", LLAMA2_13, "8xa100-80g", {"dp": 64}, 4096, 2, 2162, **_EAGER),
@@ -268,6 +281,7 @@ HELD_OUT: tuple[Run, ...] = (
     _nemotron("N2", 128, 2.875),
     Run(
         "S1", "S", TINY_LLAMA, "8xa100-40g", {"dp": 16}, 2048, 1024, _tokens_s(24000, 16, 2048, 1024), 8, fused="by hand",
+        flat=True,
         reduces="last",  # `fabric.no_backward_sync` but in the last microbatch
         unknown="links between boxes: the usual ones",
     ),
@@ -313,7 +327,7 @@ def _mosaic_a100(
 ) -> Run:  # fmt: skip
     rows = gpus * each * times
     unknown = "links between boxes: the usual ones" if gpus > 8 else ""
-    more = dict(again=again, masters=masters, fused="", attention="triton", unknown=unknown)
+    more = dict(again=again, masters=masters, fused="", attention="triton", flat=True, unknown=unknown)
     seconds = _tokens_s(tokens_s, gpus, tokens, rows)
     return Run(id, id[:2], _MPT[model], f"8xa100-{gb}g", {"dp": gpus}, tokens, rows, seconds, times, **more)  # type: ignore[arg-type]
 

@@ -99,9 +99,16 @@ def machine(run: Run, is_sheet: bool = False) -> Topology:
     collectives, by_hand = {"tp": run.collectives}, run.fused == "by hand"
     is_fsdp = run.zero == 3  # of all runs here that split parameters; its units are blocks
     if is_sheet:
-        return sheet.with_software(collectives=collectives, fused=by_hand, blocks=is_fsdp)
+        return sheet.with_software(collectives=collectives, fused=by_hand, blocks=is_fsdp, flat=run.flat)
     reached = attrs.evolve(attainable(sheet), name=run.topology)
-    return reached.with_software(run.attention, collectives, fused=by_hand, blocks=is_fsdp)
+    uncompiled = ("loss",) if run.loss_as_written else ()
+    return reached.with_software(run.attention, collectives, by_hand, is_fsdp, run.flat, uncompiled)
+
+
+def logits_bytes(run: Run) -> int:
+    """Of a microbatch on one rank, in bfloat16 and with all words."""
+    rows = run.sequences // (run.microbatches * run.axes.get("dp", 1))
+    return 2 * rows * run.tokens * run.model.vocabulary
 
 
 def roomy(topology: Topology) -> Topology:
@@ -121,6 +128,10 @@ def _plans(run: Run) -> list[Any]:
         if run.logits == "gathered":
             # Each rank has all logits, and the loss of all of them.
             plans.append(cf.ext.Wish("loss", "{tp: whole}", ("tp",), phases=("forward", "backward"), rank=1))
+        if run.whole_embedding:
+            both = dict(axes=("tp",), source="the run", rank=1)
+            plans.append(cf.ext.Wish("*.embed_tokens", "{tp: whole}", phases=("forward", "backward"), **both))
+            plans.append(cf.ext.Wish("*.embed_tokens.weight", "v d", **both))
     if run.axes.get("cp", 1) > 1:
         plans.append(ring("cp", balance="stripes"))
     return plans
@@ -172,8 +183,9 @@ class Planned:
         return self._of_all([self._played(low, topology, executor or low.executor) for low in self.lows])
 
     def alive_bytes(self) -> int:
-        """At the peak of a step with all layers."""
-        return round(self._of_all([low.memory().peak_bytes["device"] for low in self.lows]))
+        """At the peak of a step with all layers, with what the run's own loop over microbatches keeps beside it."""
+        kept_bytes = logits_bytes(self.run) if self.run.keeps_logits else 0
+        return kept_bytes + round(self._of_all([low.memory().peak_bytes["device"] for low in self.lows]))
 
     def _played(self, low: Lowered, topology: Topology, executor: str | None) -> float:
         mesh, rule = low.mesh.with_topology(topology), low.registry.rule

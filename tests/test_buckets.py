@@ -191,3 +191,16 @@ def test_software_that_gathers_a_block_at_a_time_does_so_however_large_it_is():
         found[blocks] = [node.target for node in buckets(p, mesh).nodes if "gather" in node.target or "scatter" in node.target]
     assert found[False] == ["colofunc.all_gather"] * 2 + ["colofunc.reduce_scatter"] * 2
     assert found[True] == ["colofunc.all_gather", "colofunc.reduce_scatter"]
+
+
+def test_collectives_along_other_axes_do_not_say_how_far_a_reduction_has_come():
+    """A gradient over `dp` is waited for behind the next collective over `dp`, however many over `tp` are between."""
+    nodes = [
+        ("colofunc.all_reduce", (R(0), ("dp",), 2, "sum"), (4,)),
+        ("aten.add_.Tensor", (R(1), R(4)), ()),
+        ("colofunc.all_gather", (R(2), ("tp",), 2, 0), (5,)),
+        ("colofunc.all_reduce", (R(3), ("dp",), 2, "sum"), (6,)),
+        ("aten.relu.default", (R(6),), (7,)),
+    ]
+    p = program([0, 1, 2, 3], nodes, [5, 7], [(3,), (3,), (3,), (3,), (3,), (2, 3), (3,), (3,)])
+    assert targets(updates_late(p, lag=1)) == ["all_reduce", "all_gather", "all_reduce", "add_", "relu"]

@@ -128,3 +128,29 @@ def test_never_less_than_compiled_functions_hold(kind):
     given = sum(low.program.values[i].nbytes for i in low.program.inputs if i not in low.program.constants)
     measured = given + allocated_bytes(lambda: staged(state, x))
     assert measured <= low.memory().peak_bytes["device"] + FEW_BYTES
+
+
+def test_a_loss_that_other_software_leaves_as_it_is_is_written():
+    """Logits (16384, 1024) in bfloat16: their log-softmax and two gradients are there where the loss is not compiled."""
+    head = torch.nn.Linear(64, 1024, dtype=torch.bfloat16)
+
+    class WithLoss(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.loss = head, torch.nn.CrossEntropyLoss()
+
+        def forward(self, x, y):
+            return self.loss(self.head(x), y)
+
+    model, opt = cf.functional(WithLoss()), cf.adapt(torch.optim.SGD, lr=0.1)
+    step_fn, state = cf.train_step(model, opt, loss=lambda out: out)
+    batch = {"x": cf.abstract((16384, 64), torch.bfloat16), "y": cf.abstract((16384,), torch.int64)}
+    h100 = cf.Mesh(topology="8xh100").topology
+    lows = []
+    for machine in (h100, h100.with_software(uncompiled=["loss"])):
+        step = cf.shard(step_fn, cf.Mesh(dp=1, topology=machine)).on("compiled")
+        lows.append(step.lower(state, batch))
+    compiled, as_written = lows
+    logits_bytes = 16384 * 1024 * 2
+    assert as_written.memory().peak_bytes["device"] >= compiled.memory().peak_bytes["device"] + logits_bytes // 2
+    assert as_written.lanes().end_s > compiled.lanes().end_s + logits_bytes / h100.device.memory_bytes_per_s

@@ -225,7 +225,8 @@ def held(
     real = planned_on_real_ranks(mesh, name)
     some = distinct_ranks(program, mesh) if rank is None else (rank,)
     parts = [on_rank(program, mesh, one).program for one in some]
-    fusion = counted if name == COMPILED else None
+    uncompiled = mesh.topology.software.uncompiled
+    fusion = partial(counted, uncompiled=uncompiled) if name == COMPILED else None
     reports = [memory(ordered(part, mesh, name, grouped=grouped), sent=real, fusion=fusion) for part in parts]
     return max(reports, key=lambda report: report.peak_bytes["device"])
 

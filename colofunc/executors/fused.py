@@ -20,15 +20,16 @@ from collections.abc import Mapping, Sequence
 
 from colofunc.executors.segments import pieces
 from colofunc.mesh import Mesh
-from colofunc.ops.kernels import Planned
+from colofunc.ops.kernels import COPY, FUSED, Planned
 from colofunc.program.beside_products import in_chunks
 from colofunc.program.cost import RuleOf, node_work
 from colofunc.program.editor import Editor
 from colofunc.program.facts import is_product, written
 from colofunc.program.ir import Node, Program, Value
+from colofunc.program.layout_copies import with_copies
 
 NAME = "compiled"
-FREE = Planned(NAME, 0.0, 0)
+FREE = Planned(FUSED, 0.0, 0)
 
 
 def fused(program: Program, mesh: Mesh, rule_of: RuleOf) -> Program:
@@ -37,24 +38,25 @@ def fused(program: Program, mesh: Mesh, rule_of: RuleOf) -> Program:
     for index, node in enumerate(program.nodes):
         if node.loop is not None:
             edit.change_body(index, fused(node.loop.body, mesh, rule_of))
-    for piece in pieces(program):
+    for piece in pieces(program, mesh.topology.software.uncompiled):
         inside = range(piece.first, piece.first + piece.count)
         where = {id(program.nodes[index]): index for index in inside}
         for group in groups(piece.nodes):
             seconds = _group_s(group, piece.outs, piece.nodes, program.values, mesh, rule_of)
             for place, node in enumerate(group):
-                kernel = FREE if place or seconds == 0.0 else Planned(NAME, seconds, 0)
+                kernel = FREE if place or seconds == 0.0 else Planned(FUSED, seconds, 0)
                 edit.change(where[id(node)], kernel=kernel)
     return edit.done()
 
 
 def as_executed(program: Program, executor: str | None, mesh: Mesh, rule_of: RuleOf) -> Program:
-    """A program with the seconds of fused operators, where the executor fuses them.
+    """A program with the seconds of copies between layouts, and of fused operators, where the executor fuses them.
 
     Also with those of other software that is planned for.
     """
     fuses = executor == NAME or mesh.topology.software.fused
-    executed = fused(program, mesh, rule_of) if fuses else program
+    copied = with_copies(program, mesh)
+    executed = fused(copied, mesh, rule_of) if fuses else copied
     return in_chunks(executed, mesh, rule_of)
 
 
@@ -96,10 +98,11 @@ def _group_s(
     read: set[int] = set()
     changed: set[int] = set()
     for node in group:
-        work, own_bytes, dtype_here = node_work(node, values, rule_of)
-        if not own_bytes:  # a view
-            continue
-        flops, dtype = flops + work, dtype_here
+        if node.kernel is None or node.kernel.name != COPY:
+            work, own_bytes, dtype_here = node_work(node, values, rule_of)
+            if not own_bytes:  # a view
+                continue
+            flops, dtype = flops + work, dtype_here
         read.update(node.refs)
         changed.update(written(node))
         moved += sum(values[out].nbytes for out in node.results if out in read_elsewhere)

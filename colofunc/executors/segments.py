@@ -76,11 +76,11 @@ def unnumbered(node: Node, number: Any = None) -> tuple[Any, ...]:
     return node.args if at is None else (*node.args[:at], number, *node.args[at + 1 :])
 
 
-def pieces(program: Program) -> list[Piece]:
-    """What of a program is to be compiled, in order."""
+def pieces(program: Program, uncompiled: tuple[str, ...] = ()) -> list[Piece]:
+    """What of a program is to be compiled, in order. uncompiled: modules that other software leaves as they are."""
     last = lifetimes(program)
     found = []
-    for first, nodes in _runs(program):
+    for first, nodes in _runs(program, uncompiled):
         for begin, end in _cuts(nodes, program.values):
             piece = _piece(first + begin, nodes[begin:end], last)
             if piece is not None and _can_fuse(piece):
@@ -88,11 +88,11 @@ def pieces(program: Program) -> list[Piece]:
     return found
 
 
-def _runs(program: Program) -> Iterator[tuple[int, Sequence[Node]]]:
+def _runs(program: Program, uncompiled: tuple[str, ...]) -> Iterator[tuple[int, Sequence[Node]]]:
     """Maximal runs of nodes that a compiler can look into, with the index of their first node."""
     begin = 0
     for index, node in enumerate(program.nodes):
-        if not _is_open(node, program.values):
+        if not _is_open(node, program.values) or _is_in(node.path, uncompiled):
             if index > begin:
                 yield begin, program.nodes[begin:index]
             begin = index + 1
@@ -101,6 +101,10 @@ def _runs(program: Program) -> Iterator[tuple[int, Sequence[Node]]]:
             begin = index
     if begin < len(program.nodes):
         yield begin, program.nodes[begin:]
+
+
+def _is_in(path: str, modules: tuple[str, ...]) -> bool:
+    return any(path == module or path.startswith(f"{module}.") for module in modules)
 
 
 def _is_open(node: Node, values: Mapping[int, Value]) -> bool:

@@ -42,13 +42,13 @@ SOFTMAX = frozenset("aten._softmax.default aten._log_softmax.default".split())
 """They leave the largest element of each row and its sum."""
 
 
-def counted(program: Program, last: Mapping[int, int]) -> Fused:
+def counted(program: Program, last: Mapping[int, int], uncompiled: tuple[str, ...] = ()) -> Fused:
     """What a compiled program leaves out, and until when it holds the other values, for `memory`. last: of a value, who
-    reads it last.
+    reads it last. uncompiled: modules that other software leaves as they are.
     """
     unwritten, held, inner_bytes = dict[int, int](), dict(last), dict[int, int]()
     place = {id(node): index for index, node in enumerate(program.nodes)}
-    for piece in pieces(program):
+    for piece in pieces(program, uncompiled):
         group_of: dict[int, int] = {}  # of a node
         for number, group in enumerate(groups(piece.nodes)):
             group_of.update(dict.fromkeys(map(id, group), number))

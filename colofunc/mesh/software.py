@@ -22,7 +22,7 @@ Note [How collectives run]. Of the axes that are named:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -54,20 +54,31 @@ class Software:
     fused: it has kernels by hand for what stands between products (norms with their sums, activation functions with
     their biases, the loss), which count as those that a compiler would make. blocks: it gathers the parameters of a
     block as one, however many they are, and reduces their gradients as one, those of two never: FSDP, whose units are
-    the blocks of a model.
+    the blocks of a model. flat: what it gathers are parts of one flat tensor, of which parameters are views and no
+    copies: FSDP's first version. uncompiled: modules of a compiled step that it leaves as they are, a loss behind a
+    compiled model.
     """
 
     attention: str = ""
     collectives: tuple[AxisCollectives, ...] = ()
     fused: bool = False
     blocks: bool = False
+    flat: bool = False
+    uncompiled: tuple[str, ...] = ()
 
     def axes(self, way: str) -> frozenset[str]:
         """The mesh axes whose collectives run so."""
         return frozenset(one.axis for one in self.collectives if one.way == way)
 
 
-def software(attention: str, collectives: Mapping[str, str], fused: bool, blocks: bool) -> Software:
+def software(
+    attention: str,
+    collectives: Mapping[str, str],
+    fused: bool,
+    blocks: bool,
+    flat: bool,
+    uncompiled: Sequence[str],
+) -> Software:
     """A record of what `Topology.with_software` takes."""
     ways = tuple(AxisCollectives(axis, way) for axis, way in sorted(collectives.items()) if way != EARLY)
-    return Software(attention, ways, fused, blocks)
+    return Software(attention, ways, fused, blocks, flat, tuple(uncompiled))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -246,6 +246,8 @@ class Topology:
         collectives: Mapping[str, str] | None = None,
         fused: bool = False,
         blocks: bool = False,
+        flat: bool = False,
+        uncompiled: Sequence[str] = (),
     ) -> Topology:
         """The same machine, on which other software runs the step: what a plan for it says is to be compared with that
         software's runs.
@@ -254,7 +256,9 @@ class Topology:
         "triton", "flash3"); "" for the quickest of torch's. collectives: mesh axis -> "early" (as here), "waits" or
         "chunks", see `colofunc.mesh.software`. fused: it has kernels by hand for what stands between products; what is
         compiled is `step.on("compiled")`. blocks: no collective has parameters of two blocks (modules with a number),
-        as in FSDP; here as many go together as a message's latency makes worth it.
+        as in FSDP; here as many go together as a message's latency makes worth it. flat: gathered parameters are views
+        of one flat tensor, as in FSDP's first version; here, and in its second, they are copied out of what came. uncompiled:
+        paths of modules that a compiled step leaves as they are, such as a loss that is called behind a compiled model.
 
         Plans only: a step that runs uses its own kernels. Raises TopologyError for a kernel without rates, or a way
         that there is not.
@@ -269,7 +273,7 @@ class Topology:
             raise TopologyError(
                 f"device {self.device.name!r} has no attention by {attention!r}{near(attention, known)}{there}"
             )
-        return attrs.evolve(self, software=software(attention, collectives or {}, fused, blocks))
+        return attrs.evolve(self, software=software(attention, collectives or {}, fused, blocks, flat, uncompiled))
 
     def rank(self, rank: int) -> RankDevice:
         """What is known of the device of a rank."""

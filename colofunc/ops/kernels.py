@@ -126,6 +126,11 @@ class Planned:
     workspace_bytes: int
 
 
+COPY, FUSED = "copy", "compiled"
+"""Names of what is planned for a rearrangement that copies, and for elementwise operators that a compiler fuses: both
+take what their bytes take."""
+
+
 @cache
 def has_triton() -> bool:
     """Whether kernels that are written in Triton can be compiled: it comes with torch for CUDA."""

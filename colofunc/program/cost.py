@@ -20,6 +20,7 @@ from colofunc.errors import InputError, near
 from colofunc.mesh import Mesh, wire_bytes
 from colofunc.mesh.cost import rate
 from colofunc.mesh.curves import HOST_KERNEL, Tiles, attention_flops_per_s
+from colofunc.ops.kernels import COPY, FUSED
 from colofunc.ops.scatter import TOUCH_A_PART
 from colofunc.ops.twins import functional_of
 from colofunc.program import facts
@@ -221,6 +222,8 @@ def is_bound_by_memory(node: Node, values: Mapping[int, Value], mesh: Mesh, rule
     """Whether moving an operator's bytes takes longer than its operations, by the rates of large ones."""
     if node.loop is not None:
         return False
+    if node.kernel is not None and node.kernel.name in (COPY, FUSED):
+        return True
     flops, moved, dtype = node_work(node, values, rule_of)
     return moved / mesh.topology.device.memory_bytes_per_s > flops / rate(mesh.topology, dtype)
 

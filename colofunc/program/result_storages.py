@@ -71,7 +71,7 @@ def storages_of(node: Node, program: Program, metas: Mapping[int, Meta]) -> tupl
     if kind[0] == "rearrange":
         _, pattern, names, sizes = node.args
         steps = rearrange_steps(pattern, tuple(names), tuple(sizes), values[node.refs[0]].shape)
-        return (_rearranged(metas[node.refs[0]], steps),)
+        return (rearranged(metas[node.refs[0]], steps),)
     if kind[0] == "keep_first":
         # The first rank keeps its own, without what its memory holds beside it; the others make zeros, which the budget
         # must hold.
@@ -90,7 +90,7 @@ def _copied(kind: str, value: Value, meta: Meta) -> tuple[Made, ...]:
 
 
 @lru_cache(maxsize=1 << 14)
-def _rearranged(meta: Meta, steps: Any) -> Made:
+def rearranged(meta: Meta, steps: Any) -> Made:
     operand = result = without_data(meta)
     first, order, final = steps
     if first is not None:

@@ -115,13 +115,19 @@ def _only_reader(node: Node, readers: Mapping[int, Sequence[int]], outputs: set[
 
 
 def updates_late(program: Program, lag: int = 2) -> Program:
-    """Move in-place updates of what a collective delivers behind the next `lag` collectives, which then overlap it.
+    """Move in-place updates of what a collective delivers behind the next `lag` collectives along its axes, which then
+    overlap it.
 
     For executors whose collectives are asynchronous; what an update writes stays unread and unwritten in between.
+    Collectives along other axes (those of tensor parallelism, of which a block has many) have a stream of their own,
+    and say nothing of how far this one has come.
     """
     memory = aliases(program)
     made, touches = program.made_at, _Touches(program, memory)
-    wires = [index for index, node in enumerate(program.nodes) if is_wire(node)]
+    wires_along: dict[object, list[int]] = {}
+    for index, node in enumerate(program.nodes):
+        if is_wire(node):
+            wires_along.setdefault(node.args[1], []).append(index)
     place: list[tuple[int, bool]] = []
     for index, node in enumerate(program.nodes):
         at = index
@@ -129,6 +135,7 @@ def updates_late(program: Program, lag: int = 2) -> Program:
             sources = [made.get(memory.group(ref), -1) for ref in node.refs]
             last = max((source for source in sources if source >= 0 and is_wire(program.nodes[source])), default=None)
             if last is not None:
+                wires = wires_along[program.nodes[last].args[1]]
                 beyond = bisect_right(wires, last) + lag - 1
                 at = touches.free_until(index, wires[beyond] if beyond < len(wires) else len(program.nodes) - 1)
         place.append((at, at != index))

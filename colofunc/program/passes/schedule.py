@@ -245,20 +245,21 @@ def _gate(hoisted: list[tuple[int, int]], nbytes: int, ahead: int, ahead_bytes: 
 
 
 def next_of_kind(program: Program) -> dict[int, int]:
-    """Index of a collective -> of the next one of its kind; len(nodes) for the last."""
+    """Index of a collective -> of the next one of its kind along its axes; len(nodes) for the last."""
     found: dict[int, int] = {}
-    later: dict[str, int] = {}
+    later: dict[tuple[str, object], int] = {}
     for index in range(len(program.nodes) - 1, -1, -1):
         if is_wire(node := program.nodes[index]):
-            found[index] = later.get(node.target, len(program.nodes))
-            later[node.target] = index
+            kind = node.target, node.args[1]
+            found[index] = later.get(kind, len(program.nodes))
+            later[kind] = index
     return found
 
 
 def _taken(program: Program, made: Mapping[int, int]) -> dict[int, int]:
     """First uses in the body of a loop.
 
-    An output that a collective delivers is used behind the next collective of its kind.
+    An output that a collective delivers is used behind the next collective of its kind along its axes.
     """
     first, after = _first_uses(program), next_of_kind(program)
     for out in program.outputs:
