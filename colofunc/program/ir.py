@@ -183,9 +183,19 @@ def map_refs(tree: Any, fn: Callable[[int], Any]) -> Any:
     """`tree` with every `Ref(i)` replaced by `fn(i)`; the other leaves stay."""
     if type(tree) is Ref:
         return fn(tree.id)
-    if type(tree) is tuple:
-        return tuple(map_refs(item, fn) for item in tree)
-    return tree
+    if type(tree) is not tuple:
+        return tree
+    # Passes do this for every operand of every node: leaves are told apart here, without a call for each.
+    mapped: list[Any] = []
+    for item in tree:
+        kind = type(item)
+        if kind is Ref:
+            mapped.append(fn(item.id))
+        elif kind is tuple:
+            mapped.append(map_refs(item, fn))
+        else:
+            mapped.append(item)
+    return tuple(mapped)
 
 
 def reading(node: Node, names: Mapping[int, int]) -> Node:

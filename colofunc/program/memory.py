@@ -34,7 +34,7 @@ from colofunc import compat
 from colofunc.ops.targets import resolve
 from colofunc.program.facts import COPIES, is_wire, kind_of, lifetimes, rearrange_steps, takes_device
 from colofunc.program.ir import Loop, Node, Program, Ref, Timetable, Value, map_refs
-from colofunc.program.memory_report import KINDS, Live, kinds_of, place_text
+from colofunc.program.memory_report import KINDS, LinesByKind, Live, kinds_of, place_text
 from colofunc.program.memory_report import MemoryReport as MemoryReport
 from colofunc.program.passes.loop import gathered_at, last_uses, parts_that_read
 from colofunc.program.passes.reuse import added_in_place, own_outputs_of_parts
@@ -178,21 +178,15 @@ def _report(
     count, kinds = max(1, len(program.nodes)), kinds_of(program) if kinds is None else kinds
     tiers = sorted({s.tier for s in storages} | {"device"})
     row_of = {kind: row for row, kind in enumerate(KINDS)}
-    # (row of the kind, position, bytes from there on)
-    changes: dict[str, list[tuple[int, int, int]]] = {tier: [] for tier in tiers}
+    changes = {tier: _Changes() for tier in tiers}
     for s in storages:
         s.kind = s.kind or (s.inside.kind if s.inside is not None else kinds.get(s.value, "other"))
-        row = row_of[s.kind]
-        changes[s.tier].append((row, max(0, s.born), s.nbytes))
-        changes[s.tier].append((row, min(s.dies, count - 1) + 1, -s.nbytes))
-    lines = {tier: _lines(changed, count) for tier, changed in changes.items()}
-    nothing = (0,) * count  # one for all kinds that there are none of
-    by_kind = {}
-    for tier, rows in lines.items():
-        there = [bool(line.any()) for line in rows]
-        by_kind[tier] = {kind: tuple(rows[row].tolist()) if there[row] else nothing for row, kind in enumerate(KINDS)}
-    timeline = {tier: tuple(rows.sum(axis=0).tolist()) for tier, rows in lines.items()}
-    peak_at = {tier: int(rows.sum(axis=0).argmax()) for tier, rows in lines.items()}
+        changes[s.tier].add(row_of[s.kind], max(0, s.born), s.nbytes)
+        changes[s.tier].add(row_of[s.kind], min(s.dies, count - 1) + 1, -s.nbytes)
+    by_kind = {tier: LinesByKind(_lines(changed, count)) for tier, changed in changes.items()}
+    sums = {tier: lines.rows.sum(axis=0) for tier, lines in by_kind.items()}
+    timeline = {tier: tuple(line.tolist()) for tier, line in sums.items()}
+    peak_at = {tier: int(line.argmax()) for tier, line in sums.items()}
     peak = {tier: timeline[tier][peak_at[tier]] for tier in tiers}
     alive = {tier: tuple(_alive(program, storages, makers, tier, peak_at[tier])) for tier in tiers}
     places = {tier: place_text(program, at) for tier, at in peak_at.items()}
@@ -201,15 +195,26 @@ def _report(
     )
 
 
-def _lines(changes: Sequence[tuple[int, int, int]], count: int) -> np.ndarray:
-    """(kinds, count) bytes of each kind at each position. changes: (row of the kind, position, bytes more from there
-    on).
-    """
-    more = np.zeros((len(KINDS), count + 1), dtype=np.int64)
-    if changes:
-        rows, positions, nbytes = np.array(changes, dtype=np.int64).T
-        np.add.at(more, (rows, positions), nbytes)
-    return np.asarray(np.cumsum(more[:, :-1], axis=1))
+@attrs.frozen(eq=False)
+class _Changes:
+    """What becomes more or less: the row of its kind, the position, and bytes more from there on."""
+
+    rows: list[int] = attrs.field(factory=list)
+    positions: list[int] = attrs.field(factory=list)
+    nbytes: list[int] = attrs.field(factory=list)
+
+    def add(self, row: int, position: int, nbytes: int) -> None:
+        self.rows.append(row)
+        self.positions.append(position)
+        self.nbytes.append(nbytes)
+
+
+def _lines(changes: _Changes, count: int) -> np.ndarray:
+    """(kinds, count) bytes of each kind at each position."""
+    more = np.zeros(len(KINDS) * (count + 1), dtype=np.int64)
+    rows, positions = np.array(changes.rows, dtype=np.int64), np.array(changes.positions, dtype=np.int64)
+    np.add.at(more, rows * (count + 1) + positions, np.array(changes.nbytes, dtype=np.int64))  # in one dim it is fast
+    return np.asarray(np.cumsum(more.reshape(len(KINDS), count + 1)[:, :-1], axis=1))
 
 
 def _alive(program: Program, storages: list[Storage], makers: Mapping[int, Node], tier: str, at: int) -> list[Live]:

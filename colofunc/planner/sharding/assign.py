@@ -211,8 +211,10 @@ def _fastest(
         sums=constraints.sums,
         kernel_s=kernel_s,
     )
-    begin = [*(_choice_of(a, ties, options) for a in starts), *(_starts(program, ties, model) if fresh else ())]
-    choice = search(model, begin, SEED, effort, fresh, restarts)
+    choice = [0] * len(options)
+    if any(len(strategies) > 1 for strategies in options):
+        begin = [*(_choice_of(a, ties, options) for a in starts), *(_starts(program, ties, model) if fresh else ())]
+        choice = search(model, begin, SEED, effort, fresh, restarts)
     if model.true_cost(choice) >= BIG:
         raise PlanError(
             "no assignment connects all operators: some conversion that every choice needs does not exist; drop a wish"
@@ -235,8 +237,7 @@ def in_model_of(found: Assignment, known: Assignment, program: Program) -> Assig
 
 
 def others(program: Program, memo: Memo, budget_bytes: int, small: bool, price_s: float | None) -> Iterator[Assignment]:
-    """Of a step that was assigned before all others that are worth a look (`enumeration.more_choices`), cheapest first.
-    """
+    """Of a step that was assigned before all others that are worth a look (`enumeration.more_choices`), cheapest first."""
     ways, known = list[Iterator[Assignment]](), memo.fastest
     for regather, (model, alive) in memo.models.items() if known else ():
         assert known is not None
