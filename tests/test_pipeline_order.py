@@ -4,6 +4,8 @@ A rank's order is a list of words: "0F2" (an action that it begins), "1 -> 2" (w
 it sends to rank 1, of microbatch 2).
 """
 
+import random
+import types
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -11,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from pipelined import loop_of, mlp
+from test_pipeline import losses_of_one_device
 
 import colofunc as cf
 from colofunc.executors.groups import Groups
@@ -20,12 +23,38 @@ from colofunc.program.ir import Loop
 from colofunc.program.places import RECEIVE, SEND, on_rank
 
 RANKS, MICROBATCHES = 4, 8
-SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-v")
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-v", "any-legal")
+
+
+def any_legal(ranks: int, microbatches: int, *_: Any) -> cf.ext.ActionTable:
+    """Two stages a rank in a V; who goes on, and with what, is drawn among all that could."""
+    draw = random.Random(5)
+    places = [*range(ranks), *reversed(range(ranks))]
+    rows: list[list[cf.ext.Action]] = [[] for _ in range(ranks)]
+    left = [cf.ext.Action(stage, kind, m) for stage in range(2 * ranks) for kind in "FIW" for m in range(microbatches)]
+    needs = cf.ext.ActionTable((tuple(left),)).needs
+    while left:
+        done = {action for row in rows for action in row}
+        chosen = draw.choice([action for action in left if done.issuperset(needs(action))])
+        rows[places[chosen.stage]].append(chosen)
+        left.remove(chosen)
+    return cf.ext.ActionTable(tuple(map(tuple, rows)))
+
+
+PLUGIN = types.ModuleType("any_legal")
+ANY_LEGAL = cf.ext.Schedule("any-legal", any_legal, stages_per_rank=2, placement="v", splits_backward=True)
+PLUGIN.colofunc_schedules = cf.hookimpl(lambda: {"any-legal": ANY_LEGAL}, specname="colofunc_schedules")
+
+
+def table_of(schedule: str) -> cf.ext.ActionTable:
+    made = ANY_LEGAL if schedule == "any-legal" else cf.ext.schedule(schedule)
+    return made.table(RANKS, MICROBATCHES)
 
 
 def pipelined(schedule: str) -> tuple[Any, Any, Any]:
     step, state, batch = mlp(8)
-    return cf.pipeline(cf.shard(step, cf.Mesh(pp=RANKS)), microbatches=MICROBATCHES, schedule=schedule), state, batch
+    step = cf.shard(step, cf.Mesh(pp=RANKS), plugins=[PLUGIN])
+    return cf.pipeline(step, microbatches=MICROBATCHES, schedule=schedule), state, batch
 
 
 def of_table(rows: list[list[cf.ext.Action]], rank: int) -> list[str]:
@@ -87,8 +116,8 @@ class Recorded:
         self.inside = False
 
 
-def done_in_a_step(schedules: tuple[str, ...]) -> dict[str, list[str]]:
-    """By schedule, what this rank does."""
+def done_in_a_step(schedules: tuple[str, ...]) -> dict[str, tuple[list[str], list[float]]]:
+    """By schedule, (what this rank does in a step, the losses of that step and the next one)."""
     begun, sender, received = Ahead.__iter__, Groups.sender, Receiver.__call__
     found = {}
     for schedule in schedules:
@@ -114,8 +143,9 @@ def done_in_a_step(schedules: tuple[str, ...]) -> dict[str, list[str]]:
 
         patched = mock.patch.multiple(Ahead, __iter__=beginning), mock.patch.multiple(Receiver, __call__=receiving)
         with patched[0], patched[1], mock.patch.multiple(Groups, sender=sending):
-            chain(chain.init(state, batch), batch)
-        found[schedule] = recorded.words
+            state, metrics = chain(chain.init(state, batch), batch)
+        _, next_metrics = chain(state, batch)
+        found[schedule] = recorded.words, [float(metrics["loss"]), float(next_metrics["loss"])]
     return found
 
 
@@ -124,17 +154,21 @@ def test_the_program_of_a_rank_has_the_simulators_order(schedule: str) -> None:
     chain, state, batch = pipelined(schedule)
     low = chain.lower(state, batch)
     played = [[span.action for span in row] for row in low.pipeline().rows]
-    assert played == [list(row) for row in cf.ext.schedule(schedule).table(RANKS, MICROBATCHES).rows]
+    assert played == [list(row) for row in table_of(schedule).rows]
     for rank in range(RANKS):
         assert of_program(low, rank) == of_table(played, rank)
 
 
 @pytest.mark.dist
-def test_real_ranks_do_what_the_simulator_says_in_its_order() -> None:
-    done = launch(done_in_a_step, RANKS, SCHEDULES)
+def test_four_real_ranks_follow_the_simulators_order_and_compute_what_one_device_does() -> None:
+    """Also by a table that nobody would make: every legal one ends."""
+    expected = losses_of_one_device()
+    done = launch(done_in_a_step, RANKS, SCHEDULES, timeout_s=200)
     for schedule in SCHEDULES:
-        costs = cf.ext.StageCosts.uniform(cf.ext.schedule(schedule).stages(RANKS))
-        simulated = cf.ext.simulate(cf.ext.schedule(schedule).table(RANKS, MICROBATCHES), costs)
+        table = table_of(schedule)
+        simulated = cf.ext.simulate(table, cf.ext.StageCosts.uniform(table.stages))
         played = [[span.action for span in row] for row in simulated.rows]
         for rank in range(RANKS):
-            assert done[rank][schedule] == of_table(played, rank)
+            words, losses = done[rank][schedule]
+            assert words == of_table(played, rank)
+            assert losses == pytest.approx(expected, rel=1e-10)
