@@ -321,13 +321,13 @@ def _inside(
         body, storages = _by_timetable(loop, storages, home, loop.cut_by, posted=sent)
     # What a value is does not depend on how often the timetable does its part.
     report, value = _report(body, storages, makers, kinds_of(loop.body)), loop.body.inputs[0] if loop.body.inputs else 0
-    return [
-        Storage(
-            live.nbytes, tier, value, index, index, attrs.evolve(live, name=f"{live.name} (each trip)"), body=report
-        )
-        for tier, alive in report.alive.items()
-        for live in alive
-    ]
+    held = []
+    for tier, alive in report.alive.items():
+        for live in alive:
+            name = f"{live.name} (each trip)"
+            each = Live(name, live.nbytes, live.shape, live.layout, live.line, live.path, live.kind)
+            held.append(Storage(live.nbytes, tier, value, index, index, each, body=report))
+    return held
 
 
 def _by_timetable(

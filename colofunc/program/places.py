@@ -162,8 +162,10 @@ def _of_rank(node: Node, program: Program, there: Collection[int], rank: _Rank) 
         yield from _half_of_send(node, program, rank)
     elif node.loop is not None:
         yield from _part_of_loop(node, node.loop, there, rank)
+    elif node.on is None:
+        yield node
     else:
-        yield attrs.evolve(node, on=None)
+        yield node.rewritten(node.args, node.kwargs, node.outs, node.note, None)
 
 
 def _half_of_send(node: Node, program: Program, rank: _Rank) -> Iterator[Node]:

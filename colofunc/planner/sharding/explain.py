@@ -187,6 +187,8 @@ def _reason(
 
 def _alternatives(found: Assignment, c: int) -> tuple[Alternative, ...]:
     chosen = found.choice[c]
+    if len(found.model.options[c]) == 1:
+        return ()
     row = found.model.row(c, found.choice)
     out = []
     for o, s in enumerate(found.model.options[c]):

@@ -219,7 +219,7 @@ class _Build(Builder):
         strategy = build(call, rule, placement)
         if strategy.outs[0] is not over or any(lay.pending for lay in strategy.ins):
             return None
-        self._run(node, strategy, rule)
+        self._run(node, strategy, rule, (call, ids))
         return self.copies[old][over]
 
     # ---- nodes ----
@@ -253,19 +253,25 @@ class _Build(Builder):
         given = bool(ids) and kind_of(node) is not None and all(i in self.leaves for i in ids)
         if given or not any(lay.axes or lay.pending for lay in lies):
             self.leaves.update(o for o in node.results if given)  # the batch itself is moved once
-            self._run(node, replicated_strategy(call), None)
+            self._run(node, replicated_strategy(call), None, (call, ids))
             return
         rule = self.rule_at(call, ids)
         strategy = self._chosen(call, ids, lies, rule)
         if all(lay.is_replicated for lay in (*strategy.ins, *(o for o in strategy.outs if o is not None))):
             strategy, rule = replicated_strategy(call), None
-        self._run(node, strategy, rule)
+        self._run(node, strategy, rule, (call, ids))
 
-    def _run(self, node: Node, strategy: Strategy, rule: Rule | None) -> None:
+    def _run(
+        self,
+        node: Node,
+        strategy: Strategy,
+        rule: Rule | None,
+        called: tuple[Call, tuple[int, ...]],
+    ) -> None:
         """The node under a strategy. Where it is one node still, it says what the plan for the mesh has said."""
         if strategy.local is None:
             strategy = attrs.evolve(strategy, name=node.note)
-        self.run(node, Choice(strategy, rule))
+        self.run(node, Choice(strategy, rule), called=called)
 
     # ---- which strategy ----
 
