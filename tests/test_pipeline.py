@@ -1,11 +1,13 @@
 """cf.pipeline: stages on ranks of their own, microbatches that follow one another through them by a schedule's table."""
 
+import os
 import re
+import signal
 import time
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -779,6 +781,32 @@ def dies_in_a_step() -> None:
         with cf.testing.fail(rank=1, at="send"):
             chain(state, batch)
             time.sleep(30)  # the watch ends this rank
+
+
+def is_killed_in_a_step() -> None:
+    step, state, batch = mlp(8)
+    chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=8, schedule="zb-v")
+    state, _ = chain(chain.init(state, batch), batch)
+    if cf.Mesh(pp=2).rank == 1:
+        begun = Ahead.__iter__
+
+        def until_the_ninth(ahead: Ahead) -> Iterator[tuple[int, int]]:
+            for count, action in enumerate(begun(ahead)):
+                if count == 8:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield action
+
+        Ahead.__iter__ = until_the_ninth
+    chain(state, batch)
+    time.sleep(30)  # the watch ends this rank
+
+
+@pytest.mark.dist
+def test_a_rank_that_is_killed_between_two_actions_ends_all() -> None:
+    began = time.monotonic()
+    with pytest.raises(cf.ColofuncError, match="rank 1"):
+        launch(is_killed_in_a_step, 2, timeout_s=200)
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.dist

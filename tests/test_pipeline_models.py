@@ -1,4 +1,4 @@
-"""Models through four stages, equal to one device: a tied weight, skips between convolutions, a mixture of experts; and four real ranks."""
+"""Models through four stages, equal to one device: a tied weight, skips between convolutions, a mixture of experts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +7,11 @@ import pytest
 import torch
 from colofunc_plugins import experts, zero
 from pipelined import gpt2
-from test_pipeline import agrees_with_one_device, losses_of_one_device, train
+from test_pipeline import agrees_with_one_device
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import colofunc as cf
-from colofunc.executors.launch import launch
 
 
 class UNet(nn.Module):
@@ -72,16 +71,3 @@ def test_models_through_four_stages(name: str, schedule: str) -> None:
     low = agrees_with_one_device(chain, state, batch)
     stages = {leaf.at[1] for leaf in low.plan.inputs if leaf.role == "param" and leaf.at is not None}
     assert {(0,), (1,), (2,), (3,)} <= stages
-
-
-def train_on_four(ranks: int) -> dict[str, list[float]]:
-    return {schedule: train(schedule, ranks) for schedule in ("1f1b", "interleaved-1f1b", "zb-v")}
-
-
-@pytest.mark.dist
-def test_four_real_ranks_compute_what_one_device_does() -> None:
-    expected = losses_of_one_device()
-    for found in launch(train_on_four, 4, 4):
-        assert set(found) == {"1f1b", "interleaved-1f1b", "zb-v"}
-        for losses in found.values():
-            assert losses == pytest.approx(expected, rel=1e-10)

@@ -1,6 +1,7 @@
 """Why a pipeline is cut where it is: the figures are those of the search for cuts, and near those of the asked cut planned by hand."""
 
 from itertools import pairwise
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from test_cut_search import search_of
 from torch import nn
 
 import colofunc as cf
+from colofunc.planner import plan_cuts
 from colofunc.planner.stages.assignment import Held
 from colofunc.planner.stages.simulate import Player
 
@@ -110,6 +112,15 @@ def test_the_answers_in_words() -> None:
             plan.why(asked)
     with pytest.raises(cf.PlanError, match="names no place"):
         plan.why_not("stage 1")
+
+
+def test_a_cut_of_more_than_are_compared_is_not_called_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = lowered(ranks=3).plan
+    pieces = len(plan.pipeline.cuts.pieces)
+    monkeypatch.setattr(plan_cuts, "MOST_CUTS", comb(pieces - 1, 2) - 1)
+    assert "where no layer that goes to another stage makes the step, as its schedule plays it, end sooner" in plan.why("stage 1")
+    monkeypatch.setattr(plan_cuts, "MOST_CUTS", comb(pieces - 1, 2))
+    assert "ends first" in plan.why("stage 1")
 
 
 def test_other_schedules_and_the_placement() -> None:

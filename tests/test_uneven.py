@@ -224,6 +224,27 @@ def test_placements_of_several_stages_look_at_speeds_too(schedule: str) -> None:
         check(chain, *doubled_inside((state, batch)))
 
 
+def test_where_speeds_change_the_step_is_cut_anew_and_takes_the_state_over() -> None:
+    step, state, batch = layers()
+    expected = state
+    with cf.testing.float64():
+        expected, state, batch = doubled_inside((expected, state, batch))
+        before = cf.pipeline(cf.shard(step, cf.Mesh(pp=2, topology=SLOW)), microbatches=4)
+        placed = before.init(state, batch)
+        after = cf.pipeline(cf.shard(step, before.mesh.with_topology(SLOW.with_rank(1, speed=1 / 3))), microbatches=4)
+        moved = 0
+        for chain in (before, after):
+            counts = [sum(x.shards[1].numel() > 0 for x in placed["params"].values())]
+            placed = chain.init(placed, batch)
+            counts.append(sum(x.shards[1].numel() > 0 for x in placed["params"].values()))
+            moved += counts[0] - counts[1]
+            placed, _ = chain(placed, batch)
+            expected, _ = step(expected, batch)
+        assert moved > 0, "the slow rank has fewer layers than before"
+        for name, x in placed["params"].items():
+            torch.testing.assert_close(x.full(), expected["params"][name], rtol=1e-10, atol=1e-10)
+
+
 def test_the_order_of_the_ranks_is_chosen() -> None:
     """In a V the first rank has the first layer and the last; the slow one is put where it has less, and the plan says so."""
     step, state, batch = layers()

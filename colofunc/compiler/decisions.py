@@ -151,8 +151,7 @@ class Candidates:
                 layouts.setdefault(id_, of_shape[value.shape])
 
     def _follow(self, node: Node, layouts: dict[int, tuple[Layout, ...]]) -> None:
-        """Offers a node the strategies that take its operands as they lie, and adds to `layouts` those of its results.
-        """
+        """Offers a node the strategies that take its operands as they lie, and adds to `layouts` those of its results."""
         call, ids = call_of(node, self.program.values)
         if self.rule(call) is None or not any(id_ in layouts for id_ in ids):
             return
@@ -178,8 +177,7 @@ class Candidates:
         return self._following[key]
 
     def _all(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Sequence[Strategy]:
-        """Candidates that agree with what is fixed, and that itself: what was offered by a wish is enumerated nowhere.
-        """
+        """Candidates that agree with what is fixed, and that itself: what was offered by a wish is enumerated nowhere."""
         strategies = self._over(item, axes, fixed)
         if fixed is None:
             return strategies
@@ -204,8 +202,11 @@ class Candidates:
                 only = as_fixed(call, rule, self.mesh, (axis for axis in axes if axis not in free), fixed)
         strategies = list(enumerate_strategies(call, rule, self.mesh, axes, _orders_matter(item, call), only))
         strategies += [strategy for strategy in self.extra_of(item) if _uses_only(strategy, axes)]
-        reductions = self.reductions
-        useful = [strategy for strategy in strategies if _reductions_read(strategy) <= reductions]
+        useful = []
+        for strategy in strategies:
+            read = _reductions_read(strategy)
+            if not read or read <= self.reductions:
+                useful.append(strategy)
         return useful or [replicated_strategy(call)]
 
     @property

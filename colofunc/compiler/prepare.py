@@ -63,6 +63,7 @@ SLOW_S = 2.0
 """Where tracing and planning take longer, a line says so."""
 
 
+@fewer_collections()
 def prepare(
     staged: Staged,
     args: tuple[Any, ...],
@@ -104,9 +105,8 @@ def prepare(
         mesh=priced, program=seen.program, traced=seen.traced, budget_bytes=device_limit_bytes(staged, priced)
     )
     ways = Ways.of(staged, traced_build, staged.plan if measured is None else measured[0])
-    with fewer_collections():
-        planning, made = planned(ways, planned_by, recall, watch)
-        choices, plan, local = share(watch, made, planning.program, planning.candidates.rule_of)
+    planning, made = planned(ways, planned_by, recall, watch)
+    choices, plan, local = share(watch, made, planning.program, planning.candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s
     if traced_s + planned_s > SLOW_S and mesh.is_main:
         env.say(f"trace {traced_s:.1f} s · plan {planned_s:.1f} s · {len(local.nodes)} operators")

@@ -12,12 +12,14 @@ the plan's.
 from __future__ import annotations
 
 import re
+from math import comb
 from typing import TYPE_CHECKING
 
 from colofunc.errors import PlanError
 from colofunc.mesh.sizes import size_text
 from colofunc.planner.plan_table import time_text
 from colofunc.planner.plan_terms import matches
+from colofunc.planner.stages.assignment import MOST_CUTS
 from colofunc.planner.stages.report import Pipelined
 from colofunc.planner.stages.stage_cuts import CutCount, Piece, StageCuts
 
@@ -114,6 +116,8 @@ def _reason(plan: Plan, cuts: StageCuts) -> str:
     if cuts.given:
         return "as stages= says"
     how = plan.way.rpartition("cut ")[2] if "cut " in plan.way else "by time"
+    if how == "by time" and comb(len(cuts.pieces) - 1, len(cuts.begins) - 1) > MOST_CUTS:
+        return "where no layer that goes to another stage makes the step, as its schedule plays it, end sooner"
     if how == "by time":
         return "where the step, as its schedule plays it, ends first"
     return f"cut {how} to keep to the budget"

@@ -23,8 +23,9 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
+from itertools import chain
 
 import attrs
 
@@ -72,6 +73,46 @@ class Action:
         if not microbatch:
             raise PlanError(f"{text!r} names no microbatch; write {text.strip()}0 for the first")
         return cls(int(stage), kind, int(microbatch))
+
+
+@attrs.frozen
+class Numbers:
+    """Numbers of the actions of so many stages and microbatches: those of a kind and stage are one after another."""
+
+    stages: int
+    microbatches: int
+
+    def of(self, action: Action) -> int:
+        """The number of an action."""
+        return (KINDS.index(action.kind) * self.stages + action.stage) * self.microbatches + action.microbatch
+
+    def kind_and_stage(self, number: int) -> int:
+        """The place of an action's kind and stage among all: kind after kind in the order of `KINDS`."""
+        return number // self.microbatches
+
+    def own_need(self, number: int) -> int:
+        """What an action needs of its own stage, -1 if nothing."""
+        kind, of_kind = divmod(number, self.stages * self.microbatches)
+        if KINDS[kind] == "F":
+            return -1
+        if KINDS[kind] == "W":
+            return number - self.stages * self.microbatches  # its I
+        return of_kind  # its F
+
+    def other_need(self, number: int, there: Set[int]) -> int:
+        """What an action needs of the stage before or behind it, -1 if nothing.
+
+        there: the actions that there are; a gradient comes from an I, or else from a B.
+        """
+        kind, of_kind = divmod(number, self.stages * self.microbatches)
+        if KINDS[kind] == "F":
+            return number - self.microbatches if of_kind >= self.microbatches else -1
+        gradient = of_kind + self.microbatches
+        if KINDS[kind] == "W" or gradient >= self.stages * self.microbatches:
+            return -1
+        inputs = KINDS.index("I") * self.stages * self.microbatches + gradient
+        whole = KINDS.index("B") * self.stages * self.microbatches + gradient
+        return inputs if inputs in there else whole
 
 
 @attrs.frozen
@@ -124,8 +165,7 @@ class ActionTable:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """Per stage, the most microbatches at once whose forward has begun and whose backward (B or I) has not ended.
-        """
+        """Per stage, the most microbatches at once whose forward has begun and whose backward (B or I) has not ended."""
         most = [0] * self.stages
         now = [0] * self.stages
         for action in self.actions:
@@ -171,8 +211,31 @@ class ActionTable:
         return found
 
     @cached_property
+    def numbers(self) -> Numbers:
+        """Its actions as numbers: what is asked of every action of a large table is asked of these."""
+        return Numbers(self.stages, self.microbatches)
+
+    @cached_property
+    def numbered_rows(self) -> tuple[tuple[int, ...], ...]:
+        """Per rank, the numbers of its actions in order."""
+        number_of = self.numbers.of
+        return tuple(tuple(number_of(action) for action in row) for row in self.rows)
+
+    @cached_property
+    def other_needs(self) -> tuple[tuple[int, ...], ...]:
+        """Per rank, the number of what each of its actions needs of another stage, in order; -1: nothing."""
+        there = set(chain.from_iterable(self.numbered_rows))
+        other_need = self.numbers.other_need
+        return tuple(tuple(other_need(number, there) for number in row) for row in self.numbered_rows)
+
+    @cached_property
     def in_order(self) -> tuple[tuple[int, Action], ...]:
         """What `linear_order` gives."""
+        return tuple((rank, self.rows[rank][position]) for rank, position in self.places_in_order)
+
+    @cached_property
+    def places_in_order(self) -> tuple[tuple[int, int], ...]:
+        """The same as (rank, position in its row)."""
         return tuple(_in_order(self))
 
     def _needed(self, action: Action) -> tuple[Action, ...]:
@@ -239,6 +302,8 @@ def _check_range(table: ActionTable, stages: int, microbatches: int) -> None:
 
 
 def _check_repeated(table: ActionTable) -> None:
+    if len(table._by_parts) == len(table.actions):
+        return
     seen: set[Action] = set()
     repeated = []
     for action in table.actions:
@@ -266,10 +331,14 @@ def _check_backward(table: ActionTable, backward: bool) -> None:
 
 
 def _check_missing(table: ActionTable, stages: int, microbatches: int, backward: bool) -> None:
+    there = table._by_parts
     missing: list[str] = []
     for stage in range(stages):
         for microbatch in range(microbatches):
-            missing += _missing_of(table, stage, microbatch, backward)
+            split = (stage, "I", microbatch) in there and (stage, "W", microbatch) in there
+            whole = split or (stage, "B", microbatch) in there or not backward
+            if not whole or (stage, "F", microbatch) not in there:
+                missing += _missing_of(table, stage, microbatch, backward)
     if missing:
         raise PlanError(
             f"a table for {stages} stages and {microbatches} microbatches lacks "
@@ -292,10 +361,14 @@ def _missing_of(table: ActionTable, stage: int, microbatch: int, backward: bool)
 
 def _check_order_in_rows(table: ActionTable) -> None:
     """A stage is on one rank, so that its own order can be read from one row."""
-    for action, (rank, position) in table.place_of.items():
-        for need in table.needs(action):
-            if need.stage == action.stage and table.place_of[need][1] > position:
+    for rank, row in enumerate(table.numbered_rows):
+        done = {-1}
+        for position, number in enumerate(row):
+            if table.numbers.own_need(number) not in done:
+                action = table.rows[rank][position]
+                need = next(need for need in table.needs(action) if need.stage == action.stage)
                 raise PlanError(f"rank {rank} has {action} before {need}, which it needs; put {need} first")
+            done.add(number)
 
 
 def linear_order(table: ActionTable) -> Iterator[tuple[int, Action]]:
@@ -308,25 +381,27 @@ def linear_order(table: ActionTable) -> Iterator[tuple[int, Action]]:
     return iter(table.in_order)
 
 
-def _in_order(table: ActionTable) -> Iterator[tuple[int, Action]]:
+def _in_order(table: ActionTable) -> Iterator[tuple[int, int]]:
+    """(rank, position in its row) of each action."""
+    needs_of = []
+    for row, others in zip(table.numbered_rows, table.other_needs, strict=True):
+        needs_of.append([(table.numbers.own_need(number), other) for number, other in zip(row, others, strict=True)])
     at = [0] * table.ranks
-    needs = [table.needs(row[0]) if row else () for row in table.rows]  # of each rank's next action
-    done: set[Action] = set()
+    done = {-1}  # of which an action needs nothing
     left = len(table.actions)
     while left:
         ready = []
-        for rank, row in enumerate(table.rows):
-            if at[rank] < len(row) and done.issuperset(needs[rank]):
-                ready.append(rank)
+        for rank, needs in enumerate(needs_of):
+            if at[rank] < len(needs):
+                own, other = needs[at[rank]]
+                if own in done and other in done:
+                    ready.append(rank)
         if not ready:
-            raise PlanError(_deadlock(table, at, done))
+            raise PlanError(_deadlock(table, at, {table.rows[r][k] for r in range(table.ranks) for k in range(at[r])}))
         for rank in ready:
-            action = table.rows[rank][at[rank]]
-            yield rank, action
+            yield rank, at[rank]
+            done.add(table.numbered_rows[rank][at[rank]])
             at[rank] += 1
-            if at[rank] < len(table.rows[rank]):
-                needs[rank] = table.needs(table.rows[rank][at[rank]])
-            done.add(action)
             left -= 1
 
 

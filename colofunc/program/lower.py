@@ -37,8 +37,7 @@ class Choice:
 
 
 def call_of(node: Node, values: Mapping[int, Value]) -> tuple[Call, tuple[int, ...]]:
-    """The node as a `Call` (operand k is `Ref(k)`; repeats stay separate operands) and the value ids of its operands.
-    """
+    """The node as a `Call` (operand k is `Ref(k)`; repeats stay separate operands) and the value ids of its operands."""
     ids: list[int] = []
 
     def operand(id: int) -> Ref:
@@ -86,7 +85,9 @@ class Builder:
     def new(self, like: Value, layout: Layout | None, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> int:
         """The id of a new value."""
         id = len(self.values)
-        self.values[id] = attrs.evolve(like, id=id, shape=shape, dtype=dtype or like.dtype, layout=layout)
+        dtype = dtype or like.dtype
+        # Not `attrs.evolve`, which takes four times as long: this is done for every value.
+        self.values[id] = Value(id, shape, dtype, like.name, like.role, layout, like.device_free, like.of, like.place)
         return id
 
     def define(self, old: int, layout: Layout) -> int:
@@ -158,11 +159,13 @@ class Builder:
 
     # ---- nodes ----
 
-    def run(self, node: Node, choice: Choice, at: At | None = None) -> None:
+    def run(
+        self, node: Node, choice: Choice, at: At | None = None, called: tuple[Call, tuple[int, ...]] | None = None
+    ) -> None:
         """A node under the strategy that was chosen. at: the place that was found for it, and where its operands are
-        wanted.
+        wanted. called: what `call_of` says of it, where it was asked.
         """
-        call, ids = call_of(node, self.program.values)
+        call, ids = called or call_of(node, self.program.values)
         strategy = choice.strategy
         for id in ids:
             self._look_again(id, at)
@@ -177,7 +180,7 @@ class Builder:
         for old, layout in zip(node.outs, strategy.outs, strict=True):
             outs.append(None if old is None or layout is None else self.define(old, layout.with_at(at)))
         args, kwargs = map_refs((args, kwargs), lambda position: Ref(operands[position]))
-        self.emit(attrs.evolve(node, args=args, kwargs=kwargs, outs=tuple(outs), note=strategy.name, on=at or node.on))
+        self.emit(node.rewritten(args, kwargs, tuple(outs), strategy.name, at or node.on))
 
     def _splice(self, node: Node, strategy: Strategy, operands: Sequence[int], at: At | None) -> None:
         """The local code of a strategy in place of a node."""

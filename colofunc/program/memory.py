@@ -30,7 +30,7 @@ import numpy as np
 
 from colofunc.program.facts import is_wire, kind_of, lifetimes
 from colofunc.program.ir import Loop, Node, Program, Timetable
-from colofunc.program.memory_report import KINDS, Live, kinds_of, place_text
+from colofunc.program.memory_report import KINDS, LinesByKind, Live, kinds_of, place_text
 from colofunc.program.memory_report import MemoryReport as MemoryReport
 from colofunc.program.passes.loop import gathered_at, last_uses, parts_that_read
 from colofunc.program.passes.reuse import added_in_place, own_outputs_of_parts
@@ -176,28 +176,22 @@ def _report(
         kinds = kinds_of(program)
     tiers = sorted({storage.tier for storage in storages} | {"device"})
     row_of = {kind: row for row, kind in enumerate(KINDS)}
-    # (row of the kind, position, bytes from there on)
-    changes: dict[str, list[tuple[int, int, int]]] = {tier: [] for tier in tiers}
+    changes = {tier: _Changes() for tier in tiers}
     for storage in storages:
         if not storage.kind:
             storage.kind = kinds.get(storage.value, "other") if storage.inside is None else storage.inside.kind
-        row = row_of[storage.kind]
-        changes[storage.tier].append((row, max(0, storage.born), storage.nbytes))
-        changes[storage.tier].append((row, min(storage.dies, count - 1) + 1, -storage.nbytes))
-    nothing = (0,) * count  # one for all kinds that there are none of
+        row, changed = row_of[storage.kind], changes[storage.tier]
+        changed.add(row, max(0, storage.born), storage.nbytes)
+        changed.add(row, min(storage.dies, count - 1) + 1, -storage.nbytes)
     peak: dict[str, int] = {}
     timeline: dict[str, tuple[int, ...]] = {}
     peak_at: dict[str, int] = {}
-    by_kind: dict[str, dict[str, tuple[int, ...]]] = {}
+    by_kind: dict[str, LinesByKind] = {}
     alive: dict[str, tuple[Live, ...]] = {}
     places: dict[str, str] = {}
     for tier in tiers:
-        lines = _lines(changes[tier], count)  # (kinds, count)
-        by_kind[tier] = dict.fromkeys(KINDS, nothing)
-        for kind, line in zip(KINDS, lines, strict=True):
-            if line.any():
-                by_kind[tier][kind] = tuple(line.tolist())
-        total = lines.sum(axis=0)
+        by_kind[tier] = LinesByKind(_lines(changes[tier], count))
+        total = by_kind[tier].rows.sum(axis=0)
         at = int(total.argmax())
         timeline[tier], peak_at[tier], peak[tier] = tuple(total.tolist()), at, int(total[at])
         alive[tier] = tuple(_alive(program, storages, makers, tier, at))
@@ -206,15 +200,26 @@ def _report(
     return MemoryReport(peak, timeline, peak_at, by_kind, alive, places, bodies)
 
 
-def _lines(changes: Sequence[tuple[int, int, int]], count: int) -> np.ndarray:
-    """(kinds, count) bytes of each kind at each position. changes: (row of the kind, position, bytes more from there
-    on).
-    """
-    more = np.zeros((len(KINDS), count + 1), dtype=np.int64)
-    if changes:
-        rows, positions, nbytes = np.array(changes, dtype=np.int64).T
-        np.add.at(more, (rows, positions), nbytes)
-    return np.asarray(np.cumsum(more[:, :-1], axis=1))
+@attrs.frozen(eq=False)
+class _Changes:
+    """What becomes more or less: the row of its kind, the position, and bytes more from there on."""
+
+    rows: list[int] = attrs.field(factory=list)
+    positions: list[int] = attrs.field(factory=list)
+    nbytes: list[int] = attrs.field(factory=list)
+
+    def add(self, row: int, position: int, nbytes: int) -> None:
+        self.rows.append(row)
+        self.positions.append(position)
+        self.nbytes.append(nbytes)
+
+
+def _lines(changes: _Changes, count: int) -> np.ndarray:
+    """(kinds, count) bytes of each kind at each position."""
+    more = np.zeros(len(KINDS) * (count + 1), dtype=np.int64)
+    rows, positions = np.array(changes.rows, dtype=np.int64), np.array(changes.positions, dtype=np.int64)
+    np.add.at(more, rows * (count + 1) + positions, np.array(changes.nbytes, dtype=np.int64))  # in one dim it is fast
+    return np.asarray(np.cumsum(more.reshape(len(KINDS), count + 1)[:, :-1], axis=1))
 
 
 def _alive(program: Program, storages: list[Storage], makers: Mapping[int, Node], tier: str, at: int) -> list[Live]:
@@ -329,7 +334,8 @@ def _inside(
     held: list[Storage] = []
     for tier, alive in report.alive.items():
         for live in alive:
-            each = attrs.evolve(live, name=f"{live.name} (each trip)")
+            name = f"{live.name} (each trip)"
+            each = Live(name, live.nbytes, live.shape, live.layout, live.line, live.path, live.kind)
             held.append(Storage(live.nbytes, tier, value, index, index, each, body=report))
     return held
 

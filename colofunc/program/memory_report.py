@@ -15,11 +15,12 @@ and from what; at each position the kinds add up to the timeline, and what is al
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import attrs
+import numpy as np
 
 from colofunc.errors import CapacityError
 from colofunc.mesh.sizes import size_text
@@ -90,6 +91,34 @@ class Live:
         return _row(1, self)
 
 
+@attrs.frozen(eq=False)
+class LinesByKind(Mapping[str, tuple[int, ...]]):
+    """Kind -> bytes at each position. `rows`: (kinds, positions).
+
+    Of most reports the peak alone is asked, so lines are made when somebody looks at them.
+    """
+
+    rows: np.ndarray
+    _known: dict[str, tuple[int, ...]] = attrs.field(factory=dict, init=False, repr=False)
+
+    def __getitem__(self, kind: str) -> tuple[int, ...]:
+        if kind not in self._known:
+            if kind not in KINDS:
+                raise KeyError(kind)
+            self._known[kind] = tuple(self.rows[KINDS.index(kind)].tolist())
+        return self._known[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(KINDS)
+
+    def __len__(self) -> int:
+        return len(KINDS)
+
+    def at(self, position: int) -> dict[str, int]:
+        """Kind -> bytes at one position."""
+        return dict(zip(KINDS, self.rows[:, position].tolist(), strict=True))
+
+
 @attrs.frozen
 class MemoryReport:
     """Live bytes per tier, at every position of the program that was counted.
@@ -104,7 +133,7 @@ class MemoryReport:
     peak_bytes: Mapping[str, int]
     timeline: Mapping[str, tuple[int, ...]]
     peak_at: Mapping[str, int]
-    by_kind: Mapping[str, Mapping[str, tuple[int, ...]]]
+    by_kind: Mapping[str, LinesByKind]
     alive: Mapping[str, tuple[Live, ...]]
     where: Mapping[str, str]
     bodies: Mapping[int, MemoryReport] = attrs.field(factory=dict, repr=False)
@@ -117,9 +146,9 @@ class MemoryReport:
 
     def kinds(self, tier: str = "device") -> dict[str, int]:
         """Kind -> bytes at the peak of a tier, the largest first; kinds that are not there are left out."""
-        at = self.peak_at[tier]
-        at_peak = {kind: timeline[at] for kind, timeline in self.by_kind[tier].items() if timeline[at]}
-        return dict(sorted(at_peak.items(), key=lambda item: -item[1]))
+        at_peak = self.by_kind[tier].at(self.peak_at[tier])
+        there = [(kind, nbytes) for kind, nbytes in at_peak.items() if nbytes]
+        return dict(sorted(there, key=lambda item: -item[1]))
 
     def table(self, most: int = 8) -> str:
         """The report of every tier that holds something. `most`: so many lines of the largest."""

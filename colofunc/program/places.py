@@ -11,7 +11,8 @@ program says what all of them do. A node runs at some indices of a mesh axis (`N
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 
 import attrs
@@ -104,10 +105,8 @@ def _part_of(program: Program, rank: _Rank, inputs: Sequence[int]) -> tuple[Prog
     nodes: list[Node] = []
     node_positions: list[int] = []
     there = set(inputs)
-    for index, node in enumerate(program.nodes):
-        if not rank.has(node.on):
-            continue
-        for own in _of_rank(node, program, there, rank):
+    for index in _own_positions(program, rank):
+        for own in _of_rank(program.nodes[index], program, there, rank):
             nodes.append(own)
             node_positions.append(index)
             there.update(own.results)
@@ -123,9 +122,26 @@ def _part_of(program: Program, rank: _Rank, inputs: Sequence[int]) -> tuple[Prog
     return _editor_of(program, there).written(nodes, outputs, inputs, aliases=tuple(aliases)), tuple(node_positions)
 
 
+@computed_once
+def _positions_by_place(program: Program) -> Mapping[At | None, list[int]]:
+    """Place -> positions of the nodes that run there; None: those that run everywhere."""
+    positions: dict[At | None, list[int]] = {}
+    for index, node in enumerate(program.nodes):
+        positions.setdefault(node.on, []).append(index)
+    return positions
+
+
+def _own_positions(program: Program, rank: _Rank) -> list[int]:
+    """Positions of the nodes that a rank takes part in, ascending. Of many ranks each has few of them."""
+    positions: list[int] = []
+    for at, of_place in _positions_by_place(program).items():
+        if rank.has(at):
+            positions += of_place
+    return sorted(positions)
+
+
 def _editor_of(program: Program, there: Collection[int]) -> Editor:
-    """An editor of a program of whose values a rank has these: to the rank they exist, and it does not ask where else.
-    """
+    """An editor of a program of whose values a rank has these: to the rank they exist, and it does not ask where else."""
     edit = Editor(program)
     for id in there:
         value = program.values[id]
@@ -147,8 +163,10 @@ def _of_rank(node: Node, program: Program, there: Collection[int], rank: _Rank) 
         yield from _half_of_send(node, program, rank)
     elif node.loop is not None:
         yield from _part_of_loop(node, node.loop, there, rank)
+    elif node.on is None:
+        yield node
     else:
-        yield attrs.evolve(node, on=None)
+        yield node.rewritten(node.args, node.kwargs, node.outs, node.note, None)
 
 
 def _half_of_send(node: Node, program: Program, rank: _Rank) -> Iterator[Node]:
@@ -197,12 +215,15 @@ def _in_parts(loop: Loop, timetable: Timetable, inputs: Sequence[int], rank: _Ra
     nodes_of: list[list[Node]] = []
     received: list[Node] = []
     there = set(inputs)
-    for part, (first, end) in zip(timetable.parts, timetable.spans(), strict=True):
+    positions = _own_positions(loop.body, rank)
+    begin = 0
+    for part, (_, end) in zip(timetable.parts, timetable.spans(), strict=True):
         # Parts of others have receives of this rank: a send is in the part that makes what is sent.
         nodes: list[Node] = []
-        for node in loop.body.nodes[first:end]:
-            if rank.has(node.on):
-                nodes += _of_rank(node, loop.body, there, rank)
+        behind = bisect_left(positions, end, begin)
+        for position in positions[begin:behind]:
+            nodes += _of_rank(loop.body.nodes[position], loop.body, there, rank)
+        begin = behind
         there.update(_results(nodes))
         received += [node for node in nodes if node.target == RECEIVE]
         if part in own_parts:

@@ -105,12 +105,12 @@ class _Play:
         self.more_bytes: dict[str, list[float]] = {}
         for kind, stages in self.actions.items():
             self.more_bytes[kind] = [sum(cf.ext.bytes_of(of_stage[0], costs)) for of_stage in stages]
-        # Per stage and microbatch, when the input (of F) and the gradient (of I) arrive.
-        self.forward_at = [[INF] * microbatches for _ in range(costs.stages)]
-        self.gradient_at = [[INF] * microbatches for _ in range(costs.stages)]
-        self.forward_at[0] = [0.0] * microbatches
+        # Per stage and microbatch, when the input (of F) and the gradient (of I) arrive; behind the last one never.
+        self.forward_at = [[INF] * (microbatches + 1) for _ in range(costs.stages)]
+        self.gradient_at = [[INF] * (microbatches + 1) for _ in range(costs.stages)]
+        self.forward_at[0] = [*[0.0] * microbatches, INF]
         self.most_bytes = self.cap_bytes * (1 + _NEAR)
-        self.reserve_bytes = self._reserves()
+        self.looks_at = self._looks_at(self._reserves())
         self.most_before = self._most_before() if rules.warmup < INF else [microbatches] * costs.stages
 
     def _work_s(self, rank: int) -> float:
@@ -164,6 +164,16 @@ class _Play:
             reserves.append(later + grows)
         return reserves
 
+    def _looks_at(self, reserve_bytes: Sequence[float]) -> list[list[tuple[int, float, float, float]]]:
+        """Per rank, (stage, bytes that its F keeps, that it leaves, that its W keeps), the later stage first: it gives
+        memory back sooner.
+        """
+        kept, weight_kept = self.costs.kept_bytes, self.costs.weight_kept_bytes
+        of_ranks = []
+        for stages in self.stages_of:
+            of_ranks.append([(s, kept[s], reserve_bytes[s], weight_kept[s]) for s in reversed(stages)])
+        return of_ranks
+
     def run(self, within_s: float) -> ActionTable | None:
         left = 3 * self.costs.stages * self.microbatches
         starts_s = [INF] * len(self.rows)
@@ -195,7 +205,9 @@ class _Play:
         free_s = self.free_s[rank]
         forwards, backwards = self._ready(rank)
         soonest_s = INF
-        for at_s, _ in (*forwards, *backwards):
+        for at_s, _ in forwards:
+            soonest_s = min(soonest_s, at_s)
+        for at_s, _ in backwards:
             soonest_s = min(soonest_s, at_s)
         # A weight gradient fills the wait for anything else, where the wait is long enough.
         if soonest_s > free_s + _NEAR:
@@ -207,10 +219,8 @@ class _Play:
         if soonest_s == INF:
             return INF, None
         start_s = max(free_s, soonest_s)
-        by_kind = [("I", backwards), ("F", forwards)]
-        if self.rules.forward_first:
-            by_kind.reverse()
-        for kind, stages in by_kind:
+        kinds = (("F", forwards), ("I", backwards)) if self.rules.forward_first else (("I", backwards), ("F", forwards))
+        for kind, stages in kinds:
             for at_s, stage in stages:
                 if at_s <= start_s + _NEAR:
                     return start_s, (stage, kind)
@@ -219,21 +229,18 @@ class _Play:
     def _ready(self, rank: int) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
         """(moment from which it can run, stage) of the next forwards and backwards, as far as it is known and memory
         admits them.
-
-        The later stage first: it gives memory back sooner.
         """
         forwards, backwards = [], []
-        held_bytes = self.held_bytes[rank]
-        for stage in reversed(self.stages_of[rank]):
-            kept, weight_kept = self.costs.kept_bytes[stage], self.costs.weight_kept_bytes[stage]
+        held_bytes, most_bytes = self.held_bytes[rank], self.most_bytes
+        for stage, kept, reserve, weight_kept in self.looks_at[rank]:
             forward, backward = self.forwards[stage], self.inputs[stage]
-            if forward < self.microbatches and self.forward_at[stage][forward] < INF:
-                fits = held_bytes + kept + self.reserve_bytes[stage] <= self.most_bytes
-                if fits and (backward or forward < self.most_before[stage]):
-                    forwards.append((self.forward_at[stage][forward], stage))
-            if backward < forward and self.gradient_at[stage][backward] < INF:
-                if weight_kept <= kept or held_bytes + weight_kept - kept <= self.most_bytes:
-                    backwards.append((self.gradient_at[stage][backward], stage))
+            at = self.forward_at[stage][forward]
+            if at < INF and held_bytes + kept + reserve <= most_bytes:
+                if backward or forward < self.most_before[stage]:
+                    forwards.append((at, stage))
+            at = self.gradient_at[stage][backward]  # which comes behind the forward
+            if at < INF and (weight_kept <= kept or held_bytes + weight_kept - kept <= most_bytes):
+                backwards.append((at, stage))
         return forwards, backwards
 
     def _weight(self, rank: int) -> int | None:

@@ -213,10 +213,13 @@ def _fastest(
         sums=constraints.sums,
         kernel_s=kernel_s,
     )
-    begin = [_choice_of(start, ties, options) for start in starts]
-    if fresh:
-        begin += _starts(program, ties, model)
-    choice = search(model, begin, SEED, effort, fresh, restarts)
+    choice = [0] * len(options)
+    # Where nothing is open there is nothing to search.
+    if any(len(strategies) > 1 for strategies in options):
+        begin = [_choice_of(start, ties, options) for start in starts]
+        if fresh:
+            begin += _starts(program, ties, model)
+        choice = search(model, begin, SEED, effort, fresh, restarts)
     if model.true_cost(choice) >= BIG:
         raise PlanError(
             "no assignment connects all operators: some conversion that every choice needs does not exist; drop a wish"

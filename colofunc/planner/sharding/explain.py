@@ -215,6 +215,8 @@ def _reason(
 
 def _alternatives(found: Assignment, number: int) -> tuple[Alternative, ...]:
     """The options that a class did not take, cheapest first."""
+    if len(found.model.options[number]) == 1:
+        return ()
     chosen = found.choice[number]
     row = found.model.row(number, found.choice)
     weight = found.model.weight[number]

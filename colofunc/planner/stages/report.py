@@ -7,6 +7,7 @@ All seconds are those of the clock (`program.lanes`), all bytes those of the acc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import attrs
@@ -20,6 +21,7 @@ from colofunc.program.lanes import Seconds, played, rows_by_timetable
 from colofunc.program.places import distinct_ranks, on_rank
 from colofunc.program.post_validation import copied_bytes, in_parts, validates_late
 from colofunc.program.stage_costs import stage_costs
+from colofunc.spec.layout import At
 from colofunc.spec.parts import holds
 
 CutsOf = Callable[[ActionTable], StageCuts | None]
@@ -145,9 +147,10 @@ def pipelined(
     timetable = loop.cut_by
     kept = [0] * timetable.table.ranks
     peaks = [0] * timetable.table.ranks
+    kept_at = _kept_bytes_at(program)
     for rank in distinct_ranks(program, mesh):
         index = mesh.index(rank, (timetable.along,))
-        kept[index] = max(kept[index], _kept_bytes(program, mesh, rank))
+        kept[index] = max(kept[index], sum(nbytes for at, nbytes in kept_at.items() if holds(at, mesh, rank)))
         peaks[index] = max(peaks[index], peak_bytes(rank))
     uses = []
     for index, row in enumerate(timetable.table.rows):
@@ -160,12 +163,11 @@ def pipelined(
     return Pipelined(timetable.along, schedule, loop.trips, played.bubble, tuple(uses), cuts)
 
 
-def _kept_bytes(program: Program, mesh: Mesh, rank: int) -> int:
-    """Bytes of the weights and states that a rank has."""
-    nbytes = 0
+def _kept_bytes_at(program: Program) -> Counter[At | None]:
+    """Place -> bytes of the weights and states there, on each rank of the place."""
+    nbytes: Counter[At | None] = Counter()
     for id in program.inputs:
         value = program.values[id]
-        at = None if value.layout is None else value.layout.at
-        if value.role in KEPT and holds(at, mesh, rank):
-            nbytes += value.nbytes
+        if value.role in KEPT:
+            nbytes[None if value.layout is None else value.layout.at] += value.nbytes
     return nbytes

@@ -15,14 +15,14 @@ rank, less its work, in parts of the span.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import attrs
 
 from colofunc.errors import PlanError
-from colofunc.program.actions import Action, ActionTable, linear_order
+from colofunc.program.actions import KINDS, Action, ActionTable
 from colofunc.program.pipeline_schedule import StageCosts
 
 
@@ -125,20 +125,22 @@ def simulate(table: ActionTable, costs: StageCosts) -> Simulated:
     """Play a table. Raises PlanError where it ends in a deadlock, or where costs are of another number of stages."""
     if costs.stages != table.stages:
         raise PlanError(f"a table of {table.stages} stages was given costs of {costs.stages}; give a figure per stage")
+    numbers, numbered, needs = table.numbers, table.numbered_rows, table.other_needs
+    seconds, sends = _seconds_by_kind(costs), _sends_by_kind(table, costs)
     free_s = [0.0] * table.ranks
     wire_free_s = [0.0] * table.ranks
-    arrives_s: dict[Action, float] = {}
+    arrives_s: dict[int, float] = {}  # number of an action whose result is sent -> when it is there
     rows: list[list[Span]] = [[] for _ in table.rows]
-    for rank, action in linear_order(table):
-        start_s = free_s[rank]
-        for need in table.needs(action):
-            if table.rank_of[need.stage] != rank:  # what is on this rank has ended
-                start_s = max(start_s, arrives_s[need])
-        end_s = free_s[rank] = start_s + costs.seconds(action)
-        rows[rank].append(Span(rank, action, start_s, end_s))
-        sent_s = _sent_s(action, table, costs)
+    for rank, position in table.places_in_order:
+        # What it needs of this rank has ended.
+        start_s = max(free_s[rank], arrives_s.get(needs[rank][position], 0.0))
+        number = numbered[rank][position]
+        which = numbers.kind_and_stage(number)
+        end_s = free_s[rank] = start_s + seconds[which]
+        rows[rank].append(Span(rank, table.rows[rank][position], start_s, end_s))
+        sent_s = sends[which]
         if sent_s is not None:
-            wire_free_s[rank] = arrives_s[action] = max(wire_free_s[rank], end_s) + sent_s
+            wire_free_s[rank] = arrives_s[number] = max(wire_free_s[rank], end_s) + sent_s
     return Simulated(costs, tuple(map(tuple, rows)))
 
 
@@ -149,13 +151,13 @@ class Player:
         self.ranks, self.stages = table.ranks, table.stages
         # rank, kind, stage, what it needs of another rank or -1, its send or -1
         self._steps: list[tuple[int, str, int, int, int]] = []
-        number: dict[Action, int] = {}
-        for rank, action in linear_order(table):
-            needed = [number[need] for need in table.needs(action) if table.rank_of[need.stage] != rank]
-            self._steps.append(
-                (rank, action.kind, action.stage, needed[0] if needed else -1, self._send(action, table))
-            )
-            number[action] = len(number)
+        step_of: dict[int, int] = {}  # number of an action that is sent -> its step
+        for step, (rank, position) in enumerate(table.places_in_order):
+            action, send = table.rows[rank][position], self._send(table.rows[rank][position], table)
+            need = step_of.get(table.other_needs[rank][position], -1)
+            self._steps.append((rank, action.kind, action.stage, need, send))
+            if send >= 0:
+                step_of[table.numbered_rows[rank][position]] = step
 
     @property
     def actions(self) -> int:
@@ -193,14 +195,21 @@ class Player:
         return max(end_s + more_s for end_s, more_s in zip(free_s, behind_s, strict=True))
 
 
-def _sent_s(action: Action, table: ActionTable, costs: StageCosts) -> float | None:
-    """Seconds to send what an action makes to the rank that reads it; None where that is its own, or nobody."""
-    if action.kind == "W":
-        return None
-    reader = action.stage + 1 if action.kind == "F" else action.stage - 1
-    if not 0 <= reader < table.stages or table.rank_of[reader] == table.rank_of[action.stage]:
-        return None
-    return costs.send_s[action.stage] if action.kind == "F" else costs.send_back_s[reader]
+def _seconds_by_kind(costs: StageCosts) -> list[float]:
+    """Seconds of each kind and stage, in the order of `Numbers.kind_and_stage`."""
+    return [costs.seconds(Action(stage, kind, 0)) for kind in KINDS for stage in range(costs.stages)]
+
+
+def _sends_by_kind(table: ActionTable, costs: StageCosts) -> list[float | None]:
+    """Of each kind and stage, seconds to send what it makes to the rank that reads it; None where that is its own, or
+    nobody.
+    """
+    rank_of, last = table.rank_of, table.stages - 1
+    apart = [rank_of[stage] != rank_of[stage + 1] for stage in range(last)]
+    ahead = [*(send if here else None for send, here in zip(costs.send_s, apart, strict=True)), None]
+    back = [None, *(send if here else None for send, here in zip(costs.send_back_s, apart, strict=True))]
+    of_kind: Mapping[str, list[float | None]] = {"F": ahead, "B": back, "I": back, "W": [None] * table.stages}
+    return [seconds for kind in KINDS for seconds in of_kind[kind]]
 
 
 def _cell(action: Action, first_stage: int, width: int) -> str:

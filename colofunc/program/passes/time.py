@@ -218,7 +218,7 @@ class _Build(Builder):
         strategy = build(call, rule, placement)
         if strategy.outs[0] is not over or any(lay.pending for lay in strategy.ins):
             return None
-        self._run(node, strategy, rule)
+        self._run(node, strategy, rule, (call, ids))
         return self.copies[old][over]
 
     # ---- nodes ----
@@ -259,19 +259,25 @@ class _Build(Builder):
         if given or not any(lay.axes or lay.pending for lay in lies):
             if given:
                 self.leaves.update(node.results)  # the batch itself is moved once
-            self._run(node, replicated_strategy(call), None)
+            self._run(node, replicated_strategy(call), None, (call, ids))
             return
         rule = self.rule_at(call, ids)
         strategy = self._chosen(call, ids, lies, rule)
         if all(lay is None or lay.is_replicated for lay in (*strategy.ins, *strategy.outs)):
             strategy, rule = replicated_strategy(call), None
-        self._run(node, strategy, rule)
+        self._run(node, strategy, rule, (call, ids))
 
-    def _run(self, node: Node, strategy: Strategy, rule: Rule | None) -> None:
+    def _run(
+        self,
+        node: Node,
+        strategy: Strategy,
+        rule: Rule | None,
+        called: tuple[Call, tuple[int, ...]],
+    ) -> None:
         """The node under a strategy. Where it is one node still, it says what the plan for the mesh has said."""
         if strategy.local is None:
             strategy = attrs.evolve(strategy, name=node.note)
-        self.run(node, Choice(strategy, rule))
+        self.run(node, Choice(strategy, rule), called=called)
 
     # ---- which strategy ----
 
