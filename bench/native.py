@@ -3,13 +3,14 @@
 A product is x (rows, 4096) bfloat16 with a weight of 4096 x 4096, of which several are used in turn, as those of a model's layers are:
 none is in a cache. Beside it: `F.linear` with the weight in bfloat16, torch's own weight-only products where it has them, the reference
 of our operator, which runs where there is no compiler, and torchao's weight-only int8 where that is installed, which colofunc does not
-need: `pip install torchao` in an environment of its own, beside this torch. Products whose inputs are in int8 too are those of `int8-dynamic` and `smoothquant`,
-with what rounds the inputs. The step is a stack of perceptrons whose weights are arguments, staged by `cf.shard`
-with and without `cf.quantize`. In front stands what the first use costs: compiling, and loading in later processes. Times of
+need: `pip install torchao` in an environment of its own, beside this torch. Products whose inputs are in int8 too are those of
+`int8-dynamic` and `smoothquant`, with what rounds the inputs. The step is a stack of perceptrons whose weights are arguments, staged by
+`cf.shard` with and without `cf.quantize`. In front stands what the first use costs: compiling, and loading in later processes. Times of
 products are CPU seconds of one thread, in alternating rounds, and the median of the rounds' ratios counts.
 
 With many rows multiplying takes the time, and a product with a weight in 8 bits multiplies as many numbers of bfloat16 as `F.linear`. How
-long a processor takes for those alone, from registers (`products.cpp`), bounds what either can gain: that row stands beside 64 rows.
+long a processor takes for those alone, from registers (`products.cpp`), bounds what either can gain: that row stands beside 64 rows, and
+so does `F.linear` with a weight that a cache holds, whose memory costs nothing.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ WIDTH, HIDDEN, DEPTH = 2048, 5632, 4
 IN_A_ROW = 3
 # Of `products.cpp`: products of an instruction, and sums that run side by side.
 NUMBERS, CHAINS = 32, 16
+# Of a weight, so that one of them stays in a cache of the second level.
+PARTS = 16
 MULTIPLIES_BFLOAT16 = 3  # a level of `native.limit_level`
 
 
@@ -237,11 +240,18 @@ def least() -> list[Row]:
     narrow = [torch.randn(SIZE, SIZE, generator=generator).to(torch.bfloat16) for _ in range(WEIGHTS)]
     x = torch.randn(rows, SIZE, generator=generator).to(torch.bfloat16)
     following = cycle(narrow)
-    found = pairs(lambda: library.multiply(times), lambda: F.linear(x, next(following)), count=ROUNDS, warm=2)
+    part = narrow[0][: SIZE // PARTS].contiguous()
+
+    def by_parts() -> None:
+        for _ in range(PARTS):
+            F.linear(x, part)
+
+    found = pairs(lambda: library.multiply(times), lambda: F.linear(x, next(following)), by_parts, count=ROUNDS, warm=2)
     what = f"product of bfloat16, {rows} rows"
     return [
         Row(f"{what}: its multiplications alone", f"{1e3 * sorted(times[0] for times in found)[len(found) // 2]:.2f} ms"),
         Row(f"{what}: F.linear in bfloat16 / that, the most that fewer bits can gain", ratio(found, 1, 0)[1]),
+        Row(f"{what}: F.linear in bfloat16 / as many by a weight that a cache holds", ratio(found, 1, 2)[1]),
     ]
 
 

@@ -5,7 +5,6 @@ What a card would refuse (devices that meet, kernels that are not there) fails h
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
