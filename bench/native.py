@@ -1,14 +1,16 @@
 """Kernels in C++ beside what torch has for the same: products with weights in 8 and 4 bits, and a step that decodes one token with them.
 
 A product is x (rows, 4096) bfloat16 with a weight of 4096 x 4096, of which several are used in turn, as those of a model's layers are:
-none is in a cache. Beside it: `F.linear` with the weight in bfloat16, torch's own weight-only products where it has them, and the reference
-of our operator, which runs where there is no compiler. Products whose inputs are in int8 too are those of `int8-dynamic` and `smoothquant`,
-with what rounds the inputs. The step is a stack of perceptrons whose weights are arguments, staged by `cf.shard`
-with and without `cf.quantize`. In front stands what the first use costs: compiling, and loading in later processes. Times of
+none is in a cache. Beside it: `F.linear` with the weight in bfloat16, torch's own weight-only products where it has them, the reference
+of our operator, which runs where there is no compiler, and torchao's weight-only int8 where that is installed, which colofunc does not
+need: `pip install torchao` in an environment of its own, beside this torch. Products whose inputs are in int8 too are those of
+`int8-dynamic` and `smoothquant`, with what rounds the inputs. The step is a stack of perceptrons whose weights are arguments, staged by
+`cf.shard` with and without `cf.quantize`. In front stands what the first use costs: compiling, and loading in later processes. Times of
 products are CPU seconds of one thread, in alternating rounds, and the median of the rounds' ratios counts.
 
 With many rows multiplying takes the time, and a product with a weight in 8 bits multiplies as many numbers of bfloat16 as `F.linear`. How
-long a processor takes for those alone, from registers (`products.cpp`), bounds what either can gain: that row stands beside 64 rows.
+long a processor takes for those alone, from registers (`products.cpp`), bounds what either can gain: that row stands beside 64 rows, and
+so does `F.linear` with a weight that a cache holds, whose memory costs nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import colofunc as cf
 from bench import Row, Section, pairs, ratio, seconds
@@ -50,6 +54,8 @@ WIDTH, HIDDEN, DEPTH = 2048, 5632, 4
 IN_A_ROW = 3
 # Of `products.cpp`: products of an instruction, and sums that run side by side.
 NUMBERS, CHAINS = 32, 16
+# Of a weight, so that one of them stays in a cache of the second level.
+PARTS = 16
 MULTIPLIES_BFLOAT16 = 3  # a level of `native.limit_level`
 
 
@@ -131,30 +137,53 @@ OF_TORCH = {
 }
 
 
+def torchaos_weights(narrow: Sequence[Tensor]) -> list[Tensor]:
+    """Weights as torchao packs them in int8; none where it is not installed."""
+    if find_spec("torchao") is None:
+        return []
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_  # not there everywhere
+
+    layers = []
+    for weight in narrow:
+        layer = nn.Linear(SIZE, SIZE, bias=False, device="meta")
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        quantize_(layer, Int8WeightOnlyConfig())
+        layers.append(layer.weight)
+    return layers
+
+
 def products(scheme: str) -> list[Row]:
-    """One scheme beside `F.linear`, torch's own product and the reference."""
+    """One scheme beside `F.linear`, torch's own product, the reference and torchao's."""
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(SIZE, SIZE, generator=generator) / SIZE**0.5 for _ in range(WEIGHTS)]
     narrow = [w.to(torch.bfloat16) for w in whole]
     packed = [BUILT_IN[scheme].pack(w) for w in whole]
     name, form, theirs = OF_TORCH[scheme]
     formed = [form(w) for w in packed]
+    torchaos = torchaos_weights(narrow) if scheme == "int8" else []
     rows = []
     for count in COUNTS:
         x = torch.randn(count, SIZE, generator=generator).to(torch.bfloat16)
         torch.testing.assert_close(theirs(x, formed[0]), ours(x, packed[0]), rtol=0.05, atol=0.05)
-        found = pairs(
+        runs = [
             in_turn(partial(ours, x), packed), in_turn(partial(F.linear, x), narrow), in_turn(partial(theirs, x), formed),
-            in_turn(partial(reference, x), packed), count=ROUNDS, warm=2,
-        )  # fmt: skip
+            in_turn(partial(reference, x), packed),
+        ]  # fmt: skip
+        if torchaos:
+            torch.testing.assert_close(F.linear(x, torchaos[0]), ours(x, packed[0]), rtol=0.05, atol=0.05)
+            runs.append(in_turn(partial(F.linear, x), torchaos))
+        found = pairs(*runs, count=ROUNDS, warm=2)
         rows += compared(f"{scheme} product, {count} row{'s' if count > 1 else ''}", name, found, scheme == "int8")
     return rows
 
 
 def compared(what: str, name: str, found: Sequence[tuple[float, ...]], has_target: bool) -> list[Row]:
-    """Columns of `found`: ours, `F.linear`, torch's own product, the reference."""
+    """Columns of `found`: ours, `F.linear`, torch's own product, the reference, and torchao's where it is installed."""
     rows = [Row(f"{what}: ours", f"{1e3 * sorted(times[0] for times in found)[len(found) // 2] / IN_A_ROW:.2f} ms")]
-    for column, other, target in ((1, "F.linear in bfloat16", 1.5), (2, name, 1.0), (3, "the reference", None)):
+    others = [(1, "F.linear in bfloat16", 1.5), (2, name, 1.0), (3, "the reference", None)]
+    if len(found[0]) > len(others) + 1:
+        others.append((4, "torchao's int8 weights", 1.0))
+    for column, other, target in others:
         middle, text = ratio(found, column, 0)
         if target is None or not has_target:
             rows.append(Row(f"{what}: {other} / ours", text))
@@ -211,11 +240,18 @@ def least() -> list[Row]:
     narrow = [torch.randn(SIZE, SIZE, generator=generator).to(torch.bfloat16) for _ in range(WEIGHTS)]
     x = torch.randn(rows, SIZE, generator=generator).to(torch.bfloat16)
     following = cycle(narrow)
-    found = pairs(lambda: library.multiply(times), lambda: F.linear(x, next(following)), count=ROUNDS, warm=2)
+    part = narrow[0][: SIZE // PARTS].contiguous()
+
+    def by_parts() -> None:
+        for _ in range(PARTS):
+            F.linear(x, part)
+
+    found = pairs(lambda: library.multiply(times), lambda: F.linear(x, next(following)), by_parts, count=ROUNDS, warm=2)
     what = f"product of bfloat16, {rows} rows"
     return [
         Row(f"{what}: its multiplications alone", f"{1e3 * sorted(times[0] for times in found)[len(found) // 2]:.2f} ms"),
         Row(f"{what}: F.linear in bfloat16 / that, the most that fewer bits can gain", ratio(found, 1, 0)[1]),
+        Row(f"{what}: F.linear in bfloat16 / as many by a weight that a cache holds", ratio(found, 1, 2)[1]),
     ]
 
 
@@ -251,11 +287,12 @@ def bench() -> Section:
     native.ready("cpu")
     level = native.limit_level(9)
     bound = least() if level >= MULTIPLIES_BFLOAT16 else []
+    beside = "torchao is not installed" if find_spec("torchao") is None else f"torchao {version('torchao')}"
     rows = [*first_use(), *products("int8"), *bound, *products("int4-g128"), *whole_products(), *decoding()]
     return Section(
         "Kernels in C++",
         f"weights of {SIZE} x {SIZE}, {WEIGHTS} in turn; the step has {DEPTH} layers, {WIDTH} and {HIDDEN} wide; instruction set {level} "
-        f"of `native.limit_level`, {torch.get_num_threads()} thread(s), torch {torch.__version__}, "
+        f"of `native.limit_level`, {torch.get_num_threads()} thread(s), torch {torch.__version__}, {beside}, "
         f"load average {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores",
         rows,
     )

@@ -109,6 +109,10 @@ class CapacityError(ColofuncError, MemoryError):
     """A memory tier that would hold more than its capacity.
 
     `low.memory().at_peak` says what is alive at the peak and which line made it.
+
+    A device that is full while a step runs, as others use it too, is `torch.OutOfMemoryError`: torch says how many
+    bytes did not fit, and notes which argument or operator asked for them, what the plan holds at its peak, and one
+    thing to try. The state is as it was; if its update had begun, it is lost, and to use it is a `ConsumedError`.
     """
 
 

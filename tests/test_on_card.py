@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import colofunc as cf
 from colofunc import testing
+from colofunc.mesh.sizes import size_text
 
 pytest.importorskip("transformers")
 pytest.importorskip("timm")
@@ -248,3 +249,42 @@ def test_live_bytes_are_those_of_the_plan(name: str) -> None:
         machine.forget_counts()
         state = step(state, there)[0]
         assert machine.peak_bytes() == step.lower(state, there).memory().peak_bytes["device"]
+
+
+# ---- a device that is full ----
+
+
+def test_a_device_that_is_full_names_bytes_and_a_remedy_and_nothing_is_updated_in_part() -> None:
+    """Whatever does not fit, a copy of the batch, a result or what an update needs: the state is as before, or it cannot be read."""
+    with Machine(seed=2) as machine:
+        fn, state, batch = training()
+        step, memory = cf.shard(fn, cf.Mesh(device="cuda")), machine.allocators[machine.cards[0]]
+        machine_bytes = memory.capacity_bytes
+        state, on_host = step.init(state, batch), state
+        memory.capacity_bytes = memory.rounded_bytes + (1 << 12)
+        with pytest.raises(torch.OutOfMemoryError, match=r"allocate \d+ bytes") as caught:
+            step.init(on_host, batch)
+        memory.capacity_bytes = machine_bytes
+        assert "Try for the optimizer state" in caught.value.__notes__[-1]
+        del caught
+        for _ in range(2):
+            state, _ = step(state, batch)
+        machine.synchronize()
+        before, lying = values(state), memory.rounded_bytes
+        planned = step.lower(state, batch).memory().peak_bytes["device"]
+        seen: set[str] = set()
+        for room in range(0, 1 << 16, 1536):
+            memory.capacity_bytes = lying + room
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                step(state, batch)
+            memory.capacity_bytes = machine_bytes
+            notes = "\n".join(caught.value.__notes__)
+            del caught
+            assert size_text(planned) in notes and "Try for the optimizer state" in notes
+            seen |= {word for word in ("argument", "running colofunc.linear_dw", "running colofunc.adamw_") if word in notes}
+            if "that state is lost" in notes:
+                break
+            assert_same(state, before, 0.0)
+        with pytest.raises(cf.ConsumedError, match="failed in the middle of its update"):
+            values(state)
+        assert len(seen) == 3

@@ -227,6 +227,34 @@ def test_the_kernel_has_the_same_bits_at_every_instruction_set_and_number_of_thr
         assert all(map(torch.equal, other, found[0]))
 
 
+@needs_compiler
+def test_roots_without_the_divider_have_its_bits_for_every_mantissa(required: pytest.MonkeyPatch) -> None:
+    """Of 64 numbers 16 are such roots, so each is there four times. Where a root is right a parameter moves from 0 to 1."""
+    one, count = torch.tensor(1.0), 1 << 15
+    for start in range(0x3F800000, 0x40800000, count):  # the bits of 1 to 4: both kinds of exponent
+        x = torch.arange(start, start + count, dtype=torch.int32).view(F32)
+        root = x.to(F64).sqrt().to(F32)  # torch's of float32 need not be the nearest
+        p, g = torch.zeros(4 * count), torch.zeros(4 * count)
+        m, v = (y.view(-1, 1, 16).expand(-1, 4, 16).reshape(-1) for y in (-2.0 * root, 2.0 * x))
+        assert adamw_host_(p, g, m, v, 2000 * one, one, 0.5, 0.5, 0.0, 0.0, True, False, None)
+        assert torch.equal(p, torch.ones_like(p))
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [0.0, 2.0**-149, 2.0**-126, 2.0**-71, 2.0**-70, 2.0**100, 2.0**127, math.inf, math.nan])
+def test_roots_of_any_size_have_the_same_bits_at_every_instruction_set(size: float, required: pytest.MonkeyPatch) -> None:
+    """A burst of vectors in which one lane has another size than the others."""
+    found = []
+    start = torch.randn(512), torch.zeros(512), torch.randn(512), torch.rand(512) + 0.5
+    start[3][16:512:77] *= size
+    for level in (1, 2):
+        native.limit_level(level)
+        p, g, m, v = (x.clone() for x in start)
+        assert adamw_host_(p, g, m, v, *step_of(7, 1e-2), 0.9, 0.999, 1e-8, 0.1, True, False, None)
+        found.append(p.view(torch.int32) if not math.isnan(size) else p)
+    torch.testing.assert_close(found[0], found[1], rtol=0.0, atol=0.0, equal_nan=True)
+
+
 @pytest.mark.parametrize("param, grad", [("transposed", "plain"), ("plain", "transposed"), ("gaps", "plain")])
 def test_operands_that_lie_apart_meet_element_by_element(param: str, grad: str, mode: str) -> None:
     p, g, m, v = (x.view(5, 7) for x in operands(35, BF16))

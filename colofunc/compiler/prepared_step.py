@@ -174,6 +174,11 @@ class Ready:
             warnings.warn(idle, stacklevel=7)
         return device_of(self.low.mesh)
 
+    def explain_full(self, error: torch.OutOfMemoryError) -> None:
+        """Torch says how many bytes did not fit on the device; add what the plan holds there, and what to try."""
+        planned = self.low.memory()
+        error.add_note(f"the plan holds {planned.summary('device')}. {planned.advice('device')}")
+
     # ---- one call ----
 
     def call(self, given: Given, name: str, agree_every: int = 0) -> Any:
@@ -242,7 +247,7 @@ class Ready:
         for i, layout, copy in zip(which, layouts, copied, strict=True):
             try:
                 parts = place(leaves[i], layout, low.mesh, self.backend, copy, low.traced.names[i], device=self.device)
-            except ConsumedError as error:
+            except (ConsumedError, torch.OutOfMemoryError) as error:
                 error.add_note(f"as argument {low.traced.names[i]!r} of {name}")
                 raise
             inputs[i] = parts if shelves is None else shelves.keep(parts, layout)

@@ -109,7 +109,11 @@ class StepCompiler:
                 given = Given.of(leaves, ready.homes)
             every = staged.sharding.agree_every
             agrees_now = bool(every) and self._calls % every == 0
-            return ready.call(given, _called(name), every if agrees_now else 0)
+            try:
+                return ready.call(given, _called(name), every if agrees_now else 0)
+            except torch.OutOfMemoryError as error:
+                ready.explain_full(error)
+                raise
 
     def _plan_again(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], old: Ready, name: str) -> None:
         """By what the first steps have measured.
@@ -159,7 +163,12 @@ class StepCompiler:
         placed = []
         shelves = Shelves(ready.disk, first, layouts, [True] * len(first), ready.low.mesh, ready.backend)
         for leaf, layout, name in zip(first, layouts, names, strict=False):  # one by one: lazy leaves are made here
-            on_mesh = place(leaf, layout, ready.low.mesh, ready.backend, True, name, device=ready.device)
+            try:
+                on_mesh = place(leaf, layout, ready.low.mesh, ready.backend, True, name, device=ready.device)
+            except torch.OutOfMemoryError as error:
+                error.add_note(f"while {name!r} of the state was placed")
+                ready.explain_full(error)
+                raise
             placed.append(shelves.keep(on_mesh, layout))
         shelves.commit()
         placed = side_by_side(placed, ready.buffers)

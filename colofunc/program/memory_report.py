@@ -192,12 +192,14 @@ class MemoryReport:
         for tier, peak in self.peak_bytes.items():
             capacity = capacities.get(tier)
             if capacity is not None and peak > capacity:
-                worst = next(iter(self.kinds(tier)), "rest")
-                advice = _ADVICE.get(worst, "use a smaller batch, or a topology with more memory")
                 raise CapacityError(
-                    f"a rank would hold {self.summary(tier)}. The {tier} has {size_text(capacity)}. Try for the "
-                    f"{worst}: {advice}"
+                    f"a rank would hold {self.summary(tier)}. The {tier} has {size_text(capacity)}. {self.advice(tier)}"
                 )
+
+    def advice(self, tier: str) -> str:
+        """One thing to try against what is largest at the peak."""
+        worst = next(iter(self.kinds(tier)), "rest")
+        return f"Try for the {worst}: {_ADVICE.get(worst, 'use a smaller batch, or a topology with more memory')}"
 
 
 def curve(timeline: Sequence[int], width: int = _WIDTH) -> str:

@@ -49,15 +49,63 @@ COLOFUNC_INLINE Float16 sixteen(const BFloat16* from) {
   return reinterpret_cast<Float16>(wide << 16);
 }
 
+// Three instructions for which C++ has no operator.
+COLOFUNC_INLINE Float16 plus_product(Float16 sum, const Float16& a, const Float16& b) {
+  asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "vm"(b));
+  return sum;
+}
+
+COLOFUNC_INLINE Float16 minus_product(Float16 sum, const Float16& a, const Float16& b) {
+  asm("vfnmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "vm"(b));
+  return sum;
+}
+
+COLOFUNC_INLINE Float16 near_inverse_root(const Float16& x) {
+  Float16 y;
+  asm("vrsqrt14ps %1, %0" : "=v"(y) : "vm"(x));
+  return y;
+}
+
+// Whether what `multiplied_root` computes with is neither too small for float32's normal numbers nor infinite: x is in [2^-70, infinity).
+COLOFUNC_INLINE bool in_reach(const Float16& x) {
+  constexpr int32_t LEAST = 0x1c800000, INFINITE = 0x7f800000;
+  typedef Vectors<16>::Int Int;
+  const Int above = reinterpret_cast<Int>(x) - LEAST, span = Int{} + (INFINITE - LEAST);
+  uint32_t out_of_reach;
+  asm("vpcmpnltud %2, %1, %%k1\n\tkmovw %%k1, %0" : "=r"(out_of_reach) : "v"(above), "vm"(span) : "k1");
+  return out_of_reach == 0;
+}
+
+// The bits of `root` for numbers in reach, without the divider.
+//
+// One step of Newton's takes an inverse root that is right to 14 bits to a root and half an inverse root that are off by a place at
+// most; how far the root's square is from x is then exact in float32, and so the last step rounds right. Every mantissa of both kinds of
+// exponent is tried (tests/test_update_narrow.py). Source: Markstein, IA-64 and Elementary Functions (2000), chapter 9.
+COLOFUNC_INLINE Float16 multiplied_root(const Float16& x) {
+  const Float16 half = Float16{} + 0.5f;
+  const Float16 inverse = near_inverse_root(x);
+  const Float16 near_root = x * inverse, near_half = inverse * half;
+  const Float16 error = minus_product(half, near_root, near_half);
+  const Float16 nearer = plus_product(near_root, error, near_root), half_inverse = plus_product(near_half, error, near_half);
+  return plus_product(nearer, minus_product(x, nearer, nearer), half_inverse);
+}
+
 // Vectors that are worked on side by side: as many as there are registers for.
 constexpr int BURST = 8;
 constexpr int64_t BURST_NUMBERS = 16 * BURST;
 
-// Returns how many elements were updated, whole bursts of them.
+// Of so many vectors the root of one is multiplied, which takes what multiplies as long as the divider is busy with the others.
+constexpr int ONE_OF = 4;
+
+COLOFUNC_INLINE bool is_multiplied(int vector) {
+  return vector % ONE_OF == 1;
+}
+
+// Returns how many elements were updated, whole bursts of them. PLAIN: a gradient has neither another sign nor decay.
 //
 // Roots and quotients take ten cycles each. A loop over single vectors has them wait for the loads and sums in front of them; eight that
 // wait for nothing of each other keep the divider busy, and what is read of each operand lies in two lines of the memory's rows.
-template <bool DECAYS, class Grad>
+template <bool PLAIN, class Grad>
 COLOFUNC_INLINE int64_t in_bursts(
     const Adam& by, float* __restrict p, const Grad* __restrict g, float* __restrict a, float* __restrict b, int64_t count) {
   int64_t i = 0;
@@ -66,21 +114,33 @@ COLOFUNC_INLINE int64_t in_bursts(
 #pragma GCC unroll 8
     for (int v = 0; v < BURST; ++v) {
       const int64_t at = i + 16 * v;
-      grad[v] = sixteen(g + at) * by.sign;
-      if constexpr (DECAYS) grad[v] = grad[v] + load<Float16>(p + at) * by.decay;
+      grad[v] = sixteen(g + at);
+      if constexpr (!PLAIN) {
+        grad[v] = grad[v] * by.sign;
+        if (by.decay != 0.0f) grad[v] = grad[v] + load<Float16>(p + at) * by.decay;
+      }
       first[v] = load<Float16>(a + at);
       second[v] = load<Float16>(b + at);
     }
+    bool all_in_reach = true;
 #pragma GCC unroll 8
     for (int v = 0; v < BURST; ++v) {
       by.follow(grad[v], first[v], second[v]);
       store(a + i + 16 * v, first[v]);
       store(b + i + 16 * v, second[v]);
+      if (is_multiplied(v)) all_in_reach &= in_reach(second[v]);
+    }
+    if (all_in_reach) {
+#pragma GCC unroll 8
+      for (int v = 0; v < BURST; ++v) second[v] = is_multiplied(v) ? multiplied_root(second[v]) : root(second[v]);
+    } else {
+#pragma GCC unroll 8
+      for (int v = 0; v < BURST; ++v) second[v] = root(second[v]);
     }
 #pragma GCC unroll 8
     for (int v = 0; v < BURST; ++v) {
       const int64_t at = i + 16 * v;
-      store(p + at, by.moved(load<Float16>(p + at), first[v], root(second[v])));
+      store(p + at, by.moved(load<Float16>(p + at), first[v], second[v]));
     }
   }
   return i;
@@ -102,7 +162,10 @@ struct Update {
     const Rule by = rule;
     int64_t i = 0;
 #if COLOFUNC_LEVELS > 1
-    if constexpr (BURSTS) i = by.decay == 0.0f ? in_bursts<false>(by, p, g, a, b, count) : in_bursts<true>(by, p, g, a, b, count);
+    if constexpr (BURSTS) {
+      const bool plain = by.decay == 0.0f && by.sign == 1.0f;
+      i = plain ? in_bursts<true>(by, p, g, a, b, count) : in_bursts<false>(by, p, g, a, b, count);
+    }
 #endif
     for (; i < count; ++i) {
       float one = Rule::states > 0 ? a[i] : 0.0f;
