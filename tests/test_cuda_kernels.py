@@ -213,6 +213,8 @@ TRIED_ELSEWHERE = {
     "colofunc.packed_linear_": "test_native_linear.py",  # by which products with packed weights are made on a CPU
     "colofunc.adamw_host_": "test_update_narrow.py",  # on the host
     "colofunc.sgd_host_": "test_update_narrow.py",
+    "colofunc.adamw_rounded_host_": "test_update_rounded.py",
+    "colofunc.adamw8_host_": "test_update_packed.py",
     "colofunc.squares_host_": "test_squares.py",
     "colofunc.lion_host_": "test_lion_lamb.py",
     "colofunc.lamb_host_": "test_lion_lamb.py",

@@ -207,6 +207,28 @@ def test_weights_that_are_widened_are_gathered_packed_for_microbatches(scheme: s
         check(step, params, ids)
 
 
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("scheme", ["int8", "nf4"])
+def test_weights_that_are_widened_are_gathered_packed_in_one_batch_too(scheme: str, compute: str) -> None:
+    """Also where the clock of the search, which prices one collective at a time, would widen a shard: buckets join the packed ones."""
+    torch.manual_seed(0)
+    model = cf.functional(nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.Tanh(), nn.Conv2d(64, 64, 3, padding=1)))
+
+    def forward(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return model.apply(params, model.buffers, x)[0]
+
+    mesh, x = cf.Mesh(dp=2, topology="8xa100-80g"), torch.randn(4, 64, 4, 4)
+    sharded = cf.precision(cf.shard(forward, mesh, zero(3, "dp")), compute)
+    step = cf.quantize(sharded, scheme)
+    program = step.lower(model.params, x).program
+    gathered = [program.values[node.refs[0]] for node in program.nodes if node.target == "colofunc.all_gather"]
+    packed_dtype = torch.int8 if scheme == "int8" else torch.uint8
+    half_bytes = 64 * 64 * 9 if scheme == "int8" else 64 * 64 * 9 // 2
+    assert sum(value.nbytes for value in gathered if value.dtype is packed_dtype) >= half_bytes
+    assert all(value.dtype is packed_dtype or value.nbytes < 1024 for value in gathered)
+    check(step, model.params, x)
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_backward_widens_weights_in_each_microbatch_too(again: bool) -> None:
     """It reads them turned: `dequantize`, then `t`. The turn follows into the loop, and behind a gather of packed tensors."""

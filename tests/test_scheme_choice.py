@@ -431,6 +431,21 @@ def test_schemes_and_recomputation_are_decided_together() -> None:
     is_best(cf.checkpoint(cf.quantize(sharded, "auto", errors=table, budget=budget, rise=1e-6)), (params, x), tried, 1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:the plan uses")
+def test_schemes_of_frozen_weights_are_chosen_with_the_step_that_trains_adapters() -> None:
+    """They are packed without values while the step is traced, in each choice that is tried."""
+    step_fn, state, model = step_of("adapters")
+    table = cf.scheme_errors(model.frozen, measured(), ("int8", "nf4"), where=WHERE)
+    sharded = cf.shard(step_fn, cf.Mesh(dp=2), zero(1, "dp"))
+    wide_bytes = sharded.lower(state, tokens()).memory().peak_bytes["device"]
+    step = cf.quantize(sharded, "auto", where=WHERE, errors=table, budget=int(wide_bytes * 0.8))
+    choice = cf.scheme_choice(step, state, tokens())
+    assert {weight.option.name for weight in choice.weights} & {"int8", "nf4"}
+    assert step.lower(state, tokens()).memory().peak_bytes["device"] <= wide_bytes * 0.8
+    with cf.testing.float64():
+        cf.testing.check(cf.quantize(sharded, choice, where=WHERE), state, tokens(), steps=1)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
 def test_schemes_residency_and_recomputation_are_decided_together(share: float) -> None:

@@ -11,14 +11,17 @@ from torch import nn
 
 import colofunc as cf
 from colofunc.functional.packed_moments import MOMENTS, SCALES
+from colofunc.ops import native
 from colofunc.ops.update_packed import (
     BLOCK,
     LEAST_BLOCK,
     _shares,
     adamw8,
     adamw8_,
+    adamw8_host_,
     block_of,
     dither,
+    host_tables,
     pack,
     packed,
     widen,
@@ -182,6 +185,66 @@ def test_numbers_do_not_depend_on_how_memory_is_walked(case: str, monkeypatch: p
         given[:6] = [x.T.contiguous().T for x in given[:6]]
     adamw8_(*given, *NUMBERS)
     assert all(torch.equal(a, b) for a, b in zip((given[0], *given[2:6]), wanted, strict=True))
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """As whole numbers; of NaN there is one."""
+    return torch.where(x.isnan(), torch.full_like(x, float("nan")), x).view(torch.int16 if x.element_size() == 2 else torch.int32)
+
+
+CASES = [
+    (torch.float32, torch.bfloat16, None, 128), (torch.float32, torch.float16, None, 33), (torch.bfloat16, torch.float32, None, 96),
+    (torch.bfloat16, torch.bfloat16, 77, 128), (torch.bfloat16, torch.float32, -(2**61), 40),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "grad_dtype", "key", "size"), CASES)
+def test_the_kernel_has_the_bits_of_the_reference_at_every_instruction_set(
+    dtype: torch.dtype, grad_dtype: torch.dtype, key: int | None, size: int, required: None
+) -> None:
+    draw, count = torch.Generator().manual_seed(0), 301
+    param, grad, mean = (torch.randn(count, size, generator=draw) * torch.logspace(-20, 10, count).unsqueeze(1) for _ in range(3))
+    grad[5], mean[5], mean[6, 3] = 0.0, 0.0, 0.0
+    param, grad = param.to(dtype), grad.to(grad_dtype)
+    param[0, 0], grad[1, 3], grad[2] = float("inf"), float("nan"), 0.0
+    moments = (*pack(mean, True, torch.float32), *pack(mean.square(), False, torch.float32))
+    start = [param, *(x.view(count, -1) for x in moments)]
+    for decay, decoupled, maximize in ((0.0, True, False), (0.125, True, True), (0.125, False, False)):
+        rest = (host_tables(True), host_tables(False), 0.25, 0.5, 0.75, 0.9, 0.999, 1e-8, decay, decoupled, maximize, key)
+        last = (dither(torch.tensor(3.0), size, torch.float32), *rest, torch.arange(count) * 1000 + 7, size, 3)
+        wanted = [x.clone() for x in start]
+        adamw8_host_.kernel(wanted[0], grad, *wanted[1:], *last)
+        for level, threads in ((0, 1), (1, 1), (2, 2)):
+            native.limit_level(level)
+            torch.set_num_threads(threads)
+            got = [x.clone() for x in start]
+            try:
+                adamw8_host_(got[0], grad, *got[1:], *last)
+            finally:
+                torch.set_num_threads(1)
+            for part in (0, 2, 4):  # parameter and scales
+                assert torch.equal(bits(got[part]), bits(wanted[part]))
+            # Codes of a block whose scale is no number say nothing.
+            known = (got[2].isfinite() & got[4].isfinite()).view(-1)
+            assert not known.all()
+            for codes in (1, 3):
+                assert torch.equal(got[codes][known], wanted[codes][known])
+
+
+def test_operands_that_the_kernel_cannot_take_are_named(required: None) -> None:
+    given, tables = operands()[:6], (host_tables(True), host_tables(False))
+    numbers = (0.1, 0.1, 1.0, 0.9, 0.999, 1e-8, 0.0, True, False)
+    rows, upward = torch.arange(64), torch.full((96,), 0.5)
+    given = [x.reshape(64, -1) for x in given]
+    with pytest.raises(RuntimeError, match="adamw8_host_: only a parameter in bfloat16 is rounded by draws"):
+        adamw8_host_(*given, upward, *tables, *numbers, 5, rows, 96, 1)
+    with pytest.raises(RuntimeError, match="adamw8_host_: a block has at most 128 elements, all of one size"):
+        adamw8_host_(*given, upward[:50], *tables, *numbers, None, rows, 96, 1)
+    with pytest.raises(RuntimeError, match="adamw8_host_: these are not the tables of the code"):
+        adamw8_host_(*given, upward, *reversed(tables), *numbers, None, rows, 96, 1)
+    given[2] = given[2].to(torch.uint8)
+    with pytest.raises(RuntimeError, match="adamw8_host_: an operand is not contiguous, of another size or dtype"):
+        adamw8_host_(*given, upward, *tables, *numbers, None, rows, 96, 1)
 
 
 def test_an_update_that_is_skipped_leaves_all_as_it_was() -> None:

@@ -11,9 +11,10 @@ from colofunc_plugins import zero
 from torch import Tensor, nn
 
 import colofunc as cf
+from colofunc.ops import native
 from colofunc.ops.indices import index_of
 from colofunc.ops.rounding import rounded, words_of
-from colofunc.ops.update_rounded import adamw_rounded, adamw_rounded_
+from colofunc.ops.update_rounded import adamw_rounded, adamw_rounded_, adamw_rounded_host_
 
 BF16 = torch.bfloat16
 ADAMW = torch.optim.AdamW
@@ -108,6 +109,50 @@ def test_numbers_do_not_depend_on_how_memory_is_walked(case: str, monkeypatch: p
         given[:4] = [x.T.contiguous().T for x in given[:4]]
     adamw_rounded_(*given, *rest)
     assert all(torch.equal(a, b) for a, b in zip((given[0], *given[2:4]), wanted, strict=True))
+
+
+def bits(x: Tensor) -> Tensor:
+    """As whole numbers; of NaN there is one."""
+    return torch.where(x.isnan(), torch.full_like(x, float("nan")), x).view(torch.int16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+@pytest.mark.parametrize(("count", "stride"), [(70_001, 1), (7, 1001)], ids=["whole", "columns"])
+def test_the_kernel_has_the_bits_of_the_reference_at_every_instruction_set(
+    count: int, stride: int, dtype: torch.dtype, required: None
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    numel = 70_001 // count * count
+    start = [torch.randn(numel, generator=draw).to(BF16) for _ in range(3)]
+    start[2].abs_()
+    grad = torch.randn(numel, generator=draw).to(dtype)
+    for x, odd in zip((*start, grad), (float("inf"), 0.0, float("nan"), float("-inf")), strict=True):
+        x[11:14] = odd
+    start[0][20:22] = torch.finfo(BF16).max
+    rows = torch.arange(numel // count) * 3 + 5
+    for decay, decoupled, maximize in ((0.0, True, False), (0.1, True, True), (0.1, False, False)):
+        options = (1e-2, 0.3, 0.99, 0.9, 0.999, 1e-8, decay, decoupled, maximize, -(2**61) + 12345, rows, count, stride)
+        options = tuple(float(torch.tensor(x)) if isinstance(x, float) and k < 3 else x for k, x in enumerate(options))
+        wanted = [x.clone() for x in start]
+        adamw_rounded_host_.kernel(wanted[0], grad, *wanted[1:], *options)
+        for level, threads in ((0, 1), (1, 1), (2, 2)):
+            native.limit_level(level)
+            torch.set_num_threads(threads)
+            got = [x.clone() for x in start]
+            try:
+                adamw_rounded_host_(got[0], grad, *got[1:], *options)
+            finally:
+                torch.set_num_threads(1)
+            assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, wanted, strict=True))
+
+
+def test_operands_that_the_kernel_cannot_take_are_named(required: None) -> None:
+    p, g, rows = torch.zeros(6, dtype=BF16), torch.zeros(6), torch.arange(2)
+    rest = (0.1, 0.1, 1.0, *NUMBERS, True, False, 5)
+    with pytest.raises(RuntimeError, match="adamw_rounded_host_: rows and columns are not the places of all elements"):
+        adamw_rounded_host_(p, g, p.clone(), p.clone(), *rest, rows, 2, 1)
+    with pytest.raises(RuntimeError, match="adamw_rounded_host_: neither parameter nor states may be other than bfloat16"):
+        adamw_rounded_host_(p, g, p.float(), p.clone(), *rest, rows, 3, 1)
 
 
 def test_an_update_that_is_skipped_leaves_all_as_it_was() -> None:

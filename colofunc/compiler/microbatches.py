@@ -19,7 +19,6 @@ from colofunc.planner.sharding.constraints import Constraint, Constraints, NotSo
 from colofunc.program.ir import Program, Value
 from colofunc.program.passes.fold import fold, unmixed
 from colofunc.program.passes.mixing import RowsMove
-from colofunc.program.passes.packed_gathers import gathered_packed
 from colofunc.program.passes.time import Rules, lies_over_time, over_time
 from colofunc.program.tracing.trace import Traced, record_local
 from colofunc.program.tracing.tree import Tree
@@ -277,7 +276,6 @@ def _accumulated(
 ) -> Program:  # fmt: skip
     """The loop. scatter, gather: what is done in each microbatch."""
     axis = next(name for name in ("time", "time_", "microbatch_time") if name not in mesh)
-    program = gathered_packed(program)
     split = []
     for value in program.values.values():
         if _is_leaf(value, leaves) and value.shape[0] % microbatches == 0:

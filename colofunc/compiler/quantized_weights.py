@@ -94,7 +94,9 @@ class Weights:
         known = self.known.get(weight)
         if known is None or known[0] != version:
             if self.sketches is not None and not isinstance(weight, (DTensor, LazyTensor)):
-                without_values = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+                # Frozen weights are packed while the step is traced, and this is no tensor of that trace.
+                with compat.disable_modes(), compat.no_function_modes():
+                    without_values = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
                 known = self.known[weight] = version, packed(quantizer.named(name), without_values, name)
                 return known[1]
             shared = _SHARED.setdefault(weight, WeakValueDictionary())

@@ -33,6 +33,7 @@ from colofunc.ops.quantized_frozen import opened, reading
 from colofunc.ops.quantized_inputs import LinearCalls, divided, rounded_rows
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.linked_rows import linked_rows
+from colofunc.program.passes.packed_gathers import gathered_packed
 from colofunc.program.passes.packed_reads import PRODUCTS, packed_inputs, read_packed
 from colofunc.program.tracing.modules_used import other_names
 from colofunc.program.tracing.roles import mark
@@ -60,6 +61,7 @@ def transform_of(
         grow=partial(_grown, weights),
         rewrite_global=_read_packed,
         constrain=_linked,
+        rewrite_local=_gathered_packed,
         **further,
     )
 
@@ -239,6 +241,11 @@ class _Given:
 
 def _read_packed(build: Build) -> Build:
     return build.evolve(program=read_packed(build.program))
+
+
+def _gathered_packed(build: Build) -> Build:
+    """A weight that a plan widens on its shard and gathers wide is gathered packed, and widened behind that."""
+    return build.evolve(program=gathered_packed(build.program))
 
 
 def _linked(build: Build) -> Build:

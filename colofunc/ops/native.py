@@ -35,8 +35,9 @@ _LOCK = Lock()
 PYTHON = Path(native_build.__file__)
 
 WITHOUT = {
-    "cpu": "Random numbers, dropout and products with int8 and int4 weights on the CPU run in Python, some times slower, updates that read "
-    "a narrow gradient by torch's kernels, and Lion's by several operators",
+    "cpu": "Random numbers, dropout and products with int8 and int4 weights on the CPU run in Python, some times slower, "
+    "updates that read a narrow gradient by torch's kernels, Lion's by several operators, and those that round by draws "
+    "or keep moments in 8 bits by many",
     "cuda": "Products of few rows with int8 and int4 weights on GPUs widen the weight, updates cast a narrow gradient, and Lion's and sums "
     "over experts take several operators",
 }

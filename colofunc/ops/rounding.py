@@ -38,18 +38,27 @@ def words_of(index: Index, first: int, end: int, seed: Tensor, site: int) -> Ten
     """What is drawn for the elements first to end of a local tensor in row-major order: (end - first,) int64, beside
     the 0-dim seed.
     """
-    at = torch.arange(first, end, device=seed.device)
+    return words_by(index, first, end, key_of(seed, site), seed.device)
+
+
+def key_of(seed: Tensor, site: int) -> int | Tensor:
+    """The stream of a site, beside the 0-dim seed: on the host a number."""
+    return key_int(int(seed), site) if seed.device.type == "cpu" else draws.key_of(seed, site)
+
+
+def words_by(index: Index, first: int, end: int, key: int | Tensor, device: torch.device) -> Tensor:
+    """The same with a stream that is known."""
+    at = torch.arange(first, end, device=device)
     if index.rows.numel() == 1:
         columns = at
-        numbers = index.rows.to(seed.device)
+        numbers = index.rows.to(device)
     else:
         columns = at % index.count
-        numbers = index.rows.to(seed.device)[at // index.count]
+        numbers = index.rows.to(device)[at // index.count]
     if isinstance(index.columns, tuple):
         numbers = numbers + columns * index.columns[1]
     else:
-        numbers = numbers + index.columns.to(seed.device)[columns]
-    key = key_int(int(seed), site) if seed.device.type == "cpu" else draws.key_of(seed, site)
+        numbers = numbers + index.columns.to(device)[columns]
     words = (numbers * signed(GAMMA)).add_(key)
     return mix_(words, torch.empty_like(words))
 
@@ -60,3 +69,15 @@ def rounded(x: Tensor, words: Tensor, which: int) -> Tensor:
     bits = (x.contiguous().view(torch.int32) + draw) & -(1 << DROPPED_BITS)
     # A carry would make infinity of the bits of a NaN, and a NaN of those of infinity.
     return torch.where(x.isfinite(), bits.view(torch.float32), x).to(torch.bfloat16)
+
+
+def root_of(x: Tensor) -> Tensor:
+    """The square root, rounded once. x: of floating numbers, not below zero.
+
+    On the host torch's root of float32 numbers may be one of a library of vector functions, whose last place is now and
+    then another one. The root in float64 is far enough from where float32 rounds the other way: a square of 25 bits
+    that is no float32 number differs from one by 2^-49 of it at least, and float64 has 53 bits.
+    """
+    if x.device.type == "cpu" and x.dtype is torch.float32:
+        return x.to(torch.float64).sqrt_().to(torch.float32)
+    return x.sqrt()

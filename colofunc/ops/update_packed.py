@@ -24,7 +24,8 @@ seven decades.
 A first moment near the largest is within 1 %, and what is a thousandth of it still has some levels; a square is within
 3.3 %, and a positive one is never rounded to 0. Squares move so slowly that they are rounded up or down in turns (Note
 [Dither]), first moments to the nearest. With a `site`, a parameter in bfloat16 is rounded up or down by a draw
-(`ops.rounding`), and `sizes`, `strides`, `offset` say which part of the global one it is. Source: Dettmers et al. 2022,
+(`ops.rounding`), and `sizes`, `strides`, `offset` say which part of the global one it is. On the host a kernel in C++
+has the same bits (`ext/cuda/cpu/update_packed.cpp`). Source: Dettmers et al. 2022,
 "8-bit optimizers via block-wise quantization" (2110.02861), section 2, which has a code like the first one for both
 moments.
 """
@@ -40,9 +41,10 @@ import torch
 from torch import Tensor
 
 from colofunc import compat
-from colofunc.ops.define import define_update
-from colofunc.ops.indices import index_of
-from colofunc.ops.rounding import PARAM_DRAW, rounded, words_of
+from colofunc.ops.define import define, define_update, nothing
+from colofunc.ops.indices import Index, index_of
+from colofunc.ops.rounding import PARAM_DRAW, key_of, root_of, rounded, words_by
+from colofunc.ops.update_narrow import HOST_GRADS, host_form
 from colofunc.ops.update_numbers import corrections, is_skipped, on_device
 
 BLOCK = 128
@@ -233,37 +235,81 @@ def _adamw8_(
         wide = torch.promote_types(param.dtype, torch.float32)
         finite = on_device(finite, param)
         times, first, root, keep = corrections(step, lr, param, beta1, beta2, weight_decay, wide)
+        options = beta1, beta2, eps, weight_decay, decoupled, maximize
         written = [param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale]
         # A shard may lie in another order than its elements are counted in.
         rows = [x.contiguous().view(count, -1) for x in written]
         grads = grad.contiguous().view(count, -1)
-        size = param.numel() // count
-        upward = dither(times, size, wide)  # Note [Dither]
+        upward = dither(times, param.numel() // count, wide)  # Note [Dither]
         index = index_of(param.shape, sizes, strides, offset, param.device)
-        at_once = max(1, WIDENED_ELEMENTS // size) if param.device.type == "cpu" else count
-        for begin in range(0, count, at_once):
-            p, m, m_scale, v, v_scale = (x[begin : begin + at_once] for x in rows)
-            g = grads[begin : begin + at_once].to(wide)
-            if maximize:
-                g = -g
-            new = p.to(wide)
-            if weight_decay != 0.0 and decoupled:
-                new = new * keep
-            elif weight_decay != 0.0:
-                g = g + new * weight_decay
-            mean = widen(m, m_scale.view(-1), True, wide) * beta1 + g * (1 - beta1)
-            square = widen(v, v_scale.view(-1), False, wide) * beta2 + g * g * (1 - beta2)
-            new = new - mean * first / (square.sqrt() / root + eps)
-            codes = (*pack(mean, True, m_scale.dtype), *pack(square, False, v_scale.dtype, upward))
-            if site is not None:
-                words = words_of(index, begin * size, min(count, begin + at_once) * size, times.to(torch.int64), site)
-                new = rounded(new, words.view(new.shape), PARAM_DRAW)
-            for old, x in zip((p, m, m_scale, v, v_scale), (new, *codes), strict=True):
-                x = x.view(old.shape).to(old.dtype)
-                old.copy_(x if finite is None else torch.where(finite, x, old))
+        key = None if site is None else key_of(times.to(torch.int64), site)
+        if _is_for_host(rows, grads, key) and isinstance(index.columns, tuple):
+            tables = host_tables(True), host_tables(False)
+            numbers = float(first), float(root), float(keep), *options
+            host_form(adamw8_host_)(
+                rows[0], grads, *rows[1:], upward, *tables, *numbers, key, index.rows, *index.columns
+            )
+        else:
+            _in_rows(rows, grads, upward, first, root, keep, *options, key, index, finite)
         for x, flat in zip(written, rows, strict=True):
             if not x.is_contiguous():
                 x.copy_(flat.view(x.shape))
+
+
+def _is_for_host(rows: Sequence[Tensor], grads: Tensor, key: int | Tensor | None) -> bool:
+    """Whether `adamw8_host_` takes these operands, which are contiguous. key: of draws, which are for bfloat16."""
+    param, scales = rows[0], (rows[2], rows[4])
+    is_known = param.dtype is torch.bfloat16 or (param.dtype is torch.float32 and key is None)
+    is_narrow = grads.dtype in HOST_GRADS and all(scale.dtype is torch.float32 for scale in scales)
+    return param.is_cpu and is_known and is_narrow and not isinstance(key, Tensor)
+
+
+@cache
+def host_tables(signed: bool) -> Tensor:
+    """The tables of a code in float32 on the host, one behind the other."""
+    tables = _tables(signed, torch.float32, torch.device("cpu"))
+    with compat.disable_modes(), compat.no_function_modes():
+        return torch.cat((tables.shares, tables.code, tables.next, tables.levels, tables.per_gap))
+
+
+def _in_rows(
+    rows: Sequence[Tensor], grads: Tensor, upward: Tensor, first: Tensor | float, root: Tensor | float, keep: Tensor | float,
+    beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool, maximize: bool, key: int | Tensor | None, index: Index,
+    finite: Tensor | None,
+) -> None:  # fmt: skip
+    """The update, so many blocks at a time. rows: parameter, moments and scales, a block in each row."""
+    param, wide, size = rows[0], upward.dtype, upward.numel()
+    count = param.shape[0]
+    at_once = max(1, WIDENED_ELEMENTS // size) if param.device.type == "cpu" else count
+    for begin in range(0, count, at_once):
+        p, m, m_scale, v, v_scale = (x[begin : begin + at_once] for x in rows)
+        g = grads[begin : begin + at_once].to(wide)
+        g = -g if maximize else g
+        new = p.to(wide)
+        if weight_decay != 0.0 and decoupled:
+            new = new * keep
+        elif weight_decay != 0.0:
+            g = g + new * weight_decay
+        mean = widen(m, m_scale.view(-1), True, wide) * beta1 + g * (1 - beta1)
+        square = widen(v, v_scale.view(-1), False, wide) * beta2 + g * g * (1 - beta2)
+        new = new - mean * first / (root_of(square) / root + eps)
+        codes = (*pack(mean, True, m_scale.dtype), *pack(square, False, v_scale.dtype, upward))
+        if key is not None:
+            words = words_by(index, begin * size, min(count, begin + at_once) * size, key, param.device)
+            new = rounded(new, words.view(new.shape), PARAM_DRAW)
+        for old, x in zip((p, m, m_scale, v, v_scale), (new, *codes), strict=True):
+            x = x.view(old.shape).to(old.dtype)
+            old.copy_(x if finite is None else torch.where(beside(finite, param), x, old))
+
+
+def _adamw8_host_(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_scale: Tensor, exp_avg_sq: Tensor, exp_avg_sq_scale: Tensor, upward: Tensor,
+    signed_tables: Tensor, tables: Tensor, rate: float, root: float, keep: float, beta1: float, beta2: float, eps: float,
+    weight_decay: float, decoupled: bool, maximize: bool, key: int | None, places: Tensor, count: int, stride: int,
+) -> None:  # fmt: skip
+    rows, options = (param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale), (beta1, beta2, eps, weight_decay)
+    index = Index(places, (count, stride))
+    _in_rows(rows, grad, upward, rate, root, keep, *options, decoupled, maximize, key, index, None)
 
 
 adamw8, adamw8_ = define_update(
@@ -273,3 +319,12 @@ adamw8, adamw8_ = define_update(
     "Tensor? offset=None) -> ()",
     _adamw8_,
 )  # fmt: skip
+adamw8_host_ = define(
+    "adamw8_host_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_scale, Tensor(d!) exp_avg_sq, "
+    "Tensor(e!) exp_avg_sq_scale, Tensor upward, Tensor signed_tables, Tensor tables, float rate, float root, float "
+    "keep, float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize, int? key, Tensor "
+    "places, int count, int stride) -> ()",
+    _adamw8_host_, nothing,
+)  # fmt: skip
+"""On contiguous tensors on the host, a block in each row; rate, root and keep are numbers of float32, the tables those
+of `host_tables`."""

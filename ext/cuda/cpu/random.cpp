@@ -2,12 +2,10 @@
 //
 // The numbers are those of `colofunc/ops/draws.py`: bits, uniform and Bernoulli draws bit for bit. Normal numbers use
 // Wichura's algorithm in float64, whose relative error of 1e-16 vanishes in float32.
-// Sources: Steele, Lea and Flood, Fast splittable pseudorandom number generators (2014), figure 16, with Stafford's mix 13;
-// Wichura, Algorithm AS 241 (1988), PPND16.
+// Source: Wichura, Algorithm AS 241 (1988), PPND16.
 
-#include "../common.h"
+#include "words.h"
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <optional>
@@ -20,7 +18,6 @@
 namespace colofunc {
 namespace {
 
-constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15;
 // Sets the stream of the further bits of a Bernoulli draw apart from that of the words.
 constexpr uint64_t SECOND = 0xD1B54A32D192ED03;
 // Elements that are worked on at a time: their words stay in the first-level cache.
@@ -29,12 +26,6 @@ constexpr int64_t BLOCK = 1024;
 constexpr int64_t GRAIN = 32768;
 
 enum Kind : int64_t { BITS, UNIFORM, NORMAL, KEEP };
-
-COLOFUNC_INLINE uint64_t mixed(uint64_t z) {
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
-  return z ^ (z >> 31);
-}
 
 // One call, as `colofunc/ops/random_kernels.py` describes it: atoms are (count, stride in the global index, stride in x), major
 // first in the order of the result's memory. With `rows` and `columns` element (r, c) has the index rows[r] + columns[c].
@@ -79,10 +70,6 @@ COLOFUNC_INLINE void walk(const Draw& draw, int64_t begin, int64_t end, const Vi
 }
 
 // ---- numbers: one word for one element ----
-
-COLOFUNC_INLINE void fill_words(uint64_t* __restrict words, uint64_t start, uint64_t step, int64_t count) {
-  for (int64_t j = 0; j < count; ++j) words[j] = mixed(start + static_cast<uint64_t>(j) * step);
-}
 
 // A whole number below 2^52 as a double. Instruction sets before AVX-512 have no such conversion for vectors.
 COLOFUNC_INLINE double exact(uint64_t number) {
