@@ -299,7 +299,7 @@ def _in_rows(
             new = rounded(new, words.view(new.shape), PARAM_DRAW)
         for old, x in zip((p, m, m_scale, v, v_scale), (new, *codes), strict=True):
             x = x.view(old.shape).to(old.dtype)
-            old.copy_(x if finite is None else torch.where(beside(finite, param), x, old))
+            old.copy_(x if finite is None else torch.where(finite, x, old))
 
 
 def _adamw8_host_(

@@ -83,7 +83,7 @@ def _in_tiles(
         words = words_by(index, begin, end, key, param.device)
         for old, x, draw in zip(parts, (new, mean, square), (PARAM_DRAW, *MOMENT_DRAWS), strict=True):
             x = rounded(x, words, draw)
-            old.copy_(x if finite is None else torch.where(beside(finite, param), x, old))
+            old.copy_(x if finite is None else torch.where(finite, x, old))
 
 
 def _adamw_rounded_host_(
