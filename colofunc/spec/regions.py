@@ -30,7 +30,8 @@ Pick = slice | np.ndarray  # positions along one dim
 
 @attrs.frozen
 class Span:
-    """Indices `start + i*a + j*b + ...` for loops ((size of i, a), (size of j, b), ...), below `limit` if there is one."""
+    """Indices `start + i*a + j*b + ...` for loops ((size of i, a), (size of j, b), ...), below `limit` if there is one.
+    """
 
     start: int
     loops: tuple[tuple[int, int], ...]

@@ -54,7 +54,8 @@ def one_f_one_b(
 
 
 def interleaved(chunks: int = 2) -> cf.ext.Schedule:
-    """Interleaved 1F1B with so many stages on a rank: `1/chunks` of the bubble of 1F1B for more activations and sends."""
+    """Interleaved 1F1B with so many stages on a rank: `1/chunks` of the bubble of 1F1B for more activations and sends.
+    """
     name = "interleaved-1f1b" if chunks == 2 else f"interleaved-1f1b-{chunks}"
     return cf.ext.Schedule(
         name, partial(_interleaved, chunks), stages_per_rank=chunks, least_per_rank=1, whole_groups=True

@@ -56,7 +56,8 @@ class Gridded:
         return (Grid(*mesh.atoms(self.axes)),)
 
     def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.ext.Rules | None = None) -> list[cf.ext.Wish]:
-        """Rows of the batch, weights on the grid, and the pattern of each product with one of them; experts' as well."""
+        """Rows of the batch, weights on the grid, and the pattern of each product with one of them; experts' as well.
+        """
         self._check(mesh)
         if all(mesh.axis_size(axis) == 1 for axis in self.axes):
             return []

@@ -56,9 +56,10 @@ def by_rank(ground: Ground, mesh: Mesh, placed: Tiers, choose: Choose) -> Chosen
     owners: dict[int, int] = {}  # node -> how many ranks of those run it
     holders: dict[int, int] = {}  # storage -> how many have it
     for part in parts:
-        for k in part.nodes:
-            owners[k] = owners.get(k, 0) + 1
-        for storage in {ground.lies.home[id] for id in _ids(part.program) if id in ground.lies.home}:
+        for position in part.nodes:
+            owners[position] = owners.get(position, 0) + 1
+        storages = {ground.lies.home[id] for id in _ids(part.program) if id in ground.lies.home}
+        for storage in storages:
             holders[storage] = holders.get(storage, 0) + 1
     several = {storage for storage, count in holders.items() if count > 1}
     far = [storage for storage in several if placed.get(storage) not in (None, ground.tiers[0])]
@@ -66,9 +67,12 @@ def by_rank(ground: Ground, mesh: Mesh, placed: Tiers, choose: Choose) -> Chosen
         return None
     union = _Union(ground)
     for part in parts:
-        mine = _alone(ground, part, several)
-        chosen = choose(mine, _told(ground, mine, placed))
-        if any(owners[part.nodes[k]] > 1 for k in chosen.on_host) or not union.add(part, mine, chosen, several):
+        of_rank = _alone(ground, part, several)
+        chosen = choose(of_rank, _told(ground, of_rank, placed))
+        # What several ranks run would be on the host for one of them and on the device for another.
+        if any(owners[part.nodes[position]] > 1 for position in chosen.on_host):
+            return None
+        if not union.add(part, of_rank, chosen, several):
             return None
     union.add_few(far)
     return union.chosen()
@@ -76,9 +80,8 @@ def by_rank(ground: Ground, mesh: Mesh, placed: Tiers, choose: Choose) -> Chosen
 
 def peak_bytes(program: Program, mesh: Mesh, tier: str) -> int:
     """Of the rank that holds most there."""
-    return max(
-        memory(on_rank(program, mesh, rank).program).peak_bytes.get(tier, 0) for rank in distinct_ranks(program, mesh)
-    )
+    programs = [on_rank(program, mesh, rank).program for rank in distinct_ranks(program, mesh)]
+    return max(memory(of_rank).peak_bytes.get(tier, 0) for of_rank in programs)
 
 
 def _alone(ground: Ground, part: OnRank, several: set[int]) -> Ground:
@@ -88,34 +91,43 @@ def _alone(ground: Ground, part: OnRank, several: set[int]) -> Ground:
     several: storages of all that several ranks have.
     """
     program, found, near = part.program, lies(part.program), ground.tiers[0]
-    tiers = [(id, ground.given.get(ground.lies.home[id])) for id in program.inputs]
+    given: dict[int, str] = {}
+    for id in program.inputs:
+        storage = ground.lies.home[id]
+        if storage in ground.given and storage not in several:
+            given[found.home[id]] = ground.given[storage]
+    stay: set[int] = set()
+    for id in _ids(program):
+        if id in found.home and ground.lies.home.get(id) in several:
+            stay.add(found.home[id])
     return Ground(
         program,
         found,
         memory(program).timeline.get(near, (0,) * len(program.nodes)),
         readers(program, found),
-        tuple(ground.device_s[k] for k in part.nodes),
-        tuple(ground.host_s[k] for k in part.nodes),
+        tuple(ground.device_s[position] for position in part.nodes),
+        tuple(ground.host_s[position] for position in part.nodes),
         ground.links,
-        {found.home[id]: tier for id, tier in tiers if tier is not None and ground.lies.home[id] not in several},
+        given,
         tiers=ground.tiers,
-        stay=frozenset(
-            found.home[id] for id in _ids(program) if ground.lies.home.get(id) in several and id in found.home
-        ),
+        stay=frozenset(stay),
     )
 
 
 def _ids(program: Program) -> list[int]:
-    return [*program.inputs, *(id for node in program.nodes for id in node.results)]
+    ids = list(program.inputs)
+    for node in program.nodes:
+        ids += node.results
+    return ids
 
 
-def _told(ground: Ground, mine: Ground, placed: Tiers) -> Tiers:
+def _told(ground: Ground, of_rank: Ground, placed: Tiers) -> Tiers:
     """What is said of a rank's own storages; those of several ranks stay."""
     told: dict[int, str | None] = {}
-    for id in mine.program.inputs:
-        own, storage = mine.lies.home[id], ground.lies.home[id]
+    for id in of_rank.program.inputs:
+        own, storage = of_rank.lies.home[id], ground.lies.home[id]
         if storage in placed:
-            told[own] = ground.tiers[0] if own in mine.stay else placed[storage]
+            told[own] = ground.tiers[0] if own in of_rank.stay else placed[storage]
     return told
 
 
@@ -132,26 +144,27 @@ class _Union:
         self.peak_bytes, self.over = 0, 0
         self.moved = [0, 0]
 
-    def add(self, part: OnRank, mine: Ground, chosen: Chosen, several: set[int]) -> bool:
+    def add(self, part: OnRank, of_rank: Ground, chosen: Chosen, several: set[int]) -> bool:
         """With what one rank does; whether all of that is its own."""
         where = (*part.nodes, len(self.ground.program.nodes))
         numbers: dict[int, int] = {}  # of the rank's items -> of all
-        for k, (own, item) in enumerate(zip(chosen.items, chosen.trace.items, strict=True)):
-            value = mine.lies.storages[own].value
+        for number, (own, item) in enumerate(zip(chosen.items, chosen.trace.items, strict=True)):
+            value = of_rank.lies.storages[own].value
             storage = self.ground.lies.home[value]
             if storage in several or self.ground.lies.storages[storage].value != value:
                 return False
-            numbers[k] = len(self.items)
+            numbers[number] = len(self.items)
             self.storages.append(storage)
             self.items.append(_at(item, where))
-        self.on_host.update(where[k] for k in chosen.on_host)
-        self.residents.update(numbers[k] for k in chosen.found.residents)
+        self.on_host.update(where[position] for position in chosen.on_host)
+        self.residents.update(numbers[number] for number in chosen.found.residents)
         for move in chosen.found.moves:
-            there = where[move.start], where[move.done], where[move.free]
-            self.moves.append(Move(numbers[move.item], move.kind, *there))
+            positions = where[move.start], where[move.done], where[move.free]
+            self.moves.append(Move(numbers[move.item], move.kind, *positions))
         self.peak_bytes = max(self.peak_bytes, chosen.found.peak_bytes)
         self.over = max(self.over, chosen.over)
-        self.moved = [a + b for a, b in zip(self.moved, chosen.found.moved_bytes, strict=True)]
+        to_device, to_host = chosen.found.moved_bytes
+        self.moved = [self.moved[0] + to_device, self.moved[1] + to_host]
         return True
 
     def add_few(self, far: Sequence[int]) -> None:
@@ -163,8 +176,10 @@ class _Union:
     def chosen(self) -> Chosen:
         """One choice for the program of all, which takes as long as if one rank did all."""
         ground, count = self.ground, len(self.ground.program.nodes)
-        seconds = tuple(ground.host_s[k] if k in self.on_host else ground.device_s[k] for k in range(count))
-        trace = Trace(seconds, self.on_host, ground.held[:count], tuple(self.items))
+        seconds = list(ground.device_s[:count])
+        for position in self.on_host:
+            seconds[position] = ground.host_s[position]
+        trace = Trace(tuple(seconds), self.on_host, ground.held[:count], tuple(self.items))
         moves = tuple(sorted(self.moves, key=lambda move: move.start))
         took_s = play(Lanes(trace), moves, ground.links).makespan
         to_device, to_host = self.moved
@@ -176,9 +191,12 @@ def _at(item: Item, where: Sequence[int]) -> Item:
     """An item whose uses are at other positions."""
 
     def there(positions: Sequence[int] | frozenset[int]) -> list[int]:
-        return [where[p] for p in positions]
+        return [where[position] for position in positions]
 
-    held = tuple((where[begin], where[end]) for begin, end in item.held)
     return attrs.evolve(
-        item, uses=tuple(there(item.uses)), writes=there(item.writes), host_uses=there(item.host_uses), held=held
+        item,
+        uses=tuple(there(item.uses)),
+        writes=there(item.writes),
+        host_uses=there(item.host_uses),
+        held=tuple((where[begin], where[end]) for begin, end in item.held),
     )

@@ -132,7 +132,8 @@ def _unsaved(versions: list[Version], use: int) -> int:
 
 
 def evict(facts: Facts, room_bytes: int, residents: Collection[int]) -> list[list[Stay]]:
-    """Stays of every item that moves, with at most `room_bytes` on the device wherever a position does not need more."""
+    """Stays of every item that moves, with at most `room_bytes` on the device wherever a position does not need more.
+    """
     return _Belady(facts, room_bytes, residents).run()
 
 

@@ -122,7 +122,8 @@ def check_where(where: Mapping[str, str], program: Program) -> None:
 
 
 def _gathers(ground: Ground, where: Mapping[str, str], placed: Mapping[int, str | None], limit: int) -> frozenset[int]:
-    """All tables that are large, and read by few rows only: their gathers, the gradients of these, and their updates."""
+    """All tables that are large, and read by few rows only: their gathers, the gradients of these, and their updates.
+    """
     nodes = ground.program.nodes
     kept_globs = [glob for glob, place in where.items() if place == "device"]
     found: set[int] = set()

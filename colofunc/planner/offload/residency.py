@@ -4,9 +4,9 @@ Problem: state and activations exceed the device. Copying everything around ever
 is no better; a plan that exceeds its budget once is none. Idea: a plan is three decisions. *Residents*, home items that
 never move, save their traffic in every step. Of the rest, Belady's rule evicts (`evict`), in a room that may be smaller
 than the budget so that copies in flight find place; or both are chosen by a linear program that copies fewest bytes in
-that room (`fewest`). Copies are spread over the compute (`spread`). Each candidate (how many residents, how much room)
-is scored by playing it on the timeline; the fastest wins, ties go to the one that moves less. Where some *slack* is
-given, of all candidates that take at most that part longer than the fastest the one that moves least wins.
+that room (`least_traffic`). Copies are spread over the compute (`spread`). Each candidate (how many residents, how much
+room) is scored by playing it on the timeline; the fastest wins, ties go to the one that moves less. Where some *slack*
+is given, of all candidates that take at most that part longer than the fastest the one that moves least wins.
 
     trace = Trace(seconds=(1.0,) * 4, host=(), base=(0,) * 4, items=(Item(4, True, (0, 2)), Item(4, True, (1, 3))))
     reside(trace, 8, links).residents            # {0, 1}: everything fits, no moves

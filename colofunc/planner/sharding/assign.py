@@ -245,7 +245,8 @@ def in_model_of(found: Assignment, known: Assignment, program: Program) -> Assig
 
 
 def others(program: Program, memo: Memo, budget_bytes: int, small: bool, price_s: float | None) -> Iterator[Assignment]:
-    """Of a step that was assigned before all others that are worth a look (`enumeration.more_choices`), cheapest first."""
+    """Of a step that was assigned before all others that are worth a look (`enumeration.more_choices`), cheapest first.
+    """
     known = memo.fastest
     if known is None:
         return iter(())

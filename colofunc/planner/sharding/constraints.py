@@ -111,7 +111,8 @@ class Constraints:
         return attrs.evolve(self, items=items)
 
     def offering_nothing_on(self, axes: Collection[str]) -> Constraints:
-        """The same, but for offers that split something over one of these axes: values are placed at indices of them."""
+        """The same, but for offers that split something over one of these axes: values are placed at indices of them.
+        """
         items = {}
         for item, constraints in self.items.items():
             with_fewer_offers = []

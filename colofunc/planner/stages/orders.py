@@ -53,7 +53,8 @@ def best_order(
 
 
 def least_order(devices: Sequence[Device], cost_s: Callable[[Order], float]) -> Order | None:
-    """The order of least cost; None where the given one is as good, or where there are more than `MOST_ARRANGEMENTS`."""
+    """The order of least cost; None where the given one is as good, or where there are more than `MOST_ARRANGEMENTS`.
+    """
     kinds = list(dict.fromkeys(devices))
     counts = [devices.count(kind) for kind in kinds]
     if factorial(len(devices)) // prod(map(factorial, counts)) > MOST_ARRANGEMENTS:

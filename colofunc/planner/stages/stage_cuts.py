@@ -207,7 +207,8 @@ def pieces_of(
 
 
 def begins_of(problem: CutProblem, assigned: Mapping[int, Sequence[int]], stages: int) -> tuple[int, ...] | None:
-    """The pieces that begin the stages to which inputs, by position, were given; None where one begins within a piece."""
+    """The pieces that begin the stages to which inputs, by position, were given; None where one begins within a piece.
+    """
     begins: list[int] = []
     positions = _positions(problem)
     for number in range(len(problem.begins)):

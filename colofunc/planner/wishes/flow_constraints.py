@@ -100,7 +100,8 @@ def _enumerated(strategy: Strategy, mesh: Mesh) -> bool:
 
 
 def _works(node: Node, rule: Rule | None, program: Program, strategy: Strategy) -> bool:
-    """Whether an operator does what a plan is about: it has flops of its own, reads a parameter, or sums over the axes."""
+    """Whether an operator does what a plan is about: it has flops of its own, reads a parameter, or sums over the axes.
+    """
     sums = any(layout is not None and layout.pending for layout in strategy.outs)
     reads = any(program.values[ref].role in PARAMETERS for ref in node.refs)
     return sums or reads or (rule is not None and rule.flops is not None)
@@ -136,7 +137,8 @@ def _patterns(wishes: Iterable[Wish], extra: Iterable[Strategy], mesh: Mesh) -> 
 def meeting(
     ways: Mapping[int, list[Strategy]], program: Program, mesh: Mesh, rule_of: RuleOf, extra_of: ExtraOf
 ) -> Iterator[tuple[int, Constraint]]:
-    """(item, constraint) where ways of single flows (item -> ways) that enumeration does not have are offered as one."""
+    """(item, constraint) where ways of single flows (item -> ways) that enumeration does not have are offered as one.
+    """
     for item, strategies in ways.items():
         if len(strategies) < 2:
             continue

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import groupby, islice, permutations, product
+from itertools import chain, groupby, islice, permutations, product
 from math import prod
 
 import attrs
@@ -51,59 +51,74 @@ class Normal:
 @lru_cache(maxsize=256)
 def is_free(mesh: Mesh) -> bool:
     """Whether no collective costs time on this mesh."""
-    return all(mesh.alpha_beta(kind, (axis,)) == (0.0, 0.0) for kind in KINDS for axis in mesh.axis_names)
+    return all(mesh.alpha_beta(kind, (axis,)) == (0.0, 0.0) for kind, axis in product(KINDS, mesh.axis_names))
 
 
 def normal(puzzle: Puzzle, mesh: Mesh) -> Normal:
     """The puzzle under standard names."""
-    mixed = len({loc for loc in (*puzzle.start, *puzzle.goal) if loc < COPY}) > 1
-    reduces = any(a < COPY and a != b for a, b in zip(puzzle.start, puzzle.goal))
-    ends = list(enumerate(zip(puzzle.start, puzzle.goal)))
-    active = [k for k, (a, b) in ends if a != b or (a < COPY and mixed)]
-    # A sum may go by way of an axis that holds copies, on less data. With many axes the search takes seconds and finds
-    # nothing.
-    idle = [k for k, (a, b) in ends if a == b == COPY and reduces]
-    if len(active) + len(idle) <= MOST_BY_WAY:
-        active = sorted({*active, *idle})
     free = is_free(mesh)
     best: Normal | None = None
     least: tuple[object, ...] = ()
-    for order in _orders(puzzle, active):
+    for order in _orders(puzzle, _active(puzzle)):
         pieces, slots = _label(puzzle, order)
-        found = prices(None if free else mesh, tuple(puzzle.parts[k].name for k in order))
+        found = prices(None if free else mesh, tuple(puzzle.parts[part].name for part in order))
         key = (pieces, found.table)
         if best is None or key < least:
-            best, least = Normal(tuple(Piece(*p) for p in pieces), found, order, slots), key
+            best, least = Normal(tuple(Piece(*piece) for piece in pieces), found, order, slots), key
     assert best is not None, "no parts are one order, too"
     return best
+
+
+def _active(puzzle: Puzzle) -> list[int]:
+    """The parts that take part: those that change, and those that others may go by."""
+    pending = {location for location in (*puzzle.start, *puzzle.goal) if location < COPY}
+    active: list[int] = []
+    copies: list[int] = []
+    reduces = False
+    for part, (start, goal) in enumerate(zip(puzzle.start, puzzle.goal)):
+        if start != goal:
+            active.append(part)
+            reduces = reduces or start < COPY
+        elif start < COPY and len(pending) > 1:  # reductions of two kinds are done one behind the other
+            active.append(part)
+        elif start == COPY:
+            copies.append(part)
+    # A sum may go by way of an axis that holds copies, on less data. With many axes the search takes seconds and finds
+    # nothing.
+    if reduces and len(active) + len(copies) <= MOST_BY_WAY:
+        return sorted([*active, *copies])
+    return active
 
 
 def _orders(puzzle: Puzzle, active: list[int]) -> Iterator[tuple[int, ...]]:
     """The parts by what they are, those alike in every order (at most `ORDERS`)."""
     held, wanted = set(puzzle.start), set(puzzle.goal)
 
-    def looks(k: int) -> tuple[int, ...]:
-        start, goal = puzzle.start[k], puzzle.goal[k]
-        return puzzle.parts[k].size, min(start, 0), min(goal, 0), start in wanted, goal in held, puzzle.scratch[k] >= 0
+    def looks(part: int) -> tuple[int, ...]:
+        start, goal = puzzle.start[part], puzzle.goal[part]
+        size, has_scratch = puzzle.parts[part].size, puzzle.scratch[part] >= 0
+        return size, min(start, 0), min(goal, 0), start in wanted, goal in held, has_scratch
 
-    alike = [tuple(group) for _, group in groupby(sorted(active, key=lambda k: (looks(k), k)), key=looks)]
+    by_looks = sorted(active, key=lambda part: (looks(part), part))
+    alike = [tuple(group) for _, group in groupby(by_looks, key=looks)]
     # a product makes all of them before it gives the first
-    some = [islice(permutations(group), ORDERS) for group in alike]
-    for found in islice(product(*some), ORDERS):
-        yield tuple(k for group in found for k in group)
+    orders = [islice(permutations(group), ORDERS) for group in alike]
+    for groups in islice(product(*orders), ORDERS):
+        yield tuple(chain.from_iterable(groups))
 
 
 def _label(puzzle: Puzzle, order: tuple[int, ...]) -> tuple[tuple[tuple[int, int, int, int], ...], tuple[int, ...]]:
+    """(size, start, goal and scratch of each part in an order, slots numbered as they come; the slots)."""
     numbers: dict[int, int] = {}
 
-    def number(loc: int) -> int:
-        return loc if loc < 0 else numbers.setdefault(loc, len(numbers))
+    def number(location: int) -> int:
+        return location if location < 0 else numbers.setdefault(location, len(numbers))
 
-    pieces = tuple(
-        (puzzle.parts[k].size, number(puzzle.start[k]), number(puzzle.goal[k]), number(puzzle.scratch[k]))
-        for k in order
-    )
-    return pieces, tuple(numbers)
+    pieces = []
+    for part in order:
+        size = puzzle.parts[part].size
+        pieces.append((size, number(puzzle.start[part]), number(puzzle.goal[part]), number(puzzle.scratch[part])))
+    return tuple(pieces), tuple(numbers)
 
 
 class Curve:
@@ -134,35 +149,37 @@ class Curve:
             self._solve(max(nbytes, sizes[-1] * APART))
         elif nbytes < sizes[0]:
             self._solve(min(nbytes, sizes[0] / APART))
-        k = bisect_left(sizes, nbytes)
-        if sizes[k] == nbytes or _same(lines[k - 1], lines[k]):
-            return lines[k]
+        # Between two sizes with one line nothing else is cheapest.
+        above = bisect_left(sizes, nbytes)
+        if sizes[above] == nbytes or _same(lines[above - 1], lines[above]):
+            return lines[above]
         return self._solve(nbytes)
 
     def _solve(self, nbytes: float) -> tuple[float, float]:
         line = _line_of(self.pieces, self.prices, answer(Question(self.pieces, nbytes, self.prices)))
-        k = bisect_left(self._sizes, nbytes)
-        self._sizes.insert(k, nbytes)
-        self._lines.insert(k, line)
+        position = bisect_left(self._sizes, nbytes)
+        self._sizes.insert(position, nbytes)
+        self._lines.insert(position, line)
         return line
 
 
 def _line_of(pieces: tuple[Piece, ...], found: Prices, steps: tuple[Step, ...]) -> tuple[float, float]:
     """(seconds, seconds per byte of a rank's part at the start) of these steps."""
-    sizes = [p.size for p in pieces]
-    alpha_s = beta_s = 0.0
-    ways = []
+    sizes = [piece.size for piece in pieces]
+    ways = []  # at the start and behind each step, into how many parts the tensor is split
     for where in (tuple(piece.start for piece in pieces), *(step[2] for step in steps)):
-        ways.append(prod(size for size, place in zip(sizes, where) if place >= 0))
+        ways.append(prod(size for size, location in zip(sizes, where) if location >= 0))
+    alpha_s = beta_s = 0.0
     for (kind, who, _), before, after in zip(steps, ways, ways[1:]):
         if kind not in FREE:
-            a, b = found.at(kind, who)
-            alpha_s, beta_s = alpha_s + a, beta_s + b * (ways[0] / min(before, after))
+            step_s, step_s_per_byte = found.at(kind, who)
+            alpha_s += step_s
+            beta_s += step_s_per_byte * (ways[0] / min(before, after))
     return alpha_s, beta_s
 
 
-def _same(a: tuple[float, float], b: tuple[float, float]) -> bool:
-    return all(abs(x - y) <= 1e-9 * abs(x) for x, y in zip(a, b, strict=True))
+def _same(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return all(abs(x - y) <= 1e-9 * abs(x) for x, y in zip(one, other, strict=True))
 
 
 _CURVES: dict[tuple[tuple[Piece, ...], Prices], Curve] = {}
@@ -171,7 +188,7 @@ _PUZZLES: dict[tuple[object, ...], Curve] = {}
 
 def curve_of(puzzle: Puzzle, mesh: Mesh) -> Curve:
     """The curve that all puzzles share which are alike."""
-    known = (mesh, tuple(p.name for p in puzzle.parts), puzzle.start, puzzle.goal, puzzle.scratch)
+    known = (mesh, tuple(part.name for part in puzzle.parts), puzzle.start, puzzle.goal, puzzle.scratch)
     found = _PUZZLES.get(known)
     if found is None:
         alike = normal(puzzle, mesh)

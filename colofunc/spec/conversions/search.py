@@ -238,7 +238,8 @@ def _permute(here: Locations, there: Locations) -> Step:
 def _search(
     question: Question, start: Locations, goal: Locations, known: tuple[Step, ...] | None = None
 ) -> tuple[Step, ...]:
-    """A* from locations of a question's pieces to others. known: a way that is kept where no cheaper one is found soon."""
+    """A* from locations of a question's pieces to others. known: a way that is kept where no cheaper one is found soon.
+    """
     limit = None if known is None else _cost(question, start, known)
     pieces = tuple(attrs.evolve(piece, start=a, goal=b) for piece, a, b in zip(question.pieces, start, goal))
     sizes = tuple(piece.size for piece in pieces)

@@ -61,42 +61,48 @@ def bind(
         if bound is None and words is not None and out is not None:
             return None
         outs.append(bound)
-    spread = {f: how for name, how in (reduce or {}).items() for f in _expand(name, stars)}
+    spread: dict[str, str] = {}
+    for name, how in (reduce or {}).items():
+        spread.update(dict.fromkeys(_expand(name, stars), how))
     return Rule(tuple(ins), tuple(outs), sizes, spread, frozenset(whole), sets(linear), **more)
 
 
 def _operand(
     words: tuple[str, ...], shape: tuple[int, ...], sizes: dict[str, int], whole: set[str], stars: dict[str, int]
 ) -> Operand | None:
-    free = len(shape) - len(words) + sum(w.strip("[]").endswith("*") for w in words)
+    # `b*` stands for as many dims as the others leave.
+    free = len(shape) - len(words) + sum(word.strip("[]").endswith("*") for word in words)
     dims: list[Factors] = []
     for word in words:
         name = word.strip("[]")
         if name.endswith("*"):
             count = stars.setdefault(name[:-1], free)
-            names = [f"{name[:-1]}{i}" for i in range(count)]
+            names = [f"{name[:-1]}{number}" for number in range(count)]
             free -= count
         else:
             names = [name]
-        for n in names:
+        for factor in names:
             if len(dims) >= len(shape):
                 return None
             size = shape[len(dims)]
-            if n == "1":
+            if factor == "1":
                 if size != 1:
                     return None
                 dims.append(())
                 continue
-            if sizes.setdefault(n, size) != size:
+            if sizes.setdefault(factor, size) != size:
                 return None
             if word.startswith("["):
-                whole.add(n)
-            dims.append((n,))
+                whole.add(factor)
+            dims.append((factor,))
     return tuple(dims) if len(dims) == len(shape) else None
 
 
 def _expand(name: str, stars: Mapping[str, int]) -> list[str]:
-    return [f"{name[:-1]}{i}" for i in range(stars.get(name[:-1], 0))] if name.endswith("*") else [name]
+    """`b*` -> b0, b1, ...: as many as it stands for."""
+    if not name.endswith("*"):
+        return [name]
+    return [f"{name[:-1]}{number}" for number in range(stars.get(name[:-1], 0))]
 
 
 def sets(groups: Sets) -> tuple[frozenset[int], ...]:

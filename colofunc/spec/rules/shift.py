@@ -97,7 +97,8 @@ def _local(x: torch.Tensor, dim: int, atoms: Dim, by: int, fill: float, mesh: Me
 
 
 def _moved(x: torch.Tensor, atoms: Sequence[Atom], by: int, fill: float, mesh: Mesh) -> torch.Tensor:
-    """x (..., one dim for each local atom, what is moved together), shifted by `by` along the atoms taken as one dim."""
+    """x (..., one dim for each local atom, what is moved together), shifted by `by` along the atoms taken as one dim.
+    """
     if by == 0:
         return x
     if not atoms:
