@@ -102,7 +102,9 @@ def plan(
     save: Save = "",
     rows: Rows = 12,
 ) -> None:
-    """Trace and plan a step for a machine that need not be here: what was decided and why, its memory and its seconds.
+    """Trace and plan a step for a machine that need not be here.
+
+    Shown are what was decided and why, its memory and its seconds.
     """
     console = Console() if sys.stdout.isatty() else Console(width=180)
     try:

@@ -190,7 +190,9 @@ def placed(
     allowed: list[str],
     disk: str | bool | None = None,
 ) -> Staged:
-    """The step on the machine, with what may be done to meet the budget (`allowed`), where it does not say so itself.
+    """The step on the machine.
+
+    With what may be done to meet the budget (`allowed`), where it does not say so itself.
     """
     for name in allowed:
         if name not in MOVES:

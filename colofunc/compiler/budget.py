@@ -48,7 +48,9 @@ that it is slower by more than CLEARLY_SLOWER."""
 
 
 class DoesNotFit(PlanError):
-    """No plan was found within the budget, and the least was not looked for. peak_bytes: of the leanest that was tried.
+    """No plan was found within the budget, and the least was not looked for.
+
+    peak_bytes: of the leanest that was tried.
     """
 
     def __init__(self, peak_bytes: int) -> None:

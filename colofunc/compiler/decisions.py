@@ -151,7 +151,10 @@ class Candidates:
                 layouts.setdefault(id_, of_shape[value.shape])
 
     def _follow(self, node: Node, layouts: dict[int, tuple[Layout, ...]]) -> None:
-        """Offers a node the strategies that take its operands as they lie, and adds to `layouts` those of its results."""
+        """Offers a node the strategies that take its operands as they lie.
+
+        The layouts of their results are added to `layouts`.
+        """
         call, ids = call_of(node, self.program.values)
         if self.rule(call) is None or not any(id_ in layouts for id_ in ids):
             return
@@ -177,7 +180,10 @@ class Candidates:
         return self._following[key]
 
     def _all(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Sequence[Strategy]:
-        """Candidates that agree with what is fixed, and that itself: what was offered by a wish is enumerated nowhere."""
+        """Candidates that agree with what is fixed, and that itself.
+
+        What was offered by a wish is enumerated nowhere.
+        """
         strategies = self._over(item, axes, fixed)
         if fixed is None:
             return strategies

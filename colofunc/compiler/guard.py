@@ -33,7 +33,9 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 @attrs.frozen(eq=False)
 class Given:
-    """The leaves of a call, and the positions of those that are not at home: whatever they are, they have to be placed.
+    """The leaves of a call, and the positions of those that are not at home.
+
+    Whatever these are, they have to be placed.
     """
 
     leaves: Sequence[torch.Tensor]

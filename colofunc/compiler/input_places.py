@@ -137,7 +137,9 @@ def tiers_of_inputs(
     wished: Mapping[int, str],
     moves: Sequence[Move],
 ) -> Lies:
-    """The tiers in which inputs lie before a step. wished: position of an input -> the tier that the user wants it in.
+    """The tiers in which inputs lie before a step.
+
+    wished: position of an input -> the tier that the user wants it in.
     """
     tiers = {position: "device" for position, value in enumerate(program.inputs) if value in placed.fixed}
     for position in hidden.stay:

@@ -57,7 +57,9 @@ Search = Callable[[int], Trial]
 
 
 def least_budget(search: Search, large: bool, pool: Sequence[Search] = ()) -> Trial:
-    """The leanest plan found. pool: shardings that are tried whatever is asked for, each completed for so many bytes.
+    """The leanest plan found.
+
+    pool: shardings that are tried whatever is asked for, each completed for so many bytes.
     """
     best = _leanest_of_pool(pool, search(1))
     if best.done.short:

@@ -142,7 +142,9 @@ class Lowered:
         return attrs.evolve(self, program=self.passes[name].program)
 
     def cost(self, rank: int | None = None) -> CostReport:
-        """Seconds, flops, bytes and calls per collective and axis, of a rank, by default the busiest where they differ.
+        """Seconds, flops, bytes and calls per collective and axis, of a rank.
+
+        By default of the busiest where they differ.
         """
         some = distinct_ranks(self.program, self.mesh) if rank is None else (rank,)
         parts = [self._clocked(on_rank(self.program, self.mesh, one).program) for one in some]
@@ -265,7 +267,9 @@ class Lowered:
 
 
 def _ways(outs: Sequence[Layout | None], ins: Sequence[Layout], mesh: Mesh, axes: Sequence[tuple[str, str]]) -> int:
-    """By how many an operator's work is split: the axes its strategy places, or those its operands and results lie on.
+    """By how many an operator's work is split.
+
+    These are the axes its strategy places, or those its operands and results lie on.
     """
     names = {a for a, _ in axes}
     for layout in (*outs, *ins):

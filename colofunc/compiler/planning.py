@@ -276,7 +276,9 @@ def planning_of(
 
 
 def _options(transforms: Sequence[Transform]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The options of each transform, as text: but for the mesh and the plugins, which the key of the cache has already.
+    """The options of each transform, as text.
+
+    All but the mesh and the plugins, which the key of the cache has already.
     """
     options_by_transform = []
     for transform in transforms:

@@ -329,8 +329,7 @@ def _asked(
         if found is None:
             raise PlanError(
                 f"donate={donate!r} cannot be met: no output has the tree, shapes and dtypes of argument {k} "
-                f"({arguments[k].tree.name!r}); "
-                'return its new value, or use donate="auto"'
+                f'({arguments[k].tree.name!r}); return its new value, or use donate="auto"'
             )
         pairs.append((arguments[k], found))
     return pairs

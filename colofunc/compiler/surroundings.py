@@ -201,7 +201,9 @@ def inside(cell: CellType) -> Any:
 
 @lru_cache(maxsize=1 << 12)
 def names_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """(globals that the code reads, globals and names of functions around that it writes), functions inside included.
+    """(globals that the code reads, globals and names of functions around that it writes).
+
+    Those of functions inside are included.
     """
     read, written = set(), set()
     for step in dis.get_instructions(code):

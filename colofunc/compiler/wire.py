@@ -115,7 +115,9 @@ def _split(state: Any) -> tuple[Any, Any]:
 
 
 def _grown(build: Build) -> Build:
-    """Argument 0 with a residual of each leaf that may be trained and whose gradient is large enough to be sent narrow.
+    """Argument 0 with a residual of each leaf that is sent narrow.
+
+    That is one that may be trained and whose gradient is large enough.
     """
     known, bare = _split(build.state)
     found = dict(known or {})

@@ -182,7 +182,9 @@ def _common_mesh(cls: Any, func: Any, leaves: Sequence[Any]) -> tuple[Mesh, Back
 
 
 def _as_operand(cls: Any, x: torch.Tensor, mesh: Mesh, backend: Backend) -> Any:
-    """A plain tensor counts as the global value: it is an index, or torch's own (`call_function` refused the user's).
+    """A plain tensor counts as the global value.
+
+    It is an index, or torch's own (`call_function` refused the user's).
     """
     return x if isinstance(x, cls) else cls([x] * len(backend.ranks(mesh)), replicated(tuple(x.shape)), mesh, backend)
 
@@ -330,7 +332,9 @@ def _shared(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _is_plain(cls: Any, x: Any) -> bool:
-    """Whether a user would call it a plain tensor: no tensor of a trace, and no wrapper of torch.func around a DTensor.
+    """Whether a user would call it a plain tensor.
+
+    Tensors of a trace are none, nor are wrappers of torch.func around a DTensor.
     """
     return type(x) in (Tensor, torch.nn.Parameter) and not isinstance(compat.unwrap_functorch(x), cls)
 

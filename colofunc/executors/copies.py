@@ -119,7 +119,9 @@ class Copier:
         return Copying(target, partial(current.wait_event, done), source)
 
     def _before(self, x: torch.Tensor, writes: bool) -> Callable[[], None] | None:
-        """What a thread calls before it reads or writes this memory of the host, so that the host itself need not wait.
+        """What a thread calls before it reads or writes this memory of the host.
+
+        So the host itself need not wait.
         """
         flights = self._known(x)
         events = () if flights is None else tuple(flights.before(writes))

@@ -95,8 +95,7 @@ class Distributed:
         if self._by_nccl(mesh):
             raise PlanError(
                 'cf.pipeline(validate="next step") posts what it will receive before it sends, which waits for ever '
-                'with NCCL; it has run '
-                f'with gloo only. Try: validate="step", or {mesh!r} with device="cpu"'
+                f'with NCCL; it has run with gloo only. Try: validate="step", or {mesh!r} with device="cpu"'
             )
         groups = self._groups_of(mesh)
         if not self._delivers:
@@ -160,8 +159,8 @@ def _check_message_order(program: Program, mesh: Mesh) -> None:
     if message:
         raise PlanError(
             f"NCCL delivers messages in the order in which they are sent, and this schedule receives {message} before "
-            "one of the same "
-            'kind that was sent earlier. Try: schedule="1f1b", or a group that carries tensors on GPUs with gloo'
+            'one of the same kind that was sent earlier. Try: schedule="1f1b", or a group that carries tensors on GPUs '
+            "with gloo"
         )
 
 

@@ -44,9 +44,8 @@ def own_gpu(mesh: Mesh, launch: Launch, watch: Watch) -> int | None:
         )
     if any(names) and launch.rank == 0:
         warnings.warn(
-            f"{mesh} runs on the host and leaves GPUs idle, because {trouble}. Try: as many processes a node as it has "
-            "GPUs, or "
-            'device="cpu", which says that it is meant',
+            f"{mesh} runs on the host and leaves GPUs idle, because {trouble}. Try: as many processes a node as it "
+            'has GPUs, or device="cpu", which says that it is meant',
             stacklevel=2,
         )
     return None
@@ -71,9 +70,9 @@ def adopt_gpu(watch: Watch | None) -> None:
     trouble = shared_or_missing(watch.exchange("the GPUs of the ranks", name_of(index), watch.deadline_s))
     if trouble:
         raise MeshError(
-            f'NCCL wants a GPU of its own for each rank, and {trouble}. Try: '
-            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before '
-            "init_process_group, or leave it to cf.join(mesh) to make the process group"
+            f"NCCL wants a GPU of its own for each rank, and {trouble}. Try: "
+            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before init_process_group, or leave it to '
+            "cf.join(mesh) to make the process group"
         )
 
 

@@ -41,7 +41,9 @@ _before_end: list[Callable[[], None]] = []
 
 
 def before_end(work: Callable[[], None]) -> None:
-    """Have `work` done when the function of a launched rank has returned: its process ends without Python's own exit.
+    """Have `work` done when the function of a launched rank has returned.
+
+    Its process ends without Python's own exit.
     """
     _before_end.append(work)
 

@@ -21,7 +21,9 @@ import torch
 
 @attrs.define
 class Flights:
-    """Events of the copies of one piece of host memory: behind the last one into it, and behind those out of it since.
+    """Events of the copies of one piece of host memory.
+
+    They stand behind the last copy into it, and behind those out of it since.
     """
 
     filled: Any = None

@@ -157,7 +157,9 @@ class Unsettled:
         self._error: BaseException | None = None
 
     def is_read_by(self, inputs: Sequence[Shards]) -> bool:
-        """Whether what comes late is among the inputs, also where this rank has looked at it: all ranks say the same.
+        """Whether what comes late is among the inputs, also where this rank has looked at it.
+
+        So all ranks say the same.
         """
         late = {id(x) for x in self._late_parts}
         return any(id(x) in late for shards in inputs for x in shards)

@@ -224,7 +224,9 @@ class Watch:
             )
 
     def give_up(self, what: str, error: BaseException, timeout_s: float) -> None:
-        """In place of `agree` on a rank that failed before it: the others learn of it, this rank raises its own error.
+        """In place of `agree` on a rank that failed before it.
+
+        The others learn of it, this rank raises its own error.
         """
         try:
             self._round(FAILED_BEFORE, what, f"{type(error).__name__}: {error}", timeout_s)

@@ -103,8 +103,8 @@ def _compare(said: Sequence[Said], epoch: int, batch: int) -> None:
         if len(set(sums)) > 1:
             raise InputError(
                 f"{name!r} {shape} of {where} must be equal on all ranks, but ranks {_odd(sums)} hold other numbers; "
-                "let every rank read the same rows in the same order, or write "
-                'read="local" if each loader yields rows of its own'
+                'let every rank read the same rows in the same order, or write read="local" if each loader yields rows '
+                "of its own"
             )
 
 

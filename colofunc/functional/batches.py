@@ -350,8 +350,7 @@ class Batches:
         if read == "own" and not can:
             raise InputError(
                 'cf.batches: read="own" needs a torch DataLoader over a map-style data set, and one spec of dim 0 for '
-                'all tensors, '
-                f'not {type(self.loader).__name__}; leave read= out, or write read="all"'
+                f'all tensors, not {type(self.loader).__name__}; leave read= out, or write read="all"'
             )
         if alone:
             return "all"

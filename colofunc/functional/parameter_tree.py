@@ -77,7 +77,9 @@ def named_gradients(grads: Any, params: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def check_shapes(key: str, tensors: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
-    """Raises InputError where a tensor has another shape than the parameter of its name. key: what holds the tensors.
+    """Raises InputError where a tensor has another shape than the parameter of its name.
+
+    key: what holds the tensors.
     """
     for name, tensor in tensors.items():
         if tensor.shape != params[name].shape:

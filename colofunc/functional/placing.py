@@ -139,7 +139,7 @@ class Placer:
         if self.read == "own":
             if n != len(item.dead):
                 raise InputError(
-                    f'{len(item.dead)} samples became {n} rows by collating, so rows cannot be read apart; write '
+                    f"{len(item.dead)} samples became {n} rows by collating, so rows cannot be read apart; write "
                     'read="all"'
                 )
             held.dead = torch.tensor(item.dead, dtype=torch.bool)
@@ -225,10 +225,9 @@ class Placer:
         labels = integers[-1] if integers else names[-1]  # most likely
         raise InputError(
             f"a batch of this loader needs added rows (a short one, or one that {self.rows.whole_multiple} does not "
-            "divide), and none of "
-            f'{", ".join(tree.names())} tells a loss to leave them out; write weights="weight" and weigh the loss with '
-            'that leaf, '
-            f'fill={{{labels!r}: -100}} if these are labels, short="drop", or a batch size that divides (short="keep")'
+            f'divide), and none of {", ".join(tree.names())} tells a loss to leave them out; write weights="weight" '
+            f'and weigh the loss with that leaf, fill={{{labels!r}: -100}} if these are labels, short="drop", or a '
+            'batch size that divides (short="keep")'
         )
 
     def _grow(self, held: Held, rows: int) -> None:
@@ -253,8 +252,7 @@ class Placer:
             if value is None or (name.rsplit(".", 1)[-1] in POSITIONS and dim > 1):
                 raise InputError(
                     f"{name!r} has sizes {sorted(sizes)} in dim {dim} on the ranks, and nothing says how to pad it; "
-                    "write "
-                    f'fill={{{name!r}: 0}}, pad it to a fixed size in collate_fn, or read="all"'
+                    f'write fill={{{name!r}: 0}}, pad it to a fixed size in collate_fn, or read="all"'
                 )
             x = lengthened(x, dim, max(sizes), value)
         return x

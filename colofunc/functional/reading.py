@@ -110,8 +110,7 @@ def refuse_sharded(loader: Any) -> None:
             if getattr(sampler, size, 1) > 1 and hasattr(sampler, rank):
                 raise InputError(
                     f"the loader's {type(sampler).__name__} gives each rank rows of its own already; give cf.batches "
-                    "the loader "
-                    'without it (cf.batches reads rank-disjoint rows itself), or write read="local"'
+                    'the loader without it (cf.batches reads rank-disjoint rows itself), or write read="local"'
                 )
 
 

@@ -401,7 +401,9 @@ def _refuse_precision(precision: Any) -> None:
 
 @contextmanager
 def _traced(module: Any, numbers: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """While the block runs, `log` of the module and of modules inside it writes to the list, and `trainer` is guarded.
+    """While the block runs, `log` of the module and of modules inside it writes to the list.
+
+    `trainer` is guarded.
     """
     logs: list[Any] = []
     parameters = inspect.signature(pl.LightningModule.log)

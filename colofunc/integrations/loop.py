@@ -198,7 +198,9 @@ class Loop:
         self.state, self.written = None, True
 
     def _read(self) -> dict[str, Any]:
-        """The state of the first step: the module's values, and what the torch optimizer has loaded from a checkpoint.
+        """The state of the first step.
+
+        It has the module's values, and what the torch optimizer has loaded from a checkpoint.
         """
         optimizers = _optimizers(type(self.torch_optimizer), self.options, [0.0] * len(self.groups))
         of_groups = []

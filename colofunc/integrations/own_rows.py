@@ -115,7 +115,9 @@ class OwnRows:
         return self._as_planned(self._placer.place(held, said, padded))
 
     def _as_planned(self, batch: Any) -> Any:
-        """Each tensor where the plan has it: one that is used whole is gathered here, so that nothing is planned again.
+        """Each tensor where the plan has it.
+
+        One that is used whole is gathered here, so that nothing is planned again.
         """
         leaves, tree = flatten(batch)
         out = []

@@ -114,7 +114,9 @@ def _extremes(vector: Tensor, dim: int, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _shown(bounds: Sequence[Bound], mask: Tensor | None, s: int, t: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(b or 1, h or 1, blocks of rows, blocks of columns): which may show something, and which show all, for certain.
+    """(b or 1, h or 1, blocks of rows, blocks of columns), twice.
+
+    The first says which may show something, the second which show all, for certain.
     """
     rows, columns = -(-s // BLOCK), -(-t // BLOCK)
     some = torch.ones(1, 1, rows, columns, dtype=torch.bool, device=device)

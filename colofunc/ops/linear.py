@@ -40,7 +40,9 @@ def _linear_fake(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
 
 def _fitting(x: Tensor, w: Tensor) -> str:
-    """What would fit: the input is what people change from call to call, unless the weight stands the other way round.
+    """What would fit, in words.
+
+    The input is what people change from call to call, unless the weight stands the other way round.
     """
     if w.dim() == 2 and x.shape[-1] == w.shape[0]:
         return "w.t()"

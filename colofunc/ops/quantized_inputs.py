@@ -52,7 +52,9 @@ def units(x: Tensor, size: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, size: Tensor, threshold: float) -> Tensor:
-    """Rows (..., i) rounded to multiples of their `size` (...,) over 127, but for what is not less than the threshold.
+    """Rows (..., i) rounded to multiples of their `size` (...,) over 127.
+
+    What is not less than the threshold is left out.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     multiples = units(x, size) * (size.to(wide) / STEPS).unsqueeze(-1)

@@ -165,7 +165,9 @@ def numbers_kernel(
 
 @triton.jit
 def _first_of(ties):
-    """Which of eight bytes holds the lowest bit of a word with bits 7, 15, ..., 63 (0 where it has none), and that bit.
+    """Which of eight bytes holds the lowest bit of a word with bits 7, 15, ..., 63, and that bit.
+
+    The byte is 0 where the word has none.
     """
     bit = ties & ((ties ^ 0xFFFFFFFFFFFFFFFF) + 1)
     byte = (

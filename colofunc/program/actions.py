@@ -165,7 +165,10 @@ class ActionTable:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """Per stage, the most microbatches at once whose forward has begun and whose backward (B or I) has not ended."""
+        """Per stage, the most microbatches at once that are between forward and backward.
+
+        The forward of these has begun, and the backward (B or I) has not ended.
+        """
         most = [0] * self.stages
         now = [0] * self.stages
         for action in self.actions:

@@ -37,7 +37,10 @@ class Choice:
 
 
 def call_of(node: Node, values: Mapping[int, Value]) -> tuple[Call, tuple[int, ...]]:
-    """The node as a `Call` (operand k is `Ref(k)`; repeats stay separate operands) and the value ids of its operands."""
+    """The node as a `Call` and the value ids of its operands.
+
+    Operand k is `Ref(k)`; repeats stay separate operands.
+    """
     ids: list[int] = []
 
     def operand(id: int) -> Ref:

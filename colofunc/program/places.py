@@ -141,7 +141,10 @@ def _own_positions(program: Program, rank: _Rank) -> list[int]:
 
 
 def _editor_of(program: Program, there: Collection[int]) -> Editor:
-    """An editor of a program of whose values a rank has these: to the rank they exist, and it does not ask where else."""
+    """An editor of a program of whose values a rank has these.
+
+    To the rank they exist, and it does not ask where else.
+    """
     edit = Editor(program)
     for id in there:
         value = program.values[id]

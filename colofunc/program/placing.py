@@ -288,7 +288,9 @@ class _Run:
         return inf if id in self.stays else sent
 
     def _bring(self, id: int, at: Indices) -> None:
-        """Have a value there; with a view comes what it looks at, where that is sent in its place or is there already.
+        """Have a value there.
+
+        With a view comes what it looks at, where that is sent in its place or is there already.
         """
         if at <= self.there[id]:
             return

@@ -100,7 +100,9 @@ def node_lines(node: Node, values: Mapping[int, Value]) -> list[str]:
 
 
 def _heads(timetable: Timetable | None) -> dict[int, list[str]]:
-    """Position in a body -> the lines in front of it: of a timetable its rows, of a part its stage and kind of action.
+    """Position in a body -> the lines in front of it.
+
+    Of a timetable they are its rows, of a part its stage and kind of action.
     """
     if timetable is None:
         return {}

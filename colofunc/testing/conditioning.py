@@ -23,7 +23,9 @@ from colofunc.testing.trees import plain_copy
 
 
 def last_bit(fn: Callable[..., Any], *args: Any, tries: int = 2) -> float:
-    """The largest scaled difference of any output leaf over `tries` random choices of one bit up or down per element.
+    """The largest scaled difference of any output leaf.
+
+    It is that over `tries` random choices of one bit up or down per element.
     """
     worst, args = 0.0, doubled_inside(args)
     with torch.random.fork_rng(devices=()):

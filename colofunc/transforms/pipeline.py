@@ -104,8 +104,7 @@ def pipeline(
 def _one_is_not_validated(what: str) -> str:
     return (
         f'cf.pipeline(validate="next step"): {what}, and one microbatch has no schedule: each stage waits for the one '
-        'before it, so that '
-        'nothing would be validated later. Try: validate="step", or more microbatches'
+        'before it, so that nothing would be validated later. Try: validate="step", or more microbatches'
     )
 
 

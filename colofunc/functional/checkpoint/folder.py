@@ -112,7 +112,9 @@ def keep_newest(path: Path, count: int) -> None:
 
 
 def _alike(path: Path, ending: str) -> list[Path]:
-    """What lies beside `path` with its name, but for numbers, and this ending (and a token, for one that ends in "-").
+    """What lies beside `path` with its name, but for numbers, and this ending.
+
+    One that ends in "-" may have a token behind it.
     """
     words = [re.escape(word) for word in re.split(r"\d+", path.name)]
     token = "[0-9a-f]{12}" if ending.endswith("-") else ""

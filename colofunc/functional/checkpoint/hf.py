@@ -49,7 +49,9 @@ def stem(module: nn.Module) -> str:
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> the first name of the same tensor, which is how `cf.functional` calls it.
+    """Every name of a parameter or buffer -> the first name of the same tensor.
+
+    That is how `cf.functional` calls it.
     """
     first: dict[int, str] = {}
     found = {}
@@ -269,7 +271,9 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def to_stored(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Values of one group as they are written: the inverse of the conversions, ties once under the name that is loaded.
+    """Values of one group as they are written.
+
+    This is the inverse of the conversions, ties once under the name that is loaded.
     """
     if is_peft(module):
         from peft import get_peft_model_state_dict

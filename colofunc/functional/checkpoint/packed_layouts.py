@@ -49,7 +49,9 @@ from colofunc.spec.regions import Region, extent, take
 
 
 def layouts() -> dict[str, PackedLayout]:
-    """Name -> layout: this project's first, which are asked first whose a weight is, then those of installed plugins.
+    """Name -> layout.
+
+    This project's stand first, which are asked first whose a weight is, then those of installed plugins.
     """
     known = build_registry((packed_built_in,)).packed_layouts
     found = dict(packed_built_in.BUILT_IN)

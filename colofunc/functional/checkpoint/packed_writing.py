@@ -121,7 +121,9 @@ class Packing:
         return {} if self.layout is None else self.layout.header(stored, dtype or torch.float32)
 
     def save_config(self, folder: Path, dtype: torch.dtype | None) -> None:
-        """Have the configuration say how weights are kept, where there is one: also that they are no longer quantized.
+        """Have the configuration say how weights are kept, where there is one.
+
+        Also that they are no longer quantized.
         """
         path = folder / "config.json"
         if not path.exists():

@@ -117,7 +117,9 @@ def rounded_in_front(program: Program) -> Program:
 
 @attrs.frozen
 class _Gathered:
-    """A gather along one dim, at `gather`, what joins its parts, and the nodes that round what that gives, all alike.
+    """A gather along one dim with what rounds its result.
+
+    It stands at `gather`; the node at `join` puts its parts together, and those at `packs` round that, all alike.
     """
 
     program: Program

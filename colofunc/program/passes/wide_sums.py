@@ -89,7 +89,9 @@ def passes_sums(node: Node, program: Program) -> bool:
 
 
 def gradients(program: Program, dtype: torch.dtype) -> frozenset[int]:
-    """The values of a global program that are narrower than `dtype` and become a gradient: their sums will be widened.
+    """The values of a global program that are narrower than `dtype` and become a gradient.
+
+    Their sums will be widened.
     """
     values = ((i, program.values[i].dtype) for i in toward(program, gradients_of(program)))
     return frozenset(i for i, d in values if d.is_floating_point and d.itemsize < dtype.itemsize)

@@ -135,15 +135,13 @@ def data_dependent(what: str) -> TraceError:
     if inside_file(EXPERTS_LOOP):
         return TraceError(
             f"data-dependent control flow: {what} that depends on the step's inputs at {user_line()}: these experts "
-            "run in a Python loop "
-            'over those that have tokens. Load or configure the model with experts_implementation="grouped_mm" (or '
-            '"batched_mm")'
+            "run in a Python loop over those that have tokens. Load or configure the model with "
+            'experts_implementation="grouped_mm" (or "batched_mm")'
         )
     return TraceError(
-        f"data-dependent control flow: {what} that depends on the step's inputs at {user_line()}. "
-        "Choose with torch.where, return the tensor from the step, or make the argument a static one (int, bool or "
-        "str); "
-        'to see it, cf.debug.print("{}", x)'
+        f"data-dependent control flow: {what} that depends on the step's inputs at {user_line()}. Choose with "
+        "torch.where, return the tensor from the step, or make the argument a static one (int, bool or str); to see "
+        'it, cf.debug.print("{}", x)'
     )
 
 
