@@ -1,5 +1,5 @@
-"""What the clock itself costs: CPU microseconds a node to play a planned program (`colofunc.program.lanes`), with the copies that its changes
-of layout make (`colofunc.program.layout_copies`).
+"""What the clock itself costs: CPU microseconds a node to play a planned program (`colofunc.program.lanes`), with the copies of its
+changes of layout (`colofunc.program.layout_copies`).
 
 A search plays hundreds of programs that share most of their nodes, and every plan is chosen by what it finds, so it has to be quick. GPT-2
 small on four cards and four layers of LLaMA-3 8B on 64, the programs of `python -m bench planning`. `again`: of nodes that were played in

@@ -31,10 +31,10 @@ Terms that came of looking for the reason of a miss count wherever they hold:
   of the block's first: 2.2 ms in each layer of MH8, 15 % of its step. The three pairs stand as published now.
 - K1 and K3, KF2 and KF3, K11 to K13, KF4, KF5: copies. What a gather along the sequence brings is put in order, what a reduce-scatter sends
   before, and a block's parameters are copied out of what was gathered (`program.layout_copies`, which names the functions of torch that do
-  so). That was free here. Of tensor parallelism it is a fifth of what its collectives take, of FSDP2 on four H200 a twentieth. FSDP1 (P, MH,
-  MA, MF, I, IH, S) has one flat parameter, of which the others are views (`Run.flat`); pieces in chunks come to where they are read.
-- TH1, KF4, KF5: a gradient over dp was waited for behind the next two collectives, of which tensor parallelism has ten in a block. Those along
-  its own axes count now (`passes.coalesce.updates_late`, `passes.schedule.next_of_kind`): 23 % too slow became 12.
+  so). That was free here. Of tensor parallelism it is a fifth of what its collectives take. FSDP1 (P, MH, MA, MF, I, IH, S) has one flat
+  parameter, of which the others are views (`Run.flat`); pieces in chunks come to where they are read.
+- TH1, KF4, KF5: a gradient over dp was waited for behind the next two collectives, of which tensor parallelism has ten in a block. Those
+  along its own axes count now (`passes.coalesce.updates_late`, `passes.schedule.next_of_kind`): 23 % too slow became 12.
 - K1 to K3, KF: `torch.compile` has the model (`build_parallel_model`), and the loss is called behind it, as operators of torch
   (`Run.loss_as_written`); its operators take three times what one kernel takes, 7 ms for each microbatch's 4 GiB of logits.
 - K1 to K13, KF, P, MH, I, TA5, T35: "full" recomputation is of layers. Output layer and loss were made again as well.
@@ -80,9 +80,9 @@ says of a card (`colofunc.mesh.card`).
 - K, KF were 4 to 24 % too small still, for three facts of their code: the loss is not compiled and keeps what each of its operators makes,
   12 GiB in place of 8 (`Run.loss_as_written`); the variable `logits` lives until the next microbatch has its own, 4 GiB
   (`Run.keeps_logits`); tensor parallelism leaves the embedding whole, with its gradient and moments (`Run.whole_embedding`).
-- K1 and K2 are a fifth too large. K1 has no FSDP, and torch adds its gradients up in the parameters' bfloat16, 15 GiB less than in float32
-  here. K2, by the report's table with 4 rows in each of 2 microbatches, cannot hold its logits in what was published; with the 2 rows in each
-  of 4 that the driver's command says it would be 5 % too large, K1 8 %. The table is followed here, for both, because K1's peak fits it.
+- K1 and K2 are a fifth too large. K1 has no FSDP, and torch adds its gradients up in the parameters' bfloat16, 15 GiB less than in
+  float32 here. K2, by the report's table with 4 rows in each of 2 microbatches, cannot hold its logits in what was published; with the 2
+  rows in each of 4 that the driver's command says it would be 5 % too large, K1 8 %. The table is followed, as for K3.
 - All runs of "full": a plan keeps what goes from stage to stage, which is a layer's input and what is between its halves; frameworks keep
   the input alone. 4 GiB of K1 to K3, and their halves are not made again whole, 2 % of a step.
 - What is not in these: the gathered embedding and output layer, which FSDP2 keeps from forward to backward.
