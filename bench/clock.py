@@ -1,4 +1,5 @@
-"""What the clock itself costs: CPU microseconds a node to play a planned program (`colofunc.program.lanes`).
+"""What the clock itself costs: CPU microseconds a node to play a planned program (`colofunc.program.lanes`), with the copies of its
+changes of layout (`colofunc.program.layout_copies`).
 
 A search plays hundreds of programs that share most of their nodes, and every plan is chosen by what it finds, so it has to be quick. GPT-2
 small on four cards and four layers of LLaMA-3 8B on 64, the programs of `python -m bench planning`. `again`: of nodes that were played in
@@ -20,6 +21,7 @@ from bench.planning import LLAMAS, module_of
 from colofunc.compiler.lowered import Lowered
 from colofunc.program.ir import Program
 from colofunc.program.lanes import lanes
+from colofunc.program.layout_copies import with_copies
 
 PLAYS = 15
 MOST_US = 5.0
@@ -41,7 +43,7 @@ def play_us(low: Lowered, is_anew: bool) -> float:
     for _ in range(PLAYS):
         program = low.program.with_nodes(attrs.evolve(node) if is_anew else node for node in low.program.nodes)
         began_s = time.process_time()
-        lanes(program, low.mesh, low.registry.rule)
+        lanes(with_copies(program, low.mesh), low.mesh, low.registry.rule)
         found.append(time.process_time() - began_s)
     return 1e6 * min(found) / nodes_of(low.program)
 

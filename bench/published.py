@@ -29,6 +29,14 @@ Terms that came of looking for the reason of a miss count wherever they hold:
 - T4, T26, MH7, MH8, P4, P102: FSDP's units. A block is one gather and one reduction there, of which the next block's gather begins while
   the present one is computed (torch's default). Parts of a block went one by one here, and the last of them waited behind the reductions
   of the block's first: 2.2 ms in each layer of MH8, 15 % of its step. The three pairs stand as published now.
+- K1 and K3, KF2 and KF3, K11 to K13, KF4, KF5: copies. What a gather along the sequence brings is put in order, what a reduce-scatter sends
+  before, and a block's parameters are copied out of what was gathered (`program.layout_copies`, which names the functions of torch that do
+  so). That was free here. Of tensor parallelism it is a fifth of what its collectives take. FSDP1 (P, MH, MA, MF, I, IH, S) has one flat
+  parameter, of which the others are views (`Run.flat`); pieces in chunks come to where they are read.
+- TH1, KF4, KF5: a gradient over dp was waited for behind the next two collectives, of which tensor parallelism has ten in a block. Those
+  along its own axes count now (`passes.coalesce.updates_late`, `passes.schedule.next_of_kind`): 23 % too slow became 12.
+- K1 to K3, KF: `torch.compile` has the model (`build_parallel_model`), and the loss is called behind it, as operators of torch
+  (`Run.loss_as_written`); its operators take three times what one kernel takes, 7 ms for each microbatch's 4 GiB of logits.
 - K1 to K13, KF, P, MH, I, TA5, T35: "full" recomputation is of layers. Output layer and loss were made again as well.
 - K11 to K13, KF: the output layer gives every rank of tensor parallelism all logits, by its plan's code (`Run.logits`).
 
@@ -43,8 +51,10 @@ Note [Missed]. What was found out about pairs whose order is missed, and runs th
   uniformly: embedding and 21 layers, then 19 and the output layer, which is as even as the cut here. What takes the rest is not published.
 - T33 and T34 (which recompute every second layer, and every second product) are 2.3 % apart, and predicted 1 % the other way; TA2 and TA3,
   the same two ways on the same cards, are published 0.5 % apart the other way round.
-- K1 and K3, one card and four, 7 % apart, are predicted alike: on one card nothing is sent, and what is sent on four is hidden here.
-- KF2 and KF3: tensor parallelism of four and of two with FSDP, 3 % apart, predicted 1.5 % the other way.
+- K1 and K3, one card and four, 7 % apart, stand in their order, but less than a percent apart. Per second of collectives K2 and K3 lost a
+  second to K1 as published; here what runs beside them is a fifth slower. The share of the products' rate that is left in whole steps
+  (`sustained`) comes from rows that all send, so that one card, which sends nothing, is 10 % too slow.
+- KF1, KF2: `init_distributed` gives FSDP2 a mesh of one rank, so that it copies parameters that nobody sends; not counted.
 - P5: 30 B parameters and sequences of 8,192 on 8 cards of 80 GB. The same model on the same cards with 1,024, 2,048 and 4,096 tokens, and
   models of 7 B and 13 B with 8,192 and 16,384, are within 8 %. By its own table it falls from 51 % of the cards' peak to 39 % where the
   sequence doubles, and 13 B parameters do not (58 and 56 %). Counted by hand its card is full: 60 GB of states, 6 of layers' inputs, 6 of
@@ -55,9 +65,8 @@ Note [Missed]. What was found out about pairs whose order is missed, and runs th
 - MF3, 70 B on 64 cards of 40 GB with two rows a rank, is 32 % too fast, and its memory is half empty. MF4, on 128 with four rows, is 10 %
   too fast, and MA7, on 32 cards of 80 GB with two rows, too. Between MF3 and MF4 58 ms a layer would be waited for, which gathers at 26
   GB/s a box explain, an eighth of what the table says of its network; one row is no source for that.
-- TH1, held out, 23 % too slow, 9 % when parts of a block went one by one: a block's gradients, 1.6 GB, take 28 ms, and each block's are
-  waited for before the step goes on, which FSDP does a block later.
-- KF4, KF5, 17 and 18 % too fast, K11 to K13, 14 %: how many network cards a board has is not published, and one a device is assumed.
+- TH1, held out, 12 % too slow: gathers of a block's parameters, 0.8 GB over 16 boxes, wait for each other.
+- KF4, KF5, K11, K12, too fast by a tenth: how many network cards a board has is not published, and one a device is assumed.
 - M1: logits of 131,072 words beside 24 layers of 2,048, which a compiler fuses here. Neither the loss of the published run nor the rows of
   its microbatches are known.
 - Runs whose gathers would be begun late: Composer's default for FSDP is `BACKWARD_POST`, "less overlap" by torch's documentation. The host
@@ -67,11 +76,16 @@ Note [Peaks]. U1 and U2 publish what was alive, and so do all rows of K and KF (
 they stood here as what was reserved). The others publish what torch's caching allocator had reserved, beside which stands what the plan
 says of a card (`colofunc.mesh.card`).
 - K10 to K13, KF4 and KF5 were 25 to 60 % too small. Their frame reduces no gradient before the last microbatch, and FSDP2 adds up whole
-  ones in float32 meanwhile: 55 GiB of K10's 88. Said of the plan (`zero(3, reduce="last")`) they are 4 to 24 % too small.
-- K1 and K2 were too large: transformers' loss has float32 logits, theirs reads bfloat16. K1 is still 14 % too large, as microbatches add up
-  their gradients in float32 here, 15 GiB more than in the parameters' bfloat16 on one card.
-- What is not in these: the variable that holds a microbatch's logits until the next (4 GiB of K1), and the gathered embedding and output
-  layer, which FSDP2 keeps from forward to backward.
+  ones in float32 meanwhile: 55 GiB of K10's 88 (`zero(3, reduce="last")`).
+- K, KF were 4 to 24 % too small still, for three facts of their code: the loss is not compiled and keeps what each of its operators makes,
+  12 GiB in place of 8 (`Run.loss_as_written`); the variable `logits` lives until the next microbatch has its own, 4 GiB
+  (`Run.keeps_logits`); tensor parallelism leaves the embedding whole, with its gradient and moments (`Run.whole_embedding`).
+- K1 and K2 are a fifth too large. K1 has no FSDP, and torch adds its gradients up in the parameters' bfloat16, 15 GiB less than in
+  float32 here. K2, by the report's table with 4 rows in each of 2 microbatches, cannot hold its logits in what was published; with the 2
+  rows in each of 4 that the driver's command says it would be 5 % too large, K1 8 %. The table is followed, as for K3.
+- All runs of "full": a plan keeps what goes from stage to stage, which is a layer's input and what is between its halves; frameworks keep
+  the input alone. 4 GiB of K1 to K3, and their halves are not made again whole, 2 % of a step.
+- What is not in these: the gathered embedding and output layer, which FSDP2 keeps from forward to backward.
 - Runs that are compiled were 8 to 16 % larger than published as long as each operator's result counted. What no kernel writes is left out
   now (`colofunc.executors.unwritten`), but for one gradient of the logits in float32, which inductor was seen to keep on a CPU. Whether it
   does on these cards is not published.

@@ -75,6 +75,18 @@ def test_pieces_that_come_one_by_one_are_not_copied() -> None:
     assert copied_s(gathered("a b c -> b (a c)"), in_chunks) == [0.0, 0.0]
 
 
+def test_software_by_hand_lays_out_what_it_computes_as_it_is_read() -> None:
+    """A gradient whose rows change their order is copied here, and there only what a collective has brought."""
+    nodes = [
+        ("aten.neg.default", (R(0),), (1,)),
+        ("colofunc.rearrange", (R(1), "(a b c) d -> b (a c) d", ("a", "b"), (2, 2)), (2,)),
+    ]
+    made = program([0], nodes, [2], [(8, ROWS), (8, ROWS), (2, 4, ROWS)])
+    by_hand = MACHINE.with_software(fused=True)
+    assert copied_s(made)[1] > 0 and copied_s(made, by_hand) == [0.0, 0.0]
+    assert copied_s(gathered("a b c -> b (a c)"), by_hand)[1] > 0
+
+
 def test_a_compiler_copies_within_what_reads_it() -> None:
     """A sum of what is rearranged reads the memory once; the rearrangement by itself would read it and write it."""
     nodes = [

@@ -14,7 +14,8 @@ Other frameworks do the same: torch's functional collectives concatenate the par
 the first, and those that a reduce-scatter sends (torch/distributed/_functional_collectives.py, `all_gather_tensor`,
 `reduce_scatter_tensor`), and FSDP2 splits what it has gathered into its parameters (`foreach_all_gather_copy_out` in
 torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). FSDP1 does not: its parameters are views of a flat one
-(`Software.flat`). Collectives that run in chunks bring each piece to where its product reads it.
+(`Software.flat`). Collectives that run in chunks bring each piece to where its product reads it. Software whose kernels
+are by hand (`Software.fused`) lays out what it computes as it is read: of it only copies beside collectives count.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def _copying(program: Program, mesh: Mesh) -> list[int]:
     memory that is not contiguous."""
     if REARRANGE not in program.targets:
         return []
-    chunked = mesh.topology.software.axes(CHUNKS)
-    is_flat = mesh.topology.software.flat
+    software = mesh.topology.software
+    chunked, is_flat, by_hand = software.axes(CHUNKS), software.flat, software.fused
     nodes, lies = program.nodes, _Lies(program)
     found: dict[int, None] = {}
     # This runs for every candidate of a plan, so most nodes are told by their target alone.
@@ -72,6 +73,8 @@ def _copying(program: Program, mesh: Mesh) -> list[int]:
         if only_describes(target):
             lies.add(index)
             if target != REARRANGE or (is_flat and lies.is_part(node.args[0].id)):
+                continue
+            if by_hand and not lies.was_brought(node.args[0].id):
                 continue
             if not (chunked and lies.came_in_chunks(node.args[0].id, chunked)) and lies.is_copied(node):
                 found[index] = None
@@ -151,6 +154,10 @@ class _Lies(Mapping[int, Meta]):
             ref, pattern, names, sizes = node.args
             return _of_contiguous(pattern, names, sizes, self.program.values[ref.id].shape)[1]
         return any(_have_gaps(self[out]) for out in node.results)
+
+    def was_brought(self, id: int) -> bool:
+        """Whether a value describes what a collective has brought."""
+        return self._collective(id) is not None
 
     def came_in_chunks(self, id: int, chunked: frozenset[str]) -> bool:
         """Whether a value describes what a collective in chunks has brought."""
