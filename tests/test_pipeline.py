@@ -133,6 +133,15 @@ def test_a_language_model_with_a_tied_weight(schedule: str, plans: tuple[Any, ..
     agrees_with_one_device(cf.pipeline(cf.shard(step, cf.Mesh(pp=2, dp=2), *plans), microbatches=4, schedule=schedule), state, batch)
 
 
+@pytest.mark.parametrize("microbatches", [2, 8])
+def test_zero_3_gathers_the_parameters_of_a_stage_once_for_all_microbatches(microbatches: int) -> None:
+    step, state, batch = mlp(8)
+    mesh = cf.Mesh(pp=2, dp=2)
+    low = cf.pipeline(cf.shard(step, mesh, zero(3, "dp")), microbatches=microbatches, schedule="1f1b").lower(state, batch)
+    assert low.cost().calls["all_gather", "dp"] == 1
+    assert not [node for node in loop_of(low.program).body.nodes if node.target.startswith("colofunc.all_gather")]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_dropout_is_that_of_the_whole_batch(schedule: str) -> None:
     torch.manual_seed(0)

@@ -97,17 +97,6 @@ class Node:
     kernel: Planned | None = attrs.field(default=None, eq=False, repr=False)
     on: At | None = None  # who runs it: the ranks at some indices of an axis; None: all
 
-    def rewritten(
-        self,
-        args: tuple[Any, ...],
-        kwargs: tuple[tuple[str, Any], ...],
-        outs: tuple[int | None, ...],
-        note: str,
-        on: At | None,
-    ) -> Node:
-        """`attrs.evolve` for what passes change of every node, in a quarter of its time."""
-        return Node(self.target, args, kwargs, outs, self.phase, self.path, self.line, note, self.loop, self.kernel, on)
-
     @cached_property
     def refs(self) -> tuple[int, ...]:
         """Ids of the tensor operands, in order of appearance in args then kwargs (repeats kept)."""
@@ -207,6 +196,18 @@ def map_refs(tree: Any, fn: Callable[[int], Any]) -> Any:
         else:
             mapped.append(item)
     return tuple(mapped)
+
+
+def rewritten(
+    node: Node,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    outs: tuple[int | None, ...],
+    note: str,
+    on: At | None,
+) -> Node:
+    """`attrs.evolve` for what passes change of every node, in a quarter of its time."""
+    return Node(node.target, args, kwargs, outs, node.phase, node.path, node.line, note, node.loop, node.kernel, on)
 
 
 def reading(node: Node, names: Mapping[int, int]) -> Node:

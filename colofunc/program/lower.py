@@ -19,7 +19,7 @@ import torch
 
 from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
-from colofunc.program.ir import Node, Program, Ref, Value, map_refs
+from colofunc.program.ir import Node, Program, Ref, Value, map_refs, rewritten
 from colofunc.program.placing import Placing, everywhere, is_sent_as_source, is_view
 from colofunc.spec.conversions.conversion import conversion, conversion_s
 from colofunc.spec.layout import At, Layout, covers
@@ -183,7 +183,7 @@ class Builder:
         for old, layout in zip(node.outs, strategy.outs, strict=True):
             outs.append(None if old is None or layout is None else self.define(old, layout.with_at(at)))
         args, kwargs = map_refs((args, kwargs), lambda position: Ref(operands[position]))
-        self.emit(node.rewritten(args, kwargs, tuple(outs), strategy.name, at or node.on))
+        self.emit(rewritten(node, args, kwargs, tuple(outs), strategy.name, at or node.on))
 
     def _splice(self, node: Node, strategy: Strategy, operands: Sequence[int], at: At | None) -> None:
         """The local code of a strategy in place of a node."""

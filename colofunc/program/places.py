@@ -20,7 +20,7 @@ import attrs
 from colofunc.mesh import Mesh
 from colofunc.program.actions import ActionTable
 from colofunc.program.editor import Editor
-from colofunc.program.ir import Loop, Node, Program, Ref, Timetable, computed_once
+from colofunc.program.ir import Loop, Node, Program, Ref, Timetable, computed_once, rewritten
 from colofunc.spec.layout import At
 
 SEND = "colofunc.send"
@@ -169,7 +169,7 @@ def _of_rank(node: Node, program: Program, there: Collection[int], rank: _Rank) 
     elif node.on is None:
         yield node
     else:
-        yield node.rewritten(node.args, node.kwargs, node.outs, node.note, None)
+        yield rewritten(node, node.args, node.kwargs, node.outs, node.note, None)
 
 
 def _half_of_send(node: Node, program: Program, rank: _Rank) -> Iterator[Node]:
