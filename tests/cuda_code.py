@@ -21,6 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 
 import colofunc as cf
 from colofunc.compat import FakeTensorMode
@@ -131,6 +132,7 @@ def codes_of(program: Program) -> list[str]:
         with fakes:
             values = [program.values[i] for i in segment.piece.ins]  # type: ignore[attr-defined]
             inputs = [torch.empty(value.shape, dtype=value.dtype, device="cuda:0") for value in values]
+            inputs += [torch.empty((), dtype=torch.int64) for _ in segment.piece.numbers]  # type: ignore[attr-defined]
             codes.append(code_of(graph, inputs))
     return codes
 
@@ -150,10 +152,23 @@ def of_the_zoo(name: str) -> Program:
     return cf.shard(step_fn, cf.Mesh()).lower(state, batch).program
 
 
+def of_dropout() -> Program:
+    """A gradient through what stands around a dropout: an activation before it, a residual behind it."""
+
+    def step(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        return cf.value_and_grad(lambda x: (residual + F.dropout(F.gelu(x), 0.1)).square().sum())(x)
+
+    x = torch.zeros(64, 256)
+    return cf.shard(step, cf.Mesh()).lower(x, x).program
+
+
+SMALL = {"layers": of_layers, "dropout": of_dropout}
+
+
 def triton_of(name: str) -> list[str]:
-    """Of the compiled functions of a training step of a model of the zoo, or "" for a few layers. For a process of its own."""
+    """Of the compiled functions of one of `SMALL` or of a training step of a model of the zoo. For a process of its own."""
     warnings.simplefilter("ignore")
-    program = of_the_zoo(name) if name else of_layers()
+    program = SMALL[name]() if name in SMALL else of_the_zoo(name)
     as_if_there_were_a_card()
     return codes_of(program)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from cuda_code import in_a_process
+from cuda_code import allocated_bytes, in_a_process
 from pretended import Machine
 from pretended.kernels import BUILT_WITH_CUDA, runs_on_a_card
 
@@ -276,16 +276,21 @@ def assert_triton(name: str) -> None:
         assert all(runs_on_a_card(overload(target)) for target in others)
 
 
-OLD = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
+OLD = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14)
 
 
 @pytest.mark.skipif(OLD, reason="fake CUDA tensors of an older torch (tried: 2.11) ask for a real device")
-def test_inductor_writes_triton() -> None:
-    assert_triton("")
+def test_a_dropout_is_fused_with_what_stands_before_and_behind_it_forward_and_backward() -> None:
+    """Of ten operators with two draws one kernel that reads both operands once; the other adds up the sums of its blocks."""
+    (code,) = in_a_process("dropout")
+    elementwise, sums = re.findall(r"async_compile\.triton\('(\w+)'", code)
+    assert "bitwise_xor" in elementwise and "gelu_backward" in elementwise and "pow" in elementwise
+    assert sums.startswith("triton_per") and "xor" not in sums
+    assert allocated_bytes(code) < 2 * (64 * 256 * 4)  # the gradient and the sums of blocks: no mask and no activation
 
 
 @pytest.mark.sweep
 @pytest.mark.skipif(OLD, reason="fake CUDA tensors of an older torch (tried: 2.11) ask for a real device")
-@pytest.mark.parametrize("name", ["gpt2", "llama", "layer_lstm", "resnet", "mamba", "layer_losses", "t5", "mixtral_dense"])
-def test_inductor_writes_triton_for_models(name: str) -> None:
+@pytest.mark.parametrize("name", ["layers", "gpt2", "llama", "layer_lstm", "resnet", "mamba", "layer_losses", "t5", "mixtral_dense"])
+def test_inductor_writes_triton(name: str) -> None:
     assert_triton(name)
