@@ -127,6 +127,116 @@ def test_it_says_what_is_wrong_with_a_folder(tmp_path: Path, name: str) -> None:
     assert said.startswith(f"{path}: 'up._weight_") and says in said and ". Try: " in said, said
 
 
+# ---- blocks with scales of 8 bits, which are read ----
+
+NARROW = {"mxfp8": (1, 32, torch.float8_e8m0fnu), "nvfp4": (2, 16, torch.float8_e4m3fn)}
+"""Scheme -> numbers in a byte, columns of a block, dtype of scales."""
+HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def in_tiles(scale: Tensor) -> Tensor:
+    """Scales in the order of a card, number by number: the offset of (row, block) is what the manual of cuBLAS says it is."""
+    rows, blocks = scale.shape
+    down, across = -(-rows // 128), -(-blocks // 4)
+    flat = torch.zeros(down * across * 512, dtype=torch.uint8)
+    for row in range(rows):
+        for block in range(blocks):
+            tile = (row // 128) * across + block // 4
+            flat[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4] = scale.view(torch.uint8)[row, block]
+    return flat.view(32 * down, 16 * across).view(scale.dtype)
+
+
+def narrow_layer(scheme: str, rows: int, columns: int, tiled: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Tensors of one weight, and what they stand for."""
+    per_byte, width, dtype = NARROW[scheme]
+    draw = torch.Generator().manual_seed(rows)
+    shape = (rows, columns // width)
+    scale = (2.0 ** torch.randint(-3, 4, shape, generator=draw)).to(dtype)
+    whole: dict[str, Tensor] = {}
+    if per_byte == 1:
+        data = torch.randint(-31, 32, (rows, columns), generator=draw).mul(0.25).to(torch.float8_e4m3fn)
+        numbers = data.float()
+    else:
+        codes = torch.randint(0, 16, (rows, columns), generator=draw)
+        numbers = torch.tensor([*HALVES, *(-x for x in HALVES)])[codes]
+        data = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+        whole = {"per_tensor_scale": torch.tensor(0.125)}
+    wide = numbers * scale.float().repeat_interleave(width, 1) * whole.get("per_tensor_scale", 1.0)
+    return {"qdata": data, "scale": in_tiles(scale) if tiled else scale, **whole}, wide
+
+
+def narrow_folder(scheme: str, tiled: bool, folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    weights = {}
+    for name, shape in SHAPES.items():
+        parts, weights[f"{name}.weight"] = narrow_layer(scheme, *shape, tiled)
+        tensors |= {f"{name}._weight_{key}": x for key, x in parts.items()}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    return weights
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["rows", "tiles"])
+@pytest.mark.parametrize("scheme", NARROW)
+def test_blocks_with_narrow_scales_are_read_as_they_are_on_any_mesh(tmp_path: Path, scheme: str, tiled: bool) -> None:
+    weights = narrow_folder(scheme, tiled, tmp_path / "a")
+    model = cf.load(tmp_path / "a", model=unbuilt())
+    assert all(torch.equal(make(model.params[key]), weight) for key, weight in weights.items())
+    for plans in ((tensor("1d", "tp"),), (zero(3, "dp"),)):
+        state = cf.quantize(cf.shard(forward(model), MESH, *plans), scheme).init(model.params, inputs())
+        assert all(torch.equal(state[key].dequantize().full(), weight) for key, weight in weights.items())
+
+
+NARROW_MISTAKES: dict[str, tuple[str, str, Any, str]] = {
+    "misshapen": ("mxfp8", "scale", lambda x: x[:7], "has shape (7, 32), and should have (256, 8) or, in tiles, (64, 32)"),
+    "not finite": ("mxfp8", "scale", lambda x: (x.view(torch.uint8) | 255).view(x.dtype), "has NaN or infinite scales"),
+    "inputs": ("nvfp4", "act_per_tensor_scale", lambda x: torch.ones(1), "is about inputs, and is not read"),
+    "two numbers": ("nvfp4", "per_tensor_scale", lambda x: torch.ones(2), "has shape (2,), and should be one number"),
+    "odd columns": ("mxfp8", "qdata", lambda x: x[:, :40], "has 40 columns, and blocks have 32"),
+}
+
+
+@pytest.mark.parametrize("name", NARROW_MISTAKES)
+def test_it_says_what_is_wrong_with_blocks_of_narrow_scales(tmp_path: Path, name: str) -> None:
+    scheme, key, change, says = NARROW_MISTAKES[name]
+    narrow_folder(scheme, True, tmp_path / "a")
+    path = tmp_path / "a" / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"up._weight_{key}"] = change(tensors.get(f"up._weight_{key}")).contiguous()
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError) as caught:
+        make(cf.load(tmp_path / "a", model=unbuilt()).params["up.weight"])
+    said = str(caught.value)
+    assert said.startswith(f"{path}: 'up._weight_{key}'") and says in said and ". Try: " in said, said
+
+
+def test_torchaos_own_blocks_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    wide = {name: torch.randn(shape, generator=torch.Generator().manual_seed(3)) for name, shape in SHAPES.items()}
+    for scheme in NARROW:
+        tensors, wanted = {}, {}
+        for name, weight in wide.items():
+            if scheme == "mxfp8":
+                theirs = MXTensor.to_mx(weight, torch.float8_e4m3fn, 32, is_swizzled_scales=True)
+                parts = {"qdata": theirs.qdata, "scale": theirs.scale}
+            else:
+                whole = per_tensor_amax_to_scale(weight.abs().amax())
+                theirs = NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=whole, is_swizzled_scales=True)
+                parts = {"qdata": theirs.qdata, "scale": theirs.scale, "per_tensor_scale": theirs.per_tensor_scale}
+            tensors |= {f"{name}._weight_{key}": x.contiguous() for key, x in parts.items()}
+            wanted[f"{name}.weight"] = theirs.dequantize(torch.float32)
+        (tmp_path / scheme).mkdir()
+        save_file(tensors, tmp_path / scheme / "model.safetensors")
+        model = cf.load(tmp_path / scheme, model=unbuilt())
+        for name, weight in wanted.items():
+            # theirs multiplies both scales first, which rounds once more
+            apart = 0.0 if scheme == "mxfp8" else 2.0**-23
+            torch.testing.assert_close(make(model.params[name]), weight, rtol=apart, atol=0.0)
+
+
 def test_scales_of_inputs_are_refused(tmp_path: Path) -> None:
     written("torchao-int8", tmp_path / "a")
     path = tmp_path / "a" / "model.safetensors"

@@ -79,7 +79,7 @@ class Stored:
 
         Raises InputError for another one, which would round numbers a second time.
         """
-        calibrated = quantizer.by_name is not None or quantizer.asks_all_rows
+        calibrated = quantizer.by_name is not None or quantizer.input_scale is not None
         if calibrated or quantizer.form != self.weight.form:
             names = [repr(one.name) for one in BUILT_IN.values() if one.form == self.weight.form]
             raise InputError(

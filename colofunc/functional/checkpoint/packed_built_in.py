@@ -10,7 +10,7 @@ from colofunc.functional.checkpoint.packed_blocks import FINEGRAINED_FP8
 from colofunc.functional.checkpoint.packed_int4 import AWQ, GPTQ, PACK_QUANTIZED
 from colofunc.functional.checkpoint.packed_rows import FLOAT_QUANTIZED, INT_QUANTIZED
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout
-from colofunc.functional.checkpoint.packed_torchao import FLOAT8, INT4
+from colofunc.functional.checkpoint.packed_torchao import FLOAT8, INT4, MXFP8, NVFP4
 from colofunc.functional.checkpoint.packed_torchao import INT8 as TORCHAO_INT8
 from colofunc.plugins.hookspecs import hookimpl
 
@@ -26,6 +26,8 @@ ALL = (
     TORCHAO_INT8,
     FLOAT8,
     INT4,
+    MXFP8,
+    NVFP4,
 )
 BUILT_IN: Mapping[str, PackedLayout] = {one.name: one for one in ALL}
 

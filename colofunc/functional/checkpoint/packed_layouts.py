@@ -20,6 +20,8 @@ of (`Stored`), so that `cf.quantize` takes the numbers as they are.
     torchao-int8       x._weight_qdata, x._weight_scale, x._weight_zero_point                   int8
     torchao-float8     x._weight_qdata, x._weight_scale                                         fp8
     torchao-int4       x._weight_qdata, x._weight_scale, x._weight_zero_point                   int4
+    torchao-mxfp8      x._weight_qdata, x._weight_scale                                         mxfp8
+    torchao-nvfp4      x._weight_qdata, x._weight_scale, x._weight_per_tensor_scale             nvfp4
 
 The layouts themselves are in `packed_bitsandbytes.py`, `packed_int4.py`, `packed_blocks.py`, `packed_rows.py` and
 `packed_torchao.py`; plugins give more by the hook `colofunc_packed_layouts`, as these come (`packed_built_in.py`).

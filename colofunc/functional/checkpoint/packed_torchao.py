@@ -3,18 +3,27 @@
     x._weight_qdata        torchao-int8     int8 (o, i)
                            torchao-float8   float8_e4m3fn (o, i)
                            torchao-int4     int8 (o, i), of -8 to 7
-    x._weight_scale        (o, 1), or (o, groups) of torchao-int4
-    x._weight_zero_point   int8, as scales: 0 of torchao-int8, not there of torchao-float8
+                           torchao-mxfp8    float8_e4m3fn (o, i)
+                           torchao-nvfp4    uint8 (o, i/2), the even column in the low half
+    x._weight_scale        (o, 1), or (o, groups) of torchao-int4; float8_e8m0fnu (o, i/32) of torchao-mxfp8 and
+                           float8_e4m3fn (o, i/16) of torchao-nvfp4, or in the order of a card (Note [Tiles of scales])
+    x._weight_zero_point   int8, as scales: 0 of torchao-int8, not there of torchao-float8 and in mx and nv formats
+    x._weight_per_tensor_scale   float32, one number, of some torchao-nvfp4
 
     weight = (number - zero) scale
 
 The file's header says of each tensor which class it is of, with what it was made by; torchao reads no file without.
 What is read here needs none of it: dtypes and shapes tell the layouts apart. Other classes of torchao's are refused:
-`Int4Tensor` has zeros in floating point whose meaning is that of kernels for CUDA, MX and NV formats have scales in the
-order of a card.
+`Int4Tensor` has zeros in floating point whose meaning is that of kernels for CUDA.
+
+Note [Tiles of scales]: tensor cores read the scales of blocks in tiles of 128 rows by 4 blocks, and a file has them so.
+Row r of a tile is r % 32 of its 32 lines of 16, place r // 32 of the four in it, of 4 blocks each. Tiles are filled up
+with zeros, and stand one behind the other, those of the same rows first; as a matrix they are 32 rows by 16 columns
+each.
 
 Source: torchao 0.18, `torchao/prototype/safetensors` (names and header), `Int8Tensor`, `Float8Tensor`,
-`IntxUnpackedToInt8Tensor`.
+`IntxUnpackedToInt8Tensor`, `MXTensor`, `NVFP4Tensor`. Tiles: NVIDIA's manual of cuBLAS, "1D block scaling factors
+layout".
 """
 
 from __future__ import annotations
@@ -31,13 +40,23 @@ from colofunc.functional.checkpoint.files import dtype_name
 from colofunc.functional.checkpoint.packed_int4 import GROUP, MIDDLE, SCALES, groups_of, of_groups
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors, boxed, part
 from colofunc.ops.quantized import Quantized, packed, unpacked
+from colofunc.ops.small_floats import MX_BLOCK, NV_BLOCK
 from colofunc.program.lazy import Box
 
 DATA, SCALE, ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
-OF_INPUTS = ("_weight_act_quant_scale", "_weight_act_quant_zero_point", "_weight_act_pre_scale")
+PER_TENSOR = "_weight_per_tensor_scale"
+OF_INPUTS = (
+    "_weight_act_quant_scale",
+    "_weight_act_quant_zero_point",
+    "_weight_act_pre_scale",
+    "_weight_act_per_tensor_scale",
+)
 """What static quantization of inputs has measured, and what inputs are multiplied by."""
-KEYS = (DATA, SCALE, ZERO, *OF_INPUTS)
-E4M3 = torch.float8_e4m3fn
+KEYS = (DATA, SCALE, ZERO, PER_TENSOR, *OF_INPUTS)
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+TILE_ROWS, TILE_BLOCKS = 128, 4
+LINES, LINE = 32, 16
+"""A tile of scales as it is stored: Note [Tiles of scales]."""
 INT4_DTYPE = {"_type": "torch.dtype", "_data": "int4"}
 
 
@@ -124,6 +143,71 @@ def _read_int4(tensors: Tensors) -> Quantized:
     )  # fmt: skip
 
 
+def _scales_of_blocks(tensors: Tensors, dtype: torch.dtype, rows: int, blocks: int) -> Callable[[Box], Tensor]:
+    """What reads a box of the scales (rows, blocks), as their bits."""
+    stored = tensors.matrix(SCALE, (dtype,))
+    across = -(-blocks // TILE_BLOCKS)
+    tiled = (-(-rows // TILE_ROWS) * LINES, across * LINE)
+    if stored.shape not in ((rows, blocks), tiled):
+        raise tensors.wrong(SCALE, f"has shape {stored.shape}, and should have {(rows, blocks)} or, in tiles, {tiled}")
+
+    def read(box: Box) -> Tensor:
+        if stored.shape == (rows, blocks):
+            held = boxed(stored, box)
+        else:
+            first, last = box[0].start // TILE_ROWS, -(-box[0].stop // TILE_ROWS)
+            tiles = boxed(stored, (slice(LINES * first, LINES * last), slice(0, tiled[1]))).view(torch.uint8)
+            # (tile of rows, tile of blocks, row % 32, row // 32, block)
+            tiles = tiles.reshape(last - first, across, LINES, LINE // TILE_BLOCKS, TILE_BLOCKS)
+            plain = tiles.permute(0, 3, 2, 1, 4).reshape((last - first) * TILE_ROWS, across * TILE_BLOCKS)
+            held = plain[box[0].start - first * TILE_ROWS : box[0].stop - first * TILE_ROWS, box[1]].contiguous()
+        tensors.finite(SCALE, held.view(dtype).to(torch.float32))
+        return held.view(torch.uint8)
+
+    return read
+
+
+def _read_mxfp8(tensors: Tensors) -> Quantized:
+    _check_inputs(tensors)
+    stored = tensors.matrix(DATA, (E4M3,))
+    rows, columns = stored.shape
+    if columns % MX_BLOCK:
+        raise tensors.wrong(DATA, f"has {columns} columns, and blocks have {MX_BLOCK}")
+
+    def numbers(box: Box) -> Tensor:
+        return boxed(stored, box).view(torch.uint8)
+
+    scale = part((rows, columns // MX_BLOCK), torch.uint8, _scales_of_blocks(tensors, E8M0, rows, columns // MX_BLOCK))
+    data = part(stored.shape, torch.uint8, numbers)
+    return Quantized("mxfp8", "mxfp8", stored.shape, torch.float32, data=data, scale=scale)
+
+
+def _read_nvfp4(tensors: Tensors) -> Quantized:
+    _check_inputs(tensors)
+    stored = tensors.matrix(DATA, (torch.uint8,))
+    rows, columns = stored.shape[0], 2 * stored.shape[1]
+    if columns % NV_BLOCK:
+        raise tensors.wrong(DATA, f"has {columns} columns, and blocks have {NV_BLOCK}")
+    whole = torch.ones(1)
+    if PER_TENSOR in tensors.entries:
+        entry = tensors.checked(PER_TENSOR, (torch.float32,))
+        if entry.shape not in ((), (1,), (1, 1)):
+            raise tensors.wrong(PER_TENSOR, f"has shape {entry.shape}, and should be one number")
+        whole = tensors.finite(PER_TENSOR, tensors.whole(PER_TENSOR, (torch.float32,))).reshape(1)
+
+    def numbers(box: Box) -> Tensor:
+        return boxed(stored, box)
+
+    def outer(box: Box) -> Tensor:
+        return whole.expand(box[0].stop - box[0].start)
+
+    scale = part((rows, columns // NV_BLOCK), torch.uint8, _scales_of_blocks(tensors, E4M3, rows, columns // NV_BLOCK))
+    return Quantized(
+        "nvfp4", "nvfp4", (rows, columns), torch.float32,
+        data=part(stored.shape, torch.uint8, numbers), scale=scale, outer=part((rows,), torch.float32, outer),
+    )  # fmt: skip
+
+
 def _has_groups(tensors: Tensors) -> bool:
     scale = tensors.entries.get(SCALE)
     return scale is not None and len(scale.shape) == 2 and scale.shape[1] > 1
@@ -134,7 +218,15 @@ def _claims_int8(tensors: Tensors) -> bool:
 
 
 def _claims_float8(tensors: Tensors) -> bool:
-    return tensors.dtype(DATA) is E4M3 and not _has_groups(tensors)
+    return tensors.dtype(DATA) is E4M3 and tensors.dtype(SCALE) is not E8M0 and not _has_groups(tensors)
+
+
+def _claims_mxfp8(tensors: Tensors) -> bool:
+    return tensors.dtype(DATA) is E4M3 and tensors.dtype(SCALE) is E8M0
+
+
+def _claims_nvfp4(tensors: Tensors) -> bool:
+    return tensors.dtype(DATA) is torch.uint8 and tensors.dtype(SCALE) is E4M3
 
 
 def _claims_int4(tensors: Tensors) -> bool:
@@ -232,4 +324,10 @@ FLOAT8 = PackedLayout(
 INT4 = PackedLayout(
     "torchao-int4", form="int4", forms=("int4",), marks=(DATA,), needs=(DATA, SCALE, ZERO), keys=KEYS, read=_read_int4,
     write=_write_int4, config=_config("IntxWeightOnlyConfig", **_INT4), claims=_claims_int4, header=_header,
+)  # fmt: skip
+MXFP8 = PackedLayout(
+    "torchao-mxfp8", form="mxfp8", forms=(), marks=(DATA,), needs=(DATA, SCALE), keys=KEYS, read=_read_mxfp8, claims=_claims_mxfp8,
+)  # fmt: skip
+NVFP4 = PackedLayout(
+    "torchao-nvfp4", form="nvfp4", forms=(), marks=(DATA,), needs=(DATA, SCALE), keys=KEYS, read=_read_nvfp4, claims=_claims_nvfp4,
 )  # fmt: skip
