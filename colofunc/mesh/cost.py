@@ -149,12 +149,12 @@ def _group_cost(
     outside, near_ranks, inner_size = n, 1, 1  # domains one level further in, its ranks per domain, its size
     for level, (d, ranks) in zip(levels, domains, strict=True):
         if d < outside:
-            together: float = _together(level, inner_size, mesh_size)
+            sharers: float = _sharers(level, inner_size, mesh_size)
             # of links to as many others, those to peers are of use
             if level.sharing == "pairs" and level.size is not None:
-                together = (level.size - 1) / max(1, ranks - 1)
+                sharers = (level.size - 1) / max(1, ranks - 1)
             gain = level.all_reduce_gain if kind == "all_reduce" else 1.0
-            s_per_byte = together / (level.bandwidth_bytes_per_s * gain)
+            s_per_byte = sharers / (level.bandwidth_bytes_per_s * gain)
             if kind == "all_to_all":
                 alpha_s += (math.ceil(outside / d) - 1) * level.latency_s
                 beta_s += (ranks - near_ranks) / n * s_per_byte
@@ -189,28 +189,28 @@ def permute_alpha_beta(
         domains = ranks // outer_size
         crosses = homes != givers // inner_size
         ends_here = crosses & (domains == givers // outer_size)
-        together: float = 0
+        sharers: float = 0
         if level.sharing == "uplink" and crosses.any():
-            together = int(np.bincount(homes[crosses]).max())
+            sharers = int(np.bincount(homes[crosses]).max())
         elif level.sharing == "medium" and crosses.any():
-            together = int(np.bincount(domains[crosses]).max())
-        elif (
-            level.sharing == "pairs" and level.size is not None and ends_here.any()
-        ):  # one of a device's links leads to its peer
-            together = level.size - 1
+            sharers = int(np.bincount(domains[crosses]).max())
+        elif level.sharing == "pairs" and level.size is not None and ends_here.any():
+            sharers = level.size - 1  # one of a device's links leads to its peer
         elif ends_here.any():
-            together = 1
-        if together:
-            alpha_s, beta_s = max(alpha_s, level.latency_s), max(beta_s, together / level.bandwidth_bytes_per_s)
+            sharers = 1
+        if sharers:
+            alpha_s, beta_s = max(alpha_s, level.latency_s), max(beta_s, sharers / level.bandwidth_bytes_per_s)
         inner_size = level.size or inner_size
     return alpha_s, beta_s
 
 
-def _together(level: Level, inner_size: int, mesh_size: int) -> int:
+def _sharers(level: Level, inner_size: int, mesh_size: int) -> int:
     """How many devices use one link of this level at once. See Note [Contention]."""
     if level.sharing in ("device", "pairs"):
         return 1
-    return min(mesh_size, inner_size if level.sharing == "uplink" else level.size or mesh_size)
+    if level.sharing == "uplink":
+        return min(mesh_size, inner_size)
+    return min(mesh_size, level.size or mesh_size)
 
 
 def scaled(measured: tuple[float, float], part: tuple[float, float], whole: tuple[float, float]) -> tuple[float, float]:

@@ -73,7 +73,7 @@ class _Charge:
                 )
                 continue
             alone = len(read) == len(node.refs)
-            shares = _together(read, own, program.values)
+            shares = _shares_of_values(read, own, program.values)
             if not alone and shares.keys() != {REST}:  # a product is its weight's, whatever it adds
                 shares = _without_rest(shares)
             seconds = node_s(node, program.values, self.mesh, self.rule_of) * trips
@@ -85,7 +85,7 @@ class _Charge:
                     own[result] = self.owner(value) if value.name else shares
 
 
-def _together(read: Collection[int], own: Mapping[int, Shares], values: Mapping[int, Value]) -> Shares:
+def _shares_of_values(read: Collection[int], own: Mapping[int, Shares], values: Mapping[int, Value]) -> Shares:
     """Whose several values are, by their bytes."""
     total = sum(values[id].nbytes for id in read) or 1
     shares: dict[str, float] = {}

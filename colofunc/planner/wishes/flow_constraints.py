@@ -200,7 +200,7 @@ def with_open_axes(
             f"a striped layout beside {len(open_axes)} open axes ({', '.join(open_axes)}) is not searched; name plans "
             "for them"
         )
-    for inside, rest in _among(placement, open_axes, mesh):
+    for inside, rest in _placed_inside(placement, open_axes, mesh):
         for outside, passing in placements(rule, mesh, rest, orders=False):
             if not set(outside) & set(placement):
                 offers.setdefault(build(call, rule, {**inside, **outside}, passing), None)
@@ -270,7 +270,7 @@ def _placement(rule: Rule, strategy: Strategy) -> dict[str, Dim]:
     return placement
 
 
-def _among(
+def _placed_inside(
     placement: Mapping[str, Dim], axes: tuple[str, ...], mesh: Mesh
 ) -> Iterator[tuple[Mapping[str, Dim], tuple[str, ...]]]:
     """(placement with some axes inside its factors, the axes left); where two share a local part they stand in their
@@ -280,14 +280,14 @@ def _among(
         yield placement, ()
         return
     *first, last = axes
-    for inside, rest in _among(placement, tuple(first), mesh):
+    for inside, rest in _placed_inside(placement, tuple(first), mesh):
         yield inside, (*rest, last)
         for factor, dim in inside.items():
-            for refined in _within(dim, last, mesh.axis_size(last)):
+            for refined in _split_inside(dim, last, mesh.axis_size(last)):
                 yield {**inside, factor: refined}, rest
 
 
-def _within(dim: Dim, axis: str, ranks: int) -> Iterator[Dim]:
+def _split_inside(dim: Dim, axis: str, ranks: int) -> Iterator[Dim]:
     """The dim with `axis` as the major part of each local atom that it divides."""
     for position, (size, owner) in enumerate(dim):
         if owner is None and size % ranks == 0:
@@ -324,7 +324,7 @@ def _relaid(
     all_guests = tuple(axis for axes in guests.values() for axis in axes)
     if there - set(own) - set(all_guests):
         return  # axes of a pattern of its own lie there as well
-    for inside, rest in _among({factor: placement[factor] for factor in guests}, all_guests, mesh):
+    for inside, rest in _placed_inside({factor: placement[factor] for factor in guests}, all_guests, mesh):
         if rest or _has_guest_of_another(inside, guests):
             continue
         laid: list[Layout | None] = []
