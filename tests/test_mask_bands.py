@@ -10,7 +10,7 @@ from colofunc_plugins import ring
 
 import colofunc as cf
 from colofunc.program.passes import mask_bands
-from colofunc.program.passes.mask_bands import Band
+from colofunc.program.passes.bands import Band
 from colofunc.program.passes.simplify_known import Known
 from colofunc.program.tracing.trace import trace
 

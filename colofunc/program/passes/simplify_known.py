@@ -26,7 +26,8 @@ from colofunc.ops.targets import overload, resolve
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 from colofunc.program.on_host import OnHost
-from colofunc.program.passes.mask_bands import Band, band_of, runs_of
+from colofunc.program.passes.bands import Band, runs_of
+from colofunc.program.passes.mask_bands import band_of
 from colofunc.program.passes.mask_bounds import Parts, Writer, parts_of
 
 # A mask that is no band is made for real up to this many elements (bytes for bool).
