@@ -35,6 +35,8 @@ Terms that came of looking for the reason of a miss count wherever they hold:
   parameter, of which the others are views (`Run.flat`); pieces in chunks come to where they are read.
 - TH1, KF4, KF5: a gradient over dp was waited for behind the next two collectives, of which tensor parallelism has ten in a block. Those
   along its own axes count now (`passes.coalesce.updates_late`, `passes.schedule.next_of_kind`): 23 % too slow became 12.
+- D1 to D5: their plans here bring each microbatch's gradient in another order of rows, which a copy per trip was counted for, and D1 fell
+  behind D2. Megatron's kernels write gradients where they are summed; of software by hand only copies beside collectives count.
 - K1 to K3, KF: `torch.compile` has the model (`build_parallel_model`), and the loss is called behind it, as operators of torch
   (`Run.loss_as_written`); its operators take three times what one kernel takes, 7 ms for each microbatch's 4 GiB of logits.
 - K1 to K13, KF, P, MH, I, TA5, T35: "full" recomputation is of layers. Output layer and loss were made again as well.
