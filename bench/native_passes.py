@@ -2,7 +2,8 @@
 
 Beside each of torch's ways stands a plain loop in C++ (`passes.cpp`, compiled here for this processor), or a copy, as fast as memory is.
 Results go to memory that is there already, except where a row says that torch makes a new tensor: on a host that costs several times
-the pass itself, for each page of it is mapped anew. What colofunc runs is marked "ours".
+the pass itself, for each page of it is mapped anew. What colofunc runs is marked "ours". Behind them stands a step of attention end to end:
+by the kernel that is chosen for it, and with the scores of all pairs in memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import colofunc as cf
 from bench import Row, Section, pairs, ratio, seconds
@@ -159,11 +162,49 @@ def clipping() -> list[Row]:
     return rows_of("a step of a layer of 4,096 x 4,096 that clips", ways, LEAST_ELEMENTS)
 
 
+def by_kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def by_all_pairs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What is computed where no kernel is chosen: scores of all pairs lie in memory."""
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    above = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
+    return scores.masked_fill(above, -torch.inf).softmax(-1) @ v
+
+
+def attending(length: int, width: int = 512, heads: int = 8) -> list[Row]:
+    """A step of an attention block, forward and backward, in float32: by the kernel that is chosen, and without one."""
+    torch.manual_seed(0)
+    weights = {name: torch.randn(width, width) / width**0.5 for name in ("q", "k", "v", "out")}
+    x = torch.randn(1, length, width)
+
+    def step_of(attend: Callable[..., Tensor]) -> Callable[..., Any]:
+        def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+            q, k, v = ((x @ weights[name]).view(1, length, heads, -1).transpose(1, 2) for name in ("q", "k", "v"))
+            return (attend(q, k, v).transpose(1, 2).reshape(1, length, width) @ weights["out"]).square().mean()
+
+        def step(weights: dict[str, Tensor], x: Tensor) -> Any:
+            return cf.value_and_grad(loss)(weights, x)
+
+        return step
+
+    ours, whole = (cf.shard(step_of(attend), cf.Mesh()) for attend in (by_kernel, by_all_pairs))
+    for one, other in zip(tree_leaves(ours(weights, x)), tree_leaves(whole(weights, x)), strict=True):
+        torch.testing.assert_close(one.full(), other.full(), rtol=1e-3, atol=1e-5)
+    what = f"a step of attention over {length:,} tokens, {heads} heads of {width // heads}"
+    ways: Ways = {"by the kernel that is chosen": lambda: ours(weights, x), "scores of all pairs in memory": lambda: whole(weights, x)}
+    peaks = [step.lower(weights, x).memory().peak_bytes["device"] for step in (ours, whole)]
+    peak = Row(f"{what}: peak, kernel / all pairs", f"{peaks[0] / 1e6:.1f} MB / {peaks[1] / 1e6:.1f} MB = {peaks[0] / peaks[1]:.2f}")
+    return [*rows_of(what, ways, LEAST_ELEMENTS), peak]
+
+
 def bench() -> Section:
     os.environ["COLOFUNC_NATIVE"] = "require"  # what runs where there is a compiler
     library = loops()
     rows = [row for numel in SIZES for row in (*norms(library, numel), *scaling(library, numel))]
     rows += [*clipping(), *merging(library, 512), *merging(library, 2048), *packing(1 << 20, 64), *packing(1 << 25, 64)]
+    rows += [*attending(1024), *attending(4096)]
     return Section(
         "Passes over memory",
         f"{torch.get_num_threads()} thread(s), torch {torch.__version__}, load average {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores",
