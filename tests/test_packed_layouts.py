@@ -351,7 +351,8 @@ def test_a_layout_that_nobody_knows_is_named(tmp_path: Path, key: str, dtype: to
     assert str(caught.value) == (
         f"{path}: 'up.{key}' is {str(dtype).removeprefix('torch.')} beside 'up.weight_scale', which is no layout of quantized weights that "
         "is known; known are bitsandbytes-nf4, bitsandbytes-int8, gptq, awq, pack-quantized, finegrained-fp8, int-quantized, "
-        "float-quantized, torchao-int8, torchao-float8, torchao-int4, torchao-mxfp8, torchao-nvfp4. Try: the folder that it was made of, with its weights unquantized"
+        "float-quantized, torchao-int8, torchao-float8, torchao-int4, torchao-mxfp8, torchao-nvfp4. "
+        "Try: the folder that it was made of, with its weights unquantized"
     )
 
 
