@@ -85,23 +85,15 @@ struct Code {
   }
 };
 
-COLOFUNC_INLINE void put(float& to, float x, const uint64_t*, int64_t) {
-  to = x;
-}
-
-COLOFUNC_INLINE void put(BFloat16& to, float x, const uint64_t* words, int64_t i) {
-  to = words == nullptr ? BFloat16(x) : drawn(x, static_cast<uint32_t>(words[i]) & 0xFFFF);
-}
-
-// places: of the draws; nullptr where the parameter is rounded to the nearest number.
-template <class Param, class Narrow>
+// param: of floats, or of bfloat16. places: of the draws; nullptr where the parameter is rounded to the nearest number.
 struct Packed {
   const RoundedAdam& rule;
   const Places* places;
   const Code<true>& signed_code;
   const Code<false>& code;
-  Param* param;
-  const Narrow* grad;
+  float* param;
+  BFloat16* narrow_param;
+  Gradient grad;
   int8_t* first;
   uint8_t* second;
   float *first_scale, *second_scale;
@@ -110,22 +102,34 @@ struct Packed {
 
   COLOFUNC_INLINE void operator()() const {
     const RoundedAdam by = rule;
-    float wide[MOST], mean[MOST], square[MOST];
-    uint64_t words[MOST];
+    float wide[MOST], moved[MOST], mean[MOST], square[MOST];
     for (int64_t block = begin; block < end; ++block) {
       const int64_t at = block * size;
-      // Half is widened by a call, which no loop of vector instructions has in it.
-      for (int64_t i = 0; i < size; ++i) wide[i] = widened(grad[at + i]);
+      grad.widen(at, size, wide);
       signed_code.widen(first + at, first_scale[block], mean, size);
       code.widen(second + at, second_scale[block], square, size);
-      Param* __restrict p = param + at;
-      float moved[MOST];
-      for (int64_t i = 0; i < size; ++i) moved[i] = by.next(widened(p[i]), wide[i], mean[i], square[i]);
-      if (places != nullptr) places->words(words, at, size);
-      const uint64_t* draws = places == nullptr ? nullptr : words;
-      for (int64_t i = 0; i < size; ++i) put(p[i], moved[i], draws, i);
+      if (param != nullptr) {
+        std::memcpy(moved, param + at, size * sizeof(float));
+      } else {
+        for (int64_t i = 0; i < size; ++i) moved[i] = widened(narrow_param[at + i]);
+      }
+      for (int64_t i = 0; i < size; ++i) moved[i] = by.next(moved[i], wide[i], mean[i], square[i]);
+      write(moved, at);
       first_scale[block] = signed_code.pack(mean, halfway, first + at, size);
       second_scale[block] = code.pack(square, upward, second + at, size);
+    }
+  }
+
+  COLOFUNC_INLINE void write(const float* __restrict moved, int64_t at) const {
+    if (param != nullptr) {
+      std::memcpy(param + at, moved, size * sizeof(float));
+    } else if (places == nullptr) {
+      for (int64_t i = 0; i < size; ++i) narrow_param[at + i] = BFloat16(moved[i]);
+    } else {
+      uint64_t words[MOST];
+      places->words(words, at, size);
+      BFloat16* __restrict p = narrow_param + at;
+      for (int64_t i = 0; i < size; ++i) p[i] = drawn(moved[i], static_cast<uint32_t>(words[i]) & 0xFFFF);
     }
   }
 };
@@ -156,22 +160,15 @@ void adamw8(
   std::optional<Places> places;
   if (key) places = places_of(*key, rows, count, stride, numel, "adamw8_host_");
   const Places* drawn_at = places ? &*places : nullptr;
-  const auto over = [&](auto* p) {
-    using Param = std::remove_pointer_t<decltype(p)>;
-    over_gradient(grad, param, "adamw8_host_", [&](const auto* narrow) {
-      using Narrow = std::remove_cv_t<std::remove_pointer_t<decltype(narrow)>>;
-      torch::stable::parallel_for(0, blocks, std::max<int64_t>(1, GRAIN / size), [&](int64_t begin, int64_t end) {
-        at_best_level(Packed<Param, Narrow>{
-            rule, drawn_at, signed_code, code, p, narrow, first, second, first_scale, second_scale, up, halfway, size, begin, end});
-      });
-    });
-  };
-  if (param.scalar_type() == ScalarType::BFloat16) {
-    over(elements<BFloat16>(param, ScalarType::BFloat16, numel));
-  } else {
-    STD_TORCH_CHECK(!key, "adamw8_host_: only a parameter in bfloat16 is rounded by draws");
-    over(elements<float>(param, ScalarType::Float, numel));
-  }
+  const bool is_narrow = param.scalar_type() == ScalarType::BFloat16;
+  STD_TORCH_CHECK(is_narrow || !key, "adamw8_host_: only a parameter in bfloat16 is rounded by draws");
+  float* p = is_narrow ? nullptr : elements<float>(param, ScalarType::Float, numel);
+  BFloat16* narrow = is_narrow ? elements<BFloat16>(param, ScalarType::BFloat16, numel) : nullptr;
+  const Gradient gradients = gradient(grad, param, "adamw8_host_");
+  torch::stable::parallel_for(0, blocks, std::max<int64_t>(1, GRAIN / size), [&](int64_t begin, int64_t end) {
+    at_best_level(Packed{
+        rule, drawn_at, signed_code, code, p, narrow, gradients, first, second, first_scale, second_scale, up, halfway, size, begin, end});
+  });
 }
 
 }  // namespace

@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 
 namespace colofunc {
 namespace {
@@ -21,12 +20,11 @@ constexpr int64_t GRAIN = 16384;
 // Elements whose words are made at a time: they stay in the first-level cache.
 constexpr int64_t BLOCK = 1024;
 
-template <class Narrow>
 struct Rounds {
   const RoundedAdam& rule;
   const Places& places;
   BFloat16 *param, *first, *second;
-  const Narrow* grad;
+  Gradient grad;
   int64_t begin, end;
 
   COLOFUNC_INLINE void operator()() const {
@@ -36,8 +34,7 @@ struct Rounds {
     for (int64_t at = begin; at < end; at += BLOCK) {
       const int64_t count = std::min(BLOCK, end - at);
       places.words(words, at, count);
-      // Half is widened by a call, which no loop of vector instructions has in it.
-      for (int64_t i = 0; i < count; ++i) wide[i] = widened(grad[at + i]);
+      grad.widen(at, count, wide);
       BFloat16* __restrict p = param + at;
       BFloat16* __restrict a = first + at;
       BFloat16* __restrict b = second + at;
@@ -67,11 +64,9 @@ void adamw_rounded(
   const RoundedAdam rule(rate, root, keep, beta1, beta2, eps, weight_decay, decoupled, maximize);
   const Places places = places_of(key, rows, count, stride, param.numel(), "adamw_rounded_host_");
   BFloat16 *p = halves(param, param), *a = halves(exp_avg, param), *b = halves(exp_avg_sq, param);
-  over_gradient(grad, param, "adamw_rounded_host_", [&](const auto* narrow) {
-    using Narrow = std::remove_cv_t<std::remove_pointer_t<decltype(narrow)>>;
-    torch::stable::parallel_for(0, param.numel(), GRAIN, [&](int64_t begin, int64_t end) {
-      at_best_level(Rounds<Narrow>{rule, places, p, a, b, narrow, begin, end});
-    });
+  const Gradient narrow = gradient(grad, param, "adamw_rounded_host_");
+  torch::stable::parallel_for(0, param.numel(), GRAIN, [&](int64_t begin, int64_t end) {
+    at_best_level(Rounds{rule, places, p, a, b, narrow, begin, end});
   });
 }
 
