@@ -98,10 +98,10 @@ def machine(run: Run, is_sheet: bool = False) -> Topology:
         sheet = attrs.evolve(sheet, levels=(*inner, link))
     collectives, by_hand = {"tp": run.collectives}, run.fused == "by hand"
     is_fsdp = run.zero == 3  # of all runs here that split parameters; its units are blocks
-    if is_sheet:
-        return sheet.with_software(collectives=collectives, fused=by_hand, blocks=is_fsdp, flat=run.flat)
-    reached = attrs.evolve(attainable(sheet), name=run.topology)
     uncompiled = ("loss",) if run.loss_as_written else ()
+    if is_sheet:
+        return sheet.with_software("", collectives, by_hand, is_fsdp, run.flat, uncompiled)
+    reached = attrs.evolve(attainable(sheet), name=run.topology)
     return reached.with_software(run.attention, collectives, by_hand, is_fsdp, run.flat, uncompiled)
 
 

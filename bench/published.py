@@ -168,7 +168,7 @@ def variants(run: Run) -> dict[str, Topology]:
 
 
 def unfused(topology: Topology) -> Topology:
-    """A machine whose software has no kernels by hand."""
+    """A machine whose software has no kernels by hand, so that all copies between layouts count, too."""
     return attrs.evolve(topology, software=attrs.evolve(topology.software, fused=False))
 
 

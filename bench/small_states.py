@@ -24,7 +24,7 @@ from colofunc.ops.update_rounded import adamw_rounded_
 SIDES = (1 << 10, 1 << 12)
 LEAST_ELEMENTS = 1 << 22  # that one measurement updates, in several calls of a small size
 MOST_TIMES = 2.0
-"""Times that an update rounded by draws may take of torch's, which rounds to the nearest."""
+"""Times that an update rounded by draws, or of moments in 8 bits, may take of torch's."""
 NUMBERS = (0.9, 0.999, 1e-8, 0.01)
 
 

@@ -70,9 +70,29 @@ def test_a_parameter_of_a_block_is_copied_out_of_what_was_gathered_unless_it_is_
     assert copied_s(of_a_block(), MACHINE.with_software(blocks=True, flat=True)) == [0.0] * 4
 
 
-def test_pieces_that_come_one_by_one_are_not_copied() -> None:
+def test_pieces_that_come_to_a_product_one_by_one_are_not_copied() -> None:
     in_chunks = MACHINE.with_software(collectives={"tp": "chunks"})
-    assert copied_s(gathered("a b c -> b (a c)"), in_chunks) == [0.0, 0.0]
+    whole = gathered("a b c -> b (a c)")
+    # No product reads it, so it comes whole, and is copied.
+    assert copied_s(whole, in_chunks) == copied_s(whole)
+    assert copied_s(whole)[1] > 0
+    nodes = [
+        ("colofunc.all_gather", (R(0), ("tp",), 4, 0), (1,)),
+        ("colofunc.rearrange", (R(1), "a b c -> b (a c)", (), ()), (2,)),
+        ("aten.mm.default", (R(2), R(3)), (4,)),
+    ]
+    read = program([0, 3], nodes, [4], [(2, ROWS), (4, 2, ROWS), (2, 4 * ROWS), (4 * ROWS, 2), (2, 2)])
+    assert copied_s(read)[1] > 0 and copied_s(read, in_chunks) == [0.0, 0.0, 0.0]
+
+
+def test_a_transposed_operand_of_a_collective_is_copied_without_any_rearrangement() -> None:
+    nodes = [
+        ("aten.t.default", (R(0),), (1,)),
+        ("colofunc.reduce_scatter", (R(1), ("tp",), 4, "sum"), (2,)),
+    ]
+    sent = program([0], nodes, [2], [(ROWS, 4), (4, ROWS), (1, ROWS)])
+    taken_s, wired_s = copied_s(sent)
+    assert taken_s > 2 * 4 * ROWS * ITEM / MACHINE.device.memory_bytes_per_s and not wired_s
 
 
 def test_software_by_hand_lays_out_what_it_computes_as_it_is_read() -> None:

@@ -102,6 +102,12 @@ def costs_by_chance(stages: int, seed: int) -> StageCosts:
     return StageCosts(*columns, kept, [one * chance.uniform(0.2, 1.0) for one in kept])
 
 
+def test_a_table_without_a_stage_in_the_middle_is_refused_before_it_is_played() -> None:
+    table = ActionTable.parse(["0F0 0B0", "2F0 2B0"])
+    with pytest.raises(cf.PlanError, match="1F0"):
+        simulate(table, StageCosts.uniform(3, 1.0, 1.0, 1.0))
+
+
 NAMED = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipev")
 
 

@@ -15,7 +15,7 @@ from colofunc.errors import InputError, ProgramError
 from colofunc.mesh import Mesh
 from colofunc.ops.targets import overload, resolve, target_of
 from colofunc.program.check import Checker, check_program
-from colofunc.program.ir import Node, Program, Ref, Value
+from colofunc.program.ir import Node, Program, Ref, Value, rewritten
 from colofunc.program.passes.simplify import drop_dead, fold_masks, simplify, tidy
 from colofunc.program.passes.simplify_known import _runs_of_mask, classify_runs
 from colofunc.program.text import text
@@ -158,6 +158,17 @@ def test_check_knows_the_stages() -> None:
     with pytest.raises(ProgramError, match="only the in-place stage allows"):
         check_program(mutating)
     check_program(attrs.evolve(mutating, stage="inplace"))
+
+
+def test_a_node_that_is_rewritten_keeps_all_that_it_is_not_given() -> None:
+    """`rewritten` writes the fields by their places, as it is called for every node: here stands each of them."""
+    kept = {
+        field.name: object() for field in attrs.fields(Node) if field.name not in ("args", "kwargs", "outs", "note", "on")
+    }
+    node = Node(args=(), kwargs=(), outs=(), **kept)
+    given = {"args": (1,), "kwargs": (("dim", 0),), "outs": (7,), "note": "why", "on": None}
+    new = rewritten(node, *given.values())
+    assert {field.name: getattr(new, field.name) for field in attrs.fields(Node)} == kept | given
 
 
 def test_check_aliases() -> None:

@@ -165,6 +165,8 @@ def test_software_that_nobody_has_is_an_error_with_a_near_name() -> None:
     none = "; it has rates of no kernel: plan for one that was measured"
     with pytest.raises(TopologyError, match=rf"device 'h100' has no attention by 'cudnn'.*{none}"):
         cf.topology("8xh100:datasheet").with_software(attention="cudnn")
+    with pytest.raises(TopologyError, match=r"uncompiled='loss' is one path; write a list of paths, uncompiled=\['loss'\]"):
+        cf.Mesh(topology="8xh100").topology.with_software(uncompiled="loss")
     with pytest.raises(TopologyError, match=r"collectives of an axis run 'chunk'; did you mean 'chunks'"):
         ATTAINED.with_software(collectives={"tp": "chunk"})
 

@@ -102,14 +102,14 @@ class StepCompiler:
     def _run(self, staged: Staged, ready: Ready, given: Given, name: str) -> Any:
         self._calls += 1
         with nullcontext() if ready.watch is None else ready.watch.step(name):
-            while ready.after is not None:
-                ready = ready.after
-                low, called = ready.low, _called(name)
-                leaves = moved(given.leaves, low.input_layouts, low, ready.backend, ready.disk, called)
-                given = Given.of(leaves, ready.homes)
             every = staged.sharding.agree_every
             agrees_now = bool(every) and self._calls % every == 0
             try:
+                while ready.after is not None:
+                    ready = ready.after
+                    low, called = ready.low, _called(name)
+                    leaves = moved(given.leaves, low.input_layouts, low, ready.backend, ready.disk, called)
+                    given = Given.of(leaves, ready.homes)
                 return ready.call(given, _called(name), every if agrees_now else 0)
             except torch.OutOfMemoryError as error:
                 ready.explain_full(error)
@@ -158,20 +158,23 @@ class StepCompiler:
         ready = self._get(staged, args, [*state, *leaves[len(first) :]], tree, runs=True)
         ready.compare("init", first)
         names, layouts = ready.low.traced.names, ready.low.input_layouts
-        ready.hidden()
-        _ = ready.scratch  # its room is taken now, or not at all
-        placed = []
-        shelves = Shelves(ready.disk, first, layouts, [True] * len(first), ready.low.mesh, ready.backend)
-        for leaf, layout, name in zip(first, layouts, names, strict=False):  # one by one: lazy leaves are made here
-            try:
+        what = "what the step reads beside its arguments"
+        try:
+            ready.hidden()
+            _ = ready.scratch  # its room is taken now, or not at all
+            placed = []
+            shelves = Shelves(ready.disk, first, layouts, [True] * len(first), ready.low.mesh, ready.backend)
+            for leaf, layout, name in zip(first, layouts, names, strict=False):  # one by one: lazy leaves are made here
+                what = f"{name!r} of the state"
                 on_mesh = place(leaf, layout, ready.low.mesh, ready.backend, True, name, device=ready.device)
-            except torch.OutOfMemoryError as error:
-                error.add_note(f"while {name!r} of the state was placed")
-                ready.explain_full(error)
-                raise
-            placed.append(shelves.keep(on_mesh, layout))
-        shelves.commit()
-        placed = side_by_side(placed, ready.buffers)
+                placed.append(shelves.keep(on_mesh, layout))
+            shelves.commit()
+            what = "what is updated by one kernel, side by side,"
+            placed = side_by_side(placed, ready.buffers)
+        except torch.OutOfMemoryError as error:
+            error.add_note(f"while {what} was placed")
+            ready.explain_full(error)
+            raise
         made = [ready.owned(*one) for one in zip(placed, ready.homes, ready.roles, strict=False)]
         return unflatten(first_tree, made)
 

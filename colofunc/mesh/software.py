@@ -52,7 +52,8 @@ class Software:
     torch's.
 
     fused: it has kernels by hand for what stands between products (norms with their sums, activation functions with
-    their biases, the loss), which count as those that a compiler would make. blocks: it gathers the parameters of a
+    their biases, the loss), which count as those that a compiler would make, and lay out what they compute as it is
+    read, so that of copies between layouts only those of what collectives bring and take count. blocks: it gathers the parameters of a
     block as one, however many they are, and reduces their gradients as one, those of two never: FSDP, whose units are
     the blocks of a model. flat: what it gathers are parts of one flat tensor, of which parameters are views and no
     copies: FSDP's first version. uncompiled: modules of a compiled step that it leaves as they are, a loss behind a
@@ -80,5 +81,7 @@ def software(
     uncompiled: Sequence[str],
 ) -> Software:
     """A record of what `Topology.with_software` takes."""
+    if isinstance(uncompiled, str):
+        raise TopologyError(f"uncompiled={uncompiled!r} is one path; write a list of paths, uncompiled=[{uncompiled!r}]")
     ways = tuple(AxisCollectives(axis, way) for axis, way in sorted(collectives.items()) if way != EARLY)
     return Software(attention, ways, fused, blocks, flat, tuple(uncompiled))

@@ -254,11 +254,12 @@ class Topology:
 
         attention: the kernel by whose rates attention counts, of those that the device's file has ("flash", "cudnn",
         "triton", "flash3"); "" for the quickest of torch's. collectives: mesh axis -> "early" (as here), "waits" or
-        "chunks", see `colofunc.mesh.software`. fused: it has kernels by hand for what stands between products; what is
-        compiled is `step.on("compiled")`. blocks: no collective has parameters of two blocks (modules with a number),
-        as in FSDP; here as many go together as a message's latency makes worth it. flat: gathered parameters are views
-        of one flat tensor, as in FSDP's first version; here, and in its second, they are copied out of what came. uncompiled:
-        paths of modules that a compiled step leaves as they are, such as a loss that is called behind a compiled model.
+        "chunks", see `colofunc.mesh.software`. fused: it has kernels by hand for what stands between products, which
+        copy nothing between layouts but what collectives bring and take; what is compiled is `step.on("compiled")`.
+        blocks: no collective has parameters of two blocks (modules with a number), as in FSDP; here as many go together
+        as a message's latency makes worth it. flat: gathered parameters are views of one flat tensor, as in FSDP's
+        first version; here, and in its second, they are copied out of what came. uncompiled: paths of modules that a
+        compiled step leaves as they are, such as a loss that is called behind a compiled model.
 
         Plans only: a step that runs uses its own kernels. Raises TopologyError for a kernel without rates, or a way
         that there is not.

@@ -8,9 +8,15 @@ from torch import Tensor
 from colofunc.ops.update_fused import beside
 
 
-def is_skipped(finite: Tensor | None) -> bool:
-    """Whether the host knows that a step is skipped; a flag on a GPU is left to its kernels."""
-    return finite is not None and finite.device.type == "cpu" and not bool(finite)
+def is_skipped(finite: Tensor | None, param: Tensor) -> bool:
+    """Whether the host skips a step.
+
+    It looks at a flag that lies there, and at any flag of a parameter that lies there: kernels for the host are not told.
+    Where both are on a GPU its kernels look.
+    """
+    if finite is None or (finite.device.type != "cpu" and param.device.type != "cpu"):
+        return False
+    return not bool(finite)
 
 
 def on_device(finite: Tensor | None, param: Tensor) -> Tensor | None:

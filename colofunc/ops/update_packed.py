@@ -229,7 +229,7 @@ def _adamw8_(
     offset: Tensor | None = None,
 ) -> None:  # fmt: skip
     count = exp_avg_scale.numel()
-    if not count or is_skipped(finite):
+    if not count or is_skipped(finite, param):
         return
     with compat.no_function_modes():
         wide = torch.promote_types(param.dtype, torch.float32)

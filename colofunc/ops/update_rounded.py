@@ -37,7 +37,7 @@ def _adamw_rounded_(
     weight_decay: float, decoupled: bool, maximize: bool, finite: Tensor | None, site: int, sizes: Sequence[int] = (),
     strides: Sequence[int] = (), offset: Tensor | None = None,
 ) -> None:  # fmt: skip
-    if not param.numel() or is_skipped(finite):
+    if not param.numel() or is_skipped(finite, param):
         return
     with compat.no_function_modes():
         wide = torch.float32
@@ -50,7 +50,8 @@ def _adamw_rounded_(
         grads = grad.contiguous().view(-1)
         index = index_of(param.shape, sizes, strides, offset, param.device)
         key = key_of(times.to(torch.int64), site)
-        if isinstance(key, int) and isinstance(index.columns, tuple) and grads.dtype in HOST_GRADS:
+        known = grads.dtype in HOST_GRADS and all(x.dtype in ROUNDED for x in flat)
+        if known and isinstance(key, int) and isinstance(index.columns, tuple):
             numbers = float(first), float(root), float(keep), *options
             host_form(adamw_rounded_host_)(flat[0], grads, *flat[1:], *numbers, key, index.rows, *index.columns)
         else:

@@ -1,4 +1,4 @@
-"""The garbage collector while a plan is made: fewer collections.
+"""The garbage collector while a step is traced and a plan is made: fewer collections.
 
 Problem: a plan makes millions of small records, next to none of them in a cycle, and the collector walks over them
 again and again: a third of the time of a large plan. Idea: raise its threshold until the plan is there.
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from threading import Lock
 
 THRESHOLD = 100_000
-"""Generation-0 threshold of the garbage collector while a plan is made."""
+"""Generation-0 threshold of the garbage collector while a step is traced and planned."""
 LOCK = Lock()
 SAVED: list[tuple[int, int, int]] = []
 """The thresholds from before, once for each thread that is planning."""

@@ -47,17 +47,26 @@ def _chunked(program: Program, mesh: Mesh, rule_of: RuleOf, axes: frozenset[str]
     return edit.done()
 
 
+def is_in_chunks(node: Node, program: Program, axes: frozenset[str]) -> bool:
+    """Whether a collective brings its pieces to products, or takes them from there, one by one; see Note [In chunks]."""
+    collective = collective_of(node, program.values)
+    if collective is None:
+        return False
+    kind, along, _, _ = collective
+    if kind not in ("all_gather", "reduce_scatter") or not axes.issuperset(along):
+        return False
+    return bool(_products(node, program, behind=kind == "all_gather"))
+
+
 def _waited_s(node: Node, program: Program, mesh: Mesh, rule_of: RuleOf, axes: frozenset[str]) -> float | None:
     """Of a collective that runs in chunks; None for anything else."""
     collective = collective_of(node, program.values)
     if collective is None or node.kernel is not None:  # one that has its seconds was looked at before
         return None
-    kind, along, ranks, _ = collective
-    if kind not in ("all_gather", "reduce_scatter") or not axes.issuperset(along):
+    kind, _, ranks, _ = collective
+    if not is_in_chunks(node, program, axes):
         return None
     products = _products(node, program, behind=kind == "all_gather")
-    if not products:
-        return None
     whole_s = node_s(node, program.values, mesh, rule_of)
     longest_s = max(node_s(product, program.values, mesh, rule_of) for product in products)
     return max(whole_s / ranks, whole_s - longest_s)

@@ -29,6 +29,7 @@ import torch
 from colofunc.mesh import Mesh
 from colofunc.mesh.software import CHUNKS
 from colofunc.ops.kernels import COPY, Planned
+from colofunc.program.beside_products import is_in_chunks
 from colofunc.program.facts import WIRE, is_wire, rearrange_steps
 from colofunc.program.ir import LOOP, Node, Program
 from colofunc.program.result_storages import Made, Meta, contiguous, rearranged, storages_of
@@ -37,6 +38,8 @@ from colofunc.spec.strategies import FREE
 REARRANGE, WAIT, SLICE = "colofunc.rearrange", "colofunc.wait", "aten.slice.Tensor"
 WIRES = frozenset(f"colofunc.{kind}{end}" for kind in WIRE - {"all_gather_flat"} for end in ("", "_start"))
 """Collectives that want what they send to be contiguous; a gather of flat buffers takes them as they lie."""
+SEEN = WIRES | {REARRANGE}
+"""Without these there are no copies to be counted."""
 
 
 def with_copies(program: Program, mesh: Mesh) -> Program:
@@ -61,7 +64,7 @@ def with_copies(program: Program, mesh: Mesh) -> Program:
 def _copying(program: Program, mesh: Mesh) -> list[int]:
     """Positions of the nodes behind which a copy stands: those that make one, and those that make what is sent out of
     memory that is not contiguous."""
-    if REARRANGE not in program.targets:
+    if program.targets.isdisjoint(SEEN):
         return []
     software = mesh.topology.software
     chunked, is_flat, by_hand = software.axes(CHUNKS), software.flat, software.fused
@@ -80,14 +83,9 @@ def _copying(program: Program, mesh: Mesh) -> list[int]:
                 found[index] = None
         elif target in WIRES:
             maker = lies.makers.get(node.args[0].id)
-            if maker is not None and not _is_in_chunks(node, chunked) and lies.has_gaps(nodes[maker]):
+            if maker is not None and lies.has_gaps(nodes[maker]) and not (chunked and is_in_chunks(node, program, chunked)):
                 found[maker] = None
     return [index for index in found if nodes[index].kernel is None and _on_device(nodes[index], program)]
-
-
-def _is_in_chunks(node: Node, chunked: frozenset[str]) -> bool:
-    """Whether a collective brings its pieces, or takes them, one by one."""
-    return bool(chunked) and chunked.issuperset(node.args[1])
 
 
 def _on_device(node: Node, program: Program) -> bool:
@@ -162,7 +160,7 @@ class _Lies(Mapping[int, Meta]):
     def came_in_chunks(self, id: int, chunked: frozenset[str]) -> bool:
         """Whether a value describes what a collective in chunks has brought."""
         collective = self._collective(id)
-        return collective is not None and _is_in_chunks(collective, chunked)
+        return collective is not None and is_in_chunks(collective, self.program, chunked)
 
     def is_part(self, id: int) -> bool:
         """Whether a value describes a part of a gather of several tensors."""

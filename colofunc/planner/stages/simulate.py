@@ -125,13 +125,14 @@ def simulate(table: ActionTable, costs: StageCosts) -> Simulated:
     """Play a table. Raises PlanError where it ends in a deadlock, or where costs are of another number of stages."""
     if costs.stages != table.stages:
         raise PlanError(f"a table of {table.stages} stages was given costs of {costs.stages}; give a figure per stage")
+    order = table.places_in_order  # which raises where there is none
     numbers, numbered, needs = table.numbers, table.numbered_rows, table.other_needs
     seconds, sends = _seconds_by_kind(costs), _sends_by_kind(table, costs)
     free_s = [0.0] * table.ranks
     wire_free_s = [0.0] * table.ranks
     arrives_s: dict[int, float] = {}  # number of an action whose result is sent -> when it is there
     rows: list[list[Span]] = [[] for _ in table.rows]
-    for rank, position in table.places_in_order:
+    for rank, position in order:
         # What it needs of this rank has ended.
         start_s = max(free_s[rank], arrives_s.get(needs[rank][position], 0.0))
         number = numbered[rank][position]
