@@ -19,6 +19,7 @@ from colofunc.executors.disk.kept_versions import Held, Holds
 from colofunc.executors.disk.store import DiskStore
 from colofunc.functional.checkpoint.folder import Writing
 from colofunc.functional.checkpoint.parts import Ranks
+from colofunc.functional.checkpoint.staging import Slab
 
 saves: Any = importlib.import_module("colofunc.functional.save")
 
@@ -196,7 +197,7 @@ def test_a_rank_that_writes_nothing_from_disk_does_not_wait_for_those_that_do(tm
         job.ranks = Ranks(rank, 2, None)
         job.leaves = [attrs.evolve(leaf, writers=tuple((r, int(leaf.layout.tier != "disk"), held) for r, _, held in leaf.writers))
                       for leaf in job.leaves if leaf.layout is not None]  # fmt: skip
-        jobs.append(job.copied("safetensors"))
+        jobs.append(job.copied("safetensors", Slab()))
     first, second = jobs
     second.writing, first.writing = Writing(path), Writing(path)
     first.writing.begin()

@@ -85,6 +85,18 @@ def test_pieces_that_come_to_a_product_one_by_one_are_not_copied() -> None:
     assert copied_s(read)[1] > 0 and copied_s(read, in_chunks) == [0.0, 0.0, 0.0]
 
 
+def test_of_a_split_only_the_part_that_is_sent_is_copied() -> None:
+    nodes = [
+        ("aten.split.Tensor", (R(0), ROWS, 1), (1, 2)),
+        ("colofunc.all_gather", (R(2), ("tp",), 4, 0), (3,)),
+        ("aten.neg.default", (R(1),), (4,)),
+    ]
+    made = program([0], nodes, [3, 4], [(4, 2 * ROWS), (4, ROWS), (4, ROWS), (4, 4, ROWS), (4, ROWS)])
+    assert copied_s(made)[0] == pytest.approx(
+        2 * 4 * ROWS * ITEM / MACHINE.device.memory_bytes_per_s + MACHINE.device.launch_s
+    )
+
+
 def test_a_transposed_operand_of_a_collective_is_copied_without_any_rearrangement() -> None:
     nodes = [
         ("aten.t.default", (R(0),), (1,)),

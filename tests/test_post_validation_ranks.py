@@ -77,14 +77,18 @@ def test_messages_by_nccl_are_refused() -> None:
 def test_whoever_waits_for_a_peer_that_ended_tells_the_watch() -> None:
     """It says which peer that was, in place of the transport's own words."""
 
-    def awaiter(*_: Any) -> Any:
-        def wait() -> torch.Tensor:
+    class Receiver:
+        def post(self, tag: int) -> None:
+            pass
+
+        def __call__(self, tag: int) -> torch.Tensor:
             raise RuntimeError("gloo: connection closed by peer")
 
-        return lambda tag: wait
+    def receiver(*_: Any) -> Receiver:
+        return Receiver()
 
     later = object.__new__(Later)
-    later._groups = SimpleNamespace(mesh=cf.Mesh(pp=2), awaiter=awaiter, messages=nullcontext, mail=Mail(), batch=Batch(Mail()))
+    later._groups = SimpleNamespace(mesh=cf.Mesh(pp=2), receiver=receiver, messages=nullcontext, mail=Mail(), batch=Batch(Mail()))
     later._on_rank = SimpleNamespace(inputs=())
     later._receives = [Node("colofunc.receive", (("pp",), (0,), 0, (), torch.float64), (), (1,))]
     later._sends = lambda inputs: []

@@ -38,7 +38,6 @@ from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
 from colofunc.mesh.card import card_memory
 from colofunc.mesh.sizes import size_text
-from colofunc.planner.collector import fewer_collections
 from colofunc.planner.describe import UNUSED
 from colofunc.planner.plan import Plan
 from colofunc.planner.stages.report import one_stage_works
@@ -63,7 +62,6 @@ SLOW_S = 2.0
 """Where tracing and planning take longer, a line says so."""
 
 
-@fewer_collections()
 def prepare(
     staged: Staged,
     args: tuple[Any, ...],

@@ -41,6 +41,7 @@ from colofunc.executors.backend import backend_for
 from colofunc.executors.profile import Profile
 from colofunc.mesh import Mesh
 from colofunc.ops.plain import refuse_unlike
+from colofunc.planner.collector import fewer_collections
 from colofunc.planner.plan_table import time_text
 from colofunc.program.lazy import LazyTensor
 from colofunc.program.tracing.meta import user_line
@@ -126,7 +127,8 @@ class StepCompiler:
         staying = [None if position in donated else leaf for position, leaf in enumerate(leaves)]
         low, why = None, "another rank says why"
         try:
-            low = prepare(staged, args, staying, old.watch, (old.low.plan, timed))
+            with fewer_collections():
+                low = prepare(staged, args, staying, old.watch, (old.low.plan, timed))
         except ColofuncError as error:
             why = str(error)
         if not everywhere(low is not None, old.watch) or low is None:
@@ -235,7 +237,8 @@ class StepCompiler:
             disk = next((one.disk for one in staged.transforms if one.disk is not None), None)
             before = [other.low for alike in self._ready.values() for other in alike]
             earlier = _used_by(before)
-            low = prepare(staged, args, leaves, watch, before=before, says_least=says_least)
+            with fewer_collections():
+                low = prepare(staged, args, leaves, watch, before=before, says_least=says_least)
             # A step may switch modes itself: what counts is how a call finds them, where that is known.
             used = _used_by([low]).earlier(earlier).without(around.modes, around.frozen)
             ready = Ready(low, staged.executor, watch, staged.fn, disk, leaves, used)

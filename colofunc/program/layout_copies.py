@@ -50,26 +50,28 @@ def with_copies(program: Program, mesh: Mesh) -> Program:
             body = with_copies(node.loop.body, mesh)
             if body is not node.loop.body:
                 found[index] = attrs.evolve(node, loop=attrs.evolve(node.loop, body=body))
-    for index in _copying(program, mesh):
-        node = program.nodes[index]
-        (out,) = node.results
-        value = program.values[out]
-        seconds = mesh.compute_s(0.0, 2.0 * value.nbytes, str(value.dtype), "elementwise")
-        found[index] = attrs.evolve(node, kernel=Planned(COPY, seconds, 0))
+    for index, copied in _copying(program, mesh).items():
+        seconds = 0.0
+        for id in copied:
+            value = program.values[id]
+            seconds += mesh.compute_s(0.0, 2.0 * value.nbytes, str(value.dtype), "elementwise")
+        found[index] = attrs.evolve(program.nodes[index], kernel=Planned(COPY, seconds, 0))
     if not found:
         return program
     return program.with_nodes(found.get(index, node) for index, node in enumerate(program.nodes))
 
 
-def _copying(program: Program, mesh: Mesh) -> list[int]:
-    """Positions of the nodes behind which a copy stands: those that make one, and those that make what is sent out of
-    memory that is not contiguous."""
+def _copying(program: Program, mesh: Mesh) -> dict[int, set[int]]:
+    """Position of a node behind which copies stand -> the results that are copied.
+
+    Such nodes make a copy, or make what is sent out of memory that is not contiguous.
+    """
     if program.targets.isdisjoint(SEEN):
-        return []
+        return {}
     software = mesh.topology.software
     chunked, is_flat, by_hand = software.axes(CHUNKS), software.flat, software.fused
     nodes, lies = program.nodes, _Lies(program)
-    found: dict[int, None] = {}
+    found: dict[int, set[int]] = {}
     # This runs for every candidate of a plan, so most nodes are told by their target alone.
     for index, node in enumerate(nodes):
         target = node.target
@@ -80,12 +82,17 @@ def _copying(program: Program, mesh: Mesh) -> list[int]:
             if by_hand and not lies.was_brought(node.args[0].id):
                 continue
             if not (chunked and lies.came_in_chunks(node.args[0].id, chunked)) and lies.is_copied(node):
-                found[index] = None
+                found[index] = set(node.results)
         elif target in WIRES:
-            maker = lies.makers.get(node.args[0].id)
-            if maker is not None and lies.has_gaps(nodes[maker]) and not (chunked and is_in_chunks(node, program, chunked)):
-                found[maker] = None
-    return [index for index in found if nodes[index].kernel is None and _on_device(nodes[index], program)]
+            sent = node.args[0].id
+            maker = lies.makers.get(sent)
+            if maker is not None and lies.has_gaps(sent) and not (chunked and is_in_chunks(node, program, chunked)):
+                found.setdefault(maker, set()).add(sent)
+    return {
+        index: copied
+        for index, copied in found.items()
+        if nodes[index].kernel is None and _on_device(nodes[index], program)
+    }
 
 
 def _on_device(node: Node, program: Program) -> bool:
@@ -146,12 +153,13 @@ class _Lies(Mapping[int, Meta]):
             return _of_contiguous(pattern, names, sizes, self.program.values[ref.id].shape)[0]
         return self._rearranged(node)[0] < 0
 
-    def has_gaps(self, node: Node) -> bool:
-        """Whether what a node describes is not contiguous."""
+    def has_gaps(self, id: int) -> bool:
+        """Whether a value that describes other memory is not contiguous."""
+        node = self.program.nodes[self.makers[id]]
         if node.target == REARRANGE and node.args[0].id not in self.makers:
             ref, pattern, names, sizes = node.args
             return _of_contiguous(pattern, names, sizes, self.program.values[ref.id].shape)[1]
-        return any(_have_gaps(self[out]) for out in node.results)
+        return _have_gaps(self[id])
 
     def was_brought(self, id: int) -> bool:
         """Whether a value describes what a collective has brought."""
