@@ -6,6 +6,7 @@ list. The checks are functions of (module name, source), so that each is tried o
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -378,6 +379,15 @@ def test_no_import_cycles() -> None:
     cycle = find_cycle(runtime_graph(sources("colofunc")))
     hint = "Try: keep a package's __init__.py free of what its own lower modules are imported by"
     assert not cycle, f"{' -> '.join(cycle)}. {hint}"
+
+
+@pytest.mark.parametrize("package", ["program", "executors", "dtensor", "compiler", "transforms"])
+def test_packages_say_what_lives_in_them(package: str) -> None:
+    """The docstring of a package names each of its files and folders."""
+    said = ast.get_docstring(parsed(sources("colofunc")[f"colofunc.{package}"])) or ""
+    named = set(re.findall(r"\w+", said))
+    inside = {name.split(".")[2] for name in sources("colofunc") if name.startswith(f"colofunc.{package}.")}
+    assert inside <= named, f"colofunc/{package}/__init__.py does not say what is in {sorted(inside - named)}"
 
 
 # ---- each check refuses what it is for ----
