@@ -4,6 +4,7 @@ The mixture is small and its plan is not: ZeRO-3, tensor 1D, ring attention and 
 with ZeRO-3, tensor 1D, ring attention and checkpoint for 1,024 ranks, four of its layers for 64 and for 512, and LLaMA-3 70B: neither the
 sizes of axes nor the number of layers should matter much. Their sequences are of 8,192 tokens, one for each rank of dp and cp.
 A toy LLaMA of 12 layers is planned for four ranks with nothing that pins its plan: alone, and within 0.6 of what it takes then.
+The step of the README is planned within its budget as there, with offload and checkpoint, and with offload alone.
 
 Counted from the call of `step.lower` to its return: trace, simplify, plan, lower, check. Memory is the peak resident set
 of the whole process, libraries included.
@@ -19,6 +20,7 @@ import colofunc_plugins
 import torch
 from colofunc_plugins import experts, tensor, zero
 from colofunc_plugins.sequence import ring
+from torch import nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -48,16 +50,22 @@ TOYS: dict[str, Callable[[cf.Staged, int], cf.Staged]] = {
     "toy llama, checkpoint": lambda step, budget: cf.checkpoint(step, budget=budget),
     "toy llama, both": lambda step, budget: cf.checkpoint(cf.offload(step), budget=budget),
 }
+OF_README: dict[str, Callable[[cf.Staged], cf.Staged]] = {
+    "the README's step, offload": lambda step: step,
+    "the README's step, offload and checkpoint": lambda step: cf.checkpoint(step),
+}
+"""Name -> what is done beside `cf.offload`."""
+README_BUDGET = "2.5MiB"
 TOY_PART = 0.6
 """Of the peak without a budget, what toys may take."""
 LIMITS_S = {
     "opt-30b": 30.0, "gpt2": 5.0, "mixtral on 4 axes": 60.0, **dict.fromkeys(LLAMAS, 30.0), "llama-3 70b on 1,024 ranks": 60.0,
-    **dict.fromkeys(TOYS), "toy llama, both": 5.0,
+    **dict.fromkeys(TOYS), "toy llama, both": 5.0, **dict.fromkeys(OF_README, 1.0),
 }  # fmt: skip
 WITH_MEMORY_LIMIT = ("opt-30b", "llama-3 8b on 1,024 ranks", "llama-3 70b on 1,024 ranks")
 
 
-def module_of(name: str) -> torch.nn.Module:
+def module_of(name: str) -> nn.Module:
     with torch.device("meta"):
         if name in LLAMAS:
             size, layers, _ = LLAMAS[name]
@@ -78,8 +86,50 @@ def module_of(name: str) -> torch.nn.Module:
         ).train(False)
 
 
+def step_of_readme(name: str) -> tuple[cf.Staged, tuple[Any, Any]]:
+    """(a staged step, its arguments): of the README's section about steps that do not fit."""
+    model = cf.functional(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)))
+    opt = cf.adapt(torch.optim.AdamW, lr=1e-3)
+
+    def step_fn(state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> torch.Tensor:
+            out, _ = model.apply(params, model.buffers, batch["x"])
+            return (out - batch["y"]).square().mean()
+
+        loss, grads = cf.value_and_grad(loss_fn)(state["params"])
+        grads, norm = cf.clip_by_global_norm(grads, 1.0)
+        params, opt_state = opt.update(grads, state["opt"], state["params"])
+        return {"params": params, "opt": opt_state}, {"loss": loss, "norm": norm}
+
+    sharded = cf.shard(step_fn, cf.Mesh(dp=4), zero(3, "dp"))
+    batch = {part: cf.abstract((512, 256)) for part in ("x", "y")}
+    step = cf.offload(OF_README[name](sharded), budget=README_BUDGET)
+    return step, ({"params": model.params, "opt": opt.init(model.params)}, batch)
+
+
 def plan(name: str, budget_bytes: int = 0) -> dict[str, Any]:
     """budget_bytes: of a toy that has one."""
+    if name in OF_README:
+        step, arguments = step_of_readme(name)
+    else:
+        step, arguments = step_of(name, budget_bytes)
+    wall, cpu = time.perf_counter(), time.process_time()
+    try:
+        low = step.lower(*arguments)
+    except cf.ColofuncError as error:
+        return {"failed": str(error), "cpu_s": time.process_time() - cpu, "peak_bytes": peak_rss_bytes()}
+    return {
+        "wall_s": time.perf_counter() - wall,
+        "cpu_s": time.process_time() - cpu,
+        "peak_bytes": peak_rss_bytes(),
+        "nodes": len(low.program.nodes),
+        "device_bytes": low.memory().peak_bytes["device"],
+        "plan": str(low.plan),
+    }
+
+
+def step_of(name: str, budget_bytes: int) -> tuple[cf.Staged, tuple[Any, Any]]:
+    """(a staged step, its arguments): of a transformer."""
     model, opt = cf.functional(module_of(name)), cf.adapt(torch.optim.AdamW, lr=1e-4)
     step_fn, _ = cf.train_step(model, opt)
     state = {"params": model.params, "buffers": model.buffers, "opt": opt.init(model.params)}
@@ -97,19 +147,7 @@ def plan(name: str, budget_bytes: int = 0) -> dict[str, Any]:
     else:
         ids = cf.abstract((8, 1024), torch.int64)
         step = cf.shard(step_fn, cf.Mesh(dp=2, tp=4, topology="8xa100-80g"))
-    wall, cpu = time.perf_counter(), time.process_time()
-    try:
-        low = step.lower(state, {"input_ids": ids, "labels": ids})
-    except cf.ColofuncError as error:
-        return {"failed": str(error), "cpu_s": time.process_time() - cpu, "peak_bytes": peak_rss_bytes()}
-    return {
-        "wall_s": time.perf_counter() - wall,
-        "cpu_s": time.process_time() - cpu,
-        "peak_bytes": peak_rss_bytes(),
-        "nodes": len(low.program.nodes),
-        "device_bytes": low.memory().peak_bytes["device"],
-        "plan": str(low.plan),
-    }
+    return step, (state, {"input_ids": ids, "labels": ids})
 
 
 def bench() -> Section:
@@ -134,6 +172,7 @@ def bench() -> Section:
     meshes = "; ".join(", ".join(f"{axis}={size}" for axis, size in axes.items()) for *_, axes in LLAMAS.values())
     setting = (
         "Training step (AdamW, 8 x 1024 tokens) for dp=2, tp=4 on 8xA100-80G; the mixture 16 x 16 tokens on dp=2, tp=2, cp=2, ep=2 of "
-        f"16xA100-80G; LLaMA on {meshes} of 8xH100-80G; toys 8 x 32 tokens on dp=2, tp=2; torch {torch.__version__}"
+        f"16xA100-80G; LLaMA on {meshes} of 8xH100-80G; toys 8 x 32 tokens on dp=2, tp=2; "
+        f"the README's step within {README_BUDGET} on dp=4; torch {torch.__version__}"
     )
     return Section("Trace and plan", setting, rows)

@@ -6,6 +6,7 @@ list. The checks are functions of (module name, source), so that each is tried o
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -45,14 +46,21 @@ OPTIONAL_EXTRAS = {
     "yaml", "lightning", "accelerate",
 }  # fmt: skip
 
-# Parts of torch that take half a second to import and that few programs need, our module on top of them, pretty tables, and
-# what needs Triton.
+# What takes half a second to import and few programs need (parts of torch, scipy's solvers, pretty tables), and what needs
+# Triton or matplotlib: these, and modules of ours that are nothing without them. Layers hold for them as for all others.
 SLOW_TO_IMPORT = (
-    "rich.table",
+    "rich.table", "scipy.optimize", "scipy.sparse",
     "torch.distributed.tensor", "torch.distributed.device_mesh", "colofunc.spec.placements",
     "torch.distributed.checkpoint", "colofunc.functional.checkpoint.dcp_planner",
     "colofunc.ops.random_triton", "colofunc.ops.fp8_triton", "colofunc.ops.experts_triton", "torch.nn.attention.flex_attention",
+    "colofunc.pictures",
 )  # fmt: skip
+
+OURS = ("colofunc", "colofunc_plugins")
+OWN_NAMES = ("__name__", "__package__", "__spec__")
+
+# Calls that import, or look for, the module whose name is their first argument.
+IMPORTING_CALLS = ("import_module", "__import__", "find_spec")
 
 # Private torch names that may stand outside compat.py: a stable tree library, and operators named in traced graphs.
 ALLOWED_PRIVATE = ("torch.utils._pytree", "torch.ops.", "torch.distributed._functional_collectives")
@@ -65,7 +73,6 @@ ALLOWED_PRIVATE = ("torch.utils._pytree", "torch.ops.", "torch.distributed._func
 def parsed(source: str) -> ast.Module:
     """The tree of a module, which every check looks at."""
     return ast.parse(source)
-
 
 
 def module_name(path: Path) -> str:
@@ -96,13 +103,35 @@ def imports(module: str, source: str) -> Iterator[tuple[int, str, str]]:
                 parts = parts[: len(parts) - node.level + (module in packages())]
                 base = ".".join([*parts, *([base] if base else [])])
             yield from ((node.lineno, base, alias.name) for alias in node.names)
+        elif name := named_by_call(node):
+            yield node.lineno, name, ""
+
+
+def argument_of_call(node: ast.AST) -> ast.expr | None:
+    """What a call such as `importlib.import_module(...)` is to import; None for anything else."""
+    if not isinstance(node, ast.Call) or not node.args:
+        return None
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+    return node.args[0] if called in IMPORTING_CALLS else None
+
+
+def named_by_call(node: ast.AST) -> str:
+    """The module that a call imports, where it is written there; of `f"a.b.{name}"` the package a.b; else ""."""
+    argument = argument_of_call(node)
+    if isinstance(argument, ast.JoinedStr) and argument.values:
+        begin = argument.values[0]
+        written = begin.value if isinstance(begin, ast.Constant) else ""
+        return str(written).rpartition(".")[0]
+    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+        return argument.value
+    return ""
 
 
 def targets(module: str, source: str) -> Iterator[tuple[int, str]]:
     """(line, module) for each colofunc module imported: `from a import b` is a.b where that is a module."""
     known = sources("colofunc") | sources("plugins")
     for line, base, name in imports(module, source):
-        if base.split(".")[0] in ("colofunc", "colofunc_plugins"):
+        if base.split(".")[0] in OURS:
             yield line, f"{base}.{name}" if f"{base}.{name}" in known else base
 
 
@@ -228,13 +257,21 @@ def check_environment(module: str, source: str) -> list[str]:
 
 
 def check_habits(module: str, source: str) -> list[str]:
-    """No `global`, no star imports, no imports inside functions but of optional extras, and those nowhere else."""
+    """No `global`, no star imports, no imports inside functions but of optional extras, and those nowhere else; no
+    import whose name hides which module it is."""
     tree, found = parsed(source), []
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
     inside = {id(node) for function in functions for node in ast.walk(function)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
             found.append(f"{module}:{node.lineno} has a global statement. Try: pass the value, or a frozen record")
+        argument = argument_of_call(node)
+        if argument is not None:
+            own_name = any(isinstance(part, ast.Name) and part.id in OWN_NAMES for part in ast.walk(argument))
+            # What is written in full may be written as an import; f"colofunc.transforms.{name}" may not.
+            in_full = isinstance(argument, ast.Constant) and named_by_call(node).split(".")[0] in OURS
+            if own_name or in_full:
+                found.append(f"{module}:{node.lineno} imports by {ast.unparse(node)}. Try: an import statement")
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
         origin = [] if isinstance(node, ast.Import) else ["." * node.level + (node.module or "")]
@@ -344,6 +381,15 @@ def test_no_import_cycles() -> None:
     assert not cycle, f"{' -> '.join(cycle)}. {hint}"
 
 
+@pytest.mark.parametrize("package", ["program", "executors", "dtensor", "compiler", "transforms"])
+def test_packages_say_what_lives_in_them(package: str) -> None:
+    """The docstring of a package names each of its files and folders."""
+    said = ast.get_docstring(parsed(sources("colofunc")[f"colofunc.{package}"])) or ""
+    named = set(re.findall(r"\w+", said))
+    inside = {name.split(".")[2] for name in sources("colofunc") if name.startswith(f"colofunc.{package}.")}
+    assert inside <= named, f"colofunc/{package}/__init__.py does not say what is in {sorted(inside - named)}"
+
+
 # ---- each check refuses what it is for ----
 
 REFUSED = [
@@ -353,6 +399,11 @@ REFUSED = [
     (check_order, "colofunc.spec.rules.matmul", "from colofunc.dtensor.tensor import DTensor"),
     (check_order, "colofunc.planner.sharding.search", "import colofunc as cf"),
     (check_order, "colofunc.executors.simulated", "from colofunc_plugins import zero"),
+    (check_order, "colofunc.mesh.mesh", "import importlib\ndef f():\n    importlib.import_module('colofunc.program.ir')"),
+    (check_order, "colofunc.mesh.mesh", "from importlib import import_module\nimport_module('colofunc')"),
+    (check_order, "colofunc.mesh.mesh", "from importlib.util import find_spec\nfind_spec('colofunc.planner.plan')"),
+    (check_order, "colofunc.mesh.mesh", "import importlib\ndef f(name):\n    importlib.import_module(f'colofunc.ops.{name}')"),
+    (check_order, "colofunc.mesh.mesh", "__import__('colofunc_plugins.zero')"),
     (check_order, "colofunc.helpers", "x = 1"),
     (check_transform, "colofunc.transforms.shard", "from colofunc.transforms.offload import offload"),
     (check_transform, "colofunc.transforms.shard", "from .offload import offload"),
@@ -364,6 +415,9 @@ REFUSED = [
     (check_environment, "colofunc.mesh.mesh", "from os import getenv"),
     (check_habits, "colofunc.mesh.mesh", "def f():\n    global x\n    x = 1"),
     (check_habits, "colofunc.mesh.mesh", "def f():\n    import scipy"),
+    (check_habits, "colofunc.mesh.mesh", "import scipy.optimize"),
+    (check_habits, "colofunc.mesh.mesh", "import importlib\nimportlib.import_module('colofunc.errors')"),
+    (check_habits, "colofunc.mesh.mesh", "import importlib\nimportlib.import_module(__name__.split('.')[0])"),
     (check_habits, "colofunc.mesh.mesh", "import transformers"),
     (check_habits, "colofunc.mesh.mesh", "from torch import *"),
 ]
@@ -372,6 +426,7 @@ ALLOWED = [
     (check_order, "colofunc.planner.sharding.search", "from colofunc.spec.spec import Spec\nfrom colofunc import errors"),
     (check_order, "colofunc.dtensor.tensor", "from colofunc.program.tracing.trace import trace\nfrom .spec import Spec"),
     (check_order, "colofunc", "from colofunc.testing import check"),
+    (check_order, "colofunc.config.chain", "import importlib\nimportlib.import_module(f'colofunc.transforms.{name}')"),
     (check_transform, "colofunc.transforms.shard", "from colofunc.compiler.staged import Staged"),
     (check_private_torch, "colofunc.compat", "import torch._C"),
     (check_private_torch, "colofunc.ops.linear", "import torch\naten = torch.ops.aten\naten._softmax.default"),
@@ -379,6 +434,7 @@ ALLOWED = [
     (check_private_torch, "colofunc.ops.linear", "import torch\ntorch.__version__"),
     (check_environment, "colofunc.env", "import os\nos.environ['RANK']"),
     (check_habits, "colofunc.functional.modules", "def f():\n    from transformers import AutoModel"),
+    (check_habits, "colofunc.functional.modules", "import importlib\ndef f(name):\n    importlib.import_module(name)"),
 ]
 
 

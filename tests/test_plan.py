@@ -425,6 +425,23 @@ def test_a_real_model_is_cut_as_megatron_cuts_it() -> None:
         assert forward and {d.axes for d in forward} == {(("tp", factor),)}, glob
 
 
+@pytest.mark.filterwarnings("ignore:the plan uses")  # half of the ranks have no rows of their own
+@pytest.mark.parametrize("batch", [16, 8])
+def test_parts_of_axes_are_no_plan_that_nobody_asked_for(batch: int) -> None:
+    """Tensors of 16 x 8 ranks lie on whole axes, where sizes are such that parts of an axis (`dp[4:4]`) would do too."""
+    with torch.device("meta"):
+        model = cf.functional(models.Language(8192, 2048, heads=8))
+    opt = cf.adapt(torch.optim.SGD, lr=1e-3)
+    step, state = cf.train_step(model, opt, loss=lambda out, b: out.square().mean(), inputs=lambda b: ((b,), {}))
+    mesh = cf.Mesh(dp=16, tp=8, topology="8xa100-80g")
+    low = cf.shard(step, mesh).lower(state, cf.abstract((batch, 32), torch.int64))
+    specs = {leaf.spec for leaf in low.plan.inputs} | set(low.plan.outputs)
+    for decision in low.plan.decisions:
+        specs.update(decision.ins, filter(None, decision.outs))
+    assert any("dp" in spec for spec in specs) and any("tp" in spec for spec in specs)
+    assert not [spec for spec in specs if "[" in spec]
+
+
 PLANS_TWICE = """
 import sys, torch
 import colofunc as cf

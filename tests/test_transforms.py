@@ -13,11 +13,13 @@ from colofunc_plugins import zero
 from torch import nn
 
 import colofunc as cf
+from colofunc import transforms as built_in
 from colofunc.compiler.transform import in_order
 from colofunc.testing import check
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "narrow_gradients" / "colofunc_narrow_gradients.py"
 MESH = cf.Mesh(dp=2, topology="8xa100-80g")
+STAGED = cf.Mesh(pp=2, dp=2, topology="8xa100-80g")
 LR = 0.5
 
 Chain = Callable[[Any], Any]
@@ -29,6 +31,9 @@ BUILT_IN: dict[str, Chain] = {
     "offload": lambda step: cf.offload(step, policy="host"),
     "local_stats": lambda step: cf.local_stats(step, axes="dp"),
     "expert_capacity": lambda step: cf.expert_capacity(step, 1.25),
+    "fp8": cf.fp8,
+    "quantize": lambda step: cf.quantize(step, "int8", where="0.weight", activations="int8"),
+    "pipeline": lambda step: cf.pipeline(step, axis="pp", microbatches=2),
 }
 
 
@@ -41,11 +46,15 @@ def example() -> Any:
     return module
 
 
-def training(dtype: torch.dtype = torch.float32, norm: bool = False) -> tuple[Any, Any, Any]:
-    """A step of SGD, so that what becomes of the parameters says what the gradients were."""
+def training(dtype: torch.dtype = torch.float32, norm: bool = False, frozen: str = "") -> tuple[Any, Any, Any]:
+    """A step of SGD, so that what becomes of the parameters says what the gradients were. frozen: a weight that is not
+    trained."""
     torch.manual_seed(0)
     layers = [nn.Linear(8, 16), nn.BatchNorm1d(16)] if norm else [nn.Linear(8, 16), nn.Tanh()]
-    model = cf.functional(nn.Sequential(*layers, nn.Linear(16, 4)).to(dtype))
+    module = nn.Sequential(*layers, nn.Linear(16, 4)).to(dtype)
+    if frozen:
+        module.get_parameter(frozen).requires_grad_(False)
+    model = cf.functional(module)
     optimizer = cf.adapt(torch.optim.SGD, lr=LR)
     step, state = cf.train_step(model, optimizer, lambda out, b: (out - b[1]).pow(2).mean(), inputs=lambda b: ((b[0],), {}))
     return step, state, (torch.randn(8, 8, dtype=dtype), torch.randn(8, 4, dtype=dtype))
@@ -82,8 +91,15 @@ def wires(program: Any) -> list[torch.dtype]:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_package_composes_with_every_built_in_transform_in_both_orders(name: str, example: Any) -> None:
-    step, state, batch = experts() if name == "expert_capacity" else training(norm=name == "local_stats")
-    base = step if name == "shard" else BUILT_IN["shard"](step)
+    if name == "expert_capacity":
+        step, state, batch = experts()
+    else:
+        step, state, batch = training(norm=name == "local_stats", frozen="0.weight" if name == "quantize" else "")
+    base = step
+    if name == "pipeline":
+        base = cf.shard(step, STAGED, zero(1, "dp"))
+    elif name != "shard":
+        base = BUILT_IN["shard"](step)
     one, other = example.narrow_gradients(BUILT_IN[name](base)), BUILT_IN[name](example.narrow_gradients(base))
     lows = one.lower(state, batch), other.lower(state, batch)
     assert lows[0].text() == lows[1].text()
@@ -94,6 +110,11 @@ def test_a_package_composes_with_every_built_in_transform_in_both_orders(name: s
     for a, b, c in zip(*(map(whole, torch.utils._pytree.tree_leaves(result)) for result in results), strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(a, c, rtol=0.02, atol=0.02)
+
+
+def test_every_built_in_transform_is_tried_beside_a_package() -> None:
+    files = {file.stem for file in Path(built_in.__path__[0]).glob("*.py")}
+    assert files - {"__init__"} == set(BUILT_IN)
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 
@@ -87,9 +86,10 @@ def check_writable(**paths: str) -> None:
         option_of[path] = option
         where = owned.given(path, f"--{option}", InputError, owned.A_FILE)
         if option == "picture":
-            pictures = importlib.import_module("colofunc.pictures")  # with matplotlib, only where it is used
-            pictures.check_ending(path)
-            pictures.check_replaceable(where)
+            from colofunc.pictures import check_ending, check_replaceable
+
+            check_ending(path)
+            check_replaceable(where)
         else:
             owned.check_own_kind(where, MARKS[option], f"--{option}", InputError)
         try:
@@ -110,9 +110,10 @@ def write_files(
     """The files that were asked for; "" for none."""
     title = f"{target} on {low.priced.topology.name}"
     if picture:
-        pictures = importlib.import_module("colofunc.pictures")  # with matplotlib, only where it is used
+        from colofunc.pictures import memory_picture
+
         words = [title, *map(str, low.plan.axes), *low.plan.memory]
-        pictures.memory_picture(low, picture, budget_bytes, " · ".join(words))
+        memory_picture(low, picture, budget_bytes, " · ".join(words))
     if trace:
         data = chrome_trace(low.lanes(), low.memory(), f"{title}, as planned")
         owned.write_text(trace, json.dumps(data), TRACE_MARK, "--trace", InputError)

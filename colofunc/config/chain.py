@@ -15,12 +15,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
+from colofunc import transforms as built_in
 from colofunc.compiler.staged import EXECUTORS, Staged
 from colofunc.config.options import alternatives, bind, parameters
 from colofunc.config.part import Part, checked
@@ -386,13 +388,13 @@ def _nothing(state: Any, batch: Any) -> Any:
 
 
 def _transforms(registry: Registry) -> dict[str, Callable[..., Any]]:
-    """Name -> transform: the public functions that are defined in colofunc.transforms, and those of plugins."""
-    public = importlib.import_module(__name__.split(".")[0])
-    found = {name: getattr(public, name) for name in public.__all__}
+    """Name -> transform: those of colofunc.transforms, each in the file of its name, and those of plugins."""
     transforms: dict[str, Callable[..., Any]] = {}
-    for name, fn in found.items():
-        if name != "shard" and inspect.isfunction(fn) and ".transforms." in fn.__module__:
-            transforms[name] = fn
+    for file in pkgutil.iter_modules(built_in.__path__):
+        # The chain shards by itself, with the mesh and the plans of the file.
+        if file.name != "shard":
+            module = importlib.import_module(f"colofunc.transforms.{file.name}")
+            transforms[file.name] = getattr(module, file.name)
     for name, fn in registry.transforms.items():
         if callable(fn):
             transforms[name] = fn

@@ -1,2 +1,7 @@
-"""The DTensor: a global tensor with a layout on a mesh (`tensor`), its eager operators (`eager*`), and how values come
-to be placed (`placed`) and known for what they are (`roles`). Specs and layouts themselves are `colofunc.spec`."""
+"""The DTensor: a global tensor with a layout on a mesh. Specs, layouts and conversions themselves are `colofunc.spec`.
+
+    tensor                  DTensor, `distribute`, `from_local`: what a user holds
+    eager, eager_dispatch   operators on DTensors outside of a step, each a program of one node
+    placed, other_mesh      from a tensor of any kind to the parts of ranks; to parts on another mesh
+    roles                   parameter, buffer, optimizer state: what made a tensor says what it is
+"""

@@ -16,7 +16,6 @@ stopwatches and process groups.
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -116,11 +115,12 @@ def _times_as_fast(device: Device, other: Device) -> float:
 
 def fit(axis: str, size: int, kind: str, points: Sequence[tuple[int, float]]) -> Measured:
     """Least relative squares of seconds = alpha + beta·bytes with alpha, beta >= 0."""
+    from scipy.optimize import nnls
+
     rows = torch.tensor([[1.0 / s, n / s] for n, s in points], dtype=torch.float64)
     # Columns of very different sizes upset NNLS, so both are scaled to 1 and the answer scaled back.
     scale = rows.abs().amax(0)
-    optimize = importlib.import_module("scipy.optimize")  # takes long to import, so only where it is used
-    alpha, beta = optimize.nnls((rows / scale).numpy(), [1.0] * len(points))[0]
+    alpha, beta = nnls((rows / scale).numpy(), [1.0] * len(points))[0]
     return Measured(axis, size, kind, float(alpha / scale[0]), float(beta / scale[1]))
 
 

@@ -22,8 +22,6 @@ from typing import Any
 
 import attrs
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix
 
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh.sizes import parse_bytes, size_text
@@ -377,6 +375,9 @@ def _above(groups: Sequence[Sequence[Item]], picks: Sequence[int], limits: Seque
 
 
 def _solved(groups: Sequence[Sequence[Item]], limits: Sequence[float]) -> Picked | None:
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_matrix
+
     sizes = [len(group) for group in groups]
     items = [item for group in groups for item in group]
     if any(limit < 0 for limit in limits):

@@ -19,14 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from math import ceil
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import coo_matrix, csr_matrix
 
 from colofunc.planner.offload.evict import Facts, Stay, spread
 from colofunc.planner.offload.timeline import Links
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 WHOLE = 1e-6
 NEVER, ALWAYS = -1, -2
@@ -233,6 +234,8 @@ class _GapProgram:
 
     def solve(self) -> list[float] | None:
         """Of every variable the part that is worth it; None where the solver does not get there."""
+        from scipy.optimize import linprog
+
         count = len(self.saved)
         if not count:
             return []
@@ -258,6 +261,8 @@ class _GapProgram:
         Each row less the one before: a gap then has two entries, however long it is. Columns: variables, then what is
         free at each position.
         """
+        from scipy.sparse import coo_matrix
+
         count, end_of_all = len(self.saved), self.facts.size
         spans = np.asarray(self._spans(range(count)), dtype=np.int64).reshape(-1, 4)
         variables, begins, ends, nbytes = spans.T
@@ -277,6 +282,8 @@ class _GapProgram:
 
     def _below(self, unit: float, width: int) -> tuple[csr_matrix | None, list[float]]:
         """(rows, what they are at most): one variable is at most another, and so much of the state is resident."""
+        from scipy.sparse import coo_matrix
+
         lower, upper = np.asarray(self.below, dtype=np.int64).reshape(-1, 2).T
         rows = np.tile(np.arange(len(lower)), 2)
         columns = np.concatenate((lower, upper))

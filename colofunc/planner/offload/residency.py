@@ -19,16 +19,16 @@ a step the same way to count moves.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import attrs
 import numpy as np
 
 from colofunc.errors import PlanError
 from colofunc.planner.offload.evict import Copy, Facts, Stay, evict, needed_bytes, spread
+from colofunc.planner.offload.least_traffic import Programs
 from colofunc.planner.offload.timeline import (
     Item,
     Links,
@@ -288,9 +288,9 @@ class Search:
         return held
 
     @cached_property
-    def programs(self) -> Any:
-        """Linear programs for fewest bytes; with their solver only where they are used."""
-        return importlib.import_module("colofunc.planner.offload.least_traffic").Programs(self.facts)
+    def programs(self) -> Programs:
+        """Linear programs for fewest bytes."""
+        return Programs(self.facts)
 
     def _at(self, point: Point) -> None:
         before = self.best

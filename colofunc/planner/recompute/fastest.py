@@ -12,7 +12,6 @@ few values), `relaxed` (linear programs, where forward is no chain).
 
 from __future__ import annotations
 
-import importlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
@@ -28,6 +27,7 @@ from colofunc.planner.recompute.exhaustive import late
 from colofunc.planner.recompute.needs import measured
 from colofunc.planner.recompute.orders import AgainS, Order, Orders, fastest
 from colofunc.planner.recompute.policies import NAMED, Policy, every
+from colofunc.planner.recompute.relaxed import relaxed
 from colofunc.planner.recompute.stages import Chain, NodeS, Part, chain_of, joined
 from colofunc.program.aliases import aliases
 from colofunc.program.ir import Program, kept_with
@@ -381,8 +381,7 @@ class _Proposals:
         """What linear programs propose."""
         groups = aliases(self.program)
         owned = {g for part in self.stages for g in (*part.saved, *map(groups.group, part.out))}
-        relaxed = importlib.import_module("colofunc.planner.recompute.relaxed")  # with its solver only where it is used
-        return [order() for order in relaxed.relaxed(self.program, self.node_s, owned)]
+        return [order() for order in relaxed(self.program, self.node_s, owned)]
 
     @cached_property
     def orders(self) -> list[Order]:

@@ -27,8 +27,6 @@ from itertools import accumulate, pairwise
 import attrs
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
-from scipy.sparse import csr_array
 
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.aliases import aliases
@@ -174,6 +172,9 @@ def solve(rounds: Rounds, most_bytes: float) -> tuple[NDArray[np.float64], float
             bytes_taken += [(held(turn, number), share), (made(turn, number), share)]
         rows.append(tuple(bytes_taken))
         least.append(rounds.others[turn] / most_bytes - 1)
+
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_array
 
     cost = np.concatenate([np.zeros(turns * count), np.tile([piece.cost_s for piece in pieces], turns)])
     scale = float(cost.max()) or 1.0

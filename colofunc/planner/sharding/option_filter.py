@@ -148,10 +148,12 @@ def _gives(option: Strategy, node: Node, wants: dict[int, set[Layout]]) -> bool:
     return is_read
 
 
-# ---- pending reductions ---- Problem: linear operators pass sums on and views pass maxima, too, so each has an option
-# for it on every axis, and each such layout is priced against all others; but few values are ever made pending. Idea:
-# follow from producers to consumers which kinds of reduction a value can be pending over, and drop the options that
-# pass on one of which no operand can have any.
+# ---- pending reductions ----
+#
+# Problem: linear operators pass sums on and views pass maxima, too, so each has an option for it on every axis, and
+# each such layout is priced against all others; but few values are ever made pending. Idea: follow from producers to
+# consumers which kinds of reduction a value can be pending over, and drop the options that pass on one of which no
+# operand can have any.
 #
 #     amax (makes max:tp) -> view: {}, {tp: b}, {tp: max}          parameter -> view: {}, {tp: b}
 #
