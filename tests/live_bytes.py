@@ -33,14 +33,22 @@ Holder = tuple[Collection[int], str]  # the ranks that hold a variable, and the 
 
 @attrs.frozen
 class Measured:
-    """Live bytes while node k runs (its operands and results together), the most of any rank; and the outputs."""
+    """Live bytes while node k runs (its operands and results together), the most of any rank; the most of each rank; and the outputs.
+
+    rank_peaks: (rank, tier) -> the most bytes that the rank holds there at any time.
+    """
 
     timeline: dict[str, tuple[int, ...]]
+    rank_peaks: dict[tuple[int, str], int]
     outputs: list[Shards]
 
     @property
     def peak_bytes(self) -> dict[str, int]:
         return {tier: max(line, default=0) for tier, line in self.timeline.items()}
+
+    def peaks_of_ranks(self, ranks: int, tier: str = "device") -> list[int]:
+        """Of each of so many ranks, the most bytes that it holds."""
+        return [self.rank_peaks.get((rank, tier), 0) for rank in range(ranks)]
 
 
 def measure(program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> Measured:
@@ -62,12 +70,15 @@ def measure(program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> Measured:
         by_node[origin].append(text)
     timeline: dict[str, list[int]] = {tier: [] for tier in sorted(holders.tiers | {"device"})}
     inside: dict[str, int] = {}
+    rank_peaks: dict[tuple[int, str], int] = {}
 
     between = {name: holder for names in holders.inside for name, holder in names.items()}
 
     def look(here: Mapping[str, Holder]) -> None:
         """The most that a rank holds now, per tier; `inside` is the most of all looks since it was emptied."""
         held = _held([*_variables(env, here), *_kept(env, between)], mesh.size)
+        for holder, nbytes in held.items():
+            rank_peaks[holder] = max(rank_peaks.get(holder, 0), nbytes)
         for tier in timeline:
             inside[tier] = max(inside.get(tier, 0), *(held.get((rank, tier), 0) for rank in range(mesh.size)))
         for rank in range(mesh.size) if mesh.topology.ranks else ():
@@ -90,7 +101,7 @@ def measure(program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> Measured:
                 _check(program, mesh, tier, line)
             exec("\n".join(frees), env)
     outputs = [[env[name] for name in names] for names in returned]
-    return Measured({tier: tuple(line) for tier, line in timeline.items()}, outputs)
+    return Measured({tier: tuple(line) for tier, line in timeline.items()}, rank_peaks, outputs)
 
 
 class Holders:

@@ -19,14 +19,7 @@ from colofunc_plugins import experts, stages, tensor, zero
 from live_bytes import measure
 from pipelined import gpt2, loop_of, mlp
 from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    MixtralConfig,
-    MixtralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
@@ -77,6 +70,7 @@ def test_every_schedule_trains_as_one_device_does(schedule: str) -> None:
     given = arguments_of(low, chain.arguments((state, batch)))
     measured = measure(low.program, low.mesh, given.copies(range(len(given.shards))))
     assert measured.peak_bytes["device"] == low.memory().peak_bytes["device"] == low.plan.peak_bytes
+    assert measured.peaks_of_ranks(4) == [low.memory(rank).peak_bytes["device"] for rank in range(4)]
 
 
 def test_a_rank_does_its_actions_in_the_order_of_the_table() -> None:
@@ -318,15 +312,6 @@ def test_a_mixture_of_experts() -> None:
     ids = torch.randint(32, (8, 8))
     chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2, ep=2), experts("ep")), microbatches=4)
     agrees_with_one_device(chain, state, {"input_ids": ids, "labels": ids})
-
-
-def test_an_encoder_and_a_decoder() -> None:
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0)
-    net = T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **sizes)).double()
-    step, state = cf.train_step(cf.functional(net), cf.adapt(torch.optim.SGD, lr=1e-2))
-    batch = {"input_ids": torch.randint(32, (8, 6)), "labels": torch.randint(32, (8, 5))}
-    agrees_with_one_device(cf.pipeline(cf.shard(step, cf.Mesh(pp=4)), microbatches=4), state, batch)
 
 
 class Skips(nn.Module):
@@ -590,10 +575,10 @@ def test_messages_that_are_received_in_another_order_are_named() -> None:
 # ---- real ranks ----
 
 
-def train(schedule: str, ranks: int, microbatches: int | str = 8) -> list[float]:
+def train(schedule: str, mesh: cf.Mesh, *plans: Any, microbatches: int | str = 8) -> list[float]:
     step, state, batch = mlp(8)
     with cf.testing.float64():
-        chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=ranks)), microbatches=microbatches, schedule=schedule)
+        chain = cf.pipeline(cf.shard(step, mesh, *plans), microbatches=microbatches, schedule=schedule)
         state = chain.init(state, batch)
         losses = []
         for _ in range(2):
@@ -603,9 +588,19 @@ def train(schedule: str, ranks: int, microbatches: int | str = 8) -> list[float]
 
 
 def train_all(ranks: int) -> dict[str, list[float]]:
-    losses = {schedule: train(schedule, ranks) for schedule in ("1f1b", "interleaved-1f1b", "zb-v")}
+    mesh = cf.Mesh(pp=ranks)
+    losses = {schedule: train(schedule, mesh) for schedule in ("1f1b", "interleaved-1f1b", "zb-v")}
     # How many microbatches there are is chosen on one rank, and told to the others.
-    return {**losses, "auto": train("1f1b", ranks, "auto")}
+    return {**losses, "auto": train("1f1b", mesh, microbatches="auto")}
+
+
+def train_with_zero() -> dict[str, list[float]]:
+    """Parameters that are gathered beside the pipeline's messages, and updates that are."""
+    mesh = cf.Mesh(pp=2, dp=2)
+    return {
+        "zero 3, 1f1b": train("1f1b", mesh, zero(3, "dp"), microbatches=4),
+        "zero 1, zb-v": train("zb-v", mesh, zero(1, "dp"), microbatches=4),
+    }
 
 
 def losses_of_one_device() -> list[float]:
@@ -623,6 +618,16 @@ def losses_of_one_device() -> list[float]:
 def test_real_ranks_compute_what_one_device_does() -> None:
     expected = losses_of_one_device()
     for found in launch(train_all, 2, 2):
+        for losses in found.values():
+            assert losses == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.dist
+@pytest.mark.sweep
+def test_real_ranks_compute_what_one_device_does_with_zero_beside() -> None:
+    expected = losses_of_one_device()
+    for found in launch(train_with_zero, 4):
+        assert len(found) == 2
         for losses in found.values():
             assert losses == pytest.approx(expected, rel=1e-10)
 

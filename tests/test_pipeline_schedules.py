@@ -9,6 +9,7 @@ import pytest
 from colofunc_plugins.pipeline.local_search import Search, improve, least_s
 
 import colofunc as cf
+from bench.pipelines import INTERLEAVED, PAPER, SEARCHED, interleaved_spans
 from colofunc.ext import ActionTable, StageCosts, simulate
 from colofunc.planner.stages.placements import placed
 from colofunc.planner.stages.simulate import Player, Simulated
@@ -52,22 +53,22 @@ def test_closed_forms(name: str, ranks: int) -> None:
     assert simulated.peak_bytes == tuple(PEAKS[name](ranks, microbatches, i) for i in range(1, ranks + 1))
 
 
-PAPER = (  # 2401.10241, tables 5 and 9: p, m, F, B, W, communication, bubbles of 1F1B, ZB-H1, ZB-H2
-    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585, 0.1083),
-    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.1242, 0.0837),
-    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674, 0.0444),
-    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347, 0.1323, 0.0698),
-    (8, 32, 29.802, 29.428, 19.530, 0.577, 0.1898, 0.1045, 0.0559),
-    (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091, 0.0554, 0.0294),
-)
-
-
 @pytest.mark.parametrize("row", PAPER)
 def test_the_table_of_the_zero_bubble_paper(row: tuple[float, ...]) -> None:
     ranks, microbatches = int(row[0]), int(row[1])
     costs = StageCosts.uniform(ranks, *row[2:5], send=row[5])
     for name, bubble in zip(("1f1b", "zb-h1", "zb-h2"), row[6:]):
         assert round(played(name, ranks, microbatches, costs).bubble, 4) == bubble
+
+
+@pytest.mark.parametrize(("row", "published"), list(zip(PAPER, INTERLEAVED, strict=True)))
+def test_the_interleaved_column_of_the_zero_bubble_paper(row: tuple[float, ...], published: tuple[int, float]) -> None:
+    """The closed form of communication gives the paper's figures; Megatron's order waits for one round of sends more, p of them."""
+    chunks, bubble = published
+    ranks, microbatches, f, i, w, send = row[:6]
+    ours_s, closed_s = interleaved_spans(row, chunks)
+    assert round(1 - microbatches * (f + i + w) / closed_s, 4) == bubble
+    assert ours_s - closed_s == pytest.approx(ranks * send, rel=1e-9)
 
 
 @pytest.mark.parametrize(("ranks", "more"), [*product((2, 3, 4, 8), (0, 3, 12))])
@@ -181,18 +182,11 @@ def test_the_longest_span_is_never_behind_a_named_one(seed: int) -> None:
         assert max(simulate(ours, costs).spans_s) <= max(played(other, ranks, microbatches, costs).spans_s)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "microbatches", "times", "published"),
-    [
-        (8, 24, (18.522, 18.086, 9.337, 0.601), 0.0433),
-        (8, 32, (18.513, 18.086, 9.331, 0.626), 0.0039),
-        (8, 64, (18.546, 18.097, 9.321, 0.762), 0.0026),
-        (8, 24, (29.718, 29.444, 19.927, 0.527), 0.0029),
-    ],
-)
-def test_the_searched_column_of_the_zero_bubble_paper(ranks: int, microbatches: int, times: tuple[float, ...], published: float) -> None:
+@pytest.mark.parametrize(("row", "published"), list(zip(PAPER, SEARCHED, strict=True)))
+def test_the_searched_column_of_the_zero_bubble_paper(row: tuple[float, ...], published: float) -> None:
     """Within twice the memory of 1F1B, by the longest span of one rank."""
-    f, i, w, send = times
+    ranks, microbatches = int(row[0]), int(row[1])
+    f, i, w, send = row[2:6]
     costs = StageCosts.uniform(ranks, f, i, w, send=send, weight_kept=0.37)
     simulated = simulate(SCHEDULES["auto-span"].table(ranks, microbatches, costs, 2 * ranks), costs)
     assert simulated.bubble <= published + 5e-5 and max(simulated.peak_bytes) <= 2 * ranks

@@ -71,15 +71,24 @@ class Reading:
         weights = {id: frozenset({k}) for k, id in enumerate(program.inputs) if program.values[id].role in WEIGHTS}
         # value -> the inputs that it is computed of, and of nothing else
         self.of_weights: dict[int, frozenset[int]] = dict(weights)
+        # values that depend on no input: positions, causal masks
+        of_none = {id for id in program.inputs if program.values[id].role == "constant"}
         self.computed: set[int] = set()  # values that depend on a weight and on the batch: what a stage hands on
         uses: dict[int, list[int]] = {}
         places = []
         for index in sorted(self.forward):
             node = program.nodes[index]
             read = frozenset[int]().union(*(self.of_weights.get(ref, frozenset()) for ref in node.refs))
-            if read and all(ref in self.of_weights for ref in node.refs):
-                self.of_weights.update(dict.fromkeys(node.results, read))
+            if of_none.issuperset(node.refs):
+                of_none.update(node.results)
                 continue
+            if all(ref in self.of_weights or ref in of_none for ref in node.refs):
+                # A rotary table is made of a buffer and positions. Rows of a trained table (position embeddings, relative
+                # biases) are handed on: made by several stages, their gradients would be added up between these.
+                is_trained = any(program.values[program.inputs[position]].role == "param" for position in read)
+                if not is_trained or of_none.isdisjoint(node.refs):
+                    self.of_weights.update(dict.fromkeys(node.results, read))
+                    continue
             if read or any(ref in self.computed for ref in node.refs):
                 self.computed.update(node.results)
             if read - uses.keys():
