@@ -1,5 +1,6 @@
 """Compiling kernels in C++: what happens where that cannot be done, and that two processes do it once."""
 
+import ast
 import os
 import re
 import runpy
@@ -205,6 +206,21 @@ def test_sanitizers_fail_where_other_kernels_would_be_tested(
     assert "no kernels were compiled with the sanitizers" in capsys.readouterr().err
     assert sanitized(monkeypatch, tmp_path, compiles=True) == 1
     assert f"the kernels in {tmp_path} would be tested, without sanitizers. Try: rm -r {tmp_path}" in capsys.readouterr().err
+
+
+def asks_for_kernels(file: Path) -> bool:
+    """Whether tests take the fixture `required`, or `mode`, which takes it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef) and "required" in {argument.arg for argument in node.args.args}:
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module == "test_update_narrow" and "mode" in {alias.name for alias in node.names}:
+            return True
+    return False
+
+
+def test_sanitizers_look_at_every_file_that_asks_for_the_kernels() -> None:
+    asking = {file.name for file in (ROOT / "tests").glob("test_*.py") if asks_for_kernels(file)}
+    assert set(tool("sanitize.py")["TESTS"]) == asking
 
 
 def test_a_file_is_trusted_by_itself_or_as_another_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
