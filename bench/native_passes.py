@@ -1,4 +1,5 @@
-"""Where torch's own passes over memory are kept, and what a kernel in C++ would gain: norms, scaling, merging of attention, packing.
+"""Where torch's own passes over memory are kept, and what a kernel in C++ would gain: norms, scaling, merging of attention, packing, the
+backward of experts' weighted sums, weights to int8 and back.
 
 Beside each of torch's ways stands a plain loop in C++ (`passes.cpp`, compiled here for this processor), or a copy, as fast as memory is.
 Results go to memory that is there already, except where a row says that torch makes a new tensor: on a host that costs several times
@@ -23,6 +24,7 @@ from bench import Row, Section, pairs, ratio, seconds
 from bench._loops import compiled
 from colofunc.ops.attention import attention
 from colofunc.ops.flat import PACK
+from colofunc.ops.quantizers import BUILT_IN
 from colofunc.ops.squares import sum_of_squares
 
 SIZES = (1 << 16, 1 << 20, 1 << 25)
@@ -141,6 +143,51 @@ def packing(numel: int, count: int) -> list[Row]:
     return rows_of(f"{count} tensors of {numel // count:,} elements packed", ways, numel)
 
 
+def combining(library: ctypes.CDLL, tokens: int, k: int = 2, width: int = 1024) -> list[Row]:
+    """The backward of y[token] += weight * rows[choice], of choices in the order of experts."""
+    choices = tokens * k
+    token = torch.randperm(choices) // k
+    g, rows, weight = torch.randn(tokens, width), torch.randn(choices, width), torch.rand(choices)
+    drows, dweight = torch.empty(choices, width), torch.empty(choices)
+
+    def torchs() -> tuple[Tensor, Tensor]:
+        chosen = g[token]
+        return chosen * weight.unsqueeze(1), (chosen * rows).sum(-1)
+
+    def ours() -> None:
+        sizes = ctypes.c_long(choices), ctypes.c_long(width)
+        library.combine_backward(at(drows), at(dweight), at(g), at(rows), at(weight), at(token), *sizes)
+
+    ours()
+    for one, other in zip((drows, dweight), torchs(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+    ways: Ways = {"one pass in C++": ours, "a gather, two products and a sum (ours)": torchs}
+    return rows_of(f"backward of the weighted sum of {choices:,} rows of {width:,}", ways, drows.numel())
+
+
+def in_int8(library: ctypes.CDLL, rows: int, width: int) -> list[Row]:
+    """A weight in float32 to int8 with a scale for each row, and back."""
+    x = torch.randn(rows, width)
+    numbers, scales, out = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows), torch.empty(rows, width)
+    sizes = ctypes.c_long(rows), ctypes.c_long(width)
+    scheme = BUILT_IN["int8"]
+    packed = scheme.pack(x)
+
+    def to_int8() -> None:
+        library.quantize(at(numbers), at(scales), at(x), *sizes)
+
+    def back() -> None:
+        library.dequantize(at(out), at(numbers), at(scales), *sizes)
+
+    to_int8()
+    back()
+    torch.testing.assert_close(out, packed.dequantize(), rtol=0.0, atol=1.01 * float(scales.max()))
+    size = f"{rows:,} x {width:,}"
+    there: Ways = {"one pass in C++": to_int8, "torch's operators (ours)": lambda: scheme.pack(x)}
+    again: Ways = {"one pass in C++": back, "torch's operators, to a new tensor (ours)": packed.dequantize}
+    return [*rows_of(f"{size} to int8", there, x.numel()), *rows_of(f"{size} from int8", again, x.numel())]
+
+
 def clipped(passes: str) -> Callable[[], Any]:
     """A step of one layer with 16.8 million weights that clips, by SGD without momentum."""
     torch.manual_seed(0)
@@ -204,6 +251,7 @@ def bench() -> Section:
     library = loops()
     rows = [row for numel in SIZES for row in (*norms(library, numel), *scaling(library, numel))]
     rows += [*clipping(), *merging(library, 512), *merging(library, 2048), *packing(1 << 20, 64), *packing(1 << 25, 64)]
+    rows += [*combining(library, 512), *combining(library, 4096), *in_int8(library, 1024, 1024), *in_int8(library, 4096, 4096)]
     rows += [*attending(1024), *attending(4096)]
     return Section(
         "Passes over memory",

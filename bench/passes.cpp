@@ -64,4 +64,47 @@ void merge(float* __restrict out, float* __restrict lse, const float* __restrict
   }
 }
 
+// Of y[token] += weight * rows[choice], with gradient g of y: rows of `width` numbers.
+void combine_backward(float* __restrict drows, float* __restrict dweight, const float* __restrict g, const float* __restrict rows,
+                      const float* __restrict weight, const int64_t* __restrict token, long choices, long width) {
+  for (long choice = 0; choice < choices; ++choice) {
+    const float* from = g + token[choice] * width;
+    const float* row = rows + choice * width;
+    float* to = drows + choice * width;
+    float sums[LANES] = {};
+    for (long i = 0; i < width; i += LANES) {
+      for (long lane = 0; lane < LANES; ++lane) {
+        sums[lane] += from[i + lane] * row[i + lane];
+        to[i + lane] = from[i + lane] * weight[choice];
+      }
+    }
+    float total = 0.0f;
+    for (float one : sums) total += one;
+    dweight[choice] = total;
+  }
+}
+
+// A row's largest is 127.
+void quantize(int8_t* __restrict numbers, float* __restrict scales, const float* __restrict x, long rows, long width) {
+  for (long row = 0; row < rows; ++row) {
+    const float* from = x + row * width;
+    float most[LANES] = {};
+    for (long i = 0; i < width; i += LANES) {
+      for (long lane = 0; lane < LANES; ++lane) most[lane] = std::fmax(most[lane], std::fabs(from[i + lane]));
+    }
+    float largest = 0.0f;
+    for (float one : most) largest = std::fmax(largest, one);
+    scales[row] = largest / 127.0f;
+    for (long i = 0; i < width; ++i) {
+      numbers[row * width + i] = static_cast<int8_t>(std::nearbyint(largest > 0.0f ? from[i] / scales[row] : 0.0f));
+    }
+  }
+}
+
+void dequantize(float* __restrict out, const int8_t* __restrict numbers, const float* __restrict scales, long rows, long width) {
+  for (long row = 0; row < rows; ++row) {
+    for (long i = 0; i < width; ++i) out[row * width + i] = numbers[row * width + i] * scales[row];
+  }
+}
+
 }  // extern "C"

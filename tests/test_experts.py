@@ -20,7 +20,8 @@ from colofunc.testing import sample
 
 D = torch.float64
 FORMS = [(g, t, b) for g in (True, False) for t in (True, False) for b in (True, False)]
-CHOICES = {"random": lambda n, k, e: torch.randint(-1, e, (n, k)), "greedy": lambda n, k, e: torch.full((n, k), e - 1),
+# At random, some choices are of no expert: below 0, or e and more.
+CHOICES = {"random": lambda n, k, e: torch.randint(-2, e + 2, (n, k)), "greedy": lambda n, k, e: torch.full((n, k), e - 1),
            "starving": lambda n, k, e: torch.randint(0, 2, (n, k))}  # fmt: skip
 
 
@@ -71,6 +72,29 @@ def test_forward_and_backward_are_those_of_a_loop(choices, gated, transposed, bi
     for call in (experts, experts.apply):  # through the dispatcher, and as the autograd function of a trace
         got, found = grads(partial(_called, call, "silu", gated, transposed), args)
         assert close(got, want) and all(close(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+def test_no_tokens_have_no_results_and_zero_gradients(choices) -> None:
+    args = operands(choices, bias=True, n=0)
+    for call in (experts, experts.apply):
+        out, (dx, dweight, *of_weights) = grads(partial(_called, call, "silu", True, False), args)
+        assert out.shape == dx.shape == (0, 4) and dweight.shape == (0, 2)
+        assert [d.shape for d in of_weights] == [a.shape for a in args[3:]] and not any(d.any() for d in of_weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_choices_of_no_expert_add_nothing_and_have_no_gradient(dtype) -> None:
+    """-2, -1, e, e + 1 and the ends of the dtype."""
+    ends = torch.iinfo(dtype)
+    index = torch.tensor([[-2, 0], [-1, 4], [5, 3], [ends.min, ends.max]], dtype=dtype)
+    args = operands(bias=True, n=4)
+    args = (args[0], index, *args[2:])
+    want, wanted = grads(lambda *a: one_by_one(*a, F.silu, True, False), args)
+    got, found = grads(partial(_called, experts, "silu", True, False), args)
+    assert close(got, want) and all(close(a, b) for a, b in zip(found, wanted, strict=True))
+    assert not got[[1, 3]].any() and not found[0][[1, 3]].any()
+    assert torch.equal(found[1] != 0, (index >= 0) & (index < 4))
 
 
 def _called(call, act, gated, transposed, *args):
@@ -400,7 +424,7 @@ def test_the_transform_is_the_same_as_the_argument_on_every_mesh() -> None:
         step = cf.expert_capacity(cf.shard(lambda *a: cf.moe.experts(*a), mesh, in_specs=rows), 0.5)
         assert close(step(*args).full(), want)
     caught = cf.shard(cf.expert_capacity(factor=0.5)(written), cf.Mesh(dp=2))
-    args = (args[0], args[1].clamp(min=0), *args[2:])
+    args = (args[0], args[1].clamp(0, 3), *args[2:])
     assert close(caught(*args).full(), cf.moe.experts(*args, capacity_factor=0.5))
 
 

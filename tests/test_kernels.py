@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -111,6 +113,64 @@ def test_of_kernels_that_cost_the_same_the_project_s_own_is_taken() -> None:
     q = torch.empty(1, 2, 16, 8, dtype=torch.bfloat16, device="meta")
     call = describe("colofunc.attention", (q, q, q, None, 1.0, True, 0, 0.0, None, 0, None, None, [], [], None, None, None, None), (9, 0))
     assert choose(registry.kernels["colofunc.attention", "cuda"], call) is own[0]
+
+
+# ---- an operator of a plugin, with its kernel ----
+
+
+@pytest.fixture(scope="module")
+def decayed() -> Any:
+    """The file of the example, as `plugins=[module]` takes it."""
+    file = Path(__file__).parents[1] / "examples" / "scan_plugin" / "colofunc_decayed.py"
+    spec = importlib.util.spec_from_file_location("colofunc_decayed", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def one_by_one(x: Tensor, decay: float) -> Tensor:
+    y = x.clone()
+    for t in range(1, x.shape[-1]):
+        y[..., t] += decay * y[..., t - 1]
+    return y
+
+
+def test_the_example_s_operator_is_what_it_says(decayed: Any) -> None:
+    x = torch.randn(2, 3, 37, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(decayed.decayed_sum(x, 0.9), one_by_one(x.detach(), 0.9), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(decayed.doubled(x, 0.9), one_by_one(x.detach(), 0.9), rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda x: decayed.decayed_sum(x, 0.9), x)
+    assert cf.testing.check_strategies(None, decayed.decayed_sum, cf.testing.sample(torch.randn(4, 6, dtype=torch.float64), 0.5))
+
+
+@pytest.mark.parametrize("longer", [0, -1])
+def test_the_example_s_kernel_runs_on_a_card_where_its_guard_agrees(longer: int, decayed: Any) -> None:
+    x = torch.randn(3, decayed.LONG + longer, dtype=torch.float64)
+    with Machine() as machine:
+        run = cf.shard(lambda x: decayed.decayed_sum(x, 0.9), cf.Mesh(device="cuda"), plugins=[decayed])
+        found = run(on_card(machine, x)).full().cpu()
+        passes, products = machine.launches["aten.add_.Tensor"], machine.launches["aten.mm.default"]
+    assert (passes, products) == ((9, 0) if longer == 0 else (0, 1))
+    torch.testing.assert_close(found, one_by_one(x, 0.9), rtol=1e-10, atol=1e-10)
+
+
+def test_the_plan_counts_the_example_s_kernel_forward_and_backward(decayed: Any) -> None:
+    def forgetting(x: Tensor) -> Tensor:
+        return decayed.decayed_sum(x, 0.9)
+
+    long, short = torch.randn(64, decayed.LONG), torch.randn(64, decayed.LONG - 1)
+    low = cf.shard(forgetting, H100, plugins=[decayed]).lower(long)
+    (node,) = low.program.nodes
+    assert node.target == "scan.decayed_sum" and node.kernel is not None and node.kernel.name == "doubled"
+    assert low.cost().seconds == pytest.approx(node.kernel.seconds)
+    assert low.memory().kinds()["workspaces"] == node.kernel.workspace_bytes == long.nbytes
+    both = cf.shard(lambda x: cf.value_and_grad(lambda x: forgetting(x).square().sum())(x), H100, plugins=[decayed]).lower(long)
+    kernels = [node.kernel for node in both.program.nodes if node.target == "scan.decayed_sum"]
+    assert [kernel.name for kernel in kernels] == ["doubled", "doubled"]
+    for mesh, x in ((H100, short), (cf.Mesh(), long)):
+        (other,) = cf.shard(forgetting, mesh, plugins=[decayed]).lower(x).program.nodes
+        assert other.target == "scan.decayed_sum" and other.kernel is None
 
 
 # ---- attention ----

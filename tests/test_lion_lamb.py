@@ -397,6 +397,19 @@ def test_lamb_has_the_same_bits_at_every_instruction_set(dtype: torch.dtype, req
                 assert all(map(torch.equal, lamb_at(level, threads, start, decay, maximize), want))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operands_that_begin_anywhere_have_the_same_bits(dtype: torch.dtype, mode: str) -> None:  # noqa: F811
+    """Of which no vector instruction finds an aligned address."""
+    start, found = (*operands(ROW + 1003, dtype), torch.rand(ROW + 1003)), []
+    for begin in (0, 1, 3):
+        p, g, m, v = (torch.cat([x[:begin], x])[begin:] for x in start)
+        lion_.kernel(p, g, m, torch.tensor(1e-3, dtype=D), 0.9, 0.99, 0.1)
+        direction, squares = lamb_direction_.kernel(p, g, m, v, torch.tensor(4.0), 0.9, 0.999, 1e-6, 0.1)
+        found.append([*map(bits, (p, direction, m, v)), squares.nan_to_num(-1.0, -2.0)])
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
+
+
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lamb_is_within_its_bound_of_float64(dtype: torch.dtype, size: float, mode: str) -> None:  # noqa: F811

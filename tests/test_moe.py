@@ -15,7 +15,8 @@ import colofunc as cf
 from colofunc.testing import check, sample
 
 D = torch.float64
-ROUTES = {"random": lambda n, k, e: torch.randint(-1, e, (n, k)), "greedy": lambda n, k, e: torch.full((n, k), e - 1),
+# At random, some choices are of no expert: below 0, or e and more.
+ROUTES = {"random": lambda n, k, e: torch.randint(-2, e + 2, (n, k)), "greedy": lambda n, k, e: torch.full((n, k), e - 1),
           "starving": lambda n, k, e: torch.randint(0, 2, (n, k))}  # fmt: skip
 
 
@@ -50,6 +51,29 @@ def test_several_rounds_lose_no_token(route) -> None:
     for plan, mesh in ((experts("a"), cf.Mesh(a=8)), (experts(("a", "b")), cf.Mesh(a=2, b=4))):
         cf.testing.check_strategies(plan, "colofunc.experts", sample(*args), meshes=[mesh])
         cf.testing.check_strategies(plan, "colofunc.experts_backward", backward, meshes=[mesh])
+
+
+def test_no_tokens_are_dispatched() -> None:
+    args = operands("random", n=0)
+    calls = {"colofunc.experts": sample(*args), "colofunc.experts_backward": sample(torch.randn(0, 4, dtype=D), *args, True)}
+    for target, one in calls.items():
+        done = cf.testing.check_strategies(experts("a"), target, one, meshes=[cf.Mesh(a=2)])
+        assert "{a: dispatch}" in {d.strategy for d in done}
+
+
+def test_choices_that_int32_does_not_hold_are_of_no_expert() -> None:
+    """They travel in int32, beside choices of the same token that are of one."""
+    args = list(operands("random"))
+    args[1] = torch.tensor([[0, 2**32 + 1], [3, -(2**32) + 2], [2**33, 1], [2, 2**32 - 1]] * 2)
+    calls = {"colofunc.experts": sample(*args), "colofunc.experts_backward": sample(torch.randn(8, 4, dtype=D), *args, True)}
+    for target, one in calls.items():
+        assert cf.testing.check_strategies(experts("a"), target, one, meshes=[cf.Mesh(a=2)])
+
+
+def test_choices_of_no_expert_have_no_slot() -> None:
+    index = torch.tensor([[-2, 4], [5, 3], [-1, 0], [torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min]])  # two owners of two
+    slot, rows = slots(index, 2, 2, 2)
+    assert slot.tolist() == [[-1, -1], [-1, 4], [-1, 0], [-1, -1]] and rows.tolist() == [[1, 1], [0, 0]]
 
 
 def test_slots_hold_each_token_once_per_owner() -> None:

@@ -1,5 +1,8 @@
 """Compiling kernels in C++: what happens where that cannot be done, and that two processes do it once."""
 
+import ast
+import errno
+import fcntl
 import os
 import re
 import runpy
@@ -87,6 +90,40 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
         native_build.build(tmp_path / "file" / "native")
 
 
+def read_only(*given: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+@pytest.mark.parametrize("how", ["no folder", "read-only"])
+def test_a_cache_that_cannot_be_written_is_said_once_and_the_reference_runs(how: str, fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Root may write anywhere, so a file stands where the folder should, or the lock cannot be made."""
+    folder = tmp_path / "cache" / "native"
+    if how == "no folder":
+        folder.parent.write_text("")
+    else:
+        fresh.setattr(native_build, "_locked", read_only)
+    assert_the_reference_runs(f"kernels cannot be kept in {folder}: ")
+
+
+@needs_compiler
+def test_a_library_in_a_folder_that_cannot_be_written_is_loaded(
+    kernels_folder: Path, fresh: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A hard link: a process that has loaded the library of other tests has this one."""
+    folder = tmp_path / "cache" / "native"
+    folder.mkdir(parents=True)
+    os.link(kernels_folder / "native" / native_build.library_name(), folder / native_build.library_name())
+    folder.chmod(0o500)
+    for name in ("_locked", "_compile"):
+        fresh.setattr(native_build, name, read_only)
+    fresh.setenv("COLOFUNC_NATIVE", "require")
+    try:
+        assert native.ready("cpu")
+        assert [path.name for path in folder.iterdir()] == [native_build.library_name()]
+    finally:
+        folder.chmod(0o700)
+
+
 def test_without_a_cache_nothing_is_compiled(fresh: pytest.MonkeyPatch) -> None:
     fresh.setenv("COLOFUNC_CACHE", "off")
     fresh.setattr(native_build, "build", lambda *args: pytest.fail("something is compiled"))
@@ -101,28 +138,85 @@ def test_a_mode_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
         native.ready("cpu")
 
 
+def copying_compiler(folder: Path, library: Path, seconds: float = 0.0) -> Path:
+    """A script that copies the library which is there, and writes a word to `links` for each time that it links one."""
+    script = folder / "c++"
+    script.write_text(
+        f'#!/bin/sh\nif echo "$*" | grep -q -e -shared; then echo link >> "{folder}/links"; sleep {seconds}; fi\n'
+        f'while [ "$1" != "-o" ]; do shift; done\ncp "{library}" "$2"\n'
+    )
+    script.chmod(0o755)
+    return script
+
+
 @needs_compiler
 def test_a_killed_build_and_a_library_of_others_are_built_over(
     kernels_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler is a script that copies the library which is there, as fast as none."""
     name = native_build.library_name()
-    script = tmp_path / "c++"
-    script.write_text(f'#!/bin/sh\nwhile [ "$1" != "-o" ]; do shift; done\ncp "{kernels_folder / "native" / name}" "$2"\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("CXX", str(copying_compiler(tmp_path, kernels_folder / "native" / name)))
     cache = tmp_path / "cache" / "native"
     (cache / "build-killed").mkdir(parents=True)
     (cache / name).write_text("of others")
     (cache / name).chmod(0o777)
     assert native_build.build(cache).read_bytes() == (kernels_folder / "native" / name).read_bytes()
     assert not (cache / "build-killed").exists()
-    (cache / name).write_text("half a file")
+
+
+@needs_compiler
+def test_two_processes_that_start_without_a_library_compile_one(kernels_folder: Path, tmp_path: Path) -> None:
+    """The first of them takes longer over it than the other one may start later."""
+    script = copying_compiler(tmp_path, kernels_folder / "native" / native_build.library_name(), seconds=1.0)
     children = [subprocess.Popen(
         [sys.executable, "-c", "from colofunc.ops import native; print(native.ready('cpu'))"], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "COLOFUNC_CACHE": str(cache.parent), "COLOFUNC_NATIVE": "require"},
+        env={**os.environ, "CXX": str(script), "COLOFUNC_CACHE": str(tmp_path / "cache"), "COLOFUNC_NATIVE": "require"},
     ) for _ in range(2)]  # fmt: skip
     assert [child.communicate()[0].strip() for child in children] == ["True", "True"]
+    assert (tmp_path / "links").read_text().split() == ["link"]
+
+
+def test_two_processes_that_find_half_a_file_compile_one(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The second one has built over it and loads its own by the time that the first one asks for another."""
+    whole = tmp_path / "whole.so"
+    whole.write_text("whole")
+    fresh.setenv("CXX", str(copying_compiler(tmp_path, whole)))
+    cache = tmp_path / "cache" / "native"
+    cache.mkdir(parents=True)
+    (cache / native_build.library_name()).write_text("half a file")
+    (cache / native_build.library_name()).chmod(0o700)
+    loaded, failures = [], []
+
+    def load(path: str) -> str:
+        if Path(path).read_text() == "whole":
+            return "whole"
+        failures.append(path)
+        if len(failures) == 1:
+            loaded.append(native._loaded(cache, native_build.CPU))
+        raise OSError("file too short")
+
+    fresh.setattr(native, "ctypes", SimpleNamespace(CDLL=load))
+    loaded.append(native._loaded(cache, native_build.CPU))
+    assert loaded == ["whole", "whole"] and len(failures) == 2
+    assert (tmp_path / "links").read_text().split() == ["link"]
+
+
+def test_who_waits_too_long_for_another_process_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native_build, "WAIT_S", 0.1)
+    with open(tmp_path / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        said = f"another process has held {tmp_path / 'lock'} for 0 s. Try: end it, or COLOFUNC_NATIVE=off"
+        with pytest.raises(NativeError, match=re.escape(said)):
+            native_build.build(tmp_path)
+
+
+def test_a_compiler_that_takes_too_long_is_ended(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "c++"
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    script.chmod(0o755)
+    fresh.setenv("CXX", str(script))
+    fresh.setattr(native_build, "BUILD_S", 0.2)
+    assert_the_reference_runs(f"{script} took more than 0 s to compile the kernels. Try: another compiler in CXX")
+    assert not list(tmp_path.glob("cache/native/build-*")) and not list(tmp_path.glob("cache/native/*.so"))
 
 
 @needs_compiler
@@ -139,6 +233,33 @@ def test_a_library_that_this_torch_cannot_load_is_compiled_once_more_and_then_sa
     fresh.setenv("CXX", str(script))
     assert_the_reference_runs("the compiled kernels cannot be loaded: ")
     assert (tmp_path / "links").read_text().split() == ["link", "link"]
+
+
+PLANNED = """
+import torch
+from torch import nn
+import colofunc as cf
+
+net = nn.Sequential(nn.Linear(128, 128), nn.Dropout(0.5), nn.Linear(128, 64))
+model = cf.functional(net)
+
+def loss(params, x):
+    return model.apply(params, model.buffers, x)[0].square().mean()
+
+step = cf.quantize(cf.shard(loss, cf.Mesh(dp=2)), "int8", where="*.weight")
+for node in step.lower(model.params, torch.randn(4, 128)).program.nodes:
+    print(node.target)
+"""
+
+
+def test_nothing_is_compiled_to_import_to_trace_and_to_plan(subprocess_env: dict[str, str], tmp_path: Path) -> None:
+    """In a process that could not and would say so."""
+    given = {**subprocess_env, "CXX": "/nowhere/c++", "COLOFUNC_NATIVE": "require", "COLOFUNC_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", PLANNED], cwd=tmp_path, env=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    planned = done.stdout.split()
+    assert "colofunc.dropout" in planned and any("int8" in target or "quantized" in target for target in planned), planned
+    assert not (tmp_path / "cache" / "native").exists()
 
 
 def tool(name: str) -> dict[str, object]:
@@ -205,6 +326,24 @@ def test_sanitizers_fail_where_other_kernels_would_be_tested(
     assert "no kernels were compiled with the sanitizers" in capsys.readouterr().err
     assert sanitized(monkeypatch, tmp_path, compiles=True) == 1
     assert f"the kernels in {tmp_path} would be tested, without sanitizers. Try: rm -r {tmp_path}" in capsys.readouterr().err
+
+
+def asks_for_kernels(file: Path) -> bool:
+    """Whether tests take the fixture `required`, or `mode`, which takes it."""
+    text = file.read_text()
+    if "required" not in text and "test_update_narrow" not in text:
+        return False
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and "required" in {argument.arg for argument in node.args.args}:
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module == "test_update_narrow" and "mode" in {alias.name for alias in node.names}:
+            return True
+    return False
+
+
+def test_sanitizers_look_at_every_file_that_asks_for_the_kernels() -> None:
+    asking = {file.name for file in (ROOT / "tests").glob("test_*.py") if asks_for_kernels(file)}
+    assert set(tool("sanitize.py")["TESTS"]) == asking
 
 
 def test_a_file_is_trusted_by_itself_or_as_another_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

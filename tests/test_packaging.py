@@ -62,8 +62,10 @@ def test_wheel_holds_both_packages(wheel: Path) -> None:
     packages = [path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob(INIT)]
     wanted = {Path(folders[path.parts[0]], *path.parts[1:]).as_posix() for path in packages}
     assert wanted | {"colofunc/py.typed"} <= names
-    sources = [path.relative_to(ROOT / "ext" / "cuda") for path in (ROOT / "ext").rglob("*") if path.suffix in (".h", ".cpp")]
-    assert sources and {f"colofunc/native_sources/{path.as_posix()}" for path in sources} <= names
+    suffixes = {".h", ".cuh", ".cpp", ".cu"}
+    sources = [path.relative_to(ROOT / "ext" / "cuda") for path in (ROOT / "ext").rglob("*") if path.suffix in suffixes]
+    assert {path.suffix for path in sources} == suffixes
+    assert {f"colofunc/native_sources/{path.as_posix()}" for path in sources} <= names
     assert not [name for name in names if name.startswith(("plugins/", "tests/", "tools/"))]
     assert wheel.name == f"colofunc-{cf.__version__}-py3-none-any.whl"
 

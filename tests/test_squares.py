@@ -75,6 +75,13 @@ def test_every_instruction_set_and_thread_gives_the_same_bits(dtype: torch.dtype
         assert len(found) == 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_that_begin_anywhere_have_the_same_bits(dtype: torch.dtype, mode: str) -> None:  # noqa: F811
+    """Of which no vector instruction finds an aligned address."""
+    x = torch.randn(3 * ROW + 65).to(dtype)
+    assert len({float(in_float64(torch.cat([x[:begin], x])[begin:])) for begin in (0, 1, 3)}) == 1
+
+
 def test_the_operators_are_what_they_say(mode: str) -> None:  # noqa: F811
     for dtype in (torch.float32, torch.bfloat16):
         torch.library.opcheck(sum_of_squares.op, (torch.randn(5, 7).to(dtype),))

@@ -231,6 +231,17 @@ def test_the_kernel_has_the_bits_of_the_reference_at_every_instruction_set(
                 assert torch.equal(got[codes][known], wanted[codes][known])
 
 
+def test_the_kernel_takes_no_blocks(required: None) -> None:
+    rest = (host_tables(True), host_tables(False), 0.25, 0.5, 0.75, 0.9, 0.999, 1e-8, 0.1, True, False, None)
+    last = (torch.full((96,), 0.5), *rest, torch.arange(0), 96, 1)
+    codes, scale = torch.empty(0, 96, dtype=torch.int8), torch.empty(0, 1)
+    start = [torch.empty(0, 96), codes, scale, codes.to(torch.uint8), scale]
+    for call in (adamw8_host_, adamw8_host_.kernel):
+        given = [x.clone() for x in start]
+        call(given[0], torch.empty(0, 96), *given[1:], *last)
+        assert all(x.shape == y.shape for x, y in zip(given, start, strict=True))
+
+
 def test_operands_that_the_kernel_cannot_take_are_named(required: None) -> None:
     given, tables = operands()[:6], (host_tables(True), host_tables(False))
     numbers = (0.1, 0.1, 1.0, 0.9, 0.999, 1e-8, 0.0, True, False)

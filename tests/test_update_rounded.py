@@ -117,12 +117,15 @@ def bits(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
-@pytest.mark.parametrize(("count", "stride"), [(70_001, 1), (7, 1001)], ids=["whole", "columns"])
+@pytest.mark.parametrize(
+    ("numel", "count", "stride"),
+    [(70_001, 70_001, 1), (70_000, 7, 1001), (0, 7, 1001), (1, 1, 1)],
+    ids=["whole", "columns", "empty", "one"],
+)
 def test_the_kernel_has_the_bits_of_the_reference_at_every_instruction_set(
-    count: int, stride: int, dtype: torch.dtype, required: None
+    numel: int, count: int, stride: int, dtype: torch.dtype, required: None
 ) -> None:
     draw = torch.Generator().manual_seed(0)
-    numel = 70_001 // count * count
     start = [torch.randn(numel, generator=draw).to(BF16) for _ in range(3)]
     start[2].abs_()
     grad = torch.randn(numel, generator=draw).to(dtype)

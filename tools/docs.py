@@ -61,6 +61,9 @@ def hooks_page() -> str:
         "finds it.\n",
         f"```toml\n{(EXAMPLE / 'pyproject.toml').read_text()}```\n",
         f"```py\n{(EXAMPLE / 'colofunc_scan.py').read_text()}```\n",
+        "Beside it lies an operator of its own with a kernel for GPUs, by `cf.operator` and `colofunc_kernels`: a call on "
+        "a GPU gets the kernel where its guard agrees, and the plan counts its seconds and its memory.\n",
+        f"```py\n{(EXAMPLE / 'colofunc_decayed.py').read_text()}```\n",
         "A transform as a package is `examples/narrow_gradients`; [Writing a transform](writing_a_transform.md) says "
         "how.\n",
     ]

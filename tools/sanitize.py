@@ -17,7 +17,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1"
-TESTS = ("test_native.py", "test_native_linear.py", "test_update_narrow.py", "test_lion_lamb.py", "test_squares.py")
+# Those with tests that ask for the compiled kernels.
+TESTS = (
+    "test_native.py", "test_native_linear.py", "test_update_narrow.py", "test_update_rounded.py", "test_update_packed.py",
+    "test_lion_lamb.py", "test_squares.py",
+)  # fmt: skip
 RUNTIMES = ("libasan.so", "libubsan.so")
 SHIPPED = ROOT / "ext" / "cuda" / "compiled"
 NOT_RUN = 77  # exit status: not tried here, for a reason that was said

@@ -169,13 +169,13 @@ def _loaded(folder: Path, library: native_build.Library) -> ctypes.CDLL:
     path = folder / native_build.library_name(library)
     if not native_build.is_trusted(path):
         kind = "the CPU" if library.kind == "cpu" else "GPUs"
-        env.say(f"compiling kernels for {kind} into {folder}, once (some seconds)")
+        env.say(f"compiling kernels for {kind} into {folder}, once (half a minute or more)")
     path = native_build.build(folder, library)
+    tried = native_build.file_id(path)
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError:
-        path.unlink(missing_ok=True)
-        path = native_build.build(folder, library)
+        path = native_build.build(folder, library, failed=tried)
         try:
             loaded = ctypes.CDLL(str(path))
         except OSError as error:

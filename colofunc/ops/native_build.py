@@ -188,14 +188,32 @@ def is_trusted(path: Path, like: Path | None = None) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_uid in owners and not others & ~writers
 
 
-def build(folder: Path, library: Library = CPU) -> Path:
-    """The library in `folder`, compiled unless it is there. Raises NativeError where that cannot be done."""
+FileId = tuple[int, int, int]  # device, inode, time of its last change
+
+
+def file_id(path: Path) -> FileId | None:
+    """Which file lies there now; None: there is none."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_ctime_ns
+
+
+def build(folder: Path, library: Library = CPU, failed: FileId | None = None) -> Path:
+    """The library in `folder`, compiled unless it is there. Raises NativeError where that cannot be done.
+
+    `failed`: the file that lay there and could not be loaded. It is compiled anew, unless another process has put
+    another one there since.
+    """
     try:
         path = folder / library_name(library)
-        if is_trusted(path):
+        if failed is None and is_trusted(path):
             return path
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(folder / "lock"):
+            if failed is not None and file_id(path) == failed:
+                path.unlink()
             if not is_trusted(path):
                 _compile(folder, path, library)
         return path

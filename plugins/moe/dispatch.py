@@ -176,6 +176,10 @@ class Dispatch:
         rows = collectives.all_reduce(rows, self.axes, self.mesh, "max")
         return slot, [rows[t] for t in range(self.rounds)]
 
+    def narrow(self, index: torch.Tensor) -> torch.Tensor:
+        """Indices as they travel; of no expert stays of no expert, also what int32 does not hold."""
+        return index.clamp(-1, self.ranks * self.experts_each).to(torch.int32)
+
     def here(self, index: torch.Tensor) -> torch.Tensor:
         """Indices among the experts of this rank; those of others fall outside."""
         first = collectives.axis_index(self.axes, self.mesh) * self.experts_each
@@ -192,10 +196,10 @@ class Dispatch:
     def run_forward(self, *shards: torch.Tensor) -> torch.Tensor:
         x, index, weight = (s.reshape(-1, s.shape[-1]) for s in shards[:3])
         slot, rows = self.queues(index)
-        operands, total = self.weights(shards), None
+        operands, total, chosen = self.weights(shards), None, self.narrow(index)
         for t in range(self.rounds):
             operands[0] = self.send(x, slot, rows[t], t)
-            operands[1] = self.here(self.send(index.to(torch.int32), slot, rows[t], t, -1.0))
+            operands[1] = self.here(self.send(chosen, slot, rows[t], t, -1.0))
             operands[2] = self.send(weight, slot, rows[t], t)
             y = from_slots(self.exchange(cf.ext.local.rerun(self.call, operands, self.work(t)), rows[t], t), slot, t)
             total = y if total is None else total + y
@@ -205,11 +209,11 @@ class Dispatch:
     def run_backward(self, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
         g, x, index, weight = (s.reshape(-1, s.shape[-1]) for s in shards[:4])
         slot, rows = self.queues(index)
-        operands, totals = self.weights(shards), None
+        operands, totals, chosen = self.weights(shards), None, self.narrow(index)
         for t in range(self.rounds):
             operands[0] = self.send(g, slot, rows[t], t)
             operands[1] = self.send(x, slot, rows[t], t)
-            operands[2] = self.here(self.send(index.to(torch.int32), slot, rows[t], t, -1.0))
+            operands[2] = self.here(self.send(chosen, slot, rows[t], t, -1.0))
             operands[3] = self.send(weight, slot, rows[t], t)
             dx, dweight, *sums = cf.ext.local.rerun(self.call, operands, self.work(t))
             back = [from_slots(self.exchange(d, rows[t], t), slot, t) for d in (dx, dweight)]
