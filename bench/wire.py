@@ -22,7 +22,7 @@ from bench.quality import CONTEXT, HELD_OUT_ROWS, ROWS, batch, forward, new_mode
 from colofunc.planner.plan_table import time_text
 
 STEPS, WARM_UP, RATE = 200, 20, 3e-4
-SCHEMES = ("int8", "int4")
+SCHEMES = ("int8", "int4", "fp8")
 GATHERED = ("int8", "fp8")
 """How parameters are gathered, in runs of their own."""
 BOUND = 0.005

@@ -26,7 +26,7 @@ from colofunc.ops.quantized_frozen import sources
 from colofunc.planner.schemes import SchemeChoice
 from colofunc.plugins import build_registry
 
-CALIBRATED = ("awq", "smoothquant")
+CALIBRATED = ("gptq", "awq", "smoothquant")
 MEASURED = (*CALIBRATED, "auto")
 SCHEMES = ("int8", "fp8", "fp8-e5m2", "fp8-g128", "int4-g128", "nf4", "nf4-g64", "mxfp8", "nvfp4", "int8-dynamic", *MEASURED)
 WHERE = ("up.weight", "down.weight")
@@ -197,6 +197,8 @@ def scheme_of(name: str) -> cf.ext.Quantizer | SchemeChoice:
     if name == "auto":
         sensitivities = cf.sensitivities(lambda params, batch: forward(params, batch).square().mean(), where=WHERE)(params, tokens())
         return cf.scheme_errors(params, sensitivities).within(AUTO_BYTES)
+    if name == "gptq":
+        return cf.gptq(cf.input_moments(forward, where=WHERE)(params, tokens()))
     if name == "awq":
         return cf.awq(cf.input_moments(forward, where=WHERE)(params, tokens()))
     if name == "smoothquant":

@@ -205,6 +205,8 @@ def test_a_state_has_one_leaf_in_the_weights_place() -> None:
     again = step(placed, tokens())
     torch.testing.assert_close(again.full(), step.eager(params, tokens()))
     assert step.lower(placed, tokens()).text() == step.lower(params, tokens()).text()
+    found = step.compare(placed, tokens())
+    assert found.equal and found.executed, found
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -426,11 +428,19 @@ def test_a_mistake_is_named(mistake: Mistake) -> None:
     assert mistake.says in str(caught.value)
 
 
-def test_a_shape_that_a_scheme_cannot_take_is_named() -> None:
+GROUPS = {"int4-g128": 128, "nf4": 64, "nf4-g64": 64, "fp8-g128": 128, "mxfp8": 32, "nvfp4": 16}
+
+
+def test_every_scheme_in_groups_is_known_here() -> None:
+    assert {name: scheme.format.group for name, scheme in BUILT_IN.items() if scheme.format.group > 1} == GROUPS
+
+
+@pytest.mark.parametrize(("scheme", "group"), GROUPS.items())
+def test_a_shape_that_a_scheme_cannot_take_is_named(scheme: str, group: int) -> None:
     model = cf.functional(nn.Linear(100, 8))
-    step = cf.quantize(lambda params, x: model.apply(params, {}, x)[0], "int4-g128", where="weight")
+    step = cf.quantize(lambda params, x: model.apply(params, {}, x)[0], scheme, where="weight")
     said = (
-        "cf.quantize: 'weight' has shape (8, 100): int4-g128 takes groups of 128 columns, and 100 is no multiple of it. Try: globs in "
+        f"cf.quantize: 'weight' has shape (8, 100): {scheme} takes groups of {group} columns, and 100 is no multiple of it. Try: globs in "
         "where= that leave it out, or scheme 'int8'"
     )
     with pytest.raises(cf.InputError) as caught:
