@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from colofunc_plugins import tensor, zero
-from quantize_matrix import CALIBRATED, MODES, WHERE, Net, scheme_of, step_of, tokens
+from quantize_matrix import MODES, WHERE, Net, scheme_of, step_of, tokens
 from torch import nn
 
 import colofunc as cf
@@ -22,6 +22,8 @@ from colofunc.ops.quantized_inputs import rounded_rows
 from colofunc.ops.quantizers import BUILT_IN, int4
 from colofunc.program.lazy import lazy_tensor
 
+SCALED = ("awq", "smoothquant")
+"""The calibrated schemes whose weights keep a scale of inputs; gptq's do not."""
 NO_OUTLIERS_KEPT = cf.ext.Quantizer("w8a8", form="int8", quantize=BUILT_IN["int8"].quantize, outliers=float("inf"))
 """W8A8 that rounds all inputs."""
 
@@ -104,7 +106,7 @@ def test_smoothquant_has_its_equation(alpha: float) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.parametrize("name", SCALED)
 def test_channels_that_calibration_has_not_seen_are_rounded_as_others(name: str) -> None:
     x, w = inputs(), weight()
     x[:, 10:20], w[:, 30] = 0, 0
@@ -150,7 +152,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.parametrize("name", SCALED)
 def test_calibration_and_packing_are_bit_equal_on_every_mesh(name: str) -> None:
     """From the calibration step to the packed tensors, calibrated and quantized on the same mesh."""
     step_fn, params, _ = step_of("arguments")
@@ -168,7 +170,7 @@ def test_calibration_and_packing_are_bit_equal_on_every_mesh(name: str) -> None:
         assert all(torch.equal(mine, one) for mine, one in zip(tensors, alone, strict=True)), mesh
 
 
-@pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize("spec", ["(a o) i", "o (a i)"])
 def test_a_weight_on_ranks_is_packed_as_on_one_device(name: str, spec: str) -> None:
     scheme, w = scheme_for(name, inputs()), weight().float()
@@ -177,7 +179,7 @@ def test_a_weight_on_ranks_is_packed_as_on_one_device(name: str, spec: str) -> N
         assert torch.equal(mine, whole)
 
 
-@pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize("in_parts", [True, False])
 def test_a_lazy_weight_is_scaled_by_all_of_its_rows(name: str, in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     scheme, w, read = scheme_for(name, inputs()), weight().float(), []
@@ -221,7 +223,7 @@ def test_the_scale_is_frozen_and_named_after_its_weight(kind: str) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.parametrize("name", SCALED)
 def test_it_is_one_leaf_that_is_saved_and_loaded_onto_another_mesh(name: str, tmp_path: Path) -> None:
     step_fn, params, _ = step_of("arguments")
     step = cf.quantize(cf.shard(step_fn, cf.Mesh(dp=2), zero(3, "dp")), scheme_of(name), where=WHERE)
