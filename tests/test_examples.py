@@ -167,6 +167,24 @@ def test_a_pipeline_with_tensor_parallelism_zero_and_experts(monkeypatch: pytest
     assert "rank 0  0FF" in out and "rank 1  " in out
 
 
+@pytest.mark.dist
+@pytest.mark.sweep
+def test_a_pipeline_on_real_ranks_prints_the_losses_of_simulated_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], subprocess_env: dict[str, str]
+) -> None:
+    """Eight ranks, as the file's first lines say."""
+    pytest.importorskip("transformers")
+    arguments = ["--layers", "2", "--steps", "11"]
+    script("pipeline_moe", monkeypatch).main(arguments)
+    simulated = capsys.readouterr().out
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
+    command = [*torchrun, str(EXAMPLES / "pipeline_moe.py"), *arguments]
+    done = subprocess.run(command, env=subprocess_env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trained = [[line for line in out.splitlines() if line.startswith("step ")] for out in (done.stdout, simulated)]
+    assert trained[0] == trained[1] and len(trained[0]) == 2
+
+
 SMALL_QLORA = ("--width", "64", "--first", "20", "--steps", "20", "--length", "32")
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from colofunc_plugins import tensor
 from pipelined import gpt2
 from test_cut_search import search_of
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import colofunc as cf
 from colofunc.planner import plan_cuts
@@ -78,6 +80,30 @@ def test_the_asked_cut_planned_by_hand_takes_what_was_said(name: str) -> None:
         crossing = [begin for stage, begin in enumerate(begins) if stage and rank_of[stage] != rank_of[stage - 1]]
         sent = sum(2 * 4 * cuts.pieces[begin].received_bytes for begin in crossing)
         assert sent_bytes(by_hand) == sent
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("vocabulary", [2048, 16384])
+def test_the_cut_beside_tensor_parallelism_is_near_the_best_by_hand(vocabulary: int) -> None:
+    """It is looked for before it is known how `tp` splits operators: what all of its ranks do whole counts as shared."""
+    torch.manual_seed(0)
+    dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    sizes = dict(n_layer=6, n_embd=512, n_head=8, vocab_size=vocabulary, n_positions=512, tie_word_embeddings=False)
+    model = cf.functional(cf.lazy(lambda: GPT2LMHeadModel(GPT2Config(**sizes, **dropout))))
+    step, state = cf.train_step(model, cf.adapt(torch.optim.AdamW, lr=1e-3), clip=1.0)
+    ids = cf.abstract((32, 512), torch.int64)
+    batch = {"input_ids": ids, "labels": ids}
+    sharded = cf.shard(step, cf.Mesh(pp=2, tp=2, topology=A100), tensor("1d", "tp"))
+    plan = cf.pipeline(sharded, microbatches=8).lower(state, batch).plan
+    cuts = plan.pipeline.cuts
+    seconds = {}
+    for begins in dict.fromkeys(other_cuts(cuts)):
+        by_hand = cf.pipeline(sharded, microbatches=8, stages=cuts.by_hand(begins)).lower(state, batch).plan
+        assert by_hand.pipeline.cuts.begins == begins
+        seconds[begins] = by_hand.cost_s
+    best = min(seconds, key=seconds.__getitem__)
+    print(f"{len(seconds)} cuts by hand: chosen {cuts.begins}, {plan.cost_s / seconds[best]:.4f} of the best, {best}")
+    assert len(seconds) >= 6 and plan.cost_s <= 1.02 * seconds[best]
 
 
 def sent_bytes(low: Any) -> int:
