@@ -34,7 +34,7 @@ Terms that came of looking for the reason of a miss count wherever they hold:
   so). That was free here. Of tensor parallelism it is a fifth of what its collectives take. FSDP1 (P, MH, MA, MF, I, IH, S) has one flat
   parameter, of which the others are views (`Run.flat`); pieces in chunks come to where they are read.
 - TH1, KF4, KF5: a gradient over dp was waited for behind the next two collectives, of which tensor parallelism has ten in a block. Those
-  along its own axes count now (`passes.coalesce.updates_late`, `passes.schedule.next_of_kind`): 23 % too slow became 12.
+  along its own axes count now (`passes.coalesce.delay_updates`, `passes.schedule.next_of_kind`): 23 % too slow became 12.
 - D1 to D5: their plans here bring each microbatch's gradient in another order of rows, which a copy per trip was counted for, and D1 fell
   behind D2. Megatron's kernels write gradients where they are summed; of software by hand only copies beside collectives count.
 - K1 to K3, KF: `torch.compile` has the model (`build_parallel_model`), and the loss is called behind it, as operators of torch

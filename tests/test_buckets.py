@@ -10,7 +10,7 @@ from colofunc.mesh import Mesh
 from colofunc.program.check import check_program
 from colofunc.program.ir import Ref
 from colofunc.program.passes.buckets import buckets
-from colofunc.program.passes.coalesce import reduces_early, updates_late, views_late
+from colofunc.program.passes.coalesce import delay_updates, delay_views, reduce_early
 from colofunc.program.passes.schedule import overlap
 
 R = Ref
@@ -79,12 +79,12 @@ def test_reductions_follow_their_operands_and_nothing_else_moves():
         ("colofunc.all_reduce", (R(2), ("dp",), 2, "sum"), (5,)),
     ]
     p = program([0], nodes, [4, 5, 2], [(4,), (4,), (4,), (2, 2), (2,), (4,)])
-    early = reduces_early(p)
+    early = reduce_early(p)
     # 1 and 2 are read by others as well: their reductions stay where they are.
     assert targets(early) == targets(p)
     alone = program([0], [nodes[0], nodes[2], ("aten.relu.default", (R(0),), (2,)), nodes[3]], [4, 2], [(4,), (4,), (4,), (2, 2), (2,)])
-    assert targets(reduces_early(alone)) == ["relu", "rearrange", "reduce_scatter", "relu"]
-    for a, b in zip(run(alone, [(4,)]), run(reduces_early(alone), [(4,)]), strict=True):
+    assert targets(reduce_early(alone)) == ["relu", "rearrange", "reduce_scatter", "relu"]
+    for a, b in zip(run(alone, [(4,)]), run(reduce_early(alone), [(4,)]), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -99,7 +99,7 @@ def test_a_second_reduction_waits_beside_the_work_of_the_next_gradient(rows: int
         *(("colofunc.all_reduce", (R(k), ("tp",), 2, "sum"), (k + 2,)) for k in (4, 5)),
     ]
     p = program([0], nodes, [6, 7, 3], [(2, rows)] * 4 + [(rows,)] * 4)
-    assert targets(reduces_early(p)) == wanted.split()  # small ones go together at the end; behind the last gradient comes no other
+    assert targets(reduce_early(p)) == wanted.split()  # small ones go together at the end; behind the last gradient comes no other
 
 
 def test_a_third_reduction_stands_behind_a_second_one_that_stays():
@@ -115,7 +115,7 @@ def test_a_third_reduction_stands_behind_a_second_one_that_stays():
     ]
     p = program([0], nodes, [7, 8, 9], [(1 << 18,)] * 10)
     # 8 and 9 go up behind their gradients. No later gradient is made behind 6, so it stays, and so does 7, which reads it.
-    assert [node.outs[0] for node in reduces_early(p).nodes] == [1, 2, 3, 4, 8, 5, 9, 6, 7]
+    assert [node.outs[0] for node in reduce_early(p).nodes] == [1, 2, 3, 4, 8, 5, 9, 6, 7]
 
 
 def test_updates_run_behind_the_next_collectives_but_before_readers():
@@ -128,9 +128,9 @@ def test_updates_run_behind_the_next_collectives_but_before_readers():
         ("aten.relu.default", (R(7),), (8,)),
     ]
     p = program([0, 1, 2], nodes, [8], [(3,)] * 9)
-    late = updates_late(p, lag=5)
+    late = delay_updates(p, lag=5)
     assert targets(late) == ["all_reduce", "all_reduce", "relu", "add_", "mul", "relu"]
-    assert targets(updates_late(p, lag=1)) == ["all_reduce", "all_reduce", "add_", "relu", "mul", "relu"]
+    assert targets(delay_updates(p, lag=1)) == ["all_reduce", "all_reduce", "add_", "relu", "mul", "relu"]
     shapes = [(3,)] * 3
     (want,), (got,), (split,) = run(p, shapes), run(late, shapes), run(overlap(late), shapes)
     assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(want, got, split, strict=True))
@@ -144,7 +144,7 @@ def test_views_of_received_values_wait_for_their_reader():
         ("aten.relu.default", (R(3),), (5,)),
     ]
     p = program([0, 1], nodes, [4, 5], [(3,), (3,), (2, 3), (6,), (3,), (6,)])
-    assert targets(views_late(p)) == ["all_gather", "relu", "view", "relu"]
+    assert targets(delay_views(p)) == ["all_gather", "relu", "view", "relu"]
 
 
 def test_a_gather_does_not_move_before_the_reduction_that_it_reads():
@@ -203,4 +203,4 @@ def test_collectives_along_other_axes_do_not_say_how_far_a_reduction_has_come():
         ("aten.relu.default", (R(6),), (7,)),
     ]
     p = program([0, 1, 2, 3], nodes, [5, 7], [(3,), (3,), (3,), (3,), (3,), (2, 3), (3,), (3,)])
-    assert targets(updates_late(p, lag=1)) == ["all_reduce", "all_gather", "all_reduce", "add_", "relu"]
+    assert targets(delay_updates(p, lag=1)) == ["all_reduce", "all_gather", "all_reduce", "add_", "relu"]

@@ -29,7 +29,7 @@ from colofunc.program.ir import Ref
 from colofunc.program.memory import memory
 from colofunc.program.passes import one_call
 from colofunc.program.passes.chunks import buffers_of, chunked
-from colofunc.program.passes.coalesce import updates_late, views_late
+from colofunc.program.passes.coalesce import delay_updates, delay_views
 from colofunc.program.passes.one_call import runs_of_updates
 from colofunc.program.passes.packing import pack
 from colofunc.program.passes.schedule import overlap
@@ -189,7 +189,7 @@ def test_neighbours_in_a_buffer_are_not_copied_and_overlaps_are() -> None:
 
 def test_the_next_chunk_is_gathered_before_this_one_is_used_and_no_further() -> None:
     step, state, batch = deep()
-    ordered = overlap(views_late(updates_late(step.on("distributed").lower(state, batch).program)), ahead_bytes=0)
+    ordered = overlap(delay_views(delay_updates(step.on("distributed").lower(state, batch).program)), ahead_bytes=0)
     flying, most, order = 0, 0, []
     for node in ordered.nodes:
         started = {n.outs[0]: n for n in ordered.nodes if n.target.endswith("_start")}

@@ -21,7 +21,7 @@ class Searches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans, self.finished = 0, 0
-        search, finish = planning.plan_within, Completion.finish
+        search, finish = planning.plan_for_budget, Completion.finish
 
         def planned(*args: Any, **options: Any) -> Any:
             self.plans += 1
@@ -31,7 +31,7 @@ class Searches:
             self.finished += 1
             return finish(*args)
 
-        monkeypatch.setattr(planning, "plan_within", planned)
+        monkeypatch.setattr(planning, "plan_for_budget", planned)
         monkeypatch.setattr(Completion, "finish", completed)
 
 

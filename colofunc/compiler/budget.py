@@ -61,7 +61,7 @@ class DoesNotFit(PlanError):
 # ---- ways to a plan ----
 
 
-def plan_within(
+def plan_for_budget(
     sharder: Sharder, budget_bytes: int | None, parts: int = 1, tries: int = 4
 ) -> tuple[Decided, Program] | FailedSearch:
     """Plan and complete so that the accountant agrees that the peak is within the budget.

@@ -1,6 +1,6 @@
 """Completion: from what was decided to the program that one rank runs, finished and counted.
 
-    lower -> passes -> alternatives -> kernels -> searches -> cut, reduce_early, views_late, pack, in_place -> moves
+    lower -> passes -> alternatives -> kernels -> searches -> cut, reduce_early, delay_views, pack, in_place -> moves
         -> narrow_updates, squares, one_call
 
 Problem: whether a sharding fits, and how long it takes, is known only once its program is finished: collectives packed,
@@ -46,7 +46,7 @@ from colofunc.program.memory import memory
 from colofunc.program.memory_report import MemoryReport
 from colofunc.program.passes.buckets import Most, buckets
 from colofunc.program.passes.chunks import chunked
-from colofunc.program.passes.coalesce import reduces_early, views_late
+from colofunc.program.passes.coalesce import delay_views, reduce_early
 from colofunc.program.passes.cut import cut, to_be_cut
 from colofunc.program.passes.inplace import in_place
 from colofunc.program.passes.messages import scalars_in_one_message
@@ -247,7 +247,7 @@ class Completion:
             program, apart = chunked(program, chunks)
             return buckets(program, self.mesh, apart, most)
 
-        passes = [Pass("reduce_early", reduces_early), Pass("views_late", views_late)]
+        passes = [Pass("reduce_early", reduce_early), Pass("delay_views", delay_views)]
         if to_be_cut(local):
             passes.insert(0, Pass("cut", cut, optional=False))
             passes.append(Pass("stage_sums", sums_within_stages, optional=False))

@@ -24,7 +24,7 @@ from colofunc.program.check import check_program
 from colofunc.program.ir import Program
 from colofunc.program.text import text
 
-REWRITES = ("reduce_early", "views_late", "pack", "messages", "in_place", "narrow_updates", "squares", "one_call")
+REWRITES = ("reduce_early", "delay_views", "pack", "messages", "in_place", "narrow_updates", "squares", "one_call")
 """Passes of our own that can be left out: a program is right without them, only slower or larger."""
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import attrs
 
 from colofunc import env
-from colofunc.compiler.budget import FailedSearch, plan_from_known, plan_of, plan_within
+from colofunc.compiler.budget import FailedSearch, plan_for_budget, plan_from_known, plan_of
 from colofunc.compiler.completion import Completion, ways_of
 from colofunc.compiler.decisions import Candidates, Decided
 from colofunc.compiler.input_places import (
@@ -131,7 +131,7 @@ class Planning:
                 break
         if failed_before is None:
             self.candidates.memo = Memo()
-            outcome = plan_within(self._sharder(constraints), self.budget_bytes, self.parts)
+            outcome = plan_for_budget(self._sharder(constraints), self.budget_bytes, self.parts)
             if not isinstance(outcome, FailedSearch):
                 return outcome
             failed_before = outcome

@@ -44,7 +44,7 @@ from colofunc.mesh.transport import MIXED, carriers, make_group
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Program
 from colofunc.program.memory import memory
-from colofunc.program.passes.coalesce import outputs_late, updates_late, views_late
+from colofunc.program.passes.coalesce import delay_outputs, delay_updates, delay_views
 from colofunc.program.passes.loop import within
 from colofunc.program.passes.one_call import small_updates_in_one_call, updates_side_by_side
 from colofunc.program.passes.schedule import overlap
@@ -183,9 +183,9 @@ def overlapped(program: Program, ahead_bytes: float = inf, grouped: bool = False
         ahead = partial(overlap, ids=ids, ahead=1, ahead_bytes=int(ahead_bytes))
 
     def overlapped_body(body: Program) -> Program:
-        return ahead(outputs_late(views_late(body)), body=True)
+        return ahead(delay_outputs(delay_views(body)), body=True)
 
-    ordered = views_late(updates_late(within(program, overlapped_body)))
+    ordered = delay_views(delay_updates(within(program, overlapped_body)))
     ordered = updates_side_by_side(ahead(ordered))
     if not grouped:
         return ordered

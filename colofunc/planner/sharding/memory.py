@@ -3,7 +3,7 @@
 The accountant of the local program is the judge of a budget (`assign(..., peak_bytes=...)`); this estimate is what the
 search steers by, and the judge where no accountant is given. A value lives from its producer to its last use, a
 converted copy from its first to its last use, inputs for the whole step; views share their base; a donated output takes
-the memory of its input leaf. A sum that everybody wants reduced is reduced where it is made (`coalesce.reduces_early`):
+the memory of its input leaf. A sum that everybody wants reduced is reduced where it is made (`coalesce.reduce_early`):
 from there on the copy lives.
 """
 

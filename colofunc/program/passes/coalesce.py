@@ -32,7 +32,7 @@ depends on what else is queued, which the latency of a link does not say, and th
 its machine is asked."""
 
 
-def reduces_early(program: Program) -> Program:
+def reduce_early(program: Program) -> Program:
     """Move reductions, and the layout moves that prepare them, up to right behind their operands.
 
     In the body of a loop so does what its node gathers over the trips.
@@ -114,7 +114,7 @@ def _only_reader(node: Node, readers: Mapping[int, Sequence[int]], outputs: set[
     return len(readers[operand]) == 1 and operand not in outputs
 
 
-def updates_late(program: Program, lag: int = 2) -> Program:
+def delay_updates(program: Program, lag: int = 2) -> Program:
     """Move in-place updates of what a collective delivers behind the next `lag` collectives along its axes, which then
     overlap it.
 
@@ -172,7 +172,7 @@ def _first_behind(positions: Sequence[int], index: int) -> int | None:
     return positions[at] if at < len(positions) else None
 
 
-def views_late(program: Program) -> Program:
+def delay_views(program: Program) -> Program:
     """Move views of what a collective delivers down to their first reader: until then nobody waits for it.
 
     Where somebody does (`colofunc.wait`), that was decided.
@@ -194,7 +194,7 @@ def views_late(program: Program) -> Program:
     return program.by_place(place)
 
 
-def outputs_late(body: Program) -> Program:
+def delay_outputs(body: Program) -> Program:
     """Move views of what a collective delivers, of which a loop takes nothing but outputs, behind the next one of its
     kind.
 
