@@ -37,7 +37,7 @@ from colofunc.planner.plan_terms import Spent
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.stages.report import CutsOf, Pipelined, pipeline_loop, pipelined
 from colofunc.program.check import Checker
-from colofunc.program.cost import RuleOf, node_s
+from colofunc.program.cost import RuleOf, seconds_on
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Loop, Node, Program, Value, kept_with
 from colofunc.program.lanes import Lanes, played
@@ -221,7 +221,7 @@ class Completion:
         took = self.known.get(id(node))
         if took is not None and took[0] is node and tuple(map(values.__getitem__, took[1])) == took[2]:
             return took[3]
-        model = partial(node_s, mesh=self.mesh, rule_of=self.rule_of)
+        model = seconds_on(self.mesh, self.rule_of)
         seconds = model(node, values) if self.timed is None else self.timed.node_s(node, values, model)
         ids = (*node.refs, *node.results)
         self.known[id(node)] = node, ids, tuple(map(values.__getitem__, ids)), seconds

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -30,7 +30,7 @@ from colofunc.planner.plan_terms import Term, about, summed
 from colofunc.planner.stages.report import clocked, period_s
 from colofunc.planner.stages.simulate import Simulated
 from colofunc.plugins import Registry
-from colofunc.program.cost import CostReport, node_s, node_work, program_cost
+from colofunc.program.cost import CostReport, node_work, program_cost, seconds_on
 from colofunc.program.ir import Program
 from colofunc.program.lanes import Lanes, lanes
 from colofunc.program.lower import Choice
@@ -195,7 +195,7 @@ class Lowered:
         Raises PlanError where the step has no pipeline.
         """
         played = clocked(
-            self._clocked(self.program), self.priced, partial(node_s, mesh=self.priced, rule_of=self.registry.rule)
+            self._clocked(self.program), self.priced, seconds_on(self.priced, self.registry.rule)
         )
         if played is None:
             raise PlanError(
@@ -212,7 +212,7 @@ class Lowered:
         With `cf.pipeline(validate="next step")` a rank begins the next step while others end this one.
         `low.plan.cost_s` is of one alone.
         """
-        seconds = partial(node_s, mesh=self.priced, rule_of=self.registry.rule)
+        seconds = seconds_on(self.priced, self.registry.rule)
         return period_s(self._clocked(self.ordered()), self.priced, seconds)
 
     def _clocked(self, program: Program) -> Program:

@@ -28,7 +28,7 @@ from colofunc.executors.pools import accelerator, in_tier
 from colofunc.executors.profile import Clock
 from colofunc.executors.watch import Watch
 from colofunc.mesh.device import device_of
-from colofunc.program.cost import node_s
+from colofunc.program.cost import seconds_on
 from colofunc.program.lanes import played
 from colofunc.program.timed import Timed, timings
 from colofunc.spec.layout import Layout
@@ -82,7 +82,7 @@ class Warmup:
         told = _told(self._best, self._backend.watch)
         most = [max(each) for each in zip(*told, strict=True)]
         low = self._low
-        return timings(low.ordered(), most, partial(node_s, mesh=low.priced, rule_of=low.registry.rule))
+        return timings(low.ordered(), most, seconds_on(low.priced, low.registry.rule))
 
 
 def everywhere(yes: bool, watch: Watch | None) -> bool:
@@ -102,7 +102,7 @@ def _told(mine: Any, watch: Watch | None) -> list[Any]:
 
 def step_s(low: Lowered, timed: Timed) -> float:
     """Seconds of a step of this program, by what was measured."""
-    model = partial(node_s, mesh=low.priced, rule_of=low.registry.rule)
+    model = seconds_on(low.priced, low.registry.rule)
     return played(low.ordered(), low.priced, partial(timed.node_s, model=model)).end_s
 
 

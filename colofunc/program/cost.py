@@ -149,32 +149,43 @@ def program_cost(program: Program, mesh: Mesh, rule_of: RuleOf) -> CostReport:
 
 def node_s(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf) -> float:
     """Seconds of one node: compute, or communication; of a loop all its trips."""
-    if node.loop is not None:
-        inner = program_cost(node.loop.body, mesh, rule_of)
-        return inner.seconds * node.loop.trips
-    if node.kernel is not None:
-        return node.kernel.seconds
-    sort = _sort_of(node.target)
-    if sort == WIRED:
-        collective = collective_of(node, values)
-        assert collective is not None, "an operator that is wired has a collective"
-        kind, axes, _, full_bytes = collective
-        return _wired_s(node, mesh, kind, axes, full_bytes)
-    if sort != WORK:
-        return mesh.view_s if sort == VIEW else 0.0
-    known, key = _seconds_known(mesh, rule_of), _key_of(node, values)
-    seconds = known.get(key)
-    if seconds is None:
-        if len(known) >= MOST_CALLS:
-            known.clear()
-        seconds = known[key] = _alone_s(node, values, mesh, rule_of)
-    return seconds
+    return seconds_on(mesh, rule_of)(node, values)
+
+
+NodeSeconds = Callable[[Node, Mapping[int, Value]], float]
 
 
 @lru_cache(maxsize=64)
-def _seconds_known(mesh: Mesh, rule_of: RuleOf) -> dict[Any, float]:
-    """Call -> seconds on a machine, as `node_work` keeps the work of calls."""
-    return {}
+def seconds_on(mesh: Mesh, rule_of: RuleOf) -> NodeSeconds:
+    """`node_s` on one machine, for many nodes: what it knows of calls is found once.
+
+    Layers are alike, so that most calls are known, as `node_work` knows the work of calls.
+    """
+    known: dict[Any, float] = {}
+
+    def seconds(node: Node, values: Mapping[int, Value]) -> float:
+        if node.loop is not None:
+            inner = program_cost(node.loop.body, mesh, rule_of)
+            return inner.seconds * node.loop.trips
+        if node.kernel is not None:
+            return node.kernel.seconds
+        sort = _sort_of(node.target)
+        if sort == WIRED:
+            collective = collective_of(node, values)
+            assert collective is not None, "an operator that is wired has a collective"
+            kind, axes, _, full_bytes = collective
+            return _wired_s(node, mesh, kind, axes, full_bytes)
+        if sort != WORK:
+            return mesh.view_s if sort == VIEW else 0.0
+        key = _key_of(node, values)
+        found = known.get(key)
+        if found is None:
+            if len(known) >= MOST_CALLS:
+                known.clear()
+            found = known[key] = _alone_s(node, values, mesh, rule_of)
+        return found
+
+    return seconds
 
 
 def _alone_s(node: Node, values: Mapping[int, Value], mesh: Mesh, rule_of: RuleOf) -> float:

@@ -27,7 +27,6 @@ longer, which are taken to be spread evenly over a part (`beside_s`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import attrs
@@ -35,8 +34,8 @@ import attrs
 from colofunc.mesh import Mesh
 from colofunc.mesh.software import WAITS
 from colofunc.program.actions import Action, linear_order
-from colofunc.program.cost import RuleOf, node_s
-from colofunc.program.facts import COPIES, WIRE, kind_of, written
+from colofunc.program.cost import RuleOf, seconds_on
+from colofunc.program.facts import COPIES, WIRE, kind_of, kind_of_target, written
 from colofunc.program.ir import Loop, Node, Part, Program, Timetable, Value
 from colofunc.program.places import SEND, distinct_ranks, has_places, same_as
 from colofunc.program.text import target_text
@@ -44,6 +43,7 @@ from colofunc.spec.parts import holds
 
 Seconds = Callable[[Node, Mapping[int, Value]], float]
 LANES = ("compute", "collectives", "to device", "to host", "host", "disk")
+WAIT = ("wait", False)  # what `kind_of` says of it
 COPY_LANES = frozenset({"to device", "to host", "disk"})
 
 
@@ -86,7 +86,7 @@ class Lanes:
 
 def lanes(program: Program, mesh: Mesh, rule_of: RuleOf, rank: int | None = None) -> Lanes:
     """Play a local program as it stands: what real ranks run is `overlapped` first."""
-    return played(program, mesh, partial(node_s, mesh=mesh, rule_of=rule_of), rank)
+    return played(program, mesh, seconds_on(mesh, rule_of), rank)
 
 
 def played(program: Program, mesh: Mesh, seconds: Seconds, rank: int | None = None) -> Lanes:
@@ -307,7 +307,8 @@ class _Player:
         return Lanes(tuple(self.busy), tuple(self.starts), max(self.clock, *self.free.values()), self.bodies)
 
     def step(self, node: Node) -> None:
-        index = self._begin()
+        index = len(self.starts)
+        self.starts.append(self.clock)
         on_s = self._node(index, node, self.clock)
         if on_s > self.clock:
             self.clock = on_s
@@ -359,19 +360,22 @@ class _Player:
 
     def _node(self, index: int, node: Node, clock: float) -> float:
         """When the device may go on."""
-        kind, needs = kind_of(node), self._needs(node)
-        if kind == ("wait", False):
+        # Comparisons and no `max`, and few calls: this runs for every node of every candidate.
+        kind, needs = kind_of_target(node.target), self._needs(node)
+        if kind == WAIT:
             self._made(node, needs)
             return needs
         if node.loop is not None:
             trip = played(node.loop.body, self.mesh, self.device_s)
             return self._trips(index, node, node.loop, trip, max(clock, needs, self.free["host"]))
         lane = self._lane(node, kind)
-        seconds = self._seconds(node, lane)
+        if lane == "compute":
+            seconds = self.device_s(node, self.program.values)
+        else:
+            seconds = self._seconds(node, lane)
         if self.hands_out and lane != "host":
             self.free["host"] += self._handed_s(node, seconds)
         engines = self._wires(node) if lane == "collectives" else (lane,)
-        # Comparisons and no `max`: this runs for every node of every candidate.
         begin = self.free["host"]
         if needs > begin:
             begin = needs
@@ -441,13 +445,14 @@ class _Player:
         return end
 
     def _lane(self, node: Node, kind: tuple[str, bool] | None) -> str:
-        if kind is not None and kind[0] in WIRE:
-            return "collectives"
-        if kind is not None and kind[0] in COPIES:
-            source, target = self._ends(node)
-            if "disk" in (source, target):
-                return "disk"
-            return "to device" if target == "device" else "to host"
+        if kind is not None:
+            if kind[0] in WIRE:
+                return "collectives"
+            if kind[0] in COPIES:
+                source, target = self._ends(node)
+                if "disk" in (source, target):
+                    return "disk"
+                return "to device" if target == "device" else "to host"
         values = self.program.values
         for id in node.refs:  # of most nodes the first says it
             if values[id].tier != "host":

@@ -71,12 +71,14 @@ def _copying(program: Program, mesh: Mesh) -> dict[int, set[int]]:
     software = mesh.topology.software
     chunked, is_flat, by_hand = software.axes(CHUNKS), software.flat, software.fused
     nodes, lies = program.nodes, _Lies(program)
+    makers = lies.makers
     found: dict[int, set[int]] = {}
     # This runs for every candidate of a plan, so most nodes are told by their target alone.
     for index, node in enumerate(nodes):
         target = node.target
         if only_describes(target):
-            lies.add(index)
+            for out in node.outs:
+                makers[out] = index
             if target != REARRANGE or (is_flat and lies.is_part(node.args[0].id)):
                 continue
             if by_hand and not lies.was_brought(node.args[0].id):
@@ -85,7 +87,7 @@ def _copying(program: Program, mesh: Mesh) -> dict[int, set[int]]:
                 found[index] = set(node.results)
         elif target in WIRES:
             sent = node.args[0].id
-            maker = lies.makers.get(sent)
+            maker = makers.get(sent)
             if maker is not None and lies.has_gaps(sent) and not (chunked and is_in_chunks(node, program, chunked)):
                 found.setdefault(maker, set()).add(sent)
     return {
@@ -126,13 +128,8 @@ class _Lies(Mapping[int, Meta]):
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.makers: dict[int, int] = {}
+        self.makers: dict[int | None, int] = {}
         self.known: dict[int, Meta] = {}
-
-    def add(self, index: int) -> None:
-        for out in self.program.nodes[index].outs:
-            if out is not None:
-                self.makers[out] = index
 
     def __getitem__(self, id: int) -> Meta:
         known = self.known.get(id)

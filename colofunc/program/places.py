@@ -42,8 +42,16 @@ def has_places(program: Program) -> bool:
         layout = program.values[id].layout
         if layout is not None and layout.at is not None:
             return True
-    nodes = (node for each in program.with_bodies() for node in each.nodes)
-    return any(node.on is not None or node.target == SEND for node in nodes)
+    return _has_nodes_apart(program)
+
+
+def _has_nodes_apart(program: Program) -> bool:
+    """Whether some rank does not run all nodes of a program, or of a body in it."""
+    if SEND in program.targets:
+        return True
+    if any(node.on is not None for node in program.nodes):
+        return True
+    return any(node.loop is not None and _has_nodes_apart(node.loop.body) for node in program.nodes)
 
 
 @attrs.frozen(eq=False)

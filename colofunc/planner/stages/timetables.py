@@ -9,7 +9,6 @@ its parts take.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import attrs
 
@@ -17,7 +16,7 @@ from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.stages.simulate import simulate
 from colofunc.program.actions import Action, ActionTable
-from colofunc.program.cost import RuleOf, node_s
+from colofunc.program.cost import RuleOf, seconds_on
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Loop, Node, Program, Timetable
 from colofunc.program.passes.cut import cut
@@ -80,7 +79,7 @@ class Scheduled:
             return self._of(self.schedule.table(ranks, self.microbatches))
         trip = Timetable(self.axis, one_trip(self.indices, forward_only=not self.backward), self.stages)
         loop = _cut_loop(cut(_with_timetable(program, index, trip)))
-        costs = stage_costs(loop, mesh, partial(node_s, mesh=mesh, rule_of=self.rule_of))
+        costs = stage_costs(loop, mesh, seconds_on(mesh, self.rule_of))
         fastest = self.schedule.table(ranks, self.microbatches, costs)
         if self.share == 1.0:
             return self._of(fastest)
