@@ -17,7 +17,8 @@ resource allocation and scheduling", 2001; D. Berger et al., 1711.03709, for siz
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from hashlib import blake2b
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,6 +36,12 @@ NEVER, ALWAYS = -1, -2
 all is."""
 ITERATIONS = 20_000
 """Limit of the simplex method: counted, not timed, so that every rank stops where the others do."""
+
+
+MOST_SOLVED = 128
+_SOLVED: dict[bytes, list[float] | None] = {}
+"""Solutions of the last programs. Orders of the same work, which differ in seconds, ask for the same ones: of the step
+in the README 48 of 126 are different."""
 
 
 def least_traffic(facts: Facts, room_bytes: int, stay: float = 1.0) -> tuple[list[int], list[list[Stay]]]:
@@ -88,6 +95,31 @@ def least_bytes(facts: Facts, room_bytes: int) -> int:
     long.
     """
     return _GapProgram(facts, room_bytes, 1.0).least_bytes()
+
+
+def _arrays(rows: csr_matrix | None) -> tuple[np.ndarray, ...]:
+    """All that a sparse matrix consists of."""
+    return () if rows is None else (rows.data, rows.indices, rows.indptr)
+
+
+def _solution(
+    saved: np.ndarray, fits: csr_matrix, room: np.ndarray, below: csr_matrix | None, bounds: Sequence[float]
+) -> list[float] | None:
+    """What `_GapProgram.solve` gives. Columns: variables, whose costs are `saved`, then what is free at positions."""
+    from scipy.optimize import linprog
+
+    count, size = len(saved), len(room)
+    found = linprog(
+        np.concatenate((saved, np.zeros(size))),
+        below,
+        bounds or None,
+        fits,
+        room,
+        np.asarray([(0, 1)] * count + [(0, np.inf)] * size),
+        method="highs-ds",
+        options={"maxiter": ITERATIONS},
+    )
+    return [float(part) for part in found.x[:count]] if found.status == 0 else None
 
 
 class _GapProgram:
@@ -234,26 +266,20 @@ class _GapProgram:
 
     def solve(self) -> list[float] | None:
         """Of every variable the part that is worth it; None where the solver does not get there."""
-        from scipy.optimize import linprog
-
         count = len(self.saved)
         if not count:
             return []
         unit = float(max(self.facts.nbytes)) or 1.0
         fits, room = self._fits(unit)
-        size = len(room)
-        below, bounds = self._below(unit, count + size)
-        found = linprog(
-            np.concatenate((-np.asarray(self.saved) / unit, np.zeros(size))),
-            below,
-            bounds or None,
-            fits,
-            room,
-            np.asarray([(0, 1)] * count + [(0, np.inf)] * size),
-            method="highs-ds",
-            options={"maxiter": ITERATIONS},
-        )
-        return [float(part) for part in found.x[:count]] if found.status == 0 else None
+        below, bounds = self._below(unit, count + len(room))
+        saved = -np.asarray(self.saved) / unit
+        asked = (saved, room, np.asarray(bounds), *_arrays(fits), *_arrays(below))
+        key = blake2b(b"".join(len(each).to_bytes(8) + each.tobytes() for each in asked)).digest()
+        if key not in _SOLVED:
+            if len(_SOLVED) >= MOST_SOLVED:
+                _SOLVED.clear()
+            _SOLVED[key] = _solution(saved, fits, room, below, bounds)
+        return _SOLVED[key]
 
     def _fits(self, unit: float) -> tuple[csr_matrix, np.ndarray]:
         """(rows, their right sides): what is kept at a position, and what is free there, add up to the room.
