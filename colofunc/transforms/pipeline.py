@@ -37,7 +37,6 @@ from colofunc.planner.stages.orders import Order, best_order, least_order, roomi
 from colofunc.planner.stages.timetables import Scheduled, by_timetable
 from colofunc.program.ir import Program, computed_once
 from colofunc.program.passes.mixing import MIXING
-from colofunc.program.passes.split_backward import split_backward
 from colofunc.program.pipeline_schedule import Schedule
 from colofunc.program.placing import StagesOf
 
@@ -140,7 +139,6 @@ class _Asked:
         return Transform(
             "pipeline",
             attrs.asdict(self, recurse=False),
-            rewrite_global=self.split,
             constrain=self.constrained,
             candidates=self.loops,
             microbatches=self.microbatches or 1,
@@ -216,15 +214,6 @@ class _Asked:
         schedule.check_microbatches(ranks, self.number, rows)
         return frozenset(schedule.admitted(rows, ranks))
 
-    def split(self, build: Build) -> Build:
-        """Gradients of weights in nodes of their own, where the schedule has actions for them."""
-        schedule = self._known(build).get(str(self.schedule))
-        if schedule is None or not schedule.splits_backward or self.microbatches == 1:
-            return build
-        if self.axis not in build.mesh.axis_names or build.mesh.axis_size(self.axis) == 1:
-            return build
-        return build.evolve(program=split_backward(build.program))
-
     def constrained(self, build: Build) -> Build:
         """Parameters exist on the ranks of their stages, and every rank's rows come in equal microbatches."""
         schedule, ranks = self._schedule(build), self._ranks(build.mesh)
@@ -283,17 +272,11 @@ class _Asked:
         """The one that was asked for; of one with several placements the first that can be."""
         return self._placements(build)[0]
 
-    @staticmethod
-    def _known(build: Build) -> dict[str, Schedule]:
-        """All schedules by name, also those that others have as placements."""
+    def _placements(self, build: Build) -> list[Schedule]:
+        """The schedules of one placement each that the model's layers, or the stages that were given, allow."""
         known = dict(build.registry.schedules)
         for each in build.registry.schedules.values():
             known.update({placed.name: placed for placed in each.among if placed.name not in known})
-        return known
-
-    def _placements(self, build: Build) -> list[Schedule]:
-        """The schedules of one placement each that the model's layers, or the stages that were given, allow."""
-        known = self._known(build)
         if not isinstance(self.schedule, str) or self.schedule not in known:
             name = "" if self.schedule is None else str(self.schedule)
             raise PlanError(f"unknown schedule {self.schedule!r}{near(name, sorted(known), 'schedules')}")
