@@ -14,7 +14,14 @@ from torch import Tensor
 import colofunc as cf
 from colofunc.ops.canonical import single_device
 from colofunc.ops.define import KERNELS
-from colofunc.ops.experts import ACTS, expert_position, experts
+from colofunc.ops.experts import (
+    ACTS,
+    expert_position,
+    experts,
+    experts_backward,
+    experts_input_gradients,
+    experts_weight_gradients,
+)
 from colofunc.ops.grouped import grouped_mm
 from colofunc.testing import sample
 
@@ -176,6 +183,32 @@ def test_rules_hold_on_meshes(gated, transposed, bias) -> None:
     samples = [sample(g, *args, "silu", gated, transposed, needed) for needed in (True, False)]
     done = cf.testing.check_strategies(None, "colofunc.experts_backward", *samples, meshes=meshes)
     assert {"{a: b0}", "{a: e}", "{a: f}", "{a: e, b: f}"} <= {d.strategy for d in done}
+
+
+@pytest.mark.parametrize(("gated", "transposed", "bias"), FORMS)
+@pytest.mark.parametrize("choices", CHOICES)
+def test_a_backward_in_two_calls_has_the_bits_of_one(choices, gated, transposed, bias) -> None:
+    args, g = operands(choices, gated, transposed, bias), torch.randn(8, 4, dtype=D)
+    form = ("silu", gated, transposed)
+    dx, dweight, dh, a = experts_input_gradients(g, *args, *form)
+    found = (dx, dweight, *experts_weight_gradients(dh, a, g, *args, *form))
+    assert all(torch.equal(got, want) for got, want in zip(found, experts_backward(g, *args, *form), strict=True))
+    nobodys = (args[1] < 0) | (args[1] >= 4)
+    assert dh.shape == (8, 2, (1 + gated) * 8) and a.shape == (8, 2, 8)
+    assert not dh[nobodys].any() and not a[nobodys].any()
+
+
+@pytest.mark.parametrize(("gated", "transposed", "bias"), [(True, False, True), (False, True, False)])
+def test_rules_of_a_backward_in_two_calls_hold_on_meshes(gated, transposed, bias) -> None:
+    args, g = operands(gated=gated, transposed=transposed, bias=bias), torch.randn(8, 4, dtype=D)
+    form = ("silu", gated, transposed)
+    _, _, dh, a = experts_input_gradients(g, *args, *form)
+    meshes = [cf.Mesh(a=2), cf.Mesh(a=2, b=2)]
+    calls = {"colofunc.experts_input_gradients": sample(g, *args, *form),
+             "colofunc.experts_weight_gradients": sample(dh, a, g, *args, *form)}  # fmt: skip
+    for target, one in calls.items():
+        done = cf.testing.check_strategies(None, target, one, meshes=meshes)
+        assert {"{a: b0}", "{a: e}", "{a: f}", "{a: e, b: f}"} <= {d.strategy for d in done}
 
 
 def test_places_in_queues() -> None:

@@ -21,7 +21,7 @@ TABLE = table_of(CUDA_KERNELS)
 
 
 def layer(dtype: torch.dtype, experts: int, d: int, f: int, tokens: int, k: int, *form: Any) -> dict[str, tuple[Any, ...]]:
-    """Calls of all four operators, on tensors without memory. form: gated, bias, act."""
+    """Calls of all six operators, on tensors without memory. form: gated, bias, act."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -35,6 +35,8 @@ def layer(dtype: torch.dtype, experts: int, d: int, f: int, tokens: int, k: int,
     return {
         "colofunc.experts": routed,
         "colofunc.experts_backward": (x, *routed),
+        "colofunc.experts_input_gradients": (x, *routed),
+        "colofunc.experts_weight_gradients": (empty(tokens, k, hidden), empty(tokens, k, f), x, *routed),
         "colofunc.grouped_mm": (x, empty(experts, d, f), offs),
         "colofunc.grouped_mm_dw": (x, empty(tokens, f), offs),
     }

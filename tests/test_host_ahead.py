@@ -63,6 +63,14 @@ def test_experts_on_a_card_are_those_of_the_host(route: str, gated: bool, transp
     on_both("colofunc.experts_backward", grad, *args, False)
     with mock.patch.object(experts_device, "at_once", lambda *sizes: 50):  # of 80 choices
         on_both("colofunc.experts_backward", grad, *args, True)
+        in_two_calls(grad, args)
+
+
+def in_two_calls(grad: torch.Tensor, args: tuple[Any, ...]) -> None:
+    """The same backward with gradients of weights in a call of their own."""
+    on_both("colofunc.experts_input_gradients", grad, *args)
+    *_, dh, a = KERNELS["colofunc.experts_input_gradients"](grad, *args)
+    on_both("colofunc.experts_weight_gradients", dh, a, grad, *args)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -73,6 +81,8 @@ def test_experts_of_other_dtypes_and_without_tokens(dtype: torch.dtype) -> None:
     empty = (args[0][:0], args[1][:0], args[2][:0], *args[3:])
     on_both("colofunc.experts", *empty)
     on_both("colofunc.experts_backward", args[0][:0], *empty, True)
+    in_two_calls(torch.randn(40, 16).to(dtype), args)
+    in_two_calls(args[0][:0], empty)
 
 
 @pytest.mark.parametrize("act", ["relu", "gelu_tanh", "interleaved_swiglu:1.702:1.0"])

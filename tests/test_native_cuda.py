@@ -25,7 +25,7 @@ from torch import Tensor
 from colofunc import env
 from colofunc.errors import InputError, NativeError
 from colofunc.ops import experts_native, native, native_build, quantized, update_device
-from colofunc.ops.experts import experts, experts_backward
+from colofunc.ops.experts import experts, experts_backward, experts_input_gradients, experts_weight_gradients
 from colofunc.ops.experts_native import add_choices_, sort_choices_
 from colofunc.ops.quantized import OPERATORS, Quantized, packed_linear_
 from colofunc.ops.update import adamw_, sgd_
@@ -578,7 +578,9 @@ def test_a_layer_is_what_it_is_without_the_kernels(dtype: torch.dtype, on_card: 
     g = torch.randn_like(given[0])
 
     def run() -> list[Tensor]:
-        return [experts.kernel(*given), *experts_backward.kernel(g, *given)[:4]]
+        *of_tokens, dh, a = experts_input_gradients.kernel(g, *given)
+        apart = [*of_tokens, *experts_weight_gradients.kernel(dh, a, g, *given)[:2]]
+        return [experts.kernel(*given), *experts_backward.kernel(g, *given)[:4], *apart]
 
     made = run()
     with on_card.context() as without:

@@ -25,12 +25,13 @@ from colofunc.planner.stages.cuts import Device
 from colofunc.planner.stages.orders import Order
 from colofunc.planner.stages.piece_costs import PieceCosts
 from colofunc.planner.stages.simulate import Player
-from colofunc.planner.stages.stage_cuts import OtherSchedule, StageCuts, begins_of, pieces_of
+from colofunc.planner.stages.stage_cuts import OtherSchedule, Piece, StageCuts, begins_of, pieces_of
 from colofunc.planner.stages.timetables import Scheduled
 from colofunc.program.actions import ActionTable
 from colofunc.program.cost import node_s
-from colofunc.program.ir import Node, kept_with
+from colofunc.program.ir import Node, Program, kept_with
 from colofunc.program.passes.kernels import with_kernels
+from colofunc.program.passes.split_backward import split_backward
 from colofunc.program.pipeline_schedule import Schedule
 from colofunc.program.placing import StagesOf, placing_of
 
@@ -82,11 +83,20 @@ class StagesOn:
     def pieces(self, problem: CutProblem) -> PieceCosts:
         """What the pieces of a problem take."""
         mesh, program = self.build.mesh, self.build.program
-        kernels = partial(with_kernels, program, mesh, self.build.registry.kernels)
-        with_their_kernels = kept_with(program, (with_kernels, mesh), kernels)
+        splits = self.schedule.splits_backward
+        with_their_kernels = kept_with(program, (with_kernels, mesh, splits), self._with_kernels)
         launch_s = mesh.topology.device.launch_s
-        costs_of = partial(PieceCosts.of, problem, with_their_kernels, node_seconds(self.build), launch_s, self.sharing)
-        return kept_with(program, (PieceCosts, tuple(problem.begins), mesh, self.sharing), costs_of)
+        seconds = node_seconds(self.build.evolve(program=with_their_kernels))
+        costs_of = partial(PieceCosts.of, problem, with_their_kernels, seconds, launch_s, self.sharing)
+        return kept_with(program, (PieceCosts, tuple(problem.begins), mesh, self.sharing, splits), costs_of)
+
+    def _with_kernels(self) -> Program:
+        """The step with gradients of weights as the schedule has them, its calls with the kernels that a plan counts
+        on."""
+        program = self.build.program
+        if self.schedule.splits_backward:
+            program = split_backward(program)
+        return with_kernels(program, self.build.mesh, self.build.registry.kernels)
 
     def fastest_cut(self, problem: CutProblem, microbatches: int) -> tuple[Cuts, float]:
         """Where the schedule, played by estimates, ends first, and after how many seconds."""
@@ -138,13 +148,17 @@ class StagesOn:
         begins = begins_of(problem, assigned, self.count)
         if begins is None:
             return None
-        pieces = pieces_of(problem, self.pieces(problem), scheduled.microbatches, self.sharing, self._send_s)
+        pieces = self._pieces_of(problem, scheduled.microbatches)
         rows = tuple(" ".join(map(str, row)) for row in table.rows)
         speeds = tuple(device.speed for device in self.devices)
         cuts = StageCuts(pieces, begins, rows, speeds, scheduled.backward, given)
-        return attrs.evolve(cuts, others=tuple(self._others(cuts, scheduled)))
+        return attrs.evolve(cuts, others=tuple(self._others(cuts, scheduled, problem)))
 
-    def _others(self, cuts: StageCuts, scheduled: Scheduled) -> list[OtherSchedule]:
+    def _pieces_of(self, problem: CutProblem, microbatches: int) -> tuple[Piece, ...]:
+        """What a plan says of the pieces."""
+        return pieces_of(problem, self.pieces(problem), microbatches, self.sharing, self._send_s)
+
+    def _others(self, cuts: StageCuts, scheduled: Scheduled, problem: CutProblem) -> list[OtherSchedule]:
         """Schedules that look at no costs and have the same stages on the same ranks, fastest first."""
         found: list[OtherSchedule] = []
         if self.count * scheduled.microbatches > MOST_COMPARED:
@@ -154,7 +168,11 @@ class StagesOn:
             if other.looks_at_costs or not alike or not other.takes(self.ranks, scheduled.microbatches):
                 continue
             table = attrs.evolve(scheduled, schedule=other).ordered(other.table(self.ranks, scheduled.microbatches))
-            found.append(OtherSchedule(other.name, cuts.counted_by(table, Player(table), cuts.begins)))
+            counted = cuts
+            if other.splits_backward != self.schedule.splits_backward:
+                there = attrs.evolve(self, schedule=other)
+                counted = attrs.evolve(cuts, pieces=there._pieces_of(problem, scheduled.microbatches))
+            found.append(OtherSchedule(other.name, counted.counted_by(table, Player(table), cuts.begins)))
         return sorted(found, key=lambda each: each.count.step_s)
 
     def _send_s(self, nbytes: float) -> float:

@@ -23,6 +23,11 @@ float8=True: the products with weights are those of `fp8.product_of_rows`, forwa
 scale of each row that is summed over. A row of hidden units is whole then, so no rank has a part of it. Gradients of
 weights are products in the weights' dtype: their scales would be of all tokens of an expert, wherever they are.
 
+`experts_input_gradients` and `experts_weight_gradients` are that backward in two calls, for pipelines that compute
+gradients of weights later. The first also gives what the second multiplies, so that nothing is computed twice: dh
+(b*, k, 2f), the gradients of what goes into activations, and a (b*, k, f), what comes out, in the order of the choices;
+those of no expert are zero. There is no such pair for float8.
+
 `expert_position(index, e)` is the place of each choice in its expert's queue, in the order of tokens: what a capacity
 compares with. Source: Shazeer et al. (1701.06538); GShard (2006.16668), section 2.2, for capacities.
 """
@@ -87,32 +92,86 @@ def _one_by_one_backward(
     float8: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed, float8)
-    dtype, sums_dtype = gate_up.dtype, wide(gate_up.dtype)
+    sums = _zero_sums(x, w, need_weights)
+
+    def add(i: int, choices: Tensor, dh: Tensor, xs: Tensor, gs: Tensor, a: Tensor) -> None:
+        if need_weights:
+            _add_weights(sums, i, dh, xs, gs * weight.reshape(-1)[choices, None].to(gs.dtype), a, transposed)
+
+    dx, dweight = _backward_runs(g, x, index, weight, w, add)
+    return dx, dweight, sums[0], sums[1], sums[2], sums[3]
+
+
+def _input_gradients(
+    g: Tensor, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, share: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
+    choices_of_all = index.numel()
+    hidden_gradients = gate_up.new_zeros(choices_of_all, w.hidden_width)
+    units = gate_up.new_zeros(choices_of_all, w.units)
+
+    def keep(i: int, choices: Tensor, dh: Tensor, xs: Tensor, gs: Tensor, a: Tensor) -> None:
+        hidden_gradients[choices] = dh
+        units[choices] = a
+
+    dx, dweight = _backward_runs(g, x, index, weight, w, keep)
+    return dx, dweight, hidden_gradients.reshape(*index.shape, w.hidden_width), units.reshape(*index.shape, w.units)
+
+
+def _weight_gradients(
+    dh: Tensor, a: Tensor, g: Tensor, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False,
+    share: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
+    sums, dtype = _zero_sums(x, w, True), gate_up.dtype
     rows, grads, scale = x.reshape(-1, x.shape[-1]), g.reshape(-1, x.shape[-1]), weight.reshape(-1)
-    dx = torch.zeros(rows.shape, dtype=sums_dtype, device=x.device)
-    dweight = torch.zeros(scale.shape, dtype=wide(weight.dtype), device=x.device)
-    sums: list[Tensor] = []
-    for t in (gate_up, down, gate_up_bias, down_bias):
-        sums.append(torch.zeros_like(t) if need_weights and t is not None else x.new_empty(0))
+    hidden_gradients, units = dh.reshape(-1, dh.shape[-1]), a.reshape(-1, a.shape[-1])
     for i, choices, tokens in _runs(index, gate_up.shape[0]):
+        xs, dy = rows[tokens].to(dtype), grads[tokens].to(dtype) * scale[choices, None].to(dtype)
+        _add_weights(sums, i, hidden_gradients[choices], xs, dy, units[choices], transposed)
+    return sums[0], sums[1], sums[2], sums[3]
+
+
+def _backward_runs(
+    g: Tensor,
+    x: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    w: Weights,
+    each: Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor], None],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of choices' weights.
+
+    each: is given of each run its expert, its choices, the gradient of its hidden units, its rows of x and of g, and
+    its activated units.
+    """
+    dtype = w.gate_up.dtype
+    rows, grads, scale = x.reshape(-1, x.shape[-1]), g.reshape(-1, x.shape[-1]), weight.reshape(-1)
+    dx = torch.zeros(rows.shape, dtype=wide(dtype), device=x.device)
+    dweight = torch.zeros(scale.shape, dtype=wide(weight.dtype), device=x.device)
+    for i, choices, tokens in _runs(index, w.gate_up.shape[0]):
         xs, gs, s = rows[tokens].to(dtype), grads[tokens].to(dtype), scale[choices, None]
         h = w.hidden(xs, i)
         a = w.activated(h)
         da = w.product(gs, w.down_of(i).t())  # of the expert's result with weight 1
         dot = (da.to(dweight.dtype) * a.to(dweight.dtype)).sum(-1)
-        dweight[choices] = dot if down_bias is None else dot + (gs.to(dot.dtype) @ down_bias[i].to(dot.dtype))
+        if w.down_bias is not None:
+            dot = dot + (gs.to(dot.dtype) @ w.down_bias[i].to(dot.dtype))
+        dweight[choices] = dot
         dh = w.activated_backward((da * s.to(dtype)), h)
-        dx.index_add_(0, tokens, w.product(dh, w.up_of(i).t()).to(sums_dtype))
-        if need_weights:
-            _add_weights(sums, i, dh, xs, (gs * s.to(dtype)), a, transposed)
-    return (
-        dx.to(x.dtype).reshape(x.shape),
-        dweight.to(weight.dtype).reshape(weight.shape),
-        sums[0],
-        sums[1],
-        sums[2],
-        sums[3],
-    )
+        dx.index_add_(0, tokens, w.product(dh, w.up_of(i).t()).to(dx.dtype))
+        each(i, choices, dh, xs, gs, a)
+    return dx.to(x.dtype).reshape(x.shape), dweight.to(weight.dtype).reshape(weight.shape)
+
+
+def _zero_sums(x: Tensor, w: Weights, needed: bool) -> list[Tensor]:
+    """Where gradients of gate_up, down and their biases are added up; empty where one is not wanted."""
+    sums: list[Tensor] = []
+    for t in (w.gate_up, w.down, w.gate_up_bias, w.down_bias):
+        sums.append(torch.zeros_like(t) if needed and t is not None else x.new_empty(0))
+    return sums
 
 
 def _add_weights(sums: list[Tensor], i: int, dh: Tensor, xs: Tensor, dy: Tensor, a: Tensor, transposed: bool) -> None:
@@ -137,6 +196,16 @@ def _experts(*args: Any, **options: Any) -> Tensor:
 def _experts_backward(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     found = for_tensors(_KERNELS, "colofunc.experts_backward", args, options)
     return _one_by_one_backward(*args, **options) if found is None else found[0].fn(*found[1])
+
+
+def _experts_input_gradients(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    found = for_tensors(_KERNELS, "colofunc.experts_input_gradients", args, options)
+    return _input_gradients(*args, **options) if found is None else found[0].fn(*found[1])
+
+
+def _experts_weight_gradients(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    found = for_tensors(_KERNELS, "colofunc.experts_weight_gradients", args, options)
+    return _weight_gradients(*args, **options) if found is None else found[0].fn(*found[1])
 
 
 def _check(
@@ -181,6 +250,24 @@ def _backward_fake(
     return x.new_empty(x.shape), weight.new_empty(weight.shape), *sums
 
 
+def _input_gradients_fake(
+    g: Tensor, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, share: float = 1.0,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
+    kept = [gate_up.new_empty(*index.shape, width) for width in (w.hidden_width, w.units)]
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), *kept
+
+
+def _weight_gradients_fake(
+    dh: Tensor, a: Tensor, g: Tensor, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False,
+    share: float = 1.0,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    weights = (gate_up, down, gate_up_bias, down_bias)
+    return tuple(w.new_empty(w.shape) if w is not None else x.new_empty(0) for w in weights)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     tensors, ctx.options = inputs[:7], inputs[7:]  # act, gated, transposed, and share and float8 where they were given
     ctx.save_for_backward(*tensors)
@@ -204,6 +291,15 @@ experts_backward = define(
     f"experts_backward(Tensor g, {_OPERANDS}, {_OPTIONS}, bool need_weights=True, {_LAST}) -> "
     f"({', '.join(['Tensor'] * 6)})",
     _experts_backward, _backward_fake, product=True,
+)  # fmt: skip
+experts_input_gradients = define(
+    f"experts_input_gradients(Tensor g, {_OPERANDS}, {_OPTIONS}, float share=1.0) -> (Tensor, Tensor, Tensor, Tensor)",
+    _experts_input_gradients, _input_gradients_fake, product=True,
+)  # fmt: skip
+experts_weight_gradients = define(
+    f"experts_weight_gradients(Tensor dh, Tensor a, Tensor g, {_OPERANDS}, {_OPTIONS}, float share=1.0) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    _experts_weight_gradients, _weight_gradients_fake, product=True,
 )  # fmt: skip
 experts = define(
     f"experts({_OPERANDS}, {_OPTIONS}, {_LAST}) -> Tensor", _experts, _experts_fake, (_save, _gradient), product=True

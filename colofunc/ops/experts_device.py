@@ -114,15 +114,58 @@ def _experts_backward(
     """What `experts_backward` computes."""
     *parts, need_weights, _, _ = given
     w = Weights(*parts)
+    sums = Sums(w, need_weights, by)
+    return (*_backward_runs(by, w, g, x, index, weight, sums if need_weights else None), *sums.results(x))
+
+
+def _experts_input_gradients(
+    by: Products, g: Tensor, x: Tensor, index: Tensor, weight: Tensor, *given: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `experts_input_gradients` computes."""
+    *parts, _ = given
+    w = Weights(*parts)
+    kept = Kept(w, index)
+    dx, dweight = _backward_runs(by, w, g, x, index, weight, kept)
+    return dx, dweight, kept.hidden_gradients, kept.units
+
+
+def _experts_weight_gradients(
+    by: Products, dh: Tensor, a: Tensor, g: Tensor, x: Tensor, index: Tensor, weight: Tensor, *given: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `experts_weight_gradients` computes."""
+    *parts, _ = given
+    w = Weights(*parts)
+    sums = Sums(w, True, by)
+    hidden_gradients, units = dh.reshape(-1, w.hidden_width), a.reshape(-1, w.units)
+    for run, xs, gs, s in _rows_of_runs(w, g, x, index, weight):
+        sums.add(run, hidden_gradients[run.choices], xs, gs, s, units[run.choices])
+    return sums.results(x)
+
+
+def _rows_of_runs(
+    w: Weights, g: Tensor, x: Tensor, index: Tensor, weight: Tensor
+) -> Iterator[tuple[Run, Tensor, Tensor, Tensor]]:
+    """Each run, with its rows of x and of g and (rows, 1) the weights of its choices."""
+    if not w.gate_up.shape[0]:
+        return
     dtype = w.gate_up.dtype
     rows, grads, scale = x.reshape(-1, x.shape[-1]), g.reshape(-1, x.shape[-1]), weight.reshape(-1)
-    dx = torch.zeros(rows.shape, dtype=wide(dtype), device=x.device)
-    dweight = torch.zeros(scale.shape, dtype=wide(weight.dtype), device=x.device)
-    sums = Sums(w, need_weights, by)
-    for run in runs(index, w) if w.gate_up.shape[0] else ():
-        xs, gs, s = rows[run.tokens].to(dtype), grads[run.tokens].to(dtype), scale[run.choices, None].to(dtype)
-        _add_gradients(by, w, run, (xs, gs, s), (dx, dweight, sums if need_weights else None))
-    return (dx.to(x.dtype).reshape(x.shape), dweight.to(weight.dtype).reshape(weight.shape), *sums.results(x))
+    for run in runs(index, w):
+        yield run, rows[run.tokens].to(dtype), grads[run.tokens].to(dtype), scale[run.choices, None].to(dtype)
+
+
+def _backward_runs(
+    by: Products, w: Weights, g: Tensor, x: Tensor, index: Tensor, weight: Tensor, behind: Sums | Kept | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of choices' weights.
+
+    behind: takes of each run what gradients of weights are made of.
+    """
+    dx = torch.zeros(x.reshape(-1, x.shape[-1]).shape, dtype=wide(w.gate_up.dtype), device=x.device)
+    dweight = torch.zeros(weight.numel(), dtype=wide(weight.dtype), device=x.device)
+    for run, xs, gs, s in _rows_of_runs(w, g, x, index, weight):
+        _add_gradients(by, w, run, (xs, gs, s), (dx, dweight, behind))
+    return dx.to(x.dtype).reshape(x.shape), dweight.to(weight.dtype).reshape(weight.shape)
 
 
 def _add_gradients(
@@ -130,13 +173,13 @@ def _add_gradients(
     w: Weights,
     run: Run,
     operands: tuple[Tensor, Tensor, Tensor],
-    sums: tuple[Tensor, Tensor, Sums | None],
+    sums: tuple[Tensor, Tensor, Sums | Kept | None],
 ) -> None:
     """What one run adds to gradients of x, of choices' weights and of experts' weights.
 
     All that it makes goes with it.
     """
-    (xs, gs, s), (dx, dweight, of_weights) = operands, sums
+    (xs, gs, s), (dx, dweight, behind) = operands, sums
     up_back, down_back = (t.transpose(1, 2) if w.transposed else t for t in (w.gate_up, w.down))
     h = _hidden(w, xs, run, by)
     da = by.product(gs, down_back, run.ends)  # of the expert's result with weight 1
@@ -149,8 +192,8 @@ def _add_gradients(
         add_choices(dx, term, run.place, None, run.first)
     else:
         dx.index_put_((run.tokens,), term.to(dx.dtype), accumulate=True)
-    if of_weights is not None:
-        of_weights.add(run, dh, xs, gs * s, a)
+    if behind is not None:
+        behind.add(run, dh, xs, gs, s, a)
 
 
 def _activated(w: Weights, h: Tensor) -> Tensor:
@@ -174,7 +217,8 @@ def _through_activations(
 
         return gated_backward(da, s.contiguous(), h)
     a = w.activated(h)
-    return a, w.activated_backward(da * s, h), (da.to(sums) * a.to(sums)).sum(-1)
+    dot = (da.to(sums) * a.to(sums)).sum(-1)  # its wide copies are gone before h has a gradient
+    return a, w.activated_backward(da * s, h), dot
 
 
 def is_one_pass(act: str, gated: bool, dtype: torch.dtype) -> bool:
@@ -184,6 +228,21 @@ def is_one_pass(act: str, gated: bool, dtype: torch.dtype) -> bool:
 
 def _is_one_pass(w: Weights, h: Tensor) -> bool:
     return is_one_pass(w.act, w.gated, h.dtype) and h.is_contiguous() and triton_use.takes_triton(h)
+
+
+class Kept:
+    """Gradients of hidden units and activated units of all choices, in the order of the choices."""
+
+    def __init__(self, w: Weights, index: Tensor) -> None:
+        # Runs are of all choices, so that each row is written, unless there is no expert.
+        make = w.gate_up.new_empty if w.gate_up.shape[0] else w.gate_up.new_zeros
+        self.hidden_gradients = make(*index.shape, w.hidden_width)
+        self.units = make(*index.shape, w.units)
+
+    def add(self, run: Run, dh: Tensor, xs: Tensor, gs: Tensor, s: Tensor, a: Tensor) -> None:
+        """One run's rows; those of no expert are zero."""
+        for kept, made in ((self.hidden_gradients, dh), (self.units, a)):
+            kept.view(-1, kept.shape[-1])[run.choices] = made.masked_fill_(run.nobodys, 0)
 
 
 class Sums:
@@ -197,8 +256,9 @@ class Sums:
         biases = [w.gate_up_bias, w.down_bias]
         self._biases = [torch.zeros_like(b, dtype=wide(b.dtype)) if b is not None and needed else None for b in biases]
 
-    def add(self, run: Run, dh: Tensor, xs: Tensor, dy: Tensor, a: Tensor) -> None:
-        """One run's terms: gradients of hidden units and results, and what they were made of."""
+    def add(self, run: Run, dh: Tensor, xs: Tensor, gs: Tensor, s: Tensor, a: Tensor) -> None:
+        """One run's terms: gradients of hidden units and results (gs * s), and what they were made of."""
+        dy = gs * s
         pairs = [(dh, xs), (dy, a)]
         of_groups = self._by.of_groups
         made = [of_groups(i, o, run.ends) if self._w.transposed else of_groups(o, i, run.ends) for o, i in pairs]
@@ -239,6 +299,22 @@ def tiled_experts(*args: Any) -> Tensor:
 
 def tiled_experts_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _experts_backward(TILED, *args)
+
+
+def grouped_experts_input_gradients(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _experts_input_gradients(GROUPED, *args)
+
+
+def grouped_experts_weight_gradients(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _experts_weight_gradients(GROUPED, *args)
+
+
+def tiled_experts_input_gradients(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _experts_input_gradients(TILED, *args)
+
+
+def tiled_experts_weight_gradients(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _experts_weight_gradients(TILED, *args)
 
 
 def scaled_experts(*args: Any) -> Tensor:

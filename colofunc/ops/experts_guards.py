@@ -27,6 +27,8 @@ from colofunc.ops.grouped_device import sizes_of_tiles, torch_scales, torch_take
 from colofunc.ops.kernels import Kernel, KernelCall, Rates, anything, wide
 
 EXPERTS, EXPERTS_BACKWARD = "colofunc.experts", "colofunc.experts_backward"
+# The same backward in two calls, which there is no float8 of.
+INPUT_GRADIENTS, WEIGHT_GRADIENTS = "colofunc.experts_input_gradients", "colofunc.experts_weight_gradients"
 PRODUCT, PRODUCT_OF_GROUPS = "colofunc.grouped_mm", "colofunc.grouped_mm_dw"
 CAST_PASSES = 4
 """Reads and writes of an operand in its own dtype that a cast takes, about."""
@@ -37,7 +39,7 @@ INDEX = torch.int64.itemsize
 SHARE = 0.6
 # Launches of a grouped product beside its matrix products; and of a run of experts, beside its grouped products.
 PRODUCT_LAUNCHES = {"grouped": 8, "tiled": 25}
-RUN_LAUNCHES = {EXPERTS: 20, EXPERTS_BACKWARD: 45}
+RUN_LAUNCHES = {EXPERTS: 20, EXPERTS_BACKWARD: 45, INPUT_GRADIENTS: 45, WEIGHT_GRADIENTS: 20}
 
 
 # ---- one grouped product ----
@@ -178,21 +180,26 @@ def _alike(call: KernelCall) -> bool:
 def _torch_computes(call: KernelCall) -> bool:
     layer = Layer.of(call)
     takes = torch_takes(call["gate_up"].dtype, call.capability, layer.d, layer.hidden, layer.f)
-    return not call["float8"] and _alike(call) and takes
+    return not _is_float8(call) and _alike(call) and takes
 
 
 def _tiles_compute(call: KernelCall) -> bool:
-    return not call["float8"]
+    return not _is_float8(call)
 
 
 def _torch_scales(call: KernelCall) -> bool:
     layer = Layer.of(call)
     takes = torch_scales(call["gate_up"].dtype, call.capability, layer.d, layer.hidden, layer.f)
-    return bool(call["float8"]) and _alike(call) and takes
+    return _is_float8(call) and _alike(call) and takes
 
 
 def _is_float8(call: KernelCall) -> bool:
-    return bool(call["float8"])
+    return call.target in (EXPERTS, EXPERTS_BACKWARD) and bool(call["float8"])
+
+
+def _needs_weights(call: KernelCall) -> bool:
+    """Whether it makes gradients of experts' weights."""
+    return call.target == WEIGHT_GRADIENTS or (call.target == EXPERTS_BACKWARD and bool(call["need_weights"]))
 
 
 def _products(call: KernelCall, layer: Layer) -> list[Product]:
@@ -201,7 +208,9 @@ def _products(call: KernelCall, layer: Layer) -> list[Product]:
     if call.target == EXPERTS:
         return [layer.product(d, hidden), layer.product(f, d)]
     found = [layer.product(d, hidden), layer.product(d, f), layer.product(hidden, d)]
-    return [*found, *_of_weights(layer)] if call["need_weights"] else found
+    if call.target == WEIGHT_GRADIENTS:
+        found = []
+    return [*found, *_of_weights(layer)] if _needs_weights(call) else found
 
 
 def _of_weights(layer: Layer) -> tuple[Product, Product]:
@@ -217,23 +226,35 @@ def _experts_seconds(call: KernelCall, rates: Rates, how: str) -> float:
     multiplied_s = sum(
         product.seconds(how, call["gate_up"].dtype, rates, call["share"]) for product in _products(call, layer)
     )
-    passes = (2 * layer.d + layer.hidden + layer.f) * layer.size + 6 * layer.d * layer.wide
-    if call.target == EXPERTS_BACKWARD:
-        passes += (4 * layer.d + layer.hidden + layer.f) * layer.size
-    # operators of torch, one after another
-    if not experts_device.is_one_pass(call["act"], call["gated"], call["gate_up"].dtype):
-        passes += 3 * layer.f * layer.size
-        if call.target == EXPERTS_BACKWARD:
-            passes += (layer.hidden + 7 * layer.f) * layer.size + 6 * layer.f * layer.wide_weight
-    between_s = layer.run * passes / rates.bytes_per_s
+    between_s = layer.run * _passes_bytes(call, layer) / rates.bytes_per_s
     runs_s = layer.choices / layer.run * (multiplied_s + between_s)  # the last run is as short as what is left
     launches_s = layer.runs * RUN_LAUNCHES[call.target] * rates.launch_s
     return runs_s + launches_s + _sums_bytes(call, layer) / rates.bytes_per_s
 
 
+def _passes_bytes(call: KernelCall, layer: Layer) -> int:
+    """What a choice has read and written between the products."""
+    of_units = (layer.hidden + layer.f) * layer.size
+    if call.target == WEIGHT_GRADIENTS:
+        # Rows of x, of g, of gradients and of units are gathered; those of g are weighed.
+        return 7 * layer.d * layer.size + 2 * of_units
+    passes = 2 * layer.d * layer.size + of_units + 6 * layer.d * layer.wide
+    backward = call.target != EXPERTS
+    if backward:
+        passes += 4 * layer.d * layer.size + of_units
+    if call.target == INPUT_GRADIENTS:  # and dealt out in the order of the choices
+        passes += 4 * of_units
+    # operators of torch, one after another
+    if not experts_device.is_one_pass(call["act"], call["gated"], call["gate_up"].dtype):
+        passes += 3 * layer.f * layer.size
+        if backward:
+            passes += (layer.hidden + 7 * layer.f) * layer.size + 6 * layer.f * layer.wide_weight
+    return passes
+
+
 def _sums_bytes(call: KernelCall, layer: Layer) -> int:
     """What runs behind the first read and write to add their gradients of weights to those of before."""
-    if call.target == EXPERTS or not call["need_weights"]:
+    if not _needs_weights(call):
         return 0
     return (layer.runs - 1) * 3 * sum(product.result_bytes for product in _of_weights(layer))
 
@@ -244,6 +265,8 @@ def _experts_bytes(call: KernelCall, how: str) -> int:
     if layer.is_empty:
         return 0
     moments = _forward_moments if call.target == EXPERTS else _backward_moments
+    if call.target == WEIGHT_GRADIENTS:
+        moments = _weight_moments
     alive, results = moments(call, layer, how)
     return max(0, layer.sorted_bytes + alive - results)
 
@@ -270,15 +293,50 @@ def _backward_moments(call: KernelCall, layer: Layer, how: str) -> tuple[int, in
     results = call["x"].nbytes + call["weight"].nbytes
     sums = layer.tokens * layer.d * layer.wide + layer.choices * layer.wide_weight
     moments = [sums + _of_run(call, layer, how), sums + call["x"].nbytes]
-    if call["need_weights"]:
+    if call.target == INPUT_GRADIENTS:
+        kept = layer.choices * (layer.hidden + layer.f) * layer.size
+        return max(moments) + kept, results + kept
+    if _needs_weights(call):
         weights = sum(product.result_bytes for product in _of_weights(layer))
-        biases = sum(x.numel for x in (call["gate_up_bias"], call["down_bias"]) if x is not None)
+        biases = _biases(call)
         results += weights + biases * layer.size
         moments = [alive + biases * layer.wide for alive in (*moments, sums + weights)]
         if layer.runs > 1:  # gradients of weights that runs before have made
             last = layer.run if layer.runs > 2 else layer.choices - layer.run
             moments.append(sums + biases * layer.wide + weights + _of_run(call, attrs.evolve(layer, run=last), how))
     return max(moments), results
+
+
+def _biases(call: KernelCall) -> int:
+    """Elements of both."""
+    return sum(x.numel for x in (call["gate_up_bias"], call["down_bias"]) if x is not None)
+
+
+def _weight_moments(call: KernelCall, layer: Layer, how: str) -> tuple[int, int]:
+    """(bytes alive, bytes of the results) of gradients of weights alone."""
+    weights = sum(product.result_bytes for product in _of_weights(layer))
+    results = weights + _biases(call) * layer.size
+
+    def alive(of: Layer) -> int:
+        rows = of.run * (2 * of.d + 1 + of.hidden + of.f) * of.size
+        return _of_weights_in_run(call, of, how, rows + of.run * of.d * of.size)
+
+    moments = [alive(layer), weights]
+    if layer.runs > 1:
+        last = layer.run if layer.runs > 2 else layer.choices - layer.run
+        moments.append(weights + alive(attrs.evolve(layer, run=last)))
+    return max(moments) + _biases(call) * layer.wide, results
+
+
+def _of_weights_in_run(call: KernelCall, layer: Layer, how: str, alive: int) -> int:
+    """The most that is alive while a run makes gradients of weights. alive: bytes that they are made of."""
+    first, second = _of_weights(layer)
+    moments = [alive + first.held_bytes(how), alive + first.result_bytes + second.held_bytes(how)]
+    if call["gate_up_bias"] is not None or call["down_bias"] is not None:
+        summed = 0 if layer.wide == layer.size else layer.wide  # of a copy that sums are made from
+        terms = layer.run * max(layer.hidden, layer.d) * (layer.wide + summed)
+        moments.append(alive + first.result_bytes + second.result_bytes + terms)
+    return max(moments)
 
 
 def _of_run(call: KernelCall, layer: Layer, how: str) -> int:
@@ -303,14 +361,9 @@ def _of_run(call: KernelCall, layer: Layer, how: str) -> int:
         moments.append(rows + 3 * run * hidden * size)
     if call["down_bias"] is not None:
         moments.append(made + run * d * (size + layer.wide_weight + 2 * weighed))
-    if call["need_weights"]:
-        first, second = _of_weights(layer)
-        terms = through + run * d * (size + layer.wide)  # and the terms of the tokens, and the gradient of the results
-        moments += [terms + first.held_bytes(how), terms + first.result_bytes + second.held_bytes(how)]
-        if call["gate_up_bias"] is not None or call["down_bias"] is not None:
-            moments.append(
-                terms + first.result_bytes + second.result_bytes + run * max(hidden, d) * (layer.wide + summed)
-            )
+    if _needs_weights(call):
+        # the terms of the tokens, and the gradient of the results
+        moments.append(_of_weights_in_run(call, layer, how, through + run * d * (size + layer.wide)))
     return max(moments)
 
 
@@ -400,6 +453,38 @@ EXPERTS_KERNELS: tuple[Kernel, ...] = (
         _experts_bytes,
         "tiled",
         experts_device.tiled_experts_backward,
+    ),
+    _kernel(
+        INPUT_GRADIENTS,
+        _torch_computes,
+        _experts_seconds,
+        _experts_bytes,
+        "grouped",
+        experts_device.grouped_experts_input_gradients,
+    ),
+    _kernel(
+        INPUT_GRADIENTS,
+        _tiles_compute,
+        _experts_seconds,
+        _experts_bytes,
+        "tiled",
+        experts_device.tiled_experts_input_gradients,
+    ),
+    _kernel(
+        WEIGHT_GRADIENTS,
+        _torch_computes,
+        _experts_seconds,
+        _experts_bytes,
+        "grouped",
+        experts_device.grouped_experts_weight_gradients,
+    ),
+    _kernel(
+        WEIGHT_GRADIENTS,
+        _tiles_compute,
+        _experts_seconds,
+        _experts_bytes,
+        "tiled",
+        experts_device.tiled_experts_weight_gradients,
     ),
     _kernel(EXPERTS, _torch_scales, _float8_seconds, _float8_bytes, "grouped", experts_device.scaled_experts),
     _kernel(EXPERTS, _is_float8, _float8_seconds, _float8_bytes, "tiled", experts_device.emulated_experts),

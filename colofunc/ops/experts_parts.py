@@ -110,6 +110,11 @@ class Weights:
         """2f or f: what goes into the activations."""
         return self.gate_up.shape[2 if self.transposed else 1]
 
+    @property
+    def units(self) -> int:
+        """f: what comes out of the activations."""
+        return self.down.shape[1 if self.transposed else 2]
+
     def up_of(self, i: int) -> Tensor:
         """(2f, d) or (f, d)."""
         return self.gate_up[i].t() if self.transposed else self.gate_up[i]

@@ -6,8 +6,8 @@ planned.
 
 Problem: where a pipeline is best cut is seen when its schedule is played, and the clock knows what stages take of a
 finished program only. Idea: a piece is what stands between two places where a cut may be. A backward operator belongs
-to the piece whose weights and results it reads, as in the finished program; it is a weight gradient (W) where it leads
-to one gradient of its own piece and to nothing else. What a stage takes is then the sum over its pieces. Updates of its
+to the piece whose weights and results it reads, as in the finished program; it is a weight gradient (W) where each of
+its results leads to one gradient of its own piece and to nothing else. What a stage takes is then the sum over its pieces. Updates of its
 weights follow when its last microbatch is done.
 
 These are estimates: how other axes split an operator is not known yet (its ranks share it evenly).
@@ -178,12 +178,12 @@ class _Parts:
         return max(max(known), min(waiting, most))
 
     def _is_of_weights(self, node: Node, piece: int) -> bool:
-        """Whether nothing but one gradient, of a weight of the same piece, waits for it."""
+        """Whether nothing but one gradient, of a weight of the same piece, waits for each of its results."""
         reached = {self.reached[out] for out in node.results if out in self.reached}
-        if len(reached) != 1 or MANY in reached:
+        if not reached or MANY in reached:
             return False
-        (gradient,) = reached
-        return piece in self.pieces_of.get(self.position[self.gradient_of[gradient]], ())
+        weights = [self.position[self.gradient_of[gradient]] for gradient in reached]
+        return all(piece in self.pieces_of.get(weight, ()) for weight in weights)
 
     def _last_fed(self) -> dict[int, int]:
         """Value of the backward pass -> the last piece to whose weights' gradients it leads."""

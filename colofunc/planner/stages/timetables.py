@@ -3,7 +3,8 @@
     by_timetable(loop, Scheduled("pp", 8, schedule, ...), program, mesh)
 
 A schedule that looks at costs gets those of this very loop: it is cut for one microbatch first, and the clock says what
-its parts take.
+its parts take. A table with weight gradients apart (I and W) runs a loop with such operators in two (`split_backward`),
+any other one the loop as it is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from colofunc.program.cost import RuleOf, seconds_on
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Loop, Node, Program, Timetable
 from colofunc.program.passes.cut import cut
+from colofunc.program.passes.split_backward import split_backward
 from colofunc.program.pipeline_schedule import Schedule, StageCosts
 from colofunc.program.places import SEND
 from colofunc.program.stage_costs import one_trip, stage_costs
@@ -122,7 +124,20 @@ def by_timetable(loop: Callable[[Program], Program], scheduled: Scheduled, progr
     if not sizes:
         return program
     index = max(sizes, key=lambda k: sizes[k])
-    return _with_timetable(program, index, scheduled.timetable(program, index, mesh))
+    apart = _weights_apart(program, index)
+    timetable = scheduled.timetable(apart, index, mesh)
+    if any(action.kind == "W" for action in timetable.table.actions):
+        program = apart
+    return _with_timetable(program, index, timetable)
+
+
+def _weights_apart(program: Program, index: int) -> Program:
+    """A program with gradients of weights in nodes of their own in the loop at a node."""
+    loop = program.nodes[index].loop
+    assert loop is not None, "a loop"
+    edit = Editor(program)
+    edit.change_body(index, split_backward(loop.body))
+    return edit.done()
 
 
 def _with_timetable(program: Program, index: int, timetable: Timetable) -> Program:

@@ -3,7 +3,7 @@ gradient.
 
 It follows from three facts. A node's stage is where it runs (`Node.on`), and where a rank has several stages, the one
 that its operands have come to. Its phase says forward or backward. A backward node is a weight gradient if nothing but
-one accumulator is reached from it: no other stage waits for it, and no other gradient.
+one accumulator is reached from each of its results: no other stage waits for it, and no other gradient.
 
 Note [Floating]. What depends on no weight and on no other stage (masks, positions, a microbatch's rows) runs on all
 ranks and belongs to no part. It is computed in each part that reads it, so that nothing of it is sent or kept. What all
@@ -155,7 +155,10 @@ class PartsOfNodes:
         )
 
     def _weight_gradients(self) -> set[int]:
-        """Positions of backward nodes from which one accumulator alone is reached: nobody waits for them."""
+        """Positions of backward nodes of which each result leads to one accumulator alone: nobody waits for them.
+
+        One node may make the gradients of a weight and of its bias.
+        """
         # Value -> the one accumulator that is reached, or `ELSEWHERE`: another stage, or several. What reaches nothing
         # is not in it.
         reached: dict[int, int] = {}
@@ -166,7 +169,7 @@ class PartsOfNodes:
             from_here = {reached[out] for out in node.results if out in reached}
             if node.target == SEND or not node.outs:
                 from_here.add(ELSEWHERE)
-            elif node.phase != "forward" and len(from_here) <= 1 and ELSEWHERE not in from_here:
+            elif node.phase != "forward" and ELSEWHERE not in from_here:
                 weight_gradients.add(index)
             for ref in node.refs:
                 both = from_here | {reached[ref]} if ref in reached else from_here

@@ -2,6 +2,8 @@
 
     experts            b* [d], b* [k], b* [k], e (c f) [d], e [d] f -> b* [d]           e and f summed
     experts_backward   dx b* [d] and dweight b* [k] summed over e and f; dgate_up, ddown as they lie, summed over b*
+    experts_input_gradients    the first two, and hidden units b* [k] (c f), b* [k] f, summed over e: others' are zero
+    experts_weight_gradients   the hidden units, and what experts_backward reads -> dgate_up, ddown, summed over b*
     grouped_mm         [s] i, [e] i o, [e] -> [s] o     rows of a group are known by their place only
     expert_position    [b*] [k] -> [b*] [k]     opened at b*: ranks tell one another how often each expert was chosen
 
@@ -33,6 +35,9 @@ from colofunc.spec.rules.local import rerun, strides
 from colofunc.spec.rules.opened import Split, opened
 from colofunc.spec.rules.pattern import RuleFn, pattern
 
+BACKWARD = "colofunc.experts_backward"
+INPUT_GRADIENTS = "colofunc.experts_input_gradients"
+WEIGHT_GRADIENTS = "colofunc.experts_weight_gradients"
 WHOLE_IN_FLOAT8 = (
     "experts in float8 keep their hidden units whole, because a row of them has one scale; try experts('ep') instead, "
     "or leave experts out "
@@ -48,12 +53,22 @@ def experts_backward(call: Call) -> Rule:
     return _explained(call, _rule(call, 1), 1)
 
 
+def experts_input_gradients(call: Call) -> Rule:
+    return _rule(call, 1)
+
+
+def experts_weight_gradients(call: Call) -> Rule:
+    return _rule(call, 3)
+
+
 def _explained(call: Call, rule: Rule, x: int) -> Rule:
     return attrs.evolve(rule, why_whole=WHOLE_IN_FLOAT8) if _in_float8(call, x) else rule
 
 
 def _rule(call: Call, x: int) -> Rule:
-    """`x`: where the operand x stands; before it is the gradient of the result, if any."""
+    """`x`: where the operand x stands; before it is the gradient of the result, if any, and what of the hidden units is
+    given.
+    """
     gated, transposed = bool(call.arg(x + 8, "gated", True)), bool(call.arg(x + 9, "transposed", False))
     batch = " ".join(names("b", len(call.ins[x].shape) - 1))
     gub, db = at(call, x + 5, "gate_up_bias"), at(call, x + 6, "down_bias")
@@ -85,35 +100,49 @@ def _rule(call: Call, x: int) -> Rule:
             call, texts, [tokens], reduce={"e": "sum", "f": "sum"}, linear=linear, local=_code(x, db),
             flops=2 * size * (c + 1), sizes=sizes,
         )  # fmt: skip
-    needed = bool(call.arg(x + 10, "need_weights", True))
+    batch_factors = names("b", len(call.ins[x].shape) - 1)
+    free = [*batch_factors, "e", "f"]
+    sums = dict.fromkeys(free, "sum")
+    hidden, units = f"{choices} {up}", f"{choices} {f}"
+    if call.target == INPUT_GRADIENTS:
+        return bind(
+            call, {0: tokens, **texts}, [tokens, choices, hidden, units], reduce={"e": "sum", "f": "sum"},
+            local=_code(x, db), flops=2 * size * (2 * c + 1), sizes=sizes,
+        )  # fmt: skip
+    needed = call.target == WEIGHT_GRADIENTS or bool(call.arg(x + 10, "need_weights", True))
     grads = [weights[0], weights[1], f"e {up}", "e [d]"]
-    free = [*names("b", len(call.ins[x].shape) - 1), "e", "f"]
+    before = [] if call.target == WEIGHT_GRADIENTS else [tokens, choices]
     outs: list[str] = []
     absent: list[tuple[int, str]] = []  # (result, factor): a gradient that is not wanted is empty, and depends on none
     for text, operand in zip(grads, (x + 3, x + 4, gub, db), strict=True):
         if needed and operand is not None:
             outs.append(text)
         else:
-            absent += [(2 + len(outs), factor) for factor in free]
+            absent += [(len(before) + len(outs), factor) for factor in free]
             outs.append("[z]")
+    copied = [*absent, (len(before) + 3, "f")]
+    if call.target == WEIGHT_GRADIENTS:
+        return bind(
+            call, {0: hidden, 1: units, 2: tokens, **texts}, outs, reduce=sums, linear=[{0, 2}], copied=copied,
+            local=_code(x, db), flops=2 * size * (c + 1), sizes=sizes,
+        )  # fmt: skip
     return bind(
-        call, {0: tokens, **texts}, [tokens, choices, *outs], reduce=dict.fromkeys(free, "sum"),
-        linear=[] if float8 else [{0}],
-        copied=[*absent, (5, "f")], local=_code(x, db), flops=2 * size * (3 * c + 2), sizes=sizes,
+        call, {0: tokens, **texts}, [*before, *outs], reduce=sums, linear=[] if float8 else [{0}],
+        copied=copied, local=_code(x, db), flops=2 * size * (3 * c + 2), sizes=sizes,
     )  # fmt: skip
 
 
-def _share_at(x: int) -> int:
-    return x + 10 + x  # behind `need_weights`, which backward has
+def _share_at(call: Call, x: int) -> int:
+    return x + 11 if call.target == BACKWARD else x + 10  # behind `need_weights`, which that alone has
 
 
 def _in_float8(call: Call, x: int) -> bool:
-    return bool(call.arg(_share_at(x) + 1, "float8", False))
+    return bool(call.arg(_share_at(call, x) + 1, "float8", False))
 
 
 def _share(call: Call, x: int) -> float:
     """The part of the choices that is expected to have an expert here."""
-    return float(call.arg(_share_at(x), "share", 1.0))
+    return float(call.arg(_share_at(call, x), "share", 1.0))
 
 
 def _code(x: int, db: int | None) -> Code:
@@ -132,7 +161,7 @@ def _code(x: int, db: int | None) -> Code:
             if shifted:
                 changes[x + 1, "index"] = local_expert(shards[x + 1], mine, mesh)
                 ranks = prod(size for size, axis in mine if axis is not None)
-                changes[_share_at(x), "share"] = _share(call, x) / ranks
+                changes[_share_at(call, x), "share"] = _share(call, x) / ranks
             if on_f and db is not None:  # ranks with parts of f add up, and the bias counts once
                 changes[x + 6, "down_bias"] = keep_first(shards[db], on_f, mesh)
             return rerun(call, shards, changes)
@@ -200,7 +229,9 @@ RULES: dict[str, RuleFn] = {
     "colofunc.grouped_mm": _grouped("[s] i, [e] i o, [e] -> [s] o", reduce={"i": "sum"}),
     "colofunc.grouped_mm_dw": _grouped("[s] i, [s] o, [e] -> [e] i o"),
     "colofunc.experts": experts,
-    "colofunc.experts_backward": experts_backward,
+    BACKWARD: experts_backward,
+    INPUT_GRADIENTS: experts_input_gradients,
+    WEIGHT_GRADIENTS: experts_weight_gradients,
     "colofunc.expert_position": expert_position,
 }
 STRATEGIES: dict[str, StrategyFn] = {"colofunc.expert_position": _split_queues}
