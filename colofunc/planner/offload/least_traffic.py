@@ -273,8 +273,8 @@ class _GapProgram:
         fits, room = self._fits(unit)
         below, bounds = self._below(unit, count + len(room))
         saved = -np.asarray(self.saved) / unit
-        asked = (np.asarray(ITERATIONS), saved, room, np.asarray(bounds), *_arrays(fits), *_arrays(below))
-        key = blake2b(b"".join(len(each).to_bytes(8) + each.tobytes() for each in asked)).digest()
+        asked = (np.asarray([ITERATIONS]), saved, room, np.asarray(bounds), *_arrays(fits), *_arrays(below))
+        key = blake2b(b"".join(len(each).to_bytes(8, "big") + each.tobytes() for each in asked)).digest()
         if key not in _SOLVED:
             if len(_SOLVED) >= MOST_SOLVED:
                 _SOLVED.clear()
