@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: list[tuple[str, list[str]]] = [
     ("errors", ["colofunc.errors", "colofunc.version"]),
     ("compat", ["colofunc.compat"]),
-    ("env", ["colofunc.env", "colofunc.cache", "colofunc.owned", "colofunc.untrusted"]),
+    ("env", ["colofunc.env", "colofunc.cache", "colofunc.owned", "colofunc.progress", "colofunc.untrusted"]),
     ("mesh", ["colofunc.mesh"]),
     ("ops", ["colofunc.ops"]),
     ("spec", ["colofunc.spec"]),
