@@ -34,6 +34,8 @@ SWITCHES: dict[str, str] = {
     "COLOFUNC_NATIVE": "kernels in C++ and CUDA: 'auto' (default) compiles them at their first use, keeps them in the cache folder, and "
     "does without where that fails; 'off' never uses them; 'require' makes it an error that they cannot be used",
     "COLOFUNC_PASSES": "passes that are left out, by name, as '-pack,-in_place' (`low.passes` lists them): to find the one at fault",
+    "COLOFUNC_PROGRESS": "a line that says how far a plan is that takes longer than 2 s; by default where stderr is a terminal; "
+    "1: also elsewhere; 0: never",
     "COLOFUNC_QUIET": "1: no live progress lines",
 }
 
@@ -108,7 +110,16 @@ def switched_on(name: str) -> bool:
 def say(text: str) -> None:
     """One line to the person who waits."""
     if not switched_on("COLOFUNC_QUIET"):
-        print(f"colofunc: {text}", file=sys.stderr, flush=True)
+        # A line about progress may stand there, which is written anew below this one.
+        erase = "\r\x1b[K" if sys.stderr.isatty() else ""
+        print(f"{erase}colofunc: {text}", file=sys.stderr, flush=True)
+
+
+def shows_progress(terminal: bool) -> bool:
+    """Whether a line says how far a plan is. terminal: whether it would be written to one."""
+    if switched_on("COLOFUNC_QUIET"):
+        return False
+    return switched_on("COLOFUNC_PROGRESS") if switch("COLOFUNC_PROGRESS") else terminal
 
 
 def measures() -> bool:

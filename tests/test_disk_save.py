@@ -15,7 +15,7 @@ from test_offload import one, peak, training
 import colofunc as cf
 from colofunc.errors import CheckpointError, DiskError
 from colofunc.executors.disk import kept_versions as disk_held
-from colofunc.executors.disk.kept_versions import Held, Holds
+from colofunc.executors.disk.kept_versions import ChunkVersion, Holds
 from colofunc.executors.disk.store import DiskStore
 from colofunc.functional.checkpoint.folder import Writing
 from colofunc.functional.checkpoint.parts import Ranks
@@ -41,9 +41,9 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.waiting = threading.Event(), threading.Event()
-        read, wait = Held.read, Holds.wait
+        read, wait = ChunkVersion.read, Holds.wait
 
-        def slow(held: Held) -> torch.Tensor:
+        def slow(held: ChunkVersion) -> torch.Tensor:
             assert self.go.wait(60)
             return read(held)
 
@@ -52,7 +52,7 @@ class Slow:
                 self.waiting.set()
             wait(holds, chunk, version, what)
 
-        monkeypatch.setattr(Held, "read", slow)
+        monkeypatch.setattr(ChunkVersion, "read", slow)
         monkeypatch.setattr(Holds, "wait", noted)
 
 
@@ -91,10 +91,10 @@ def test_a_save_that_fails_lets_go_of_what_it_held(tmp_path: Path, monkeypatch: 
     staged = cf.offload(cf.shard(step, one()), policy="disk", disk=tmp_path)
     state, _ = staged(staged.init(*args), args[1])
 
-    def broken(held: Held) -> torch.Tensor:
+    def broken(held: ChunkVersion) -> torch.Tensor:
         raise OSError("no answer")
 
-    monkeypatch.setattr(Held, "read", broken)
+    monkeypatch.setattr(ChunkVersion, "read", broken)
     saving = cf.save(tmp_path / "saved" / "s", state, wait=False)
     for _ in range(3):
         state, _ = staged(state, args[1])
@@ -149,13 +149,13 @@ def test_a_save_that_reads_nothing_any_more_is_an_error_of_the_step_which_can_be
 
 def test_a_step_that_waits_goes_on_when_the_save_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     staged, state, slow, saving, batch = saved_behind(tmp_path, monkeypatch)
-    read = Held.read
+    read = ChunkVersion.read
 
-    def broken(held: Held) -> torch.Tensor:
+    def broken(held: ChunkVersion) -> torch.Tensor:
         read(held)
         raise OSError("pulled")
 
-    monkeypatch.setattr(Held, "read", broken)  # the first read waits already: what follows it fails
+    monkeypatch.setattr(ChunkVersion, "read", broken)  # the first read waits already: what follows it fails
     step = threading.Thread(target=lambda: staged(state, batch))
     step.start()
     assert slow.waiting.wait(60)
@@ -172,7 +172,7 @@ def test_a_save_that_cannot_begin_holds_nothing_while_somebody_keeps_its_error(t
     state, _ = staged(staged.init(*args), args[1])
     hold, taken = DiskStore.hold, []
 
-    def fails(store: DiskStore, chunk: int, reader: Any) -> Held:
+    def fails(store: DiskStore, chunk: int, reader: Any) -> ChunkVersion:
         if len(taken) == 3:
             raise DiskError("no more")
         taken.append(hold(store, chunk, reader))

@@ -13,13 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from colofunc.plugins.registry import FORMATS
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # Lowest first. A module is where its own name stands, else where its nearest package does (`p.*`: only below p).
 LAYERS: list[tuple[str, list[str]]] = [
     ("errors", ["colofunc.errors", "colofunc.version"]),
     ("compat", ["colofunc.compat"]),
-    ("env", ["colofunc.env", "colofunc.cache", "colofunc.owned", "colofunc.untrusted"]),
+    ("env", ["colofunc.env", "colofunc.cache", "colofunc.owned", "colofunc.progress", "colofunc.untrusted"]),
     ("mesh", ["colofunc.mesh"]),
     ("ops", ["colofunc.ops"]),
     ("spec", ["colofunc.spec"]),
@@ -55,6 +57,13 @@ SLOW_TO_IMPORT = (
     "colofunc.ops.random_triton", "colofunc.ops.fp8_triton", "colofunc.ops.experts_triton", "torch.nn.attention.flex_attention",
     "colofunc.pictures",
 )  # fmt: skip
+
+# Libraries that models come from, or that train them or keep their weights: only integrations speak to them.
+MODEL_LIBRARIES = (
+    "transformers", "peft", "diffusers", "timm", "bitsandbytes", "torchao", "compressed_tensors", "accelerate", "lightning",
+)  # fmt: skip
+# The tracer's error about a loop over experts says which option avoids it, where the loop runs in transformers' own file.
+HINTS = ("colofunc.program.tracing.values",)
 
 OURS = ("colofunc", "colofunc_plugins")
 OWN_NAMES = ("__name__", "__package__", "__spec__")
@@ -286,6 +295,21 @@ def check_habits(module: str, source: str) -> list[str]:
     return found
 
 
+def check_libraries(module: str, source: str) -> list[str]:
+    """Outside integrations no import of a library of models, and no text that is a name inside one, as classes are
+    recognised by."""
+    if module.startswith("colofunc.integrations"):
+        return []
+    named = [(line, name) for line, name, _ in imports(module, source)]
+    for node in ast.walk(parsed(source)):
+        text = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(text, str) and re.fullmatch(r"\w+(\.\w+)*", text) and module not in HINTS:
+            named.append((node.lineno, text))
+    bad = dict(sorted((line, name) for line, name in named if name.split(".")[0] in MODEL_LIBRARIES))
+    where = "colofunc/integrations/formats, by the hook colofunc_model_libraries"
+    return [f"{module}:{line} speaks of {name}. Try: {where}" for line, name in bad.items()]
+
+
 def guarded(tree: ast.Module, node: ast.stmt) -> bool:
     """Under `if TYPE_CHECKING:` or in a `try:` whose failure is handled."""
     blocks = [block for block in ast.walk(tree) if isinstance(block, ast.Try) or for_types_only(block)]
@@ -358,7 +382,7 @@ def _bound(package: str) -> set[str]:
 
 # ---- the tree as it is ----
 
-CORE_CHECKS = [check_order, check_transform, check_private_torch, check_environment, check_habits]
+CORE_CHECKS = [check_order, check_transform, check_private_torch, check_environment, check_habits, check_libraries]
 
 
 @pytest.mark.parametrize("check", CORE_CHECKS, ids=lambda check: check.__name__)
@@ -372,7 +396,18 @@ def test_plugins() -> None:
     for module, source in sources("plugins").items():
         found += check_plugin(module, source, public_names())
         found += check_private_torch(module, source) + check_environment(module, source) + check_habits(module, source)
+        found += check_libraries(module, source)
     assert not found, "\n" + "\n".join(found)
+
+
+def test_what_is_loaded_by_name_is_an_integration() -> None:
+    """The registry names one module of a layer above its own, as an entry point would."""
+    assert FORMATS in sources("colofunc") and layer_of(FORMATS) == layer_of("colofunc.integrations.loop")
+    by_name = []
+    for module, source in sources("colofunc").items():
+        arguments = [argument_of_call(node) for node in ast.walk(parsed(source))]
+        by_name += [module for argument in arguments if isinstance(argument, ast.Name) and argument.id.isupper()]
+    assert by_name == ["colofunc.plugins.registry"]
 
 
 def test_no_import_cycles() -> None:
@@ -420,6 +455,12 @@ REFUSED = [
     (check_habits, "colofunc.mesh.mesh", "import importlib\nimportlib.import_module(__name__.split('.')[0])"),
     (check_habits, "colofunc.mesh.mesh", "import transformers"),
     (check_habits, "colofunc.mesh.mesh", "from torch import *"),
+    (check_libraries, "colofunc.functional.load", "def f():\n    from transformers import AutoModel"),
+    (check_libraries, "colofunc.functional.load", "def f():\n    import peft.tuners"),
+    (check_libraries, "colofunc.functional.load", "import importlib\nimportlib.import_module('torchao.quantization')"),
+    (check_libraries, "colofunc.functional.load", "from importlib.util import find_spec\nfind_spec('diffusers')"),
+    (check_libraries, "colofunc.functional.load", "def f(cls):\n    return cls.__module__ == 'transformers.modeling_utils'"),
+    (check_libraries, "colofunc.functional.load", "import sys\nsys.modules.get('bitsandbytes')"),
 ]
 
 ALLOWED = [
@@ -433,7 +474,9 @@ ALLOWED = [
     (check_private_torch, "colofunc.ops.linear", "import torch.utils._pytree as pytree\npytree.tree_map"),
     (check_private_torch, "colofunc.ops.linear", "import torch\ntorch.__version__"),
     (check_environment, "colofunc.env", "import os\nos.environ['RANK']"),
-    (check_habits, "colofunc.functional.modules", "def f():\n    from transformers import AutoModel"),
+    (check_habits, "colofunc.integrations.formats", "def f():\n    from transformers import AutoModel"),
+    (check_libraries, "colofunc.integrations.formats", "def f():\n    from transformers import AutoModel"),
+    (check_libraries, "colofunc.functional.load", "raise ValueError('transformers models need another option')"),
     (check_habits, "colofunc.functional.modules", "import importlib\ndef f(name):\n    importlib.import_module(name)"),
 ]
 

@@ -23,9 +23,11 @@ from torch import Tensor, nn
 import colofunc as cf
 from colofunc.compiler.quantized_weights import packed
 from colofunc.errors import CheckpointError
-from colofunc.functional.checkpoint import files, hf, packed_built_in, packed_layouts
+from colofunc.functional.checkpoint import files, packed_layouts
 from colofunc.functional.checkpoint.disk import fetch
+from colofunc.functional.checkpoint.libraries import library_of
 from colofunc.functional.checkpoint.packed_layouts import entries, layouts
+from colofunc.integrations import formats
 from colofunc.ops.quantized import NF4_LEVELS
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.plugins import build_registry
@@ -325,7 +327,7 @@ def test_names_of_transformers_are_those_of_the_model(tmp_path: Path) -> None:
     tensors = {"h.0.mlp.weight_scale": torch.full((8, 1), 2.0), "h.0.mlp.weight": torch.ones(8, 8, dtype=torch.int8)}
     save_file(tensors, tmp_path / "model.safetensors")
     assert entries(tmp_path)["h.0.mlp.weight"].packed is not None
-    assert entries(tmp_path, hf.has_name(module))["h.0.mlp.weight"].packed is None
+    assert entries(tmp_path, library_of(module).has_name(module))["h.0.mlp.weight"].packed is None
 
 
 def test_integers_beside_a_plain_weight_are_left_alone(tmp_path: Path) -> None:
@@ -743,8 +745,8 @@ def test_the_table_is_made_once_for_all_layers_of_a_folder(tmp_path: Path, monke
 
 
 def test_our_layouts_come_first_and_by_the_same_hook(installed: Any) -> None:
-    assert list(layouts()) == [*packed_built_in.BUILT_IN, "mine"]
-    assert set(build_registry((packed_built_in,)).packed_layouts) == set(layouts())
+    assert list(layouts()) == [*formats.LAYOUTS, "mine"]
+    assert set(build_registry((formats,)).packed_layouts) == set(layouts())
 
 
 def test_what_is_no_layout_is_named(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:

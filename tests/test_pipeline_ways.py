@@ -16,7 +16,7 @@ import colofunc as cf
 from colofunc.compiler.staged import in_place_of
 from colofunc.compiler.transform import Build, Variant
 from colofunc.planner.plan import ESTIMATE, OtherWay, Plan
-from colofunc.planner.stages.assignment import CutProblem, Cuts, Held
+from colofunc.planner.stages.assignment import CutProblem, Cuts, StageActivations
 from colofunc.testing import check
 
 Way = tuple[Variant, float]
@@ -152,7 +152,7 @@ def test_the_leanest_cut_holds_least_of_all_cuts(ranks: tuple[int, ...]) -> None
     program = cf.pipeline(cf.shard(step, cf.Mesh(pp=3)), microbatches=4).lower(state, batch).global_program
     stages = len(ranks)
     problem = CutProblem(program, stages, lambda node: float(len(node.outs)), lambda nbytes: 0.0, ranks=ranks)
-    held = Held(tuple(range(stages, 0, -1)), 0.25)
+    held = StageActivations(tuple(range(stages, 0, -1)), 0.25)
     found = [*problem.leaner(held, 3), problem.balanced()]
     needs, last = problem._needs(held), len(problem.begins)
 

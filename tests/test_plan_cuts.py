@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import colofunc as cf
 from colofunc.planner import plan_cuts
-from colofunc.planner.stages.assignment import Held
+from colofunc.planner.stages.assignment import StageActivations
 from colofunc.planner.stages.simulate import Player
 
 A100 = cf.topology("4xa100-80g")
@@ -52,7 +52,7 @@ def test_figures_are_those_of_the_search(name: str, ranks: int) -> None:
     low = lowered(name, ranks)
     cuts, search = low.plan.pipeline.cuts, search_of(low, name, ranks, 4)
     player = Player(cuts.table)
-    needs = search.problem._needs(Held(cuts.table.in_flight, 1 / 4))
+    needs = search.problem._needs(StageActivations(cuts.table.in_flight, 1 / 4))
     others = other_cuts(cuts)
     assert len(others) >= len(cuts.pieces)
     for begins in others:

@@ -255,6 +255,7 @@ def test_every_hook_is_merged() -> None:
     assert registry.plans["colofunc_plans.mine"] is len
     assert registry.schedules["mine"] is schedule
     assert registry.packed_layouts["colofunc_packed_layouts.mine"] is len
+    assert registry.model_libraries["colofunc_model_libraries.mine"] is len
     assert registry.quantizers["mine"].form == "int8" and "nf4" in registry.quantizers
     assert registry.strategies["colofunc_strategies.mine"] == (len,)
     assert "all" in registry.plugins

@@ -105,14 +105,14 @@ def check_finite(low: Lowered, args: tuple[Any, ...]) -> Finite:
     return Finite(look.values, tuple(found))
 
 
-Seen = dict[tuple[int, str], dict[int, int]]  # (local value, kind) -> rank -> how many elements
+Counts = dict[tuple[int, str], dict[int, int]]  # (local value, kind) -> rank -> how many elements
 
 
-def _everyones(mine: Seen) -> Seen:
+def _everyones(mine: Counts) -> Counts:
     """What all ranks have seen."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, mine)
-    out: Seen = {}
+    out: Counts = {}
     for one in told:
         for key, counts in one.items():
             out.setdefault(key, {}).update(counts)
@@ -124,7 +124,7 @@ class _Look:
 
     def __init__(self, mesh: Mesh, plain: Plain, backend: Backend) -> None:
         self.mesh, self.plain, self.ranks = mesh, plain, backend.ranks(mesh)
-        self.seen: Seen = {}
+        self.seen: Counts = {}
         self.values = 0
 
     def __call__(self, index: int, results: tuple[Lanes, ...]) -> None:
@@ -149,7 +149,7 @@ class _Look:
                     self.seen.setdefault((mine, kind), {})[rank] = count
 
 
-def _born(plain: Plain, seen: Seen) -> Iterator[tuple[int, str]]:
+def _born(plain: Plain, seen: Counts) -> Iterator[tuple[int, str]]:
     """The values, in order, whose NaN or infinity is not that of an operand.
 
     One in local code is judged by its result.

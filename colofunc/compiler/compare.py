@@ -10,7 +10,7 @@ side, with one seed, and look at every value as it is made, in every layout that
     #   made at net.py:14 in forward, ...
 
 Values die as in the step: the global program runs just ahead of the local one. Where all of them agree, the program
-that really runs is compared too, in whatever of it still is a value of the step (`Seen`), microbatch by microbatch.
+that really runs is compared too, in whatever of it still is a value of the step (`RunValue`), microbatch by microbatch.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class _Look:
         tap = program_tap(low.global_program, self.ran_value)
         arguments.backend.observe(low.program, low.mesh, tap)(arguments.copies(range(len(arguments.shards))))
 
-    def ran_value(self, seen: Seen, lanes: Lanes) -> None:
+    def ran_value(self, seen: RunValue, lanes: Lanes) -> None:
         """Compare one value of the program that runs, in one trip if it stands in a loop."""
         value, mesh = seen.value, self.low.mesh
         assert value.of is not None and value.layout is not None, "only copies of global values are looked at"
@@ -290,7 +290,7 @@ class _Look:
 
 
 @attrs.frozen(eq=False)
-class Seen:
+class RunValue:
     """One comparable value of the program that runs, in one trip of the loops around it."""
 
     value: Value
@@ -324,7 +324,7 @@ class Seen:
 
 
 CLONE = "aten.clone.default"
-Look = Callable[[Seen, Lanes], None]
+Look = Callable[[RunValue, Lanes], None]
 
 
 def program_tap(whole: Program, look: Look) -> Tap:
@@ -348,7 +348,7 @@ def _told(
     look: Look, value: Value, node: Node, axes: tuple[tuple[str, int], ...], trips: tuple[int, ...], lanes: Lanes
 ) -> None:
     here = [(axis, trip, count) for (axis, count), trip in zip(axes, trips, strict=True)]
-    look(Seen(value, node, tuple(here)), lanes)
+    look(RunValue(value, node, tuple(here)), lanes)
 
 
 def comparable(node: Node, program: Program, whole: Program, times: list[str]) -> Iterator[Value]:

@@ -25,6 +25,7 @@ from math import ceil
 
 import attrs
 
+from colofunc import progress
 from colofunc.compiler.decisions import Decided
 from colofunc.planner.candidate import Fitted
 
@@ -96,7 +97,7 @@ def _with_more_device_memory(search: Search, best: Trial) -> Trial:
 def _descend(search: Search, best: Trial, max_searches: int) -> Trial:
     """The leanest plan that one search comes to when it is asked for less than `best` holds, again and again."""
     ask_for_half = False  # this is worth a search only once a byte less was found
-    for _ in range(max_searches):
+    for _ in progress.over("least budget searches", range(max_searches)):
         if ask_for_half:
             asked_bytes = max(1, best.least_bytes // 2)
         else:

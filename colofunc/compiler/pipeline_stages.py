@@ -18,7 +18,7 @@ import attrs
 
 from colofunc.compiler.transform import Build
 from colofunc.mesh import Mesh
-from colofunc.planner.stages.assignment import CutProblem, Cuts, Held
+from colofunc.planner.stages.assignment import CutProblem, Cuts, StageActivations
 from colofunc.planner.stages.bound import Bound
 from colofunc.planner.stages.cut_search import CutSearch
 from colofunc.planner.stages.cuts import Device
@@ -104,12 +104,12 @@ class StagesOn:
         key = (CutSearch, self.axis, self.schedule, self.order, microbatches, self.build.mesh)
         return kept_with(self.build.program, key, search.fastest)
 
-    def held(self, microbatches: int) -> Held:
+    def held(self, microbatches: int) -> StageActivations:
         """What stages keep by the schedule's table."""
         in_flight = (1,) * self.count
         if microbatches > 1:
             in_flight = self.schedule.table(self.ranks, microbatches).in_flight
-        return Held(in_flight, 1 / (microbatches * self.sharing))
+        return StageActivations(in_flight, 1 / (microbatches * self.sharing))
 
     def bound(self, on_rows: Collection[int]) -> Bound:
         """On a step's time. on_rows: positions of the nodes that read rows of the batch."""

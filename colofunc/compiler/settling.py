@@ -21,6 +21,7 @@ from typing import Any
 
 import attrs
 
+from colofunc import progress
 from colofunc.compiler.rank_agreement import alike, told
 from colofunc.compiler.staged import Staged, in_place_of
 from colofunc.compiler.transform import Open, Transform
@@ -66,10 +67,12 @@ class _Chain:
     watch: Watch | None
     shared: Exception | None = None
     """What finishing the chain raised, on the other ranks too: each raises its own."""
+    tried: int = 0
 
     def lead(self) -> Staged:
         try:
-            taken = self.open.search(self._finished)
+            with progress.line("planning", self.staged.mesh.is_main):
+                taken = self.open.search(self._finished)
         except Exception as error:
             if error is not self.shared:
                 self._tell(FAILED, alike(error))
@@ -96,6 +99,8 @@ class _Chain:
 
     def _finished(self, choice: Any) -> Any:
         """What the chain is lowered to, or in a line why it cannot be."""
+        self.tried += 1
+        progress.at("choice", self.tried)
         self._tell(NEXT, choice)
         try:
             return self.lower(self._sketched(choice))

@@ -22,6 +22,7 @@ from math import inf
 
 import attrs
 
+from colofunc import progress
 from colofunc.compiler.budget import DoesNotFit
 from colofunc.compiler.planning import Outcome, Planning
 from colofunc.compiler.rank_agreement import from_main, told
@@ -171,7 +172,10 @@ class _Search:
 
     def run(self) -> Planned:
         left: list[Way] = [(number,) for number in range(len(self.ways.variants))]
+        looked_at = 0
         while left:
+            looked_at += 1
+            progress.at("variants", looked_at, looked_at + len(left) - 1)
             # A single way needs no bound, and has one only for the time that it takes to compute.
             way = left[0]
             if len(left) > 1 or self.best is not None:

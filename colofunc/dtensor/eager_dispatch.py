@@ -46,7 +46,7 @@ from colofunc.spec.layout import Layout, replicated
 
 
 @attrs.define(eq=False)
-class Held:
+class SharedParts:
     """The parts of a tensor; `detach()` and the tensor it was called on hold the same ones."""
 
     shards: list[torch.Tensor] | None
@@ -63,7 +63,7 @@ class Origin:
     base: Any  # a DTensor
     func: Any
     args: tuple[Any, ...]
-    root: Held  # of the tensor that is no view
+    root: SharedParts  # of the tensor that is no view
     seen: int  # its writes when this view was taken
 
 

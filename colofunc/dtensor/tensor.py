@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from colofunc import compat
 from colofunc.dtensor.eager import convert_shards, settled
-from colofunc.dtensor.eager_dispatch import Held, Origin, call_function, dispatch
+from colofunc.dtensor.eager_dispatch import Origin, SharedParts, call_function, dispatch
 from colofunc.dtensor.other_mesh import parts_on
 from colofunc.errors import ConsumedError, InputError, SpecError
 from colofunc.executors.backend import Backend, backend_for
@@ -57,7 +57,7 @@ class Home:
         def make(shards: list[torch.Tensor]) -> DTensor:
             x: DTensor = wrapper()
             x.sharding, x.mesh, x._backend, x.home = layout, mesh, backend, self
-            x._held, x.owned, x.role = Held(shards), True, role
+            x._held, x.owned, x.role = SharedParts(shards), True, role
             return x
 
         return make
@@ -110,7 +110,7 @@ class DTensor(torch.Tensor):
 
     sharding: Layout
     mesh: Mesh
-    _held: Held
+    _held: SharedParts
     _backend: Backend
     owned: bool  # placed by a step, whose next call may reuse the memory
     home: Home | None  # of what a step has placed, as long as it has no gradient and nobody has written to it
@@ -138,7 +138,7 @@ class DTensor(torch.Tensor):
         )
         self.sharding = layout
         self.mesh = mesh
-        self._held = Held(shards)
+        self._held = SharedParts(shards)
         self._backend = backend or backend_for(mesh)
         self.owned = owned
         if movable:

@@ -21,7 +21,7 @@ from colofunc.executors.distributed import Distributed, init_from_env, overlappe
 from colofunc.executors.fused import NAME as COMPILED
 from colofunc.executors.post_validated import Unsettled
 from colofunc.executors.presence import Limits
-from colofunc.executors.program_cache import Kept
+from colofunc.executors.program_cache import ProgramCache
 from colofunc.executors.simulated import SimulatedProgram
 from colofunc.executors.source import Tap
 from colofunc.executors.unwritten import counted
@@ -84,7 +84,7 @@ class Simulated:
     def __init__(self) -> None:
         self.watch: Watch | None = None
         self.unsettled: Unsettled | None = None
-        self._kept = Kept(self.compile)
+        self._kept = ProgramCache(self.compile)
 
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
         return tuple(range(mesh.size))
@@ -122,7 +122,7 @@ class Compiled:
         self.watch = inner.watch
         self.unsettled: Unsettled | None = None
         self._compiler = compiler
-        self._kept = Kept(self.compile)
+        self._kept = ProgramCache(self.compile)
 
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
         return self._inner.ranks(mesh)

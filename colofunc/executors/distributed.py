@@ -32,7 +32,7 @@ from colofunc.executors.messages import Mail
 from colofunc.executors.pools import in_tier
 from colofunc.executors.post_validated import Unsettled
 from colofunc.executors.presence import Limits
-from colofunc.executors.program_cache import Kept
+from colofunc.executors.program_cache import ProgramCache
 from colofunc.executors.rank_program import Later, RankProgram
 from colofunc.executors.rendezvous import Meeting
 from colofunc.executors.simulated import Shards
@@ -65,7 +65,7 @@ class Distributed:
         self._groups: dict[Mesh, Groups] = {}
         self._mail = Mail()
         self._delivers = False  # whether `_deliver` is registered, to be called before this process ends
-        self._kept = Kept(self.compile)
+        self._kept = ProgramCache(self.compile)
 
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
         return (self.rank,)

@@ -14,7 +14,7 @@ from colofunc.program.ir import Program
 KEPT = 512
 
 
-class Kept:
+class ProgramCache:
     """`get(program, mesh)` is `compile(program, mesh)`, made once. The least recently used one is dropped first."""
 
     def __init__(self, compile: Callable[[Program, Mesh], Any]) -> None:

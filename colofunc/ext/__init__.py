@@ -13,7 +13,7 @@ What people type who train a model is in `cf` itself.
 
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Lies, Open, Sharding, Transform, Variant
-from colofunc.functional.checkpoint import packed_tensors
+from colofunc.functional.checkpoint import libraries, packed_tensors
 from colofunc.ops import collectives
 from colofunc.ops.kernels import Kernel
 from colofunc.ops.quantized import Quantized
@@ -92,6 +92,7 @@ __all__ = [
     "cuts",
     "follow",
     "hookimpl",
+    "libraries",
     "linear_order",
     "local",
     "operator",

@@ -145,7 +145,7 @@ def _measuring(
 
     @wraps(step_fn)
     def measured(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        seen = Seen(statistic, globs)
+        seen = MeasuredWeights(statistic, globs)
         seen.note_all(args[0] if args else {})
         with as_a_step(), reading(seen.frozen, lambda wide, weight: None), linear_inputs(seen.name, seen.see):
             step_fn(*args, **kwargs)
@@ -154,7 +154,7 @@ def _measuring(
     return measured
 
 
-class Seen(WeightNames):
+class MeasuredWeights(WeightNames):
     """Weights of one run by name, and what was measured of their inputs."""
 
     def __init__(self, statistic: Statistic, globs: tuple[str, ...]) -> None:

@@ -49,7 +49,7 @@ COMPARED_BYTES = 1 << 20
 
 
 @attrs.define(eq=False)
-class Held:
+class UnplacedBatch:
     """A batch as this process holds it before it is placed."""
 
     tree: Tree
@@ -107,7 +107,7 @@ class Placer:
         missing = -n % self.rows.whole_multiple
         return n + missing
 
-    def hold(self, item: Item, regular: int | None, expected: Sequence[int]) -> Held | None:
+    def hold(self, item: Item, regular: int | None, expected: Sequence[int]) -> UnplacedBatch | None:
         """The batch made ready as far as this process can alone; None: it is left out.
 
         `regular`: samples of a whole batch, None: of this one; `expected`: other counts that this loader is known to
@@ -124,7 +124,7 @@ class Placer:
             )
         samples = item.rows or n
         regular = regular or samples
-        held = Held(tree, leaves, specs, by_row, n, item.padded, torch.zeros(n, dtype=torch.bool), samples)
+        held = UnplacedBatch(tree, leaves, specs, by_row, n, item.padded, torch.zeros(n, dtype=torch.bool), samples)
         held.ids = item.ids if self.read != "local" else 0
         tells = self.weights is not None or decides(tree, leaves, self.fill)
         # A short batch stays short where no rank needs more rows, and nothing could tell a loss to leave them out.
@@ -152,7 +152,7 @@ class Placer:
             self._grow(held, rows)
         return held
 
-    def place(self, held: Held, said: Sequence[Said], regular: int) -> Any:
+    def place(self, held: UnplacedBatch, said: Sequence[Said], regular: int) -> Any:
         """The batch as a tree of DTensors, given what all ranks said of theirs; None: it is left out."""
         if self.read == "local":
             counts = [_rows_said(of_rank, held.by_row) for of_rank in said]
@@ -230,7 +230,7 @@ class Placer:
             'batch size that divides (short="keep")'
         )
 
-    def _grow(self, held: Held, rows: int) -> None:
+    def _grow(self, held: UnplacedBatch, rows: int) -> None:
         """Rows up to `rows`, the added ones without weight."""
         if rows == held.rows:
             return
@@ -257,7 +257,7 @@ class Placer:
             x = lengthened(x, dim, max(sizes), value)
         return x
 
-    def _dtensor(self, held: Held, position: int) -> torch.Tensor:
+    def _dtensor(self, held: UnplacedBatch, position: int) -> torch.Tensor:
         """One leaf, cut as its spec says; ranks with equal parts share one tensor."""
         x, spec = held.leaves[position], held.specs[position]
         own_rows = held.by_row[position] and self.read != "all"  # dim 0 is cut already
@@ -318,7 +318,7 @@ def _rows_said(said: Said, by_row: Sequence[bool]) -> int:
     return 0
 
 
-def _add_weights(held: Held, name: str, spec: Spec) -> None:
+def _add_weights(held: UnplacedBatch, name: str, spec: Spec) -> None:
     """A leaf with 1 for real rows and 0 for added ones."""
     held.tree = with_weight(held.tree, name)
     held.leaves.append((~held.dead).to(held.leaves[0].device, torch.get_default_dtype()))

@@ -4,9 +4,9 @@
     model = cf.load("llama/", model=model, mesh=mesh, specs={"*.q_proj.weight": "(tp o) i"})       # placed now
 
 Problem: names and shapes in files differ from those in the module (renamed parts, experts that were saved one by one),
-tied weights are stored once, some buffers not at all. Idea: transformers' own conversion mapping says which stored
-tensors make which parameter; each parameter becomes a stored entry like any other, whose reader runs the conversion,
-for stacked experts on those only that a rank holds.
+tied weights are stored once, some buffers not at all. Idea: the library that the module is of says which stored tensors
+make which parameter (`checkpoint.libraries`); each parameter becomes a stored entry like any other, whose reader runs
+the conversion.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from colofunc.errors import CheckpointError, InputError, near
-from colofunc.functional.checkpoint import hf, packed_layouts, peft_files, plainfile
+from colofunc.functional.checkpoint import packed_layouts, plainfile
 from colofunc.functional.checkpoint.files import dtype_name
+from colofunc.functional.checkpoint.libraries import Library, canonical_names, library_of, stored_adapters
 from colofunc.functional.checkpoint.packed_tensors import boxed
-from colofunc.functional.checkpoint.place import Entry, device_for, layout_for, placed, plain, specs_by_name
+from colofunc.functional.checkpoint.place import Entry, cast, device_for, layout_for, placed, plain, specs_by_name
 from colofunc.functional.modules import Model, functional
 from colofunc.mesh import Mesh
 from colofunc.program.lazy import LazyTensor, lazy_tensor, make
@@ -80,23 +81,29 @@ def _found(folder: Path, model: Model, held: Mapping[str, Tensor], strict: bool)
 
     Adapters may lie beside the base that they belong to.
     """
-    if not peft_files.holds_adapters(folder) or hf.is_peft(model.module):
-        entries = hf.entries_for(model.module, packed_layouts.entries(folder, hf.has_name(model.module)))
-        return _fitting(model.module, entries, held, str(folder), strict)
+    module = model.module
+    library = library_of(module)
+    adapters = stored_adapters(folder)
+    if adapters is None or adapters is library.adapters:
+        return _fitting(module, library, _entries(folder, module, library), held, str(folder), strict)
     whole = plainfile.holds_whole(folder)
     if not model.adapters and not whole:
-        raise peft_files.without_adapters(folder)
+        raise adapters.alone(folder)
     found: dict[str, Entry] = {}
     if whole:
         of_adapters = {name for adapter in model.adapters for name in adapter.names}
         base = {name: value for name, value in held.items() if name not in of_adapters}
-        entries = hf.entries_for(model.module, packed_layouts.entries(folder, hf.has_name(model.module)))
-        found = _fitting(model.module, entries, base, str(folder), strict)
+        found = _fitting(module, library, _entries(folder, module, library), base, str(folder), strict)
     if model.adapters:
-        for name, entry in peft_files.entries(folder, model.adapters, strict).items():
-            found[name] = hf.cast(entry, held[name].dtype)
+        for name, entry in adapters.entries(folder, model.adapters, strict).items():
+            found[name] = cast(entry, held[name].dtype)
         _check_shapes(found, held, folder)
     return found
+
+
+def _entries(folder: Path, module: nn.Module, library: Library) -> dict[str, Entry]:
+    """Whole weights of a folder by the names that the module's library gives them."""
+    return library.entries(module, packed_layouts.entries(folder, library.has_name(module)))
 
 
 def _of_other_shapes(found: Mapping[str, Entry], held: Mapping[str, Tensor]) -> list[str]:
@@ -131,13 +138,18 @@ def _of(name: str, own: Tensor) -> Entry:
 
 
 def _fitting(
-    module: nn.Module, entries: dict[str, Entry], held: Mapping[str, Tensor], where: str, strict: bool
+    module: nn.Module,
+    library: Library,
+    entries: dict[str, Entry],
+    held: Mapping[str, Tensor],
+    where: str,
+    strict: bool,
 ) -> dict[str, Entry]:
     """Entries by the model's names.
 
     Raises CheckpointError that lists what is missing, unexpected or of another shape.
     """
-    names = hf.canonical_names(module)
+    names = canonical_names(module)
     found: dict[str, Entry] = {}
     unexpected = []
     for name, entry in entries.items():
@@ -147,7 +159,7 @@ def _fitting(
             unexpected.append(name)
     stored = {names[name] for name in module.state_dict() if names.get(name) in held}
     missing = [name for name in held if name in stored and name not in found]
-    missing, unexpected = hf.without_ignored(module, missing, unexpected)
+    missing, unexpected = library.reported(module, missing, unexpected)
     wrong = _of_other_shapes(found, held)
     for name, entry in found.items():
         own = held[name].dtype
@@ -163,7 +175,7 @@ def _fitting(
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         hint = "; strict=False keeps the model's own values for what is missing" if missing or unexpected else ""
         raise CheckpointError(f"{where} does not fit {type(module).__name__}: {'; '.join(wrong[:8])}{more}{hint}")
-    return {name: hf.cast(entry, held[name].dtype) for name, entry in found.items()}
+    return {name: cast(entry, held[name].dtype) for name, entry in found.items()}
 
 
 def _is_real(dtype: torch.dtype) -> bool:

@@ -2,9 +2,8 @@
 
     cf.save_pretrained(model, state, "trained/")    # AutoModel.from_pretrained("trained/") gives the same logits
 
-Tensors are gathered one file's worth at a time and written by rank 0, under the names and in the shapes that
-transformers' conversion mapping says (`checkpoint.hf`); adapters as peft writes them, quantized weights as another
-library keeps them.
+Tensors are gathered one file's worth at a time and written by rank 0, under the names and in the shapes that the
+module's library says (`checkpoint.libraries`); adapters and quantized weights as other libraries keep them.
 """
 
 from __future__ import annotations
@@ -23,15 +22,23 @@ from torch import Tensor
 
 from colofunc.errors import CheckpointError, InputError, near
 from colofunc.functional.adapters import Adapter, global_value
-from colofunc.functional.checkpoint import hf, packed_writing, peft_files, plainfile
+from colofunc.functional.checkpoint import packed_writing, plainfile
 from colofunc.functional.checkpoint.folder import Writing, sync
 from colofunc.functional.checkpoint.index import PLAIN, write_index
+from colofunc.functional.checkpoint.libraries import (
+    adapter_formats,
+    check_no_adapters,
+    check_no_whole_weights,
+    config_dtype,
+    library_of,
+)
 from colofunc.functional.checkpoint.parts import Ranks
 from colofunc.functional.modules import Model
 from colofunc.ops.quantized import Quantized
 
 SHARD_BYTES = 5_000_000_000
 DEADLINE_S = 1800.0
+MERGED = "merged"  # of adapters=: in the weights that they adapt
 
 
 def save_pretrained(
@@ -41,7 +48,7 @@ def save_pretrained(
     *,
     dtype: torch.dtype | str | None = None,
     shard_bytes: int = SHARD_BYTES,
-    adapters: str = "merged",
+    adapters: str = MERGED,
     overwrite: bool = False,
     layout: str | None = None,
 ) -> None:
@@ -63,7 +70,7 @@ def save_pretrained(
     groups = form.groups(values)
     written = [name for group in groups for name in group]
     packing = packed_writing.Packing.of(layout, module, values, written, form.merges)
-    cast = hf.config_dtype(module) if dtype == "config" else dtype
+    cast = config_dtype(module) if dtype == "config" else dtype
     if isinstance(cast, str):
         raise InputError(f"save_pretrained: dtype={cast!r}; give a torch.dtype, 'config' or None")
     ranks = Ranks.of(packed_writing.meshes(given.values()))
@@ -98,14 +105,14 @@ def save_pretrained(
                             stored |= packing.to_stored(group, packed[group[0]], form.to_stored)
                         else:
                             stored |= form.to_stored({name: gathered[name] for name in group})
-                    shards.add(stored, packing.header(stored, cast or hf.config_dtype(module)))
+                    shards.add(stored, packing.header(stored, cast or config_dtype(module)))
                 except Exception as problem:
                     error = problem
         if shards is not None and error is None:
             try:
                 shards.finish()
                 form.save_config(writing.folder, cast)
-                packing.save_config(writing.folder, cast or hf.config_dtype(module))
+                packing.save_config(writing.folder, cast or config_dtype(module))
                 _flushed(writing.folder)
                 write_index(writing.folder, {"format": PLAIN}, writing.kept())
                 writing.commit()
@@ -132,9 +139,9 @@ class _Format:
 
     def check_folder(self, path: Path) -> None:
         if self._alone:
-            peft_files.check_no_whole_weights(path)
+            check_no_whole_weights(path)
         else:
-            peft_files.check_no_adapters(path)
+            check_no_adapters(path)
 
     @property
     def kin(self) -> tuple[str, ...]:
@@ -153,31 +160,33 @@ class _Format:
 def _format(model: Model, adapters: str) -> _Format:
     """Raises InputError where there is no such format, or none that holds the model."""
     module = model.plain
-    own = hf.is_peft(module)
-    if adapters not in ("merged", "peft"):
-        raise InputError(f"save_pretrained: adapters={adapters!r}; 'merged' or 'peft'")
-    if own and model.adapters:
+    library, formats = library_of(module), adapter_formats()
+    own = library.adapters
+    if adapters != MERGED and adapters not in formats:
+        known = " or ".join(repr(name) for name in (MERGED, *formats))
+        raise InputError(f"save_pretrained: adapters={adapters!r}; {known}")
+    if own is not None and model.adapters:
         raise InputError(
-            "save_pretrained: cf.lora adapted a model that has adapters of peft, and no file holds both. "
-            "Try: cf.lora(cf.functional(peft_model.merge_and_unload()), ...)"
+            f"save_pretrained: cf.lora adapted a model that has adapters of {own.name}, and no file holds both. "
+            f"Try: cf.lora(cf.functional({own.merge}), ...)"
         )
-    if adapters == "merged" or own:
-        merges = {adapter.weight: adapter for adapter in model.adapters}
+    if adapters == MERGED or own is not None:
         return _Format(
-            groups=partial(hf.stored_groups, module),
-            to_stored=partial(hf.to_stored, module),
-            save_config=partial(hf.save_config, module),
-            merges=merges,
-            stem=hf.stem(module),
+            groups=partial(library.groups, module),
+            to_stored=partial(library.to_stored, module),
+            save_config=partial(library.save_config, module),
+            merges={adapter.weight: adapter for adapter in model.adapters},
+            stem=library.stem,
         )
     if not model.adapters:
         raise InputError(
-            "save_pretrained: adapters='peft', and the model has none. Try: the model that cf.lora(...) returned"
+            f"save_pretrained: adapters={adapters!r}, and the model has none. Try: the model that cf.lora(...) returned"
         )
+    chosen = formats[adapters]
     return _Format(
-        groups=partial(peft_files.groups, model.adapters),
-        to_stored=peft_files.to_stored,
-        save_config=partial(peft_files.save_config, module, model.adapters),
+        groups=partial(chosen.groups, model.adapters),
+        to_stored=chosen.to_stored,
+        save_config=partial(chosen.save_config, module, model.adapters),
         merges={},
         stem=plainfile.ADAPTERS,
     )

@@ -44,7 +44,7 @@ from colofunc.compiler.quantized_weights import packed
 from colofunc.compiler.staged import Staged
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
-from colofunc.functional.calibration import MOMENTS, Seen, Statistic, as_a_step, globs_of, joined
+from colofunc.functional.calibration import MOMENTS, MeasuredWeights, Statistic, as_a_step, globs_of, joined
 from colofunc.mesh import Mesh
 from colofunc.ops.measured import Measured
 from colofunc.ops.quantized import Quantized
@@ -107,7 +107,7 @@ class _SquaresOfRows(torch.autograd.Function):
         return g, None, torch.ops.aten.embedding_dense_backward(squares, ids, ctx.size, -1, False) * ids.numel()
 
 
-class _Gradients(Seen):
+class _Gradients(MeasuredWeights):
     """What a run has measured of inputs, and what its gradients are going to be summed in: of outputs, and of rows of
     tables."""
 

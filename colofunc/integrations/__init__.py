@@ -1,1 +1,3 @@
-"""Training loops of other frameworks, run on a staged step. Each module needs its own extra."""
+"""What knows other libraries: training loops of other frameworks, run on a staged step, each of which needs its own
+extra; and `formats`, a plugin: how libraries keep their models in files.
+"""

@@ -25,6 +25,7 @@ from typing import Generic, TypeVar
 
 import attrs
 
+from colofunc import progress
 from colofunc.errors import PlanError
 from colofunc.planner.candidate import Fitted
 
@@ -206,7 +207,7 @@ class _JointSearch(Generic[P]):
     def run(
         self, tries: int, max_prices: int, others: Others[P], max_others: int, lower_bound: Callable[[], int]
     ) -> None:
-        fastest = self.try_proposal(self.propose(None, 0.0))
+        fastest = self.try_proposal(self.proposal(None, 0.0))
         if fastest is None or self.costs_nothing(fastest):
             return
         if self.best is None and lower_bound() > self.aim_bytes:
@@ -229,13 +230,17 @@ class _JointSearch(Generic[P]):
             self.try_others(others(self.mean_price_s(self.best or fastest)), max_others)
 
     def run_from_known(self, known: Proposal[P], max_prices: int) -> None:
-        fastest = self.try_proposal(self.propose(None, 0.0))
+        fastest = self.try_proposal(self.proposal(None, 0.0))
         if fastest is None or self.costs_nothing(fastest):
             return
         if self.may_be_faster(known):
             self.try_proposal(known)
         if self.best is not None:
             self.search_at_prices(fastest, max_prices)
+
+    def proposal(self, aim_bytes: int | None, price_s: float) -> Proposal[P]:
+        progress.at("sharding", len(self.proposed) + 1)
+        return self.propose(aim_bytes, price_s)
 
     def leanest(self) -> Finished[P]:
         return min(self.finished, key=lambda finished: finished.done.peak_bytes)
@@ -284,7 +289,7 @@ class _JointSearch(Generic[P]):
         aim_bytes = self.aim_bytes
         for _ in range(tries):
             try:
-                proposal = self.propose(aim_bytes, 0.0)
+                proposal = self.proposal(aim_bytes, 0.0)
             except PlanError:  # nothing is that lean
                 return
             if self.best is not None and proposal.cost_s >= self.best.total_s:
@@ -314,7 +319,7 @@ class _JointSearch(Generic[P]):
             if price_s is None:
                 return
             asked_s.append(price_s)
-            proposal = self.propose(None, price_s)
+            proposal = self.proposal(None, price_s)
 
             # Whatever keeps to the bytes costs no less at this price than what is cheapest at it, and the price of
             # those bytes is known.

@@ -163,6 +163,19 @@ def colofunc_packed_layouts() -> Mapping[str, Any]:
 
 
 @hookspec
+def colofunc_model_libraries() -> Mapping[str, Any]:
+    """Library name -> `cf.ext.libraries.Library`: how a library that models come from stores them.
+
+    For `cf.load(folder, model=...)` and `cf.save_pretrained`. The record says by which modules it is known (`owns`,
+    which `cf.ext.libraries.has_base("library.module", "Class")` makes without importing the library), and what differs
+    from a plain module: names in files (`has_name`, `entries`, `reported`), what is written (`groups`, `to_stored`,
+    `stem`), the configuration (`save_config`), and the files of adapters alone (`adapters`, a
+    `cf.ext.libraries.AdapterFormat`). This project's libraries are asked first, and come by the same hook.
+    """
+    raise NotImplementedError
+
+
+@hookspec
 def colofunc_topologies() -> Mapping[str, Any]:
     """Topology name -> `cf.Topology`, for `cf.Mesh(topology=cf.topology(name))`."""
     raise NotImplementedError
@@ -170,5 +183,6 @@ def colofunc_topologies() -> Mapping[str, Any]:
 
 HOOKS = (
     "colofunc_rules colofunc_strategies colofunc_plans colofunc_memory_policies colofunc_schedules colofunc_kernels "
-    "colofunc_passes colofunc_transforms colofunc_quantizers colofunc_packed_layouts colofunc_topologies"
+    "colofunc_passes colofunc_transforms colofunc_quantizers colofunc_packed_layouts colofunc_model_libraries "
+    "colofunc_topologies"
 ).split()

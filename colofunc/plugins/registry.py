@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +26,9 @@ from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.rules import REGISTERED, RULES, STRATEGIES, base_of, rule_for
 
 ENTRY_POINTS = "colofunc"
+FORMATS = "colofunc.integrations.formats"
+"""The plugin of this project that knows other libraries' files. It is named, as an entry point names one, because it
+lies above this layer, and only what reads and writes such files has it loaded."""
 
 StrategyFn = Callable[[Call, Mesh], Any]
 
@@ -47,6 +51,7 @@ class Registry:
     transforms: Mapping[str, Any]
     quantizers: Mapping[str, Quantizer]
     packed_layouts: Mapping[str, Any]
+    model_libraries: Mapping[str, Any]
     topologies: Mapping[str, Any]
     plugins: tuple[str, ...] = ()
 
@@ -118,6 +123,11 @@ def build_registry(plugins: tuple[Any, ...] = (), installed: bool = True) -> Reg
     )
 
 
+def formats_registry() -> Registry:
+    """With the formats of other libraries that this project knows, and those of installed plugins behind them."""
+    return build_registry((import_module(FORMATS),))
+
+
 def bringing(plans: Sequence[Any]) -> tuple[Any, ...]:
     """The plans that are plugins themselves: with hooks as methods, for what only their own axes need."""
     found: dict[Any, None] = {}
@@ -183,7 +193,8 @@ def _merge(manager: pluggy.PluginManager, hook: str) -> dict[Any, Any]:
         merged |= BUILT_IN
         owner = dict.fromkeys(BUILT_IN, "colofunc")
     impls: Sequence[Any] = getattr(manager.hook, hook).get_hookimpls()
-    for impl in sorted(impls, key=lambda i: _name(manager, i.plugin)):
+    # This project's own formats are asked first whose a file is.
+    for impl in sorted(impls, key=lambda i: (_name(manager, i.plugin) != FORMATS, _name(manager, i.plugin))):
         who = _name(manager, impl.plugin)
         try:
             table = impl.function()

@@ -97,7 +97,7 @@ OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType)
 
 
 @attrs.frozen(eq=False)
-class Seen:
+class ReachedObject:
     """One object: what it is called, its parts by name, the version of a tensor."""
 
     words: str
@@ -106,16 +106,16 @@ class Seen:
     version: int = 0
 
 
-def snapshot(fn: Callable[..., Any]) -> dict[str, Seen]:
+def snapshot(fn: Callable[..., Any]) -> dict[str, ReachedObject]:
     """Everything that `fn` reaches without its arguments, by path."""
-    found: dict[str, Seen] = {}
+    found: dict[str, ReachedObject] = {}
     visited: set[int] = set()
     for name, thing in _outside(fn):
         _look(name, thing, DEPTH, found, visited)
     return found
 
 
-def changes(before: Mapping[str, Seen], after: Mapping[str, Seen]) -> list[str]:
+def changes(before: Mapping[str, ReachedObject], after: Mapping[str, ReachedObject]) -> list[str]:
     """What differs, in words, at most four."""
     told = []
     for path, old in before.items():
@@ -133,7 +133,7 @@ def changes(before: Mapping[str, Seen], after: Mapping[str, Seen]) -> list[str]:
     return told[:4]
 
 
-def _parts(path: str, old: Seen, new: Seen) -> list[str]:
+def _parts(path: str, old: ReachedObject, new: ReachedObject) -> list[str]:
     gone = [f"{old.words} {path} has lost {key!r}" for key in old.parts if key not in new.parts]
     come = [f"{old.words} {path} has got {key!r}" for key in new.parts if key not in old.parts]
     both = [key for key in old.parts if key in new.parts]
@@ -170,23 +170,24 @@ def _outside(fn: Any) -> Iterator[tuple[str, Any]]:
     )
 
 
-def _look(path: str, thing: Any, depth: int, found: dict[str, Seen], visited: set[int]) -> None:
+def _look(path: str, thing: Any, depth: int, found: dict[str, ReachedObject], visited: set[int]) -> None:
     if isinstance(thing, (*ATOMS, *OPAQUE)):
-        found[path] = Seen("the value", thing, {})
+        found[path] = ReachedObject("the value", thing, {})
         return
     if id(thing) in visited or depth == 0:
         return
     visited.add(id(thing))
     if isinstance(thing, torch.Tensor):
         # The gradient that a backward pass leaves on a captured tensor is a part of it.
-        found[path] = Seen("the tensor", thing, {"grad": thing.grad} if thing.is_leaf else {}, compat.version(thing))
+        parts = {"grad": thing.grad} if thing.is_leaf else {}
+        found[path] = ReachedObject("the tensor", thing, parts, compat.version(thing))
         return
     if isinstance(thing, types.FunctionType):
         parts = dict(_outside(thing)) if "site-packages" not in thing.__code__.co_filename else {}
-        found[path] = Seen("the function", thing, {})
+        found[path] = ReachedObject("the function", thing, {})
     else:
         words, parts = _contents(thing)
-        found[path] = Seen(words, thing, parts)
+        found[path] = ReachedObject(words, thing, parts)
     for key, part in parts.items():
         name = key if isinstance(key, str) and not isinstance(thing, Mapping) else f"[{key!r}]"
         _look(f"{path}{name}" if name.startswith("[") else f"{path}.{name}", part, depth - 1, found, visited)

@@ -85,7 +85,7 @@ class Holds:
                 reader.waited_s += time.monotonic() - now_s
 
 
-class Held:
+class ChunkVersion:
     """A chunk of so many bytes as it was when `DiskStore.hold` was called.
 
     It is released with the last reference at the latest.

@@ -36,7 +36,7 @@ from torch import Tensor
 from colofunc.errors import DiskError
 from colofunc.executors.direct_io import Buffer, padded, whole_pages
 from colofunc.executors.disk.files import Files, create, disk_error
-from colofunc.executors.disk.kept_versions import Held, Holds, Reader
+from colofunc.executors.disk.kept_versions import ChunkVersion, Holds, Reader
 from colofunc.executors.disk.layout import BLOCK_BYTES, VERSIONS, Layout, checksum
 from colofunc.executors.disk.queue import Before, Move, Ticket, Work, Workers
 from colofunc.mesh.sizes import size_text
@@ -226,7 +226,7 @@ class DiskStore:
 
         return self._submit(chunk, f"reading chunk {chunk} from {records.path(version)!r}", move, writes=False)
 
-    def hold(self, chunk: int, reader: Reader | None = None) -> Held:
+    def hold(self, chunk: int, reader: Reader | None = None) -> ChunkVersion:
         """A chunk as it was written last, to be read whatever is written later, in another thread too, and then
         released.
 
@@ -238,7 +238,7 @@ class DiskStore:
             raise DiskError(f"chunk {chunk} was never written. Try: write({chunk}, tensor) before hold({chunk})")
         reader = reader or Reader()
         self._holds.add(chunk, version, reader)
-        return Held(
+        return ChunkVersion(
             self.sizes[chunk],
             partial(self._read_held, chunk, version),
             partial(self._holds.release, chunk, version, reader),

@@ -19,7 +19,7 @@ import attrs
 import torch
 
 from colofunc.dtensor.tensor import DTensor
-from colofunc.executors.disk.kept_versions import Held, Reader
+from colofunc.executors.disk.kept_versions import ChunkVersion, Reader
 from colofunc.executors.disk.tensors import OnDisk
 from colofunc.functional.checkpoint.files import Item
 from colofunc.functional.checkpoint.parts import Leaf
@@ -30,7 +30,7 @@ from colofunc.spec.regions import unpadded
 class Beside:
     """`holds`: what lies on disk, until it is read. `taken`: set when the next step may write in place."""
 
-    holds: list[Held] = attrs.field(factory=list)
+    holds: list[ChunkVersion] = attrs.field(factory=list)
     taken: Event = attrs.field(factory=Event)
 
     def items(self, leaves: Sequence[Leaf], rank: int, reader: Reader) -> list[Item]:
@@ -57,7 +57,7 @@ class Beside:
                     first.append(attrs.evolve(item, on_disk=isinstance(part, OnDisk)))
         return [*first, *behind]
 
-    def _read(self, held: Held, part: OnDisk, x: DTensor, rank: int) -> torch.Tensor:
+    def _read(self, held: ChunkVersion, part: OnDisk, x: DTensor, rank: int) -> torch.Tensor:
         self.taken.set()
         flat = held.read()
         held.release()

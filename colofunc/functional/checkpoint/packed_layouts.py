@@ -23,8 +23,8 @@ of (`Stored`), so that `cf.quantize` takes the numbers as they are.
     torchao-mxfp8      x._weight_qdata, x._weight_scale                                         mxfp8
     torchao-nvfp4      x._weight_qdata, x._weight_scale, x._weight_per_tensor_scale             nvfp4
 
-The layouts themselves are in `packed_bitsandbytes.py`, `packed_int4.py`, `packed_blocks.py`, `packed_rows.py` and
-`packed_torchao.py`; plugins give more by the hook `colofunc_packed_layouts`, as these come (`packed_built_in.py`).
+The layouts themselves are in `integrations/formats`, and come by the hook `colofunc_packed_layouts`, by which plugins
+give more.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from torch import Tensor
 
 from colofunc import untrusted
 from colofunc.errors import CheckpointError, PluginError
-from colofunc.functional.checkpoint import packed_built_in, plainfile
+from colofunc.functional.checkpoint import plainfile
 from colofunc.functional.checkpoint.files import dtype_name, shifted
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.ops.quantized import FORMATS
-from colofunc.plugins import build_registry
+from colofunc.plugins.registry import formats_registry
 from colofunc.program.lazy import LazyTensor
 from colofunc.program.lazy_packed import Stored
 from colofunc.spec.regions import Region, extent, take
@@ -55,9 +55,8 @@ def layouts() -> dict[str, PackedLayout]:
 
     This project's stand first, which are asked first whose a weight is, then those of installed plugins.
     """
-    known = build_registry((packed_built_in,)).packed_layouts
-    found = dict(packed_built_in.BUILT_IN)
-    for name, layout in known.items():
+    found: dict[str, PackedLayout] = {}
+    for name, layout in formats_registry().packed_layouts.items():
         if not isinstance(layout, PackedLayout):
             raise PluginError(
                 f"colofunc_packed_layouts: the value of {name!r} is {layout!r}; give a "

@@ -71,6 +71,14 @@ class Entry:
         return self.read(piece.source, piece.there)
 
 
+def cast(entry: Entry, dtype: torch.dtype) -> Entry:
+    """The entry with its values in another dtype."""
+    if entry.dtype == dtype:
+        return entry
+    read = entry.read
+    return attrs.evolve(entry, dtype=dtype, read=lambda piece, picks: read(piece, picks).to(dtype))
+
+
 def _own(x: torch.Tensor) -> torch.Tensor:
     """In memory of its own size: a slice of what was read would keep all of it."""
     if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes:

@@ -21,6 +21,7 @@ from itertools import accumulate
 
 import attrs
 
+from colofunc import progress
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
 from colofunc.planner.offload.by_rank import Chosen, by_rank, peak_bytes
@@ -200,7 +201,7 @@ class _Offloading:
     def best_of(self, like: Hint | None, from_disk: float = 0.0) -> Found:
         """With and without loops opened. from_disk: the part of what is copied that comes from disk."""
         best: Found | None = None
-        for ground in self.grounds:
+        for ground in progress.over("offload searches", self.grounds):
             if best is not None and not best.over and not best.found.moves:
                 break  # nothing has to move
             placed = _placed(ground, self.policy, self.budget, self.mesh)

@@ -35,6 +35,8 @@ import attrs
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from colofunc import progress
+
 INF = float("inf")
 LEAST_SLOTS = 250
 BOUNDS = 2
@@ -137,7 +139,7 @@ class Table:
         self.picked: dict[tuple[int, int], int] = {}
         # the first slot with which a piece can be done; `size`: none
         self.least = np.empty(len(pieces), dtype=np.int64)
-        for row, (i, j) in enumerate(pieces):
+        for row, (i, j) in enumerate(progress.over("checkpoint pieces", pieces)):
             self._solve(row, i, j)
             self.least[row] = self.size - np.count_nonzero(self.cost[row, self.size :] < INF)
 

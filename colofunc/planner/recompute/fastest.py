@@ -15,11 +15,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, count
 from math import inf
 
 import attrs
 
+from colofunc import progress
 from colofunc.planner.candidate import Finish, Fitted
 from colofunc.planner.recompute.by_rank import Levels, fastest_by_rank, put_together
 from colofunc.planner.recompute.chain import Back, Run, Sweep, Table
@@ -114,7 +115,10 @@ def fit(
     """
     plain_s = _seconds(program, node_s)
 
+    counted = count(1)
+
     def tried(one: Program, like: Fitted | None = None, /, moves: bool = True) -> Fitted:
+        progress.at("checkpoint order", next(counted))
         return _with_again(one, partial(finish, moves=moves), node_s, plain_s, like)
 
     whole = tried(program)

@@ -96,7 +96,7 @@ def cheapest(model: Model, budget_bytes: int) -> Iterator[list[int]]:
     ]
     branch = set(heavy)
     light = [variable for variable in order if variable not in branch]
-    seen = _Seen(len(heavy), budget_bytes / FINE)
+    seen = _BytesOfChoices(len(heavy), budget_bytes / FINE)
     for choice in _in_order(graph, order, branch, STEPS):
         nbytes = np.array([result_bytes[variable][choice[variable]] for variable in heavy])
         if not seen.holds_no_more(nbytes):
@@ -104,7 +104,7 @@ def cheapest(model: Model, budget_bytes: int) -> Iterator[list[int]]:
             yield eliminate_all(graph, light, heavy, choice)
 
 
-class _Seen:
+class _BytesOfChoices:
     """Bytes of what weighs under choices that came by: a row for each, a column for each variable."""
 
     def __init__(self, columns: int, tolerance_bytes: float) -> None:

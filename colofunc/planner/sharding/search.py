@@ -16,6 +16,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from colofunc import progress
 from colofunc.planner.sharding.eliminate import BIG, Array, Graph, eliminate_all, exact_order, partial_order
 from colofunc.planner.sharding.flows import Coded
 from colofunc.planner.sharding.model import Model
@@ -80,7 +81,7 @@ def search(
         return _restarted(model, best, seed, effort, restarts)
     position = Position(model, best)  # where one try has been, another one knows its way
     ends = []
-    for number in range(TRIES if fresh else 1):
+    for number in progress.over("sharding searches", range(TRIES if fresh else 1)):
         ends.append(polish(position, best, np.random.default_rng((seed, number)), effort))
     return min(ends, key=model.true_cost)
 
@@ -100,7 +101,7 @@ def _restarted(model: Model, start: list[int], seed: int, effort: Effort, restar
     core, recover = model.pair_graph(EVEN).reduce()
     position = Position(model, start)
     ends = [polish(position, start, np.random.default_rng(seed), light)]
-    for number in range(restarts):
+    for number in progress.over("sharding searches", range(restarts)):
         rng = np.random.default_rng((seed, number))
         elsewhere = recover(improve(core, list(start), rng, quick))
         ends.append(polish(position, elsewhere, rng, light))

@@ -59,7 +59,7 @@ class Cuts:
 
 
 @attrs.frozen
-class Held:
+class StageActivations:
     """What a stage keeps for backwards: of each stage, so many microbatches at once, each this part of the batch's rows
     on a rank.
     """
@@ -227,7 +227,7 @@ class CutProblem:
             has_stage[stage, ranks.index(rank)] = 1.0
         return np.asarray(figures @ has_stage)
 
-    def leaner(self, held: Held, levels: int) -> list[Cuts]:
+    def leaner(self, held: StageActivations, levels: int) -> list[Cuts]:
         """The cuts whose fullest stage holds least, then faster ones that hold more, up to `balanced`, which is left
         out.
 
@@ -270,7 +270,7 @@ class CutProblem:
 
         return self._least(lean, [over_bytes, self._by_rank_s])
 
-    def _needs(self, held: Held) -> list[np.ndarray]:
+    def _needs(self, held: StageActivations) -> list[np.ndarray]:
         """Of each stage [i, j]: bytes where it has the pieces i..j-1, in parts of its device's memory where devices
         differ.
         """

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import attrs
 import numpy as np
 
+from colofunc import progress
 from colofunc.planner.stages.assignment import CutProblem, Cuts
 from colofunc.planner.stages.piece_costs import KINDS, PieceCosts
 from colofunc.planner.stages.simulate import Player
@@ -109,7 +110,7 @@ class CutSearch:
         """The fastest of some cuts and the best so far."""
         cuts = cuts[self.problem.may_be(cuts)]
         bounds = self._at_least_s(cuts)
-        for number in np.argsort(bounds, kind="stable"):
+        for number in progress.over("pipeline cuts", np.argsort(bounds, kind="stable").tolist()):
             if bounds[number] >= best_s * (1 - GAIN) or self.left < player.actions:
                 break
             self.left -= player.actions

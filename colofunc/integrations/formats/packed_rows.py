@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colofunc.functional.checkpoint.packed_int4 import INPUTS, SCALES, check_inputs
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors, boxed, part
+from colofunc.integrations.formats.packed_int4 import INPUTS, SCALES, check_inputs
 from colofunc.ops.quantized import Quantized
 from colofunc.program.lazy import Box
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from colofunc.errors import InputError
-from colofunc.functional.checkpoint.packed_int4 import SCALES
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors, boxed, part
+from colofunc.integrations.formats.packed_int4 import SCALES
 from colofunc.ops.quantized import FORMATS, Quantized
 from colofunc.program.lazy import Box
 

@@ -1,4 +1,4 @@
-"""What transformers knows about its own files: names, conversions, ties, configuration. Nothing here for other modules.
+"""What transformers knows about its own files: names, conversions, ties, configuration.
 
 transformers 5 keeps a conversion mapping per model type (`transformers.conversion_mapping`); its renamings and
 converters are used as they are, and their inverse (`revert_weight_conversion`) when saving.
@@ -17,57 +17,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from colofunc.functional.checkpoint import plainfile
+from colofunc.functional.checkpoint.libraries import Library, has_base, persistent_names
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.program.lazy import LazyTensor, without_data
 from colofunc.spec.regions import Pick, Region, extent, take
-
-
-def is_transformers(module: nn.Module) -> bool:
-    """Whether this is a model of transformers, without importing it."""
-    return _has_base(module, "transformers.modeling_utils", "PreTrainedModel")
-
-
-def is_peft(module: nn.Module) -> bool:
-    return _has_base(module, "peft.peft_model", "PeftModel")
-
-
-def is_diffusers(module: nn.Module) -> bool:
-    return _has_base(module, "diffusers.models.modeling_utils", "ModelMixin")
-
-
-def _has_base(module: nn.Module, library_module: str, name: str) -> bool:
-    """Whether a class of a library is among those of a module, without importing the library."""
-    return any(cls.__module__ == library_module and cls.__name__ == name for cls in type(module).__mro__)
-
-
-def stem(module: nn.Module) -> str:
-    """How the names of the library's weight files begin."""
-    if is_peft(module):
-        return plainfile.ADAPTERS
-    return plainfile.DIFFUSERS if is_diffusers(module) else plainfile.WHOLE
-
-
-def canonical_names(module: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> the first name of the same tensor.
-
-    That is how `cf.functional` calls it.
-    """
-    first: dict[int, str] = {}
-    found = {}
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    for name, tensor in named:
-        found[name] = first.setdefault(id(tensor), name)
-    return found
-
-
-def cast(entry: Entry, dtype: torch.dtype) -> Entry:
-    """The entry with its values in another dtype."""
-    if entry.dtype == dtype:
-        return entry
-    read = entry.read
-    return attrs.evolve(entry, dtype=dtype, read=lambda piece, picks: read(piece, picks).to(dtype))
-
 
 # ---- loading ----
 
@@ -107,10 +60,8 @@ class _Names:
         return name, pattern
 
 
-def has_name(module: nn.Module) -> Callable[[str], bool]:
+def _has_name(module: nn.Module) -> Callable[[str], bool]:
     """Whether a name in a file is that of a parameter or buffer of the module."""
-    if not is_transformers(module):
-        return canonical_names(module).__contains__
     names = _Names.of(module)
 
     def has(key: str) -> bool:
@@ -119,10 +70,8 @@ def has_name(module: nn.Module) -> Callable[[str], bool]:
     return has
 
 
-def entries_for(module: nn.Module, stored: dict[str, Entry]) -> dict[str, Entry]:
+def _entries(module: nn.Module, stored: dict[str, Entry]) -> dict[str, Entry]:
     """Stored entries under the module's names, converted where the library's mapping says so."""
-    if not is_transformers(module):
-        return stored
     from transformers import core_model_loading
 
     names = _Names.of(module)
@@ -200,13 +149,10 @@ class _Group:
         return True
 
 
-def without_ignored(module: nn.Module, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
+def _reported(module: Any, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
     """The names without those that the library itself does not report."""
-    if not is_transformers(module):
-        return missing, unexpected
-    library: Any = module
-    absent = list(library._keys_to_ignore_on_load_missing or ())
-    extra = [*(library._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
+    absent = list(module._keys_to_ignore_on_load_missing or ())
+    extra = [*(module._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
     return _not_matching(missing, absent), _not_matching(unexpected, extra)
 
 
@@ -221,17 +167,14 @@ def _not_matching(names: list[str], patterns: list[str]) -> list[str]:
 # ---- saving ----
 
 
-def stored_groups(module: nn.Module, values: Mapping[str, Tensor]) -> list[list[str]]:
+def _groups(module: Any, values: Mapping[str, Tensor]) -> list[list[str]]:
     """Names to be written, those together that one conversion needs together."""
-    if is_peft(module):
-        return [list(values)]
-    names = canonical_names(module)
-    persistent = dict.fromkeys(names[name] for name in module.state_dict() if name in names)
-    written = [name for name in persistent if name in values]
-    if not is_transformers(module):
-        return [[name] for name in written]
-    ignored = list(module._keys_to_ignore_on_save or ())  # type: ignore[arg-type]
-    return _joined(module, {name: _empty(values[name]) for name in written if name not in ignored})
+    ignored = list(module._keys_to_ignore_on_save or ())
+    empty: dict[str, Tensor] = {}
+    for name in persistent_names(module, values):
+        if name not in ignored:
+            empty[name] = _empty(values[name])
+    return _joined(module, empty)
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -270,45 +213,19 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def to_stored(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _to_stored(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Values of one group as they are written.
 
     This is the inverse of the conversions, ties once under the name that is loaded.
     """
-    if is_peft(module):
-        from peft import get_peft_model_state_dict
-
-        return dict(get_peft_model_state_dict(module, state_dict=tensors))
-    names = canonical_names(module)
-    if not is_transformers(module):
-        aliases: dict[str, Tensor] = {}
-        for name in module.state_dict():
-            if names.get(name) in tensors:
-                aliases[name] = tensors[names[name]] if name == names[name] else tensors[names[name]].clone()
-        return aliases
     from transformers.core_model_loading import revert_weight_conversion
 
     found: dict[str, Tensor] = revert_weight_conversion(module, dict(tensors))
     return found
 
 
-def config_dtype(module: nn.Module) -> torch.dtype | None:
-    """The dtype that the module's configuration names, None where it names none."""
-    config = getattr(module, "config", None)
-    said = getattr(config, "dtype", None)
-    found = getattr(torch, said, None) if isinstance(said, str) else said
-    return found if isinstance(found, torch.dtype) else None
-
-
-def save_config(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
+def _save_config(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
     """The configuration beside the weights, as the library's own save writes it."""
-    if is_peft(module):
-        for config in module.peft_config.values():
-            config.save_pretrained(folder)
-        return
-    if not is_transformers(module):
-        _save_own_config(module, folder)
-        return
     # A copy: the module is the user's.
     config = type(module.config).from_dict(module.config.to_dict())
     config.architectures = [type(module).__name__]
@@ -318,9 +235,13 @@ def save_config(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
         module.generation_config.save_pretrained(folder)
 
 
-def _save_own_config(module: Any, folder: Path) -> None:
-    """The configuration of a module that writes it itself, under a name that its class has."""
-    name = getattr(type(module), "config_name", None)
-    if not isinstance(name, str) or not callable(getattr(module, "save_config", None)):
-        return
-    module.save_config(folder)
+TRANSFORMERS = Library(
+    "transformers",
+    owns=has_base("transformers.modeling_utils", "PreTrainedModel"),
+    has_name=_has_name,
+    entries=_entries,
+    reported=_reported,
+    groups=_groups,
+    to_stored=_to_stored,
+    save_config=_save_config,
+)

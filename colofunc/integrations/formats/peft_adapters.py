@@ -1,4 +1,5 @@
-"""Adapters of `cf.lora` in peft's files: `adapter_model.safetensors` and `adapter_config.json`, without importing peft.
+"""Adapters of `cf.lora` in peft's files: `adapter_model.safetensors` and `adapter_config.json`, without importing peft;
+and how models of peft itself are stored.
 
     peft.PeftModel.from_pretrained(base, folder)              # the base with the adapters that were trained here
 
@@ -12,7 +13,6 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from colofunc import owned
 from colofunc.errors import CheckpointError
 from colofunc.functional.adapters import Adapter
 from colofunc.functional.checkpoint import plainfile
-from colofunc.functional.checkpoint.index import written
+from colofunc.functional.checkpoint.libraries import AdapterFormat, Library, has_base
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.untrusted import Wrong, check, read_json
 
@@ -32,7 +31,7 @@ CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 
 
-def groups(adapters: Sequence[Adapter], values: Mapping[str, Tensor]) -> list[list[str]]:
+def _groups(adapters: Sequence[Adapter], values: Mapping[str, Tensor]) -> list[list[str]]:
     """All in one: peft reads one file."""
     names: list[str] = []
     for adapter in adapters:
@@ -40,12 +39,12 @@ def groups(adapters: Sequence[Adapter], values: Mapping[str, Tensor]) -> list[li
     return [names]
 
 
-def to_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _to_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors by their names in peft's files."""
     return {f"{PREFIX}{name}.weight": tensor for name, tensor in tensors.items()}
 
 
-def save_config(module: nn.Module, adapters: Sequence[Adapter], folder: Path, dtype: torch.dtype | None) -> None:
+def _save_config(module: nn.Module, adapters: Sequence[Adapter], folder: Path, dtype: torch.dtype | None) -> None:
     """The configuration of the adapters of `module`, which has none itself."""
     (folder / CONFIG).write_text(json.dumps(_config(module, adapters), indent=2) + "\n")
 
@@ -95,34 +94,6 @@ def _selected(known: Iterable[str], targets: Sequence[str]) -> set[str]:
     return {path for path in known if path in targets or path.endswith(ends)}
 
 
-def check_no_adapters(path: Path) -> None:
-    """Raises CheckpointError where whole weights would come to lie beside adapters, which readers add to them."""
-    if (path / CONFIG).exists():
-        raise CheckpointError(
-            f"{str(path)!r} holds adapters ({CONFIG}), which from_pretrained would add to the weights that are written "
-            "there. Try: another folder, or adapters='peft'"
-        )
-
-
-def check_no_whole_weights(path: Path) -> None:
-    """Raises CheckpointError where adapters would come to lie beside a whole model that we wrote, which may have them
-    merged.
-
-    Weights that somebody else wrote are a base, and adapters may lie beside them.
-    """
-    globs: list[str] = []
-    for stem in plainfile.WHOLE_STEMS:
-        globs += plainfile.weight_globs(stem)
-    for name, size in (written(path) or {}).items():
-        whole = any(fnmatchcase(name, glob) for glob in globs)
-        if whole and owned.is_ours(path / name, size):
-            raise CheckpointError(
-                f"{str(path)!r} holds a whole model that cf.save_pretrained wrote ({name}); from_pretrained would add "
-                "the adapters to its weights, in which they may be merged already. Nothing was touched. Try: another "
-                "folder for the adapters"
-            )
-
-
 # ---- reading ----
 #     model = cf.lora(cf.functional(base), "*.q_proj", rank=8, alpha=16.0)
 #     model = cf.load("adapters/", model=model)                 # written by cf.save_pretrained(adapters="peft"), or by peft
@@ -169,11 +140,6 @@ class _Config:
         return self.alpha(path) / (math.sqrt(rank) if self.root else rank)
 
 
-def holds_adapters(folder: Path) -> bool:
-    """Whether a folder holds adapters in peft's form."""
-    return (folder / CONFIG).is_file()
-
-
 @attrs.frozen
 class _Stored:
     """What a folder holds. `matrices`: by our names, `model.q_proj.lora_A`. `paths`: of adapted layers.
@@ -201,7 +167,7 @@ def _stored(folder: Path) -> _Stored:
     return _Stored(matrices, tuple(paths), sorted(other))
 
 
-def entries(folder: Path, adapters: Sequence[Adapter], strict: bool) -> dict[str, Entry]:
+def _entries(folder: Path, adapters: Sequence[Adapter], strict: bool) -> dict[str, Entry]:
     """Stored matrices by the names of `adapters`. Raises CheckpointError that lists what does not fit.
 
     strict=False: adapters that the folder lacks are left out, and those that `adapters` lack.
@@ -232,7 +198,7 @@ def entries(folder: Path, adapters: Sequence[Adapter], strict: bool) -> dict[str
     return {name: entry for name, entry in stored.matrices.items() if name in wanted}
 
 
-def without_adapters(folder: Path) -> CheckpointError:
+def _alone(folder: Path) -> CheckpointError:
     """The error where the model has no adapters, and the folder nothing else."""
     call = _call(_stored(folder), _read_config(folder))
     return CheckpointError(f"{folder} holds adapters alone, and the model has none. Try: {call}")
@@ -316,3 +282,41 @@ def _literal(path: Path, pattern: str) -> str:
             f"{path}: alpha_pattern {pattern!r} is a regular expression. Try: the paths of the layers in its place"
         )
     return re.sub(r"\\(.)", r"\1", text)
+
+
+# ---- models of peft itself ----
+
+
+def _own_groups(module: nn.Module, values: Mapping[str, Tensor]) -> list[list[str]]:
+    return [list(values)]
+
+
+def _own_to_stored(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    from peft import get_peft_model_state_dict
+
+    return dict(get_peft_model_state_dict(module, state_dict=tensors))
+
+
+def _own_save_config(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    for config in module.peft_config.values():
+        config.save_pretrained(folder)
+
+
+PEFT = Library(
+    "peft",
+    owns=has_base("peft.peft_model", "PeftModel"),
+    stem=plainfile.ADAPTERS,
+    groups=_own_groups,
+    to_stored=_own_to_stored,
+    save_config=_own_save_config,
+    adapters=AdapterFormat(
+        "peft",
+        config=CONFIG,
+        groups=_groups,
+        to_stored=_to_stored,
+        save_config=_save_config,
+        entries=_entries,
+        alone=_alone,
+        merge="peft_model.merge_and_unload()",
+    ),
+)

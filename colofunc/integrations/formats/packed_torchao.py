@@ -37,8 +37,8 @@ from torch import Tensor
 
 from colofunc.errors import InputError
 from colofunc.functional.checkpoint.files import dtype_name
-from colofunc.functional.checkpoint.packed_int4 import GROUP, MIDDLE, SCALES, groups_of, of_groups
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors, boxed, part
+from colofunc.integrations.formats.packed_int4 import GROUP, MIDDLE, SCALES, groups_of, of_groups
 from colofunc.ops.quantized import Quantized, packed, unpacked
 from colofunc.ops.small_floats import MX_BLOCK, NV_BLOCK
 from colofunc.program.lazy import Box

@@ -1,0 +1,97 @@
+"""Libraries that models come from, as plugins describe them: a library of a test's own, beside those of this project."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import colofunc as cf
+from colofunc.functional.checkpoint.libraries import PLAIN, libraries, library_of
+from colofunc.integrations import formats
+from colofunc.plugins import build_registry
+from colofunc.plugins import registry as plugin_registry
+
+PLUGIN = '''
+import colofunc as cf
+from torch import nn
+
+class Theirs(nn.Linear):
+    """A module of the library, whose files call every tensor "their...": """
+
+def names(module):
+    return {f"their.{name}": name for name in module.state_dict()}
+
+def entries(module, stored):
+    return {names(module)[name]: entry for name, entry in stored.items()}
+
+def to_stored(module, tensors):
+    return {f"their.{name}": tensor for name, tensor in tensors.items()}
+
+def has_name(module):
+    return names(module).__contains__
+
+OWNS = cf.ext.libraries.has_base("their_library", "Theirs")
+LIBRARY = cf.ext.libraries.Library("theirs", owns=OWNS, has_name=has_name, entries=entries, to_stored=to_stored)
+
+@cf.hookimpl
+def colofunc_model_libraries():
+    return {"theirs": LIBRARY}
+'''
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The library, installed: on the path, with an entry point as pip writes it."""
+    (tmp_path / "their_library.py").write_text(PLUGIN)
+    about = tmp_path / "their_library-0.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: their-library\nVersion: 0.1\n")
+    (about / "entry_points.txt").write_text("[colofunc]\ntheirs = their_library\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    build_registry.cache_clear()
+    libraries()
+    yield sys.modules["their_library"]
+    build_registry.cache_clear()
+    del sys.modules["their_library"]
+
+
+def test_a_plugins_library_names_tensors_in_files(tmp_path: Path, theirs: ModuleType) -> None:
+    model = cf.functional(theirs.Theirs(4, 3))
+    cf.save_pretrained(model, None, tmp_path / "a")
+    assert sorted(load_file(tmp_path / "a" / "model.safetensors")) == ["their.bias", "their.weight"]
+    again = cf.load(tmp_path / "a", model=theirs.Theirs(4, 3))
+    for name, value in model.params.items():
+        assert torch.equal(again.params[name], value)
+    assert library_of(nn.Linear(4, 3)) is PLAIN
+
+
+def test_our_libraries_come_first_and_by_the_same_hook(theirs: ModuleType) -> None:
+    assert list(libraries()) == [*formats.LIBRARIES, "theirs"]
+    assert plugin_registry.formats_registry() is build_registry((formats,))
+
+
+def test_what_is_no_library_is_named(theirs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(theirs, "LIBRARY", 7)
+    build_registry.cache_clear()
+    with pytest.raises(cf.PluginError, match=r"the value of 'theirs' is 7; give a cf\.ext\.libraries\.Library of this name"):
+        libraries()
+
+
+def test_reading_a_plain_module_imports_no_library(tmp_path: Path, subprocess_env: dict[str, str]) -> None:
+    """Models are recognised by the names of their classes."""
+    script = (
+        "import sys, torch, colofunc as cf\n"
+        "cf.save_pretrained(cf.functional(torch.nn.Linear(4, 3)), None, sys.argv[1])\n"
+        "cf.load(sys.argv[1], model=torch.nn.Linear(4, 3))\n"
+        "print(sorted({'transformers', 'peft', 'diffusers', 'bitsandbytes', 'torchao'} & set(sys.modules)))\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "a")]
+    done = subprocess.run(command, capture_output=True, text=True, env=subprocess_env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
