@@ -75,6 +75,20 @@ class Value:
         return n
 
 
+def _refs(node: Node) -> tuple[int, ...]:
+    found: list[int] = []
+    _collect_refs(node.args, found)
+    if node.kwargs:
+        _collect_refs(node.kwargs, found)
+    return tuple(found)
+
+
+def _results(node: Node) -> tuple[int, ...]:
+    if None not in node.outs:
+        return node.outs  # type: ignore[return-value]  # as nearly always
+    return tuple(out for out in node.outs if out is not None)
+
+
 @attrs.frozen
 class Node:
     """One operator call.
@@ -96,22 +110,13 @@ class Node:
     # what the plan counts for it, see `passes.kernels`
     kernel: Planned | None = attrs.field(default=None, eq=False, repr=False)
     on: At | None = None  # who runs it: the ranks at some indices of an axis; None: all
-
-    @cached_property
-    def refs(self) -> tuple[int, ...]:
-        """Ids of the tensor operands, in order of appearance in args then kwargs (repeats kept)."""
-        found: list[int] = []
-        _collect_refs(self.args, found)
-        if self.kwargs:
-            _collect_refs(self.kwargs, found)
-        return tuple(found)
-
-    @cached_property
-    def results(self) -> tuple[int, ...]:
-        """Ids of the values that it defines: `outs` without what is absent."""
-        if None not in self.outs:
-            return self.outs  # type: ignore[return-value]  # as nearly always
-        return tuple(out for out in self.outs if out is not None)
+    # Nearly every node is asked for these, and worked out when a node is made they take half of the time.
+    refs: tuple[int, ...] = attrs.field(init=False, eq=False, repr=False, default=attrs.Factory(_refs, takes_self=True))
+    """Ids of the tensor operands, in order of appearance in args then kwargs (repeats kept)."""
+    results: tuple[int, ...] = attrs.field(
+        init=False, eq=False, repr=False, default=attrs.Factory(_results, takes_self=True)
+    )
+    """Ids of the values that it defines: `outs` without what is absent."""
 
 
 def _collect_refs(tree: tuple[Any, ...], found: list[int]) -> None:
