@@ -162,13 +162,13 @@ def test_check_knows_the_stages() -> None:
 
 def test_a_node_that_is_rewritten_keeps_all_that_it_is_not_given() -> None:
     """`rewritten` writes the fields by their places, as it is called for every node: here stands each of them."""
-    kept = {
-        field.name: object() for field in attrs.fields(Node) if field.name not in ("args", "kwargs", "outs", "note", "on")
-    }
+    names = [field.name for field in attrs.fields(Node) if field.init]
+    kept = {name: object() for name in names if name not in ("args", "kwargs", "outs", "note", "on")}
     node = Node(args=(), kwargs=(), outs=(), **kept)
-    given = {"args": (1,), "kwargs": (("dim", 0),), "outs": (7,), "note": "why", "on": None}
+    given = {"args": (Ref(1),), "kwargs": (("dim", 0),), "outs": (7, None), "note": "why", "on": None}
     new = rewritten(node, *given.values())
-    assert {field.name: getattr(new, field.name) for field in attrs.fields(Node)} == kept | given
+    assert {name: getattr(new, name) for name in names} == kept | given
+    assert (new.refs, new.results) == ((1,), (7,)), "what a node works out is its own"
 
 
 def test_check_aliases() -> None:
