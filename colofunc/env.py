@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -110,9 +111,21 @@ def switched_on(name: str) -> bool:
 def say(text: str) -> None:
     """One line to the person who waits."""
     if not switched_on("COLOFUNC_QUIET"):
-        # A line about progress may stand there, which is written anew below this one.
-        erase = "\r\x1b[K" if sys.stderr.isatty() else ""
-        print(f"{erase}colofunc: {text}", file=sys.stderr, flush=True)
+        # A line about progress may stand there, which is written anew below this one: so in one piece.
+        erased = ERASED if is_terminal(sys.stderr) else ""
+        print(f"{erased}colofunc: {text}\n", end="", file=sys.stderr, flush=True)
+
+
+ERASED = "\r\x1b[K"
+"""To the begin of the line, and what stands there is erased (ECMA-48: carriage return, EL)."""
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal; one that was closed is none, nor is what others put in the place of stderr."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
 
 
 def shows_progress(terminal: bool) -> bool:

@@ -11,6 +11,7 @@ twice a second and writes the line anew in its place. What a loop notes goes whe
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
@@ -25,17 +26,13 @@ from colofunc import env
 
 AFTER_S, EVERY_S = 2.0, 0.5
 """The line comes after so many seconds, and is written anew at most this often."""
-CLEAR = "\r\x1b[K"
-"""To the begin of the line, and what stands there is erased (ECMA-48: carriage return, EL)."""
-MAX_CHARACTERS = 100
-"""Of a line that wraps, only the last row could be written anew."""
 
 T = TypeVar("T")
 Step = tuple[int, int | None]
 """Which one it is, of how many; None: nobody knows."""
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Line:
     """What is being done, and where its loops are: the outer ones first."""
 
@@ -49,7 +46,8 @@ class _Line:
         for inner in nouns[nouns.index(noun) + 1 :]:
             self.steps.pop(inner, None)
 
-    def text(self, now: float) -> str:
+    def text(self, now: float, columns: int) -> str:
+        """At most `columns` characters: of a line that wraps, only the last row could be written anew."""
         parts: list[str] = []
         for noun, (number, of) in self.steps.copy().items():  # the loops go on meanwhile
             if of is None:
@@ -57,8 +55,9 @@ class _Line:
                 continue
             where, _, things = noun.rpartition(" ")
             parts.append(f"{where} {number} of {of} {things}".strip())
-        parts.append(f"{now - self.began:.0f} s")
-        return f"{self.what}: {', '.join(parts)}"[:MAX_CHARACTERS]
+        seconds = f"{now - self.began:.0f} s"
+        done = f"{self.what}: {', '.join([*parts, ''])}"
+        return done[: max(0, columns - len(seconds))] + seconds
 
 
 _LINE: ContextVar[_Line | None] = ContextVar("line", default=None)
@@ -108,13 +107,17 @@ def line(
     terminal, or COLOFUNC_PROGRESS says so, and is gone at the end, also where that is an error.
     """
     stream = sys.stderr if stream is None else stream
-    if not shown or _LINE.get() is not None or not env.shows_progress(stream.isatty()):
+    if not shown or stream is None or _LINE.get() is not None or not env.shows_progress(env.is_terminal(stream)):
         yield
         return
     record, ended = _Line(what, time.monotonic()), threading.Event()
     writer = threading.Thread(target=_write, args=(record, ended, stream, after_s, every_s), daemon=True)
+    try:
+        writer.start()
+    except RuntimeError:  # the process may have no more threads: a plan needs none
+        yield
+        return
     token = _LINE.set(record)
-    writer.start()
     try:
         yield
     finally:
@@ -127,10 +130,14 @@ def _write(record: _Line, ended: threading.Event, stream: TextIO, after_s: float
     """The line, anew and anew until the work has ended, and then nothing in its place."""
     written = False
     wait_s = after_s
-    while not ended.wait(wait_s):
-        stream.write(CLEAR + record.text(time.monotonic()))
-        stream.flush()
-        written, wait_s = True, every_s
-    if written:
-        stream.write(CLEAR)
-        stream.flush()
+    columns = shutil.get_terminal_size().columns - 1
+    try:
+        while not ended.wait(wait_s):
+            stream.write(env.ERASED + record.text(time.monotonic(), columns))
+            stream.flush()
+            written, wait_s = True, every_s
+        if written:
+            stream.write(env.ERASED)
+            stream.flush()
+    except (OSError, ValueError):  # nobody reads it any more, or it was closed: the plan goes on
+        return

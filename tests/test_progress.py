@@ -23,13 +23,13 @@ class Terminal(io.StringIO):
 
     def write(self, text: str) -> int:
         count = super().write(text)
-        if text != progress.CLEAR:
+        if text != env.ERASED:
             self.wrote.set()
         return count
 
     def lines(self) -> list[str]:
         """What stood in the line, one after another."""
-        return self.getvalue().split(progress.CLEAR)[1:]
+        return self.getvalue().split(env.ERASED)[1:]
 
     def shown(self) -> str:
         """What has been written, at the next time that something is."""
@@ -80,7 +80,7 @@ def test_it_is_cleared_at_the_end(error: bool) -> None:
                 raise ValueError
     except ValueError:
         pass
-    assert len(stream.lines()) > 1 and stream.getvalue().endswith(progress.CLEAR)
+    assert len(stream.lines()) > 1 and stream.getvalue().endswith(env.ERASED)
     written = stream.getvalue()
     time.sleep(0.05)
     assert stream.getvalue() == written and "\n" not in written
@@ -147,3 +147,46 @@ def test_a_plan_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(cf.PlanError, match="no plan found within"):
         cf.checkpoint(cf.shard(step.fn, cf.Mesh(dp=2)), budget="100B").lower(step.state, step.batch)
     assert {"sharding searches", "sharding", "checkpoint order", "least budget searches"} <= set(noted)
+
+
+class Plain:
+    """What some programs put in the place of stderr: it can be written to, and no more."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("stream", [Plain(), None], ids=["no isatty", "none"])
+def test_a_plan_is_made_whatever_stands_in_the_place_of_stderr(stream: Plain | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", stream)
+    step = cf.testing.programs.mlp()
+    assert cf.shard(step.fn, cf.Mesh(dp=2)).lower(step.state, step.batch).program.nodes
+    env.say("something")
+
+
+def test_a_line_is_no_wider_than_the_terminal_and_keeps_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    stream = Terminal()
+    with line(stream):
+        progress.at("variants", 3, 5)
+        progress.at("checkpoint pieces", 40, 96)
+        shown = stream.shown()
+    assert len(shown) == 29 and shown.startswith("planning: 3 of 5 variants") and shown.endswith("0 s")
+
+
+class Broken(Terminal):
+    """Its reader has gone."""
+
+    def write(self, text: str) -> int:
+        super().write(text)
+        raise BrokenPipeError
+
+
+def test_where_nobody_reads_the_line_the_plan_goes_on() -> None:
+    stream = Broken()
+    with line(stream):
+        stream.wrote.wait(20)
+    assert len(stream.lines()) == 1

@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc import env
+from colofunc import env, progress
 from colofunc.compiler.decisions import Decided
 from colofunc.compiler.input_places import PlacedInputs, TracedStep
 from colofunc.compiler.lowered import Lowered
@@ -103,7 +103,9 @@ def prepare(
         mesh=priced, program=seen.program, traced=seen.traced, budget_bytes=device_limit_bytes(staged, priced)
     )
     ways = Ways.of(staged, traced_build, staged.plan if measured is None else measured[0])
-    planning, made = planned(ways, planned_by, recall, watch)
+    # Behind the trace, in which the step may ask its user something.
+    with progress.line("planning", mesh.is_main):
+        planning, made = planned(ways, planned_by, recall, watch)
     choices, plan, local = share(watch, made, planning.program, planning.candidates.rule_of)
     planned_s = time.perf_counter() - began - traced_s
     if traced_s + planned_s > SLOW_S and mesh.is_main:

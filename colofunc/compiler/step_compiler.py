@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc import env, progress
+from colofunc import env
 from colofunc.compiler.compare import Compared, compare
 from colofunc.compiler.disk_state import Shelves
 from colofunc.compiler.guard import Given, Guard
@@ -127,7 +127,7 @@ class StepCompiler:
         staying = [None if position in donated else leaf for position, leaf in enumerate(leaves)]
         low, why = None, "another rank says why"
         try:
-            with fewer_collections(), progress.line("planning", staged.mesh.is_main):
+            with fewer_collections():
                 low = prepare(staged, args, staying, old.watch, (old.low.plan, timed))
         except ColofuncError as error:
             why = str(error)
@@ -237,7 +237,7 @@ class StepCompiler:
             disk = next((one.disk for one in staged.transforms if one.disk is not None), None)
             before = [other.low for alike in self._ready.values() for other in alike]
             earlier = _used_by(before)
-            with fewer_collections(), progress.line("planning", staged.mesh.is_main):
+            with fewer_collections():
                 low = prepare(staged, args, leaves, watch, before=before, says_least=says_least)
             # A step may switch modes itself: what counts is how a call finds them, where that is known.
             used = _used_by([low]).earlier(earlier).without(around.modes, around.frozen)

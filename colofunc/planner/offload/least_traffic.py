@@ -39,7 +39,7 @@ ITERATIONS = 20_000
 
 
 MOST_SOLVED = 128
-_SOLVED: dict[bytes, list[float] | None] = {}
+_SOLVED: dict[bytes, tuple[list[float] | None]] = {}
 """Solutions of the last programs. Orders of the same work, which differ in seconds, ask for the same ones: of the step
 in the README 48 of 126 are different."""
 
@@ -275,11 +275,12 @@ class _GapProgram:
         saved = -np.asarray(self.saved) / unit
         asked = (np.asarray([ITERATIONS]), saved, room, np.asarray(bounds), *_arrays(fits), *_arrays(below))
         key = blake2b(b"".join(len(each).to_bytes(8, "big") + each.tobytes() for each in asked)).digest()
-        if key not in _SOLVED:
+        known = _SOLVED.get(key)
+        if known is None:
             if len(_SOLVED) >= MOST_SOLVED:
                 _SOLVED.clear()
-            _SOLVED[key] = _solution(saved, fits, room, below, bounds)
-        return _SOLVED[key]
+            known = _SOLVED[key] = (_solution(saved, fits, room, below, bounds),)
+        return known[0]
 
     def _fits(self, unit: float) -> tuple[csr_matrix, np.ndarray]:
         """(rows, their right sides): what is kept at a position, and what is free there, add up to the room.
