@@ -16,6 +16,7 @@ from torch import nn
 import colofunc as cf
 from colofunc.compiler.pipeline_stages import StagesOn
 from colofunc.compiler.transform import Build
+from colofunc.ops.experts import experts as routed
 
 CONVOLUTION, BACKWARD = "aten.convolution_backward.default", "colofunc.experts_backward"
 INPUTS, WEIGHTS = "colofunc.experts_input_gradients", "colofunc.experts_weight_gradients"
@@ -141,3 +142,23 @@ def test_pieces_behind_a_backward_pass_cost_the_same_in_the_forward_pass_of_each
         layers = slice(net + 1, net + 4)
         assert (apart["W"][layers, 0] > 0.5 * apart["I"][layers, 0]).all() and (apart["I"][layers, 0] > 0).all()
         assert not whole["W"][layers].any()
+
+
+def test_experts_on_the_batch_itself_stay_whole() -> None:
+    """Nobody reads the gradients of their inputs: all that they do is for the weights."""
+    torch.manual_seed(0)
+    shapes = {"up": (4, 16, 8), "down": (4, 8, 8), "out": (8, 8)}
+    params = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+
+    def step(params: dict[str, torch.Tensor], batch: tuple[torch.Tensor, ...]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        tokens, index, weight = batch
+        own = {name: each.detach().requires_grad_() for name, each in params.items()}
+        hidden = routed(tokens, index, weight, own["up"], own["down"], None, None, "silu")
+        loss = (torch.tanh(hidden) @ own["out"]).square().mean()
+        made = torch.autograd.grad(loss, list(own.values()))
+        return {name: params[name] - 0.1 * grad for name, grad in zip(own, made, strict=True)}, loss.detach()
+
+    batch = (torch.randn(8, 8, dtype=torch.float64), torch.randint(4, (8, 2)), torch.rand(8, 2, dtype=torch.float64))
+    at = {"*up": 0, "*down": 0, "*out": 1}
+    low = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule="zb-h1", stages=at).lower(params, batch)
+    assert in_parts(low, BACKWARD) == {"W"} and not in_parts(low, INPUTS) and not in_parts(low, WEIGHTS)
