@@ -1,8 +1,10 @@
 """Weight gradients apart from input gradients: what one operator computes becomes two where a schedule has I and W."""
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from colofunc_plugins import experts
@@ -14,6 +16,7 @@ from torch import nn
 import colofunc as cf
 from colofunc.compiler.pipeline_stages import StagesOn
 from colofunc.compiler.transform import Build
+from colofunc.ops.experts import experts as routed
 
 CONVOLUTION, BACKWARD = "aten.convolution_backward.default", "colofunc.experts_backward"
 INPUTS, WEIGHTS = "colofunc.experts_input_gradients", "colofunc.experts_weight_gradients"
@@ -85,6 +88,13 @@ def wide_convolutions(schedule: str) -> tuple[Any, Any]:
     return chain, chain.lower(state, cf.abstract((64, 3, 32, 32), torch.float64))
 
 
+def costs_of_pieces(chain: Any, low: Any, schedule: str) -> Mapping[str, np.ndarray]:
+    """Per kind of part, what the pieces in front of each take, as cuts go by it."""
+    known = {"program": low.global_program, "traced": low.traced, "registry": low.registry}
+    there = StagesOn(Build(chain.build.transforms, low.priced, **known), "pp", low.registry.schedules[schedule])
+    return there.pieces(there.problem()).until
+
+
 def test_zero_bubble_has_less_of_a_bubble_with_convolutions() -> None:
     """And the costs that cuts go by have the weights' seconds in W: as many as those of inputs, but for what lies
     between the convolutions, and for the first one, whose input has no gradient."""
@@ -92,9 +102,7 @@ def test_zero_bubble_has_less_of_a_bubble_with_convolutions() -> None:
     for name in ("1f1b", "zb-h1"):
         chain, low = wide_convolutions(name)
         bubbles[name] = low.pipeline().bubble
-        known = {"program": low.global_program, "traced": low.traced, "registry": low.registry}
-        there = StagesOn(Build(chain.build.transforms, low.priced, **known), "pp", low.registry.schedules[name])
-        until = there.pieces(there.problem()).until
+        until = costs_of_pieces(chain, low, name)
         of_weights[name] = until["W"][-1, 0] / until["I"][-1, 0]
         cuts[name] = low.plan.pipeline.cuts
     assert bubbles["zb-h1"] < 0.7 * bubbles["1f1b"]
@@ -103,3 +111,54 @@ def test_zero_bubble_has_less_of_a_bubble_with_convolutions() -> None:
     for name, other in (("1f1b", "zb-h1"), ("zb-h1", "1f1b")):
         (found,) = (each.count.step_s for each in cuts[name].others if each.name == other)
         assert found == pytest.approx(cuts[other].counted(cuts[other].begins).step_s, rel=1e-12)
+
+
+def test_pieces_behind_a_backward_pass_cost_the_same_in_the_forward_pass_of_each_schedule() -> None:
+    """Two nets, the second on what the first gave, and the first one's gradients in front of it: with these in two
+    nodes each, the second net's operators stand further back."""
+    torch.manual_seed(0)
+    params = {f"{net}{layer}": torch.randn(64, 64 if net == "b" or layer else 3, 3, 3) for net in "ab" for layer in range(4)}
+
+    def step(params: dict[str, torch.Tensor], images: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        total, there, made = torch.zeros(()), images, {}
+        for net in "ab":
+            weights = {name: each.detach().requires_grad_() for name, each in params.items() if name.startswith(net)}
+            for weight in weights.values():
+                there = torch.tanh(nn.functional.conv2d(there, weight, padding=1))
+            loss = there.square().mean()
+            made.update(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+            total, there = total + loss.detach(), there.detach()
+        return {name: params[name] - 0.1 * made[name] for name in params}, total
+
+    each = {}
+    for name in ("1f1b", "zb-h1"):
+        chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2, topology="4xa100-80g")), microbatches=4, schedule=name)
+        until = costs_of_pieces(chain, chain.lower(params, cf.abstract((32, 3, 32, 32), torch.float32)), name)
+        each[name] = {kind: np.diff(until[kind], axis=0) for kind in until}
+    whole, apart = each["1f1b"], each["zb-h1"]
+    assert len(whole["F"]) == 8 and (whole["F"][:, 0] > 0).all()
+    np.testing.assert_allclose(apart["F"], whole["F"], rtol=1e-12)
+    for net in (0, 4):  # all but the first layer of each, whose input has no gradient
+        layers = slice(net + 1, net + 4)
+        assert (apart["W"][layers, 0] > 0.5 * apart["I"][layers, 0]).all() and (apart["I"][layers, 0] > 0).all()
+        assert not whole["W"][layers].any()
+
+
+def test_experts_on_the_batch_itself_stay_whole() -> None:
+    """Nobody reads the gradients of their inputs: all that they do is for the weights."""
+    torch.manual_seed(0)
+    shapes = {"up": (4, 16, 8), "down": (4, 8, 8), "out": (8, 8)}
+    params = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+
+    def step(params: dict[str, torch.Tensor], batch: tuple[torch.Tensor, ...]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        tokens, index, weight = batch
+        own = {name: each.detach().requires_grad_() for name, each in params.items()}
+        hidden = routed(tokens, index, weight, own["up"], own["down"], None, None, "silu")
+        loss = (torch.tanh(hidden) @ own["out"]).square().mean()
+        made = torch.autograd.grad(loss, list(own.values()))
+        return {name: params[name] - 0.1 * grad for name, grad in zip(own, made, strict=True)}, loss.detach()
+
+    batch = (torch.randn(8, 8, dtype=torch.float64), torch.randint(4, (8, 2)), torch.rand(8, 2, dtype=torch.float64))
+    at = {"*up": 0, "*down": 0, "*out": 1}
+    low = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=4, schedule="zb-h1", stages=at).lower(params, batch)
+    assert in_parts(low, BACKWARD) == {"W"} and not in_parts(low, INPUTS) and not in_parts(low, WEIGHTS)

@@ -49,10 +49,10 @@ class PieceCosts:
     def of(
         problem: CutProblem, program: Program, node_s: Callable[[Node], float], launch_s: float, sharing: int
     ) -> PieceCosts:
-        """program: that of the problem, its calls with the kernels that a plan counts on. node_s: seconds of a node on
-        one device, its launch among them. sharing: ranks that share a stage."""
+        """program: that of the problem, its calls with the kernels that a plan counts on; a backward node may be two
+        there. node_s: seconds of a node on one device, its launch among them. sharing: ranks that share a stage."""
         begins = problem.begins
-        parts = _Parts(program, begins, problem.reading.of_weights, problem.reading.uses, problem.reading.computed)
+        parts = _Parts(program, problem)
         seconds = {kind: np.zeros((len(begins) + 1, 2)) for kind in KINDS}
         for index, (piece, kind) in parts.of_nodes().items():
             took_s = node_s(program.nodes[index])
@@ -104,20 +104,17 @@ class PieceCosts:
 class _Parts:
     """The piece and the kind of part of each node that a microbatch runs."""
 
-    def __init__(
-        self,
-        program: Program,
-        begins: Sequence[int],
-        of_weights: Mapping[int, frozenset[int]],
-        uses: Mapping[int, Sequence[int]],
-        computed: set[int],
-    ) -> None:
-        self.program, self.begins, self.of_weights, self.computed = program, begins, of_weights, computed
+    def __init__(self, program: Program, problem: CutProblem) -> None:
+        reading = problem.reading
+        self.program, self.begins, self.made_at = program, problem.begins, problem.program.made_at
+        self.of_weights, self.computed = reading.of_weights, reading.computed
+        # Where pieces begin is said of the problem's program. Forward nodes are the same in both, at other positions.
+        self.place = dict(zip(_forward(program), _forward(problem.program), strict=True))
         self.gradient_of = gradients(program)
         self.backward = any(node.phase == "backward" for node in program.nodes)
         # Per input that is a weight, the pieces that read it.
         self.pieces_of: dict[int, set[int]] = {}
-        for position, readers in uses.items():
+        for position, readers in reading.uses.items():
             self.pieces_of[position] = {self._at(reader) for reader in readers}
         self.position = {id: k for k, id in enumerate(program.inputs)}
         self.reached = self._reached()
@@ -130,7 +127,7 @@ class _Parts:
         for index, node in enumerate(self.program.nodes):
             if node.phase == "forward":
                 if any(id in self.computed for id in (*node.refs, *node.results)):
-                    found[index] = self._at(index), "F"
+                    found[index] = self._at(self.place[index]), "F"
                 continue
             if node.phase != "backward":
                 continue
@@ -151,9 +148,9 @@ class _Parts:
             for piece in sorted(pieces):
                 yield index, piece
 
-    def _at(self, index: int) -> int:
-        """The piece of a forward node."""
-        return bisect_right(self.begins, index) - 1
+    def _at(self, place: int) -> int:
+        """The piece of a forward node, by its position in the problem's program."""
+        return bisect_right(self.begins, place) - 1
 
     def _piece(self, node: Node, made: Mapping[int, int]) -> int:
         """The piece of the weight of which it makes the gradient, else the last whose results it reads; none behind its
@@ -168,7 +165,7 @@ class _Parts:
         own = []
         for ref in node.refs:
             if ref in self.computed and ref not in made:
-                own.append(self._at(self.program.made_at[ref]))
+                own.append(self._at(self.made_at[ref]))
             for position in self.of_weights.get(ref, ()):
                 own += self.pieces_of.get(position, ())
         known = [piece for piece in own if piece <= most]
@@ -207,3 +204,8 @@ class _Parts:
             for ref in node.refs:
                 reached[ref] = mark if reached.get(ref, mark) == mark else MANY
         return reached
+
+
+def _forward(program: Program) -> list[int]:
+    """Positions of the nodes of the forward pass."""
+    return [index for index, node in enumerate(program.nodes) if node.phase == "forward"]

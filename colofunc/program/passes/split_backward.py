@@ -12,8 +12,9 @@ one call, for which the stage before waits. Idea: such a node becomes two.
       ->  %5, %6, %dh, %a = experts_input_gradients(%g, %x, ...)
           %7, ... = experts_weight_gradients(%dh, %a, %g, %x, ...)
 
-The numbers are the same. It is done to what one rank runs, where it is known who computes what: gradients of hidden
-units are of the rank that has the expert, and never travel. Experts in float8 stay whole.
+The numbers are the same. It is done to what one rank runs, where it is known who computes what (gradients of hidden
+units are of the rank that has the expert, and never travel), and to the program of all ranks for the costs of cuts.
+Experts in float8 stay whole, and those of which only gradients of weights are read.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ def _split_experts(edit: Editor, node: Node) -> tuple[Node, Node] | None:
     given = dict(zip(names, bound(node.target, node.args, dict(node.kwargs)), strict=True))
     if not given.pop("need_weights") or given.pop("float8"):
         return None
+    dx, dweight, *gradients = node.outs
+    if not any(_is_read(edit.program, id) for id in (dx, dweight)):
+        return None
     values = edit.program.values
     index, up, down = (values[given[name].id] for name in ("index", "gate_up", "down"))
     hidden, units = (2, 1) if given["transposed"] else (1, 2)
@@ -70,12 +74,15 @@ def _split_experts(edit: Editor, node: Node) -> tuple[Node, Node] | None:
     # They exist where the node runs, which says it; no layout puts what the ranks have together.
     made = attrs.evolve(up, role="activation", name="", layout=None, of=None, place=up.tier)
     kept = [edit.new(made, shape=(*index.shape, size)) for size in sizes]
-    dx, dweight, *gradients = node.outs
     operands = tuple(given.values())
     inputs = attrs.evolve(node, target=INPUT_GRADIENTS, args=operands, kwargs=(), outs=(dx, dweight, *kept))
     operands = (*map(Ref, kept), *operands)
     weights = attrs.evolve(node, target=WEIGHT_GRADIENTS, args=operands, kwargs=(), outs=tuple(gradients))
     return inputs, weights
+
+
+def _is_read(program: Program, id: int | None) -> bool:
+    return id is not None and (id in program.readers or id in program.times_returned)
 
 
 SPLITS: dict[str, Split] = {CONVOLUTION: _split_convolution, EXPERTS: _split_experts}
