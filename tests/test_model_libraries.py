@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import attrs
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import colofunc as cf
@@ -69,6 +70,44 @@ def test_a_plugins_library_names_tensors_in_files(tmp_path: Path, theirs: Module
     for name, value in model.params.items():
         assert torch.equal(again.params[name], value)
     assert library_of(nn.Linear(4, 3)) is PLAIN
+
+
+def test_adapters_beside_a_model_under_the_librarys_own_file_name(
+    tmp_path: Path, theirs: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(theirs, "LIBRARY", attrs.evolve(theirs.LIBRARY, stem="their_model", owns=_of_theirs))
+    build_registry.cache_clear()
+    base = nn.Sequential(theirs.Theirs(4, 3))
+    folder = tmp_path / "a"
+    folder.mkdir()
+    stored = {f"their.{name}": value for name, value in base.state_dict().items()}
+    save_file(stored, folder / "their_model.safetensors")
+    trained = cf.lora(cf.functional(base), "*", rank=2, alpha=4.0)
+    trained = attrs.evolve(trained, params={name: torch.ones_like(value) for name, value in trained.params.items()})
+    cf.save_pretrained(trained, None, folder, adapters="peft")
+    other = cf.lora(cf.functional(nn.Sequential(theirs.Theirs(4, 3))), "*", rank=2, alpha=4.0)
+    again = cf.load(folder, model=other)
+    for name, value in {**trained.params, **trained.frozen}.items():
+        assert torch.equal({**again.params, **again.frozen}[name], value), name
+    assert cf.load(folder).keys() == stored.keys()
+    plain = cf.load(folder, model=nn.Sequential(theirs.Theirs(4, 3)))
+    assert torch.equal(plain.params["0.weight"], base[0].weight)
+
+    cf.save_pretrained(cf.functional(base), None, tmp_path / "b")
+    with pytest.raises(cf.CheckpointError, match=r"wrote \(their_model\.safetensors\)"):
+        cf.save_pretrained(trained, None, tmp_path / "b", adapters="peft")
+
+
+def _of_theirs(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module[0]).__name__ == "Theirs"
+
+
+def test_plugins_are_asked_for_a_module_before_our_libraries(theirs: ModuleType) -> None:
+    """Their model may be a subclass of a model of transformers."""
+    ours = type("PreTrainedModel", (nn.Linear,), {"__module__": "transformers.modeling_utils"})
+    both = type("Theirs", (ours,), {"__module__": "their_library"})
+    assert library_of(ours(4, 3)) is formats.LIBRARIES["transformers"]
+    assert library_of(both(4, 3)) is theirs.LIBRARY
 
 
 def test_our_libraries_come_first_and_by_the_same_hook(theirs: ModuleType) -> None:

@@ -32,6 +32,7 @@ from colofunc.functional.checkpoint import dcp, plainfile, tree
 from colofunc.functional.checkpoint.files import Piece, dtype_name, dtype_of, read_piece
 from colofunc.functional.checkpoint.folder import resolve
 from colofunc.functional.checkpoint.index import INCOMPLETE, INDEX, PLAIN, read_index
+from colofunc.functional.checkpoint.libraries import whole_stems
 from colofunc.functional.checkpoint.place import Entry, device_for, layout_for, placed, plain, specs_by_name
 from colofunc.functional.checkpoint.tree import Matched, names, unpack
 from colofunc.functional.save import Resumable
@@ -280,7 +281,7 @@ def _open(folder: Path, verify: bool) -> _Found:
                 raise CheckpointError(f"{folder / INDEX} is damaged: {error}; load another checkpoint") from error
     if kind != PLAIN and (folder / dcp.METADATA).exists():
         return _torch_folder(folder, verify)
-    entries = plainfile.entries(folder)
+    entries = plainfile.entries(folder, whole_stems())
     return _Found({"dict": {name: {"tensor": name} for name in entries}}, entries, {})
 
 

@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from colofunc.errors import CheckpointError, InputError, near
 from colofunc.functional.checkpoint import packed_layouts, plainfile
 from colofunc.functional.checkpoint.files import dtype_name
-from colofunc.functional.checkpoint.libraries import Library, canonical_names, library_of, stored_adapters
+from colofunc.functional.checkpoint.libraries import (
+    Library,
+    canonical_names,
+    library_of,
+    stored_adapters,
+    whole_stems,
+)
 from colofunc.functional.checkpoint.packed_tensors import boxed
 from colofunc.functional.checkpoint.place import Entry, cast, device_for, layout_for, placed, plain, specs_by_name
 from colofunc.functional.modules import Model, functional
@@ -86,7 +92,7 @@ def _found(folder: Path, model: Model, held: Mapping[str, Tensor], strict: bool)
     adapters = stored_adapters(folder)
     if adapters is None or adapters is library.adapters:
         return _fitting(module, library, _entries(folder, module, library), held, str(folder), strict)
-    whole = plainfile.holds_whole(folder)
+    whole = plainfile.holds_whole(folder, whole_stems())
     if not model.adapters and not whole:
         raise adapters.alone(folder)
     found: dict[str, Entry] = {}

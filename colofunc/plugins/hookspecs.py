@@ -170,7 +170,8 @@ def colofunc_model_libraries() -> Mapping[str, Any]:
     which `cf.ext.libraries.has_base("library.module", "Class")` makes without importing the library), and what differs
     from a plain module: names in files (`has_name`, `entries`, `reported`), what is written (`groups`, `to_stored`,
     `stem`), the configuration (`save_config`), and the files of adapters alone (`adapters`, a
-    `cf.ext.libraries.AdapterFormat`). This project's libraries are asked first, and come by the same hook.
+    `cf.ext.libraries.AdapterFormat`). This project's libraries come by the same hook, and are asked
+    which modules are theirs after those of plugins, whose models may be subclasses of models of these.
     """
     raise NotImplementedError
 

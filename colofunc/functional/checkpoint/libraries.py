@@ -177,8 +177,17 @@ def libraries() -> dict[str, Library]:
 
 
 def library_of(module: nn.Module) -> Library:
-    """The library that a module is of; `PLAIN` where none that is known has it."""
-    return next((library for library in libraries().values() if library.owns(module)), PLAIN)
+    """The library that a module is of; `PLAIN` where none that is known has it.
+
+    Those of plugins are asked first: their models may be subclasses of models of this project's libraries.
+    """
+    return next((library for library in reversed(libraries().values()) if library.owns(module)), PLAIN)
+
+
+def whole_stems() -> tuple[str, ...]:
+    """How the names of files of whole models begin, in any library that is known."""
+    known = [library.stem for library in libraries().values() if library.adapters is None]
+    return tuple(dict.fromkeys([plainfile.WHOLE, *known]))
 
 
 def adapter_formats() -> dict[str, AdapterFormat]:
@@ -212,7 +221,7 @@ def check_no_whole_weights(path: Path) -> None:
     Weights that somebody else wrote are a base, and adapters may lie beside them.
     """
     globs: list[str] = []
-    for stem in plainfile.WHOLE_STEMS:
+    for stem in whole_stems():
         globs += plainfile.weight_globs(stem)
     for name, size in (written(path) or {}).items():
         whole = any(fnmatchcase(name, glob) for glob in globs)

@@ -41,6 +41,7 @@ from colofunc import untrusted
 from colofunc.errors import CheckpointError, PluginError
 from colofunc.functional.checkpoint import plainfile
 from colofunc.functional.checkpoint.files import dtype_name, shifted
+from colofunc.functional.checkpoint.libraries import whole_stems
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.ops.quantized import FORMATS
@@ -89,7 +90,7 @@ def entries(folder: Path, has: Callable[[str], bool] = _no_name) -> dict[str, En
     CheckpointError that names key and file where tensors of a quantized weight are missing or do not fit, or are in no
     layout of the table.
     """
-    found, known = plainfile.entries(folder), layouts().values()
+    found, known = plainfile.entries(folder, whole_stems()), layouts().values()
     layers = _layers(found, known, has)
     if not layers:
         return found

@@ -1,11 +1,12 @@
 """Folders and files of plain safetensors, as Hugging Face libraries write them: names, shapes and where the bytes are.
 
-    entries(folder)["model.norm.weight"].shape          # from model.safetensors, or the files that an index names
+    entries(folder, (WHOLE,))["model.norm.weight"].shape      # from model.safetensors, or the files that an index names
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,21 +19,20 @@ from colofunc.functional.checkpoint.files import NAMES, Piece, read_piece
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.spec.regions import Region
 
-# How the names of weight files begin: of whole models, of those of diffusers, of adapters alone.
-WHOLE, DIFFUSERS, ADAPTERS = "model", "diffusion_pytorch_model", "adapter_model"
-WHOLE_STEMS = (WHOLE, DIFFUSERS)
+# How the names of weight files begin: of whole models, where their library has no name of its own; of adapters alone.
+WHOLE, ADAPTERS = "model", "adapter_model"
 OWN = re.compile(r"rank-\d{5}-\d{5}\.safetensors")  # files of cf.save
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
-def entries(folder: Path) -> dict[str, Entry]:
-    """Name -> tensor of a folder.
+def entries(folder: Path, stems: Sequence[str]) -> dict[str, Entry]:
+    """Name -> tensor of a folder, in which names of files of a whole model begin with one of `stems`.
 
     Raises CheckpointError where there are no safetensors, and says why pickles are not read.
     """
     found: dict[str, Entry] = {}
-    for path in files(folder):
+    for path in files(folder, stems):
         found |= header(path)
     return found
 
@@ -52,15 +52,15 @@ def weight_globs(stem: str) -> tuple[str, ...]:
     return (index(stem), single(stem), f"{stem}-*-of-*.safetensors")
 
 
-def holds_whole(folder: Path) -> bool:
+def holds_whole(folder: Path, stems: Sequence[str]) -> bool:
     """Whether the folder has the weights of a model, and not those of adapters alone."""
-    return any((folder / name).exists() for stem in WHOLE_STEMS for name in (index(stem), single(stem)))
+    return any((folder / name).exists() for stem in stems for name in (index(stem), single(stem)))
 
 
-def files(folder: Path) -> list[Path]:
+def files(folder: Path, stems: Sequence[str]) -> list[Path]:
     if folder.is_file():
         return [folder]
-    for stem in WHOLE_STEMS:
+    for stem in stems:
         if (folder / index(stem)).exists():
             return _listed(folder, folder / index(stem))
         if (folder / single(stem)).exists():

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from colofunc.functional.checkpoint.libraries import Library, has_base
-from colofunc.functional.checkpoint.plainfile import DIFFUSERS as STEM
 
+STEM = "diffusion_pytorch_model"  # how the names of its weight files begin
 DIFFUSERS = Library("diffusers", owns=has_base("diffusers.models.modeling_utils", "ModelMixin"), stem=STEM)
