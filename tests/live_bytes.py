@@ -27,6 +27,7 @@ from colofunc.program.facts import lifetimes
 from colofunc.program.ir import Node, Program
 from colofunc.program.memory import memory
 from colofunc.program.memory_report import place_text
+from colofunc.program.places import has_places, on_rank
 
 Holder = tuple[Collection[int], str]  # the ranks that hold a variable, and the tier of memory that it lies in
 
@@ -57,7 +58,7 @@ def measure(program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> Measured:
     A loop is one node: the most that is held in any trip of it. Raises CapacityError at the first node behind which a rank
     holds more than a tier of the mesh's topology has.
     """
-    holders = Holders(program)
+    holders = Holders(program, mesh)
     runner = SimulatedProgram(program, mesh, tap=holders.behind)
     partition, flat = distinct(inputs, mesh.size)
     own_memory(flat, partition, runner._written)
@@ -108,13 +109,19 @@ class Holders:
     """Which rank holds which variable, as the source is written: a rank that leaves a shared tensor no longer holds it.
 
     `outside`: behind each node of the program; `inside`: at each look within a loop, what its body has.
-    Hidden variables of asynchronous starts are the simulator's, not a rank's.
+    Hidden variables of asynchronous starts are the simulator's, not a rank's. A rank has what it makes and does not read, as others do,
+    until its next node only, whoever reads it there.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, mesh: Mesh) -> None:
         self.outside: list[dict[str, Holder]] = []
         self.inside: list[dict[str, Holder]] = []
         self._last = {**dict.fromkeys(program.inputs, len(program.nodes)), **lifetimes(program)}
+        # Of what all ranks make some may read nothing.
+        self._read_by: list[set[int]] | None = None
+        if has_places(program):
+            parts = [on_rank(program, mesh, rank).program for rank in range(mesh.size)]
+            self._read_by = [{*part.outputs, *part.last_uses, *part.inputs} for part in parts]
 
     @property
     def tiers(self) -> set[str]:
@@ -124,9 +131,8 @@ class Holders:
         """A tap that writes nothing. What a loop gathers belongs to the node behind which it is known."""
         if not writer.loops:
             inputs = set(writer.program.inputs)
-            self.outside.append(
-                _holders(writer, {i for i in writer.where if i in inputs or i in node.outs or self._last.get(i, -1) >= index})
-            )
+            alive = {i for i in writer.where if i in inputs or i in node.outs or self._last.get(i, -1) >= index}
+            self.outside.append(_holders(writer, alive, self._read_by, node.results))
 
     def look_line(self, writer: Writer) -> str:
         """The line behind a node of a loop's body. What was sent is its receiver's from the part on that reads it."""
@@ -134,12 +140,15 @@ class Holders:
         return f"look({len(self.inside) - 1})"
 
 
-def _holders(writer: Writer, ids: Collection[int]) -> dict[str, Holder]:
+def _holders(
+    writer: Writer, ids: Collection[int], read_by: Sequence[Collection[int]] | None = None, made: Collection[int] = ()
+) -> dict[str, Holder]:
+    """read_by: of each rank the values that it reads or gives; None: all read all. made: what a node has made just now."""
     who: dict[str, set[int]] = {}
     tiers: dict[str, str] = {}
     for id in ids:
         for rank, name in enumerate(writer.where[id]):
-            if name == ABSENT:
+            if name == ABSENT or (read_by is not None and id not in read_by[rank] and id not in made):
                 continue
             who.setdefault(name, set()).add(rank)
             tiers[name] = writer.program.values[id].tier
