@@ -2,7 +2,8 @@
 
 The mixture is small and its plan is not: ZeRO-3, tensor 1D, ring attention and experts, an axis each, on 16 ranks. LLaMA-3 8B is planned
 with ZeRO-3, tensor 1D, ring attention and checkpoint for 1,024 ranks, four of its layers for 64 and for 512, and LLaMA-3 70B: neither the
-sizes of axes nor the number of layers should matter much. Their sequences are of 8,192 tokens, one for each rank of dp and cp.
+sizes of axes nor the number of layers should matter much. The same without ring attention: four layers for 128 and for 256 ranks, and the
+whole model with ZeRO-3 alone for 64. Their sequences are of 8,192 tokens, one for each rank of dp and cp.
 A toy LLaMA of 12 layers is planned for four ranks with nothing that pins its plan: alone, and within 0.6 of what it takes then.
 The step of the README is planned within its budget as there, with offload and checkpoint, and with offload alone.
 
@@ -42,8 +43,13 @@ LLAMAS = {
     "4 of its layers on 64 ranks": (OF_8B, 4, dict(dp=4, cp=2, tp=8)),
     "4 of its layers on 512 ranks": (OF_8B, 4, dict(dp=16, cp=4, tp=8)),
     "llama-3 70b on 1,024 ranks": (OF_70B, 80, dict(dp=16, cp=8, tp=8)),
+    "4 layers of 8b on dp=16, tp=8": (OF_8B, 4, dict(dp=16, tp=8)),
+    "4 layers of 8b on dp=32, tp=8": (OF_8B, 4, dict(dp=32, tp=8)),
+    "llama-3 8b on dp=64": (OF_8B, 32, dict(dp=64)),
 }
 """Name -> sizes, layers, mesh."""
+OF_AXES = {"dp": zero(3, "dp"), "tp": tensor("1d", "tp"), "cp": ring("cp")}
+"""Axis of LLaMA's meshes -> the plan that it is for."""
 TOYS: dict[str, Callable[[cf.Staged, int], cf.Staged]] = {
     "toy llama of 12 layers": lambda step, budget: step,
     "toy llama, offload": lambda step, budget: cf.offload(step, budget=budget),
@@ -135,8 +141,9 @@ def step_of(name: str, budget_bytes: int) -> tuple[cf.Staged, tuple[Any, Any]]:
     state = {"params": model.params, "buffers": model.buffers, "opt": opt.init(model.params)}
     if name in LLAMAS:
         *_, axes = LLAMAS[name]
-        ids, mesh = cf.abstract((axes["dp"] * axes["cp"], 8192), torch.int64), cf.Mesh(**axes, topology="8xh100-80g")
-        step = cf.shard(step_fn, mesh, zero(3, "dp"), tensor("1d", "tp"), ring("cp"), plugins=[colofunc_plugins])
+        ids, mesh = cf.abstract((axes["dp"] * axes.get("cp", 1), 8192), torch.int64), cf.Mesh(**axes, topology="8xh100-80g")
+        plans = [plan for axis, plan in OF_AXES.items() if axis in axes]
+        step = cf.shard(step_fn, mesh, *plans, plugins=[colofunc_plugins])
         step = cf.checkpoint(step, budget="60GiB")
     elif name == "mixtral on 4 axes":
         ids, mesh = cf.abstract((16, 16), torch.int64), cf.Mesh(dp=2, tp=2, cp=2, ep=2, topology="16xa100-80g")
