@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import attrs
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import colofunc as cf
-from colofunc.functional.checkpoint.libraries import PLAIN, libraries, library_of
+from colofunc.functional.checkpoint.libraries import PLAIN, Library, adapter_formats, libraries, library_of
 from colofunc.integrations import formats
 from colofunc.plugins import build_registry
 from colofunc.plugins import registry as plugin_registry
@@ -96,6 +97,41 @@ def test_adapters_beside_a_model_under_the_librarys_own_file_name(
     cf.save_pretrained(cf.functional(base), None, tmp_path / "b")
     with pytest.raises(cf.CheckpointError, match=r"wrote \(their_model\.safetensors\)"):
         cf.save_pretrained(trained, None, tmp_path / "b", adapters="peft")
+
+
+def with_adapters(theirs: ModuleType, name: str) -> Library:
+    """The library, which keeps adapters as peft does, in files of other names."""
+    peft = formats.LIBRARIES["peft"].adapters
+    assert peft is not None
+    known = attrs.evolve(peft, name=name, config="their_adapters.json", stem="their_adapters", save_config=_saved_config)
+    return attrs.evolve(theirs.LIBRARY, adapters=known)
+
+
+def _saved_config(module: nn.Module, adapters: Any, folder: Path, dtype: Any) -> None:
+    (folder / "their_adapters.json").write_text("{}")
+
+
+def test_adapters_in_a_librarys_own_files(tmp_path: Path, theirs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(theirs, "LIBRARY", with_adapters(theirs, "theirs"))
+    build_registry.cache_clear()
+    adapted = cf.lora(cf.functional(nn.Sequential(nn.Linear(4, 3))), "*", rank=2)
+    cf.save_pretrained(adapted, None, tmp_path / "a", adapters="theirs")
+    assert sorted(path.name for path in (tmp_path / "a").glob("their*")) == ["their_adapters.json", "their_adapters.safetensors"]
+    assert len(load_file(tmp_path / "a" / "their_adapters.safetensors")) == 2
+    # they are known as adapters: no whole model is written over them
+    with pytest.raises(cf.CheckpointError, match=r"holds adapters \(their_adapters\.json\).* adapters='theirs'"):
+        cf.save_pretrained(adapted, None, tmp_path / "a")
+    own = cf.functional(theirs.Theirs(4, 3))
+    with pytest.raises(cf.InputError, match=r"adapters='peft', and the model has adapters of theirs\. Try: adapters='theirs'"):
+        cf.save_pretrained(own, None, tmp_path / "b", adapters="peft")
+
+
+@pytest.mark.parametrize("name", ["peft", "merged"])
+def test_formats_of_adapters_have_names_of_their_own(theirs: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(theirs, "LIBRARY", with_adapters(theirs, name))
+    build_registry.cache_clear()
+    with pytest.raises(cf.PluginError, match=f"'theirs' calls its format of adapters '{name}', which is taken"):
+        adapter_formats()
 
 
 def _of_theirs(module: nn.Module) -> bool:

@@ -26,6 +26,7 @@ from colofunc.functional.checkpoint import packed_writing, plainfile
 from colofunc.functional.checkpoint.folder import Writing, sync
 from colofunc.functional.checkpoint.index import PLAIN, write_index
 from colofunc.functional.checkpoint.libraries import (
+    MERGED,
     adapter_formats,
     check_no_adapters,
     check_no_whole_weights,
@@ -38,7 +39,6 @@ from colofunc.ops.quantized import Quantized
 
 SHARD_BYTES = 5_000_000_000
 DEADLINE_S = 1800.0
-MERGED = "merged"  # of adapters=: in the weights that they adapt
 
 
 def save_pretrained(
@@ -133,12 +133,13 @@ class _Format:
     save_config: Callable[[Path, torch.dtype | None], None]
     merges: Mapping[str, Adapter]  # weight -> what is merged into it
     stem: str  # of the names of weight files
+    alone: bool  # adapters only, which may lie beside the weights that they belong to
 
     def value(self, values: Mapping[str, Tensor], name: str) -> Tensor:
         return self.merges[name].merged(values) if name in self.merges else values[name]
 
     def check_folder(self, path: Path) -> None:
-        if self._alone:
+        if self.alone:
             check_no_whole_weights(path)
         else:
             check_no_adapters(path)
@@ -151,11 +152,6 @@ class _Format:
         """
         return plainfile.weight_globs(self.stem)
 
-    @property
-    def _alone(self) -> bool:
-        """Adapters only, which may lie beside the weights that they belong to."""
-        return self.stem == plainfile.ADAPTERS
-
 
 def _format(model: Model, adapters: str) -> _Format:
     """Raises InputError where there is no such format, or none that holds the model."""
@@ -165,6 +161,11 @@ def _format(model: Model, adapters: str) -> _Format:
     if adapters != MERGED and adapters not in formats:
         known = " or ".join(repr(name) for name in (MERGED, *formats))
         raise InputError(f"save_pretrained: adapters={adapters!r}; {known}")
+    if own is not None and adapters not in (MERGED, own.name):
+        raise InputError(
+            f"save_pretrained: adapters={adapters!r}, and the model has adapters of {own.name}. Try: "
+            f"adapters={own.name!r}"
+        )
     if own is not None and model.adapters:
         raise InputError(
             f"save_pretrained: cf.lora adapted a model that has adapters of {own.name}, and no file holds both. "
@@ -177,6 +178,7 @@ def _format(model: Model, adapters: str) -> _Format:
             save_config=partial(library.save_config, module),
             merges={adapter.weight: adapter for adapter in model.adapters},
             stem=library.stem,
+            alone=own is not None,
         )
     if not model.adapters:
         raise InputError(
@@ -188,7 +190,8 @@ def _format(model: Model, adapters: str) -> _Format:
         to_stored=chosen.to_stored,
         save_config=partial(chosen.save_config, module, model.adapters),
         merges={},
-        stem=plainfile.ADAPTERS,
+        stem=chosen.stem,
+        alone=True,
     )
 
 

@@ -28,6 +28,10 @@ from colofunc.functional.checkpoint.index import written
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.plugins.registry import formats_registry
 
+MERGED = "merged"
+"""What `adapters=` of `cf.save_pretrained` says of adapters in the weights that they adapt: no format has this name."""
+
+
 # ---- what holds of any module ----
 
 
@@ -110,7 +114,8 @@ class AdapterFormat:
     """How a library keeps the adapters of `cf.lora` in files of their own.
 
     `name`: what `adapters=` of `cf.save_pretrained` calls it. `config`: the name of the file by which a folder is known
-    to hold such adapters. `groups(adapters, values)`: names to be written, those together that one file needs together.
+    to hold such adapters. `stem`: how the names of its weight files begin, another than any library's for whole models.
+    `groups(adapters, values)`: names to be written, those together that one file needs together.
     `to_stored(tensors)`: values of a group under their names in the file. `save_config(module, adapters, folder,
     dtype)`: writes `config`. `entries(folder, adapters, strict)`: stored matrices by the names of `adapters`; raises
     CheckpointError that lists what does not fit. `alone(folder)`: the error for a model without adapters, where the
@@ -119,6 +124,7 @@ class AdapterFormat:
 
     name: str
     config: str
+    stem: str
     groups: Callable[[Sequence[Adapter], Mapping[str, Tensor]], list[list[str]]]
     to_stored: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     save_config: Callable[[nn.Module, Sequence[Adapter], Path, torch.dtype | None], None]
@@ -192,8 +198,18 @@ def whole_stems() -> tuple[str, ...]:
 
 def adapter_formats() -> dict[str, AdapterFormat]:
     """Name -> format of files of adapters."""
-    known = [library.adapters for library in libraries().values()]
-    return {one.name: one for one in known if one is not None}
+    found: dict[str, AdapterFormat] = {}
+    for library in libraries().values():
+        one = library.adapters
+        if one is None:
+            continue
+        if one.name in found or one.name == MERGED:
+            raise PluginError(
+                f"colofunc_model_libraries: {library.name!r} calls its format of adapters {one.name!r}, which is taken. "
+                f"Try: AdapterFormat({library.name!r}, ...)"
+            )
+        found[one.name] = one
+    return found
 
 
 def stored_adapters(folder: Path) -> AdapterFormat | None:

@@ -19,8 +19,8 @@ from colofunc.functional.checkpoint.files import NAMES, Piece, read_piece
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.spec.regions import Region
 
-# How the names of weight files begin: of whole models, where their library has no name of its own; of adapters alone.
-WHOLE, ADAPTERS = "model", "adapter_model"
+WHOLE = "model"
+"""How the names of weight files of whole models begin, where their library has no name of its own."""
 OWN = re.compile(r"rank-\d{5}-\d{5}\.safetensors")  # files of cf.save
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit

@@ -28,6 +28,8 @@ from colofunc.functional.checkpoint.place import Entry
 from colofunc.untrusted import Wrong, check, read_json
 
 CONFIG = "adapter_config.json"
+STEM = "adapter_model"
+"""Of `adapter_model.safetensors`."""
 PREFIX = "base_model.model."
 
 
@@ -156,7 +158,7 @@ def _stored(folder: Path) -> _Stored:
     matrices: dict[str, Entry] = {}
     paths: dict[str, None] = {}
     other = []
-    for name, entry in plainfile.header(folder / plainfile.single(plainfile.ADAPTERS)).items():
+    for name, entry in plainfile.header(folder / plainfile.single(STEM)).items():
         match = MATRIX.fullmatch(name)
         if match is None:
             other.append(name)
@@ -305,13 +307,14 @@ def _own_save_config(module: Any, folder: Path, dtype: torch.dtype | None) -> No
 PEFT = Library(
     "peft",
     owns=has_base("peft.peft_model", "PeftModel"),
-    stem=plainfile.ADAPTERS,
+    stem=STEM,
     groups=_own_groups,
     to_stored=_own_to_stored,
     save_config=_own_save_config,
     adapters=AdapterFormat(
         "peft",
         config=CONFIG,
+        stem=STEM,
         groups=_groups,
         to_stored=_to_stored,
         save_config=_save_config,
