@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,8 @@ import colofunc as cf
 from colofunc.compiler.pipeline_stages import StagesOn
 from colofunc.compiler.transform import Build
 from colofunc.ops.experts import experts as routed
+from colofunc.program.passes.split_backward import split_backward
+from colofunc.program.tracing.trace import trace
 
 CONVOLUTION, BACKWARD = "aten.convolution_backward.default", "colofunc.experts_backward"
 INPUTS, WEIGHTS = "colofunc.experts_input_gradients", "colofunc.experts_weight_gradients"
@@ -47,6 +50,19 @@ def in_parts(low: Any, target: str) -> set[str]:
 def masks(low: Any) -> list[tuple[bool, ...]]:
     """Which gradients each backward of a convolution makes."""
     return [tuple(node.args[-1]) for _, node in nodes_of(low.program) if node.target == CONVOLUTION]
+
+
+@pytest.mark.parametrize("reads_input", [True, False])
+def test_a_gradient_of_inputs_that_nobody_reads_is_not_made_twice(reads_input: bool) -> None:
+    def gradients(g: Any, x: Any, w: Any) -> tuple[Any, ...]:
+        sizes = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+        dx, dw, _ = torch.ops.aten.convolution_backward(g, x, w, None, *sizes, [True, True, False])
+        return (dx, dw) if reads_input else (dw,)
+
+    program = trace(gradients, (torch.randn(2, 4, 3, 3), torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3))).program
+    program = attrs.evolve(program, nodes=tuple(attrs.evolve(node, phase="backward") for node in program.nodes))
+    made = [node.target for node in split_backward(program).nodes].count(CONVOLUTION)
+    assert made == (2 if reads_input else 1)
 
 
 @pytest.mark.parametrize(("ranks", "schedule"), [(2, "zb-h1"), (2, "zb-v"), (4, "zb-h1"), (4, "zb-v")])

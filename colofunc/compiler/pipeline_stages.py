@@ -28,7 +28,7 @@ from colofunc.planner.stages.simulate import Player
 from colofunc.planner.stages.stage_cuts import OtherSchedule, Piece, StageCuts, begins_of, pieces_of
 from colofunc.planner.stages.timetables import Scheduled
 from colofunc.program.actions import ActionTable
-from colofunc.program.cost import node_s
+from colofunc.program.cost import seconds_on
 from colofunc.program.ir import Node, Program, kept_with
 from colofunc.program.passes.kernels import with_kernels
 from colofunc.program.passes.split_backward import split_backward
@@ -182,7 +182,8 @@ class StagesOn:
 
 def node_seconds(build: Build) -> Callable[[Node], float]:
     """Seconds of a node of the global program on one device."""
-    return partial(node_s, values=build.program.values, mesh=build.mesh, rule_of=build.registry.rule)
+    seconds, values = seconds_on(build.mesh, build.registry.rule), build.program.values
+    return lambda node: seconds(node, values)
 
 
 def device_at(mesh: Mesh, axis: str, index: int) -> Device:

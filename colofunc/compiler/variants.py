@@ -175,7 +175,8 @@ class _Search:
         looked_at = 0
         while left:
             looked_at += 1
-            progress.at("variants", looked_at, looked_at + len(left) - 1)
+            if len(self.ways.variants) > 1:
+                progress.at("variants", looked_at, looked_at + len(left) - 1)
             # A single way needs no bound, and has one only for the time that it takes to compute.
             way = left[0]
             if len(left) > 1 or self.best is not None:

@@ -22,13 +22,10 @@ import attrs
 import torch
 
 from colofunc.ops import experts_device, grouped_device
-from colofunc.ops.experts_parts import Interleaved
+from colofunc.ops.experts_parts import EXPERTS, EXPERTS_BACKWARD, INPUT_GRADIENTS, WEIGHT_GRADIENTS, Interleaved
 from colofunc.ops.grouped_device import sizes_of_tiles, torch_scales, torch_takes
 from colofunc.ops.kernels import Kernel, KernelCall, Rates, anything, wide
 
-EXPERTS, EXPERTS_BACKWARD = "colofunc.experts", "colofunc.experts_backward"
-# The same backward in two calls, which there is no float8 of.
-INPUT_GRADIENTS, WEIGHT_GRADIENTS = "colofunc.experts_input_gradients", "colofunc.experts_weight_gradients"
 PRODUCT, PRODUCT_OF_GROUPS = "colofunc.grouped_mm", "colofunc.grouped_mm_dw"
 CAST_PASSES = 4
 """Reads and writes of an operand in its own dtype that a cast takes, about."""

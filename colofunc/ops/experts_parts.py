@@ -14,6 +14,11 @@ from torch import Tensor
 from colofunc.errors import RuleError
 from colofunc.ops.fp8 import product_of_rows
 
+EXPERTS, EXPERTS_BACKWARD = "colofunc.experts", "colofunc.experts_backward"
+"""Targets of the run of all experts on their tokens, and of its gradients."""
+INPUT_GRADIENTS, WEIGHT_GRADIENTS = "colofunc.experts_input_gradients", "colofunc.experts_weight_gradients"
+"""Of the same gradients in two calls, which there is no float8 of."""
+
 aten = torch.ops.aten
 
 Unary = Callable[[Tensor], Tensor]

@@ -22,6 +22,7 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.ops import int8_products, quantized
+from colofunc.ops.experts_parts import EXPERTS
 from colofunc.planner.plan import parse_axes
 from colofunc.planner.sharding.constraints import Constraint
 from colofunc.planner.wishes.layout_equality import alike, usual
@@ -163,12 +164,12 @@ def meeting(
 FREE_ROWS = (
     "aten._log_softmax", "aten._softmax", "aten.nll_loss", "aten.embedding", "aten.native_layer_norm", "aten._fused_rms_norm",
     "colofunc.rms_norm",
-    "colofunc.linear", "colofunc.scaled_linear", "aten.mm", "aten.addmm", "colofunc.experts",
+    "colofunc.linear", "colofunc.scaled_linear", "aten.mm", "aten.addmm", EXPERTS,
     *sorted(quantized.PRODUCTS), int8_products.PRODUCT,
 )  # fmt: skip
 """Operators to which it is all the same in which order their rows lie, whoever wrote the local code."""
 
-DEALT_ROWS = ("colofunc.experts",)
+DEALT_ROWS = (EXPERTS,)
 """Those of them whose patterns do not care either how rows are dealt to the ranks of their own axes."""
 
 MAX_OPEN_AXES = 3

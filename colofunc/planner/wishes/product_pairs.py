@@ -20,6 +20,7 @@ from math import prod
 import attrs
 
 from colofunc.mesh import Mesh
+from colofunc.ops.experts_parts import EXPERTS
 from colofunc.ops.fp8 import MAXIMUM
 from colofunc.ops.int8_products import SIZE
 from colofunc.planner.wishes.products import Product, tables, weighted
@@ -224,7 +225,7 @@ def _final(program: Program, products: Collection[int]) -> set[int]:
         if node.phase != "forward":
             continue
         before = frozenset[int]().union(*(behind.get(ref, frozenset()) for ref in node.refs))
-        if index in products or node.target in ("colofunc.attention", "colofunc.experts"):
+        if index in products or node.target in ("colofunc.attention", EXPERTS):
             final -= before
             before = frozenset({index} & final)
         behind |= dict.fromkeys(node.results, before)

@@ -26,6 +26,7 @@ import attrs
 
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
+from colofunc.ops.experts_parts import EXPERTS, EXPERTS_BACKWARD
 from colofunc.ops.fp8 import carried
 from colofunc.ops.quantized import DEQUANTIZE
 from colofunc.ops.saved_activations import WIDEN
@@ -180,8 +181,6 @@ def _keeps_rows(node: Node, before: tuple[int, ...], after: tuple[int, ...]) -> 
 
 # ---- mixtures of experts ----
 
-_EXPERTS = ("colofunc.experts", "colofunc.experts_backward")  # (tokens, index, weight, then the experts' own weights)
-
 
 def experts(
     program: Program, mesh: Mesh, axis: str, name: str, rows: Sequence[str] = (), rules: Rules | None = None
@@ -192,14 +191,14 @@ def experts(
     rules = rules or Rules(program, mesh)
     words = {axis: "f"} | {other: "b0" for other in rows if mesh.axis_size(other) > 1}
     for index, node in enumerate(program.nodes):
-        way = rules.place(node, "f", axis) if node.target == _EXPERTS[0] else None
+        way = rules.place(node, "f", axis) if node.target == EXPERTS else None
         if way is not None:
             leaves: dict[int, Layout] = {}
             for ref, lies in zip(node.refs[3:], way.ins[3:], strict=True):
                 if lies is not None:
                     leaves |= _leaves_of(program, rules, ref, lies)
             held = Wish(
-                node.path or "*", "", tuple(words), source=name, targets=_EXPERTS, phases=("forward", "backward")
+                node.path or "*", "", tuple(words), source=name, targets=(EXPERTS, EXPERTS_BACKWARD), phases=("forward", "backward")
             )
             wishes = [attrs.evolve(held, want=f"{{{a}: {word}}}") for a, word in words.items()]
             yield index, wishes, leaves
@@ -231,7 +230,7 @@ def routers(program: Program, some: Collection[int]) -> set[int]:
     """
     at = {node.outs[0]: index for index, node in enumerate(program.nodes) if index in some}
     made, found, seen = program.makers, set[int](), set[int]()
-    todo = [ref for node in program.nodes if node.target == _EXPERTS[0] for ref in node.refs[1:3]]
+    todo = [ref for node in program.nodes if node.target == EXPERTS for ref in node.refs[1:3]]
     while todo:
         id = todo.pop()
         if id in at:

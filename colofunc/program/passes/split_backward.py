@@ -14,7 +14,7 @@ one call, for which the stage before waits. Idea: such a node becomes two.
 
 The numbers are the same. It is done to what one rank runs, where it is known who computes what (gradients of hidden
 units are of the rank that has the expert, and never travel), and to the program of all ranks for the costs of cuts.
-Experts in float8 stay whole, and those of which only gradients of weights are read.
+Experts in float8 stay whole, and nodes of which only gradients of weights are read.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from collections.abc import Callable
 
 import attrs
 
+from colofunc.ops.experts_parts import EXPERTS_BACKWARD, INPUT_GRADIENTS, WEIGHT_GRADIENTS
 from colofunc.ops.kernels import bound, signature
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref
 
-CONVOLUTION, EXPERTS = "aten.convolution_backward.default", "colofunc.experts_backward"
-INPUT_GRADIENTS, WEIGHT_GRADIENTS = "colofunc.experts_input_gradients", "colofunc.experts_weight_gradients"
+CONVOLUTION = "aten.convolution_backward.default"
 
 Split = Callable[[Editor, Node], tuple[Node, Node] | None]
 """The nodes in place of one, that of the input's gradient first; None where it stays as it is."""
@@ -51,9 +51,9 @@ def split_backward(program: Program) -> Program:
 def _split_convolution(edit: Editor, node: Node) -> tuple[Node, Node] | None:
     *operands, mask = node.args
     of_input, *of_weights = mask
-    if not of_input or not any(of_weights):
-        return None
     made, *rest = node.outs
+    if not of_input or not any(of_weights) or not _is_read(edit.program, made):
+        return None
     inputs = attrs.evolve(node, args=(*operands, (True, False, False)), outs=(made, None, None))
     weights = attrs.evolve(node, args=(*operands, (False, *of_weights)), outs=(None, *rest))
     return inputs, weights
@@ -85,4 +85,4 @@ def _is_read(program: Program, id: int | None) -> bool:
     return id is not None and (id in program.readers or id in program.times_returned)
 
 
-SPLITS: dict[str, Split] = {CONVOLUTION: _split_convolution, EXPERTS: _split_experts}
+SPLITS: dict[str, Split] = {CONVOLUTION: _split_convolution, EXPERTS_BACKWARD: _split_experts}

@@ -28,6 +28,7 @@ from colofunc.mesh import Mesh
 from colofunc.ops.collectives import all_gather, axis_index, keep_first
 from colofunc.ops.experts import Interleaved
 from colofunc.ops.experts import expert_position as position_op
+from colofunc.ops.experts_parts import EXPERTS, EXPERTS_BACKWARD, INPUT_GRADIENTS, WEIGHT_GRADIENTS
 from colofunc.spec.layout import Dim, Layout, axes_of
 from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.rules.build import Code, Local, StrategyFn, Texts, at, bind, names
@@ -35,9 +36,6 @@ from colofunc.spec.rules.local import rerun, strides
 from colofunc.spec.rules.opened import Split, opened
 from colofunc.spec.rules.pattern import RuleFn, pattern
 
-BACKWARD = "colofunc.experts_backward"
-INPUT_GRADIENTS = "colofunc.experts_input_gradients"
-WEIGHT_GRADIENTS = "colofunc.experts_weight_gradients"
 WHOLE_IN_FLOAT8 = (
     "experts in float8 keep their hidden units whole, because a row of them has one scale; try experts('ep') instead, "
     "or leave experts out "
@@ -133,7 +131,7 @@ def _rule(call: Call, x: int) -> Rule:
 
 
 def _share_at(call: Call, x: int) -> int:
-    return x + 11 if call.target == BACKWARD else x + 10  # behind `need_weights`, which that alone has
+    return x + 11 if call.target == EXPERTS_BACKWARD else x + 10  # behind `need_weights`, which that alone has
 
 
 def _in_float8(call: Call, x: int) -> bool:
@@ -228,8 +226,8 @@ def _grouped(text: str, **more: Any) -> RuleFn:
 RULES: dict[str, RuleFn] = {
     "colofunc.grouped_mm": _grouped("[s] i, [e] i o, [e] -> [s] o", reduce={"i": "sum"}),
     "colofunc.grouped_mm_dw": _grouped("[s] i, [s] o, [e] -> [e] i o"),
-    "colofunc.experts": experts,
-    BACKWARD: experts_backward,
+    EXPERTS: experts,
+    EXPERTS_BACKWARD: experts_backward,
     INPUT_GRADIENTS: experts_input_gradients,
     WEIGHT_GRADIENTS: experts_weight_gradients,
     "colofunc.expert_position": expert_position,
