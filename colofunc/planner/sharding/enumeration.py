@@ -325,13 +325,14 @@ def _in_order(graph: Graph, order: Sequence[int], branch: set[int], steps: int) 
     for step in range(1, steps + 1):
         if not heap:
             return
-        cost_s, _, decided = heappop(heap)
-        while len(decided) < len(buckets):
-            position = len(decided)
+        cost_s, _, begun = heappop(heap)
+        decided = list(begun)
+        for position in range(len(begun), len(buckets)):
             row, best = buckets[position].row(tuple([decided[at] for at in scopes[position]]))
             if branches[position]:
                 for option, regret in enumerate(row):
                     if option != best and cost_s + regret < BIG:
                         heappush(heap, (cost_s + regret, step, (*decided, option)))
-            decided, cost_s = (*decided, best), cost_s + row[best]
+            decided.append(best)
+            cost_s += row[best]
         yield [decided[at] for at in places]
