@@ -24,7 +24,7 @@ from colofunc.executors.fused import as_executed
 from colofunc.mesh import Topology, resolve_topology
 from colofunc.mesh.attainable import attainable
 from colofunc.mesh.presets import DATASHEET
-from colofunc.planner.recompute.policies import Policy
+from colofunc.planner.recompute.policies import RecomputePolicy
 from colofunc.program.facts import is_product
 from colofunc.program.ir import Node
 from colofunc.program.lanes import lanes
@@ -137,12 +137,12 @@ def _plans(run: Run) -> list[Any]:
     return plans
 
 
-def _policy(run: Run) -> Policy | None:
+def _policy(run: Run) -> RecomputePolicy | None:
     if run.again == "operators":
-        return Policy("every second product", _keeps_operators)
+        return RecomputePolicy("every second product", _keeps_operators)
     if run.again == "layers":
-        return Policy("every second layer", _keeps_layers)
-    return Policy("nothing of layers", _keeps_rest) if run.again == "full" else None
+        return RecomputePolicy("every second layer", _keeps_layers)
+    return RecomputePolicy("nothing of layers", _keeps_rest) if run.again == "full" else None
 
 
 def _keeps_rest(node: Node, readers: Sequence[Node]) -> bool:

@@ -21,9 +21,9 @@ from bench import Row, Section, fresh
 from bench.memory_plans import gb, opt
 from colofunc.cli import axes_of, machine
 from colofunc.mesh.sizes import parse_bytes
-from colofunc.planner.offload.evict import Facts, evict, spread
+from colofunc.planner.offload.evict import TraceFacts, evict, spread
 from colofunc.planner.offload.least_traffic import least_traffic
-from colofunc.planner.offload.residency import Item, Links, Trace
+from colofunc.planner.offload.residency import Links, OffloadItem, Trace
 from colofunc.planner.plan_table import time_text
 
 TRACES, ITEMS = 300, 6
@@ -65,14 +65,14 @@ def small(writing: bool) -> tuple[int, int, int]:
         writes = [frozenset(i for i in sorted(step) if writing and random.random() < 0.4) for step in steps]
         room = random.randint(2, 4)
         uses = [tuple(p for p, step in enumerate(steps) if i in step) for i in range(ITEMS)]
-        items = [Item(1, True, u, {p for p in u if i in writes[p]}, stays=False) for i, u in enumerate(uses)]
+        items = [OffloadItem(1, True, u, {p for p in u if i in writes[p]}, stays=False) for i, u in enumerate(uses)]
         trace = Trace((1.0,) * len(steps), (), (0,) * len(steps), tuple(items))
         if writing:
-            facts = Facts(trace)
+            facts = TraceFacts(trace)
             residents, stays = least_traffic(facts, room)
             found = len(spread(facts, stays, residents, room, Links(1.0, 1.0, 0.0))[1])
         else:
-            found = sum(len(stays) for stays in evict(Facts(trace), room, ()))
+            found = sum(len(stays) for stays in evict(TraceFacts(trace), room, ()))
         here = least(steps, writes, room)
         equal, moved, best = equal + (found == here), moved + found, best + here
     return equal, moved, best

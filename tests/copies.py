@@ -9,7 +9,16 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from colofunc.errors import ProgramError
-from colofunc.planner.offload.timeline import Lanes, Links, Move, Residency, Trace, bytes_by_position, device_uses, play
+from colofunc.planner.offload.timeline import (
+    Links,
+    Residency,
+    ScheduledCopy,
+    Trace,
+    TraceLanes,
+    bytes_by_position,
+    device_uses,
+    play,
+)
 
 
 @attrs.frozen
@@ -29,9 +38,9 @@ class Timeline:
     device_bytes: tuple[int, ...]  # at each position
 
 
-def simulate(trace: Trace, moves: Sequence[Move], residents: Iterable[int], links: Links) -> Timeline:
+def simulate(trace: Trace, moves: Sequence[ScheduledCopy], residents: Iterable[int], links: Links) -> Timeline:
     """Play the plan: intervals of every lane and engine, and the device bytes at each position."""
-    lanes = Lanes(trace)
+    lanes = TraceLanes(trace)
     played = play(lanes, moves, links)
     halves: dict[bool, list[Interval]] = {True: [], False: []}
     for p, (start, end) in enumerate(zip(played.start, played.end, strict=True)):
@@ -71,8 +80,8 @@ class _Replay:
         self.device: set[int] = set(residency.residents)  # a buffer is there
         self.good: set[int] = set(residency.residents)  # and holds the newest value
         self.host = {i for i, item in enumerate(trace.items) if item.home and i not in residency.residents}
-        self.flying: dict[int, Move] = {}
-        self.holding: dict[int, Move] = {}  # stores whose bytes the device still counts
+        self.flying: dict[int, ScheduledCopy] = {}
+        self.holding: dict[int, ScheduledCopy] = {}  # stores whose bytes the device still counts
         if any(not trace.items[i].home for i in self.residents):
             raise ProgramError("a resident is an item that exists before and after the step")
         if list(self.moves) != sorted(self.moves, key=lambda m: m.start):
@@ -95,7 +104,7 @@ class _Replay:
             self.device.add(move.item)
         self._land(p, "fetch")
 
-    def _issue(self, move: Move, valid: bool) -> None:
+    def _issue(self, move: ScheduledCopy, valid: bool) -> None:
         if not valid or move.item in self.flying or move.item in self.holding:
             raise ProgramError(f"{move} starts without a valid copy to read, over a copy in flight, or onto one that is there")
         self.flying[move.item] = move

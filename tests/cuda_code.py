@@ -228,7 +228,7 @@ def flex_codes(kinds: list[str], sizes: Sizes, assembled: bool) -> list[str]:
         for function, results in ((flexible.forward_function, 2), (flexible.backward_function, 3)):
             with FakeTensorMode():
                 x = flex_call(kind, sizes, results == 3)
-                told = flexible.Kind(tuple(x), 0.125, "causal" in kind, 300 if "window" in kind else 0)
+                told = flexible.FlexKind(tuple(x), 0.125, "causal" in kind, 300 if "window" in kind else 0)
                 codes.append(code_of(flexible.graph_of(function, told, results), list(x.values())))
             if assembled:
                 assemble(codes[-1])

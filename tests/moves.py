@@ -17,7 +17,7 @@ from colofunc.errors import CollectiveError
 from colofunc.mesh import Mesh
 from colofunc.ops import collectives  # noqa: F401  (registers the kernels of rearrange and fit)
 from colofunc.ops.define import KERNELS
-from colofunc.spec.conversions.lower import Move
+from colofunc.spec.conversions.lower import ConversionCall
 
 Tensor = torch.Tensor
 Shards = list[Tensor]  # one per rank; or one per member of a group
@@ -82,7 +82,7 @@ def run_group(target: str, shards: Sequence[Tensor], axes: Iterable[str], mesh: 
     return [y for y in out if y is not None]
 
 
-def run_moves(shards: Sequence[Tensor], moves: Iterable[Move], mesh: Mesh) -> Shards:
+def run_moves(shards: Sequence[Tensor], moves: Iterable[ConversionCall], mesh: Mesh) -> Shards:
     """All ranks' tensors after the moves, in rank order."""
     now = list(shards)
     for move in moves:

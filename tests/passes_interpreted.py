@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 from colofunc.ops import experts_triton, fp8, fp8_triton
-from colofunc.ops.experts_parts import Weights
+from colofunc.ops.experts_parts import ExpertWeights
 from colofunc.ops.small_floats import E4M3, E5M2, LARGEST
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -116,7 +116,7 @@ def units() -> None:
             h, da = (drawn(rows, size, dtype=torch.float32, seed=size).clamp(-8, 8).to(dtype) for size in (2 * f, f))
             scale = torch.rand(rows, 1, generator=torch.Generator().manual_seed(0)).to(dtype)
             empty = torch.empty(0)
-            w = Weights(empty, empty, None, None, "silu", gated=True, transposed=False)
+            w = ExpertWeights(empty, empty, None, None, "silu", gated=True, transposed=False)
             a = w.activated(h)
             made, dh, dots = experts_triton.gated_backward(da, scale, h)
             near_to = {"rtol": near, "atol": near}

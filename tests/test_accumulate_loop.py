@@ -23,7 +23,7 @@ from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.lower import lower
 from colofunc.program.passes.fold import fold
 from colofunc.program.passes.reuse import added_in_place
-from colofunc.program.passes.time import Rules, over_time
+from colofunc.program.passes.time import LoweringRules, over_time
 from colofunc.program.tracing.trace import record_local
 from colofunc.spec.parts import parts
 from colofunc.testing import programs
@@ -35,7 +35,7 @@ def with_rules(program: Program, microbatches: int):
     """The arguments of `over_time` for a program of one device."""
     registry = build_registry(())
     batch = [i for i in program.inputs if program.values[i].role == "batch"]
-    return program, batch, microbatches, "time", Rules(registry.rule, registry.extra_strategies, record_local)
+    return program, batch, microbatches, "time", LoweringRules(registry.rule, registry.extra_strategies, record_local)
 
 
 def folded(program: Program, microbatches: int) -> Program:

@@ -15,9 +15,9 @@ from pretended import Machine
 
 import colofunc as cf
 from colofunc.compiler import replica_check
-from colofunc.compiler.replica_check import COLUMNS, Alike, bits_sum
+from colofunc.compiler.replica_check import COLUMNS, ReplicaLeaves, bits_sum
 from colofunc.errors import CollectiveError, InputError
-from colofunc.executors.disk.tensors import Room
+from colofunc.executors.disk.tensors import ChunkRoom
 from colofunc.mesh import Mesh
 from colofunc.spec.spec import bind
 
@@ -73,7 +73,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, specs: dict[str, str], changes: dic
     """Compare parts of four ranks; `changes`: leaf -> a rank whose part is another."""
     mesh = Mesh(dp=2, tp=2)
     layouts = [bind(spec, mesh, (5, 6) if "~" in spec else (4, 6)) for spec in specs.values()]
-    look = Alike(list(specs), layouts, mesh)
+    look = ReplicaLeaves(list(specs), layouts, mesh)
     names = [list(specs)[k] for k in look._which]
 
     def sums(lanes: Any, ranks: int) -> list[torch.Tensor]:
@@ -120,18 +120,18 @@ def test_padding_counts_for_nothing_and_what_lies_on_disk_is_read(spec: str, ran
 
     def sum_of(x: torch.Tensor) -> int:
         with mock.patch.object(Mesh, "rank", rank):
-            return int(Alike(["w"], [layout], mesh)._sum(0, x))
+            return int(ReplicaLeaves(["w"], [layout], mesh)._sum(0, x))
 
     assert sum_of(part) == int(bits_sum(part[kept]))
     with Machine() as machine:
         there = machine.to_card(part)
         machine.forget_counts()
         with mock.patch.object(Mesh, "rank", rank):
-            found = Alike(["w"], [layout], mesh)._sum(0, there)
+            found = ReplicaLeaves(["w"], [layout], mesh)._sum(0, there)
         assert not machine.waits and int(found) == int(bits_sum(part[kept]))
     other = part.clone()
     other[padding] = torch.nan
-    assert sum_of(other) == sum_of(Room(tmp_path, [part.nbytes]).keep(part)) == sum_of(part)
+    assert sum_of(other) == sum_of(ChunkRoom(tmp_path, [part.nbytes]).keep(part)) == sum_of(part)
     other[kept[-1], 0] += 1
     assert sum_of(other) != sum_of(part)
 
@@ -231,5 +231,5 @@ def test_in_one_process_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     def look(*args: object) -> None:
         raise AssertionError("ranks in one process share what they compute alike")
 
-    monkeypatch.setattr(Alike, "check", look)
+    monkeypatch.setattr(ReplicaLeaves, "check", look)
     assert isinstance(cf.shard(torch.sin, cf.Mesh(dp=2), agree_every=1)(torch.ones(4)), torch.Tensor)

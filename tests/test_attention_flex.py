@@ -154,7 +154,7 @@ def test_blocks_that_show_nothing_are_left_out_and_those_that_show_all_are_not_a
     of = torch.arange(64) // 16
     vectors = {"code": of[None, None], "least": of[None, None], "most": of[None, None]}
     x = {"q": torch.empty(1, 1, 64, 16), "k": torch.empty(1, 1, 64, 16), **vectors}
-    kind = flexible.Kind(tuple(x), 1.0, True, 0)
+    kind = flexible.FlexKind(tuple(x), 1.0, True, 0)
     some, full = flexible._shown(flexible._bounds(x, kind), None, 64, 64, torch.device("cpu"))
     of_blocks = torch.arange(8) // 2
     same = of_blocks[:, None] == of_blocks

@@ -12,7 +12,7 @@ from loaded import MESH, equal, samples, script
 from torch.utils.data import DataLoader, DistributedSampler
 
 import colofunc as cf
-from colofunc.functional.prefetch import Ahead
+from colofunc.functional.prefetch import Prefetcher
 
 # ---- reading ahead ----
 
@@ -40,7 +40,7 @@ def test_no_thread_is_left():
     next(reading)
     data.close()
     assert not threads()
-    ahead = Ahead(endless(), 1)
+    ahead = Prefetcher(endless(), 1)
     next(ahead)
     thread = threads()[0]
     del ahead

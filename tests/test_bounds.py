@@ -8,7 +8,7 @@ from colofunc_plugins import zero
 
 import colofunc as cf
 from colofunc.errors import CheckError
-from colofunc.testing.check import Bounds
+from colofunc.testing.check import OutputTolerances
 from colofunc.testing.models import Language
 
 MESH = cf.Mesh(dp=2)
@@ -41,7 +41,7 @@ def test_a_right_step_in_half_precision_needs_none_inside_float64_either(optimiz
 def test_a_leaf_is_allowed_what_it_was_computed_through() -> None:
     step = cf.shard(lambda x: (x * 2, x.to(torch.bfloat16).double() * 2, x.float().sum(0).double()), MESH, in_specs=("(dp a) b",))
     x = torch.randn(4, 4, dtype=torch.float64)
-    bounds = Bounds(step.lower(x), (x,), 0)
+    bounds = OutputTolerances(step.lower(x), (x,), 0)
     allowed = [bounds.of(k, out) for k, out in enumerate(step.eager(x))]
     assert allowed[0] == 1e-10 and allowed[2] == 1e-5
     assert isinstance(allowed[1], float) and 2.0**-9 < allowed[1] < 0.1
@@ -61,7 +61,7 @@ def test_a_wrong_step_is_found_in_half_precision(policy: Any) -> None:
     """Half of a gradient is missing: within the dtype's bound times max(1, ...), and not within what rounding does."""
     step_fn, state, batch = training(torch.optim.SGD)
     step = cf.shard(cf.precision(step_fn, policy), MESH, zero(3, "dp"))
-    bounds = Bounds(step.lower(state, batch), step.arguments((state, batch)), 0)
+    bounds = OutputTolerances(step.lower(state, batch), step.arguments((state, batch)), 0)
     looked = 0
     expected, _ = step.eager(state, batch)
     for position, (name, new) in enumerate(expected["params"].items()):
@@ -76,7 +76,7 @@ def test_a_wrong_step_is_found_in_half_precision(policy: Any) -> None:
 def test_small_results_in_half_precision_are_not_compared_with_one() -> None:
     step = cf.shard(lambda x: (x * 2,), MESH, in_specs=("(dp a) b",))
     x = torch.full((4, 4), 1e-3, dtype=torch.bfloat16)
-    bounds = Bounds(step.lower(x), (x,), 0)
+    bounds = OutputTolerances(step.lower(x), (x,), 0)
     assert cf.testing.check(step, x).worst == 0.0
     with pytest.raises(CheckError, match="differs by"):
         cf.testing.compare((x,), (x * 2,), "out", bounds=bounds)

@@ -7,26 +7,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colofunc.planner.recompute.chain import Back, Kept, Run, Stage, Table
+from colofunc.planner.recompute.chain import Back, ChainStage, ChainTable, KeepOption, Run
 
-UNIT, LOSS = Stage(1, 1, 1, (Kept(1, 0),)), Stage(0, 0, 0, (Kept(0, 0),))
+UNIT, LOSS = ChainStage(1, 1, 1, (KeepOption(1, 0),)), ChainStage(0, 0, 0, (KeepOption(0, 0),))
 # FIGURES: Rotor on L stages and a loss, x_0 counted in M.
 ROTOR = {4: {4: 13, 5: 10, 6: 8}, 8: {4: 43, 5: 26, 6: 22, 7: 20, 8: 19, 9: 18, 10: 16}}
 
 
 @pytest.mark.parametrize(("length", "memory", "seconds"), [(n, m, s) for n, row in ROTOR.items() for m, s in row.items()])
 def test_rotors_figures(length: int, memory: int, seconds: int) -> None:
-    found = Table([UNIT] * length + [LOSS], memory - 1, memory - 1).at(memory - 1)
+    found = ChainTable([UNIT] * length + [LOSS], memory - 1, memory - 1).at(memory - 1)
     assert found is not None and found.seconds == seconds
 
 
 def test_in_less_than_one_stage_needs_nothing_fits() -> None:
-    assert Table([UNIT] * 4 + [LOSS], 1, 1).at(1) is None
+    assert ChainTable([UNIT] * 4 + [LOSS], 1, 1).at(1) is None
 
 
 stages = st.builds(
-    lambda f, b, x, left, more, ways: Stage(
-        f, b, x, (Kept(x + more, 0), *(Kept(max(x, x + more - k), s, needs) for k, s, needs in ways)), left
+    lambda f, b, x, left, more, ways: ChainStage(
+        f, b, x, (KeepOption(x + more, 0), *(KeepOption(max(x, x + more - k), s, needs) for k, s, needs in ways)), left
     ),
     st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 2), st.integers(0, 3),
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.none() | st.integers(3, 9)), max_size=2),
@@ -37,7 +37,7 @@ chains = st.lists(stages, min_size=1, max_size=5) | equal_layers
 
 @settings(max_examples=90, deadline=None)
 @given(chains, st.integers(2, 20))
-def test_the_table_is_the_recursion(chain: list[Stage], memory: int) -> None:
+def test_the_table_is_the_recursion(chain: list[ChainStage], memory: int) -> None:
     @lru_cache(None)
     def c(i: int, j: int, m: int) -> float:
         best = float("inf")
@@ -52,16 +52,16 @@ def test_the_table_is_the_recursion(chain: list[Stage], memory: int) -> None:
                 best = min(best, run + c(k, j, m - chain[k - 1].out_bytes) + (c(i, k - 1, m - left[k]) if m >= left[k] else float("inf")))
         return best
 
-    found = Table(chain, memory, memory).at(memory)
+    found = ChainTable(chain, memory, memory).at(memory)
     assert (found.seconds if found else float("inf")) == c(0, len(chain) - 1, memory)
 
 
 @settings(max_examples=120, deadline=None)
 @given(chains, st.integers(4, 30), st.integers(1, 40))
 def test_an_order_runs_every_backward_once_with_what_it_needs_and_costs_what_it_says(
-    chain: list[Stage], memory: int, slots: int
+    chain: list[ChainStage], memory: int, slots: int
 ) -> None:
-    found = Table(chain, memory, slots).at(slots)
+    found = ChainTable(chain, memory, slots).at(slots)
     if found is None:
         return
     there, kept, spent, done = {0}, {}, 0.0, []  # inputs of stages that are there; stages that are kept, and how
@@ -89,7 +89,7 @@ def test_an_order_runs_every_backward_once_with_what_it_needs_and_costs_what_it_
 
 def test_what_is_left_is_rounded_to_slots_as_all_else_is() -> None:
     nbytes, memory = 659_659_290, 879_545_720  # three quarters, of which a float quotient would leave a little over
-    whole = Table([Stage(1, 1, 1, (Kept(1, 0),), nbytes)], memory, 200)
+    whole = ChainTable([ChainStage(1, 1, 1, (KeepOption(1, 0),), nbytes)], memory, 200)
     assert whole._left(0, 0).tolist() == [whole._slots(nbytes)] == [150]
     assert whole._slots(nbytes + 1) == 151
 
@@ -97,19 +97,22 @@ def test_what_is_left_is_rounded_to_slots_as_all_else_is() -> None:
 @pytest.mark.parametrize("nbytes", [50_436, *range(40_000, 60_000, 997)])
 def test_all_of_the_memory_is_as_many_slots_as_there_are(nbytes: int) -> None:
     """As a quotient 50,436 / 2,000 is a little less than it is."""
-    whole = Table([Stage(1, 1, 0, (Kept(0, 0, nbytes),))], nbytes, 2000)
+    whole = ChainTable([ChainStage(1, 1, 0, (KeepOption(0, 0, nbytes),))], nbytes, 2000)
     assert whole._slots(nbytes) == 2000 and len(list(whole.distinct())) == 1
 
 
 def test_equal_layers_are_solved_once() -> None:
-    layer = [Stage(f, 2 * f, x, (Kept(4 * x, 0), Kept(x, f)), x) for f, x in ((1, 3), (3, 2), (2, 5))]
-    rows = [len(Table([*layer * n, LOSS], 1000, 100).cost) for n in (10, 20, 40)]
+    layer = [ChainStage(f, 2 * f, x, (KeepOption(4 * x, 0), KeepOption(x, f)), x) for f, x in ((1, 3), (3, 2), (2, 5))]
+    rows = [len(ChainTable([*layer * n, LOSS], 1000, 100).cost) for n in (10, 20, 40)]
     assert rows[2] - rows[1] == 2 * (rows[1] - rows[0])  # linear in the number of layers, where pieces are quadratic
     assert rows[2] < 121 * 122 / 2 / 10
 
 
 def test_more_memory_never_costs_more() -> None:
-    chain = [Stage(f, 2 * f, x, (Kept(4 * x, 0), Kept(2 * x, f / 4), Kept(x, f))) for f, x in itertools.product((1, 3), (2, 5))] * 3
-    whole = Table(chain, 400, 400)
+    chain = []
+    for f, x in itertools.product((1, 3), (2, 5)):
+        chain.append(ChainStage(f, 2 * f, x, (KeepOption(4 * x, 0), KeepOption(2 * x, f / 4), KeepOption(x, f))))
+    chain *= 3
+    whole = ChainTable(chain, 400, 400)
     costs = [s.seconds if (s := whole.at(m)) else float("inf") for m in range(401)]
     assert costs == sorted(costs, reverse=True) and costs[-1] == sum(s.forward_s + s.backward_s for s in chain)

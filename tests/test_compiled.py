@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import colofunc as cf
 from colofunc.executors.compiled import compile_segments, graph_of, shared
-from colofunc.executors.segments import LONGEST, Piece, pieces
+from colofunc.executors.segments import LONGEST, SegmentPiece, pieces
 from colofunc.executors.simulated import SimulatedProgram
 from colofunc.mesh import Mesh
 from colofunc.ops.define import FOR_COMPILERS, KERNELS
@@ -331,7 +331,7 @@ def test_a_graph_is_made_for_the_device_of_its_operands():
         Node("aten.add.Tensor", (R(0), R(1)), (), (3,)),
         Node("aten.add.Tensor", (R(3), R(2)), (), (4,)),
     )
-    graph = graph_of(Piece(0, 4, (), nodes, (0,), (4,), ()), torch.device("meta"))
+    graph = graph_of(SegmentPiece(0, 4, (), nodes, (0,), (4,), ()), torch.device("meta"))
     assert graph(torch.empty(4, dtype=torch.float64, device="meta"))[0].device.type == "meta"
 
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colofunc.errors import DiskError
-from colofunc.executors.disk.layout import Layout, disk_bytes
+from colofunc.executors.disk.layout import DiskLayout, disk_bytes
 from colofunc.executors.disk.store import DiskStore
 from colofunc.executors.pages import pages
 
@@ -225,5 +225,5 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
 
 
 def test_layout_begins_every_chunk_at_a_page() -> None:
-    layout = Layout.of([5000, 0, 8], PAGE)
+    layout = DiskLayout.of([5000, 0, 8], PAGE)
     assert layout.offsets == (0, 8192, 8192, 12288) and layout.blocks == (0, 2, 2, 3)

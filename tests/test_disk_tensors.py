@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from colofunc.errors import DiskError
-from colofunc.executors.disk.tensors import Room, Scratch, Staging, reading, unread, writing
-from colofunc.planner.offload.residency import Item, Links, Move, Trace
-from colofunc.planner.offload.timeline import Lanes, play
+from colofunc.executors.disk.tensors import ChunkRoom, Scratch, Staging, reading, unread, writing
+from colofunc.planner.offload.residency import Links, OffloadItem, ScheduledCopy, Trace
+from colofunc.planner.offload.timeline import TraceLanes, play
 
 
 def test_a_disk_has_one_queue_for_both_directions() -> None:
-    items = (Item(8, True, (0,), writes={0}), Item(8, True, (2,)))
+    items = (OffloadItem(8, True, (0,), writes={0}), OffloadItem(8, True, (2,)))
     trace = Trace(seconds=(1.0, 1.0, 1.0), host=(), base=(0, 0, 0), items=items)
-    moves = (Move(0, "fetch", 0, 0), Move(0, "store", 1, 3), Move(1, "fetch", 1, 2))
+    moves = (ScheduledCopy(0, "fetch", 0, 0), ScheduledCopy(0, "store", 1, 3), ScheduledCopy(1, "fetch", 1, 2))
     # 4 s of reading, 1 s of work; then two engines move 4 s beside one another, one queue 8 s; the last position takes 1 s.
-    seconds = [play(Lanes(trace), moves, Links(2.0, 2.0, 0.0, queue)).makespan for queue in (False, True)]
+    seconds = [play(TraceLanes(trace), moves, Links(2.0, 2.0, 0.0, queue)).makespan for queue in (False, True)]
     assert seconds == [5.0 + 4.0 + 1.0, 5.0 + 8.0 + 1.0]
 
 
@@ -35,7 +35,7 @@ def test_buffers_are_given_again_and_never_more_than_were_needed_at_once() -> No
 
 def test_operators_read_it_and_writes_are_waited_for(tmp_path: Path) -> None:
     x = torch.randn(5, 7, dtype=torch.float64)
-    there = Room(tmp_path, [x.nbytes]).keep(x)
+    there = ChunkRoom(tmp_path, [x.nbytes]).keep(x)
     assert torch.equal(there, x) and torch.equal(there + 1, x + 1) and torch.equal(there.t()[2], x[:, 2])
     assert torch.empty_like(there).shape == (5, 7) and there.tolist() == x.tolist()
     moving = writing(there, 2 * x)

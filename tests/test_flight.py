@@ -24,7 +24,7 @@ from colofunc.executors import flight as flights
 from colofunc.executors import lookout, watch
 from colofunc.executors.backend import backend_for
 from colofunc.executors.flight import Flight, abort_all
-from colofunc.executors.places import Place, place_of, write_on_gpu, write_place
+from colofunc.executors.places import RankProgress, place_of, write_on_gpu, write_place
 from colofunc.executors.presence import Limits
 
 
@@ -117,9 +117,9 @@ class Store(dict[str, Any]):
 
 def test_a_step_is_done_where_it_has_passed_on_the_gpu() -> None:
     store = Store()
-    assert place_of(store, 1) == Place()
+    assert place_of(store, 1) == RankProgress()
     write_place(store, 1, 7, "after step 7 (train)", 7)
-    assert place_of(store, 1) == Place(7, "after step 7 (train)", 7) and place_of(store, 1).words == "after step 7 (train)"
+    assert place_of(store, 1) == RankProgress(7, "after step 7 (train)", 7) and place_of(store, 1).words == "after step 7 (train)"
     write_on_gpu(store, 1, 4, "in all_gather of a, in step 5 (train)")
     assert place_of(store, 1).done == 4
     assert place_of(store, 1).words == "after step 7 (train); its GPU is in all_gather of a, in step 5 (train)"

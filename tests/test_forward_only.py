@@ -7,7 +7,7 @@ import torch
 from matrix import CONTEXT, TENSOR, ZERO, Cell, mesh_of, module_of, staged, step_of
 
 import colofunc as cf
-from colofunc.executors.backend import Simulated
+from colofunc.executors.backend import SimulatedBackend
 from colofunc.executors.distributed import overlapped
 from colofunc.executors.simulated import SimulatedProgram
 from colofunc.testing.check import run_reference
@@ -48,12 +48,12 @@ def expected(cell: Cell) -> tuple[float, torch.Tensor]:
     return float(loss), logits
 
 
-def compile_as_real_ranks(self: Simulated, program: Any, mesh: cf.Mesh) -> SimulatedProgram:
+def compile_as_real_ranks(self: SimulatedBackend, program: Any, mesh: cf.Mesh) -> SimulatedProgram:
     return SimulatedProgram(overlapped(program), mesh)
 
 
 def check(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Simulated, "compile", compile_as_real_ranks)
+    monkeypatch.setattr(SimulatedBackend, "compile", compile_as_real_ranks)
     torch.testing.assert_close(evaluated(cell), expected(cell), atol=1e-10, rtol=0)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import colofunc as cf
 from colofunc.errors import InputError, PlanError
-from colofunc.ops.saved_activations import NUMBERS, Groups, group_of, pack_saved, widen_saved
+from colofunc.ops.saved_activations import NUMBERS, ScaleGroups, group_of, pack_saved, widen_saved
 from colofunc.program.passes.rounded_parameters import gathered_bytes, groups_of
 
 Chain = Callable[[Any], Any]
@@ -100,7 +100,7 @@ def test_it_stands_beside_every_other_transform_in_either_order(name: str) -> No
 
 
 def test_a_table_that_ranks_share_by_columns_has_groups_that_they_do_not_cut() -> None:
-    assert groups_of((768, 3072)) == Groups(1, 128) and groups_of((50257, 768)) == Groups(1, 32)
+    assert groups_of((768, 3072)) == ScaleGroups(1, 128) and groups_of((50257, 768)) == ScaleGroups(1, 32)
     assert groups_of((64, 64, 8, 8)) == group_of((64, 64, 8, 8)) and groups_of((4096,)) is None
     model = cf.functional(nn.Embedding(33, 256))
     step, state = cf.train_step(model, cf.adapt(torch.optim.SGD, lr=LR), lambda out: out.square().mean())

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 import colofunc as cf
-from colofunc.compiler.guard import Given, Guard
+from colofunc.compiler.guard import CallLeaves, Guard
 from colofunc.program.tracing.tree import flatten, map_tensors, unflatten, walk
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -163,7 +163,7 @@ class Counted:
         """(state behind the call, what there is to compare)."""
         ask = Guard.given
 
-        def told(guard: Guard, args: tuple[Any, ...]) -> Given | None:
+        def told(guard: Guard, args: tuple[Any, ...]) -> CallLeaves | None:
             given = ask(guard, args) if self.guarded else None
             self.let_through |= given is not None
             return given

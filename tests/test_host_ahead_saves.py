@@ -10,9 +10,9 @@ from test_offload import training
 
 import colofunc as cf
 from colofunc.executors.copies import COPIER
-from colofunc.executors.disk.tensors import Room
+from colofunc.executors.disk.tensors import ChunkRoom
 from colofunc.functional.checkpoint import staging
-from colofunc.functional.checkpoint.files import Item
+from colofunc.functional.checkpoint.files import PieceToWrite
 from colofunc.spec.regions import Region
 
 D = torch.float64
@@ -67,8 +67,8 @@ def test_a_state_on_a_mesh_is_saved_while_it_is_written_to(tmp_path: Path) -> No
             assert torch.equal(cf.load(tmp_path / f"{seed}-{k}")["x"], torch.arange(8.0, dtype=D) * 2**k)
 
 
-def items_of(tensors: list[torch.Tensor]) -> list[Item]:
-    return [Item(f"x{k}", x.dtype, Region.whole(x.shape), lambda x=x: x) for k, x in enumerate(tensors)]
+def items_of(tensors: list[torch.Tensor]) -> list[PieceToWrite]:
+    return [PieceToWrite(f"x{k}", x.dtype, Region.whole(x.shape), lambda x=x: x) for k, x in enumerate(tensors)]
 
 
 def test_a_save_that_is_waited_for_stages_a_window_ahead_in_bounded_memory() -> None:
@@ -159,7 +159,7 @@ def test_a_buffer_that_a_card_still_reads_is_not_read_into(tmp_path: Path) -> No
     for seed in range(2):
         with Machine(seed=seed) as machine:
             device = torch.device("cuda", 0)
-            room = Room(tmp_path, [800] * 6)
+            room = ChunkRoom(tmp_path, [800] * 6)
             parts = [room.keep(torch.full((100,), float(k), dtype=D)) for k in range(6)]
             found = []
             for part in parts:

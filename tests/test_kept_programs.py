@@ -11,14 +11,14 @@ import colofunc as cf
 from colofunc.compiler import completion
 from colofunc.compiler.kept_programs import KeptPrograms
 from colofunc.program.ir import Program
-from colofunc.program.passes.buckets import Most
+from colofunc.program.passes.buckets import BucketLimit
 
 
 def test_what_is_packed_serves_every_limit_that_allows_the_same_buckets() -> None:
     """Collectives of 50 and 200 bytes were asked about: limits from 50 to 199 bytes are one."""
     kept, local, packed = KeptPrograms(), Program((), (), (), {}), []
 
-    def pack(most: Most) -> tuple[Program, tuple[()]]:
+    def pack(most: BucketLimit) -> tuple[Program, tuple[()]]:
         packed.append(most.nbytes)
         most.allows(50)
         most.allows(200)

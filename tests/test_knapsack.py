@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from colofunc.planner.schemes import Item, Picked, least_cost
+from colofunc.planner.schemes import Picked, SchemeOption, least_cost
 
 
-def by_search(groups: list[list[Item]], limits: tuple[float, ...]) -> float:
+def by_search(groups: list[list[SchemeOption]], limits: tuple[float, ...]) -> float:
     """The least cost of all choices that keep to the limits; infinite where none does."""
     best = math.inf
     for choice in itertools.product(*groups):
@@ -30,8 +30,8 @@ def test_it_costs_what_a_search_finds(seed: int, resources: int) -> None:
 
     groups = []
     for _ in range(5):
-        group = [Item(number(9) * 10.0 ** -number(7), tuple(number(50) * 1024 for _ in range(resources))) for _ in range(number(5))]
-        groups.append([*group, Item(0.0, (60 * 1024,) * resources)])
+        group = [SchemeOption(number(9) * 10.0 ** -number(7), tuple(number(50) * 1024 for _ in range(resources))) for _ in range(number(5))]
+        groups.append([*group, SchemeOption(0.0, (60 * 1024,) * resources)])
     tried = 0
     for share in (0.02, 0.3, 0.5, 0.7, 0.9, 1.0):
         limits = tuple(int(share * 5 * 60 * 1024) for _ in range(resources))
@@ -46,7 +46,7 @@ def test_it_costs_what_a_search_finds(seed: int, resources: int) -> None:
 
 def test_a_limit_is_kept_to_the_byte() -> None:
     """One byte less than what the better choice takes."""
-    groups = [[Item(0.0, (10**12 + 1,)), Item(1.0, (1,))], [Item(0.0, (10**12,)), Item(1e-3, (1,))]]
+    groups = [[SchemeOption(0.0, (10**12 + 1,)), SchemeOption(1.0, (1,))], [SchemeOption(0.0, (10**12,)), SchemeOption(1e-3, (1,))]]
     for limit, wanted in ((2 * 10**12 + 1, 0.0), (2 * 10**12, 1e-3), (10**12 + 1, 1.0), (2, 1.001)):
         found = least_cost(groups, (limit,))
         assert found is not None and found.cost <= wanted + 1e-12, limit

@@ -12,9 +12,9 @@ from torch import nn
 
 import colofunc as cf
 from colofunc.compiler.least_budget import Trial, least_budget
-from colofunc.planner.recompute.policies import NAMED, Policy
+from colofunc.planner.recompute.policies import NAMED, RecomputePolicy
 
-POLICIES: tuple[str | Policy, ...] = (*NAMED, cf.every(2), cf.every(4))
+POLICIES: tuple[str | RecomputePolicy, ...] = (*NAMED, cf.every(2), cf.every(4))
 
 
 class Net(nn.Module):

@@ -12,43 +12,44 @@ from test_offload import one, peak, training
 import colofunc as cf
 from colofunc.mesh.sizes import parse_bytes
 from colofunc.planner.offload import least_traffic as solver
-from colofunc.planner.offload.evict import Facts, Stay, evict, spread
+from colofunc.planner.offload.evict import Stay, TraceFacts, evict, spread
 from colofunc.planner.offload.least_traffic import Programs, least_bytes, least_traffic
-from colofunc.planner.offload.residency import SKETCH, Item, Links, Search, Trace, reside
+from colofunc.planner.offload.residency import SKETCH, Links, OffloadItem, ResidencySearch, Trace, reside
 
 LINKS = Links(4.0, 4.0, 0.0)
 
 
 def moved(trace: Trace, room: int, stay: float = 1.0) -> int:
-    facts = Facts(trace)
+    facts = TraceFacts(trace)
     residents, stays = least_traffic(facts, room, stay)
     return sum(facts.nbytes[c.item] for c in spread(facts, stays, residents, room, LINKS)[1])
 
 
 def test_what_was_written_stays_and_what_has_its_copy_leaves() -> None:
     """Both are needed again at the end; Belady would drop the value that was made, which is needed last, and store it first."""
-    trace = Trace((1.0,) * 5, (), (0, 0, 4, 0, 0), (Item(4, False, (0, 4)), Item(4, True, (1, 3), stays=False)))
+    trace = Trace((1.0,) * 5, (), (0, 0, 4, 0, 0), (OffloadItem(4, False, (0, 4)), OffloadItem(4, True, (1, 3), stays=False)))
     assert moved(trace, 12) == 4 and moved(trace, 8) == 8
-    facts = Facts(trace)
+    facts = TraceFacts(trace)
     assert len(spread(facts, evict(facts, 8, ()), (), 8, LINKS)[1]) == 3
 
 
 def test_state_stays_where_that_saves_both_of_its_copies() -> None:
-    trace = Trace((1.0,) * 4, (), (0,) * 4, (Item(4, True, (1,), {1}), Item(4, True, (2,)), Item(4, True, (3,))))
-    facts = Facts(trace)
+    trace = Trace((1.0,) * 4, (), (0,) * 4, (OffloadItem(4, True, (1,), {1}), OffloadItem(4, True, (2,)), OffloadItem(4, True, (3,))))
+    facts = TraceFacts(trace)
     assert least_traffic(facts, 8, 1.0)[0] == [0] and moved(trace, 8) == 8
     assert least_traffic(facts, 8, 0.0)[0] == [] and moved(trace, 8, 0.0) == 16
 
 
 def test_fixed_items_keep_their_room() -> None:
-    trace = Trace((1.0,) * 3, (), (0,) * 3, (Item(4, True, (1,), fixed=True), Item(4, False, (0, 2), fixed=True), Item(4, True, (0, 2))))
-    residents, stays = least_traffic(Facts(trace), 8)
+    items = (OffloadItem(4, True, (1,), fixed=True), OffloadItem(4, False, (0, 2), fixed=True), OffloadItem(4, True, (0, 2)))
+    trace = Trace((1.0,) * 3, (), (0,) * 3, items)
+    residents, stays = least_traffic(TraceFacts(trace), 8)
     assert residents == [0] and stays[1] == [Stay(0, 2, 1, True, 0)] and len(stays[2]) == 2
 
 
 def least(trace: Trace, room: int) -> int:
     """Fewest bytes of all choices of gaps: what is kept lies in the room, what is not is fetched, and stored once a value."""
-    facts, best = Facts(trace), 10**9
+    facts, best = TraceFacts(trace), 10**9
     gaps = [(i, k) for i in range(len(trace.items)) for k in range(len(facts.uses[i]) - 1)]
     able = [i for i, item in enumerate(trace.items) if item.home and item.stays and facts.uses[i]]
     for kept, stay in product(product((0, 1), repeat=len(gaps)), product((0, 1), repeat=len(able))):
@@ -68,7 +69,7 @@ def least(trace: Trace, room: int) -> int:
     return best
 
 
-def copied(facts: Facts, i: int, on: set[tuple[int, int]]) -> int:
+def copied(facts: TraceFacts, i: int, on: set[tuple[int, int]]) -> int:
     item, uses = facts.trace.items[i], facts.uses[i]
     fetches = (1 if item.home and uses else 0) + sum((i, k) not in on for k in range(len(uses) - 1))
     writes = sorted({*item.writes, *(() if item.home else uses[:1])})
@@ -87,22 +88,22 @@ def test_of_one_size_nothing_copies_less(seed: int) -> None:
     for k in range(3):
         uses = tuple(sorted(random.sample(range(size), random.randint(1, 3))))
         home = k > 0 and random.random() < 0.7
-        items.append(Item(1, home, uses, {p for p in uses if random.random() < 0.4}, stays=random.random() < 0.7))
+        items.append(OffloadItem(1, home, uses, {p for p in uses if random.random() < 0.4}, stays=random.random() < 0.7))
     trace = Trace((1.0,) * size, (), (0,) * size, tuple(items))
-    room = max(2, int(Facts(trace).needed.max()))
+    room = max(2, int(TraceFacts(trace).needed.max()))
     assert moved(trace, room) == least(trace, room)
-    assert least_bytes(Facts(trace), room) == least(trace, room)
+    assert least_bytes(TraceFacts(trace), room) == least(trace, room)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_of_any_sizes_nothing_copies_less_than_what_is_said(seed: int) -> None:
     random, size = Random(seed), 6
-    items = [
-        Item(random.randint(1, 9), k < 2, tuple(sorted(random.sample(range(size), random.randint(1, 3)))), stays=random.random() < 0.7)
-        for k in range(3)
-    ]
+    items = []
+    for k in range(3):
+        nbytes, reads = random.randint(1, 9), tuple(sorted(random.sample(range(size), random.randint(1, 3))))
+        items.append(OffloadItem(nbytes, k < 2, reads, stays=random.random() < 0.7))
     trace = Trace((1.0,) * size, (), tuple(random.randint(0, 4) for _ in range(size)), tuple(items))
-    facts = Facts(trace)
+    facts = TraceFacts(trace)
     room = int((facts.needed + facts.base).max()) + random.randint(0, 6)
     assert 0 <= least_bytes(facts, room) <= least(trace, room) <= moved(trace, room)
     assert least_bytes(facts, 10**6) == least(trace, 10**6)
@@ -112,9 +113,9 @@ def test_of_any_sizes_nothing_copies_less_than_what_is_said(seed: int) -> None:
 def test_plans_with_slack_hold_their_budget_and_move_no_more(seed: int) -> None:
     random = Random(seed)
     uses = [tuple(sorted(random.sample(range(30), random.randint(1, 4)))) for _ in range(12)]
-    items = tuple(Item(random.randint(1, 5), random.random() < 0.6, u, {p for p in u if random.random() < 0.3}) for u in uses)
+    items = tuple(OffloadItem(random.randint(1, 5), random.random() < 0.6, u, {p for p in u if random.random() < 0.3}) for u in uses)
     trace = Trace((1.0,) * 30, (), (0,) * 30, items)
-    budget = int(Facts(trace).needed.max()) + 6
+    budget = int(TraceFacts(trace).needed.max()) + 6
     fast, lean = reside(trace, budget, LINKS), reside(trace, budget, LINKS, 0.5)
     for found in (fast, lean):
         check(trace, found, budget)
@@ -124,18 +125,18 @@ def test_plans_with_slack_hold_their_budget_and_move_no_more(seed: int) -> None:
 def drawn(seed: int) -> tuple[Trace, int]:
     random = Random(seed)
     uses = [tuple(sorted(random.sample(range(30), random.randint(1, 4)))) for _ in range(12)]
-    items = tuple(Item(random.randint(1, 5), random.random() < 0.6, u, {p for p in u if random.random() < 0.3}) for u in uses)
+    items = tuple(OffloadItem(random.randint(1, 5), random.random() < 0.6, u, {p for p in u if random.random() < 0.3}) for u in uses)
     trace = Trace((1.0,) * 30, (), (0,) * 30, items)
-    return trace, int(Facts(trace).needed.max()) + 6
+    return trace, int(TraceFacts(trace).needed.max()) + 6
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_solved_once_for_many_parts_of_the_state_saves_as_much_as_for_each(seed: int) -> None:
     trace, room = drawn(seed)
-    programs, parts = Programs(Facts(trace)), (1.0, 0.9, 0.7, 0.5, 0.3, 0.0)
+    programs, parts = Programs(TraceFacts(trace)), (1.0, 0.9, 0.7, 0.5, 0.3, 0.0)
 
     def saved(part: float) -> float:
-        one = solver._GapProgram(Facts(trace), room, part)
+        one = solver._GapProgram(TraceFacts(trace), room, part)
         return sum(x * n for x, n in zip(one.solve() or (), one.saved, strict=True))
 
     found = [programs.at(room, part) for part in parts]
@@ -147,10 +148,10 @@ def test_what_is_solved_once_for_many_parts_of_the_state_saves_as_much_as_for_ea
 def test_a_linear_program_that_takes_too_long_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     trace, room = drawn(3)
     monkeypatch.setattr(solver, "ITERATIONS", 1)
-    assert Programs(Facts(trace)).at(room, 1.0) is None and least_bytes(Facts(trace), room) == 0
+    assert Programs(TraceFacts(trace)).at(room, 1.0) is None and least_bytes(TraceFacts(trace), room) == 0
     for slack in (0.0, 0.5):
         check(trace, reside(trace, room, LINKS, slack), room)
-    search = Search(trace, room, LINKS)
+    search = ResidencySearch(trace, room, LINKS)
     search.sketch([point for point in SKETCH if point.fewest])
     assert search.best is None and search.gave_up
 

@@ -10,20 +10,20 @@ from colofunc_plugins import ring
 
 import colofunc as cf
 from colofunc.program.passes import mask_bands
-from colofunc.program.passes.bands import Band
+from colofunc.program.passes.bands import BandedTensor
 from colofunc.program.passes.simplify_known import Known
 from colofunc.program.tracing.trace import trace
 
 Make = Callable[[], torch.Tensor]
 
 
-def dense(band: Band) -> torch.Tensor:
+def dense(band: BandedTensor) -> torch.Tensor:
     columns = torch.arange(band.shape[-1])
     inside = (columns >= band.lo.unsqueeze(-1)) & (columns < band.hi.unsqueeze(-1))
     return torch.where(inside, band.inside, band.outside).expand(band.shape)
 
 
-def band_and_value(make: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[Band | None, torch.Tensor]:
+def band_and_value(make: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[BandedTensor | None, torch.Tensor]:
     """What a step makes, as a band where it can be one, with only vectors made on the way, and as it is."""
     program = trace(lambda x: (make(), x + 1), (torch.zeros(1),)).program
     value = Known(program).value(program.outputs[0])

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from colofunc import compat
 from colofunc.executors import messages
-from colofunc.executors.messages import Ahead, Batch, Buffers, Mail, Message, Receiver
+from colofunc.executors.messages import Batch, Buffers, Mail, Message, PostedActions, Receiver
 
 F32 = torch.float32
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def test_what_an_action_sends_goes_with_what_the_next_one_receives(monkeypatch: 
         return lambda: out
 
     # Part 0 receives a message of 8 numbers, part 1 sends one. What microbatch 0 received is kept to the last action.
-    ahead = Ahead([(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (0, 3)], batch, buffers)
+    ahead = PostedActions([(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (0, 3)], batch, buffers)
     receiver = Receiver(begin, ((8,), F32))
     ahead.receives(0, receiver, lambda microbatch: microbatch)
     kept = {}
@@ -98,7 +98,7 @@ def test_messages_of_two_actions_are_never_in_one_batch(monkeypatch: pytest.Monk
         batch.add(Message(dist.irecv, torch.zeros(1), 1, "there", tag))
         return lambda: torch.tensor(tag)
 
-    ahead = Ahead([(0, 0), (1, 0), (2, 0)], batch, Buffers())
+    ahead = PostedActions([(0, 0), (1, 0), (2, 0)], batch, Buffers())
     receivers = [Receiver(begin) for _ in range(3)]
     for part, receiver in enumerate(receivers):
         ahead.receives(part, receiver, lambda microbatch, part=part: part)

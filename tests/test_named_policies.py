@@ -20,12 +20,12 @@ from colofunc.compiler.decisions import Decided
 from colofunc.compiler.least_budget import Trial, least_budget
 from colofunc.planner.candidate import Fitted
 from colofunc.planner.recompute import fastest
-from colofunc.planner.recompute.policies import NAMED, Policy
+from colofunc.planner.recompute.policies import NAMED, RecomputePolicy
 from colofunc.plugins import build_registry
 from colofunc.program.ir import Program
 from colofunc.transforms.offload import BUILT_IN
 
-KEPT: tuple[str | Policy, ...] = (*NAMED, cf.every(1), cf.every(2), cf.every(3), cf.every(4), cf.every(8))
+KEPT: tuple[str | RecomputePolicy, ...] = (*NAMED, cf.every(1), cf.every(2), cf.every(3), cf.every(4), cf.every(8))
 TIERS = (*(name for name in BUILT_IN if name != "disk"), *build_registry().memory_policies)  # "disk" wants a directory
 
 

@@ -7,18 +7,18 @@ from test_budget import orders_of
 
 from colofunc.planner.recompute.chain import Back, Run
 from colofunc.planner.recompute.needs import measured
-from colofunc.planner.recompute.stages import Chain, chain_of
+from colofunc.planner.recompute.stages import ForwardChain, chain_of
 from colofunc.program.memory import memory
 from colofunc.program.passes.inplace import in_place
 
 
-def chain(name: str) -> Chain:
-    seen: list[Chain] = []
+def chain(name: str) -> ForwardChain:
+    seen: list[ForwardChain] = []
     orders_of(name, lambda program, node_s: seen.append(measured(chain_of(program, node_s))) or program)
     return seen[0]
 
 
-def counted(made: Chain, order: Any) -> int:
+def counted(made: ForwardChain, order: Any) -> int:
     return memory(in_place(made.replay(order))).peak_bytes["device"]
 
 

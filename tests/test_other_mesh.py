@@ -11,7 +11,7 @@ from colofunc.dtensor import tensor as dtensor
 from colofunc.executors.launch import launch
 from colofunc.spec.parts import holds
 from colofunc.spec.regions import count, region_of
-from colofunc.spec.transfer import Piece, Transfer
+from colofunc.spec.transfer import Transfer, TransferPiece
 
 MESHES = ({"a": 2}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2}, {})
 DTYPES = (torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.int8)
@@ -47,7 +47,7 @@ def laid(x: torch.Tensor, spec: str, mesh: cf.Mesh) -> cf.DTensor | None:
         return None
 
 
-def bytes_of(piece: Piece, itemsize: int) -> int:
+def bytes_of(piece: TransferPiece, itemsize: int) -> int:
     return itemsize * torch.Size(piece.shape).numel()
 
 

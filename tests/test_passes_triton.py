@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from colofunc.ops import fp8, grouped_device, triton_use
-from colofunc.ops.experts_parts import Weights
+from colofunc.ops.experts_parts import ExpertWeights
 from colofunc.ops.kernels import KernelCall, Like, choose
 from colofunc.ops.small_floats import E4M3, E5M2, LARGEST
 
@@ -158,7 +158,7 @@ def test_bytes_are_turned_around_and_units_are_those_of_torch() -> None:
     bits = torch.randint(0, 256, (1000, 3001), dtype=torch.uint8, device="cuda")
     assert torch.equal(transposed(bits), bits.t())
     h, da, scale = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((500, 2060), (500, 1030), (500, 1)))
-    w = Weights(h[:0], h[:0], None, None, "silu", gated=True, transposed=False)
+    w = ExpertWeights(h[:0], h[:0], None, None, "silu", gated=True, transposed=False)
     units, dh, dots = gated_backward(da, scale, h)
     want = w.activated(h)
     near = {"rtol": 2**-6, "atol": 2**-7}

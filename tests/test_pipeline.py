@@ -27,9 +27,9 @@ from colofunc.executors import messages
 from colofunc.executors.collective_starts import Group
 from colofunc.executors.distributed import Distributed, RankProgram
 from colofunc.executors.faults import FaultError, ask
-from colofunc.executors.groups import Groups
+from colofunc.executors.groups import ProcessGroups
 from colofunc.executors.launch import launch
-from colofunc.executors.messages import Ahead, Batch, Buffers, Mail, Receiver
+from colofunc.executors.messages import Batch, Buffers, Mail, PostedActions, Receiver
 from colofunc.executors.simulated import SimulatedProgram, distinct
 from colofunc.mesh.sizes import size_text
 from colofunc.planner.offload.fastest import _Offloading
@@ -179,7 +179,7 @@ def test_what_the_next_action_receives_is_posted_before_an_action() -> None:
         log.append(f"post {tag}")
         return lambda: torch.tensor(tag)
 
-    receiver, ahead = Receiver(begin), Ahead([(0, 0), (1, 0), (0, 1), (1, 1)], Batch(Mail()), Buffers())
+    receiver, ahead = Receiver(begin), PostedActions([(0, 0), (1, 0), (0, 1), (1, 1)], Batch(Mail()), Buffers())
     ahead.receives(1, receiver, lambda microbatch: 10 + microbatch)
     for _ in range(2):  # steps
         for part, microbatch in ahead:
@@ -201,7 +201,7 @@ def bytes_of_messages(loop: Loop) -> list[int]:
     spans, numbers = list(timetable.spans()), {kind: k for k, kind in enumerate(timetable.parts)}
     order = [(numbers[action.stage, action.kind], action.microbatch) for action in timetable.table.rows[0]]
     buffers = Buffers()
-    ahead, receivers = Ahead(order, Batch(Mail()), buffers), dict[int, Receiver]()
+    ahead, receivers = PostedActions(order, Batch(Mail()), buffers), dict[int, Receiver]()
     memory_of = aliases(loop.body)
     readers: dict[int, set[int]] = {}  # node that receives -> it and those that read its memory
     rooms = {}
@@ -252,7 +252,7 @@ def test_messages_that_are_posted_ahead_are_counted_on_real_ranks(schedule: str)
 
 def test_no_step_begins_behind_one_that_raised_behind_its_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a loop or outside of one; that of another program on the same ranks neither: equal tags are taken in the order of sending."""
-    groups = Groups(cf.Mesh(pp=2), 1, {}, 1.0)
+    groups = ProcessGroups(cf.Mesh(pp=2), 1, {}, 1.0)
     monkeypatch.setattr(groups, "of", lambda axes: Group(None, (0, 1), 1, None, None))
     monkeypatch.setattr(messages, "begin_together", lambda begun: [setattr(one, "works", ()) for one in begun])
     receive = groups.receiver(("pp",), 0, (2,), torch.float32, torch.device("cpu"))
@@ -283,7 +283,7 @@ def test_meshes_of_a_process_share_what_is_under_way() -> None:
 def test_a_program_that_sends_outside_of_loops_does_not_begin_there_either() -> None:
     step, state, batch = mlp(8)
     program = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=2).lower(state, batch).program
-    groups = Groups(cf.Mesh(pp=2), 1, {}, 1.0)
+    groups = ProcessGroups(cf.Mesh(pp=2), 1, {}, 1.0)
     with pytest.raises(FaultError), cf.testing.fail(rank=1, at="send"), groups.messages():
         groups.mail.under_way = True
         ask("send", (1,))
@@ -636,9 +636,9 @@ def messages_of_a_step(ranks: int) -> dict[str, tuple[int, ...]]:
     """By schedule: activations and gradients that a rank sent in a step, of them those that it copied for that; messages that it received
     into memory of another one, and batches that had several messages in them."""
     counts = [0, 0, 0, 0]
-    sender, take, begin_together = Groups.sender, Buffers.take, messages.begin_together
+    sender, take, begin_together = ProcessGroups.sender, Buffers.take, messages.begin_together
 
-    def counting(groups: Groups, axes: Any, targets: Any, own_tag: int) -> Any:
+    def counting(groups: ProcessGroups, axes: Any, targets: Any, own_tag: int) -> Any:
         send = sender(groups, axes, targets, own_tag)
 
         def counted(x: torch.Tensor, tag: int, last: bool = False, begin: bool = True) -> torch.Tensor:
@@ -659,7 +659,7 @@ def messages_of_a_step(ranks: int) -> dict[str, tuple[int, ...]]:
         begin_together(some)
 
     found = {}
-    with mock.patch.multiple(Groups, sender=counting), mock.patch.multiple(Buffers, take=taken):
+    with mock.patch.multiple(ProcessGroups, sender=counting), mock.patch.multiple(Buffers, take=taken):
         with mock.patch.multiple(messages, begin_together=begun):
             for schedule in ("1f1b", "zb-v"):
                 step, state, batch = mlp(8)
@@ -802,15 +802,15 @@ def is_killed_in_a_step() -> None:
     chain = cf.pipeline(cf.shard(step, cf.Mesh(pp=2)), microbatches=8, schedule="zb-v")
     state, _ = chain(chain.init(state, batch), batch)
     if cf.Mesh(pp=2).rank == 1:
-        begun = Ahead.__iter__
+        begun = PostedActions.__iter__
 
-        def until_the_ninth(ahead: Ahead) -> Iterator[tuple[int, int]]:
+        def until_the_ninth(ahead: PostedActions) -> Iterator[tuple[int, int]]:
             for count, action in enumerate(begun(ahead)):
                 if count == 8:
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield action
 
-        Ahead.__iter__ = until_the_ninth
+        PostedActions.__iter__ = until_the_ninth
     chain(state, batch)
     time.sleep(30)  # the watch ends this rank
 

@@ -16,9 +16,9 @@ from pipelined import loop_of, mlp
 from test_pipeline import losses_of_one_device
 
 import colofunc as cf
-from colofunc.executors.groups import Groups
+from colofunc.executors.groups import ProcessGroups
 from colofunc.executors.launch import launch
-from colofunc.executors.messages import Ahead, Receiver
+from colofunc.executors.messages import PostedActions, Receiver
 from colofunc.program.ir import Loop
 from colofunc.program.places import RECEIVE, SEND, on_rank
 
@@ -118,7 +118,7 @@ class Recorded:
 
 def done_in_a_step(schedules: tuple[str, ...]) -> dict[str, tuple[list[str], list[float]]]:
     """By schedule, (what this rank does in a step, the losses of that step and the next one)."""
-    begun, sender, received = Ahead.__iter__, Groups.sender, Receiver.__call__
+    begun, sender, received = PostedActions.__iter__, ProcessGroups.sender, Receiver.__call__
     found = {}
     for schedule in schedules:
         chain, state, batch = pipelined(schedule)
@@ -138,11 +138,11 @@ def done_in_a_step(schedules: tuple[str, ...]) -> dict[str, tuple[list[str], lis
             recorded.message(RECEIVE, tag)
             return received(receiver, tag)
 
-        def beginning(ahead: Ahead, recorded: Recorded = recorded) -> Iterator[tuple[int, int]]:
+        def beginning(ahead: PostedActions, recorded: Recorded = recorded) -> Iterator[tuple[int, int]]:
             return recorded.actions(begun(ahead))
 
-        patched = mock.patch.multiple(Ahead, __iter__=beginning), mock.patch.multiple(Receiver, __call__=receiving)
-        with patched[0], patched[1], mock.patch.multiple(Groups, sender=sending):
+        patched = mock.patch.multiple(PostedActions, __iter__=beginning), mock.patch.multiple(Receiver, __call__=receiving)
+        with patched[0], patched[1], mock.patch.multiple(ProcessGroups, sender=sending):
             state, metrics = chain(chain.init(state, batch), batch)
         _, next_metrics = chain(state, batch)
         found[schedule] = recorded.words, [float(metrics["loss"]), float(next_metrics["loss"])]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import product
 
 import pytest
-from colofunc_plugins.pipeline.local_search import Search, improve, least_s
+from colofunc_plugins.pipeline.local_search import OrderSearch, improve, least_s
 
 import colofunc as cf
 from bench.pipelines import INTERLEAVED, PAPER, SEARCHED, interleaved_spans
@@ -206,7 +206,7 @@ def test_local_search_plays_as_the_simulator_and_never_makes_a_step_slower(name:
         before = simulate(table, costs)
         cap = max(before.peak_bytes)
         for by_span in (False, True):
-            search = Search(table, costs, cap, by_span)
+            search = OrderSearch(table, costs, cap, by_span)
             takes_s = max(before.spans_s) if by_span else before.makespan_s
             assert search.takes_s(search.rows, search.play(search.rows)) == pytest.approx(takes_s, rel=1e-12)
             improved = improve(table, costs, cap, by_span)

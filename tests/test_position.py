@@ -8,18 +8,18 @@ import torch
 
 import colofunc as cf
 from colofunc.planner.sharding import assign
-from colofunc.planner.sharding.model import Model
+from colofunc.planner.sharding.model import PairwiseModel
 from colofunc.planner.sharding.search import Position, _sweep
 from colofunc.testing import models
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model() -> PairwiseModel:
     """The cost model of a small language model's step on four ranks, where memory has a price."""
-    found: list[Model] = []
+    found: list[PairwiseModel] = []
     real = assign.search
 
-    def noted(model: Model, *args: Any) -> list[int]:
+    def noted(model: PairwiseModel, *args: Any) -> list[int]:
         found.append(model)
         return real(model, *args)
 
@@ -34,13 +34,13 @@ def model() -> Model:
     return found[0].priced(rng.random(len(found[0].flows)) * 1e-9, extra)
 
 
-def drawn(model: Model, rng: np.random.Generator) -> dict[int, int]:
+def drawn(model: PairwiseModel, rng: np.random.Generator) -> dict[int, int]:
     classes = rng.choice(len(model.options), size=rng.integers(1, 4), replace=False).tolist()
     return {c: int(rng.integers(len(model.options[c]))) for c in classes}
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_after_any_moves_it_costs_what_the_model_says(model: Model, seed: int) -> None:
+def test_after_any_moves_it_costs_what_the_model_says(model: PairwiseModel, seed: int) -> None:
     rng = np.random.default_rng(seed)
     here, gains, losses = Position(model, [0] * len(model.options)), 0, 0
     for _ in range(300):
@@ -65,7 +65,7 @@ def test_after_any_moves_it_costs_what_the_model_says(model: Model, seed: int) -
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_sweep_that_knows_what_is_settled_makes_the_moves_of_one_that_does_not(model: Model, seed: int) -> None:
+def test_a_sweep_that_knows_what_is_settled_makes_the_moves_of_one_that_does_not(model: PairwiseModel, seed: int) -> None:
     rng = np.random.default_rng(seed)
     here, skipped, gains = Position(model, [0] * len(model.options)), 0, 0
     for turn in range(12):

@@ -19,7 +19,7 @@ from colofunc.env import Launch
 from colofunc.errors import CollectiveError, InputError
 from colofunc.executors import lookout, presence, rendezvous, watch
 from colofunc.executors.backend import backend_for
-from colofunc.executors.groups import Groups
+from colofunc.executors.groups import ProcessGroups
 from colofunc.executors.lifeline import Lifelines
 from colofunc.executors.places import place_of
 from colofunc.executors.presence import Limits, Process, last_words, ranks_text, started
@@ -280,7 +280,7 @@ def test_a_few_of_many_ranks_are_named():
 def test_groups_along_axes_have_the_same_limit(monkeypatch):
     made = []
     monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, timeout: made.append((ranks, timeout.total_seconds())))
-    Groups(cf.Mesh(dp=2, tp=2), 0, {"cpu": "gloo"}, 77.0).of(("tp",))
+    ProcessGroups(cf.Mesh(dp=2, tp=2), 0, {"cpu": "gloo"}, 77.0).of(("tp",))
     assert made == [([0, 1], 77.0), ([2, 3], 77.0)]
 
 

@@ -13,7 +13,7 @@ from pretended import Machine, on_card
 import colofunc as cf
 from colofunc.ops import random as R
 from colofunc.ops import random_kernels, triton_use
-from colofunc.ops.kernels import Planned
+from colofunc.ops.kernels import PlannedKernel
 
 SEED = torch.tensor(5)
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -161,7 +161,7 @@ def test_a_plan_counts_one_launch_and_no_memory_of_its_own() -> None:
         y = torch.nn.functional.dropout(x + torch.rand_like(x) + torch.randn_like(x), 0.1)
         return y * torch.bernoulli(torch.full_like(x, 0.5), 0.5) + torch.randperm(x.shape[1])
 
-    def planned(rows: int) -> dict[str, Planned]:
+    def planned(rows: int) -> dict[str, PlannedKernel]:
         low = cf.shard(step, cf.Mesh(topology="8xh100")).lower(torch.zeros(rows, 1024, dtype=torch.bfloat16))
         return {node.target: node.kernel for node in low.program.nodes if node.target in random_kernels.OPERATIONS}
 

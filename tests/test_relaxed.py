@@ -13,7 +13,7 @@ from colofunc.compiler.transform import Transform
 from colofunc.planner.candidate import Finish, Fitted
 from colofunc.planner.recompute import relaxed as solver
 from colofunc.planner.recompute.fastest import _bisect, _Proposals, _seconds, fit
-from colofunc.planner.recompute.relaxed import Piece, Rounds, relaxed, rounds_of, solve
+from colofunc.planner.recompute.relaxed import KeptMemory, Rounds, relaxed, rounds_of, solve
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.ir import Program
 from colofunc.program.memory import memory
@@ -77,7 +77,7 @@ def counted(program: Program, like: Fitted | None = None, moves: bool = True) ->
     return Fitted(done, memory(done).peak_bytes["device"], 0.0)
 
 
-def by_hand(pieces: list[Piece], others: tuple[int, ...]) -> Rounds:
+def by_hand(pieces: list[KeptMemory], others: tuple[int, ...]) -> Rounds:
     return Rounds(Program((), (), (), {}), (1,) * len(others), tuple(pieces), others, {}, {})
 
 
@@ -88,7 +88,7 @@ def drawn(seed: int) -> Rounds:
     sizes, costs = rng.integers(1, 4, n).tolist(), rng.integers(1, 5, n).tolist()
     made_of = [frozenset({v - 1} if v else ()) for v in range(n)]
     wanted = [frozenset({v, min(v + 1, n - 1), 2 * n - 1 - v}) for v in range(n)]
-    pieces = [Piece(v, sizes[v], float(costs[v]), made_of[v], v, wanted[v]) for v in range(n)]
+    pieces = [KeptMemory(v, sizes[v], float(costs[v]), made_of[v], v, wanted[v]) for v in range(n)]
     return by_hand(pieces, tuple(rng.integers(0, 2, 2 * n).tolist()))
 
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colofunc.errors import PlanError, ProgramError
-from colofunc.planner.offload.evict import Facts, evict, spread
-from colofunc.planner.offload.residency import Item, Links, Move, Residency, Trace, least_budget, reside
-from colofunc.planner.offload.timeline import Lanes, bytes_by_position, changes, device_uses, play
+from colofunc.planner.offload.evict import TraceFacts, evict, spread
+from colofunc.planner.offload.residency import Links, OffloadItem, Residency, ScheduledCopy, Trace, least_budget, reside
+from colofunc.planner.offload.timeline import TraceLanes, bytes_by_position, changes, device_uses, play
 
 LINKS = Links(4.0, 4.0, 0.0)
 FREE = Links(inf, inf, 0.0)
@@ -32,13 +32,14 @@ def exposed_s(trace: Trace, plan: Residency) -> float:
 
 
 def test_everything_fits_without_moves() -> None:
-    trace = Trace((1.0,) * 4, (), (0,) * 4, (Item(4, True, (0, 2), {2}), Item(4, True, (1, 3)), Item(2, False, (0, 3))))
+    items = (OffloadItem(4, True, (0, 2), {2}), OffloadItem(4, True, (1, 3)), OffloadItem(2, False, (0, 3)))
+    trace = Trace((1.0,) * 4, (), (0,) * 4, items)
     plan = reside(trace, 10, LINKS)
     assert (plan.moves, plan.residents, plan.peak_bytes, exposed_s(trace, plan)) == ((), {0, 1}, 10, 0.0)
 
 
 def test_an_impossible_budget_names_the_least_and_its_position() -> None:
-    trace = Trace((1.0,) * 3, (), (1, 2, 1), (Item(4, True, (0, 1)), Item(3, True, (1, 2))))
+    trace = Trace((1.0,) * 3, (), (1, 2, 1), (OffloadItem(4, True, (0, 1)), OffloadItem(3, True, (1, 2))))
     with pytest.raises(PlanError, match="least possible, 9 bytes: position 1 holds 2 bytes that cannot move and needs 7"):
         reside(trace, 8, LINKS)
     check(trace, reside(trace, 9, LINKS), 9)
@@ -47,30 +48,30 @@ def test_an_impossible_budget_names_the_least_and_its_position() -> None:
 @pytest.mark.parametrize(
     ("item", "says"),
     [
-        (Item(4, True, (1, 0)), "ascending positions below 2"),
-        (Item(4, True, (0, 2)), "ascending positions below 2"),
-        (Item(4, True, (0,), {1}), "none of its uses"),
-        (Item(4, True, (0,), (), {0}, fixed=True), "fixed on the device and needed on the host at \\[0\\]"),
-        (Item(4, True, (0,), held=((0, 1),)), "held over \\(\\(0, 1\\),\\); give ascending pairs of its uses on the device \\[0\\]"),
-        (Item(4, True, (0, 1), (), {1}, held=((0, 1),)), "ascending pairs of its uses on the device \\[0\\]"),
+        (OffloadItem(4, True, (1, 0)), "ascending positions below 2"),
+        (OffloadItem(4, True, (0, 2)), "ascending positions below 2"),
+        (OffloadItem(4, True, (0,), {1}), "none of its uses"),
+        (OffloadItem(4, True, (0,), (), {0}, fixed=True), "fixed on the device and needed on the host at \\[0\\]"),
+        (OffloadItem(4, True, (0,), held=((0, 1),)), "held over \\(\\(0, 1\\),\\); give ascending pairs of its uses on the device \\[0\\]"),
+        (OffloadItem(4, True, (0, 1), (), {1}, held=((0, 1),)), "ascending pairs of its uses on the device \\[0\\]"),
     ],
 )
-def test_a_trace_that_contradicts_itself_is_refused(item: Item, says: str) -> None:
+def test_a_trace_that_contradicts_itself_is_refused(item: OffloadItem, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         reside(Trace((1.0, 1.0), (), (0, 0), (item,)), 99, LINKS)
 
 
 def test_a_fetch_hides_under_the_position_before() -> None:
     """Neither fits beside what the other's position holds; four bytes take one second, the first one has nothing to hide under."""
-    trace = Trace((1.0, 1.0, 1.0), (), (5, 0, 4), (Item(4, True, (0,)), Item(4, True, (2,))))
+    trace = Trace((1.0, 1.0, 1.0), (), (5, 0, 4), (OffloadItem(4, True, (0,)), OffloadItem(4, True, (2,))))
     plan = reside(trace, 9, LINKS)
-    assert plan.residents == set() and plan.moves == (Move(0, "fetch", 0, 0), Move(1, "fetch", 1, 2))
+    assert plan.residents == set() and plan.moves == (ScheduledCopy(0, "fetch", 0, 0), ScheduledCopy(1, "fetch", 1, 2))
     assert (plan.seconds, exposed_s(trace, plan), plan.moved_bytes) == (4.0, 1.0, (8, 0))
 
 
 def test_the_state_that_is_updated_last_stays_so_that_no_store_is_left_at_the_end() -> None:
     """Position i updates item i. The first and the last stay: three slots are left, for a store, a use and a fetch at once."""
-    trace = Trace((2.0,) * 6, (), (0,) * 6, tuple(Item(4, True, (i,), {i}) for i in range(6)))
+    trace = Trace((2.0,) * 6, (), (0,) * 6, tuple(OffloadItem(4, True, (i,), {i}) for i in range(6)))
     plan = reside(trace, 20, LINKS)
     check(trace, plan, 20)
     assert {0, 5} <= plan.residents and exposed_s(trace, plan) == 0.0
@@ -78,7 +79,7 @@ def test_the_state_that_is_updated_last_stays_so_that_no_store_is_left_at_the_en
 
 def test_the_host_updates_while_the_device_goes_on() -> None:
     """A gradient (item 1) goes to the host, which updates state that never comes to the device."""
-    trace = Trace((1.0, 1.0, 5.0, 4.0), {2}, (0,) * 4, (Item(9, True, (2,), {2}, {2}), Item(4, False, (0, 2), (), {2})))
+    trace = Trace((1.0, 1.0, 5.0, 4.0), {2}, (0,) * 4, (OffloadItem(9, True, (2,), {2}, {2}), OffloadItem(4, False, (0, 2), (), {2})))
     plan = reside(trace, 4, LINKS)
     check(trace, plan, 4)
     assert [(m.item, m.kind, m.start, m.done) for m in plan.moves] == [(1, "store", 1, 2)]
@@ -86,7 +87,8 @@ def test_the_host_updates_while_the_device_goes_on() -> None:
 
 
 def test_fixed_items_stay() -> None:
-    trace = Trace((1.0,) * 4, (), (0,) * 4, (Item(4, True, (3,), fixed=True), Item(4, False, (0, 3), fixed=True), Item(4, True, (1, 2))))
+    items = (OffloadItem(4, True, (3,), fixed=True), OffloadItem(4, False, (0, 3), fixed=True), OffloadItem(4, True, (1, 2)))
+    trace = Trace((1.0,) * 4, (), (0,) * 4, items)
     assert least_budget(trace) == (12, 1)
     plan = reside(trace, 12, LINKS)
     check(trace, plan, 12)
@@ -95,7 +97,7 @@ def test_fixed_items_stay() -> None:
 
 def test_what_is_in_flight_stays_between_its_ends() -> None:
     """Without the span, item 0 would make room for item 1 between its uses; with it, both lie there."""
-    items = Item(4, True, (0, 3), stays=False), Item(6, True, (1,), stays=False)
+    items = OffloadItem(4, True, (0, 3), stays=False), OffloadItem(6, True, (1,), stays=False)
     apart = Trace((1.0,) * 4, (), (0,) * 4, items)
     assert least_budget(apart) == (6, 1)
     held = Trace((1.0,) * 4, (), (0,) * 4, (attrs.evolve(items[0], held=((0, 3),)), items[1]))
@@ -114,7 +116,7 @@ def test_elixirs_replay_takes_twelve_moves() -> None:
     """
     steps = [[0], [1, 2], [3], [3], [1, 2], [0]]
     uses = [tuple(p for p, step in enumerate(steps) if i in step) for i in range(4)]
-    trace = Trace((1.0,) * 6, (), (0,) * 6, tuple(Item(1, True, u, u, stays=False) for u in uses))
+    trace = Trace((1.0,) * 6, (), (0,) * 6, tuple(OffloadItem(1, True, u, u, stays=False) for u in uses))
     plan = reside(trace, 2, FREE)
     check(trace, plan, 2)
     assert [m.kind for m in plan.moves].count("fetch") == 6 and len(plan.moves) == 12
@@ -125,22 +127,22 @@ def test_elixirs_replay_takes_twelve_moves() -> None:
 
 def test_a_timeline_of_two_engines() -> None:
     """Fetch 8 bytes (2 s) under 1 s of compute, change them, store them under the last position."""
-    trace = Trace((1.0, 1.0, 3.0), (), (1, 1, 1), (Item(8, True, (1,), {1}),))
-    line = simulate(trace, (Move(0, "fetch", 0, 1), Move(0, "store", 2, 3)), (), LINKS)
+    trace = Trace((1.0, 1.0, 3.0), (), (1, 1, 1), (OffloadItem(8, True, (1,), {1}),))
+    line = simulate(trace, (ScheduledCopy(0, "fetch", 0, 1), ScheduledCopy(0, "store", 2, 3)), (), LINKS)
     assert [(i.start_s, i.end_s, i.index) for i in line.device] == [(0.0, 1.0, 0), (2.0, 3.0, 1), (3.0, 6.0, 2)]
     assert [(i.start_s, i.end_s) for i in (*line.to_device, *line.to_host)] == [(0.0, 2.0), (3.0, 5.0)]
     assert (line.makespan_s, line.device_bytes) == (6.0, (9, 9, 9))
 
 
 def test_a_fetch_waits_for_the_store_whose_bytes_it_takes() -> None:
-    trace = Trace((1.0, 1.0), (), (0, 0), (Item(4, True, (0,), {0}), Item(4, True, (1,))))
-    line = simulate(trace, (Move(0, "fetch", 0, 0), Move(0, "store", 1, 1), Move(1, "fetch", 1, 1)), (), LINKS)
+    trace = Trace((1.0, 1.0), (), (0, 0), (OffloadItem(4, True, (0,), {0}), OffloadItem(4, True, (1,))))
+    line = simulate(trace, (ScheduledCopy(0, "fetch", 0, 0), ScheduledCopy(0, "store", 1, 1), ScheduledCopy(1, "fetch", 1, 1)), (), LINKS)
     assert [i.start_s for i in line.to_device] == [0.0, 3.0] and line.makespan_s == 5.0
 
 
 def test_lanes_wait_for_each_others_writes_of_one_copy() -> None:
     """Position 1 (host) changes a host copy that position 0 (device) reads there: in order, no copies."""
-    trace = Trace((2.0, 1.0, 1.0), {1}, (0,) * 3, (Item(4, True, (0, 1), {1}, {0, 1}),), waits=((2, 1),))
+    trace = Trace((2.0, 1.0, 1.0), {1}, (0,) * 3, (OffloadItem(4, True, (0, 1), {1}, {0, 1}),), waits=((2, 1),))
     line = simulate(trace, (), (), LINKS)
     assert [(i.start_s, i.end_s) for i in (*line.device, *line.host)] == [(0.0, 2.0), (3.0, 4.0), (2.0, 3.0)]
 
@@ -172,7 +174,7 @@ def test_the_checker_refuses_plans_that_lost_a_move(change: str) -> None:
 
 
 def test_the_checker_refuses_a_peak_above_the_budget() -> None:
-    trace = Trace((1.0,), (), (3,), (Item(4, True, (0,)),))
+    trace = Trace((1.0,), (), (3,), (OffloadItem(4, True, (0,)),))
     plan = reside(trace, 7, LINKS)
     with pytest.raises(ProgramError, match="position 0 holds 7 bytes on the device, above 6"):
         check(trace, plan, 6)
@@ -190,7 +192,7 @@ def made(random: Random, positions: int, count: int, host: bool = False) -> Trac
         writes = {p for p in uses if random.random() < 0.4}
         there = {p for p in uses if random.random() < (0.9 if p in lane else 0.05 * host)}
         fixed = not there and random.random() < 0.05
-        items.append(Item(random.randint(1, 4), random.random() < 0.6, uses, writes, there, fixed))
+        items.append(OffloadItem(random.randint(1, 4), random.random() < 0.6, uses, writes, there, fixed))
     seconds = tuple(random.choice([0.0, 0.5, 1.0, 2.0]) for _ in range(positions))
     return Trace(seconds, lane, tuple(random.randint(0, 3) for _ in range(positions)), tuple(items))
 
@@ -227,7 +229,7 @@ def test_the_walk_that_places_copies_tells_the_timelines_time(seed: int) -> None
     trace = made(Random(seed), 12, 8, host=seed % 2 == 1)
     budget = least_budget(trace)[0] + 2
     fixed = [i for i, item in enumerate(trace.items) if item.fixed and item.home]
-    facts = Facts(trace)
+    facts = TraceFacts(trace)
     seconds, copies = spread(facts, evict(facts, budget, fixed), fixed, budget, LINKS)
     assert seconds == play(facts.lanes, [copy.move() for copy in copies], LINKS).makespan
 
@@ -236,8 +238,8 @@ def test_the_walk_that_places_copies_tells_the_timelines_time(seed: int) -> None
 @given(steps=st.lists(st.frozensets(st.integers(0, 5), min_size=1, max_size=2), min_size=1, max_size=12), room=st.integers(2, 4))
 def test_belady_fetches_as_little_as_any_choice_of_evictions(steps: list[frozenset[int]], room: int) -> None:
     uses = [tuple(p for p, step in enumerate(steps) if i in step) for i in range(6)]
-    trace = Trace((1.0,) * len(steps), (), (0,) * len(steps), tuple(Item(1, True, u) for u in uses))
-    fetches = sum(len(stays) for stays in evict(Facts(trace), room, ()))
+    trace = Trace((1.0,) * len(steps), (), (0,) * len(steps), tuple(OffloadItem(1, True, u) for u in uses))
+    fetches = sum(len(stays) for stays in evict(TraceFacts(trace), room, ()))
     least = {frozenset[int](): 0}
     for step in steps:
         after: dict[frozenset[int], int] = {}
@@ -254,15 +256,15 @@ def test_belady_fetches_as_little_as_any_choice_of_evictions(steps: list[frozens
 # ---- against every plan there is ----
 
 
-def plans_of(trace: Trace, index: int) -> list[tuple[tuple[Move, ...], bool, list[int]]]:
+def plans_of(trace: Trace, index: int) -> list[tuple[tuple[ScheduledCopy, ...], bool, list[int]]]:
     """Every valid set of up to three moves of one item (fetches awaited at their need), with its bytes at each position."""
     item, n = trace.items[index], len(trace.seconds)
     alone = attrs.evolve(trace, base=(0,) * n, items=(item,), waits=())
-    moves = [Move(0, "fetch", s, d) for d in device_uses(item) for s in range(d + 1)]
+    moves = [ScheduledCopy(0, "fetch", s, d) for d in device_uses(item) for s in range(d + 1)]
     for w in sorted(changes(item) - item.host_uses):
         for start, free in product(range(w + 1, n + 1), repeat=2):
             reads = [p for p in item.host_uses if start <= p <= free]
-            moves += [Move(0, "store", start, min([free, *reads]), free)] if start <= free else []
+            moves += [ScheduledCopy(0, "store", start, min([free, *reads]), free)] if start <= free else []
     out = []
     if item.home and not item.host_uses and item.uses:
         out.append(((), True, [item.nbytes] * n))
@@ -279,7 +281,7 @@ def plans_of(trace: Trace, index: int) -> list[tuple[tuple[Move, ...], bool, lis
 
 
 def least_makespan(trace: Trace, budget: int, links: Links) -> float:
-    lanes, best = Lanes(trace), inf
+    lanes, best = TraceLanes(trace), inf
     for choice in product(*(plans_of(trace, i) for i in range(len(trace.items)))):
         if max(map(sum, zip(trace.base, *(held for _, _, held in choice), strict=True))) <= budget:
             moves = [m for mine, _, _ in choice for m in mine]
@@ -300,7 +302,7 @@ def test_tiny_plans_are_nearly_always_the_best_there_is() -> None:
         for _ in range(random.randint(2, 3)):
             uses = sorted(random.sample(range(n), random.randint(1, 3)))
             writes = {p for p in uses if random.random() < 0.35}
-            items.append(Item(random.randint(1, 3), random.random() < 0.65, tuple(uses), writes, lane & set(uses)))
+            items.append(OffloadItem(random.randint(1, 3), random.random() < 0.65, tuple(uses), writes, lane & set(uses)))
         trace = Trace(tuple(random.choice([0.5, 1.0, 2.0]) for _ in range(n)), lane, (0,) * n, tuple(items))
         links = Links(random.choice([1.0, 4.0]), random.choice([1.0, 4.0]), 0.0)
         budget = least_budget(trace)[0] + seed % 2
@@ -338,8 +340,8 @@ def layered(layers: int) -> Trace:
     for layer in range(layers):
         backward = layers + 2 * (layers - 1 - layer)
         update = backward + 1
-        items += [Item(10, True, (layer, backward, update), {update}), Item(40, True, (update,), {update})]
-        items += [Item(30, False, (layer, backward)), Item(10, False, (backward, update))]
+        items += [OffloadItem(10, True, (layer, backward, update), {update}), OffloadItem(40, True, (update,), {update})]
+        items += [OffloadItem(30, False, (layer, backward)), OffloadItem(10, False, (backward, update))]
     seconds = (1.0,) * layers + (2.0, 0.1) * layers
     return Trace(seconds, (), (5,) * len(seconds), tuple(items))
 
@@ -362,7 +364,7 @@ def test_a_training_step_over_a_slow_link_is_near_the_bound_of_its_bytes() -> No
 
 def test_three_chunks_of_room_keep_both_engines_busy_through_updates() -> None:
     """Only updates: 50 bytes in and 50 out for each of 30. In series 60 transfers; with room for three, hardly more than 30."""
-    trace = Trace((0.1,) * 30, (), (0,) * 30, tuple(Item(50, True, (p,), {p}) for p in range(30)))
+    trace = Trace((0.1,) * 30, (), (0,) * 30, tuple(OffloadItem(50, True, (p,), {p}) for p in range(30)))
     links = Links(50.0, 50.0, 0.0)
     assert reside(trace, 50, links).seconds == pytest.approx(63.0)
     assert reside(trace, 150, links).seconds < 35.0

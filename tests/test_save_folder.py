@@ -60,7 +60,7 @@ def test_only_the_blocks_that_a_part_needs_are_read(tmp_path, monkeypatch) -> No
     (entry,) = cf.load(tmp_path / "c", mesh=cf.Mesh(a=4), specs="(a x) ...").values()
     assert torch.equal(entry.full(), x) and sum(read) == x.nbytes
     read.clear()
-    piece = files.Piece.from_json(index.read_index(tmp_path / "c")["tensors"]["x"]["pieces"][0])
+    piece = files.StoredPiece.from_json(index.read_index(tmp_path / "c")["tensors"]["x"]["pieces"][0])
     picks = (slice(8, 16, 1), slice(4, 8, 1), slice(0, 4, 1))
     assert torch.equal(files.read_piece(tmp_path / "c", "x", torch.int32, piece, picks), x[8:16, 4:8])
     assert sum(read) == x[8:16, 4:8].numel() * 4

@@ -11,7 +11,7 @@ from test_memory_agrees import agree
 from torch import nn
 
 import colofunc as cf
-from colofunc.ops.saved_activations import NUMBERS, PACK, WIDEN, Groups, group_of, pack_saved, widen_saved
+from colofunc.ops.saved_activations import NUMBERS, PACK, WIDEN, ScaleGroups, group_of, pack_saved, widen_saved
 from colofunc.program.facts import is_copy
 from colofunc.program.passes.saved_activations import bytes_kept
 
@@ -76,8 +76,8 @@ def test_parts_between_groups_are_packed_as_the_whole(form: str) -> None:
 
 
 def test_groups_depend_on_the_shape_and_never_reach_over_the_batch() -> None:
-    assert group_of((2, 8, 768)) == Groups(2, 128) and group_of((2, 8, 320)) == Groups(2, 80)
-    assert group_of((64, 8, 16)) == Groups(1, 8) and group_of((4, 64, 7, 7)) == Groups(1, 2)
+    assert group_of((2, 8, 768)) == ScaleGroups(2, 128) and group_of((2, 8, 320)) == ScaleGroups(2, 80)
+    assert group_of((64, 8, 16)) == ScaleGroups(1, 8) and group_of((4, 64, 7, 7)) == ScaleGroups(1, 2)
     assert group_of((8192,)) is None and group_of((4096, 8)) is None, "rows too short for a scale"
     assert group_of((4, 997)) is None and group_of((4096, 997)) is None, "a prime number of columns"
     assert group_of((8, 128)) is None, "small"

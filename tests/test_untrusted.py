@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import colofunc as cf
 from colofunc import untrusted
 from colofunc.errors import ProgramError
-from colofunc.executors.backend import Compiled, Simulated
+from colofunc.executors.backend import Compiled, SimulatedBackend
 from colofunc.program.check import check_program
 from colofunc.program.ir import Node, Program, Ref
 
@@ -49,7 +49,7 @@ CRAFTED: dict[str, Callable[[Node, str], Node]] = {
 
 
 @pytest.mark.parametrize("what", CRAFTED)
-@pytest.mark.parametrize("backend", [Simulated, lambda: Compiled(Simulated(), "eager")])
+@pytest.mark.parametrize("backend", [SimulatedBackend, lambda: Compiled(SimulatedBackend(), "eager")])
 def test_a_crafted_program_is_refused_where_its_source_is_written(tmp_path, monkeypatch, what, backend) -> None:
     """Whoever runs a program need not have checked it."""
     monkeypatch.chdir(tmp_path)

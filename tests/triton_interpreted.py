@@ -92,7 +92,7 @@ def _drawn(kind: str, sizes: Sizes, backward: bool) -> dict[str, Tensor]:
 
 def _both(function: Any, results: int, kind: str, x: dict[str, Tensor]) -> tuple[Any, Any]:
     """What the kernels give, and what the function gives in float64."""
-    told = flexible.Kind(tuple(x), 0.25, "causal" in kind, 100 if "window" in kind else 0)
+    told = flexible.FlexKind(tuple(x), 0.25, "causal" in kind, 100 if "window" in kind else 0)
     with FakeTensorMode():
         fakes = [torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device="cuda:0") for y in x.values()]
         code = code_of(flexible.graph_of(function, told, results), fakes)

@@ -21,7 +21,7 @@ from colofunc.errors import NativeError
 from colofunc.ops import native, native_build
 
 NOT_RUN = 77  # exit status: not tried here, for a reason that was said
-LIBRARY = native_build.Library("cuda", native.PREBUILT)
+LIBRARY = native_build.NativeLibrary("cuda", native.PREBUILT)
 STAND_IN = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }\n'
 # In a process of its own: a library stays registered for as long as its process lives.
 LOAD = """

@@ -22,7 +22,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from colofunc.compiler.observation import Plain, arguments_of, history, name_of, plain_program
+from colofunc.compiler.observation import PlainProgram, arguments_of, history, name_of, plain_program
 from colofunc.executors.backend import Backend
 from colofunc.executors.tap import Lanes, values_tap
 from colofunc.mesh import Mesh
@@ -122,7 +122,7 @@ def _everyones(mine: Counts) -> Counts:
 class _Look:
     """Called behind every node: counts what is not finite."""
 
-    def __init__(self, mesh: Mesh, plain: Plain, backend: Backend) -> None:
+    def __init__(self, mesh: Mesh, plain: PlainProgram, backend: Backend) -> None:
         self.mesh, self.plain, self.ranks = mesh, plain, backend.ranks(mesh)
         self.seen: Counts = {}
         self.values = 0
@@ -149,7 +149,7 @@ class _Look:
                     self.seen.setdefault((mine, kind), {})[rank] = count
 
 
-def _born(plain: Plain, seen: Counts) -> Iterator[tuple[int, str]]:
+def _born(plain: PlainProgram, seen: Counts) -> Iterator[tuple[int, str]]:
     """The values, in order, whose NaN or infinity is not that of an operand.
 
     One in local code is judged by its result.
@@ -180,7 +180,7 @@ def _infinite(tree: Any) -> Iterator[bool]:
     yield isinstance(tree, float) and isinf(tree)
 
 
-def _finding(low: Lowered, plain: Plain, mine: int, kind: str, counts: dict[int, int]) -> NotFinite:
+def _finding(low: Lowered, plain: PlainProgram, mine: int, kind: str, counts: dict[int, int]) -> NotFinite:
     owner = plain.owners[mine]
     value, maker = low.global_program.values[owner], low.global_program.makers.get(owner)
     local, makers = plain.program.values[mine], plain.program.makers

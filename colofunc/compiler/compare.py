@@ -29,7 +29,7 @@ import torch
 from colofunc.compiler.differing import differing, judged
 from colofunc.compiler.observation import (
     Arguments,
-    Plain,
+    PlainProgram,
     arguments_of,
     collective_text,
     history,
@@ -148,7 +148,7 @@ def compare(
 class _Look:
     """Called behind every node of the local program; collects what differs."""
 
-    def __init__(self, low: Lowered, plain: Plain, reference: Reference, allowed: Allowed) -> None:
+    def __init__(self, low: Lowered, plain: PlainProgram, reference: Reference, allowed: Allowed) -> None:
         self.low, self.plain, self.reference = low, plain, reference
         self.allowed = allowed
         self.makers = low.global_program.makers

@@ -23,8 +23,8 @@ from typing import Protocol
 import attrs
 
 from colofunc.compiler.decisions import Decided
-from colofunc.compiler.kept_programs import KeptPrograms, Packed, Written
-from colofunc.compiler.passes import Pass, Stage, Stages, run_passes
+from colofunc.compiler.kept_programs import KeptPrograms, Packed, WrittenSharding
+from colofunc.compiler.passes import Pass, PassOutput, Stages, run_passes
 from colofunc.compiler.terms import spent
 from colofunc.compiler.transform import Lies, Move, Rewrite, Search
 from colofunc.errors import PlanError
@@ -44,7 +44,7 @@ from colofunc.program.lanes import Lanes, played
 from colofunc.program.lower import lower
 from colofunc.program.memory import memory
 from colofunc.program.memory_report import MemoryReport
-from colofunc.program.passes.buckets import Most, buckets
+from colofunc.program.passes.buckets import BucketLimit, buckets
 from colofunc.program.passes.chunks import chunked
 from colofunc.program.passes.coalesce import delay_views, reduce_early
 from colofunc.program.passes.cut import cut, to_be_cut
@@ -125,7 +125,7 @@ class Completion:
             return best
         return attrs.evolve(best, stages=(*written.stages, *best.stages))
 
-    def _best(self, written: Written, budget_bytes: int | None, below_s: float) -> Fitted:
+    def _best(self, written: WrittenSharding, budget_bytes: int | None, below_s: float) -> Fitted:
         first = written.by(self.ways[0], self._written)
         if to_be_cut(first[0]):
             below_s = inf  # there the clock says how much more it is
@@ -158,7 +158,7 @@ class Completion:
             return done
         return attrs.evolve(done, more_s=self.lanes(done.program).end_s - self._seconds(plain))
 
-    def _rest(self, written: Written) -> Iterator[tuple[Program, Stages]]:
+    def _rest(self, written: WrittenSharding) -> Iterator[tuple[Program, Stages]]:
         """All ways but the first that can be gone."""
         if self.mesh.size == 1:
             return
@@ -240,7 +240,7 @@ class Completion:
         """Behind all passes but those that write copies."""
         return self.kept.packed(local, bucket_bytes, partial(self._packed, local))
 
-    def _packed(self, local: Program, most: Most) -> tuple[Program, Stages]:
+    def _packed(self, local: Program, most: BucketLimit) -> tuple[Program, Stages]:
         chunks = {local.inputs[position]: size for position, size in self.chunks.items()}
 
         def packed(program: Program) -> Program:
@@ -269,7 +269,7 @@ class Completion:
         packed = self._completed(local, piece)
         done, stages = packed.program, packed.stages
         if self.keeps and self.searches:
-            stages = (Stage("searches", local, 0.0), *stages)
+            stages = (PassOutput("searches", local, 0.0), *stages)
         if not self.moves or not moves:
             uncounted = budget_bytes is None and not self.searches
             peaks = {} if uncounted else packed.counted(self._peaks)
@@ -278,7 +278,7 @@ class Completion:
         moved = self._moved(self.order(done, piece), budget_bytes)
         self.check(moved.program)
         if self.keeps:
-            stages = (*stages, Stage("moves", moved.program, time.perf_counter() - began))
+            stages = (*stages, PassOutput("moves", moved.program, time.perf_counter() - began))
         peaks = self._peaks(moved.program)
         peak_bytes = max(peaks.values())
         return Fitted(

@@ -20,7 +20,7 @@ from colofunc.dtensor.placed import SHELF
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import Backend
-from colofunc.executors.disk.tensors import OnDisk, Room, in_memory
+from colofunc.executors.disk.tensors import ChunkRoom, OnDisk, in_memory
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
 from colofunc.spec.layout import Layout
@@ -51,7 +51,9 @@ class Shelves:
         if any(directory is True or not isinstance(leaf, DTensor) for leaf, _ in new):
             named(directory)
         sizes = [_part_bytes(leaf, layout) for leaf, layout in new for _ in self._distinct(layout)]
-        self._room = None if directory is None or not sizes else Room(named(directory), sizes, self._ranks[0], once)
+        self._room = (
+            None if directory is None or not sizes else ChunkRoom(named(directory), sizes, self._ranks[0], once)
+        )
 
     def _distinct(self, layout: Layout) -> set[tuple[int, ...]]:
         """The distinct parts of the ranks in this process, of those that have one."""

@@ -32,7 +32,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @attrs.frozen(eq=False)
-class Given:
+class CallLeaves:
     """The leaves of a call, and the positions of those that are not at home.
 
     Whatever these are, they have to be placed.
@@ -42,10 +42,12 @@ class Given:
     away: list[int]
 
     @staticmethod
-    def of(leaves: Sequence[torch.Tensor], homes: Sequence[Home]) -> Given:
+    def of(leaves: Sequence[torch.Tensor], homes: Sequence[Home]) -> CallLeaves:
         """homes: per leaf, what a DTensor that lies as planned has."""
         pairs = zip(leaves, homes, strict=True)
-        return Given(leaves, [k for k, (x, home) in enumerate(pairs) if type(x) is not DTensor or x.home is not home])
+        return CallLeaves(
+            leaves, [k for k, (x, home) in enumerate(pairs) if type(x) is not DTensor or x.home is not home]
+        )
 
 
 @attrs.frozen(eq=False)
@@ -67,12 +69,12 @@ class Guard:
             return None
         return Guard(tree, surroundings, reader(tree), tuple(homes), tuple(leaf.shape for leaf in leaves))
 
-    def given(self, args: tuple[Any, ...]) -> Given | None:
+    def given(self, args: tuple[Any, ...]) -> CallLeaves | None:
         """What this call is given, if it is like that one for certain."""
         leaves = self._read(args)
         if leaves is None:
             return None
-        given = Given.of(leaves, self._homes)
+        given = CallLeaves.of(leaves, self._homes)
         alike = all(self._fits(leaves[k], k) for k in given.away)
         return given if alike and self.surroundings.stands() else None
 

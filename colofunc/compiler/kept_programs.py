@@ -20,7 +20,7 @@ from colofunc.compiler.passes import Stages
 from colofunc.compiler.transform import Rewrite
 from colofunc.errors import PlanError
 from colofunc.program.ir import Program
-from colofunc.program.passes.buckets import Most
+from colofunc.program.passes.buckets import BucketLimit
 from colofunc.spec.layout import At
 
 KEPT_NODES = 200_000
@@ -30,7 +30,7 @@ Peaks = Mapping[At | None, int]
 
 
 @attrs.define(eq=False)
-class Written:
+class WrittenSharding:
     """A sharding, lowered, and what ways to write it made of that."""
 
     lowered: Program
@@ -54,7 +54,7 @@ class Written:
 class Packed:
     """A program with its collectives in buckets, values in place, and all that follows but copies."""
 
-    most: Most
+    most: BucketLimit
     program: Program
     stages: Stages
     peaks: Peaks | None = None
@@ -69,25 +69,27 @@ class Packed:
 class KeptPrograms:
     """By sharding what was written of it, by the `id` of a program what was packed of it."""
 
-    _written: dict[Hashable, Written] = attrs.field(factory=dict, init=False)
+    _written: dict[Hashable, WrittenSharding] = attrs.field(factory=dict, init=False)
     _packed: dict[int, tuple[Program, list[Packed]]] = attrs.field(factory=dict, init=False)
     _nodes: int = attrs.field(default=0, init=False)
 
-    def written(self, decided: Decided, lower: Callable[[], tuple[Program, Stages]]) -> Written:
+    def written(self, decided: Decided, lower: Callable[[], tuple[Program, Stages]]) -> WrittenSharding:
         if self._nodes > KEPT_NODES:
             self.clear()
         strategies = tuple(choice.strategy for choice in decided.choices)
         key = strategies, tuple(decided.input_layouts.items()), decided.output_layouts, decided.regather
         if key not in self._written:
-            self._written[key] = Written(*lower())
+            self._written[key] = WrittenSharding(*lower())
         return self._written[key]
 
-    def packed(self, local: Program, bucket_bytes: float, pack: Callable[[Most], tuple[Program, Stages]]) -> Packed:
+    def packed(
+        self, local: Program, bucket_bytes: float, pack: Callable[[BucketLimit], tuple[Program, Stages]]
+    ) -> Packed:
         _, known = self._packed.setdefault(id(local), (local, []))
         for packed in known:
             if packed.most.decides_alike(bucket_bytes):
                 return packed
-        most = Most(bucket_bytes)
+        most = BucketLimit(bucket_bytes)
         known.append(Packed(most, *pack(most)))
         self._nodes += sum(len(part.nodes) for part in known[-1].program.with_bodies())
         return known[-1]

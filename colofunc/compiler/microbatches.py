@@ -19,7 +19,7 @@ from colofunc.planner.sharding.constraints import Constraint, Constraints, NotSo
 from colofunc.program.ir import Program, Value
 from colofunc.program.passes.fold import fold, unmixed
 from colofunc.program.passes.mixing import RowsMove
-from colofunc.program.passes.time import Rules, lies_over_time, over_time
+from colofunc.program.passes.time import LoweringRules, lies_over_time, over_time
 from colofunc.program.tracing.trace import Traced, record_local
 from colofunc.program.tracing.tree import Tree
 from colofunc.spec.layout import Dim, Layout, axes_of
@@ -59,12 +59,12 @@ def _ways_to_reduce(constraints: Constraints) -> tuple[bool, ...]:
     return (True in wanted,)
 
 
-def _rules(build: Build) -> Rules:
+def _rules(build: Build) -> LoweringRules:
     """How operators split, as the passes over time ask for it."""
-    return Rules(build.registry.rule, build.registry.extra_strategies, record_local)
+    return LoweringRules(build.registry.rule, build.registry.extra_strategies, record_local)
 
 
-def _mixes(leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, program: Program) -> bool:
+def _mixes(leaves: dict[str, tuple[int, ...]], microbatches: int, rules: LoweringRules, program: Program) -> bool:
     """Whether the step itself, on one device, has an operator that mixes samples."""
     try:
         _, _, over = _places(leaves, microbatches, rules, program)
@@ -126,7 +126,7 @@ def equal_parts(
 def _rows_on(
     leaves: dict[str, tuple[int, ...]],
     microbatches: int,
-    rules: Rules,
+    rules: LoweringRules,
     axes: frozenset[str],
     program: Program,
     all_of_them: bool,
@@ -149,7 +149,7 @@ Place = tuple[int, int]
 
 
 def _places(
-    leaves: dict[str, tuple[int, ...]], microbatches: int, rules: Rules, program: Program
+    leaves: dict[str, tuple[int, ...]], microbatches: int, rules: LoweringRules, program: Program
 ) -> tuple[int, dict[int, tuple[Place | None, ...]], Program]:
     """(rows of the batch; per item, an input or a node of a global program, where they are in operands and results; the
     program over time)."""
@@ -271,7 +271,7 @@ def _leaves(batch: int | str | None, traced: Traced) -> dict[str, tuple[int, ...
 
 
 def _accumulated(
-    leaves: dict[str, tuple[int, ...]], microbatches: int, mixing: str, rules: Rules,
+    leaves: dict[str, tuple[int, ...]], microbatches: int, mixing: str, rules: LoweringRules,
     pinned: Callable[..., Constraints], scatter: bool, gather: bool, program: Program, mesh: Mesh,
 ) -> Program:  # fmt: skip
     """The loop. scatter, gather: what is done in each microbatch."""
@@ -313,7 +313,7 @@ def _axes_of_rows(program: Program, leaves: list[int]) -> frozenset[str]:
 
 
 def _loops(
-    program: Program, split: list[int], microbatches: int, axis: str, mixing: str, rules: Rules,
+    program: Program, split: list[int], microbatches: int, axis: str, mixing: str, rules: LoweringRules,
     scatter: bool, gather: bool, minor: bool = False,
 ) -> Program:  # fmt: skip
     """minor: rows t, t + n, ... of n microbatches are microbatch t, and not a run of rows."""

@@ -42,7 +42,7 @@ Shards = list[torch.Tensor]
 
 
 @attrs.frozen(eq=False)
-class Plain:
+class PlainProgram:
     """A local program before any pass that hides values.
 
     `owners`: local id -> id of the global value it is a copy of.
@@ -52,7 +52,7 @@ class Plain:
     owners: Mapping[int, int]
 
 
-def plain_program(low: Lowered, backend: Backend) -> Plain:
+def plain_program(low: Lowered, backend: Backend) -> PlainProgram:
     """What `low` was before buckets, fusion and updates in place. Collective: rank 0 lowers, all get the result."""
     made = from_main(backend.watch, partial(_lowered_again, low))
     if backend.watch is None:
@@ -67,7 +67,7 @@ def plain_program(low: Lowered, backend: Backend) -> Plain:
     return attrs.evolve(told, program=attrs.evolve(told.program, constants=constants))
 
 
-def _lowered_again(low: Lowered) -> Plain:
+def _lowered_again(low: Lowered) -> PlainProgram:
     whole = low.global_program
     ins = dict(zip(whole.inputs, low.input_layouts, strict=True))
     at = {position: layout.at for position, layout in enumerate(low.input_layouts) if layout.at is not None}
@@ -76,7 +76,7 @@ def _lowered_again(low: Lowered) -> Plain:
     owners = {id: value.of for id, value in local.values.items() if value.of is not None}
     for name in sorted(low.registry.passes):
         local = low.registry.passes[name](local, low.mesh)
-    return Plain(local, owners)
+    return PlainProgram(local, owners)
 
 
 @attrs.frozen(eq=False)
@@ -158,7 +158,7 @@ def name_of(value: Value, maker: Node | None) -> str:
     return f"%{value.id} ({target_text(maker.target)}{f' of {maker.path}' if maker.path else ''})"
 
 
-def history(plain: Plain, makers: Mapping[int, Node], mine: int, node: Node) -> str:
+def history(plain: PlainProgram, makers: Mapping[int, Node], mine: int, node: Node) -> str:
     """What lies between a local value and the copies of global values that it was made from.
 
     `makers`: of local values.

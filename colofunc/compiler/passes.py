@@ -2,7 +2,7 @@
 
 Problem: a program is rewritten a dozen times before it runs, and who looks for the pass that changed something has only
 the last one. Idea: each is a `Pass` with a name; whoever runs a list of them may keep the program behind each one
-(`Stage`), and may leave some out.
+(`PassOutput`), and may leave some out.
 
     print(low.passes)                    # names, operators behind each, what it changed, how long it took
     print(low.passes.diff("pack"))       # what one of them has changed, line by line
@@ -38,7 +38,7 @@ class Pass:
 
 
 @attrs.frozen(eq=False)
-class Stage:
+class PassOutput:
     """The program behind a pass, and the seconds that it took."""
 
     name: str
@@ -46,7 +46,7 @@ class Stage:
     took_s: float
 
 
-Stages = tuple[Stage, ...]
+Stages = tuple[PassOutput, ...]
 
 
 def run_passes(
@@ -60,7 +60,7 @@ def run_passes(
         began = time.perf_counter()
         program = each.run(program)
         if keep:
-            stages.append(Stage(each.name, program, time.perf_counter() - began))
+            stages.append(PassOutput(each.name, program, time.perf_counter() - began))
     return program, tuple(stages)
 
 
@@ -82,7 +82,7 @@ class Passes:
 
     stages: Stages
 
-    def __iter__(self) -> Iterator[Stage]:
+    def __iter__(self) -> Iterator[PassOutput]:
         return iter(self.stages)
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Passes:
     def names(self) -> tuple[str, ...]:
         return tuple(stage.name for stage in self.stages)
 
-    def __getitem__(self, name: str) -> Stage:
+    def __getitem__(self, name: str) -> PassOutput:
         """Raises PlanError where the step went through no pass of that name."""
         for stage in self.stages:
             if stage.name == name:

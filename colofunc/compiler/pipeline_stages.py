@@ -19,7 +19,7 @@ import attrs
 from colofunc.compiler.transform import Build
 from colofunc.mesh import Mesh
 from colofunc.planner.stages.assignment import CutProblem, Cuts, StageActivations
-from colofunc.planner.stages.bound import Bound
+from colofunc.planner.stages.bound import StepBound
 from colofunc.planner.stages.cut_search import CutSearch
 from colofunc.planner.stages.cuts import Device
 from colofunc.planner.stages.orders import Order
@@ -111,10 +111,10 @@ class StagesOn:
             in_flight = self.schedule.table(self.ranks, microbatches).in_flight
         return StageActivations(in_flight, 1 / (microbatches * self.sharing))
 
-    def bound(self, on_rows: Collection[int]) -> Bound:
+    def bound(self, on_rows: Collection[int]) -> StepBound:
         """On a step's time. on_rows: positions of the nodes that read rows of the batch."""
         build, kernels = self.build, self.build.registry.kernels
-        return Bound.of(
+        return StepBound.of(
             build.program,
             on_rows,
             node_seconds(build),
@@ -126,7 +126,7 @@ class StagesOn:
             self.schedule.splits_backward,
         )
 
-    def at_least_s(self, bound: Bound, cuts: Cuts, microbatches: int) -> float:
+    def at_least_s(self, bound: StepBound, cuts: Cuts, microbatches: int) -> float:
         """Seconds that a step takes at least, cut so."""
         program = self.build.program
         inputs = {position: found for position in range(len(program.inputs)) if (found := cuts.stages_of(position))}

@@ -23,7 +23,7 @@ from colofunc.compiler.input_places import PlacedInputs, TracedStep
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.machine import as_measured
 from colofunc.compiler.memory_limits import auto_bytes, device_limit_bytes
-from colofunc.compiler.passes import Pass, Stage, Stages, check_interface, left_out, run_passes
+from colofunc.compiler.passes import Pass, PassOutput, Stages, check_interface, left_out, run_passes
 from colofunc.compiler.plan_cache import is_again
 from colofunc.compiler.planning import Outcome, Planning, can_be_left_out, planning_of, rewrites
 from colofunc.compiler.rank_agreement import equal_captured, same, share
@@ -279,7 +279,7 @@ def _global(
 
 def _stages(build: Build, seen: TracedStep, planning: Planning, plan: Plan, decided: Decided | None) -> Stages:
     """All that the step went through, run again but for the trace."""
-    traced = Stage("trace", seen.traced.program, seen.traced_s)
+    traced = PassOutput("trace", seen.traced.program, seen.traced_s)
     return (traced, *_global(build, seen.traced, seen.left_out, keep=True)[2], *planning.stages(plan, decided))
 
 

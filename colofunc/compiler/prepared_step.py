@@ -20,10 +20,10 @@ import torch
 
 from colofunc import compat
 from colofunc.compiler.disk_state import Shelves, named, scratch_sizes, shelves_of_hidden
-from colofunc.compiler.guard import Given, Guard
+from colofunc.compiler.guard import CallLeaves, Guard
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.rank_agreement import equal_leaves
-from colofunc.compiler.replica_check import Alike, state_names
+from colofunc.compiler.replica_check import ReplicaLeaves, state_names
 from colofunc.compiler.surroundings import reads_of
 from colofunc.compiler.warmup import Warmup
 from colofunc.dtensor.placed import SHELF, place, side_by_side
@@ -32,7 +32,7 @@ from colofunc.dtensor.tensor import DTensor, Home, Maker, consume_all, home_of, 
 from colofunc.errors import ConsumedError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.executors.copies import COPIER
-from colofunc.executors.disk.tensors import Scratch, Together
+from colofunc.executors.disk.tensors import DiskTransaction, Scratch
 from colofunc.executors.distributed import main_seed
 from colofunc.executors.post_validated import PostValidated
 from colofunc.executors.watch import Watch
@@ -41,7 +41,7 @@ from colofunc.ops.seeds import draw_seed
 from colofunc.plugins.operators import OPERATORS
 from colofunc.program.passes.chunks import buffers_of
 from colofunc.program.post_validation import in_parts, validates_late
-from colofunc.program.tracing.modules_used import Used
+from colofunc.program.tracing.modules_used import UsedModules
 from colofunc.spec.layout import Layout
 
 Leaf = torch.Tensor
@@ -59,7 +59,7 @@ class Ready:
         fn: Callable[..., Any],
         disk: str | bool | None,
         leaves: Sequence[Leaf],
-        used: Used,
+        used: UsedModules,
     ) -> None:
         """leaves: of the first call, for their dtypes. used: the modules of its trace, as they have to be.
 
@@ -154,9 +154,9 @@ class Ready:
         return self.backend.compile(self.low.program, self.low.mesh)
 
     @cached_property
-    def _alike(self) -> Alike:
+    def _alike(self) -> ReplicaLeaves:
         names = state_names(self.low.traced.out_names, self.low.traced.names)
-        return Alike(names, self.low.output_layouts, self.low.mesh)
+        return ReplicaLeaves(names, self.low.output_layouts, self.low.mesh)
 
     @cached_property
     def _captured(self) -> tuple[DTensor, ...]:
@@ -181,7 +181,7 @@ class Ready:
 
     # ---- one call ----
 
-    def call(self, given: Given, name: str, agree_every: int = 0) -> Any:
+    def call(self, given: CallLeaves, name: str, agree_every: int = 0) -> Any:
         """Place what is not placed, run, wrap what comes out, consume what was donated.
 
         `name`: of the call, for errors.
@@ -225,7 +225,7 @@ class Ready:
             self.backend.unsettled.settle()
             self.backend.unsettled = None
 
-    def _placed(self, given: Given, name: str) -> list[Shards]:
+    def _placed(self, given: CallLeaves, name: str) -> list[Shards]:
         """The parts of each leaf."""
         inputs = parts_of(given.leaves)
         for k in given.away:
@@ -254,12 +254,12 @@ class Ready:
         if shelves is not None:
             shelves.commit()
 
-    def _ran(self, inputs: list[Shards], given: Given, state: Sequence[DTensor], name: str) -> list[Shards]:
+    def _ran(self, inputs: list[Shards], given: CallLeaves, state: Sequence[DTensor], name: str) -> list[Shards]:
         """The results; where it fails in the middle of an update, the `state` is lost and says so."""
         written = list(chain.from_iterable(parts_of(state)))
         before = compat.versions(written)
         # What is at home lies in memory.
-        disk = Together(chain(*(inputs[k] for k in given.away), *inputs[len(given.leaves) :]))
+        disk = DiskTransaction(chain(*(inputs[k] for k in given.away), *inputs[len(given.leaves) :]))
         scratch = self.scratch
         run = self.run if self.warmup is None else self.warmup.run
         try:

@@ -1,6 +1,6 @@
 """Which weights of a step are quantized, and what they are packed to.
 
-    weights = Weights(scheme, ("*.weight",))
+    weights = WeightPacking(scheme, ("*.weight",))
     weights.meant("up.weight", tensor)            # a glob matches it, and it can be a weight
     weights.packed("up.weight", tensor)           # a `Quantized`; the same one for as long as nobody writes to the tensor
 
@@ -40,7 +40,7 @@ _SHARED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @attrs.frozen(eq=False)
-class Weights:
+class WeightPacking:
     """What one transform quantizes. `known`: tensor -> (how often it had been written to, what it was packed to).
 
     `sketches`: of a search among schemes, whose steps are counted and never run: a tensor is packed without values.

@@ -43,7 +43,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: tor
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio in 64 bits (Knuth, volume 3, section 6.4), as a signed number
 
 
-class Alike:
+class ReplicaLeaves:
     """The leaves of one step's results that several ranks hold as copies."""
 
     def __init__(self, names: Sequence[str], layouts: Sequence[Layout], mesh: Mesh) -> None:

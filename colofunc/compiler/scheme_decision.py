@@ -23,7 +23,7 @@ from colofunc.mesh.sizes import Room, parse_room
 from colofunc.ops.measured import same_weight
 from colofunc.ops.quantized import Quantized
 from colofunc.planner.plan import matches
-from colofunc.planner.scheme_search import Finished, Picks, choice_of, search
+from colofunc.planner.scheme_search import CountedSchemes, Picks, choice_of, search
 from colofunc.planner.schemes import AS_IT_IS, SchemeErrors, Tried, WeightOptions
 from colofunc.planner.weight_seconds import weight_seconds
 
@@ -124,15 +124,17 @@ class SchemeDecision:
     def search(self, weights: tuple[WeightOptions, ...], tried: list[Tried], lower: Callable[[Any], Any]) -> Picks:
         names = [weight.name for weight in weights]
 
-        def finish(picks: Picks) -> Finished:
+        def finish(picks: Picks) -> CountedSchemes:
             low = lower(picks)
             choice = choice_of(weights, picks)
             if isinstance(low, str):
                 tried.append(Tried(choice.nbytes, choice.error, None, None, low))
-                return Finished(why=low)
+                return CountedSchemes(why=low)
             peak_bytes, seconds = low.memory().peak_bytes["device"], low.lanes().end_s
             tried.append(Tried(choice.nbytes, choice.error, peak_bytes, seconds))
-            return Finished(peak_bytes, seconds, weight_seconds(low.program, low.priced, low.registry.rule, names))
+            return CountedSchemes(
+                peak_bytes, seconds, weight_seconds(low.program, low.priced, low.registry.rule, names)
+            )
 
         return search(weights, finish, self.rise, self.limit_s)
 

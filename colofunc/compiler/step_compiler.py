@@ -21,7 +21,7 @@ import torch
 from colofunc import env
 from colofunc.compiler.compare import Compared, compare
 from colofunc.compiler.disk_state import Shelves
-from colofunc.compiler.guard import Given, Guard
+from colofunc.compiler.guard import CallLeaves, Guard
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.prepare import prepare
 from colofunc.compiler.prepared_step import Ready, lies_as_planned
@@ -45,7 +45,7 @@ from colofunc.planner.collector import fewer_collections
 from colofunc.planner.plan_table import time_text
 from colofunc.program.lazy import LazyTensor
 from colofunc.program.tracing.meta import user_line
-from colofunc.program.tracing.modules_used import Used
+from colofunc.program.tracing.modules_used import UsedModules
 from colofunc.program.tracing.trace import argument_names
 from colofunc.program.tracing.tree import Tree, flatten, map_tensors, unflatten
 
@@ -95,12 +95,12 @@ class StepCompiler:
         guard = None
         if ready.warmup is None and ready.after is None:
             guard = Guard.of(tree, leaves, ready.homes, self._last[2])
-        out = self._run(staged, ready, Given.of(leaves, ready.homes), name)
+        out = self._run(staged, ready, CallLeaves.of(leaves, ready.homes), name)
         ready.guard = guard
         self._recent = [ready, *(other for other in self._recent if other is not ready)][:RECENT]
         return out
 
-    def _run(self, staged: Staged, ready: Ready, given: Given, name: str) -> Any:
+    def _run(self, staged: Staged, ready: Ready, given: CallLeaves, name: str) -> Any:
         self._calls += 1
         with nullcontext() if ready.watch is None else ready.watch.step(name):
             every = staged.sharding.agree_every
@@ -110,7 +110,7 @@ class StepCompiler:
                     ready = ready.after
                     low, called = ready.low, _called(name)
                     leaves = moved(given.leaves, low.input_layouts, low, ready.backend, ready.disk, called)
-                    given = Given.of(leaves, ready.homes)
+                    given = CallLeaves.of(leaves, ready.homes)
                 return ready.call(given, _called(name), every if agrees_now else 0)
             except torch.OutOfMemoryError as error:
                 ready.explain_full(error)
@@ -258,11 +258,11 @@ def _lowered_with(args: tuple[Any, ...], staged: Staged) -> Lowered:
     return compiler.lower(staged, staged.arguments(args), says_least=False)
 
 
-def _used_by(prepared: Sequence[Lowered]) -> Used:
+def _used_by(prepared: Sequence[Lowered]) -> UsedModules:
     """What the traces of these steps have used, as it is now."""
     modules = [module for low in prepared for module in low.traced.modules]
     models = [model for low in prepared for model in low.traced.models]
-    return Used.of(modules, models)
+    return UsedModules.of(modules, models)
 
 
 def _called(name: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.program.tracing.modules_used import Mode, Modes, Weights
+from colofunc.program.tracing.modules_used import FrozenWeights, Modes, ModuleMode
 
 DEPTH = 3
 """Functions within functions that are looked into."""
@@ -34,8 +34,8 @@ class Surroundings:
     ambient: tuple[Any, ...]
     flags: list[Any] = attrs.field(factory=list)
     places: list[tuple[Callable[[], Any], Any]] = attrs.field(factory=list)  # (what reads a name, what it was bound to)
-    modes: list[Mode] = attrs.field(factory=list)
-    frozen: list[Weights] = attrs.field(factory=list)
+    modes: list[ModuleMode] = attrs.field(factory=list)
+    frozen: list[FrozenWeights] = attrs.field(factory=list)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -107,11 +107,11 @@ def _look_at(thing: Any, depth: int, seen: set[int], found: Surroundings) -> Non
             found.places.append((partial(getattr, thing, name), piece))
     for name, piece in parts.items():
         if isinstance(piece, torch.nn.Module):
-            modes = [Mode.of(module) for module in piece.modules()]
+            modes = [ModuleMode.of(module) for module in piece.modules()]
             found.modes += modes
             found.flags += [mode.training for mode in modes]
         elif name == "frozen" and isinstance(piece, dict):
-            weights = Weights.of(piece)
+            weights = FrozenWeights.of(piece)
             found.frozen.append(weights)
             found.flags += weights.ids
         elif depth and callable(piece) and hasattr(piece, "__closure__") and id(piece) not in seen:

@@ -126,7 +126,7 @@ class Ways:
 
 
 @attrs.frozen(eq=False)
-class Planned:
+class PlannedVariant:
     """The way that was taken, what it was planned by, and its plan."""
 
     way: Way
@@ -161,7 +161,7 @@ def _saying(outcome: Outcome, way: str, others: tuple[OtherWay, ...]) -> Outcome
 class _Search:
     def __init__(self, ways: Ways, planned_by: As, recall: Recall) -> None:
         self.ways, self.planned_by, self.recall = ways, planned_by, recall
-        self.best: Planned | None = None
+        self.best: PlannedVariant | None = None
         self.others: dict[Way, OtherWay] = {}
         self.refused: dict[Way, PlanError | CapacityError] = {}
         # of those that do not fit: its peak, which it is, how it was planned
@@ -170,7 +170,7 @@ class _Search:
         # group -> the least estimate of its ways that were planned and fit without help
         self.fits: dict[str, float] = {}
 
-    def run(self) -> Planned:
+    def run(self) -> PlannedVariant:
         left: list[Way] = [(number,) for number in range(len(self.ways.variants))]
         looked_at = 0
         while left:
@@ -224,7 +224,7 @@ class _Search:
                 self.leanest = peak_bytes, way, planning
             self._lose(way, None, peak_bytes, str(error).splitlines()[0])
             return isinstance(error, (DoesNotFit, CapacityError))
-        found = Planned(way, planning, outcome)
+        found = PlannedVariant(way, planning, outcome)
         about = self.ways.variant(way).about
         if about is not None and not outcome[0].plan.memory:
             self.fits[about[0]] = min(about[1], self.fits.get(about[0], inf))
@@ -272,7 +272,7 @@ class _Search:
     def _lose(self, way: Way, cost_s: float | None, peak_bytes: int, why: str) -> None:
         self.others[way] = OtherWay(self.ways.variant(way).words, cost_s, peak_bytes, why)
 
-    def _leanest(self) -> Planned:
+    def _leanest(self) -> PlannedVariant:
         """The way whose leanest plan holds least, planned with all that may make it fit.
 
         Raises what that raises, or what the first did.
@@ -288,10 +288,10 @@ class _Search:
                 error.add_note(f"tried: {'; '.join(words)}. The leanest is {self.ways.variant(way).words}")
             raise
         self.others.pop(way)
-        return Planned(way, planning, outcome)
+        return PlannedVariant(way, planning, outcome)
 
 
-def _merit(planned: Planned) -> tuple[float, bool]:
+def _merit(planned: PlannedVariant) -> tuple[float, bool]:
     """Of equally fast plans the one that makes nothing again and copies nothing is better."""
     plan = planned.outcome[0].plan
     return plan.cost_s, bool(plan.memory)

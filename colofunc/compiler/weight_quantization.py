@@ -23,7 +23,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from colofunc.compiler.quantized_weights import Schemes, Weights
+from colofunc.compiler.quantized_weights import Schemes, WeightPacking
 from colofunc.compiler.transform import Build, Transform
 from colofunc.errors import InputError, near
 from colofunc.ops.canonical import autocast
@@ -52,8 +52,8 @@ FORMAT_OF = {
 def transform_of(
     quantizer: Schemes, globs: tuple[str, ...], sketches: list[Quantized] | None = None, **further: Any
 ) -> Transform:
-    """The transform with a scheme, or with a choice of one for each weight. sketches: as in `Weights`."""
-    weights = Weights(quantizer, globs, sketches)
+    """The transform with a scheme, or with a choice of one for each weight. sketches: as in `WeightPacking`."""
+    weights = WeightPacking(quantizer, globs, sketches)
     return Transform(
         QUANTIZE,
         {"scheme": weights.name, "where": globs},
@@ -91,7 +91,7 @@ def found_in(obj: Any) -> Iterator[tuple[str, Tensor | Quantized]]:
     yield from found
 
 
-def _grown(weights: Weights, build: Build) -> Build:
+def _grown(weights: WeightPacking, build: Build) -> Build:
     """Argument 0 with the weights that are meant quantized."""
     meant: dict[int, str] = {}
     for name, leaf in found_in(build.state):
@@ -115,7 +115,7 @@ def _grown(weights: Weights, build: Build) -> Build:
 # ---- the step ----
 
 
-def _wrapped(weights: Weights, build: Build) -> Build:
+def _wrapped(weights: WeightPacking, build: Build) -> Build:
     fn = build.fn
 
     @wraps(fn)
@@ -136,7 +136,7 @@ def _wrapped(weights: Weights, build: Build) -> Build:
 class _Given:
     """The weights of one run of a step: what its code was given in place of which."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: WeightPacking) -> None:
         self.weights = weights
         self.names: dict[str, None] = {}  # of all weights that the run has met
         self.quantized: dict[str, None] = {}

@@ -34,7 +34,7 @@ from colofunc.program.ir import Program
 from colofunc.program.lazy import zeros_like
 from colofunc.program.passes.wide_sums import gradients_of, toward
 from colofunc.program.passes.wire import LEAST, narrow_sums, saved_bytes, sums_in_full, with_residuals
-from colofunc.program.tracing.kept import Kept, state_of
+from colofunc.program.tracing.kept import KeptRecord, state_of
 from colofunc.program.tracing.roles import mark
 from colofunc.program.tracing.tree import flatten, walk
 from colofunc.spec.layout import Layout
@@ -43,7 +43,7 @@ from colofunc.spec.strategies import enumerate_layouts
 WIRE = "quantize_wire"
 KEY = "error_feedback"
 FIELD = "residual"
-RESIDUALS = Kept(KEY, (FIELD,), "cf.quantize(error_feedback=True) keeps what was not sent")
+RESIDUALS = KeptRecord(KEY, (FIELD,), "cf.quantize(error_feedback=True) keeps what was not sent")
 LAST_RESORT_BYTES = 1 << 10
 """What an element counts on the wire where a gradient would be summed before what was left is added to it."""
 

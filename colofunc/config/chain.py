@@ -25,15 +25,15 @@ import attrs
 from colofunc import transforms as built_in
 from colofunc.compiler.staged import EXECUTORS, Staged
 from colofunc.config.options import alternatives, bind, parameters
-from colofunc.config.part import Part, checked
-from colofunc.config.source import Node, read
+from colofunc.config.part import ConfigPart, checked
+from colofunc.config.source import SourceNode, read
 from colofunc.errors import ColofuncError, InputError, near
 from colofunc.functional.modules import Model
 from colofunc.functional.optimizers import Optimizer
 from colofunc.functional.train import train_step
 from colofunc.mesh import Mesh
 from colofunc.planner.offload.policies import MemoryPolicy
-from colofunc.planner.recompute.policies import Policy, every, save_only
+from colofunc.planner.recompute.policies import RecomputePolicy, every, save_only
 from colofunc.planner.wishes.wish import NamedPlan
 from colofunc.plugins import Registry, build_registry
 from colofunc.spec.spec import bind as bind_spec
@@ -72,16 +72,16 @@ class SizedPlan(Protocol):
 
 
 @attrs.frozen(eq=False)
-class Wanted:
+class PlanEntry:
     """A plan, or globs with specs. `sizes`: axis -> ranks, as far as they were said."""
 
     plan: Any
     text: str
-    node: Node
-    globs: Mapping[str, Node] = attrs.field(factory=dict)
+    node: SourceNode
+    globs: Mapping[str, SourceNode] = attrs.field(factory=dict)
     sizes: Mapping[str, int] = attrs.field(factory=dict)
 
-    def check(self, registry: Registry, mesh: Mesh) -> Wanted:
+    def check(self, registry: Registry, mesh: Mesh) -> PlanEntry:
         """With specs in place of nodes. Raises ConfigError where the mesh is another than this one asks for."""
         if self.globs:
             specs = {glob: _spec(glob, node, registry, mesh) for glob, node in self.globs.items()}
@@ -95,7 +95,7 @@ class Wanted:
         return self
 
 
-def read_plans(node: Node, registry: Registry) -> Iterator[Wanted]:
+def read_plans(node: SourceNode, registry: Registry) -> Iterator[PlanEntry]:
     """The plans under `parallel`, in order: a list, or one mapping."""
     items = node.items if node.value is not None else []
     for item in items:
@@ -112,10 +112,10 @@ def read_plans(node: Node, registry: Registry) -> Iterator[Wanted]:
             else:
                 globs[key] = child
         if globs:
-            yield Wanted(None, "", item, globs)
+            yield PlanEntry(None, "", item, globs)
 
 
-def plan_name(key: str, node: Node, registry: Registry) -> str | None:
+def plan_name(key: str, node: SourceNode, registry: Registry) -> str | None:
     """The installed plan that a key means; None where it means none."""
     name = PLAN_ALIASES.get(key, key)
     if name in registry.plans:
@@ -136,7 +136,7 @@ def plan_name(key: str, node: Node, registry: Registry) -> str | None:
     return str(mode.value)
 
 
-def read_plan(key: str, node: Node, registry: Registry) -> Wanted:
+def read_plan(key: str, node: SourceNode, registry: Registry) -> PlanEntry:
     """A plan from a plugin's constructor, and how many ranks it wants."""
     name = plan_name(key, node, registry)
     assert name is not None, "asked before"
@@ -147,16 +147,16 @@ def read_plan(key: str, node: Node, registry: Registry) -> Wanted:
     size = given.value.get("size") if isinstance(given.value, dict) else None
     if size is not None and (isinstance(size.value, dict | list) or "size" not in allowed):
         given = attrs.evolve(given, value=_without("size", given.value))
-    part = Part(name, fn, *bind(given, name, allowed), given)
+    part = ConfigPart(name, fn, *bind(given, name, allowed), given)
     plan = part.call()
-    return Wanted(plan, part.text(), node, sizes={} if size is None else _sizes(name, plan, size))
+    return PlanEntry(plan, part.text(), node, sizes={} if size is None else _sizes(name, plan, size))
 
 
-def _without(key: str, options: Mapping[str, Node]) -> dict[str, Node]:
+def _without(key: str, options: Mapping[str, SourceNode]) -> dict[str, SourceNode]:
     return {name: node for name, node in options.items() if name != key}
 
 
-def _sizes(name: str, plan: Any, node: Node) -> dict[str, int]:
+def _sizes(name: str, plan: Any, node: SourceNode) -> dict[str, int]:
     """Axis -> ranks, as `size` says: one number, one per axis in order, or by name."""
     if not isinstance(plan, NamedPlan):
         raise node.error(
@@ -182,7 +182,7 @@ def _sizes(name: str, plan: Any, node: Node) -> dict[str, int]:
     return named
 
 
-def not_installed(name: str, node: Node) -> ColofuncError:
+def not_installed(name: str, node: SourceNode) -> ColofuncError:
     return node.error(
         f"{name!r} is not installed: neither colofunc nor a plugin brings it. Try: a plugin that does, or drop the key"
     )
@@ -191,7 +191,7 @@ def not_installed(name: str, node: Node) -> ColofuncError:
 # ---- specs ----
 
 
-def _spec(glob: str, node: Node, registry: Registry, mesh: Mesh) -> str:
+def _spec(glob: str, node: SourceNode, registry: Registry, mesh: Mesh) -> str:
     """The spec or strategy that a glob is given; `{tp: o}` may stand without quotes."""
     value = node.plain()
     if isinstance(value, dict) and value and all(isinstance(factor, str) for factor in value.values()):
@@ -225,7 +225,7 @@ def fits_mesh(text: str, mesh: Mesh) -> None:
     bind_spec(text, mesh, shape)
 
 
-def check_specs(node: Node, name: str, mesh: Mesh) -> None:
+def check_specs(node: SourceNode, name: str, mesh: Mesh) -> None:
     """A tree of specs, as `in_specs` and `out_specs` are."""
     if isinstance(node.value, dict | list):
         children = node.value.values() if isinstance(node.value, dict) else node.value
@@ -251,7 +251,7 @@ def check_specs(node: Node, name: str, mesh: Mesh) -> None:
 # constructor, of a plugin or of ours, and its options are the ones of the constructor's signature.
 
 
-def with_policies(node: Node, allowed: Mapping[str, inspect.Parameter], registry: Registry) -> Node:
+def with_policies(node: SourceNode, allowed: Mapping[str, inspect.Parameter], registry: Registry) -> SourceNode:
     """The options of a transform, with the policies in them made.
 
     Raises ConfigError with the line of what is refused.
@@ -260,7 +260,7 @@ def with_policies(node: Node, allowed: Mapping[str, inspect.Parameter], registry
         return node
     known: dict[type, Mapping[str, Any]] = {
         MemoryPolicy: registry.memory_policies,
-        Policy: {"save_only": save_only, "every": every},
+        RecomputePolicy: {"save_only": save_only, "every": every},
     }
     options = dict(node.value)
     for key, child in node.value.items():
@@ -270,7 +270,7 @@ def with_policies(node: Node, allowed: Mapping[str, inspect.Parameter], registry
     return attrs.evolve(node, value=options)
 
 
-def _made(node: Node, constructors: Mapping[str, Any]) -> Node:
+def _made(node: SourceNode, constructors: Mapping[str, Any]) -> SourceNode:
     """The node of a policy with its options as one of the policy itself; any other as it is."""
     if not isinstance(node.value, dict) or len(node.value) != 1:
         return node
@@ -281,7 +281,7 @@ def _made(node: Node, constructors: Mapping[str, Any]) -> Node:
     if isinstance(constructor, MemoryPolicy):
         raise options.error(f"policy {name!r} takes no options; write policy: {name}")
     args, named = bind(options, name, parameters(constructor))
-    return attrs.evolve(node, value=Part(name, constructor, args, named, options).call())
+    return attrs.evolve(node, value=ConfigPart(name, constructor, args, named, options).call())
 
 
 OWN_KEYS = ("mesh", "parallel", "shard", "clip", "executor")
@@ -302,12 +302,12 @@ class Chain:
 
     mesh: Mesh
     plans: tuple[Any, ...]
-    sharding: Part
-    transforms: tuple[Part, ...]
+    sharding: ConfigPart
+    transforms: tuple[ConfigPart, ...]
     clip: float | None = None
     executor: str | None = None
     plan_texts: tuple[str, ...] = ()
-    clip_node: Node | None = None
+    clip_node: SourceNode | None = None
 
     def apply(self, step_fn: Callable[..., Any], *, clips: bool = False) -> Staged:
         """The staged step. `clips`: the function clips gradients to `chain.clip` itself.
@@ -360,14 +360,14 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any], plugins: Seque
     known = _transforms(registry)
     entries = _without_aliases(root)
     wanted = list(read_plans(entries["parallel"], registry)) if "parallel" in entries else []
-    transforms: list[Part] = []
+    transforms: list[ConfigPart] = []
     for key, node in entries.items():
         if key in OWN_KEYS or node.value is False:
             continue
         if key in known:
             allowed = parameters(known[key], skip=1)
             args, options = bind(with_policies(node, allowed, registry), key, allowed)
-            transforms.append(Part(key, known[key], args, options, node))
+            transforms.append(ConfigPart(key, known[key], args, options, node))
         elif plan_name(key, node, registry) is not None:
             wanted.append(read_plan(key, node, registry))
         else:
@@ -401,9 +401,9 @@ def _transforms(registry: Registry) -> dict[str, Callable[..., Any]]:
     return transforms
 
 
-def _without_aliases(root: Node) -> dict[str, Node]:
+def _without_aliases(root: SourceNode) -> dict[str, SourceNode]:
     """The root's entries under our own names."""
-    found: dict[str, Node] = {}
+    found: dict[str, SourceNode] = {}
     for key, node in root.entries.items():
         name = ALIASES.get(key, key)
         if name in found:
@@ -412,7 +412,7 @@ def _without_aliases(root: Node) -> dict[str, Node]:
     return found
 
 
-def _unknown(key: str, node: Node, names: Sequence[str]) -> ColofuncError:
+def _unknown(key: str, node: SourceNode, names: Sequence[str]) -> ColofuncError:
     if key in NAMED:
         return not_installed(key, node)
     close = near(key, (*names, *NAMED, *ALIASES))
@@ -421,7 +421,7 @@ def _unknown(key: str, node: Node, names: Sequence[str]) -> ColofuncError:
     return node.error(f"unknown key {key!r}{close}")
 
 
-def _mesh(entries: Mapping[str, Node], wanted: Sequence[Wanted]) -> Mesh:
+def _mesh(entries: Mapping[str, SourceNode], wanted: Sequence[PlanEntry]) -> Mesh:
     """The mesh that the file describes, with the axes that plans have sizes for and it does not name."""
     node = entries.get("mesh")
     given = dict(node.entries) if node is not None else {}
@@ -438,23 +438,23 @@ def _mesh(entries: Mapping[str, Node], wanted: Sequence[Wanted]) -> Mesh:
                 given.setdefault(axis, attrs.evolve(one.node.entries["size"], value=ranks))
     if not given:
         return Mesh()
-    made = attrs.evolve(node, value=given) if node is not None else Node(given, next(iter(given.values())).where)
+    made = attrs.evolve(node, value=given) if node is not None else SourceNode(given, next(iter(given.values())).where)
     args, options = bind(made, "mesh", parameters(Mesh))
-    mesh: Mesh = Part("mesh", Mesh, args, options, made).call()
+    mesh: Mesh = ConfigPart("mesh", Mesh, args, options, made).call()
     return mesh
 
 
-def _sharding(node: Node | None, root: Node, plugins: tuple[Any, ...], mesh: Mesh) -> Part:
+def _sharding(node: SourceNode | None, root: SourceNode, plugins: tuple[Any, ...], mesh: Mesh) -> ConfigPart:
     allowed = parameters(shard, skip=1, without=("mesh", "plans", "plugins"))
     options: dict[str, Any] = {}
     if node is not None and node.value is not False:
         options = bind(node, "shard", allowed)[1]
         for name in {"in_specs", "out_specs"} & options.keys():
             check_specs(node.entries[name], f"shard: {name}", mesh)
-    return Part("shard", shard, (), {**options, "plugins": plugins}, node or root)
+    return ConfigPart("shard", shard, (), {**options, "plugins": plugins}, node or root)
 
 
-def _clip(node: Node | None) -> tuple[float | None, Node | None]:
+def _clip(node: SourceNode | None) -> tuple[float | None, SourceNode | None]:
     if node is None or node.value is None or node.value is False:
         return None, None
     value = node.plain()
@@ -463,7 +463,7 @@ def _clip(node: Node | None) -> tuple[float | None, Node | None]:
     return float(value), node
 
 
-def _executor(entries: Mapping[str, Node]) -> str | None:
+def _executor(entries: Mapping[str, SourceNode]) -> str | None:
     node = entries.get("executor")
     if node is None or node.value is None:
         return None

@@ -22,7 +22,7 @@ from typing import Any, Literal, Union
 
 import attrs
 
-from colofunc.config.source import Node
+from colofunc.config.source import SourceNode
 from colofunc.errors import near
 
 WORDS: dict[Any, str] = {
@@ -47,7 +47,7 @@ def parameters(fn: Callable[..., Any], skip: int = 0, without: tuple[str, ...] =
     return found
 
 
-def bind(node: Node, name: str, allowed: Mapping[str, inspect.Parameter]) -> Bound:
+def bind(node: SourceNode, name: str, allowed: Mapping[str, inspect.Parameter]) -> Bound:
     """The arguments that a node means for `name`, whose parameters are `allowed`. Raises ConfigError with the line."""
     by_position = [parameter for parameter in allowed.values() if parameter.kind in POSITIONAL]
     rest = _of_kind(allowed, inspect.Parameter.VAR_KEYWORD)
@@ -83,7 +83,10 @@ def _names(allowed: Mapping[str, inspect.Parameter]) -> list[str]:
 
 
 def _is_record(
-    value: Mapping[str, Node], allowed: Mapping[str, inspect.Parameter], by_position: list[inspect.Parameter], rest: Any
+    value: Mapping[str, SourceNode],
+    allowed: Mapping[str, inspect.Parameter],
+    by_position: list[inspect.Parameter],
+    rest: Any,
 ) -> bool:
     """Whether a mapping is the first option itself (a record's fields) and not the options by name."""
     if rest is not None or not by_position or not value or any(key in allowed for key in value):
@@ -93,7 +96,7 @@ def _is_record(
 
 
 def _positional(
-    node: Node, name: str, by_position: list[inspect.Parameter], more: inspect.Parameter | None = None
+    node: SourceNode, name: str, by_position: list[inspect.Parameter], more: inspect.Parameter | None = None
 ) -> tuple[Any, ...]:
     """Options by position; those behind the named ones are `more`, where a function takes any number."""
     # The value is the first option itself where that one takes such a value: a switch, a list.
@@ -113,7 +116,7 @@ def _positional(
     return tuple(args)
 
 
-def convert(node: Node, hint: Any, what: str) -> Any:
+def convert(node: SourceNode, hint: Any, what: str) -> Any:
     """A node's value as an annotation wants it; records are built from mappings."""
     record = _record(hint)
     if record is not None and isinstance(node.value, dict):
@@ -131,7 +134,9 @@ def convert(node: Node, hint: Any, what: str) -> Any:
     return value
 
 
-def _field_at_fault(node: Node, record: Callable[..., Any], fields: Mapping[str, Any], message: str) -> Node:
+def _field_at_fault(
+    node: SourceNode, record: Callable[..., Any], fields: Mapping[str, Any], message: str
+) -> SourceNode:
     """The field that is refused by itself, in the same words; else all of them."""
     for key, value in fields.items():
         try:

@@ -8,19 +8,19 @@ from typing import Any
 
 import attrs
 
-from colofunc.config.source import Node
+from colofunc.config.source import SourceNode
 from colofunc.errors import ColofuncError
 
 
 @attrs.frozen(eq=False)
-class Part:
+class ConfigPart:
     """A function of the step (or of nothing) with its options."""
 
     name: str
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     options: Mapping[str, Any]
-    node: Node
+    node: SourceNode
 
     def call(self, *first: Any) -> Any:
         """The function with its options; what it refuses is a ConfigError with the line."""
@@ -34,15 +34,15 @@ class Part:
         return f"{self.name}({', '.join(given)})"
 
 
-def checked(node: Node, name: str, fn: Callable[..., Any], *args: Any) -> Any:
+def checked(node: SourceNode, name: str, fn: Callable[..., Any], *args: Any) -> Any:
     """`fn(*args)`; what it refuses is a ConfigError with the node's line."""
-    return Part(name, fn, args, {}, node).call()
+    return ConfigPart(name, fn, args, {}, node).call()
 
 
-def _at_fault(node: Node, message: str) -> Node:
+def _at_fault(node: SourceNode, message: str) -> SourceNode:
     """The one option of a mapping that a message speaks of, by its value or else by its name, else the mapping."""
     options = node.value if isinstance(node.value, dict) else {}
-    by_value: list[Node] = []
+    by_value: list[SourceNode] = []
     for key, child in options.items():
         said = child.text() if isinstance(child.value, str) else f"{key}={child.text()}"
         if said in message:

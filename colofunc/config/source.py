@@ -1,7 +1,7 @@
 """Reading a configuration so that every value knows its line.
 
 Problem: a mistake in a configuration is found long after it was read, and "unknown key 'stge'" without a line sends
-people searching. Idea: YAML, JSON and Python dicts all become the same tree of `Node`s, each with the place it came
+people searching. Idea: YAML, JSON and Python dicts all become the same tree of `SourceNode`s, each with the place it came
 from; whoever finds a mistake says `node.error(...)`.
 
 >>> read({"mesh": {"dp": 2}}).entries["mesh"].where
@@ -44,21 +44,21 @@ YAML_TIPS = {
 
 
 @attrs.frozen
-class Node:
+class SourceNode:
     """A value and where it stands. `value`: a plain value, a list of nodes, or a dict of nodes."""
 
     value: Any
     where: str  # "run.yaml:3", or "config: parallel[0].zero" where there is no file
 
     @property
-    def entries(self) -> dict[str, Node]:
+    def entries(self) -> dict[str, SourceNode]:
         """The nodes of a mapping."""
         if not isinstance(self.value, dict):
             raise self.error(f"wants keys with values, not {self.text()}")
         return self.value
 
     @property
-    def items(self) -> list[Node]:
+    def items(self) -> list[SourceNode]:
         """The nodes of a list; a single value is a list of one."""
         return self.value if isinstance(self.value, list) else [self]
 
@@ -75,7 +75,7 @@ class Node:
         return ConfigError(f"{self.where}: {message}")
 
 
-def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Node:
+def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> SourceNode:
     """A configuration as a tree: a dict, or the path of a .yaml, .yml or .json file. The root is a mapping."""
     if isinstance(source, Mapping):
         root = _from_python(source, "", [0])
@@ -86,7 +86,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Node:
     return root
 
 
-def _parsed(path: Path) -> Node:
+def _parsed(path: Path) -> SourceNode:
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(f"{path}: a configuration is a .yaml, .yml or .json file, or a dict")
     try:
@@ -111,30 +111,30 @@ def _counted(made: list[int], where: str) -> None:
         )
 
 
-def _twice(key: str, where: str, before: Node) -> ConfigError:
+def _twice(key: str, where: str, before: SourceNode) -> ConfigError:
     return ConfigError(f"{where}: key {key!r} was given before, at {before.where}; keep one of them")
 
 
 # ---- Python ----
 
 
-def _from_python(value: Any, path: str, made: list[int]) -> Node:
+def _from_python(value: Any, path: str, made: list[int]) -> SourceNode:
     where = f"config: {path or 'the whole'}"
     _counted(made, where)
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
                 raise ConfigError(f"{where}: key {key!r} is no string")
-        return Node({k: _from_python(v, f"{path}.{k}" if path else k, made) for k, v in value.items()}, where)
+        return SourceNode({k: _from_python(v, f"{path}.{k}" if path else k, made) for k, v in value.items()}, where)
     if isinstance(value, list | tuple):
-        return Node([_from_python(v, f"{path}[{place}]", made) for place, v in enumerate(value)], where)
-    return Node(value, where)
+        return SourceNode([_from_python(v, f"{path}[{place}]", made) for place, v in enumerate(value)], where)
+    return SourceNode(value, where)
 
 
 # ---- YAML ----
 
 
-def _from_yaml(text: str, name: str) -> Node:
+def _from_yaml(text: str, name: str) -> SourceNode:
     try:
         import yaml
     except ImportError as error:
@@ -167,26 +167,26 @@ class _Yaml:
     def where(self, node: Any) -> str:
         return f"{self.name}:{node.start_mark.line + 1}"
 
-    def value(self, node: Any) -> Node:
+    def value(self, node: Any) -> SourceNode:
         where = self.where(node)
         _counted(self.made, where)
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if kind not in PLAIN_TAGS:
             raise ConfigError(f"{where}: tag {node.tag!r} is refused; a configuration holds plain data only")
         if node.id == "sequence":
-            return Node([self.value(child) for child in node.value], where)
+            return SourceNode([self.value(child) for child in node.value], where)
         if node.id == "mapping":
-            return Node(self.members(node), where)
+            return SourceNode(self.members(node), where)
         if kind in ("str", "timestamp"):
             number = kind == "str" and node.style is None and FLOAT.match(node.value)
-            return Node(float(node.value) if number else node.value, where)
+            return SourceNode(float(node.value) if number else node.value, where)
         try:
-            return Node(self.scalar(node), where)
+            return SourceNode(self.scalar(node), where)
         except ValueError as error:  # looks like a number and is none
             raise ConfigError(f"{where}: {error}; quote the value") from error
 
-    def members(self, node: Any) -> dict[str, Node]:
-        found: dict[str, Node] = {}
+    def members(self, node: Any) -> dict[str, SourceNode]:
+        found: dict[str, SourceNode] = {}
         for key, value in node.value:
             where = self.where(key)
             if key.id != "scalar":
@@ -215,7 +215,7 @@ class _Json:
         self.text, self.name, self.made = text, name, [0]
         self.scalar = json.JSONDecoder().raw_decode
 
-    def root(self) -> Node:
+    def root(self) -> SourceNode:
         node, end = self.value(self.skip(0))
         if self.skip(end) != len(self.text):
             raise self.wrong(self.skip(end), "something follows the end")
@@ -231,7 +231,7 @@ class _Json:
         found = self.SPACE.match(self.text, at)
         return found.end() if found else at
 
-    def value(self, at: int) -> tuple[Node, int]:
+    def value(self, at: int) -> tuple[SourceNode, int]:
         """(node, position after it) of the value that begins at `at`."""
         where = self.where(at)
         _counted(self.made, where)
@@ -242,15 +242,15 @@ class _Json:
             for begin in self.parts(at, "]"):
                 node, self.end = self.value(begin)
                 found.append(node)
-            return Node(found, where), self.end
+            return SourceNode(found, where), self.end
         try:
             value, end = self.scalar(self.text, at)
         except json.JSONDecodeError as error:
             raise self.wrong(error.pos, error.msg) from error
-        return Node(value, where), end
+        return SourceNode(value, where), end
 
-    def members(self, at: int, where: str) -> tuple[Node, int]:
-        found: dict[str, Node] = {}
+    def members(self, at: int, where: str) -> tuple[SourceNode, int]:
+        found: dict[str, SourceNode] = {}
         for begin in self.parts(at, "}"):
             key, end = self.value(begin)
             if not isinstance(key.value, str):
@@ -262,7 +262,7 @@ class _Json:
             if key.value in found:
                 raise _twice(key.value, key.where, found[key.value])
             found[key.value] = attrs.evolve(node, where=key.where)
-        return Node(found, where), self.end
+        return SourceNode(found, where), self.end
 
     def parts(self, at: int, close: str) -> Any:
         """Where each part of a list or mapping begins; `self.end` is where the last one, then the whole, ends."""

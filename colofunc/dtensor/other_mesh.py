@@ -21,7 +21,7 @@ from colofunc.mesh.device import device_of
 from colofunc.program.lazy import Box
 from colofunc.spec.layout import Layout, replicated
 from colofunc.spec.parts import part, shared_parts
-from colofunc.spec.transfer import Piece, Transfer
+from colofunc.spec.transfer import Transfer, TransferPiece
 
 
 class Laid(Protocol):
@@ -49,7 +49,7 @@ def parts_on(x: Laid, target: Layout, other: Mesh) -> Shards:
         made = [part(whole, target, other, rank).clone() for rank in wanted]
     elif len(mine) == x.mesh.size:  # all ranks that there were are in this process
 
-        def value(piece: Piece[int]) -> torch.Tensor:
+        def value(piece: TransferPiece[int]) -> torch.Tensor:
             return plan.taken(parts[piece.source], piece)
 
         made = shared_parts(target, other, wanted, lambda rank: plan.made(rank, value, parts[0]))
@@ -88,7 +88,7 @@ def _exchanged(plan: Transfer, mine: torch.Tensor, rank: int, backend: Backend) 
     what = f"a change of mesh of a DTensor {plan.source.shape} {plan.source.text()!r}"
     backend.exchange(what, sent, received)
 
-    def value(piece: Piece[int]) -> torch.Tensor:
+    def value(piece: TransferPiece[int]) -> torch.Tensor:
         return plan.taken(mine, piece) if piece.source == rank else received[piece.source]
 
     return plan.made(rank, value, mine)

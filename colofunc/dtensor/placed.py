@@ -151,7 +151,7 @@ def side_by_side(inputs: Sequence[Shards], buffers: Sequence[Sequence[int]]) -> 
 
 
 @attrs.frozen(eq=False)
-class Placed:
+class PlacedParts:
     """The parts of one tensor in one layout, and how often the tensor had been written to."""
 
     version: int
@@ -207,14 +207,14 @@ class Shelf:
         elif len(shards) < mesh.size:  # a real rank keeps only its part
             shards = [s.clone() if s.untyped_storage().nbytes() > s.numel() * s.itemsize else s for s in shards]
         found, version = self._of(x, mesh, backend), compat.version(x)
-        new = Placed(version, layout, dtype or x.dtype, shards)
+        new = PlacedParts(version, layout, dtype or x.dtype, shards)
         others = [one for one in found if one.version == version and (one.layout, one.dtype) != (new.layout, new.dtype)]
         found[:] = [*others, new]
         return shards
 
-    def _of(self, x: torch.Tensor, mesh: Mesh, backend: Backend) -> list[Placed]:
+    def _of(self, x: torch.Tensor, mesh: Mesh, backend: Backend) -> list[PlacedParts]:
         by_mesh = self._kept.setdefault(x, {})
-        found: list[Placed] = by_mesh.setdefault((mesh, backend.ranks(mesh)), [])
+        found: list[PlacedParts] = by_mesh.setdefault((mesh, backend.ranks(mesh)), [])
         return found
 
 

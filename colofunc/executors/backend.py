@@ -76,7 +76,7 @@ class Backend(Protocol):
         """
 
 
-class Simulated:
+class SimulatedBackend:
     """All ranks in this process, in lock step."""
 
     name = "simulated"
@@ -117,7 +117,7 @@ class Compiled:
 
     name = "compiled"
 
-    def __init__(self, inner: Simulated | Distributed, compiler: str = "inductor") -> None:
+    def __init__(self, inner: SimulatedBackend | Distributed, compiler: str = "inductor") -> None:
         self._inner = inner
         self.watch = inner.watch
         self.unsettled: Unsettled | None = None
@@ -129,7 +129,7 @@ class Compiled:
 
     def compile(self, program: Program, mesh: Mesh) -> Run:
         segmented, bound = compile_segments(program, self._compiler)
-        if isinstance(self._inner, Simulated):
+        if isinstance(self._inner, SimulatedBackend):
             return SimulatedProgram(segmented, mesh, bound, whole=program)
         return self._inner.compile(segmented, mesh, bound, program)
 
@@ -268,8 +268,8 @@ def _process_group(mesh: Mesh) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _simulated() -> Simulated:
-    return Simulated()
+def _simulated() -> SimulatedBackend:
+    return SimulatedBackend()
 
 
 @lru_cache(maxsize=4)

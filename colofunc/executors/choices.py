@@ -29,7 +29,7 @@ BUILT_IN = table_of(CUDA_KERNELS)
 
 
 @attrs.frozen(eq=False)
-class Chosen:
+class ChosenKernel:
     """`arguments`: all of the operator, by position; tensors of the host in place of what the kernel reads there."""
 
     kernel: Kernel
@@ -53,7 +53,7 @@ class Choices:
     def leave(self) -> None:
         self._loops.pop()
 
-    def of(self, node: Node, values: Mapping[int, Value], lane: int) -> Chosen | None:
+    def of(self, node: Node, values: Mapping[int, Value], lane: int) -> ChosenKernel | None:
         """The kernel of a node; None: the operator's own implementation."""
         candidates = self._table.get((node.target, self._device.type), ())
         if not candidates or any(values[ref].tier != "device" for ref in node.refs):
@@ -64,7 +64,7 @@ class Choices:
         if kernel is None:
             return None
         every = zip(signature(node.target), bound(node.target, node.args, dict(node.kwargs)), strict=True)
-        return Chosen(
+        return ChosenKernel(
             kernel, tuple(_argument(arg, known if name in kernel.on_host else None) for (name, _), arg in every)
         )
 

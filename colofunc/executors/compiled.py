@@ -26,7 +26,7 @@ import torch.fx
 from colofunc import compat
 from colofunc.executors.kernels import check_words, result_kind
 from colofunc.executors.pools import accelerator
-from colofunc.executors.segments import REARRANGE, Piece, pieces, rearranged, unnumbered
+from colofunc.executors.segments import REARRANGE, SegmentPiece, pieces, rearranged, unnumbered
 from colofunc.executors.step_function import flat_results
 from colofunc.ops.define import FOR_COMPILERS, NUMBERED
 from colofunc.ops.targets import resolve
@@ -63,7 +63,7 @@ def _with_body(node: Node, compiler: str, known: dict[str, Segment]) -> Node:
     return attrs.evolve(node, loop=changed(node.loop, lambda body: _segmented(body, compiler, known)))
 
 
-def _call(piece: Piece, program: Program, compiler: str, known: dict[str, Segment]) -> Node:
+def _call(piece: SegmentPiece, program: Program, compiler: str, known: dict[str, Segment]) -> Node:
     """The node in place of a piece, which calls the function that pieces with its text share."""
     text = piece.text(program.values)
     if text not in known:
@@ -75,7 +75,7 @@ def _call(piece: Piece, program: Program, compiler: str, known: dict[str, Segmen
     return Node(known[text].target, operands, (), piece.outs, head.phase, head.path, head.line, note, on=head.on)
 
 
-def graph_of(piece: Piece, device: torch.device) -> torch.fx.GraphModule:
+def graph_of(piece: SegmentPiece, device: torch.device) -> torch.fx.GraphModule:
     """The FX graph of a piece on a device; its results are a tuple."""
     graph = torch.fx.Graph()
     env: dict[int, Any] = {i: graph.placeholder(f"v{i}") for i in piece.ins}
@@ -130,7 +130,7 @@ class Segment:
     `compiled`: what was compiled so far, for each way in which operands lay in memory.
     """
 
-    def __init__(self, target: str, piece: Piece, compiler: str) -> None:
+    def __init__(self, target: str, piece: SegmentPiece, compiler: str) -> None:
         self.target = target
         self.piece = piece
         self.compiled: dict[Any, Compiled] = {}

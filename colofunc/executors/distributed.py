@@ -26,7 +26,7 @@ from colofunc import compat, env
 from colofunc.errors import MeshError, PlanError
 from colofunc.executors.gloo import exchange
 from colofunc.executors.gpus import adopt_gpu, own_gpu
-from colofunc.executors.groups import Groups
+from colofunc.executors.groups import ProcessGroups
 from colofunc.executors.launch import before_end
 from colofunc.executors.messages import Mail
 from colofunc.executors.pools import in_tier
@@ -62,7 +62,7 @@ class Distributed:
         self.watch = watch_of_group()
         adopt_gpu(self.watch)
         self.unsettled: Unsettled | None = None
-        self._groups: dict[Mesh, Groups] = {}
+        self._groups: dict[Mesh, ProcessGroups] = {}
         self._mail = Mail()
         self._delivers = False  # whether `_deliver` is registered, to be called before this process ends
         self._kept = ProgramCache(self.compile)
@@ -121,7 +121,7 @@ class Distributed:
     def _by_nccl(self, mesh: Mesh) -> bool:
         return self._carriers.get("cuda") == "nccl" and mesh.device != "cpu"
 
-    def _groups_of(self, mesh: Mesh) -> Groups:
+    def _groups_of(self, mesh: Mesh) -> ProcessGroups:
         groups = self._groups.get(mesh)
         if groups is None:
             if mesh.device == "cpu" and "cpu" not in self._carriers:
@@ -130,7 +130,9 @@ class Distributed:
                     f"{mesh!r} is to run on the CPU and the process group carries tensors on GPUs only ({there}). Try: "
                     f"torch.distributed.init_process_group({MIXED!r}), or leave it to cf.join(mesh) to make the group"
                 )
-            groups = self._groups[mesh] = Groups(mesh, self.rank, self._carriers, sub_limit_s(self.watch), self._mail)
+            groups = self._groups[mesh] = ProcessGroups(
+                mesh, self.rank, self._carriers, sub_limit_s(self.watch), self._mail
+            )
         return groups
 
     def limit(self) -> None:

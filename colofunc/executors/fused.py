@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from colofunc.executors.segments import pieces
 from colofunc.mesh import Mesh
-from colofunc.ops.kernels import COPY, FUSED, Planned
+from colofunc.ops.kernels import COPY, FUSED, PlannedKernel
 from colofunc.program.beside_products import in_chunks
 from colofunc.program.cost import RuleOf, node_work
 from colofunc.program.editor import Editor
@@ -29,7 +29,7 @@ from colofunc.program.ir import Node, Program, Value
 from colofunc.program.layout_copies import with_copies
 
 NAME = "compiled"
-FREE = Planned(FUSED, 0.0, 0)
+FREE = PlannedKernel(FUSED, 0.0, 0)
 
 
 def fused(program: Program, mesh: Mesh, rule_of: RuleOf) -> Program:
@@ -44,7 +44,7 @@ def fused(program: Program, mesh: Mesh, rule_of: RuleOf) -> Program:
         for group in groups(piece.nodes):
             seconds = _group_s(group, piece.outs, piece.nodes, program.values, mesh, rule_of)
             for place, node in enumerate(group):
-                kernel = FREE if place or seconds == 0.0 else Planned(FUSED, seconds, 0)
+                kernel = FREE if place or seconds == 0.0 else PlannedKernel(FUSED, seconds, 0)
                 edit.change(where[id(node)], kernel=kernel)
     return edit.done()
 

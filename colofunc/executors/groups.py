@@ -27,7 +27,7 @@ from colofunc.mesh import Mesh
 from colofunc.ops.dtypes import DOUBLED
 
 
-class Groups:
+class ProcessGroups:
     """All process groups that programs on one mesh have asked for so far."""
 
     def __init__(

@@ -193,7 +193,7 @@ class Receiver:
         return wait()
 
 
-class Ahead:
+class PostedActions:
     """Actions of a rank one after another.
 
     What the next one receives is posted before an action begins, with what the last one sends.

@@ -24,7 +24,7 @@ CAME, FAILED_BEFORE, GONE = "", "failed", "gone"
 
 
 @attrs.frozen
-class Place:
+class RankProgress:
     """How many steps a rank has done and begun, where it was last, and what its GPU is at where that takes long."""
 
     done: int = 0
@@ -45,14 +45,14 @@ def write_on_gpu(store: Any, rank: int, passed: int, at: str) -> None:
     store.set(f"{ON_GPU}/{rank}", json.dumps([passed, at]))
 
 
-def place_of(store: Any, rank: int) -> Place:
+def place_of(store: Any, rank: int) -> RankProgress:
     """Where a rank is. Where it has a GPU, a step is done when it has passed there."""
     key, gpu = f"{AT}/{rank}", f"{ON_GPU}/{rank}"
     if not store.check([key]):
-        return Place()
+        return RankProgress()
     done, where, begun = json.loads(store.get(key))
     done, on_gpu = json.loads(store.get(gpu)) if store.check([gpu]) else (done, "")
-    return Place(done, where, begun, on_gpu)
+    return RankProgress(done, where, begun, on_gpu)
 
 
 @attrs.frozen

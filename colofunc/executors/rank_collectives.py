@@ -17,9 +17,9 @@ import torch
 from colofunc.executors.collective_starts import Start, Started
 from colofunc.executors.faults import ask
 from colofunc.executors.flight import Flight
-from colofunc.executors.groups import Groups
+from colofunc.executors.groups import ProcessGroups
 from colofunc.executors.kernels import HostCount, first_rows, in_its_memory, with_zeros
-from colofunc.executors.messages import Ahead, Buffers
+from colofunc.executors.messages import Buffers, PostedActions
 from colofunc.executors.source import Writer, only
 from colofunc.program.facts import COPIES, PEERS, is_peer
 from colofunc.program.ir import Node, Program, Ref
@@ -31,12 +31,12 @@ from colofunc.spec.parts import holds
 class RankWires:
     """Collectives of one rank with its peers. flight: where they are done by a GPU."""
 
-    def __init__(self, groups: Groups, flight: Flight | None = None) -> None:
+    def __init__(self, groups: ProcessGroups, flight: Flight | None = None) -> None:
         self.groups = groups
         self.flight = flight
         self.ranks: Sequence[int] = (groups.rank,)
         self._row_counts: tuple[Program, set[int]] | None = None
-        self._ahead: Ahead | None = None  # of the loop in parts that is written
+        self._ahead: PostedActions | None = None  # of the loop in parts that is written
         # of a program, positions of sends that nothing follows at once
         self._begins: tuple[Program, set[int]] | None = None
 
@@ -114,7 +114,7 @@ class RankWires:
         else:
             writer.line(call)
 
-    def _ahead_of(self, writer: Writer) -> Ahead | None:
+    def _ahead_of(self, writer: Writer) -> PostedActions | None:
         """What goes through the actions around the node that is written; None outside of a loop in parts."""
         in_parts = bool(writer.loops) and writer.loops[-1][0].cut_by is not None
         return self._ahead if in_parts else None
@@ -160,7 +160,7 @@ class RankWires:
         return self._row_counts[1]
 
     def in_order(self, actions: Sequence[tuple[int, int]], device: torch.device) -> Iterable[tuple[int, int]]:
-        self._ahead = Ahead(actions, self.groups.batch, Buffers())
+        self._ahead = PostedActions(actions, self.groups.batch, Buffers())
         return self._ahead
 
     def place(self, axes: Sequence[str], lane: int) -> int:

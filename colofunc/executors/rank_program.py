@@ -18,7 +18,7 @@ import torch
 
 from colofunc.errors import InputError
 from colofunc.executors.flight import Flight, mark
-from colofunc.executors.groups import Groups
+from colofunc.executors.groups import ProcessGroups
 from colofunc.executors.pools import accelerator, pool_of, reads_host_only
 from colofunc.executors.rank_collectives import RankWires, own_tag
 from colofunc.executors.simulated import Shards, own_memory, written_inputs
@@ -39,7 +39,7 @@ class RankProgram:
     def __init__(
         self,
         program: Program,
-        groups: Groups,
+        groups: ProcessGroups,
         watch: Watch | None,
         bound: Mapping[str, Callable[..., Any]] | None = None,
         tap: Tap | None = None,
@@ -165,7 +165,7 @@ class Later:
     What this rank knows is sent when it is called; the rest is done when the function that it returns is called.
     """
 
-    def __init__(self, program: Program, on_rank: OnRank, groups: Groups, watch: Watch | None) -> None:
+    def __init__(self, program: Program, on_rank: OnRank, groups: ProcessGroups, watch: Watch | None) -> None:
         """`program`: what all ranks run. `on_rank`: this rank's part of it."""
         self._groups, self._watch = groups, watch
         self._first, self._rest = _around_receives(on_rank.program)

@@ -39,7 +39,7 @@ MAY_COPY = frozenset(
 
 
 @attrs.frozen(eq=False)
-class Piece:
+class SegmentPiece:
     """Neighbouring nodes of a program, `count` from number `first` on, most of which are compiled as one function."""
 
     first: int
@@ -76,7 +76,7 @@ def unnumbered(node: Node, number: Any = None) -> tuple[Any, ...]:
     return node.args if at is None else (*node.args[:at], number, *node.args[at + 1 :])
 
 
-def pieces(program: Program, uncompiled: tuple[str, ...] = ()) -> list[Piece]:
+def pieces(program: Program, uncompiled: tuple[str, ...] = ()) -> list[SegmentPiece]:
     """What of a program is to be compiled, in order. uncompiled: modules that other software leaves as they are."""
     last = lifetimes(program)
     found = []
@@ -222,7 +222,7 @@ def _best_offset(reach: Sequence[int], first: int, period: int) -> int:
 # ---- what is worth it ----
 
 
-def _piece(first: int, nodes: Sequence[Node], last: Mapping[int, int]) -> Piece | None:
+def _piece(first: int, nodes: Sequence[Node], last: Mapping[int, int]) -> SegmentPiece | None:
     """The piece of these nodes; None where there is nothing to compile.
 
     Views of what comes from outside stand in front of it: two layers that lie at different places of one buffer are one
@@ -251,7 +251,7 @@ def _piece(first: int, nodes: Sequence[Node], last: Mapping[int, int]) -> Piece 
     if not read:  # where results without operands lie is known to who runs the program
         return None
     places = tuple(place for place, id in enumerate(read) if id in changed)
-    return Piece(first, len(nodes), ahead, inner, tuple(read), tuple(outs), places)
+    return SegmentPiece(first, len(nodes), ahead, inner, tuple(read), tuple(outs), places)
 
 
 def _without_views_at_the_end(nodes: Sequence[Node]) -> tuple[Sequence[Node], Sequence[Node]]:
@@ -281,7 +281,7 @@ def _permutes(node: Node) -> bool:
     return node.target == REARRANGE or node.target.rsplit(".", 1)[0] in ("aten.permute", "aten.transpose", "aten.t")
 
 
-def _can_fuse(piece: Piece) -> bool:
+def _can_fuse(piece: SegmentPiece) -> bool:
     """Whether some operator, no product of matrices, reads what another one in the piece has computed.
 
     Views may stand between them.

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from colofunc.executors.choices import Choices, Chosen
+from colofunc.executors.choices import Choices, ChosenKernel
 from colofunc.executors.copies import COPIER
 from colofunc.executors.kernels import callable_of, check_words, rearrange_text, result_kind
 from colofunc.executors.loops import ABSENT as ABSENT
@@ -267,7 +267,7 @@ class Writer:
         for lane, variables in enumerate(operands):
             if variables != _NOT_RUN:
                 first_lanes.setdefault(variables, lane)
-        kernels: list[Chosen | None] = [None] * len(first_lanes)
+        kernels: list[ChosenKernel | None] = [None] * len(first_lanes)
         if bound is None:
             kernels = [self.choices.of(node, self.program.values, lane) for lane in first_lanes.values()]
         # A kernel makes a result, which is added to the sum behind the node; what is gathered is written in one way for
@@ -327,7 +327,7 @@ class Writer:
         adder = self.bind(ADDERS[node.target], f"{node.target.split('.')[1]}_added")
         return f"{call} if {first} else {adder}({total}{suffix}, {', '.join(words)})"
 
-    def _kernel_call(self, chosen: Chosen, lane: int) -> str:
+    def _kernel_call(self, chosen: ChosenKernel, lane: int) -> str:
         """A call of a kernel for this device; positions that the host knows are tensors of the host."""
         words = []
         for arg in chosen.arguments:

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from colofunc.executors.fused import groups
-from colofunc.executors.segments import Piece, is_free, pieces
+from colofunc.executors.segments import SegmentPiece, is_free, pieces
 from colofunc.ops.kernels import wide
 from colofunc.program.facts import is_pointwise, written
 from colofunc.program.ir import Node, Program, Value
@@ -66,7 +66,7 @@ def counted(program: Program, last: Mapping[int, int], uncompiled: tuple[str, ..
     return Fused(unwritten, held, inner_bytes)
 
 
-def _inlined(piece: Piece, group_of: Mapping[int, int]) -> set[int]:
+def _inlined(piece: SegmentPiece, group_of: Mapping[int, int]) -> set[int]:
     """The values of a piece that are read by operators of their own group alone, and that the compiler computes where
     they are read.
     """

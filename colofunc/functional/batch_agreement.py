@@ -41,7 +41,7 @@ class Said:
 
 
 @attrs.frozen(eq=False)
-class Together:
+class BatchPeers:
     """This rank among those that read the same batches; `watch` is None where it is alone."""
 
     watch: Watch | None

@@ -27,11 +27,11 @@ from colofunc.env import say
 from colofunc.errors import InputError, near
 from colofunc.executors.backend import backend_for
 from colofunc.functional import reading
-from colofunc.functional.batch_agreement import Said, Together
+from colofunc.functional.batch_agreement import BatchPeers, Said
 from colofunc.functional.padding import Fill
 from colofunc.functional.placing import Placer
-from colofunc.functional.prefetch import Ahead
-from colofunc.functional.reading import Item
+from colofunc.functional.prefetch import Prefetcher
+from colofunc.functional.reading import ReadBatch
 from colofunc.functional.row_specs import RowSpec, row_spec, usual_rows
 from colofunc.functional.sending import Sender
 from colofunc.mesh import Mesh
@@ -97,7 +97,7 @@ class Batches:
         self.mesh = mesh
         specs = usual_rows(mesh) if spec is None else spec
         self._rows: RowSpec = attrs.evolve(row_spec(specs, mesh), rows=rows)
-        self._together = Together(backend.watch)
+        self._together = BatchPeers(backend.watch)
         self._read = self._how(read)
         self._regular = reading.regular_rows(loader)
         sender = Sender(device_of(mesh))
@@ -118,9 +118,9 @@ class Batches:
         self._start: dict[str, torch.Tensor] = {}  # generators at the start of the epoch
         self._position: Any = None  # of a loader that keeps its own
         self._pending: Mapping[str, Any] | None = None  # a loaded state whose epoch has not begun
-        self._ahead: Ahead | None = None
+        self._ahead: Prefetcher | None = None
         # of an iterator that cannot begin again: (batch, what comes from there)
-        self._seen: tuple[int, Iterator[Item]] | None = None
+        self._seen: tuple[int, Iterator[ReadBatch]] | None = None
         self._told = False
         short_rows = reading.short_rows(loader)
         self._expected = (short_rows,) if short_rows else ()
@@ -239,7 +239,7 @@ class Batches:
 
     def _first(self) -> tuple[Any] | None:
         """The batch at the current position, read."""
-        read: list[Item] = []
+        read: list[ReadBatch] = []
         items = self._begin()
         try:
             return self._next(reading.noted(items, read))
@@ -253,9 +253,9 @@ class Batches:
             self._tell_left()
             self._go_to(self._epoch + 1)
         self._fresh = False
-        items: Iterator[Item] = self._begin()
+        items: Iterator[ReadBatch] = self._begin()
         if self._prefetch:
-            items = self._ahead = Ahead(items, self._prefetch)
+            items = self._ahead = Prefetcher(items, self._prefetch)
         try:
             while (found := self._next(items)) is not None:
                 self._batch += 1
@@ -263,7 +263,7 @@ class Batches:
             self._go_to(self._epoch + 1)
             self._fresh = True
         finally:
-            if isinstance(items, Ahead):
+            if isinstance(items, Prefetcher):
                 items.close()
 
     def close(self) -> None:
@@ -284,7 +284,7 @@ class Batches:
     def _go_to(self, epoch: int, batch: int = 0, pending: Mapping[str, Any] | None = None) -> None:
         self._epoch, self._batch, self._start, self._pending, self._position = epoch, batch, {}, pending, None
 
-    def _begin(self) -> Iterator[Item]:
+    def _begin(self) -> Iterator[ReadBatch]:
         """Items of the epoch from the current batch on, shuffled as when it was first begun."""
         pending, self._pending = self._pending, None
         resumed = pending is not None and self._batch > 0 and not reading.keeps_position(self.loader)
@@ -306,7 +306,7 @@ class Batches:
         items = reading.read(self._source, self._sampler, self._batch, on_first)
         return reading.pinned(items) if self._on_card else items
 
-    def _next(self, items: Iterator[Item]) -> tuple[Any] | None:
+    def _next(self, items: Iterator[ReadBatch]) -> tuple[Any] | None:
         """The next batch, or None on every rank."""
         while True:
             held = None

@@ -30,7 +30,7 @@ from colofunc.errors import InputError, near
 from colofunc.ops import canonical, input_scales
 from colofunc.ops.gptq import DAMPING, calibrated
 from colofunc.ops.linear import linear_dw
-from colofunc.ops.measured import Measured
+from colofunc.ops.measured import WeightMeasures
 from colofunc.ops.quantized_frozen import reading
 from colofunc.ops.quantized_inputs import WeightNames, linear_inputs
 from colofunc.ops.quantizers import Quantizer
@@ -229,7 +229,7 @@ def smoothquant(maxima: Values | Sequence[Values], alpha: float = 0.5) -> Quanti
     return input_scales.smoothquant(joined("cf.smoothquant", MAXIMA, maxima), float(alpha))
 
 
-def joined(scheme: str, statistic: Statistic, values: Values | Sequence[Values]) -> Measured:
+def joined(scheme: str, statistic: Statistic, values: Values | Sequence[Values]) -> WeightMeasures:
     """What several batches have measured together, in float64 on the host."""
     what, maker = statistic.what, statistic.maker
     batches: list[Values] = []
@@ -250,7 +250,7 @@ def joined(scheme: str, statistic: Statistic, values: Values | Sequence[Values])
                 both = f"{tuple(joined[name].shape)} in one batch and {tuple(value.shape)} in another"
                 raise InputError(f"{scheme}: {what} of {name!r} are {both}. Try: {what} of one model")
             joined[name] = statistic.join(joined[name], value)
-    return Measured(scheme, what, maker, joined)
+    return WeightMeasures(scheme, what, maker, joined)
 
 
 def _checked(scheme: str, statistic: Statistic, name: str, value: Any) -> Tensor:

@@ -164,7 +164,7 @@ Updated = tuple[Tensors, dict[str, Tensors]]  # (params, state)
 
 
 @attrs.frozen
-class Given:
+class UpdateInputs:
     """What an update of all parameters reads. All but `step` and `finite` are by name, the state by key and name."""
 
     params: Tensors
@@ -184,10 +184,10 @@ class Own:
     """
 
     states: tuple[str, ...]
-    update: Callable[[Given], Updated]
+    update: Callable[[UpdateInputs], Updated]
 
 
-def _lion(given: Given) -> Updated:
+def _lion(given: UpdateInputs) -> Updated:
     new: Tensors = {}
     means: Tensors = {}
     for n, p in given.params.items():
@@ -199,7 +199,7 @@ def _lion(given: Given) -> Updated:
     return new, {"exp_avg": means}
 
 
-def _lamb(given: Given) -> Updated:
+def _lamb(given: UpdateInputs) -> Updated:
     step, finite = given.step, given.finite
     means: Tensors = {}
     uncentered: Tensors = {}

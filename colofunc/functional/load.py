@@ -29,7 +29,7 @@ from colofunc.errors import CheckpointError, InputError
 from colofunc.executors.backend import backend_for
 from colofunc.functional import pretrained
 from colofunc.functional.checkpoint import dcp, plainfile, tree
-from colofunc.functional.checkpoint.files import Piece, dtype_name, dtype_of, read_piece
+from colofunc.functional.checkpoint.files import StoredPiece, dtype_name, dtype_of, read_piece
 from colofunc.functional.checkpoint.folder import resolve
 from colofunc.functional.checkpoint.index import INCOMPLETE, INDEX, PLAIN, read_index
 from colofunc.functional.checkpoint.libraries import whole_stems
@@ -40,7 +40,7 @@ from colofunc.mesh import Mesh
 from colofunc.ops.seeds import set_random_state
 from colofunc.program.tracing.tree import flatten
 from colofunc.spec.layout import Dim, make_layout
-from colofunc.spec.regions import Region, Span
+from colofunc.spec.regions import IndexSpan, Region
 from colofunc.untrusted import check
 
 # ---- sizes that a folder claims ----
@@ -50,7 +50,7 @@ from colofunc.untrusted import check
 # the pieces of a tensor have no fewer elements than the tensor, so that what is asked for is bounded by the size of the
 # folder.
 #
-#     Bounds(folder).check("w", (4, 8), torch.float32, [(region, "rank-00000-00000.safetensors", 128, 128)])
+#     FolderSizes(folder).check("w", (4, 8), torch.float32, [(region, "rank-00000-00000.safetensors", 128, 128)])
 
 
 PADDED = 4  # what the padded parts of a tensor hold is at most so many times its elements,
@@ -60,7 +60,7 @@ Stored = tuple[Region, str, int, int]  # region, file, first byte, bytes
 
 
 @attrs.frozen
-class Bounds:
+class FolderSizes:
     """The files of one folder and their sizes."""
 
     folder: Path
@@ -109,7 +109,7 @@ class Bounds:
         return self._sizes[file]
 
 
-def _fits(span: Span, size: int) -> bool:
+def _fits(span: IndexSpan, size: int) -> bool:
     """Whether a span is within a dim; padding at its end may reach over it as far as twice the dim."""
     numbers = [span.start, span.limit or 0]
     for loop in span.loops:
@@ -311,10 +311,10 @@ def _ours(folder: Path, content: dict[str, Any], verify: bool) -> _Found:
 
 
 def _own_entries(folder: Path, tensors: Mapping[str, _Tensor], verify: bool) -> dict[str, Entry]:
-    found, bounds = {}, Bounds(folder)
+    found, bounds = {}, FolderSizes(folder)
     for name, said in tensors.items():
         dtype = dtype_of(said.dtype)
-        pieces = [Piece.from_json(piece) for piece in said.pieces]
+        pieces = [StoredPiece.from_json(piece) for piece in said.pieces]
         claimed = [(piece.region, piece.file, piece.start, piece.nbytes) for piece in pieces]
         bounds.check(name, said.shape, dtype, claimed)
         if said.dims is not None:
@@ -325,7 +325,9 @@ def _own_entries(folder: Path, tensors: Mapping[str, _Tensor], verify: bool) -> 
     return found
 
 
-def _read_own(folder: Path, name: str, dtype: torch.dtype, verify: bool, piece: Piece, picks: Any) -> torch.Tensor:
+def _read_own(
+    folder: Path, name: str, dtype: torch.dtype, verify: bool, piece: StoredPiece, picks: Any
+) -> torch.Tensor:
     return read_piece(folder, name, dtype, piece, picks, verify)
 
 
@@ -334,7 +336,7 @@ def _dcp_entries(
 ) -> tuple[dict[str, Entry], dict[str, dcp.Chunk], dict[str, tuple[Any, ...]]]:
     """(tensors, objects, keys)."""
     stored, paths = dcp.read_metadata(folder, crc32 if verify else None)
-    entries, objects, bounds = {}, {}, Bounds(folder)
+    entries, objects, bounds = {}, {}, FolderSizes(folder)
     for name, entry in stored.items():
         if entry.dtype is None:
             objects[name] = entry.chunks[0]

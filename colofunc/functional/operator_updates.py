@@ -1,6 +1,6 @@
 """Updates by one operator per parameter: Adam and AdamW, SGD, and the elementwise classes of `update_rules`.
 
-Each is a pure function of `Given`: what an update of all parameters reads, by name.
+Each is a pure function of `UpdateInputs`: what an update of all parameters reads, by name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from colofunc.functional import packed_moments
-from colofunc.functional.lion_lamb import Given, Tensors, Updated
+from colofunc.functional.lion_lamb import Tensors, Updated, UpdateInputs
 from colofunc.functional.packed_moments import MOMENTS, SCALES
 from colofunc.ops import update as ops
 from colofunc.ops.update_packed import adamw8
@@ -17,7 +17,7 @@ from colofunc.ops.update_rounded import adamw_rounded
 from colofunc.ops.update_rules import KINDS, options_of, update
 
 
-def elementwise(cls: type[torch.optim.Optimizer], given: Given) -> Updated:
+def elementwise(cls: type[torch.optim.Optimizer], given: UpdateInputs) -> Updated:
     """The update of a class that `update_rules` has a rule for."""
     keys = KINDS[cls.__name__].states
     state = given.state
@@ -36,7 +36,7 @@ def elementwise(cls: type[torch.optim.Optimizer], given: Given) -> Updated:
     return new_params, new_state
 
 
-def adamw(cls: type[torch.optim.Optimizer], given: Given) -> Updated:
+def adamw(cls: type[torch.optim.Optimizer], given: UpdateInputs) -> Updated:
     """Adam and AdamW: with moments in bytes, with parameters that are rounded by a draw, or plain."""
     state, step, finite = given.state, given.step, given.finite
     first, second = MOMENTS
@@ -78,7 +78,7 @@ def adamw(cls: type[torch.optim.Optimizer], given: Given) -> Updated:
     return new_params, new_state
 
 
-def sgd(given: Given) -> Updated:
+def sgd(given: UpdateInputs) -> Updated:
     """SGD; parameters without momentum have no buffer."""
     new_params: Tensors = {}
     buffers: Tensors = {}

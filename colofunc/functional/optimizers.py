@@ -32,7 +32,7 @@ from torch import Tensor
 from colofunc.dtensor.roles import give_role
 from colofunc.errors import InputError, near
 from colofunc.functional import operator_updates, packed_moments, torch_optim
-from colofunc.functional.lion_lamb import OWN, Given
+from colofunc.functional.lion_lamb import OWN, UpdateInputs
 from colofunc.functional.packed_moments import MOMENTS, SCALES
 from colofunc.functional.parameter_tree import check_shapes, named_gradients, named_parameters
 from colofunc.ops import policy
@@ -208,7 +208,7 @@ class Optimizer:
         finite: Tensor | None,
     ) -> tuple[Tensors, dict[str, Tensors]]:
         options = {name: self.of(name) for name in params}
-        given = Given(params, grads, state, step, rates, options, finite)
+        given = UpdateInputs(params, grads, state, step, rates, options, finite)
         kind = OPERATORS.get(self.cls)
         if kind == "adamw":
             return operator_updates.adamw(self.cls, given)

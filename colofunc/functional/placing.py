@@ -35,7 +35,7 @@ from colofunc.functional.padding import (
     usual,
     with_weight,
 )
-from colofunc.functional.reading import Item
+from colofunc.functional.reading import ReadBatch
 from colofunc.functional.row_specs import RowSpec, first_dim, row_multiple, shortened
 from colofunc.functional.sending import Sender
 from colofunc.mesh import Mesh
@@ -107,7 +107,7 @@ class Placer:
         missing = -n % self.rows.whole_multiple
         return n + missing
 
-    def hold(self, item: Item, regular: int | None, expected: Sequence[int]) -> UnplacedBatch | None:
+    def hold(self, item: ReadBatch, regular: int | None, expected: Sequence[int]) -> UnplacedBatch | None:
         """The batch made ready as far as this process can alone; None: it is left out.
 
         `regular`: samples of a whole batch, None: of this one; `expected`: other counts that this loader is known to

@@ -3,7 +3,7 @@
 Problem: a step waits for its data. Idea: a thread reads up to `count` items ahead; what fails there is raised where the
 item is asked for, with its own traceback, and the thread ends when its reader is closed, dropped or exhausted.
 
-    with closing(Ahead(iter(loader), 2)) as items:
+    with closing(Prefetcher(iter(loader), 2)) as items:
         for item in items: ...
 
 The first item is read by the caller: who shuffles draws from torch's generator then, and must not race with the step.
@@ -25,7 +25,7 @@ class _Failed:
         self.error = error
 
 
-class Ahead:
+class Prefetcher:
     """An iterator over `source`, `count` items ahead."""
 
     def __init__(self, source: Iterator[Any], count: int) -> None:

@@ -30,7 +30,7 @@ Cut = Callable[[int], tuple[Sequence[int], int] | None]
 
 
 @attrs.frozen
-class Item:
+class ReadBatch:
     """What was read for one global batch."""
 
     data: Any
@@ -49,7 +49,7 @@ class RowSampler:
         self.cut = cut
         self.skip = 0
         self.on_first: Callable[[], None] = lambda: None  # called once `skip` batches have been walked past
-        self.told: deque[Item] = deque()
+        self.told: deque[ReadBatch] = deque()
 
     def __iter__(self) -> Iterator[list[Any]]:
         batches = iter(self.inner)
@@ -63,7 +63,9 @@ class RowSampler:
                 continue
             rows, padded = cut
             ids = zlib.crc32(repr(indices).encode())
-            self.told.append(Item(None, n, None if self.cut is None else padded, tuple(row >= n for row in rows), ids))
+            self.told.append(
+                ReadBatch(None, n, None if self.cut is None else padded, tuple(row >= n for row in rows), ids)
+            )
             yield [indices[row % n] for row in rows]
 
     def __len__(self) -> int:
@@ -179,7 +181,7 @@ def pass_over(batches: Iterator[Any], skip: int) -> None:
         )
 
 
-def read(loader: Any, sampler: RowSampler | None, skip: int, on_first: Callable[[], None]) -> Iterator[Item]:
+def read(loader: Any, sampler: RowSampler | None, skip: int, on_first: Callable[[], None]) -> Iterator[ReadBatch]:
     """Items of one epoch from batch `skip` on; `on_first` is called when those before it have been passed.
 
     Making the iterator shuffles, or the first item does; nothing is drawn before.
@@ -192,19 +194,19 @@ def read(loader: Any, sampler: RowSampler | None, skip: int, on_first: Callable[
     return _read_rows(iter(loader), sampler)
 
 
-def _read_rows(batches: Iterator[Any], sampler: RowSampler) -> Iterator[Item]:
+def _read_rows(batches: Iterator[Any], sampler: RowSampler) -> Iterator[ReadBatch]:
     for data in batches:
         yield attrs.evolve(sampler.told.popleft(), data=data)
 
 
-def _read_all(batches: Iterator[Any], skip: int, loader: Any, on_first: Callable[[], None]) -> Iterator[Item]:
+def _read_all(batches: Iterator[Any], skip: int, loader: Any, on_first: Callable[[], None]) -> Iterator[ReadBatch]:
     pass_over(batches, skip)
     on_first()
     for data in batches:
-        yield Item(data, position=None if loader is None else loader.state_dict())
+        yield ReadBatch(data, position=None if loader is None else loader.state_dict())
 
 
-def noted(items: Iterator[Item], read: list[Item]) -> Iterator[Item]:
+def noted(items: Iterator[ReadBatch], read: list[ReadBatch]) -> Iterator[ReadBatch]:
     """`items`, each put into `read` as it is read."""
     for item in items:
         read.append(item)
@@ -214,7 +216,7 @@ def noted(items: Iterator[Item], read: list[Item]) -> Iterator[Item]:
 # ---- for a CUDA device ----
 
 
-def pinned(items: Iterator[Item]) -> Iterator[Item]:
+def pinned(items: Iterator[ReadBatch]) -> Iterator[ReadBatch]:
     """The items with their tensors of the host in pinned memory, so that whoever reads ahead makes that copy too."""
     for item in items:
         leaves, tree = flatten(item.data)

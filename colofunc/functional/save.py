@@ -36,10 +36,10 @@ from colofunc.executors.disk.kept_versions import SAY_AFTER_S, Reader
 from colofunc.executors.launch import before_end
 from colofunc.functional.checkpoint.background import Beside
 from colofunc.functional.checkpoint.dcp import METADATA
-from colofunc.functional.checkpoint.files import Item, Piece, write_file
+from colofunc.functional.checkpoint.files import PieceToWrite, StoredPiece, write_file
 from colofunc.functional.checkpoint.folder import Writing, keep_newest
 from colofunc.functional.checkpoint.index import INDEX, read_index, write_durably, write_index
-from colofunc.functional.checkpoint.parts import Leaf, Ranks, assign, carried_out
+from colofunc.functional.checkpoint.parts import Ranks, StateLeaf, assign, carried_out
 from colofunc.functional.checkpoint.staging import Slab, ahead, as_given, snapshot, stage
 from colofunc.functional.checkpoint.tree import pack
 from colofunc.functional.checkpoint.waiting import Patience
@@ -186,9 +186,9 @@ class _Job:
 
     path: Path
     content: dict[str, Any]
-    leaves: list[Leaf]
+    leaves: list[StateLeaf]
     ranks: Ranks
-    items: list[Item]
+    items: list[PieceToWrite]
     keep: int | None
     deadline_s: float
     overwrite: bool = False
@@ -291,8 +291,8 @@ class _Job:
                 f"{str(self.path)!r} is saved, but an older one could not be removed (keep=): {error}"
             ) from error
 
-    def _write(self, folder: Path) -> list[tuple[Item, Piece]]:
-        files: list[list[Item]] = []
+    def _write(self, folder: Path) -> list[tuple[PieceToWrite, StoredPiece]]:
+        files: list[list[PieceToWrite]] = []
         held = FILE_BYTES
         for item in ahead(self.items):
             if held >= FILE_BYTES:
@@ -300,7 +300,7 @@ class _Job:
                 held = 0
             files[-1].append(item)
             held += item.nbytes
-        written: list[tuple[Item, Piece]] = []
+        written: list[tuple[PieceToWrite, StoredPiece]] = []
         for number, items in enumerate(files):
             pieces = write_file(folder / f"rank-{self.ranks.rank:05d}-{number:05d}.safetensors", items)
             written += zip(items, pieces, strict=True)

@@ -24,7 +24,7 @@ Factory = Callable[[torch.optim.Optimizer], Any]
 
 
 @attrs.frozen(eq=False)
-class Table:
+class RateTable:
     """Rates by number of updates done, float64; calling it is a gather, so it traces."""
 
     rates: Tensor  # (steps,)
@@ -34,7 +34,7 @@ class Table:
         return self.rates.index_select(0, index.reshape(1)).reshape(())
 
 
-def schedule(factory: Factory, lr: float = 1.0, *, steps: int) -> Table:
+def schedule(factory: Factory, lr: float = 1.0, *, steps: int) -> RateTable:
     """The rates that the scheduler `factory(optimizer)` gives `steps` updates, starting from `lr`.
 
     Pass it as `lr` of `adapt`, or of a group. Raises InputError for a scheduler that asks for a metric
@@ -53,7 +53,7 @@ def schedule(factory: Factory, lr: float = 1.0, *, steps: int) -> Table:
             optimizer.step()
             if done + 1 < steps:
                 _advance(scheduler, done)
-    return Table(torch.tensor(rates, dtype=torch.float64))
+    return RateTable(torch.tensor(rates, dtype=torch.float64))
 
 
 def _made(factory: Factory, optimizer: torch.optim.Optimizer) -> Any:

@@ -46,7 +46,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.functional.calibration import MOMENTS, MeasuredWeights, Statistic, as_a_step, globs_of, joined
 from colofunc.mesh import Mesh
-from colofunc.ops.measured import Measured
+from colofunc.ops.measured import WeightMeasures
 from colofunc.ops.quantized import Quantized
 from colofunc.ops.quantized_frozen import reading
 from colofunc.ops.quantized_inputs import linear_inputs
@@ -261,9 +261,9 @@ def _quantizer(scheme: Any) -> Quantizer:
 class _Known:
     """What was measured, of the mean batch."""
 
-    inputs: Measured
-    outputs: Measured
-    lookups: Measured
+    inputs: WeightMeasures
+    outputs: WeightMeasures
+    lookups: WeightMeasures
 
     def has(self, name: str) -> bool:
         """Whether a weight was read."""
@@ -310,7 +310,7 @@ def _averaged(measured: Sensitivities | Sequence[Sensitivities]) -> _Known:
         if any(batch[part] for batch in batches):
             values = joined("cf.scheme_errors", statistic, [batch[part] for batch in batches]).values
         mean = {name: value / len(batches) for name, value in values.items()}
-        found.append(Measured("cf.scheme_errors", statistic.what, MAKER, mean))
+        found.append(WeightMeasures("cf.scheme_errors", statistic.what, MAKER, mean))
     return _Known(*found)
 
 

@@ -1,7 +1,7 @@
 """Tape: what a constructor did to tensors, in order, and how to do it again for one of them.
 
 Problem: initial values come from a chain of in-place operators on views (`weight.normal_()`, `weight[pad].zero_()`,
-`weight.copy_(table)`), drawn from one generator. Idea: every memory (`Cell`) keeps the numbers of the entries that
+`weight.copy_(table)`), drawn from one generator. Idea: every memory (`TapeMemory`) keeps the numbers of the entries that
 wrote to it. To make a tensor, collect backwards what its value needs and run that forwards, each draw from the state
 that the generator had when it was recorded.
 
@@ -38,7 +38,7 @@ OVERWRITES = {
 
 
 @attrs.define(eq=False)
-class Cell:
+class TapeMemory:
     """One memory: a meta tensor that stands for it, and the numbers of the entries that wrote to it."""
 
     base: torch.Tensor
@@ -49,7 +49,7 @@ class Cell:
 class View:
     """A tensor of the tape as an argument: where it lies in its cell."""
 
-    cell: Cell
+    cell: TapeMemory
     like: torch.Tensor  # meta
 
     @property
@@ -59,7 +59,7 @@ class View:
 
 
 @attrs.define(eq=False)
-class Entry:
+class TapedCall:
     """One call. `made`: (position among the flat results, cell, meta) of new memories.
 
     `written`: cells it writes to.
@@ -70,7 +70,7 @@ class Entry:
     kwargs: dict[str, Any]
     default_dtype: torch.dtype
     written: tuple[View, ...]
-    made: tuple[tuple[int, Cell, torch.Tensor], ...] = ()
+    made: tuple[tuple[int, TapeMemory, torch.Tensor], ...] = ()
     draws: bool = False
     state: torch.Tensor | None = None  # of the generator before the call
 
@@ -103,16 +103,16 @@ class Tape:
     """
 
     def __init__(self, limit: int | None) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[TapedCall] = []
         self._limit = limit
         self._drawn = 0
         self._late: torch.Tensor | None = None  # state of the generator where drawing was put off
-        self._undrawn: list[Entry] = []
+        self._undrawn: list[TapedCall] = []
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     # ---- recording ----
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: TapedCall) -> None:
         number = len(self.entries)
         self.entries.append(entry)
         cells = {id(view.cell): view.cell for view in entry.written}  # each once
@@ -123,7 +123,7 @@ class Tape:
         if entry.draws:
             self._draw(entry)
 
-    def _draw(self, entry: Entry) -> None:
+    def _draw(self, entry: TapedCall) -> None:
         """Move the generator on as the call does, now or later."""
         generator = entry.kwargs.get("generator")
         if isinstance(generator, torch.Generator):
@@ -142,7 +142,7 @@ class Tape:
                 return
         self._undrawn.append(entry)
 
-    def _throw_away(self, entry: Entry, number: int) -> None:
+    def _throw_away(self, entry: TapedCall, number: int) -> None:
         """Run a call that draws, for what it does to the generator."""
         written = {id(view) for view in entry.written}
         known: dict[int, torch.Tensor] = {}  # how much is drawn may depend on what is read
@@ -230,7 +230,7 @@ class Tape:
             out = _at(memories[keep] if keep in memories else _memory(view.cell), view.like)
             return out if view.covers else out.clone()
 
-    def _needed(self, cell: Cell, until: int) -> tuple[list[int], int]:
+    def _needed(self, cell: TapeMemory, until: int) -> tuple[list[int], int]:
         """Entries that the value of a cell before entry `until` takes, in order."""
         needed: set[int] = set()
         known: dict[int, int] = {}
@@ -254,7 +254,7 @@ class Tape:
                     break  # what was there before makes no difference
         return sorted(needed), id(cell)
 
-    def _run(self, entry: Entry, memories: dict[int, torch.UntypedStorage]) -> None:
+    def _run(self, entry: TapedCall, memories: dict[int, torch.UntypedStorage]) -> None:
         def argument(x: Any) -> Any:
             if isinstance(x, View):
                 if id(x.cell) not in memories:
@@ -278,7 +278,7 @@ class Tape:
             memories[id(cell)] = _laid_out(flat[position], like, cell).untyped_storage()
 
 
-def _memory(cell: Cell) -> torch.UntypedStorage:
+def _memory(cell: TapeMemory) -> torch.UntypedStorage:
     return torch.empty(cell.base.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
 
 
@@ -286,7 +286,7 @@ def _at(memory: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=like.dtype).set_(memory, like.storage_offset(), like.shape, like.stride())
 
 
-def _laid_out(real: torch.Tensor, like: torch.Tensor, cell: Cell) -> torch.Tensor:
+def _laid_out(real: torch.Tensor, like: torch.Tensor, cell: TapeMemory) -> torch.Tensor:
     """A result in the geometry that was recorded for it."""
     same = (real.stride(), real.storage_offset()) == (like.stride(), like.storage_offset()) or real.numel() < 2
     if same and real.untyped_storage().nbytes() == cell.base.untyped_storage().nbytes():
@@ -366,13 +366,13 @@ class Recording(compat.TorchDispatchMode):
     def _record(self, func: Any, args: Any, kwargs: Any, results: Any, written: list[Any], draws: bool) -> Any:
         flat, tree = pytree.tree_flatten(results)
         owners: dict[int, Any] = {}  # the meta tensor of an operand -> the operand
-        cells: dict[int, Cell] = {}  # memory -> its cell
+        cells: dict[int, TapeMemory] = {}  # memory -> its cell
         for x in pytree.tree_leaves((args, kwargs)):
             if self._is_mine(x):
                 view = x.source.view
                 owners[id(view.like)] = x
                 cells[compat.storage_key(view.like)] = view.cell
-        made: list[tuple[int, Cell, torch.Tensor]] = []
+        made: list[tuple[int, TapeMemory, torch.Tensor]] = []
         out: list[Any] = []
         for place, result in enumerate(flat):
             if not isinstance(result, torch.Tensor):
@@ -382,7 +382,7 @@ class Recording(compat.TorchDispatchMode):
             else:
                 key = compat.storage_key(result)
                 if key not in cells:
-                    cells[key] = Cell(result)
+                    cells[key] = TapeMemory(result)
                     made.append((place, cells[key], result))
                 out.append(LazyTensor(FromTape(self.tape, View(cells[key], result)), result))
         if made or written:
@@ -390,7 +390,7 @@ class Recording(compat.TorchDispatchMode):
             wrote = {id(x.source.view) for x in written}
             arguments = pytree.tree_leaves((views, named))
             places = tuple(x for x in arguments if isinstance(x, View) and id(x) in wrote)
-            self.tape.add(Entry(func, views, named, torch.get_default_dtype(), places, tuple(made), draws))
+            self.tape.add(TapedCall(func, views, named, torch.get_default_dtype(), places, tuple(made), draws))
         for x in written:
             if x.shape != x.source.view.like.shape or x.stride() != x.source.view.like.stride():
                 raise InputError(f"lazy: {func} changes the shape of a tensor in place, which a lazy one cannot follow")

@@ -26,10 +26,10 @@ from torch.utils.data import BatchSampler, default_collate
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
 from colofunc.executors.backend import backend_for
-from colofunc.functional.batch_agreement import Together
+from colofunc.functional.batch_agreement import BatchPeers
 from colofunc.functional.padding import Fill
 from colofunc.functional.placing import Placer
-from colofunc.functional.reading import Item
+from colofunc.functional.reading import ReadBatch
 from colofunc.functional.row_specs import RowSpec, row_spec, row_word
 from colofunc.functional.sending import Sender
 from colofunc.mesh import Mesh
@@ -48,7 +48,7 @@ class OwnRows:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.backend = backend_for(mesh)
-        self.together = Together(self.backend.watch)
+        self.together = BatchPeers(self.backend.watch)
         self.rows: RowSpec | None = None
         self.pads = False
         self._placer: Placer | None = None
@@ -58,8 +58,8 @@ class OwnRows:
     def data(self, dataset: Any) -> Any:
         return _Data(dataset)
 
-    def sampler(self, inner: Any) -> RowSampler:
-        return RowSampler(inner, self)
+    def sampler(self, inner: Any) -> OwnRowSampler:
+        return OwnRowSampler(inner, self)
 
     def collate(self, collate_fn: Callable[[Any], Any] | None) -> Any:
         return _Collate(collate_fn or default_collate)
@@ -109,7 +109,7 @@ class OwnRows:
             return data
         assert self._placer is not None, "rows are cut once there is a placer"
         with self.together.guard():
-            held = self._placer.hold(Item(data, samples, padded, tuple(map(bool, told[FIXED:])), ids), padded, ())
+            held = self._placer.hold(ReadBatch(data, samples, padded, tuple(map(bool, told[FIXED:])), ids), padded, ())
         assert held is not None, "no batch is dropped"
         said = self.together.meet(held.said(False, number == 0, self.together.watch is not None), epoch, number)
         return self._as_planned(self._placer.place(held, said, padded))
@@ -129,7 +129,7 @@ class OwnRows:
         return unflatten(tree, out)
 
 
-class RowSampler:
+class OwnRowSampler:
     """A batch sampler: the indices that this rank reads of each batch of `inner`.
 
     Has accelerate's names for what is inside.
@@ -240,7 +240,7 @@ class _Collate:
         return batch
 
 
-class Placed:
+class PlacedLoader:
     """A loader whose batches are placed; everything else is the loader's."""
 
     def __init__(self, loader: Any, own: OwnRows) -> None:

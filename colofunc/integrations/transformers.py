@@ -25,7 +25,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.functional.modules import Model
 from colofunc.integrations.loop import Clip, Loop, layouts_of, model_of, plain, staging
-from colofunc.integrations.own_rows import OwnRows, Placed
+from colofunc.integrations.own_rows import OwnRows, PlacedLoader
 from colofunc.mesh import Mesh
 from colofunc.spec.layout import Layout
 from colofunc.transforms.shard import shard
@@ -202,7 +202,7 @@ class ColofuncTrainer(Trainer):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         if self._own is not None:
-            dataloader = Placed(dataloader, self._own)
+            dataloader = PlacedLoader(dataloader, self._own)
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def prediction_step(

@@ -38,7 +38,7 @@ class Band:
 
 
 @attrs.frozen
-class Cut:
+class BandBlock:
     """Rows i0:i1 and columns j0:j1 of a band that is not empty, and its window there, as flash kernels count it."""
 
     i0: int
@@ -83,7 +83,7 @@ def band_of(causal: bool, window: int, rows: Run | None, columns: Run | None) ->
     return Band(low, high)
 
 
-def cut(band: Band, s: int, t: int) -> Cut | None:
+def cut(band: Band, s: int, t: int) -> BandBlock | None:
     """The part of s rows and t columns where the band shows something; None where it shows nothing."""
     low, high = band.low, band.high
     i0 = 0 if high is None else max(0, -high)
@@ -98,7 +98,7 @@ def cut(band: Band, s: int, t: int) -> Cut | None:
     # A bound that takes nothing away is none: the last row sees the first column, the first row the last.
     left = -1 if left >= j1 - j0 - 1 else left
     right = -1 if right + shift >= j1 - j0 - 1 else right
-    return Cut(i0, i1, j0, j1, left, right)
+    return BandBlock(i0, i1, j0, j1, left, right)
 
 
 @attrs.frozen
@@ -107,7 +107,7 @@ class Comb:
 
     first: int
     step: int
-    cut: Cut
+    cut: BandBlock
 
 
 @lru_cache(maxsize=4096)
@@ -130,7 +130,7 @@ def combs(causal: bool, window: int, rows: Run | None, columns: Run | None, s: i
     return tuple(found)
 
 
-def visible_pairs(cut_: Cut) -> int:
+def visible_pairs(cut_: BandBlock) -> int:
     """How many pairs of a row and a column it shows."""
     s, t = cut_.i1 - cut_.i0, cut_.j1 - cut_.j0
     shift = t - s

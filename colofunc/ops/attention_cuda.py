@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colofunc.ops.attention_bands import Comb, Cut, combs
+from colofunc.ops.attention_bands import BandBlock, Comb, combs
 from colofunc.ops.attention_parts import (
     Block,
     blocks,
@@ -103,8 +103,8 @@ def _combs(
     return found
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, float, Cut], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, Cut], tuple[Tensor, Tensor, Tensor]]
+Forward = Callable[[Tensor, Tensor, Tensor, float, BandBlock], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, BandBlock], tuple[Tensor, Tensor, Tensor]]
 
 
 def _columns(x: Tensor, comb: Comb) -> Tensor:
@@ -167,18 +167,18 @@ def _backward(
     return dq.to(q.dtype), dk, dv, nothing
 
 
-def _entire(part: Cut, q: Tensor, k: Tensor) -> bool:
+def _entire(part: BandBlock, q: Tensor, k: Tensor) -> bool:
     return (part.i0, part.i1, part.j0, part.j1) == (0, q.shape[2], 0, k.shape[2])
 
 
 # ---- flash ----
 
 
-def _window(part: Cut) -> dict[str, int]:
+def _window(part: BandBlock) -> dict[str, int]:
     return {} if part.whole or part.causal else {"window_size_left": part.left, "window_size_right": part.right}
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, part: Cut) -> tuple[Tensor, Tensor]:
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, part: BandBlock) -> tuple[Tensor, Tensor]:
     rows, keys, values = (_rows(x, head_width(q, v)) for x in (q, k, v))
     sizes = (None, None, rows.shape[1], keys.shape[1])
     found = aten._flash_attention_forward(
@@ -188,7 +188,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, part: Cut) -> tuple[Te
 
 
 def _flash_grads(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, part: Cut
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, part: BandBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout, rows, keys, values, result = (_rows(x, head_width(q, v)) for x in (grad, q, k, v, out))
     sizes = (None, None, rows.shape[1], keys.shape[1])
@@ -214,7 +214,7 @@ def _flash_grads(
 # ---- cuDNN ----
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, part: Cut) -> tuple[Tensor, Tensor]:
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, part: BandBlock) -> tuple[Tensor, Tensor]:
     found = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, part.causal, False, scale=scale)
     return rows_major(found[0]), found[1].reshape(q.shape[:3])
 
@@ -227,7 +227,7 @@ def _cudnn_lse_dims() -> int:
 
 
 def _cudnn_grads(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, part: Cut
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, part: BandBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
     stats = lse.contiguous() if _cudnn_lse_dims() == 3 else lse.contiguous().unsqueeze(-1)
     unused = (q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64))
@@ -274,12 +274,12 @@ def _efficient_grads(
     return dq, dk, dv, db if dbias else None
 
 
-def _unbiased(q: Tensor, k: Tensor, v: Tensor, scale: float, part: Cut) -> tuple[Tensor, Tensor]:
+def _unbiased(q: Tensor, k: Tensor, v: Tensor, scale: float, part: BandBlock) -> tuple[Tensor, Tensor]:
     return _efficient(q, k, v, None, scale, part.top_left and not part.whole)
 
 
 def _unbiased_grads(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, part: Cut
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, part: BandBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _efficient_grads(grad, q, k, v, None, out, lse, scale, part.top_left and not part.whole)[:3]
 

@@ -46,7 +46,7 @@ OF_BACKWARD = ("grad_out", "q", "k", "v", "bias", "out", "lse", *NAMES[4:], "nee
 
 
 @attrs.frozen
-class Kind:
+class FlexKind:
     """What a function is compiled for, beside how its operands lie. `names`: of its operands, in order."""
 
     names: tuple[str, ...]
@@ -59,7 +59,7 @@ class Kind:
 
 
 @attrs.frozen(eq=False)
-class Bound:
+class CodeRange:
     """Rows see columns whose code is at least and at most so much; None is no bound."""
 
     code: Tensor
@@ -67,15 +67,15 @@ class Bound:
     most: Tensor | None
 
 
-def _bounds(x: dict[str, Tensor], kind: Kind) -> list[Bound]:
+def _bounds(x: dict[str, Tensor], kind: FlexKind) -> list[CodeRange]:
     found = []
     if kind.causal or kind.window:
         row, column = _positions(x, "row", "q"), _positions(x, "column", "k")
         least = row - (kind.window - 1) if kind.window else None
-        found.append(Bound(_of_columns(column), _of_rows(least), _of_rows(row if kind.causal else None)))
+        found.append(CodeRange(_of_columns(column), _of_rows(least), _of_rows(row if kind.causal else None)))
     if "code" in x:
         for code, least, most in zip(x["code"].unbind(1), x["least"].unbind(1), x["most"].unbind(1), strict=True):
-            found.append(Bound(_of_columns(code), _of_rows(least), _of_rows(most)))
+            found.append(CodeRange(_of_columns(code), _of_rows(least), _of_rows(most)))
     return found
 
 
@@ -113,7 +113,9 @@ def _extremes(vector: Tensor, dim: int, n: int) -> tuple[Tensor, Tensor]:
     return blocks.amin(dim + 1), blocks.amax(dim + 1)
 
 
-def _shown(bounds: Sequence[Bound], mask: Tensor | None, s: int, t: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _shown(
+    bounds: Sequence[CodeRange], mask: Tensor | None, s: int, t: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """(b or 1, h or 1, blocks of rows, blocks of columns), twice.
 
     The first says which may show something, the second which show all, for certain.
@@ -165,7 +167,9 @@ def _taken(values: Tensor, dims: Sequence[int], pair: Sequence[Tensor]) -> Tenso
     return values[tuple([pair[dim] for dim in dims])] if dims else values
 
 
-def _mask_function(bounds: Sequence[Bound], mask: Tensor | None) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+def _mask_function(
+    bounds: Sequence[CodeRange], mask: Tensor | None
+) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
     """(function of b, h, i, j and buffers, these buffers)."""
     buffers: list[Buffer] = []
 
@@ -240,7 +244,7 @@ class Told:
     mask_buffers: tuple[Tensor, ...]
 
 
-def _told(x: dict[str, Tensor], kind: Kind, backward: bool) -> Told:
+def _told(x: dict[str, Tensor], kind: FlexKind, backward: bool) -> Told:
     from torch.nn.attention.flex_attention import BlockMask  # to import it takes a quarter of a second
 
     s, t = x["q"].shape[2], x["k"].shape[2]
@@ -259,7 +263,7 @@ def _told(x: dict[str, Tensor], kind: Kind, backward: bool) -> Told:
     return Told(blocks.as_tuple(), score, score_buffers, buffers)
 
 
-def forward_function(kind: Kind, *operands: Tensor) -> tuple[Tensor, Tensor]:
+def forward_function(kind: FlexKind, *operands: Tensor) -> tuple[Tensor, Tensor]:
     x = dict(zip(kind.names, operands, strict=True))
     told = _told(x, kind, False)
     more = (told.block_mask, kind.scale, told.score_buffers, told.mask_buffers)
@@ -267,7 +271,7 @@ def forward_function(kind: Kind, *operands: Tensor) -> tuple[Tensor, Tensor]:
     return rows_major(out), lse * LN2
 
 
-def backward_function(kind: Kind, *operands: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward_function(kind: FlexKind, *operands: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x = dict(zip(kind.names, operands, strict=True))
     told = _told(x, kind, True)
     grad_lse = x["grad_lse"] * LN2 if "grad_lse" in x else None
@@ -278,7 +282,7 @@ def backward_function(kind: Kind, *operands: Tensor) -> tuple[Tensor, Tensor, Te
     return rows_major(dq), rows_major(dk), rows_major(dv)
 
 
-def graph_of(function: Callable[..., Any], kind: Kind, results: int) -> torch.fx.GraphModule:
+def graph_of(function: Callable[..., Any], kind: FlexKind, results: int) -> torch.fx.GraphModule:
     """One call, whose operators the compiler finds itself."""
 
     def attention(*operands: Tensor) -> Any:
@@ -297,7 +301,7 @@ INSTEAD = (
 _compiled: dict[Any, Callable[..., Any]] = {}
 
 
-def launch(function: Callable[..., Any], kind: Kind, results: int, operands: Sequence[Tensor]) -> Sequence[Tensor]:
+def launch(function: Callable[..., Any], kind: FlexKind, results: int, operands: Sequence[Tensor]) -> Sequence[Tensor]:
     """The compiled function on operands of a card."""
     lie = tuple([(x.shape, x.stride(), x.dtype) for x in operands])
     key = (function, kind, operands[0].device, lie)
@@ -314,14 +318,14 @@ def launch(function: Callable[..., Any], kind: Kind, results: int, operands: Seq
 # ---- the kernels, with the arguments of the operators ----
 
 
-def _prepared(call: dict[str, Any], of: Sequence[str]) -> tuple[Kind, list[Tensor]]:
+def _prepared(call: dict[str, Any], of: Sequence[str]) -> tuple[FlexKind, list[Tensor]]:
     """What to compile, and its operands: those `of` these names that are given, and where rows and columns stand."""
     given = {name: call[name] for name in of if call[name] is not None}
     if call["causal"] or call["window"]:
         for name, offset, x in (("row", call["q_offset"], call["q"]), ("column", call["k_offset"], call["k"])):
             if offset is not None:
                 given[name] = positions(offset, x.shape[2], x.device)
-    kind = Kind(tuple(given), float(call["scale"]), bool(call["causal"]), int(call["window"]))
+    kind = FlexKind(tuple(given), float(call["scale"]), bool(call["causal"]), int(call["window"]))
     return kind, list(given.values())
 
 

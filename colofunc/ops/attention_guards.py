@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from colofunc.ops import attention_cuda as cuda
-from colofunc.ops.attention_bands import Comb, Cut, combs, visible_pairs
+from colofunc.ops.attention_bands import BandBlock, Comb, combs, visible_pairs
 from colofunc.ops.attention_cuda import bias_heads, bias_rows, head_width, multiple
 from colofunc.ops.attention_flex import BLOCK, flex, flex_backward
 from colofunc.ops.attention_parts import OTHER_MAX_SCORES
@@ -76,7 +76,7 @@ def _bands(call: KernelCall) -> tuple[Comb, ...] | None:
     return combs(call["causal"], call["window"], *places, call["q"].shape[2], call["k"].shape[2])
 
 
-def _one_cut(call: KernelCall) -> Cut | None:
+def _one_cut(call: KernelCall) -> BandBlock | None:
     """Of a single call."""
     found = _calls(call)
     return found[0].cut if found is not None and len(found) == 1 else None

@@ -48,8 +48,8 @@ from colofunc.ops.define import define
 from colofunc.ops.experts_guards import EXPERTS_KERNELS
 from colofunc.ops.experts_parts import ACTS as ACTS
 from colofunc.ops.experts_parts import INTERLEAVED as INTERLEAVED
+from colofunc.ops.experts_parts import ExpertWeights
 from colofunc.ops.experts_parts import Interleaved as Interleaved
-from colofunc.ops.experts_parts import Weights
 from colofunc.ops.kernels import for_tensors, table_of, wide
 
 ROWS = 1 << 12  # rows of one expert that a kernel of the CPU works on at a time
@@ -74,7 +74,7 @@ def _one_by_one(
     down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, share: float = 1.0,
     float8: bool = False,
 ) -> Tensor:  # fmt: skip
-    w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed, float8)
+    w = ExpertWeights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed, float8)
     out = torch.promote_types(gate_up.dtype, weight.dtype)
     rows, scale = x.reshape(-1, x.shape[-1]), weight.reshape(-1)
     total = torch.zeros(rows.shape, dtype=wide(out), device=x.device)
@@ -91,7 +91,7 @@ def _one_by_one_backward(
     down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, need_weights: bool = True, share: float = 1.0,
     float8: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed, float8)
+    w = ExpertWeights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed, float8)
     sums = _zero_sums(x, w, need_weights)
 
     def add(i: int, choices: Tensor, dh: Tensor, xs: Tensor, gs: Tensor, a: Tensor) -> None:
@@ -106,7 +106,7 @@ def _input_gradients(
     g: Tensor, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, share: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
+    w = ExpertWeights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
     choices_of_all = index.numel()
     hidden_gradients = gate_up.new_zeros(choices_of_all, w.hidden_width)
     units = gate_up.new_zeros(choices_of_all, w.units)
@@ -124,7 +124,7 @@ def _weight_gradients(
     gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False,
     share: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
+    w = ExpertWeights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
     sums, dtype = _zero_sums(x, w, True), gate_up.dtype
     rows, grads, scale = x.reshape(-1, x.shape[-1]), g.reshape(-1, x.shape[-1]), weight.reshape(-1)
     hidden_gradients, units = dh.reshape(-1, dh.shape[-1]), a.reshape(-1, a.shape[-1])
@@ -139,7 +139,7 @@ def _backward_runs(
     x: Tensor,
     index: Tensor,
     weight: Tensor,
-    w: Weights,
+    w: ExpertWeights,
     each: Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor], None],
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of choices' weights.
@@ -166,7 +166,7 @@ def _backward_runs(
     return dx.to(x.dtype).reshape(x.shape), dweight.to(weight.dtype).reshape(weight.shape)
 
 
-def _zero_sums(x: Tensor, w: Weights, needed: bool) -> list[Tensor]:
+def _zero_sums(x: Tensor, w: ExpertWeights, needed: bool) -> list[Tensor]:
     """Where gradients of gate_up, down and their biases are added up; empty where one is not wanted."""
     sums: list[Tensor] = []
     for t in (w.gate_up, w.down, w.gate_up_bias, w.down_bias):
@@ -254,7 +254,7 @@ def _input_gradients_fake(
     g: Tensor, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, act: str, gated: bool = True, transposed: bool = False, share: float = 1.0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    w = Weights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
+    w = ExpertWeights(gate_up, down, gate_up_bias, down_bias, act, gated, transposed)
     kept = [gate_up.new_empty(*index.shape, width) for width in (w.hidden_width, w.units)]
     return x.new_empty(x.shape), weight.new_empty(weight.shape), *kept
 

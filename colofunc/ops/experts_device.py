@@ -23,7 +23,7 @@ from torch import Tensor
 
 from colofunc.ops import triton_use
 from colofunc.ops.experts_native import add_choices, adds, sorted_choices
-from colofunc.ops.experts_parts import Weights
+from colofunc.ops.experts_parts import ExpertWeights
 from colofunc.ops.grouped_device import EMULATED, GROUPED, SCALED, TILED, Products
 from colofunc.ops.kernels import NARROW, wide
 
@@ -31,7 +31,7 @@ LEAST_CHOICES = 1 << 12
 
 
 @attrs.frozen(eq=False)
-class Run:
+class ExpertsRun:
     """Some choices in the order of experts: positions in the flat (tokens, k) index, tokens, experts, ends of experts
     among them.
 
@@ -48,7 +48,7 @@ class Run:
     first: int
 
 
-def runs(index: Tensor, w: Weights) -> Iterator[Run]:
+def runs(index: Tensor, w: ExpertWeights) -> Iterator[ExpertsRun]:
     """All choices, as many at a time as memory is meant to hold."""
     experts = w.gate_up.shape[0]
     order, sorted_key, ends, place = sorted_choices(index, experts)
@@ -57,7 +57,7 @@ def runs(index: Tensor, w: Weights) -> Iterator[Run]:
         choices, key = order[first : first + length], sorted_key[first : first + length]
         tokens = torch.div(choices, k, rounding_mode="floor")
         nobodys = (key == experts).unsqueeze(1)
-        yield Run(
+        yield ExpertsRun(
             choices,
             tokens,
             key.clamp(max=experts - 1),
@@ -73,7 +73,7 @@ def at_once(weights: int, d: int, hidden: int) -> int:
     return max(LEAST_CHOICES, weights // (4 * d + 3 * hidden))
 
 
-def _hidden(w: Weights, xs: Tensor, run: Run, by: Products) -> Tensor:
+def _hidden(w: ExpertWeights, xs: Tensor, run: ExpertsRun, by: Products) -> Tensor:
     """What goes into the activations, (rows, 2f) or (rows, f)."""
     up = w.gate_up if w.transposed else w.gate_up.transpose(1, 2)
     h = by.product(xs, up, run.ends)
@@ -84,7 +84,7 @@ def _experts(by: Products, x: Tensor, index: Tensor, weight: Tensor, *given: Any
     """What `experts` computes."""
     # the share of choices with an expert here changes no number, and what is in float8 `by` has chosen
     *parts, _, _ = given
-    w = Weights(*parts)
+    w = ExpertWeights(*parts)
     out = torch.promote_types(w.gate_up.dtype, weight.dtype)
     rows, scale = x.reshape(-1, x.shape[-1]), weight.reshape(-1)
     total = torch.zeros(rows.shape, dtype=wide(out), device=x.device)
@@ -96,7 +96,9 @@ def _experts(by: Products, x: Tensor, index: Tensor, weight: Tensor, *given: Any
     return total.to(out).reshape(x.shape)
 
 
-def _add_run(by: Products, w: Weights, run: Run, rows: Tensor, scale: Tensor, down: Tensor, total: Tensor) -> None:
+def _add_run(
+    by: Products, w: ExpertWeights, run: ExpertsRun, rows: Tensor, scale: Tensor, down: Tensor, total: Tensor
+) -> None:
     """What one run adds; all that it makes goes with it."""
     y = by.product(_activated(w, _hidden(w, rows[run.tokens].to(w.gate_up.dtype), run, by)), down, run.ends)
     if w.down_bias is not None:
@@ -113,7 +115,7 @@ def _experts_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What `experts_backward` computes."""
     *parts, need_weights, _, _ = given
-    w = Weights(*parts)
+    w = ExpertWeights(*parts)
     sums = Sums(w, need_weights, by)
     return (*_backward_runs(by, w, g, x, index, weight, sums if need_weights else None), *sums.results(x))
 
@@ -123,8 +125,8 @@ def _experts_input_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What `experts_input_gradients` computes."""
     *parts, _ = given
-    w = Weights(*parts)
-    kept = Kept(w, index)
+    w = ExpertWeights(*parts)
+    kept = HiddenGradients(w, index)
     dx, dweight = _backward_runs(by, w, g, x, index, weight, kept)
     return dx, dweight, kept.hidden_gradients, kept.units
 
@@ -134,7 +136,7 @@ def _experts_weight_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What `experts_weight_gradients` computes."""
     *parts, _ = given
-    w = Weights(*parts)
+    w = ExpertWeights(*parts)
     sums = Sums(w, True, by)
     hidden_gradients, units = dh.reshape(-1, w.hidden_width), a.reshape(-1, w.units)
     for run, xs, gs, s in _rows_of_runs(w, g, x, index, weight):
@@ -143,8 +145,8 @@ def _experts_weight_gradients(
 
 
 def _rows_of_runs(
-    w: Weights, g: Tensor, x: Tensor, index: Tensor, weight: Tensor
-) -> Iterator[tuple[Run, Tensor, Tensor, Tensor]]:
+    w: ExpertWeights, g: Tensor, x: Tensor, index: Tensor, weight: Tensor
+) -> Iterator[tuple[ExpertsRun, Tensor, Tensor, Tensor]]:
     """Each run, with its rows of x and of g and (rows, 1) the weights of its choices."""
     if not w.gate_up.shape[0]:
         return
@@ -155,7 +157,13 @@ def _rows_of_runs(
 
 
 def _backward_runs(
-    by: Products, w: Weights, g: Tensor, x: Tensor, index: Tensor, weight: Tensor, behind: Sums | Kept | None
+    by: Products,
+    w: ExpertWeights,
+    g: Tensor,
+    x: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    behind: Sums | HiddenGradients | None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of choices' weights.
 
@@ -170,10 +178,10 @@ def _backward_runs(
 
 def _add_gradients(
     by: Products,
-    w: Weights,
-    run: Run,
+    w: ExpertWeights,
+    run: ExpertsRun,
     operands: tuple[Tensor, Tensor, Tensor],
-    sums: tuple[Tensor, Tensor, Sums | Kept | None],
+    sums: tuple[Tensor, Tensor, Sums | HiddenGradients | None],
 ) -> None:
     """What one run adds to gradients of x, of choices' weights and of experts' weights.
 
@@ -196,7 +204,7 @@ def _add_gradients(
         behind.add(run, dh, xs, gs, s, a)
 
 
-def _activated(w: Weights, h: Tensor) -> Tensor:
+def _activated(w: ExpertWeights, h: Tensor) -> Tensor:
     """Units of experts, (rows, f)."""
     if not _is_one_pass(w, h):
         return w.activated(h)
@@ -206,7 +214,7 @@ def _activated(w: Weights, h: Tensor) -> Tensor:
 
 
 def _through_activations(
-    w: Weights, h: Tensor, da: Tensor, s: Tensor, sums: torch.dtype
+    w: ExpertWeights, h: Tensor, da: Tensor, s: Tensor, sums: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Units (rows, f), the gradient of h, and sum(da * units) of each row in the dtype `sums`.
 
@@ -226,20 +234,20 @@ def is_one_pass(act: str, gated: bool, dtype: torch.dtype) -> bool:
     return gated and act == "silu" and dtype in NARROW
 
 
-def _is_one_pass(w: Weights, h: Tensor) -> bool:
+def _is_one_pass(w: ExpertWeights, h: Tensor) -> bool:
     return is_one_pass(w.act, w.gated, h.dtype) and h.is_contiguous() and triton_use.takes_triton(h)
 
 
-class Kept:
+class HiddenGradients:
     """Gradients of hidden units and activated units of all choices, in the order of the choices."""
 
-    def __init__(self, w: Weights, index: Tensor) -> None:
+    def __init__(self, w: ExpertWeights, index: Tensor) -> None:
         # Runs are of all choices, so that each row is written, unless there is no expert.
         make = w.gate_up.new_empty if w.gate_up.shape[0] else w.gate_up.new_zeros
         self.hidden_gradients = make(*index.shape, w.hidden_width)
         self.units = make(*index.shape, w.units)
 
-    def add(self, run: Run, dh: Tensor, xs: Tensor, gs: Tensor, s: Tensor, a: Tensor) -> None:
+    def add(self, run: ExpertsRun, dh: Tensor, xs: Tensor, gs: Tensor, s: Tensor, a: Tensor) -> None:
         """One run's rows; those of no expert are zero."""
         for kept, made in ((self.hidden_gradients, dh), (self.units, a)):
             kept.view(-1, kept.shape[-1])[run.choices] = made.masked_fill_(run.nobodys, 0)
@@ -248,7 +256,7 @@ class Kept:
 class Sums:
     """Gradients of gate_up, down and their biases, over runs."""
 
-    def __init__(self, w: Weights, needed: bool, by: Products) -> None:
+    def __init__(self, w: ExpertWeights, needed: bool, by: Products) -> None:
         self._w = w
         self._by = by
         self._needed = needed
@@ -256,7 +264,7 @@ class Sums:
         biases = [w.gate_up_bias, w.down_bias]
         self._biases = [torch.zeros_like(b, dtype=wide(b.dtype)) if b is not None and needed else None for b in biases]
 
-    def add(self, run: Run, dh: Tensor, xs: Tensor, gs: Tensor, s: Tensor, a: Tensor) -> None:
+    def add(self, run: ExpertsRun, dh: Tensor, xs: Tensor, gs: Tensor, s: Tensor, a: Tensor) -> None:
         """One run's terms: gradients of hidden units and results (gs * s), and what they were made of."""
         dy = gs * s
         pairs = [(dh, xs), (dy, a)]

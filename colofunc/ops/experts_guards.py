@@ -43,7 +43,7 @@ RUN_LAUNCHES = {EXPERTS: 20, EXPERTS_BACKWARD: 45, INPUT_GRADIENTS: 45, WEIGHT_G
 
 
 @attrs.frozen
-class Product:
+class GroupedProduct:
     """s rows of e groups, matrices (e, i, o), elements of `size` bytes. of_groups: (s, i), (s, o) -> (e, i, o); else
     (s, i) -> (s, o).
     """
@@ -97,10 +97,10 @@ class Product:
         return max(flops / (SHARE * rates.flops_per_s(dtype)), moved / rates.bytes_per_s) + launches * rates.launch_s
 
 
-def _product_of(call: KernelCall) -> Product:
+def _product_of(call: KernelCall) -> GroupedProduct:
     x, other, offs = call["x"], call["w" if call.target == PRODUCT else "g"], call["offs"]
     of_groups = call.target == PRODUCT_OF_GROUPS
-    return Product(x.shape[0], offs.shape[0], x.shape[1], other.shape[-1], x.dtype.itemsize, of_groups)
+    return GroupedProduct(x.shape[0], offs.shape[0], x.shape[1], other.shape[-1], x.dtype.itemsize, of_groups)
 
 
 def _is_empty(call: KernelCall) -> bool:
@@ -158,8 +158,8 @@ class Layer:
     def runs(self) -> int:
         return -(-self.choices // max(1, self.run))
 
-    def product(self, i: int, o: int, of_groups: bool = False) -> Product:
-        return Product(self.run, self.e, i, o, self.size, of_groups)
+    def product(self, i: int, o: int, of_groups: bool = False) -> GroupedProduct:
+        return GroupedProduct(self.run, self.e, i, o, self.size, of_groups)
 
     @property
     def sorted_bytes(self) -> int:
@@ -199,7 +199,7 @@ def _needs_weights(call: KernelCall) -> bool:
     return call.target == WEIGHT_GRADIENTS or (call.target == EXPERTS_BACKWARD and bool(call["need_weights"]))
 
 
-def _products(call: KernelCall, layer: Layer) -> list[Product]:
+def _products(call: KernelCall, layer: Layer) -> list[GroupedProduct]:
     """Those of a run."""
     d, hidden, f = layer.d, layer.hidden, layer.f
     if call.target == EXPERTS:
@@ -210,7 +210,7 @@ def _products(call: KernelCall, layer: Layer) -> list[Product]:
     return [*found, *_of_weights(layer)] if _needs_weights(call) else found
 
 
-def _of_weights(layer: Layer) -> tuple[Product, Product]:
+def _of_weights(layer: Layer) -> tuple[GroupedProduct, GroupedProduct]:
     """The products that gradients of weights are."""
     return layer.product(layer.hidden, layer.d, True), layer.product(layer.d, layer.f, True)
 

@@ -1,6 +1,6 @@
 """What experts are made of: their activations with gradients, and their weights.
 
-    Weights(gate_up, down, None, None, "silu", gated=True, transposed=False).activated(h)        # (rows, 2f) -> (rows, f)
+    ExpertWeights(gate_up, down, None, None, "silu", gated=True, transposed=False).activated(h)        # (rows, 2f) -> (rows, f)
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Interleaved:
 
 
 @attrs.frozen
-class Weights:
+class ExpertWeights:
     """The experts' parameters and how they are used. Products of one expert take (rows, in) and give (rows, out).
 
     float8: products with weights are of numbers in float8, with a scale of each row of both; gradients of weights are

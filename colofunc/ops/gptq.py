@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from colofunc import compat
-from colofunc.ops.measured import Measured
+from colofunc.ops.measured import WeightMeasures
 from colofunc.ops.quantized import FORMATS, packed
 from colofunc.ops.quantizers import Quantizer, int4, int4_grid, int4_numbers
 
@@ -33,7 +33,7 @@ DAMPING = 0.01
 """What is added to the diagonal, as a part of its mean: moments of few rows have no inverse."""
 
 
-def calibrated(moments: Measured, damping: float) -> Quantizer:
+def calibrated(moments: WeightMeasures, damping: float) -> Quantizer:
     """The scheme "gptq" in the format int4. moments: of each weight (i, i), float64."""
     return Quantizer("gptq", form="int4", quantize=int4, by_name=_Calibrated(moments, damping).named)
 
@@ -42,7 +42,7 @@ def calibrated(moments: Measured, damping: float) -> Quantizer:
 class _Calibrated:
     """Moments by name, and the factors that were made of them."""
 
-    moments: Measured
+    moments: WeightMeasures
     damping: float
     factors: dict[str, Tensor] = attrs.field(factory=dict)
 

@@ -111,7 +111,7 @@ def tiled(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     ends = _ends(offs, x.shape[0])
     if not x.numel() or not w.numel():
         return x.new_zeros((x.shape[0], w.shape[2]))
-    tiles = Tiles.of(ends, x.shape[0])
+    tiles = RowTiles.of(ends, x.shape[0])
     made = x.new_empty((*tiles.rows.shape, w.shape[2]))
     for part in tiles.parts():
         torch.bmm(tiles.rows_of(x, part), w[tiles.group[part]], out=made[part])
@@ -124,14 +124,14 @@ def tiled_of_groups(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
     ends = _ends(offs, x.shape[0])
     if not x.numel() or not g.numel() or not e:
         return x.new_zeros((e, i, o))
-    tiles = Tiles.of(ends, x.shape[0])
+    tiles = RowTiles.of(ends, x.shape[0])
     total = torch.zeros((e, i, o), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     for part in tiles.parts():
         total.index_put_((tiles.group[part],), _of_tiles(tiles, part, x, g).to(total.dtype), accumulate=True)
     return total.to(x.dtype)
 
 
-def _of_tiles(tiles: Tiles, part: slice, x: Tensor, g: Tensor) -> Tensor:
+def _of_tiles(tiles: RowTiles, part: slice, x: Tensor, g: Tensor) -> Tensor:
     """(tiles, i, o): the products of some tiles."""
     unused = ~tiles.used[part].unsqueeze(2)
     rows, grads = (tiles.rows_of(t, part).masked_fill_(unused, 0) for t in (x, g))
@@ -206,7 +206,7 @@ def sizes_of_tiles(s: int, e: int) -> tuple[int, int]:
 
 
 @attrs.frozen(eq=False)
-class Tiles:
+class RowTiles:
     """Rows sorted by group, cut into n tiles of one group and T rows each; tensors of the device.
 
     `group`: (n,), of tiles that nobody needs the last. `rows`: (n, T), of each place the row that stands there. `used`:
@@ -222,7 +222,7 @@ class Tiles:
     at_once: int
 
     @classmethod
-    def of(cls, ends: Tensor, s: int) -> Tiles:
+    def of(cls, ends: Tensor, s: int) -> RowTiles:
         e, device = ends.shape[0], ends.device
         count, height = sizes_of_tiles(s, e)
         ends = ends.to(torch.int64)

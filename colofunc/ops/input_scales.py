@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from colofunc import compat
-from colofunc.ops.measured import Measured
+from colofunc.ops.measured import WeightMeasures
 from colofunc.ops.quantized import FORMATS
 from colofunc.ops.quantizers import Quantizer, int4, int8
 
@@ -44,13 +44,13 @@ LEAST = 1e-4
 Found = Callable[[Iterable[Tensor], Tensor], Tensor]  # blocks of a weight's rows, what was measured of its inputs -> s
 
 
-def awq(moments: Measured) -> Quantizer:
+def awq(moments: WeightMeasures) -> Quantizer:
     """The scheme "awq" in the format int4. moments: of each weight the sum of x x^T, (i, i) float64."""
     plain = Quantizer("awq", form="int4", quantize=int4)
     return attrs.evolve(plain, by_name=_Scaled(plain, moments, awq_scale).named)
 
 
-def smoothquant(maxima: Measured, alpha: float) -> Quantizer:
+def smoothquant(maxima: WeightMeasures, alpha: float) -> Quantizer:
     """The scheme "smoothquant" in the format int8. maxima: of each weight max |x|, (i,) float64."""
     # No input is kept as it is: what would be an outlier is in the weights.
     plain = Quantizer("smoothquant", form="int8", quantize=int8, outliers=float("inf"))
@@ -62,7 +62,7 @@ class _Scaled:
     """A scheme whose input scales are found from what was measured."""
 
     plain: Quantizer
-    measured: Measured
+    measured: WeightMeasures
     find: Found
 
     def named(self, name: str) -> Quantizer:

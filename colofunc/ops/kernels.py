@@ -118,7 +118,7 @@ def anything(call: KernelCall) -> bool:
 
 
 @attrs.frozen
-class Planned:
+class PlannedKernel:
     """What the plan counts for a call: the kernel's name, its seconds, and the memory of its own."""
 
     name: str

@@ -1,6 +1,6 @@
 """What was measured of weights' inputs, looked up by the weights' names, for schemes that are calibrated.
 
-    measured = Measured("cf.gptq", "moments", "cf.input_moments", {"0.weight": (i, i), ...})
+    measured = WeightMeasures("cf.gptq", "moments", "cf.input_moments", {"0.weight": (i, i), ...})
     measured.of("params.0.weight", columns=i)          # (i, i)
 
 Problem: what is measured in one step is used in another, whose state may hold the same weights behind further words.
@@ -23,7 +23,7 @@ def same_weight(name: str, other: str) -> bool:
 
 
 @attrs.frozen(eq=False)
-class Measured:
+class WeightMeasures:
     """One tensor for each weight, whose last dim counts the weight's columns.
 
     `scheme`, `what`, `maker`: what errors call the scheme, the values, and the function that measures them.

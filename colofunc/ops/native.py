@@ -141,7 +141,7 @@ def _try(wanted: tuple[str, str, str]) -> None:
             )
 
 
-def _shipped(library: native_build.Library) -> ctypes.CDLL | None:
+def _shipped(library: native_build.NativeLibrary) -> ctypes.CDLL | None:
     """The library that came in the wheel.
 
     None where there is none, others may write it, or it is for a later C library or torch.
@@ -164,7 +164,7 @@ def _shipped(library: native_build.Library) -> ctypes.CDLL | None:
     return loaded
 
 
-def _loaded(folder: Path, library: native_build.Library) -> ctypes.CDLL:
+def _loaded(folder: Path, library: native_build.NativeLibrary) -> ctypes.CDLL:
     """The library in `folder`. One that cannot be loaded, as after a full disk, is compiled anew, once."""
     path = folder / native_build.library_name(library)
     if not native_build.is_trusted(path):

@@ -71,7 +71,7 @@ def source_folder() -> Path:
 
 
 @attrs.frozen
-class Library:
+class NativeLibrary:
     """What is compiled: for a kind of device, and of GPUs for which architectures ("90": compute capability 9.0)."""
 
     kind: str
@@ -95,10 +95,10 @@ class Library:
         return (*CUDA_FLAGS, *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in self.architectures))
 
 
-CPU = Library("cpu")
+CPU = NativeLibrary("cpu")
 
 
-def cuda(architectures: Sequence[str]) -> Library:
+def cuda(architectures: Sequence[str]) -> NativeLibrary:
     """The library for GPUs. Raises NativeError where the kernels are not for one of them, or torch is not."""
     if torch.version.cuda is None:
         raise NativeError(
@@ -110,7 +110,7 @@ def cuda(architectures: Sequence[str]) -> Library:
                 f"kernels for GPUs take compute capability {LEAST_ARCHITECTURE / 10:.1f} or later, not "
                 f"{int(architecture) / 10:.1f}. Try: COLOFUNC_NATIVE=off, which says that this is meant"
             )
-    return Library("cuda", tuple(architectures))
+    return NativeLibrary("cuda", tuple(architectures))
 
 
 def architectures() -> tuple[str, ...]:
@@ -121,14 +121,14 @@ def architectures() -> tuple[str, ...]:
     return tuple(f"{major}{minor}" for major, minor in sorted(found))
 
 
-def source_files(library: Library = CPU) -> list[Path]:
+def source_files(library: NativeLibrary = CPU) -> list[Path]:
     """Headers and sources of a library, in a fixed order."""
     folder = source_folder()
     own = [path for path in (folder / library.kind).iterdir() if path.suffix in (".h", ".cuh", ".cpp", ".cu")]
     return sorted([*folder.glob("*.h"), *own])
 
 
-def library_name(library: Library = CPU, libc: tuple[str, str] | None = None) -> str:
+def library_name(library: NativeLibrary = CPU, libc: tuple[str, str] | None = None) -> str:
     """Of what it is made of. Neither torch nor the compiler is in it: any of them makes a library that serves."""
     made_for = platform.machine(), platform.libc_ver() if libc is None else libc
     content = hashlib.sha256(repr((library.flags, *made_for)).encode())
@@ -137,7 +137,7 @@ def library_name(library: Library = CPU, libc: tuple[str, str] | None = None) ->
     return f"{library.prefix}-{content.hexdigest()[:40]}.so"
 
 
-def compiler(library: Library = CPU) -> str:
+def compiler(library: NativeLibrary = CPU) -> str:
     """The command of a compiler. Raises NativeError where there is none."""
     commands = env.compilers() if library.kind == "cpu" else env.cuda_compilers()
     for command in commands:
@@ -154,7 +154,7 @@ def compiler(library: Library = CPU) -> str:
     )
 
 
-def commands(library: Library, compiler_path: str, target: Path) -> list[list[str]]:
+def commands(library: NativeLibrary, compiler_path: str, target: Path) -> list[list[str]]:
     """The commands that compile and link a library: all but the last one may run side by side."""
     root = Path(torch.__file__).parent
     include, link = ("-isystem", str(root / "include")), ("-L", str(root / "lib"), "-ltorch_cpu")
@@ -200,7 +200,7 @@ def file_id(path: Path) -> FileId | None:
     return found.st_dev, found.st_ino, found.st_ctime_ns
 
 
-def build(folder: Path, library: Library = CPU, failed: FileId | None = None) -> Path:
+def build(folder: Path, library: NativeLibrary = CPU, failed: FileId | None = None) -> Path:
     """The library in `folder`, compiled unless it is there. Raises NativeError where that cannot be done.
 
     `failed`: the file that lay there and could not be loaded. It is compiled anew, unless another process has put
@@ -223,7 +223,7 @@ def build(folder: Path, library: Library = CPU, failed: FileId | None = None) ->
         ) from error
 
 
-def ship(folder: Path, library: Library, cache: Path) -> Path:
+def ship(folder: Path, library: NativeLibrary, cache: Path) -> Path:
     """Put a library into the folder that a wheel takes along (`SHIPPED`), compiled in `cache` unless it is there.
 
     Raises NativeError where that cannot be done.
@@ -237,7 +237,7 @@ def ship(folder: Path, library: Library, cache: Path) -> Path:
         raise NativeError(f"kernels cannot be put into {folder}: {error}. Try: another folder") from error
 
 
-def shipped(library: Library) -> Path | None:
+def shipped(library: NativeLibrary) -> Path | None:
     """The library that came with these sources, made of just them for this kind of processor; None where there is none.
 
     Whoever cannot load it, for an older C library or torch, compiles one. It need not be one that `is_trusted`.
@@ -246,12 +246,12 @@ def shipped(library: Library) -> Path | None:
     return path if path.is_file() else None
 
 
-def _shipped_name(library: Library) -> str:
+def _shipped_name(library: NativeLibrary) -> str:
     """A wheel is built on one machine for others, whose C library may be a later one."""
     return library_name(library, libc=("", ""))
 
 
-def _compile(folder: Path, path: Path, library: Library) -> None:
+def _compile(folder: Path, path: Path, library: NativeLibrary) -> None:
     """Build beside `path`, then rename. The lock is held, so that folders of other builds are those of killed ones."""
     for left in folder.glob("build-*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -271,7 +271,7 @@ def _compile(folder: Path, path: Path, library: Library) -> None:
         old.unlink(missing_ok=True)
 
 
-def _run(arguments: list[str], log: Path, library: Library) -> None:
+def _run(arguments: list[str], log: Path, library: NativeLibrary) -> None:
     """Run a compiler with all that it says in `log`. Raises NativeError where it fails."""
     with open(log, "a") as file:
         file.write(" ".join(arguments) + "\n")

@@ -46,7 +46,7 @@ NUMBERS = {"int8": torch.int8, "fp8": E4M3}
 
 
 @attrs.frozen
-class Groups:
+class ScaleGroups:
     """How a shape is cut: `width` elements of dim `dim`, with all dims behind it, share a scale."""
 
     dim: int
@@ -54,20 +54,20 @@ class Groups:
 
 
 @cache
-def group_of(shape: tuple[int, ...]) -> Groups | None:
+def group_of(shape: tuple[int, ...]) -> ScaleGroups | None:
     """The largest groups of at most `GROUP` elements behind dim 0; None where a value of this shape stays as it is.
 
     >>> group_of((8, 1024, 768)), group_of((32, 64, 8, 8)), group_of((4096,))
-    (Groups(dim=2, width=128), Groups(dim=1, width=2), None)
+    (ScaleGroups(dim=2, width=128), ScaleGroups(dim=1, width=2), None)
     """
     if prod(shape) < LEAST_ELEMENTS:
         return None
-    found: Groups | None = None
+    found: ScaleGroups | None = None
     most, behind = 0, 1
     for dim in reversed(range(1, len(shape))):
         width = max((n for n in range(1, GROUP // behind + 1) if shape[dim] % n == 0), default=0)
         if width * behind > most:
-            found, most = Groups(dim, width), width * behind
+            found, most = ScaleGroups(dim, width), width * behind
         behind *= shape[dim]
         if behind > GROUP:
             break

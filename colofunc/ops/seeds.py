@@ -57,7 +57,7 @@ def key_int(seed: int, site: int) -> int:
 
 
 @attrs.define(eq=False)
-class Stream:
+class SeedStream:
     """The seeds of one `with random(key)`: number `drawn` is next."""
 
     key: int
@@ -70,7 +70,7 @@ class Stream:
             return signed(mix_int(mix_int(self.key & MASK64) + self.drawn * GAMMA & MASK64))
 
 
-_STREAM: ContextVar[Stream | None] = ContextVar("colofunc_random", default=None)
+_STREAM: ContextVar[SeedStream | None] = ContextVar("colofunc_random", default=None)
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def random(key: int | Tensor) -> Iterator[None]:
     `key`: an int, or an integer tensor (0-dim, or 1-dim of several words). The same key gives the same numbers again;
     an inner `random` has a stream of its own, after which the outer one goes on. It holds for this thread (context).
     """
-    token = _STREAM.set(Stream(_key(key)))
+    token = _STREAM.set(SeedStream(_key(key)))
     try:
         yield
     finally:
@@ -105,7 +105,7 @@ def _key(key: Any) -> int:
     raise InputError(f"cf.random takes an int or a tensor of integers as its key, not {key!r}; write cf.random(0)")
 
 
-def stream() -> Stream | None:
+def stream() -> SeedStream | None:
     """The innermost `with random(key)` around this call; None where torch's generator decides."""
     return _STREAM.get()
 

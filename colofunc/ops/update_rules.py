@@ -31,7 +31,7 @@ Rule = Callable[[Tensor, Tensor, States, Tensor, Tensor, Options], tuple[Tensor,
 
 
 @attrs.frozen
-class Kind:
+class OptimizerKind:
     """`states` and `options` are the class's own names, in the order in which the operator takes them."""
 
     rule: Rule
@@ -122,21 +122,21 @@ def _rprop(p: Tensor, g: Tensor, s: States, t: Tensor, lr: Tensor, o: Options) -
 
 
 _ADAMS = ("betas", "eps", "weight_decay", "maximize")
-KINDS: dict[str, Kind] = {
-    "Adadelta": Kind(_adadelta, ("square_avg", "acc_delta"), ("rho", "eps", "weight_decay", "maximize")),
-    "Adagrad": Kind(_adagrad, ("sum",), ("lr_decay", "eps", "weight_decay", "maximize")),
-    "Adamax": Kind(_adamax, ("exp_avg", "exp_inf"), _ADAMS),
-    "ASGD": Kind(_asgd, ("eta", "mu", "ax"), ("lambd", "alpha", "t0", "weight_decay", "maximize")),
-    "NAdam": Kind(
+KINDS: dict[str, OptimizerKind] = {
+    "Adadelta": OptimizerKind(_adadelta, ("square_avg", "acc_delta"), ("rho", "eps", "weight_decay", "maximize")),
+    "Adagrad": OptimizerKind(_adagrad, ("sum",), ("lr_decay", "eps", "weight_decay", "maximize")),
+    "Adamax": OptimizerKind(_adamax, ("exp_avg", "exp_inf"), _ADAMS),
+    "ASGD": OptimizerKind(_asgd, ("eta", "mu", "ax"), ("lambd", "alpha", "t0", "weight_decay", "maximize")),
+    "NAdam": OptimizerKind(
         _nadam, ("mu_product", "exp_avg", "exp_avg_sq"), (*_ADAMS, "momentum_decay", "decoupled_weight_decay")
     ),
-    "RAdam": Kind(_radam, ("exp_avg", "exp_avg_sq"), (*_ADAMS, "decoupled_weight_decay")),
-    "RMSprop": Kind(
+    "RAdam": OptimizerKind(_radam, ("exp_avg", "exp_avg_sq"), (*_ADAMS, "decoupled_weight_decay")),
+    "RMSprop": OptimizerKind(
         _rmsprop,
         ("square_avg", "momentum_buffer", "grad_avg"),
         ("alpha", "eps", "momentum", "centered", "weight_decay", "maximize"),
     ),
-    "Rprop": Kind(_rprop, ("prev", "step_size"), ("etas", "step_sizes", "maximize")),
+    "Rprop": OptimizerKind(_rprop, ("prev", "step_size"), ("etas", "step_sizes", "maximize")),
 }
 _PAIRS = ("betas", "etas", "step_sizes")
 
@@ -144,7 +144,7 @@ _PAIRS = ("betas", "etas", "step_sizes")
 # ---- the operator ----
 
 
-def _named(kind: Kind, options: Sequence[float]) -> dict[str, float]:
+def _named(kind: OptimizerKind, options: Sequence[float]) -> dict[str, float]:
     names = [n for o in kind.options for n in ((o, f"{o}.1") if o in _PAIRS else (o,))]
     return dict(zip(names, options, strict=True))
 

@@ -45,7 +45,7 @@ LEAST_GROUP, LARGEST_GROUP = 8, 1 << 16
 
 
 @attrs.frozen
-class Form:
+class WireForm:
     """How a number is sent. largest: what the largest of a group becomes. group: numbers that share a scale, if nobody
     says.
     """
@@ -57,7 +57,8 @@ class Form:
 
 
 FORMS = {
-    form.name: form for form in (Form("int8", 8, 127.0, 256), Form("int4", 4, 7.0, 64), Form("fp8", 8, 448.0, 256))
+    form.name: form
+    for form in (WireForm("int8", 8, 127.0, 256), WireForm("int4", 4, 7.0, 64), WireForm("fp8", 8, 448.0, 256))
 }
 _GROUPED = re.compile(r"(?P<form>\w+?)-g(?P<group>\d+)")
 
@@ -66,7 +67,7 @@ _GROUPED = re.compile(r"(?P<form>\w+?)-g(?P<group>\d+)")
 class Scheme:
     """A form, and how many numbers share a scale."""
 
-    form: Form
+    form: WireForm
     group: int
 
     @property

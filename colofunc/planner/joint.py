@@ -67,7 +67,7 @@ class Proposal(Generic[P]):
 
 
 @attrs.frozen(eq=False)
-class Finished(Generic[P]):
+class CountedProposal(Generic[P]):
     """A proposal whose program is completed and counted."""
 
     proposal: Proposal[P]
@@ -103,7 +103,7 @@ def decide_jointly(
     lower_bound: Callable[[], int] = lambda: 0,
     end_s: EndS | None = None,
     small: bool = True,
-) -> tuple[Finished[P] | None, Finished[P]]:
+) -> tuple[CountedProposal[P] | None, CountedProposal[P]]:
     """(the fastest plan found that fits or None, the leanest that was tried).
 
     A step in `parts` microbatches may hold so many times less than is estimated. `others`: of a step that is small
@@ -128,7 +128,7 @@ def decide_from_known(
     max_prices: int = MAX_PRICES_FROM_KNOWN,
     end_s: EndS | None = None,
     small: bool = True,
-) -> Finished[P] | None:
+) -> CountedProposal[P] | None:
     """The fastest plan that fits of `known`, the fastest sharding, and a few at prices of memory; None where none of
     them does.
 
@@ -197,9 +197,9 @@ class _JointSearch(Generic[P]):
         self.budget_bytes = budget_bytes
         self.aim_bytes = aim_bytes  # the budget in terms of the estimate, which knows nothing of microbatches
         self.small = small
-        self.finished: list[Finished[P]] = []
+        self.finished: list[CountedProposal[P]] = []
         self.proposed: set[Point] = set()  # of all proposals, finished or not
-        self.best: Finished[P] | None = None
+        self.best: CountedProposal[P] | None = None
         # Seconds of whatever keeps to the budget without help, at least: as far as searches at prices find what is
         # cheapest.
         self.unaided_at_least_s = 0.0
@@ -242,10 +242,10 @@ class _JointSearch(Generic[P]):
         progress.at("sharding", len(self.proposed) + 1)
         return self.propose(aim_bytes, price_s)
 
-    def leanest(self) -> Finished[P]:
+    def leanest(self) -> CountedProposal[P]:
         return min(self.finished, key=lambda finished: finished.done.peak_bytes)
 
-    def fastest_by_clock(self, end_s: EndS) -> Finished[P] | None:
+    def fastest_by_clock(self, end_s: EndS) -> CountedProposal[P] | None:
         """Of all that were finished and fit, the one that the clock says is the fastest."""
         fitting = [finished for finished in self.finished if finished.done.fits(self.budget_bytes)]
         if len(fitting) == 1:  # the clock, which takes a while, is not asked
@@ -256,14 +256,14 @@ class _JointSearch(Generic[P]):
         """Whether everything that was tried holds far too much."""
         return self.best is None and self.leanest().done.peak_bytes > FAR_OVER * self.budget_bytes
 
-    def costs_nothing(self, fastest: Finished[P]) -> bool:
+    def costs_nothing(self, fastest: CountedProposal[P]) -> bool:
         """Whether the best is as fast as the fastest sharding is without a budget."""
         if self.best is None:
             return False
         without_budget_s = fastest.proposal.cost_s + fastest.done.asked_s
         return self.best.total_s <= without_budget_s * (1 + TOLERANCE)
 
-    def try_proposal(self, proposal: Proposal[P]) -> Finished[P] | None:
+    def try_proposal(self, proposal: Proposal[P]) -> CountedProposal[P] | None:
         """The proposal finished, if it may be the best: it was not before, and is not slower without help than the best
         with it.
         """
@@ -275,7 +275,7 @@ class _JointSearch(Generic[P]):
             if proposal.cost_s >= self.best.total_s:
                 return None
             below_s = self.best.total_s - proposal.cost_s
-        finished = Finished(proposal, self.finish(proposal.plan, below_s))
+        finished = CountedProposal(proposal, self.finish(proposal.plan, below_s))
         self.finished.append(finished)
         if finished.done.fits(self.budget_bytes) and (self.best is None or finished.total_s < self.best.total_s):
             self.best = finished
@@ -301,7 +301,7 @@ class _JointSearch(Generic[P]):
             over = 1.0 if finished is None else finished.done.peak_bytes / self.budget_bytes
             aim_bytes = int(min(aim_bytes, proposal.peak_bytes) * min(NEXT_BUDGET_PART, 0.99 / over))
 
-    def search_at_prices(self, fastest: Finished[P], max_prices: int) -> None:
+    def search_at_prices(self, fastest: CountedProposal[P], max_prices: int) -> None:
         """Sharding at prices of memory: those that the fastest plan and each new best one tell.
 
         Where nothing fits, and of small programs, a dearer one and those between plans as well.
@@ -384,7 +384,7 @@ class _JointSearch(Generic[P]):
         nearest_first = sorted(pairwise(_pareto_line(self.proposed)), key=distance_bytes)
         return [_price_between(lean, fast) for lean, fast in nearest_first]
 
-    def next_price_s(self, finished: Finished[P]) -> float:
+    def next_price_s(self, finished: CountedProposal[P]) -> float:
         """Seconds that a plan's next byte costs where they are known, otherwise the mean over all bytes that it has too
         much.
 
@@ -393,7 +393,7 @@ class _JointSearch(Generic[P]):
         """
         return finished.done.byte_s or self.mean_price_s(finished)
 
-    def mean_price_s(self, finished: Finished[P]) -> float:
+    def mean_price_s(self, finished: CountedProposal[P]) -> float:
         """Seconds that each byte costs that a plan has too much, as the best plan does away with them."""
         total_s = finished.total_s
         if self.best is not None:

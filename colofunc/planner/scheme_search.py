@@ -31,7 +31,7 @@ import attrs
 
 from colofunc.errors import PlanError
 from colofunc.planner.plan_table import time_text
-from colofunc.planner.schemes import Chosen, Item, SchemeChoice, Tried, WeightOptions, least_cost
+from colofunc.planner.schemes import SchemeChoice, SchemeOption, Tried, WeightOptions, WeightScheme, least_cost
 
 Picks = tuple[int, ...]
 """Of each weight the number of an option."""
@@ -48,7 +48,7 @@ NARROW = 1 / 256
 
 
 @attrs.frozen(eq=False)
-class Finished:
+class CountedSchemes:
     """A step with a choice of schemes: its peak on a rank, its seconds by the clock, and those of each weight.
 
     `why`: it fits no budget.
@@ -60,7 +60,7 @@ class Finished:
     why: str = ""
 
 
-Finish = Callable[[Picks], Finished]
+Finish = Callable[[Picks], CountedSchemes]
 
 
 def search(
@@ -72,7 +72,7 @@ def search(
 
 def choice_of(weights: Sequence[WeightOptions], picks: Picks, tried: Sequence[Tried] = ()) -> SchemeChoice:
     """The choice with these options."""
-    chosen = tuple(Chosen(weight, weight.options[pick]) for weight, pick in zip(weights, picks, strict=True))
+    chosen = tuple(WeightScheme(weight, weight.options[pick]) for weight, pick in zip(weights, picks, strict=True))
     return SchemeChoice(chosen, budget_bytes=None, tried=tried)
 
 
@@ -82,7 +82,7 @@ class _Search:
     finish: Finish
     rise: float | None
     limit_s: float | None
-    tried: dict[Picks, Finished] = attrs.field(factory=dict)
+    tried: dict[Picks, CountedSchemes] = attrs.field(factory=dict)
     too_large: list[Picks] = attrs.field(factory=list)
     known_s: dict[tuple[int, int], float] = attrs.field(factory=dict)
     """(weight, option) -> the least seconds that were counted of them."""
@@ -142,7 +142,7 @@ class _Search:
         """Seconds of all that reads weights."""
         return sum(self.seconds_of(number, pick) for number, pick in enumerate(picks))
 
-    def fits(self, done: Finished) -> bool:
+    def fits(self, done: CountedSchemes) -> bool:
         return not done.why and (self.limit_s is None or (done.seconds or 0.0) <= self.limit_s)
 
     def key(self, picks: Picks) -> tuple[float, float]:
@@ -206,7 +206,7 @@ class _Search:
         limits = () if self.rise is None else (self.rise,)
         groups = []
         for weight in self.weights:
-            groups.append([Item(option.nbytes, (option.error,)[: len(limits)]) for option in weight.options])
+            groups.append([SchemeOption(option.nbytes, (option.error,)[: len(limits)]) for option in weight.options])
         picked = least_cost(groups, limits)
         return self.surest() if picked is None else picked.picks
 
@@ -222,13 +222,13 @@ class _Search:
             for k, one in enumerate(weight.options):
                 seconds = self.seconds_of(number, k)
                 cost, takes = (one.error, seconds) if self.rise is None else (seconds, one.error)
-                items.append(Item(cost, (one.nbytes, takes)[: len(limits)]))
+                items.append(SchemeOption(cost, (one.nbytes, takes)[: len(limits)]))
             groups.append(items)
         picked = least_cost(groups, limits)
         if picked is None and len(limits) > 1 and self.rise is None:  # by the estimate; it may be possible all the same
             by_bytes = []
             for items in groups:
-                by_bytes.append([Item(item.cost, item.takes[:1]) for item in items])
+                by_bytes.append([SchemeOption(item.cost, item.takes[:1]) for item in items])
             picked = least_cost(by_bytes, limits[:1])
         return None if picked is None else picked.picks
 

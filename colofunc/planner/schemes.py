@@ -90,12 +90,14 @@ class SchemeErrors:
             limits = (limit, limit_s)
         groups = []
         for weight in weights:
-            groups.append([Item(one.error, (one.nbytes, one.seconds or 0.0)[: len(limits)]) for one in weight.options])
+            groups.append(
+                [SchemeOption(one.error, (one.nbytes, one.seconds or 0.0)[: len(limits)]) for one in weight.options]
+            )
         picked = least_cost(groups, limits)
         if picked is None:
             raise PlanError(_too_little(weights, limit, limit_s))
         chosen = [weight.options[pick] for weight, pick in zip(weights, picked.picks, strict=True)]
-        return SchemeChoice(tuple(map(Chosen, weights, chosen)), limit, limit_s, picked.bound)
+        return SchemeChoice(tuple(map(WeightScheme, weights, chosen)), limit, limit_s, picked.bound)
 
     def kept(self, keep: str | Iterable[str]) -> tuple[WeightOptions, ...]:
         """The weights, those that `keep` matches with one option. Raises InputError for a glob that matches nothing."""
@@ -119,7 +121,7 @@ class SchemeErrors:
         names = {option.name for weight in self.weights for option in weight.options}
         if scheme not in names:
             raise InputError(f"there are no errors of the scheme {scheme!r}{near(scheme, names, 'schemes')}")
-        chosen = [Chosen(weight, weight.option(scheme) or weight.options[0]) for weight in self.weights]
+        chosen = [WeightScheme(weight, weight.option(scheme) or weight.options[0]) for weight in self.weights]
         return SchemeChoice(tuple(chosen), sum(one.option.nbytes for one in chosen))
 
     def _check_seconds(self) -> None:
@@ -161,7 +163,7 @@ def _too_little(weights: Sequence[WeightOptions], limit: int, limit_s: float | N
 
 
 @attrs.frozen
-class Chosen:
+class WeightScheme:
     """What was chosen for a weight."""
 
     weight: WeightOptions
@@ -207,7 +209,7 @@ class SchemeChoice:
     finished with, where "auto" made this one (on rank 0).
     """
 
-    weights: tuple[Chosen, ...]
+    weights: tuple[WeightScheme, ...]
     budget_bytes: int | None
     limit_s: float | None = None
     bound: float | None = None
@@ -239,7 +241,7 @@ class SchemeChoice:
         """Weight's name -> its scheme's name."""
         return {chosen.weight.name: chosen.option.name for chosen in self.weights}
 
-    def known(self, name: str) -> Chosen | None:
+    def known(self, name: str) -> WeightScheme | None:
         """What was chosen for the weight of this name in a step, whose state may have further words in front; None:
         nothing."""
         fitting = []
@@ -298,7 +300,9 @@ class SchemeChoice:
 
 
 # ---- a knapsack with groups ----
-#     least_cost([[Item(0.0, (8,)), Item(0.3, (2,))], [Item(0.0, (8,)), Item(0.1, (2,))]], limits=(10,))      # picks (0, 1), cost 0.1
+#     first = [SchemeOption(0.0, (8,)), SchemeOption(0.3, (2,))]
+#     second = [SchemeOption(0.0, (8,)), SchemeOption(0.1, (2,))]
+#     least_cost([first, second], limits=(10,))      # picks (0, 1), cost 0.1
 #
 # A program of whole numbers (0 or 1 for each option), which HiGHS solves. Groups share nothing but the limits, so the
 # relaxation has few fractions (at most one group for each limit) and its bound is near: 560 groups of 7 take a second
@@ -316,7 +320,7 @@ ROW = 1e6
 
 
 @attrs.frozen
-class Item:
+class SchemeOption:
     """An option: its cost, 0 or more, and what it takes of each resource."""
 
     cost: float
@@ -332,7 +336,7 @@ class Picked:
     bound: float
 
 
-def least_cost(groups: Sequence[Sequence[Item]], limits: Sequence[float]) -> Picked | None:
+def least_cost(groups: Sequence[Sequence[SchemeOption]], limits: Sequence[float]) -> Picked | None:
     """The choice of the least cost within `limits`, one for each resource; None where there is none."""
     if not groups:
         return Picked((), 0.0, 0.0)
@@ -356,16 +360,18 @@ def least_cost(groups: Sequence[Sequence[Item]], limits: Sequence[float]) -> Pic
     return None
 
 
-def _cheapest(groups: Sequence[Sequence[Item]]) -> tuple[int, ...]:
+def _cheapest(groups: Sequence[Sequence[SchemeOption]]) -> tuple[int, ...]:
     """Of each group the option of the least cost, of several the one that takes least."""
     return tuple(min(range(len(group)), key=lambda k: (group[k].cost, group[k].takes)) for group in groups)
 
 
-def _cost(groups: Sequence[Sequence[Item]], picks: Sequence[int]) -> float:
+def _cost(groups: Sequence[Sequence[SchemeOption]], picks: Sequence[int]) -> float:
     return sum(group[pick].cost for group, pick in zip(groups, picks, strict=True))
 
 
-def _above(groups: Sequence[Sequence[Item]], picks: Sequence[int], limits: Sequence[float]) -> tuple[int, float] | None:
+def _above(
+    groups: Sequence[Sequence[SchemeOption]], picks: Sequence[int], limits: Sequence[float]
+) -> tuple[int, float] | None:
     """The first resource of which picks take more than there is, and by how much."""
     for resource, limit in enumerate(limits):
         by = sum(group[pick].takes[resource] for group, pick in zip(groups, picks, strict=True)) - limit
@@ -374,7 +380,7 @@ def _above(groups: Sequence[Sequence[Item]], picks: Sequence[int], limits: Seque
     return None
 
 
-def _solved(groups: Sequence[Sequence[Item]], limits: Sequence[float]) -> Picked | None:
+def _solved(groups: Sequence[Sequence[SchemeOption]], limits: Sequence[float]) -> Picked | None:
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_matrix
 

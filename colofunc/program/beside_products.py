@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from colofunc.mesh import Mesh
 from colofunc.mesh.software import CHUNKS
-from colofunc.ops.kernels import Planned
+from colofunc.ops.kernels import PlannedKernel
 from colofunc.program.cost import RuleOf, collective_of, node_s
 from colofunc.program.editor import Editor
 from colofunc.program.facts import is_product
@@ -43,7 +43,7 @@ def _chunked(program: Program, mesh: Mesh, rule_of: RuleOf, axes: frozenset[str]
             continue
         seconds = _waited_s(node, program, mesh, rule_of, axes)
         if seconds is not None:
-            edit.change(index, kernel=Planned("in chunks", seconds, 0))
+            edit.change(index, kernel=PlannedKernel("in chunks", seconds, 0))
     return edit.done()
 
 

@@ -30,7 +30,7 @@ import attrs
 import torch
 
 from colofunc.errors import ProgramError
-from colofunc.ops.kernels import Planned, Table
+from colofunc.ops.kernels import PlannedKernel, Table
 from colofunc.program.actions import ActionTable
 from colofunc.spec.layout import At, Layout
 from colofunc.spec.rule import Ref as Ref
@@ -108,7 +108,7 @@ class Node:
     note: str = ""  # why a pass made this node ("linear wants b s (tp i)")
     loop: Loop | None = None  # of a `colofunc.loop` node: what it repeats
     # what the plan counts for it, see `passes.kernels`
-    kernel: Planned | None = attrs.field(default=None, eq=False, repr=False)
+    kernel: PlannedKernel | None = attrs.field(default=None, eq=False, repr=False)
     on: At | None = None  # who runs it: the ranks at some indices of an axis; None: all
     # Nearly every node is asked for these, and worked out when a node is made they take half of the time.
     refs: tuple[int, ...] = attrs.field(init=False, eq=False, repr=False, default=attrs.Factory(_refs, takes_self=True))

@@ -28,7 +28,7 @@ import torch
 
 from colofunc.mesh import Mesh
 from colofunc.mesh.software import CHUNKS
-from colofunc.ops.kernels import COPY, Planned
+from colofunc.ops.kernels import COPY, PlannedKernel
 from colofunc.program.beside_products import is_in_chunks
 from colofunc.program.facts import WIRE, is_wire, rearrange_steps
 from colofunc.program.ir import LOOP, Node, Program
@@ -55,7 +55,7 @@ def with_copies(program: Program, mesh: Mesh) -> Program:
         for id in copied:
             value = program.values[id]
             seconds += mesh.compute_s(0.0, 2.0 * value.nbytes, str(value.dtype), "elementwise")
-        found[index] = attrs.evolve(program.nodes[index], kernel=Planned(COPY, seconds, 0))
+        found[index] = attrs.evolve(program.nodes[index], kernel=PlannedKernel(COPY, seconds, 0))
     if not found:
         return program
     return program.with_nodes(found.get(index, node) for index, node in enumerate(program.nodes))

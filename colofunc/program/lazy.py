@@ -63,7 +63,7 @@ class PartSource(Source, Protocol):
 
 
 @attrs.frozen(eq=False)
-class Given:
+class GivenSource:
     """A value from functions of the caller: of a file, say."""
 
     whole: Callable[[], torch.Tensor]
@@ -187,7 +187,7 @@ def lazy_tensor(
     """A tensor whose value `make()` gives when it is asked for, and `read(slices)` a part of it, or None where it
     cannot.
     """
-    return LazyTensor(Given(make, read), torch.empty(tuple(shape), dtype=dtype, device="meta"))
+    return LazyTensor(GivenSource(make, read), torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
 
 def make(t: torch.Tensor) -> torch.Tensor:
@@ -252,7 +252,7 @@ def _filled(like: torch.Tensor, value: Any) -> LazyTensor:
     def read(box: Box) -> torch.Tensor:
         return torch.full([s.stop - s.start for s in box], value, dtype=dtype)
 
-    return LazyTensor(Given(lambda: torch.full(shape, value, dtype=dtype), read), meta)
+    return LazyTensor(GivenSource(lambda: torch.full(shape, value, dtype=dtype), read), meta)
 
 
 # ---- operators on lazy tensors ----

@@ -9,7 +9,7 @@ parts of a weight are placed one after the other; what stands beside its numbers
 them) is kept from the first to the others, so that rows are read once. A scheme that asks something of all rows (awq,
 smoothquant: scales of inputs; nvfp4: the largest number) has them read once more in front, by every rank.
 
-A file may hold a weight in a format already. Its lazy tensor has a `Stored` as source: asked for values it widens what
+A file may hold a weight in a format already. Its lazy tensor has a `PackedSource` as source: asked for values it widens what
 it holds, and a scheme of the same format takes the stored parts, bit for bit.
 """
 
@@ -51,7 +51,7 @@ def packed_lazily(quantizer: Quantizer, weight: LazyTensor, check: Check) -> Qua
 
 
 @attrs.frozen(eq=False)
-class Stored:
+class PackedSource:
     """The source of a weight that is stored in a format: what its parts stand for.
 
     `weight`: of lazy parts. `where`: for errors.
@@ -118,11 +118,11 @@ def _box_of(part: Tensor, box: Box) -> Tensor:
     return make(part)[box] if found is None else found
 
 
-def stored_in(weight: Tensor) -> Stored | None:
+def stored_in(weight: Tensor) -> PackedSource | None:
     """What holds the weight in a format, where it is such a weight, or one in another dtype; else None."""
     while isinstance(weight, LazyTensor):
         source = weight.source
-        if isinstance(source, Stored):
+        if isinstance(source, PackedSource):
             return source
         if not isinstance(source, Applied) or source.func not in SAME_NUMBERS:
             return None

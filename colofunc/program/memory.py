@@ -106,7 +106,7 @@ def _is_one_ranks(timetable: Timetable | None) -> bool:
 
 
 @attrs.frozen(eq=False)
-class Lies:
+class StorageMap:
     """Which storage each value of a program lies in.
 
     `within`: the operand that a view or a result in place is a part of.
@@ -118,15 +118,15 @@ class Lies:
     metas: Mapping[int, Meta]
 
 
-def lies(program: Program) -> Lies:
+def lies(program: Program) -> StorageMap:
     """Where the values of a program lie, storages in the order in which they are made."""
     home: dict[int, int] = {}
     within: dict[int, int] = {}
     storages, _, metas = _storages(program, lifetimes(program), None, home, within)
-    return Lies(tuple(storages), home, within, metas)
+    return StorageMap(tuple(storages), home, within, metas)
 
 
-def inside(body: Program, given: Mapping[int, Meta], added: Collection[int] = ()) -> tuple[Lies, tuple[int, ...]]:
+def inside(body: Program, given: Mapping[int, Meta], added: Collection[int] = ()) -> tuple[StorageMap, tuple[int, ...]]:
     """Where the values of a loop's body lie, and what it holds on the device at each node beside its inputs, which are
     `given`.
 
@@ -137,7 +137,7 @@ def inside(body: Program, given: Mapping[int, Meta], added: Collection[int] = ()
     storages, makers, metas = _storages(body, last_uses(body), given, home, within)
     _count_with_the_sum(body, added, storages, home)
     report = _report(body, [*storages, *sent_copies(body, metas)], makers)
-    return Lies(tuple(storages), home, within, metas), report.timeline["device"]
+    return StorageMap(tuple(storages), home, within, metas), report.timeline["device"]
 
 
 def _count_with_the_sum(
@@ -261,7 +261,7 @@ def _storages(
 
     `given`: inputs counted elsewhere.
 
-    `where` and `within` are filled as `Lies` wants them.
+    `where` and `within` are filled as `StorageMap` wants them.
     """
     fused = Fused(last=last) if fusion is None else fusion(program, last)
     # storages of which no kernel writes a value -> what is written instead

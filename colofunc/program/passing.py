@@ -25,7 +25,7 @@ import attrs
 from colofunc.mesh.sizes import size_text
 from colofunc.program.facts import is_cast, kind_of
 from colofunc.program.ir import Node, Program
-from colofunc.program.memory import Lies, inside, lies
+from colofunc.program.memory import StorageMap, inside, lies
 
 PAGE_BYTES = 4096
 STEPS = (0, 8, 4, 2, 1)
@@ -97,7 +97,7 @@ def _bytes_of(most: Mapping[int, int]) -> int:
     return sum(nbytes * count for nbytes, count in most.items())
 
 
-def _spans(program: Program, found: Lies, kept: set[int]) -> _Spans:
+def _spans(program: Program, found: StorageMap, kept: set[int]) -> _Spans:
     """`kept`: storages that outlive the step."""
     spans, values, loops = [], set[int](), dict[Outs, tuple[int, _Spans]]()
     for index, node in enumerate(program.nodes):

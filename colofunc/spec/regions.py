@@ -4,9 +4,9 @@ Problem: a tensor that was saved on one mesh is loaded onto another, with other 
 a layout treats every dim by itself, so a part is a product of index sets, one per dim; the overlap of two parts is the
 product of the overlaps. An index set is a start and nested strides, which says stripes and blocks as well as slices.
 
->>> Span(2, ((3, 1),)).indices()        # elements 2, 3, 4
+>>> IndexSpan(2, ((3, 1),)).indices()        # elements 2, 3, 4
 array([2, 3, 4])
->>> common(Region((Span(0, ((4, 1),)),)), Region((Span(1, ((4, 2),)),)))   # 0-3 beside 1, 3, 5, 7
+>>> common(Region((IndexSpan(0, ((4, 1),)),)), Region((IndexSpan(1, ((4, 2),)),)))   # 0-3 beside 1, 3, 5, 7
 ((slice(1, 4, 2),), (slice(0, 2, 1),))
 """
 
@@ -29,7 +29,7 @@ Pick = slice | np.ndarray  # positions along one dim
 
 
 @attrs.frozen
-class Span:
+class IndexSpan:
     """Indices `start + i*a + j*b + ...` for loops ((size of i, a), (size of j, b), ...), below `limit` if there is one.
     """
 
@@ -67,16 +67,16 @@ class Span:
         return [self.start, [list(loop) for loop in self.loops], self.limit]
 
     @staticmethod
-    def from_json(data: Sequence[Any]) -> Span:
+    def from_json(data: Sequence[Any]) -> IndexSpan:
         start, loops, limit = data
-        return Span(start, tuple((size, stride) for size, stride in loops), limit)
+        return IndexSpan(start, tuple((size, stride) for size, stride in loops), limit)
 
 
 @attrs.frozen
 class Region:
     """One span per dim."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[IndexSpan, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -107,15 +107,15 @@ class Region:
 
     @staticmethod
     def from_json(data: Sequence[Any]) -> Region:
-        return Region(tuple(Span.from_json(span) for span in data))
+        return Region(tuple(IndexSpan.from_json(span) for span in data))
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Region:
-        return Region(tuple(Span(0, ((size, 1),)) for size in shape))
+        return Region(tuple(IndexSpan(0, ((size, 1),)) for size in shape))
 
     @staticmethod
     def box(starts: Sequence[int], sizes: Sequence[int]) -> Region:
-        return Region(tuple(Span(start, ((size, 1),)) for start, size in zip(starts, sizes, strict=True)))
+        return Region(tuple(IndexSpan(start, ((size, 1),)) for start, size in zip(starts, sizes, strict=True)))
 
 
 def region_of(layout: Layout, mesh: Mesh, rank: int) -> Region:
@@ -130,7 +130,7 @@ def _region(layout: Layout, where: tuple[tuple[str, int], ...]) -> Region:
     return Region(tuple(spans))
 
 
-def _span(dim: Dim, size: int, where: Mapping[str, int]) -> Span:
+def _span(dim: Dim, size: int, where: Mapping[str, int]) -> IndexSpan:
     """The indices of one dim that a rank holds: mesh axes move the start, local atoms are loops."""
     start = 0
     loops: list[tuple[int, int]] = []
@@ -142,7 +142,7 @@ def _span(dim: Dim, size: int, where: Mapping[str, int]) -> Span:
             loops.append((atom_size, stride))
         else:
             start += where[axis] * stride
-    return Span(start, tuple(loops), size if padded else None)
+    return IndexSpan(start, tuple(loops), size if padded else None)
 
 
 def owners(layout: Layout, mesh: Mesh) -> dict[Region, list[int]]:

@@ -33,7 +33,7 @@ Source = TypeVar("Source")
 
 
 @attrs.frozen(eq=False)
-class Piece(Generic[Source]):
+class TransferPiece(Generic[Source]):
     """Elements that a source has and a part wants: where they lie in the region of each.
 
     `source`: a rank, or what is stored.
@@ -53,18 +53,18 @@ class Piece(Generic[Source]):
         return all(isinstance(pick, slice) and pick.step == 1 for pick in self.here)
 
 
-def pieces_of(wanted: Region, sources: Iterable[tuple[Region, Source]]) -> list[Piece[Source]]:
+def pieces_of(wanted: Region, sources: Iterable[tuple[Region, Source]]) -> list[TransferPiece[Source]]:
     """The pieces that a region is made of, in the order of the sources, which overlap nowhere."""
     found = []
     for region, source in sources:
         picks = common(region, wanted)
         if picks is not None:
-            found.append(Piece(source, *picks))
+            found.append(TransferPiece(source, *picks))
     return found
 
 
 def assembled(
-    out: torch.Tensor, pieces: Iterable[Piece[Source]], value: Callable[[Piece[Source]], torch.Tensor]
+    out: torch.Tensor, pieces: Iterable[TransferPiece[Source]], value: Callable[[TransferPiece[Source]], torch.Tensor]
 ) -> torch.Tensor:
     """`out` with the value of every piece written into it, one after another: beside it, memory holds one piece at a
     time.
@@ -87,16 +87,16 @@ class Transfer:
     def _owners(self) -> dict[Region, list[int]]:
         return owners(self.source, self.mesh)
 
-    def received(self, rank: int) -> list[Piece[int]]:
+    def received(self, rank: int) -> list[TransferPiece[int]]:
         """The pieces of a rank's new part, by who sends them."""
         if not holds(self.target.at, self.other, rank):
             return []
         senders = ((region, _sender(ranks, rank)) for region, ranks in self._owners.items())
         return sorted(pieces_of(region_of(self.target, self.other, rank), senders), key=lambda piece: piece.source)
 
-    def sent(self, rank: int) -> dict[int, Piece[int]]:
+    def sent(self, rank: int) -> dict[int, TransferPiece[int]]:
         """The pieces of a rank's old part that other ranks get from it, by who gets them."""
-        found: dict[int, Piece[int]] = {}
+        found: dict[int, TransferPiece[int]] = {}
         if not holds(self.source.at, self.mesh, rank):
             return found
         mine = region_of(self.source, self.mesh, rank)
@@ -108,11 +108,11 @@ class Transfer:
                 found[target] = piece
         return found
 
-    def taken(self, part: torch.Tensor, piece: Piece[int]) -> torch.Tensor:
+    def taken(self, part: torch.Tensor, piece: TransferPiece[int]) -> torch.Tensor:
         """A piece out of its sender's part; a view where it can be."""
         return take(unpadded(part, self.source, self.mesh, piece.source), piece.there)
 
-    def made(self, rank: int, value: Callable[[Piece[int]], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    def made(self, rank: int, value: Callable[[TransferPiece[int]], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """A rank's new part, in memory of its own. `value`: what a piece holds; `like`: dtype and device."""
         if not holds(self.target.at, self.other, rank):
             return like.new_empty(0)

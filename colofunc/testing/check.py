@@ -79,7 +79,7 @@ def check(step: Staged, state: Any, *batch: Any, steps: int = 2, tolerance: floa
                     policy, reference, got, expected, low.mesh.size, mesh_run, device_run, f"step {n}: "
                 )  # fmt: skip
             goes_on = _continues(expected, reference)
-            bounds = Bounds(low, (began, *batch), FIRST_SEED + n, f"step {n}: ", goes_on)
+            bounds = OutputTolerances(low, (began, *batch), FIRST_SEED + n, f"step {n}: ", goes_on)
             worst = max(worst, compare(got, expected, f"step {n}: out", tolerance, bounds))
             leaves, done = len(list(walk_keys(expected))), n + 1
             if n + 1 == steps or not goes_on:
@@ -215,7 +215,7 @@ def _taken(out: Any) -> bool:
 # somebody asks.
 
 
-class Bounds:
+class OutputTolerances:
     """Of the outputs of one call. args: plain values; seed: torch's, with which the call draws its random numbers.
 
     where: what a name begins with in an error. goes_on: output 0 is the next argument 0, so that it has the names of

@@ -36,7 +36,7 @@ def _plain_copy(x: torch.Tensor) -> torch.Tensor:
     return whole.cpu().clone().requires_grad_(x.requires_grad and x.is_leaf)
 
 
-class Bounds(Protocol):
+class LeafTolerances(Protocol):
     """What is known of how far leaves may be off."""
 
     def of(self, position: int, expected: torch.Tensor) -> float | torch.Tensor | None:
@@ -49,7 +49,7 @@ class Bounds(Protocol):
 
 
 def compare(
-    got: Any, expected: Any, where: str = "", tolerance: float | None = None, bounds: Bounds | None = None
+    got: Any, expected: Any, where: str = "", tolerance: float | None = None, bounds: LeafTolerances | None = None
 ) -> float:
     """The largest scaled difference of two trees. Raises CheckError that lists the leaves beyond their tolerance.
 

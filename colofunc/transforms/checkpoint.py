@@ -27,13 +27,16 @@ from colofunc.errors import PlanError, near
 from colofunc.mesh.sizes import parse_room
 from colofunc.planner.candidate import Finishing, Fitted
 from colofunc.planner.recompute.fastest import by_policy, fit
-from colofunc.planner.recompute.policies import NAMED, Policy, check_modules
+from colofunc.planner.recompute.policies import NAMED, RecomputePolicy, check_modules
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.ir import Program
 
 
 def checkpoint(
-    step_fn: Callable[..., Any] | None = None, *, budget: str | int | float | None = None, policy: str | Policy = "auto"
+    step_fn: Callable[..., Any] | None = None,
+    *,
+    budget: str | int | float | None = None,
+    policy: str | RecomputePolicy = "auto",
 ) -> Any:
     """The step within `budget` bytes a rank, at every moment: the fastest way found.
 
@@ -60,9 +63,9 @@ OTHER_WORDS = {"full": "nothing", "selective": "dots", "none": "everything"}
 """What Megatron and torchtitan call recomputation -> the policy that does the same."""
 
 
-def _policy(policy: str | Policy) -> Policy | None:
+def _policy(policy: str | RecomputePolicy) -> RecomputePolicy | None:
     """None: by cost."""
-    if isinstance(policy, Policy):
+    if isinstance(policy, RecomputePolicy):
         return policy
     names = ("auto", *NAMED)
     if not isinstance(policy, str):
@@ -83,19 +86,19 @@ def _policy(policy: str | Policy) -> Policy | None:
     return NAMED.get(policy)
 
 
-def _check(policy: Policy | None, build: Build) -> Build:
+def _check(policy: RecomputePolicy | None, build: Build) -> Build:
     """What is kept constrains no layout, but modules that a policy names have to be there."""
     if policy is not None:
         check_modules(policy, build.program)
     return build
 
 
-def _search_too(policy: Policy | None, build: Build) -> Build:
+def _search_too(policy: RecomputePolicy | None, build: Build) -> Build:
     return build.evolve(searches=(*build.searches, partial(_search, policy)))
 
 
 def _search(
-    policy: Policy | None, program: Program, node_s: NodeS, finish: Finishing, budget_bytes: int | None
+    policy: RecomputePolicy | None, program: Program, node_s: NodeS, finish: Finishing, budget_bytes: int | None
 ) -> tuple[Fitted | None, Fitted]:
     if policy is None:
         return fit(program, node_s, finish, budget_bytes, finish.below_s)

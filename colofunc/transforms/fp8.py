@@ -44,14 +44,14 @@ from colofunc.ops.quantized_frozen import reading
 from colofunc.ops.quantized_inputs import LinearCalls, WeightNames
 from colofunc.ops.small_floats import LARGEST
 from colofunc.planner.plan import matches
-from colofunc.program.tracing.kept import Kept, state_of
+from colofunc.program.tracing.kept import KeptRecord, state_of
 from colofunc.program.tracing.meta import phase
 from colofunc.program.tracing.roles import mark
 from colofunc.program.tracing.tree import flatten, walk
 
 KEY = "fp8"
 FIELD = "amax_history"
-AMAX_HISTORY = Kept(
+AMAX_HISTORY = KeptRecord(
     KEY, (FIELD,), "cf.fp8(scaling='delayed') keeps largest numbers", "scaling='tensorwise', which keeps none"
 )
 HISTORY = 16

@@ -31,7 +31,7 @@ from colofunc.mesh import Mesh
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.constraints import Constraints
 from colofunc.planner.stages.assignment import CutProblem, Cuts, cuts_at
-from colofunc.planner.stages.bound import Bound
+from colofunc.planner.stages.bound import StepBound
 from colofunc.planner.stages.forward_pass import WEIGHTS, reading_of
 from colofunc.planner.stages.orders import Order, best_order, least_order, roomiest_first
 from colofunc.planner.stages.timetables import Scheduled, by_timetable
@@ -396,7 +396,7 @@ class _Way:
         return list(dict.fromkeys(order for order in found if order is not None))
 
     @cached_property
-    def bound(self) -> Bound:
+    def bound(self) -> StepBound:
         """On a step's time; it is computed where several ways are compared."""
         return self.there.bound(on_rows(self.asked.batch, self.there.build))
 

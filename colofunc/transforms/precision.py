@@ -34,10 +34,10 @@ from colofunc.ops.dtypes import Policy, floating
 from colofunc.ops.policy import Mixed
 from colofunc.planner.sharding.constraints import Constraints
 from colofunc.program.passes.wide_sums import gradients, wide_sums
-from colofunc.program.tracing.kept import Kept, state_of
+from colofunc.program.tracing.kept import KeptRecord, state_of
 from colofunc.program.tracing.tree import flatten, unflatten
 
-LOSS_SCALE = Kept(
+LOSS_SCALE = KeptRecord(
     "loss_scale", ("scale", "good", "skipped"), "cf.precision('fp16') keeps its loss scale", "bf16, which needs none"
 )  # fmt: skip
 FIRST = 32768.0  # the largest power of two in float16, so that a loss in float16 can be scaled by it

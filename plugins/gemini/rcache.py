@@ -22,7 +22,7 @@ ADAM_BYTES = 4  # of a parameter that an Adam's rate, in parameters, is about
 
 
 @attrs.frozen
-class Rates:
+class HostRates:
     """Bytes a second of copies, parameters a second of Adam, of one of the devices that share a host."""
 
     to_device: float
@@ -31,9 +31,9 @@ class Rates:
     device_adam: float
 
 
-def rates(n: int) -> Rates:
+def rates(n: int) -> HostRates:
     """As published for n devices together, a device's share of them."""
-    return Rates((16.3 * n + 8.7) * 1e9 / n, (15.8 * n + 2.3) * 1e9 / n, (1.66 * log(n) + 5.15) * 1e9 / n, 50e9)
+    return HostRates((16.3 * n + 8.7) * 1e9 / n, (15.8 * n + 2.3) * 1e9 / n, (1.66 * log(n) + 5.15) * 1e9 / n, 50e9)
 
 
 def loads(steps: Sequence[Sequence[int]], blocks: int) -> int:
@@ -55,7 +55,7 @@ def loads(steps: Sequence[Sequence[int]], blocks: int) -> int:
     return count
 
 
-def seconds(chunks: int, chunk_bytes: int, kept: int, blocks: int, rate: Rates) -> float:
+def seconds(chunks: int, chunk_bytes: int, kept: int, blocks: int, rate: HostRates) -> float:
     """Of copies and updates in a step with `kept` of the chunks on the device and `blocks` for the others."""
     others, params = chunks - kept, chunk_bytes / ADAM_BYTES
     once = [[c] for c in range(others)]
@@ -63,7 +63,7 @@ def seconds(chunks: int, chunk_bytes: int, kept: int, blocks: int, rate: Rates) 
     return up + others * (chunk_bytes / rate.to_host + params / rate.host_adam) + kept * params / rate.device_adam
 
 
-def divided(chunks: int, chunk_bytes: int, state_bytes: int, room_bytes: float, rate: Rates) -> tuple[int, int]:
+def divided(chunks: int, chunk_bytes: int, state_bytes: int, room_bytes: float, rate: HostRates) -> tuple[int, int]:
     """(chunks whose state lies on the device, blocks of the cache) that take least; (0, 0) where not even one block
     fits.
     """

@@ -27,7 +27,7 @@ _NEAR = 1e-9
 
 
 @attrs.frozen
-class Rules:
+class ListRules:
     """How a free rank decides.
 
     forward_first: whether an F that is ready goes before an I. patience: a W is begun only where the wait until the
@@ -46,7 +46,7 @@ def schedule_list(
     microbatches: int,
     costs: StageCosts,
     cap_bytes: float | None = None,
-    rules: Rules | None = None,
+    rules: ListRules | None = None,
 ) -> ActionTable:
     """The table that comes of it. rank_of: per stage. Raises PlanError where a microbatch does not fit on a rank."""
     table = schedule_within(rank_of, microbatches, costs, INF, cap_bytes, rules)
@@ -60,10 +60,10 @@ def schedule_within(
     costs: StageCosts,
     within_s: float,
     cap_bytes: float | None = None,
-    rules: Rules | None = None,
+    rules: ListRules | None = None,
 ) -> ActionTable | None:
     """The same; None as soon as some rank cannot have ended its work by `within_s`."""
-    play = _Play(rank_of, microbatches, costs, INF if cap_bytes is None else cap_bytes, rules or Rules())
+    play = _Play(rank_of, microbatches, costs, INF if cap_bytes is None else cap_bytes, rules or ListRules())
     return play.run(within_s)
 
 
@@ -82,7 +82,7 @@ class _Play:
     """The step as far as it was played. Ranks are looked at in the order of the moments at which each can go on."""
 
     def __init__(
-        self, rank_of: Sequence[int], microbatches: int, costs: StageCosts, cap_bytes: float, rules: Rules
+        self, rank_of: Sequence[int], microbatches: int, costs: StageCosts, cap_bytes: float, rules: ListRules
     ) -> None:
         self.rank_of, self.microbatches = rank_of, microbatches
         self.costs, self.cap_bytes, self.rules = costs, cap_bytes, rules

@@ -69,13 +69,13 @@ def improve(
 
     by_span: the time is the longest span of one rank, not the end of the last.
     """
-    search = Search(table, costs, INF if cap_bytes is None else cap_bytes * (1 + _NEAR), by_span)
+    search = OrderSearch(table, costs, INF if cap_bytes is None else cap_bytes * (1 + _NEAR), by_span)
     rank_of = [table.rank_of[stage] for stage in range(table.stages)]
     return search.run(least_s(rank_of, table.microbatches, costs, by_span))
 
 
 @attrs.frozen(eq=False)
-class Played:
+class PlayedOrder:
     """What came of an order: per action when it begins and ends, and the action that it waited for (-1: none)."""
 
     begins_s: Sequence[float]
@@ -83,7 +83,7 @@ class Played:
     waited_for: Sequence[int]
 
 
-class Search:
+class OrderSearch:
     """A table with its actions as numbers, so that an order is played fast."""
 
     def __init__(self, table: ActionTable, costs: StageCosts, cap_bytes: float, by_span: bool) -> None:
@@ -170,7 +170,7 @@ class Search:
                 break
         return rows, takes_s
 
-    def play(self, rows: Rows) -> Played | None:
+    def play(self, rows: Rows) -> PlayedOrder | None:
         """As `cf.ext.simulate` does; None for a deadlock."""
         count = len(self.actions)
         begins_s, ends_s, arrives_s = [0.0] * count, [INF] * count, [INF] * count
@@ -208,13 +208,13 @@ class Search:
                 if k in blocked:
                     ready.append(blocked.pop(k))
             free_s[rank] = now_s
-        return None if blocked else Played(begins_s, ends_s, waited_for)
+        return None if blocked else PlayedOrder(begins_s, ends_s, waited_for)
 
-    def takes_s(self, rows: Rows, played: Played) -> float:
+    def takes_s(self, rows: Rows, played: PlayedOrder) -> float:
         """Seconds of a step."""
         return max(self._times_s(rows, played))
 
-    def _times_s(self, rows: Rows, played: Played) -> list[float]:
+    def _times_s(self, rows: Rows, played: PlayedOrder) -> list[float]:
         """Per rank, what counts of it: when it ends, or its span."""
         times_s = []
         for row in rows:
@@ -235,7 +235,7 @@ class Search:
                 return False
         return True
 
-    def moves(self, rows: Rows, played: Played) -> Iterator[tuple[int, int, int]]:
+    def moves(self, rows: Rows, played: PlayedOrder) -> Iterator[tuple[int, int, int]]:
         """(rank, place, other place) of actions of the longest path that could be in front of their block, or behind
         it.
         """
@@ -267,7 +267,7 @@ class Search:
         sent = self.sent[k]
         return sent is None or all(self.sent[other] != sent for other in others)
 
-    def _blocks(self, rows: Rows, played: Played) -> list[list[int]]:
+    def _blocks(self, rows: Rows, played: PlayedOrder) -> list[list[int]]:
         """The longest path, in parts that stay on one rank."""
         times_s = self._times_s(rows, played)
         slowest = rows[times_s.index(max(times_s))]

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import product
 from math import ceil
 
-from colofunc_plugins.pipeline.list_scheduler import INF, Rules, schedule_list, schedule_within
+from colofunc_plugins.pipeline.list_scheduler import INF, ListRules, schedule_list, schedule_within
 from colofunc_plugins.pipeline.local_search import improve
 
 import colofunc as cf
@@ -234,7 +234,7 @@ def _two_lists(
     """A list that prefers backwards, and one that prefers forwards."""
     tables = []
     for forward_first in (False, True):
-        tables.append(schedule_list(rank_of, microbatches, costs, cap_bytes, Rules(forward_first=forward_first)))
+        tables.append(schedule_list(rank_of, microbatches, costs, cap_bytes, ListRules(forward_first=forward_first)))
     return tables
 
 
@@ -367,8 +367,8 @@ def _fastest_of(played: Sequence[Played], cap_bytes: float | None, by_span: bool
 
 
 RULES = (
-    *(Rules(forward_first, patience=patience) for forward_first, patience in product((False, True), PATIENCES)),
-    *(Rules(patience=patience, warmup=warmup) for patience, warmup in product(PATIENCES[:3], (0.0, 0.75))),
+    *(ListRules(forward_first, patience=patience) for forward_first, patience in product((False, True), PATIENCES)),
+    *(ListRules(patience=patience, warmup=warmup) for patience, warmup in product(PATIENCES[:3], (0.0, 0.75))),
 )
 """What the list scheduler of `auto` tries."""
 MARGIN = 1e-6

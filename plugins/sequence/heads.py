@@ -26,7 +26,7 @@ Parts = dict[str, torch.Tensor]  # operands by name, as a rank has them
 Found = tuple[torch.Tensor, ...]
 
 
-class Whole(cf.ext.AttentionPattern):
+class HeadsAlone(cf.ext.AttentionPattern):
     """Nothing over an axis: what an exchange of heads alone has between there and back."""
 
     words = "", ""

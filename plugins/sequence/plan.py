@@ -14,14 +14,14 @@ from typing import Any
 
 import attrs
 from colofunc_plugins.sequence.gathered import Gathered
-from colofunc_plugins.sequence.heads import Heads, Whole
+from colofunc_plugins.sequence.heads import Heads, HeadsAlone
 from colofunc_plugins.sequence.rings import Ring
 
 import colofunc as cf
 
 TARGETS = cf.ext.AttentionCall.TARGETS
 BALANCES = ("auto", "stripes", None)
-KINDS: Mapping[str, type[cf.ext.AttentionPattern]] = {"ring": Ring, "gather_kv": Gathered, "ulysses": Whole}
+KINDS: Mapping[str, type[cf.ext.AttentionPattern]] = {"ring": Ring, "gather_kv": Gathered, "ulysses": HeadsAlone}
 
 
 def ring(axis: str, *, balance: str | None = "auto", heads: str | None = None) -> SequencePlan:
@@ -90,7 +90,7 @@ class SequencePlan:
             return iter(())
         axis = self._atom(mesh, self.axes[0])
         if self.mode == "ulysses":
-            return Whole.strategies(call, mesh, "", Heads, (axis,))
+            return HeadsAlone.strategies(call, mesh, "", Heads, (axis,))
         # Around blocks over one axis, another plan or `heads` may exchange heads.
         return KINDS[self.mode].strategies(call, mesh, axis, Heads, [a for a in mesh.axis_names if a != axis])
 

@@ -32,7 +32,7 @@ from typing import Any
 from colofunc import owned
 from colofunc.errors import DiskError
 from colofunc.executors.direct_io import Buffer, is_direct, read_at, set_direct, write_at
-from colofunc.executors.disk.layout import VERSIONS, Layout, disk_bytes
+from colofunc.executors.disk.layout import VERSIONS, DiskLayout, disk_bytes
 from colofunc.mesh.sizes import size_text
 
 LOCK = "lock"
@@ -60,7 +60,7 @@ def disk_error(doing: str, path: str | os.PathLike[str], error: OSError, more: s
 class Files:
     """The open files of a store in this process. Made by `create`, which owns the lock; `shut` ends it."""
 
-    def __init__(self, path: Path, lock_fd: int, layout: Layout) -> None:
+    def __init__(self, path: Path, lock_fd: int, layout: DiskLayout) -> None:
         self.path, self.layout = path, layout
         self.owner = os.getpid()
         self._lock_fd = lock_fd
@@ -102,7 +102,7 @@ class Files:
         _unlock(self._lock_fd)
 
 
-def create(directory: str | os.PathLike[str], layout: Layout, rank: int) -> Files:
+def create(directory: str | os.PathLike[str], layout: DiskLayout, rank: int) -> Files:
     """A folder with everything allocated. Raises DiskError before anything is left behind."""
     parent = owned.given(directory, "disk", DiskError)
     if not parent.exists():
@@ -128,7 +128,7 @@ def create(directory: str | os.PathLike[str], layout: Layout, rank: int) -> File
     return files
 
 
-def _room(parent: Path, layout: Layout) -> str:
+def _room(parent: Path, layout: DiskLayout) -> str:
     room = os.statvfs(parent)
     free, needed = room.f_bavail * room.f_frsize, disk_bytes(layout.sizes, layout.versions)
     versions = "two versions" if layout.versions > 1 else "one version"
@@ -138,7 +138,7 @@ def _room(parent: Path, layout: Layout) -> str:
     )
 
 
-def _check_room(parent: Path, layout: Layout, others: Sequence[Path]) -> None:
+def _check_room(parent: Path, layout: DiskLayout, others: Sequence[Path]) -> None:
     room = os.statvfs(parent)
     if disk_bytes(layout.sizes, layout.versions) > room.f_bavail * room.f_frsize:
         lying = f"; stores that lie there: {', '.join(sorted(path.name for path in others))}" if others else ""

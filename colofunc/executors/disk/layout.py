@@ -2,7 +2,7 @@
 
 Idea: chunks lie one after another, each beginning at a page.
 
->>> Layout.of([5000, 0, 8]).offsets
+>>> DiskLayout.of([5000, 0, 8]).offsets
 (0, 8192, 8192, 12288)
 """
 
@@ -24,7 +24,7 @@ VERSIONS = ("version-0", "version-1")  # the two files
 
 
 @attrs.frozen
-class Layout:
+class DiskLayout:
     """Where each chunk lies, in either version. Blocks are counted through all chunks."""
 
     sizes: tuple[int, ...]  # bytes per chunk
@@ -34,7 +34,7 @@ class Layout:
     versions: int = len(VERSIONS)  # 1: what is written never has to outlive its overwriting
 
     @staticmethod
-    def of(sizes: Sequence[int], block_bytes: int = BLOCK_BYTES, versions: int = len(VERSIONS)) -> Layout:
+    def of(sizes: Sequence[int], block_bytes: int = BLOCK_BYTES, versions: int = len(VERSIONS)) -> DiskLayout:
         if block_bytes <= 0 or block_bytes % PAGE_BYTES:
             raise DiskError(
                 f"blocks of {block_bytes} bytes: direct I/O needs a multiple of {PAGE_BYTES}. Try: {BLOCK_BYTES}"
@@ -43,7 +43,7 @@ class Layout:
             raise DiskError(f"chunk {negative} has {sizes[negative]} bytes. Try: sizes of 0 bytes and more")
         offsets = accumulate((padded(size) for size in sizes), initial=0)
         blocks = accumulate((-(-size // block_bytes) for size in sizes), initial=0)
-        return Layout(tuple(sizes), block_bytes, tuple(offsets), tuple(blocks), versions)
+        return DiskLayout(tuple(sizes), block_bytes, tuple(offsets), tuple(blocks), versions)
 
     @property
     def file_bytes(self) -> int:

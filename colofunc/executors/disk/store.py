@@ -37,7 +37,7 @@ from colofunc.errors import DiskError
 from colofunc.executors.direct_io import Buffer, padded, whole_pages
 from colofunc.executors.disk.files import Files, create, disk_error
 from colofunc.executors.disk.kept_versions import ChunkVersion, Holds, Reader
-from colofunc.executors.disk.layout import BLOCK_BYTES, VERSIONS, Layout, checksum
+from colofunc.executors.disk.layout import BLOCK_BYTES, VERSIONS, DiskLayout, checksum
 from colofunc.executors.disk.queue import Before, Move, Ticket, Work, Workers
 from colofunc.mesh.sizes import size_text
 
@@ -146,7 +146,7 @@ class DiskStore:
         rank: int = 0,
         versions: int = len(VERSIONS),
     ) -> None:
-        layout = Layout.of(sizes, block_bytes, versions)
+        layout = DiskLayout.of(sizes, block_bytes, versions)
         threads = _threads(threads, buffers_bytes, block_bytes)
         self._files = create(directory, layout, rank)
         self._records = Records(self._files)

@@ -5,7 +5,7 @@ at, saved and handed on like any other. Idea: a part on disk is a tensor without
 `DiskStore`. A program's copies move it beside what else runs; any other operator reads it and works on what it has
 read.
 
-    room = Room("/nvme", [x.nbytes for x in parts])   # taken now, or an error
+    room = ChunkRoom("/nvme", [x.nbytes for x in parts])   # taken now, or an error
     there = [room.keep(x) for x in parts]             # OnDisk, written; the parts may go
     copying = reading(there[0])                       # ahead of its use
     copying.wait() + 1;  there[1] + 1                 # the same, but for the time that it takes
@@ -244,7 +244,7 @@ def _store(directory: str | os.PathLike[str], sizes: Sequence[int], rank: int, v
     )
 
 
-class Room:
+class ChunkRoom:
     """Chunks that are taken at once and written one after another.
 
     Raises DiskError, with nothing left behind, where they cannot be.
@@ -313,7 +313,7 @@ SCRATCH: ContextVar[Scratch | None] = ContextVar("SCRATCH", default=None)
 copy it."""
 
 
-class Together:
+class DiskTransaction:
     """What a step may write to, of all parts that it is given: all of it counts at its end, or none.
 
     Where no part lies on disk there is nothing to do. `committed`: some of it counts, so that to forget the rest is to

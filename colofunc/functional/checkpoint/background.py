@@ -21,8 +21,8 @@ import torch
 from colofunc.dtensor.tensor import DTensor
 from colofunc.executors.disk.kept_versions import ChunkVersion, Reader
 from colofunc.executors.disk.tensors import OnDisk
-from colofunc.functional.checkpoint.files import Item
-from colofunc.functional.checkpoint.parts import Leaf
+from colofunc.functional.checkpoint.files import PieceToWrite
+from colofunc.functional.checkpoint.parts import StateLeaf
 from colofunc.spec.regions import unpadded
 
 
@@ -33,7 +33,7 @@ class Beside:
     holds: list[ChunkVersion] = attrs.field(factory=list)
     taken: Event = attrs.field(factory=Event)
 
-    def items(self, leaves: Sequence[Leaf], rank: int, reader: Reader) -> list[Item]:
+    def items(self, leaves: Sequence[StateLeaf], rank: int, reader: Reader) -> list[PieceToWrite]:
         """What `rank` writes, as it is now, if no step writes to what lies in memory before it is `taken`. reader: for
         steps that wait.
         """
@@ -43,8 +43,8 @@ class Beside:
             self.let_go()
             raise
 
-    def _items(self, leaves: Sequence[Leaf], rank: int, reader: Reader) -> list[Item]:
-        first, behind = list[Item](), list[Item]()
+    def _items(self, leaves: Sequence[StateLeaf], rank: int, reader: Reader) -> list[PieceToWrite]:
+        first, behind = list[PieceToWrite](), list[PieceToWrite]()
         for leaf in leaves:
             for item, held in leaf.written(rank):
                 x = leaf.tensor

@@ -25,9 +25,9 @@ import torch
 
 from colofunc import untrusted
 from colofunc.errors import CheckpointError, InputError
-from colofunc.functional.checkpoint.files import Item, inside
-from colofunc.functional.checkpoint.unpickled import Maker, NoPickle, Record, read_pickle, record
-from colofunc.spec.regions import Pick, Region, Span, common, take
+from colofunc.functional.checkpoint.files import PieceToWrite, inside
+from colofunc.functional.checkpoint.unpickled import NoPickle, PickleCall, Record, read_pickle, record
+from colofunc.spec.regions import IndexSpan, Pick, Region, common, take
 
 METADATA = ".metadata"
 MOST_METADATA_BYTES = 1 << 30
@@ -51,13 +51,13 @@ def boxes(name: str, region: Region) -> list[Region]:
     return [Region(tuple(some)) for some in itertools.product(*runs)]
 
 
-def _runs(span: Span) -> list[Span]:
+def _runs(span: IndexSpan) -> list[IndexSpan]:
     at = np.sort(span.indices())
     cuts = np.flatnonzero(np.diff(at) != 1) + 1
-    return [Span(int(run[0]), ((len(run), 1),)) for run in np.split(at, cuts)]
+    return [IndexSpan(int(run[0]), ((len(run), 1),)) for run in np.split(at, cuts)]
 
 
-def value_of(item: Item, box: Region) -> torch.Tensor:
+def value_of(item: PieceToWrite, box: Region) -> torch.Tensor:
     """The elements of a box of an item, in host memory."""
     value = item.value().detach()
     if item.region != box:
@@ -81,7 +81,7 @@ class Chunk:
 
 
 @attrs.frozen
-class Stored:
+class DcpEntry:
     """One entry of the metadata; dtype None is an object."""
 
     shape: tuple[int, ...]
@@ -89,7 +89,7 @@ class Stored:
     chunks: tuple[Chunk, ...]
 
 
-def read_metadata(folder: Path, crc32: int | None = None) -> tuple[dict[str, Stored], dict[str, tuple[Any, ...]]]:
+def read_metadata(folder: Path, crc32: int | None = None) -> tuple[dict[str, DcpEntry], dict[str, tuple[Any, ...]]]:
     """(name -> entry, name -> keys) of a DCP folder. Raises CheckpointError where its pickle wants what is not torch's.
 
     crc32: the checksum that its bytes must have, if it is known.
@@ -164,10 +164,10 @@ def _paths(said: Any) -> dict[str, tuple[Any, ...]]:
     return {_text(name): tuple(keys) for name, keys in paths.items()}
 
 
-def _stored(name: str, entry: Any, infos: dict[Any, dict[str, Any]]) -> Stored:
+def _stored(name: str, entry: Any, infos: dict[Any, dict[str, Any]]) -> DcpEntry:
     fields = _state(entry, "BytesStorageMetadata", "TensorStorageMetadata") if entry.state is not None else {}
     if entry.kind == "BytesStorageMetadata":
-        return Stored((), None, (_chunk(name, infos[name, None], Region(())),))
+        return DcpEntry((), None, (_chunk(name, infos[name, None], Region(())),))
     dtype, *_ = fields["properties"].state
     if not isinstance(dtype, torch.dtype):
         raise NoPickle(f"{name!r} has no dtype")
@@ -177,7 +177,7 @@ def _stored(name: str, entry: Any, infos: dict[Any, dict[str, Any]]) -> Stored:
         offsets, sizes = _sizes(part["offsets"]), _sizes(part["sizes"])
         info = infos.get((name, offsets)) or infos[name, None]
         chunks.append(_chunk(name, info, Region.box(offsets, sizes)))
-    return Stored(_sizes(fields["size"]), dtype, tuple(chunks))
+    return DcpEntry(_sizes(fields["size"]), dtype, tuple(chunks))
 
 
 def _chunk(name: str, info: dict[str, Any], region: Region) -> Chunk:
@@ -242,7 +242,7 @@ def _known(path: Path, module: str, name: str) -> Any:
     if name in _RECORDS.get(module, ()):
         return record(name)
     if (module, name) == ("collections", "OrderedDict"):
-        return Maker(dict)
+        return PickleCall(dict)
     if module.split(".")[0] == "pathlib" and name.endswith("Path"):
         return record("Path")
     dtype = torch_dtype(module, name)
@@ -356,11 +356,11 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, grad: Any, hooks:
 
 
 _MAKERS: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): Maker(lambda *pairs: dict(*pairs)),
-    ("torch", "Size"): Maker(lambda *sizes: torch.Size(*sizes)),
-    ("torch", "device"): Maker(lambda *words: torch.device(*words)),
-    ("torch._utils", "_rebuild_tensor_v2"): Maker(_tensor),
-    ("torch._utils", "_rebuild_tensor_v3"): Maker(_tensor),
-    ("torch._utils", "_rebuild_parameter"): Maker(lambda data, grad, hooks: data),
+    ("collections", "OrderedDict"): PickleCall(lambda *pairs: dict(*pairs)),
+    ("torch", "Size"): PickleCall(lambda *sizes: torch.Size(*sizes)),
+    ("torch", "device"): PickleCall(lambda *words: torch.device(*words)),
+    ("torch._utils", "_rebuild_tensor_v2"): PickleCall(_tensor),
+    ("torch._utils", "_rebuild_tensor_v3"): PickleCall(_tensor),
+    ("torch._utils", "_rebuild_parameter"): PickleCall(lambda data, grad, hooks: data),
     ("torch.storage", "UntypedStorage"): None,  # of bytes
 }

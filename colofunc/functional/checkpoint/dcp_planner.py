@@ -23,12 +23,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from colofunc.errors import CheckpointError
 from colofunc.functional.checkpoint.dcp import boxes, value_of
-from colofunc.functional.checkpoint.files import Item
-from colofunc.functional.checkpoint.parts import Leaf, Ranks
+from colofunc.functional.checkpoint.files import PieceToWrite
+from colofunc.functional.checkpoint.parts import Ranks, StateLeaf
 from colofunc.functional.checkpoint.staging import ahead
 from colofunc.spec.regions import Region
 
-Values = dict[tuple[str, tuple[int, ...]], tuple[Leaf, Item, Region]]  # (name, offset) -> whose, from where, which
+Values = dict[
+    tuple[str, tuple[int, ...]], tuple[StateLeaf, PieceToWrite, Region]
+]  # (name, offset) -> whose, from where, which
 
 
 class Planner(SavePlanner):
@@ -66,7 +68,7 @@ class Planner(SavePlanner):
         return value_of(item, box).clone()
 
 
-def _write_item(leaf: Leaf, box: Region) -> WriteItem:
+def _write_item(leaf: StateLeaf, box: Region) -> WriteItem:
     offset = torch.Size([span.start for span in box.spans])
     data = TensorWriteData(
         chunk=ChunkStorageMetadata(offsets=offset, sizes=torch.Size(box.shape)),
@@ -76,7 +78,7 @@ def _write_item(leaf: Leaf, box: Region) -> WriteItem:
     return WriteItem(MetadataIndex(leaf.name, offset), WriteItemType.SHARD, tensor_data=data)
 
 
-def write(folder: Path, leaves: list[Leaf], content: dict[str, Any], ranks: Ranks) -> None:
+def write(folder: Path, leaves: list[StateLeaf], content: dict[str, Any], ranks: Ranks) -> None:
     """Write this rank's parts, and on rank 0 the metadata. Collective."""
     written = [(leaf, item) for leaf in leaves for item in leaf.items(ranks.rank)]
     staged = ahead([item for _, item in written])

@@ -32,7 +32,7 @@ BUFFER_BYTES = 2 << 20  # a multiple of any block size of a disk
 BUFFERS, WRITERS = 4, 2
 
 
-class Stream:
+class FileStream:
     """A file that is written from front to back. Made by `stream`."""
 
     def __init__(self, fd: int) -> None:
@@ -103,9 +103,9 @@ class Stream:
 
 
 @contextmanager
-def stream(fd: int) -> Iterator[Stream]:
+def stream(fd: int) -> Iterator[FileStream]:
     """A stream to an empty file; where the block ends well, everything is on disk."""
-    made = Stream(fd)
+    made = FileStream(fd)
     try:
         yield made
         made.finish()

@@ -6,7 +6,7 @@ index of the checkpoint, stands a CRC-32 of every MiB of every stored piece. A r
 that hold what it needs, and checks each. Written here and not by the library, because its writer holds the interpreter
 lock, which would stop training while a save runs in the background, and returns no checksums.
 
-    pieces = write_file(folder / "a.safetensors", [Item("w", (4, 8), torch.float32, region, lambda: w)])
+    pieces = write_file(folder / "a.safetensors", [PieceToWrite("w", (4, 8), torch.float32, region, lambda: w)])
     read_piece(folder, "w", torch.float32, pieces[0], picks)
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from colofunc.errors import CheckpointError
-from colofunc.functional.checkpoint.disk import Stream, fetch, stream
+from colofunc.functional.checkpoint.disk import FileStream, fetch, stream
 from colofunc.functional.checkpoint.pages import empty
 from colofunc.spec.regions import Pick, Region, extent, take
 
@@ -42,7 +42,7 @@ CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 
 @attrs.frozen
-class Item:
+class PieceToWrite:
     """A piece to be written: `value()` gives the elements of `region`.
 
     `on_disk`: it reads them from there, in its turn.
@@ -60,7 +60,7 @@ class Item:
 
 
 @attrs.frozen
-class Piece:
+class StoredPiece:
     """A stored piece: where its bytes are, which elements they are, and the checksums of their blocks."""
 
     file: str
@@ -73,13 +73,13 @@ class Piece:
         return [self.file, self.start, self.nbytes, self.region.to_json(), base64.b64encode(self.sums).decode()]
 
     @staticmethod
-    def from_json(data: Sequence[Any]) -> Piece:
+    def from_json(data: Sequence[Any]) -> StoredPiece:
         """Raises ValueError where the checksums are not those of so many bytes."""
         file, start, nbytes, region, sums = data
         checksums = base64.b64decode(sums, validate=True)
         if start < 0 or nbytes < 0 or len(checksums) != 4 * -(-nbytes // BLOCK_BYTES):
             raise ValueError(f"a piece of {nbytes} bytes from byte {start} on has {len(checksums) // 4} checksums")
-        return Piece(inside(file), start, nbytes, Region.from_json(region), checksums)
+        return StoredPiece(inside(file), start, nbytes, Region.from_json(region), checksums)
 
 
 def inside(file: Any) -> str:
@@ -120,7 +120,7 @@ def memory(x: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def header(items: Sequence[Item]) -> bytes:
+def header(items: Sequence[PieceToWrite]) -> bytes:
     """The safetensors header of a file that holds these items one after another."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
@@ -134,7 +134,7 @@ def header(items: Sequence[Item]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_file(path: Path, items: Sequence[Item]) -> list[Piece]:
+def write_file(path: Path, items: Sequence[PieceToWrite]) -> list[StoredPiece]:
     """Write and flush one file; the pieces in order. Values are asked for one at a time."""
     head = header(items)
     pieces = []
@@ -143,12 +143,12 @@ def write_file(path: Path, items: Sequence[Item]) -> list[Piece]:
         start = len(head)
         for item in items:
             sums = _write_blocks(out, bytes_of(item.value()))
-            pieces.append(Piece(path.name, start, item.nbytes, item.region, sums))
+            pieces.append(StoredPiece(path.name, start, item.nbytes, item.region, sums))
             start += item.nbytes
     return pieces
 
 
-def _write_blocks(out: Stream, data: memoryview) -> bytes:
+def _write_blocks(out: FileStream, data: memoryview) -> bytes:
     """Their checksums.
 
     Summing and copying release the interpreter lock, and a block that was summed is in the processor's cache.
@@ -165,7 +165,7 @@ def _write_blocks(out: Stream, data: memoryview) -> bytes:
 
 
 def read_piece(
-    folder: Path, name: str, dtype: torch.dtype, piece: Piece, picks: Sequence[Pick], verify: bool = True
+    folder: Path, name: str, dtype: torch.dtype, piece: StoredPiece, picks: Sequence[Pick], verify: bool = True
 ) -> torch.Tensor:
     """The elements at `picks` of a stored piece, read with no more blocks than they need.
 
@@ -215,7 +215,7 @@ def _needed_blocks(shape: Sequence[int], picks: Sequence[Pick], itemsize: int) -
 
 
 def _read_blocks(
-    folder: Path, name: str, piece: Piece, first: int, needed: np.ndarray, target: memoryview, verify: bool
+    folder: Path, name: str, piece: StoredPiece, first: int, needed: np.ndarray, target: memoryview, verify: bool
 ) -> None:
     """Read the needed blocks to their places in `target`, which begins at block `first`."""
     sums = np.frombuffer(piece.sums, dtype="<u4")

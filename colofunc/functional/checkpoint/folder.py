@@ -50,7 +50,7 @@ HOLDER = b"process "  # what a lock begins with
 
 
 @attrs.frozen
-class Place:
+class SavePlace:
     """Where a save has its lock and its temporary folders: beside its folder, or in it (`name` is then empty)."""
 
     parent: Path
@@ -60,8 +60,8 @@ class Place:
         return self.parent / f"{self.name}{ending}"
 
 
-def _beside(path: Path) -> Place:
-    return Place(path.parent, path.name)
+def _beside(path: Path) -> SavePlace:
+    return SavePlace(path.parent, path.name)
 
 
 # ---- finding a folder ----
@@ -137,7 +137,7 @@ def _finish(path: Path) -> None:
         lock.release()
 
 
-def _left(place: Place, kind: str) -> Iterator[Path]:
+def _left(place: SavePlace, kind: str) -> Iterator[Path]:
     """Folders of checkpoints that saves to a place have named: kind "tmp", "old" or "gone" and a token."""
     pattern = re.compile(re.escape(place.name) + rf"\.{kind}-[0-9a-f]{{{TOKEN_LETTERS}}}(-gone)?")
     if place.parent.is_dir():
@@ -147,7 +147,7 @@ def _left(place: Place, kind: str) -> Iterator[Path]:
         yield from (p for p in named if (p / MARK).is_file() or written(p) is not None or not os.listdir(p))
 
 
-def _remove_left(place: Place, path: Path) -> None:
+def _remove_left(place: SavePlace, path: Path) -> None:
     """Remove what killed saves to `path` left; its lock is held."""
     for left in _left(place, "tmp"):
         if (left / MARK).is_file():
@@ -189,7 +189,7 @@ def _discard(old: Path, new: Path) -> None:
 class Lock:
     """`path.colofunc-lock`, held from `take` to `release`; the file says who has it."""
 
-    def __init__(self, place: Place, of: Path) -> None:
+    def __init__(self, place: SavePlace, of: Path) -> None:
         self.path = place.named(LOCK)
         self._of = of
         self._fd = -1
@@ -271,7 +271,7 @@ class Writing:
             raise CheckpointError(
                 f"save to {str(self.path)!r}: {error.strerror or error}; save to another folder"
             ) from error
-        self._place = Place(self.path, "") if self.inside else _beside(self.path)
+        self._place = SavePlace(self.path, "") if self.inside else _beside(self.path)
         self.folder = self._place.named(f".tmp-{self.token}")
         self._lock = Lock(self._place, self.path)
 

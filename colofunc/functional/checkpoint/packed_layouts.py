@@ -6,7 +6,7 @@ Problem: libraries that quantize save a weight as several tensors, under names a
 Idea: a table. A layout says by which names its weights are known, how its tensors are read as the parts of a format,
 and how the parts are written. What comes out is an entry like any other, for the weight as it would be unquantized:
 names are converted, shapes compared and parts of ranks read as of plain weights. A lazy weight keeps what it was made
-of (`Stored`), so that `cf.quantize` takes the numbers as they are.
+of (`PackedSource`), so that `cf.quantize` takes the numbers as they are.
 
     layout             tensors of the layer "x"                                                  format
     bitsandbytes-nf4   x.weight and x.weight.{absmax, quant_map, quant_state..., nested_...}    nf4_g64
@@ -47,7 +47,7 @@ from colofunc.functional.checkpoint.place import Entry
 from colofunc.ops.quantized import FORMATS
 from colofunc.plugins.registry import formats_registry
 from colofunc.program.lazy import LazyTensor
-from colofunc.program.lazy_packed import Stored
+from colofunc.program.lazy_packed import PackedSource
 from colofunc.spec.regions import Region, extent, take
 
 
@@ -171,12 +171,12 @@ def _entry(layout: PackedLayout, tensors: Tensors) -> Entry:
     if missing:
         raise tensors.wrong(missing[0], f"is missing, without which {layout.name} weights cannot be read")
     packed = layout.read(tensors)
-    stored = Stored(packed, f"{tensors.layer!r} in {tensors.file}, as {layout.name} keeps it,")
+    stored = PackedSource(packed, f"{tensors.layer!r} in {tensors.file}, as {layout.name} keeps it,")
     whole = Region.whole(packed.shape)
     return Entry(f"{tensors.layer}.weight", packed.shape, packed.dtype, ((whole, stored),), _read, packed=stored)
 
 
-def _read(stored: Stored, picks: Any) -> Tensor:
+def _read(stored: PackedSource, picks: Any) -> Tensor:
     """The widened weight at some rows and columns."""
     (first, end), (left, right) = extent(picks[0]), extent(picks[1])
     box = stored.read((slice(first, end), slice(left, right)))

@@ -25,7 +25,7 @@ from colofunc.functional.checkpoint.packed_tensors import PackedLayout
 from colofunc.mesh import Mesh
 from colofunc.ops.quantized import Quantized
 from colofunc.program.lazy import LazyTensor, lazy_tensor, make
-from colofunc.program.lazy_packed import Stored, stored_in
+from colofunc.program.lazy_packed import PackedSource, stored_in
 
 QUANTIZATION = "quantization_config"
 Rename = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -39,7 +39,7 @@ def unopened(value: Tensor | Quantized) -> Tensor:
     if not isinstance(value, Quantized):
         return value
     weight = _parts_by(value, lambda part: lazy_tensor(part.shape, part.dtype, partial(global_value, part)))
-    return LazyTensor(Stored(weight, "the state"), torch.empty(value.shape, dtype=value.dtype, device="meta"))
+    return LazyTensor(PackedSource(weight, "the state"), torch.empty(value.shape, dtype=value.dtype, device="meta"))
 
 
 def _parts_by(weight: Quantized, change: Callable[[Tensor], Tensor]) -> Quantized:

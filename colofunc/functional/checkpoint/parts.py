@@ -21,7 +21,7 @@ from colofunc.errors import InputError, MeshError
 from colofunc.executors.backend import backend_for
 from colofunc.executors.disk.tensors import in_memory
 from colofunc.executors.watch import Watch
-from colofunc.functional.checkpoint.files import Item, dtype_name
+from colofunc.functional.checkpoint.files import PieceToWrite, dtype_name
 from colofunc.mesh import Mesh
 from colofunc.program.lazy import make
 from colofunc.spec.layout import Layout
@@ -54,7 +54,7 @@ class Ranks:
 
 
 @attrs.frozen
-class Leaf:
+class StateLeaf:
     """One tensor of the state, and which rank writes which part of it."""
 
     name: str
@@ -74,18 +74,18 @@ class Leaf:
                 found["at"] = [self.layout.at[0], list(self.layout.at[1])]
         return found
 
-    def items(self, rank: int) -> list[Item]:
+    def items(self, rank: int) -> list[PieceToWrite]:
         """What `rank` writes of it."""
         return [item for item, _ in self.written(rank)]
 
-    def written(self, rank: int) -> list[tuple[Item, int]]:
+    def written(self, rank: int) -> list[tuple[PieceToWrite, int]]:
         """What `rank` writes of it, and the mesh rank whose part that is."""
         on_disk = self.layout is not None and self.layout.tier == "disk"
         found = []
         for region, writer, held in self.writers:
             if writer == rank:
                 name = self.name if len(self.writers) == 1 else f"{self.name}{region.text()}"
-                found.append((Item(name, self.tensor.dtype, region, partial(self._value, held), on_disk), held))
+                found.append((PieceToWrite(name, self.tensor.dtype, region, partial(self._value, held), on_disk), held))
         return found
 
     def _value(self, held: int) -> torch.Tensor:
@@ -116,7 +116,7 @@ def carried_out(x: torch.Tensor) -> torch.Tensor:
     return x.redistribute(min((bare, *options), key=lambda layout: prod(layout.local_shape)))
 
 
-def assign(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[Leaf]:
+def assign(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[StateLeaf]:
     """Leaves with their writers; equal on all ranks."""
     load = [0] * ranks.size
 
@@ -136,7 +136,7 @@ def assign(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[Leaf]:
         for region, holders in parts.items():
             chosen = writer(holders, region.numel * x.dtype.itemsize)
             writers.append((region, chosen, chosen if ranks.size > 1 else holders[0]))
-        leaves.append(Leaf(name, x, tuple(writers)))
+        leaves.append(StateLeaf(name, x, tuple(writers)))
     return leaves
 
 

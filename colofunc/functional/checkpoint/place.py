@@ -23,12 +23,12 @@ from colofunc.functional.checkpoint.tree import names
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of, gpu_of_process
 from colofunc.planner.plan import matches
-from colofunc.program.lazy_packed import Stored
+from colofunc.program.lazy_packed import PackedSource
 from colofunc.spec.layout import At, Atom, Layout, make_layout, replicated
 from colofunc.spec.parts import holds, shared_parts
 from colofunc.spec.regions import Pick, Region, padded, region_of
 from colofunc.spec.spec import Spec, bind
-from colofunc.spec.transfer import Piece, assembled, pieces_of
+from colofunc.spec.transfer import TransferPiece, assembled, pieces_of
 
 SpecLike = str | Spec | Layout
 Read = Callable[[Any, Sequence[Pick]], torch.Tensor]
@@ -49,7 +49,7 @@ class Entry:
     dims: tuple[tuple[Atom, ...], ...] | None = None  # of the layout it was saved in
     tier: str = "device"
     at: At | None = None
-    packed: Stored | None = None
+    packed: PackedSource | None = None
 
     def region(self, wanted: Region) -> torch.Tensor:
         """These elements, in order. Raises CheckpointError where the pieces do not hold all of them."""
@@ -67,7 +67,7 @@ class Entry:
         """A rank's part: no more of the files is read."""
         return padded(self.region(region_of(layout, mesh, rank)), layout, mesh, rank)
 
-    def _read(self, piece: Piece[Any]) -> torch.Tensor:
+    def _read(self, piece: TransferPiece[Any]) -> torch.Tensor:
         return self.read(piece.source, piece.there)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from colofunc import untrusted
 from colofunc.errors import CheckpointError
-from colofunc.functional.checkpoint.files import NAMES, Piece, read_piece
+from colofunc.functional.checkpoint.files import NAMES, StoredPiece, read_piece
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.spec.regions import Region
 
@@ -128,9 +128,9 @@ def _entry(path: Path, name: str, said: dict[str, Any], base: int, size: int) ->
         raise CheckpointError(f"{path}: {name!r} {shape} {said['dtype']} does not have {end - begin} bytes")
     if base + end > size:
         raise CheckpointError(f"{path} is truncated: {name!r} should reach byte {base + end}, the file has {size}")
-    piece = Piece(path.name, base + begin, end - begin, region, b"")
+    piece = StoredPiece(path.name, base + begin, end - begin, region, b"")
     return Entry(name, shape, dtype, ((region, piece),), partial(_read, path.parent, name, dtype))
 
 
-def _read(folder: Path, name: str, dtype: torch.dtype, piece: Piece, picks: Any) -> torch.Tensor:
+def _read(folder: Path, name: str, dtype: torch.dtype, piece: StoredPiece, picks: Any) -> torch.Tensor:
     return read_piece(folder, name, dtype, piece, picks, verify=False)

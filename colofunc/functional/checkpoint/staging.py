@@ -22,7 +22,7 @@ import attrs
 import torch
 
 from colofunc.executors.pages import pages
-from colofunc.functional.checkpoint.files import Item
+from colofunc.functional.checkpoint.files import PieceToWrite
 from colofunc.functional.checkpoint.pages import copy
 
 WINDOW_BYTES = 256 << 20
@@ -49,7 +49,7 @@ class Slab:
         return self._memory[:nbytes]
 
 
-class Staged:
+class StagedCopies:
     """Copies on their way to `tensors`, in memory of the host; nobody reads them before `wait`."""
 
     def __init__(self, tensors: list[torch.Tensor], events: list[Any]) -> None:
@@ -71,7 +71,7 @@ class Staged:
         return [partial(self.value, k) for k in range(len(self.tensors))]
 
 
-def stage(values: Sequence[Value], nbytes: Sequence[int], slab: Slab, duplicate: bool) -> Staged:
+def stage(values: Sequence[Value], nbytes: Sequence[int], slab: Slab, duplicate: bool) -> StagedCopies:
     """The values in memory of the host; `nbytes`: of each. Those on a card are copied as the current stream gets there.
 
     duplicate: what lies on the host is copied too, at once, because it will be written to.
@@ -96,7 +96,7 @@ def stage(values: Sequence[Value], nbytes: Sequence[int], slab: Slab, duplicate:
     for stream in streams.values():
         events.append(torch.cuda.Event(blocking=True))
         events[-1].record(stream)
-    return Staged(tensors, events)
+    return StagedCopies(tensors, events)
 
 
 def _rounded(nbytes: int) -> int:
@@ -111,7 +111,7 @@ def _sent(room: torch.Tensor, x: torch.Tensor, streams: dict[torch.device, Any])
     return room
 
 
-def snapshot(items: Sequence[Item], slab: Slab) -> list[Item]:
+def snapshot(items: Sequence[PieceToWrite], slab: Slab) -> list[PieceToWrite]:
     """The items with copies of their values, begun when this returns: steps may write to what they are of."""
     values = stage([item.value for item in items], [item.nbytes for item in items], slab, duplicate=True).values()
     return [attrs.evolve(item, value=value) for item, value in zip(items, values, strict=True)]
@@ -121,7 +121,7 @@ def snapshot(items: Sequence[Item], slab: Slab) -> list[Item]:
 class Window:
     """Items that are staged together."""
 
-    items: list[Item]
+    items: list[PieceToWrite]
     values: list[Value] = attrs.field(factory=list)
 
     def begin(self, slab: Slab) -> None:
@@ -129,7 +129,7 @@ class Window:
         self.values = staged.values()
 
 
-def ahead(items: Sequence[Item], window_bytes: int = WINDOW_BYTES) -> list[Item]:
+def ahead(items: Sequence[PieceToWrite], window_bytes: int = WINDOW_BYTES) -> list[PieceToWrite]:
     """The items, whose values are asked for one after another, with those of the next window on their way to the host
     meanwhile.
 
@@ -173,8 +173,8 @@ def as_given(work: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def _windows(items: Sequence[Item], window_bytes: int) -> Iterator[Window]:
-    window, nbytes = list[Item](), 0
+def _windows(items: Sequence[PieceToWrite], window_bytes: int) -> Iterator[Window]:
+    window, nbytes = list[PieceToWrite](), 0
     for item in items:
         if window and nbytes + item.nbytes > window_bytes:
             yield Window(window)

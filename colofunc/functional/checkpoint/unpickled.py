@@ -6,7 +6,7 @@ whatever class or function was allowed. Idea: the few opcodes that plain data ne
 file becomes what `known` gives for it, never an import; an object becomes a `Record` with its arguments and its state.
 Memory is bounded by the file: no opcode asks for more than the bytes that it brings.
 
-    read_pickle(data, known)           # known("collections", "OrderedDict") -> Maker(dict), or an error
+    read_pickle(data, known)           # known("collections", "OrderedDict") -> PickleCall(dict), or an error
 
 Source: the opcodes of `pickletools`, protocols 0 to 5.
 """
@@ -31,14 +31,14 @@ class Record:
 
 
 @attrs.frozen
-class Maker:
+class PickleCall:
     """What a pickle may call."""
 
     make: Callable[..., Any]
 
 
-def record(kind: str) -> Maker:
-    return Maker(lambda *args: Record(kind, args))
+def record(kind: str) -> PickleCall:
+    return PickleCall(lambda *args: Record(kind, args))
 
 
 class NoPickle(ValueError):
@@ -48,7 +48,7 @@ class NoPickle(ValueError):
 def read_pickle(data: bytes, known: Callable[[str, str], Any], persistent: Callable[[Any], Any] | None = None) -> Any:
     """The object of a pickle.
 
-    known: (module, name) -> a `Maker` or a value; raises for other names. persistent: for objects that lie elsewhere.
+    known: (module, name) -> a `PickleCall` or a value; raises for other names. persistent: for objects that lie elsewhere.
     Raises NoPickle, and what pickletools raises of damaged bytes (ValueError, UnicodeError).
     """
     machine = _Machine(known, persistent)
@@ -186,7 +186,7 @@ class _Machine:
 
     def _call(self, _: Any) -> None:
         args, maker = self.pop(), self.pop()
-        if type(maker) is not Maker or type(args) is not tuple:
+        if type(maker) is not PickleCall or type(args) is not tuple:
             raise NoPickle(f"it calls {type(maker).__name__}")
         self._stack.append(maker.make(*args))
 
@@ -202,4 +202,4 @@ class _Machine:
         self._stack.append(self._persistent(self.pop()))
 
 
-__all__ = ["Maker", "NoPickle", "Record", "read_pickle", "record"]
+__all__ = ["NoPickle", "PickleCall", "Record", "read_pickle", "record"]

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 
 from colofunc.mesh import Mesh
-from colofunc.planner.offload.residency import Item, Move, Residency, Trace
-from colofunc.planner.offload.timeline import Lanes, play
+from colofunc.planner.offload.residency import OffloadItem, Residency, ScheduledCopy, Trace
+from colofunc.planner.offload.timeline import TraceLanes, play
 from colofunc.planner.offload.trace import FEW, Ground
 from colofunc.program.ir import Program
 from colofunc.program.memory import lies, memory
@@ -28,7 +28,7 @@ from colofunc.program.places import OnRank, distinct_ranks, has_places, on_rank
 
 
 @attrs.frozen(eq=False)
-class Chosen:
+class OffloadChoice:
     """What was chosen for a program: the nodes that run on the host, the storages that may move, and what moves when.
     `over`: bytes that it takes too many."""
 
@@ -40,10 +40,10 @@ class Chosen:
 
 
 Tiers = Mapping[int, str | None]
-Choose = Callable[[Ground, Tiers], Chosen]
+Choose = Callable[[Ground, Tiers], OffloadChoice]
 
 
-def by_rank(ground: Ground, mesh: Mesh, placed: Tiers, choose: Choose) -> Chosen | None:
+def by_rank(ground: Ground, mesh: Mesh, placed: Tiers, choose: Choose) -> OffloadChoice | None:
     """What each rank of the ground's program does for itself, as one choice for all of it.
 
     placed: storage of a state -> the tier where it is said. choose: the choice for the ground of what one rank runs.
@@ -138,13 +138,13 @@ class _Union:
         self.ground = ground
         self.on_host: set[int] = set()
         self.storages: list[int] = []
-        self.items: list[Item] = []
+        self.items: list[OffloadItem] = []
         self.residents: set[int] = set()
-        self.moves: list[Move] = []
+        self.moves: list[ScheduledCopy] = []
         self.peak_bytes, self.over = 0, 0
         self.moved = [0, 0]
 
-    def add(self, part: OnRank, of_rank: Ground, chosen: Chosen, several: set[int]) -> bool:
+    def add(self, part: OnRank, of_rank: Ground, chosen: OffloadChoice, several: set[int]) -> bool:
         """With what one rank does; whether all of that is its own."""
         where = (*part.nodes, len(self.ground.program.nodes))
         numbers: dict[int, int] = {}  # of the rank's items -> of all
@@ -160,7 +160,7 @@ class _Union:
         self.residents.update(numbers[number] for number in chosen.found.residents)
         for move in chosen.found.moves:
             positions = where[move.start], where[move.done], where[move.free]
-            self.moves.append(Move(numbers[move.item], move.kind, *positions))
+            self.moves.append(ScheduledCopy(numbers[move.item], move.kind, *positions))
         self.peak_bytes = max(self.peak_bytes, chosen.found.peak_bytes)
         self.over = max(self.over, chosen.over)
         to_device, to_host = chosen.found.moved_bytes
@@ -171,9 +171,9 @@ class _Union:
         """With small state of several ranks, which lies in the far tier and is copied where it is read."""
         for storage in far:
             self.storages.append(storage)
-            self.items.append(Item(self.ground.lies.storages[storage].nbytes, True, stays=False))
+            self.items.append(OffloadItem(self.ground.lies.storages[storage].nbytes, True, stays=False))
 
-    def chosen(self) -> Chosen:
+    def chosen(self) -> OffloadChoice:
         """One choice for the program of all, which takes as long as if one rank did all."""
         ground, count = self.ground, len(self.ground.program.nodes)
         seconds = list(ground.device_s[:count])
@@ -181,13 +181,13 @@ class _Union:
             seconds[position] = ground.host_s[position]
         trace = Trace(tuple(seconds), self.on_host, ground.held[:count], tuple(self.items))
         moves = tuple(sorted(self.moves, key=lambda move: move.start))
-        took_s = play(Lanes(trace), moves, ground.links).makespan
+        took_s = play(TraceLanes(trace), moves, ground.links).makespan
         to_device, to_host = self.moved
         found = Residency(moves, frozenset(self.residents), self.peak_bytes, took_s, (to_device, to_host))
-        return Chosen(frozenset(self.on_host), self.storages, trace, found, self.over)
+        return OffloadChoice(frozenset(self.on_host), self.storages, trace, found, self.over)
 
 
-def _at(item: Item, where: Sequence[int]) -> Item:
+def _at(item: OffloadItem, where: Sequence[int]) -> OffloadItem:
     """An item whose uses are at other positions."""
 
     def there(positions: Sequence[int] | frozenset[int]) -> list[int]:

@@ -13,7 +13,7 @@ import attrs
 
 from colofunc.planner.offload.host_operators import with_operators
 from colofunc.planner.offload.policies import MemoryPolicy
-from colofunc.planner.offload.residency import SKETCH, Point, Residency, Search, Trace, least_budget
+from colofunc.planner.offload.residency import SKETCH, Point, Residency, ResidencySearch, Trace, least_budget
 from colofunc.planner.offload.trace import Ground, trace_of
 from colofunc.planner.offload.updates import splits
 
@@ -40,7 +40,7 @@ NO_HINT = Hint(0.0, None)
 
 
 @attrs.frozen(eq=False)
-class Found:
+class OffloadCandidate:
     """One candidate: `over`: bytes by which its peak exceeds the limit. ranks: what it is made of, where each rank does
     its own.
     """
@@ -56,7 +56,7 @@ class Found:
     below: float = 0.0
     least_bytes: int = 0  # nothing copies less, where that was asked for
     gave_up: bool = False  # found without a linear program that took too long
-    ranks: tuple[Found, ...] = ()
+    ranks: tuple[OffloadCandidate, ...] = ()
 
     @property
     def hint(self) -> Hint:
@@ -75,7 +75,7 @@ class _Try:
     on_host: frozenset[int]
     items: Sequence[int]
     share: float
-    search: Search
+    search: ResidencySearch
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -84,7 +84,7 @@ class _Try:
 
 def search(
     ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | None], limit: int, like: Hint | None
-) -> Found:
+) -> OffloadCandidate:
     """The fastest of the splits of the updates."""
     tries = list[_Try]()
     points = SKETCH if like is None or like.point is None else (like.point, SKETCH[0])
@@ -95,7 +95,7 @@ def search(
         for part, on_host in with_operators(ground, policy.where, policy.update, placed, limit, near):
             items, trace = trace_of(ground, on_host, placed, limit, policy.activations)
             least = least_budget(trace)[0]
-            search = Search(trace, max(limit, least), ground.links, policy.slack if like is None else 0.0)
+            search = ResidencySearch(trace, max(limit, least), ground.links, policy.slack if like is None else 0.0)
             if search.small and like is None and least <= limit:  # of what does not fit nobody asks how long it takes
                 search.run()
             else:
@@ -112,7 +112,7 @@ def search(
     bound = min(each.search.least_bytes() for each in tries) if slack == inf and like is None else 0
     found = one.search.within(most_s)
     gave_up = any(each.search.gave_up for each in tries)
-    return Found(
+    return OffloadCandidate(
         one.over,
         ground,
         one.on_host,

@@ -22,9 +22,9 @@ import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
-from colofunc.planner.offload.by_rank import Chosen, by_rank
+from colofunc.planner.offload.by_rank import OffloadChoice, by_rank
 from colofunc.planner.offload.residency import Links, Residency, Trace, least_budget, reside
-from colofunc.planner.offload.timeline import Lanes as Playing
+from colofunc.planner.offload.timeline import TraceLanes as Playing
 from colofunc.planner.offload.timeline import play
 from colofunc.planner.offload.trace import Ground, NodeS, links_of, trace_of, write
 from colofunc.planner.plan_table import time_text
@@ -40,7 +40,7 @@ NOTHING: frozenset[int] = frozenset()
 
 
 @attrs.frozen(eq=False)
-class Lowered:
+class OnDiskProgram:
     """A program with part of the host's tier on disk. `end_s`: when its step ends. short: what the disk
     lacks."""
 
@@ -57,7 +57,7 @@ def on_disk(
     host_bytes: int | None,
     given: Mapping[int, str],
     captured: Mapping[int, bool] | None = None,
-) -> Lowered:
+) -> OnDiskProgram:
     """`program` within `host_bytes` of host memory, where that can be. given: position of an input -> "host" or "disk",
     if said.
 
@@ -69,17 +69,19 @@ def on_disk(
     states = _states(ground, given, captured)
     limit = host_bytes if host_bytes is not None else max(ground.held, default=0)
 
-    def choose(mine: Ground, told: Mapping[int, str | None]) -> Chosen:
+    def choose(mine: Ground, told: Mapping[int, str | None]) -> OffloadChoice:
         items, trace = trace_of(mine, NOTHING, told, limit)
         least = least_budget(trace)[0]
-        return Chosen(NOTHING, items, trace, reside(trace, max(limit, least), mine.links), max(0, least - limit))
+        return OffloadChoice(NOTHING, items, trace, reside(trace, max(limit, least), mine.links), max(0, least - limit))
 
     chosen = by_rank(ground, mesh, states, choose) or choose(ground, states)
     items, trace, found = chosen.items, chosen.trace, chosen.found
     done = write(ground, NOTHING, items, trace, found)
     end_s = played(done, mesh, node_s).end_s
     longer_s = end_s - before.end_s
-    return Lowered(done, end_s, tuple(_words(ground, items, trace, found, longer_s)), _short(done, mesh, captured))
+    return OnDiskProgram(
+        done, end_s, tuple(_words(ground, items, trace, found, longer_s)), _short(done, mesh, captured)
+    )
 
 
 def as_disk(links: Links, mesh: Mesh, part: float) -> Links:

@@ -7,7 +7,7 @@ over which an item stays. `spread` gives each evicted value one store, started r
 when the engine is through with it, and each segment one fetch, started as early as its engine and the budget allow, in
 order of need.
 
-    facts = Facts(trace)                          # uses by position, next uses, versions: once per trace
+    facts = TraceFacts(trace)                          # uses by position, next uses, versions: once per trace
     stays = evict(facts, room_bytes, residents)   # item 0 stays over [0, 4], item 1 over [1, 1] and [5, 6], ...
     seconds, copies = spread(facts, stays, residents, budget_bytes, links)
 """
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import attrs
 import numpy as np
 
-from colofunc.planner.offload.timeline import Lanes, Links, Move, Trace, changes, device_uses, needed
+from colofunc.planner.offload.timeline import Links, ScheduledCopy, Trace, TraceLanes, changes, device_uses, needed
 
 
 @attrs.frozen
@@ -48,12 +48,12 @@ class Stay(NamedTuple):
     after: int  # where the item was last needed before (0 if never): its fetch starts no earlier
 
 
-class Facts:
+class TraceFacts:
     """What the planner reads of a trace, made once."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace, self.size = trace, len(trace.seconds)
-        self.lanes = Lanes(trace)
+        self.lanes = TraceLanes(trace)
         self.nbytes = self.lanes.nbytes
         self.never = self.size + 1
         self.uses = [device_uses(item) for item in trace.items]
@@ -131,14 +131,14 @@ def _unsaved(versions: list[Version], use: int) -> int:
     return number
 
 
-def evict(facts: Facts, room_bytes: int, residents: Collection[int]) -> list[list[Stay]]:
+def evict(facts: TraceFacts, room_bytes: int, residents: Collection[int]) -> list[list[Stay]]:
     """Stays of every item that moves, with at most `room_bytes` on the device wherever a position does not need more.
     """
     return _Belady(facts, room_bytes, residents).run()
 
 
 class _Belady:
-    def __init__(self, facts: Facts, room_bytes: int, residents: Collection[int]) -> None:
+    def __init__(self, facts: TraceFacts, room_bytes: int, residents: Collection[int]) -> None:
         self.facts = facts
         count = len(facts.nbytes)
         self.resident = [False] * count
@@ -226,7 +226,7 @@ class _Store:
     free: int = -1
 
 
-def _stores(facts: Facts, stays: list[list[Stay]]) -> list[_Store]:
+def _stores(facts: TraceFacts, stays: list[list[Stay]]) -> list[_Store]:
     """One store for every version that the host reads, that outlives the step, or that an eviction must keep."""
     stores: list[_Store] = []
     for item, item_stays in enumerate(stays):
@@ -246,7 +246,7 @@ def _stores(facts: Facts, stays: list[list[Stay]]) -> list[_Store]:
 
 
 class Copy(NamedTuple):
-    """A `Move` as it is found, thousands at a time."""
+    """A `ScheduledCopy` as it is found, thousands at a time."""
 
     start: int
     fetch: bool
@@ -254,12 +254,12 @@ class Copy(NamedTuple):
     done: int
     free: int
 
-    def move(self) -> Move:
-        return Move(self.item, "fetch" if self.fetch else "store", self.start, self.done, self.free)
+    def move(self) -> ScheduledCopy:
+        return ScheduledCopy(self.item, "fetch" if self.fetch else "store", self.start, self.done, self.free)
 
 
 def spread(
-    facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links
+    facts: TraceFacts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links
 ) -> tuple[float, list[Copy]]:
     """(makespan, copies) of these stays, in order of issue: at most `budget_bytes` on the device at any position."""
     return _Spread(facts, stays, residents, budget_bytes, links).run()
@@ -274,7 +274,7 @@ class _Spread:
     """
 
     def __init__(
-        self, facts: Facts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links
+        self, facts: TraceFacts, stays: list[list[Stay]], residents: Collection[int], budget_bytes: int, links: Links
     ) -> None:
         self.facts, self.budget, self.links = facts, budget_bytes, links
         change = [0] * (facts.size + 1)

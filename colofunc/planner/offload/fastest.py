@@ -24,8 +24,8 @@ import attrs
 from colofunc import progress
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
-from colofunc.planner.offload.by_rank import Chosen, by_rank, peak_bytes
-from colofunc.planner.offload.choice import NO_HINT, Found, Hint, search
+from colofunc.planner.offload.by_rank import OffloadChoice, by_rank, peak_bytes
+from colofunc.planner.offload.choice import NO_HINT, Hint, OffloadCandidate, search
 from colofunc.planner.offload.disk import as_disk, least_disk_s, on_disk, timed
 from colofunc.planner.offload.host_operators import check_where, told
 from colofunc.planner.offload.loops import opened
@@ -168,7 +168,7 @@ class _Offloading:
         """Bytes that the host has no room for."""
         return 0 if self.host_limit_bytes is None else max(0, host_bytes - self.host_limit_bytes)
 
-    def best_for(self, like: Hint | None, from_disk: float = 0.0) -> Found:
+    def best_for(self, like: Hint | None, from_disk: float = 0.0) -> OffloadCandidate:
         """Each rank's own, where they differ and that fits; else that of a rank that does the work of all."""
         apart = self.apart(like, from_disk)
         if apart is not None and not apart.over:
@@ -176,15 +176,15 @@ class _Offloading:
         together = self.best_of(like, from_disk)
         return together if apart is None or together.over < apart.over else apart
 
-    def apart(self, like: Hint | None, from_disk: float) -> Found | None:
+    def apart(self, like: Hint | None, from_disk: float) -> OffloadCandidate | None:
         """What each rank does for itself; None where they do not differ, or one would move what others have."""
-        ranks: list[Found] = []
+        ranks: list[OffloadCandidate] = []
         placed = _placed(self.ground, self.policy, self.budget, self.mesh)
 
-        def choose(ground: Ground, told: Mapping[int, str | None]) -> Chosen:
+        def choose(ground: Ground, told: Mapping[int, str | None]) -> OffloadChoice:
             found = self.searched(ground, told, None if like is None else like.of_rank(len(ranks)), from_disk)
             ranks.append(found)
-            return Chosen(found.on_host, found.items, found.trace, found.found, found.over)
+            return OffloadChoice(found.on_host, found.items, found.trace, found.found, found.over)
 
         if self.grounds[0] is not self.ground:
             return None  # loops have to copy for themselves
@@ -193,14 +193,14 @@ class _Offloading:
             return None
         gave_up = any(one.gave_up for one in ranks)
         one = ranks[0]
-        return Found(
+        return OffloadCandidate(
             found.over, self.ground, found.on_host, found.items, found.trace, found.found, one.share, one.point, one.below,
             sum(one.least_bytes for one in ranks), gave_up, tuple(ranks),
         )  # fmt: skip
 
-    def best_of(self, like: Hint | None, from_disk: float = 0.0) -> Found:
+    def best_of(self, like: Hint | None, from_disk: float = 0.0) -> OffloadCandidate:
         """With and without loops opened. from_disk: the part of what is copied that comes from disk."""
-        best: Found | None = None
+        best: OffloadCandidate | None = None
         for ground in progress.over("offload searches", self.grounds):
             if best is not None and not best.over and not best.found.moves:
                 break  # nothing has to move
@@ -211,7 +211,9 @@ class _Offloading:
         assert best is not None, "the program as it is was tried"
         return best
 
-    def searched(self, ground: Ground, placed: Mapping[int, str | None], like: Hint | None, from_disk: float) -> Found:
+    def searched(
+        self, ground: Ground, placed: Mapping[int, str | None], like: Hint | None, from_disk: float
+    ) -> OffloadCandidate:
         if not from_disk:
             return search(ground, self.policy, placed, self.limit, like)
         slower = attrs.evolve(ground, links=as_disk(ground.links, self.mesh, from_disk))
@@ -219,7 +221,7 @@ class _Offloading:
         moves = timed(candidate.trace, candidate.found, ground.links)
         return attrs.evolve(candidate, ground=ground, found=moves, below=from_disk)
 
-    def written(self, candidate: Found) -> _Written:
+    def written(self, candidate: OffloadCandidate) -> _Written:
         """The program of a candidate: with what the host does coming late, or at once where that takes less memory of
         the host.
         """
@@ -230,7 +232,7 @@ class _Offloading:
         at_once = self.written_as(candidate, False)
         return attrs.evolve(min(late, at_once, key=_rank), host_bytes=late.host_bytes, plain_s=late.plain_s)
 
-    def written_as(self, candidate: Found, late: bool) -> _Written:
+    def written_as(self, candidate: OffloadCandidate, late: bool) -> _Written:
         program = write(
             candidate.ground, candidate.on_host, candidate.items, candidate.trace, candidate.found, late=late
         )
@@ -252,7 +254,7 @@ def _rank(written: _Written) -> tuple[int, bool, float]:
     return written.rank
 
 
-def _longer_s(ground: Ground, best: Found, least_s: float = 0.0) -> float:
+def _longer_s(ground: Ground, best: OffloadCandidate, least_s: float = 0.0) -> float:
     """Seconds beyond those of the work alone, all of it on the device. least_s: what it takes in any case."""
     alone_s = _alone_s(ground)
     more_s = max(best.found.seconds, least_s) - alone_s
@@ -266,7 +268,7 @@ def _alone_s(ground: Ground) -> float:
     return alone_s
 
 
-def _on_host(best: Found) -> int:
+def _on_host(best: OffloadCandidate) -> int:
     """About the bytes that a rank holds on the host: state that does not stay, and the rest from where it is made there
     or stored to its last use. Of the rank that holds most there, where each does its own."""
     if best.ranks:
@@ -290,14 +292,14 @@ def _on_host(best: Found) -> int:
     return state_bytes + max(accumulate(change))
 
 
-def _away(best: Found) -> list[tuple[State, int]]:
+def _away(best: OffloadCandidate) -> list[tuple[State, int]]:
     """State that does not stay on the device, and its bytes."""
     pairs = zip(best.items, best.trace.items, strict=True)
     away = [pair for k, pair in enumerate(pairs) if pair[1].home and k not in best.found.residents]
     return [(_state(best.ground, storage), item.nbytes) for storage, item in away]
 
 
-def _away_of_several(best: Found) -> list[tuple[State, int]]:
+def _away_of_several(best: OffloadCandidate) -> list[tuple[State, int]]:
     """What several ranks have on the host, where each does its own: it stands behind what each has chosen."""
     if not best.ranks:
         return []
@@ -384,7 +386,7 @@ def _host_short(peak: int, most: int | None, disk: bool, ranks: int) -> str:
     )
 
 
-def _words(best: Found, exposed_s: float) -> Iterator[str]:
+def _words(best: OffloadCandidate, exposed_s: float) -> Iterator[str]:
     """What was decided, for people."""
     ground = best.ground
     if not _away(best) and not best.found.moves and not ground.host_reads:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from colofunc.planner.offload.evict import Facts, Stay, spread
+from colofunc.planner.offload.evict import Stay, TraceFacts, spread
 from colofunc.planner.offload.timeline import Links
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _SOLVED: dict[bytes, tuple[list[float] | None]] = {}
 in the README 48 of 126 are different."""
 
 
-def least_traffic(facts: Facts, room_bytes: int, stay: float = 1.0) -> tuple[list[int], list[list[Stay]]]:
+def least_traffic(facts: TraceFacts, room_bytes: int, stay: float = 1.0) -> tuple[list[int], list[list[Stay]]]:
     """(residents, stays of all others) for which about the fewest bytes are copied.
 
     At most `room_bytes` lie on the device wherever a position does not need more. stay: part of the state that may be
@@ -54,7 +54,7 @@ def least_traffic(facts: Facts, room_bytes: int, stay: float = 1.0) -> tuple[lis
     return found.rounded(found.solve() or [0.0] * len(found.saved))
 
 
-class Found(NamedTuple):
+class TrafficSolution(NamedTuple):
     """`asked`: part of the state that may be resident, `used`: that the linear program keeps."""
 
     asked: float
@@ -66,12 +66,12 @@ class Found(NamedTuple):
 class Programs:
     """`least_traffic` for many rooms, solved once where the answer is the same."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: TraceFacts) -> None:
         self.facts = facts
-        self.known: dict[int, list[Found]] = {}
+        self.known: dict[int, list[TrafficSolution]] = {}
         self.hopeless: set[int] = set()  # rooms
 
-    def at(self, room_bytes: int, stay: float) -> Found | None:
+    def at(self, room_bytes: int, stay: float) -> TrafficSolution | None:
         """None where the solver takes too many iterations."""
         known = self.known.setdefault(room_bytes, [])
         for found in known:
@@ -83,14 +83,14 @@ class Programs:
         if part is None:
             self.hopeless.add(room_bytes)
             return None
-        known.append(Found(stay, program.state(part), *program.rounded(part)))
+        known.append(TrafficSolution(stay, program.state(part), *program.rounded(part)))
         return known[-1]
 
     def least_bytes(self, room_bytes: int) -> int:
         return least_bytes(self.facts, room_bytes)
 
 
-def least_bytes(facts: Facts, room_bytes: int) -> int:
+def least_bytes(facts: TraceFacts, room_bytes: int) -> int:
     """Bytes that no choice copies less than: those of the linear program before it is rounded; 0 where that takes too
     long.
     """
@@ -125,7 +125,7 @@ def _solution(
 class _GapProgram:
     """Variables: is a gap kept, is a value stored, is an item resident. In bytes, of the largest item as the unit."""
 
-    def __init__(self, facts: Facts, room_bytes: int, stay: float) -> None:
+    def __init__(self, facts: TraceFacts, room_bytes: int, stay: float) -> None:
         self.facts, self.stay = facts, stay
         self.room = room_bytes - facts.base - facts.needed
         self.saved: list[float] = []  # by variable: bytes that are not copied

@@ -8,7 +8,7 @@ that room (`least_traffic`). Copies are spread over the compute (`spread`). Each
 room) is scored by playing it on the timeline; the fastest wins, ties go to the one that moves less. Where some *slack*
 is given, of all candidates that take at most that part longer than the fastest the one that moves least wins.
 
-    trace = Trace(seconds=(1.0,) * 4, host=(), base=(0,) * 4, items=(Item(4, True, (0, 2)), Item(4, True, (1, 3))))
+    trace = Trace(seconds=(1.0,) * 4, host=(), base=(0,) * 4, items=(OffloadItem(4, True, (0, 2)), OffloadItem(4, True, (1, 3))))
     reside(trace, 8, links).residents            # {0, 1}: everything fits, no moves
     reside(trace, 4, links).moves                # one at a time: four fetches
     reside(trace, 3, links)                      # PlanError: position 0 needs 4 bytes
@@ -27,13 +27,13 @@ import attrs
 import numpy as np
 
 from colofunc.errors import PlanError
-from colofunc.planner.offload.evict import Copy, Facts, Stay, evict, needed_bytes, spread
+from colofunc.planner.offload.evict import Copy, Stay, TraceFacts, evict, needed_bytes, spread
 from colofunc.planner.offload.least_traffic import Programs
 from colofunc.planner.offload.timeline import (
-    Item,
     Links,
-    Move,
+    OffloadItem,
     Residency,
+    ScheduledCopy,
     Trace,
     bytes_by_position,
     changes,
@@ -42,7 +42,7 @@ from colofunc.planner.offload.timeline import (
     play,
 )  # fmt: skip
 
-__all__ = ["Item", "Links", "Move", "Residency", "Search", "Trace", "least_budget", "reside"]
+__all__ = ["Links", "OffloadItem", "Residency", "ResidencySearch", "ScheduledCopy", "Trace", "least_budget", "reside"]
 
 
 class Point(NamedTuple):
@@ -101,7 +101,7 @@ def reside(trace: Trace, budget_bytes: int, links: Links, slack: float | None = 
     slack: of those that take at most this part longer, the one that copies fewest bytes; None: a little of a large
     trace, else nothing.
     """
-    search = Search(trace, budget_bytes, links, slack)
+    search = ResidencySearch(trace, budget_bytes, links, slack)
     search.run()
     return search.within(search.fastest_s * (1 + search.slack))
 
@@ -141,7 +141,7 @@ class _Found:
         return self.seconds, self.moved
 
 
-class Search:
+class ResidencySearch:
     """Candidates of one call, scored by the timeline. Deterministic: the work is counted, not timed."""
 
     def __init__(self, trace: Trace, budget: int, links: Links, slack: float | None = 0.0) -> None:
@@ -155,7 +155,7 @@ class Search:
                 f"Try: a budget of at least {least}, or smaller items"
             )
         self.trace, self.budget, self.floor, self.links = trace, budget, least, links
-        self.facts = Facts(trace)
+        self.facts = TraceFacts(trace)
         self.alone = play(self.facts.lanes, (), links)
         self.fixed = [i for i, item in enumerate(trace.items) if item.fixed and item.home]
         self.gave_up = False  # a linear program took too many iterations, and this is found without it

@@ -6,8 +6,8 @@ each copy direction is one engine that works first in, first out. Right before p
 issued, stores whose bytes are needed from here are waited for, fetches that start there are issued, and fetches that
 are due are waited for. `play` does this forward.
 
-    trace = Trace(seconds=(1.0, 1.0), host=frozenset(), base=(0, 0), items=(Item(4, home=True, uses=(1,)),))
-    play(Lanes(trace), (Move(0, "fetch", start=0, done=1),), Links(4.0, 4.0, 0.0)).makespan    # 2.0: hidden
+    trace = Trace(seconds=(1.0, 1.0), host=frozenset(), base=(0, 0), items=(OffloadItem(4, home=True, uses=(1,)),))
+    play(TraceLanes(trace), (ScheduledCopy(0, "fetch", start=0, done=1),), Links(4.0, 4.0, 0.0)).makespan    # 2.0: hidden
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _frozen(positions: Iterable[int]) -> frozenset[int]:
 
 
 @attrs.frozen
-class Item:
+class OffloadItem:
     """Bytes that may lie on the device or on the host: a chunk of state (`home`), or a value made in the step."""
 
     nbytes: int
@@ -47,7 +47,7 @@ class Trace:
     seconds: tuple[float, ...]
     host: frozenset[int] = attrs.field(converter=_frozen)  # positions of the host's lane
     base: tuple[int, ...]  # device bytes at each position that cannot move, items not counted
-    items: tuple[Item, ...]
+    items: tuple[OffloadItem, ...]
     waits: tuple[tuple[int, int], ...] = ()  # (position, earlier position of the other lane that must have ended)
 
 
@@ -66,7 +66,7 @@ class Links:
 
 
 @attrs.frozen
-class Move:
+class ScheduledCopy:
     """One copy: issued right before position `start` runs, waited for right before position `done` runs.
 
     A store may be needed by the host before the device needs its bytes back: then `done` is where the host waits and
@@ -83,18 +83,18 @@ class Move:
 
 @attrs.frozen
 class Residency:
-    moves: tuple[Move, ...]  # ordered by start
+    moves: tuple[ScheduledCopy, ...]  # ordered by start
     residents: frozenset[int]  # home items that never leave the device
     peak_bytes: int
     seconds: float
     moved_bytes: tuple[int, int]  # to the device, to the host
 
 
-def device_uses(item: Item) -> list[int]:
+def device_uses(item: OffloadItem) -> list[int]:
     return [p for p in item.uses if p not in item.host_uses]
 
 
-def needed(item: Item) -> list[tuple[int, int]]:
+def needed(item: OffloadItem) -> list[tuple[int, int]]:
     """Stretches of positions, their ends not among them, at which the item lies on the device in any case."""
     held_to = dict(item.held)
     stretches = list[tuple[int, int]]()
@@ -108,12 +108,12 @@ def needed(item: Item) -> list[tuple[int, int]]:
     return stretches
 
 
-def changes(item: Item) -> frozenset[int]:
+def changes(item: OffloadItem) -> frozenset[int]:
     """Uses after which the item's other copies are worthless: its writes, and what makes it."""
     return item.writes if item.home else item.writes.union(item.uses[:1])
 
 
-class Lanes:
+class TraceLanes:
     """What a simulation reads of a trace, made once: who waits for whom, which items a host position reads or writes.
     """
 
@@ -131,7 +131,7 @@ class Lanes:
         for index, item in enumerate(trace.items):
             self._add(index, item)
 
-    def _add(self, index: int, item: Item) -> None:
+    def _add(self, index: int, item: OffloadItem) -> None:
         """Uses of one copy by different lanes: after its last writer; a writer after everybody since then."""
         for p in sorted(item.host_uses):
             self.host_uses.setdefault(p, []).append(index)
@@ -156,7 +156,7 @@ class Lanes:
                     since.append(p)  # in place: thousands of updates read one learning rate
 
 
-class Played:
+class SimulatedTimes:
     """Times of one simulation, in plain lists: by position, and by move in the order given."""
 
     def __init__(self, positions: int, moves: int) -> None:
@@ -168,15 +168,15 @@ class Played:
         self.makespan = 0.0
 
 
-def play(lanes: Lanes, moves: Sequence[Move], links: Links) -> Played:
+def play(lanes: TraceLanes, moves: Sequence[ScheduledCopy], links: Links) -> SimulatedTimes:
     """Run positions and moves forward. Moves of one direction are issued by `start`, then in the order given."""
     return _Play(lanes, moves, links).run()
 
 
 class _Play:
-    def __init__(self, lanes: Lanes, moves: Sequence[Move], links: Links) -> None:
+    def __init__(self, lanes: TraceLanes, moves: Sequence[ScheduledCopy], links: Links) -> None:
         self.lanes, self.moves, self.links = lanes, moves, links
-        self.out = Played(lanes.size, len(moves))
+        self.out = SimulatedTimes(lanes.size, len(moves))
         self.stores: dict[int, list[int]] = {}
         self.fetches: dict[int, list[int]] = {}
         self.free: dict[int, list[int]] = {}
@@ -194,7 +194,7 @@ class _Play:
         self.touched = {p for table in (self.stores, self.fetches, self.free, self.due) for p in table}
         self.touched |= set(lanes.waits) | set(lanes.host_uses) | lanes.trace.host
 
-    def run(self) -> Played:
+    def run(self) -> SimulatedTimes:
         out, seconds, touched = self.out, self.lanes.seconds, self.touched
         for p in range(self.lanes.size):
             out.control[p] = self.control
@@ -249,7 +249,7 @@ class _Play:
                 self.ready[item] = end
 
 
-def bytes_by_position(trace: Trace, moves: Sequence[Move], residents: Iterable[int]) -> list[int]:
+def bytes_by_position(trace: Trace, moves: Sequence[ScheduledCopy], residents: Iterable[int]) -> list[int]:
     """Device bytes at each position: from each fetch (or making) to the last use before the next one, or the store's
     end.
     """

@@ -24,12 +24,12 @@ import numpy as np
 
 from colofunc.mesh import Mesh
 from colofunc.ops.updates import IN_PLACE
-from colofunc.planner.offload.residency import Item, Links, Move, Residency, Trace
-from colofunc.planner.offload.timeline import Lanes, play
+from colofunc.planner.offload.residency import Links, OffloadItem, Residency, ScheduledCopy, Trace
+from colofunc.planner.offload.timeline import TraceLanes, play
 from colofunc.program.facts import is_copy, is_pointwise, is_wire, kind_of, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.lanes import played
-from colofunc.program.memory import Lies, Storage, lies, sent_copies
+from colofunc.program.memory import Storage, StorageMap, lies, sent_copies
 from colofunc.program.passes.narrow_gradients import droppable_casts
 from colofunc.program.passes.tiered import TIERS, Tiered, Tiers, is_view, readers
 
@@ -54,7 +54,7 @@ class Ground:
     """
 
     program: Program
-    lies: Lies
+    lies: StorageMap
     held: tuple[int, ...]
     uses: Mapping[int, list[int]]
     device_s: tuple[float, ...]
@@ -86,7 +86,7 @@ def _held(storages: Iterable[Storage], count: int) -> list[int]:
 
 
 def of_lies(
-    program: Program, found: Lies, held: Sequence[int], mesh: Mesh, node_s: NodeS, given: Mapping[int, str]
+    program: Program, found: StorageMap, held: Sequence[int], mesh: Mesh, node_s: NodeS, given: Mapping[int, str]
 ) -> Ground:
     alone_s = tuple(node_s(node, program.values) for node in program.nodes)
     host_s = [_host_s(node, program, mesh, seconds) for node, seconds in zip(program.nodes, alone_s, strict=True)]
@@ -170,7 +170,7 @@ def trace_of(
     base = np.asarray(ground.held[:count], dtype=np.int64).copy()
     floor, shared = _floor(ground, limit), _shared(ground.lies)
     outputs = {ground.lies.home[out] for out in program.outputs}
-    items: list[Item] = []
+    items: list[OffloadItem] = []
     chosen: list[int] = []
     for number in dict.fromkeys(ground.lies.home.values()):
         storage, value = storages[number], program.values[storages[number].value]
@@ -207,7 +207,7 @@ def trace_of(
         writes = set(changed.get(number, ()))
         if not home:
             writes.add(storage.born)
-        item = Item(
+        item = OffloadItem(
             value.nbytes,
             home,
             tuple(sorted(used)),
@@ -246,7 +246,7 @@ def _floor(ground: Ground, limit: int) -> int:
     return limit // SMALL
 
 
-def _shared(found: Lies) -> set[int]:
+def _shared(found: StorageMap) -> set[int]:
     """Storages in which two results of one operator lie side by side: no value has all of it."""
     shared: set[int] = set()
     for id, storage in found.home.items():
@@ -312,8 +312,8 @@ def write(
     tiered = Tiered(ground.program, ground.lies, home, on_host, ground.tiers, gathered=stay)
     ended = _ended(trace, found, ground.links) if late else {}
     out = _Writer(ground, on_host, items, tiered, ended)
-    starts: dict[int, list[Move]] = {}
-    waits: dict[int, list[Move]] = {}
+    starts: dict[int, list[ScheduledCopy]] = {}
+    waits: dict[int, list[ScheduledCopy]] = {}
     for move in found.moves:
         starts.setdefault(move.start, []).append(move)
         if _awaited(move) > move.start:
@@ -338,7 +338,7 @@ def write(
     return out.tiered.finish(stay, leave)
 
 
-def _awaited(move: Move) -> int:
+def _awaited(move: ScheduledCopy) -> int:
     """Where the device waits for it: the host may want what is stored before."""
     return move.done if move.kind == "fetch" else move.free
 
@@ -347,7 +347,7 @@ def _ended(trace: Trace, found: Residency, links: Links) -> dict[int, int]:
     """Position on the host -> the first one that the device comes to when it has ended."""
     if not trace.host:
         return {}
-    played = play(Lanes(trace), found.moves, links)
+    played = play(TraceLanes(trace), found.moves, links)
     positions: dict[int, int] = {}
     for k in trace.host:
         # a little before, so that rounding does not make it one position later
@@ -372,7 +372,7 @@ class _Writer:
         # Nodes of the host that have not been written down, what they read and write.
         self.late: list[tuple[int, set[int], set[int]]] = []
 
-    def start(self, move: Move) -> None:
+    def start(self, move: ScheduledCopy) -> None:
         storage = self.items[move.item]
         self.drain({storage}, {storage})
         if _awaited(move) > move.start:
@@ -384,7 +384,7 @@ class _Writer:
         else:
             self.tiered.store(storage)
 
-    def wait(self, move: Move) -> None:
+    def wait(self, move: ScheduledCopy) -> None:
         if move.kind == "fetch":
             self.tiered.wait(self.items[move.item], "fetch")
         else:

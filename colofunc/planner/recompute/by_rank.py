@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from colofunc.planner.candidate import Fitted
 from colofunc.planner.recompute.chain import Back, Run, Sweep
-from colofunc.planner.recompute.stages import Chain
+from colofunc.planner.recompute.stages import ForwardChain
 from colofunc.program.ir import Program
 from colofunc.spec.layout import At
 
@@ -28,7 +28,7 @@ Levels = Mapping[At, int]
 Sweeps = Sequence[Sweep]
 
 
-def put_together(chain: Chain, sweeps: Sweeps, levels: Levels) -> Program:
+def put_together(chain: ForwardChain, sweeps: Sweeps, levels: Levels) -> Program:
     """The program in which each rank works in its own order (Note [Put together])."""
     whole = [Run(number, 0) for number in range(len(chain.parts))]
     keeps_all: tuple[Run | Back, ...] = (*whole, *(Back(run.stage) for run in reversed(whole)))
@@ -45,7 +45,7 @@ def put_together(chain: Chain, sweeps: Sweeps, levels: Levels) -> Program:
     return chain.replay([*forward, *backward])
 
 
-def _level(chain: Chain, nodes: Iterable[int], levels: Levels) -> int:
+def _level(chain: ForwardChain, nodes: Iterable[int], levels: Levels) -> int:
     """The order of a part; the leanest where nodes of several ranks are in it."""
     found = [levels.get(on, 0) for index in nodes if (on := chain.program.nodes[index].on) is not None]
     return max(found, default=0)

@@ -20,8 +20,8 @@ one range of slots, and of most splits none.
 
 Source: Beaumont et al., Optimal checkpointing for heterogeneous chains (1911.13214), there with one way v to keep.
 
->>> unit, loss = Stage(1, 1, 1, (Kept(1, 0),)), Stage(0, 0, 0, (Kept(0, 0),))
->>> Table([unit] * 4 + [loss], memory=4 - 1, slots=3).at(3).seconds
+>>> unit, loss = ChainStage(1, 1, 1, (KeepOption(1, 0),)), ChainStage(0, 0, 0, (KeepOption(0, 0),))
+>>> ChainTable([unit] * 4 + [loss], memory=4 - 1, slots=3).at(3).seconds
 13.0
 """
 
@@ -46,7 +46,7 @@ ROUNDED = 1e-9
 
 
 @attrs.frozen
-class Kept:
+class KeepOption:
     """One way to keep a stage for its backward: bytes held in between, seconds of work that backward does again.
 
     needs_bytes: while that backward runs, these included, beside what later stages left; None: the gradient of the
@@ -59,7 +59,7 @@ class Kept:
 
 
 @attrs.frozen
-class Stage:
+class ChainStage:
     """`out_bytes`: of what the next stage reads. `ways`: how it may be kept, everything first (and nothing made again).
 
     `left_bytes`: more of them are held once its backward has run (gradients of its parameters).
@@ -68,10 +68,10 @@ class Stage:
     forward_s: float
     backward_s: float
     out_bytes: int
-    ways: tuple[Kept, ...]
+    ways: tuple[KeepOption, ...]
     left_bytes: int = 0
 
-    def needs(self, way: Kept) -> int:
+    def needs(self, way: KeepOption) -> int:
         """Bytes while its backward runs."""
         return self.out_bytes + self.ways[0].nbytes if way.needs_bytes is None else way.needs_bytes
 
@@ -110,7 +110,7 @@ class Sweep:
         return tuple(self.trace())
 
 
-class Table:
+class ChainTable:
     """C(i, j, m) of a chain for every m in 0..slots, so that many budgets cost one solve. Sizes are rounded up to
     slots.
 
@@ -119,7 +119,7 @@ class Table:
     What was chosen is not kept, but found again for the few (i, j, m) that an order goes through.
     """
 
-    def __init__(self, stages: Sequence[Stage], memory: int, slots: int, most_entries: int | None = None) -> None:
+    def __init__(self, stages: Sequence[ChainStage], memory: int, slots: int, most_entries: int | None = None) -> None:
         """most_entries: of the whole table; fewer slots where there would be more (but at least LEAST_SLOTS)."""
         self.rows, pieces = _pieces(stages)  # [i, j] -> the row of `cost` for stages i..j
         if most_entries is not None:
@@ -264,12 +264,12 @@ class Table:
         return behind + ahead + np.cumsum(self.forward_s[i:j])
 
 
-def _pieces(stages: Sequence[Stage]) -> tuple[np.ndarray, Sequence[tuple[int, int]]]:
+def _pieces(stages: Sequence[ChainStage]) -> tuple[np.ndarray, Sequence[tuple[int, int]]]:
     """([i, j] -> the number of the piece i..j, which equal pieces share; where each is found first).
 
     Short ones come first.
     """
-    numbers: dict[Stage, int] = {}
+    numbers: dict[ChainStage, int] = {}
     kinds = [numbers.setdefault(stage, len(numbers)) for stage in stages]
     count = len(stages)
     rows = np.zeros((count, count), dtype=np.int64)

@@ -37,7 +37,7 @@ stage."""
 
 
 @attrs.frozen
-class Cut:
+class ForwardCut:
     """Forward cut behind a node: bytes that are alive there, and bytes that were made up to there."""
 
     at: int
@@ -58,7 +58,7 @@ class ForwardFacts:
         self._divided: dict[tuple[int, bool], Divided] = {}
 
     @cached_property
-    def cuts(self) -> list[Cut]:
+    def cuts(self) -> list[ForwardCut]:
         """Where forward may be cut."""
         return _cuts(self)
 
@@ -132,7 +132,7 @@ def forward_facts(program: Program) -> ForwardFacts:
     return ForwardFacts(program)
 
 
-def _between_blocks(cuts: Sequence[Cut]) -> list[Cut]:
+def _between_blocks(cuts: Sequence[ForwardCut]) -> list[ForwardCut]:
     """Those that are not within a block: where much less is alive at a cut shortly before and at one shortly behind.
 
     What a block reads all along, as what a residual connection adds, would be kept for each cut within it: it is read
@@ -148,11 +148,11 @@ def _between_blocks(cuts: Sequence[Cut]) -> list[Cut]:
     return found
 
 
-def _any_narrower(others: Sequence[Cut], cut: Cut) -> bool:
+def _any_narrower(others: Sequence[ForwardCut], cut: ForwardCut) -> bool:
     return any(other.nbytes * NEAR < cut.nbytes for other in others)
 
 
-def _cuts(facts: ForwardFacts) -> list[Cut]:
+def _cuts(facts: ForwardFacts) -> list[ForwardCut]:
     """Nodes behind which the fewest bytes are alive, as seen from both sides; where they stay as few, behind every few
     values.
     """
@@ -163,7 +163,7 @@ def _cuts(facts: ForwardFacts) -> list[Cut]:
     for number, (at, nbytes) in enumerate(minima):
         least_nearby = min(other for _, other in minima[max(0, number - 1) : number + 2])
         if nbytes <= NEAR * least_nearby and at < len(alive) - 1:
-            found.append(Cut(at, nbytes, made_so_far[at]))
+            found.append(ForwardCut(at, nbytes, made_so_far[at]))
     return found
 
 

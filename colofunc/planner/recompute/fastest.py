@@ -23,13 +23,13 @@ import attrs
 from colofunc import progress
 from colofunc.planner.candidate import Finish, Fitted
 from colofunc.planner.recompute.by_rank import Levels, fastest_by_rank, put_together
-from colofunc.planner.recompute.chain import Back, Run, Sweep, Table
+from colofunc.planner.recompute.chain import Back, ChainTable, Run, Sweep
 from colofunc.planner.recompute.exhaustive import late
 from colofunc.planner.recompute.needs import measured
 from colofunc.planner.recompute.orders import AgainS, Order, Orders, fastest
-from colofunc.planner.recompute.policies import NAMED, Policy, every
+from colofunc.planner.recompute.policies import NAMED, RecomputePolicy, every
 from colofunc.planner.recompute.relaxed import relaxed
-from colofunc.planner.recompute.stages import Chain, NodeS, Part, chain_of, joined
+from colofunc.planner.recompute.stages import ForwardChain, ForwardStage, NodeS, chain_of, joined
 from colofunc.program.aliases import aliases
 from colofunc.program.ir import Program, kept_with
 from colofunc.program.memory import memory
@@ -66,7 +66,7 @@ nothing fits. Without them a U-shaped net (`tests/test_relaxed.py`, three levels
 below."""
 
 
-def by_policy(program: Program, node_s: NodeS, policy: Policy, finish: Finish) -> Fitted:
+def by_policy(program: Program, node_s: NodeS, policy: RecomputePolicy, finish: Finish) -> Fitted:
     """The program that keeps what the policy says, and what goes from stage to stage."""
     made, plain_s = _by_policy_everywhere(program, node_s, policy), _seconds(program, node_s)
     done = _with_again(made, finish, node_s, plain_s)
@@ -80,7 +80,7 @@ def _with_again(made: Program, finish: Finish, node_s: NodeS, plain_s: float, li
     return attrs.evolve(done, more_s=done.more_s + again_s, words=(*words, *done.words))
 
 
-def _by_policy_everywhere(program: Program, node_s: NodeS, policy: Policy) -> Program:
+def _by_policy_everywhere(program: Program, node_s: NodeS, policy: RecomputePolicy) -> Program:
     def change(part: Program) -> Program:
         replay = _by_policy(part, node_s, policy)
         return part if replay is None else replay.finish()
@@ -88,14 +88,14 @@ def _by_policy_everywhere(program: Program, node_s: NodeS, policy: Policy) -> Pr
     return _changed(program, change)
 
 
-def _by_policy(program: Program, node_s: NodeS, policy: Policy) -> Replay | None:
+def _by_policy(program: Program, node_s: NodeS, policy: RecomputePolicy) -> Replay | None:
     """None: without a backward there is one order of work."""
     chain = chain_of(program, node_s, policy.keeps, policy.every)
     n = len(chain.parts)
     return chain.replayed([*(Run(s, 1) for s in range(n)), *(Back(s) for s in reversed(range(n)))]) if n else None
 
 
-def _order_by_policy(program: Program, node_s: NodeS, policy: Policy) -> Order:
+def _order_by_policy(program: Program, node_s: NodeS, policy: RecomputePolicy) -> Order:
     replay = None if _has_loops(program) else _by_policy(program, node_s, policy)
     if replay is None:
         return Order(cache(partial(_by_policy_everywhere, program, node_s, policy)), 0, inf)
@@ -336,7 +336,7 @@ class _Proposals:
 
     program: Program
     node_s: NodeS
-    chains: Mapping[int, Chain]
+    chains: Mapping[int, ForwardChain]
     sweeps: Mapping[int, Sequence[Sweep]]
     again: dict[int, tuple[Program | Order, float]] = attrs.field(factory=dict, init=False)
     named: dict[str, Order] = attrs.field(factory=dict, init=False)
@@ -365,7 +365,7 @@ class _Proposals:
     def _node_seconds(self) -> list[float]:
         return list(_each_s(self.program, self.node_s))
 
-    def by_policy(self, policy: Policy) -> Order:
+    def by_policy(self, policy: RecomputePolicy) -> Order:
         """The order of a policy with a name."""
         if policy.name not in self.named:
             self.named[policy.name] = _order_by_policy(self.program, self.node_s, policy)
@@ -377,7 +377,7 @@ class _Proposals:
         return list(map(cache, late(self.program)))
 
     @cached_property
-    def stages(self) -> tuple[Part, ...]:
+    def stages(self) -> tuple[ForwardStage, ...]:
         return chain_of(self.program, self.node_s).parts
 
     @cached_property
@@ -429,7 +429,7 @@ def _changed(program: Program, change: Callable[[Program], Program]) -> Program:
     return within(change(program), change)
 
 
-def _sweeps(chain: Chain) -> Sequence[Sweep]:
+def _sweeps(chain: ForwardChain) -> Sequence[Sweep]:
     """The distinct orders for all amounts of memory, from fast to lean."""
     stages = chain.stages
     # by the stages behind each
@@ -438,7 +438,7 @@ def _sweeps(chain: Chain) -> Sequence[Sweep]:
         stage.needs(way) + max(later, 0) for stage, later in zip(stages, left, strict=True) for way in stage.ways
     )
     most = sum(max(s.ways[0].nbytes, s.out_bytes) for s in stages) + backward
-    return sorted(Table(stages, most, SLOTS, ENTRIES).distinct(), key=lambda sweep: sweep.seconds)
+    return sorted(ChainTable(stages, most, SLOTS, ENTRIES).distinct(), key=lambda sweep: sweep.seconds)
 
 
 def _seconds(program: Program, node_s: NodeS) -> float:

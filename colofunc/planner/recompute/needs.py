@@ -21,19 +21,19 @@ import attrs
 import numpy as np
 
 from colofunc.planner.recompute.chain import Back, Run
-from colofunc.planner.recompute.stages import Chain, Part
+from colofunc.planner.recompute.stages import ForwardChain, ForwardStage
 from colofunc.program.ir import Node
 from colofunc.program.memory import lies
 from colofunc.program.passes.inplace import in_place
 
 
-def measured(chain: Chain) -> Chain:
-    """The chain with `Kept.needs_bytes` and `left_bytes` as counted; a program with loops is left as it is."""
+def measured(chain: ForwardChain) -> ForwardChain:
+    """The chain with `KeepOption.needs_bytes` and `left_bytes` as counted; a program with loops is left as it is."""
     if not chain.parts or any(node.loop is not None for node in chain.program.nodes):
         return chain
     whole, later = _alive(chain, 0)
     lean, _ = _alive(chain, -1)
-    parts = list[Part]()
+    parts = list[ForwardStage]()
     earlier_left = 0
     for part, whole_bytes, lean_bytes, later_bytes in zip(chain.parts, whole, lean, later, strict=True):
         # What a stage itself leaves behind is what is there more, seen from the stage before it.
@@ -43,7 +43,7 @@ def measured(chain: Chain) -> Chain:
     return attrs.evolve(chain, parts=tuple(parts))
 
 
-def _counted(part: Part, whole_bytes: int, lean_bytes: int, left_bytes: int) -> Part:
+def _counted(part: ForwardStage, whole_bytes: int, lean_bytes: int, left_bytes: int) -> ForwardStage:
     """Between the two that were counted, needs go as what is kept does."""
     ways = part.stage.ways
     most, least = ways[0].nbytes, ways[-1].nbytes
@@ -55,7 +55,7 @@ def _counted(part: Part, whole_bytes: int, lean_bytes: int, left_bytes: int) -> 
     return attrs.evolve(part, stage=attrs.evolve(part.stage, ways=tuple(counted), left_bytes=left_bytes))
 
 
-def _alive(chain: Chain, way: int) -> tuple[list[int], list[int]]:
+def _alive(chain: ForwardChain, way: int) -> tuple[list[int], list[int]]:
     """Bytes by stage, where all are kept in this way: alive at its worst moment, and what of these later stages left
     behind.
 
@@ -103,7 +103,7 @@ def _alive(chain: Chain, way: int) -> tuple[list[int], list[int]]:
     return alive, left
 
 
-def _ends(chain: Chain, nodes: Sequence[Node], ranges: Sequence[range]) -> list[int]:
+def _ends(chain: ForwardChain, nodes: Sequence[Node], ranges: Sequence[range]) -> list[int]:
     """Where each of these parts of the program ends in another order of it, by the values that it makes first."""
     made_at = {}
     for index, node in enumerate(nodes):

@@ -20,7 +20,7 @@ from colofunc.program.ir import Node, Program
 
 
 @attrs.frozen
-class Policy:
+class RecomputePolicy:
     """What is kept for backward whatever the budget is. `keeps(node, readers)`: of what a node makes, given who reads
     it in forward. `every`: so many stages are made again as one. `globs`: modules that have to be there."""
 
@@ -30,14 +30,14 @@ class Policy:
     globs: tuple[str, ...] = ()
 
 
-def save_only(*globs: str) -> Policy:
+def save_only(*globs: str) -> RecomputePolicy:
     """A policy for `checkpoint`: only what modules whose paths match return is kept for backward."""
     if not globs or not all(isinstance(g, str) for g in globs):
         raise PlanError(f"cf.save_only wants globs over module paths, not {globs!r}; write cf.save_only('*.attn')")
-    return Policy(f"save_only({', '.join(globs)})", partial(_returned, globs), globs=globs)
+    return RecomputePolicy(f"save_only({', '.join(globs)})", partial(_returned, globs), globs=globs)
 
 
-def check_modules(policy: Policy, program: Program) -> None:
+def check_modules(policy: RecomputePolicy, program: Program) -> None:
     """Raises PlanError where a glob of the policy names no module of the step."""
     paths = set(_paths(program))
     for glob in policy.globs:
@@ -66,15 +66,15 @@ def _inside(path: str, globs: tuple[str, ...]) -> bool:
     return any(matches(path, g) or matches(path, f"{g}.*") for g in globs)
 
 
-def every(n: int) -> Policy:
+def every(n: int) -> RecomputePolicy:
     """A policy for `checkpoint`: of each n stages only the input is kept; n of them are made again at once."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise PlanError(f"cf.every wants a number of stages, not {n!r}; write cf.every(2)")
-    return Policy(f"every({n})", lambda node, readers: False, n)
+    return RecomputePolicy(f"every({n})", lambda node, readers: False, n)
 
 
 NAMED = {
-    "everything": Policy("everything", lambda node, readers: True),
-    "nothing": Policy("nothing", lambda node, readers: False),
-    "dots": Policy("dots", lambda node, readers: is_product(node.target)),
+    "everything": RecomputePolicy("everything", lambda node, readers: True),
+    "nothing": RecomputePolicy("nothing", lambda node, readers: False),
+    "dots": RecomputePolicy("dots", lambda node, readers: is_product(node.target)),
 }

@@ -50,7 +50,7 @@ Rounded = NDArray[np.bool_]
 
 
 @attrs.frozen(eq=False)
-class Piece:
+class KeptMemory:
     """Memory that forward makes and backward reads.
 
     `reads`: numbers of the pieces that it is made of, `cost_s`: from these.
@@ -76,7 +76,7 @@ class Rounds:
 
     program: Program
     ends: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[KeptMemory, ...]
     others: tuple[int, ...]
     values: dict[int, tuple[int, ...]]
     last: dict[int, int]
@@ -217,7 +217,7 @@ def rounds_of(program: Program, node_s: NodeS) -> Rounds | None:
     for group in saved:
         operands, indices = facts.made_of(group, number_of)
         made = max(turn_of[index] for index in facts.makers[group] if index < facts.first)
-        piece = Piece(
+        piece = KeptMemory(
             group=group,
             nbytes=facts.nbytes[group],
             cost_s=sum(node_s(program.nodes[index], program.values) for index in indices),

@@ -2,7 +2,7 @@
 
 Problem: to keep or to make again is a question per value, and a step has thousands. Idea: forward is cut where what is
 alive between two nodes is least (`cuts`; behind a block of a transformer, only the residual stream is). What crosses a
-cut is what a stage needs to run again; what else backward reads of a stage may be kept or not: `Part` has ways to keep
+cut is what a stage needs to run again; what else backward reads of a stage may be kept or not: `ForwardStage` has ways to keep
 it, from everything to nothing.
 
 What every stage reads (masks, positions, the output of an encoder) is held all the time, and so are outputs of the
@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import attrs
 
-from colofunc.planner.recompute.chain import Back, Kept, Run, Stage
+from colofunc.planner.recompute.chain import Back, ChainStage, KeepOption, Run
 from colofunc.planner.recompute.cuts import ForwardFacts, forward_facts
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.passes.recompute import Replay
@@ -34,7 +34,7 @@ Rung = tuple[frozenset[int], float]
 
 
 @attrs.frozen(eq=False)
-class Part:
+class ForwardStage:
     """One stage. `made`: values that may be dropped; `out`: those of them that later stages read in forward.
 
     `saved`: memory groups that backward reads -> bytes. `keeps`: parallel to `stage.ways`, the values that stay.
@@ -45,19 +45,19 @@ class Part:
     out: frozenset[int]
     saved: Mapping[int, int]
     back: range
-    stage: Stage
+    stage: ChainStage
     keeps: tuple[frozenset[int], ...]
 
 
 @attrs.frozen(eq=False)
-class Chain:
+class ForwardChain:
     """A program's forward in parts, and where backward begins. Programs without a backward have no parts."""
 
     program: Program
-    parts: tuple[Part, ...]
+    parts: tuple[ForwardStage, ...]
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[ChainStage, ...]:
         return tuple(part.stage for part in self.parts)
 
     def replay(self, order: Iterable[Run | Back]) -> Program:
@@ -91,7 +91,7 @@ class Chain:
         return made
 
 
-def chain_of(program: Program, node_s: NodeS, keeps: Keeps | None = None, every: int = 1) -> Chain:
+def chain_of(program: Program, node_s: NodeS, keeps: Keeps | None = None, every: int = 1) -> ForwardChain:
     """The chain of a local program. `keeps(node, readers in forward)`: a policy; each stage then has one way only, the
     policy's.
 
@@ -99,15 +99,15 @@ def chain_of(program: Program, node_s: NodeS, keeps: Keeps | None = None, every:
     """
     facts = forward_facts(program)
     if facts.first is None:
-        return Chain(program, ())
+        return ForwardChain(program, ())
     ranges, stage_of, rests, backs = facts.divided(every, keeps is not None)
     parts = []
     for number, nodes in enumerate(ranges):
         parts.append(_part(facts, nodes, number, stage_of, rests, backs[number], node_s, keeps))
-    return Chain(program, tuple(parts))
+    return ForwardChain(program, tuple(parts))
 
 
-def joined(chain: Chain) -> Chain:
+def joined(chain: ForwardChain) -> ForwardChain:
     """Of a long chain, parts that keep nothing and hand nothing on are one with what follows: a search has less to tell
     apart.
     """
@@ -115,8 +115,8 @@ def joined(chain: Chain) -> Chain:
     if len(chain.parts) <= LONG:
         return chain
     nodes = chain.program.nodes
-    parts: list[Part] = []
-    open_parts: list[Part] = []  # parts that become one with the next
+    parts: list[ForwardStage] = []
+    open_parts: list[ForwardStage] = []  # parts that become one with the next
     for part, later in zip(chain.parts, (*chain.parts[1:], None), strict=True):
         open_parts.append(part)
         # Ranks of a pipeline have orders of their own, so their stages stay apart.
@@ -127,14 +127,14 @@ def joined(chain: Chain) -> Chain:
     return attrs.evolve(chain, parts=tuple(parts))
 
 
-def _holds_nothing(part: Part) -> bool:
+def _holds_nothing(part: ForwardStage) -> bool:
     """Whether a part hands nothing on, and keeps nothing, in no way to keep it."""
     if part.out or part.stage.out_bytes:
         return False
     return all(way.nbytes == 0 and way.again_s == 0 for way in part.stage.ways)
 
 
-def _one(parts: Sequence[Part]) -> Part:
+def _one(parts: Sequence[ForwardStage]) -> ForwardStage:
     """Of parts one behind the other, all but the last keep nothing."""
     first, last = parts[0], parts[-1]
     saved: dict[int, int] = {}
@@ -164,7 +164,7 @@ def _part(
     back: range,
     node_s: NodeS,
     keeps: Keeps | None,
-) -> Part:
+) -> ForwardStage:
     program = facts.program
     members = _members(facts, nodes, rests)
     sizes: dict[int, int] = {}
@@ -177,13 +177,13 @@ def _part(
         rungs = _by_policy(facts, nodes, saved, outs, members, node_s, keeps)
 
     out_bytes = sum(sizes[group] for group in outs)
-    ways = tuple(Kept(out_bytes + _nbytes(rung, sizes), rung[1]) for rung in rungs)
-    stage = Stage(_seconds(program, nodes, node_s), _seconds(program, back, node_s), out_bytes, ways)
+    ways = tuple(KeepOption(out_bytes + _nbytes(rung, sizes), rung[1]) for rung in rungs)
+    stage = ChainStage(_seconds(program, nodes, node_s), _seconds(program, back, node_s), out_bytes, ways)
 
     handed_on = _values(outs, members)
     stays = tuple(handed_on | _values(kept, members) for kept, _ in rungs)
     made = _values(members, members)
-    return Part(nodes, made, handed_on, {group: sizes[group] for group in saved}, back, stage, stays)
+    return ForwardStage(nodes, made, handed_on, {group: sizes[group] for group in saved}, back, stage, stays)
 
 
 def _outs_and_saved(

@@ -28,7 +28,7 @@ from colofunc.planner.sharding.eliminate import BIG
 from colofunc.planner.sharding.enumeration import more_choices
 from colofunc.planner.sharding.flows import ConvertS, copies_of, settled
 from colofunc.planner.sharding.memory import Liveness, liveness
-from colofunc.planner.sharding.model import KernelS, Model, build_model
+from colofunc.planner.sharding.model import KernelS, PairwiseModel, build_model
 from colofunc.planner.sharding.option_filter import lean, reachable
 from colofunc.planner.sharding.search import NORMAL, Effort, search
 from colofunc.program.ir import Node, Program, Value
@@ -59,7 +59,7 @@ class Assignment:
     cost_s: float
     peak_bytes: int
     regather: frozenset[int]
-    model: Model
+    model: PairwiseModel
     ties: Ties
     choice: tuple[int, ...]
 
@@ -91,7 +91,7 @@ class Memo:
 
     fastest: Assignment | None = None
     like: Assignment | None = None
-    models: dict[frozenset[int], tuple[Model, Liveness]] = attrs.field(factory=dict)
+    models: dict[frozenset[int], tuple[PairwiseModel, Liveness]] = attrs.field(factory=dict)
     fits: dict[frozenset[int], list[list[int]]] = attrs.field(factory=dict)  # choices that met some budget
     # (`fits` before, a search that met none)
     misses: dict[frozenset[int], tuple[list[list[int]], Fit]] = attrs.field(factory=dict)
@@ -296,7 +296,7 @@ def _choice_of(assignment: Assignment, ties: Ties, options: Sequence[tuple[Strat
     return choice
 
 
-def _starts(program: Program, ties: Ties, model: Model) -> list[list[int]]:
+def _starts(program: Program, ties: Ties, model: PairwiseModel) -> list[list[int]]:
     """Assignments to begin from: all replicated, and greedy ones for each way to lay out the batch."""
     replicated = [0] * len(model.options)
     batch: set[int] = set()
@@ -341,7 +341,7 @@ def _parameters(program: Program) -> frozenset[int]:
 
 
 def _assignment(
-    program: Program, model: Model, ties: Ties, live: Liveness, regather: frozenset[int], choice: Sequence[int]
+    program: Program, model: PairwiseModel, ties: Ties, live: Liveness, regather: frozenset[int], choice: Sequence[int]
 ) -> Assignment:
     picked = [options[option] for options, option in zip(model.options, choice, strict=True)]
     inputs = {id: _whole(picked[ties.of_input(position)]) for position, id in enumerate(program.inputs)}

@@ -19,7 +19,7 @@ import numpy as np
 
 from colofunc.planner.sharding.eliminate import Array
 from colofunc.planner.sharding.memory import Liveness, Peak
-from colofunc.planner.sharding.model import Model
+from colofunc.planner.sharding.model import PairwiseModel
 from colofunc.planner.sharding.search import Effort, lighter, search
 
 K = TypeVar("K", bound=Hashable)
@@ -60,7 +60,7 @@ def _mixed(old: Mapping[K, float], new: Mapping[K, int], share: float) -> dict[K
 
 
 def fit(
-    model: Model,
+    model: PairwiseModel,
     live: Liveness,
     start: Sequence[int],
     budget_bytes: int,
@@ -112,7 +112,7 @@ begins at an assignment of a like program, which alone is restarted (`search`); 
 
 
 def at_price(
-    model: Model,
+    model: PairwiseModel,
     live: Liveness,
     start: Sequence[int],
     price_s_per_byte: float,
@@ -140,13 +140,13 @@ def at_price(
     return best[1]
 
 
-def _priced(model: Model, charge: _Charge, price: float) -> Model:
+def _priced(model: PairwiseModel, charge: _Charge, price: float) -> PairwiseModel:
     """The model in which what is alive at the peak costs a price a byte."""
     copies = [price * charge.copies.get(flow, 0.0) for flow in range(len(model.flows))]
     return model.priced(copies, _option_costs(model, charge, price))
 
 
-def _option_costs(model: Model, charge: _Charge, price: float) -> list[Array]:
+def _option_costs(model: PairwiseModel, charge: _Charge, price: float) -> list[Array]:
     """Per class, what each of its options costs by the results that are alive at the peak."""
     itemsize = {(flow.producer, flow.result): flow.itemsize for flow in model.flows}
     costs = [np.zeros(len(options)) for options in model.options]
@@ -159,7 +159,7 @@ def _option_costs(model: Model, charge: _Charge, price: float) -> list[Array]:
     return costs
 
 
-def _give_back(model: Model, live: Liveness, choice: list[int], budget_bytes: int) -> list[int]:
+def _give_back(model: PairwiseModel, live: Liveness, choice: list[int], budget_bytes: int) -> list[int]:
     """Single changes that save time, largest first, kept while the peak stays within the budget.
 
     Without them a plan of OPT-30B on eight devices takes 1 % longer (`bench planning`).

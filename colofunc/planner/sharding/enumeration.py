@@ -25,7 +25,7 @@ import numpy as np
 
 from colofunc.planner.sharding.classes import Ties
 from colofunc.planner.sharding.eliminate import BIG, Array, Graph, Scope, eliminate_all, exact_order
-from colofunc.planner.sharding.model import Model
+from colofunc.planner.sharding.model import PairwiseModel
 from colofunc.planner.sharding.search import NORMAL, exact_graph, search
 from colofunc.program.ir import Program
 from colofunc.spec.layout import Layout
@@ -82,7 +82,7 @@ class Bucket:
         return row
 
 
-def cheapest(model: Model, budget_bytes: int) -> Iterator[list[int]]:
+def cheapest(model: PairwiseModel, budget_bytes: int) -> Iterator[list[int]]:
     """Choices, cheapest first; nothing where the step is too large for it."""
     if model.copy_price or len(model.options) > MOST_CLASSES:
         return
@@ -125,7 +125,7 @@ class _BytesOfChoices:
 
 def more_choices(
     program: Program,
-    model: Model,
+    model: PairwiseModel,
     ties: Ties,
     start: Sequence[int],
     budget_bytes: int,
@@ -144,7 +144,9 @@ def more_choices(
     return iter(sorted(leaning(program, model, ties, start, price_s), key=model.true_cost))
 
 
-def leaning(program: Program, model: Model, ties: Ties, start: Sequence[int], price_s: float) -> Iterator[list[int]]:
+def leaning(
+    program: Program, model: PairwiseModel, ties: Ties, start: Sequence[int], price_s: float
+) -> Iterator[list[int]]:
     """Choices that are best where only bytes of state have a price, and where only bytes that are made have one.
 
     State can be copied and updated elsewhere, what is made can be made again: a byte of one may cost a plan much and
@@ -169,7 +171,9 @@ def _kind(program: Program, ties: Ties, variable: int) -> str:
     return "updated" if program.nodes[item - ties.n_inputs].phase == "update" else "made"
 
 
-def roomy(program: Program, model: Model, ties: Ties, start: Sequence[int], budget_bytes: int) -> Iterator[list[int]]:
+def roomy(
+    program: Program, model: PairwiseModel, ties: Ties, start: Sequence[int], budget_bytes: int
+) -> Iterator[list[int]]:
     """Of any step the fastest choices found under which each operator alone keeps to the budget.
 
     First beside inputs that never leave the device, then without them to parts of the budget. Such a choice may be
@@ -197,7 +201,7 @@ def _fits(needed: Sequence[Array], choice: Sequence[int], limit: float) -> bool:
     return all(sizes[option] <= limit for sizes, option in zip(needed, choice, strict=True))
 
 
-def _stays(program: Program, model: Model, ties: Ties, start: Sequence[int]) -> list[int]:
+def _stays(program: Program, model: PairwiseModel, ties: Ties, start: Sequence[int]) -> list[int]:
     """Per class the bytes of inputs that never leave the device, as they lie under `start`, but those that its operator
     reads.
     """
@@ -219,7 +223,7 @@ def _stays(program: Program, model: Model, ties: Ties, start: Sequence[int]) -> 
     return stays
 
 
-def fitting(program: Program, model: Model, ties: Ties, budget_bytes: int) -> Iterator[list[int]]:
+def fitting(program: Program, model: PairwiseModel, ties: Ties, budget_bytes: int) -> Iterator[list[int]]:
     """`cheapest`, without what can never fit."""
     alone = alone_each(program, model, ties)
     if max(map(min, alone), default=0) > budget_bytes:  # then no choice does
@@ -227,7 +231,7 @@ def fitting(program: Program, model: Model, ties: Ties, budget_bytes: int) -> It
     return (choice for choice in cheapest(model, budget_bytes) if at_least(alone, choice) <= budget_bytes)
 
 
-def alone_each(program: Program, model: Model, ties: Ties, at_once: bool = False) -> list[list[int]]:
+def alone_each(program: Program, model: PairwiseModel, ties: Ties, at_once: bool = False) -> list[list[int]]:
     """Per class and option the bytes that its operator alone needs.
 
     These are needed whatever is moved or made again: what it reads or what it makes, the larger, for it may write over
@@ -264,7 +268,7 @@ def at_least(alone: Sequence[Sequence[int]], choice: Sequence[int]) -> int:
     return max((sizes[option] for sizes, option in zip(alone, choice, strict=True)), default=0)
 
 
-def _bytes(model: Model, variable: int) -> Array:
+def _bytes(model: PairwiseModel, variable: int) -> Array:
     """Bytes of all results of a class under each option."""
     itemsize = {flow.result: flow.itemsize for flow in model.flows if flow.producer == variable}
     sizes = []

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from colofunc.planner.sharding.classes import Ties
-from colofunc.planner.sharding.model import Model
+from colofunc.planner.sharding.model import PairwiseModel
 from colofunc.program.facts import may_alias, written
 from colofunc.program.ir import Program
 from colofunc.spec.rule import Strategy
 
 
-def at_least_any(program: Program, model: Model, ties: Ties) -> int:
+def at_least_any(program: Program, model: PairwiseModel, ties: Ties) -> int:
     """Bytes that some operator makes at least.
 
     Views, what is written over, constants and updates (on the host, maybe) do not count.

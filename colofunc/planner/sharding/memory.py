@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from colofunc.planner.sharding.classes import Ties
 from colofunc.planner.sharding.flows import Coded, alike
-from colofunc.planner.sharding.model import Model
+from colofunc.planner.sharding.model import PairwiseModel
 from colofunc.program.ir import Node, Program
 from colofunc.spec.strategies import FREE
 
@@ -41,7 +41,7 @@ class Liveness:
     """What does not depend on the choice: where each value is born, last used, and used how. Built by `liveness`."""
 
     program: Program
-    model: Model
+    model: PairwiseModel
     flow: Ints  # per value that has memory of its own: its flow,
     born: Ints  # node index, -1 for inputs,
     last: Ints  # last use, through views,
@@ -125,7 +125,7 @@ def _reduced(coded: Coded, source: int, targets: Sequence[int]) -> bool:
     return all(target != source and coded.numel[target] <= coded.numel[source] for target in targets)
 
 
-def liveness(program: Program, model: Model, ties: Ties) -> Liveness:
+def liveness(program: Program, model: PairwiseModel, ties: Ties) -> Liveness:
     """Birth, last use and uses of every value."""
     count = len(program.nodes)
     born, last, view_of = _lives(program)
@@ -188,7 +188,7 @@ def _lives(program: Program) -> tuple[dict[int, int], dict[int, int], dict[int, 
     return born, last, view_of
 
 
-def _uses(program: Program, model: Model, ties: Ties) -> dict[int, dict[tuple[int, int], tuple[int, int]]]:
+def _uses(program: Program, model: PairwiseModel, ties: Ties) -> dict[int, dict[tuple[int, int], tuple[int, int]]]:
     """Value -> (class, operand) that reads it -> the first and last node index of these uses, through views."""
     uses: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
     # Operands that have the same layout in every option are one use, the first of them.

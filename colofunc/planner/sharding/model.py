@@ -36,7 +36,7 @@ TIE_S_PER_BYTE = 1e-18
 
 
 @attrs.frozen(eq=False)
-class Model:
+class PairwiseModel:
     """Everything about the choice that does not depend on the choice. Built by `build_model`."""
 
     mesh: Mesh
@@ -51,7 +51,7 @@ class Model:
     extra: tuple[Array, ...] = ()  # per class and option: added seconds (a price of memory)
     _base: list[Graph] = attrs.field(factory=list)
 
-    def priced(self, copy_price: Sequence[float], extra: Sequence[Array]) -> Model:
+    def priced(self, copy_price: Sequence[float], extra: Sequence[Array]) -> PairwiseModel:
         """The same model where converted copies and options also cost memory."""
         return attrs.evolve(self, copy_price=tuple(copy_price), extra=tuple(extra), base=[])
 
@@ -160,7 +160,7 @@ def build_model(
     conversions: Conversions | None = None,
     sums: Mapping[int, int] | None = None,
     kernel_s: KernelS | None = None,
-) -> Model:
+) -> PairwiseModel:
     """Cost model. `outputs`: fixed layouts by output position; `regather`: values converted anew in each phase.
 
     `conversions`: those of another model on this mesh, to know what it knows. `sums`: see `Constraints`. `kernel_s`:
@@ -180,7 +180,7 @@ def build_model(
         for consumer, *_ in flow.uses:
             flows_of_class[consumer][position] = None
     conversions = conversions or Conversions(convert_s, mesh)
-    return Model(
+    return PairwiseModel(
         mesh,
         tuple(options),
         tuple(seconds),

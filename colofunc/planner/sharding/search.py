@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from colofunc import progress
 from colofunc.planner.sharding.eliminate import BIG, Array, Graph, eliminate_all, exact_order, partial_order
 from colofunc.planner.sharding.flows import Coded
-from colofunc.planner.sharding.model import Model
+from colofunc.planner.sharding.model import PairwiseModel
 
 EXACT = 63
 """Models with at most this many classes may be solved exactly: a table has an axis for each of them, and numpy indexes
@@ -51,7 +51,7 @@ NORMAL = Effort()
 
 
 def search(
-    model: Model,
+    model: PairwiseModel,
     starts: Sequence[Sequence[int]] = (),
     seed: int = 0,
     effort: Effort = NORMAL,
@@ -91,7 +91,7 @@ def _quick(effort: Effort) -> Effort:
     return attrs.evolve(effort, passes=max(3, effort.passes // 6), patience=2)
 
 
-def _restarted(model: Model, start: list[int], seed: int, effort: Effort, restarts: int) -> list[int]:
+def _restarted(model: PairwiseModel, start: list[int], seed: int, effort: Effort, restarts: int) -> list[int]:
     """The best of descents that begin at `start` and where the pairwise model with even splits leads from there.
 
     A choice that was good for other sizes is often a local optimum of these. A model that splits conversions in another
@@ -113,7 +113,7 @@ def lighter(effort: Effort) -> Effort:
     return attrs.evolve(effort, passes=max(6, effort.passes // 4), patience=max(4, effort.patience // 2))
 
 
-def _exact(model: Model, effort: Effort) -> list[int] | None:
+def _exact(model: PairwiseModel, effort: Effort) -> list[int] | None:
     if len(model.options) > EXACT or model.copy_price:
         return None
     graph = exact_graph(model, effort.exact_elements >> 6)
@@ -247,14 +247,14 @@ def _cheapest(column: Sequence[int], row: Array) -> dict[int, int]:
 class Position:
     """`choice`: the option of each class; a new list after each move. `settled`: flows of which no move is a gain."""
 
-    def __init__(self, model: Model, choice: Sequence[int]) -> None:
+    def __init__(self, model: PairwiseModel, choice: Sequence[int]) -> None:
         self.model, self.choice = model, list(choice)
         self.settled: set[int] = set()
         self._flows: dict[int, float] = {}
         self._rows: dict[int, Array] = {}
 
     def row(self, number: int) -> Array:
-        """`Model.row` of this choice."""
+        """`PairwiseModel.row` of this choice."""
         if number not in self._rows:
             self._rows[number] = self.model.row(number, self.choice)
         return self._rows[number]
@@ -320,7 +320,7 @@ class Position:
 # ---- the true cost as factors ----
 
 
-def exact_graph(model: Model, most: int) -> Graph | None:
+def exact_graph(model: PairwiseModel, most: int) -> Graph | None:
     """None where a factor would exceed `most` entries."""
     graph = Graph([model.own(number) for number in range(len(model.options))])
     for coded in model.coded:

@@ -23,7 +23,7 @@ from colofunc.program.ir import Node, Program
 
 
 @attrs.frozen
-class Part:
+class StageSeconds:
     """Seconds of a stage's forward, or backward, on one rank: of the whole batch beside launches, and of the launches
     of one microbatch.
     """
@@ -31,9 +31,9 @@ class Part:
     work_s: float = 0.0
     launches_s: float = 0.0
 
-    def plus(self, work_s: float, launch_s: float) -> Part:
+    def plus(self, work_s: float, launch_s: float) -> StageSeconds:
         """With one more operator."""
-        return Part(self.work_s + work_s, self.launches_s + launch_s)
+        return StageSeconds(self.work_s + work_s, self.launches_s + launch_s)
 
     def trip_s(self, microbatches: int) -> float:
         """Seconds for one of so many microbatches."""
@@ -41,7 +41,7 @@ class Part:
 
 
 @attrs.frozen(eq=False)
-class Bound:
+class StepBound:
     """Of one step. seconds: of each node that reads rows of the batch, on one device, (beside its launch, its launch).
 
     rank_of, speeds: per stage. sharing: ranks that share a stage. splits: whether weight gradients may run behind all
@@ -66,7 +66,7 @@ class Bound:
         speeds: Sequence[float],
         sharing: int,
         splits: bool,
-    ) -> Bound:
+    ) -> StepBound:
         """on_rows: positions of the nodes that read rows of the batch. node_s: seconds of a node on one device, with
         its launch.
         """
@@ -78,7 +78,7 @@ class Bound:
             took_s = node_s(node)
             launch = min(took_s, launch_s)
             seconds[index] = (0.0 if has_kernel(node.target) else took_s - launch, launch)
-        return Bound(program, seconds, rank_of, speeds, sharing, splits)
+        return StepBound(program, seconds, rank_of, speeds, sharing, splits)
 
     def at(self, cuts: Cuts, microbatches: int, placed: Sequence[int | None] | None = None) -> float:
         """Seconds that a step takes at least, cut so. placed: per node the rank that runs it, None: several do; without
@@ -107,10 +107,10 @@ class Bound:
         ranks = max(self.rank_of) + 1
         return (work_s + microbatches * launches_s) / (ranks * max(self.speeds))
 
-    def _parts(self, cuts: Cuts, placed: Sequence[int | None] | None) -> tuple[list[Part], list[Part]]:
+    def _parts(self, cuts: Cuts, placed: Sequence[int | None] | None) -> tuple[list[StageSeconds], list[StageSeconds]]:
         """Forward and backward of each stage, without operators of which nobody knows the stage."""
         stages = len(self.rank_of)
-        forward, backward = [Part()] * stages, [Part()] * stages
+        forward, backward = [StageSeconds()] * stages, [StageSeconds()] * stages
         of_path = self._stages_of_modules(cuts)
         for index, (work_s, launch_s) in self.seconds.items():
             node = self.program.nodes[index]

@@ -60,7 +60,7 @@ class Cut:
 
 
 @attrs.frozen(eq=False)
-class Step:
+class BestCuts:
     """Of the best way to cut the pieces 0..j-1 in the stages so far, each (pieces + 1,): the slowest stage, the seconds
     of all sends, and the piece that begins the last stage."""
 
@@ -69,16 +69,16 @@ class Step:
     begins: np.ndarray
 
     @staticmethod
-    def begin(pieces: int) -> Step:
+    def begin(pieces: int) -> BestCuts:
         """No stage yet."""
         slowest = np.full(pieces + 1, np.inf)
         sends = np.full(pieces + 1, np.inf)
         slowest[0] = sends[0] = 0.0
-        return Step(slowest, sends, np.full(pieces + 1, -1))
+        return BestCuts(slowest, sends, np.full(pieces + 1, -1))
 
-    def where(self, better: np.ndarray, other: Step) -> Step:
+    def where(self, better: np.ndarray, other: BestCuts) -> BestCuts:
         """With another way for some prefixes."""
-        return Step(
+        return BestCuts(
             np.where(better, other.slowest_s, self.slowest_s),
             np.where(better, other.sends_s, self.sends_s),
             np.where(better, other.begins, self.begins),
@@ -112,7 +112,7 @@ class Line:
         over: of each stage (pieces, pieces + 1), whether the pieces i..j-1 are too much for it; None: whatever fits.
         speeds: of each stage. ([], inf) where none fits.
         """
-        step = Step.begin(self.pieces)
+        step = BestCuts.begin(self.pieces)
         begins: list[np.ndarray] = []
         for too_much, speed in zip(over, speeds, strict=True):
             step = self._next(step, too_much, speed)
@@ -135,9 +135,9 @@ class Line:
         over, speeds: of each kind. ([], [], inf) where none fits. steps[used]: the best with so many of each kind, and
         per prefix the kind of its last stage.
         """
-        steps: dict[tuple[int, ...], tuple[Step, np.ndarray]] = {}
+        steps: dict[tuple[int, ...], tuple[BestCuts, np.ndarray]] = {}
         for used in np.ndindex(*(count + 1 for count in counts)):
-            best = Step.begin(self.pieces) if not any(used) else None
+            best = BestCuts.begin(self.pieces) if not any(used) else None
             last = np.full(self.pieces + 1, -1)
             for number, count in enumerate(used):
                 if not count:
@@ -171,7 +171,7 @@ class Line:
             used = (*used[:number], used[number] - 1, *used[number + 1 :])
         return begins[::-1], kinds[::-1], slowest_s
 
-    def _next(self, before: Step, too_much: np.ndarray | None, speed: float) -> Step:
+    def _next(self, before: BestCuts, too_much: np.ndarray | None, speed: float) -> BestCuts:
         """One more stage."""
         # last[i, j]: seconds of a stage of the pieces i..j-1
         last = (self.until[None, :] - self.until[:-1, None]) / speed + self.received_s[:, None]
@@ -182,7 +182,7 @@ class Line:
         total = before.sends_s[:-1, None] + self.received_s[:, None]
         best = slowest.min(axis=0)
         ties = np.where(slowest <= best[None, :] * (1 + 1e-9), total, np.inf)
-        return Step(best, ties.min(axis=0), ties.argmin(axis=0))
+        return BestCuts(best, ties.min(axis=0), ties.argmin(axis=0))
 
 
 def standing(arrangement: Sequence[int], devices: Sequence[Device], kinds: Sequence[Device]) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ ExtraOf = Callable[[Node], Iterable[Strategy]]
 
 
 @attrs.frozen
-class Flow:
+class WishSeeds:
     """What wishes of one source start from: values with how they lie, and nodes (by index) with the wishes for their
     pattern.
     """
@@ -54,7 +54,7 @@ class Flow:
 
 
 def along(
-    flow: Flow, program: Program, mesh: Mesh, rule_of: RuleOf, extra_of: ExtraOf
+    flow: WishSeeds, program: Program, mesh: Mesh, rule_of: RuleOf, extra_of: ExtraOf
 ) -> Iterator[tuple[int, dict[str, object], Constraint]]:
     """(item, axis -> factor that it is held to, constraint) of every operator that a flow reaches."""
     wish, first_node = flow.wish, len(program.inputs)

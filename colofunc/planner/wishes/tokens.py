@@ -45,7 +45,7 @@ from colofunc.spec.spec import Spec
 
 
 @attrs.frozen
-class Written:
+class WrittenAttention:
     """One attention: the softmax of its scores, the products that give these, and those that read the weights."""
 
     softmax: Node
@@ -55,7 +55,7 @@ class Written:
     tokens: tuple[int, int]  # rows and columns of scores
 
 
-def written_calls(program: Program) -> Iterator[Written]:
+def written_calls(program: Program) -> Iterator[WrittenAttention]:
     """Every attention of a program that is written out, forward."""
     for softmax in written_attention(program):
         first = tuple(score_products(program, program.makers, softmax.refs[0]))
@@ -63,7 +63,7 @@ def written_calls(program: Program) -> Iterator[Written]:
         # A sink is a column of scores, and no token.
         columns = program.values[first[0].refs[-1]].shape[-1]
         batch = shape[0] if len(shape) > 3 else 1
-        yield Written(softmax, first, tuple(_reading(program, softmax)), batch, (shape[-2], columns))
+        yield WrittenAttention(softmax, first, tuple(_reading(program, softmax)), batch, (shape[-2], columns))
 
 
 def _reading(program: Program, softmax: Node) -> Iterator[Node]:
@@ -90,7 +90,7 @@ def exchanged(program: Program, mesh: Mesh, axis: str, tokens: str, name: str) -
     Raises PlanError, in the name of a plan, where heads do not divide over the axis.
     """
     found: dict[int, Layout] = {}
-    roles: dict[int, list[tuple[str, Written]]] = {}
+    roles: dict[int, list[tuple[str, WrittenAttention]]] = {}
     for each in written_calls(program):
         for node in (*each.first, *each.second):
             for ref in node.refs[-2:]:
@@ -118,7 +118,7 @@ def _backward(
     axis: str,
     tokens: str,
     node: Node,
-    roles: Mapping[int, list[tuple[str, Written]]],
+    roles: Mapping[int, list[tuple[str, WrittenAttention]]],
     name: str,
 ) -> dict[int, Layout]:
     """What a product of backward reads and gives, by the operand of forward that it reads; nothing where that is not
@@ -136,7 +136,7 @@ def _backward(
     return found
 
 
-def _by_heads(program: Program, mesh: Mesh, axis: str, each: Written, id: int, name: str) -> Layout:
+def _by_heads(program: Program, mesh: Mesh, axis: str, each: WrittenAttention, id: int, name: str) -> Layout:
     shape, ranks = program.values[id].shape, mesh.axis_size(axis)
     heads, rest = divmod(shape[0], each.batch)
     if not rest and heads % ranks == 0:
@@ -151,7 +151,9 @@ def _by_heads(program: Program, mesh: Mesh, axis: str, each: Written, id: int, n
     return Spec(f"({axis} _) _ _").bind(mesh, shape)
 
 
-def _by_tokens(program: Program, mesh: Mesh, tokens: str, each: Written, id: int | None, dim: int) -> dict[int, Layout]:
+def _by_tokens(
+    program: Program, mesh: Mesh, tokens: str, each: WrittenAttention, id: int | None, dim: int
+) -> dict[int, Layout]:
     """Where a dim of a value is tokens: the value by these."""
     if id is None or program.values[id].shape[dim] not in each.tokens:
         return {}

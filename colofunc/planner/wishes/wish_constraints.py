@@ -18,7 +18,7 @@ import attrs
 from colofunc.errors import PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.constraints import Constraint, Constraints
-from colofunc.planner.wishes.flow_constraints import ExtraOf, Flow, RuleOf, along, meeting
+from colofunc.planner.wishes.flow_constraints import ExtraOf, RuleOf, WishSeeds, along, meeting
 from colofunc.planner.wishes.gradients import gradients
 from colofunc.planner.wishes.leaf_constraints import NamedValues, layouts_wished, on_leaves
 from colofunc.planner.wishes.operator_constraints import on_operators
@@ -62,7 +62,7 @@ def constraints_of(
     # Layouts and patterns that are followed through the program constrain what they reach.
     lacking: dict[int, list[Strategy]] = {}  # per operator, ways of single flows that enumeration does not have
     for source in dict.fromkeys((*said.followed, *said.held)):
-        flow = Flow(said.followed.get(source, {}), said.held.get(source, {}))
+        flow = WishSeeds(said.followed.get(source, {}), said.held.get(source, {}))
         for item, places, constraint in along(flow, program, mesh, rule_of, extra_of):
             heard = said.hear(flow.wish, item, places, constraint)
             of_item = said.items.setdefault(item, [])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from colofunc.ops.targets import resolve
 from colofunc.program.ir import Node
-from colofunc.program.passes.bands import Band, NoBand, as_band, runs_of_equal
+from colofunc.program.passes.bands import BandedTensor, NoBand, as_band, runs_of_equal
 
 
 def numel(shape: Sequence[int]) -> int:
@@ -22,22 +22,22 @@ def numel(shape: Sequence[int]) -> int:
 FACTORIES = {"aten.full.default", "aten.zeros.default", "aten.ones.default"}
 
 
-def constant(node: Node, shape: tuple[int, ...]) -> Band:
+def constant(node: Node, shape: tuple[int, ...]) -> BandedTensor:
     value = resolve(node.target)((1,), *node.args[1:], **dict(node.kwargs))
     whole = torch.zeros((1,) * (len(shape) - 1), dtype=torch.int64)
-    return Band(shape, whole, whole + shape[-1], value, value)
+    return BandedTensor(shape, whole, whole + shape[-1], value, value)
 
 
-def viewed(node: Node, source: Any, shape: tuple[int, ...]) -> Band:
+def viewed(node: Node, source: Any, shape: tuple[int, ...]) -> BandedTensor:
     """A view, or a triangle, of a band or of a tensor that is no larger than what comes out or lies there already."""
     if isinstance(source, Tensor):
         source = as_band(source, shape if node.target == "aten.expand.default" else tuple(source.shape))
-    if not isinstance(source, Band):
+    if not isinstance(source, BandedTensor):
         raise NoBand
     return VIEWS[node.target](source, node.args[1:], shape)
 
 
-def _reshaped(band: Band, args: tuple[Any, ...], shape: tuple[int, ...]) -> Band:
+def _reshaped(band: BandedTensor, args: tuple[Any, ...], shape: tuple[int, ...]) -> BandedTensor:
     """Any view that leaves the columns as they are."""
     if shape[-1] != band.shape[-1] or numel(shape) != numel(band.shape):
         raise NoBand
@@ -45,13 +45,13 @@ def _reshaped(band: Band, args: tuple[Any, ...], shape: tuple[int, ...]) -> Band
     return band.with_runs(shape, lo, hi)
 
 
-def _expanded(band: Band, args: tuple[Any, ...], shape: tuple[int, ...]) -> Band:
+def _expanded(band: BandedTensor, args: tuple[Any, ...], shape: tuple[int, ...]) -> BandedTensor:
     if shape[-1] != band.shape[-1]:
         raise NoBand
     return band.with_runs(shape, band.lo, band.hi)
 
 
-def _sliced(band: Band, args: tuple[Any, ...], shape: tuple[int, ...]) -> Band:
+def _sliced(band: BandedTensor, args: tuple[Any, ...], shape: tuple[int, ...]) -> BandedTensor:
     given: list[Any] = [0, None, None, 1]
     given[: len(args)] = args
     dim, start, stop, step = given
@@ -66,7 +66,7 @@ def _sliced(band: Band, args: tuple[Any, ...], shape: tuple[int, ...]) -> Band:
     return band.with_runs(shape, lo, hi)
 
 
-def _selected(band: Band, args: tuple[Any, ...], shape: tuple[int, ...]) -> Band:
+def _selected(band: BandedTensor, args: tuple[Any, ...], shape: tuple[int, ...]) -> BandedTensor:
     dim = args[0] % len(band.shape)
     if dim == len(band.shape) - 1:
         raise NoBand
@@ -74,10 +74,10 @@ def _selected(band: Band, args: tuple[Any, ...], shape: tuple[int, ...]) -> Band
     return band.with_runs(shape, lo, hi)
 
 
-def _triangle(lower: bool) -> Callable[[Band, tuple[Any, ...], tuple[int, ...]], Band]:
+def _triangle(lower: bool) -> Callable[[BandedTensor, tuple[Any, ...], tuple[int, ...]], BandedTensor]:
     """tril keeps columns up to i + diagonal, triu those from there on; the others are zero."""
 
-    def apply(band: Band, args: tuple[Any, ...], shape: tuple[int, ...]) -> Band:
+    def apply(band: BandedTensor, args: tuple[Any, ...], shape: tuple[int, ...]) -> BandedTensor:
         diagonal = args[0] if args else 0
         here = torch.arange(shape[-2]) + diagonal
         columns = shape[-1]
@@ -85,7 +85,7 @@ def _triangle(lower: bool) -> Callable[[Band, tuple[Any, ...], tuple[int, ...]],
             lo, hi = torch.zeros_like(here), (here + 1).clamp(0, columns)
         else:
             lo, hi = here.clamp(0, columns), torch.full_like(here, columns)
-        kept = Band(shape, lo, hi, band.inside, band.inside)
+        kept = BandedTensor(shape, lo, hi, band.inside, band.inside)
         zero = torch.zeros_like(band.inside)
         results = []
         for inside, keep in product((False, True), repeat=2):
@@ -96,7 +96,7 @@ def _triangle(lower: bool) -> Callable[[Band, tuple[Any, ...], tuple[int, ...]],
     return apply
 
 
-VIEWS: Mapping[str, Callable[[Band, tuple[Any, ...], tuple[int, ...]], Band]] = {
+VIEWS: Mapping[str, Callable[[BandedTensor, tuple[Any, ...], tuple[int, ...]], BandedTensor]] = {
     "aten.view.default": _reshaped,
     "aten._unsafe_view.default": _reshaped,
     "aten.reshape.default": _reshaped,

@@ -25,7 +25,7 @@ class NoBand(Exception):
 
 
 @attrs.frozen(eq=False)
-class Band:
+class BandedTensor:
     """A tensor `shape` (..., rows, columns): `inside` in columns lo:hi of each row, `outside` elsewhere.
 
     `lo`, `hi`: int64, of the dims but the last, where sizes of 1 are broadcast. `inside`, `outside`: (1,).
@@ -41,7 +41,7 @@ class Band:
         """`lo` or `hi` for every row."""
         return x.expand(self.shape[:-1])
 
-    def with_runs(self, shape: tuple[int, ...], lo: Tensor, hi: Tensor) -> Band:
+    def with_runs(self, shape: tuple[int, ...], lo: Tensor, hi: Tensor) -> BandedTensor:
         return attrs.evolve(self, shape=shape, lo=lo, hi=hi)
 
 
@@ -67,7 +67,7 @@ def runs_of(visible: Tensor) -> tuple[Tensor, Tensor] | None:
     return torch.cat(starts).reshape(shape), torch.cat(ends).reshape(shape)
 
 
-def as_band(x: Tensor, shape: tuple[int, ...]) -> Band:
+def as_band(x: Tensor, shape: tuple[int, ...]) -> BandedTensor:
     """A tensor of at most two values that broadcasts to `shape`; NoBand for any other."""
     x = compact(x[(None,) * (len(shape) - x.dim())])
     inside = x.reshape(-1)[:1]
@@ -78,11 +78,11 @@ def as_band(x: Tensor, shape: tuple[int, ...]) -> Band:
         raise NoBand
     if x.shape[-1] == 1:
         hi = torch.where(same[..., 0], shape[-1], 0)
-        return Band(shape, torch.zeros_like(hi), hi, inside, outside)
+        return BandedTensor(shape, torch.zeros_like(hi), hi, inside, outside)
     for chosen, first, second in ((same, inside, outside), (~same, outside, inside)):
         runs = runs_of(chosen)
         if runs is not None:
-            return Band(shape, *runs, first, second)
+            return BandedTensor(shape, *runs, first, second)
     raise NoBand
 
 
@@ -91,7 +91,7 @@ def equal(x: Tensor, y: Tensor) -> Tensor:
     return (x == y) | (x.isnan() & y.isnan())
 
 
-def runs_of_equal(bands: Sequence[Band], results: Sequence[Tensor], shape: tuple[int, ...]) -> Band:
+def runs_of_equal(bands: Sequence[BandedTensor], results: Sequence[Tensor], shape: tuple[int, ...]) -> BandedTensor:
     """The band whose value is results[k] where the bands are inside as the k-th choice says.
 
     NoBand if it has no such form. Choices are all of (outside, inside) for each band, those of the last band varying first.
@@ -123,7 +123,7 @@ def runs_of_equal(bands: Sequence[Band], results: Sequence[Tensor], shape: tuple
     present = [kind for kind in range(len(values)) if bool((kind_at == kind).any())]
     if len(present) == 1:
         whole = torch.zeros((1,) * (len(shape) - 1), dtype=torch.int64)
-        return Band(shape, whole, whole + shape[-1], values[present[0]], values[present[0]])
+        return BandedTensor(shape, whole, whole + shape[-1], values[present[0]], values[present[0]])
     if len(present) != 2:
         raise NoBand
     for inside, outside in permutations(present):
@@ -132,5 +132,5 @@ def runs_of_equal(bands: Sequence[Band], results: Sequence[Tensor], shape: tuple
         hi = torch.where(chosen, stops, 0).amax(-1)
         length = torch.where(chosen, stops - starts, 0).sum(-1)
         if torch.equal(length, (hi - lo).clamp(min=0)):
-            return Band(shape, lo, torch.maximum(lo, hi), values[inside], values[outside])
+            return BandedTensor(shape, lo, torch.maximum(lo, hi), values[inside], values[outside])
     raise NoBand

@@ -40,7 +40,7 @@ _KINDS = ("colofunc.all_gather", "colofunc.reduce_scatter", "colofunc.all_reduce
 
 
 @attrs.define
-class Most:
+class BucketLimit:
     """The bytes that a bucket may have, and of the sizes that were asked about the largest that is allowed and the
     least that is not.
 
@@ -73,14 +73,14 @@ def buckets(
     program: Program,
     mesh: Mesh,
     apart: Mapping[tuple[int | None, ...], frozenset[int]] = MappingProxyType({}),
-    most: Most | None = None,
+    most: BucketLimit | None = None,
 ) -> Program:
     """`program` (functional, local) with small collectives put together, in the bodies of loops too.
 
     apart: values whose collectives stay as they are, of the program (key ()) and of bodies (what their node defines).
     most: no bucket is larger.
     """
-    most = Most(inf) if most is None else most
+    most = BucketLimit(inf) if most is None else most
     edit = Editor(program)
     for index, node in enumerate(program.nodes):
         if node.loop is not None:
@@ -89,7 +89,7 @@ def buckets(
     return _bucketed(edit.done(), mesh, apart.get((), NONE), most)
 
 
-def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int], most: Most) -> Program:
+def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int], most: BucketLimit) -> Program:
     found = [b.members for b in _find(program, mesh, apart, most) if len(b.members) > 1]
     if not found:
         return program
@@ -103,7 +103,7 @@ def _bucketed(program: Program, mesh: Mesh, apart: frozenset[int], most: Most) -
     return edit.done()
 
 
-def _find(program: Program, mesh: Mesh, apart: frozenset[int], most: Most) -> list[_Bucket]:
+def _find(program: Program, mesh: Mesh, apart: frozenset[int], most: BucketLimit) -> list[_Bucket]:
     made = program.made_at
     first = _first_reads(program)
     open_buckets: dict[Any, _Bucket] = {}

@@ -6,7 +6,7 @@ the program has. Idea: behind all passes that change shapes, each call is shown 
 (`ops/kernels.py`), and what the one that it gets takes is written to its node. The clock and the accountant read it
 there; text, hash and files of a program do without.
 
-    with_kernels(local, mesh, registry.kernels)        # node.kernel: Planned("flash", 0.0021, 0)
+    with_kernels(local, mesh, registry.kernels)        # node.kernel: PlannedKernel("flash", 0.0021, 0)
 
 The executor chooses anew for the device that it really runs on, from the same table: `Program.kernels`.
 """
@@ -20,7 +20,7 @@ from typing import Any
 from colofunc.mesh import Mesh, Topology
 from colofunc.mesh.cost import rate
 from colofunc.mesh.curves import AttentionRate, attention_flops_per_s
-from colofunc.ops.kernels import Kernel, KernelCall, Like, Planned, Rates, Table, bound, choose, signature
+from colofunc.ops.kernels import Kernel, KernelCall, Like, PlannedKernel, Rates, Table, bound, choose, signature
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.positions import Positions
@@ -86,11 +86,11 @@ def _on_device(node: Node, values: Mapping[int, Value]) -> bool:
     return all(values[id].tier == "device" for id in (*node.refs, *node.outs) if id is not None)
 
 
-def _chosen(candidates: Iterable[Kernel], call: KernelCall, rates: Rates) -> Planned | None:
+def _chosen(candidates: Iterable[Kernel], call: KernelCall, rates: Rates) -> PlannedKernel | None:
     kernel = choose(tuple(candidates), call, rates)
     if kernel is None:
         return None
-    return Planned(
+    return PlannedKernel(
         getattr(kernel.fn, "__name__", type(kernel.fn).__name__),
         kernel.cost_s(call, rates),
         kernel.workspace_bytes(call),

@@ -26,7 +26,7 @@ from torch import Tensor
 from colofunc.ops.targets import overload, resolve
 from colofunc.program.ir import Node, Ref, map_refs
 from colofunc.program.passes.band_views import FACTORIES, VIEWS, constant, numel, viewed
-from colofunc.program.passes.bands import Band, NoBand, as_band, runs_of_equal
+from colofunc.program.passes.bands import BandedTensor, NoBand, as_band, runs_of_equal
 from colofunc.program.passes.repeated import compact, computed, plain
 
 # Values up to this many elements, those that repeat counted once, are computed as they are: vectors per row and column
@@ -45,13 +45,13 @@ class Sum:
     column: Tensor
 
 
-Known = Tensor | Band | Sum
+Known = Tensor | BandedTensor | Sum
 Shapes = Callable[[int], tuple[int, ...]]
 
 
 def band_of(
     vid: int, columns: int, chain: Sequence[Node], constants: Mapping[int, Tensor], shapes: Shapes
-) -> Band | None:
+) -> BandedTensor | None:
     """The value as a band of so many columns; None where it is no band.
 
     `chain`: the nodes that make it from the constants, in order. A value of one column is the same in all.
@@ -63,7 +63,7 @@ def band_of(
         value = known[vid]
         if isinstance(value, Tensor):
             return as_band(value, (*value.shape[:-1], columns))
-        return value if isinstance(value, Band) else None
+        return value if isinstance(value, BandedTensor) else None
     except NoBand:
         return None
 
@@ -146,19 +146,19 @@ SIGNS = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1)}
 
 
 @attrs.frozen(eq=False)
-class Term:
+class MaskTerm:
     """An operand of two: a number per row (or for all), a number per column, or the sum of both, all of one dtype."""
 
     row: Tensor | None
     column: Tensor | None
 
 
-def _terms(node: Node, known: Mapping[int, Known], shape: tuple[int, ...]) -> tuple[Term, Term] | None:
+def _terms(node: Node, known: Mapping[int, Known], shape: tuple[int, ...]) -> tuple[MaskTerm, MaskTerm] | None:
     """The operands of a node that has two, in the dtype in which they meet; None where one is another kind of value."""
     if len(node.args) != 2 or node.kwargs:
         return None
     left, right = (known[arg.id] if isinstance(arg, Ref) else arg for arg in node.args)
-    if isinstance(left, Band) or isinstance(right, Band):
+    if isinstance(left, BandedTensor) or isinstance(right, BandedTensor):
         return None
     if isinstance(left, Sum) or isinstance(right, Sum):
         dtype = torch.int64
@@ -170,21 +170,21 @@ def _terms(node: Node, known: Mapping[int, Known], shape: tuple[int, ...]) -> tu
     return left_term, right_term
 
 
-def _term(x: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Term | None:
+def _term(x: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> MaskTerm | None:
     if isinstance(x, Sum):
-        return Term(x.row, x.column)
+        return MaskTerm(x.row, x.column)
     tensor = compact(torch.as_tensor(x))
     if not torch.can_cast(tensor.dtype, dtype):
         return None
     tensor = tensor.to(dtype)
     if tensor.dim() == 0 or tensor.shape[-1] == 1:
-        return Term(tensor, None)
+        return MaskTerm(tensor, None)
     if tensor.shape[-1] == shape[-1] and (tensor.dim() == 1 or tensor.shape[-2] == 1):
-        return Term(None, tensor)
+        return MaskTerm(None, tensor)
     return None
 
 
-def _compared(name: str, left: Term, right: Term, shape: tuple[int, ...]) -> Band:
+def _compared(name: str, left: MaskTerm, right: MaskTerm, shape: tuple[int, ...]) -> BandedTensor:
     """`left < right` and its like as a band of True."""
     if left.column is None:
         name, left, right = COMPARE[name], right, left
@@ -197,8 +197,8 @@ def _compared(name: str, left: Term, right: Term, shape: tuple[int, ...]) -> Ban
     lo, hi = _bisect(name, left.column, row, shape)
     yes, no = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
     if name == "ne":  # the run is of those that are equal
-        return Band(shape, lo, hi, no, yes)
-    return Band(shape, lo, hi, yes, no)
+        return BandedTensor(shape, lo, hi, no, yes)
+    return BandedTensor(shape, lo, hi, yes, no)
 
 
 def _bisect(name: str, column: Tensor, row: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -227,7 +227,7 @@ def _bisect(name: str, column: Tensor, row: Tensor, shape: tuple[int, ...]) -> t
     return lo, hi
 
 
-def _summed(name: str, left: Term, right: Term, shape: tuple[int, ...]) -> Sum:
+def _summed(name: str, left: MaskTerm, right: MaskTerm, shape: tuple[int, ...]) -> Sum:
     """`left + right`, `left - right` or `right - left` of positions."""
     row = column = torch.zeros(1, 1, dtype=torch.int64)
     for sign, term in zip(SIGNS[name], (left, right), strict=True):
@@ -248,16 +248,16 @@ def _position(x: Tensor) -> Tensor:
 # ---- joins ----
 
 
-def _joined(node: Node, known: Mapping[int, Known], shape: tuple[int, ...]) -> Band:
+def _joined(node: Node, known: Mapping[int, Known], shape: tuple[int, ...]) -> BandedTensor:
     """A pointwise operator on bands: its value for each choice of inside and outside, then runs of equal values."""
-    bands: dict[int, Band] = {}
+    bands: dict[int, BandedTensor] = {}
     for ref in dict.fromkeys(node.refs):
         value = known[ref]
         if isinstance(value, Sum):
             raise NoBand
         if isinstance(value, Tensor) and value.numel() != 1:
             value = as_band(value, shape)
-        if isinstance(value, Band):
+        if isinstance(value, BandedTensor):
             bands[ref] = value
     if not bands:
         raise NoBand
@@ -267,7 +267,9 @@ def _joined(node: Node, known: Mapping[int, Known], shape: tuple[int, ...]) -> B
     return runs_of_equal(list(bands.values()), results, shape)
 
 
-def _chosen(node: Node, known: Mapping[int, Known], inside: Mapping[int, bool], bands: Mapping[int, Band]) -> Tensor:
+def _chosen(
+    node: Node, known: Mapping[int, Known], inside: Mapping[int, bool], bands: Mapping[int, BandedTensor]
+) -> Tensor:
     """The operator's result (1,) where each band has its value inside, or outside."""
 
     def value(ref: int) -> Any:

@@ -37,7 +37,7 @@ COMPARISONS = {"eq": "eq", "le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}
 
 
 @attrs.frozen
-class Bound:
+class MaskBound:
     """`column name row`: values of int or bool, (..., 1, columns) and (..., rows, 1).
 
     Without a row: the column is True. Without a column: the row is.
@@ -53,7 +53,7 @@ class Parts:
     """A mask as the conjunction of values that are known while tracing and of comparisons."""
 
     known: tuple[int, ...]
-    bounds: tuple[Bound, ...]
+    bounds: tuple[MaskBound, ...]
 
 
 def parts_of(program: Program, makers: Mapping[int, Node], mask: int) -> Parts | None:
@@ -62,7 +62,7 @@ def parts_of(program: Program, makers: Mapping[int, Node], mask: int) -> Parts |
     if value.dtype != torch.bool or len(value.shape) != 4 or value.shape[1] != 1 or min(value.shape[2:]) < 2:
         return None
     known: dict[int, None] = {}
-    bounds: dict[Bound, None] = {}
+    bounds: dict[MaskBound, None] = {}
     todo = [mask]
     while todo:
         vid = todo.pop()
@@ -70,12 +70,12 @@ def parts_of(program: Program, makers: Mapping[int, Node], mask: int) -> Parts |
         if here.device_free:
             known[vid] = None
         elif _is_vector(here, -1):
-            bounds[Bound("ge", None, vid)] = None
+            bounds[MaskBound("ge", None, vid)] = None
         elif _is_vector(here, -2):
-            bounds[Bound("eq", vid, None)] = None
+            bounds[MaskBound("eq", vid, None)] = None
         elif (found := _opened(program, makers.get(vid), here)) is None:
             return None
-        elif isinstance(found, Bound):
+        elif isinstance(found, MaskBound):
             bounds[found] = None
         else:
             todo += found
@@ -92,7 +92,7 @@ def _is_square(value: Value) -> bool:
     return sum(size > 1 for size in value.shape[:-2]) <= 1
 
 
-def _opened(program: Program, node: Node | None, here: Value) -> Bound | list[int] | None:
+def _opened(program: Program, node: Node | None, here: Value) -> MaskBound | list[int] | None:
     """What stands behind a value: its conjuncts, or one comparison."""
     if node is None or not _is_square(here):
         return None
@@ -113,21 +113,21 @@ def _keeps(node: Node, source: Value, here: Value) -> bool:
     return alike and source.dtype == here.dtype and _is_square(source)
 
 
-def _compared(names: Mapping[str, str], name: str, node: Node, program: Program) -> Bound | None:
+def _compared(names: Mapping[str, str], name: str, node: Node, program: Program) -> MaskBound | None:
     if len(node.args) != 2 or node.kwargs or len(node.refs) != 2:
         return None
     left, right = (program.values[ref] for ref in node.refs)
     if left.dtype not in INTEGERS or right.dtype not in INTEGERS or not (_is_square(left) and _is_square(right)):
         return None
     if _is_vector(left, -2) and _is_vector(right, -1):
-        return Bound(name, left.id, right.id)
+        return MaskBound(name, left.id, right.id)
     if _is_vector(left, -1) and _is_vector(right, -2):
-        return Bound(names[name], right.id, left.id)
+        return MaskBound(names[name], right.id, left.id)
     return None
 
 
 @attrs.define
-class Writer:
+class BoundsWriter:
     """Writes the vectors of bounds into a program, in front of the attention that reads them."""
 
     edit: Editor
@@ -137,7 +137,7 @@ class Writer:
     reader: Node | None = None
 
     @classmethod
-    def of(cls, program: Program) -> Writer:
+    def of(cls, program: Program) -> BoundsWriter:
         return cls(Editor(program))
 
     @property
@@ -178,7 +178,7 @@ class Writer:
             most.append(self._constant(runs[1][:, None] - 1))
         return self._stacked(columns), self._stacked(least), self._stacked(most)
 
-    def _bound(self, bound: Bound, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    def _bound(self, bound: MaskBound, shape: tuple[int, ...]) -> tuple[int, int, int]:
         if bound.column is None:
             # A row that is True sees all columns, of which the code is 1.
             assert bound.row is not None

@@ -21,7 +21,7 @@ import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.ops.define import OPERATORS
-from colofunc.ops.kernels import Planned, bound, signature
+from colofunc.ops.kernels import PlannedKernel, bound, signature
 from colofunc.ops.update_narrow import is_narrow
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
@@ -60,7 +60,7 @@ def narrow_updates(program: Program, mesh: Mesh) -> Program:
         narrow, wide = program.values[source], program.values[result]
         written_bytes = sum(program.values[id].nbytes for id in written(program.nodes[index]))
         seconds = device.launch_s + (narrow.nbytes + 2 * written_bytes) / device.memory_bytes_per_s
-        edit.change(index, kernel=Planned("narrow gradient", seconds, wide.nbytes))
+        edit.change(index, kernel=PlannedKernel("narrow gradient", seconds, wide.nbytes))
         _drop(edit, cast)
         changed = True
     return edit.done() if changed else program

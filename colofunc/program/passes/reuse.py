@@ -51,12 +51,12 @@ def reuse(program: Program, own: Collection[int] = ()) -> Program:
 
     The last pass, because it depends on the final order. own: inputs that are the program's own.
     """
-    facts = Facts(program, own)
+    facts = ReuseFacts(program, own)
     nodes = (_over_what_dies(facts, index, node) or node for index, node in enumerate(program.nodes))
     return Editor(program).written(nodes, stage="inplace")
 
 
-def _over_what_dies(facts: Facts, index: int, node: Node) -> Node | None:
+def _over_what_dies(facts: ReuseFacts, index: int, node: Node) -> Node | None:
     """A node with its result written over an operand that dies with it; None where none does."""
     if not _has_forms(node.target):
         return None
@@ -95,7 +95,7 @@ def over(node: Node, id: int) -> Node | None:
 
 def own_outputs(program: Program) -> set[int]:
     """Positions of outputs whose memory is made by the program, holds nothing else and leaves it once."""
-    facts = Facts(program)
+    facts = ReuseFacts(program)
     groups = [facts.memory.group(out) for out in program.outputs]
     return {place for place, out in enumerate(program.outputs) if groups.count(groups[place]) == 1 and facts.whole(out)}
 
@@ -124,7 +124,7 @@ def kept_for_one_part(loop: Loop) -> list[set[int]]:
     lay."""
     body, timetable = loop.body, loop.cut_by
     assert timetable is not None, "a body in parts"
-    facts = Facts(body)
+    facts = ReuseFacts(body)
     crossing: dict[int, set[tuple[int, int]]] = {}  # memory -> (value, another part than its own that reads it)
     for id, parts in parts_that_read(body, timetable).items():
         if id in body.made_at:
@@ -185,7 +185,7 @@ def fuse(program: Program, own: Collection[int] = ()) -> Program:
 
     `program` is still functional. own: as in `reuse`.
     """
-    facts, edit = Facts(program, own), Editor(program)
+    facts, edit = ReuseFacts(program, own), Editor(program)
     changed = False
     for index, node in enumerate(program.nodes):
         found = None
@@ -203,7 +203,7 @@ def fuse(program: Program, own: Collection[int] = ()) -> Program:
     return edit.done(stage="inplace") if changed else program
 
 
-class Facts:
+class ReuseFacts:
     """Who made what and who reads it last, of one program; see Note [What may be written over]."""
 
     def __init__(self, program: Program, own: Collection[int] = ()) -> None:
@@ -257,14 +257,14 @@ class Facts:
 Found = tuple[int, str, tuple[Any, ...], set[int]]
 
 
-def _log_softmax(facts: Facts, index: int, node: Node) -> Found | None:
+def _log_softmax(facts: ReuseFacts, index: int, node: Node) -> Found | None:
     x, dim, widen = node.args
     if widen or not facts.holds(x.id, index, node):
         return None
     return x.id, "colofunc.log_softmax_", (x, dim), set()
 
 
-def _cross_entropy(facts: Facts, index: int, node: Node) -> Found | None:
+def _cross_entropy(facts: ReuseFacts, index: int, node: Node) -> Found | None:
     """The gradients of log_softmax and nll_loss as one operator over the log probabilities."""
     grad, log_p, dim, dtype = node.args
     maker = facts.makers.get(grad.id)
@@ -281,7 +281,7 @@ def _cross_entropy(facts: Facts, index: int, node: Node) -> Found | None:
     return log_p.id, "colofunc.cross_entropy_dx_", (log_p, seed, target, reduction, ignore, total), {grad.id}
 
 
-def _embedding(facts: Facts, index: int, node: Node) -> Found | None:
+def _embedding(facts: ReuseFacts, index: int, node: Node) -> Found | None:
     """A sum with the gradient of an embedding: only the rows that were looked up are touched."""
     if node.kwargs or not all(isinstance(arg, Ref) for arg in node.args):
         return None
@@ -296,7 +296,7 @@ def _embedding(facts: Facts, index: int, node: Node) -> Found | None:
     return None
 
 
-PATTERNS: dict[str, tuple[Callable[[Facts, int, Node], Found | None], ...]] = {
+PATTERNS: dict[str, tuple[Callable[[ReuseFacts, int, Node], Found | None], ...]] = {
     "aten._log_softmax.default": (_log_softmax,),
     "aten._log_softmax_backward_data.default": (_cross_entropy,),
     "aten.add.Tensor": (_embedding,),

@@ -23,7 +23,7 @@ from functools import partial
 import attrs
 import torch
 
-from colofunc.ops.saved_activations import LEAST_GROUP, PACK, WIDEN, Groups, group_of, scale_dtype_of
+from colofunc.ops.saved_activations import LEAST_GROUP, PACK, WIDEN, ScaleGroups, group_of, scale_dtype_of
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Program, Ref, Value, reading
 from colofunc.program.passes.packed_gathers import GATHER, REARRANGE, gathered_dim, joining_pattern
@@ -37,7 +37,7 @@ EVEN_ROWS = 64
 instead."""
 
 
-def groups_of(shape: tuple[int, ...]) -> Groups | None:
+def groups_of(shape: tuple[int, ...]) -> ScaleGroups | None:
     """The groups of a parameter, from its shape alone; None where it is small.
 
     Small groups where columns may be cut.
@@ -45,7 +45,7 @@ def groups_of(shape: tuple[int, ...]) -> Groups | None:
     groups = group_of(shape)
     if groups is None or shape[0] % EVEN_ROWS == 0 or groups.dim != len(shape) - 1 or groups.width % LEAST_GROUP:
         return groups
-    return Groups(groups.dim, LEAST_GROUP)
+    return ScaleGroups(groups.dim, LEAST_GROUP)
 
 
 def read_rounded(program: Program, numbers: torch.dtype) -> Program:
@@ -70,7 +70,9 @@ def read_rounded(program: Program, numbers: torch.dtype) -> Program:
     return edit.done()
 
 
-def _write(program: Program, edit: Editor, position: int, value: Value, groups: Groups, numbers: torch.dtype) -> int:
+def _write(
+    program: Program, edit: Editor, position: int, value: Value, groups: ScaleGroups, numbers: torch.dtype
+) -> int:
     """A parameter rounded and widened in front of a reader; the widened value."""
     reader = program.nodes[position]
     like = attrs.evolve(value, name="", role="activation")

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 import torch
 
-from colofunc.ops.saved_activations import PACK, WIDEN, Groups, group_of, scale_dtype_of
+from colofunc.ops.saved_activations import PACK, WIDEN, ScaleGroups, group_of, scale_dtype_of
 from colofunc.program.aliases import aliases
 from colofunc.program.editor import Editor
 from colofunc.program.facts import may_alias
@@ -47,7 +47,7 @@ class _Saved:
     """
 
     value: Value
-    groups: Groups
+    groups: ScaleGroups
     last: int
     packed: int
     read: tuple[int, ...]

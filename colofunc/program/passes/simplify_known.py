@@ -26,9 +26,9 @@ from colofunc.ops.targets import overload, resolve
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs
 from colofunc.program.on_host import OnHost
-from colofunc.program.passes.bands import Band, runs_of
+from colofunc.program.passes.bands import BandedTensor, runs_of
 from colofunc.program.passes.mask_bands import band_of
-from colofunc.program.passes.mask_bounds import Parts, Writer, parts_of
+from colofunc.program.passes.mask_bounds import BoundsWriter, Parts, parts_of
 
 # A mask that is no band is made for real up to this many elements (bytes for bool).
 MAX_MASK = 1 << 28
@@ -67,7 +67,7 @@ class Known:
                         self.real[out] = tensor
         return self.real[vid]
 
-    def band(self, vid: int, columns: int) -> Band | None:
+    def band(self, vid: int, columns: int) -> BandedTensor | None:
         """The value as a band of so many columns, without making it; None where it is none."""
         with compat.disable_modes(), compat.no_function_modes(), torch.no_grad():
             chain = self.chain(vid)
@@ -137,10 +137,10 @@ class _Masks:
     program: Program
     verdicts: dict[Any, _Verdict | None] = attrs.field(factory=dict)
     known: Known = attrs.field(init=False)
-    writer: Writer = attrs.field(init=False)
+    writer: BoundsWriter = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.known, self.writer = Known(self.program), Writer.of(self.program)
+        self.known, self.writer = Known(self.program), BoundsWriter.of(self.program)
 
     def folded(self, node: Node, where: tuple[int, int, int]) -> Node:
         bias_at, causal_at, window_at = where
@@ -244,7 +244,7 @@ def _visible_runs(known: Known, bias: int, columns: int) -> Runs | None:
     return _runs_of_mask(known.value(bias), columns)
 
 
-def _runs_of_band(band: Band) -> Runs | None:
+def _runs_of_band(band: BandedTensor) -> Runs | None:
     inside, outside = _visible(band.inside), _visible(band.outside)
     if inside is None or outside is None:
         return None

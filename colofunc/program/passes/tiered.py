@@ -25,7 +25,7 @@ from colofunc.errors import ProgramError
 from colofunc.program.editor import Editor
 from colofunc.program.facts import is_copy, kind_of, written
 from colofunc.program.ir import Node, Program, Ref, map_refs
-from colofunc.program.memory import Lies
+from colofunc.program.memory import StorageMap
 from colofunc.program.places import made_at
 from colofunc.spec.layout import At
 
@@ -44,7 +44,7 @@ class Tiered:
     def __init__(
         self,
         program: Program,
-        lies: Lies,
+        lies: StorageMap,
         home: Collection[int],
         on_host: Collection[int] = (),
         tiers: Tiers = TIERS,
@@ -242,7 +242,7 @@ def _gathered_at(node: Node, result: int) -> At | None:
     return None if layout is None else layout.at
 
 
-def is_view(node: Node, lies: Lies) -> bool:
+def is_view(node: Node, lies: StorageMap) -> bool:
     """Whether all that a node does is look at memory that is there."""
     outs = node.results
     if not outs or node.loop is not None or written(node) or is_copy(node) or kind_of(node) == ("wait", False):
@@ -250,7 +250,7 @@ def is_view(node: Node, lies: Lies) -> bool:
     return all(out in lies.within for out in outs)
 
 
-def readers(program: Program, lies: Lies) -> Mapping[int, list[int]]:
+def readers(program: Program, lies: StorageMap) -> Mapping[int, list[int]]:
     """Storage -> the nodes that read or write values in it, views left out: these look when they are read."""
     found: dict[int, list[int]] = {}
     for index, node in enumerate(program.nodes):

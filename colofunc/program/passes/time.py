@@ -45,7 +45,7 @@ _LIKE: Mapping[str, int] = {"aten.ones_like.default": 1, "aten.zeros_like.defaul
 
 
 @attrs.frozen
-class Rules:
+class LoweringRules:
     """What the lowering asks: rules and further strategies of calls, and the recorder of local code."""
 
     rule: Callable[[Call], Rule | None]
@@ -58,7 +58,7 @@ def over_time(
     leaves: Iterable[int],
     microbatches: int,
     axis: str,
-    rules: Rules,
+    rules: LoweringRules,
     minor: bool = False,
     lean: bool = False,
 ) -> Program:
@@ -72,7 +72,7 @@ def over_time(
 
 
 def lies_over_time(
-    program: Program, leaves: Iterable[int], microbatches: int, axis: str, rules: Rules
+    program: Program, leaves: Iterable[int], microbatches: int, axis: str, rules: LoweringRules
 ) -> tuple[dict[int, Layout], Program]:
     """How each value of a program, local or global, lies over time, and the program with that axis."""
     built = _build(program, leaves, microbatches, axis, rules)
@@ -90,7 +90,7 @@ def _build(
     leaves: Iterable[int],
     microbatches: int,
     axis: str,
-    rules: Rules,
+    rules: LoweringRules,
     minor: bool = False,
     lean: bool = False,
 ) -> _Build:
@@ -120,7 +120,7 @@ def _split_rows(shape: tuple[int, ...], n: int, axis: str, minor: bool) -> Layou
 class _Build(Builder):
     """The program while it is made: lowered as onto any mesh, but each strategy is chosen when its node is reached."""
 
-    def __init__(self, program: Program, mesh: Mesh, axis: str, rules: Rules, lean: bool) -> None:
+    def __init__(self, program: Program, mesh: Mesh, axis: str, rules: LoweringRules, lean: bool) -> None:
         super().__init__(program, mesh, rules.record_local)
         self.axis, self.rules, self.lean = axis, rules, lean
         self.lies: dict[int, Layout] = {}  # old id -> how consumers had best take it

@@ -33,7 +33,7 @@ from colofunc.errors import TraceError
 from colofunc.program.tracing.captured import REMEDY, another_way
 from colofunc.program.tracing.infer import contiguous
 from colofunc.program.tracing.meta import Attribute, activate, active
-from colofunc.program.tracing.module_tensors import Kept, keep, plain_attributes, reached
+from colofunc.program.tracing.module_tensors import ContainerBefore, keep, plain_attributes, reached
 from colofunc.program.tracing.ops import handler_of
 from colofunc.program.tracing.record import Recorder
 from colofunc.program.tracing.roles import is_traced
@@ -188,7 +188,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # of a module: (args, kwargs), te
 
 
 @attrs.frozen
-class Maker:
+class AttributeMaker:
     """What a module computes again: at which line, of which parameters (or of none of its own: of what it is called
     with).
     """
@@ -199,7 +199,7 @@ class Maker:
 
 def maker_of(
     called: nn.Module, call: Call, trained: Collection[str], holder: nn.Module, name: str, tensor: Tensor
-) -> Maker | None:
+) -> AttributeMaker | None:
     """Who computes what `holder` keeps in attribute `name` of what is trained; None where it is not so computed.
 
     `tensor`: what lies there now. `called`: a module with the holder in it, or the holder; `call`: a call of its
@@ -216,7 +216,7 @@ def maker_of(
 
 def _filled_in(
     called: nn.Module, call: Call, trained: Collection[str], holder: nn.Module, name: str
-) -> list[Maker] | None:
+) -> list[AttributeMaker] | None:
     """The makers of what a call leaves in the attribute, none for a table; None where it leaves nothing there."""
     rec = Recorder(handler_of)
     with compat.disable_modes(), compat.no_function_modes(), activate(rec.where), rec, torch.enable_grad():
@@ -234,7 +234,7 @@ def _filled_in(
     return [_maker(rec, rec.cell(x).vid, names) for x in made if x.requires_grad] if made else None
 
 
-def _maker(rec: Recorder, vid: int, names: dict[int, str]) -> Maker:
+def _maker(rec: Recorder, vid: int, names: dict[int, str]) -> AttributeMaker:
     """`names`: those of parameters, by their values."""
     line = rec.producer[vid].line if vid in rec.producer else ""
     found, pending, seen = [], [vid], {vid}
@@ -245,7 +245,7 @@ def _maker(rec: Recorder, vid: int, names: dict[int, str]) -> Maker:
         refs = rec.producer[top].refs if top in rec.producer else ()
         pending += [ref for ref in refs if ref not in seen]
         seen.update(refs)
-    return Maker(line, tuple(sorted(found)))
+    return AttributeMaker(line, tuple(sorted(found)))
 
 
 def _stand_in(rec: Recorder, tensor: Tensor, differentiated: bool) -> Tensor:
@@ -280,7 +280,7 @@ def _ways_to_empty(holder: nn.Module, name: str, tensor: Tensor) -> Iterator[Cal
 
 
 @contextmanager
-def _put_back(kept: list[Kept]) -> Iterator[None]:
+def _put_back(kept: list[ContainerBefore]) -> Iterator[None]:
     try:
         yield
     finally:

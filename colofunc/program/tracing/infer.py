@@ -39,14 +39,14 @@ class Meta(NamedTuple):
 
 @attrs.frozen(slots=True)
 class Results:
-    """Results of a call: `shape` is nested lists and tuples of indices into `metas`, other leaves are `Plain`."""
+    """Results of a call: `shape` is nested lists and tuples of indices into `metas`, other leaves are `PlainResult`."""
 
     form: Any
     metas: tuple[Meta, ...]
 
 
 @attrs.frozen(slots=True)
-class Plain:
+class PlainResult:
     """A result that is no tensor."""
 
     value: Any
@@ -228,7 +228,7 @@ def _form(out: Any, metas: list[Meta]) -> Any:
         return len(metas) - 1
     if isinstance(out, (list, tuple)):
         return [_form(o, metas) for o in out] if isinstance(out, list) else tuple([_form(o, metas) for o in out])
-    return Plain(out)
+    return PlainResult(out)
 
 
 def build(form: Any, tensors: Sequence[Any]) -> Any:
@@ -236,7 +236,7 @@ def build(form: Any, tensors: Sequence[Any]) -> Any:
     kind = type(form)
     if kind is int:
         return tensors[form]
-    if kind is Plain:
+    if kind is PlainResult:
         return form.value
     return kind([build(f, tensors) for f in form])
 
@@ -246,6 +246,6 @@ def slots(form: Any) -> list[int | None]:
     kind = type(form)
     if kind is int:
         return [form]
-    if kind is Plain:
+    if kind is PlainResult:
         return [None]
     return [s for f in form for s in slots(f)]

@@ -1,7 +1,7 @@
 """Records that a transform keeps in a state beside what the step itself has there: a loss scale, largest numbers of
 earlier steps.
 
-    loss_scale = Kept("loss_scale", ("scale", "good", "skipped"), "cf.precision('fp16') keeps its loss scale")
+    loss_scale = KeptRecord("loss_scale", ("scale", "good", "skipped"), "cf.precision('fp16') keeps its loss scale")
     record, bare = loss_scale.split(state)      # None, state where there is none yet
     state = loss_scale.join(bare, record)
 
@@ -21,7 +21,7 @@ from colofunc.program.tracing.tree import container, rebuild
 
 
 @attrs.frozen
-class Kept:
+class KeptRecord:
     """One such record. `fields`: its keys, by which it is known among the items of a tuple or list.
 
     `keeps`: who keeps what, `instead`: what could be done without it, for the error where a state has no place for it.

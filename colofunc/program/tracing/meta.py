@@ -27,7 +27,7 @@ import torch
 from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.program.ir import PHASES
-from colofunc.program.tracing.module_tensors import Kept
+from colofunc.program.tracing.module_tensors import ContainerBefore
 
 _HERE = os.path.dirname(os.path.abspath(compat.__file__)) + os.sep
 _COMMAND_LINE = os.path.join(_HERE, "cli.py")
@@ -66,7 +66,7 @@ class Whereabouts:
         self.replaced: dict[
             int, str
         ] = {}  # id of a module's own parameter, for which the step passes another -> its name
-        self.kept: list[Kept] = []  # what plain attributes of modules held before their first forward
+        self.kept: list[ContainerBefore] = []  # what plain attributes of modules held before their first forward
         self.modules: dict[int, ref[torch.nn.Module]] = {}  # by id: what was called (see `used`)
         self.models: dict[int, ref[Any]] = {}  # by id: models that were called, with their frozen weights
         self._origin: dict[int, tuple[str, str]] = {}

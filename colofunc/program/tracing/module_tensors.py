@@ -25,7 +25,7 @@ OPAQUE = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodTyp
 
 
 @attrs.frozen
-class Kept:
+class ContainerBefore:
     """A container as it was before a trace. `attribute`: which one leads to it; None for the module's own namespace."""
 
     module: nn.Module
@@ -67,20 +67,20 @@ def _inside(value: Any) -> list[Any] | None:
     return [namespace] if isinstance(namespace, dict) else None
 
 
-def keep(module: nn.Module) -> list[Kept]:
+def keep(module: nn.Module) -> list[ContainerBefore]:
     """What the plain attributes of a module and its submodules hold now."""
     kept = []
     for part in module.modules():
-        kept.append(Kept(part, None, vars(part), dict(vars(part))))
+        kept.append(ContainerBefore(part, None, vars(part), dict(vars(part))))
         for name, value in plain_attributes(part):
             for container in reached(value):
                 for kind in (dict, list, set):
                     if isinstance(container, kind):
-                        kept.append(Kept(part, name, container, kind(container)))
+                        kept.append(ContainerBefore(part, name, container, kind(container)))
     return kept
 
 
-def put_back(kept: Kept) -> list[tuple[str, Tensor]]:
+def put_back(kept: ContainerBefore) -> list[tuple[str, Tensor]]:
     """Take what a trace has put into a container out of it. Returns these tensors, each with its attribute."""
     container, before = kept.container, kept.before
     if not isinstance(container, dict) or not isinstance(before, dict):

@@ -39,7 +39,7 @@ class HasFrozen(Protocol):
 
 
 @attrs.frozen(eq=False)
-class Mode:
+class ModuleMode:
     """One module as it was found."""
 
     module: torch.nn.Module
@@ -47,8 +47,8 @@ class Mode:
     children: tuple[torch.nn.Module | None, ...]
 
     @staticmethod
-    def of(module: torch.nn.Module) -> Mode:
-        return Mode(module, compat.training(module), compat.children(module))
+    def of(module: torch.nn.Module) -> ModuleMode:
+        return ModuleMode(module, compat.training(module), compat.children(module))
 
 
 @attrs.frozen(eq=False)
@@ -60,7 +60,7 @@ class Modes:
     children: list[tuple[torch.nn.Module | None, ...]]
 
     @staticmethod
-    def of(modes: Iterable[Mode]) -> Modes:
+    def of(modes: Iterable[ModuleMode]) -> Modes:
         found = list(modes)
         return Modes(
             [mode.module for mode in found], [mode.training for mode in found], [mode.children for mode in found]
@@ -71,15 +71,15 @@ class Modes:
 
 
 @attrs.frozen(eq=False)
-class Weights:
+class FrozenWeights:
     """Frozen weights as they were found; those of a trace are kept alive by it, so that their ids stay theirs."""
 
     held: Mapping[str, torch.Tensor]
     ids: list[int]
 
     @staticmethod
-    def of(held: Mapping[str, torch.Tensor]) -> Weights:
-        return Weights(held, list(map(id, held.values())))
+    def of(held: Mapping[str, torch.Tensor]) -> FrozenWeights:
+        return FrozenWeights(held, list(map(id, held.values())))
 
     def stands(self) -> bool:
         return list(map(id, self.held.values())) == self.ids
@@ -112,22 +112,24 @@ class Hooks:
 
 
 @attrs.frozen(eq=False)
-class Used:
+class UsedModules:
     """What a trace has used, as it was then."""
 
-    modes: tuple[Mode, ...]
-    frozen: tuple[Weights, ...]
+    modes: tuple[ModuleMode, ...]
+    frozen: tuple[FrozenWeights, ...]
     hooks: Hooks
 
     @staticmethod
-    def of(modules: Iterable[torch.nn.Module], models: Iterable[HasFrozen]) -> Used:
+    def of(modules: Iterable[torch.nn.Module], models: Iterable[HasFrozen]) -> UsedModules:
         """These as they are now, each module once."""
         parts: dict[int, torch.nn.Module] = {}
         for module in modules:
             parts.update({id(part): part for part in module.modules()})
         held = {id(model.frozen): model.frozen for model in models}
-        return Used(
-            tuple(map(Mode.of, parts.values())), tuple(map(Weights.of, held.values())), Hooks.of(list(parts.values()))
+        return UsedModules(
+            tuple(map(ModuleMode.of, parts.values())),
+            tuple(map(FrozenWeights.of, held.values())),
+            Hooks.of(list(parts.values())),
         )
 
     @cached_property
@@ -138,17 +140,17 @@ class Used:
         """Whether all of it is as it was."""
         return self.hooks.stands() and self._asked.stand() and all(weights.stands() for weights in self.frozen)
 
-    def without(self, modes: Iterable[Mode], frozen: Iterable[Weights]) -> Used:
+    def without(self, modes: Iterable[ModuleMode], frozen: Iterable[FrozenWeights]) -> UsedModules:
         """What is left beside these, which somebody else looks at; hooks stay."""
         modules, held = {id(mode.module) for mode in modes}, {id(weights.held) for weights in frozen}
         rest = tuple(mode for mode in self.modes if id(mode.module) not in modules)
-        return Used(rest, tuple(weights for weights in self.frozen if id(weights.held) not in held), self.hooks)
+        return UsedModules(rest, tuple(weights for weights in self.frozen if id(weights.held) not in held), self.hooks)
 
-    def earlier(self, before: Used) -> Used:
+    def earlier(self, before: UsedModules) -> UsedModules:
         """The same modules and weights, as they were `before` where that is known."""
         modes = {id(mode.module): mode for mode in before.modes}
         frozen = {id(weights.held): weights for weights in before.frozen}
-        return Used(
+        return UsedModules(
             tuple(modes.get(id(mode.module), mode) for mode in self.modes),
             tuple(frozen.get(id(weights.held), weights) for weights in self.frozen),
             self.hooks,

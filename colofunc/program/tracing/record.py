@@ -40,7 +40,7 @@ PLACEMENT = frozenset({"device", "layout", "pin_memory", "non_blocking"})
 SMALL = (int, float, bool, str, type(None), complex, torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
-class Storage:
+class TracedStorage:
     """What all views of one tensor share. `kind`: "fresh", "input" or "captured"; `name` of an input leaf.
 
     `number`: it stands for a Python float, and takes part in type promotion like one (see `trace_numbers`).
@@ -80,7 +80,7 @@ class Cell:
 
     __slots__ = ("args", "key", "kwargs", "meta", "parent", "storage", "target", "version", "vid")
 
-    def __init__(self, storage: Storage, vid: int, meta: Meta) -> None:
+    def __init__(self, storage: TracedStorage, vid: int, meta: Meta) -> None:
         self.storage = storage
         self.vid = vid
         self.version = storage.version
@@ -213,7 +213,7 @@ class Recorder(compat.TorchDispatchMode):
 
     def root(self, vid: int, meta: Meta, kind: str = "fresh", name: str = "") -> Cell:
         """The cell of a tensor with a storage of its own."""
-        storage = Storage(self, kind, name)
+        storage = TracedStorage(self, kind, name)
         storage.root = Cell(storage, vid, meta)
         return storage.root
 
@@ -263,7 +263,7 @@ class Recorder(compat.TorchDispatchMode):
         cell.vid = vid
         cell.version = storage.version
 
-    def _refuse_write(self, storage: Storage) -> None:
+    def _refuse_write(self, storage: TracedStorage) -> None:
         line = user_line()
         if storage.kind == "input":
             raise TraceError(

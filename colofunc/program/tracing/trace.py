@@ -34,7 +34,7 @@ from colofunc.program.tracing.leaks import put_back_attributes, refuse_leaks, wa
 from colofunc.program.tracing.meta import activate, phase, raised_line, watch_modules
 from colofunc.program.tracing.modules_used import HasFrozen, noted, noting
 from colofunc.program.tracing.ops import handler_of
-from colofunc.program.tracing.record import Recorder, Storage
+from colofunc.program.tracing.record import Recorder, TracedStorage
 from colofunc.program.tracing.roles import Observed, comes_back, first_result
 from colofunc.program.tracing.tree import Tree, flatten, join, unflatten
 from colofunc.spec.rule import TensorType
@@ -218,12 +218,14 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
 
 def _make_inputs(
     rec: Recorder, leaves: Sequence[torch.Tensor], names: Sequence[str]
-) -> tuple[list[torch.Tensor], list[Storage]]:
+) -> tuple[list[torch.Tensor], list[TracedStorage]]:
     made = [_make_input(rec, leaf, name) for leaf, name in zip(leaves, names, strict=True)]
     return [fake for fake, _ in made], [storage for _, storage in made]
 
 
-def _make_input(rec: Recorder, leaf: torch.Tensor, name: str, role: str = "activation") -> tuple[torch.Tensor, Storage]:
+def _make_input(
+    rec: Recorder, leaf: torch.Tensor, name: str, role: str = "activation"
+) -> tuple[torch.Tensor, TracedStorage]:
     vid = rec.new_value(tuple(leaf.shape), leaf.dtype, name=name, role=role)
     cell = rec.root(vid, contiguous(leaf.shape, leaf.dtype), "input", name)
     cell.storage.scattered = not leaf.is_contiguous()

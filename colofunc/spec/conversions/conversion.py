@@ -28,21 +28,21 @@ import attrs
 
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh, wire_bytes
-from colofunc.spec.conversions.lower import Move, fuse_steps, lower
+from colofunc.spec.conversions.lower import ConversionCall, fuse_steps, lower
 from colofunc.spec.conversions.moves import FREE, Step
 from colofunc.spec.conversions.normal import Curve, curve_of, is_free, normal
 from colofunc.spec.conversions.refine import Puzzle, local_numel, refine
 from colofunc.spec.conversions.search import Question, answer, farthest
 from colofunc.spec.layout import At, Layout, covers, make_layout
 
-__all__ = ["Conversion", "Move", "conversion", "conversion_bytes", "conversion_curve", "conversion_s"]
+__all__ = ["Conversion", "ConversionCall", "conversion", "conversion_bytes", "conversion_curve", "conversion_s"]
 
 
 @attrs.frozen
 class Conversion:
     """`moves` in sequence on one value. Per rank: seconds, bytes received."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[ConversionCall, ...]
     cost_s: float
     wire_bytes: int
 
@@ -124,10 +124,12 @@ def conversion(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> Conversio
         )
     route = _route(src, dst, mesh, itemsize, _apart(src, dst))
     axis_sizes = mesh.shape
-    moves: list[Move] = []
+    moves: list[ConversionCall] = []
     for leg in route.legs:
         if leg.puzzle is None:
-            moves.append(Move("fit", (leg.dst.local_shape,), leg.src.local_shape, leg.dst.local_shape, leg.dst))
+            moves.append(
+                ConversionCall("fit", (leg.dst.local_shape,), leg.src.local_shape, leg.dst.local_shape, leg.dst)
+            )
         else:
             moves += lower(leg.puzzle, leg.steps, leg.src, axis_sizes)
     there = covers(src.at, dst.at)
@@ -164,12 +166,12 @@ def _apart(src: Layout, dst: Layout) -> str | None:
     return None if at is None else at[0]
 
 
-def _at(move: Move, at: At | None) -> Move:
+def _at(move: ConversionCall, at: At | None) -> ConversionCall:
     """The move on some ranks only."""
     return attrs.evolve(move, layout=None if move.layout is None else move.layout.with_at(at), on=at)
 
 
-def _send(src: Layout, dst: Layout, mesh: Mesh) -> Move:
+def _send(src: Layout, dst: Layout, mesh: Mesh) -> ConversionCall:
     """From the first index at which the value is to all at which it is wanted."""
     assert src.at is not None, "what all ranks have is sent to nobody"
     axis, (source, *_) = src.at
@@ -177,7 +179,9 @@ def _send(src: Layout, dst: Layout, mesh: Mesh) -> Move:
     targets = tuple(range(mesh.axis_size(axis))) if dst.at is None else dst.at[1]
     members = tuple(sorted({source, *targets}))
     on = None if len(members) == mesh.axis_size(axis) else (axis, members)
-    return Move("send", ((axis,), mesh.axis_size(axis), source, targets), dst.local_shape, dst.local_shape, dst, on)
+    return ConversionCall(
+        "send", ((axis,), mesh.axis_size(axis), source, targets), dst.local_shape, dst.local_shape, dst, on
+    )
 
 
 def _sent_s(src: Layout, dst: Layout, mesh: Mesh, itemsize: int) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 
 from colofunc.spec.conversions.moves import Step
-from colofunc.spec.conversions.refine import COPY, HOW, Locations, Part, Puzzle
+from colofunc.spec.conversions.refine import COPY, HOW, AxisPart, Locations, Puzzle
 from colofunc.spec.layout import At, Dim, Layout, make_layout
 
 LETTERS = ascii_lowercase + ascii_uppercase
@@ -26,7 +26,7 @@ Form = tuple[tuple[int, ...], ...]  # dims of a local tensor as slots
 
 
 @attrs.frozen
-class Move:
+class ConversionCall:
     """One operator call on the value so far: `colofunc.<target>(x, *args)`.
 
     `in_shape`, `local_shape`: of x and of the result. `layout`: of the result, None where it is none (a part of an
@@ -67,7 +67,7 @@ def _can_fuse(first: Step, second: Step) -> bool:
     return kind == "take_shard"
 
 
-def axes_text(parts: tuple[Part, ...], axis_sizes: dict[str, int]) -> tuple[str, ...]:
+def axes_text(parts: tuple[AxisPart, ...], axis_sizes: dict[str, int]) -> tuple[str, ...]:
     """Names of parts, those of one axis that follow one another joined: dp[2:2], dp[1:2] -> dp where dp has 4."""
     runs: list[tuple[str, int, int]] = []  # axis, stride, size
     for part in parts:
@@ -91,7 +91,7 @@ class _Value:
     src: Layout
     form: Form
     where: Locations
-    moves: list[Move]
+    moves: list[ConversionCall]
 
     def home(self, where: Locations) -> Form:
         """The local form of a layout: every dim's slots that no part holds."""
@@ -109,7 +109,7 @@ class _Value:
         before, after = self.shape(self.form), self.shape(form)
         self.form = form
         layout = self.layout() if form == self.home(self.where) else None
-        self.moves.append(Move(target, args, before, after, layout))
+        self.moves.append(ConversionCall(target, args, before, after, layout))
 
     def rearrange(self, form: Form) -> None:
         """Bring the tensor into a form; no move where only slots of size 1 differ."""
@@ -151,7 +151,7 @@ class _Value:
 
     def layout(self) -> Layout | None:
         """The layout with parts where they are now; None if an axis is spread over separate places."""
-        part_in: dict[int, Part] = {}  # slot -> the part that is there
+        part_in: dict[int, AxisPart] = {}  # slot -> the part that is there
         pending: set[tuple[str, str]] = set()
         for part, where in zip(self.puzzle.parts, self.where, strict=True):
             if where >= 0:
@@ -168,7 +168,7 @@ class _Value:
             return None
         return make_layout(tuple(dims), self.src.shape, tuple(pending), self.src.tier, self.src.scheme)
 
-    def _dim(self, slots: tuple[int, ...], part_in: Mapping[int, Part]) -> Dim | None:
+    def _dim(self, slots: tuple[int, ...], part_in: Mapping[int, AxisPart]) -> Dim | None:
         """The atoms of a dim, parts of an axis joined; None if a part has no neighbour to make its axis whole."""
         atoms: list[tuple[int, str | None, int]] = []  # size, axis, stride
         for slot in slots:
@@ -200,7 +200,7 @@ def _without(form: Form, slots: Collection[int]) -> Form:
     return tuple(dims)
 
 
-def lower(puzzle: Puzzle, steps: tuple[Step, ...], src: Layout, axis_sizes: dict[str, int]) -> list[Move]:
+def lower(puzzle: Puzzle, steps: tuple[Step, ...], src: Layout, axis_sizes: dict[str, int]) -> list[ConversionCall]:
     """Moves that carry out the steps, from a part of `src` to a part of the puzzle's goal."""
     value = _Value(puzzle, axis_sizes, src, (), puzzle.start, [])
     value.form = value.home(puzzle.start)

@@ -39,7 +39,7 @@ FREE = ("take_shard", "keep_first")  # moves that cost nothing
 
 
 @attrs.frozen
-class Piece:
+class PuzzlePiece:
     """One part in a normalised puzzle; slots are numbered by first use, so that equal problems are equal keys."""
 
     size: int
@@ -48,7 +48,7 @@ class Piece:
     scratch: int  # a slot, or -1
 
 
-def moves_from(pieces: tuple[Piece, ...], state: Locations) -> Iterator[Step]:
+def moves_from(pieces: tuple[PuzzlePiece, ...], state: Locations) -> Iterator[Step]:
     """Moves worth trying from a state: towards goals, out of the way of others, and into scratch slots."""
     board = _Board(pieces, state)
     for move in _slices_to_goals(board):
@@ -66,7 +66,7 @@ class _Board:
 
     __slots__ = ("_known_targets", "is_large", "is_roomy", "pieces", "state", "taken")
 
-    def __init__(self, pieces: tuple[Piece, ...], state: Locations) -> None:
+    def __init__(self, pieces: tuple[PuzzlePiece, ...], state: Locations) -> None:
         self.pieces = pieces
         self.state = state
         self.taken = {where for where in state if where >= 0}  # slots

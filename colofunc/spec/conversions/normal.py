@@ -23,7 +23,7 @@ from math import prod
 import attrs
 
 from colofunc.mesh import KINDS, Mesh
-from colofunc.spec.conversions.moves import FREE, Piece, Step
+from colofunc.spec.conversions.moves import FREE, PuzzlePiece, Step
 from colofunc.spec.conversions.refine import COPY, Puzzle
 from colofunc.spec.conversions.search import Prices, Question, answer, prices
 
@@ -42,7 +42,7 @@ between."""
 class Normal:
     """A puzzle under standard names, and the way back: part of each piece, slot of each numbered slot."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PuzzlePiece, ...]
     prices: Prices
     back: tuple[int, ...]
     slots: tuple[int, ...]
@@ -64,7 +64,7 @@ def normal(puzzle: Puzzle, mesh: Mesh) -> Normal:
         found = prices(None if free else mesh, tuple(puzzle.parts[part].name for part in order))
         key = (pieces, found.table)
         if best is None or key < least:
-            best, least = Normal(tuple(Piece(*piece) for piece in pieces), found, order, slots), key
+            best, least = Normal(tuple(PuzzlePiece(*piece) for piece in pieces), found, order, slots), key
     assert best is not None, "no parts are one order, too"
     return best
 
@@ -128,7 +128,7 @@ class Curve:
 
     __slots__ = ("_known", "_lines", "_sizes", "pieces", "prices")
 
-    def __init__(self, pieces: tuple[Piece, ...], found: Prices) -> None:
+    def __init__(self, pieces: tuple[PuzzlePiece, ...], found: Prices) -> None:
         self.pieces, self.prices = pieces, found
         self._sizes: list[float] = []
         self._lines: list[tuple[float, float]] = []
@@ -163,7 +163,7 @@ class Curve:
         return line
 
 
-def _line_of(pieces: tuple[Piece, ...], found: Prices, steps: tuple[Step, ...]) -> tuple[float, float]:
+def _line_of(pieces: tuple[PuzzlePiece, ...], found: Prices, steps: tuple[Step, ...]) -> tuple[float, float]:
     """(seconds, seconds per byte of a rank's part at the start) of these steps."""
     sizes = [piece.size for piece in pieces]
     ways = []  # at the start and behind each step, into how many parts the tensor is split
@@ -182,7 +182,7 @@ def _same(one: tuple[float, float], other: tuple[float, float]) -> bool:
     return all(abs(x - y) <= 1e-9 * abs(x) for x, y in zip(one, other, strict=True))
 
 
-_CURVES: dict[tuple[tuple[Piece, ...], Prices], Curve] = {}
+_CURVES: dict[tuple[tuple[PuzzlePiece, ...], Prices], Curve] = {}
 _PUZZLES: dict[tuple[object, ...], Curve] = {}
 
 

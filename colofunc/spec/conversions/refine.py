@@ -29,7 +29,7 @@ Locations = tuple[int, ...]  # per part: a slot (0 and up), COPY or a value of P
 
 
 @attrs.frozen
-class Part:
+class AxisPart:
     """A mesh axis or a part of one: index (i // stride) % size at index i of the axis."""
 
     axis: str
@@ -42,7 +42,7 @@ class Part:
 class Puzzle:
     """Parts to move. `dims`: slots of each dim, major first; `sizes`: of slots; `scratch`: own slot per part, or -1."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[AxisPart, ...]
     sizes: tuple[int, ...]
     dims: tuple[tuple[int, ...], ...]
     start: Locations
@@ -131,7 +131,7 @@ def _cuts(src: Layout, dst: Layout) -> tuple[list[set[int]], dict[str, set[int]]
     return dim_cuts, axis_cuts, frozenset(bad)
 
 
-def _parts(src: Layout, dst: Layout, mesh: Mesh, apart: str | None, cuts: dict[str, set[int]]) -> tuple[Part, ...]:
+def _parts(src: Layout, dst: Layout, mesh: Mesh, apart: str | None, cuts: dict[str, set[int]]) -> tuple[AxisPart, ...]:
     """Parts of all axes, in the mesh's order, major first. Axes that hold copies on both sides only help to reduce."""
     used = {*src.axes, *dst.axes, *(a for a, _ in src.pending), *(a for a, _ in dst.pending)}
     reduces = bool(set(src.pending) - set(dst.pending))
@@ -142,12 +142,12 @@ def _parts(src: Layout, dst: Layout, mesh: Mesh, apart: str | None, cuts: dict[s
         marks = sorted({1, size, *cuts.get(axis, ())}, reverse=True)
         for high, low in pairwise(marks):
             whole = (low, high) == (1, size)
-            out.append(Part(axis, low, high // low, axis if whole else f"{axis}[{low}:{high // low}]"))
+            out.append(AxisPart(axis, low, high // low, axis if whole else f"{axis}[{low}:{high // low}]"))
     return tuple(out)
 
 
 def _add_scratch(
-    parts: tuple[Part, ...], sizes: list[int], dims: list[list[int]], start: list[int], goal: list[int]
+    parts: tuple[AxisPart, ...], sizes: list[int], dims: list[list[int]], start: list[int], goal: list[int]
 ) -> tuple[int, ...]:
     """Cut a slot for each part out of the factors that are local on both sides; -1 where none has room."""
     taken = {*start, *goal}

@@ -31,7 +31,7 @@ import attrs
 
 from colofunc.mesh import KINDS, Mesh
 from colofunc.mesh.cost import rotation
-from colofunc.spec.conversions.moves import FREE, MOST_SEARCHED_WHOLE, Piece, Step, moves_from
+from colofunc.spec.conversions.moves import FREE, MOST_SEARCHED_WHOLE, PuzzlePiece, Step, moves_from
 from colofunc.spec.conversions.refine import COPY, Locations
 
 # Each time that so many moves were tried, what is left counts twice as much; three moving axes never need as many.
@@ -108,7 +108,7 @@ def farthest(mesh: Mesh, names: tuple[str, ...]) -> tuple[int, ...]:
 class Question:
     """A normalised puzzle. nbytes: of one rank's part at the start."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PuzzlePiece, ...]
     nbytes: float
     prices: Prices
 
