@@ -416,6 +416,17 @@ def test_no_import_cycles() -> None:
     assert not cycle, f"{' -> '.join(cycle)}. {hint}"
 
 
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    """One name means one thing, in the core and in its plugins."""
+    modules_of: dict[str, list[str]] = {}
+    for module, source in {**sources("colofunc"), **sources("plugins")}.items():
+        for node in parsed(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules_of.setdefault(node.name, []).append(module)
+    shared = {name: modules for name, modules in modules_of.items() if len(modules) > 1}
+    assert len(modules_of) > 500 and not shared
+
+
 @pytest.mark.parametrize("package", ["program", "executors", "dtensor", "compiler", "transforms"])
 def test_packages_say_what_lives_in_them(package: str) -> None:
     """The docstring of a package names each of its files and folders."""

@@ -12,7 +12,7 @@ import colofunc as cf
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs Lightning")
 from colofunc.integrations.lightning import ColofuncStrategy  # noqa: E402
-from colofunc.integrations.loop import Loop  # noqa: E402
+from colofunc.integrations.loop import TrainingLoop  # noqa: E402
 
 # Communication is free, so that tiny models are split at all.
 DP, DP_TP = cf.Mesh(dp=2, topology="ideal"), cf.Mesh(dp=2, tp=2, topology="ideal")
@@ -178,8 +178,8 @@ class Collect(pl.Callback):
 def test_evaluation_runs_on_the_same_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values go to the module once, at the end: training, validating, training moves nothing."""
     written: list[int] = []
-    write = Loop.write
-    monkeypatch.setattr(Loop, "write", lambda loop: written.append(1) or write(loop))
+    write = TrainingLoop.write
+    monkeypatch.setattr(TrainingLoop, "write", lambda loop: written.append(1) or write(loop))
     strategy = ColofuncStrategy(mesh=DP_TP, evaluate="traced")
     torch.manual_seed(0)
     mine, theirs = Evaluated(), Evaluated()

@@ -19,7 +19,7 @@ import colofunc as cf
 from colofunc.compiler.observation import arguments_of
 from colofunc.errors import CapacityError
 from colofunc.planner.stages.assignment import CutProblem
-from colofunc.planner.stages.cuts import Device, Line
+from colofunc.planner.stages.cuts import Line, StageDevice
 from colofunc.planner.stages.orders import best_order
 from colofunc.testing import check
 from colofunc.testing.check import doubled_inside
@@ -59,10 +59,11 @@ def test_figures_of_a_rank_that_cannot_be(options: dict[str, Any], says: str) ->
 # ---- the optimum, beside every cut that there is ----
 
 PIECES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 9)), min_size=2, max_size=7)
-DEVICES = st.lists(st.builds(Device, st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([6.0, 12.0, float("inf")])), min_size=1, max_size=4)
+SPEEDS, CAPACITIES = st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([6.0, 12.0, float("inf")])
+DEVICES = st.lists(st.builds(StageDevice, SPEEDS, CAPACITIES), min_size=1, max_size=4)
 
 
-def slowest(pieces: list[tuple[int, int, int]], devices: list[Device], begins: tuple[int, ...]) -> float:
+def slowest(pieces: list[tuple[int, int, int]], devices: list[StageDevice], begins: tuple[int, ...]) -> float:
     worst = 0.0
     for (first, end), device in zip(pairwise((*begins, len(pieces))), devices, strict=True):
         if sum(nbytes for _, _, nbytes in pieces[first:end]) > device.capacity_bytes:
@@ -73,7 +74,7 @@ def slowest(pieces: list[tuple[int, int, int]], devices: list[Device], begins: t
 
 @given(PIECES, DEVICES)
 @settings(max_examples=200, deadline=None)
-def test_the_slowest_stage_is_as_fast_as_any_cut_makes_it(pieces: list[tuple[int, int, int]], devices: list[Device]) -> None:
+def test_the_slowest_stage_is_as_fast_as_any_cut_makes_it(pieces: list[tuple[int, int, int]], devices: list[StageDevice]) -> None:
     if len(devices) > len(pieces):
         devices = devices[: len(pieces)]
     pieces[0] = (pieces[0][0], 0, pieces[0][2])  # the first stage receives nothing
@@ -84,9 +85,9 @@ def test_the_slowest_stage_is_as_fast_as_any_cut_makes_it(pieces: list[tuple[int
     assert (slowest(pieces, devices, tuple(found)) if found else float("inf")) == best
 
 
-@given(PIECES, st.lists(st.sampled_from([Device(1.0, 40.0), Device(0.5, 60.0), Device(2.0, 25.0)]), min_size=2, max_size=5))
+@given(PIECES, st.lists(st.sampled_from([StageDevice(1.0, 40.0), StageDevice(0.5, 60.0), StageDevice(2.0, 25.0)]), min_size=2, max_size=5))
 @settings(max_examples=60, deadline=None)
-def test_the_order_is_as_good_as_any(pieces: list[tuple[int, int, int]], devices: list[Device]) -> None:
+def test_the_order_is_as_good_as_any(pieces: list[tuple[int, int, int]], devices: list[StageDevice]) -> None:
     """Of all permutations, with one stage a device by dynamic programming, and with several by arrangements."""
     devices = devices[: len(pieces)]
     pieces[0] = (pieces[0][0], 0, pieces[0][2])
@@ -113,7 +114,7 @@ def test_the_slowest_rank_of_several_stages_is_as_fast_as_any_cut_makes_it(
     if len(pieces) < len(ranks):
         pieces = [*pieces, *[(3, 0, 1)] * (len(ranks) - len(pieces))]
     pieces[0] = (pieces[0][0], 0, pieces[0][2])
-    problem = Problem(pieces, ranks).on([Device(1.0, rooms[rank]) for rank in ranks])
+    problem = Problem(pieces, ranks).on([StageDevice(1.0, rooms[rank]) for rank in ranks])
     found = of_ranks(pieces, ranks, tuple(problem.balanced_begins()))
     ways = [of_ranks(pieces, ranks, (0, *way)) for way in combinations(range(1, len(pieces)), len(ranks) - 1)]
     fitting = [way for way in ways if all(nbytes <= rooms[rank] for rank, (_, nbytes) in way.items())]
@@ -140,7 +141,7 @@ def slowest_rank(figures: dict[int, tuple[float, int]]) -> float:
 def test_many_pieces_on_ranks_of_several_stages_fit_where_equal_parts_do_not(ranks: tuple[int, ...]) -> None:
     """Too many cuts to look at each: the heavy pieces stand at the front, and a rank's second stage leaves room for them."""
     pieces = [(2, 0, 4 if position < 16 else 1) for position in range(48)]
-    problem = Problem(pieces, ranks).on([Device(1.0, 13.0)] * 16)
+    problem = Problem(pieces, ranks).on([StageDevice(1.0, 13.0)] * 16)
     assert problem.every() is None and not problem._fastest([problem.line.over(13.0 / 2)] * 16)
     figures = of_ranks(pieces, ranks, tuple(problem.balanced_begins()))
     assert all(nbytes <= 13 for _, nbytes in figures.values())
@@ -164,13 +165,13 @@ class Problem(CutProblem):
         return self.given or range(len(self.devices))
 
 
-def best_slowest(pieces: list[tuple[int, int, int]], devices: list[Device]) -> float:
+def best_slowest(pieces: list[tuple[int, int, int]], devices: list[StageDevice]) -> float:
     """Of all cuts, by hand; where none fits, by speeds alone."""
     ways = [(0, *way) for way in combinations(range(1, len(pieces)), len(devices) - 1)]
     best = min(slowest(pieces, devices, way) for way in ways)
     if best < float("inf"):
         return best
-    return min(slowest(pieces, [Device(device.speed, float("inf")) for device in devices], way) for way in ways)
+    return min(slowest(pieces, [StageDevice(device.speed, float("inf")) for device in devices], way) for way in ways)
 
 
 # ---- pipelines ----

@@ -21,7 +21,7 @@ from colofunc.mesh import Mesh
 from colofunc.planner.stages.assignment import CutProblem, Cuts, StageActivations
 from colofunc.planner.stages.bound import StepBound
 from colofunc.planner.stages.cut_search import CutSearch
-from colofunc.planner.stages.cuts import Device
+from colofunc.planner.stages.cuts import StageDevice
 from colofunc.planner.stages.orders import Order
 from colofunc.planner.stages.piece_costs import PieceCosts
 from colofunc.planner.stages.simulate import Player
@@ -70,7 +70,7 @@ class StagesOn:
         return [order[self.schedule.rank_of(stage, self.ranks)] for stage in range(self.count)]
 
     @property
-    def devices(self) -> list[Device]:
+    def devices(self) -> list[StageDevice]:
         """Per stage, all that its rank has."""
         return [device_at(self.build.mesh, self.axis, index) for index in self.indices]
 
@@ -186,7 +186,7 @@ def node_seconds(build: Build) -> Callable[[Node], float]:
     return lambda node: seconds(node, values)
 
 
-def device_at(mesh: Mesh, axis: str, index: int) -> Device:
+def device_at(mesh: Mesh, axis: str, index: int) -> StageDevice:
     """What the ranks at an index have: the speed of the slowest, and their memory together.
 
     They hold a stage's weights together at best (ZeRO, tensor parallelism), so that stages that do not fit in this
@@ -194,6 +194,6 @@ def device_at(mesh: Mesh, axis: str, index: int) -> Device:
     """
     ranks = mesh.at(**{axis: index})
     if not mesh.topology.ranks:
-        return Device(1.0, inf)
+        return StageDevice(1.0, inf)
     capacities = [mesh.device_bytes(rank) for rank in ranks]
-    return Device(mesh.speed(ranks), sum(inf if each is None else each for each in capacities))
+    return StageDevice(mesh.speed(ranks), sum(inf if each is None else each for each in capacities))

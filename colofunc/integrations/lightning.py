@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from colofunc import env
 from colofunc.errors import InputError, TraceError, near
-from colofunc.integrations.loop import Clip, Evaluation, Loop, staging
+from colofunc.integrations.loop import Clip, Evaluation, TrainingLoop, staging
 from colofunc.integrations.module_changes import Snapshot
 from colofunc.mesh import Mesh
 
@@ -113,7 +113,7 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
         self._evaluate = evaluate
         self._evaluations: dict[str, Evaluation | None] = {}  # by step; None: on the plain module
         self._given = (mesh, plans, chain)
-        self._loop: Loop | None = None
+        self._loop: TrainingLoop | None = None
         self.local_rank = 0
         self.world_size = 1  # to Lightning this is one process: nothing is to be split or averaged
 
@@ -177,10 +177,10 @@ class ColofuncStrategy(pl.strategies.Strategy):  # type: ignore[name-defined]
             )
         clip = _clip(trainer)
         _, stage, clip = staging(*self._given, clip, "ColofuncStrategy")
-        self._loop = Loop(module, self.optimizers[0], self._run, stage, clip, self.mesh)
+        self._loop = TrainingLoop(module, self.optimizers[0], self._run, stage, clip, self.mesh)
 
     @property
-    def loop(self) -> Loop:
+    def loop(self) -> TrainingLoop:
         if self._loop is None:
             raise InputError("there is nothing that trains. Try: trainer.fit(module)")
         return self._loop

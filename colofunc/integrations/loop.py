@@ -45,7 +45,7 @@ WITHOUT_COUNT = (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))
 SAMPLE = 1 << 18
 """Ranks compare about this many elements of each tensor of a batch."""
 PREFIX = "module."
-"""In front of the names of parameters and buffers in `Loop.model`, whose module holds the loop's as `module`."""
+"""In front of the names of parameters and buffers in `TrainingLoop.model`, whose module holds the loop's as `module`."""
 Run = Callable[[nn.Module, Any, Mapping[str, Any]], tuple[Tensor, Any]]
 """(module, batch, numbers) -> (loss, whatever the loop wants to see)."""
 
@@ -117,7 +117,7 @@ def plain(tree: Any) -> Any:
     return map_tensors(whole, tree)
 
 
-class Loop:
+class TrainingLoop:
     """A module and its torch optimizer, trained by a staged step.
 
     run(module, batch, numbers) -> (loss, whatever the loop wants to see); it is traced. stage: a function of the step
@@ -257,7 +257,7 @@ class Evaluation:
     run(module, batch, numbers) -> what it finds; it is traced.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, run: Callable[..., Any], loop: Loop | None) -> None:
+    def __init__(self, module: nn.Module, mesh: Mesh, run: Callable[..., Any], loop: TrainingLoop | None) -> None:
         self.loop = loop
         self.model = model_of(module) if loop is None else loop.model
         self._placed: Any = None

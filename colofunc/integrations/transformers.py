@@ -24,7 +24,7 @@ from colofunc.compiler.staged import Staged
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.functional.modules import Model
-from colofunc.integrations.loop import Clip, Loop, layouts_of, model_of, plain, staging
+from colofunc.integrations.loop import Clip, TrainingLoop, layouts_of, model_of, plain, staging
 from colofunc.integrations.own_rows import OwnRows, PlacedLoader
 from colofunc.mesh import Mesh
 from colofunc.spec.layout import Layout
@@ -79,7 +79,7 @@ class ColofuncTrainer(Trainer):
             raise InputError(f"ColofuncTrainer: read={read!r}{near(read, READ, 'ways')}")
         self._own = OwnRows(self._mesh) if read == "own" and real_ranks() > 1 else None
         self._staging = (mesh, plans, chain)
-        self._loop: Loop | None = None
+        self._loop: TrainingLoop | None = None
         self._norm: Tensor | None = None
         self._evaluation: dict[Any, tuple[Model, Staged]] = {}
         super().__init__(*args[:1], args=given, **dict(zip(_OPTIONS, args[2:])), **kwargs)
@@ -142,7 +142,7 @@ class ColofuncTrainer(Trainer):
         loss: Tensor = found["loss"] / divisor
         return loss.to(self.args.device)
 
-    def _started(self) -> Loop:
+    def _started(self) -> TrainingLoop:
         most = self.args.max_grad_norm
         clip = Clip("norm", most) if most is not None and most > 0 else Clip()
         chain = self._staging[2]
@@ -150,7 +150,7 @@ class ColofuncTrainer(Trainer):
             clip = Clip()
         _, stage, clip = staging(*self._staging, clip, "ColofuncTrainer")
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
-        self._loop = Loop(self.model, optimizer, self._run, stage, clip, self._mesh)
+        self._loop = TrainingLoop(self.model, optimizer, self._run, stage, clip, self._mesh)
         return self._loop
 
     def _run(self, module: nn.Module, inputs: Mapping[str, Any], numbers: Mapping[str, Any]) -> tuple[Tensor, None]:

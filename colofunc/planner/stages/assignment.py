@@ -28,7 +28,7 @@ import attrs
 import numpy as np
 
 from colofunc.errors import PlanError
-from colofunc.planner.stages.cuts import Device, Line
+from colofunc.planner.stages.cuts import Line, StageDevice
 from colofunc.planner.stages.forward_pass import reading_of
 from colofunc.program.ir import Node, Program
 
@@ -85,7 +85,7 @@ class CutProblem:
         stages: int,
         node_s: Callable[[Node], float],
         send_s: Callable[[int], float],
-        devices: Sequence[Device] = (),
+        devices: Sequence[StageDevice] = (),
         ranks: Sequence[int] = (),
     ) -> None:
         self.program = program
@@ -101,13 +101,13 @@ class CutProblem:
         seconds = np.array([node_s(node) if k in self.reading.forward else 0.0 for k, node in enumerate(program.nodes)])
         self.until = np.concatenate([[0.0], np.cumsum(seconds)])
         self.begins = [0, *places[1:]]
-        self.devices: Sequence[Device] = devices or [Device(1.0, inf)] * stages
+        self.devices: Sequence[StageDevice] = devices or [StageDevice(1.0, inf)] * stages
         received_s = np.array([0.0, *(send_s(self.reading.crossing_bytes(place)) for place in places[1:])])
         self.line = Line(
             self.until[[*self.begins, len(program.nodes)]], received_s, self.reading.kept_bytes(self.begins)
         )
 
-    def on(self, devices: Sequence[Device]) -> CutProblem:
+    def on(self, devices: Sequence[StageDevice]) -> CutProblem:
         """The same, on other devices."""
         other = copy(self)
         other.devices = devices

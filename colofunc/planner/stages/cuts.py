@@ -10,7 +10,7 @@ on a device takes the sum of their seconds divided by the device's speed, and a 
 Of cuts that are as fast the one that sends least is taken; the layers of `cut` send nothing that counts. In free order
 the devices used are a multiset: as many states as there are ways to take some of each kind of device.
 
->>> cut([1, 1, 1, 1, 1, 1], [10] * 6, [Device(1, 100), Device(2, 100)])
+>>> cut([1, 1, 1, 1, 1, 1], [10] * 6, [StageDevice(1, 100), StageDevice(2, 100)])
 Cut(ends=(2, 6), devices=(0, 1), slowest_s=2.0)
 
 Source: the problem is that of pipeline stages on heterogeneous devices (PipeDream, 1806.03377, section 3.1, for equal
@@ -27,7 +27,7 @@ import numpy as np
 
 from colofunc.errors import PlanError
 
-__all__ = ["Cut", "Device", "balanced_cut", "cut", "cut_in_any_order"]
+__all__ = ["Cut", "StageDevice", "balanced_cut", "cut", "cut_in_any_order"]
 
 INF = float("inf")
 MOST_STATES = 200_000
@@ -37,7 +37,7 @@ MOST_LAYERS = 8192
 
 
 @attrs.frozen
-class Device:
+class StageDevice:
     """What runs a stage. speed: layers' seconds are divided by it."""
 
     speed: float
@@ -185,7 +185,7 @@ class Line:
         return BestCuts(best, ties.min(axis=0), ties.argmin(axis=0))
 
 
-def standing(arrangement: Sequence[int], devices: Sequence[Device], kinds: Sequence[Device]) -> tuple[int, ...]:
+def standing(arrangement: Sequence[int], devices: Sequence[StageDevice], kinds: Sequence[StageDevice]) -> tuple[int, ...]:
     """The devices of an arrangement of kinds; of those that are alike the first comes first."""
     left: list[list[int]] = [[] for _ in kinds]  # by kind
     for position, device in enumerate(devices):
@@ -195,10 +195,10 @@ def standing(arrangement: Sequence[int], devices: Sequence[Device], kinds: Seque
 
 def balanced_cut(seconds: Sequence[float], nbytes: Sequence[float], stages: int, capacity_bytes: float = INF) -> Cut:
     """Layers to equal devices. Raises PlanError as `cut` does."""
-    return cut(seconds, nbytes, [Device(1.0, capacity_bytes)] * stages)
+    return cut(seconds, nbytes, [StageDevice(1.0, capacity_bytes)] * stages)
 
 
-def cut(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequence[Device]) -> Cut:
+def cut(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequence[StageDevice]) -> Cut:
     """The optimum with devices in this order, a stage of at least one layer on each.
 
     seconds, nbytes: per layer. Raises PlanError where there are more devices than layers, or where no cut fits.
@@ -214,7 +214,7 @@ def cut(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequence[Dev
     return Cut((*begins[1:], line.pieces), tuple(range(len(devices))), slowest_s)
 
 
-def cut_in_any_order(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequence[Device]) -> Cut:
+def cut_in_any_order(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequence[StageDevice]) -> Cut:
     """The optimum over all orders of the devices, every one used.
 
     Exact: devices that are alike are one kind, and states are (how many of each kind are used, layers). Raises
@@ -237,7 +237,7 @@ def cut_in_any_order(seconds: Sequence[float], nbytes: Sequence[float], devices:
     return Cut((*begins[1:], line.pieces), standing(arrangement, devices, kinds), slowest_s)
 
 
-def _line_of(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequence[Device]) -> Line:
+def _line_of(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequence[StageDevice]) -> Line:
     """Layers, which hand nothing on that counts. Raises PlanError where they are no layers, or fewer than devices."""
     if len(seconds) != len(nbytes):
         raise PlanError(f"{len(seconds)} layers have seconds and {len(nbytes)} have bytes; give both for each layer")
@@ -257,7 +257,7 @@ def _line_of(seconds: Sequence[float], nbytes: Sequence[float], devices: Sequenc
     return Line(until, np.zeros(len(seconds)), kept)
 
 
-def _does_not_fit(line: Line, devices: Sequence[Device]) -> str:
+def _does_not_fit(line: Line, devices: Sequence[StageDevice]) -> str:
     largest = np.diff(line.kept).max()
     room = sum(device.capacity_bytes for device in devices)
     smallest = min(device.capacity_bytes for device in devices)

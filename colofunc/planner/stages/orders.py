@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import factorial, prod
 
 from colofunc.planner.stages.assignment import CutProblem
-from colofunc.planner.stages.cuts import MOST_STATES, Device, standing
+from colofunc.planner.stages.cuts import MOST_STATES, StageDevice, standing
 
 MOST_ARRANGEMENTS = 256
 """At most so many arrangements are compared one by one; where there are more, only dynamic programming looks for an
@@ -31,7 +31,7 @@ Order = tuple[int, ...]
 
 
 def best_order(
-    devices: Sequence[Device], stages_per_device: int, problem_of: Callable[[Order], CutProblem]
+    devices: Sequence[StageDevice], stages_per_device: int, problem_of: Callable[[Order], CutProblem]
 ) -> Order | None:
     """The order in which the slowest rank is fastest; None where the given one is as good.
 
@@ -52,7 +52,7 @@ def best_order(
     return found if found is not None and slowest_s(found) < slowest_s(given) * (1 - GAIN) else None
 
 
-def least_order(devices: Sequence[Device], cost_s: Callable[[Order], float]) -> Order | None:
+def least_order(devices: Sequence[StageDevice], cost_s: Callable[[Order], float]) -> Order | None:
     """The order of least cost; None where the given one is as good, or where there are more than `MOST_ARRANGEMENTS`.
     """
     kinds = list(dict.fromkeys(devices))
@@ -69,7 +69,7 @@ def least_order(devices: Sequence[Device], cost_s: Callable[[Order], float]) -> 
     return None if best == given else best
 
 
-def roomiest_first(devices: Sequence[Device]) -> Order | None:
+def roomiest_first(devices: Sequence[StageDevice]) -> Order | None:
     """Devices by memory, since the first stages keep most; None where they stand so already."""
     order = tuple(sorted(range(len(devices)), key=lambda k: -devices[k].capacity_bytes))
     return None if order == tuple(range(len(devices))) else order
@@ -87,7 +87,7 @@ def arrangements(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
                 yield (kind, *rest)
 
 
-def _by_counts(problem: CutProblem, devices: Sequence[Device], kinds: Sequence[Device]) -> Order | None:
+def _by_counts(problem: CutProblem, devices: Sequence[StageDevice], kinds: Sequence[StageDevice]) -> Order | None:
     counts = [devices.count(kind) for kind in kinds]
     line, speeds = problem.line, [kind.speed for kind in kinds]
     if prod(count + 1 for count in counts) * line.pieces > MOST_STATES:
