@@ -192,10 +192,18 @@ def _linear_cuda(
     of_rows = of_rows.t().contiguous().t()
     of_columns = w_scale.to(torch.float32).t().contiguous()
     bits, columns = rows.contiguous().view(E4M3), w.contiguous().view(E4M3).t()
-    out = compat.scaled_mm(bits, columns, of_rows, of_columns, dtype if b is None else torch.float32, None)[:count]
+    made = _product_dtype(b is not None, dtype)
+    out = compat.scaled_mm(bits, columns, of_rows, of_columns, made, None)[:count]
     if b is not None:
         out = out.add_(b).to(dtype)  # rounded once, behind the bias
+    if missing and made is dtype:
+        out = out.clone()  # in memory of its own, without the rows that were filled up
     return out.view(*x.shape[:-1], w.shape[0])
+
+
+def _product_dtype(has_bias: bool, dtype: torch.dtype) -> torch.dtype:
+    """In which dtype a card gives a product whose result is in `dtype`."""
+    return torch.float32 if has_bias else dtype
 
 
 def _filled_rows(rows: int) -> int:
@@ -204,12 +212,13 @@ def _filled_rows(rows: int) -> int:
 
 
 def _around_bytes(call: KernelCall) -> int:
-    """Scales that are turned around, rows that are filled up, and in front of a bias the product in float32."""
+    """Scales that are turned around, rows that are filled up, and a product that is not the result yet."""
     rows, summed, columns, groups = _shape(call)
     filled = _filled_rows(rows)
-    product = (rows + filled) * columns if call["b"] is not None and call["dtype"] is not torch.float32 else 0
+    made = _product_dtype(call["b"] is not None, call["dtype"])
+    product = (rows + filled) * columns * made.itemsize if filled or made is not call["dtype"] else 0
     operand = (rows + filled) * (summed + 4 * groups) if filled else 0
-    return operand + 4 * (product + (rows + filled + columns) * groups)
+    return operand + product + 4 * (rows + filled + columns) * groups
 
 
 def _seconds(call: KernelCall, rates: Rates) -> float:

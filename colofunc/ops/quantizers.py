@@ -6,7 +6,8 @@ of layers are in `colofunc/ops/gptq.py` and `colofunc/ops/input_scales.py`.
     fp8          a row's largest is 448, the largest of e4m3fn
     fp8-e5m2     a row's largest is 57344, the largest of e5m2
     fp8-g128     as fp8, for each 128 columns of a row
-    fp8-dynamic, fp8-g128-dynamic: the same two, and inputs of linear layers in float8 too (`colofunc/ops/fp8_products.py`)
+    fp8-dynamic, fp8-g128-dynamic: as fp8 and fp8-g128, and inputs of linear layers in float8 too
+                 (`colofunc/ops/fp8_products.py`)
     int4-g128    groups of 128 columns: 0 to 15 between their least and largest, with 0 exact
     nf4          blocks of 64 columns: the nearest of the 16 levels of a normal variable; the blocks' scales in 8 bits
     nf4-g64      the same blocks and levels, with their scales in float32, as bitsandbytes rounds without double quantization
@@ -68,12 +69,11 @@ class Quantizer:
     or "nvfp4" (`ops/quantized.py`). `outliers`: inputs of linear layers are rounded to int8 too, row by row while the
     step runs, but for those that are at least so large; None: they are not. `float8_inputs`: inputs of linear layers
     are rounded to float8 too, with scales as the format has them, and products are in float8; of the formats "fp8" and
-    "fp8_g128" only, and without `outliers`. `input_scale(blocks)`: a weight
-    as blocks of its rows, (some, i) each in order -> (i,) float32, positive: columns are multiplied by it before
-    `quantize`, and inputs divided by it; None: by nothing. `by_largest`: `quantize(weight, largest)` is given max |w|
-    of the whole weight too, () in the dtype of its rows. `by_name`: weight's name -> the scheme for it, of the same
-    name and form, of schemes that have measured something of each weight; its `quantize`, `outliers`,
-    `float8_inputs` and `input_scale` count for this weight.
+    "fp8_g128" only, and without `outliers`. `input_scale(blocks)`: a weight as blocks of its rows, (some, i) each in
+    order -> (i,) float32, positive: columns are multiplied by it before `quantize`, and inputs divided by it; None: by
+    nothing. `by_largest`: `quantize(weight, largest)` is given max |w| of the whole weight too, () in the dtype of its
+    rows. `by_name`: weight's name -> the scheme for it, of the same name and form, of schemes that have measured
+    something of each weight; its `quantize`, `outliers`, `float8_inputs` and `input_scale` count for this weight.
     """
 
     name: str

@@ -144,8 +144,8 @@ def colofunc_quantizers() -> Mapping[str, Any]:
     front of `quantize`, and layers divide their inputs by it.
 
     `by_name(name)` is for schemes that have measured something of each weight: it returns the `cf.ext.Quantizer` for
-    the weight of this name, of the same name and form, whose `quantize`, `outliers`, `float8_inputs` and
-    `input_scale` count for this weight.
+    the weight of this name, of the same name and form, whose `quantize`, `outliers`, `float8_inputs` and `input_scale`
+    count for this weight.
     """
     raise NotImplementedError
 

@@ -4,7 +4,7 @@
     fp8_scale          b*              -> b*
     fp8_cast           b*, b*          -> b*               a scale of many numbers broadcasts
     scaled_linear      b* i, o i, b* 1, o 1, o -> b* o     i summed; the scale of w may be of shape o
-    scaled_groups_linear  b* (g [e]), o (g [e]), b* g, o g, o -> b* o    g counts groups, and is summed: columns are cut between groups
+    scaled_groups_linear  b* (g [e]), o (g [e]), b* g, o g, o -> b* o    g summed: it counts groups, which are not cut
     scaled_linear_dx   b* o, o i, b* 1, 1 i    -> b* i     o summed
     scaled_linear_dw   b* o, b* i, 1* o, 1* i  -> o i      b summed
 
