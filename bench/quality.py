@@ -38,7 +38,7 @@ PLANTED, CHANNELS = 30.0, 4
 # Scheme -> one that rounds to nearest, than which it is to be nearer to the model as it was.
 NEARER = {"gptq": "int4-g128"}
 NEARER_WITH_OUTLIERS = {"gptq": "int4-g128", "awq": "int4-g128", "smoothquant": ALL_ROUNDED}
-WITH_OUTLIERS = ("int4-g128", "gptq", "awq", ALL_ROUNDED, "smoothquant", "int8-dynamic")
+WITH_OUTLIERS = ("int4-g128", "gptq", "awq", ALL_ROUNDED, "smoothquant", "int8-dynamic", "fp8-dynamic", "fp8-g128-dynamic")
 BOUND = 0.005
 
 

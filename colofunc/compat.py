@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.torch_version import TorchVersion
 from torch.utils import _python_dispatch
 
 __all__ = [
@@ -494,9 +495,16 @@ def scaled_mm(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """a @ b times both scales, of matrices in float8: a (m, k) in rows, b (k, n) in columns; scales () or (m, 1) and
-    (1, n).
+    (1, n); by groups of 128 of k (m, k/128) and (k/128, n), each with the numbers of a group side by side.
     """
     return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=dtype)
+
+
+def has_scaled_mm_by_groups() -> bool:
+    """Whether `scaled_mm` has scales of groups, as cuBLAS has since CUDA 12.9; also where this torch is without CUDA,
+    and a step is planned for a card elsewhere.
+    """
+    return torch.version.cuda is None or TorchVersion(torch.version.cuda) >= "12.9"
 
 
 _scaled_grouped = getattr(torch, "_scaled_grouped_mm", None)

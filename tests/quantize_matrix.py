@@ -28,7 +28,10 @@ from colofunc.plugins import build_registry
 
 CALIBRATED = ("gptq", "awq", "smoothquant")
 MEASURED = (*CALIBRATED, "auto")
-SCHEMES = ("int8", "fp8", "fp8-e5m2", "fp8-g128", "int4-g128", "nf4", "nf4-g64", "mxfp8", "nvfp4", "int8-dynamic", *MEASURED)
+SCHEMES = (
+    "int8", "fp8", "fp8-e5m2", "fp8-g128", "int4-g128", "nf4", "nf4-g64", "mxfp8", "nvfp4", "int8-dynamic", "fp8-dynamic",
+    "fp8-g128-dynamic", *MEASURED,
+)  # fmt: skip
 WHERE = ("up.weight", "down.weight")
 AUTO_BYTES = 60_000
 """What "auto" may take: enough for int8 of one weight and 4 bits of the other."""
@@ -247,6 +250,13 @@ def targets(program: cf.ext.Program) -> Iterator[str]:
             yield from targets(node.loop.body)
 
 
+def product_of(scheme: cf.ext.Quantizer, form: str) -> str:
+    """The operator by which a linear layer reads a weight in a format."""
+    if scheme.float8_inputs:
+        return {"fp8": "colofunc.scaled_linear", "fp8_g128": "colofunc.scaled_groups_linear"}[form]
+    return f"colofunc.{form}_rows_linear" if scheme.outliers is not None else f"colofunc.{form}_linear"
+
+
 def check_packed(cell: Cell, step: cf.Staged, state: Any, model: cf.Model) -> None:
     """Products read packed tensors, which are those of one device, and scales lie as numbers do."""
     low = step.lower(state, tokens())
@@ -255,10 +265,13 @@ def check_packed(cell: Cell, step: cf.Staged, state: Any, model: cf.Model) -> No
     assert len(forms) == 1 + (cell.scheme == "auto")
     products = [target for target in targets(low.program) if target.startswith(tuple(f"colofunc.{form}_" for form in forms))]
     scheme = next(iter(schemes.values()))
-    product = "_rows_linear" if scheme.outliers is not None else "_linear"
-    assert {f"colofunc.{form}{product}" for form in forms} <= set(products), products
+    wanted_products = {product_of(scheme, form) for form in forms}
+    assert wanted_products <= set(targets(low.program)), products
+    if scheme.rounds_inputs:
+        assert not {f"colofunc.{form}_linear" for form in forms} & set(products), products
     made = set(targets(step.lower(state, tokens()).global_program))
     assert (scheme.outliers is not None) == ("colofunc.int8_rows" in made), "inputs"
+    assert scheme.float8_inputs == ("colofunc.fp8_cast" in made), "inputs"
     assert "colofunc.rounded_rows" not in made, "of a weight in int8 products are of whole numbers"
     assert not any(target.endswith("dequantize") for target in products) or MODES[cell.mode].net is Mixture, products
     placed = parts_on_mesh(cell, step, low, state)

@@ -167,6 +167,7 @@ OWN: dict[str, tuple[Any, ...]] = {
     "colofunc.fp8_scale": (r(3, 1), 448.0, True),
     "colofunc.fp8_cast": (r(3, 5), ONE, torch.float8_e4m3fn),
     "colofunc.scaled_linear": (bits(2, 3), bits(4, 3), ONE, ONE, r(4), torch.float32),
+    "colofunc.scaled_groups_linear": (bits(2, 6), bits(4, 6), r(2, 2), r(4, 2), r(4), torch.float32),
     "colofunc.scaled_linear_dx": (bits(2, 4), bits(4, 3), ONE, ONE, torch.float8_e5m2, torch.float32),
     "colofunc.scaled_linear_dw": (bits(2, 4), bits(2, 3), ONE, ONE, torch.float8_e5m2, torch.float32),
     "colofunc.sgd": (*moments()[:3], ONE, RATE, 0.9, 0.0, 0.0, False),

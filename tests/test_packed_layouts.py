@@ -249,6 +249,20 @@ def test_a_step_reads_its_numbers_as_they_are(tmp_path: Path, name: str) -> None
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
 
 
+@pytest.mark.parametrize(("name", "scheme"), [("finegrained-fp8", "fp8-g128-dynamic"), ("float-quantized", "fp8-dynamic")])
+def test_a_step_multiplies_the_float8_of_a_folder_in_float8(tmp_path: Path, name: str, scheme: str) -> None:
+    weights = written(CASES[name], tmp_path / "a")
+    model = cf.load(tmp_path / "a", model=unbuilt())
+    kept = cf.quantize(forward(model), CASES[name].scheme).init(model.params, inputs())
+    step = cf.quantize(cf.shard(forward(model), MESH, tensor("1d", "tp")), scheme)
+    state = step.init(model.params, inputs())
+    for key in weights:
+        assert all(torch.equal(a.full(), full(b)) for a, b in zip(state[key].parts, kept[key].parts, strict=True)), key
+    want = inputs() @ weights["up.weight"].T @ weights["down.weight"].T
+    off = float((step(state, inputs()).full() - want).norm() / want.norm())
+    assert 1e-3 < off < 0.1, "inputs of both layers are rounded, to 3 bits"
+
+
 def test_a_rank_reads_its_rows_or_columns_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(CASES["nf4"], tmp_path / "a")
     model = cf.load(tmp_path / "a", model=unbuilt())

@@ -406,8 +406,9 @@ class Mistake:
 MISTAKES = {
     "scheme": Mistake("cf.quantize: there is no scheme 'int7'; did you mean 'int8'?", scheme="int7"),
     "no scheme": Mistake(
-        "cf.quantize(scheme=None): give a scheme (int8, int8-dynamic, int4-g128, nf4, nf4-g64, fp8, fp8-e5m2, fp8-g128, mxfp8, nvfp4), "
-        "a cf.ext.Quantizer, or, for something else than weights, activations=, caches=, wire= or gathers=",
+        "cf.quantize(scheme=None): give a scheme (int8, int8-dynamic, int4-g128, nf4, nf4-g64, fp8, fp8-e5m2, fp8-g128, fp8-dynamic, "
+        "fp8-g128-dynamic, mxfp8, nvfp4), a cf.ext.Quantizer, or, for something else than weights, activations=, caches=, wire= or "
+        "gathers=",
         scheme=None,
     ),
     "no glob": Mistake("cf.quantize(where=[]): give a glob over names of weights, or several. Try: where='*.weight'", {"where": []}),
@@ -428,7 +429,7 @@ def test_a_mistake_is_named(mistake: Mistake) -> None:
     assert mistake.says in str(caught.value)
 
 
-GROUPS = {"int4-g128": 128, "nf4": 64, "nf4-g64": 64, "fp8-g128": 128, "mxfp8": 32, "nvfp4": 16}
+GROUPS = {"int4-g128": 128, "nf4": 64, "nf4-g64": 64, "fp8-g128": 128, "fp8-g128-dynamic": 128, "mxfp8": 32, "nvfp4": 16}
 
 
 def test_every_scheme_in_groups_is_known_here() -> None:
@@ -505,7 +506,10 @@ def test_scales_on_disk_keep_their_dtype_in_float64(tmp_path: Path) -> None:
         cf.testing.check(step, params, tokens())
 
 
-@pytest.mark.parametrize(("held", "asked"), [("int8", "int8-dynamic"), ("int8-dynamic", "int8")])
+READ_ALIKE = [("int8", "int8-dynamic"), ("int8-dynamic", "int8"), ("fp8", "fp8-dynamic"), ("fp8-g128-dynamic", "fp8-g128")]
+
+
+@pytest.mark.parametrize(("held", "asked"), READ_ALIKE)
 def test_schemes_with_the_same_numbers_read_one_anothers_weights(held: str, asked: str) -> None:
     """They differ in what they do to inputs; the state stays what it is."""
     step_fn, params = forward()

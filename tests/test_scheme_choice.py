@@ -723,6 +723,11 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         "cf.quantize(scheme=the scheme 'gptq'): budget is for scheme 'auto'. Try: where= for which weights",
         lambda: cf.quantize(len, cf.gptq(measured()["inputs"]), budget="60KB"),
     ),
+    "inputs in float8": (
+        cf.InputError,
+        "cf.scheme_errors: 'fp8-dynamic' rounds inputs of layers too, and errors here are those of weights. Try: schemes= of int8, fp8",
+        lambda: cf.scheme_errors(loss_of()[1], measured(), ["fp8-dynamic"]),
+    ),
     "inputs": (
         cf.InputError,
         "cf.scheme_errors: 'int8-dynamic' rounds inputs of layers too, and errors here are those of weights. Try: schemes= of int8, fp8",

@@ -129,19 +129,22 @@ class WeightPacking:
             )
         return weight
 
-    def outliers(self, name: str) -> float | None:
-        """From which size on inputs of a weight's layers stay as they are; None: all do."""
-        if not self.matched(name):
-            return None if isinstance(self.quantizer, SchemeChoice) else self.quantizer.outliers
-        scheme = self.scheme(name)
-        return None if scheme is None else scheme.named(name).outliers
+    def rounding(self, name: str) -> Quantizer | None:
+        """The scheme that rounds the inputs of a weight's layers; None: they stay as they are."""
+        if self.matched(name):
+            chosen = self.scheme(name)
+            scheme = None if chosen is None else chosen.named(name)
+        else:
+            scheme = None if isinstance(self.quantizer, SchemeChoice) else self.quantizer
+        return scheme if scheme is not None and scheme.rounds_inputs else None
 
     @property
     def leaves_inputs(self) -> bool:
         """Whether no scheme rounds inputs or divides them by a scale."""
         if isinstance(self.quantizer, SchemeChoice):
             return False  # asked of each weight
-        return self.quantizer.outliers is None and self.quantizer.input_scale is None and self.quantizer.by_name is None
+        scheme = self.quantizer
+        return not scheme.rounds_inputs and scheme.input_scale is None and scheme.by_name is None
 
     def unmatched(self, names: Iterable[str]) -> str | None:
         """A glob that matches none of these names."""

@@ -10,7 +10,8 @@ the frozen weights of a model that the step captures (`wrap`), which are read pa
 model. A weight that the step changes is an error: what is trained are adapters beside it (`cf.lora`).
 
 Some schemes round the inputs of linear layers too, or divide them by a scale: a function mode around the step does
-(`ops/quantized_inputs.py`), so that the trace and the one-device reference compute the same.
+(`ops/quantized_inputs.py`), so that the trace and the one-device reference compute the same. Rounded to int8 or float8
+they are multiplied so with a weight that is (`ops/int8_products.py`, `ops/fp8_products.py`).
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from torch import Tensor
 from colofunc.compiler.quantized_weights import Schemes, WeightPacking
 from colofunc.compiler.transform import Build, Transform
 from colofunc.errors import InputError, near
+from colofunc.ops import fp8, fp8_products, int8_products
 from colofunc.ops.canonical import autocast
-from colofunc.ops.int8_products import PRODUCT, rounded_linear, takes
 from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
 from colofunc.ops.quantized_frozen import opened, reading
 from colofunc.ops.quantized_inputs import LinearCalls, divided, rounded_rows
+from colofunc.ops.quantizers import Quantizer
 from colofunc.planner.plan import matches
 from colofunc.planner.sharding.linked_rows import linked_rows
+from colofunc.program.ir import Node
 from colofunc.program.passes.packed_gathers import gathered_packed
 from colofunc.program.passes.packed_reads import PRODUCTS, packed_inputs, read_packed
 from colofunc.program.tracing.modules_used import other_names
@@ -44,9 +47,11 @@ QUANTIZE = "quantize"
 FORMAT_OF = {
     **DEQUANTIZE,
     **{f"colofunc.{name}_{kind}": name for name in FORMATS for kind in PRODUCTS.values()},
-    PRODUCT: "int8",
+    int8_products.PRODUCT: "int8",
 }
-"""Operator that reads a quantized weight -> its format."""
+"""Operator that reads a quantized weight -> its format; its parts are operands one after the other."""
+IN_FLOAT8 = (fp8.PRODUCTS[0], fp8_products.PRODUCT)
+"""Products that read a weight in float8 as their second operand, and its scale as their fourth."""
 
 
 def transform_of(
@@ -142,8 +147,8 @@ class _Given:
         self.quantized: dict[str, None] = {}
         # id of a widened weight -> itself, what it was made of
         self.originals: dict[int, tuple[Tensor, Quantized]] = {}
-        # id of a quantized weight -> the size of inputs that are not rounded
-        self.outliers: dict[int, float | None] = {}
+        # id of a quantized weight -> the scheme that rounds its inputs
+        self.rounding_of: dict[int, Quantizer | None] = {}
 
     def open(self, name: str, leaf: Any) -> Any:
         """What the step's code is given for a leaf of its arguments."""
@@ -153,7 +158,7 @@ class _Given:
             return leaf
         self.quantized[name] = None
         mark("frozen", leaf.tensors)
-        self.outliers[id(leaf)] = self.weights.outliers(name)
+        self.rounding_of[id(leaf)] = self.weights.rounding(name)
         wide = opened(leaf)
         self._note(wide, leaf)
         return wide
@@ -180,18 +185,21 @@ class _Given:
         return None if known is None else known[1]
 
     def _layer(self, input: Tensor, weight: Tensor, bias: Tensor | None, leaf: Quantized) -> Tensor:
-        """What a linear layer gives that reads a widened weight: with inputs rounded too a product of whole numbers,
-        where it can be.
+        """What a linear layer gives that reads a widened weight: with inputs rounded too a product of whole numbers or
+        in float8, where it can be.
         """
         if leaf.input_scale is not None:
             input = divided(input, leaf.input_scale)
-        outliers = self.outliers[id(leaf)]
-        if outliers is not None:
+        scheme = self.rounding_of[id(leaf)]
+        if scheme is not None:
             x, w, b = autocast(input, weight, bias)
             assert x is not None and w is not None
-            if takes(x, w, b, leaf.form):
-                return rounded_linear(x, b, leaf.data, leaf.scale, outliers)
-            input = rounded_rows.apply(input, outliers)
+            if scheme.float8_inputs and fp8_products.takes(x, w, b, leaf.form):
+                return fp8_products.rounded_linear(x, b, leaf.data, leaf.scale, leaf.form)
+            if scheme.outliers is not None:
+                if int8_products.takes(x, w, b, leaf.form):
+                    return int8_products.rounded_linear(x, b, leaf.data, leaf.scale, scheme.outliers)
+                input = rounded_rows.apply(input, scheme.outliers)
         return F.linear(input, weight if leaf.input_scale is None else leaf.for_divided_inputs(weight.dtype), bias)
 
     def _note(self, wide: Tensor, leaf: Quantized) -> None:
@@ -204,7 +212,7 @@ class _Given:
             if self.weights.meant(name, weight):
                 self.quantized[name] = None
                 found[name] = leaf = self.weights.packed(name, weight)
-                self.outliers[id(leaf)] = self.weights.outliers(name)
+                self.rounding_of[id(leaf)] = self.weights.rounding(name)
             else:
                 found[name] = weight
         return found
@@ -248,15 +256,22 @@ def _gathered_packed(build: Build) -> Build:
     return build.evolve(program=gathered_packed(build.program))
 
 
+def _parts_read(node: Node) -> tuple[int, ...]:
+    """The operands of a node that are parts of a weight; none where it reads no packed one."""
+    if node.target in IN_FLOAT8:
+        return node.refs[1], node.refs[3]
+    form = FORMAT_OF.get(node.target)
+    if form is None:
+        return ()
+    first = 0 if node.target in DEQUANTIZE else 1
+    return tuple(node.refs[first : first + len(FORMATS[form].parts)])
+
+
 def _linked(build: Build) -> Build:
     """The parts of a weight lie alike along its rows."""
     groups: dict[tuple[int, ...], None] = {}
     for node in build.program.nodes:
-        form = FORMAT_OF.get(node.target)
-        if form is None:
-            continue
-        first = 0 if node.target in DEQUANTIZE else 1
-        parts = packed_inputs(build.program, node.refs[first : first + len(FORMATS[form].parts)])
-        if parts is not None:
+        parts = packed_inputs(build.program, _parts_read(node))
+        if parts:
             groups[parts] = None
     return build.evolve(constraints=linked_rows(build.program, build.mesh, build.constraints, groups))

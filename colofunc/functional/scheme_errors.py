@@ -249,7 +249,7 @@ def _quantizer(scheme: Any) -> Quantizer:
         if scheme not in BUILT_IN:
             raise InputError(f"cf.scheme_errors: there is no scheme {scheme!r}{near(scheme, BUILT_IN, 'schemes')}")
         scheme = BUILT_IN[scheme]
-    if scheme.outliers is not None:
+    if scheme.rounds_inputs:
         raise InputError(
             f"cf.scheme_errors: {scheme.name!r} rounds inputs of layers too, and errors here are those of weights. "
             f"Try: schemes= of {', '.join(SCHEMES)}, cf.gptq(moments), cf.awq(moments)"

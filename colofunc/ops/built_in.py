@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colofunc.ops import attention, experts_guards, fp8, int8_products, random
+from colofunc.ops import attention, experts_guards, fp8, fp8_products, int8_products, random
 from colofunc.ops.kernels import Kernel
 
 CUDA_KERNELS: tuple[Kernel, ...] = (
@@ -10,5 +10,6 @@ CUDA_KERNELS: tuple[Kernel, ...] = (
     *random.CUDA_KERNELS,
     *experts_guards.CUDA_KERNELS,
     *fp8.CUDA_KERNELS,
+    *fp8_products.CUDA_KERNELS,
     *int8_products.CUDA_KERNELS,
 )

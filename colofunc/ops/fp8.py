@@ -5,7 +5,7 @@
     bits = fp8_cast(x, scale, torch.float8_e4m3fn)     # x / scale to the nearest, in a uint8 per number
     scaled_linear(x, w, x_scale, w_scale, b, dtype)    # (sum of x w) * x_scale * w_scale + b
 
-    scaled_linear        x (..., i), w (o, i)     -> (..., o)    scales () or (..., 1) and (o, 1)
+    scaled_linear        x (..., i), w (o, i)     -> (..., o)    scales () or (..., 1) and (o, 1) or (o)
     scaled_linear_dx     g (..., o), w (o, i)     -> (..., i)    scales () or (..., 1) and (1, i)
     scaled_linear_dw     g (..., o), x (..., i)   -> (o, i)      scales () or (..., o) and (..., i), of leading dims 1
 
@@ -118,7 +118,8 @@ def carried(target: str, refs: Sequence[int]) -> Sequence[int]:
 # ---- products ----
 
 
-def _widened(bits: Tensor, dtype: torch.dtype, high: torch.dtype) -> Tensor:
+def widened(bits: Tensor, dtype: torch.dtype, high: torch.dtype) -> Tensor:
+    """Numbers of a format in float8 as they stand for in a wider dtype."""
     return bits.view(dtype).to(high)
 
 
@@ -129,7 +130,7 @@ def _of_columns(scale: Tensor) -> Tensor:
 
 def _linear(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, b: Tensor | None, dtype: torch.dtype) -> Tensor:
     high = wide(dtype)
-    out = F.linear(_widened(x, E4M3, high), _widened(w, E4M3, high))
+    out = F.linear(widened(x, E4M3, high), widened(w, E4M3, high))
     out.mul_(x_scale).mul_(_of_columns(w_scale))
     if b is not None:
         out.add_(b)
@@ -150,7 +151,7 @@ def _linear_dx(
     g: Tensor, w: Tensor, g_scale: Tensor, w_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype
 ) -> Tensor:
     high = wide(dtype)
-    out = torch.matmul(_widened(g, g_dtype, high), _widened(w, E4M3, high))
+    out = torch.matmul(widened(g, g_dtype, high), widened(w, E4M3, high))
     return out.mul_(g_scale).mul_(_of_columns(w_scale)).to(dtype)
 
 
@@ -164,7 +165,7 @@ def _linear_dw(
     g: Tensor, x: Tensor, g_scale: Tensor, x_scale: Tensor, g_dtype: torch.dtype, dtype: torch.dtype
 ) -> Tensor:
     high = wide(dtype)
-    rows, features = _widened(g, g_dtype, high).flatten(0, -2), _widened(x, E4M3, high).flatten(0, -2)
+    rows, features = widened(g, g_dtype, high).flatten(0, -2), widened(x, E4M3, high).flatten(0, -2)
     out = torch.mm(rows.t(), features)
     out.mul_(g_scale if g_scale.dim() == 0 else g_scale.reshape(-1, 1))
     return out.mul_(_of_columns(x_scale)).to(dtype)
@@ -306,9 +307,8 @@ def _turned(bits: Tensor) -> Tensor:
     return transposed(bits)
 
 
-def _linear_cuda(
-    x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, b: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def linear_cuda(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, b: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`scaled_linear` by `torch._scaled_mm`."""
     rows = x.reshape(-1, x.shape[-1]).contiguous().view(E4M3)
     out = _multiplied(rows, w.contiguous().view(E4M3).t(), x_scale, w_scale, dtype, b)
     return out.view(*x.shape[:-1], w.shape[0])
@@ -394,9 +394,9 @@ def _no_bytes(call: KernelCall) -> int:
 def _kernels() -> Iterator[Kernel]:
     yield Kernel(MAXIMUM, "cuda", _maximum_is_one_pass, _one_pass_seconds, _no_bytes, _abs_max_cuda)
     yield Kernel(CAST, "cuda", _cast_is_one_pass, _one_pass_seconds, _no_bytes, _cast_cuda)
-    on_a_card: tuple[Callable[..., Tensor], ...] = (_linear_cuda, _linear_dx_cuda, _linear_dw_cuda)
-    widened: tuple[Callable[..., Tensor], ...] = (_linear, _linear_dx, _linear_dw)
-    for target, fast, slow in zip(PRODUCTS, on_a_card, widened, strict=True):
+    on_a_card: tuple[Callable[..., Tensor], ...] = (linear_cuda, _linear_dx_cuda, _linear_dw_cuda)
+    emulated: tuple[Callable[..., Tensor], ...] = (_linear, _linear_dx, _linear_dw)
+    for target, fast, slow in zip(PRODUCTS, on_a_card, emulated, strict=True):
         yield Kernel(target, "cuda", _taken, _seconds, _copied_bytes, fast)
         yield Kernel(target, "cuda", anything, _widened_seconds, _widened_bytes, slow)
 

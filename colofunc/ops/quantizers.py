@@ -6,6 +6,8 @@ of layers are in `colofunc/ops/gptq.py` and `colofunc/ops/input_scales.py`.
     fp8          a row's largest is 448, the largest of e4m3fn
     fp8-e5m2     a row's largest is 57344, the largest of e5m2
     fp8-g128     as fp8, for each 128 columns of a row
+    fp8-dynamic, fp8-g128-dynamic: as fp8 and fp8-g128, and inputs of linear layers in float8 too
+                 (`colofunc/ops/fp8_products.py`)
     int4-g128    groups of 128 columns: 0 to 15 between their least and largest, with 0 exact
     nf4          blocks of 64 columns: the nearest of the 16 levels of a normal variable; the blocks' scales in 8 bits
     nf4-g64      the same blocks and levels, with their scales in float32, as bitsandbytes rounds without double quantization
@@ -33,6 +35,7 @@ from torch import Tensor
 
 from colofunc import compat
 from colofunc.errors import InputError
+from colofunc.ops.fp8_products import FORMS as FLOAT8_FORMS
 from colofunc.ops.quantized import FORMATS, NF4_LEVELS, Format, Quantized, fp8_bits, fp8_e5m2_bits, nf4_scales, packed
 from colofunc.ops.small_floats import E5M2, LARGEST, mxfp8_numbers, nvfp4_numbers
 
@@ -64,18 +67,20 @@ class Quantizer:
     `quantize(weight)`: (o, i) of float32 or float64 -> the parts of the format by name ("data", "scale", ...); a row's
     result may depend on this row only. `form`: "int8", "fp8", "fp8_e5m2", "fp8_g128", "int4", "nf4", "nf4_g64", "mxfp8"
     or "nvfp4" (`ops/quantized.py`). `outliers`: inputs of linear layers are rounded to int8 too, row by row while the
-    step runs, but for those that are at least so large; None: inputs stay as they are. `input_scale(blocks)`: a weight
-    as blocks of its rows, (some, i) each in order -> (i,) float32, positive: columns are multiplied by it before
-    `quantize`, and inputs divided by it; None: by nothing. `by_largest`: `quantize(weight, largest)` is given max |w|
-    of the whole weight too, () in the dtype of its rows. `by_name`: weight's name -> the scheme for it, of the same
-    name and form, of schemes that have measured something of each weight; its `quantize`, `outliers` and `input_scale`
-    count for this weight.
+    step runs, but for those that are at least so large; None: they are not. `float8_inputs`: inputs of linear layers
+    are rounded to float8 too, with scales as the format has them, and products are in float8; of the formats "fp8" and
+    "fp8_g128" only, and without `outliers`. `input_scale(blocks)`: a weight as blocks of its rows, (some, i) each in
+    order -> (i,) float32, positive: columns are multiplied by it before `quantize`, and inputs divided by it; None: by
+    nothing. `by_largest`: `quantize(weight, largest)` is given max |w| of the whole weight too, () in the dtype of its
+    rows. `by_name`: weight's name -> the scheme for it, of the same name and form, of schemes that have measured
+    something of each weight; its `quantize`, `outliers`, `float8_inputs` and `input_scale` count for this weight.
     """
 
     name: str
     form: str = attrs.field(kw_only=True)
     quantize: Numbers = attrs.field(kw_only=True, eq=False)
     outliers: float | None = attrs.field(default=None, kw_only=True)
+    float8_inputs: bool = attrs.field(default=False, kw_only=True)
     input_scale: InputScale | None = attrs.field(default=None, kw_only=True)
     by_largest: bool = attrs.field(default=False, kw_only=True)
     by_name: Callable[[str], Quantizer] | None = attrs.field(default=None, kw_only=True)
@@ -91,6 +96,24 @@ class Quantizer:
             raise InputError(
                 f"Quantizer {self.name!r}: outliers={value!r} rounds no input. Try: 6.0, or None for inputs as they are"
             )
+
+    @float8_inputs.validator
+    def _is_possible(self, attribute: object, value: bool) -> None:
+        if value and self.form not in FLOAT8_FORMS:
+            raise InputError(
+                f"Quantizer {self.name!r}: float8_inputs=True multiplies in float8, and its weights are in the format "
+                f"{self.form!r}. Try: form= of {', '.join(FLOAT8_FORMS)}"
+            )
+        if value and self.outliers is not None:
+            raise InputError(
+                f"Quantizer {self.name!r}: outliers={self.outliers!r} rounds inputs to int8, and float8_inputs=True to "
+                "float8. Try: one of them"
+            )
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether inputs of linear layers are rounded while a step runs."""
+        return self.float8_inputs or self.outliers is not None
 
     @property
     def format(self) -> Format:
@@ -348,6 +371,8 @@ BUILT_IN: Mapping[str, Quantizer] = {
         Quantizer("fp8", form="fp8", quantize=fp8),
         Quantizer("fp8-e5m2", form="fp8_e5m2", quantize=fp8_e5m2),
         Quantizer("fp8-g128", form="fp8_g128", quantize=fp8_g128),
+        Quantizer("fp8-dynamic", form="fp8", quantize=fp8, float8_inputs=True),
+        Quantizer("fp8-g128-dynamic", form="fp8_g128", quantize=fp8_g128, float8_inputs=True),
         Quantizer("mxfp8", form="mxfp8", quantize=mxfp8),
         Quantizer("nvfp4", form="nvfp4", quantize=nvfp4, by_largest=True),
     )

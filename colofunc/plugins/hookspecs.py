@@ -135,15 +135,17 @@ def colofunc_quantizers() -> Mapping[str, Any]:
     |w| of the whole weight, which is its second argument then.
 
     `outliers=6.0` rounds inputs of linear layers to int8 too, row by row, but for those of this size and more;
-    `math.inf` rounds all of them, None (the default) none.
+    `math.inf` rounds all of them, None (the default) none. `float8_inputs=True` rounds them to float8 (e4m3) and
+    multiplies in float8, of the formats "fp8" and "fp8_g128" only: with a scale of each row, or of each 128 columns of
+    it.
 
     `input_scale(blocks)` is for schemes that scale columns before they are rounded: it is given all rows of a weight in
     blocks (some, i), float32 or float64, and returns (i,) float32, finite and above 0. Columns are multiplied by it in
     front of `quantize`, and layers divide their inputs by it.
 
     `by_name(name)` is for schemes that have measured something of each weight: it returns the `cf.ext.Quantizer` for
-    the weight of this name, of the same name and form, whose `quantize`, `outliers` and `input_scale` count for this
-    weight.
+    the weight of this name, of the same name and form, whose `quantize`, `outliers`, `float8_inputs` and `input_scale`
+    count for this weight.
     """
     raise NotImplementedError
 

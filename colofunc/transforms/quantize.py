@@ -61,11 +61,11 @@ def quantize(
     """The step with quantized weights, which it reads and does not train; with activations, caches or gradients on the
     wire in few bits.
 
-    scheme: "int8", "int8-dynamic", "fp8", "fp8-e5m2", "fp8-g128", "int4-g128", "nf4", "nf4-g64", "mxfp8", "nvfp4", a
-    name that a plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`, `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, a
-    choice of one for each weight (`errors.within(...)`, `cf.scheme_choice(step, ...)`), or "auto". where: globs over
-    the weights' own dotted names; of what they match, vectors stay (norms, biases). plugins: further plugins with
-    schemes. As a decorator: `@cf.quantize("int8")`.
+    scheme: "int8", "int8-dynamic", "fp8", "fp8-e5m2", "fp8-g128", "fp8-dynamic", "fp8-g128-dynamic", "int4-g128",
+    "nf4", "nf4-g64", "mxfp8", "nvfp4", a name that a plugin brings, `cf.gptq(moments)`, `cf.awq(moments)`,
+    `cf.smoothquant(maxima)`, a `cf.ext.Quantizer`, a choice of one for each weight (`errors.within(...)`,
+    `cf.scheme_choice(step, ...)`), or "auto". where: globs over the weights' own dotted names; of what they match,
+    vectors stay (norms, biases). plugins: further plugins with schemes. As a decorator: `@cf.quantize("int8")`.
 
     "auto" chooses for each weight at the first call, together with sharding, recomputation and offload: the whole chain
     is finished with one choice after the other, and of those that fit its budgets the best is taken. errors: of

@@ -21,7 +21,7 @@ import attrs
 
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
-from colofunc.ops import int8_products, quantized
+from colofunc.ops import fp8_products, int8_products, quantized
 from colofunc.ops.experts_parts import EXPERTS
 from colofunc.planner.plan import parse_axes
 from colofunc.planner.sharding.constraints import Constraint
@@ -165,7 +165,7 @@ FREE_ROWS = (
     "aten._log_softmax", "aten._softmax", "aten.nll_loss", "aten.embedding", "aten.native_layer_norm", "aten._fused_rms_norm",
     "colofunc.rms_norm",
     "colofunc.linear", "colofunc.scaled_linear", "aten.mm", "aten.addmm", EXPERTS,
-    *sorted(quantized.PRODUCTS), int8_products.PRODUCT,
+    *sorted(quantized.PRODUCTS), int8_products.PRODUCT, fp8_products.PRODUCT,
 )  # fmt: skip
 """Operators to which it is all the same in which order their rows lie, whoever wrote the local code."""
 

@@ -31,7 +31,7 @@ import attrs
 
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
-from colofunc.ops import fp8, int8_products, quantized, saved_activations
+from colofunc.ops import fp8, fp8_products, int8_products, quantized, saved_activations
 from colofunc.planner.sharding.classes import starred
 from colofunc.planner.wishes.product_forms import FORMS, Form, Words, dim, forms, parts, split_words, strategies
 from colofunc.planner.wishes.propagation import Rules
@@ -46,12 +46,13 @@ __all__ = [
 
 _BACKWARD = {
     "colofunc.linear": ("colofunc.linear_dx", "colofunc.linear_dw"),
-    fp8.PRODUCTS[0]: fp8.PRODUCTS[1:],
+    fp8.PRODUCTS[0]: (*fp8.PRODUCTS[1:], "colofunc.fp8_linear_dx"),
+    fp8_products.PRODUCT: ("colofunc.fp8_g128_linear_dx",),
     **{name: (f"{name}_dx",) for name in sorted(quantized.PRODUCTS)},
     int8_products.PRODUCT: ("colofunc.int8_linear_dx",),
 }
 """Forward product -> the operators of its gradients; those of others are aten.mm."""
-WITH_PACKED = quantized.PRODUCTS | {int8_products.PRODUCT}
+WITH_PACKED = quantized.PRODUCTS | {int8_products.PRODUCT, fp8_products.PRODUCT}
 """Products whose second operand is the data of a packed weight."""
 _TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
 _VIEWS = ("aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.clone.", "aten._to_copy.", fp8.CAST)

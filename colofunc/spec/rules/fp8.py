@@ -3,7 +3,8 @@
     abs_max            b*              -> b*, or nothing   an axis on a dim that is reduced leaves max:axis
     fp8_scale          b*              -> b*
     fp8_cast           b*, b*          -> b*               a scale of many numbers broadcasts
-    scaled_linear      b* i, o i, b* 1, o 1, o -> b* o     i summed
+    scaled_linear      b* i, o i, b* 1, o 1, o -> b* o     i summed; the scale of w may be of shape o
+    scaled_groups_linear  b* (g [e]), o (g [e]), b* g, o g, o -> b* o    g summed: it counts groups, which are not cut
     scaled_linear_dx   b* o, o i, b* 1, 1 i    -> b* i     o summed
     scaled_linear_dw   b* o, b* i, 1* o, 1* i  -> o i      b summed
 
@@ -44,8 +45,17 @@ def _batch(call: Call) -> tuple[str, str]:
 def _linear(call: Call) -> Rule | None:
     batch, _ = _batch(call)
     bias = at(call, 4, "b")
-    texts: Texts = {0: f"{batch} i", 1: "o i", 2: _scale(call, 2, f"{batch} 1"), 3: _scale(call, 3, "o 1"), bias: "o"}
+    of_w = "o" if len(call.ins[3].shape) == 1 else "o 1"
+    texts: Texts = {0: f"{batch} i", 1: "o i", 2: _scale(call, 2, f"{batch} 1"), 3: _scale(call, 3, of_w), bias: "o"}
     return with_flops(bind(call, texts, [f"{batch} o"], reduce={"i": "sum"}, addends=[bias]))
+
+
+def _groups_linear(call: Call) -> Rule | None:
+    batch, _ = _batch(call)
+    bias = at(call, 4, "b")
+    texts: Texts = {0: f"{batch} (g [e])", 1: "o (g [e])", 2: f"{batch} g", 3: "o g", bias: "o"}
+    sizes = {"e": call.ins[1].shape[1] // call.ins[3].shape[1]}
+    return with_flops(bind(call, texts, [f"{batch} o"], reduce={"g": "sum"}, addends=[bias], sizes=sizes))
 
 
 def _linear_dx(call: Call) -> Rule | None:
@@ -65,6 +75,7 @@ RULES: dict[str, RuleFn] = {
     "colofunc.fp8_scale": pattern("b* -> b*"),
     "colofunc.fp8_cast": _cast,
     "colofunc.scaled_linear": _linear,
+    "colofunc.scaled_groups_linear": _groups_linear,
     "colofunc.scaled_linear_dx": _linear_dx,
     "colofunc.scaled_linear_dw": _linear_dw,
 }
