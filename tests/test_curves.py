@@ -280,7 +280,7 @@ REDUCED = {
 
 @pytest.mark.parametrize("machine", REDUCED)
 def test_all_reduces_take_what_was_measured(machine):
-    """Large ones, over boxes and in one. Where there is little to send, within 1.45 times: libraries change their ways between 1 and 256 MB."""
+    """Over boxes and in one: large ones. Where there is little to send, within 1.45 times, as libraries change their ways up to 256 MB."""
     topology, ranks = machine
     mesh = Mesh(dp=ranks, topology=topology)
     off = []
