@@ -18,6 +18,7 @@ N NVIDIA/dgxc-benchmarking nemotron/README_15b.md@0b71cfd and nemotron4-15b-synt
 S jzhang38/TinyLlama README.md@026587c and pretrain/tinyllama.py@01c9c77 (t)
 C karpathy/llm.c scripts/run_gpt2_1558M.sh@039904e (s)
 KF KempnerInstitute/KempnerForge benchmarks/mfu_scaling/mfu_scaling_2026-04-05.md and mfu_bench.sh@9f3f03a (s)
+FP flagos-ai/FlagPerf training/nvidia/llama1_7B-paddle/README.md, pull request 278 (t)
 
 Looked at and left out, as a part of their configuration is not known or not expressed here: FlashAttention's GPT-3 runs (dropout within
 attention); nanoGPT (which card, attention by hand); fms-fsdp on H100, 7 B and 13 B (how they are sharded, which layers are made again), and
@@ -142,10 +143,17 @@ def _titan(id: str, model: Model, topology: str, axes: dict[str, int], sequences
     return Run(id, f"T{model.hidden}", model, topology, axes, 8192, sequences, seconds, **more)  # type: ignore[arg-type]
 
 
+# Composer keeps float32 masters in each of its modes, which it casts before a gather (mosaicml/composer#2047, its documentation), and sums
+# gradients in bfloat16: "PURE" by name; "DEFAULT" said no dtype for them until October 2023 (#2628), so that they stay in that of the
+# parameters (torch's `FlatParamHandle._init_param_reduce_dtypes`). The tables came on 18 October (llm-foundry#543), by scripts that name
+# images of May and August (sweep.sh).
+_COMPOSER: Mapping[str, object] = dict(fused="", attention="triton", flat=True, sums="bfloat16")
+
+
 def _mosaic(id: str, model: Model, tokens: int, each: int, times: int, tokens_s: float, again: Again = "none") -> Run:
     rows = 8 * each * times
     seconds = _tokens_s(tokens_s, 8, tokens, rows)
-    more = dict(again=again, fused="", attention="triton", flat=True)
+    more = dict(again=again, **_COMPOSER)
     return Run(id, "P", model, "8xa100-80g", {"dp": 8}, tokens, rows, seconds, times, **more)  # type: ignore[arg-type]
 
 
@@ -241,7 +249,7 @@ def _held(id: str, model: Model, topology: str, axes: dict[str, int], tokens: in
 def _mosaic_h100(id: str, model: Model, gpus: int, tokens: int, each: int, times: int, tokens_s: float, **more: object) -> Run:
     rows = gpus * each * times
     seconds, axes = _tokens_s(tokens_s, gpus, tokens, rows), {"dp": gpus}
-    more = dict(fused="", attention="triton", flat=True, **more)
+    more = dict(**_COMPOSER, **more)
     return Run(id, "MH", model, "8xh100", axes, tokens, rows, seconds, times, **more)  # type: ignore[arg-type]
 
 
@@ -322,12 +330,11 @@ _MPT: Mapping[str, Model] = {
 
 
 def _mosaic_a100(
-    id: str, model: str, gpus: int, gb: int, tokens: int, each: int, times: int, tokens_s: float, again: Again = "none",
-    masters: bool = True,
+    id: str, model: str, gpus: int, gb: int, tokens: int, each: int, times: int, tokens_s: float, again: Again = "none"
 ) -> Run:  # fmt: skip
     rows = gpus * each * times
     unknown = "links between boxes: the usual ones" if gpus > 8 else ""
-    more = dict(again=again, masters=masters, fused="", attention="triton", flat=True, unknown=unknown)
+    more = dict(again=again, unknown=unknown, **_COMPOSER)
     seconds = _tokens_s(tokens_s, gpus, tokens, rows)
     return Run(id, id[:2], _MPT[model], f"8xa100-{gb}g", {"dp": gpus}, tokens, rows, seconds, times, **more)  # type: ignore[arg-type]
 
@@ -336,6 +343,14 @@ def _llm_c(id: str, layers: int, hidden: int, heads: int, each: int, seconds: fl
     """524,288 tokens a step."""
     model, times = _opt(layers, hidden, heads, 50304), 64 // each
     return Run(id, "CA", model, "8xa100-80g", {"dp": 8}, 1024, 512, seconds, times, zero=1, fused="by hand")
+
+
+def _flag_perf(id: str, axes: dict[str, int], zero: int, times: int, tokens_s: float, **more: object) -> Run:
+    """LLaMA of 7 B in float16 by PaddlePaddle, microbatches of 4 rows: norms and attention are fused, nothing is made again."""
+    rows = 4 * axes["dp"] * times
+    seconds = _tokens_s(tokens_s, 8, 2048, rows)
+    more = dict(zero=zero, fused="", unknown="which version of FlashAttention; one kernel for a norm, as several here", **more)
+    return Run(id, "FP", LLAMA2_7, "8xa100-80g", axes, 2048, rows, seconds, times, **more)  # type: ignore[arg-type]
 
 
 FURTHER: tuple[Run, ...] = (
@@ -362,11 +377,16 @@ FURTHER: tuple[Run, ...] = (
     _mosaic_a100("MA4", "760M", 8, 80, 512, 96, 2, 29446),
     _mosaic_a100("MA5", "3B", 8, 80, 2048, 10, 2, 10811),
     _mosaic_a100("MA6", "13B", 8, 80, 32768, 1, 3, 1016, "full"),
-    _mosaic_a100("MA7", "70B", 32, 80, 2048, 2, 16, 373, "full", False),
-    _mosaic_a100("MF1", "13B", 8, 40, 2048, 4, 16, 1668, "full", False),
-    _mosaic_a100("MF2", "13B", 16, 40, 2048, 10, 1, 1993, "full", False),
-    _mosaic_a100("MF3", "70B", 64, 40, 2048, 2, 1, 276, "full", False),
-    _mosaic_a100("MF4", "70B", 128, 40, 2048, 4, 1, 376, "full", False),
+    _mosaic_a100("MA7", "70B", 32, 80, 2048, 2, 16, 373, "full"),
+    _mosaic_a100("MF1", "13B", 8, 40, 2048, 4, 16, 1668, "full"),
+    _mosaic_a100("MF2", "13B", 16, 40, 2048, 10, 1, 1993, "full"),
+    _mosaic_a100("MF3", "70B", 64, 40, 2048, 2, 1, 276, "full"),
+    _mosaic_a100("MF4", "70B", 128, 40, 2048, 4, 1, 376, "full"),
+    _mosaic_h100("MH15", _MPT["30B"], 16, 2048, 10, 3, 2263, again="full", unknown="links between boxes: the usual ones"),
+    _mosaic_h100("MH16", _MPT["13B"], 8, 4096, 10, 3, 4717, again="full"),
+    _flag_perf("FP1", {"dp": 8}, 2, 64, 4267),
+    _flag_perf("FP2", {"dp": 4, "tp": 2}, 1, 128, 3888, collectives="waits"),
 )
 """Further rows of the tables of T, U, MH and of llm.c's scripts, chosen by a reader who looked for where the clock fails, when all else was
-settled: they neither calibrate nor test, and none is dropped for being missed. MA, MF: llm-foundry's tables of A100 with 80 and 40 GB."""
+settled: they neither calibrate nor test, and none is dropped for being missed. MA, MF: llm-foundry's tables of A100 with 80 and 40 GB.
+MH15, MH16 and FP came last, each written down as it stands before it was predicted."""

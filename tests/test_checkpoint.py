@@ -4,6 +4,7 @@ from collections import Counter
 from functools import partial
 from typing import Any, cast
 
+import attrs
 import pytest
 import torch
 import transformers
@@ -14,6 +15,7 @@ import colofunc as cf
 from colofunc.compiler import completion
 from colofunc.planner.candidate import Fitted
 from colofunc.planner.recompute import fastest, orders
+from colofunc.planner.recompute.cuts import forward_facts
 from colofunc.planner.recompute.orders import Order
 from colofunc.program.facts import is_product
 from colofunc.program.ir import Program
@@ -274,3 +276,14 @@ def test_nothing_but_what_goes_from_block_to_block_is_kept_beside_adapters() -> 
     low = cf.checkpoint(step_fn, policy="nothing").lower(state, torch.randn(512, 64))
     again = Counter(node.path for node in low.program.nodes if node.note.startswith("made again") and is_product(node.target))
     assert all(again[f"{block}.{name}"] == 3 for block in (1, 2) for name in ("one", "two", "three")), again
+
+
+def test_weights_that_were_gathered_say_nothing_about_where_forward_is_cut() -> None:
+    """Where parameters come in as casts that were made before a loop, they are no parameters by name, as here."""
+    step, *args = training(layers=3)
+    program = cf.shard(step, cf.Mesh(dp=2), zero(3, "dp")).on("simulated").lower(*args).program
+    values = {id: attrs.evolve(v, role="activation") if v.role == "param" else v for id, v in program.values.items()}
+    named, cast = forward_facts(program), forward_facts(attrs.evolve(program, values=values))
+    gathered = {value for node in program.nodes if "all_gather" in node.target for value in node.results}
+    assert gathered and gathered.isdisjoint(cast.streams())
+    assert [cut.at for cut in cast.cuts] == [cut.at for cut in named.cuts]

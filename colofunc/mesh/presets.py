@@ -255,10 +255,10 @@ _GB200_TRAY = Box(
     host_bytes_per_s=512e9,
     inner_devices=72,
 )
-# MI300X platform data sheet: 7 Infinity Fabric links of 128 GB/s both ways, in a server of 8 x 400 Gb/s, 2 TB, 8 x 3.84
-# TB.
+# MI300X platform data sheet: 7 Infinity Fabric links of 128 GB/s both ways, one to each other device and no switch, in a
+# server of 8 x 400 Gb/s, 2 TB, 8 x 3.84 TB.
 # DDR5-4800, 2 x 12
-_MI300X_PLATFORM = attrs.evolve(_DGX_H100, inner=_level("infinity", 448e9, 3), host_bytes_per_s=460e9)
+_MI300X_PLATFORM = attrs.evolve(_DGX_H100, inner=_level("infinity", 448e9, 3, "pairs"), host_bytes_per_s=460e9)
 # A server without links of its own between devices: 200 Gb/s a node, 1 TB, 2 x 3.84 TB.
 _SERVER_PCIE4 = Box(
     inner=_level("pcie", _PCIE4, 10),

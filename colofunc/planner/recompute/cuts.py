@@ -122,8 +122,10 @@ class ForwardFacts:
             if not params.isdisjoint(node.refs):
                 params.update(node.results)
         made = self.forward()
-        on_the_way = [value for value in made if value in batch and value in params]
-        return on_the_way or made
+        of_batch = [value for value in made if value in batch]
+        # In a loop over microbatches parameters may come in as casts that were made before it, under no name of theirs.
+        on_the_way = [value for value in of_batch if value in params]
+        return on_the_way or of_batch or made
 
 
 @computed_once
