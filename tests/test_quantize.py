@@ -194,6 +194,48 @@ def test_a_product_names_what_does_not_fit() -> None:
 # ---- as values of a state ----
 
 
+def test_packed_weights_are_equal_bit_for_bit() -> None:
+    w = weight()
+    found = BUILT_IN["nf4"].pack(w)
+    assert found.equal(BUILT_IN["nf4"].pack(w.clone())) and not found.equal(BUILT_IN["int8"].pack(w))
+    w[0, 0] += 1
+    assert not found.equal(BUILT_IN["nf4"].pack(w))
+
+
+@pytest.mark.parametrize("use", ["a function", "a method", "a model"])
+def test_a_packed_weight_in_a_step_that_is_not_quantized_says_so(use: str) -> None:
+    model = cf.functional(nn.Sequential(nn.Linear(8, 4)))
+    state = cf.quantize(lambda p, x: model.apply(p, {}, x)[0], "int8").init(model.params, torch.randn(2, 8))
+    uses = {
+        "a function": lambda p, x: torch.nn.functional.linear(x, p["0.weight"]),
+        "a method": lambda p, x: x @ p["0.weight"].t(),
+        "a model": lambda p, x: model.apply(p, {}, x)[0],
+    }
+    with pytest.raises((cf.InputError, AttributeError), match=r"quantized as 'int8'.* Try: step = cf\.quantize\(step, 'int8'\)"):
+        cf.shard(uses[use], cf.Mesh())(state, torch.randn(2, 8))
+
+
+def test_a_write_to_a_quantized_weight_is_an_error() -> None:
+    def halved(params: Any, x: torch.Tensor) -> torch.Tensor:
+        params["0.weight"].mul_(0.5)
+        return x @ params["0.weight"].T
+
+    with pytest.raises(cf.InputError, match=r"writes to '0\.weight' in place, and a quantized weight does not change"):
+        cf.quantize(halved, "int8")({"0.weight": weight()}, torch.randn(2, 256))
+
+
+def test_weights_that_are_neither_given_nor_frozen_are_an_error_that_says_how() -> None:
+    module, x = nn.Sequential(nn.Linear(8, 4)), torch.randn(2, 8)
+    with pytest.raises(cf.InputError, match=r"matches no weight: .* Try: model = cf\.functional\(module, trainable=\(\)\)"):
+        cf.quantize(module, "int8")(x)
+    with pytest.raises(cf.InputError, match="matches no weight"):  # a batch is none
+        cf.quantize(lambda x: module(x), "int8", where="*")(x)
+    frozen = cf.functional(module, trainable=())
+    step = cf.quantize(lambda x: frozen.apply({}, frozen.buffers, x)[0], "int8")
+    out = step(x).full()
+    assert torch.allclose(out, module(x), atol=0.05) and not torch.equal(out, module(x))
+
+
 def test_a_state_has_one_leaf_in_the_weights_place() -> None:
     step_fn, params = forward()
     step = cf.quantize(cf.shard(step_fn, cf.Mesh(dp=2), zero(3, "dp")), "int8", where=WHERE)

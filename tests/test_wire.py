@@ -66,6 +66,17 @@ def test_what_is_not_finite_arrives_as_nan_and_spoils_its_group_alone(scheme: st
     assert torch.equal(got[0, group:], torch.ones(group)) and torch.equal(got[1], torch.ones(2 * group))
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_a_message_is_the_same_where_all_else_is_in_float64(scheme: str) -> None:
+    """Scales are sent in 4 bytes, whatever the mode makes of float32."""
+    x = torch.randn(1000, dtype=torch.float64)
+    message = torch.ops.colofunc.wire_pack(x, scheme, 2)
+    with cf.testing.float64():
+        assert torch.equal(torch.ops.colofunc.wire_pack(x, scheme, 2), message)
+        opened = torch.ops.colofunc.wire_open(message, [1000], torch.float64, scheme)
+    assert torch.equal(opened, torch.ops.colofunc.wire_open(message, [1000], torch.float64, scheme))
+
+
 def test_a_sum_of_many_terms_does_not_overflow() -> None:
     x = torch.full((300, 256), 127.0)
     message = torch.cat([wire_pack(row, "int8", 1) for row in x])

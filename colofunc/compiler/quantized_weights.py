@@ -64,8 +64,10 @@ class WeightPacking:
 
     def meant(self, name: str, weight: Tensor) -> bool:
         """Whether a glob matches a tensor that can be a weight, neither a vector nor a buffer or state, and that was
-        not chosen to stay."""
-        if not weight.is_floating_point() or weight.dim() < 2 or role_of(weight) in ("state", "buffer"):
+        not chosen to stay.
+
+        An argument that is a tensor itself has no name, and may be a batch."""
+        if not name or not weight.is_floating_point() or weight.dim() < 2 or role_of(weight) in ("state", "buffer"):
             return False
         return self.matched(name) and self.scheme(name) is not None
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from colofunc import compat
 from colofunc.compiler.quantized_weights import Schemes, WeightPacking
 from colofunc.compiler.transform import Build, Transform
 from colofunc.errors import InputError, near
@@ -129,6 +130,7 @@ def _wrapped(weights: WeightPacking, build: Build) -> Build:
         opened_args = [mapped(given.open, argument) for argument in args]
         with given.reading(), given.rounding():
             out = fn(*opened_args)
+        given.check_written()
         given.check_globs()
         out = mapped(given.close, out)
         if args:
@@ -147,6 +149,8 @@ class _Given:
         self.quantized: dict[str, None] = {}
         # id of a widened weight -> itself, what it was made of
         self.originals: dict[int, tuple[Tensor, Quantized]] = {}
+        # id of a widened weight -> its name, how often it had been written to when the code was given it
+        self.given: dict[int, tuple[str, int]] = {}
         # id of a quantized weight -> the scheme that rounds its inputs
         self.rounding_of: dict[int, Quantizer | None] = {}
 
@@ -161,6 +165,7 @@ class _Given:
         self.rounding_of[id(leaf)] = self.weights.rounding(name)
         wide = opened(leaf)
         self._note(wide, leaf)
+        self.given[id(wide)] = name, compat.version(wide)
         return wide
 
     def close(self, name: str, leaf: Any) -> Any:
@@ -229,7 +234,23 @@ class _Given:
                     f"cf.quantize: where={glob!r} matches {name!r}, which is tied to {first!r} and goes by that name. "
                     f"Try: where={first!r}, which quantizes it wherever it is read"
                 )
+        if not self.names:
+            raise InputError(
+                f"cf.quantize: where={glob!r} matches no weight: argument 0 has none by name, and the step reads no frozen "
+                "ones. Try: model = cf.functional(module, trainable=()), and model.apply in the step; or the weights as "
+                "argument 0"
+            )
         raise InputError(f"cf.quantize: where={glob!r} matches no weight of the step{near(glob, self.names)}")
+
+    def check_written(self) -> None:
+        """Raises InputError where the step has written to a widened weight, which nobody would see."""
+        for wide, _ in self.originals.values():
+            name, before = self.given.get(id(wide), ("", compat.version(wide)))
+            if compat.version(wide) != before:
+                raise InputError(
+                    f"cf.quantize: the step writes to {name!r} in place, and a quantized weight does not change. Try: "
+                    "a new value beside it (weight * 0.5), or globs in where= that leave it out"
+                )
 
     def check_unchanged(self, state: Any, out: Any) -> None:
         """Raises InputError where the step returns another value for a quantized weight."""

@@ -32,6 +32,7 @@ from colofunc.functional.gradients import warn_of_eval_mode
 from colofunc.ops import policy
 from colofunc.ops.dtypes import DOUBLED, doubled_inside
 from colofunc.ops.plain import refuse_unlike
+from colofunc.ops.quantized import Quantized, still_packed
 from colofunc.ops.quantized_frozen import as_packed, opened, sources
 from colofunc.program.lazy import LazyTensor, make
 from colofunc.program.tracing.attributes import Known, known_attributes, watch_attributes
@@ -112,6 +113,9 @@ class Model:
                 raise InputError(
                     f"apply: the {what} are a {type(value).__name__}. Try: model.apply(params, buffers, *inputs)"
                 )
+        for name, weight in params.items():
+            if isinstance(weight, Quantized):
+                raise InputError(f"apply, {name!r}: {still_packed(weight.scheme)}")
         if params.keys() == self.params.keys() and buffers.keys() == self.buffers.keys():
             return
         found = []

@@ -54,7 +54,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colofunc.errors import RuleError
+from colofunc.errors import InputError, RuleError
 from colofunc.ops import native
 from colofunc.ops.define import Operator, define, nothing
 from colofunc.ops.small_floats import (
@@ -396,6 +396,14 @@ DEQUANTIZE: Mapping[str, str] = {f"colofunc.{name}_dequantize": name for name in
 # ---- a weight ----
 
 
+def still_packed(scheme: str) -> str:
+    """What is wrong where a packed weight is used as if it were a tensor."""
+    return (
+        f"the weight is quantized as {scheme!r}, and only a step under cf.quantize reads it. Try: "
+        f"step = cf.quantize(step, {scheme!r}), whose code is given the weight; or weight.dequantize()"
+    )
+
+
 @attrs.frozen(eq=False, repr=False)
 class Quantized:
     """A weight in the parts of a format.
@@ -456,6 +464,27 @@ class Quantized:
         """The matrix (o, i) of its parts alone, which inputs divided by `input_scale` are multiplied with."""
         rows: Tensor = OPERATORS[self.form].dequantize(*self.parts, dtype)
         return rows
+
+    def equal(self, other: Quantized) -> bool:
+        """Whether both are the same weight in the same scheme, bit for bit, as `torch.equal` says of tensors."""
+        if (self.scheme, self.form, self.shape, self.dtype) != (other.scheme, other.form, other.shape, other.dtype):
+            return False
+        if len(self.tensors) != len(other.tensors):
+            return False
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises InputError: code that is given packed weights, as a step without `cf.quantize` is, cannot use them."""
+        given = [*args, *(kwargs or {}).values()]
+        scheme = next((one.scheme for one in given if isinstance(one, cls)), "int8")
+        raise InputError(f"{getattr(func, '__name__', func)}: {still_packed(scheme)}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(f"{name}: {still_packed(self.scheme)}")
 
     def __repr__(self) -> str:
         return f"Quantized({self.scheme!r}, {tuple(self.shape)}, {str(self.dtype).removeprefix('torch.')}, {self.nbytes:,} bytes)"

@@ -33,6 +33,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from colofunc import compat
 from colofunc.errors import CollectiveError, InputError, near
 from colofunc.ops.define import define
 from colofunc.ops.quantized import packed as two_in_a_byte
@@ -150,7 +151,8 @@ def _pack(x: Tensor, scheme: str, n: int) -> Tensor:
     largest = groups.abs().amax(2)
     # By a tensor: divided by a number, a card multiplies by its rounded inverse, and would give other bits than the
     # host.
-    scale = (largest / torch.full_like(largest, form.largest)).to(torch.float32)
+    with compat.no_function_modes():  # `cf.testing.float64` would make another dtype of it
+        scale = (largest / torch.full_like(largest, form.largest)).to(torch.float32)
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     steps = scale.to(groups.dtype).unsqueeze(2)
     relative = (groups / torch.where(steps == 0, torch.ones_like(steps), steps)).clamp(-form.largest, form.largest)
@@ -166,6 +168,12 @@ def _pack_fake(x: Tensor, scheme: str, n: int) -> Tensor:
     return x.new_empty((n, scheme_of(scheme).row_bytes(-(-x.numel() // n))), dtype=torch.uint8)
 
 
+def _scales(packed: Tensor) -> Tensor:
+    """(n, 4 * groups) of bytes -> (n, groups) in float32, which is what is sent whatever dtype is asked for."""
+    with compat.no_function_modes():
+        return packed.view(torch.float32)
+
+
 def _widened(packed: Tensor, dtype: torch.dtype, how: Scheme) -> Tensor:
     """(n, numbers of a row with its filling) in `dtype`."""
     n, form = packed.shape[0], how.form
@@ -178,7 +186,7 @@ def _widened(packed: Tensor, dtype: torch.dtype, how: Scheme) -> Tensor:
         numbers = data.contiguous().view(torch.int8).to(dtype)
     else:
         numbers = unpacked(data.contiguous()).to(dtype) - 7
-    steps = scale.contiguous().view(torch.float32).to(dtype)
+    steps = _scales(scale.contiguous()).to(dtype)
     return (numbers.reshape(n, groups, how.group) * steps.unsqueeze(2)).reshape(n, groups * how.group)
 
 

@@ -69,6 +69,10 @@ def files(folder: Path, stems: Sequence[str]) -> list[Path]:
     if not some:
         raise CheckpointError(_nothing(folder))
     if all(OWN.fullmatch(path.name) for path in some):
+        if (folder / "colofunc.json").exists():
+            raise CheckpointError(
+                f"{folder} holds a state that cf.save wrote, and no model's own files. Try: state = cf.load({str(folder)!r})"
+            )
         raise CheckpointError(
             f"{folder} holds parts of tensors, but not their index colofunc.json; the checkpoint is incomplete"
         )
