@@ -215,6 +215,16 @@ def test_a_packed_weight_in_a_step_that_is_not_quantized_says_so(use: str) -> No
         cf.shard(uses[use], cf.Mesh())(state, torch.randn(2, 8))
 
 
+def test_a_plan_says_which_weights_are_packed() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = cf.functional(layer)
+    step = cf.quantize(cf.shard(lambda p, x: model.apply(p, {}, x)[0], cf.Mesh(dp=2)), "int8")
+    (said,) = [note for note in step.lower(model.params, torch.randn(2, 4, 16)).plan.notes if note.startswith("weights in")]
+    # out_proj, linear1, linear2: a byte a number and a scale of 4 a row
+    nbytes = 16 * 16 + 2 * 16 * 32 + 4 * (16 + 32 + 16)
+    assert said == f"weights in int8: 3, {nbytes / 1024:g} KiB; as they were: 'p.self_attn.in_proj_weight'"
+
+
 def test_a_write_to_a_quantized_weight_is_an_error() -> None:
     def halved(params: Any, x: torch.Tensor) -> torch.Tensor:
         params["0.weight"].mul_(0.5)

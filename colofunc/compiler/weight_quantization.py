@@ -28,6 +28,7 @@ from colofunc import compat
 from colofunc.compiler.quantized_weights import Schemes, WeightPacking
 from colofunc.compiler.transform import Build, Transform
 from colofunc.errors import InputError, near
+from colofunc.mesh.sizes import size_text
 from colofunc.ops import fp8, fp8_products, int8_products
 from colofunc.ops.canonical import autocast
 from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
@@ -35,8 +36,9 @@ from colofunc.ops.quantized_frozen import opened, reading
 from colofunc.ops.quantized_inputs import LinearCalls, divided, rounded_rows
 from colofunc.ops.quantizers import Quantizer
 from colofunc.planner.plan import matches
+from colofunc.planner.schemes import SchemeChoice
 from colofunc.planner.sharding.linked_rows import linked_rows
-from colofunc.program.ir import Node
+from colofunc.program.ir import Node, Program
 from colofunc.program.passes.packed_gathers import gathered_packed
 from colofunc.program.passes.packed_reads import PRODUCTS, packed_inputs, read_packed
 from colofunc.program.tracing.modules_used import other_names
@@ -44,6 +46,8 @@ from colofunc.program.tracing.roles import mark
 from colofunc.program.tracing.tree import map_named
 
 QUANTIZE = "quantize"
+MOST_NAMED = 3
+"""So many weights that stay as they are are named in a plan."""
 
 FORMAT_OF = {
     **DEQUANTIZE,
@@ -68,6 +72,7 @@ def transform_of(
         rewrite_global=_read_packed,
         constrain=_linked,
         rewrite_local=_gathered_packed,
+        says=partial(_said, weights),
         **further,
     )
 
@@ -288,11 +293,38 @@ def _parts_read(node: Node) -> tuple[int, ...]:
     return tuple(node.refs[first : first + len(FORMATS[form].parts)])
 
 
+def _packed_weights(program: Program) -> dict[tuple[int, ...], None]:
+    """Of each packed weight that is read, the inputs that are its parts."""
+    found: dict[tuple[int, ...], None] = {}
+    for node in program.nodes:
+        parts = packed_inputs(program, _parts_read(node))
+        if parts:
+            found[parts] = None
+    return found
+
+
 def _linked(build: Build) -> Build:
     """The parts of a weight lie alike along its rows."""
-    groups: dict[tuple[int, ...], None] = {}
-    for node in build.program.nodes:
-        parts = packed_inputs(build.program, _parts_read(node))
-        if parts:
-            groups[parts] = None
+    groups = _packed_weights(build.program)
     return build.evolve(constraints=linked_rows(build.program, build.mesh, build.constraints, groups))
+
+
+def _said(weights: WeightPacking, program: Program, local: Program) -> list[str]:
+    """How many weights are read packed, and which others could have been meant; a choice of schemes has its own line."""
+    if isinstance(weights.quantizer, SchemeChoice):
+        return []
+    packed = _packed_weights(program)
+    parts = {id for ids in packed for id in ids}
+    nbytes = sum(program.values[id].nbytes for id in parts)
+    trained = {program.inputs[position] for _, position in program.aliases}
+    wide = []
+    for id in program.inputs:
+        value = program.values[id]
+        matrix = value.role in ("param", "frozen") and value.dtype.is_floating_point and len(value.shape) >= 2
+        if matrix and id not in parts and id not in trained:
+            wide.append(repr(value.name))
+    line = f"weights in {weights.name}: {len(packed)}, {size_text(nbytes)}"
+    if wide:
+        more = f" and {len(wide) - MOST_NAMED} more" if len(wide) > MOST_NAMED else ""
+        line += f"; as they were: {', '.join(wide[:MOST_NAMED])}{more}"
+    return [line]
