@@ -14,7 +14,7 @@ import pytest
 
 import colofunc as cf
 from colofunc.plugins import hookspecs
-from tools.docs import environment_page, errors_page, hooks_page, members, public_names, reference_page
+from tools.docs import constants_page, environment_page, errors_page, hooks_page, members, public_names, reference_page
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -156,12 +156,18 @@ def test_generated_pages_are_up_to_date() -> None:
     assert (ROOT / "docs" / "errors.md").read_text() == errors_page()
     assert (ROOT / "docs" / "reference.md").read_text() == reference_page()
     assert (ROOT / "docs" / "environment.md").read_text() == environment_page()
+    assert (ROOT / "docs" / "constants.md").read_text() == constants_page()
     for hook in hookspecs.HOOKS:
         assert inspect.getdoc(getattr(hookspecs, hook)) in hooks_page().replace("\n    ", "\n")
     for name in dir(cf):
         thing = getattr(cf, name)
         if isinstance(thing, type) and issubclass(thing, cf.ColofuncError):
             assert f"## {name}\n" in errors_page()
+
+
+def test_every_constant_of_planning_says_what_it_is() -> None:
+    rows = [row for row in constants_page().splitlines() if row.startswith("| `")]
+    assert len(rows) > 150 and not [row for row in rows if row.endswith("|  |")]
 
 
 def test_every_public_name_is_in_the_reference_and_has_a_docstring() -> None:

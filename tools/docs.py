@@ -6,6 +6,7 @@ docs/ are what this makes of them.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
 from pathlib import Path
@@ -270,7 +271,67 @@ def environment_page() -> str:
     ])  # fmt: skip
 
 
+# ---- constants ----
+
+CONSTANTS_OF = ("colofunc/planner", "colofunc/compiler", "colofunc/spec/conversions", "plugins/pipeline")
+"""Folders whose modules decide by numbers."""
+
+
+def constants_of(source: str) -> list[tuple[str, str, str]]:
+    """(name, value as it is written, words) of the numbers that a module keeps under names in capitals.
+
+    Words are the string below, else the comment behind it, else the comment above.
+    """
+    lines, body, found = source.splitlines(), ast.parse(source).body, []
+    for node, below in zip(body, [*body[1:], None], strict=True):
+        if not isinstance(node, ast.Assign) or not _is_number(node.value):
+            continue
+        name = ast.unparse(node.targets[0]).strip("()")
+        if not name.isupper() or name.startswith("_"):
+            continue
+        words = ""
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            words = str(below.value.value)
+        elif "  # " in lines[node.lineno - 1]:
+            words = lines[node.lineno - 1].partition("  # ")[2]
+        else:
+            first = node.lineno - 1
+            while lines[first - 1].startswith("# "):
+                first -= 1
+            words = " ".join(line.removeprefix("# ") for line in lines[first : node.lineno - 1])
+        found.append((name, ast.unparse(node.value).strip("()"), " ".join(words.split())))
+    return found
+
+
+def _is_number(node: ast.expr) -> bool:
+    if isinstance(node, ast.Constant):
+        return type(node.value) in (int, float)
+    if isinstance(node, ast.UnaryOp):
+        return _is_number(node.operand)
+    if isinstance(node, ast.BinOp):
+        return _is_number(node.left) and _is_number(node.right)
+    return isinstance(node, ast.Tuple) and bool(node.elts) and all(map(_is_number, node.elts))
+
+
+def constants_page() -> str:
+    """docs/constants.md"""
+    parts = [
+        NOTE.format(", ".join(CONSTANTS_OF)) + "# Constants of planning\n",
+        "The numbers that a plan depends on, where they stand and what they are for. What switching off a search costs, "
+        "and what other values of its limits change, is in [the architecture](architecture.md#why-a-heuristic-is-there).\n",
+    ]
+    for folder in CONSTANTS_OF:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            rows = constants_of(path.read_text())
+            if rows:
+                parts += [f"## {path.relative_to(ROOT).as_posix()}\n", "| constant | value | what it is |", "|---|---|---|"]
+                parts += [f"| `{name}` | `{value}` | {words.replace('|', chr(92) + '|')} |" for name, value, words in rows]
+                parts.append("")
+    return "\n".join(parts)
+
+
 def main() -> None:
+    (ROOT / "docs" / "constants.md").write_text(constants_page())
     (ROOT / "docs" / "environment.md").write_text(environment_page())
     (ROOT / "docs" / "reference.md").write_text(reference_page())
     (ROOT / "docs" / "plugins.md").write_text(hooks_page())

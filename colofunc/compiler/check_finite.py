@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from colofunc.compiler.lowered import Lowered
 
 SHOWN = 8
+"""So many values are listed."""
 
 
 @attrs.frozen

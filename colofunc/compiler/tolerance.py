@@ -36,9 +36,9 @@ from colofunc.program.tracing.record import flat_results, run_node
 
 HALVES = (torch.bfloat16, torch.float16)
 PLACES = 4.0  # a sum over k ranks rounds k terms and their sum, about sqrt(k + 1) / 2 last places: 2 for 16 ranks
-TRIES = 2
+TRIES = 2  # times that operands are moved by their rounding at random
 FEW = 32  # elements, of which two tries may by chance show no rounding at all
-STEPS = (-1.0, -0.5, -0.1, -0.01, 0.01, 0.1, 0.5, 1.0)
+STEPS = (-1.0, -0.5, -0.1, -0.01, 0.01, 0.1, 0.5, 1.0)  # parts of its bound by which a gradient is moved
 SUMS = frozenset({"aten.sum.default", "aten.sum.dim_IntList"})
 Ran = Callable[[Node, Mapping[int, Tensor], Sequence[Any]], None]
 

@@ -27,6 +27,7 @@ from colofunc.planner.stages.report import Pipelined
 from colofunc.spec.layout import At, at_text
 
 FORMAT_VERSION = 1
+"""Of the file of a plan."""
 MARK = "colofunc_plan"
 INFINITY = "impossible"  # JSON has none
 

@@ -312,6 +312,7 @@ def _fastest(
 
 Played = tuple[ActionTable, cf.ext.Simulated]
 PATIENCES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Of a W's seconds, how long a rank has to wait for other work before it begins one, in schedules that are drafted."""
 
 
 def _lists(

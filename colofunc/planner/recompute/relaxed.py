@@ -40,9 +40,11 @@ ROUNDS = 20
 LEVELS = 16
 """Amounts of memory between what is held if all is kept and the least."""
 THRESHOLDS = (0.5, 0.3, 0.15, 0.05, 0.7, 0.9)
+"""From what part on a piece that a linear program keeps in part is kept, in the order in which they are tried."""
 SKIPS = 2
 """Of a chain everything is some stage's but what the last one makes."""
 SMALL = 1 << 10
+"""Values of at most so many bytes are kept whatever the program says."""
 ITERATIONS = 20_000
 """Limit of the simplex method for one amount of memory; what would take more is not proposed."""
 

@@ -21,7 +21,7 @@ import attrs
 from colofunc.mesh import Mesh
 from colofunc.spec.layout import Dim, Layout
 
-COPY = -1
+COPY = -1  # a part of the mesh that holds a copy
 PENDING = {"sum": -2, "max": -3, "min": -4}  # sums are inside maxima inside minima: the larger is reduced first
 HOW = {code: how for how, code in PENDING.items()}
 

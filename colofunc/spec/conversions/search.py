@@ -40,7 +40,7 @@ PATIENCE = 5_000
 # The same where a way is known before. Then what is left counts twice: that leads to a cheaper one soon, where there is
 # one.
 PATIENCE_BESIDE_KNOWN = 15
-HASTE_BESIDE_KNOWN = 2.0
+HASTE_BESIDE_KNOWN = 2.0  # how often what is left counts there
 
 # A way that is known is kept where there are more pieces: each state has thousands of moves then, and searches found
 # none cheaper in the plans of LLaMA-3 70B on 1,024 ranks and of four layers of 8B on 512.
