@@ -469,7 +469,7 @@ MISTAKES = {
         "did you mean 'up.weight' or 'norm.weight' or 'down.weight'?",
         {"where": "upp.weight"},
     ),
-    "vectors": Mistake("cf.quantize: where='norm.weight' matches no weight of the step", {"where": "norm.weight"}),
+    "vectors": Mistake("cf.quantize: where='norm.weight' matches 'norm.weight', which is no weight (a vector", {"where": "norm.weight"}),
 }
 
 

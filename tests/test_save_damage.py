@@ -66,7 +66,10 @@ def test_a_changed_index(tmp_path, at) -> None:
         (lambda p: None, "there is no checkpoint at"),
         (lambda p: p.mkdir(), "holds no checkpoint: no colofunc.json"),
         (lambda p: (p.mkdir(), (p / "pytorch_model.bin").write_bytes(b"")), "as a pickle, 'pytorch_model.bin'.*convert it"),
-        (lambda p: (p.mkdir(), (p / "model.safetensors").write_bytes(b"\x08" + b"\0" * 7 + b"notjson!")), "is no safetensors file"),
+        (
+            lambda p: (p.mkdir(), (p / "model.safetensors").write_bytes(b"\x08" + b"\0" * 7 + b"notjson!")),
+            r"is no safetensors file: it is not JSON.* Try: another copy",
+        ),
         (lambda p: (p.mkdir(), (p / "model.safetensors").write_bytes(b"\xff" * 20)), "is no safetensors file"),
         (lambda p: (p.mkdir(), (p / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../x"}}')), "not one of its folder"),
     ],

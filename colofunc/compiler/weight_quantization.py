@@ -239,6 +239,12 @@ class _Given:
                     f"cf.quantize: where={glob!r} matches {name!r}, which is tied to {first!r} and goes by that name. "
                     f"Try: where={first!r}, which quantizes it wherever it is read"
                 )
+        for name in self.names:
+            if matches(name, glob):
+                raise InputError(
+                    f"cf.quantize: where={glob!r} matches {name!r}, which is no weight (a vector, whole numbers, a buffer or "
+                    "the state of an optimizer). Try: where='*.weight'"
+                )
         if not self.names:
             raise InputError(
                 f"cf.quantize: where={glob!r} matches no weight: argument 0 has none by name, and the step reads no frozen "

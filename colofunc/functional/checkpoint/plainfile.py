@@ -21,6 +21,7 @@ from colofunc.spec.regions import Region
 
 WHOLE = "model"
 """How the names of weight files of whole models begin, where their library has no name of its own."""
+WHOLE_COPY = "another copy of the file, from where it was saved or downloaded"
 OWN = re.compile(r"rank-\d{5}-\d{5}\.safetensors")  # files of cf.save
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -119,7 +120,8 @@ def header(path: Path) -> dict[str, Entry]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no safetensors file: {error!r}") from error
+        why = str(error) if isinstance(error, untrusted.Wrong) else repr(error)
+        raise CheckpointError(f"{path} is no safetensors file: {why}. Try: {WHOLE_COPY}") from error
 
 
 def _entry(path: Path, name: str, said: dict[str, Any], base: int, size: int) -> Entry:
@@ -131,7 +133,9 @@ def _entry(path: Path, name: str, said: dict[str, Any], base: int, size: int) ->
     if region.numel * dtype.itemsize != end - begin:
         raise CheckpointError(f"{path}: {name!r} {shape} {said['dtype']} does not have {end - begin} bytes")
     if base + end > size:
-        raise CheckpointError(f"{path} is truncated: {name!r} should reach byte {base + end}, the file has {size}")
+        raise CheckpointError(
+            f"{path} is truncated: {name!r} should reach byte {base + end}, the file has {size}. Try: {WHOLE_COPY}"
+        )
     piece = StoredPiece(path.name, base + begin, end - begin, region, b"")
     return Entry(name, shape, dtype, ((region, piece),), partial(_read, path.parent, name, dtype))
 
