@@ -52,6 +52,8 @@ ROUNDS = 21
 WIDTH, HIDDEN, DEPTH = 2048, 5632, 4
 # Products of one round, so that a round is longer than the clock's steps.
 IN_A_ROW = 3
+CONVOLUTIONS = ((64, 64, 3), (320, 32, 3))
+"""(channels, height and width, of the kernel): as in a ResNet, and in Stable Diffusion's UNet at 256 x 256 pixels."""
 # Of `products.cpp`: products of an instruction, and sums that run side by side.
 NUMBERS, CHAINS = 32, 16
 # Of a weight, so that one of them stays in a cache of the second level.
@@ -232,6 +234,28 @@ def whole_compared(what: str, found: Sequence[tuple[float, ...]]) -> list[Row]:
     return rows
 
 
+def convolutions() -> list[Row]:
+    """What a convolution would take as such a product, beside torch's in bfloat16: its input is laid out once for every number of the
+    kernel first."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for channels, side, kernel in CONVOLUTIONS:
+        x = torch.randn(1, channels, side, side, generator=generator).to(torch.bfloat16)
+        w = torch.randn(channels, channels, kernel, kernel, generator=generator) / (channels * kernel**2) ** 0.5
+        narrow, packed = w.to(torch.bfloat16), BUILT_IN["int8"].pack(w.flatten(1))
+        laid_out = partial(F.unfold, x, kernel, padding=kernel // 2)
+        found = pairs(
+            partial(F.conv2d, x, narrow, padding=kernel // 2),
+            lambda laid_out=laid_out, packed=packed: rounded(laid_out().transpose(1, 2), math.inf, packed),
+            lambda laid_out=laid_out: laid_out().transpose(1, 2).contiguous(),
+            count=ROUNDS, warm=2,
+        )  # fmt: skip
+        what = f"convolution of {kernel} x {kernel}, {channels} channels, {side} x {side}"
+        texts = [ratio(found, 0, column)[1] for column in (1, 2)]
+        rows.append(Row(f"{what}: bfloat16 / int8 inputs and weights as a product, / laying out alone", ", ".join(texts)))
+    return rows
+
+
 def least() -> list[Row]:
     """What multiplying alone takes of a product of the most rows, where the processor multiplies bfloat16."""
     rows = COUNTS[-1]
@@ -288,7 +312,7 @@ def bench() -> Section:
     level = native.limit_level(9)
     bound = least() if level >= MULTIPLIES_BFLOAT16 else []
     beside = "torchao is not installed" if find_spec("torchao") is None else f"torchao {version('torchao')}"
-    rows = [*first_use(), *products("int8"), *bound, *products("int4-g128"), *whole_products(), *decoding()]
+    rows = [*first_use(), *products("int8"), *bound, *products("int4-g128"), *whole_products(), *convolutions(), *decoding()]
     return Section(
         "Kernels in C++",
         f"weights of {SIZE} x {SIZE}, {WEIGHTS} in turn; the step has {DEPTH} layers, {WIDTH} and {HIDDEN} wide; instruction set {level} "
