@@ -176,3 +176,8 @@ def test_steps_that_cannot_be_calibrated_are_named() -> None:
         cf.input_moments(step_fn, where="norm.*")(params, tokens())
     with pytest.raises(cf.InputError, match=r"cf\.input_moments\(where=\[\]\): give a glob"):
         cf.input_moments(step_fn, where=[])
+
+
+def test_a_scheme_does_not_print_what_was_measured() -> None:
+    scheme = repr(cf.gptq({"up.weight": torch.eye(64)}))
+    assert "of 1 weights" in scheme and "tensor" not in scheme

@@ -32,7 +32,7 @@ class WeightMeasures:
     scheme: str
     what: str
     maker: str
-    values: Mapping[str, Tensor]
+    values: Mapping[str, Tensor] = attrs.field(repr=lambda values: f"of {len(values)} weights")
 
     def has(self, name: str) -> bool:
         """Whether something was measured of a weight."""
