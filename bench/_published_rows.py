@@ -387,6 +387,6 @@ FURTHER: tuple[Run, ...] = (
     _flag_perf("FP1", {"dp": 8}, 2, 64, 4267),
     _flag_perf("FP2", {"dp": 4, "tp": 2}, 1, 128, 3888, collectives="waits"),
 )
-"""Further rows of the tables of T, U, MH and of llm.c's scripts, chosen by a reader who looked for where the clock fails, when all else was
-settled: they neither calibrate nor test, and none is dropped for being missed. MA, MF: llm-foundry's tables of A100 with 80 and 40 GB.
-MH15, MH16 and FP came last, each written down as it stands before it was predicted."""
+"""Further rows of the tables of T, U, MH and of llm.c's scripts, chosen to find where the clock fails, when all else was settled: they
+neither calibrate nor test, and none is dropped for being missed. MA, MF: llm-foundry's tables of A100 with 80 and 40 GB. MH15, MH16
+and FP came last, each written down as it stands before it was predicted."""

@@ -126,7 +126,7 @@ class Times:
     ours_s: float
     ratio: float
     call_s: float  # of ours, outside of the operators
-    made_s: float  # of it about so much makes results and drops what they replace
+    made_s: float  # of call_s: making the results and dropping the old ones
     leaves: int
 
 

@@ -199,19 +199,21 @@ def test_packed_weights_are_equal_bit_for_bit() -> None:
     found = BUILT_IN["nf4"].pack(w)
     assert found.equal(BUILT_IN["nf4"].pack(w.clone())) and not found.equal(BUILT_IN["int8"].pack(w))
     w[0, 0] += 1
-    assert not found.equal(BUILT_IN["nf4"].pack(w))
+    assert not found.equal(BUILT_IN["nf4"].pack(w)) and not found.equal(w)
 
 
-@pytest.mark.parametrize("use", ["a function", "a method", "a model"])
+@pytest.mark.parametrize("use", ["a function", "an operator", "a list", "a method", "a model"])
 def test_a_packed_weight_in_a_step_that_is_not_quantized_says_so(use: str) -> None:
     model = cf.functional(nn.Sequential(nn.Linear(8, 4)))
-    state = cf.quantize(lambda p, x: model.apply(p, {}, x)[0], "int8").init(model.params, torch.randn(2, 8))
+    state = cf.quantize(lambda p, x: model.apply(p, {}, x)[0], "fp8").init(model.params, torch.randn(2, 8))
     uses = {
         "a function": lambda p, x: torch.nn.functional.linear(x, p["0.weight"]),
+        "an operator": lambda p, x: x * p["0.weight"],
+        "a list": lambda p, x: torch.cat([x, p["0.weight"]]),
         "a method": lambda p, x: x @ p["0.weight"].t(),
         "a model": lambda p, x: model.apply(p, {}, x)[0],
     }
-    with pytest.raises((cf.InputError, AttributeError), match=r"quantized as 'int8'.* Try: step = cf\.quantize\(step, 'int8'\)"):
+    with pytest.raises((cf.TraceError, AttributeError), match=r"quantized as 'fp8'.* Try: step = cf\.quantize\(step, "):
         cf.shard(uses[use], cf.Mesh())(state, torch.randn(2, 8))
 
 
@@ -225,13 +227,35 @@ def test_a_plan_says_which_weights_are_packed() -> None:
     assert said == f"weights in int8: 3, {nbytes / 1024:g} KiB; as they were: 'p.self_attn.in_proj_weight'"
 
 
+def test_a_plan_takes_no_scale_of_an_unread_weight_for_a_matrix() -> None:
+    params = {name: torch.randn(16, 256) for name in ("read.weight", "unread.weight")}
+    step = cf.quantize(lambda p, x: x @ p["read.weight"].T, "int4-g128")
+    (said,) = [note for note in step.lower(params, torch.randn(2, 256)).plan.notes if note.startswith("weights in")]
+    assert said.startswith("weights in int4-g128: 1, ") and "as they were" not in said
+
+
 def test_a_write_to_a_quantized_weight_is_an_error() -> None:
     def halved(params: Any, x: torch.Tensor) -> torch.Tensor:
         params["0.weight"].mul_(0.5)
         return x @ params["0.weight"].T
 
-    with pytest.raises(cf.InputError, match=r"writes to '0\.weight' in place, and a quantized weight does not change"):
+    with pytest.raises(cf.InputError, match=r"writes in place to a weight of \(12, 256\), and a quantized weight does not change"):
         cf.quantize(halved, "int8")({"0.weight": weight()}, torch.randn(2, 256))
+
+
+def test_a_write_to_a_frozen_weight_that_is_read_packed_is_an_error() -> None:
+    class Halving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.inner.weight.mul_(0.5)
+            return self.inner(x)
+
+    model = cf.functional(Halving(), trainable=())
+    with pytest.raises(cf.InputError, match=r"writes in place to a weight of \(4, 8\)"):
+        cf.quantize(lambda x: model.apply({}, {}, x)[0], "int8")(torch.randn(2, 8))
 
 
 def test_weights_that_are_neither_given_nor_frozen_are_an_error_that_says_how() -> None:
@@ -469,7 +493,10 @@ MISTAKES = {
         "did you mean 'up.weight' or 'norm.weight' or 'down.weight'?",
         {"where": "upp.weight"},
     ),
-    "vectors": Mistake("cf.quantize: where='norm.weight' matches 'norm.weight', which is no weight (a vector", {"where": "norm.weight"}),
+    "vectors": Mistake(
+        "cf.quantize: where='norm.weight' matches 'norm.weight', which is no weight: these have two dims",
+        {"where": "norm.weight"},
+    ),
 }
 
 

@@ -317,7 +317,8 @@ def constants_page() -> str:
     """docs/constants.md"""
     parts = [
         NOTE.format(", ".join(CONSTANTS_OF)) + "# Constants of planning\n",
-        "The numbers that a plan depends on, where they stand and what they are for. What switching off a search costs, "
+        "The numbers that the planner, the compiler, conversions and pipeline schedules decide by, or are limited by. Those of "
+        "passes stand in `colofunc/program`, those of machines in `colofunc/mesh`. What switching off a search costs, "
         "and what other values of its limits change, is in [the architecture](architecture.md#why-a-heuristic-is-there).\n",
     ]
     for folder in CONSTANTS_OF:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from colofunc.compiler.lowered import Lowered
 
 SHOWN = 8
-"""So many values are listed."""
+"""At most this many values are listed."""
 
 
 @attrs.frozen

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from colofunc.compiler.lowered import Lowered
 
 SHOWN = 8
-"""So many values that differ are listed."""
+"""At most this many values that differ are listed."""
 OVERFLOW = (
     "; one of the two is not finite: float16 ends at 65504, and the mesh adds gradients of ranks in float32. Try: "
     "compare with a smaller loss scale in the state"

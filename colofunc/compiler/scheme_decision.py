@@ -84,7 +84,7 @@ class SchemeDecision:
     def closed(
         self, weights: tuple[WeightOptions, ...], tried: Sequence[Tried], sketches: list[Quantized] | None, picks: Picks
     ) -> Transform:
-        """The transform with these options. tried: what is known so far of others. sketches: as in `Weights`."""
+        """The transform with these options. tried: what is known so far of others. sketches: as in `WeightPacking`."""
         choice = choice_of(weights, picks, tried)
         notes = (f"schemes of weights: {choice.sentence()}",)
         taken = tuple(choice.schemes.items())

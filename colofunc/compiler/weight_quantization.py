@@ -47,7 +47,9 @@ from colofunc.program.tracing.tree import map_named
 
 QUANTIZE = "quantize"
 MOST_NAMED = 3
-"""So many weights that stay as they are are named in a plan."""
+"""At most this many weights that stay as they are have their names in a plan."""
+PARTS_BESIDE = ("scale", "zero", "outer", "input_scale")
+"""What names of parts of a packed weight end in; its data have the weight's own."""
 
 FORMAT_OF = {
     **DEQUANTIZE,
@@ -154,8 +156,8 @@ class _Given:
         self.quantized: dict[str, None] = {}
         # id of a widened weight -> itself, what it was made of
         self.originals: dict[int, tuple[Tensor, Quantized]] = {}
-        # id of a widened weight -> its name, how often it had been written to when the code was given it
-        self.given: dict[int, tuple[str, int]] = {}
+        # id of a widened weight -> how often it had been written to when the code was given it
+        self.versions: dict[int, int] = {}
         # id of a quantized weight -> the scheme that rounds its inputs
         self.rounding_of: dict[int, Quantizer | None] = {}
 
@@ -170,7 +172,6 @@ class _Given:
         self.rounding_of[id(leaf)] = self.weights.rounding(name)
         wide = opened(leaf)
         self._note(wide, leaf)
-        self.given[id(wide)] = name, compat.version(wide)
         return wide
 
     def close(self, name: str, leaf: Any) -> Any:
@@ -214,6 +215,7 @@ class _Given:
 
     def _note(self, wide: Tensor, leaf: Quantized) -> None:
         self.originals[id(wide)] = wide, leaf
+        self.versions[id(wide)] = compat.version(wide)
 
     def _packed(self, frozen: Mapping[str, Tensor]) -> dict[str, Tensor | Quantized]:
         found: dict[str, Tensor | Quantized] = {}
@@ -242,8 +244,8 @@ class _Given:
         for name in self.names:
             if matches(name, glob):
                 raise InputError(
-                    f"cf.quantize: where={glob!r} matches {name!r}, which is no weight (a vector, whole numbers, a buffer or "
-                    "the state of an optimizer). Try: where='*.weight'"
+                    f"cf.quantize: where={glob!r} matches {name!r}, which is no weight: these have two dims and more of "
+                    "floating numbers, and are in argument 0 or frozen in a model. Try: where='*.weight'"
                 )
         if not self.names:
             raise InputError(
@@ -255,12 +257,11 @@ class _Given:
 
     def check_written(self) -> None:
         """Raises InputError where the step has written to a widened weight, which nobody would see."""
-        for wide, _ in self.originals.values():
-            name, before = self.given.get(id(wide), ("", compat.version(wide)))
-            if compat.version(wide) != before:
+        for wide, leaf in self.originals.values():
+            if compat.version(wide) != self.versions[id(wide)]:
                 raise InputError(
-                    f"cf.quantize: the step writes to {name!r} in place, and a quantized weight does not change. Try: "
-                    "a new value beside it (weight * 0.5), or globs in where= that leave it out"
+                    f"cf.quantize: the step writes in place to a weight of {tuple(leaf.shape)}, and a quantized weight does "
+                    "not change. Try: a new value beside it (weight * 0.5), or globs in where= that leave it out"
                 )
 
     def check_unchanged(self, state: Any, out: Any) -> None:
@@ -323,9 +324,12 @@ def _said(weights: WeightPacking, program: Program, local: Program) -> list[str]
     parts = {id for ids in packed for id in ids}
     nbytes = sum(program.values[id].nbytes for id in parts)
     trained = {program.inputs[position] for _, position in program.aliases}
+    of_parts = tuple(f".{part}" for part in PARTS_BESIDE)
     wide = []
     for id in program.inputs:
         value = program.values[id]
+        if value.name.endswith(of_parts):  # of a packed weight that nobody reads
+            continue
         matrix = value.role in ("param", "frozen") and value.dtype.is_floating_point and len(value.shape) >= 2
         if matrix and id not in parts and id not in trained:
             wide.append(repr(value.name))

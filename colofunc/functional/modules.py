@@ -26,7 +26,7 @@ from torch.func import functional_call
 from colofunc import compat
 from colofunc.dtensor.roles import give_role
 from colofunc.dtensor.tensor import DTensor
-from colofunc.errors import InputError, near
+from colofunc.errors import InputError, TraceError, near
 from colofunc.functional.adapters import Adapter
 from colofunc.functional.gradients import warn_of_eval_mode
 from colofunc.ops import policy
@@ -115,7 +115,7 @@ class Model:
                 )
         for name, weight in params.items():
             if isinstance(weight, Quantized):
-                raise InputError(f"apply, {name!r}: {still_packed(weight.scheme)}")
+                raise TraceError(f"apply, {name!r}: {still_packed(weight.scheme)}")
         if params.keys() == self.params.keys() and buffers.keys() == self.buffers.keys():
             return
         found = []

@@ -53,8 +53,9 @@ import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from colofunc.errors import InputError, RuleError
+from colofunc.errors import RuleError, TraceError
 from colofunc.ops import native
 from colofunc.ops.define import Operator, define, nothing
 from colofunc.ops.small_floats import (
@@ -400,7 +401,7 @@ def still_packed(scheme: str) -> str:
     """What is wrong where a packed weight is used as if it were a tensor."""
     return (
         f"the weight is quantized as {scheme!r}, and only a step under cf.quantize reads it. Try: "
-        f"step = cf.quantize(step, {scheme!r}), whose code is given the weight; or weight.dequantize()"
+        "step = cf.quantize(step, ...) with that scheme, whose code is given the weight; or weight.dequantize()"
     )
 
 
@@ -465,8 +466,10 @@ class Quantized:
         rows: Tensor = OPERATORS[self.form].dequantize(*self.parts, dtype)
         return rows
 
-    def equal(self, other: Quantized) -> bool:
-        """Whether both are the same weight in the same scheme, bit for bit, as `torch.equal` says of tensors."""
+    def equal(self, other: object) -> bool:
+        """Whether both are in the same scheme, with equal parts as `torch.equal` says of each; parts have to lie alike."""
+        if not isinstance(other, Quantized):
+            return False
         if (self.scheme, self.form, self.shape, self.dtype) != (other.scheme, other.form, other.shape, other.dtype):
             return False
         if len(self.tensors) != len(other.tensors):
@@ -476,10 +479,13 @@ class Quantized:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raises InputError: code that is given packed weights, as a step without `cf.quantize` is, cannot use them."""
-        given = [*args, *(kwargs or {}).values()]
-        scheme = next((one.scheme for one in given if isinstance(one, cls)), "int8")
-        raise InputError(f"{getattr(func, '__name__', func)}: {still_packed(scheme)}")
+        """Raises TraceError: code that is given packed weights, as a step without `cf.quantize` is, cannot use them.
+
+        It is no TypeError, of which Python would make "unsupported operand".
+        """
+        leaves = pytree.tree_leaves((args, kwargs or {}))
+        packed = next(leaf for leaf in leaves if isinstance(leaf, cls))
+        raise TraceError(f"{getattr(func, '__name__', func)}: {still_packed(packed.scheme)}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Tensor, name):

@@ -5,7 +5,7 @@ planner tells it which parts there are); metadata and data are read as plain dat
 of torch's own records stand for records of the reader, and every other name is refused.
 
     boxes("w", region)                      # the region as slices, for the writer in `dcp_planner`
-    found = read_metadata(folder)            # name -> Stored (shape, dtype, chunks)
+    found = read_metadata(folder)            # name -> DcpEntry (shape, dtype, chunks)
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class AdapterFormat:
     """How a library keeps the adapters of `cf.lora` in files of their own.
 
     `name`: what `adapters=` of `cf.save_pretrained` calls it. `config`: the name of the file by which a folder is known
-    to hold such adapters. `stem`: how the names of its weight files begin, another than any library's for whole models.
+    to hold such adapters. `stem`: how the names of its weight files begin, which those of whole models must not.
     `groups(adapters, values)`: names to be written, those together that one file needs together.
     `to_stored(tensors)`: values of a group under their names in the file. `save_config(module, adapters, folder,
     dtype)`: writes `config`. `entries(folder, adapters, strict)`: stored matrices by the names of `adapters`; raises

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
 WHOLE = 1e-6
-"""Of an item so little may be missing where it counts as whole: variables of the simplex method are rounded."""
+"""A part within this of 1 counts as the whole: the simplex method rounds."""
 NEVER, ALWAYS = -1, -2
 """Gaps that have no variable: the host writes in between, so that nothing can be kept; nothing lies between, so that
 all is."""
@@ -40,7 +40,7 @@ ITERATIONS = 20_000
 
 
 MOST_SOLVED = 128
-"""So many solutions are kept."""
+"""At most this many solutions are kept."""
 _SOLVED: dict[bytes, tuple[list[float] | None]] = {}
 """Solutions of the last programs. Orders of the same work, which differ in seconds, ask for the same ones: of the step
 in the README 48 of 126 are different."""

@@ -39,7 +39,7 @@ from colofunc import progress
 
 INF = float("inf")
 LEAST_SLOTS = 250
-"""Sizes are counted in so many units of the memory at least, however large that makes the table."""
+"""Memory is divided into at least this many units, however large that makes the table."""
 BOUNDS = 2
 """Rounds of a closer and closer bound on which splits can pay."""
 ROUNDED = 1e-9

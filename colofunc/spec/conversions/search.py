@@ -40,7 +40,7 @@ PATIENCE = 5_000
 # The same where a way is known before. Then what is left counts twice: that leads to a cheaper one soon, where there is
 # one.
 PATIENCE_BESIDE_KNOWN = 15
-HASTE_BESIDE_KNOWN = 2.0  # how often what is left counts there
+HASTE_BESIDE_KNOWN = 2.0  # what is left to do counts this many times where a way is known
 
 # A way that is known is kept where there are more pieces: each state has thousands of moves then, and searches found
 # none cheaper in the plans of LLaMA-3 70B on 1,024 ranks and of four layers of 8B on 512.
