@@ -101,7 +101,7 @@ def takes(x: Tensor, weight: Tensor, bias: Tensor | None, form: str) -> bool:
     """Whether a layer, as the step's code calls it, can be a product in float8."""
     if form not in FORMS or x.dim() == 0 or not x.is_floating_point():
         return False
-    # What torch refuses it is to refuse here, too.
+    # Operands of several dtypes are left to torch, which refuses them.
     return x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
 
 
@@ -207,7 +207,9 @@ def _product_dtype(has_bias: bool, dtype: torch.dtype) -> torch.dtype:
 
 
 def _filled_rows(rows: int) -> int:
-    """How many rows of zeros fill a product up: a card reads scales that lie side by side some at a time."""
+    """How many rows of zeros bring a product to a multiple of 16 rows: each group's scales begin at a multiple of 64
+    bytes then.
+    """
     return -rows % MULTIPLE
 
 

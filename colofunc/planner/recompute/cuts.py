@@ -123,7 +123,8 @@ class ForwardFacts:
                 params.update(node.results)
         made = self.forward()
         of_batch = [value for value in made if value in batch]
-        # In a loop over microbatches parameters may come in as casts that were made before it, under no name of theirs.
+        # In a loop over microbatches parameters may come in as casts that were made before it, whose role is not
+        # "param".
         on_the_way = [value for value in of_batch if value in params]
         return on_the_way or of_batch or made
 
