@@ -15,6 +15,7 @@ from bench.gpu import (
     native,
     nccl,
     offload,
+    quantize,
     randomness,
     zoo,
 )
@@ -22,5 +23,5 @@ from bench.gpu.parts import Slice
 
 SLICES: tuple[Slice, ...] = (
     checks.SLICE, zoo.SLICE, host.SLICE, llama.SLICE, attention.SLICE, randomness.SLICE, memory.SLICE, experts.SLICE, clock.SLICE,
-    offload.SLICE, compiled.SLICE, nccl.SLICE, native.SLICE, fp8.SLICE,
+    offload.SLICE, compiled.SLICE, nccl.SLICE, native.SLICE, fp8.SLICE, quantize.SLICE,
 )  # fmt: skip
