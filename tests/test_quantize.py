@@ -234,6 +234,21 @@ def test_a_plan_takes_no_scale_of_an_unread_weight_for_a_matrix() -> None:
     assert said.startswith("weights in int4-g128: 1, ") and "as they were" not in said
 
 
+def test_a_plan_takes_a_matrix_that_is_called_scale_for_one() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = nn.Linear(8, 4), nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) @ self.scale
+
+    model = cf.functional(Scaled())
+    step = cf.quantize(lambda p, x: model.apply(p, {}, x)[0], "int8")
+    (said,) = [note for note in step.lower(model.params, torch.randn(2, 8)).plan.notes if note.startswith("weights in")]
+    assert said.startswith("weights in int8: 1, ") and said.endswith("; as they were: 'p.scale'")
+
+
 def test_a_write_to_a_quantized_weight_is_an_error() -> None:
     def halved(params: Any, x: torch.Tensor) -> torch.Tensor:
         params["0.weight"].mul_(0.5)

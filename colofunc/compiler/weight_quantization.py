@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
+import attrs
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -147,6 +148,15 @@ def _wrapped(weights: WeightPacking, build: Build) -> Build:
     return build.evolve(fn=stepped)
 
 
+@attrs.frozen
+class _Widened:
+    """What the step's code is given in a packed weight's place, and how often it had been written to then."""
+
+    wide: Tensor
+    leaf: Quantized
+    version: int
+
+
 class _Given:
     """The weights of one run of a step: what its code was given in place of which."""
 
@@ -154,10 +164,7 @@ class _Given:
         self.weights = weights
         self.names: dict[str, None] = {}  # of all weights that the run has met
         self.quantized: dict[str, None] = {}
-        # id of a widened weight -> itself, what it was made of
-        self.originals: dict[int, tuple[Tensor, Quantized]] = {}
-        # id of a widened weight -> how often it had been written to when the code was given it
-        self.versions: dict[int, int] = {}
+        self.widened: dict[int, _Widened] = {}  # by the id of the tensor that the code was given
         # id of a quantized weight -> the scheme that rounds its inputs
         self.rounding_of: dict[int, Quantizer | None] = {}
 
@@ -176,8 +183,8 @@ class _Given:
 
     def close(self, name: str, leaf: Any) -> Any:
         """The quantized weight again, where a result is what the code was given."""
-        known = self.originals.get(id(leaf))
-        return leaf if known is None else known[1]
+        known = self.widened.get(id(leaf))
+        return leaf if known is None else known.leaf
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -187,13 +194,13 @@ class _Given:
 
     def rounding(self) -> AbstractContextManager[Any]:
         """Inside, linear layers with quantized weights divide and round their inputs, where the scheme does."""
-        if self.weights.leaves_inputs and all(leaf.input_scale is None for _, leaf in self.originals.values()):
+        if self.weights.leaves_inputs and all(one.leaf.input_scale is None for one in self.widened.values()):
             return nullcontext()
         return LinearCalls(self._leaf, self._layer)
 
     def _leaf(self, weight: Tensor) -> Quantized | None:
-        known = self.originals.get(id(weight))
-        return None if known is None else known[1]
+        known = self.widened.get(id(weight))
+        return None if known is None else known.leaf
 
     def _layer(self, input: Tensor, weight: Tensor, bias: Tensor | None, leaf: Quantized) -> Tensor:
         """What a linear layer gives that reads a widened weight: with inputs rounded too a product of whole numbers or
@@ -214,8 +221,7 @@ class _Given:
         return F.linear(input, weight if leaf.input_scale is None else leaf.for_divided_inputs(weight.dtype), bias)
 
     def _note(self, wide: Tensor, leaf: Quantized) -> None:
-        self.originals[id(wide)] = wide, leaf
-        self.versions[id(wide)] = compat.version(wide)
+        self.widened[id(wide)] = _Widened(wide, leaf, compat.version(wide))
 
     def _packed(self, frozen: Mapping[str, Tensor]) -> dict[str, Tensor | Quantized]:
         found: dict[str, Tensor | Quantized] = {}
@@ -257,10 +263,10 @@ class _Given:
 
     def check_written(self) -> None:
         """Raises InputError where the step has written to a widened weight, which nobody would see."""
-        for wide, leaf in self.originals.values():
-            if compat.version(wide) != self.versions[id(wide)]:
+        for one in self.widened.values():
+            if compat.version(one.wide) != one.version:
                 raise InputError(
-                    f"cf.quantize: the step writes in place to a weight of {tuple(leaf.shape)}, and a quantized weight does "
+                    f"cf.quantize: the step writes in place to a weight of {tuple(one.leaf.shape)}, and a quantized weight does "
                     "not change. Try: a new value beside it (weight * 0.5), or globs in where= that leave it out"
                 )
 
@@ -324,11 +330,13 @@ def _said(weights: WeightPacking, program: Program, local: Program) -> list[str]
     parts = {id for ids in packed for id in ids}
     nbytes = sum(program.values[id].nbytes for id in parts)
     trained = {program.inputs[position] for _, position in program.aliases}
-    of_parts = tuple(f".{part}" for part in PARTS_BESIDE)
+    # Of a packed weight that nobody reads: its data have no floating numbers.
+    data = {program.values[id].name for id in program.inputs if not program.values[id].dtype.is_floating_point}
+    unread = {f"{name}.{part}" for name in data for part in PARTS_BESIDE}
     wide = []
     for id in program.inputs:
         value = program.values[id]
-        if value.name.endswith(of_parts):  # of a packed weight that nobody reads
+        if value.name in unread:
             continue
         matrix = value.role in ("param", "frozen") and value.dtype.is_floating_point and len(value.shape) >= 2
         if matrix and id not in parts and id not in trained:
