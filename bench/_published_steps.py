@@ -189,7 +189,7 @@ class Planned:
 
     def _played(self, low: Lowered, topology: Topology, executor: str | None) -> float:
         mesh, rule = low.mesh.with_topology(topology), low.registry.rule
-        there = with_kernels(low.ordered(), mesh, low.registry.kernels)
+        there = with_kernels(low.program, mesh, low.registry.kernels)
         return lanes(as_executed(there, executor, mesh, rule), mesh, rule).end_s
 
     def _of_all(self, found: Sequence[float]) -> float:

@@ -1,8 +1,8 @@
 """No executor reorders: operators run in the order that the plan's seconds and bytes were counted in.
 
-That is the program itself on the simulated mesh (`low.program`), and on real ranks the program with its collectives started early
-(`low.ordered()`, which accountant and clock are given). What runs is recorded as it is called; collectives and rearrangements, which
-are written in other ways, are looked at in the source of the step: each of its lines is of a node.
+That is `low.program`, which accountant and clock are given; planned for real ranks, its collectives are started early. What runs is
+recorded as it is called; collectives and rearrangements, which are written in other ways, are looked at in the source of the step: each
+of its lines is of a node.
 """
 
 import functools
@@ -15,11 +15,15 @@ import pytest
 from colofunc_plugins import zero
 
 import colofunc as cf
-from colofunc.executors import simulated, source
+from colofunc.executors import distributed, simulated, source
 from colofunc.executors.distributed import Distributed
 from colofunc.executors.launch import launch
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Program
+from colofunc.program.memory import memory
+from colofunc.program.passes.schedule import waits_within
+from colofunc.program.places import has_places, on_rank
+from colofunc.program.text import text
 from colofunc.testing import programs
 
 AXES = dict(dp=2)
@@ -86,7 +90,6 @@ def test_the_simulated_mesh_runs_the_program_in_its_order(wrap: str, monkeypatch
     written.clear()
     with recorded() as ran:
         step(state, batch)
-    assert low.ordered() is low.program
     in_order(low.program, ran)
     (writer,) = [writer for writer in written if writer.program is low.program]
     assert writer.origin == sorted(writer.origin)
@@ -100,18 +103,47 @@ def real_rank(wrap: str) -> tuple[list[str], list[str]]:
     state = step.init(state, batch)
     with recorded() as ran:
         step(state, batch)
-    return ran, [node.target for node in low.ordered().nodes]
+    return ran, [node.target for node in low.program.nodes]
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    """The programs that a backend of real ranks has written, without processes."""
+    programs_given: list[Program] = []
+    monkeypatch.setattr(distributed, "RankProgram", lambda program, *args, **kwargs: programs_given.append(program))
+    monkeypatch.setattr(Distributed, "_groups_of", lambda self, mesh: None)
+    return programs_given
+
+
+def backend_of(rank: int) -> Distributed:
+    backend: Distributed = object.__new__(Distributed)
+    backend.rank, backend.watch, backend._carriers = rank, None, {"cpu": "gloo"}
+    return backend
 
 
 @pytest.mark.parametrize("wrap", list(WRAPPED))
-def test_real_ranks_are_given_what_was_counted(wrap: str) -> None:
-    """Without processes: the order in which their backend has a program written is the one that the plan's figures are of."""
+def test_real_ranks_are_given_what_was_counted(wrap: str, given: list[Program]) -> None:
     step, state, batch = staged(wrap)
     low = step.on("distributed").lower(state, batch)
-    given = Distributed.order(object.__new__(Distributed), low.program)
-    assert given.nodes == low.ordered().nodes
-    copies = any(is_copy(node) for node in low.program.nodes)
-    assert copies == (wrap == "offloaded") and (given is low.program) == copies  # with its copies a program is as it runs
+    backend_of(0).compile(low.program, low.mesh)
+    assert given == [low.program] and waits_within(low.program)
+    assert any(is_copy(node) for node in low.program.nodes) == (wrap == "offloaded")
+
+
+def test_ranks_of_a_pipeline_are_given_their_part_of_what_was_counted(given: list[Program]) -> None:
+    """The union of all ranks' programs is in its order, and what a rank runs is what is left of it without the others' nodes."""
+    step = programs.attention_block(batch=8)
+    mesh = cf.Mesh(pp=2, dp=2)
+    chain = cf.pipeline(cf.shard(step.fn, mesh, zero(1, "dp")), microbatches=4).on("distributed")
+    low = chain.lower(step.state, step.batch)
+    assert has_places(low.program) and waits_within(low.program)
+    for rank in range(mesh.size):
+        backend_of(rank).compile(low.program, low.mesh)
+        part = on_rank(low.program, low.mesh, rank)
+        assert text(given[rank]) == text(part.program)
+        assert list(part.nodes) == sorted(part.nodes)
+        counted = low.memory(rank=rank).timeline["device"]
+        assert len(counted) == len(memory(part.program, sent=True).timeline["device"])
 
 
 @pytest.mark.sweep

@@ -131,7 +131,7 @@ def lowered():
 def test_lanes_of_a_step_are_those_of_its_memory():
     low = lowered()
     found, report = low.lanes(), low.memory()
-    assert len(found.starts_s) == len(report.timeline["device"]) == len(low.ordered().nodes)
+    assert len(found.starts_s) == len(report.timeline["device"]) == len(low.program.nodes)
     assert list(found.starts_s) == sorted(found.starts_s)
     assert found.end_s <= low.cost().seconds * (1 + 1e-9), "what is hidden costs nothing"
     for lane in ("compute", "collectives"):
@@ -180,14 +180,14 @@ def test_microbatches_follow_one_another_and_the_picture_has_each(tmp_path):
     step = programs.mlp(64)
     low = cf.accumulate(cf.shard(step.fn, cf.Mesh(dp=2, topology="2xa100-40g"), zero(2, "dp")), 4).lower(step.state, step.batch)
     found, report = low.lanes(), low.memory()
-    (at,) = [k for k, node in enumerate(low.ordered().nodes) if node.loop is not None and len(node.loop.body.nodes) > 20]
+    (at,) = [k for k, node in enumerate(low.program.nodes) if node.loop is not None and len(node.loop.body.nodes) > 20]
     trip = found.bodies[at]
     assert sum(b.index == at for b in found.busy) == 4 * len(trip.busy)
     assert found.starts_s[at + 1] - found.starts_s[at] == pytest.approx(4 * trip.end_s)
     times, held = unrolled(report, found, "device")
     whole = [sum(column) for column in zip(*held.values(), strict=True)]
     assert max(whole) == report.peak_bytes["device"] and all(b - a > -1e-12 for a, b in pairwise(times))
-    body = len(low.ordered().nodes[at].loop.body.nodes)
+    body = len(low.program.nodes[at].loop.body.nodes)
     assert len(times) >= len(found.starts_s) - 1 + 4 * body
     memory_picture(low, tmp_path / "plan.png")
 

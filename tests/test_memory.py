@@ -10,7 +10,6 @@ from test_executors import MESH, adamw_inputs, adamw_program, per_rank, program
 import colofunc as cf
 from colofunc.errors import PlanError
 from colofunc.executors.backend import backend_for
-from colofunc.executors.distributed import overlapped
 from colofunc.executors.launch import launch
 from colofunc.planner.offload.trace import ground_of
 from colofunc.program.ir import Ref
@@ -136,7 +135,7 @@ def test_what_is_in_flight_counts():
     staged, state, batch = deep(cf.Mesh(dp=2, topology="ideal"), rows=64)
     here, there = (staged.on(name).lower(state, batch) for name in ("simulated", "distributed"))
     assert here.memory().timeline == memory(here.program).timeline
-    running = overlapped(there.program)
+    running = there.program
     assert any(node.target.endswith("_start") for node in running.nodes)
     assert memory(running).timeline == measure(running, there.mesh, parts_of(there, state, batch, range(2))).timeline
     assert there.memory().peak_bytes["device"] >= memory(running).peak_bytes["device"] > here.memory().peak_bytes["device"]
@@ -189,7 +188,7 @@ def held_on_a_rank():
     low = staged.lower(state, batch)
     backend = backend_for(low.mesh)
     assert backend.name == "distributed"
-    running = backend.order(low.program)
+    running = low.program
     fixed, seen = {}, []
     for constant in running.constants.values():
         fixed |= storages(constant)

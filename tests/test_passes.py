@@ -48,7 +48,7 @@ def test_passes_run_again_end_in_the_program_that_runs(name: str) -> None:
     assert names.index("lower") < names.index("kernels") < names.index("pack") < names.index("in_place")
     assert ("searches" in names) == ("checkpoint" in {t.name for t in CHAINS[name](step).transforms})
     assert ("moves" in names) == name.startswith("offload")
-    assert low.after("one_call").text() == low.text()
+    assert low.after("order").text() == low.text()
     assert low.after("trace").program is low.traced.program
     assert all(stage.took_s >= 0 for stage in low.passes)
 

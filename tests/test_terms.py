@@ -108,7 +108,7 @@ def test_layers_that_are_alike_share_rows() -> None:
     shared = next(row for row in alike if row.calls > 1)
     assert shared.path == "*.fc1" and about(shared, "5.fc1") and not about(shared, "5.fc2")
     # Fewer rows than calls, whatever is asked for; and a parameter of such a layer has its own.
-    assert len(low.plan.spent) < len(low.ordered().nodes)
+    assert len(low.plan.spent) < len(low.program.nodes)
     assert any(about(row, "5.fc1.weight") for row in low.plan.spent if row.what == "reduce_scatter dp")
 
 

@@ -58,7 +58,7 @@ def segments(setup: Setup) -> list[Row]:
     of = setup.sizes.compiled
     step_fn, state = training(lambda: Llama(of.shape, setup.sizes.dtype))
     low = cf.shard(step_fn, cf.Mesh(device="cuda")).lower(state, ids(of))
-    program, bound = compile_segments(low.ordered())
+    program, bound = compile_segments(low.program)
     run = sum(node.target in bound for node in program.nodes)
     return [Row("segments of a step", f"{run} calls of {len(bound)} functions, of {len(low.program.nodes)} operators")]
 

@@ -72,6 +72,17 @@ class Count(Protocol):
     def __call__(self, program: Program, *, rank: int | None = None) -> MemoryReport: ...
 
 
+class ExecutionOrder(Protocol):
+    """A program in the order in which the executor runs it."""
+
+    def __call__(self, program: Program, ahead_bytes: float, *, grouped: bool = False) -> Program: ...
+
+
+def as_it_stands(program: Program, ahead_bytes: float, *, grouped: bool = False) -> Program:
+    """The order of executors that start nothing early."""
+    return program
+
+
 @attrs.frozen(eq=False)
 class Completion:
     """What happens to a program once its plan is made.
@@ -97,7 +108,7 @@ class Completion:
     searches: Sequence[Search] = ()
     moves: Sequence[Move] = ()
     lies: Lies = NOWHERE
-    order: Callable[[Program, float], Program] = lambda program, _: program
+    order: ExecutionOrder = as_it_stands
     clocked: Callable[[Program], Program] = lambda program: program
     ways: Sequence[Rewrite] = AS_IT_IS
     kernels: Callable[[Program], Program] = lambda program: program
@@ -305,8 +316,16 @@ class Completion:
         return attrs.evolve(moved[-1], words=words, short=short)
 
     def ended(self, done: Fitted) -> Program:
-        """What runs of a program that was chosen: updates that read narrow gradients, squares that are summed in one
-        pass, and updates side by side, where that holds no more and takes no longer.
+        """What runs of a program that was chosen."""
+        return self.as_run(self.last_rewrites(done))
+
+    def as_run(self, program: Program) -> Program:
+        """In the order in which the executor runs it, small updates side by side."""
+        return self.order(program, inf, grouped=True)
+
+    def last_rewrites(self, done: Fitted) -> Program:
+        """A program that was chosen with updates that read narrow gradients, squares that are summed in one pass, and
+        updates side by side, where that holds no more and takes no longer.
 
         They are not compiled, and one between two operators would keep a compiler from fusing these. But one may fill
         the time until a copy has come, so where there are copies the clock decides. Of a compiled step operators as

@@ -1,8 +1,8 @@
 """Lowered: everything known about a step before it runs, and the questions one can ask of it.
 
-    low = step.lower(state, batch)
-    low.plan.table(); low.text(); low.cost().seconds; low.memory().peak_bytes["device"]; low.coverage()
-    print(low.passes); low.after("lower").text()
+low = step.lower(state, batch)
+low.plan.table(); low.text(); low.cost().seconds; low.memory().peak_bytes["device"]; low.coverage()
+print(low.passes); low.after("lower").text()
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from colofunc.compiler.passes import Passes, Stages
 from colofunc.compiler.terms import spent
 from colofunc.dtensor.placed import SHELF, ToDisk
 from colofunc.errors import PlanError
-from colofunc.executors.backend import Backend, fullest, held, ordered
+from colofunc.executors.backend import Backend, fullest, held
 from colofunc.executors.fused import as_executed
 from colofunc.executors.rank_program import program_hash
 from colofunc.mesh import Mesh
@@ -126,7 +126,7 @@ class Lowered:
         Raises PlanError where that ends in another program than this one (a bug).
         """
         passes = Passes(self.stages_of())
-        ran = attrs.evolve(passes["one_call"].program, kernels=self.program.kernels)
+        ran = attrs.evolve(passes["order"].program, kernels=self.program.kernels)
         if program_hash(ran, self.mesh) != program_hash(self.program, self.mesh):
             raise PlanError(
                 "the passes of this step, run again, give another program than the one that runs; please report its "
@@ -158,12 +158,8 @@ class Lowered:
         On real ranks collectives are started early and waited for late: what is in flight counts, and positions are
         those of that order.
         """
-        report, pool = held(self.program, self.mesh, self.executor, grouped=True, rank=rank), passing(self.ordered())
+        report, pool = held(self.program, self.mesh, self.executor, grouped=True, rank=rank), passing(self.program)
         return attrs.evolve(report, pool=pool) if pool.classes else report
-
-    def ordered(self) -> Program:
-        """The local program in the order in which the executor runs it."""
-        return ordered(self.program, self.mesh, self.executor, grouped=True)
 
     def lanes(self, rank: int | None = None) -> Lanes:
         """When each operator of a rank runs, on the device, the links and the host; positions are those of `memory()`.
@@ -172,7 +168,7 @@ class Lowered:
         plan has them.
         """
         chosen = fullest(self.program, self.mesh, self.executor) if rank is None else rank
-        return lanes(self._clocked(self.ordered()), self.priced, self.registry.rule, chosen)
+        return lanes(self._clocked(self.program), self.priced, self.registry.rule, chosen)
 
     def terms(self, glob: str = "*") -> tuple[Term, ...]:
         """What the seconds of matching modules or operators are made of: compute, memory, launches, each collective by
@@ -181,7 +177,7 @@ class Lowered:
         Those first that hold the step up longest; of the rank whose `lanes()` these are.
         """
         rank = fullest(self.program, self.mesh, self.executor)
-        program = on_rank(self._clocked(self.ordered()), self.mesh, rank).program
+        program = on_rank(self._clocked(self.program), self.mesh, rank).program
         rows = spent(program, self.lanes(), self.priced, self.registry.rule, self.plan)
         return summed(row for row in rows if glob == "*" or about(row, glob))
 
@@ -194,9 +190,7 @@ class Lowered:
 
         Raises PlanError where the step has no pipeline.
         """
-        played = clocked(
-            self._clocked(self.program), self.priced, seconds_on(self.priced, self.registry.rule)
-        )
+        played = clocked(self._clocked(self.program), self.priced, seconds_on(self.priced, self.registry.rule))
         if played is None:
             raise PlanError(
                 "this step has no pipeline; write cf.pipeline(step, microbatches=8) with an axis of the mesh that has "
@@ -213,7 +207,7 @@ class Lowered:
         `low.plan.cost_s` is of one alone.
         """
         seconds = seconds_on(self.priced, self.registry.rule)
-        return period_s(self._clocked(self.ordered()), self.priced, seconds)
+        return period_s(self._clocked(self.program), self.priced, seconds)
 
     def _clocked(self, program: Program) -> Program:
         return as_executed(program, self.executor, self.priced, self.registry.rule)

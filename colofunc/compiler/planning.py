@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from math import inf
 from typing import Any
 
 import attrs
@@ -116,8 +115,8 @@ class Planning:
             decided = self._decided_by(plan)
         done = self._finished(completion, decided, plan)
         last_passes = (
-            Pass("one_call", lambda _: completion.ended(done)),
-            Pass("order", lambda program: completion.order(program, inf)),
+            Pass("one_call", lambda _: completion.last_rewrites(done)),
+            Pass("order", completion.as_run),
         )
         _, last_stages = run_passes(last_passes, done.program, keep=True)
         return (*done.stages, *last_stages)
@@ -320,6 +319,6 @@ def can_be_left_out(build: Build) -> list[str]:
     return [*REWRITES, *sorted(build.registry.passes), *ours]
 
 
-def _in_order(program: Program, ahead_bytes: float, mesh: Mesh, executor: str | None) -> Program:
-    """As the executor runs it, with at most so many bytes gathered ahead of their use."""
-    return ordered(program, mesh, executor, ahead_bytes)
+def _in_order(program: Program, ahead_bytes: float, mesh: Mesh, executor: str | None, grouped: bool = False) -> Program:
+    """As the executor runs it, with at most so many bytes gathered ahead of their use. grouped: see `ordered`."""
+    return ordered(program, mesh, executor, ahead_bytes, grouped)

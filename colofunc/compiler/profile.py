@@ -36,8 +36,8 @@ def profile(low: Lowered, args: tuple[Any, ...], path: str | PathLike[str], step
     inputs = arguments.copies(range(len(arguments.shards)))
     device = inputs[0][0].device if inputs else torch.device("cpu")
     backend, clock = arguments.backend, Clock(device)
-    bare = backend.observe(backend.order(low.program), low.mesh, lambda writer, index, node: None)
-    clocked = backend.observe(backend.order(low.program), low.mesh, clock)
+    bare = backend.observe(low.program, low.mesh, lambda writer, index, node: None)
+    clocked = backend.observe(low.program, low.mesh, clock)
     with torch.no_grad(), quiet():
         bare(inputs), clocked(inputs)  # compiled and warm from here on
         plain_s, clocked_s, seen = [], [], []

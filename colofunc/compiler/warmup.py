@@ -63,7 +63,7 @@ class Warmup:
         """One step, as the program says."""
         if self._run is None:
             self._clock = Clock(accelerator(part for parts in inputs for part in parts))
-            self._run = self._backend.observe(self._backend.order(self._low.program), self._low.mesh, self._clock)
+            self._run = self._backend.observe(self._low.program, self._low.mesh, self._clock)
         assert self._clock is not None, "made with the function"
         outs: list[list[Shards]] = []
         run = self._run
@@ -82,7 +82,7 @@ class Warmup:
         told = _told(self._best, self._backend.watch)
         most = [max(each) for each in zip(*told, strict=True)]
         low = self._low
-        return timings(low.ordered(), most, seconds_on(low.priced, low.registry.rule))
+        return timings(low.program, most, seconds_on(low.priced, low.registry.rule))
 
 
 def everywhere(yes: bool, watch: Watch | None) -> bool:
@@ -103,7 +103,7 @@ def _told(mine: Any, watch: Watch | None) -> list[Any]:
 def step_s(low: Lowered, timed: Timed) -> float:
     """Seconds of a step of this program, by what was measured."""
     model = seconds_on(low.priced, low.registry.rule)
-    return played(low.ordered(), low.priced, partial(timed.node_s, model=model)).end_s
+    return played(low.program, low.priced, partial(timed.node_s, model=model)).end_s
 
 
 def moved(

@@ -30,7 +30,7 @@ from colofunc.mesh import Mesh
 from colofunc.program.ir import Program
 from colofunc.program.memory import MemoryReport, memory
 from colofunc.program.passes.kernels import capability_on
-from colofunc.program.places import distinct_ranks, has_places, on_rank
+from colofunc.program.places import distinct_ranks, on_rank
 
 Shards = list[torch.Tensor]
 Run = Callable[[Sequence[Shards]], list[Shards]]
@@ -62,9 +62,6 @@ class Backend(Protocol):
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         """Outputs of `program` per owned rank; compiled programs are kept by identity."""
-
-    def order(self, program: Program) -> Program:
-        """`program` as `compile` runs it, collectives moved to where they overlap."""
 
     def observe(self, program: Program, mesh: Mesh, tap: Tap) -> Run:
         """`program` node by node as it stands, with what `tap` writes behind each; not kept."""
@@ -101,9 +98,6 @@ class SimulatedBackend:
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         return self._kept.get(program, mesh)(inputs)
-
-    def order(self, program: Program) -> Program:
-        return program
 
     def observe(self, program: Program, mesh: Mesh, tap: Tap) -> SimulatedProgram:
         return SimulatedProgram(program, mesh, tap=tap)
@@ -142,9 +136,6 @@ class Compiled:
 
     def run(self, program: Program, mesh: Mesh, inputs: Sequence[Shards]) -> list[Shards]:
         return self._kept.get(program, mesh)(inputs)
-
-    def order(self, program: Program) -> Program:
-        return self._inner.order(program)
 
     def observe(self, program: Program, mesh: Mesh, tap: Tap) -> Run:
         """Not compiled: a compiled segment has no nodes to look at."""
@@ -222,12 +213,17 @@ def held(
     A step that was put on "distributed" or "compiled" counts as on real ranks before there are any. grouped: see
     `ordered`; no peak is another by it.
     """
+    running = ordered(program, mesh, name, grouped=grouped)
+    return _held_as_it_stands(running, mesh, name, rank)
+
+
+def _held_as_it_stands(program: Program, mesh: Mesh, name: str | None, rank: int | None = None) -> MemoryReport:
     real = planned_on_real_ranks(mesh, name)
     some = distinct_ranks(program, mesh) if rank is None else (rank,)
     parts = [on_rank(program, mesh, one).program for one in some]
     uncompiled = mesh.topology.software.uncompiled
     fusion = partial(counted, uncompiled=uncompiled) if name == COMPILED else None
-    reports = [memory(ordered(part, mesh, name, grouped=grouped), sent=real, fusion=fusion) for part in parts]
+    reports = [memory(part, sent=real, fusion=fusion) for part in parts]
     return max(reports, key=lambda report: report.peak_bytes["device"])
 
 
@@ -244,11 +240,11 @@ def ordered(
 
     Joins nothing. ahead_bytes: what may be gathered ahead of its use.
 
-    grouped: with small updates side by side, which is the very order; plans are searched without it. Where ranks do
-    different things, each puts its own part in order.
+    grouped: with small updates side by side, which is the very order; plans are searched without it.
     """
-    real = planned_on_real_ranks(mesh, name)
-    return overlapped(program, ahead_bytes, grouped) if real and not has_places(program) else program
+    if not planned_on_real_ranks(mesh, name):
+        return program
+    return overlapped(program, ahead_bytes, grouped, partial(_held_as_it_stands, mesh=mesh, name=name))
 
 
 def _process_group(mesh: Mesh) -> Any:

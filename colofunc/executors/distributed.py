@@ -43,11 +43,11 @@ from colofunc.mesh.device import group_moves_gpu_memory, use_gpu
 from colofunc.mesh.transport import MIXED, carriers, make_group
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Program
-from colofunc.program.memory import memory
+from colofunc.program.memory import MemoryReport, memory
 from colofunc.program.passes.coalesce import delay_outputs, delay_updates, delay_views
 from colofunc.program.passes.loop import within
 from colofunc.program.passes.one_call import small_updates_in_one_call, updates_side_by_side
-from colofunc.program.passes.schedule import overlap
+from colofunc.program.passes.schedule import overlap, waits_within
 from colofunc.program.places import has_places, on_rank, out_of_order
 
 
@@ -77,19 +77,17 @@ class Distributed:
         bound: Mapping[str, Callable[..., Any]] | None = None,
         whole: Program | None = None,
     ) -> RankProgram:
-        """`program` ready to run on this rank, collectives started early and waited for late.
+        """`program`, or this rank's part of it, ready to run in its order.
 
         `bound`: callables of targets that are no registered operators. `whole`: the program before it was compiled.
         """
         groups = self._groups_of(mesh)
         if not has_places(program):
-            return RankProgram(self.order(program), groups, self.watch, bound, whole=whole)
+            return RankProgram(program, groups, self.watch, bound, whole=whole)
         if self._by_nccl(mesh):
             _check_message_order(program, mesh)
         part = on_rank(program, mesh, self.rank)
-        return RankProgram(
-            self.order(part.program), groups, self.watch, bound, whole=whole, union=program, on_rank=part
-        )
+        return RankProgram(part.program, groups, self.watch, bound, whole=whole, union=program, on_rank=part)
 
     def later(self, program: Program, mesh: Mesh) -> Later:
         if self._by_nccl(mesh):
@@ -104,9 +102,6 @@ class Distributed:
             before_end(self._deliver)
             atexit.register(self._deliver)
         return Later(program, on_rank(program, mesh, self.rank), groups, self.watch)
-
-    def order(self, program: Program) -> Program:
-        return overlapped(program, grouped=True)
 
     def interrupted(self) -> None:
         self._mail.under_way = True
@@ -166,17 +161,26 @@ def _check_message_order(program: Program, mesh: Mesh) -> None:
         )
 
 
-def overlapped(program: Program, ahead_bytes: float = inf, grouped: bool = False) -> Program:
+sent = partial(memory, sent=True)
+"""The accountant of what one rank holds, with what is in flight."""
+
+
+def overlapped(
+    program: Program,
+    ahead_bytes: float = inf,
+    grouped: bool = False,
+    accountant: Callable[[Program], MemoryReport] = sent,
+) -> Program:
     """`program` as real ranks run it: collectives started early and waited for late, so that their buffers live longer.
 
-    In the bodies of loops too. One with copies between tiers was in this order before they were written into it
-    (`compiler.budget`), and is timed and counted as it stands: nobody reorders it.
+    In the bodies of loops too. One with copies between tiers was in this order before they were written into it, and
+    one that waits for a collective is in it: nobody reorders these.
 
     ahead_bytes: the results of collectives that are started ahead may take this many, or those of one collective.
     grouped: small updates stand side by side, as far as the peak allows; what is only counted need not be, for no peak
-    is another by that.
+    is another by that. accountant: it says so, of the rank that holds most where ranks do different things.
     """
-    if any(is_copy(node) for node in program.nodes):
+    if any(is_copy(node) for node in program.nodes) or waits_within(program):
         return program
     ids = count(program.next_id)
     if ahead_bytes == inf:
@@ -191,7 +195,7 @@ def overlapped(program: Program, ahead_bytes: float = inf, grouped: bool = False
     ordered = updates_side_by_side(ahead(ordered))
     if not grouped:
         return ordered
-    return small_updates_in_one_call(ordered, partial(memory, sent=True))
+    return small_updates_in_one_call(ordered, accountant)
 
 
 def init_from_env(mesh: Mesh, limits: Limits | None = None) -> bool:

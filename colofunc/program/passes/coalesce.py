@@ -22,7 +22,7 @@ from colofunc.program.aliases import Aliases, aliases
 from colofunc.program.facts import is_wire, kind_of, may_alias, written
 from colofunc.program.ir import Node, Program
 from colofunc.program.passes.loop import within
-from colofunc.program.passes.schedule import next_of_kind
+from colofunc.program.passes.schedule import next_of_kind, stream_of
 
 _REDUCES = frozenset({"reduce_scatter", "all_reduce"})
 ALONE_BYTES = 1 << 20
@@ -124,10 +124,10 @@ def delay_updates(program: Program, lag: int = 2) -> Program:
     """
     memory = aliases(program)
     made, touches = program.made_at, _Touches(program, memory)
-    wires_along: dict[object, list[int]] = {}
+    wires_of: dict[object, list[int]] = {}
     for index, node in enumerate(program.nodes):
         if is_wire(node):
-            wires_along.setdefault(node.args[1], []).append(index)
+            wires_of.setdefault(stream_of(node), []).append(index)
     place: list[tuple[int, bool]] = []
     for index, node in enumerate(program.nodes):
         at = index
@@ -135,7 +135,7 @@ def delay_updates(program: Program, lag: int = 2) -> Program:
             sources = [made.get(memory.group(ref), -1) for ref in node.refs]
             last = max((source for source in sources if source >= 0 and is_wire(program.nodes[source])), default=None)
             if last is not None:
-                wires = wires_along[program.nodes[last].args[1]]
+                wires = wires_of[stream_of(program.nodes[last])]
                 beyond = bisect_right(wires, last) + lag - 1
                 at = touches.free_until(index, wires[beyond] if beyond < len(wires) else len(program.nodes) - 1)
         place.append((at, at != index))

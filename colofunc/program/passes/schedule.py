@@ -23,7 +23,10 @@ from colofunc.program.aliases import Aliases, aliases
 from colofunc.program.editor import Editor
 from colofunc.program.facts import is_wire, kind_of, may_alias, written
 from colofunc.program.ir import Node, Program, Ref
+from colofunc.spec.layout import At
 
+WAIT = "colofunc.wait"
+_Stream = tuple[object, At | None]
 IN_FLIGHT = 2
 """Operands that live on only because a collective in flight reads them may take so many times the largest of them."""
 
@@ -112,11 +115,12 @@ def overlap(
             wrote.setdefault(memory.group(id), []).append(index)
     edit = Editor(program, ids)
     starts: dict[int, list[Node]] = {}  # in front of position k, with the packing that goes along
-    waits = _Waits()
-    # Groups along other axes have streams of their own: their collectives neither count nor keep an order with these.
-    hoisted: dict[object, list[tuple[int, int]]] = {}  # axes -> first use and bytes of collectives that were moved up
+    waits: dict[At | None, _Waits] = {}  # of the ranks that run them
+    # Groups along other axes have streams of their own, and other ranks have other streams: their collectives neither
+    # count nor keep an order with these.
+    hoisted: dict[_Stream, list[tuple[int, int]]] = {}  # first use and bytes of collectives that were moved up
     waited: set[int] = set()
-    floor: dict[tuple[str, object], int] = {}  # starts of one kind and axes keep their order
+    floor: dict[tuple[str, _Stream], int] = {}  # starts of one kind and stream keep their order
     for index, node in enumerate(program.nodes):
         if not is_wire(node) or node.target.endswith("_start"):
             continue
@@ -140,28 +144,42 @@ def overlap(
             for write in wrote.get(memory.group(id), ()):
                 if write > index:
                     used = min(used, write)
-        along = node.args[1]
-        flying = hoisted.setdefault(along, [])
+        stream = stream_of(node)
+        flying = hoisted.setdefault(stream, [])
         gate = _gate(flying, value.nbytes, ahead, ahead_bytes)
-        at = min(index, max(ready, gate, floor.get((node.target, along), 0)))
+        at = min(index, max(ready, gate, floor.get((node.target, stream), 0)))
         if at < index:
             flying.append((min(used, index), value.nbytes))
-        floor[node.target, along] = at
+        floor[node.target, stream] = at
         fresh = edit.new(value)
         start = attrs.evolve(node, target=f"{node.target}_start", outs=(fresh,))
-        wait = Node("colofunc.wait", (Ref(fresh),), (), (out,), node.phase, node.path, node.line, node.note, on=node.on)
+        wait = Node(WAIT, (Ref(fresh),), (), (out,), node.phase, node.path, node.line, node.note, on=node.on)
         # A start in front of its own pack takes the pack along, also where it only takes the pack's place.
         if packing is not None and at <= packing:
             starts.setdefault(at, []).append(program.nodes[packing])
             edit.drop(packing)
         starts.setdefault(at, []).append(start)
-        waits.add(wait, used, index, _held_bytes(program, memory, made, index))
+        of_ranks = waits.setdefault(node.on, _Waits())
+        of_ranks.add(wait, used, index, _held_bytes(program, memory, made, index))
         edit.drop(index)
     # Waits first: the operand of a start may be what a wait at the same place delivers.
-    waits_at = waits.by_position()
+    waits_at: dict[int, list[Node]] = {}
+    for of_ranks in waits.values():
+        for position, nodes in of_ranks.by_position().items():
+            waits_at.setdefault(position, []).extend(nodes)
     for index in sorted({*starts, *waits_at}):
         edit.insert(index, *waits_at.get(index, ()), *starts.get(index, ()))
     return edit.done()
+
+
+def stream_of(collective: Node) -> _Stream:
+    """The stream that a collective runs on: its axes, and which ranks run it."""
+    return collective.args[1], collective.on
+
+
+def waits_within(program: Program) -> bool:
+    """Whether collectives of a program, or of a loop in it, were started and are waited for: then it is in its order."""
+    return any(WAIT in each.targets for each in program.with_bodies())
 
 
 @attrs.define(eq=False)
@@ -245,12 +263,12 @@ def _gate(hoisted: list[tuple[int, int]], nbytes: int, ahead: int, ahead_bytes: 
 
 
 def next_of_kind(program: Program) -> dict[int, int]:
-    """Index of a collective -> of the next one of its kind along its axes; len(nodes) for the last."""
+    """Index of a collective -> of the next one of its kind and stream; len(nodes) for the last."""
     found: dict[int, int] = {}
-    later: dict[tuple[str, object], int] = {}
+    later: dict[tuple[str, _Stream], int] = {}
     for index in range(len(program.nodes) - 1, -1, -1):
         if is_wire(node := program.nodes[index]):
-            kind = node.target, node.args[1]
+            kind = node.target, stream_of(node)
             found[index] = later.get(kind, len(program.nodes))
             later[kind] = index
     return found
@@ -259,7 +277,7 @@ def next_of_kind(program: Program) -> dict[int, int]:
 def _taken(program: Program, made: Mapping[int, int]) -> dict[int, int]:
     """First uses in the body of a loop.
 
-    An output that a collective delivers is used behind the next collective of its kind along its axes.
+    An output that a collective delivers is used behind the next collective of its kind and stream.
     """
     first, after = _first_uses(program), next_of_kind(program)
     for out in program.outputs:
