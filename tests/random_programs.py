@@ -293,11 +293,13 @@ def layer(d: Drawing) -> str | None:
         return None
     shape = d.env[name].shape
     half = "dtype=torch.float64) * 0.5"
+    # Its results lie as the kernel of the device and the version of torch gives them.
+    attention = "F.scaled_dot_product_attention({0}, {0}, {0}).contiguous()"
     kinds = [
         "F.gelu({0})", "F.silu({0})", "F.softplus({0})", "F.layer_norm({0}, {0}.shape[-1:])", "F.pad({0}, (1, 1))",
         "F.pad({0}, (0, 1, 1, 0))",
-        "F.normalize({0} + 2, dim=-1)", "F.scaled_dot_product_attention({0}, {0}, {0})", "F.glu({0}, -1)",
-        "F.scaled_dot_product_attention({0}, {0}, {0}, is_causal=True)", "F.mse_loss({0}, {0} * 0.5)", "torch.fft.fft({0}).real",
+        "F.normalize({0} + 2, dim=-1)", attention, "F.glu({0}, -1)",
+        attention.replace("{0})", "{0}, is_causal=True)"), "F.mse_loss({0}, {0} * 0.5)", "torch.fft.fft({0}).real",
         "F.rms_norm({0}, {0}.shape[-1:])", "torch.kron({0}, {0})", f"F.linear({{0}}, torch.ones(3, {shape[-1]}, {half})",
     ]  # fmt: skip
     if len(shape) == 2:

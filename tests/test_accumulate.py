@@ -265,3 +265,16 @@ def test_any_program_gives_the_numbers_of_the_whole_batch(layers, loss, microbat
     if mesh != "one" and microbatches == 4:
         microbatches = 3  # of the six rows that a rank has
     cf.testing.check(cf.accumulate(cf.shard(step, MESHES[mesh]), microbatches), state, batch)
+
+
+def test_a_batch_without_rows() -> None:
+    """It comes in as many microbatches as are asked for, each of them empty."""
+
+    def step(state: Any, batch: torch.Tensor) -> Any:
+        loss = (batch * state).sum() + state
+        return state - 0.1 * loss, loss
+
+    given = torch.ones((), dtype=torch.float64), torch.ones(0, dtype=torch.float64)
+    for mesh in (cf.Mesh(dp=2), cf.Mesh(cp=3, tp=2)):
+        out = cf.accumulate(cf.shard(step, mesh), microbatches=2)(*given)
+        cf.testing.compare(out, step(*given))

@@ -77,6 +77,12 @@ def _strides_of_another_dtype(x: torch.Tensor) -> Any:
     return x.view(torch.int64).as_strided((2, 2), (1, 4), 3)
 
 
+def _strides_of_a_number_in_another_dtype(x: torch.Tensor) -> Any:
+    y = x[0].sum()
+    y.view(torch.int64).as_strided((), (), 0).add_(1)
+    return y, y.view(torch.int64).as_strided((1,), (1,)), y.view(torch.int64).as_strided((2, 1), (0, 1))
+
+
 def _strides_in_place(x: torch.Tensor) -> Any:
     y = x.clone()
     z = y[1:]
@@ -152,7 +158,8 @@ def _bits_in_place(x: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     "fn",
     [
-        _copy_of_windows, _copy_of_rows, _part_of_windows, _part_of_repeated_rows, _strides_of_another_dtype, _strides_in_place,
+        _copy_of_windows, _copy_of_rows, _part_of_windows, _part_of_repeated_rows, _strides_of_another_dtype,
+        _strides_of_a_number_in_another_dtype, _strides_in_place,
         _odd_strides, _smaller_in_place, _other_memory, _parts_that_autograd_takes_for_copies, _conjugate,
         _gradient_beside_a_complex_number, _deep_copies, _bits_in_place,
     ],

@@ -192,8 +192,8 @@ def _row_axes(rows: int, places: tuple[Place | None, ...], strategy: Strategy) -
             if skipped < before:
                 skipped *= size
                 continue
-            if rows_left == 1:
-                break  # what follows in the dim is no rows
+            if rows_left <= 1:
+                break  # what follows in the dim is no rows, and a batch without rows has none to split
             ways = min(size, rows_left)
             rows_left //= ways
             if axis is not None:

@@ -93,10 +93,12 @@ def _in_dtype(rec: Recorder, base: Cell, dtype: torch.dtype) -> Cell:
     """The same memory as elements of `dtype`; strides and offsets count these."""
     if base.meta.dtype == dtype:
         return base
-    if not base.meta.shape or base.meta.dtype.is_complex or dtype.is_complex:
+    if base.meta.dtype.is_complex or dtype.is_complex:
         raise TraceError(
             f"as_strided at {user_line()} on a view of {dtype} of a tensor of {base.meta.dtype}; clone the view first"
         )
+    if not base.meta.shape:
+        base = _step(rec, base, "aten.view.default", ((1,),))
     shape = (*base.meta.shape[:-1], base.meta.shape[-1] * base.meta.dtype.itemsize // dtype.itemsize)
     vid = rec.emit1("aten.view.dtype", (Ref(rec.read(base)), dtype), shape, dtype)
     return base.child(vid, contiguous(shape, dtype), "aten.view.dtype", (Ref(-1), dtype), ())
