@@ -15,7 +15,7 @@ import torch
 
 import colofunc as cf
 from colofunc.errors import PlanError
-from colofunc.planner.candidate import Finish, Fitted
+from colofunc.planner.candidate import Finish, FinishedProgram
 from colofunc.planner.joint import Proposal, decide_jointly
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import offload
@@ -172,19 +172,19 @@ class Deciding:
             raise PlanError("nothing is that lean")
         return min(fits, key=lambda p: p.cost_s + price_s * self.prices * p.peak_bytes)
 
-    def finish(self, choice: Choice, below_s: float = INF) -> Fitted:
+    def finish(self, choice: Choice, below_s: float = INF) -> FinishedProgram:
         program, seconds = step_of(self.case, choice)
         mesh, budget = machine(self.case), self.case.budget
         node_s = lambda node, values: seconds[node.path]  # noqa: E731
 
-        def counted(local: Program, like: Fitted | None = None, /, moves: bool = True) -> Fitted:
+        def counted(local: Program, like: FinishedProgram | None = None, /, moves: bool = True) -> FinishedProgram:
             done = in_place(local)
             if not (self.moves and moves):
-                return Fitted(done, memory(done).peak_bytes["device"], 0.0)
+                return FinishedProgram(done, memory(done).peak_bytes["device"], 0.0)
             hint = like.hint if like is not None and isinstance(like.hint, Hint) else None
             moved = offload(done, mesh, node_s, budget, like=hint)
             peak = budget + moved.over if hint else memory(moved.program).peak_bytes["device"]
-            return Fitted(moved.program, peak, moved.exposed_s, moved.words, moved.short, moved.hint)
+            return FinishedProgram(moved.program, peak, moved.exposed_s, moved.words, moved.short, moved.hint)
 
         finished: Finish = counted
         if not self.again:

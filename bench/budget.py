@@ -22,7 +22,7 @@ from bench._orders import partitioned, sequential
 from bench.memory_plans import adamw, gpt
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Transform
-from colofunc.planner.candidate import Finish, Fitted
+from colofunc.planner.candidate import Finish, FinishedProgram
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.ir import Program
 
@@ -82,8 +82,8 @@ def others(
     step, state, batch = args
     found: dict[str, list[Point]] = {"kept": [], "partitioner": [], "sequential": []}
 
-    def refit(program: Program, node_s: NodeS, finish: Finish, _: int | None) -> tuple[Fitted, Fitted]:
-        def note(kind: str, how: str, order: Program) -> Fitted:
+    def refit(program: Program, node_s: NodeS, finish: Finish, _: int | None) -> tuple[FinishedProgram, FinishedProgram]:
+        def note(kind: str, how: str, order: Program) -> FinishedProgram:
             done = finish(order)
             found[kind].append(Point(how, done.peak_bytes, sum(node_s(node, done.program.values) for node in done.program.nodes)))
             return done

@@ -12,9 +12,9 @@ from typing import Any, cast
 import attrs
 
 import colofunc as cf
-from colofunc.compiler.decisions import Decided
+from colofunc.compiler.decisions import Decisions
 from colofunc.compiler.least_budget import Trial
-from colofunc.planner.candidate import Fitted
+from colofunc.planner.candidate import FinishedProgram
 from colofunc.program.ir import Program
 
 LEAST = re.compile(r"the least found has a peak of ([\d,]+) B")
@@ -38,7 +38,7 @@ LIMITS: dict[str, Callable[[Callable[[cf.Mesh], Any], cf.Mesh, int], Any]] = {
 def tried(peak_bytes: int, budget_bytes: int, more_s: float = 0.0) -> Trial:
     """A plan of so many bytes, as a search would have found it."""
     program = Program((), (), (), {}, {}, (), "inplace")
-    return Trial(cast(Decided, None), Fitted(program, peak_bytes, more_s), budget_bytes)
+    return Trial(cast(Decisions, None), FinishedProgram(program, peak_bytes, more_s), budget_bytes)
 
 
 def peak(staged: Any, *args: Any) -> int:

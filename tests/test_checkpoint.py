@@ -13,7 +13,7 @@ from torch import nn
 
 import colofunc as cf
 from colofunc.compiler import completion
-from colofunc.planner.candidate import Fitted
+from colofunc.planner.candidate import FinishedProgram
 from colofunc.planner.recompute import fastest, orders
 from colofunc.planner.recompute.cuts import forward_facts
 from colofunc.planner.recompute.orders import Order
@@ -234,8 +234,8 @@ def test_an_order_that_misses_narrowly_does_not_hide_a_faster_one_that_fits() ->
     peaks = [20_000, 19_000, 18_000, 17_000, 12_000, 10_000, 10_003, 9_900, 5_000]  # the seventh takes more than the faster sixth
     orders = [Order(partial(int, k), given_bytes=peak, at_most_s=1 + k) for k, peak in enumerate(sorted(peaks, reverse=True))]
 
-    def tried(order: Any) -> Fitted:
-        return Fitted(order, peaks[order], more_s=float(order))
+    def tried(order: Any) -> FinishedProgram:
+        return FinishedProgram(order, peaks[order], more_s=float(order))
 
     found = fastest._bisect(orders, tried, 10_000, again_s=lambda one: 0.0)
     assert min(one.more_s for one in found if one.fits(10_000)) == 5.0
@@ -247,10 +247,10 @@ def test_a_leanest_order_that_does_not_fit_with_its_copies_ends_no_search() -> N
     peaks, seconds = [120, 95, 110, 110], [6.0, 5.0, 2.0, 1.0]
     proposed = [orders.Order(partial(int, k), given_bytes=100 - k, at_most_s=1.0 + k) for k in range(4)]
 
-    def tried(order: Any, like: Fitted | None = None, /, moves: bool = True) -> Fitted:
-        return Fitted(order, peaks[order], more_s=seconds[order])
+    def tried(order: Any, like: FinishedProgram | None = None, /, moves: bool = True) -> FinishedProgram:
+        return FinishedProgram(order, peaks[order], more_s=seconds[order])
 
-    whole = Fitted(cast(Any, None), 95, more_s=9.0)
+    whole = FinishedProgram(cast(Any, None), 95, more_s=9.0)
     found = orders.fastest(proposed, lambda one: float(proposed.index(one)), tried, whole, 100, work_s=1.0)
     assert min(one.more_s for one in found if one.fits(100)) == 5.0
 

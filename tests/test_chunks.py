@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import colofunc as cf
 from colofunc.compiler import sharder
-from colofunc.compiler.decisions import Decided, decide
+from colofunc.compiler.decisions import Decisions, decide
 from colofunc.executors import distributed
 from colofunc.executors.launch import launch
 from colofunc.executors.simulated import SimulatedProgram, own_memory
@@ -277,7 +277,7 @@ def test_the_planner_counts_gradients_as_they_are_reduced(monkeypatch: pytest.Mo
     """A layer's gradients are whole only until its chunk is reduced: the estimate is near what is counted."""
     estimates = list[int]()
 
-    def seen(*args: Any, **said: Any) -> Decided:
+    def seen(*args: Any, **said: Any) -> Decisions:
         decided = decide(*args, **said)
         estimates.append(decided.plan.peak_bytes)
         return decided

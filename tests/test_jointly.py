@@ -21,7 +21,7 @@ from bench._joint_cases import INF, UNIT, Case, Deciding, Layer, made
 from bench._joint_oracle import optimum
 from colofunc.errors import CapacityError, PlanError
 from colofunc.planner import joint as jointly_planned
-from colofunc.planner.candidate import Fitted
+from colofunc.planner.candidate import FinishedProgram
 
 # ---- tests ----
 
@@ -58,7 +58,7 @@ def test_sharding_alone_is_searched_where_its_bound_says_that_it_may_be_faster(h
         name = min(fits, key=lambda name: there[name][0] + price_s * there[name][1])
         return jointly_planned.Proposal(name, *there[name], key=name)
 
-    def finish(name: str, below_s: float) -> Fitted:
+    def finish(name: str, below_s: float) -> FinishedProgram:
         return tried(min(70, there[name][1]), 70, more_s=help_s if name == "fast" else 0.0).done
 
     best, _ = jointly_planned.decide_jointly(propose, finish, budget_bytes=70)
@@ -74,7 +74,7 @@ def test_what_a_price_says_is_no_faster_is_not_finished(small: bool, finished: s
         name = min(there, key=lambda name: there[name][0] + price_s * there[name][1])
         return jointly_planned.Proposal(name, *there[name], key=name)
 
-    def finish(name: str, below_s: float) -> Fitted:
+    def finish(name: str, below_s: float) -> FinishedProgram:
         done.add(name)
         more_s, byte_s = {"fast": (0.6, None), "good": (0.1, 0.05), "near": (0.59, None), "lean": (0.0, None)}[name]
         return attrs.evolve(tried(60, 60, more_s=more_s).done, byte_s=byte_s)
@@ -94,7 +94,7 @@ def test_of_a_large_program_no_price_is_asked_where_nothing_can_be_faster(small:
         name = min(there, key=lambda name: there[name][0] + price_s * there[name][1])
         return jointly_planned.Proposal(name, *there[name], key=name)
 
-    def finish(name: str, below_s: float) -> Fitted:
+    def finish(name: str, below_s: float) -> FinishedProgram:
         return attrs.evolve(tried(60, 60, more_s={"fast": 0.6, "good": 0.05, "lean": 0.0}[name]).done, byte_s=0.02)
 
     best, _ = jointly_planned.decide_jointly(propose, finish, budget_bytes=60, small=small)

@@ -10,7 +10,7 @@ from least_named import named, peak
 import colofunc as cf
 from colofunc.compiler.budget import SMALL
 from colofunc.compiler.completion import Completion
-from colofunc.planner.candidate import Fitted
+from colofunc.planner.candidate import FinishedProgram
 from colofunc.planner.joint import FRONTIER_PRICES_LARGE, MAX_PRICES_FAR_OVER, Proposal, decide_jointly
 from colofunc.program.ir import Program
 from colofunc.program.tracing.tree import walk
@@ -26,7 +26,7 @@ def asked(peak: int, least: int, max_prices: int = 6) -> int:
         proposed.append(Proposal(len(proposed), 1.0 + 0.3 * len(proposed) ** 2, 1000 - 10 * len(proposed), len(proposed)))
         return proposed[-1]
 
-    finish = lambda plan, below_s: Fitted(NOTHING, peak, 0.0)  # noqa: E731
+    finish = lambda plan, below_s: FinishedProgram(NOTHING, peak, 0.0)  # noqa: E731
     best, leanest = decide_jointly(propose, finish, 100, tries=1, max_prices=max_prices, lower_bound=lambda: least)
     assert best is None and leanest.done.peak_bytes == peak
     return len(proposed)
@@ -72,7 +72,7 @@ def test_of_a_budget_that_is_far_too_small_few_shardings_are_finished(monkeypatc
     base, x = cf.shard(step, cf.Mesh(dp=2, topology="8xa100-40g")), torch.randn(64, 8)
     finished, finish = list[int](), Completion.finish
 
-    def noted(self: Completion, *args: Any) -> Fitted:
+    def noted(self: Completion, *args: Any) -> FinishedProgram:
         finished.append(len(self.program.nodes))
         return finish(self, *args)
 

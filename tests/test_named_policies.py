@@ -16,9 +16,9 @@ from torch import nn
 
 import colofunc as cf
 from colofunc.compiler.budget import _fastest_of
-from colofunc.compiler.decisions import Decided
+from colofunc.compiler.decisions import Decisions
 from colofunc.compiler.least_budget import Trial, least_budget
-from colofunc.planner.candidate import Fitted
+from colofunc.planner.candidate import FinishedProgram
 from colofunc.planner.recompute import fastest
 from colofunc.planner.recompute.policies import NAMED, RecomputePolicy
 from colofunc.plugins import build_registry
@@ -133,7 +133,7 @@ def test_of_the_pool_the_fastest_that_fits_is_taken() -> None:
     def of_pool(peak_bytes: int, cost_s: float, more_s: float) -> Any:
         decided = SimpleNamespace(plan=SimpleNamespace(cost_s=cost_s))
         program = Program((), (), (), {}, {}, (), "inplace")
-        return lambda nbytes: Trial(cast(Decided, decided), Fitted(program, peak_bytes, more_s), nbytes)
+        return lambda nbytes: Trial(cast(Decisions, decided), FinishedProgram(program, peak_bytes, more_s), nbytes)
 
     pool = [of_pool(500, 1.0, 3.0), of_pool(800, 1.0, 1.0), of_pool(900, 1.0, 0.0), of_pool(700, 3.0, 0.0)]
     taken = _fastest_of(pool, 899)
@@ -155,11 +155,11 @@ def test_a_budget_that_a_named_policy_meets_on_two_ranks_is_met_and_no_slower() 
 def test_where_nothing_fits_all_policies_with_a_name_are_counted() -> None:
     step, *args = unet("add", width=2, levels=1, picture=8)
     program = cf.shard(step, cf.Mesh()).lower(*args).program
-    whole = Fitted(program, 1000, 0.0)
+    whole = FinishedProgram(program, 1000, 0.0)
 
     def counted(budget_bytes: int) -> int:
         """How many policies are tried where each needs 900 bytes."""
-        count = lambda one, like=None, moves=True: Fitted(one, 900, 1.0)  # noqa: E731
+        count = lambda one, like=None, moves=True: FinishedProgram(one, 900, 1.0)  # noqa: E731
         proposed = fastest._Proposals.of(program, lambda node, values: 0.0)
         return len(fastest._named(proposed, count, [whole], budget_bytes))
 

@@ -15,7 +15,7 @@ from colofunc.executors import distributed
 from colofunc.executors.distributed import Distributed
 from colofunc.executors.launch import launch
 from colofunc.executors.messages import Batch, Mail
-from colofunc.executors.rank_program import Later
+from colofunc.executors.rank_program import DeferredExchange
 from colofunc.program.ir import Node
 from colofunc.program.post_validation import Deferred, deferred
 
@@ -87,7 +87,7 @@ def test_whoever_waits_for_a_peer_that_ended_tells_the_watch() -> None:
     def receiver(*_: Any) -> Receiver:
         return Receiver()
 
-    later = object.__new__(Later)
+    later = object.__new__(DeferredExchange)
     later._groups = SimpleNamespace(mesh=cf.Mesh(pp=2), receiver=receiver, messages=nullcontext, mail=Mail(), batch=Batch(Mail()))
     later._on_rank = SimpleNamespace(inputs=())
     later._receives = [Node("colofunc.receive", (("pp",), (0,), 0, (), torch.float64), (), (1,))]

@@ -10,7 +10,7 @@ import torch
 import colofunc as cf
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Transform
-from colofunc.planner.candidate import Finish, Fitted
+from colofunc.planner.candidate import Finish, FinishedProgram
 from colofunc.planner.recompute import relaxed as solver
 from colofunc.planner.recompute.fastest import _bisect, _Proposals, _seconds, fit
 from colofunc.planner.recompute.relaxed import KeptMemory, Rounds, relaxed, rounds_of, solve
@@ -61,7 +61,7 @@ def local() -> Callable[..., tuple[Program, NodeS]]:
     def of(depth: int, width: int = 16) -> tuple[Program, NodeS]:
         seen = list[tuple[Program, NodeS]]()
 
-        def spy(program: Program, node_s: NodeS, finish: Finish, budget: int | None) -> tuple[Fitted, Fitted]:
+        def spy(program: Program, node_s: NodeS, finish: Finish, budget: int | None) -> tuple[FinishedProgram, FinishedProgram]:
             seen.append((program, node_s))
             return (finish(program),) * 2
 
@@ -72,9 +72,9 @@ def local() -> Callable[..., tuple[Program, NodeS]]:
     return of
 
 
-def counted(program: Program, like: Fitted | None = None, moves: bool = True) -> Fitted:
+def counted(program: Program, like: FinishedProgram | None = None, moves: bool = True) -> FinishedProgram:
     done = in_place(program)
-    return Fitted(done, memory(done).peak_bytes["device"], 0.0)
+    return FinishedProgram(done, memory(done).peak_bytes["device"], 0.0)
 
 
 def by_hand(pieces: list[KeptMemory], others: tuple[int, ...]) -> Rounds:
@@ -139,7 +139,7 @@ def test_on_a_u_shaped_net_less_memory_is_enough_than_with_stages_alone(local: C
     program, node_s = local(4, 64)
     whole, plain_s = counted(program).peak_bytes, _seconds(program, node_s)
     again_s = lambda one: _seconds(one, node_s) - plain_s  # noqa: E731
-    tried = lambda one: Fitted((done := counted(one)).program, done.peak_bytes, again_s(one))  # noqa: E731
+    tried = lambda one: FinishedProgram((done := counted(one)).program, done.peak_bytes, again_s(one))  # noqa: E731
     stages, gained, below = _Proposals.of(program, node_s).orders, 0, 0
     for share in (0.75, 0.72, 0.45):
         budget = int(whole * share)

@@ -9,7 +9,7 @@ from colofunc_plugins import tensor, zero
 
 import colofunc as cf
 from colofunc.compiler.lowered import Lowered
-from colofunc.planner.plan_terms import Spent, Term, about, collectives_text, moved, summed, terms_text
+from colofunc.planner.plan_terms import Term, TermSeconds, about, collectives_text, moved, summed, terms_text
 
 OF_DEVICE = {"compute", "memory", "launches"}
 
@@ -132,9 +132,9 @@ def test_what_matches_nothing_is_an_error_with_a_near_name() -> None:
 
 
 ROWS = (
-    Spent("h.*.attn", "colofunc.all_gather_start", "forward", "all_gather tp", 2e-3, 1e-3, 12),
-    Spent("", "colofunc.all_gather_start", "backward", "all_gather tp", 1.1e-3, 0.2e-3, 36, ("h.*.attn.weight", "h.*.attn.bias")),
-    Spent("h.*.attn", "colofunc.linear", "forward", "compute", 1e-3, 0.0, 12),
+    TermSeconds("h.*.attn", "colofunc.all_gather_start", "forward", "all_gather tp", 2e-3, 1e-3, 12),
+    TermSeconds("", "colofunc.all_gather_start", "backward", "all_gather tp", 1.1e-3, 0.2e-3, 36, ("h.*.attn.weight", "h.*.attn.bias")),
+    TermSeconds("h.*.attn", "colofunc.linear", "forward", "compute", 1e-3, 0.0, 12),
 )
 
 

@@ -16,11 +16,11 @@ from math import inf
 import attrs
 
 from colofunc.compiler.completion import Completion
-from colofunc.compiler.decisions import Decided
+from colofunc.compiler.decisions import Decisions
 from colofunc.compiler.least_budget import Search, Trial, budget_text, glance, least_budget
 from colofunc.compiler.sharder import Sharder, Sharding
 from colofunc.errors import CapacityError, PlanError
-from colofunc.planner.candidate import Fitted
+from colofunc.planner.candidate import FinishedProgram
 from colofunc.planner.joint import (
     FAR_OVER,
     FRONTIER_PRICES,
@@ -63,7 +63,7 @@ class DoesNotFit(PlanError):
 
 def plan_for_budget(
     sharder: Sharder, budget_bytes: int | None, parts: int = 1, tries: int = 4
-) -> tuple[Decided, Program] | FailedSearch:
+) -> tuple[Decisions, Program] | FailedSearch:
     """Plan and complete so that the accountant agrees that the peak is within the budget.
 
     The planner knows nothing of microbatches: a step in `parts` may hold so many times less than it says. Where a step
@@ -82,7 +82,7 @@ def plan_for_budget(
 
 def plan_from_known(
     sharder: Sharder, budget_bytes: int | None, parts: int, known: Assignment
-) -> tuple[Decided, Program]:
+) -> tuple[Decisions, Program]:
     """The fastest of a sharding that is known from a like step and of what searches from there find.
 
     Raises PlanError where none fits.
@@ -97,7 +97,7 @@ def plan_from_known(
         found = sharder.assign(budget_bytes)
         return _faster_plan(sharder, in_model_of(found, known, program) or known, found, budget_bytes)
 
-    def finish(sharding: Sharding, below_s: float) -> Fitted:
+    def finish(sharding: Sharding, below_s: float) -> FinishedProgram:
         return completion.finish(sharding(), budget_bytes, below_s)
 
     best = decide_from_known(
@@ -116,7 +116,7 @@ def plan_from_known(
 
 def _faster_plan(
     sharder: Sharder, known: Assignment, found: Assignment, budget_bytes: int | None
-) -> tuple[Decided, Program]:
+) -> tuple[Decisions, Program]:
     """Of a known sharding and one that was found, the faster by the clock.
 
     The known one is not lowered where it is clearly slower.
@@ -132,7 +132,7 @@ def _faster_plan(
     return plan_known if known_s <= found_s * (1 + TOLERANCE) else plan_found
 
 
-def plan_of(completion: Completion, decided: Decided, budget_bytes: int | None) -> tuple[Decided, Program]:
+def plan_of(completion: Completion, decided: Decisions, budget_bytes: int | None) -> tuple[Decisions, Program]:
     """Complete a plan whose sharding stands. Raises PlanError where the fastest way found does not fit."""
     done = completion.finish(decided, budget_bytes)
     if budget_bytes is None:
@@ -144,7 +144,9 @@ def plan_of(completion: Completion, decided: Decided, budget_bytes: int | None) 
     return _with_counted_figures(completion, decided, done)
 
 
-def _with_counted_figures(completion: Completion, decided: Decided, done: Fitted) -> tuple[Decided, Program]:
+def _with_counted_figures(
+    completion: Completion, decided: Decisions, done: FinishedProgram
+) -> tuple[Decisions, Program]:
     """The plan says what the program that runs holds and how long it takes, and what was done to keep to the budget."""
     program = completion.ended(done)
     lanes = completion.lanes(program)
@@ -205,7 +207,7 @@ class BudgetSearch:
         """Sharding and ways to make a program fit, decided together."""
         completion, node_count = self.sharder.completion, len(self.sharder.program.nodes)
 
-        def finish(sharding: Sharding, below_s: float) -> Fitted:
+        def finish(sharding: Sharding, below_s: float) -> FinishedProgram:
             done = completion.finish(sharding(), budget_bytes, below_s)
             if any_that_fits and done.fits(budget_bytes):
                 raise _FirstFit(Trial(sharding(), done, budget_bytes))
@@ -261,7 +263,7 @@ class BudgetSearch:
             aim_bytes = int(min(aim_bytes, estimated_bytes) * budget_bytes / trial.done.peak_bytes * 0.99)
         return None, min(trials, key=lambda trial: trial.done.peak_bytes)
 
-    def complete(self, decided: Decided, budget_bytes: int) -> Trial:
+    def complete(self, decided: Decisions, budget_bytes: int) -> Trial:
         """A sharding that stands, completed within a budget if it can be."""
         return Trial(decided, self.sharder.completion.finish(decided, budget_bytes), budget_bytes)
 
@@ -339,7 +341,7 @@ class FailedSearch:
         """To raise where nobody asks for the least."""
         return DoesNotFit(self.leanest.done.peak_bytes)
 
-    def plan_for_least(self) -> tuple[Decided, Program]:
+    def plan_for_least(self) -> tuple[Decisions, Program]:
         """What the search for the least budget finds, where that fits. Raises PlanError with the least otherwise."""
         sharder, budget_bytes = self.search.sharder, self.budget_bytes
         sharder.candidates.memo = self.memo

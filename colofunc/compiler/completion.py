@@ -22,18 +22,18 @@ from typing import Protocol
 
 import attrs
 
-from colofunc.compiler.decisions import Decided
-from colofunc.compiler.kept_programs import KeptPrograms, Packed, WrittenSharding
+from colofunc.compiler.decisions import Decisions
+from colofunc.compiler.kept_programs import KeptPrograms, PackedProgram, WrittenSharding
 from colofunc.compiler.passes import Pass, PassOutput, Stages, run_passes
 from colofunc.compiler.terms import spent
-from colofunc.compiler.transform import Lies, Move, Rewrite, Search
+from colofunc.compiler.transform import InputTiers, Move, Rewrite, Search
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
-from colofunc.planner.candidate import Finish, Finishing, Fitted
+from colofunc.planner.candidate import Finish, FinishedProgram, Finishing
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.plan import Plan
-from colofunc.planner.plan_terms import Spent
+from colofunc.planner.plan_terms import TermSeconds
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.stages.report import CutsOf, Pipelined, pipeline_loop, pipelined
 from colofunc.program.check import Checker
@@ -63,7 +63,7 @@ from colofunc.spec.layout import At
 SHARE = 32
 """Under a budget, a bucket of collectives may use at most 1/SHARE of it."""
 AS_IT_IS: Sequence[Rewrite] = (lambda program, _: program,)
-NOWHERE = Lies({}, {})
+NOWHERE = InputTiers({}, {})
 
 
 class Count(Protocol):
@@ -95,7 +95,7 @@ class Completion:
     kernels take. `timed`: how long operators take, where that was measured. `wider`: what to write where policies
     forbid what needs less memory. `left_out`: names of passes. `placing`: where inputs, nodes and outputs are, if not
     everywhere. `room_bytes`: what a rank may hold, the one that may hold most. `cuts_of`: what there is to say of a
-    pipeline's cuts. `keeps`: whether the program behind each pass is kept (`Fitted.stages`).
+    pipeline's cuts. `keeps`: whether the program behind each pass is kept (`FinishedProgram.stages`).
     """
 
     program: Program
@@ -107,7 +107,7 @@ class Completion:
     count: Count
     searches: Sequence[Search] = ()
     moves: Sequence[Move] = ()
-    lies: Lies = NOWHERE
+    lies: InputTiers = NOWHERE
     order: ExecutionOrder = as_it_stands
     clocked: Callable[[Program], Program] = lambda program: program
     ways: Sequence[Rewrite] = AS_IT_IS
@@ -123,7 +123,7 @@ class Completion:
     kept: KeptPrograms = attrs.field(factory=KeptPrograms, init=False)
     check: Checker = attrs.field(init=False, default=attrs.Factory(lambda self: Checker(self.mesh), takes_self=True))
 
-    def finish(self, decided: Decided, budget_bytes: int | None, below_s: float = inf) -> Fitted:
+    def finish(self, decided: Decisions, budget_bytes: int | None, below_s: float = inf) -> FinishedProgram:
         """The program that runs, as decided, in the fastest way that fits.
 
         Its peak is counted only where somebody asks.
@@ -136,7 +136,7 @@ class Completion:
             return best
         return attrs.evolve(best, stages=(*written.stages, *best.stages))
 
-    def _best(self, written: WrittenSharding, budget_bytes: int | None, below_s: float) -> Fitted:
+    def _best(self, written: WrittenSharding, budget_bytes: int | None, below_s: float) -> FinishedProgram:
         first = written.by(self.ways[0], self._written)
         if to_be_cut(first[0]):
             below_s = inf  # there the clock says how much more it is
@@ -160,7 +160,7 @@ class Completion:
                 best = min(best, self._by_clock(found, first[0]), key=partial(_rank, budget_bytes))
         return best
 
-    def _by_clock(self, done: Fitted, plain: Program) -> Fitted:
+    def _by_clock(self, done: FinishedProgram, plain: Program) -> FinishedProgram:
         """`done`, where ranks of a pipeline work side by side, with what it takes longer than `plain` by the clock.
 
         Elsewhere the sum over what is done more says it.
@@ -194,7 +194,7 @@ class Completion:
 
         return attrs.evolve(each, run=run)
 
-    def _searched(self, written: tuple[Program, Stages], budget_bytes: int | None, below_s: float) -> Fitted:
+    def _searched(self, written: tuple[Program, Stages], budget_bytes: int | None, below_s: float) -> FinishedProgram:
         """Completed in the order that the searches find, the first of them next to the program itself."""
         local, stages = written
         finish: Finish = partial(self._counted, budget_bytes)
@@ -238,7 +238,7 @@ class Completion:
         self.known[id(node)] = node, ids, tuple(map(values.__getitem__, ids)), seconds
         return seconds
 
-    def _lowered(self, decided: Decided) -> tuple[Program, Stages]:
+    def _lowered(self, decided: Decisions) -> tuple[Program, Stages]:
         ins, outs, regather = decided.input_layouts, decided.output_layouts, decided.regather
 
         def lowered(program: Program) -> Program:
@@ -247,7 +247,7 @@ class Completion:
         passes = Pass("lower", lowered, optional=False), *self.passes
         return run_passes(map(self._checked, passes), self.program, self.left_out, self.keeps)
 
-    def _completed(self, local: Program, bucket_bytes: float) -> Packed:
+    def _completed(self, local: Program, bucket_bytes: float) -> PackedProgram:
         """Behind all passes but those that write copies."""
         return self.kept.packed(local, bucket_bytes, partial(self._packed, local))
 
@@ -270,12 +270,12 @@ class Completion:
         return run_passes(passes, local, self.left_out, self.keeps)
 
     def _counted(
-        self, budget_bytes: int | None, local: Program, like: Fitted | None = None, moves: bool = True
-    ) -> Fitted:
+        self, budget_bytes: int | None, local: Program, like: FinishedProgram | None = None, moves: bool = True
+    ) -> FinishedProgram:
         piece = inf if budget_bytes is None or not self.gives_way else budget_bytes / SHARE
         if like is not None and isinstance(like.hint, Hint) and len(self.moves) == 1 and budget_bytes is not None:
             near = self._moved(self.order(self._completed(local, piece).program, piece), budget_bytes, like.hint)
-            return Fitted(local, budget_bytes + near.over, near.exposed_s, (), near.short, near.hint)
+            return FinishedProgram(local, budget_bytes + near.over, near.exposed_s, (), near.short, near.hint)
         self.check(local)
         packed = self._completed(local, piece)
         done, stages = packed.program, packed.stages
@@ -284,7 +284,7 @@ class Completion:
         if not self.moves or not moves:
             uncounted = budget_bytes is None and not self.searches
             peaks = {} if uncounted else packed.counted(self._peaks)
-            return Fitted(done, max(peaks.values(), default=0), 0.0, peaks=_by_place(peaks), stages=stages)
+            return FinishedProgram(done, max(peaks.values(), default=0), 0.0, peaks=_by_place(peaks), stages=stages)
         began = time.perf_counter()
         moved = self._moved(self.order(done, piece), budget_bytes)
         self.check(moved.program)
@@ -292,7 +292,7 @@ class Completion:
             stages = (*stages, PassOutput("moves", moved.program, time.perf_counter() - began))
         peaks = self._peaks(moved.program)
         peak_bytes = max(peaks.values())
-        return Fitted(
+        return FinishedProgram(
             moved.program, peak_bytes, moved.exposed_s, moved.words, moved.short, moved.hint, _by_place(peaks), stages
         )
 
@@ -315,7 +315,7 @@ class Completion:
         short = next((one.short for one in moved if one.short), "")
         return attrs.evolve(moved[-1], words=words, short=short)
 
-    def ended(self, done: Fitted) -> Program:
+    def ended(self, done: FinishedProgram) -> Program:
         """What runs of a program that was chosen."""
         return self.as_run(self.last_rewrites(done))
 
@@ -323,7 +323,7 @@ class Completion:
         """In the order in which the executor runs it, small updates side by side."""
         return self.order(program, inf, grouped=True)
 
-    def last_rewrites(self, done: Fitted) -> Program:
+    def last_rewrites(self, done: FinishedProgram) -> Program:
         """A program that was chosen with updates that read narrow gradients, squares that are summed in one pass, and
         updates side by side, where that holds no more and takes no longer.
 
@@ -362,11 +362,11 @@ class Completion:
         """How long what is done takes, in the order in which the executor runs it."""
         return played(self.clocked(self.order(done, inf)), self.mesh, self._node_s)
 
-    def spent(self, done: Program, lanes: Lanes, plan: Plan) -> tuple[Spent, ...]:
+    def spent(self, done: Program, lanes: Lanes, plan: Plan) -> tuple[TermSeconds, ...]:
         """Which terms those seconds are made of. lanes: what `self.lanes(done)` gives."""
         return spent(self.clocked(self.order(done, inf)), lanes, self.mesh, self.rule_of, plan)
 
-    def end_s(self, done: Fitted) -> float:
+    def end_s(self, done: FinishedProgram) -> float:
         """Seconds of a finished step by the clock."""
         return self.lanes(done.program).end_s
 
@@ -421,10 +421,10 @@ def _found_by(
     finish: Finishing,
     budget_bytes: int | None,
     local: Program,
-    like: Fitted | None = None,
+    like: FinishedProgram | None = None,
     /,
     moves: bool = True,
-) -> Fitted:
+) -> FinishedProgram:
     """What a search finds, for one that stands around it."""
     fitted, leanest = search(local, node_s, finish, budget_bytes)
     return fitted or leanest
@@ -441,7 +441,7 @@ def _one_by_one(rewrites: Sequence[Rewrite], program: Program, mesh: Mesh) -> Pr
     return program
 
 
-def _rank(budget_bytes: int, done: Fitted, slower_s: float = 0.0) -> tuple[bool, float]:
+def _rank(budget_bytes: int, done: FinishedProgram, slower_s: float = 0.0) -> tuple[bool, float]:
     if done.fits(budget_bytes):
         return False, done.more_s + slower_s
     return True, done.peak_bytes

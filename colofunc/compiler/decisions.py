@@ -40,7 +40,7 @@ count less."""
 
 
 @attrs.frozen(eq=False)
-class Decided:
+class Decisions:
     """Parallel to the program: a choice per node, layouts of inputs (by id) and outputs (by position)."""
 
     choices: tuple[Choice, ...]
@@ -338,7 +338,7 @@ def decide(
     axes: tuple[str, ...],
     budget_bytes: int | None,
     found: Assignment | None = None,
-) -> Decided:
+) -> Decisions:
     """Plan the program. found: an assignment to take instead of looking for one."""
     assignment = found
     if assignment is None:
@@ -347,4 +347,4 @@ def decide(
     for node, strategy in zip(program.nodes, assignment.strategies, strict=True):
         choices.append(Choice(strategy, candidates.rule_of(node)))
     plan = make_plan(program, mesh, assignment, candidates.rule_of, named, constraints, budget_bytes)
-    return Decided(tuple(choices), assignment.inputs, assignment.outputs, plan, assignment.regather)
+    return Decisions(tuple(choices), assignment.inputs, assignment.outputs, plan, assignment.regather)

@@ -2,7 +2,7 @@
 
 Problem: arguments may be DTensors that lie somewhere, tensors that the step captured may have been placed by another
 step, and the user may have said where something belongs. Idea: what lies somewhere is told by position, as layouts that
-stay (constraints) and tiers in which inputs begin (`Lies`).
+stay (constraints) and tiers in which inputs begin (`InputTiers`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from colofunc.compiler.lowered import Lowered
-from colofunc.compiler.transform import Lies, Move
+from colofunc.compiler.transform import InputTiers, Move
 from colofunc.compiler.user_constraints import pin
 from colofunc.dtensor.placed import SHELF
 from colofunc.dtensor.tensor import DTensor
@@ -136,7 +136,7 @@ def tiers_of_inputs(
     hidden: PlacedHidden,
     wished: Mapping[int, str],
     moves: Sequence[Move],
-) -> Lies:
+) -> InputTiers:
     """The tiers in which inputs lie before a step.
 
     wished: position of an input -> the tier that the user wants it in.
@@ -151,17 +151,24 @@ def tiers_of_inputs(
         # Whoever holds a tensor in memory holds it as it is, not as it is read.
         is_read_as_held = tensor.dtype == program.values[program.inputs[position]].dtype
         captured[position] = not moves or (is_read_as_held and not isinstance(tensor, LazyTensor))
-    return Lies(tiers, captured)
+    return InputTiers(tiers, captured)
 
 
-def moves_of_tiers(lies: Lies) -> tuple[Move, ...]:
+def moves_of_tiers(lies: InputTiers) -> tuple[Move, ...]:
     """Where no transform writes copies but something does not lie on the device: plain ones, of what is needed."""
     everything_on_device = set(lies.tiers.values()) <= {"device"}
     return () if everything_on_device else (_copy_what_is_needed,)
 
 
 def _copy_what_is_needed(
-    program: Program, mesh: Mesh, node_s: NodeS, budget_bytes: int | None, lies: Lies, /, *, like: Hint | None = None
+    program: Program,
+    mesh: Mesh,
+    node_s: NodeS,
+    budget_bytes: int | None,
+    lies: InputTiers,
+    /,
+    *,
+    like: Hint | None = None,
 ) -> Offloaded:
     return offload(
         program, mesh, node_s, budget_bytes, policy=GIVEN, given=lies.tiers, like=like, captured=lies.captured

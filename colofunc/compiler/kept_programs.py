@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Mapping
 
 import attrs
 
-from colofunc.compiler.decisions import Decided
+from colofunc.compiler.decisions import Decisions
 from colofunc.compiler.passes import Stages
 from colofunc.compiler.transform import Rewrite
 from colofunc.errors import PlanError
@@ -51,7 +51,7 @@ class WrittenSharding:
 
 
 @attrs.define(eq=False)
-class Packed:
+class PackedProgram:
     """A program with its collectives in buckets, values in place, and all that follows but copies."""
 
     most: BucketLimit
@@ -70,10 +70,10 @@ class KeptPrograms:
     """By sharding what was written of it, by the `id` of a program what was packed of it."""
 
     _written: dict[Hashable, WrittenSharding] = attrs.field(factory=dict, init=False)
-    _packed: dict[int, tuple[Program, list[Packed]]] = attrs.field(factory=dict, init=False)
+    _packed: dict[int, tuple[Program, list[PackedProgram]]] = attrs.field(factory=dict, init=False)
     _nodes: int = attrs.field(default=0, init=False)
 
-    def written(self, decided: Decided, lower: Callable[[], tuple[Program, Stages]]) -> WrittenSharding:
+    def written(self, decided: Decisions, lower: Callable[[], tuple[Program, Stages]]) -> WrittenSharding:
         if self._nodes > KEPT_NODES:
             self.clear()
         strategies = tuple(choice.strategy for choice in decided.choices)
@@ -84,13 +84,13 @@ class KeptPrograms:
 
     def packed(
         self, local: Program, bucket_bytes: float, pack: Callable[[BucketLimit], tuple[Program, Stages]]
-    ) -> Packed:
+    ) -> PackedProgram:
         _, known = self._packed.setdefault(id(local), (local, []))
         for packed in known:
             if packed.most.decides_alike(bucket_bytes):
                 return packed
         most = BucketLimit(bucket_bytes)
-        known.append(Packed(most, *pack(most)))
+        known.append(PackedProgram(most, *pack(most)))
         self._nodes += sum(len(part.nodes) for part in known[-1].program.with_bodies())
         return known[-1]
 

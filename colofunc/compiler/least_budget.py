@@ -26,8 +26,8 @@ from math import ceil
 import attrs
 
 from colofunc import progress
-from colofunc.compiler.decisions import Decided
-from colofunc.planner.candidate import Fitted
+from colofunc.compiler.decisions import Decisions
+from colofunc.planner.candidate import FinishedProgram
 
 MAX_DESCENTS, MAX_DESCENTS_LARGE = 12, 2
 """At most this many searches below the least peak so far; the second for large programs, whose searches take long."""
@@ -43,8 +43,8 @@ GIB_FROM_BYTES = 1 << 27
 class Trial:
     """A plan that was completed and counted, and the budget that it was made for."""
 
-    decided: Decided
-    done: Fitted
+    decided: Decisions
+    done: FinishedProgram
     budget_bytes: int
 
     @property

@@ -27,7 +27,7 @@ import torch
 
 from colofunc import env, untrusted
 from colofunc.cache import Cache
-from colofunc.compiler.decisions import Candidates, Decided
+from colofunc.compiler.decisions import Candidates, Decisions
 from colofunc.compiler.lowered import Lowered
 from colofunc.errors import ColofuncError, PlanError
 from colofunc.executors.rank_program import program_hash
@@ -119,7 +119,7 @@ def _batch_elements(program: Program) -> int:
 KEEP_ABOVE_S = 0.5
 """Plans that were found faster are not worth a file."""
 
-Made = tuple[Decided, Program]
+Made = tuple[Decisions, Program]
 
 
 def remembered(
@@ -252,7 +252,7 @@ def _of_file(name: str) -> str:
 # ---- from a plan back to decisions ----
 
 
-def decided_by(plan: Plan, program: Program, mesh: Mesh, candidates: Candidates, constraints: Constraints) -> Decided:
+def decided_by(plan: Plan, program: Program, mesh: Mesh, candidates: Candidates, constraints: Constraints) -> Decisions:
     """The decisions that a plan of this very program describes. Raises PlanError where a strategy is not to be had."""
     candidates.follow_wishes(constraints)
     of_key: dict[str, Decision] = {}
@@ -277,7 +277,7 @@ def decided_by(plan: Plan, program: Program, mesh: Mesh, candidates: Candidates,
         outputs.append(bind(spec, mesh, program.values[output_id].shape))
     names = set(plan.regather)
     regather = copies_of(program, [input_id for input_id in program.inputs if program.values[input_id].name in names])
-    return Decided(tuple(choices), layouts, tuple(outputs), plan, regather)
+    return Decisions(tuple(choices), layouts, tuple(outputs), plan, regather)
 
 
 def _axes(decision: Decision, mesh: Mesh) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ import attrs
 from colofunc import env
 from colofunc.compiler.budget import FailedSearch, plan_for_budget, plan_from_known, plan_of
 from colofunc.compiler.completion import Completion, ways_of
-from colofunc.compiler.decisions import Candidates, Decided
+from colofunc.compiler.decisions import Candidates, Decisions
 from colofunc.compiler.input_places import (
     PlacedHidden,
     PlacedInputs,
@@ -46,7 +46,7 @@ from colofunc.errors import PlanError
 from colofunc.executors.backend import held, ordered
 from colofunc.executors.fused import as_executed
 from colofunc.mesh import Mesh
-from colofunc.planner.candidate import Fitted
+from colofunc.planner.candidate import FinishedProgram
 from colofunc.planner.plan import Plan
 from colofunc.planner.sharding.assign import Memo
 from colofunc.planner.sharding.constraints import Constraints, retried
@@ -57,7 +57,7 @@ from colofunc.program.passes.kernels import with_kernels
 from colofunc.program.placing import placing_of
 from colofunc.program.timed import Timed
 
-Outcome = tuple[Decided, Program]
+Outcome = tuple[Decisions, Program]
 """What was decided, and the program that a rank runs."""
 
 
@@ -106,7 +106,7 @@ class Planning:
         """The sharding of `plan`, completed anew."""
         return plan_of(self.completion, self._decided_by(plan), self.budget_bytes)
 
-    def stages(self, plan: Plan, decided: Decided | None) -> Stages:
+    def stages(self, plan: Plan, decided: Decisions | None) -> Stages:
         """What the program of `plan` goes through from lowering on, run again. decided: None on ranks that have only
         been told the plan.
         """
@@ -153,13 +153,13 @@ class Planning:
         decided = self._decided_by(plan)
         return decided, self.completion.ended(self._finished(self.completion, decided, plan))
 
-    def _finished(self, completion: Completion, decided: Decided, plan: Plan) -> Fitted:
+    def _finished(self, completion: Completion, decided: Decisions, plan: Plan) -> FinishedProgram:
         done = completion.finish(decided, self.budget_bytes)
         if self.budget_bytes is not None and not done.fits(self.budget_bytes):  # it was found for less
             done = completion.finish(decided, plan.budget_bytes)
         return done
 
-    def _decided_by(self, plan: Plan) -> Decided:
+    def _decided_by(self, plan: Plan) -> Decisions:
         return decided_by(plan, self.program, self.mesh, self.candidates, self.constraints)
 
 

@@ -18,7 +18,7 @@ import attrs
 import torch
 
 from colofunc import env, progress
-from colofunc.compiler.decisions import Decided
+from colofunc.compiler.decisions import Decisions
 from colofunc.compiler.input_places import PlacedInputs, TracedStep
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.machine import as_measured
@@ -277,7 +277,7 @@ def _global(
     return program, hidden, stages
 
 
-def _stages(build: Build, seen: TracedStep, planning: Planning, plan: Plan, decided: Decided | None) -> Stages:
+def _stages(build: Build, seen: TracedStep, planning: Planning, plan: Plan, decided: Decisions | None) -> Stages:
     """All that the step went through, run again but for the trace."""
     traced = PassOutput("trace", seen.traced.program, seen.traced_s)
     return (traced, *_global(build, seen.traced, seen.left_out, keep=True)[2], *planning.stages(plan, decided))

@@ -1,6 +1,6 @@
 """A step that is prepared for one signature: what it keeps between its calls, and one call of it.
 
-    ready = Ready(lowered, executor, watch, step_fn, disk, leaves, used)
+    ready = PreparedStep(lowered, executor, watch, step_fn, disk, leaves, used)
     out = ready.call(given, "step at train.py:12")       # place what is not placed, run, wrap what comes out
 
 Inputs that this step or another has placed as this one wants them (`DTensor.home`) are taken as they are; for all
@@ -48,7 +48,7 @@ Leaf = torch.Tensor
 Shards = list[torch.Tensor]
 
 
-class Ready:
+class PreparedStep:
     """A lowered step and, from the first call on, the backend that runs it."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Ready:
         self._dtypes = [leaf.dtype for leaf in leaves]
         self.measure = 0  # of the steps to come so many are to be measured
         self.warmup: Warmup | None = None  # what measures them
-        self.after: Ready | None = None  # planned by what was measured; state of this one moves there
+        self.after: PreparedStep | None = None  # planned by what was measured; state of this one moves there
         self._compared: set[str] = set()
         self._hidden: tuple[list[int], list[Shards]] | None = None
         values, captured = low.traced.program.values, low.traced.captured

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from colofunc.compiler.decisions import Decided
+from colofunc.compiler.decisions import Decisions
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CollectiveError, ColofuncError, InputError
 from colofunc.executors.backend import backend_for, on_real_ranks
@@ -115,7 +115,7 @@ class Lowering:
 
 
 def share(
-    watch: Watch | None, planned: tuple[Decided, Program] | None, program: Program, rule_of: RuleOf
+    watch: Watch | None, planned: tuple[Decisions, Program] | None, program: Program, rule_of: RuleOf
 ) -> tuple[tuple[Choice, ...], Any, Program]:
     """(choices, plan, local program) of rank 0 on every rank. Tensors that the program carries are each rank's own.
 
@@ -140,7 +140,7 @@ def share(
     return tuple(choices), lowering.plan, attrs.evolve(lowering.local, constants=constants)
 
 
-def _lowering(decided: Decided, local: Program) -> Lowering:
+def _lowering(decided: Decisions, local: Program) -> Lowering:
     """What rank 0 tells: functions and tensors stay behind."""
     strategies = [choice.strategy for choice in decided.choices]
     return Lowering(

@@ -16,7 +16,7 @@ import attrs
 from colofunc.compiler.packed_caches import with_caches
 from colofunc.compiler.quantized_weights import AUTO
 from colofunc.compiler.saved_activations import with_saved
-from colofunc.compiler.transform import Open, Transform
+from colofunc.compiler.transform import OpenChoices, Transform
 from colofunc.compiler.weight_quantization import QUANTIZE, found_in, transform_of
 from colofunc.errors import InputError, PlanError
 from colofunc.mesh.sizes import Room, parse_room
@@ -66,7 +66,7 @@ class SchemeDecision:
         asked = {"rise": self.rise, "limit_s": self.limit_s, "activations": self.activations, "caches": self.caches}
         return Transform(QUANTIZE, {"scheme": AUTO, "where": self.globs, **asked}, budget=self.room, open=self.open)
 
-    def open(self, args: tuple[Any, ...]) -> Open:
+    def open(self, args: tuple[Any, ...]) -> OpenChoices:
         """A state that is quantized already is taken as it is."""
         weights = self.weights
         kept = {name: leaf.scheme for name, leaf in found_in(args[0] if args else ()) if isinstance(leaf, Quantized)}
@@ -74,7 +74,7 @@ class SchemeDecision:
             weights = tuple(_as_kept(weight, kept) for weight in weights)
         tried: list[Tried] = []
         sketches: list[Quantized] = []
-        return Open(
+        return OpenChoices(
             partial(self.closed, weights, tried, None),
             partial(self.search, weights, tried),
             partial(self.closed, weights, tried, sketches),

@@ -24,7 +24,7 @@ import attrs
 from colofunc import progress
 from colofunc.compiler.rank_agreement import alike, told
 from colofunc.compiler.staged import Staged, in_place_of
-from colofunc.compiler.transform import Open, Transform
+from colofunc.compiler.transform import OpenChoices, Transform
 from colofunc.errors import CapacityError, PlanError
 from colofunc.executors.watch import Watch
 
@@ -62,7 +62,7 @@ class _Chain:
 
     staged: Staged
     transform: Transform
-    open: Open
+    open: OpenChoices
     lower: Lower
     watch: Watch | None
     shared: Exception | None = None

@@ -17,13 +17,13 @@ from functools import cache, partial
 import attrs
 
 from colofunc.compiler.completion import Completion
-from colofunc.compiler.decisions import Candidates, Decided, assigned, decide
+from colofunc.compiler.decisions import Candidates, Decisions, assigned, decide
 from colofunc.planner.joint import Proposal
 from colofunc.planner.sharding.assign import Assignment
 from colofunc.planner.sharding.constraints import Constraints
 from colofunc.program.ir import Program
 
-Sharding = Callable[[], Decided]
+Sharding = Callable[[], Decisions]
 """A sharding whose plan is written at the first call: of hundreds that are proposed few are finished."""
 
 
@@ -47,7 +47,7 @@ class Sharder:
             completion.program, completion.mesh, self.candidates, self.constraints, self.axes, budget_bytes, price_s
         )
 
-    def decide(self, budget_bytes: int | None, assignment: Assignment | None = None) -> Decided:
+    def decide(self, budget_bytes: int | None, assignment: Assignment | None = None) -> Decisions:
         """The decisions of an assignment, or of the one that is found for the budget."""
         completion = self.completion
         return decide(

@@ -24,7 +24,7 @@ from colofunc.compiler.disk_state import Shelves
 from colofunc.compiler.guard import CallLeaves, Guard
 from colofunc.compiler.lowered import Lowered
 from colofunc.compiler.prepare import prepare
-from colofunc.compiler.prepared_step import Ready, lies_as_planned
+from colofunc.compiler.prepared_step import PreparedStep, lies_as_planned
 from colofunc.compiler.profile import profile
 from colofunc.compiler.rank_agreement import watch_of
 from colofunc.compiler.retraces import Retraces, Signature
@@ -60,8 +60,8 @@ class StepCompiler:
     """Compiles a staged function once per signature and runs it."""
 
     def __init__(self) -> None:
-        self._ready: dict[Any, list[Ready]] = {}
-        self._recent: list[Ready] = []  # those whose guards are asked first
+        self._ready: dict[Any, list[PreparedStep]] = {}
+        self._recent: list[PreparedStep] = []  # those whose guards are asked first
         self._last: tuple[Sequence[Leaf], Tree, Surroundings] = (), Tree("sequence"), Surroundings(ambient())
         self._retraces = Retraces()
         self._calls = 0
@@ -100,7 +100,7 @@ class StepCompiler:
         self._recent = [ready, *(other for other in self._recent if other is not ready)][:RECENT]
         return out
 
-    def _run(self, staged: Staged, ready: Ready, given: CallLeaves, name: str) -> Any:
+    def _run(self, staged: Staged, ready: PreparedStep, given: CallLeaves, name: str) -> Any:
         self._calls += 1
         with nullcontext() if ready.watch is None else ready.watch.step(name):
             every = staged.sharding.agree_every
@@ -116,7 +116,9 @@ class StepCompiler:
                 ready.explain_full(error)
                 raise
 
-    def _plan_again(self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], old: Ready, name: str) -> None:
+    def _plan_again(
+        self, staged: Staged, args: tuple[Any, ...], leaves: Sequence[Leaf], old: PreparedStep, name: str
+    ) -> None:
         """By what the first steps have measured.
 
         A plan that cannot be made, or is no faster, leaves the old one standing.
@@ -143,7 +145,7 @@ class StepCompiler:
             env.say(f"{name} {what}: measured, a step takes {time_text(before_s)}, planned anew {time_text(after_s)}")
         if faster:
             low = attrs.evolve(low, plan=attrs.evolve(low.plan, cost_s=after_s))
-            old.after = Ready(low, staged.executor, old.watch, staged.fn, old.disk, leaves, old.used)
+            old.after = PreparedStep(low, staged.executor, old.watch, staged.fn, old.disk, leaves, old.used)
             known = next(some for some in self._ready.values() if old in some)
             known.insert(0, old.after)
 
@@ -207,7 +209,7 @@ class StepCompiler:
         tree: Tree,
         runs: bool = False,
         says_least: bool = True,
-    ) -> Ready:
+    ) -> PreparedStep:
         """The step for these arguments, prepared now if it was not.
 
         `runs`: not only to look at, so the mesh has to be there.
@@ -241,7 +243,7 @@ class StepCompiler:
                 low = prepare(staged, args, leaves, watch, before=before, says_least=says_least)
             # A step may switch modes itself: what counts is how a call finds them, where that is known.
             used = _used_by([low]).earlier(earlier).without(around.modes, around.frozen)
-            ready = Ready(low, staged.executor, watch, staged.fn, disk, leaves, used)
+            ready = PreparedStep(low, staged.executor, watch, staged.fn, disk, leaves, used)
             ready.measure = max((one.measure for one in staged.transforms), default=0)
             known.append(ready)
         self._last = leaves, tree, around

@@ -23,7 +23,7 @@ import attrs
 
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import Plan
-from colofunc.planner.plan_terms import COMPUTE, LAUNCHES, MEMORY, ON_HOST, Spent
+from colofunc.planner.plan_terms import COMPUTE, LAUNCHES, MEMORY, ON_HOST, TermSeconds
 from colofunc.program.cost import RuleOf, collective_of, is_bound_by_memory
 from colofunc.program.ir import Node, Program
 from colofunc.program.lanes import Busy, Lanes
@@ -36,7 +36,7 @@ it."""
 Key = tuple[str, str, str, str, tuple[str, ...]]
 
 
-def spent(program: Program, played: Lanes, mesh: Mesh, rule_of: RuleOf, plan: Plan) -> tuple[Spent, ...]:
+def spent(program: Program, played: Lanes, mesh: Mesh, rule_of: RuleOf, plan: Plan) -> tuple[TermSeconds, ...]:
     """What a step takes, a row for each operator of a module and each sort of seconds.
 
     program: what was played, in the order in which it was; plan: by which layers are alike. A collective is of the
@@ -68,7 +68,7 @@ def spent(program: Program, played: Lanes, mesh: Mesh, rule_of: RuleOf, plan: Pl
         launching_s = min(seconds, launch_s)
         add(busy, MEMORY if bound[id(node)] else COMPUTE, seconds - launching_s, 0.0)
         add(busy, LAUNCHES, launching_s, 0.0)
-    rows = (Spent(*key[:4], row[0], row[1], int(row[2]), key[4]) for key, row in found.items() if row[0])
+    rows = (TermSeconds(*key[:4], row[0], row[1], int(row[2]), key[4]) for key, row in found.items() if row[0])
     return tuple(sorted(rows, key=lambda row: -(row.seconds - row.hidden_s)))
 
 

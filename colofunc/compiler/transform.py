@@ -26,7 +26,7 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import Room
-from colofunc.planner.candidate import Finishing, Fitted
+from colofunc.planner.candidate import FinishedProgram, Finishing
 from colofunc.planner.offload.choice import Hint
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.recompute.stages import NodeS
@@ -63,7 +63,7 @@ class Variant:
 
 
 @attrs.frozen(eq=False)
-class Open:
+class OpenChoices:
     """Choices of a transform on which the state and the trace depend, such as the scheme of each weight.
 
     `closed`: a choice, which can be a key and be sent to other ranks -> the transform with it.
@@ -90,11 +90,11 @@ class Search(Protocol):
 
     def __call__(
         self, program: Program, node_s: NodeS, finish: Finishing, budget_bytes: int | None, /
-    ) -> tuple[Fitted | None, Fitted]: ...
+    ) -> tuple[FinishedProgram | None, FinishedProgram]: ...
 
 
 @attrs.frozen
-class Lies:
+class InputTiers:
     """Where inputs lie before a step.
 
     `tiers`: position -> tier, of those that lie somewhere already or are wished to.
@@ -114,7 +114,7 @@ class Move(Protocol):
         mesh: Mesh,
         node_s: NodeS,
         budget_bytes: int | None,
-        lies: Lies,
+        lies: InputTiers,
         /,
         *,
         like: Hint | None = None,
@@ -265,7 +265,7 @@ class Transform:
     measure: int = attrs.field(default=0, kw_only=True)
     wider: str = attrs.field(default="", kw_only=True)
     variants: Variants | None = attrs.field(default=None, kw_only=True)
-    open: Callable[[tuple[Any, ...]], Open] | None = attrs.field(default=None, kw_only=True)
+    open: Callable[[tuple[Any, ...]], OpenChoices] | None = attrs.field(default=None, kw_only=True)
     decided: Any = attrs.field(default=None, kw_only=True)
     taken: tuple[tuple[str, str], ...] = attrs.field(default=(), kw_only=True)
     notes: tuple[str, ...] = attrs.field(default=(), kw_only=True)

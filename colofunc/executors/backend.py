@@ -19,7 +19,7 @@ from colofunc.errors import InputError, MeshError, near
 from colofunc.executors.compiled import compile_segments
 from colofunc.executors.distributed import Distributed, init_from_env, overlapped, watch_of_group
 from colofunc.executors.fused import NAME as COMPILED
-from colofunc.executors.post_validated import Unsettled
+from colofunc.executors.post_validated import UnsettledStep
 from colofunc.executors.presence import Limits
 from colofunc.executors.program_cache import ProgramCache
 from colofunc.executors.simulated import SimulatedProgram
@@ -44,7 +44,7 @@ class Backend(Protocol):
 
     name: str
     watch: Watch | None  # the tie to other processes; None where all ranks are in this one
-    unsettled: Unsettled | None  # the step whose update is to be validated yet
+    unsettled: UnsettledStep | None  # the step whose update is to be validated yet
 
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
         """The ranks of `mesh` whose tensors live in this process."""
@@ -80,7 +80,7 @@ class SimulatedBackend:
 
     def __init__(self) -> None:
         self.watch: Watch | None = None
-        self.unsettled: Unsettled | None = None
+        self.unsettled: UnsettledStep | None = None
         self._kept = ProgramCache(self.compile)
 
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
@@ -114,7 +114,7 @@ class Compiled:
     def __init__(self, inner: SimulatedBackend | Distributed, compiler: str = "inductor") -> None:
         self._inner = inner
         self.watch = inner.watch
-        self.unsettled: Unsettled | None = None
+        self.unsettled: UnsettledStep | None = None
         self._compiler = compiler
         self._kept = ProgramCache(self.compile)
 

@@ -30,10 +30,10 @@ from colofunc.executors.groups import ProcessGroups
 from colofunc.executors.launch import before_end
 from colofunc.executors.messages import Mail
 from colofunc.executors.pools import in_tier
-from colofunc.executors.post_validated import Unsettled
+from colofunc.executors.post_validated import UnsettledStep
 from colofunc.executors.presence import Limits
 from colofunc.executors.program_cache import ProgramCache
-from colofunc.executors.rank_program import Later, RankProgram
+from colofunc.executors.rank_program import DeferredExchange, RankProgram
 from colofunc.executors.rendezvous import Meeting
 from colofunc.executors.simulated import Shards
 from colofunc.executors.source import Tap
@@ -61,7 +61,7 @@ class Distributed:
         self._carriers = carriers()
         self.watch = watch_of_group()
         adopt_gpu(self.watch)
-        self.unsettled: Unsettled | None = None
+        self.unsettled: UnsettledStep | None = None
         self._groups: dict[Mesh, ProcessGroups] = {}
         self._mail = Mail()
         self._delivers = False  # whether `_deliver` is registered, to be called before this process ends
@@ -89,7 +89,7 @@ class Distributed:
         part = on_rank(program, mesh, self.rank)
         return RankProgram(part.program, groups, self.watch, bound, whole=whole, union=program, on_rank=part)
 
-    def later(self, program: Program, mesh: Mesh) -> Later:
+    def later(self, program: Program, mesh: Mesh) -> DeferredExchange:
         if self._by_nccl(mesh):
             raise PlanError(
                 'cf.pipeline(validate="next step") posts what it will receive before it sends, which waits for ever '
@@ -101,7 +101,7 @@ class Distributed:
             self._delivers = True
             before_end(self._deliver)
             atexit.register(self._deliver)
-        return Later(program, on_rank(program, mesh, self.rank), groups, self.watch)
+        return DeferredExchange(program, on_rank(program, mesh, self.rank), groups, self.watch)
 
     def interrupted(self) -> None:
         self._mail.under_way = True

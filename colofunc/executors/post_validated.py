@@ -86,7 +86,7 @@ class PostValidated:
         guess = _cloned({id: self._last[id] for id in self.parts.judged})
         made = self.updated(values | guess)
         again = {id: values[id] for id in self.parts.update.inputs if id in values}
-        self.backend.unsettled = Unsettled(self, finish, again, kept, made, late)
+        self.backend.unsettled = UnsettledStep(self, finish, again, kept, made, late)
         return self._outputs(values | late | made)
 
     def updated(self, values: Mapping[int, Shards]) -> dict[int, Shards]:
@@ -121,7 +121,7 @@ class PostValidated:
         return [list(values[id]) if id in given and id not in changed else values[id] for id in self.program.outputs]
 
 
-class Unsettled:
+class UnsettledStep:
     """A step whose update was speculated, until what the other stages said is looked at. late: outputs that are filled
     then.
 

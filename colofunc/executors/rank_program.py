@@ -159,7 +159,7 @@ def in_flight(
     return outs
 
 
-class Later:
+class DeferredExchange:
     """An exchange of messages in two steps.
 
     What this rank knows is sent when it is called; the rest is done when the function that it returns is called.

@@ -12,13 +12,13 @@ What people type who train a model is in `cf` itself.
 """
 
 from colofunc.compiler.step_compiler import stage
-from colofunc.compiler.transform import Build, Lies, Open, Sharding, Transform, Variant
+from colofunc.compiler.transform import Build, InputTiers, OpenChoices, Sharding, Transform, Variant
 from colofunc.functional.checkpoint import libraries, packed_tensors
 from colofunc.ops import collectives
 from colofunc.ops.kernels import Kernel
 from colofunc.ops.quantized import Quantized
 from colofunc.ops.quantizers import Quantizer
-from colofunc.planner.candidate import Fitted
+from colofunc.planner.candidate import FinishedProgram
 from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.offload.policies import MemoryPolicy, Room, State
 from colofunc.planner.sharding.constraints import Constraint, Constraints
@@ -56,16 +56,16 @@ __all__ = [
     "Constraints",
     "Cost",
     "Editor",
-    "Fitted",
+    "FinishedProgram",
+    "InputTiers",
     "Kernel",
     "Layout",
-    "Lies",
     "Loop",
     "MemoryPolicy",
     "NamedPlan",
     "Node",
     "Offloaded",
-    "Open",
+    "OpenChoices",
     "Program",
     "Quantized",
     "Quantizer",

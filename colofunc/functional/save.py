@@ -34,7 +34,7 @@ from colofunc.dtensor.tensor import DTensor, validate
 from colofunc.errors import CheckpointError, InputError, near
 from colofunc.executors.disk.kept_versions import SAY_AFTER_S, Reader
 from colofunc.executors.launch import before_end
-from colofunc.functional.checkpoint.background import Beside
+from colofunc.functional.checkpoint.background import BackgroundSave
 from colofunc.functional.checkpoint.dcp import METADATA
 from colofunc.functional.checkpoint.files import PieceToWrite, StoredPiece, write_file
 from colofunc.functional.checkpoint.folder import Writing, keep_newest
@@ -193,7 +193,7 @@ class _Job:
     deadline_s: float
     overwrite: bool = False
     writing: Writing | None = None
-    beside: Beside = attrs.field(factory=Beside)
+    beside: BackgroundSave = attrs.field(factory=BackgroundSave)
     arrived: Callable[[], None] = lambda: None  # waits for the copies that the leaves are of
 
     @staticmethod
@@ -229,7 +229,7 @@ class _Job:
     def copied(self, format: str, slab: Slab) -> _Job:
         """With copies of everything, so that the next step may write in place.
 
-        With state on disk: `Beside`; as "dcp" it is not copied.
+        With state on disk: `BackgroundSave`; as "dcp" it is not copied.
         """
         if self.large and format == "dcp":
             return self

@@ -40,7 +40,7 @@ _STARTS = frozenset(
 
 
 @attrs.frozen(eq=False)
-class Made:
+class MakingCall:
     """The call that made a tensor. `part`: which of several results it is; `epoch`: writes in place before it.
 
     `versions`: how often its result and its operands had been written to then, by torch's own count. It also sees what
@@ -91,7 +91,7 @@ class Catcher:
                     self._put(part, name, args, kwargs, place)
 
     def _put(self, out: Tensor, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], part: int = 0) -> None:
-        out.__dict__[_KEY] = Made(name, args, kwargs, part, self.epoch, _versions(out, args, kwargs))
+        out.__dict__[_KEY] = MakingCall(name, args, kwargs, part, self.epoch, _versions(out, args, kwargs))
 
     def _write(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not args or not isinstance(args[0], Tensor):
@@ -113,7 +113,7 @@ class Catcher:
         elif not name.startswith("__") or name.startswith("__i") or name == "__setitem__":
             self.epoch += name not in ("requires_grad_", "retain_grad")
 
-    def _before_write(self, target: Tensor) -> Made | None:
+    def _before_write(self, target: Tensor) -> MakingCall | None:
         """The call that made a tensor which has just been written to, as it is to be read now.
 
         None if it had been written to before, too.
@@ -122,7 +122,7 @@ class Catcher:
         """
         for x in {id(t): t for t in (_memory(target), target)}.values():
             made = x.__dict__.get(_KEY)
-            if not isinstance(made, Made) or made.epoch != self.epoch:
+            if not isinstance(made, MakingCall) or made.epoch != self.epoch:
                 if x is target:
                     return None
                 continue
@@ -133,7 +133,7 @@ class Catcher:
                 if count != old and not (is_target and count == old + 1):
                     return None
             x.__dict__[_KEY] = attrs.evolve(made, versions=now)
-        found: Made = target.__dict__[_KEY]
+        found: MakingCall = target.__dict__[_KEY]
         return found
 
     def _inverts(self, target: Tensor, perm: Any, value: Any) -> bool:
@@ -160,16 +160,16 @@ class Catcher:
         except _No:
             return out
 
-    def _maybe(self, x: Any) -> Made | None:
+    def _maybe(self, x: Any) -> MakingCall | None:
         made = x
-        if isinstance(x, Tensor) and not isinstance(x, Made):
+        if isinstance(x, Tensor) and not isinstance(x, MakingCall):
             made = x.__dict__.get(_KEY)
-        if not isinstance(made, Made) or made.epoch != self.epoch:
+        if not isinstance(made, MakingCall) or made.epoch != self.epoch:
             return None
         now = _versions(x, made.args, made.kwargs)
         return made if now[1:] == made.versions[1:] and (x is made or now == made.versions) else None
 
-    def _made(self, x: Any, *names: str) -> Made:
+    def _made(self, x: Any, *names: str) -> MakingCall:
         made = self._maybe(x)
         if made is None or made.name not in names:
             raise _No
@@ -290,7 +290,7 @@ class Catcher:
         made = self._maybe(x)
         return made.args[0] if made is not None and made.name in _CASTS else x
 
-    def biased(self, y: Any, ids: Callable[[Any], Any]) -> tuple[Made, Tensor | None, Any]:
+    def biased(self, y: Any, ids: Callable[[Any], Any]) -> tuple[MakingCall, Tensor | None, Any]:
         """(the product, its bias or None, the experts by which the bias is chosen)."""
         made = self._maybe(y)
         if made is None or made.name != "add_":
@@ -401,7 +401,7 @@ def _operands(out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
     return operands
 
 
-def _descends(made: Made) -> bool:
+def _descends(made: MakingCall) -> bool:
     """Whether a `sort` or `argsort` puts the largest first."""
     return bool(made.arg(2, "descending", False))
 
@@ -412,7 +412,7 @@ def _memory(x: Any) -> Any:
     return x if base is None else base
 
 
-def _act_name(made: Made) -> str:
+def _act_name(made: MakingCall) -> str:
     if made.name == "gelu" and made.kwargs.get("approximate", "none") == "tanh":
         return "gelu_tanh"
     return _ACTS[made.name]

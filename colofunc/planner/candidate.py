@@ -18,7 +18,7 @@ from colofunc.spec.layout import At
 
 
 @attrs.frozen(eq=False)
-class Fitted:
+class FinishedProgram:
     """A finished program, its peak in bytes, the seconds that keeping to a budget costs it (values made again, copies
     that nothing hides), and in words what was done for it. `hint`: what was chosen for its copies; None where there is
     no choice. `peaks`: of a pipeline, by where ranks are on its axis. `byte_s`: seconds that one more byte would save,
@@ -44,17 +44,19 @@ class Finish(Protocol):
     """Completes a program and counts its peak. like: another order of the same work that is finished; then an estimate
     is enough. moves: whether copies may be placed."""
 
-    def __call__(self, program: Program, like: Fitted | None = None, /, moves: bool = True) -> Fitted: ...
+    def __call__(
+        self, program: Program, like: FinishedProgram | None = None, /, moves: bool = True
+    ) -> FinishedProgram: ...
 
 
 @attrs.frozen(eq=False)
 class Finishing:
-    """`finish`, and from how many seconds more on (`Fitted.more_s`) an order is of no use: a plan is known that is as
+    """`finish`, and from how many seconds more on (`FinishedProgram.more_s`) an order is of no use: a plan is known that is as
     fast.
     """
 
     finish: Finish
     below_s: float = inf
 
-    def __call__(self, program: Program, like: Fitted | None = None, /, moves: bool = True) -> Fitted:
+    def __call__(self, program: Program, like: FinishedProgram | None = None, /, moves: bool = True) -> FinishedProgram:
         return self.finish(program, like, moves=moves)

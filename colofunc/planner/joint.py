@@ -27,7 +27,7 @@ import attrs
 
 from colofunc import progress
 from colofunc.errors import PlanError
-from colofunc.planner.candidate import Fitted
+from colofunc.planner.candidate import FinishedProgram
 
 P = TypeVar("P")
 """A plan of a sharding, as whoever proposes it writes it."""
@@ -71,7 +71,7 @@ class CountedProposal(Generic[P]):
     """A proposal whose program is completed and counted."""
 
     proposal: Proposal[P]
-    done: Fitted
+    done: FinishedProgram
 
     @property
     def total_s(self) -> float:
@@ -81,9 +81,9 @@ class CountedProposal(Generic[P]):
 
 Propose = Callable[[int | None, float], Proposal[P]]
 """(bytes to keep to, seconds that a byte at the peak costs) -> the cheapest sharding then."""
-Finish = Callable[[P, float], Fitted]
+Finish = Callable[[P, float], FinishedProgram]
 """(plan, seconds more from which on it is of no use) -> the finished program."""
-EndS = Callable[[Fitted], float]
+EndS = Callable[[FinishedProgram], float]
 """A finished program -> seconds of a step by the clock."""
 Others = Callable[[float | None], Iterable[Proposal[P]]]
 """Seconds that a byte costs (None: nothing fits so far) -> further shardings, the cheapest first."""

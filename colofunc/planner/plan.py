@@ -20,7 +20,7 @@ from colofunc import owned, untrusted
 from colofunc.errors import PlanError, near
 from colofunc.planner.plan_cuts import why_cut, why_not_cut
 from colofunc.planner.plan_table import plan_table, size_text, time_text
-from colofunc.planner.plan_terms import Spent, about, collectives_text, moved, summed, terms_text
+from colofunc.planner.plan_terms import TermSeconds, about, collectives_text, moved, summed, terms_text
 from colofunc.planner.plan_terms import matches as matches
 from colofunc.planner.plan_why import LEGEND, more_text, where_text, why_decision, why_leaf
 from colofunc.planner.stages.report import Pipelined
@@ -159,7 +159,7 @@ class Plan:
     way: str = ""  # of a transform that left something open, the way that was taken, and the others
     others: tuple[OtherWay, ...] = ()
     taken: tuple[tuple[str, str], ...] = ()  # where a transform left open what the state depends on: (weight, scheme)
-    spent: tuple[Spent, ...] = ()  # what the seconds of a step are made of, by the clock
+    spent: tuple[TermSeconds, ...] = ()  # what the seconds of a step are made of, by the clock
 
     def __str__(self) -> str:
         """One sentence."""

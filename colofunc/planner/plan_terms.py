@@ -47,7 +47,7 @@ class Term:
 
 
 @attrs.frozen
-class Spent:
+class TermSeconds:
     """A row of what a step takes. path: of the module, digits starred where layers are alike. what: the sort, as
     `Term.what`.
 
@@ -82,12 +82,12 @@ def matches(name: str, glob: str) -> bool:
     return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
 
 
-def moved(row: Spent, glob: str) -> bool:
+def moved(row: TermSeconds, glob: str) -> bool:
     """Whether a row is a collective, or a copy, of that name: "all_gather", "all_gather tp", "copies to device"."""
     return row.what not in OF_DEVICE and (matches(row.what, glob) or matches(row.what.split()[0], glob))
 
 
-def about(row: Spent, glob: str) -> bool:
+def about(row: TermSeconds, glob: str) -> bool:
     """Whether a row is of a module that matches, or one in it, of an operator, or of a parameter."""
     parts = row.path.split(".")
     names = [row.target, *(".".join(parts[:k]) for k in range(1, len(parts) + 1))]
@@ -105,7 +105,7 @@ def _is_one_of(asked: str, starred: str) -> bool:
     return any(re.fullmatch(r"\.".join(parts[k:]), asked) for k in range(len(parts)))
 
 
-def summed(rows: Iterable[Spent]) -> tuple[Term, ...]:
+def summed(rows: Iterable[TermSeconds]) -> tuple[Term, ...]:
     """One term of each sort, those first that hold the step up longest."""
     found: dict[str, Term] = {}
     for row in rows:
@@ -129,7 +129,7 @@ def terms_text(found: Sequence[Term], step_s: float) -> str:
     return "\n".join([head, *(f"  {term}" for term in found)])
 
 
-def collectives_text(rows: Sequence[Spent], most: int) -> list[str]:
+def collectives_text(rows: Sequence[TermSeconds], most: int) -> list[str]:
     """Of each collective that was asked for, its seconds in all and of the modules or parameters that take most of
     them.
     """

@@ -192,7 +192,7 @@ def _by_timetable(
 
 
 @attrs.frozen
-class Did:
+class PlayedAction:
     """One action of a timetable, in seconds from the begin of the step."""
 
     start_s: float
@@ -202,7 +202,7 @@ class Did:
 
 def rows_by_timetable(
     loop: Loop, timetable: Timetable, mesh: Mesh, seconds: Seconds, free_s: Mapping[int, float] | None = None
-) -> list[list[Did]]:
+) -> list[list[PlayedAction]]:
     """Per index of the pipeline's axis, when it does its actions: in order, each when what it reads has come.
 
     free_s: index -> when it can begin. What a part sends leaves when the part has ended, and slows down what the rank
@@ -211,12 +211,12 @@ def rows_by_timetable(
     free = dict.fromkeys(range(timetable.table.ranks), 0.0) | dict(free_s or {})
     wire_free, came = dict(free), dict[tuple[int, int], float]()
     parts = part_times(loop, timetable, mesh, seconds)
-    rows: list[list[Did]] = [[] for _ in free]
+    rows: list[list[PlayedAction]] = [[] for _ in free]
     for here, action in linear_order(timetable.table):
         part, microbatch = parts[action.stage, action.kind], action.microbatch
         start_s = max(free[here], *(came.get((id, microbatch), 0.0) for id in part.reads), 0.0)
         free[here] = start_s + part.beside_s(wire_free[here] - start_s, mesh.topology.device.contention)
-        rows[here].append(Did(start_s, free[here], action))
+        rows[here].append(PlayedAction(start_s, free[here], action))
         for id, sent_s in part.sends:
             wire_free[here] = max(wire_free[here], free[here]) + sent_s
             came[id, microbatch] = wire_free[here]
@@ -338,7 +338,7 @@ class _Player:
         """(position, when it can begin) of a loop that others take part in."""
         return self._begin(), max(self.clock, self._needs(node), self.free["host"])
 
-    def ends(self, node: Node, index: int, row: Sequence[Did], end_s: float) -> None:
+    def ends(self, node: Node, index: int, row: Sequence[PlayedAction], end_s: float) -> None:
         """What a rank has done of it."""
         self.busy += [Busy("compute", did.start_s, did.end_s, str(did.action), index, node) for did in row]
         self.clock = end_s

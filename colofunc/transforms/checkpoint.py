@@ -25,7 +25,7 @@ from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, Transform
 from colofunc.errors import PlanError, near
 from colofunc.mesh.sizes import parse_room
-from colofunc.planner.candidate import Finishing, Fitted
+from colofunc.planner.candidate import FinishedProgram, Finishing
 from colofunc.planner.recompute.fastest import by_policy, fit
 from colofunc.planner.recompute.policies import NAMED, RecomputePolicy, check_modules
 from colofunc.planner.recompute.stages import NodeS
@@ -99,7 +99,7 @@ def _search_too(policy: RecomputePolicy | None, build: Build) -> Build:
 
 def _search(
     policy: RecomputePolicy | None, program: Program, node_s: NodeS, finish: Finishing, budget_bytes: int | None
-) -> tuple[Fitted | None, Fitted]:
+) -> tuple[FinishedProgram | None, FinishedProgram]:
     if policy is None:
         return fit(program, node_s, finish, budget_bytes, finish.below_s)
     done = by_policy(program, node_s, policy, finish)

@@ -24,7 +24,7 @@ import attrs
 from colofunc.compiler.memory_limits import bytes_of
 from colofunc.compiler.staged import Staged, in_place_of
 from colofunc.compiler.step_compiler import stage
-from colofunc.compiler.transform import Build, Lies, Move, Transform
+from colofunc.compiler.transform import Build, InputTiers, Move, Transform
 from colofunc.errors import InputError, PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import Room, parse_room
@@ -165,7 +165,7 @@ def _copied(
     mesh: Mesh,
     node_s: NodeS,
     budget_bytes: int | None,
-    lies: Lies,
+    lies: InputTiers,
     /,
     *,
     like: Hint | None = None,

@@ -4,7 +4,7 @@ Problem: a save in the background copies the state, and memory has no room for w
 disk stays there for one more step, so it is held (`executors/disk/kept_versions.py`) and read while training goes on. A
 copy of the rest would need room too, where the disk is used for want of it: steps go on when it is written.
 
-    beside = Beside()
+    beside = BackgroundSave()
     items = beside.items(leaves, rank, Reader("cf.save to '/ckpt'"))    # to be written in this order, in a thread
     beside.taken.wait()                     # from now on steps may write
 """
@@ -27,7 +27,7 @@ from colofunc.spec.regions import unpadded
 
 
 @attrs.frozen(eq=False)
-class Beside:
+class BackgroundSave:
     """`holds`: what lies on disk, until it is read. `taken`: set when the next step may write in place."""
 
     holds: list[ChunkVersion] = attrs.field(factory=list)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from colofunc.planner.candidate import Fitted
+from colofunc.planner.candidate import FinishedProgram
 from colofunc.planner.recompute.chain import Back, Run, Sweep
 from colofunc.planner.recompute.stages import ForwardChain
 from colofunc.program.ir import Program
@@ -78,10 +78,10 @@ def _left(order: Iterable[Run | Back], group: Sequence[int]) -> list[Run | Back]
 def fastest_by_rank(
     combine: Callable[[Levels], Program],
     most: int,
-    tried: Callable[[Program], Fitted],
-    whole: Fitted,
+    tried: Callable[[Program], FinishedProgram],
+    whole: FinishedProgram,
     budget_bytes: int,
-) -> list[Fitted]:
+) -> list[FinishedProgram]:
     """What was counted on the way to the fastest order of each rank that fits; the leanest of all ranks is among them.
 
     combine: the program of some levels. most: the leanest level. whole: where nothing is made again, which is level 0.

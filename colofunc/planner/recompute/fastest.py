@@ -21,7 +21,7 @@ from math import inf
 import attrs
 
 from colofunc import progress
-from colofunc.planner.candidate import Finish, Fitted
+from colofunc.planner.candidate import Finish, FinishedProgram
 from colofunc.planner.recompute.by_rank import Levels, fastest_by_rank, put_together
 from colofunc.planner.recompute.chain import Back, ChainTable, Run, Sweep
 from colofunc.planner.recompute.exhaustive import late
@@ -66,14 +66,16 @@ nothing fits. Without them a U-shaped net (`tests/test_relaxed.py`, three levels
 below."""
 
 
-def by_policy(program: Program, node_s: NodeS, policy: RecomputePolicy, finish: Finish) -> Fitted:
+def by_policy(program: Program, node_s: NodeS, policy: RecomputePolicy, finish: Finish) -> FinishedProgram:
     """The program that keeps what the policy says, and what goes from stage to stage."""
     made, plain_s = _by_policy_everywhere(program, node_s, policy), _seconds(program, node_s)
     done = _with_again(made, finish, node_s, plain_s)
     return attrs.evolve(done, asked_s=_seconds(made, node_s) - plain_s)
 
 
-def _with_again(made: Program, finish: Finish, node_s: NodeS, plain_s: float, like: Fitted | None = None) -> Fitted:
+def _with_again(
+    made: Program, finish: Finish, node_s: NodeS, plain_s: float, like: FinishedProgram | None = None
+) -> FinishedProgram:
     """`made` finished; what it makes again costs, too."""
     done, again_s = finish(made, like), _seconds(made, node_s) - plain_s
     words = (f"made again: {again_s / plain_s:.1%} of the step's work",) if again_s > 0 else ()
@@ -108,7 +110,7 @@ def _has_loops(program: Program) -> bool:
 
 def fit(
     program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | None, below_s: float = inf
-) -> tuple[Fitted | None, Fitted]:
+) -> tuple[FinishedProgram | None, FinishedProgram]:
     """(the fastest that fits or None, the leanest that was tried). `finish` completes a program and counts its peak.
 
     below_s: what costs as many seconds more is of no use, so it is not counted.
@@ -117,7 +119,7 @@ def fit(
 
     counted = count(1)
 
-    def tried(one: Program, like: Fitted | None = None, /, moves: bool = True) -> Fitted:
+    def tried(one: Program, like: FinishedProgram | None = None, /, moves: bool = True) -> FinishedProgram:
         progress.at("checkpoint order", next(counted))
         return _with_again(one, partial(finish, moves=moves), node_s, plain_s, like)
 
@@ -150,7 +152,7 @@ def fit(
     return best, leanest
 
 
-def _byte_s(best: Fitted, found: Sequence[Fitted], budget: int) -> float | None:
+def _byte_s(best: FinishedProgram, found: Sequence[FinishedProgram], budget: int) -> float | None:
     """Seconds that one more byte would save, as those tell that were counted and hold more; None where none of them
     does.
 
@@ -166,11 +168,11 @@ def _byte_s(best: Fitted, found: Sequence[Fitted], budget: int) -> float | None:
 
 
 def _all(
-    orders: Sequence[Callable[[], Program]], tried: Finish, again_s: AgainS, whole: Fitted, budget: int,
+    orders: Sequence[Callable[[], Program]], tried: Finish, again_s: AgainS, whole: FinishedProgram, budget: int,
     below_s: float,
-) -> list[Fitted]:  # fmt: skip
+) -> list[FinishedProgram]:  # fmt: skip
     """Every order, but those that make again what costs more than the best that is known does in all."""
-    found, bound_s = list[Fitted](), min(below_s, whole.more_s if whole.fits(budget) else inf)
+    found, bound_s = list[FinishedProgram](), min(below_s, whole.more_s if whole.fits(budget) else inf)
     for one in sorted((order() for order in orders), key=again_s):
         if again_s(one) < (below_s if whole.hint is None else bound_s):
             found.append(tried(one))
@@ -179,12 +181,12 @@ def _all(
 
 
 def _named(
-    proposed: _Proposals, tried: Finish, found: Sequence[Fitted], budget: int, below_s: float = inf
-) -> list[Fitted]:
+    proposed: _Proposals, tried: Finish, found: Sequence[FinishedProgram], budget: int, below_s: float = inf
+) -> list[FinishedProgram]:
     """What policies with a name keep, as far as it may be faster than what was found; all of them where nothing fits so
     far.
     """
-    named = list[Fitted]()
+    named = list[FinishedProgram]()
     for policies in (CANDIDATES, MORE):
         orders = sorted(map(proposed.by_policy, policies), key=proposed.again_s)
         named += _faster(orders, proposed.again_s, tried, (*found, *named), budget, below_s)
@@ -194,10 +196,10 @@ def _named(
 
 
 def _faster(
-    orders: Orders, again_s: AgainS, tried: Finish, found: Sequence[Fitted], budget: int, below_s: float
-) -> list[Fitted]:
+    orders: Orders, again_s: AgainS, tried: Finish, found: Sequence[FinishedProgram], budget: int, below_s: float
+) -> list[FinishedProgram]:
     """Of orders from fast to lean, those counted that may be faster than what was found."""
-    counted = list[Fitted]()
+    counted = list[FinishedProgram]()
     best_s = min([below_s, *(one.more_s for one in found if one.fits(budget))])
     whole = found[0]
     for order in orders:
@@ -213,11 +215,10 @@ def _faster(
     return counted
 
 
-def _unmoved(proposed: _Proposals, tried: Finish, budget: int, best_s: float) -> list[Fitted]:
-    """What is fastest where nothing is copied, if it may be faster than `best_s`: whoever may copy loses nothing by it.
-    """
+def _unmoved(proposed: _Proposals, tried: Finish, budget: int, best_s: float) -> list[FinishedProgram]:
+    """What is fastest where nothing is copied, if it may be faster than `best_s`: whoever may copy loses nothing by it."""
 
-    def still(one: Program) -> Fitted:
+    def still(one: Program) -> FinishedProgram:
         return attrs.evolve(tried(one, moves=False), program=one)
 
     if best_s <= 0:
@@ -232,11 +233,11 @@ def _unmoved(proposed: _Proposals, tried: Finish, budget: int, best_s: float) ->
 
 def _rounded(
     proposed: _Proposals,
-    tried: Callable[[Program], Fitted],
+    tried: Callable[[Program], FinishedProgram],
     budget: int,
     below_s: float,
-    by_stages: Sequence[Fitted] = (),
-) -> list[Fitted]:
+    by_stages: Sequence[FinishedProgram] = (),
+) -> list[FinishedProgram]:
     """Where stages do not own what is kept (skips, dense features), orders that linear programs propose: the fastest
     that fits last.
 
@@ -252,7 +253,7 @@ def _rounded(
     plans = sorted((one for one in proposed.relaxed if again_s(one) < below_s), key=again_s)
     if count > COUNTED:
         return _bisect(list(_leaner(plans, proposed.node_s)), tried, budget, again_s)
-    found = list[Fitted]()
+    found = list[FinishedProgram]()
     for one in plans:
         found.append(tried(one))
         if found[-1].fits(budget):
@@ -271,8 +272,8 @@ def _leaner(plans: Sequence[Program], node_s: NodeS) -> Iterator[Order]:
 
 
 def _bisect(
-    orders: Orders, tried: Callable[[Program], Fitted], budget: int, again_s: AgainS, below_s: float = inf
-) -> list[Fitted]:
+    orders: Orders, tried: Callable[[Program], FinishedProgram], budget: int, again_s: AgainS, below_s: float = inf
+) -> list[FinishedProgram]:
     """Those that were counted on the way to the fastest that fits; the leanest that makes less than `below_s` again is
     among them.
 
@@ -298,8 +299,8 @@ def _bisect(
 
 
 def _beside_narrow_misses(
-    orders: Orders, tried: Callable[[Program], Fitted], budget: int, found: Mapping[int, Fitted]
-) -> Iterator[Fitted]:
+    orders: Orders, tried: Callable[[Program], FinishedProgram], budget: int, found: Mapping[int, FinishedProgram]
+) -> Iterator[FinishedProgram]:
     """From the fastest order that misses the budget narrowly to faster ones, up to one that fits or misses by more."""
     narrow = [k for k, one in found.items() if budget < one.peak_bytes <= budget * (1 + NARROW)]
     first = min(narrow, default=0)

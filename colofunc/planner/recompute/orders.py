@@ -19,7 +19,7 @@ from math import inf
 
 import attrs
 
-from colofunc.planner.candidate import Finish, Fitted
+from colofunc.planner.candidate import Finish, FinishedProgram
 from colofunc.program.ir import Program
 from colofunc.program.passes.recompute import Replay
 
@@ -54,8 +54,14 @@ AgainS = Callable[[Program | Order], float]
 
 
 def fastest(
-    orders: Orders, again_s: AgainS, tried: Finish, whole: Fitted, budget: int, work_s: float, below_s: float = inf
-) -> list[Fitted]:
+    orders: Orders,
+    again_s: AgainS,
+    tried: Finish,
+    whole: FinishedProgram,
+    budget: int,
+    work_s: float,
+    below_s: float = inf,
+) -> list[FinishedProgram]:
     """Those that were searched in full; the fastest that fits is among them where one does, else the leanest.
 
     Orders go from fast to lean. again_s: what a program makes again, of `work_s` seconds. `whole`: where nothing is.
@@ -66,16 +72,16 @@ def fastest(
 
 class _Among:
     def __init__(
-        self, orders: Orders, again_s: AgainS, tried: Finish, whole: Fitted, budget: int, work_s: float,
+        self, orders: Orders, again_s: AgainS, tried: Finish, whole: FinishedProgram, budget: int, work_s: float,
         below_s: float,
     ) -> None:  # fmt: skip
         self.orders, self.tried, self.whole, self.budget, self.work_s = orders, tried, whole, budget, work_s
         self.below_s = below_s
         self.again_of = again_s
         self.again: dict[int, float] = {}
-        self.sketches: dict[int, Fitted] = {}
+        self.sketches: dict[int, FinishedProgram] = {}
 
-    def run(self) -> list[Fitted]:
+    def run(self) -> list[FinishedProgram]:
         last = len(self.orders) - 1
         low = 0 if self.whole.fits(self.budget) else self._first(0, last, lambda k: self.sketch(k).fits(self.budget))
         if low > last:
@@ -89,7 +95,7 @@ class _Among:
             )
             high = min(hidden, high)
         self._search(low, high)
-        found, gain_s = list[Fitted](), 0.0  # gained by what was searched in full, beyond its sketch
+        found, gain_s = list[FinishedProgram](), 0.0  # gained by what was searched in full, beyond its sketch
         for k in sorted(self.sketches, key=self._rank)[:MOST]:
             fits = [fit for fit in found if fit.fits(self.budget)]
             best_s = min([most_s, *(fit.more_s for fit in fits)])
@@ -136,7 +142,7 @@ class _Among:
             low, high = (low, middle) if holds(middle) else (middle + 1, high)
         return low
 
-    def sketch(self, k: int) -> Fitted:
+    def sketch(self, k: int) -> FinishedProgram:
         if k not in self.sketches:
             self.sketches[k] = self.tried(self.orders[k](), self.whole)
         return self.sketches[k]
