@@ -75,7 +75,8 @@ def lowered(run: Run, layers: int) -> Lowered:
     model, opt = cf.functional(module if run.masters else module.to(torch.bfloat16)), cf.adapt(torch.optim.AdamW, lr=1e-4)
     step_fn, _ = cf.train_step(model, opt, loss=(lambda out: out)) if own_loss else cf.train_step(model, opt)
     state = {"params": model.params, "buffers": model.buffers, "opt": opt.init(model.params)}
-    topology = roomy(machine(run)) if run.schedule else machine(run)
+    # Few layers fit wherever the run did; all of them may not by this count, and the run kept what its plan says.
+    topology = roomy(machine(run)) if layers == run.model.layers else machine(run)
     step = cf.shard(step_fn, cf.Mesh(**run.axes, topology=topology), *_plans(run), plugins=[colofunc_plugins])
     step = cf.precision(step, cf.Policy(compute="bf16", reduce=run.sums)) if run.masters else step
     if run.schedule:

@@ -47,8 +47,8 @@ Terms that came of looking for the reason of a miss count wherever they hold:
   which had been within 25 %, is not any longer; MF3 and MF4 are 4 and 3 % nearer.
 - MH3, planned whole, took 8 % less than its 2 and 4 layers say: from the seventh layer on a block kept the widest of its values, as a tied
   embedding hid what a cut there holds (`planner.recompute.cuts`). The rows had not been touched by it; anybody's plan with all layers was.
-  MH3 is planned whole now, beside K1: 4 % slower than its few layers say, as the plan keeps to the card by gathering in pieces, which the
-  run did not. On a card without a limit it is half a percent slower.
+  MH3 is planned whole now, beside K1, both on cards without a limit, as pipelines are: within the card's memory, which by this count it
+  does not fit, the plan gathers in pieces, which the run did not, and is 4 % slower than its few layers say.
 
 What other software does is told to the machine that a run is planned for (`Topology.with_software`), so that anybody who plans a row with
 public names gets its seconds (`tests/test_software.py`).
