@@ -36,7 +36,8 @@ RANKS, MICROBATCHES = 8, 2
 SIZE = Size(batch=2, length=128)
 STATES = ("weights", "gradients", "masters and moments", "step count")
 _MOVES = frozenset(
-    "colofunc.rearrange colofunc.pack colofunc.all_gather colofunc.all_gather_flat aten.slice.Tensor aten._to_copy.default".split()
+    "colofunc.rearrange colofunc.pack colofunc.all_gather_start colofunc.all_gather_flat_start colofunc.wait "
+    "aten.slice.Tensor aten._to_copy.default".split()
 )
 
 
@@ -97,7 +98,7 @@ def to_sums(body: Program) -> set[int]:
         at = pending.pop()
         if at in makers and at not in found:
             found.add(at)
-            pending += makers[at].refs if makers[at].target in _MOVES | {"colofunc.reduce_scatter"} else ()
+            pending += makers[at].refs if makers[at].target in _MOVES | {"colofunc.reduce_scatter_start"} else ()
     return found
 
 

@@ -12,7 +12,7 @@ def wires(low) -> dict[str, set[torch.dtype]]:
     """Kind of collective -> dtypes that it moves."""
     found: dict[str, set[torch.dtype]] = {}
     for node in low.program.nodes:
-        name = node.target.removeprefix("colofunc.")
+        name = node.target.removeprefix("colofunc.").removesuffix("_start")
         if name in ("all_gather", "reduce_scatter", "all_reduce") and low.program.values[node.refs[0]].shape:
             found.setdefault(name, set()).add(low.program.values[node.refs[0]].dtype)
     return found
@@ -139,5 +139,5 @@ def test_sums_of_activations_over_a_tensor_parallel_axis_stay_narrow() -> None:
     wishes = {"up.weight": "(tp o) i", "down.weight": "o (tp i)", "scale": "i"}
     step = cf.precision(cf.shard(step_fn, cf.Mesh(tp=2, topology="8xa100-80g"), wishes, in_specs=(None, "b i")), "bf16")
     low = step.lower(state, cf.abstract((4, 4096), BF16))
-    sums = [low.program.values[n.refs[0]] for n in low.program.nodes if n.target in ("colofunc.reduce_scatter", "colofunc.all_reduce")]
+    sums = [low.program.values[n.refs[0]] for n in low.program.nodes if n.target in ("colofunc.reduce_scatter_start", "colofunc.all_reduce_start")]
     assert {v.dtype for v in sums if v.shape} == {BF16}

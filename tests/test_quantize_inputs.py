@@ -221,7 +221,7 @@ def test_weights_that_are_widened_are_gathered_packed_in_one_batch_too(scheme: s
     sharded = cf.precision(cf.shard(forward, mesh, zero(3, "dp")), compute)
     step = cf.quantize(sharded, scheme)
     program = step.lower(model.params, x).program
-    gathered = [program.values[node.refs[0]] for node in program.nodes if node.target == "colofunc.all_gather"]
+    gathered = [program.values[node.refs[0]] for node in program.nodes if node.target == "colofunc.all_gather_start"]
     packed_dtype = torch.int8 if scheme == "int8" else torch.uint8
     half_bytes = 64 * 64 * 9 if scheme == "int8" else 64 * 64 * 9 // 2
     assert sum(value.nbytes for value in gathered if value.dtype is packed_dtype) >= half_bytes

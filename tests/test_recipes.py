@@ -31,7 +31,7 @@ def lowered(evoformer: types.ModuleType, depth: int, **axes: int) -> Any:
 
 def course(low: Any) -> list[str]:
     """The order of attention and of all-to-alls in the forward pass."""
-    nodes = [n for n in low.program.nodes if n.phase == "forward" and n.target in ("colofunc.attention", "colofunc.all_to_all")]
+    nodes = [n for n in low.program.nodes if n.phase == "forward" and n.target in ("colofunc.attention", "colofunc.all_to_all_start")]
     return [n.path.split(".")[-1] if n.target == "colofunc.attention" else "all_to_all" for n in nodes]
 
 
@@ -67,7 +67,7 @@ def test_a_table_changes_hands_twice_a_block(evoformer: types.ModuleType, depth:
     low = lowered(evoformer, depth, dap=ranks)
     assert course(low) == (["row", "all_to_all", "column", "all_to_all"] * depth)[:-1]
     forward = Counter(n.target for n in low.program.nodes if n.phase == "forward" and n.path.startswith("blocks"))
-    assert forward["colofunc.all_to_all"] == 2 * depth - 1 and forward["colofunc.all_gather"] == 3 * depth
+    assert forward["colofunc.all_to_all_start"] == 2 * depth - 1 and forward["colofunc.all_gather_start"] == 3 * depth
     calls = low.cost().calls
     assert calls["all_to_all", "dap"] == 2 * (2 * depth - 1)  # backward mirrors it
     assert calls["reduce_scatter", "dap"] == 3 * depth + 1  # and all gradients in one

@@ -205,7 +205,7 @@ def test_heads_of_scores_that_are_written_out() -> None:
     assert products(low) == [(4, 16, 16), (4, 16, 4)]
     assert low.coverage().efficiency > 0.95
     assert_split(low, "cp", rows=2 * 16 * 16)
-    assert sum(node.target == "colofunc.all_to_all" for node in low.program.nodes) == 8
+    assert sum(node.target == "colofunc.all_to_all_start" for node in low.program.nodes) == 8
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def streams(low: Any, rows: int) -> Counter[str]:
     """Collectives over tp by kind, of what a rank sees of whole (b, s, d) tensors: `rows` elements."""
     found: Counter[str] = Counter()
     for node in low.program.nodes:
-        kind = node.target.removeprefix("colofunc.")
+        kind = node.target.removeprefix("colofunc.").removesuffix("_start")
         if kind in ("all_reduce", "reduce_scatter", "all_gather") and "tp" in node.args[1]:
             sizes = [_numel(low.program.values[i].shape) for i in (*node.refs, *node.outs)]
             found[kind] += max(sizes) == rows and node.phase != "update"

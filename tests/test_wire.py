@@ -440,7 +440,7 @@ def test_small_gradients_and_numbers_stay_as_they_are() -> None:
     step, state, batch = training()
     low = wired()(cf.shard(step, DP, zero(1, "dp"))).lower(state, batch)
     values = low.program.values
-    sums = [node for node in low.program.nodes if node.target in ("colofunc.reduce_scatter", "colofunc.all_reduce")]
+    sums = [node for node in low.program.nodes if node.target in ("colofunc.reduce_scatter_start", "colofunc.all_reduce_start")]
     assert sums and all(values[node.refs[0]].nbytes < 4 * LEAST for node in sums)
 
 

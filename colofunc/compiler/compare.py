@@ -43,7 +43,7 @@ from colofunc.executors.source import Tap, Writer
 from colofunc.executors.tap import Lanes, everyones, values_tap
 from colofunc.ops import canonical
 from colofunc.ops.debug import quiet
-from colofunc.program.facts import written
+from colofunc.program.facts import is_started, written
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.text import columns
 from colofunc.program.tracing.tree import flatten, unflatten
@@ -354,7 +354,9 @@ def _told(
 
 def comparable(node: Node, program: Program, whole: Program, times: list[str]) -> Iterator[Value]:
     """What is a copy of a global value, as its layout says, when a node has run: its results, and what it has written
-    to a copy."""
+    to a copy. What was started is there once it has been waited for."""
+    if is_started(node.target):
+        return
     ids = [id for id in node.results if not _is_written_later(id, program, whole)]
     ids += [id for id in written(node) if _is_written_later(id, program, whole)]
     for value in map(program.value, ids):
