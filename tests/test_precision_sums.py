@@ -139,5 +139,6 @@ def test_sums_of_activations_over_a_tensor_parallel_axis_stay_narrow() -> None:
     wishes = {"up.weight": "(tp o) i", "down.weight": "o (tp i)", "scale": "i"}
     step = cf.precision(cf.shard(step_fn, cf.Mesh(tp=2, topology="8xa100-80g"), wishes, in_specs=(None, "b i")), "bf16")
     low = step.lower(state, cf.abstract((4, 4096), BF16))
-    sums = [low.program.values[n.refs[0]] for n in low.program.nodes if n.target in ("colofunc.reduce_scatter_start", "colofunc.all_reduce_start")]
+    reductions = ("colofunc.reduce_scatter_start", "colofunc.all_reduce_start")
+    sums = [low.program.values[n.refs[0]] for n in low.program.nodes if n.target in reductions]
     assert {v.dtype for v in sums if v.shape} == {BF16}
