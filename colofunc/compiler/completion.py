@@ -72,17 +72,6 @@ class Count(Protocol):
     def __call__(self, program: Program, *, rank: int | None = None) -> MemoryReport: ...
 
 
-class ExecutionOrder(Protocol):
-    """A program in the order in which the executor runs it."""
-
-    def __call__(self, program: Program, ahead_bytes: float, *, grouped: bool = False) -> Program: ...
-
-
-def as_it_stands(program: Program, ahead_bytes: float, *, grouped: bool = False) -> Program:
-    """The order of executors that start nothing early."""
-    return program
-
-
 @attrs.frozen(eq=False)
 class Completion:
     """What happens to a program once its plan is made.
@@ -91,11 +80,12 @@ class Completion:
     are several. `kernels`: settles which kernels calls get. `chunks`: input position -> elements of the chunks that it
     lies in. `temporaries`: whether they are written over. `count`: the accountant of the executor that will run it.
     `searches`, `moves`: of transforms; moves get the program in the `order` in which that executor runs it, with so
-    many bytes gathered ahead, and where inputs lie. `clocked`: a program with the seconds that this executor's own
-    kernels take. `timed`: how long operators take, where that was measured. `wider`: what to write where policies
-    forbid what needs less memory. `left_out`: names of passes. `placing`: where inputs, nodes and outputs are, if not
-    everywhere. `room_bytes`: what a rank may hold, the one that may hold most. `cuts_of`: what there is to say of a
-    pipeline's cuts. `keeps`: whether the program behind each pass is kept (`FinishedProgram.stages`).
+    many bytes gathered ahead, and where inputs lie. `as_run`: what was chosen in its very order. `clocked`: a program
+    with the seconds that this executor's own kernels take. `timed`: how long operators take, where that was measured.
+    `wider`: what to write where policies forbid what needs less memory. `left_out`: names of passes. `placing`: where
+    inputs, nodes and outputs are, if not everywhere. `room_bytes`: what a rank may hold, the one that may hold most.
+    `cuts_of`: what there is to say of a pipeline's cuts. `keeps`: whether the program behind each pass is kept
+    (`FinishedProgram.stages`).
     """
 
     program: Program
@@ -108,7 +98,8 @@ class Completion:
     searches: Sequence[Search] = ()
     moves: Sequence[Move] = ()
     lies: InputTiers = NOWHERE
-    order: ExecutionOrder = as_it_stands
+    order: Callable[[Program, float], Program] = lambda program, _: program
+    as_run: Callable[[Program], Program] = lambda program: program
     clocked: Callable[[Program], Program] = lambda program: program
     ways: Sequence[Rewrite] = AS_IT_IS
     kernels: Callable[[Program], Program] = lambda program: program
@@ -318,10 +309,6 @@ class Completion:
     def ended(self, done: FinishedProgram) -> Program:
         """What runs of a program that was chosen."""
         return self.as_run(self.last_rewrites(done))
-
-    def as_run(self, program: Program) -> Program:
-        """In the order in which the executor runs it, small updates side by side."""
-        return self.order(program, inf, grouped=True)
 
     def last_rewrites(self, done: FinishedProgram) -> Program:
         """A program that was chosen with updates that read narrow gradients, squares that are summed in one pass, and

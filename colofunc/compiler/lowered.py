@@ -158,7 +158,7 @@ class Lowered:
         On real ranks collectives are started early and waited for late: what is in flight counts, and positions are
         those of that order.
         """
-        report, pool = held(self.program, self.mesh, self.executor, grouped=True, rank=rank), passing(self.program)
+        report, pool = held(self.program, self.mesh, self.executor, rank), passing(self.program)
         return attrs.evolve(report, pool=pool) if pool.classes else report
 
     def lanes(self, rank: int | None = None) -> Lanes:

@@ -43,7 +43,7 @@ from colofunc.compiler.staged import Staged
 from colofunc.compiler.transform import Build, Hook, Rewrite, Transform, through
 from colofunc.compiler.user_constraints import constraints_of_user, staying, wished_axes, without_places, without_tiers
 from colofunc.errors import PlanError
-from colofunc.executors.backend import held, ordered
+from colofunc.executors.backend import as_run, held_in_order, ordered
 from colofunc.executors.fused import as_executed
 from colofunc.mesh import Mesh
 from colofunc.planner.candidate import FinishedProgram
@@ -231,11 +231,12 @@ def planning_of(
         passes=_passes(build),
         chunks=constraints.chunks,
         temporaries=holds_temporaries,
-        count=partial(held, mesh=priced, name=staged.executor),
+        count=partial(held_in_order, mesh=priced, name=staged.executor),
         searches=build.searches,
         moves=build.moves or moves_of_tiers(lies),
         lies=lies,
         order=partial(_in_order, mesh=priced, executor=staged.executor),
+        as_run=partial(as_run, mesh=priced, name=staged.executor),
         clocked=partial(as_executed, executor=staged.executor, mesh=priced, rule_of=registry.rule),
         ways=ways_of(build.alternatives),
         kernels=partial(with_kernels, mesh=priced, table=registry.kernels),
@@ -319,6 +320,6 @@ def can_be_left_out(build: Build) -> list[str]:
     return [*REWRITES, *sorted(build.registry.passes), *ours]
 
 
-def _in_order(program: Program, ahead_bytes: float, mesh: Mesh, executor: str | None, grouped: bool = False) -> Program:
-    """As the executor runs it, with at most so many bytes gathered ahead of their use. grouped: see `ordered`."""
-    return ordered(program, mesh, executor, ahead_bytes, grouped)
+def _in_order(program: Program, ahead_bytes: float, mesh: Mesh, executor: str | None) -> Program:
+    """As the executor runs it, with at most so many bytes gathered ahead of their use."""
+    return ordered(program, mesh, executor, ahead_bytes)

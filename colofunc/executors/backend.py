@@ -17,7 +17,7 @@ import torch.distributed as dist
 from colofunc import env
 from colofunc.errors import InputError, MeshError, near
 from colofunc.executors.compiled import compile_segments
-from colofunc.executors.distributed import Distributed, init_from_env, overlapped, watch_of_group
+from colofunc.executors.distributed import Distributed, init_from_env, is_overlapped, overlapped, watch_of_group
 from colofunc.executors.fused import NAME as COMPILED
 from colofunc.executors.post_validated import UnsettledStep
 from colofunc.executors.presence import Limits
@@ -27,9 +27,10 @@ from colofunc.executors.source import Tap
 from colofunc.executors.unwritten import counted
 from colofunc.executors.watch import Watch
 from colofunc.mesh import Mesh
-from colofunc.program.ir import Program
+from colofunc.program.ir import Program, kept_with
 from colofunc.program.memory import MemoryReport, memory
 from colofunc.program.passes.kernels import capability_on
+from colofunc.program.passes.one_call import small_updates_in_one_call
 from colofunc.program.places import distinct_ranks, on_rank
 
 Shards = list[torch.Tensor]
@@ -203,48 +204,54 @@ def planned_on_real_ranks(mesh: Mesh, name: str | None = None) -> bool:
     return named or name in ("distributed", "compiled") or on_real_ranks(mesh, name)
 
 
-def held(
-    program: Program, mesh: Mesh, name: str | None = None, grouped: bool = False, rank: int | None = None
-) -> MemoryReport:
-    """What a rank holds while the executor runs `program`: on real ranks with what is in flight. Joins nothing.
+def held(program: Program, mesh: Mesh, name: str | None = None, rank: int | None = None) -> MemoryReport:
+    """What a rank holds while the executor runs `program` in this order: on real ranks with what is in flight. Joins
+    nothing.
 
     rank: by default the one that holds most, where ranks do different things.
 
-    A step that was put on "distributed" or "compiled" counts as on real ranks before there are any. grouped: see
-    `ordered`; no peak is another by it.
+    A step that was put on "distributed" or "compiled" counts as on real ranks before there are any.
     """
-    running = ordered(program, mesh, name, grouped=grouped)
-    return _held_as_it_stands(running, mesh, name, rank)
-
-
-def _held_as_it_stands(program: Program, mesh: Mesh, name: str | None, rank: int | None = None) -> MemoryReport:
-    real = planned_on_real_ranks(mesh, name)
     some = distinct_ranks(program, mesh) if rank is None else (rank,)
-    parts = [on_rank(program, mesh, one).program for one in some]
+    reports = [kept_with(program, (held, mesh, name, one), partial(_held_by, program, mesh, name, one)) for one in some]
+    return max(reports, key=lambda report: report.peak_bytes["device"])
+
+
+def _held_by(program: Program, mesh: Mesh, name: str | None, rank: int) -> MemoryReport:
     uncompiled = mesh.topology.software.uncompiled
     fusion = partial(counted, uncompiled=uncompiled) if name == COMPILED else None
-    reports = [memory(part, sent=real, fusion=fusion) for part in parts]
-    return max(reports, key=lambda report: report.peak_bytes["device"])
+    return memory(on_rank(program, mesh, rank).program, sent=planned_on_real_ranks(mesh, name), fusion=fusion)
+
+
+def held_in_order(program: Program, mesh: Mesh, name: str | None = None, rank: int | None = None) -> MemoryReport:
+    """`held` of a program that was not put in its order yet."""
+    return held(ordered(program, mesh, name), mesh, name, rank)
 
 
 def fullest(program: Program, mesh: Mesh, name: str | None = None) -> int:
     """The rank that holds most on the device."""
-    peaks = {rank: held(program, mesh, name, grouped=True, rank=rank) for rank in distinct_ranks(program, mesh)}
+    peaks = {rank: held(program, mesh, name, rank) for rank in distinct_ranks(program, mesh)}
     return max(peaks, key=lambda rank: peaks[rank].peak_bytes["device"])
 
 
-def ordered(
-    program: Program, mesh: Mesh, name: str | None = None, ahead_bytes: float = inf, grouped: bool = False
-) -> Program:
-    """`program` in the order in which the executor runs it.
+def ordered(program: Program, mesh: Mesh, name: str | None = None, ahead_bytes: float = inf) -> Program:
+    """`program` in the order in which plans are searched: that in which the executor runs it, but for small updates.
 
     Joins nothing. ahead_bytes: what may be gathered ahead of its use.
-
-    grouped: with small updates side by side, which is the very order; plans are searched without it.
     """
     if not planned_on_real_ranks(mesh, name):
         return program
-    return overlapped(program, ahead_bytes, grouped, partial(_held_as_it_stands, mesh=mesh, name=name))
+    # Of a pipeline every rank is asked for what it holds, and all of them run parts of one order.
+    return kept_with(program, (ordered, mesh, name, ahead_bytes), partial(overlapped, program, ahead_bytes))
+
+
+def as_run(program: Program, mesh: Mesh, name: str | None = None) -> Program:
+    """`program` in the very order in which the executor runs it: `ordered`, with small updates side by side as far as
+    no peak is higher by that.
+    """
+    if not planned_on_real_ranks(mesh, name) or is_overlapped(program):
+        return program
+    return small_updates_in_one_call(ordered(program, mesh, name), partial(held, mesh=mesh, name=name))
 
 
 def _process_group(mesh: Mesh) -> Any:

@@ -43,10 +43,9 @@ from colofunc.mesh.device import group_moves_gpu_memory, use_gpu
 from colofunc.mesh.transport import MIXED, carriers, make_group
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Program
-from colofunc.program.memory import MemoryReport, memory
 from colofunc.program.passes.coalesce import delay_outputs, delay_updates, delay_views
 from colofunc.program.passes.loop import within
-from colofunc.program.passes.one_call import small_updates_in_one_call, updates_side_by_side
+from colofunc.program.passes.one_call import updates_side_by_side
 from colofunc.program.passes.schedule import overlap, waits_within
 from colofunc.program.places import has_places, on_rank, out_of_order
 
@@ -161,26 +160,13 @@ def _check_message_order(program: Program, mesh: Mesh) -> None:
         )
 
 
-sent = partial(memory, sent=True)
-"""The accountant of what one rank holds, with what is in flight."""
-
-
-def overlapped(
-    program: Program,
-    ahead_bytes: float = inf,
-    grouped: bool = False,
-    accountant: Callable[[Program], MemoryReport] = sent,
-) -> Program:
+def overlapped(program: Program, ahead_bytes: float = inf) -> Program:
     """`program` as real ranks run it: collectives started early and waited for late, so that their buffers live longer.
 
-    In the bodies of loops too. One with copies between tiers was in this order before they were written into it, and
-    one that waits for a collective is in it: nobody reorders these.
-
-    ahead_bytes: the results of collectives that are started ahead may take this many, or those of one collective.
-    grouped: small updates stand side by side, as far as the peak allows; what is only counted need not be, for no peak
-    is another by that. accountant: it says so, of the rank that holds most where ranks do different things.
+    In the bodies of loops too. ahead_bytes: the results of collectives that are started ahead may take this many, or
+    those of one collective.
     """
-    if any(is_copy(node) for node in program.nodes) or waits_within(program):
+    if is_overlapped(program):
         return program
     ids = count(program.next_id)
     if ahead_bytes == inf:
@@ -192,10 +178,16 @@ def overlapped(
         return ahead(delay_outputs(delay_views(body)), body=True)
 
     ordered = delay_views(delay_updates(within(program, overlapped_body)))
-    ordered = updates_side_by_side(ahead(ordered))
-    if not grouped:
-        return ordered
-    return small_updates_in_one_call(ordered, accountant)
+    return updates_side_by_side(ahead(ordered))
+
+
+def is_overlapped(program: Program) -> bool:
+    """Whether nobody reorders a program any longer.
+
+    One with copies between tiers was in its order before they were written into it, and one that waits for a collective
+    is in it.
+    """
+    return any(is_copy(node) for node in program.nodes) or waits_within(program)
 
 
 def init_from_env(mesh: Mesh, limits: Limits | None = None) -> bool:
