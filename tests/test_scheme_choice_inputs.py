@@ -192,6 +192,16 @@ def test_a_step_with_a_choice_of_them_equals_one_device(plan: str) -> None:
         assert cf.testing.check(step, params, tokens(), steps=1).worst <= 1e-10
 
 
+def test_a_state_that_is_quantized_already_is_read_with_its_inputs_rounded() -> None:
+    """Where the scheme that has its numbers was not measured, and one that rounds inputs was."""
+    forward, params, _ = step_of("arguments")
+    table = cf.scheme_errors(params, measured(), ("int8-dynamic", "fp8-dynamic"))
+    placed = cf.quantize(forward, "int8", where=WHERE).init(params, tokens())
+    step = cf.quantize(forward, "auto", errors=table)
+    assert cf.scheme_choice(step, placed, tokens()).schemes == {"table.weight": "as it is", **dict.fromkeys(WHERE, "int8-dynamic")}
+    torch.testing.assert_close(step(placed, tokens()).full(), cf.quantize(forward, "int8-dynamic", where=WHERE)(params, tokens()).full())
+
+
 # ---- the search by itself ----
 
 
