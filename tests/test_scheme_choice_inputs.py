@@ -129,14 +129,11 @@ def wide_layers(*schemes: str) -> tuple[Callable[..., Any], Any, Any, SchemeErro
 
 @cache
 def all_with_copies() -> tuple[Any, int, SchemeErrors, Any, list[tuple[float, float, str]]]:
-    """(step, budget, errors, arguments, all schemes with and without copies): weights as they are do not fit without copies."""
+    """(step, budget, errors, arguments, all schemes): weights as they are do not fit without copies."""
     forward, params, x, table = wide_layers("int8", "int8-dynamic", "fp8-g128-dynamic")
     sharded = cf.shard(forward, cf.Mesh(dp=2, topology="8xh100-80g"))
     budget = int(0.999 * sharded.lower(params, x).memory().peak_bytes["device"])
-    chains: dict[str, Callable[[SchemeChoice], Any]] = {
-        policy: lambda choice, policy=policy: cf.offload(cf.quantize(sharded, choice), budget=budget, policy=policy)
-        for policy in ("auto", "host")
-    }
+    chains = {"auto": lambda choice: cf.offload(cf.quantize(sharded, choice), budget=budget)}
     return sharded, budget, table, (params, x), by_trying(table, chains, (params, x))
 
 
@@ -156,6 +153,7 @@ def test_they_are_decided_with_the_whole_step_for_their_seconds(limit: str) -> N
     assert step.lower(*args).memory().peak_bytes["device"] <= budget
 
 
+@pytest.mark.sweep
 def test_they_are_decided_with_recomputation() -> None:
     """Of a step that goes backward: against all schemes under all policies."""
     forward, params, x, table = wide_layers("fp8-g128-dynamic")
