@@ -21,7 +21,6 @@ def rounded_inputs(scheme: Quantizer, x: Tensor) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if scheme.float8_inputs:
         return fp8_products.rounded_rows(wide, scheme.form)
-    if scheme.outliers is not None:
-        rounded: Tensor = rounded_rows.apply(wide, scheme.outliers)
-        return rounded
-    return wide
+    assert scheme.outliers is not None, "it rounds inputs"
+    rounded: Tensor = rounded_rows.apply(wide, scheme.outliers)
+    return rounded
