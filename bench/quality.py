@@ -4,7 +4,8 @@ Trained with AdamW in 32 bits and with `state_bits=8`, from the same weights on 
 it was not trained on with its weights in every scheme of `cf.quantize`, by the bits that it needs for a byte.
 
 With a scheme for each matrix, tables too, which `errors.within` chooses, predictions are compared with those of the model as it
-was, beside those with one scheme for all of them that takes no more bytes.
+was, beside those with one scheme for all of them that takes no more bytes. Schemes that round inputs too take no fewer bytes than
+others: of these the error that "auto" estimates stands beside what is measured.
 
 A model of this size has no channels that are many times as large as the others, as large models have. So it is evaluated once more with
 such channels planted: a few are multiplied in front of each product, and the columns that read them divided, which is the same function.
@@ -33,6 +34,7 @@ CALIBRATION_BATCHES = 8
 WHERE = "*_proj.weight"
 ALL = ("*_proj.weight", "*embed_tokens.weight", "*lm_head.weight")
 NEAREST = ("int8", "fp8", "fp8-e5m2", "fp8-g128", "mxfp8", "nvfp4", "int4-g128", "nf4")
+ROUNDING = ("int8-dynamic", "fp8-dynamic", "fp8-g128-dynamic")
 ALL_ROUNDED = "int8, all inputs rounded"
 PLANTED, CHANNELS = 30.0, 4
 # Scheme -> one that rounds to nearest, than which it is to be nearer to the model as it was.
@@ -40,6 +42,8 @@ NEARER = {"gptq": "int4-g128"}
 NEARER_WITH_OUTLIERS = {"gptq": "int4-g128", "awq": "int4-g128", "smoothquant": ALL_ROUNDED}
 WITH_OUTLIERS = ("int4-g128", "gptq", "awq", ALL_ROUNDED, "smoothquant", "int8-dynamic", "fp8-dynamic", "fp8-g128-dynamic")
 BOUND = 0.005
+FACTOR = 2.0
+"""Between an error as it is estimated and as it is measured."""
 
 
 def text() -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +163,7 @@ def chosen(model: Any, params: Any) -> dict[str, Any]:
     (data, held_out), predict = text(), log_probabilities(model)
     rows = batch(held_out, -1, HELD_OUT_ROWS)
     exact = cf.shard(predict, cf.Mesh())(params, rows).full()
-    measuring = cf.shard(cf.sensitivities(forward(model), where=ALL), cf.Mesh())
+    measuring = cf.shard(cf.sensitivities(forward(model), where=ALL, schemes=ROUNDING), cf.Mesh())
     measured = [measuring(params, batch(data, STEPS + number)) for number in range(CALIBRATION_BATCHES)]
     gptq = cf.gptq([one["inputs"] for one in measured])
     tables = {"": cf.scheme_errors(params, measured, NEAREST, where=ALL)}
@@ -175,10 +179,12 @@ def chosen(model: Any, params: Any) -> dict[str, Any]:
     # Tables cannot be calibrated, and have the same format without.
     weights = tuple(attrs.evolve(one, option=one.weight.option("gptq") or one.option) for one in last.uniform("int4-g128").weights)
     alone["gptq"] = judged(attrs.evolve(last.uniform("int4-g128"), weights=weights))
+    rounding = cf.scheme_errors(params, measured, ROUNDING, where=ALL)
+    rounded = {scheme: judged(rounding.uniform(scheme)) for scheme in ROUNDING}
     least, most = alone["nf4"]["bytes"], alone["int8"]["bytes"]
     budgets = [alone["nvfp4"]["bytes"], *(least + (most - least) // part for part in (4, 2))]
     choices = [{"budget": budget, "kind": kind, **judged(table.within(budget))} for budget in budgets for kind, table in tables.items()]
-    return {"alone": alone, "choices": choices}
+    return {"alone": alone, "rounded": rounded, "choices": choices}
 
 
 def chosen_rows(found: dict[str, Any], before: str) -> list[Row]:
@@ -193,6 +199,16 @@ def chosen_rows(found: dict[str, Any], before: str) -> list[Row]:
         figure = f"predictions {one['bits']:.1e} bits per byte off, {one['estimate']:.1e} by the estimate; {counts}"
         target = f"nearer than {best} alone: {others[best]['bits']:.1e}, {others[best]['estimate']:.1e} by the estimate"
         rows.append(Row(f"{before}auto within {one['budget']:,} bytes{one['kind']}", figure, target, one["bits"] < others[best]["bits"]))
+    return rows
+
+
+def rounded_rows(found: dict[str, Any], before: str) -> list[Row]:
+    """Each scheme that rounds inputs too, by itself: its error as it was estimated beside what was measured."""
+    rows = []
+    for scheme, one in found["rounded"].items():
+        figure = f"predictions {one['bits']:.1e} bits per byte off, {one['estimate']:.1e} by the estimate"
+        apart = max(one["bits"] / one["estimate"], one["estimate"] / one["bits"])
+        rows.append(Row(f"{before}all matrices in {scheme}", figure, f"the estimate within a factor of {FACTOR:g}", apart <= FACTOR))
     return rows
 
 
@@ -213,9 +229,11 @@ def bench() -> Section:
     for scheme in wide["schemes"]:
         rows.append(scheme_row(scheme, "", wide["bits"], wide["schemes"], NEARER))
     rows += chosen_rows(wide["chosen"], "")
+    rows += rounded_rows(wide["chosen"], "")
     for scheme in WITH_OUTLIERS:
         rows.append(scheme_row(scheme, "outliers planted: ", wide["bits"], wide["with outliers"], NEARER_WITH_OUTLIERS))
     rows += chosen_rows(wide["chosen with outliers"], "outliers planted: ")
+    rows += rounded_rows(wide["chosen with outliers"], "outliers planted: ")
     setting = (
         f"LLaMA, 2 layers of 256, {wide['parameters'] / 1e6:.1f} million parameters, bytes of Python's standard library, {STEPS} steps of "
         f"{ROWS} x {CONTEXT}, float32; {HELD_OUT_ROWS} rows of files that were not trained on; "

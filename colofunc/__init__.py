@@ -62,7 +62,8 @@ if TYPE_CHECKING:
     from colofunc.functional.padding import pad
     from colofunc.functional.save import save
     from colofunc.functional.save_pretrained import save_pretrained
-    from colofunc.functional.scheme_errors import scheme_choice, scheme_errors, sensitivities
+    from colofunc.functional.scheme_errors import scheme_choice, scheme_errors
+    from colofunc.functional.sensitivities import sensitivities
     from colofunc.mesh.profile import profile_mesh
     from colofunc.planner.plan import Plan
     from colofunc.planner.recompute.policies import every, save_only
@@ -193,7 +194,7 @@ _WHEN_USED = {
     "save_pretrained": "functional.save_pretrained",
     "scheme_choice": "functional.scheme_errors",
     "scheme_errors": "functional.scheme_errors",
-    "sensitivities": "functional.scheme_errors",
+    "sensitivities": "functional.sensitivities",
     "shard": "transforms.shard",
     "smoothquant": "functional.calibration",
     "Staged": "compiler.staged",

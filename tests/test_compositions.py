@@ -32,7 +32,7 @@ from transformers import (
 import colofunc as cf
 from colofunc.testing import check
 
-SEEDS, DEFAULT, ROWS = 150, (0, 2, 5), 8
+SEEDS, DEFAULT, ROWS = 150, (0, 2, 5, 15, 18), 8
 SIZES = dict(hidden_size=128, intermediate_size=128, num_attention_heads=4, vocab_size=64)
 GROUPED = SIZES | dict(num_key_value_heads=2)
 QUIET = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -86,7 +86,7 @@ MESHES: tuple[dict[str, int], ...] = (
     dict(pp=2), dict(pp=2, dp=2), dict(pp=2, tp=2), dict(pp=2, dp=2, tp=2),
 )  # fmt: skip
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-half", "auto")
-SCHEMES = ("int8", "int8-dynamic", "int4-g128", "nf4", "fp8")
+SCHEMES = ("int8", "int8-dynamic", "int4-g128", "nf4", "fp8", "fp8-dynamic", "fp8-g128-dynamic")
 BUDGETS = (0.95, 0.85, 0.7)
 
 

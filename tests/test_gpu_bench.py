@@ -58,6 +58,7 @@ SWEPT = {
     12: ("speed",),
     14: ("numbers, rowwise", "numbers, rowwise_with_gw_hp", "numbers, delayed", "speed"),
     15: ("decode, int8", "decode, nf4", "decode, int8-dynamic", "decode, fp8-g128-dynamic"),
+    17: ("bits, fp8", "a step, int8", "a step, fp8", "speed, int8", "speed, fp8"),
 }  # fmt: skip
 """Slice -> parts that take seconds and whose kind another part has."""
 
@@ -117,8 +118,8 @@ def test_other_parts_end_on_a_pretended_card(number: int, name: str, tmp_path: P
     check(attrs.evolve(of, parts=tuple(part for part in of.parts if part.name == name)), tmp_path)
 
 
-def test_slices_are_fifteen_and_their_parts_have_names_of_their_own() -> None:
-    assert [of.number for of in SLICES] == list(range(1, 16))
+def test_slices_are_seventeen_and_their_parts_have_names_of_their_own() -> None:
+    assert [of.number for of in SLICES] == list(range(1, 18))
     for of in SLICES:
         assert len({part.name for part in of.parts}) == len(of.parts)
         assert set(SWEPT.get(of.number, ())) <= {part.name for part in of.parts}
@@ -418,9 +419,9 @@ def test_the_command_begins_what_is_open(tmp_path: Path, monkeypatch: pytest.Mon
     with Machine():
         assert command.main([*path, "--slice", "4", "--slice", "2"]) == 0 and begun == [2, 4]
         assert command.main([*path, "--minutes", "1"]) == 1 and begun == [2, 4]  # no time for another one
-        assert command.main(path) == 1 and begun == [2, 4, 1, 3, *range(5, 16)]  # an aim of the ninth is missed
+        assert command.main(path) == 1 and begun == [2, 4, 1, 3, *range(5, 18)]  # an aim of the ninth is missed
         assert "open none, with an aim that is missed [9]" in capsys.readouterr().out
-        assert command.main([*path, "--slice", "4", "--again"]) == 0 and begun[-1] == 4 and len(begun) == 16
+        assert command.main([*path, "--slice", "4", "--again"]) == 0 and begun[-1] == 4 and len(begun) == 18
 
 
 def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -689,6 +689,32 @@ def test_a_trained_weight_is_named() -> None:
         cf.quantize(step_fn, "int8", where=WHERE).lower(state, tokens())
 
 
+def test_a_trained_weight_is_named_as_another_output_too() -> None:
+    """By an optimizer, whatever its name there, and by a sum; a gradient of its name and shape is none, nor a sum of another name."""
+    optimizer = cf.adapt(torch.optim.AdamW, lr=0.1)
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, params["up.weight"]).square().mean() + params["up.weight"].square().mean()
+
+    def updated(params: Any, state: Any, x: torch.Tensor) -> Any:
+        new, state = optimizer.update(cf.value_and_grad(loss)(params, x)[1], state, params)
+        return loss(params, x), list(new.values()), state
+
+    def by_hand(params: Any, x: torch.Tensor) -> Any:
+        found, grads = cf.value_and_grad(loss)(params, x)
+        return found, {"new": {name: params[name] - 0.1 * grads[name] for name in params}}
+
+    params, x = {"up.weight": weight()}, torch.ones(2, 256)
+    said = r"cf\.quantize: the step returns 'params\.up\.weight' changed as output 'out\.1\.%s', and a quantized weight is not trained"
+    with pytest.raises(cf.InputError, match=said % "0"):
+        cf.quantize(cf.shard(updated, cf.Mesh(dp=2)), "int8").lower(params, optimizer.init(params), x)
+    with pytest.raises(cf.InputError, match=said % r"new\.up\.weight"):
+        cf.quantize(by_hand, "int8").lower(params, x)
+    for fine in (cf.value_and_grad(loss), lambda params, x: (x.sum(), {"down.weight": params["up.weight"] + 1})):
+        step = cf.quantize(fine, "int8")
+        torch.testing.assert_close(step(params, x)[0].full(), step.eager(params, x)[0])
+
+
 def test_a_tied_weight_of_which_one_name_is_left_out_is_named() -> None:
     w = torch.ones(8, 128)
     said = r"cf\.quantize: 'a\.weight' is tied to 'b', which where= leaves as it is, so that the two would differ\. Try: globs for both"

@@ -725,12 +725,12 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     ),
     "inputs in float8": (
         cf.InputError,
-        "cf.scheme_errors: 'fp8-dynamic' rounds inputs of layers too, and errors here are those of weights. Try: schemes= of int8, fp8",
+        "cf.scheme_errors: 'fp8-dynamic' rounds inputs of layers too, and what that does to them was not measured. Try: ",
         lambda: cf.scheme_errors(loss_of()[1], measured(), ["fp8-dynamic"]),
     ),
     "inputs": (
         cf.InputError,
-        "cf.scheme_errors: 'int8-dynamic' rounds inputs of layers too, and errors here are those of weights. Try: schemes= of int8, fp8",
+        "cf.scheme_errors: 'int8-dynamic' rounds inputs of layers too, and what that does to them was not measured. Try: ",
         lambda: cf.scheme_errors(loss_of()[1], measured(), ["int8-dynamic"]),
     ),
     "moments only": (

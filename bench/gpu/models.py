@@ -25,6 +25,13 @@ def weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(numbers.repeat(-(-count // BLOCK))[:count].view(shape))
 
 
+def linear(columns: int, rows: int, dtype: torch.dtype) -> nn.Linear:
+    """A layer without a bias, which adapters can be put beside."""
+    layer = nn.Linear(columns, rows, bias=False, device="meta")
+    layer.weight = weight(rows, columns, dtype=dtype)
+    return layer
+
+
 def ones(width: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.ones(width, dtype=dtype))
 
@@ -61,18 +68,18 @@ class LlamaBlock(nn.Module):
         super().__init__()
         d, kv = shape.width, shape.kv_heads * shape.head
         self.shape = shape
-        self.q, self.k, self.v, self.o = (weight(n, d, dtype=dtype) for n in (d, kv, kv, d))
-        self.gate, self.up, self.down = (weight(*dims, dtype=dtype) for dims in ((shape.ffn, d), (shape.ffn, d), (d, shape.ffn)))
+        self.q, self.k, self.v, self.o = (linear(d, n, dtype) for n in (d, kv, kv, d))
+        self.gate, self.up, self.down = linear(d, shape.ffn, dtype), linear(d, shape.ffn, dtype), linear(shape.ffn, d, dtype)
         self.first, self.second = ones(d, dtype), ones(d, dtype)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         y = F.rms_norm(x, x.shape[-1:], self.first, 1e-5)
-        q, k, v = (F.linear(y, w).unflatten(-1, (-1, self.shape.head)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        q, k, v = (layer(y).unflatten(-1, (-1, self.shape.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         grouped = self.shape.heads != self.shape.kv_heads
         y = F.scaled_dot_product_attention(turned(q, cos, sin), turned(k, cos, sin), v, is_causal=True, enable_gqa=grouped)
-        x = x + F.linear(y.transpose(1, 2).flatten(2), self.o)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
         y = F.rms_norm(x, x.shape[-1:], self.second, 1e-5)
-        return x + F.linear(F.silu(F.linear(y, self.gate)) * F.linear(y, self.up), self.down)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
 class Opt(nn.Module):

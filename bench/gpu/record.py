@@ -19,7 +19,7 @@ from bench.gpu.parts import Slice
 GPU = Path(__file__).parents[1] / "GPU.md"
 HEAD = "# On a GPU"
 NOTHING = "No row has been measured on a card yet."
-HOW = "`make gpu` measures what only a card can say and writes it here: fifteen slices, the most valuable first (`bench/gpu/slices.py`)."
+HOW = "`make gpu` measures what only a card can say and writes it here: seventeen slices, the most valuable first (`bench/gpu/slices.py`)."
 VERDICTS = {None: "", True: "met", False: "missed"}
 
 

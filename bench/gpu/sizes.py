@@ -56,6 +56,8 @@ class Sizes:
     grouped: tuple[int, int, int, int]  # tokens, experts, width, width of an expert
     updated: int  # elements of a parameter
     packed: tuple[int, int]  # rows and columns of a packed weight
+    adapters: Training
+    gradient: int  # numbers of a gradient that is sent
     clock: tuple[Training, ...]
     profile_s: float
     products: tuple[tuple[int, int, int], ...]  # m, n, k
@@ -91,6 +93,8 @@ REAL = Sizes(
     grouped=(16384, 8, 4096, 14336),
     updated=1 << 26,
     packed=(14336, 4096),
+    adapters=Training(attrs.evolve(LLAMA, vocabulary=32000), rows=1, length=2048),
+    gradient=1 << 28,
     clock=(
         Training(attrs.evolve(LLAMA, layers=4), rows=1, length=8192),
         Training(Shape(layers=12, width=768, heads=12, kv_heads=12, ffn=3072, vocabulary=50304), rows=8, length=1024),
@@ -112,13 +116,14 @@ REAL = Sizes(
 
 _TINY = Shape(layers=1, width=32, heads=2, kv_heads=1, ffn=64, vocabulary=64)
 _SHORT = Training(_TINY, rows=2, length=16)
+_WIDER = Training(attrs.evolve(_TINY, width=64), rows=2, length=16)  # nf4 has groups of 64 columns
 TINY = Sizes(
     steps=1,
     repeats=1,
     workers=0,
     zoo=("kind_noisy",),
     zoo_chunks=2,
-    narrow=_SHORT,
+    narrow=_WIDER,
     leaves=8,
     llama=_SHORT,
     heads=(2, 1, 16),
@@ -131,6 +136,8 @@ TINY = Sizes(
     grouped=(32, 2, 16, 16),
     updated=64,
     packed=(16, 128),
+    adapters=_WIDER,
+    gradient=1 << 12,
     clock=(_SHORT,),
     profile_s=0.2,
     products=((32, 16, 16),),

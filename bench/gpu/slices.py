@@ -11,12 +11,14 @@ from bench.gpu import (
     fp8,
     host,
     llama,
+    lora,
     memory,
     native,
     nccl,
     offload,
     quantize,
     randomness,
+    wire,
     zoo,
 )
 from bench.gpu.parts import Slice
@@ -24,4 +26,5 @@ from bench.gpu.parts import Slice
 SLICES: tuple[Slice, ...] = (
     checks.SLICE, zoo.SLICE, host.SLICE, llama.SLICE, attention.SLICE, randomness.SLICE, memory.SLICE, experts.SLICE, clock.SLICE,
     offload.SLICE, compiled.SLICE, nccl.SLICE, native.SLICE, fp8.SLICE, quantize.SLICE,
+    lora.SLICE, wire.SLICE,
 )  # fmt: skip

@@ -118,7 +118,7 @@ class WeightPacking:
         """
         scheme = self.scheme(name) if self.matched(name) else None
         asked = "it to stay as it is" if scheme is None else repr(scheme.name)
-        if self.matched(name) and (scheme is None or not _has_numbers_of(weight, scheme)):
+        if self.matched(name) and (scheme is None or not has_numbers_of(weight, scheme)):
             raise InputError(
                 f"cf.quantize: {name!r} is quantized already, as {weight.scheme!r}, and the step asks for {asked}. "
                 "Try: the scheme that it has, or the weight that it was quantized from"
@@ -157,7 +157,7 @@ class WeightPacking:
         return None
 
 
-def _has_numbers_of(weight: Quantized, scheme: Quantizer) -> bool:
+def has_numbers_of(weight: Quantized, scheme: Quantizer) -> bool:
     """Whether a weight's numbers are those that the scheme would have given it, as of schemes that differ in what they
     do to inputs.
     """

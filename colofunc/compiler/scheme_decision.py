@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from colofunc.compiler.packed_caches import with_caches
-from colofunc.compiler.quantized_weights import AUTO
+from colofunc.compiler.quantized_weights import AUTO, has_numbers_of
 from colofunc.compiler.saved_activations import with_saved
 from colofunc.compiler.transform import OpenChoices, Transform
 from colofunc.compiler.weight_quantization import QUANTIZE, found_in, transform_of
@@ -69,7 +69,7 @@ class SchemeDecision:
     def open(self, args: tuple[Any, ...]) -> OpenChoices:
         """A state that is quantized already is taken as it is."""
         weights = self.weights
-        kept = {name: leaf.scheme for name, leaf in found_in(args[0] if args else ()) if isinstance(leaf, Quantized)}
+        kept = {name: leaf for name, leaf in found_in(args[0] if args else ()) if isinstance(leaf, Quantized)}
         if kept:
             weights = tuple(_as_kept(weight, kept) for weight in weights)
         tried: list[Tried] = []
@@ -139,10 +139,14 @@ class SchemeDecision:
         return search(weights, finish, self.rise, self.limit_s)
 
 
-def _as_kept(weight: WeightOptions, kept: Mapping[str, str]) -> WeightOptions:
+def _as_kept(weight: WeightOptions, kept: Mapping[str, Quantized]) -> WeightOptions:
     """A weight of a state that is quantized: as it lies there."""
-    scheme = next((scheme for name, scheme in kept.items() if same_weight(name, weight.name)), AS_IT_IS)
-    option = weight.option(scheme)
+    leaf = next((leaf for name, leaf in kept.items() if same_weight(name, weight.name)), None)
+    option = weight.option(AS_IT_IS if leaf is None else leaf.scheme)
+    if option is None and leaf is not None:
+        # In a scheme that was not measured, beside one of the same numbers that was: of int8, int8-dynamic.
+        alike = [one for one in weight.options if one.scheme is not None and has_numbers_of(leaf, one.scheme)]
+        option = alike[0] if alike else None
     if option is None:
         return weight  # in a scheme that was not measured; the step says what is wrong
     return attrs.evolve(weight, options=(option,), stays="it lies so in the state")

@@ -16,7 +16,7 @@ they are multiplied so with a weight that is (`ops/int8_products.py`, `ops/fp8_p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -32,16 +32,18 @@ from colofunc.errors import InputError, near
 from colofunc.mesh.sizes import size_text
 from colofunc.ops import fp8, fp8_products, int8_products
 from colofunc.ops.canonical import autocast
+from colofunc.ops.measured import same_weight
 from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
 from colofunc.ops.quantized_frozen import opened, reading
 from colofunc.ops.quantized_inputs import LinearCalls, divided, rounded_rows
 from colofunc.ops.quantizers import Quantizer
+from colofunc.ops.updates import UPDATES
 from colofunc.planner.plan import matches
 from colofunc.planner.schemes import SchemeChoice
 from colofunc.planner.sharding.linked_rows import linked_rows
 from colofunc.program.ir import Node, Program
 from colofunc.program.passes.packed_gathers import gathered_packed
-from colofunc.program.passes.packed_reads import PRODUCTS, packed_inputs, read_packed
+from colofunc.program.passes.packed_reads import CAST, PRODUCTS, packed_inputs, read_packed
 from colofunc.program.tracing.modules_used import other_names
 from colofunc.program.tracing.roles import mark
 from colofunc.program.tracing.tree import map_named
@@ -58,6 +60,8 @@ FORMAT_OF = {
     int8_products.PRODUCT: "int8",
 }
 """Operator that reads a quantized weight -> its format; its parts are operands one after the other."""
+SUMS = ("aten.add.Tensor", "aten.sub.Tensor")
+"""Operators of a step that updates weights by itself."""
 IN_FLOAT8 = (fp8.PRODUCTS[0], fp8_products.PRODUCT)
 """Products that read a weight in float8 as their second operand, and its scale as their fourth."""
 
@@ -276,18 +280,54 @@ class _Given:
         for name, leaf in found_in(state):
             after = new.get(name)
             if isinstance(leaf, Quantized) and isinstance(after, Tensor) and tuple(after.shape) == leaf.shape:
-                raise InputError(
-                    f"cf.quantize: the step returns {name!r} changed, and a quantized weight is not trained. Try: "
-                    "globs in where= that leave out what is trained; model = cf.lora(model, ...), which trains "
-                    "adapters beside frozen weights"
-                )
+                raise _trained(name)
+
+
+def _trained(name: str, output: str = "") -> InputError:
+    """The error of a step that returns another value for a quantized weight. output: which one, if not the first."""
+    where = f" as output {output!r}" if output else ""
+    return InputError(
+        f"cf.quantize: the step returns {name!r} changed{where}, and a quantized weight is not trained. Try: globs in "
+        "where= that leave out what is trained; model = cf.lora(model, ...), which trains adapters beside frozen weights"
+    )
 
 
 # ---- the program ----
 
 
 def _read_packed(build: Build) -> Build:
+    _check_outputs(build.program, build.traced.out_names)
     return build.evolve(program=read_packed(build.program))
+
+
+def _check_outputs(program: Program, names: Sequence[str]) -> None:
+    """Raises InputError where an output is a quantized weight that was updated.
+
+    By its name and shape alone it might be a gradient, so what has made it counts: an optimizer's update; or a sum with
+    the weight, where it has the weight's name.
+    """
+    for id, output in zip(program.outputs, names, strict=False):
+        node = program.makers.get(id)
+        if node is None or node.target not in (*UPDATES, *SUMS):
+            continue
+        weight = _widened_from(program, node.refs[0])
+        if weight is None:
+            continue
+        # Of "out.1.up.weight" and "params.up.weight", what lies within the output and within the argument.
+        within_output, within_argument = output.split(".", 2)[2:], weight.split(".", 1)[1:]
+        has_its_name = bool(within_output and within_argument) and same_weight(within_output[0], within_argument[0])
+        if node.target in UPDATES or has_its_name:
+            raise _trained(weight, output)
+
+
+def _widened_from(program: Program, id: int) -> str | None:
+    """The name of the quantized weight that a value is, widened, in whatever dtype; None: it is none."""
+    node = program.makers.get(id)
+    while node is not None and node.target == CAST:
+        node = program.makers.get(node.refs[0])
+    if node is None or node.target not in DEQUANTIZE:
+        return None
+    return program.values[node.refs[0]].name
 
 
 def _gathered_packed(build: Build) -> Build:

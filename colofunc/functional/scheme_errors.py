@@ -1,6 +1,6 @@
 """What each scheme does to the loss, weight by weight: what `cf.quantize(step, "auto")` chooses by.
 
-    measuring = cf.shard(cf.sensitivities(loss_fn), mesh, zero(3, "dp"))            # loss_fn(params, batch) -> loss
+    measuring = cf.shard(cf.sensitivities(loss_fn), mesh, zero(3, "dp"))      # loss_fn(params, batch) -> loss
     errors = cf.scheme_errors(model.params, [measuring(model.params, batch) for batch in batches])
     step = cf.quantize(step, "auto", errors=errors, budget="48GB", rise=1e-3)       # or cf.quantize(step, errors.within("2GiB"))
 
@@ -24,14 +24,19 @@ A table that rows are looked up in is measured number by number, which takes as 
 
 Rows that the batch does not have count for nothing. A tied table is the sum of both.
 
+A scheme that rounds inputs of layers too gives y' = W' x', off by d x + W' e, where e = x' - x is what the rounding
+moves. So d M d^T above becomes the sum of the squares of that, with moments of e that were measured by rounding these
+inputs as the scheme does (`cf.sensitivities(loss_fn, schemes=...)`):
+
+    d M d^T + W' E W'^T + 2 W' C d^T           E = sum e e^T, (i, i)    C = sum e x^T, (i, i)
+
 Sources: Martens and Grosse 2015, "K-FAC" (1503.05671), section 3; LeCun et al. 1990, "Optimal Brain Damage", for
 second-order saliencies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -44,13 +49,10 @@ from colofunc.compiler.quantized_weights import packed
 from colofunc.compiler.staged import Staged
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
-from colofunc.functional.calibration import MOMENTS, MeasuredWeights, Statistic, as_a_step, globs_of, joined
+from colofunc.functional.sensitivities import MAKER, KnownSensitivities, Sensitivities, averaged, listed
 from colofunc.mesh import Mesh
-from colofunc.ops.measured import WeightMeasures
 from colofunc.ops.quantized import Quantized
-from colofunc.ops.quantized_frozen import reading
-from colofunc.ops.quantized_inputs import linear_inputs
-from colofunc.ops.quantizers import BUILT_IN, Quantizer, rows_at_once
+from colofunc.ops.quantizers import BUILT_IN, Quantizer
 from colofunc.planner.plan import matches
 from colofunc.planner.schemes import AS_IT_IS, Option, SchemeChoice, SchemeErrors, WeightOptions
 from colofunc.planner.weight_seconds import weight_seconds
@@ -58,135 +60,14 @@ from colofunc.program.lazy import LazyTensor, make
 from colofunc.transforms.quantize import quantize
 from colofunc.transforms.shard import shard
 
-MAKER = "cf.sensitivities"
 SCHEMES = ("int8", "fp8", "fp8-g128", "mxfp8", "nvfp4", "int4-g128", "nf4")
 """What weights are tried in: all built-in schemes that leave inputs of layers as they are."""
-INPUTS, OUTPUTS, LOOKUPS = "inputs", "outputs", "lookups"
-SEEN = attrs.evolve(MOMENTS, maker=MAKER)
-GRADIENTS = Statistic(
-    MAKER, "squares of gradients", "(o,)", torch.square, torch.add, sizes=True, cause="so the loss or its gradients had"
-)
-ROWS = attrs.evolve(GRADIENTS, what="squares of gradients of rows", shape="(v, c)")
-Sensitivities = Mapping[str, Mapping[str, Tensor]]
-
-
-class _Squares(torch.autograd.Function):
-    """A layer's output as it is.
-
-    What `sums` gets as its gradient is the sum over rows of the squares of the output's gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, sums: Tensor) -> Tensor:
-        ctx.dtype = sums.dtype
-        return output.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        squares = g.to(ctx.dtype).square()
-        rows = list(range(g.dim() - 1))
-        return g, squares.sum(rows) if rows else squares
-
-
-class _SquaresOfRows(torch.autograd.Function):
-    """Rows of a table as they are.
-
-    The gradient of `sums` is, for each row of the table, the sum of squares of its lookups' gradients.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, ids: Tensor, sums: Tensor) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.dtype, ctx.size = sums.dtype, sums.shape[0]
-        return rows.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, Tensor]:
-        (ids,) = ctx.saved_tensors
-        squares = g.to(ctx.dtype).square()
-        return g, None, torch.ops.aten.embedding_dense_backward(squares, ids, ctx.size, -1, False) * ids.numel()
-
-
-class _Gradients(MeasuredWeights):
-    """What a run has measured of inputs, and what its gradients are going to be summed in: of outputs, and of rows of
-    tables."""
-
-    def __init__(self, globs: tuple[str, ...]) -> None:
-        super().__init__(SEEN, globs)
-        self.sums: list[tuple[str, Tensor]] = []
-        self.tables: list[tuple[str, Tensor]] = []
-
-    def watch(self, output: Tensor, name: str) -> Tensor:
-        """The output of a layer, whose gradient will be seen."""
-        wide = torch.promote_types(output.dtype, torch.float32)
-        sums = output.new_zeros(output.shape[-1], dtype=wide).requires_grad_()
-        self.sums.append((name, sums))
-        watched: Tensor = _Squares.apply(output, sums)
-        return watched
-
-    def watch_rows(self, ids: Tensor, rows: Tensor, name: str) -> Tensor:
-        """What was looked up in a table, whose gradient will be seen."""
-        table = next(weight for weight, known in self.names.values() if known == name)
-        sums = rows.new_zeros(table.shape, dtype=torch.promote_types(rows.dtype, torch.float32)).requires_grad_()
-        self.tables.append((name, sums))
-        watched: Tensor = _SquaresOfRows.apply(rows, ids, sums)
-        return watched
-
-    def squares(self, loss: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Weight's name -> (o,), and table's name -> (v, c), from the gradients of the loss."""
-        every = [*self.sums, *self.tables]
-        wanted = [sums for _, sums in every]
-        grads: Sequence[Tensor | None] = [None] * len(wanted)
-        if wanted and loss.requires_grad:
-            grads = torch.autograd.grad(loss, wanted, allow_unused=True)
-        outputs: dict[str, Tensor] = {}
-        rows: dict[str, Tensor] = {}
-        for number, ((name, sums), grad) in enumerate(zip(every, grads, strict=True)):
-            grad = torch.zeros_like(sums) if grad is None else grad
-            found = outputs if number < len(self.sums) else rows
-            found[name] = found[name] + grad if name in found else grad
-        return outputs, rows
-
-
-def sensitivities(
-    loss_fn: Callable[..., Any], where: str | Iterable[str] = "*.weight"
-) -> Callable[..., dict[str, dict[str, Tensor]]]:
-    """A step with the arguments of `loss_fn` that returns what `cf.scheme_errors` needs of a calibration batch.
-
-    loss_fn: a function such as loss(params, batch), a mean over rows, (). The step returns {"inputs": {weight: sum of x
-    x^T over all rows x of its linear layers' inputs, (i, i)}, "outputs": {weight: sum of squares of the loss's
-    gradients for their outputs, (o,)}, "lookups": {table: for each of its numbers the sum of squares of the gradients
-    for what was looked up there, times the lookups, (v, c)}}. where: globs over the names of weights, in argument 0 or
-    frozen in a model, as in `cf.quantize`. Raises InputError where a glob matches no weight of a linear layer and no
-    table, and where the function returns no loss.
-    """
-    globs = globs_of(MAKER, loss_fn, where)
-
-    @wraps(loss_fn)
-    def measured(*args: Any, **kwargs: Any) -> dict[str, dict[str, Tensor]]:
-        seen = _Gradients(globs)
-        seen.note_all(args[0] if args else {})
-        with as_a_step(), torch.enable_grad(), reading(seen.frozen, lambda wide, weight: None):
-            with linear_inputs(seen.name, seen.see, seen.watch, seen.watch_rows):
-                loss = loss_fn(*args, **kwargs)
-            if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-                kind = f"a {type(loss).__name__}"
-                if isinstance(loss, Tensor):
-                    kind = f"a tensor of shape {tuple(loss.shape)}"
-                raise InputError(
-                    f"{MAKER}: the function returned {kind}, and is to return a loss of shape (). Try: loss.mean()"
-                )
-            outputs, rows = seen.squares(loss)
-        seen.check([*outputs, *rows], "a linear layer or a lookup reads")
-        return {INPUTS: seen.values, OUTPUTS: outputs, LOOKUPS: rows}
-
-    return measured
 
 
 def scheme_errors(
     weights: Mapping[str, Any],
     measured: Sensitivities | Sequence[Sensitivities],
-    schemes: str | Quantizer | Iterable[str | Quantizer] = SCHEMES,
+    schemes: str | Quantizer | Iterable[str | Quantizer] | None = None,
     where: str | Iterable[str] = "*.weight",
     step: Any = None,
     args: Sequence[Any] = (),
@@ -196,11 +77,12 @@ def scheme_errors(
     weights: name -> tensor, `model.params` or `{**model.params, **model.frozen}`; lazy ones are made one at a time, of
     those on ranks all rows are gathered. measured: what a step of `cf.sensitivities` returns, or a list of such of
     several batches, which are averaged. schemes: names of built-in schemes, or quantizers such as `cf.gptq(moments)`,
-    one or several. where: globs as in `cf.quantize`; weights that they match and of which nothing was measured stay as
+    one or several; None: all built-in ones that leave inputs of layers as they are, and those whose rounding of inputs
+    was measured. where: globs as in `cf.quantize`; weights that they match and of which nothing was measured stay as
     they are, and count as bytes. step, args: the step to be quantized, staged or not, and its arguments; then each
-    option has seconds too, on the clock by which plans are made: of all that reads the weight, added up. Raises
-    InputError where something measured is not finite or of other weights, and for a scheme that is unknown or rounds
-    inputs too.
+    option has seconds too, on the clock by which plans are made: of all that reads the weight or rounds inputs for it,
+    added up. Raises InputError where something measured is not finite or of other weights, and for a scheme that is
+    unknown, or rounds inputs and was not measured.
     """
     if not isinstance(weights, Mapping):
         kind = type(weights).__name__
@@ -208,8 +90,8 @@ def scheme_errors(
             f"cf.scheme_errors: weights are of type {kind}. Try: a dict of them by name, such as model.params"
         )
     globs = (where,) if isinstance(where, str) else tuple(where)
-    quantizers = _quantizers(schemes)
-    known = _averaged(measured)
+    known = averaged(measured)
+    quantizers = _quantizers(schemes, known)
     found = []
     for name, weight in weights.items():
         if isinstance(weight, Quantized):
@@ -228,10 +110,12 @@ def scheme_errors(
     return SchemeErrors(tuple(found) if step is None else _timed(found, quantizers, step, tuple(args)))
 
 
-def _quantizers(schemes: str | Quantizer | Iterable[str | Quantizer]) -> list[Quantizer]:
-    if isinstance(schemes, (str, Quantizer)):
-        schemes = (schemes,)
-    found = [_quantizer(scheme) for scheme in schemes]
+def _quantizers(
+    schemes: str | Quantizer | Iterable[str | Quantizer] | None, known: KnownSensitivities
+) -> list[Quantizer]:
+    if schemes is None:
+        schemes = (*SCHEMES, *[name for name in known.roundings if name in BUILT_IN])
+    found = [_quantizer(scheme, known) for scheme in listed(schemes)]
     if not found:
         raise InputError(
             f"cf.scheme_errors(schemes={schemes!r}): there is nothing to choose from. Try: schemes={SCHEMES[:2]}"
@@ -239,7 +123,7 @@ def _quantizers(schemes: str | Quantizer | Iterable[str | Quantizer]) -> list[Qu
     return found
 
 
-def _quantizer(scheme: Any) -> Quantizer:
+def _quantizer(scheme: Any, known: KnownSensitivities) -> Quantizer:
     if not isinstance(scheme, (str, Quantizer)):
         raise InputError(
             f"cf.scheme_errors: {scheme!r} in schemes= is of type {type(scheme).__name__}. Try: names of schemes "
@@ -249,72 +133,22 @@ def _quantizer(scheme: Any) -> Quantizer:
         if scheme not in BUILT_IN:
             raise InputError(f"cf.scheme_errors: there is no scheme {scheme!r}{near(scheme, BUILT_IN, 'schemes')}")
         scheme = BUILT_IN[scheme]
-    if scheme.rounds_inputs:
+    if scheme.rounds_inputs and scheme.name not in known.roundings:
         raise InputError(
-            f"cf.scheme_errors: {scheme.name!r} rounds inputs of layers too, and errors here are those of weights. "
-            f"Try: schemes= of {', '.join(SCHEMES)}, cf.gptq(moments), cf.awq(moments)"
+            f"cf.scheme_errors: {scheme.name!r} rounds inputs of layers too, and what that does to them was not "
+            f"measured. Try: {_measured_by(scheme)}schemes= of {', '.join(SCHEMES)}"
         )
     return scheme
 
 
-@attrs.frozen(eq=False)
-class _Known:
-    """What was measured, of the mean batch."""
-
-    inputs: WeightMeasures
-    outputs: WeightMeasures
-    lookups: WeightMeasures
-
-    def has(self, name: str) -> bool:
-        """Whether a weight was read."""
-        return self.inputs.has(name) or self.lookups.has(name)
-
-    def rise(self, name: str, found: Quantized, weight: Tensor) -> float:
-        """By how much the loss rises with a quantized weight, by the formulas above, some rows after the others."""
-        self._check_rows(name, weight)
-        wide = found.dequantize(torch.float64)
-        rise, step = 0.0, rows_at_once(weight.shape)
-        for first in range(0, weight.shape[0], step):
-            rows = slice(first, first + step)
-            off = wide[rows] - weight[rows].to(torch.float64)
-            if self.inputs.has(name):
-                moments, squares = self.inputs.of(name, weight.shape[1]), self.outputs.values[self.outputs.known(name)]
-                rise += float((((off @ moments) * off).sum(1) * squares[rows]).sum()) / 2
-            if self.lookups.has(name):
-                rise += float((off.square() * self.lookups.of(name, weight.shape[1])[rows]).sum()) / 2
-        return max(0.0, rise)
-
-    def _check_rows(self, name: str, weight: Tensor) -> None:
-        """Raises InputError where what was measured is of a weight with other rows."""
-        for part in (self.outputs, self.lookups):
-            if not part.has(name):
-                continue
-            shape = tuple(part.values[part.known(name)].shape)
-            if shape[0] != weight.shape[0]:
-                has = f"{name!r} has {weight.shape[0]} rows, and its {part.what} are {shape}"
-                raise InputError(f"cf.scheme_errors: {has}. Try: sensitivities of this model")
+def _measured_by(scheme: Quantizer) -> str:
+    """What measures how a scheme rounds inputs, for an error; nothing does where they are divided first."""
+    if scheme.by_name is not None or scheme.input_scale is not None:
+        return ""
+    return f"{MAKER}(loss_fn, schemes={scheme.name!r}), which does; "
 
 
-def _averaged(measured: Sensitivities | Sequence[Sensitivities]) -> _Known:
-    """What was measured of several batches."""
-    batches = [measured] if isinstance(measured, Mapping) else list(measured)
-    if not batches or not all(
-        isinstance(batch, Mapping) and {INPUTS, OUTPUTS, LOOKUPS} <= batch.keys() for batch in batches
-    ):
-        raise InputError(
-            f"cf.scheme_errors: there are no sensitivities. Try: what a step of {MAKER} returns, or a list of such"
-        )
-    found = []
-    for part, statistic in ((INPUTS, SEEN), (OUTPUTS, GRADIENTS), (LOOKUPS, ROWS)):
-        values: Mapping[str, Tensor] = {}
-        if any(batch[part] for batch in batches):
-            values = joined("cf.scheme_errors", statistic, [batch[part] for batch in batches]).values
-        mean = {name: value / len(batches) for name, value in values.items()}
-        found.append(WeightMeasures("cf.scheme_errors", statistic.what, MAKER, mean))
-    return _Known(*found)
-
-
-def _options(name: str, weight: Tensor, quantizers: Sequence[Quantizer], known: _Known) -> WeightOptions:
+def _options(name: str, weight: Tensor, quantizers: Sequence[Quantizer], known: KnownSensitivities) -> WeightOptions:
     """The ways in which a weight may be kept."""
     shape = tuple(weight.shape)
     plain = Option(None, weight.numel() * weight.itemsize, 0.0)
@@ -328,7 +162,7 @@ def _options(name: str, weight: Tensor, quantizers: Sequence[Quantizer], known: 
         if is_unknown or quantizer.refuses(shape):
             continue
         found = packed(quantizer.named(name), whole, name)
-        options.append(Option(quantizer, found.nbytes, known.rise(name, found, whole)))
+        options.append(Option(quantizer, found.nbytes, known.rise(name, quantizer, found, whole)))
     return WeightOptions(name, shape, tuple(options), "" if len(options) > 1 else "no scheme takes its shape")
 
 

@@ -124,12 +124,10 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, bias: Tensor | None, data: Tensor, scale: Tensor, form: str) -> Tensor:
-        width = FORMATS[form].group
-        if width == 1:  # a scale is of a whole row
-            bits, x_scale = _cast(x)
+        bits, x_scale = _cast(_in_groups(x, form))
+        if FORMATS[form].group == 1:
             by_rows: Tensor = scaled_linear(bits, data, x_scale, scale, bias, x.dtype)
             return by_rows
-        bits, x_scale = _cast(x.unflatten(-1, (-1, width)))
         by_groups: Tensor = scaled_groups_linear(bits.flatten(-2), data, x_scale.squeeze(-1), scale, bias, x.dtype)
         return by_groups
 
@@ -143,6 +141,22 @@ class _Layer(torch.autograd.Function):
         dx = OPERATORS[ctx.form].linear_dx.apply(g, *ctx.saved_tensors) if ctx.needs_input_grad[0] else None
         db = g.sum(list(range(g.dim() - 1))) if ctx.needs_input_grad[1] else None
         return dx, db, None, None, None
+
+
+def rounded_rows(x: Tensor, form: str) -> Tensor:
+    """Inputs (..., i) as `rounded_linear` multiplies them with a weight in the format `form`, in float32 or float64."""
+    bits, scale = _cast(_in_groups(x, form))
+    # Rows in float8 with their scales are what such a weight is, so the operator that widens it widens them.
+    rows = bits.reshape(-1, x.shape[-1])
+    scales = scale.reshape(rows.shape[0]) if FORMATS[form].group == 1 else scale.reshape(rows.shape[0], -1)
+    numbers: Tensor = OPERATORS[form].dequantize.apply(rows, scales, scale.dtype)
+    return numbers.reshape(x.shape)
+
+
+def _in_groups(x: Tensor, form: str) -> Tensor:
+    """Inputs (..., i) with what shares a scale as the last dim: as they are, or (..., g, i / g)."""
+    width = FORMATS[form].group
+    return x if width == 1 else x.unflatten(-1, (-1, width))
 
 
 def _cast(rows: Tensor) -> tuple[Tensor, Tensor]:

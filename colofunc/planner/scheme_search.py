@@ -12,8 +12,12 @@ fits the best is taken:
 Which candidates: one scheme for all weights, where seconds count; then choices for some bytes of all weights, each a
 knapsack (`schemes`), halving the bytes next to the best one; and of the best with other schemes for some weights (all
 others of a small model) those that may be better by what is known. That is the seconds of a weight in a scheme, as they
-were counted in the steps finished so far, and that a choice needs no less memory than one that is too large already and
-has no weight larger than it.
+were counted in the steps finished so far, and that a choice needs no less memory than one that is too large already, has
+no weight larger than it and rounds the same inputs.
+
+A scheme that rounds inputs of layers too has the bytes of one that does not, and more error: it is taken for its
+seconds, which bytes say nothing about. So a step with this scheme for all weights is counted even where its error is
+above `rise`: what is learnt are the seconds of each weight, of which some may be taken.
 
     as it is    0         1.20 s (copied)
     int8        4e-5      0.41 s
@@ -31,7 +35,7 @@ import attrs
 
 from colofunc.errors import PlanError
 from colofunc.planner.plan_table import time_text
-from colofunc.planner.schemes import SchemeChoice, SchemeOption, Tried, WeightOptions, WeightScheme, least_cost
+from colofunc.planner.schemes import Option, SchemeChoice, SchemeOption, Tried, WeightOptions, WeightScheme, least_cost
 
 Picks = tuple[int, ...]
 """Of each weight the number of an option."""
@@ -45,6 +49,8 @@ LITTLE = 1e-3
 """Of the least that may be gained by other schemes for some weights, in relation to all."""
 NARROW = 1 / 256
 """Where two levels of bytes are no further apart, in relation to all bytes, nothing is looked for between them."""
+GAIN = 2.0
+"""How many times as fast a product of rounded inputs is taken to be, as long as none of its weight was counted."""
 
 
 @attrs.frozen(eq=False)
@@ -76,6 +82,18 @@ def choice_of(weights: Sequence[WeightOptions], picks: Picks, tried: Sequence[Tr
     return SchemeChoice(chosen, budget_bytes=None, tried=tried)
 
 
+def _rounds_inputs(option: Option) -> bool:
+    return option.scheme is not None and option.scheme.rounds_inputs
+
+
+def _needs_as_much(option: Option, other: Option) -> bool:
+    """Whether a step needs no less memory with an option of a weight than with another, as far as is known."""
+    if option.nbytes < other.nbytes:
+        return False
+    # What a product needs beside its weight differs where inputs are rounded, so the two say nothing of each other.
+    return option.scheme == other.scheme or not (_rounds_inputs(option) or _rounds_inputs(other))
+
+
 @attrs.define(eq=False)
 class _Search:
     weights: Sequence[WeightOptions]
@@ -104,10 +122,14 @@ class _Search:
         if self.best is None or self.rise is not None:
             seconds_count = self.rise is not None or self.limit_s is not None
             for picks in self.uniform() if seconds_count else ():
-                self.look(picks)
+                self.look_at_one_scheme(picks)
             self.look(self.small)
-            if self.best is None and self.rise is None and self.small in self.too_large:
-                raise PlanError(self.refused())  # no other has a smaller weight
+            some_round = any(_rounds_inputs(option) for weight in self.weights for option in weight.options)
+            # No other has a smaller weight; but one whose inputs are rounded, or not, may need less beside its weights.
+            if self.best is None and self.rise is None and self.small in self.too_large and not some_round:
+                raise PlanError(self.refused())
+            if some_round and seconds_count:
+                self.look(self.at(self.nbytes(sure)) or sure)  # the best by seconds, of which bytes say nothing
             self.between(self.nbytes(self.small), self.nbytes(sure))
             self.others()
         if self.best is None:
@@ -127,12 +149,14 @@ class _Search:
         known = self.known_s.get((number, pick))
         if known is not None:
             return known
-        sizes = [option.nbytes for option in self.weights[number].options]
+        options = self.weights[number].options
+        sizes = [option.nbytes for option in options]
         beside = []
         for (other, k), seconds in self.known_s.items():
             if other == number:
                 beside.append((abs(sizes[k] - sizes[pick]), seconds / sizes[k]))
-        return min(beside)[1] * sizes[pick] if beside else float(sizes[pick])
+        by_bytes = min(beside)[1] * sizes[pick] if beside else float(sizes[pick])
+        return by_bytes / GAIN if _rounds_inputs(options[pick]) else by_bytes
 
     def estimated_s(self, picks: Picks) -> float:
         """Seconds of the step, no more than what is likely: the rest of it as in the fastest step so far."""
@@ -150,11 +174,21 @@ class _Search:
         seconds, error = self.tried[picks].seconds or 0.0, self.error(picks)
         return (error, seconds) if self.rise is None else (seconds, error)
 
+    def is_allowed(self, picks: Picks) -> bool:
+        """Whether the loss rises by no more than it may."""
+        return self.rise is None or self.error(picks) <= self.rise
+
+    def rounds_inputs(self, picks: Picks) -> bool:
+        """Whether some weight has a scheme that rounds inputs of layers too."""
+        return any(_rounds_inputs(weight.options[pick]) for weight, pick in zip(self.weights, picks, strict=True))
+
     def is_too_large(self, picks: Picks) -> bool:
-        """Whether a choice with no larger weight was too large."""
+        """Whether a choice with no larger weight, and the same inputs rounded, was too large."""
         for other in self.too_large:
-            pairs = zip(self.weights, picks, other, strict=True)
-            if all(weight.options[here].nbytes >= weight.options[there].nbytes for weight, here, there in pairs):
+            if all(
+                _needs_as_much(weight.options[here], weight.options[there])
+                for weight, here, there in zip(self.weights, picks, other, strict=True)
+            ):
                 return True
         return False
 
@@ -162,9 +196,22 @@ class _Search:
 
     def look(self, picks: Picks) -> None:
         """Finish the step with a choice, if it was not and may be taken."""
-        if picks in self.tried or (self.rise is not None and self.error(picks) > self.rise) or self.is_too_large(picks):
+        if picks in self.tried or not self.is_allowed(picks) or self.is_too_large(picks):
             return
         done = self.tried[picks] = self.finish(picks)
+        self.learn(picks, done)
+        if self.fits(done) and (self.best is None or self.key(picks) < self.key(self.best)):
+            self.best = picks
+
+    def look_at_one_scheme(self, picks: Picks) -> None:
+        """Finish the step with one scheme for all weights, if it may be taken, or if only so is known what it takes."""
+        if self.is_allowed(picks):
+            self.look(picks)
+        elif self.rounds_inputs(picks) and not self.is_too_large(picks):
+            self.learn(picks, self.finish(picks))
+
+    def learn(self, picks: Picks, done: CountedSchemes) -> None:
+        """What a finished step says about others."""
         if done.why:
             self.too_large.append(picks)
         for number, pick in enumerate(picks):
@@ -174,8 +221,6 @@ class _Search:
         # Of all that were finished anew: what is known of weights has changed.
         rests = [one.seconds - self.weights_s(other) for other, one in self.tried.items() if one.seconds is not None]
         self.rest_s = min(rests, default=0.0)
-        if self.fits(done) and (self.best is None or self.key(picks) < self.key(self.best)):
-            self.best = picks
 
     # ---- candidates ----
 
@@ -208,7 +253,18 @@ class _Search:
         for weight in self.weights:
             groups.append([SchemeOption(option.nbytes, (option.error,)[: len(limits)]) for option in weight.options])
         picked = least_cost(groups, limits)
-        return self.surest() if picked is None else picked.picks
+        return self.surest() if picked is None else self.surest_of_same_bytes(picked.picks)
+
+    def surest_of_same_bytes(self, picks: Picks) -> Picks:
+        """A choice with the least error that each weight may have in as many bytes."""
+        surest = []
+        for weight, pick in zip(self.weights, picks, strict=True):
+            errors = []
+            for position, option in enumerate(weight.options):
+                if option.nbytes == weight.options[pick].nbytes:
+                    errors.append((option.error, position))
+            surest.append(min(errors)[1])
+        return tuple(surest)
 
     def at(self, nbytes: float) -> Picks | None:
         """The best by what is known within some bytes; None: nothing is."""
@@ -284,11 +340,7 @@ class _Search:
 
     def promising(self) -> Iterator[Picks]:
         for picks in self.unlike():
-            if (
-                picks in self.tried
-                or self.is_too_large(picks)
-                or (self.rise is not None and self.error(picks) > self.rise)
-            ):
+            if picks in self.tried or self.is_too_large(picks) or not self.is_allowed(picks):
                 continue
             if self.best is None:
                 yield picks

@@ -5,9 +5,10 @@ it.
 
 Problem: a scheme makes some operators faster (a weight is read at its packed size, fewer bytes travel) and adds others.
 Idea: a value that is made of weights alone belongs to them, and what makes it, or reads it, is charged to them, by the
-same clock that plans are made by. Where one gather brings several tensors, each pays by its bytes, those that nobody
-asks about too. Seconds are added up, as in `low.cost()`: what of them is hidden behind other work depends on the whole
-step.
+same clock that plans are made by. What rounds the inputs of products (`ROUNDING`, and what travels between ranks for
+it) is charged to the weights whose products read it, to each of several alike. Where one gather brings several tensors,
+each pays by its bytes, those that nobody asks about too. Seconds are added up, as in `low.cost()`: what of them is
+hidden behind other work depends on the whole step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from colofunc.mesh import Mesh
+from colofunc.ops import fp8, int8_products, quantized_inputs
 from colofunc.ops.measured import same_weight
 from colofunc.ops.quantized import PARTS
 from colofunc.program.cost import RuleOf, node_s
@@ -27,6 +29,11 @@ REST = ""
 KEPT = ("param", "frozen", "buffer", "state")
 BESIDE = (*PARTS[1:], "input_scale")
 """Parts of a packed weight whose names stand behind the weight's own."""
+ROUNDING = (
+    *(fp8.MAXIMUM, fp8.fp8_scale.name, fp8.CAST),
+    *(int8_products.SIZE, int8_products.int8_rows.name, quantized_inputs.rounded_rows.name),
+)
+"""Operators that round inputs of products while a step runs, from the largest number of a row to the rounded rows."""
 
 
 def weight_seconds(program: Program, mesh: Mesh, rule_of: RuleOf, names: Collection[str]) -> dict[str, float]:
@@ -60,7 +67,8 @@ class _Charge:
 
     def run(self, program: Program, own: dict[int, Shares], trips: int) -> None:
         """own: value -> whose it is; it grows."""
-        for node in program.nodes:
+        charged: dict[int, Shares] = {}  # position of a node -> who pays for it
+        for position, node in enumerate(program.nodes):
             read = [id for id in node.refs if id in own]
             if not read:
                 continue
@@ -76,13 +84,44 @@ class _Charge:
             shares = _shares_of_values(read, own, program.values)
             if not alone and shares.keys() != {REST}:  # a product is its weight's, whatever it adds
                 shares = _without_rest(shares)
-            seconds = node_s(node, program.values, self.mesh, self.rule_of) * trips
-            for name, share in shares.items():
-                self.spent[name] += seconds * share
+            charged[position] = shares
             if alone:
                 for result in node.results:
                     value = program.values[result]
                     own[result] = self.owner(value) if value.name else shares
+        charged.update(_shares_of_rounding(program, charged))
+        for position, shares in charged.items():
+            seconds = node_s(program.nodes[position], program.values, self.mesh, self.rule_of) * trips
+            for name, share in shares.items():
+                self.spent[name] += seconds * share
+
+
+def _shares_of_rounding(program: Program, charged: Mapping[int, Shares]) -> dict[int, Shares]:
+    """Who pays for the nodes that round inputs, by position: those who pay for what reads them, each reader alike.
+
+    charged: who pays for the nodes that read weights.
+    """
+    rounding: list[int] = []
+    made_there: set[int] = set()
+    readers: dict[int, list[int]] = {}
+    for position, node in enumerate(program.nodes):
+        for id in set(node.refs):
+            readers.setdefault(id, []).append(position)
+        # What only passes on what rounding has made is a view of it, or a collective between its operators.
+        is_passing = bool(node.refs) and all(id in made_there for id in node.refs)
+        if position not in charged and node.loop is None and (node.target in ROUNDING or is_passing):
+            rounding.append(position)
+            made_there.update(node.results)
+    found: dict[int, Shares] = {}
+    for position in reversed(rounding):
+        reading = [reader for id in program.nodes[position].results for reader in readers.get(id, ())]
+        shares: dict[str, float] = {}
+        for reader in reading:
+            of_reader = found.get(reader) or charged.get(reader) or {REST: 1.0}
+            for name, share in of_reader.items():
+                shares[name] = shares.get(name, 0.0) + share / len(reading)
+        found[position] = shares
+    return found
 
 
 def _shares_of_values(read: Collection[int], own: Mapping[int, Shares], values: Mapping[int, Value]) -> Shares:
