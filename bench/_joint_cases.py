@@ -18,8 +18,8 @@ from colofunc.errors import PlanError
 from colofunc.planner.candidate import Finish, FinishedProgram
 from colofunc.planner.joint import Proposal, decide_jointly
 from colofunc.planner.offload.choice import Hint
-from colofunc.planner.offload.fastest import offload
-from colofunc.planner.recompute.fastest import fit
+from colofunc.planner.offload.fastest import fastest_offload
+from colofunc.planner.recompute.fastest import fit_recomputed
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.memory import memory
 from colofunc.program.passes.inplace import in_place
@@ -182,14 +182,14 @@ class Deciding:
             if not (self.moves and moves):
                 return FinishedProgram(done, memory(done).peak_bytes["device"], 0.0)
             hint = like.hint if like is not None and isinstance(like.hint, Hint) else None
-            moved = offload(done, mesh, node_s, budget, like=hint)
+            moved = fastest_offload(done, mesh, node_s, budget, like=hint)
             peak = budget + moved.over if hint else memory(moved.program).peak_bytes["device"]
             return FinishedProgram(moved.program, peak, moved.exposed_s, moved.words, moved.short, moved.hint)
 
         finished: Finish = counted
         if not self.again:
             return counted(program)
-        fitted, leanest = fit(program, node_s, finished, budget, below_s)
+        fitted, leanest = fit_recomputed(program, node_s, finished, budget, below_s)
         return fitted or leanest
 
     def others(self, price_s: float | None) -> Iterator[Proposal[Choice]]:

@@ -18,7 +18,7 @@ import torch
 
 import colofunc as cf
 from bench import Row, Section, fresh, peak_rss_bytes
-from colofunc.cli import axes_of, machine
+from colofunc.cli import axes_of_text, machine
 from colofunc.mesh.sizes import parse_bytes
 from colofunc.planner.plan_table import time_text
 
@@ -114,7 +114,7 @@ CASES = (
 
 def staged(case: Case, step: Any) -> Any:
     """The step of a case on its machine."""
-    found = cf.shard(step, machine(case.device, "", case.host, "")(cf.Mesh(**axes_of(case.mesh))))
+    found = cf.shard(step, machine(case.device, "", case.host, "")(cf.Mesh(**axes_of_text(case.mesh))))
     budget = parse_bytes(case.budget, "budget") if case.budget else None
     for name in case.chain:
         if name == "checkpoint":

@@ -19,7 +19,7 @@ from colofunc_plugins import gemini
 import colofunc as cf
 from bench import Row, Section, fresh
 from bench.memory_plans import gb, opt
-from colofunc.cli import axes_of, machine
+from colofunc.cli import axes_of_text, machine
 from colofunc.mesh.sizes import parse_bytes
 from colofunc.planner.offload.evict import TraceFacts, evict, spread
 from colofunc.planner.offload.least_traffic import least_traffic
@@ -85,7 +85,7 @@ def split(budget: str, rows: int, param: float | None, optim: float = 1.0, aim: 
     """
     step, state, batch = opt(5120, 40, 40, rows)
     policy: Any = gemini("host") if aim == "host" else aim if param is None else gemini("static", param=param, optim=optim)
-    mesh = machine(f"a100-{budget.removesuffix('B').lower()}", "", "512GiB", "")(cf.Mesh(**axes_of("")))
+    mesh = machine(f"a100-{budget.removesuffix('B').lower()}", "", "512GiB", "")(cf.Mesh(**axes_of_text("")))
     staged = cf.offload(cf.precision(cf.shard(step, mesh), "bf16"), budget=parse_bytes(budget, "budget"), policy=policy)
     try:
         low = staged.lower(state, batch)

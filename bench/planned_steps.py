@@ -34,7 +34,7 @@ from transformers import (
 import colofunc as cf
 from bench import Row, Section
 from bench.calls import attention, convolutions, perceptron
-from colofunc.mesh.stopwatch import least_s
+from colofunc.mesh.stopwatch import least_run_s
 
 PROFILE_S = 30.0
 STEPS, WARM, ENOUGH, MOST_S = 9, 2, 3, 30.0
@@ -129,7 +129,7 @@ def quiet_flops_per_s(topology: cf.Topology) -> float:
 
 def product_flops_per_s() -> float:
     a, b = torch.randn(WIDE, WIDE), torch.randn(WIDE, WIDE)
-    return 2.0 * WIDE**3 / least_s(lambda: a @ b, torch.device("cpu"), repeats=3)
+    return 2.0 * WIDE**3 / least_run_s(lambda: a @ b, torch.device("cpu"), repeats=3)
 
 
 def measured_s(case: Case, topology: cf.Topology) -> tuple[float, int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from bench import Row, Section, pairs, ratio, seconds
 from bench.native_updates import without_kernel
 from colofunc.ops import native
-from colofunc.ops.update_packed import adamw8_, block_of, packed
+from colofunc.ops.update_packed import adamw8_, block_of, packed_moment
 from colofunc.ops.update_rounded import adamw_rounded_
 
 SIDES = (1 << 10, 1 << 12)
@@ -37,7 +37,7 @@ class Operands:
         self.narrow = [x.bfloat16() for x in self.wide]
         blocks = block_of(shape)
         assert blocks is not None
-        self.moments = (*packed(self.wide[1], blocks, True), *packed(self.wide[2], blocks, False))
+        self.moments = (*packed_moment(self.wide[1], blocks, True), *packed_moment(self.wide[2], blocks, False))
         self.step, self.lr = torch.tensor(3.0), torch.tensor(1e-3)
 
     def of_torch(self, states: list[Tensor], grad: Tensor) -> None:

@@ -25,7 +25,7 @@ import torch
 import typer
 from rich.console import Console
 
-from colofunc.command.machine import axes_of, disk_argument, in_stages, machine, placed
+from colofunc.command.machine import axes_of_text, disk_argument, in_stages, machine, step_on_machine
 from colofunc.command.report import check_writable, report, write_files
 from colofunc.command.script import complain, errors_of, load_step
 from colofunc.compiler.lowered import Lowered
@@ -111,9 +111,9 @@ def plan(
         check_writable(picture=picture, trace=trace, save=save)
         step, args = load_step(target, example)
         allowed = [name for name in within.split(",") if name]
-        step, axes = in_stages(step, axes_of(mesh), pp, schedule, microbatches)
+        step, axes = in_stages(step, axes_of_text(mesh), pp, schedule, microbatches)
         on = machine(device, topology, host, budget, disk)
-        staged = placed(step, axes, on, allowed, disk_argument(disk))
+        staged = step_on_machine(step, axes, on, allowed, disk_argument(disk))
         with errors_of(target, ours=True):
             low: Lowered = staged.lower(*args)
         budget_bytes = device_limit_bytes(staged, low.priced)

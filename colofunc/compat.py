@@ -390,7 +390,7 @@ def children(module: torch.nn.Module) -> tuple[torch.nn.Module | None, ...]:
     return tuple(module.children()) if known is None else tuple(known.values())
 
 
-def training(module: torch.nn.Module) -> bool:
+def is_training(module: torch.nn.Module) -> bool:
     """Whether a module is in train mode. A frozen module of TorchScript has lost its mode."""
     return bool(getattr(module, "training", False))
 
@@ -400,7 +400,7 @@ def all_training(modules: Sequence[torch.nn.Module]) -> list[bool]:
     try:
         return [module.training for module in modules]
     except AttributeError:
-        return [training(module) for module in modules]
+        return [is_training(module) for module in modules]
 
 
 def all_children(modules: Sequence[torch.nn.Module]) -> list[tuple[torch.nn.Module | None, ...]]:

@@ -150,7 +150,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def machine() -> str:
+def machine_key() -> str:
     """What tells this machine from others: its name, and how many processors this process may use."""
     return f"{platform.node()} {platform.machine()} {cores()}"
 

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from colofunc.ops import attention_cuda as cuda
 from colofunc.ops import attention_guards as guards
 from colofunc.ops.attention import blockwise, blockwise_backward
-from colofunc.ops.attention_bands import band_of, cut, visible_pairs
+from colofunc.ops.attention_bands import cut, known_band, visible_pairs
 from colofunc.ops.attention_parts import merge
 from colofunc.ops.define import KERNELS
 from colofunc.ops.kernels import KernelCall, Like, describe
@@ -82,7 +82,7 @@ def test_a_band_is_what_causal_masks_windows_offsets_and_stripes_show() -> None:
         step = step if s > 1 or t > 1 else 1
         distance = {(i, j): 20 + ahead + step * i - 20 - step * j for i in range(s) for j in range(t)}
         wanted = {pair for pair, d in distance.items() if (not causal or d >= 0) and (not window or d < window)}
-        band = band_of(causal, window, rows, columns)
+        band = known_band(causal, window, rows, columns)
         assert band is not None
         part = cut(band, s, t)
         assert (part is None) == (not wanted)
@@ -97,8 +97,8 @@ def test_a_band_is_what_causal_masks_windows_offsets_and_stripes_show() -> None:
         assert not part.top_left or shown == {(i + part.i0, j + part.j0) for i in range(n) for j in range(m) if j <= i}
         cases += 1
     assert cases > 1000
-    assert band_of(True, 0, None, (0, 1)) is None
-    assert band_of(True, 0, (0, 2), (0, 3)) is None
+    assert known_band(True, 0, None, (0, 1)) is None
+    assert known_band(True, 0, (0, 2), (0, 3)) is None
 
 
 # ---- the emulations are torch's operators ----

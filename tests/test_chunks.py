@@ -30,7 +30,7 @@ from colofunc.program.passes import one_call
 from colofunc.program.passes.chunks import buffers_of, chunked
 from colofunc.program.passes.coalesce import delay_updates, delay_views
 from colofunc.program.passes.one_call import runs_of_updates
-from colofunc.program.passes.packing import pack
+from colofunc.program.passes.packing import pack_chunks
 from colofunc.program.passes.schedule import overlap
 from colofunc.testing import check
 
@@ -63,7 +63,7 @@ def parts(state: Any, rank: int = 0) -> list[torch.Tensor]:
 def test_one_gather_and_one_reduction_per_chunk(stage: int) -> None:
     step, state, batch = mlp(clip=None)
     for chunk in (4224, 1 << 20):  # a layer, everything
-        n = len(pack([p.numel() for p in state["params"].values()], chunk))
+        n = len(pack_chunks([p.numel() for p in state["params"].values()], chunk))
         low = cf.shard(step, DP4, zero(stage, "dp", chunk=chunk)).lower(state, batch)
         assert calls(low) == {"all_gather": n, "reduce_scatter": n, "all_reduce": 1}  # the loss
         assert wires(low) == {"all_gather": nbytes(state) * 3 // 4, "reduce_scatter": nbytes(state) * 3 // 4}
@@ -74,7 +74,7 @@ def test_a_language_model_is_gathered_twice_and_reduced_once_per_chunk() -> None
         step, state, batch = language("gpt2")
         staged = cf.shard(step, DP4, zero(3, "dp", chunk=5000, regather=True))
         low = staged.lower(state, batch)
-        n = len(pack([p.numel() for p in state["params"].values()], 5000))
+        n = len(pack_chunks([p.numel() for p in state["params"].values()], 5000))
         assert calls(low)["all_gather"] == 2 * n and calls(low)["reduce_scatter"] == n == 7
         assert wires(low)["reduce_scatter"] == nbytes(state) * 3 // 4
         assert check(staged, state, batch).worst < 1e-10

@@ -522,9 +522,9 @@ def test_in_forward_mode() -> None:
 
 def test_training() -> None:
     scripted = torch.jit.script(torch.nn.Linear(2, 2))
-    assert compat.training(scripted) and not compat.training(scripted.eval())
+    assert compat.is_training(scripted) and not compat.is_training(scripted.eval())
     frozen = torch.jit.freeze(scripted)
-    assert not compat.training(frozen)
+    assert not compat.is_training(frozen)
     assert compat.all_training([torch.nn.Tanh(), torch.nn.Tanh().eval()]) == [True, False]
     assert compat.all_training([torch.nn.Tanh(), frozen]) == [True, False]
 

@@ -18,7 +18,7 @@ import colofunc.compiler.step_compiler  # which brings along the operators that 
 from colofunc.ops.define import KERNELS
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.ops.targets import overload
-from colofunc.ops.update_packed import _tables, block_of, packed
+from colofunc.ops.update_packed import _tables, block_of, packed_moment
 from colofunc.ops.wire import wire_pack
 from colofunc.program.facts import kind_of
 from colofunc.program.ir import Node, Program
@@ -101,7 +101,7 @@ def moments_in_bf16() -> list[torch.Tensor]:
 def moments_in_8_bits() -> list[torch.Tensor]:
     blocks = block_of((64, 64))
     assert blocks is not None
-    return [r(64, 64), r(64, 64), *packed(r(64, 64), blocks, True), *packed(r(64, 64).abs(), blocks, False)]
+    return [r(64, 64), r(64, 64), *packed_moment(r(64, 64), blocks, True), *packed_moment(r(64, 64).abs(), blocks, False)]
 
 
 def bits(*shape: int) -> torch.Tensor:

@@ -260,8 +260,8 @@ def test_ranks_on_gpus_are_planned_by_what_rank_0_says_and_measured_on_request(m
 
 def test_a_profile_of_a_card_begins_with_what_it_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Links that nobody timed, and the margin."""
-    monkeypatch.setattr("colofunc.mesh.device_profile.least_s", lambda run, device, repeats=5: 1e-3)
-    monkeypatch.setattr("colofunc.mesh.attention_profile.least_s", lambda run, device: 1e-3)
+    monkeypatch.setattr("colofunc.mesh.device_profile.least_run_s", lambda run, device, repeats=5: 1e-3)
+    monkeypatch.setattr("colofunc.mesh.attention_profile.least_run_s", lambda run, device: 1e-3)
     with Machine(cards=8, capacity_bytes=80 * GIB):
         found = profile_mesh(Mesh(dp=8), seconds=0.0)
         assert found.name == "8xh100 (found) (measured)" and found.levels[0].name == "nvlink"

@@ -11,7 +11,7 @@ from test_offload import one, peak, training
 
 import colofunc as cf
 from colofunc.planner.offload.disk import on_disk
-from colofunc.planner.offload.fastest import offload
+from colofunc.planner.offload.fastest import fastest_offload
 from colofunc.planner.offload.policies import AUTO, HOST
 from colofunc.program.cost import node_s
 from colofunc.program.lanes import played
@@ -36,10 +36,10 @@ def both_ways(shape: dict[str, int], disk: int, budget: float, host: float, poli
     low = cf.shard(step, mesh).lower(*args)
     seconds = partial(node_s, mesh=mesh, rule_of=low.registry.rule)
     limit = int(low.memory().peak_bytes["device"] * budget)
-    plain = offload(low.program, mesh, seconds, limit, policy)
+    plain = fastest_offload(low.program, mesh, seconds, limit, policy)
     room = int(memory(plain.program).peak_bytes.get("host", 0) * host)
     after = on_disk(plain.program, mesh, seconds, room, {}).program
-    once = offload(low.program, mesh, seconds, limit, policy, host_bytes=room, disk=True)
+    once = fastest_offload(low.program, mesh, seconds, limit, policy, host_bytes=room, disk=True)
     end_s = [played(p, mesh, seconds).end_s for p in (after, once.program)]
     fits = [memory(p).peak_bytes.get("host", 0) <= room for p in (after, once.program)]
     assert fits[1] == (not once.short)

@@ -24,7 +24,7 @@ from colofunc.executors import flight as flights
 from colofunc.executors import lookout, watch
 from colofunc.executors.backend import backend_for
 from colofunc.executors.flight import Flight, abort_all
-from colofunc.executors.places import RankProgress, place_of, write_on_gpu, write_place
+from colofunc.executors.places import RankProgress, whereabouts, write_on_gpu, write_place
 from colofunc.executors.presence import Limits
 
 
@@ -117,12 +117,12 @@ class Store(dict[str, Any]):
 
 def test_a_step_is_done_where_it_has_passed_on_the_gpu() -> None:
     store = Store()
-    assert place_of(store, 1) == RankProgress()
+    assert whereabouts(store, 1) == RankProgress()
     write_place(store, 1, 7, "after step 7 (train)", 7)
-    assert place_of(store, 1) == RankProgress(7, "after step 7 (train)", 7) and place_of(store, 1).words == "after step 7 (train)"
+    assert whereabouts(store, 1) == RankProgress(7, "after step 7 (train)", 7) and whereabouts(store, 1).words == "after step 7 (train)"
     write_on_gpu(store, 1, 4, "in all_gather of a, in step 5 (train)")
-    assert place_of(store, 1).done == 4
-    assert place_of(store, 1).words == "after step 7 (train); its GPU is in all_gather of a, in step 5 (train)"
+    assert whereabouts(store, 1).done == 4
+    assert whereabouts(store, 1).words == "after step 7 (train); its GPU is in all_gather of a, in step 5 (train)"
 
 
 # ---- two ranks with pretended cards ----
@@ -150,7 +150,7 @@ def lose_a_peer() -> dict[str, Any]:
     step = cf.shard(gathered, mesh, in_specs=("a", "(dp r) c"), out_specs="a", donate=())
     state, x = torch.zeros(3).double(), torch.ones(4, 2).double()
     float(step(state, x).sum())
-    done = place_of(tie._store, rank).done
+    done = whereabouts(tie._store, rank).done
 
     def until(text: str) -> None:
         over = time.monotonic() + 60

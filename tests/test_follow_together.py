@@ -10,7 +10,7 @@ from colofunc_plugins import experts
 
 import colofunc as cf
 from colofunc.planner.wishes.flow_constraints import _refined
-from colofunc.planner.wishes.layout_equality import alike
+from colofunc.planner.wishes.layout_equality import lies_alike
 from colofunc.testing import check
 
 ROWS, TOKENS = 8, 16
@@ -71,7 +71,7 @@ def test_axes_beside_are_no_part_of_what_stands_before() -> None:
     """`(16 t 8)`, rows by tokens, is met where others split the rows or the tokens, not where the axis cuts elsewhere."""
     mesh = cf.Mesh(r=2, s=2, t=2)
     want, met, other = (cf.Spec(text).bind(mesh, (256,)) for text in ("(16 t 8)", "(r 8 s t 4)", "(r 2 s t 16)"))
-    assert alike(want, met, ("t",)) and not alike(want, other, ("t",))
+    assert lies_alike(want, met, ("t",)) and not lies_alike(want, other, ("t",))
 
 
 def mixture(w: dict[str, torch.Tensor], batch: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

@@ -10,7 +10,7 @@ from torch import nn
 
 import colofunc as cf
 from colofunc.compiler.quantized_weights import packed
-from colofunc.ops.gptq import factor, rounded
+from colofunc.ops.gptq import factor, rounded_int4
 from colofunc.ops.quantized import FORMATS
 from colofunc.ops.quantizers import BUILT_IN
 from colofunc.program.lazy import lazy_tensor
@@ -32,7 +32,7 @@ def test_each_column_is_rounded_and_the_rest_is_moved_to_the_least_change_of_out
     x, w = inputs(), weight(4)
     moments = x.T @ x
     damped = moments + 0.01 * moments.diagonal().mean() * torch.eye(256, dtype=torch.float64)
-    parts = rounded(w, factor(moments, 0.01))
+    parts = rounded_int4(w, factor(moments, 0.01))
     found = FORMATS["int4"].widen((parts["data"], parts["scale"], parts["zero"]), torch.float64)
     rest = w.double()
     for column in range(256):

@@ -332,7 +332,7 @@ def test_the_card_of_a_rank_in_a_group_of_the_users(
 
 def test_two_ranks_on_one_card_are_an_error_before_anything_is_sent(of_somebody_else: Any) -> None:
     with of_somebody_else(None, 0, None), pytest.raises(MeshError, match=r"one GPU of its own|a GPU of its own for each rank") as told:
-        gpus.adopt_gpu(Others("other", gpus.name_of(0)))
+        gpus.adopt_gpu(Others("other", gpus.gpu_name(0)))
     assert "ranks 0 and 2 would share one" in str(told.value) and "torch.cuda.set_device(" in str(told.value)
 
 

@@ -64,13 +64,13 @@ def test_a_program_takes_as_long_as_its_plan(monkeypatch: pytest.MonkeyPatch) ->
     """What the host waits for the device does not: gradients of biases stand behind those of weights on their way."""
     step, *args = training(layers=4, d=768, rows=2048)
     whole = peak(cf.shard(step, one()), *args)
-    planned, write = [], offload.write
+    planned, write = [], offload.write_copies
 
     def noted(*args: Any, **said: Any) -> Any:
         planned.append(args[-1].seconds)
         return write(*args, **said)
 
-    monkeypatch.setattr(offload, "write", noted)
+    monkeypatch.setattr(offload, "write_copies", noted)
     for share in (0.8, 0.6, 0.5):
         low = cf.offload(cf.shard(step, one()), budget=int(whole * share)).lower(*args)
         assert low.lanes().busy_s()["host"] > 0

@@ -15,7 +15,7 @@ from colofunc.ops.define import KERNELS
 from colofunc.ops.linear import linear, linear_dw, linear_dx
 from colofunc.ops.twins import twin_of
 from colofunc.ops.update import adamw, adamw_, sgd, sgd_
-from colofunc.ops.update_packed import block_of, packed
+from colofunc.ops.update_packed import block_of, packed_moment
 from colofunc.ops.update_rules import options_of, update, update_
 from colofunc.ops.updates import UPDATES
 
@@ -325,7 +325,7 @@ def test_twins_write_the_same_numbers_in_place() -> None:
     cases["colofunc.lamb_direction"] = (*t[:5], 0.9, 0.99, 1e-6, 0.1)
     p, g, m, v = rand(64, 64), rand(64, 64), rand(64, 64), rand(64, 64).abs()  # smaller ones have no moments in 8 bits
     blocks = block_of((64, 64))
-    cases["colofunc.adamw8"] = (p, g, *packed(m, blocks, True), *packed(v, blocks, False), *t[4:], *options[:-1])
+    cases["colofunc.adamw8"] = (p, g, *packed_moment(m, blocks, True), *packed_moment(v, blocks, False), *t[4:], *options[:-1])
     halves = [x.bfloat16() for x in (p, g, m, v)]
     cases["colofunc.adamw_rounded"] = (*halves, *t[4:], *options[:-2], False, None, 3)
     assert cases.keys() == UPDATES.keys()

@@ -7,7 +7,7 @@ import torch
 from colofunc_plugins import zero
 
 import colofunc as cf
-from colofunc.testing.check import comparable, policy_of
+from colofunc.testing.check import comparable_step, policy_of
 from colofunc.testing.models import Language
 from colofunc.transforms.precision import LOSS_SCALE
 
@@ -75,7 +75,7 @@ def compared(where: str, spoiled: Any) -> float:
 
     policy = policy_of(step)
     assert policy is not None
-    got, expected, _ = comparable(policy, first, mesh_run(first), on_device(first), 2, mesh_run, on_device, "")
+    got, expected, _ = comparable_step(policy, first, mesh_run(first), on_device(first), 2, mesh_run, on_device, "")
     return cf.testing.compare(got, expected)
 
 

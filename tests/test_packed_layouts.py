@@ -26,7 +26,7 @@ from colofunc.errors import CheckpointError
 from colofunc.functional.checkpoint import files, packed_layouts
 from colofunc.functional.checkpoint.disk import fetch
 from colofunc.functional.checkpoint.libraries import library_of
-from colofunc.functional.checkpoint.packed_layouts import entries, layouts
+from colofunc.functional.checkpoint.packed_layouts import layouts, packed_entries
 from colofunc.integrations import formats
 from colofunc.ops.quantized import NF4_LEVELS
 from colofunc.ops.quantizers import BUILT_IN
@@ -340,14 +340,15 @@ def test_names_of_transformers_are_those_of_the_model(tmp_path: Path) -> None:
     module.transformer.h[0].mlp.register_buffer("weight_scale", torch.ones(8, 1))
     tensors = {"h.0.mlp.weight_scale": torch.full((8, 1), 2.0), "h.0.mlp.weight": torch.ones(8, 8, dtype=torch.int8)}
     save_file(tensors, tmp_path / "model.safetensors")
-    assert entries(tmp_path)["h.0.mlp.weight"].packed is not None
-    assert entries(tmp_path, library_of(module).has_name(module))["h.0.mlp.weight"].packed is None
+    assert packed_entries(tmp_path)["h.0.mlp.weight"].packed is not None
+    assert packed_entries(tmp_path, library_of(module).has_name(module))["h.0.mlp.weight"].packed is None
 
 
 def test_integers_beside_a_plain_weight_are_left_alone(tmp_path: Path) -> None:
     tensors = {f"up.{key}": torch.ones(4, 4, dtype=torch.int32) for key in ("qweight", "qzeros", "weight_packed", "weight_shape")}
     save_file(tensors | {"up.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
-    assert all(entry.packed is None for entry in entries(tmp_path).values()) and entries(tmp_path).keys() == {*tensors, "up.weight"}
+    entries = packed_entries(tmp_path)
+    assert all(entry.packed is None for entry in entries.values()) and entries.keys() == {*tensors, "up.weight"}
 
 
 @pytest.mark.parametrize(
@@ -754,7 +755,7 @@ def test_the_table_is_made_once_for_all_layers_of_a_folder(tmp_path: Path, monke
     cf.save_pretrained(model, {"params": state}, tmp_path / "a", layout="int-quantized")
     calls = []
     monkeypatch.setattr(packed_layouts, "layouts", lambda: calls.append(1) or layouts())
-    assert len([entry for entry in packed_layouts.entries(tmp_path / "a").values() if entry.packed is not None]) == len(SHAPES) > 1
+    assert len([entry for entry in packed_layouts.packed_entries(tmp_path / "a").values() if entry.packed is not None]) == len(SHAPES) > 1
     assert len(calls) == 1
 
 

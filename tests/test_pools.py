@@ -15,7 +15,7 @@ from colofunc.executors.launch import launch
 from colofunc.executors.pools import Pool
 from colofunc.executors.simulated import SimulatedProgram
 from colofunc.program.facts import is_copy
-from colofunc.program.passing import PAGE_BYTES, Passing, SizeClass, passing, rounded
+from colofunc.program.passing import PAGE_BYTES, Passing, SizeClass, buffer_bytes, passing
 
 
 def filled(*sizes: tuple[int, int], ranks: int = 1) -> Pool:
@@ -39,8 +39,8 @@ def running(staged: Any) -> Pool:
 @pytest.mark.parametrize("steps", [0, 8, 4, 2, 1])
 def test_sizes_are_whole_pages_and_rounded_by_so_much_at_most(steps: int) -> None:
     for nbytes in (1, 4096, 4097, 10_000, 1 << 20, (1 << 20) + 1, 3_333_333, (1 << 30) + 7):
-        size = rounded(nbytes, steps)
-        assert size >= nbytes and size % PAGE_BYTES == 0 and rounded(size, steps) == size
+        size = buffer_bytes(nbytes, steps)
+        assert size >= nbytes and size % PAGE_BYTES == 0 and buffer_bytes(size, steps) == size
         assert size - nbytes < max(PAGE_BYTES, nbytes / steps if steps else 0)
 
 

@@ -48,7 +48,7 @@ def test_what_is_done_before_a_process_ends_is_registered_once(monkeypatch: pyte
     registered: list[Any] = []
     monkeypatch.setattr(distributed, "before_end", registered.append)
     monkeypatch.setattr(distributed.atexit, "register", registered.append)
-    monkeypatch.setattr(distributed, "Later", lambda *_: None)
+    monkeypatch.setattr(distributed, "DeferredExchange", lambda *_: None)
     chain, state = staged("zb-h1", "next step", mesh=cf.Mesh(pp=2))
     parts = deferred(chain.lower(state, batches([CALM], 1.0)[0]).program)
     assert isinstance(parts, Deferred)

@@ -21,7 +21,7 @@ from colofunc.executors import lookout, presence, rendezvous, watch
 from colofunc.executors.backend import backend_for
 from colofunc.executors.groups import ProcessGroups
 from colofunc.executors.lifeline import Lifelines
-from colofunc.executors.places import place_of
+from colofunc.executors.places import whereabouts
 from colofunc.executors.presence import Limits, Process, last_words, ranks_text, started
 from colofunc.executors.rendezvous import Arrivals, Meeting
 
@@ -39,7 +39,7 @@ def wait_for_one_another():
         if stopped:
             os.kill(int(stopped[1]), signal.SIGCONT)
 
-    lookout.say = say_and_wake
+    lookout.say_presence = say_and_wake
     for at_fault, what in ((1, "late"), (1, "stopped"), (0, "stopped")):
         if backend.rank == at_fault:
             time.sleep(1.5)
@@ -101,7 +101,7 @@ def wait_for_another_machine():
     presence.SILENT_S, lookout.LOST_AFTER_S, watch.TELL_S = 0.8, 0.5, 0.5
     pid = int(tie.exchange("processes", str(os.getpid()), 60)[1])
     lines, ends = [], []
-    lookout.say = lambda rank, text: (lines.append(text), "not heard" in text and os.kill(pid, signal.SIGCONT))
+    lookout.say_presence = lambda rank, text: (lines.append(text), "not heard" in text and os.kill(pid, signal.SIGCONT))
     tie._lookout._end = ends.append
     with tie.step("train"), tie:
         if mesh.rank == 1:
@@ -115,7 +115,7 @@ def wait_for_another_machine():
     try:
         watch.meet(tie, "a save")
     except CollectiveError as error:
-        return lines, ends, str(error), attrs.astuple(place_of(tie._store, 1))
+        return lines, ends, str(error), attrs.astuple(whereabouts(tie._store, 1))
     return None
 
 

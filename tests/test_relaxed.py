@@ -12,7 +12,7 @@ from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Transform
 from colofunc.planner.candidate import Finish, FinishedProgram
 from colofunc.planner.recompute import relaxed as solver
-from colofunc.planner.recompute.fastest import _bisect, _Proposals, _seconds, fit
+from colofunc.planner.recompute.fastest import _bisect, _Proposals, _seconds, fit_recomputed
 from colofunc.planner.recompute.relaxed import KeptMemory, Rounds, relaxed, rounds_of, solve
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.ir import Program
@@ -144,7 +144,7 @@ def test_on_a_u_shaped_net_less_memory_is_enough_than_with_stages_alone(local: C
     for share in (0.75, 0.72, 0.45):
         budget = int(whole * share)
         alone = min((one.more_s for one in _bisect(stages, tried, budget, again_s) if one.fits(budget)), default=None)
-        both, _ = fit(program, node_s, counted, budget)
+        both, _ = fit_recomputed(program, node_s, counted, budget)
         assert both is not None and both.fits(budget) and (alone is None or both.more_s <= alone)
         gained += alone is not None and both.more_s < alone * 0.99
         below += alone is None

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from colofunc.errors import PlanError, ProgramError
 from colofunc.planner.offload.evict import TraceFacts, evict, spread
 from colofunc.planner.offload.residency import Links, OffloadItem, Residency, ScheduledCopy, Trace, least_budget, reside
-from colofunc.planner.offload.timeline import TraceLanes, bytes_by_position, changes, device_uses, play
+from colofunc.planner.offload.timeline import TraceLanes, bytes_by_position, device_uses, play, uses_that_change
 
 LINKS = Links(4.0, 4.0, 0.0)
 FREE = Links(inf, inf, 0.0)
@@ -261,7 +261,7 @@ def plans_of(trace: Trace, index: int) -> list[tuple[tuple[ScheduledCopy, ...], 
     item, n = trace.items[index], len(trace.seconds)
     alone = attrs.evolve(trace, base=(0,) * n, items=(item,), waits=())
     moves = [ScheduledCopy(0, "fetch", s, d) for d in device_uses(item) for s in range(d + 1)]
-    for w in sorted(changes(item) - item.host_uses):
+    for w in sorted(uses_that_change(item) - item.host_uses):
         for start, free in product(range(w + 1, n + 1), repeat=2):
             reads = [p for p in item.host_uses if start <= p <= free]
             moves += [ScheduledCopy(0, "store", start, min([free, *reads]), free)] if start <= free else []

@@ -16,7 +16,7 @@ import colofunc as cf
 from colofunc.executors import direct_io
 from colofunc.functional.checkpoint import disk, files, index
 from colofunc.functional.checkpoint.disk import fetch
-from colofunc.functional.checkpoint.parts import Ranks, assign
+from colofunc.functional.checkpoint.parts import Ranks, assign_writers
 from colofunc.spec import regions
 from colofunc.spec.parts import parts
 
@@ -35,7 +35,7 @@ def test_it_is_ordinary_safetensors_without_pickle(tmp_path) -> None:
 
 def test_each_part_is_stored_once_and_writers_are_balanced() -> None:
     many = {f"x{k}": cf.distribute(torch.ones(8, 8), "(dp a) b", MESH) for k in range(8)} | {"p": torch.ones(64)}
-    leaves = assign(many, Ranks(0, 4, None))
+    leaves = assign_writers(many, Ranks(0, 4, None))
     written = [sum(item.nbytes for leaf in leaves for item in leaf.items(rank)) for rank in range(4)]
     assert sum(written) == 8 * 256 + 256 and max(written) - min(written) <= 256
 
@@ -99,7 +99,7 @@ def test_a_stream_writes_the_bytes_that_it_is_given(tmp_path, monkeypatch, how) 
         monkeypatch.setattr(direct_io, "DIRECT", 0)
     made = torch.Generator().manual_seed(0)
     parts = [os.urandom(int(n)) for n in torch.randint(0, 20_000, (30,), generator=made)]
-    with open(tmp_path / "f", "xb", buffering=0) as file, disk.stream(file.fileno()) as out:
+    with open(tmp_path / "f", "xb", buffering=0) as file, disk.stream_to_disk(file.fileno()) as out:
         for part in parts:
             out.write(memoryview(part))
     assert (tmp_path / "f").read_bytes() == b"".join(parts) and not flags[-1]
@@ -110,7 +110,8 @@ def test_a_stream_that_fails_says_so_and_ends_its_threads(tmp_path, monkeypatch)
     monkeypatch.setattr(disk, "BUFFER_BYTES", 4096)
     monkeypatch.setattr(disk, "write_at", lambda fd, data, at: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
     before = set(threading.enumerate())  # a store of another test may still have its own
-    with open(tmp_path / "f", "xb", buffering=0) as file, pytest.raises(OSError, match="No space left"), disk.stream(file.fileno()) as out:
+    full = pytest.raises(OSError, match="No space left")
+    with open(tmp_path / "f", "xb", buffering=0) as file, full, disk.stream_to_disk(file.fileno()) as out:
         for _ in range(100):
             out.write(memoryview(bytes(4096)))
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("colofunc-disk")]

@@ -28,7 +28,7 @@ def test_a_save_over_an_older_one_replaces_it(tmp_path) -> None:
 
 
 def test_where_the_system_cannot_swap_it_renames_twice(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(folder, "exchange", lambda a, b: False)
+    monkeypatch.setattr(folder, "swap_folders", lambda a, b: False)
     cf.save(tmp_path / "c", tensors(0))
     cf.save(tmp_path / "c", tensors(1))
     assert bits(cf.load(tmp_path / "c")["w"]) == bits(tensors(1)["w"]) and os.listdir(tmp_path) == ["c"]

@@ -306,7 +306,7 @@ def test_seconds_of_a_weight_are_those_of_its_products_and_gathers() -> None:
     products = []
     for node in low.program.nodes:
         seconds = node_s(node, low.program.values, low.priced, low.registry.rule)
-        if node.target in ("colofunc.pack", "colofunc.all_gather"):
+        if node.target in ("colofunc.pack", "colofunc.all_gather_start"):
             buckets[low.program.values[node.results[0]].dtype] += seconds
         elif node.target == "colofunc.int8_linear":
             products.append(seconds)

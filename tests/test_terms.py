@@ -9,7 +9,7 @@ from colofunc_plugins import tensor, zero
 
 import colofunc as cf
 from colofunc.compiler.lowered import Lowered
-from colofunc.planner.plan_terms import Term, TermSeconds, about, collectives_text, moved, summed, terms_text
+from colofunc.planner.plan_terms import Term, TermSeconds, about, collectives_text, names_row, summed, terms_text
 
 OF_DEVICE = {"compute", "memory", "launches"}
 
@@ -148,10 +148,10 @@ def test_a_collective_in_words() -> None:
 
 
 def test_which_rows_a_name_is_about() -> None:
-    assert [moved(row, "all_gather") for row in ROWS] == [moved(row, "all_gather tp") for row in ROWS] == [True, True, False]
+    assert [names_row(row, "all_gather") for row in ROWS] == [names_row(row, "all_gather tp") for row in ROWS] == [True, True, False]
     assert [about(row, "h.3.attn") for row in ROWS] == [True, False, True]
     assert [about(row, "*.attn.weight") for row in ROWS] == [False, True, False]
-    assert not any(about(row, "h.3.mlp") or moved(row, "all_reduce") for row in ROWS)
+    assert not any(about(row, "h.3.mlp") or names_row(row, "all_reduce") for row in ROWS)
 
 
 def test_terms_in_words() -> None:

@@ -242,7 +242,7 @@ def test_all_kinds_of_kernels_are_measured_where_there_is_time(monkeypatch: pyte
 def test_int8_is_measured_as_it_is_multiplied(has_instructions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its instructions where the CPU has them, in float32 elsewhere; in no case the preset's figure stays."""
     monkeypatch.setattr(device_profile.compat, "has_int_mm_on_cpu", lambda: has_instructions)
-    monkeypatch.setattr(device_profile, "least_s", lambda run, device: 1.0 if run() is None else 2.0)
+    monkeypatch.setattr(device_profile, "least_run_s", lambda run, device: 1.0 if run() is None else 2.0)
     monkeypatch.setattr(device_profile, "_product", lambda n, dtype, device: lambda: None)
     monkeypatch.setattr(device_profile, "_int8_product", lambda n, device: lambda: n)
     found = device_profile.product_rates(torch.device("cpu"), math.inf)
@@ -350,10 +350,10 @@ def test_a_run_that_another_program_interrupts_counts_for_nothing(threads: int, 
 
     monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: wall[0], thread_time=lambda: own[0]))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert math.isclose(stopwatch.least_s(run, torch.device("cpu"), 5), 0.001)
+    assert math.isclose(stopwatch.least_run_s(run, torch.device("cpu"), 5), 0.001)
     always_s = 0.001 if threads == 1 else 0.501
-    assert math.isclose(stopwatch.least_s(run, torch.device("cpu"), 1), always_s)
-    assert math.isclose(stopwatch.least_s(run, torch.device("cpu"), 1, by_host=True), 0.501)
+    assert math.isclose(stopwatch.least_run_s(run, torch.device("cpu"), 1), always_s)
+    assert math.isclose(stopwatch.least_run_s(run, torch.device("cpu"), 1, by_host=True), 0.501)
 
 
 def machine(name: str, flops_per_s: float, capacity_bytes: int) -> Topology:

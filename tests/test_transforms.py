@@ -289,7 +289,7 @@ def repeated(name: str = "repeated") -> Any:
     def search(finish: Callable[[int], Any]) -> int:
         return max(times for times in (1, 2, 3) if len(finish(times).program.nodes) <= 2)
 
-    return cf.ext.Transform(name, open=lambda args: cf.ext.Open(closed, search))
+    return cf.ext.Transform(name, open=lambda args: cf.ext.OpenChoices(closed, search))
 
 
 def test_a_transform_of_anybody_may_leave_open_what_the_trace_depends_on() -> None:

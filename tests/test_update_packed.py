@@ -22,10 +22,10 @@ from colofunc.ops.update_packed import (
     block_of,
     dither,
     host_tables,
-    pack,
-    packed,
+    pack_blocks,
+    packed_moment,
     widen,
-    widened,
+    widened_moment,
 )
 
 SHAPES = {
@@ -72,8 +72,8 @@ def test_an_element_is_the_nearest_level_of_its_block(signed: bool) -> None:
     x[3, :128], x[:, 7] = 0.0, 0.0
     blocks = block_of(x.shape)
     assert blocks is not None
-    codes, scale = packed(x, blocks, signed)
-    wide = widened(codes, scale, signed).double()
+    codes, scale = packed_moment(x, blocks, signed)
+    wide = widened_moment(codes, scale, signed).double()
     unit = scale.double().repeat_interleave(blocks.size, 1)
     nearest = levels(signed)[(x.unsqueeze(-1) - unit.unsqueeze(-1) * levels(signed)).abs().argmin(-1)] * unit
     kept = torch.ones_like(x, dtype=torch.bool) if signed else nearest != 0  # positive ones are never 0
@@ -93,13 +93,13 @@ def test_codes_change_just_where_they_are_said_to(signed: bool, dtype: torch.dty
     ends = shares[:-1] + upward * shares.diff()
     near = 1e-4 if dtype is torch.float32 else 1e-12
     x = torch.cat((ends * (1 - near), ends * (1 + near), shares))
-    codes, scale = pack(x.unsqueeze(0), signed, dtype, upward)
+    codes, scale = pack_blocks(x.unsqueeze(0), signed, dtype, upward)
     wanted = torch.bucketize(x, ends)
     if not signed:
         wanted[x > 0] = wanted[x > 0].clamp(min=1)
     assert float(scale) == 1.0 and torch.equal(codes[0].long(), wanted)
     if signed:
-        assert torch.equal(pack(-x.unsqueeze(0), signed, dtype, upward)[0], -codes)
+        assert torch.equal(pack_blocks(-x.unsqueeze(0), signed, dtype, upward)[0], -codes)
 
 
 def test_what_moves_by_less_than_a_level_moves_in_the_mean() -> None:
@@ -112,7 +112,7 @@ def test_what_moves_by_less_than_a_level_moves_in_the_mean() -> None:
             value = value * 0.999
             value[0, 0] = 1.5  # the scale stays
             upward = dither(torch.tensor(float(step)), 128, x.dtype) if how == "dithered" else 0.5
-            kept[how] = widen(*pack(value, False, x.dtype, upward), False, x.dtype)
+            kept[how] = widen(*pack_blocks(value, False, x.dtype, upward), False, x.dtype)
     wanted = x * 0.999**2000
     off = {how: float((value / wanted)[0, 1:].log().abs().mean()) for how, value in kept.items()}
     assert off["dithered"] < 0.1 < 1.0 < off["nearest"], off
@@ -131,7 +131,7 @@ def stored(x: torch.Tensor, signed: bool, step: int | None = None) -> torch.Tens
     blocks = block_of(x.shape)
     assert blocks is not None
     upward = 0.5 if step is None else dither(torch.tensor(float(step)), blocks.size, x.dtype)
-    codes, scale = pack(x.view(-1, blocks.size), signed, torch.float32, upward)
+    codes, scale = pack_blocks(x.view(-1, blocks.size), signed, torch.float32, upward)
     return widen(codes, scale, signed, x.dtype).view(x.shape)
 
 
@@ -163,7 +163,7 @@ def operands(dtype: torch.dtype = torch.float32) -> list[Any]:
     blocks = block_of((64, 96))
     assert blocks is not None
     param, grad, mean = (torch.randn(64, 96, generator=draw) for _ in range(3))
-    moments = (*packed(mean, blocks, True), *packed(mean.square(), blocks, False))
+    moments = (*packed_moment(mean, blocks, True), *packed_moment(mean.square(), blocks, False))
     return [param.to(dtype), grad.to(dtype), *moments, torch.tensor(3.0), torch.tensor(0.01, dtype=torch.float64)]
 
 
@@ -207,7 +207,7 @@ def test_the_kernel_has_the_bits_of_the_reference_at_every_instruction_set(
     grad[5], mean[5], mean[6, 3] = 0.0, 0.0, 0.0
     param, grad = param.to(dtype), grad.to(grad_dtype)
     param[0, 0], grad[1, 3], grad[2] = float("inf"), float("nan"), 0.0
-    moments = (*pack(mean, True, torch.float32), *pack(mean.square(), False, torch.float32))
+    moments = (*pack_blocks(mean, True, torch.float32), *pack_blocks(mean.square(), False, torch.float32))
     start = [param, *(x.view(count, -1) for x in moments)]
     for decay, decoupled, maximize in ((0.0, True, False), (0.125, True, True), (0.125, False, False)):
         rest = (host_tables(True), host_tables(False), 0.25, 0.5, 0.75, 0.9, 0.999, 1e-8, decay, decoupled, maximize, key)

@@ -15,7 +15,7 @@ from bench.gpu.parts import Part, Setup, Slice, not_run
 from bench.gpu.sizes import REAL
 from colofunc.mesh.detection import found_topology
 from colofunc.mesh.profile import profile_mesh
-from colofunc.mesh.stopwatch import least_s
+from colofunc.mesh.stopwatch import least_run_s
 from colofunc.mesh.topology import Topology
 
 NEAR = 0.1
@@ -54,7 +54,7 @@ def products(setup: Setup) -> list[Row]:
     logs: dict[str, list[float]] = {name: [] for name in meshes}
     for m, n, k in setup.sizes.products:
         a, b = (torch.randn(*shape, device=device).to(torch.bfloat16) for shape in ((m, k), (k, n)))
-        taken_s = least_s(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
+        taken_s = least_run_s(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
         flops, moved, text = 2.0 * m * n * k, 2.0 * (m * k + k * n + m * n), []
         for name, mesh in meshes.items():
             expected_s = mesh.compute_s(flops, moved, "bfloat16", "product")

@@ -35,7 +35,7 @@ NODE_DEVICES = 8
 """At most this many devices in a node of a machine that is named by its device."""
 
 
-def axes_of(text: str) -> dict[str, int]:
+def axes_of_text(text: str) -> dict[str, int]:
     """`dp=2,tp=4` as axes of a mesh."""
     axes: dict[str, int] = {}
     for part in text.replace(" ", ",").split(","):
@@ -183,7 +183,7 @@ def _microbatches(text: str, default: int) -> int | str:
     return int(text)
 
 
-def placed(
+def step_on_machine(
     step: Any,
     axes: dict[str, int],
     on: Callable[[Mesh], Mesh],

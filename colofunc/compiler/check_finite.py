@@ -22,7 +22,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from colofunc.compiler.observation import PlainProgram, arguments_of, history, name_of, plain_program
+from colofunc.compiler.observation import PlainProgram, arguments_of, history, plain_program, value_name
 from colofunc.executors.backend import Backend
 from colofunc.executors.tap import Lanes, values_tap
 from colofunc.mesh import Mesh
@@ -189,5 +189,5 @@ def _finding(low: Lowered, plain: PlainProgram, mine: int, kind: str, counts: di
     where = (maker.line, maker.path, maker.phase) if maker is not None else ("", "", "input")
     spec = local.layout.text() if local.layout is not None else ""
     operator = maker.target if maker is not None else "input"
-    what = (name_of(value, maker), kind, value.shape, value.dtype, spec)
+    what = (value_name(value, maker), kind, value.shape, value.dtype, spec)
     return NotFinite(*what, operator, made_by, *where, sum(counts.values()), tuple(sorted(counts)))

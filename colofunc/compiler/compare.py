@@ -33,9 +33,9 @@ from colofunc.compiler.observation import (
     arguments_of,
     collective_text,
     history,
-    name_of,
     plain_program,
-    whole,
+    value_name,
+    whole_value,
 )
 from colofunc.compiler.tolerance import Allowed, Reference
 from colofunc.executors.copies import COPIER
@@ -207,7 +207,7 @@ class _Look:
         if self.scaled and math.isinf(worst):
             made_by += OVERFLOW
         return Difference(
-            name_of(value, maker), value.shape, value.dtype, spec, operator, strategy, made_by, *where, worst, ranks
+            value_name(value, maker), value.shape, value.dtype, spec, operator, strategy, made_by, *where, worst, ranks
         )
 
     def executed(self, arguments: Arguments, inputs: Sequence[torch.Tensor]) -> None:
@@ -262,7 +262,7 @@ class _Look:
         """The mesh computes the global program: does that compute the function?"""
         mine, tree = flatten(args)
         with canonical.single_device(seed), quiet(), torch.enable_grad():
-            inputs = [whole(leaf).requires_grad_(leaf.requires_grad) for leaf in mine]
+            inputs = [whole_value(leaf).requires_grad_(leaf.requires_grad) for leaf in mine]
             leaves, _ = flatten(fn(*unflatten(tree, inputs)))
         order = {id(node): index for index, node in enumerate(self.low.global_program.nodes)}
         made: list[int] = []
@@ -334,7 +334,7 @@ def program_tap(whole: Program, look: Look) -> Tap:
     def tap(writer: Writer, index: int, node: Node) -> None:
         axes = [(loop.axis, loop.trips) for loop, _ in writer.loops]
         counters = "".join(f"{counter}, " for _, counter in writer.loops)
-        for value in comparable(node, writer.program, whole, [axis for axis, _ in axes]):
+        for value in comparable_values(node, writer.program, whole, [axis for axis, _ in axes]):
             names = list[str]()
             for lane in range(writer.lanes):
                 names += writer.on_host([value.id], lane)
@@ -352,7 +352,7 @@ def _told(
     look(RunValue(value, node, tuple(here)), lanes)
 
 
-def comparable(node: Node, program: Program, whole: Program, times: list[str]) -> Iterator[Value]:
+def comparable_values(node: Node, program: Program, whole: Program, times: list[str]) -> Iterator[Value]:
     """What is a copy of a global value, as its layout says, when a node has run: its results, and what it has written
     to a copy. What was started is there once it has been waited for."""
     if is_started(node.target):
@@ -387,7 +387,7 @@ def looked_at(program: Program, whole: Program, times: Mapping[str, int] | None 
     for node in program.nodes:
         if node.loop is not None:
             found += looked_at(node.loop.body, whole, {**times, node.loop.axis: node.loop.trips})
-        for value in comparable(node, program, whole, list(times)):
+        for value in comparable_values(node, program, whole, list(times)):
             assert value.of is not None, "comparable values are copies"
             found[value.of] += prod(times.values())
     return found

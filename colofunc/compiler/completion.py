@@ -79,13 +79,13 @@ class Completion:
     `passes`: behind lowering, of plugins and transforms. `ways`: what comes behind them, the fastest first where there
     are several. `kernels`: settles which kernels calls get. `chunks`: input position -> elements of the chunks that it
     lies in. `temporaries`: whether they are written over. `count`: the accountant of the executor that will run it.
-    `searches`, `moves`: of transforms; moves get the program in the `order` in which that executor runs it, with so
-    many bytes gathered ahead, and where inputs lie. `as_run`: what was chosen in its very order. `clocked`: a program
-    with the seconds that this executor's own kernels take. `timed`: how long operators take, where that was measured.
-    `wider`: what to write where policies forbid what needs less memory. `left_out`: names of passes. `placing`: where
-    inputs, nodes and outputs are, if not everywhere. `room_bytes`: what a rank may hold, the one that may hold most.
-    `cuts_of`: what there is to say of a pipeline's cuts. `keeps`: whether the program behind each pass is kept
-    (`FinishedProgram.stages`).
+    `searches`, `moves`: of transforms; moves get the program as `before_moves` orders it, with so many bytes gathered
+    ahead, and where inputs lie. `order`: in which that executor runs a program, in which it is counted. `as_run`: what
+    was chosen in its very order. `clocked`: a program with the seconds that this executor's own kernels take. `timed`:
+    how long operators take, where that was measured. `wider`: what to write where policies forbid what needs less
+    memory. `left_out`: names of passes. `placing`: where inputs, nodes and outputs are, if not everywhere.
+    `room_bytes`: what a rank may hold, the one that may hold most. `cuts_of`: what there is to say of a pipeline's
+    cuts. `keeps`: whether the program behind each pass is kept (`FinishedProgram.stages`).
     """
 
     program: Program
@@ -99,6 +99,7 @@ class Completion:
     moves: Sequence[Move] = ()
     lies: InputTiers = NOWHERE
     order: Callable[[Program, float], Program] = lambda program, _: program
+    before_moves: Callable[[Program, float], Program] = lambda program, _: program
     as_run: Callable[[Program], Program] = lambda program: program
     clocked: Callable[[Program], Program] = lambda program: program
     ways: Sequence[Rewrite] = AS_IT_IS
@@ -265,7 +266,7 @@ class Completion:
     ) -> FinishedProgram:
         piece = inf if budget_bytes is None or not self.gives_way else budget_bytes / SHARE
         if like is not None and isinstance(like.hint, Hint) and len(self.moves) == 1 and budget_bytes is not None:
-            near = self._moved(self.order(self._completed(local, piece).program, piece), budget_bytes, like.hint)
+            near = self._moved(self.before_moves(self._completed(local, piece).program, piece), budget_bytes, like.hint)
             return FinishedProgram(local, budget_bytes + near.over, near.exposed_s, (), near.short, near.hint)
         self.check(local)
         packed = self._completed(local, piece)
@@ -277,7 +278,7 @@ class Completion:
             peaks = {} if uncounted else packed.counted(self._peaks)
             return FinishedProgram(done, max(peaks.values(), default=0), 0.0, peaks=_by_place(peaks), stages=stages)
         began = time.perf_counter()
-        moved = self._moved(self.order(done, piece), budget_bytes)
+        moved = self._moved(self.before_moves(done, piece), budget_bytes)
         self.check(moved.program)
         if self.keeps:
             stages = (*stages, PassOutput("moves", moved.program, time.perf_counter() - began))

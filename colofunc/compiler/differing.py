@@ -18,7 +18,7 @@ from itertools import product
 import torch
 
 from colofunc.mesh import Mesh
-from colofunc.program.closeness import apart, scaled_difference
+from colofunc.program.closeness import absolute_difference, scaled_difference
 from colofunc.spec.layout import Layout
 from colofunc.spec.parts import join
 
@@ -31,7 +31,7 @@ def differing(
     wrong: list[int] = []
     # Ranks of a simulated mesh share equal parts, so a copy is compared once for all who hold the same tensors.
     judged_before: dict[tuple[int, ...], tuple[float, bool]] = {}
-    for ranks, sources in copies_of(layout, mesh):
+    for ranks, sources in whole_copies(layout, mesh):
         parts = [shards[rank] for rank in sources]
         key = tuple(id(part) for part in parts)
         if key not in judged_before:
@@ -48,7 +48,7 @@ def judged(found: torch.Tensor, expected: torch.Tensor, allowed: float | torch.T
     difference = distance(found, expected)
     if isinstance(allowed, float | int):
         return difference, difference <= allowed
-    is_near = (apart(found, expected) <= allowed)[torch.isfinite(expected)]
+    is_near = (absolute_difference(found, expected) <= allowed)[torch.isfinite(expected)]
     return difference, math.isfinite(difference) and bool(is_near.all())
 
 
@@ -60,7 +60,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @lru_cache(maxsize=1 << 12)
-def copies_of(layout: Layout, mesh: Mesh) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+def whole_copies(layout: Layout, mesh: Mesh) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
     """The whole tensors that a layout holds: (ranks that hold one, per rank: whose part stands for its own)."""
     tied = {*layout.axes, *(axis for axis, _ in layout.pending)}
     free: dict[str, Sequence[int]] = {}

@@ -19,7 +19,7 @@ from colofunc.dtensor.placed import SHELF
 from colofunc.dtensor.tensor import DTensor
 from colofunc.mesh import Mesh
 from colofunc.planner.offload.choice import Hint
-from colofunc.planner.offload.fastest import Offloaded, offload
+from colofunc.planner.offload.fastest import Offloaded, fastest_offload
 from colofunc.planner.offload.policies import GIVEN
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.planner.sharding.constraints import Constraint, Constraints
@@ -170,7 +170,7 @@ def _copy_what_is_needed(
     *,
     like: Hint | None = None,
 ) -> Offloaded:
-    return offload(
+    return fastest_offload(
         program, mesh, node_s, budget_bytes, policy=GIVEN, given=lies.tiers, like=like, captured=lies.captured
     )
 

@@ -1,8 +1,8 @@
 """Lowered: everything known about a step before it runs, and the questions one can ask of it.
 
-low = step.lower(state, batch)
-low.plan.table(); low.text(); low.cost().seconds; low.memory().peak_bytes["device"]; low.coverage()
-print(low.passes); low.after("lower").text()
+    low = step.lower(state, batch)
+    low.plan.table(); low.text(); low.cost().seconds; low.memory().peak_bytes["device"]; low.coverage()
+    print(low.passes); low.after("lower").text()
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from colofunc.program.lower import Choice
 from colofunc.program.memory import MemoryReport
 from colofunc.program.passing import passing
 from colofunc.program.places import distinct_ranks, on_rank
-from colofunc.program.placing import everywhere, placing_of
+from colofunc.program.placing import placed_everywhere, placing_of
 from colofunc.program.text import text
 from colofunc.program.tracing.trace import Traced
 from colofunc.spec.layout import At, Layout
@@ -223,7 +223,7 @@ class Lowered:
     def _places(self) -> tuple[At | None, ...]:
         """Who runs each node of the global program."""
         given = {position: layout.at for position, layout in enumerate(self.input_layouts) if layout.at is not None}
-        return (placing_of(self.global_program, given, self.mesh) or everywhere(self.global_program)).nodes
+        return (placing_of(self.global_program, given, self.mesh) or placed_everywhere(self.global_program)).nodes
 
     def _apart(self, at: At | None) -> float:
         """By how much less a rank does in the mean if only some run an operator."""

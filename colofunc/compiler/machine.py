@@ -117,7 +117,16 @@ def _found(mesh: Mesh, watch: Watch, say: Callable[[str], None]) -> Topology:
 
 def key_of_machine(mesh: Mesh, backend: str) -> str:
     """The name under which the figures of this machine under a mesh are kept."""
-    said = env.machine(), mesh.axes, sorted(mesh.views.items()), mesh.device, backend, torch.__version__, SIZES, METHOD
+    said = (
+        env.machine_key(),
+        mesh.axes,
+        sorted(mesh.views.items()),
+        mesh.device,
+        backend,
+        torch.__version__,
+        SIZES,
+        METHOD,
+    )
     return hashlib.sha256(repr(said).encode()).hexdigest()[:40]
 
 

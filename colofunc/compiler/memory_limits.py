@@ -27,7 +27,7 @@ def device_limit_bytes(staged: Staged, priced: Mesh) -> int | None:
         if transform.auto_budget:
             limits.append(auto_bytes(priced))
         elif transform.budget is not None:
-            limits.append(bytes_of(transform.budget, priced, "device", f"cf.{transform.name}(budget", "6GiB"))
+            limits.append(limit_bytes(transform.budget, priced, "device", f"cf.{transform.name}(budget", "6GiB"))
     return min((nbytes for nbytes in limits if nbytes is not None), default=None)
 
 
@@ -50,7 +50,7 @@ def auto_bytes(priced: Mesh) -> int | None:
     return min((nbytes for nbytes in (usable_bytes, topology.budget_bytes) if nbytes is not None), default=None)
 
 
-def bytes_of(given: Room, mesh: Mesh, tier: str, argument: str, example: str) -> int | None:
+def limit_bytes(given: Room, mesh: Mesh, tier: str, argument: str, example: str) -> int | None:
     """Bytes of a tier from (bytes, or a part of what a rank has). argument, example: the words of an error, such as
     `cf.offload(host` and `16GiB`.
 

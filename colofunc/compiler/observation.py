@@ -117,8 +117,8 @@ class Arguments:
 
     def whole(self) -> list[torch.Tensor]:
         """The global values on the CPU, copies. Collective where arguments are DTensors on real ranks."""
-        found = [whole(x) for x in self.leaves]
-        captured = [whole(x).to(dtype) for x, dtype in zip(self.hidden, self.hidden_dtypes, strict=True)]
+        found = [whole_value(x) for x in self.leaves]
+        captured = [whole_value(x).to(dtype) for x, dtype in zip(self.hidden, self.hidden_dtypes, strict=True)]
         return [*found, *([] if self.seed is None else [self.seed]), *captured]
 
 
@@ -141,7 +141,7 @@ def arguments_of(low: Lowered, args: tuple[Any, ...]) -> Arguments:
     return Arguments(backend, leaves, shards, device_of(low.mesh), seed, low.hidden, low.hidden_dtypes)
 
 
-def whole(x: torch.Tensor) -> torch.Tensor:
+def whole_value(x: torch.Tensor) -> torch.Tensor:
     """The global value on the CPU, a copy. Collective for a DTensor on real ranks."""
     return make(x.full() if isinstance(x, DTensor) else x).detach().cpu().clone()
 
@@ -149,7 +149,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 # ---- words ----
 
 
-def name_of(value: Value, maker: Node | None) -> str:
+def value_name(value: Value, maker: Node | None) -> str:
     """`loss`, or what made a value that has no name: `%12 (linear of h.0.mlp)`."""
     if value.name:
         return value.name

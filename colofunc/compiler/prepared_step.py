@@ -40,7 +40,7 @@ from colofunc.mesh.device import device_of, idle_gpus
 from colofunc.ops.seeds import draw_seed
 from colofunc.plugins.operators import OPERATORS
 from colofunc.program.passes.chunks import buffers_of
-from colofunc.program.post_validation import in_parts, validates_late
+from colofunc.program.post_validation import deferred_parts, validates_late
 from colofunc.program.tracing.modules_used import UsedModules
 from colofunc.spec.layout import Layout
 
@@ -149,7 +149,7 @@ class PreparedStep:
     @cached_property
     def run(self) -> Callable[[Sequence[Shards]], list[Shards]]:
         if validates_late(self.low.program):
-            parts = in_parts(self.low.program, self.low.priced)
+            parts = deferred_parts(self.low.program, self.low.priced)
             return PostValidated(self.low.program, parts, self.backend, self.low.mesh)
         return self.backend.compile(self.low.program, self.low.mesh)
 

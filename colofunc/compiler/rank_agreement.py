@@ -70,7 +70,7 @@ def from_main(watch: Watch | None, make: Callable[[], T]) -> T | None:
             result = make()
         except Exception as error:
             failure = error
-    sent = None if failure is None else alike(failure)
+    sent = None if failure is None else portable_error(failure)
     with watch if failure is None else nullcontext():
         failure_of_main = broadcast_object(sent)
     if failure is not None:
@@ -80,7 +80,7 @@ def from_main(watch: Watch | None, make: Callable[[], T]) -> T | None:
     return result
 
 
-def told(watch: Watch | None, value: T | None) -> T:
+def told_by_main(watch: Watch | None, value: T | None) -> T:
     """Rank 0's value on every rank; the others give None. Collective."""
     if watch is not None:
         with watch:
@@ -89,7 +89,7 @@ def told(watch: Watch | None, value: T | None) -> T:
     return value
 
 
-def alike(error: Exception) -> Exception:
+def portable_error(error: Exception) -> Exception:
     """An error that survives the journey: of the nearest of its types that one message makes, else CollectiveError."""
     text = str(error)
     for kind in type(error).__mro__:
@@ -189,14 +189,16 @@ def _sum_of(leaf: torch.Tensor) -> int:
         return leaf.source.token()
     if isinstance(leaf, DTensor) or leaf.is_meta:
         return 0
-    return checksum(leaf)
+    return value_checksum(leaf)
 
 
 def equal_captured(watch: Watch | None, program: Program, captured: Mapping[int, torch.Tensor]) -> None:
     """Raise InputError naming a captured tensor (by value id) that ranks hold with other numbers; collective."""
     if watch is None or not captured:
         return
-    sums = [0 if tensor.is_meta or isinstance(tensor, DTensor) else checksum(tensor) for tensor in captured.values()]
+    sums = [
+        0 if tensor.is_meta or isinstance(tensor, DTensor) else value_checksum(tensor) for tensor in captured.values()
+    ]
     for id, odd_ranks in zip(captured, _odd_ranks(watch, "the captured tensors", sums), strict=True):
         if odd_ranks:
             value = program.values[id]
@@ -208,7 +210,7 @@ def equal_captured(watch: Watch | None, program: Program, captured: Mapping[int,
             )
 
 
-def checksum(x: torch.Tensor) -> int:
+def value_checksum(x: torch.Tensor) -> int:
     """A 32-bit checksum of a tensor's values in row-major order."""
     flat = x.detach().cpu().contiguous().reshape(-1)
     if not flat.numel():

@@ -22,7 +22,7 @@ from typing import Any
 import attrs
 
 from colofunc import progress
-from colofunc.compiler.rank_agreement import alike, told
+from colofunc.compiler.rank_agreement import portable_error, told_by_main
 from colofunc.compiler.staged import Staged, in_place_of
 from colofunc.compiler.transform import OpenChoices, Transform
 from colofunc.errors import CapacityError, PlanError
@@ -75,7 +75,7 @@ class _Chain:
                 taken = self.open.search(self._finished)
         except Exception as error:
             if error is not self.shared:
-                self._tell(FAILED, alike(error))
+                self._tell(FAILED, portable_error(error))
             raise
         self._tell(TAKE, taken)
         return self.taken(taken)
@@ -92,10 +92,10 @@ class _Chain:
 
     def _tell(self, word: str, choice: Any) -> None:
         if self.watch is not None:
-            told(self.watch, (word, choice))
+            told_by_main(self.watch, (word, choice))
 
     def _hear(self) -> tuple[str, Any]:
-        return told(self.watch, None)
+        return told_by_main(self.watch, None)
 
     def _finished(self, choice: Any) -> Any:
         """What the chain is lowered to, or in a line why it cannot be."""

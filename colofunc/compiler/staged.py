@@ -22,7 +22,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, PlanError, TraceError, near
 from colofunc.mesh import Mesh
 from colofunc.ops import canonical
-from colofunc.program.tracing.meta import active, user_line
+from colofunc.program.tracing.meta import active_stacks, user_line
 from colofunc.program.tracing.tree import flatten, map_tensors, unflatten
 
 EXECUTORS = ("simulated", "distributed", "compiled")
@@ -57,7 +57,7 @@ class Staged:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step: DTensors (or plain global tensors) in, DTensors out."""
-        if active() is not None:
+        if active_stacks() is not None:
             raise TraceError(
                 f"{getattr(self.fn, '__name__', 'a step')}, which is a staged step itself, is called inside of another "
                 f"one at {user_line()}. Try: the function that it was made of (its .fn); the step around it plans both"
@@ -164,7 +164,7 @@ class Staged:
 
         @wraps(fn)
         def stepped(*args: Any) -> Any:
-            if active() is not None:
+            if active_stacks() is not None:
                 return fn(*args)  # the trace, which is rewritten
             return map_tensors(_plain, alone(*args))
 

@@ -32,7 +32,7 @@ from colofunc.compiler.settling import settled
 from colofunc.compiler.staged import Staged, applied
 from colofunc.compiler.surroundings import Surroundings, ambient, look_around
 from colofunc.compiler.transform import Transform
-from colofunc.compiler.warmup import everywhere, moved, step_s, warmup
+from colofunc.compiler.warmup import agreed_by_all, moved_leaves, step_s, warmup
 from colofunc.dtensor.other_mesh import FromOtherMesh
 from colofunc.dtensor.placed import elsewhere, place, side_by_side
 from colofunc.dtensor.tensor import DTensor, as_movable
@@ -109,7 +109,7 @@ class StepCompiler:
                 while ready.after is not None:
                     ready = ready.after
                     low, called = ready.low, _called(name)
-                    leaves = moved(given.leaves, low.input_layouts, low, ready.backend, ready.disk, called)
+                    leaves = moved_leaves(given.leaves, low.input_layouts, low, ready.backend, ready.disk, called)
                     given = CallLeaves.of(leaves, ready.homes)
                 return ready.call(given, _called(name), every if agrees_now else 0)
             except torch.OutOfMemoryError as error:
@@ -133,7 +133,7 @@ class StepCompiler:
                 low = prepare(staged, args, staying, old.watch, (old.low.plan, timed))
         except ColofuncError as error:
             why = str(error)
-        if not everywhere(low is not None, old.watch) or low is None:
+        if not agreed_by_all(low is not None, old.watch) or low is None:
             warnings.warn(
                 f"{name} keeps its plan: none could be made from what its first steps measured ({why})", stacklevel=4
             )

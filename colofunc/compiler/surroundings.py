@@ -82,12 +82,12 @@ def look_around(fn: Callable[..., Any]) -> Surroundings:
 def _walk(fn: Any, depth: int, seen: set[int], found: Surroundings) -> None:
     held: list[Any] = []
     for cell in getattr(fn, "__closure__", None) or ():
-        held.append(inside(cell))
-        found.places.append((partial(inside, cell), held[-1]))
+        held.append(cell_content(cell))
+        found.places.append((partial(cell_content, cell), held[-1]))
     held += [getattr(fn, "__self__", None), *(getattr(fn, "__defaults__", None) or ())]
     if isinstance(fn, FunctionType):
         around = fn.__globals__
-        for name in sorted(names_of(fn.__code__)[0]):
+        for name in sorted(global_names(fn.__code__)[0]):
             thing = around.get(name, UNBOUND)
             found.places.append((partial(around.get, name, UNBOUND), thing))
             if (
@@ -177,7 +177,7 @@ def _names_within(fn: Any, depth: int, seen: set[int]) -> Iterator[Read]:
                 )
         return
     seen.add(id(fn))
-    read, written = names_of(fn.__code__)
+    read, written = global_names(fn.__code__)
     around = fn.__globals__
     for name in read - written:
         value = around.get(name, UNBOUND)
@@ -185,13 +185,13 @@ def _names_within(fn: Any, depth: int, seen: set[int]) -> Iterator[Read]:
         if isinstance(value, FunctionType) and value.__globals__ is around:
             yield from _names_within(value, depth - 1, seen)
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
-        value = inside(cell)
+        value = cell_content(cell)
         if name not in written:
-            yield Read(f"{name!r} of the function around", partial(inside, cell), value)
+            yield Read(f"{name!r} of the function around", partial(cell_content, cell), value)
         yield from _names_within(value, depth - 1, seen)
 
 
-def inside(cell: CellType) -> Any:
+def cell_content(cell: CellType) -> Any:
     """What a closure's cell holds."""
     try:
         return cell.cell_contents
@@ -200,7 +200,7 @@ def inside(cell: CellType) -> Any:
 
 
 @lru_cache(maxsize=1 << 12)
-def names_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+def global_names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """(globals that the code reads, globals and names of functions around that it writes).
 
     Those of functions inside are included.
@@ -215,7 +215,7 @@ def names_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
             written.add(step.argval)
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            more, stored = names_of(inner)
+            more, stored = global_names(inner)
             read |= more
             written |= stored
     return frozenset(read), frozenset(written)

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from colofunc.ops.targets import resolve
-from colofunc.ops.update_packed import widened
+from colofunc.ops.update_packed import widened_moment
 from colofunc.ops.updates import UPDATES
-from colofunc.program.closeness import TOLERANCE, apart
+from colofunc.program.closeness import TOLERANCE, absolute_difference
 from colofunc.program.ir import Node, Program, Ref, map_refs
 from colofunc.program.tracing.record import flat_results, run_node
 
@@ -100,7 +100,7 @@ class Allowed:
         if halves and tolerance is None:
             place = max(torch.finfo(dtype).eps for dtype in halves)
             for seed in range(TRIES):
-                self.near.append(Reference(program, moved(inputs, place, seed), Counter(set(owners))))
+                self.near.append(Reference(program, moved_one_place(inputs, place, seed), Counter(set(owners))))
         self.updates = tolerance is None
         self.after = _after(program)
         self.known: dict[int, float] = {}
@@ -163,7 +163,7 @@ class Allowed:
             args[place] = grad + step * off * direction
             others = flat_results(func(*args, **kwargs))
             for number, allowed in most.items():
-                most[number] = torch.maximum(allowed, apart(others[number], results[number]))
+                most[number] = torch.maximum(allowed, absolute_difference(others[number], results[number]))
         for number, allowed in most.items():
             out = node.outs[number]
             assert out is not None, "only results that somebody has are looked at"
@@ -187,7 +187,7 @@ class Allowed:
         self.terms[out] = place * (worst / 12) ** 0.5 if math.isfinite(worst) else 0.0
 
 
-def moved(inputs: Sequence[Tensor], place: float, seed: int) -> list[Tensor]:
+def moved_one_place(inputs: Sequence[Tensor], place: float, seed: int) -> list[Tensor]:
     """Every floating element one last place of a half precision up or down, at random; numbers (rates, counts) stay."""
     gen = torch.Generator().manual_seed(seed)
 
@@ -223,7 +223,7 @@ def _directions(target: str, g: Tensor, results: Sequence[Any]) -> Iterator[floa
     yield 1.0
     if target != "colofunc.adamw8":
         return
-    mean, square = widened(results[1], results[2], True), widened(results[3], results[4], False)
+    mean, square = widened_moment(results[1], results[2], True), widened_moment(results[3], results[4], False)
     for moment, sign in ((mean, mean.sign()), (square, g.sign())):
         blocks = moment.abs().reshape(max(1, results[2].numel()), -1)
         largest = (blocks == blocks.amax(1, keepdim=True)).view(moment.shape)

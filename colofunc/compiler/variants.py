@@ -25,7 +25,7 @@ import attrs
 from colofunc import progress
 from colofunc.compiler.budget import DoesNotFit
 from colofunc.compiler.planning import Outcome, Planning
-from colofunc.compiler.rank_agreement import from_main, told
+from colofunc.compiler.rank_agreement import from_main, told_by_main
 from colofunc.compiler.staged import Staged, in_place_of
 from colofunc.compiler.transform import Build, Transform, Variant
 from colofunc.errors import CapacityError, PlanError, near
@@ -146,7 +146,7 @@ def planned(ways: Ways, planned_by: As, recall: Recall, watch: Watch | None) -> 
             outcome = _saying(outcome, ways.variant(ways.only).words, ())
         return planning, outcome
     taken = from_main(watch, _Search(ways, planned_by, recall).run)
-    way = told(watch, None if taken is None else taken.way)
+    way = told_by_main(watch, None if taken is None else taken.way)
     if taken is None:
         return planned_by(ways.written(way)), None
     return taken.planning, taken.outcome

@@ -85,7 +85,7 @@ class Warmup:
         return timings(low.program, most, seconds_on(low.priced, low.registry.rule))
 
 
-def everywhere(yes: bool, watch: Watch | None) -> bool:
+def agreed_by_all(yes: bool, watch: Watch | None) -> bool:
     """Whether all ranks say so. Collective."""
     return all(_told(yes, watch))
 
@@ -106,7 +106,7 @@ def step_s(low: Lowered, timed: Timed) -> float:
     return played(low.program, low.priced, partial(timed.node_s, model=model)).end_s
 
 
-def moved(
+def moved_leaves(
     leaves: Sequence[torch.Tensor],
     layouts: Sequence[Layout],
     low: Lowered,

@@ -34,7 +34,7 @@ from colofunc.ops import fp8, fp8_products, int8_products
 from colofunc.ops.canonical import autocast
 from colofunc.ops.measured import same_weight
 from colofunc.ops.quantized import DEQUANTIZE, FORMATS, Quantized
-from colofunc.ops.quantized_frozen import opened, reading
+from colofunc.ops.quantized_frozen import opened_weight, reading
 from colofunc.ops.quantized_inputs import LinearCalls, divided, rounded_rows
 from colofunc.ops.quantizers import Quantizer
 from colofunc.ops.updates import UPDATES
@@ -45,7 +45,7 @@ from colofunc.program.ir import Node, Program
 from colofunc.program.passes.packed_gathers import gathered_packed
 from colofunc.program.passes.packed_reads import CAST, PRODUCTS, packed_inputs, read_packed
 from colofunc.program.tracing.modules_used import other_names
-from colofunc.program.tracing.roles import mark
+from colofunc.program.tracing.roles import mark_role
 from colofunc.program.tracing.tree import map_named
 
 QUANTIZE = "quantize"
@@ -179,9 +179,9 @@ class _Given:
         if not isinstance(leaf, Quantized):
             return leaf
         self.quantized[name] = None
-        mark("frozen", leaf.tensors)
+        mark_role("frozen", leaf.tensors)
         self.rounding_of[id(leaf)] = self.weights.rounding(name)
-        wide = opened(leaf)
+        wide = opened_weight(leaf)
         self._note(wide, leaf)
         return wide
 

@@ -35,7 +35,7 @@ from colofunc.program.lazy import zeros_like
 from colofunc.program.passes.wide_sums import gradients_of, toward
 from colofunc.program.passes.wire import LEAST, narrow_sums, saved_bytes, sums_in_full, with_residuals
 from colofunc.program.tracing.kept import KeptRecord, state_of
-from colofunc.program.tracing.roles import mark
+from colofunc.program.tracing.roles import mark_role
 from colofunc.program.tracing.tree import flatten, walk
 from colofunc.spec.layout import Layout
 from colofunc.spec.strategies import enumerate_layouts
@@ -152,7 +152,7 @@ def _wrapped(build: Build) -> Build:
         known, state = _split(args[0])
         if known is None:
             return fn(*args)
-        mark("buffer", known.values())
+        mark_role("buffer", known.values())
         out = fn(state, *args[1:])
         new, back = state_of(out)
         if flatten(new)[1].key() != flatten(state)[1].key():

@@ -26,7 +26,7 @@ from colofunc import transforms as built_in
 from colofunc.compiler.staged import EXECUTORS, Staged
 from colofunc.config.options import alternatives, bind, parameters
 from colofunc.config.part import ConfigPart, checked
-from colofunc.config.source import SourceNode, read
+from colofunc.config.source import SourceNode, read_source
 from colofunc.errors import ColofuncError, InputError, near
 from colofunc.functional.modules import Model
 from colofunc.functional.optimizers import Optimizer
@@ -355,7 +355,7 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any], plugins: Seque
     Everything is checked here, before there is a step: keys, options and values, and that the transforms go together.
     Raises ConfigError, whose message begins with the file and line.
     """
-    root = read(source)
+    root = read_source(source)
     registry = build_registry(tuple(plugins))
     known = _transforms(registry)
     entries = _without_aliases(root)

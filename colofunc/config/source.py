@@ -4,7 +4,7 @@ Problem: a mistake in a configuration is found long after it was read, and "unkn
 people searching. Idea: YAML, JSON and Python dicts all become the same tree of `SourceNode`s, each with the place it came
 from; whoever finds a mistake says `node.error(...)`.
 
->>> read({"mesh": {"dp": 2}}).entries["mesh"].where
+>>> read_source({"mesh": {"dp": 2}}).entries["mesh"].where
 'config: mesh'
 
 YAML needs the extra `colofunc[yaml]`; JSON has a small reader of its own, because the library's drops positions. Only
@@ -75,7 +75,7 @@ class SourceNode:
         return ConfigError(f"{self.where}: {message}")
 
 
-def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> SourceNode:
+def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> SourceNode:
     """A configuration as a tree: a dict, or the path of a .yaml, .yml or .json file. The root is a mapping."""
     if isinstance(source, Mapping):
         root = _from_python(source, "", [0])

@@ -74,7 +74,7 @@ def convert_shards(
     # the memory of a part is seen by everybody in its process
     src, dst = src.with_tier("device"), dst.with_tier("device")
     if src is dst:
-        return list(settled(shards, wanted, mesh))
+        return list(settled_parts(shards, wanted, mesh))
     program = _conversion_program(src, dst, mesh, shards[0].dtype)
     if has_wires(program):
         if backend.watch is not None:
@@ -84,10 +84,10 @@ def convert_shards(
     if dst.at is not None:
         there = [holds(dst.at, mesh, rank) for rank in backend.ranks(mesh)]
         parts = [part if exists else part.new_empty(0) for part, exists in zip(parts, there, strict=True)]
-    return settled(parts, wanted, mesh)
+    return settled_parts(parts, wanted, mesh)
 
 
-def settled(shards: Shards, layout: Layout, mesh: Mesh) -> Shards:
+def settled_parts(shards: Shards, layout: Layout, mesh: Mesh) -> Shards:
     """Parts in the memory that their layout says, beside the device on which steps on the mesh run."""
     device = device_of(mesh)
     moved = {id(shard): in_tier(shard, layout.tier, device) for shard in shards}
@@ -204,7 +204,7 @@ def reshapes(func: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def is_view(func: Any) -> bool:
+def returns_views(func: Any) -> bool:
     """Whether results of an operator are views of its first argument."""
     if target_of(func).rsplit(".", 1)[0] in FREE:  # the schema of `unsafe_split` does not say so
         return True

@@ -29,8 +29,8 @@ from colofunc.dtensor.eager import (
     check_shape_known,
     convert_shards,
     functional,
-    is_view,
     reshapes,
+    returns_views,
     run_eager,
     written_argument,
 )
@@ -95,7 +95,7 @@ def dispatch(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
         _write(cls, func, leaves[0], *results[0])
         return leaves[0]
     wrapped = [cls(out[0], out[1], mesh, backend) if isinstance(out, tuple) else out for out in results]
-    if is_view(func) and isinstance(args[0], cls):
+    if returns_views(func) and isinstance(args[0], cls):
         for view in wrapped:
             view._origin = _origin(args[0], func, args)
     return pytree.tree_unflatten(wrapped, out_tree)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-from colofunc.dtensor.eager import Shards, convert_shards, settled, to_compute
+from colofunc.dtensor.eager import Shards, convert_shards, settled_parts, to_compute
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
@@ -55,7 +55,7 @@ def parts_on(x: Laid, target: Layout, other: Mesh) -> Shards:
         made = shared_parts(target, other, wanted, lambda rank: plan.made(rank, value, parts[0]))
     else:
         made = [_exchanged(plan, parts[0], mine[0], x._backend)]
-    return settled(made, target, other)
+    return settled_parts(made, target, other)
 
 
 @attrs.frozen(eq=False)

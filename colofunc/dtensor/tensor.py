@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from colofunc import compat
-from colofunc.dtensor.eager import convert_shards, settled
+from colofunc.dtensor.eager import convert_shards, settled_parts
 from colofunc.dtensor.eager_dispatch import Origin, SharedParts, call_function, dispatch
 from colofunc.dtensor.other_mesh import parts_on
 from colofunc.errors import ConsumedError, InputError, SpecError
@@ -407,7 +407,7 @@ def from_local(tensor: torch.Tensor, spec: SpecLike, mesh: Mesh, shape: Sequence
                 f"a part of shape {tuple(shard.shape)} does not fit {layout.text()!r} of {layout.shape} on {mesh}, "
                 f"which has parts {layout.local_shape}; give shape= where the global size is not the obvious one"
             )
-    out = DTensor(settled([x.detach() for x in shards], layout, mesh), layout, mesh, backend)
+    out = DTensor(settled_parts([x.detach() for x in shards], layout, mesh), layout, mesh, backend)
     out._held.lent = True
     return out
 
@@ -426,7 +426,7 @@ class _Distribute(torch.autograd.Function):
         backend = backend_for(mesh)
         ctx.device = x.device
         plain = x.detach().clone()  # the parts may be views of it, and must not change when `x` does
-        parts = settled([part(plain, layout, mesh, rank) for rank in backend.ranks(mesh)], layout, mesh)
+        parts = settled_parts([part(plain, layout, mesh, rank) for rank in backend.ranks(mesh)], layout, mesh)
         return DTensor(parts, layout, mesh, backend)
 
     @staticmethod

@@ -75,7 +75,7 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1).view(torch.uint8) if x.dtype != torch.uint8 else x.view(-1)
 
 
-def rows(x: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+def rows_in_order(x: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
     """Chunks of dim 0 in another order, contiguous."""
     return x.contiguous() if order is None else torch.stack([x[place] for place in order])
 
@@ -89,26 +89,26 @@ def _all_gather(group: Group) -> Start:
         if not x.numel():
             return Started((), lambda: out)
         work = dist.all_gather_into_tensor(bytes_of(out), bytes_of(x), group=group.pg, async_op=True)
-        return Started((work,), lambda: out if group.order is None else rows(out, group.order), x)
+        return Started((work,), lambda: out if group.order is None else rows_in_order(out, group.order), x)
 
     return start
 
 
 def _all_to_all(group: Group) -> Start:
     def start(x: torch.Tensor) -> Started:
-        sent = rows(x, group.inverse)
+        sent = rows_in_order(x, group.inverse)
         out = torch.empty_like(sent)
         if not x.numel():
             return Started((), lambda: out)
         work = dist.all_to_all_single(bytes_of(out), bytes_of(sent), group=group.pg, async_op=True)
-        return Started((work,), lambda: out if group.order is None else rows(out, group.order), sent)
+        return Started((work,), lambda: out if group.order is None else rows_in_order(out, group.order), sent)
 
     return start
 
 
 def _reduce_scatter(group: Group, how: str) -> Start:
     def start(x: torch.Tensor) -> Started:
-        sent = rows(x, group.inverse)
+        sent = rows_in_order(x, group.inverse)
         out = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
         if not x.numel():
             return Started((), lambda: out)

@@ -6,7 +6,7 @@ flag and refuse the call. Idea: the flag is a property of the open file. A call 
 goes the usual way.
 
     set_direct(fd, True)
-    write_at(fd, data, at=0)       # all of it; `data` begins at a page and has whole pages (`padded`, `pages.pages`)
+    write_at(fd, data, at=0)       # all of it; `data` begins at a page and has whole pages (`padded_bytes`, `pages.pages`)
     is_direct(fd)                  # False where the file system refused
 """
 
@@ -26,7 +26,7 @@ PAGE_BYTES = 4096  # address, offset and length of direct I/O are multiples of a
 Buffer = NDArray[np.uint8]
 
 
-def padded(nbytes: int) -> int:
+def padded_bytes(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from colofunc import compat, env
 from colofunc.errors import MeshError, PlanError
-from colofunc.executors.gloo import exchange
+from colofunc.executors.gloo import exchange_tensors
 from colofunc.executors.gpus import adopt_gpu, own_gpu
 from colofunc.executors.groups import ProcessGroups
 from colofunc.executors.launch import before_end
@@ -146,7 +146,7 @@ class Distributed:
         """Send tensors to other ranks and receive into others', by rank. Collective. `what` it is for, for errors."""
         meet(self.watch, what)
         with self.watch or nullcontext():
-            exchange(sent, received)
+            exchange_tensors(sent, received)
 
 
 def _check_message_order(program: Program, mesh: Mesh) -> None:

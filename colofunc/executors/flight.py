@@ -109,7 +109,7 @@ class Flight:
             self._ended += 1
 
 
-def mark(device: torch.device) -> torch.cuda.Event:
+def mark_passed(device: torch.device) -> torch.cuda.Event:
     """What the GPU comes past when it has done all that its current stream has so far."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))

@@ -41,7 +41,7 @@ def fused(program: Program, mesh: Mesh, rule_of: RuleOf) -> Program:
     for piece in pieces(program, mesh.topology.software.uncompiled):
         inside = range(piece.first, piece.first + piece.count)
         where = {id(program.nodes[index]): index for index in inside}
-        for group in groups(piece.nodes):
+        for group in fusion_groups(piece.nodes):
             seconds = _group_s(group, piece.outs, piece.nodes, program.values, mesh, rule_of)
             for place, node in enumerate(group):
                 kernel = FREE if place or seconds == 0.0 else PlannedKernel(FUSED, seconds, 0)
@@ -60,7 +60,7 @@ def as_executed(program: Program, executor: str | None, mesh: Mesh, rule_of: Rul
     return in_chunks(executed, mesh, rule_of)
 
 
-def groups(nodes: Sequence[Node]) -> list[list[Node]]:
+def fusion_groups(nodes: Sequence[Node]) -> list[list[Node]]:
     """The operators of a piece that are no products.
 
     They are grouped by how many products stand before them on the longest way to them.

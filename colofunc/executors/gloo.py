@@ -38,7 +38,7 @@ def _post(
     return works, sent
 
 
-def exchange(sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+def exchange_tensors(sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
     """Send contiguous tensors to other ranks and receive into others', by global rank, all at once.
 
     Empty ones do not travel.

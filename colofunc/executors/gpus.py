@@ -34,7 +34,7 @@ def own_gpu(mesh: Mesh, launch: Launch, watch: Watch) -> int | None:
         return None
     index = candidate(launch, usable_gpus())
     with watch:
-        names = watch.exchange("the GPUs of the ranks", "" if index is None else name_of(index), watch.deadline_s)
+        names = watch.exchange("the GPUs of the ranks", "" if index is None else gpu_name(index), watch.deadline_s)
     trouble = shared_or_missing(names)
     if not trouble:
         return index
@@ -67,7 +67,7 @@ def adopt_gpu(watch: Watch | None) -> None:
     if bound is None and index == 0 and launch is not None and launch.local_rank < usable_gpus():
         index = launch.local_rank
     use_gpu(index)
-    trouble = shared_or_missing(watch.exchange("the GPUs of the ranks", name_of(index), watch.deadline_s))
+    trouble = shared_or_missing(watch.exchange("the GPUs of the ranks", gpu_name(index), watch.deadline_s))
     if trouble:
         raise MeshError(
             f"NCCL wants a GPU of its own for each rank, and {trouble}. Try: "
@@ -81,7 +81,7 @@ def candidate(launch: Launch, there: int) -> int | None:
     return launch.local_rank % there if there else None
 
 
-def name_of(index: int) -> str:
+def gpu_name(index: int) -> str:
     """What no other GPU of any node is called."""
     return f"{platform.node()} {torch.cuda.get_device_properties(index).uuid}"
 

@@ -28,8 +28,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from colofunc.executors.flight import Flight, abort_all
 from colofunc.executors.lifeline import Lifelines
-from colofunc.executors.places import GONE, NOWHERE, Answer, place_of, write_on_gpu
-from colofunc.executors.presence import WHO, Limits, Presence, Waiting, last_words, ranks_text, say
+from colofunc.executors.places import GONE, NOWHERE, Answer, whereabouts, write_on_gpu
+from colofunc.executors.presence import WHO, Limits, Presence, Waiting, last_words, ranks_text, say_presence
 
 FAILED = "colofunc/failed"
 MAX_PEERS = 32
@@ -157,7 +157,7 @@ class Lookout:
     def _last_seen(self, rank: int) -> str:
         """Where a rank was last, and what has become of its process."""
         words = self._presence.words(rank)
-        return place_of(self._store, rank).words + (f"; {words}" if words else "")
+        return whereabouts(self._store, rank).words + (f"; {words}" if words else "")
 
     def fate(self, rank: int) -> tuple[str, str]:
         """What has become of a rank's process, "ended", "stopped" or another word, and where the rank was, in words."""
@@ -200,9 +200,9 @@ class Lookout:
         """Say that this rank lives, print who waits for it, and look after those that it waits for."""
         activity = self._activity
         self._presence.beat()
-        self._main_at = place_of(self._store, 0).where
+        self._main_at = whereabouts(self._store, 0).where
         for text in self._presence.heard():
-            say(
+            say_presence(
                 self._rank,
                 f"{text} for this rank, which is {activity.here}; all ranks must call the same steps in the same order",
             )
@@ -243,13 +243,15 @@ class Lookout:
 
     def _takes_part(self, rank: int, waiting: Waiting) -> bool:
         """Whether a rank has come to the step that this one is in: with GPUs, hosts may be ahead of it."""
-        place = place_of(self._store, rank)
+        place = whereabouts(self._store, rank)
         return place.begun >= waiting.step if waiting.on_gpu else place.where.startswith(f"in step {waiting.step} (")
 
     def _notice(self, waiting: Waiting, missing: Sequence[int], last_seen: Sequence[str]) -> None:
         """On both sides, once and again where a process was stopped since: who waits where, and for whom."""
         text = f"has waited {waiting.waited_s:.0f} s {'at ' if waiting.keys else ''}{waiting.what}"
-        say(self._rank, f"{text} for {ranks_text(missing, last_seen)}; it gives up after {waiting.limit_s:g} s")
+        say_presence(
+            self._rank, f"{text} for {ranks_text(missing, last_seen)}; it gives up after {waiting.limit_s:g} s"
+        )
         self._presence.tell(missing, f"rank {self._rank} {text}")
 
     def _peer_ended(self, waiting: Waiting, rank: int, words: str) -> None:
@@ -273,7 +275,7 @@ class Lookout:
         Outside of steps, whether its script came to its end.
         """
         if waiting.step:
-            return place_of(self._store, rank).done >= waiting.step
+            return whereabouts(self._store, rank).done >= waiting.step
         return self._presence.left(rank) == ""
 
     def _tell_gpu(self, store: Any) -> None:
@@ -300,7 +302,7 @@ class Lookout:
             silent = silent_s > activity.limits.notice_s
             if silent and not told:
                 here = activity.here if waiting is None else waiting.what
-                say(
+                say_presence(
                     self._rank,
                     f"has had no answer from rank 0{self._main_process()} for {silent_s:.0f} s; this rank is {here}",
                 )

@@ -45,7 +45,7 @@ def write_on_gpu(store: Any, rank: int, passed: int, at: str) -> None:
     store.set(f"{ON_GPU}/{rank}", json.dumps([passed, at]))
 
 
-def place_of(store: Any, rank: int) -> RankProgress:
+def whereabouts(store: Any, rank: int) -> RankProgress:
     """Where a rank is. Where it has a GPU, a step is done when it has passed there."""
     key, gpu = f"{AT}/{rank}", f"{ON_GPU}/{rank}"
     if not store.check([key]):

@@ -29,7 +29,7 @@ from colofunc.executors.pages import pages
 from colofunc.mesh.sizes import size_text
 from colofunc.program.facts import is_copy
 from colofunc.program.ir import Program
-from colofunc.program.passing import Passing, passing, rounded
+from colofunc.program.passing import Passing, buffer_bytes, passing
 
 LET_GO_S = 1.0
 """A thread that has written a buffer to disk may have it a moment longer than whoever waited for that."""
@@ -129,13 +129,15 @@ def pool_of(program: Program, ranks: int, whole: Program | None = None) -> Pool 
 
     None where nothing passes through the host. whole: what it was before it was compiled.
     """
-    plan = passing(whole or program) if moves(whole or program) else None
+    plan = passing(whole or program) if copies_between_tiers(whole or program) else None
     return Pool(plan, ranks) if plan is not None and plan.classes else None
 
 
-def moves(program: Program) -> bool:
+def copies_between_tiers(program: Program) -> bool:
     """Whether a program copies between tiers, in loops too."""
-    return any(is_copy(node) or (node.loop is not None and moves(node.loop.body)) for node in program.nodes)
+    return any(
+        is_copy(node) or (node.loop is not None and copies_between_tiers(node.loop.body)) for node in program.nodes
+    )
 
 
 def pinned_like(x: torch.Tensor) -> torch.Tensor:
@@ -143,7 +145,7 @@ def pinned_like(x: torch.Tensor) -> torch.Tensor:
     shape = torch.empty_like(x, device="meta", memory_format=torch.preserve_format)
     if not shape.nbytes:
         return torch.empty_like(shape, device="cpu", memory_format=torch.preserve_format)
-    flat = torch.from_numpy(pages(rounded(shape.nbytes, 0), pinned=True, seen=True)[: shape.nbytes])
+    flat = torch.from_numpy(pages(buffer_bytes(shape.nbytes, 0), pinned=True, seen=True)[: shape.nbytes])
     return flat.view(shape.dtype).as_strided(shape.shape, shape.stride())
 
 

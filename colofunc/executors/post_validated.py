@@ -81,7 +81,7 @@ class PostValidated:
         late = {}
         for id in self.parts.late:
             late[id] = [torch.empty_like(shard) for shard in self._last[id]]
-        written = distinct(values[id] for id in self.parts.kept)
+        written = distinct_tensors(values[id] for id in self.parts.kept)
         kept = [(shard, shard.clone()) for shard in written]
         guess = _cloned({id: self._last[id] for id in self.parts.judged})
         made = self.updated(values | guess)
@@ -146,7 +146,7 @@ class UnsettledStep:
         self.lose: Callable[[], None] = _nothing
         """What whoever holds the results does where these are lost."""
         self._finish, self._values, self._kept, self._made, self._late = finish, values, kept, made, late
-        self._late_parts = distinct(late.values())  # those that are filled, and what fills them
+        self._late_parts = distinct_tensors(late.values())  # those that are filled, and what fills them
         self._late_lists = {id(shards) for shards in late.values()}
         self._lists = self._late_lists | {id(shards) for shards in made.values()}
         self.redone = False
@@ -230,7 +230,7 @@ class UnsettledStep:
         self.redone = not run.heard(self._found)
         for id, shards in self._late.items():
             shards[:] = self._found[id]
-        self._late_parts += distinct(self._late.values())
+        self._late_parts += distinct_tensors(self._late.values())
 
     def _put_right(self) -> None:
         self._hear()
@@ -254,7 +254,7 @@ def _nothing() -> None:
     pass
 
 
-def distinct(some: Iterable[Shards]) -> list[torch.Tensor]:
+def distinct_tensors(some: Iterable[Shards]) -> list[torch.Tensor]:
     """Each tensor once, whichever lanes hold it."""
     found: dict[int, torch.Tensor] = {}
     for shards in some:

@@ -66,7 +66,7 @@ class Process:
         return Process(host, " ".join(marks), os.getpid(), started(os.getpid()))
 
     def condition(self) -> str:
-        """"running", "stopped" or "ended"; "" where that cannot be seen from this process."""
+        """ "running", "stopped" or "ended"; "" where that cannot be seen from this process."""
         if self.place != Process.own().place or not self.began:
             return ""
         return "ended" if started(self.pid) != self.began else process_state(self.pid)
@@ -78,7 +78,7 @@ def started(pid: int) -> str:
 
 
 def process_state(pid: int) -> str:
-    """"running", "stopped" or "ended": of a process of this machine."""
+    """ "running", "stopped" or "ended": of a process of this machine."""
     state = _stat(pid)[0]
     if state in ("", "Z", "X"):
         return "ended"
@@ -260,5 +260,5 @@ def ranks_text(ranks: Sequence[int], others: Sequence[str]) -> str:
     return "; ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
 
 
-def say(rank: int, text: str) -> None:
+def say_presence(rank: int, text: str) -> None:
     print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)

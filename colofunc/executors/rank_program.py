@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from colofunc.errors import InputError
-from colofunc.executors.flight import Flight, mark
+from colofunc.executors.flight import Flight, mark_passed
 from colofunc.executors.groups import ProcessGroups
 from colofunc.executors.pools import accelerator, pool_of, reads_host_only
 from colofunc.executors.rank_collectives import RankWires, own_tag
@@ -155,7 +155,7 @@ def in_flight(
     except BaseException:
         flight.give_up()
         raise
-    flight.end(mark(device))
+    flight.end(mark_passed(device))
     return outs
 
 

@@ -33,7 +33,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from colofunc import compat, env
 from colofunc.env import Launch
 from colofunc.errors import CollectiveError
-from colofunc.executors.presence import Limits, process_state, ranks_text, say
+from colofunc.executors.presence import Limits, process_state, ranks_text, say_presence
 
 ADDRESS = "colofunc/address"
 LOOK_S = 1.0  # how often it is looked for processes
@@ -113,7 +113,7 @@ class Arrivals:
             if waited_s > next_line_s:
                 next_line_s *= AGAIN
                 text = f"has waited {waited_s:.0f} s for {self._text(ranks)} to join{self.where}"
-                say(self.rank, f"{text}; it gives up after {self.limits.limit_s:g} s")
+                say_presence(self.rank, f"{text}; it gives up after {self.limits.limit_s:g} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.25)
 

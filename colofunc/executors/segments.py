@@ -258,7 +258,7 @@ def _without_views_at_the_end(nodes: Sequence[Node]) -> tuple[Sequence[Node], Se
     """(nodes up to the last operator that computes, views behind it)."""
     makers = {out: node for node in nodes for out in node.results}
     end = len(nodes)
-    while end and is_free(nodes[end - 1]):
+    while end and computes_nothing(nodes[end - 1]):
         maker = makers.get(nodes[end - 1].refs[0])
         if not _is_view(nodes[end - 1]) and maker is not None and _permutes(maker):
             break  # a copy, which the compiler may make together with what it copies
@@ -266,7 +266,7 @@ def _without_views_at_the_end(nodes: Sequence[Node]) -> tuple[Sequence[Node], Se
     return nodes[:end], nodes[end:]
 
 
-def is_free(node: Node) -> bool:
+def computes_nothing(node: Node) -> bool:
     """Whether a node computes nothing: a view, or a copy where there can be none."""
     return node.target.rsplit(".", 1)[0] in FREE or node.target == REARRANGE
 
@@ -289,9 +289,9 @@ def _can_fuse(piece: SegmentPiece) -> bool:
     computed: set[int] = set()
     for node in piece.nodes:
         reads = not computed.isdisjoint(node.refs)
-        if reads and not is_free(node) and not is_product(node.target):
+        if reads and not computes_nothing(node) and not is_product(node.target):
             return True
-        if reads or not is_free(node):
+        if reads or not computes_nothing(node):
             computed.update(node.results)
             computed.update(written(node))
     return False

@@ -6,7 +6,7 @@ costs less than a copy and a write; otherwise each gets memory of its own first,
 and the whole, is taken from there.
 
     v7 = mul(v1_0, v2); ...              # was mul_out(v1_0, v2, out=v2), which three other ranks would have seen
-    v2_s0, v3_s1, = apart(v2, v3)         # v3 is a view of v2 that is read behind the write
+    v2_s0, v3_s1, = unshared_copies(v2, v3)         # v3 is a view of v2 that is read behind the write
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Sharing:
             call = "{0}.clone()"
             if len(members) > 1:
                 places = ", ".join(f"{{{place}}}" for place in range(len(members)))
-                call = f"{self.writer.bind(apart, 'apart')}({places})"
+                call = f"{self.writer.bind(unshared_copies, 'apart')}({places})"
             self._split(members, keys, call)
 
     def _split(self, ids: Sequence[int], keys: Sequence[Hashable], call: str) -> None:
@@ -147,7 +147,7 @@ class Sharing:
         return self._memory
 
 
-def apart(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def unshared_copies(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The same values in memory of their own, which they share as before."""
     memory = tensors[0].untyped_storage().clone()
     copies: list[torch.Tensor] = []

@@ -28,7 +28,7 @@ from colofunc.executors.kernels import callable_of, check_words, rearrange_text,
 from colofunc.executors.loops import ABSENT as ABSENT
 from colofunc.executors.loops import only as only
 from colofunc.executors.loops import write_in_loop, write_loop
-from colofunc.executors.pools import Pool, in_tier, moves
+from colofunc.executors.pools import Pool, copies_between_tiers, in_tier
 from colofunc.executors.sharing import Sharing
 from colofunc.executors.step_function import StepFunction, flat_results
 from colofunc.ops.debug import DEBUG, show
@@ -467,7 +467,7 @@ class Writer:
     def function(self) -> StepFunction:
         """The lines, compiled."""
         outputs = [self.everywhere(out) for out in self.program.outputs]
-        waits = self.device.type != "cpu" and moves(self.program)
+        waits = self.device.type != "cpu" and copies_between_tiers(self.program)
         return StepFunction(self.program, self.input_names, self.lines, self.origin, outputs, self.names, waits)
 
 

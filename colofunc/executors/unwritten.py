@@ -25,8 +25,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from colofunc.executors.fused import groups
-from colofunc.executors.segments import SegmentPiece, is_free, pieces
+from colofunc.executors.fused import fusion_groups
+from colofunc.executors.segments import SegmentPiece, computes_nothing, pieces
 from colofunc.ops.kernels import wide
 from colofunc.program.facts import is_pointwise, written
 from colofunc.program.ir import Node, Program, Value
@@ -50,7 +50,7 @@ def counted(program: Program, last: Mapping[int, int], uncompiled: tuple[str, ..
     place = {id(node): index for index, node in enumerate(program.nodes)}
     for piece in pieces(program, uncompiled):
         group_of: dict[int, int] = {}  # of a node
-        for number, group in enumerate(groups(piece.nodes)):
+        for number, group in enumerate(fusion_groups(piece.nodes)):
             group_of.update(dict.fromkeys(map(id, group), number))
         unwritten.update(dict.fromkeys(_inlined(piece, group_of), 0))
         for node in piece.nodes:
@@ -107,7 +107,7 @@ def _read_until(nodes: Sequence[Node], group_of: Mapping[int, int], place: Mappi
 
 
 def _is_inlined(node: Node) -> bool:
-    return is_free(node) or is_pointwise(node.target) or node.target in INLINED
+    return computes_nothing(node) or is_pointwise(node.target) or node.target in INLINED
 
 
 def _rows_bytes(node: Node, value: Value) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.compiler.rank_agreement import checksum
+from colofunc.compiler.rank_agreement import value_checksum
 from colofunc.errors import InputError
 from colofunc.executors.distributed import broadcast_object
 from colofunc.executors.watch import Watch
@@ -68,7 +68,7 @@ class BatchPeers:
         """Rank 0's generators on every rank, so that all shuffle alike. Collective."""
         if self.watch is None:
             return
-        sums = ",".join(f"{name} {checksum(g.get_state())}" for name, g in generators.items())
+        sums = ",".join(f"{name} {value_checksum(g.get_state())}" for name, g in generators.items())
         if len(set(self.watch.exchange("the start of an epoch of cf.batches", sums, self.watch.deadline_s))) == 1:
             return
         with self.watch:

@@ -242,7 +242,7 @@ class Batches:
         read: list[ReadBatch] = []
         items = self._begin()
         try:
-            return self._next(reading.noted(items, read))
+            return self._next(reading.noted_items(items, read))
         finally:
             if isinstance(self.loader, Iterator) and not reading.keeps_position(self.loader):
                 self._seen = self._batch, chain(read, items)
@@ -303,7 +303,7 @@ class Batches:
             (first, items), self._seen = self._seen, None
             reading.pass_over(items, self._batch - first)
             return items
-        items = reading.read(self._source, self._sampler, self._batch, on_first)
+        items = reading.read_epoch(self._source, self._sampler, self._batch, on_first)
         return reading.pinned(items) if self._on_card else items
 
     def _next(self, items: Iterator[ReadBatch]) -> tuple[Any] | None:

@@ -35,7 +35,7 @@ from colofunc.ops.quantized_frozen import reading
 from colofunc.ops.quantized_inputs import WeightNames, linear_inputs
 from colofunc.ops.quantizers import Quantizer
 from colofunc.planner.plan import matches
-from colofunc.program.tracing.meta import active
+from colofunc.program.tracing.meta import active_stacks
 from colofunc.program.tracing.tree import walk
 
 Values = Mapping[str, Tensor]  # weight's name -> what was measured of its inputs
@@ -135,7 +135,7 @@ def as_a_step() -> AbstractContextManager[None]:
     """Inside, a function that is called by itself computes as it does in a step: torch has no grouped products of
     float64, steps have.
     """
-    return nullcontext() if active() is not None or canonical.on_single_device() else canonical.single_device()
+    return nullcontext() if active_stacks() is not None or canonical.on_single_device() else canonical.single_device()
 
 
 def _measuring(
@@ -203,7 +203,7 @@ def gptq(moments: Values | Sequence[Values], damping: float = DAMPING) -> Quanti
     """
     if not isinstance(damping, Real) or not damping > 0:
         raise InputError(f"cf.gptq(damping={damping!r}): moments of few rows have no inverse. Try: damping={DAMPING}")
-    return calibrated(joined("cf.gptq", MOMENTS, moments), float(damping))
+    return calibrated(joined_statistics("cf.gptq", MOMENTS, moments), float(damping))
 
 
 def awq(moments: Values | Sequence[Values]) -> Quantizer:
@@ -212,7 +212,7 @@ def awq(moments: Values | Sequence[Values]) -> Quantizer:
     moments: as for `cf.gptq`. Raises InputError where they are not finite, and when a weight is quantized of which
     there are none. Source: Lin et al. 2023, "AWQ" (2306.00978).
     """
-    return input_scales.awq(joined("cf.awq", MOMENTS, moments))
+    return input_scales.awq(joined_statistics("cf.awq", MOMENTS, moments))
 
 
 def smoothquant(maxima: Values | Sequence[Values], alpha: float = 0.5) -> Quantizer:
@@ -226,10 +226,10 @@ def smoothquant(maxima: Values | Sequence[Values], alpha: float = 0.5) -> Quanti
     """
     if not isinstance(alpha, Real) or not 0 <= alpha <= 1:
         raise InputError(f"cf.smoothquant(alpha={alpha!r}): a part of what is moved, from 0 to 1. Try: alpha=0.5")
-    return input_scales.smoothquant(joined("cf.smoothquant", MAXIMA, maxima), float(alpha))
+    return input_scales.smoothquant(joined_statistics("cf.smoothquant", MAXIMA, maxima), float(alpha))
 
 
-def joined(scheme: str, statistic: Statistic, values: Values | Sequence[Values]) -> WeightMeasures:
+def joined_statistics(scheme: str, statistic: Statistic, values: Values | Sequence[Values]) -> WeightMeasures:
     """What several batches have measured together, in float64 on the host."""
     what, maker = statistic.what, statistic.maker
     batches: list[Values] = []

@@ -24,7 +24,7 @@ from colofunc import compat
 from colofunc.errors import InputError
 from colofunc.ops import policy
 from colofunc.ops.squares import written_out
-from colofunc.program.tracing.meta import active, phase
+from colofunc.program.tracing.meta import active_stacks, phase
 from colofunc.program.tracing.tree import Tree, flatten, map_tensors, unflatten
 
 # How many value_and_grad calls surround this one.
@@ -80,7 +80,7 @@ def _differentiated(
         new[n] = unflatten(tree, fresh)
         leaves += [t if t.requires_grad else None for t in fresh]
         trees.append(tree)
-        if (mixed := policy.active()) is not None:
+        if (mixed := policy.active_policy()) is not None:
             for t, name in zip(fresh, tree.names(), strict=True):
                 mixed.name(t, name.partition(".")[2])
     if all(leaf is None for leaf in leaves):
@@ -120,7 +120,7 @@ def _gradients(loss: Tensor, leaves: list[Tensor | None], inner: bool) -> Any:
 
 def _readable(loss: Tensor) -> Tensor:
     """Under `cf.precision` a loss comes back in float32 at least."""
-    return loss.to(torch.promote_types(loss.dtype, torch.float32)) if policy.active() is not None else loss
+    return loss.to(torch.promote_types(loss.dtype, torch.float32)) if policy.active_policy() is not None else loss
 
 
 def _detached(aux: Any) -> Any:
@@ -129,7 +129,7 @@ def _detached(aux: Any) -> Any:
 
 def warn_of_eval_mode(module: nn.Module) -> None:
     """One warning where a step that is being traced differentiates a module in eval mode."""
-    if not compat.training(module) and _DEPTH.get() > 0 and active() is not None:
+    if not compat.is_training(module) and _DEPTH.get() > 0 and active_stacks() is not None:
         warnings.warn(
             f"a training step runs {type(module).__name__} in eval mode, so its dropout does nothing and its running "
             "statistics stand still (from_pretrained returns models so); call model.train() before the step, or "

@@ -30,11 +30,18 @@ from colofunc.executors.backend import backend_for
 from colofunc.functional import pretrained
 from colofunc.functional.checkpoint import dcp, plainfile, tree
 from colofunc.functional.checkpoint.files import StoredPiece, dtype_name, dtype_of, read_piece
-from colofunc.functional.checkpoint.folder import resolve
+from colofunc.functional.checkpoint.folder import resolve_folder
 from colofunc.functional.checkpoint.index import INCOMPLETE, INDEX, PLAIN, read_index
 from colofunc.functional.checkpoint.libraries import whole_stems
-from colofunc.functional.checkpoint.place import Entry, device_for, layout_for, placed, plain, specs_by_name
-from colofunc.functional.checkpoint.tree import Matched, names, unpack
+from colofunc.functional.checkpoint.place import (
+    Entry,
+    device_for,
+    layout_for,
+    placed_entry,
+    specs_by_name,
+    whole_tensor,
+)
+from colofunc.functional.checkpoint.tree import Matched, tensor_names, unpack
 from colofunc.functional.save import Resumable
 from colofunc.mesh import Mesh
 from colofunc.ops.seeds import set_random_state
@@ -159,7 +166,7 @@ def load(
     to its saved position. verify: compare checksums. Raises CheckpointError that names the file and tensor of what is
     missing, changed or does not fit.
     """
-    folder = resolve(path)
+    folder = resolve_folder(path)
     if model is not None:
         if like is not None or batches is not None:
             raise InputError(
@@ -204,17 +211,17 @@ def _load(
         if isinstance(example, torch.Tensor) and not example.is_meta and device is None:
             at = example.device
         if mesh is None:
-            return plain(entry, at)
+            return whole_tensor(entry, at)
         spec = chosen.get(name)
         if spec is not None or not isinstance(example, DTensor) or example.mesh != mesh:
-            return placed(entry, layout_for(entry, mesh, spec), mesh, at, asked=spec is not None)
+            return placed_entry(entry, layout_for(entry, mesh, spec), mesh, at, asked=spec is not None)
         layout = example.sharding
-        x = placed(entry, layout_for(entry, mesh, layout.with_pending(())), mesh, at, asked=True)
+        x = placed_entry(entry, layout_for(entry, mesh, layout.with_pending(())), mesh, at, asked=True)
         if layout.pending:
             return x.redistribute(layout)  # which the first of the ranks has, and the others zeros of
         return x
 
-    wanted = list(names(found.tree)) if like is None else list(examples)
+    wanted = list(tensor_names(found.tree)) if like is None else list(examples)
     state = build(_read_all(wanted, one))
     # Only now, when everything could be read.
     if batches is not None:
@@ -259,7 +266,7 @@ def _aside(found: _Found, what: str, folder: Path) -> Any:
     if what not in found.content:
         raise CheckpointError(f"{folder} was saved without {what}; give {what}= when saving")
     tree = found.content[what]
-    return unpack(tree, {name: plain(found.entries[name]) for name in names(tree)})
+    return unpack(tree, {name: whole_tensor(found.entries[name]) for name in tensor_names(tree)})
 
 
 # ---- opening a folder ----
@@ -306,7 +313,7 @@ def _ours(folder: Path, content: dict[str, Any], verify: bool) -> _Found:
         entries = _own_entries(folder, check(dict[str, _Tensor], content.get("tensors"), "tensors"), verify)
     for part in ("state", "random", "batches"):
         if part == "state" or part in content:
-            tree.check(content.get(part), entries)
+            tree.check_tree(content.get(part), entries)
     return _Found(content["state"], entries, content, token)
 
 

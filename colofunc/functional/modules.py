@@ -30,15 +30,15 @@ from colofunc.errors import InputError, TraceError, near
 from colofunc.functional.adapters import Adapter
 from colofunc.functional.gradients import warn_of_eval_mode
 from colofunc.ops import policy
-from colofunc.ops.dtypes import DOUBLED, doubled_inside
+from colofunc.ops.dtypes import DOUBLED, doubled_tensors
 from colofunc.ops.plain import refuse_unlike
 from colofunc.ops.quantized import Quantized, still_packed
-from colofunc.ops.quantized_frozen import as_packed, opened, sources
+from colofunc.ops.quantized_frozen import as_packed, opened_weight, sources
 from colofunc.program.lazy import LazyTensor, make
 from colofunc.program.tracing.attributes import Known, known_attributes, watch_attributes
 from colofunc.program.tracing.meta import name_frozen, watch_modules
 from colofunc.program.tracing.modules_used import note_model
-from colofunc.program.tracing.roles import is_traced, mark
+from colofunc.program.tracing.roles import is_traced, mark_role
 
 Tensors = dict[str, Tensor]
 
@@ -62,7 +62,7 @@ class Model:
     @property
     def key(self) -> tuple[bool, ...]:
         """Train or eval mode of every submodule: part of what decides whether a trace can be used again."""
-        return tuple(map(compat.training, self.module.modules()))
+        return tuple(map(compat.is_training, self.module.modules()))
 
     @property
     def plain(self) -> nn.Module:
@@ -84,16 +84,16 @@ class Model:
         """(out, new buffers): the module's forward with these parameters; nothing that is passed in changes."""
         self._check_names(params, buffers)
         note_model(self)
-        mark("param", params.values())
-        mark("buffer", buffers.values())
+        mark_role("param", params.values())
+        mark_role("buffer", buffers.values())
         # The forward may write to its buffers in place, so it gets copies.
         copies = {name: b.clone() for name, b in buffers.items()}
         frozen = as_packed(self.frozen)
         warn_of_eval_mode(self.module)
         # Weights that the step has not passed in, but taken from outside, are as good as frozen.
         name_frozen({**sources(frozen), **{name: p for name, p in params.items() if not is_traced(p)}})
-        widened = {name: opened(weight) for name, weight in frozen.items()}
-        held = {**doubled_inside(widened), **params, **doubled_inside(copies)}
+        widened = {name: opened_weight(weight) for name, weight in frozen.items()}
+        held = {**doubled_tensors(widened), **params, **doubled_tensors(copies)}
         watched = watch_attributes(self.module, self.attributes, params, copies)
         keep_hooks(self.module, params)
         with watch_modules(self.module), watched, policy.inside(self.module, held, [*self.frozen, *params]):

@@ -50,7 +50,7 @@ def adamw(cls: type[torch.optim.Optimizer], given: UpdateInputs) -> Updated:
         numbers = beta1, beta2, options["eps"], options["weight_decay"], decoupled
         maximize = options["maximize"]
         rounded = packed_moments.is_rounded(param, options)
-        if packed_moments.blocks(param, options) is not None:
+        if packed_moments.moment_blocks(param, options) is not None:
             keys = [first, SCALES[0], second, SCALES[1]]
             before = [state[key][name] for key in keys]
             site = (packed_moments.site_of(name),) if rounded else ()

@@ -40,7 +40,7 @@ from colofunc.ops.update_packed import Blocks
 from colofunc.ops.update_rules import KINDS
 from colofunc.program.lazy import zeros_like
 from colofunc.program.tracing.meta import phase
-from colofunc.program.tracing.roles import mark
+from colofunc.program.tracing.roles import mark_role
 from colofunc.program.tracing.tree import flatten, join, unflatten
 
 Schedule = Callable[[Tensor], Any]
@@ -94,8 +94,8 @@ class Optimizer:
         self._check_real(params)
         self._check_state(opt_state, params)
         self._warn_without_masters(params)
-        mark("param", params.values())
-        mark("state", flatten(opt_state)[0])
+        mark_role("param", params.values())
+        mark_role("state", flatten(opt_state)[0])
         with phase("update"), torch.no_grad():
             step = opt_state["step"] + 1
             moments = {key: tensors for key, tensors in opt_state.items() if key != "step"}
@@ -135,7 +135,7 @@ class Optimizer:
             grad = grads[name]
             own_grads[name] = torch.zeros_like(param) if grad is None else grad
         rates = part._rates(own_params, step, lr if part is self else None)
-        mixed = policy.active()
+        mixed = policy.active_policy()
         finite = None if mixed is None else mixed.all_finite()
         moved, kept = part._update(own_grads, own_moments, own_params, step, rates, finite)
         # The kernels of the other classes leave all as it was where a gradient is not finite; Muon is torch's own code.
@@ -196,7 +196,7 @@ class Optimizer:
 
     def _with_blocks(self, params: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Blocks | None]]:
         """Each parameter with how its moments are cut; None where they are kept wide."""
-        return {name: (param, packed_moments.blocks(param, self.of(name))) for name, param in params.items()}
+        return {name: (param, packed_moments.moment_blocks(param, self.of(name))) for name, param in params.items()}
 
     def _update(
         self,
@@ -302,7 +302,7 @@ class Optimizer:
         """The keys of the state that the update of one parameter reads."""
         options, cls = self.of(name), self.cls.__name__
         if cls in ("Adam", "AdamW"):
-            scales = () if packed_moments.blocks(param, options) is None else SCALES
+            scales = () if packed_moments.moment_blocks(param, options) is None else SCALES
             largest = ("max_exp_avg_sq",) if options["amsgrad"] else ()
             return [*MOMENTS, *scales, *largest]
         if cls == "Muon" or (cls == "SGD" and options["momentum"] != 0):
@@ -374,9 +374,9 @@ def adapt(
     option the class does not have, or a value it refuses.
     """
     if cls not in OPERATORS and cls not in OWN:
-        torch_optim.check(cls)
+        torch_optim.check_optimizer(cls)
     defaults = torch_optim.defaults(cls, lr, options)
-    packed_moments.check(cls, state_bits, defaults)
+    packed_moments.check_moments(cls, state_bits, defaults)
     packed_moments.check_rounding(cls, rounding, defaults)
     if state_bits == 8:
         defaults["state_bits"] = 8
@@ -390,7 +390,7 @@ def adapt(
             continue
         chosen[glob] = own = dict(changed)
         where = f"groups[{glob!r}]: "
-        packed_moments.check(cls, own.get("state_bits", 32), {**defaults, **own}, where)
+        packed_moments.check_moments(cls, own.get("state_bits", 32), {**defaults, **own}, where)
         packed_moments.check_rounding(cls, own.get("rounding", rounding), {**defaults, **own}, where)
         for name in own:
             if name not in ("lr", *packed_moments.OWN_OPTIONS) and name not in defaults:

@@ -21,7 +21,7 @@ from torch import Tensor
 from colofunc.dtensor.roles import give_role
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError
-from colofunc.ops.update_packed import Blocks, block_of, code_dtype, packed, widened
+from colofunc.ops.update_packed import Blocks, block_of, code_dtype, packed_moment, widened_moment
 from colofunc.ops.update_rounded import ROUNDED
 from colofunc.program.lazy import zeros_like
 from colofunc.program.tracing.tree import flatten
@@ -37,7 +37,7 @@ ADAMS = (torch.optim.AdamW, torch.optim.Adam)
 Params = Mapping[str, tuple[Tensor, Blocks | None]]  # name -> (parameter, how its moments are cut; None: kept wide)
 
 
-def check(cls: type[torch.optim.Optimizer], bits: Any, options: Mapping[str, Any], where: str = "") -> None:
+def check_moments(cls: type[torch.optim.Optimizer], bits: Any, options: Mapping[str, Any], where: str = "") -> None:
     """Raises InputError where a class with these options cannot keep its state in `bits`. where: what the error begins
     with.
     """
@@ -84,7 +84,7 @@ def is_rounded(param: Tensor, options: Mapping[str, Any]) -> bool:
     return options.get("rounding") == STOCHASTIC and param.dtype in ROUNDED
 
 
-def blocks(param: Tensor, options: Mapping[str, Any]) -> Blocks | None:
+def moment_blocks(param: Tensor, options: Mapping[str, Any]) -> Blocks | None:
     """How the moments of a parameter are cut; None where they are kept wide."""
     return block_of(tuple(param.shape)) if options.get("state_bits") == 8 else None
 
@@ -133,9 +133,9 @@ def converted(opt_state: Mapping[str, Any], params: Params) -> dict[str, Any]:
                 if unit is not None:
                     state[scale][name] = unit
             elif blocks is None:
-                state[key][name] = widened(_whole(moment), _whole(unit), signed).to(param.dtype)
+                state[key][name] = widened_moment(_whole(moment), _whole(unit), signed).to(param.dtype)
             else:
-                state[key][name], state[scale][name] = packed(_whole(moment), blocks, signed)
+                state[key][name], state[scale][name] = packed_moment(_whole(moment), blocks, signed)
     state = {key: made for key, made in state.items() if key not in SCALES or made}
     give_role("state", flatten(state)[0])
     return state

@@ -58,13 +58,13 @@ def pad(
     """
     if multiple < 1 or rows < 1:
         raise InputError(f"cf.pad: multiple={multiple}, rows={rows}; give 1 or more, such as 64")
-    fills = usual(POSITIONS, pad_id, ignore_index, fill)
+    fills = filled_table(POSITIONS, pad_id, ignore_index, fill)
     leaves, tree = flatten(with_mask(batch, fills))
     out = []
     for leaf, x in zip(tree.leaves(), leaves, strict=True):
         value = position_fill(leaf.name, x, dim, fills)
         out.append(x if value is None else lengthened(x, dim, -(-x.shape[dim] // multiple) * multiple, value))
-    return _whole_rows(tree, out, rows, usual(ROWS, pad_id, ignore_index, fill), fill, weights)
+    return _whole_rows(tree, out, rows, filled_table(ROWS, pad_id, ignore_index, fill), fill, weights)
 
 
 def _whole_rows(
@@ -116,7 +116,7 @@ def with_weight(tree: Tree, name: str) -> Tree:
     return attrs.evolve(tree, keys=(*tree.keys, key), children=(*tree.children, leaf))
 
 
-def usual(
+def filled_table(
     table: Mapping[str, float], pad_id: int = 0, ignore_index: int = -100, fill: Fill | None = None
 ) -> dict[str, float | None]:
     """The table with the caller's values; the caller's own names come first."""

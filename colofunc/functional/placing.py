@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import torch
 
-from colofunc.compiler.rank_agreement import checksum
+from colofunc.compiler.rank_agreement import value_checksum
 from colofunc.compiler.user_constraints import specs_of
 from colofunc.dtensor.tensor import DTensor
 from colofunc.env import say
@@ -28,11 +28,11 @@ from colofunc.functional.padding import (
     Fill,
     dead_rows,
     decides,
+    filled_table,
     lengthened,
     more_rows,
     pad,
     position_fill,
-    usual,
     with_weight,
 )
 from colofunc.functional.reading import ReadBatch
@@ -76,7 +76,7 @@ class UnplacedBatch:
                 of_interest = first or leaf.nbytes <= COMPARED_BYTES
             else:
                 of_interest = not by_row
-            number = checksum(leaf) + 1 if compared and of_interest else 0  # 0: not compared
+            number = value_checksum(leaf) + 1 if compared and of_interest else 0  # 0: not compared
             described.append((name, str(leaf.dtype), tuple(leaf.shape), number))
         return Said(False, self.ids, tuple(described))
 
@@ -167,14 +167,14 @@ class Placer:
                 self._check_weightless(held.tree, held.leaves)
             self._grow(held, rows)
         names = held.tree.names()
-        fills = usual(POSITIONS, fill=self.fill)
+        fills = filled_table(POSITIONS, fill=self.fill)
         for position, (name, x) in enumerate(zip(names, held.leaves, strict=True)):
             if x.dim() > 1:
                 leaf_on_ranks = [of_rank.leaves[position] for of_rank in said]
                 shapes = [shape for _, _, shape, _ in leaf_on_ranks]
                 held.leaves[position] = self._as_long(name, x, shapes, fills)
         if bool(held.dead.any()):
-            fills_of_rows = usual(ROWS, fill=self.fill)
+            fills_of_rows = filled_table(ROWS, fill=self.fill)
             for position, (name, by_row) in enumerate(zip(names, held.by_row, strict=True)):
                 if by_row:
                     held.leaves[position] = dead_rows(name, held.leaves[position], held.dead, fills_of_rows)

@@ -31,7 +31,15 @@ from colofunc.functional.checkpoint.libraries import (
     whole_stems,
 )
 from colofunc.functional.checkpoint.packed_tensors import boxed
-from colofunc.functional.checkpoint.place import Entry, cast, device_for, layout_for, placed, plain, specs_by_name
+from colofunc.functional.checkpoint.place import (
+    Entry,
+    cast_entry,
+    device_for,
+    layout_for,
+    placed_entry,
+    specs_by_name,
+    whole_tensor,
+)
 from colofunc.functional.modules import Model, functional
 from colofunc.mesh import Mesh
 from colofunc.program.lazy import LazyTensor, lazy_tensor, make
@@ -66,15 +74,15 @@ def load_model(
             if mesh is None:
                 return own
             entry = _of(name, own)
-            return placed(entry, layout_for(entry, mesh, None), mesh, there, asked=False)
+            return placed_entry(entry, layout_for(entry, mesh, None), mesh, there, asked=False)
         if mesh is not None:
             spec = chosen.get(name)
-            return placed(entry, layout_for(entry, mesh, spec), mesh, there, asked=spec is not None)
+            return placed_entry(entry, layout_for(entry, mesh, spec), mesh, there, asked=spec is not None)
         if isinstance(own, LazyTensor) and device is None:
             if entry.packed is not None:
                 return packed_layouts.lazily(entry)
-            return lazy_tensor(entry.shape, entry.dtype, partial(plain, entry), partial(boxed, entry))
-        return plain(entry, there)
+            return lazy_tensor(entry.shape, entry.dtype, partial(whole_tensor, entry), partial(boxed, entry))
+        return whole_tensor(entry, there)
 
     def all_of(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: one(name, own) for name, own in group.items()}
@@ -102,14 +110,14 @@ def _found(folder: Path, model: Model, held: Mapping[str, Tensor], strict: bool)
         found = _fitting(module, library, _entries(folder, module, library), base, str(folder), strict)
     if model.adapters:
         for name, entry in adapters.entries(folder, model.adapters, strict).items():
-            found[name] = cast(entry, held[name].dtype)
+            found[name] = cast_entry(entry, held[name].dtype)
         _check_shapes(found, held, folder)
     return found
 
 
 def _entries(folder: Path, module: nn.Module, library: Library) -> dict[str, Entry]:
     """Whole weights of a folder by the names that the module's library gives them."""
-    return library.entries(module, packed_layouts.entries(folder, library.has_name(module)))
+    return library.entries(module, packed_layouts.packed_entries(folder, library.has_name(module)))
 
 
 def _of_other_shapes(found: Mapping[str, Entry], held: Mapping[str, Tensor]) -> list[str]:
@@ -181,7 +189,7 @@ def _fitting(
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         hint = "; strict=False keeps the model's own values for what is missing" if missing or unexpected else ""
         raise CheckpointError(f"{where} does not fit {type(module).__name__}: {'; '.join(wrong[:8])}{more}{hint}")
-    return {name: cast(entry, held[name].dtype) for name, entry in found.items()}
+    return {name: cast_entry(entry, held[name].dtype) for name, entry in found.items()}
 
 
 def _is_real(dtype: torch.dtype) -> bool:

@@ -181,7 +181,7 @@ def pass_over(batches: Iterator[Any], skip: int) -> None:
         )
 
 
-def read(loader: Any, sampler: RowSampler | None, skip: int, on_first: Callable[[], None]) -> Iterator[ReadBatch]:
+def read_epoch(loader: Any, sampler: RowSampler | None, skip: int, on_first: Callable[[], None]) -> Iterator[ReadBatch]:
     """Items of one epoch from batch `skip` on; `on_first` is called when those before it have been passed.
 
     Making the iterator shuffles, or the first item does; nothing is drawn before.
@@ -206,7 +206,7 @@ def _read_all(batches: Iterator[Any], skip: int, loader: Any, on_first: Callable
         yield ReadBatch(data, position=None if loader is None else loader.state_dict())
 
 
-def noted(items: Iterator[ReadBatch], read: list[ReadBatch]) -> Iterator[ReadBatch]:
+def noted_items(items: Iterator[ReadBatch], read: list[ReadBatch]) -> Iterator[ReadBatch]:
     """`items`, each put into `read` as it is read."""
     for item in items:
         read.append(item)

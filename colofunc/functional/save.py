@@ -39,8 +39,8 @@ from colofunc.functional.checkpoint.dcp import METADATA
 from colofunc.functional.checkpoint.files import PieceToWrite, StoredPiece, write_file
 from colofunc.functional.checkpoint.folder import Writing, keep_newest
 from colofunc.functional.checkpoint.index import INDEX, read_index, write_durably, write_index
-from colofunc.functional.checkpoint.parts import Ranks, StateLeaf, assign, carried_out
-from colofunc.functional.checkpoint.staging import Slab, ahead, as_given, snapshot, stage
+from colofunc.functional.checkpoint.parts import Ranks, StateLeaf, assign_writers, carried_out
+from colofunc.functional.checkpoint.staging import Slab, ahead, as_given, snapshot_items, stage
 from colofunc.functional.checkpoint.tree import pack
 from colofunc.functional.checkpoint.waiting import Patience
 from colofunc.ops.seeds import random_state
@@ -215,7 +215,7 @@ class _Job:
         tensors = {name: carried_out(x) for name, x in tensors.items()}
         meshes = {x.mesh for x in distributed}
         ranks = Ranks.of(meshes)
-        leaves = assign(tensors, ranks)
+        leaves = assign_writers(tensors, ranks)
         content["mesh"] = [list(axis) for axis in next(iter(meshes)).axes] if meshes else None
         content["torch"] = str(torch.__version__)
         items = [item for leaf in leaves for item in leaf.items(ranks.rank)]
@@ -239,9 +239,9 @@ class _Job:
             return self
         self.beside.taken.set()
         if format == "dcp" and self.ranks.size == 1:
-            self.leaves = assign(self._whole(slab), self.ranks)
+            self.leaves = assign_writers(self._whole(slab), self.ranks)
         else:
-            self.items = snapshot(self.items, slab)
+            self.items = snapshot_items(self.items, slab)
         return self
 
     def _whole(self, slab: Slab) -> dict[str, torch.Tensor]:

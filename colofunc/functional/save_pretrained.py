@@ -73,7 +73,7 @@ def save_pretrained(
     cast = config_dtype(module) if dtype == "config" else dtype
     if isinstance(cast, str):
         raise InputError(f"save_pretrained: dtype={cast!r}; give a torch.dtype, 'config' or None")
-    ranks = Ranks.of(packed_writing.meshes(given.values()))
+    ranks = Ranks.of(packed_writing.meshes_of_values(given.values()))
     writing = Writing(path, overwrite, form.kin)
     error: BaseException | None = None
     shards: _Shards | None = None
@@ -284,7 +284,7 @@ class _Shards:
     def finish(self) -> None:
         if self._count > 1:
             index = {"metadata": {"total_size": self._bytes}, "weight_map": dict(sorted(self._map.items()))}
-            (self._folder / plainfile.index(self._stem)).write_text(json.dumps(index, indent=2) + "\n")
+            (self._folder / plainfile.index_name(self._stem)).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _flushed(folder: Path) -> None:

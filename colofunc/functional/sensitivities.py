@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from colofunc.errors import InputError, near
-from colofunc.functional.calibration import MOMENTS, MeasuredWeights, Statistic, as_a_step, globs_of, joined
+from colofunc.functional.calibration import MOMENTS, MeasuredWeights, Statistic, as_a_step, globs_of, joined_statistics
 from colofunc.ops.linear import linear_dw
 from colofunc.ops.measured import WeightMeasures
 from colofunc.ops.quantized import Quantized
@@ -298,6 +298,6 @@ def _mean(statistic: Statistic, batches: Sequence[Mapping[str, Tensor]]) -> Weig
     """One part of what was measured, of the mean batch."""
     values: Mapping[str, Tensor] = {}
     if any(batches):
-        values = joined("cf.scheme_errors", statistic, batches).values
+        values = joined_statistics("cf.scheme_errors", statistic, batches).values
     mean = {name: value / len(batches) for name, value in values.items()}
     return WeightMeasures("cf.scheme_errors", statistic.what, MAKER, mean)

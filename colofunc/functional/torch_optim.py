@@ -32,7 +32,7 @@ REFUSED = {
 RUNNING = ("foreach", "fused", "capturable", "differentiable")
 
 
-def check(cls: type[torch.optim.Optimizer]) -> None:
+def check_optimizer(cls: type[torch.optim.Optimizer]) -> None:
     """Raise InputError unless the class is one that is known to trace."""
     if not isinstance(cls, type):
         raise InputError(

@@ -33,7 +33,7 @@ def default_loss(out: Any) -> Tensor:
     return loss
 
 
-def arguments_of(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def model_arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of the model, from a batch or from what `inputs(batch)` returns.
 
     A mapping is keyword arguments, a pair of a tuple (or list) and a mapping is both kinds, any other tuple or list is
@@ -110,7 +110,7 @@ def train_step(
                 f"the state of train_step has params, buffers and opt; this one has {has}. Try: the state that it "
                 "returned"
             )
-        args, kwargs = arguments_of(batch if inputs is None else inputs(batch))
+        args, kwargs = model_arguments(batch if inputs is None else inputs(batch))
 
         def loss_fn(params: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
             out, buffers = model.apply(params, state["buffers"], *args, **kwargs)

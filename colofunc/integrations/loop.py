@@ -24,7 +24,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from colofunc.compiler.rank_agreement import checksum
+from colofunc.compiler.rank_agreement import value_checksum
 from colofunc.compiler.staged import Staged
 from colofunc.config import Chain, configure
 from colofunc.dtensor.tensor import DTensor
@@ -108,7 +108,7 @@ def _sharded(step_fn: Callable[..., Any], mesh: Mesh, plans: Any) -> Staged:
     return staged
 
 
-def plain(tree: Any) -> Any:
+def whole_tree(tree: Any) -> Any:
     """Whole tensors for DTensors. Collective where they are sharded."""
 
     def whole(x: Tensor) -> Tensor:
@@ -159,12 +159,12 @@ class TrainingLoop:
         if self.state is None:
             # Planned for an update, also where the first call is none, so that the optimizer's state is considered.
             self.state = self.update.init(_with_gradients(self._read(), not update), batch, given)
-            self.layouts = layouts_of(self.update, 1, self.state, batch, given)
+            self.layouts = argument_layouts(self.update, 1, self.state, batch, given)
         self.state = _with_gradients(self.state, not update)
         step = self.update if update else self.accumulate
         self.state, seen = step(self.state, batch, given)
         self.written = False
-        seen_whole: dict[str, Any] = plain(seen)
+        seen_whole: dict[str, Any] = whole_tree(seen)
         return seen_whole
 
     def write(self) -> None:
@@ -183,7 +183,7 @@ class TrainingLoop:
             return
         counts = not isinstance(self.torch_optimizer, WITHOUT_COUNT)
         for names, group, state in zip(self.groups, self.torch_optimizer.param_groups, self.state["opt"], strict=True):
-            state = plain(state)
+            state = whole_tree(state)
             if float(state["step"]) == 0:
                 continue
             for name, parameter in zip(names, group["params"], strict=True):
@@ -226,7 +226,7 @@ class TrainingLoop:
         if watch is None:
             return
         tensors, _ = flatten(batch)
-        described = [[list(x.shape), checksum(_sample(x))] for x in tensors if not isinstance(x, DTensor)]
+        described = [[list(x.shape), value_checksum(_sample(x))] for x in tensors if not isinstance(x, DTensor)]
         texts = watch.exchange("the next batch", json.dumps(described), watch.deadline_s)
         odd_ranks = [rank for rank, text in enumerate(texts) if text != texts[0]]
         if odd_ranks:
@@ -273,17 +273,17 @@ class Evaluation:
         if trained is not None:
             self._placed = None
             params, buffers = _with_prefix(trained["params"]), _with_prefix(trained["buffers"])
-            return plain(self.step((params, buffers), batch, numbers))
+            return whole_tree(self.step((params, buffers), batch, numbers))
         if self._placed is None:
             self._placed = self.step.init((self.model.params, self.model.buffers), batch, numbers)
-        return plain(self.step(self._placed, batch, numbers))
+        return whole_tree(self.step(self._placed, batch, numbers))
 
     def forget(self) -> None:
         """Values of the module are read again."""
         self._placed = None
 
 
-def layouts_of(step: Staged, position: int, *args: Any) -> tuple[Layout, ...]:
+def argument_layouts(step: Staged, position: int, *args: Any) -> tuple[Layout, ...]:
     """Where a step that has run, or was initialised, wants the tensors of one of its arguments."""
     tensors_of_args = [len(flatten(arg)[0]) for arg in args]
     first = sum(tensors_of_args[:position])

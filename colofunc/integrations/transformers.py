@@ -24,7 +24,7 @@ from colofunc.compiler.staged import Staged
 from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import InputError, near
 from colofunc.functional.modules import Model
-from colofunc.integrations.loop import Clip, TrainingLoop, layouts_of, model_of, plain, staging
+from colofunc.integrations.loop import Clip, TrainingLoop, argument_layouts, model_of, staging, whole_tree
 from colofunc.integrations.own_rows import OwnRows, PlacedLoader
 from colofunc.mesh import Mesh
 from colofunc.spec.layout import Layout
@@ -219,13 +219,13 @@ class ColofuncTrainer(Trainer):
             self._evaluation[key] = self._evaluator(prediction_loss_only, ignore_keys, state)
         parts, step = self._evaluation[key]
         if state is None:
-            found = plain(step((parts.params, parts.buffers), dict(inputs)))
+            found = whole_tree(step((parts.params, parts.buffers), dict(inputs)))
             if self._own is not None and self._own.rows is None:
-                self._read_own(layouts_of(step, 1, (parts.params, parts.buffers), dict(inputs)), inputs)
+                self._read_own(argument_layouts(step, 1, (parts.params, parts.buffers), dict(inputs)), inputs)
             return found
         params = {f"module.{name}": value for name, value in state["params"].items()}
         buffers = {f"module.{name}": value for name, value in state["buffers"].items()}
-        return plain(step((params, buffers), dict(inputs)))
+        return whole_tree(step((params, buffers), dict(inputs)))
 
     def _evaluator(self, loss_only: bool, ignore_keys: list[str] | None, state: Any) -> tuple[Model, Staged]:
         model = model_of(self.model, None if state is None else set(state["params"]))

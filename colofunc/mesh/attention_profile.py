@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from colofunc.mesh.curves import HOST_KERNEL, AttentionRate
-from colofunc.mesh.stopwatch import Run, least_s
+from colofunc.mesh.stopwatch import Run, least_run_s
 
 HEADS, LENGTHS, CARD_LENGTHS = (64, 128), (128, 256, 512, 1024), (512, 1024, 2048, 4096, 8192, 16384)
 """As in the published tables, heads have 2,048 elements together, and sequences 16,384 rows; on a CPU an 8th of
@@ -52,7 +52,7 @@ def attention_rates(device: torch.device, deadline: float) -> Rates:
                 batch = max(1, rows // length)
                 try:
                     forward, backward = make(batch, width // head, length, head, device)
-                    forward_s, backward_s = least_s(forward, device), least_s(backward, device)
+                    forward_s, backward_s = least_run_s(forward, device), least_run_s(backward, device)
                 except (RuntimeError, NotImplementedError):  # this device, or this build of torch, has no such kernel
                     absent.add(kernel)
                     break

@@ -84,13 +84,13 @@ def wire_bytes(kind: str, nbytes: int, n: int) -> int:
 
 @attrs.frozen
 class GroupShape:
-    """How the ranks of a group lie: `size` ranks; per level `domains`, see `shapes`."""
+    """How the ranks of a group lie: `size` ranks; per level `domains`, see `group_shapes`."""
 
     size: int
     domains: tuple[tuple[int, int], ...]
 
 
-def shapes(topology: Topology, groups: Sequence[Group]) -> tuple[GroupShape, ...]:
+def group_shapes(topology: Topology, groups: Sequence[Group]) -> tuple[GroupShape, ...]:
     """How groups of equal size lie, each way once. For every kind of collective alike, so that a mesh asks once.
 
     Per level: domains that a group occupies, and the fewest ranks of it in one of them. See Note [Levels]. The fewest,
@@ -213,7 +213,9 @@ def _sharers(level: Level, inner_size: int, mesh_size: int) -> int:
     return min(mesh_size, level.size or mesh_size)
 
 
-def scaled(measured: tuple[float, float], part: tuple[float, float], whole: tuple[float, float]) -> tuple[float, float]:
+def scaled_figures(
+    measured: tuple[float, float], part: tuple[float, float], whole: tuple[float, float]
+) -> tuple[float, float]:
     """Figures of a part of an axis that was measured as a whole: as much less as the links that it spans let expect.
 
     part, whole: what `alpha_beta` says of both. Where that is nothing, as of free links, the figures stay.
@@ -256,8 +258,7 @@ def measured_alpha_beta(stage: Stage, kind: str, axes: Sequence[tuple[str, int]]
 
 
 def without_starts(topology: Topology) -> Topology:
-    """The same machine where a collective takes no time to start: what it costs to take part in one that starts anyway.
-    """
+    """The same machine where a collective takes no time to start: what it costs to take part in one that starts anyway."""
     levels = tuple(attrs.evolve(level, latency_s=0.0) for level in topology.levels)
     measured = tuple(attrs.evolve(one, alpha_s=0.0) for one in topology.measured)
     return attrs.evolve(topology, levels=levels, measured=measured)

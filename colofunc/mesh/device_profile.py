@@ -26,7 +26,7 @@ from torch import Tensor
 from colofunc import compat
 from colofunc.mesh.attention_profile import attention_curves, attention_rates, beside_known
 from colofunc.mesh.curves import WorkRate
-from colofunc.mesh.stopwatch import REPEATS, card_s, least_s, wait
+from colofunc.mesh.stopwatch import REPEATS, card_s, least_run_s, wait
 from colofunc.mesh.topology import Device, Rate
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
@@ -137,9 +137,9 @@ def _memory_bytes_per_s(device: torch.device, launch_s: float) -> float:
     if device.type == "cuda":
         x = torch.randn(COPIED_CARD_BYTES // 2, dtype=torch.bfloat16, device=device)
         y = torch.randn_like(x)
-        return _beside(3 * x.nbytes, least_s(lambda: x + y, device), launch_s)
+        return _beside(3 * x.nbytes, least_run_s(lambda: x + y, device), launch_s)
     here, there = torch.empty(COPIED_BYTES, dtype=torch.uint8), torch.zeros(COPIED_BYTES, dtype=torch.uint8)
-    return 2 * here.nbytes / least_s(lambda: here.copy_(there), device)
+    return 2 * here.nbytes / least_run_s(lambda: here.copy_(there), device)
 
 
 def _launch_s(device: torch.device) -> float:
@@ -150,7 +150,7 @@ def _launch_s(device: torch.device) -> float:
         for _ in range(LAUNCHES):
             tiny.add_(1)
 
-    return least_s(launches, device) / LAUNCHES
+    return least_run_s(launches, device) / LAUNCHES
 
 
 def _host_s(call: Callable[[Tensor], object], device: torch.device) -> float:
@@ -173,8 +173,8 @@ def copies_s(device: torch.device) -> tuple[int, dict[tuple[str, str], float]]:
     here, there = torch.empty_like(big, device=device), torch.zeros_like(big, device=device)
     pinned = big.pin_memory() if is_card else big
     seconds = {
-        ("host", "device"): least_s(lambda: here.copy_(pinned, non_blocking=True), device),
-        ("device", "host"): least_s(lambda: pinned.copy_(there, non_blocking=True), device),
+        ("host", "device"): least_run_s(lambda: here.copy_(pinned, non_blocking=True), device),
+        ("device", "host"): least_run_s(lambda: pinned.copy_(there, non_blocking=True), device),
     }
     return big.nbytes, seconds
 
@@ -185,7 +185,7 @@ def host_update_bytes_per_s() -> float:
     """
     cpu = torch.device("cpu")
     moved_bytes, run = _update(torch.randn(UPDATED_ELEMENTS), torch.randn(UPDATED_ELEMENTS))
-    return moved_bytes / least_s(run, cpu)
+    return moved_bytes / least_run_s(run, cpu)
 
 
 # ---- products
@@ -223,7 +223,7 @@ def _grown(
     n = LEAST_WIDE
     while n <= MOST_WIDE:
         try:
-            taken_s = least_s(make(n), device)
+            taken_s = least_run_s(make(n), device)
         except RuntimeError:  # no kernel for this dtype here: the planner uses the nearest that has one
             return
         yield 2.0 * n**3, 2.0 * n**3 / taken_s
@@ -304,7 +304,7 @@ def work_rates(device: torch.device, launch_s: float, deadline: float) -> Rates:
             break
         x = torch.randn(max(1, size // ROW // dtype.itemsize), ROW, device=device).to(dtype)
         for kind, (moved, run) in _kernels(x).items():
-            found.setdefault(kind, []).append((float(moved), _beside(moved, least_s(run, device), launch_s)))
+            found.setdefault(kind, []).append((float(moved), _beside(moved, least_run_s(run, device), launch_s)))
     return {kind: tuple(sorted(points)) for kind, points in found.items()}
 
 

@@ -415,7 +415,7 @@ class Mesh:
         if measured is None:
             return self._by_table(axes, table) if table else self._of_links(kind, names)
         if table:  # what was measured is a ring shift by one
-            return cost.scaled(measured, self._by_table(axes, table), self._of_links(kind, names))
+            return cost.scaled_figures(measured, self._by_table(axes, table), self._of_links(kind, names))
         return measured
 
     def _by_table(self, axes: tuple[str, ...], table: tuple[int, ...]) -> tuple[float, float]:
@@ -432,7 +432,7 @@ class Mesh:
         """How the groups along parts of axes lie."""
         ways = self._ways.get(names)
         if ways is None:
-            ways = self._ways[names] = cost.shapes(self.topology, self.groups(names))
+            ways = self._ways[names] = cost.group_shapes(self.topology, self.groups(names))
         return ways
 
     def _measured(self, kind: str, named: tuple[str, int]) -> tuple[float, float] | None:
@@ -449,7 +449,7 @@ class Mesh:
         if axis == name:
             return alpha_beta
         part, whole = self._of_links(kind, (name,)), self._of_links(kind, (axis,))
-        return cost.scaled(alpha_beta, part, whole)
+        return cost.scaled_figures(alpha_beta, part, whole)
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.size:

@@ -30,7 +30,7 @@ from colofunc.mesh.detection import found_topology, host_threads
 from colofunc.mesh.device import device_of, node_devices
 from colofunc.mesh.device_profile import copies_s, host_update_bytes_per_s, measured_device
 from colofunc.mesh.mesh import Mesh
-from colofunc.mesh.stopwatch import REPEATS, least_s
+from colofunc.mesh.stopwatch import REPEATS, least_run_s
 from colofunc.mesh.topology import KINDS, Device, Link, Measured, Tier, Topology
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
@@ -148,7 +148,9 @@ def _time_collectives(mesh: Mesh, device: torch.device, sizes: Sequence[int], de
                 continue
             nbytes, run = _collective(kind, mesh.group_of(dist.get_rank(), (axis,)), groups[axis], size, device)
             dist.barrier()
-            slowest = torch.tensor([least_s(run, device, repeats, by_host=True)], dtype=torch.float64, device=device)
+            slowest = torch.tensor(
+                [least_run_s(run, device, repeats, by_host=True)], dtype=torch.float64, device=device
+            )
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             points.append((nbytes, float(slowest)))
     for group in groups.values():

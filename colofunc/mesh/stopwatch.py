@@ -9,7 +9,7 @@ ranks, its own CPU seconds count, which an interruption does not lengthen; colle
 wall. On a card that write is long, so that the host hands out what is measured while the card is still busy, as in a
 step that keeps its card busy; and the card's own events tell the time, so that no wait of the host is in it.
 
-    least_s(lambda: a @ b, device)
+    least_run_s(lambda: a @ b, device)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def least_s(run: Run, device: torch.device, repeats: int = REPEATS, by_host: bool = False) -> float:
+def least_run_s(run: Run, device: torch.device, repeats: int = REPEATS, by_host: bool = False) -> float:
     """Least seconds of one run, after one to warm up. See Note [As in a step].
 
     by_host: for what is more than kernels of one device, such as collectives: until the host has seen the end of it, on

@@ -64,7 +64,7 @@ class BandBlock:
         return self.left < 0 and self.right >= 0 and (self.j1 - self.j0) - (self.i1 - self.i0) + self.right == 0
 
 
-def band_of(causal: bool, window: int, rows: Run | None, columns: Run | None) -> Band | None:
+def known_band(causal: bool, window: int, rows: Run | None, columns: Run | None) -> Band | None:
     """The band of positions that the host knows; None where they do not lie at equal steps.
 
     A step of 0: a single row or column.
@@ -116,7 +116,7 @@ def combs(causal: bool, window: int, rows: Run | None, columns: Run | None, s: i
 
     None where positions are not known, or lie so that they make no bands.
     """
-    band = band_of(causal, window, rows, columns)
+    band = known_band(causal, window, rows, columns)
     if band is not None:
         part = cut(band, s, t)
         return () if part is None else (Comb(0, 1, part),)
@@ -124,7 +124,7 @@ def combs(causal: bool, window: int, rows: Run | None, columns: Run | None, s: i
         return None
     found, step = [], rows[1]
     for first in range(min(step, t)):
-        band = band_of(causal, window, rows, (columns[0] + first, step))
+        band = known_band(causal, window, rows, (columns[0] + first, step))
         part = None if band is None else cut(band, s, len(range(first, t, step)))
         found += [] if part is None else [Comb(first, step, part)]
     return tuple(found)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from colofunc.errors import InputError
-from colofunc.ops.attention_bands import band_of
+from colofunc.ops.attention_bands import known_band
 from colofunc.ops.indices import dim_indices
 from colofunc.ops.kernels import Run, run_of
 from colofunc.ops.random import keep_mask
@@ -122,7 +122,7 @@ def _blocks_unread(q: Tensor, k: Tensor, opt: Options, rows: int) -> Iterator[Bl
     nobody sees them.
     """
     s, t = q.shape[2], k.shape[2]
-    band = band_of(opt.causal, opt.window, known_positions(opt.q_offset), known_positions(opt.k_offset))
+    band = known_band(opt.causal, opt.window, known_positions(opt.q_offset), known_positions(opt.k_offset))
     row, column = positions(opt.q_offset, s, q.device), positions(opt.k_offset, t, q.device)
     for i0 in range(0, s, rows):
         i1 = min(i0 + rows, s)

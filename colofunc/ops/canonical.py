@@ -40,7 +40,7 @@ from colofunc.ops.linear import linear
 from colofunc.ops.lstm import layer as lstm_layer
 from colofunc.ops.norms import rms_norm
 from colofunc.ops.seeds import draw_seed, stream
-from colofunc.ops.selected import Selected, select
+from colofunc.ops.selected import Selected, masked_selection
 
 # Functions written in Python that call what is replaced: their bodies run under the mode again.
 OPENED = ("torch.nn.functional", "torch.nn.init", "torch.functional", "torch._jit_internal")
@@ -372,7 +372,7 @@ def _masked_select(mode: Canonical, input: Tensor, mask: Tensor) -> Any:
     try:
         return torch.masked_select(input, mask)
     except TraceError as refusal:
-        return select(input, mask, refusal)
+        return masked_selection(input, mask, refusal)
 
 
 def _lstm(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from colofunc.errors import InputError, TraceError
 from colofunc.ops.define import define
-from colofunc.ops.selected import Selected, padded
+from colofunc.ops.selected import Selected, padded_selection
 
 MEAN, SUM = 1, 2  # torch's numbers of reductions
 Lengths = Tensor | Sequence[int]
@@ -114,7 +114,7 @@ def reduced_ctc_loss(
     inputs, lengths = (_as_tensor(given, scores) for given in (input_lengths, target_lengths))
     total: Tensor | int | None = None  # of targets that are joined to one
     if isinstance(targets, Selected):
-        targets, total = padded(targets)
+        targets, total = padded_selection(targets)
     elif targets.dim() == 1:
         total = targets.shape[0]
     if total is None:

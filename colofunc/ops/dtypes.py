@@ -29,7 +29,7 @@ NAMES = {
 DOUBLED: ContextVar[bool] = ContextVar("colofunc_doubled", default=False)
 
 
-def doubled_inside(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def doubled_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Inside `cf.testing.float64()` the tensors with float32 as float64, else the tensors."""
     if not DOUBLED.get():
         return dict(tensors)

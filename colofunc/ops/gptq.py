@@ -25,7 +25,7 @@ from torch import Tensor
 
 from colofunc import compat
 from colofunc.ops.measured import WeightMeasures
-from colofunc.ops.quantized import FORMATS, packed
+from colofunc.ops.quantized import FORMATS, packed_nibbles
 from colofunc.ops.quantizers import Quantizer, int4, int4_grid, int4_numbers
 
 GROUP = FORMATS["int4"].group
@@ -57,7 +57,7 @@ class _Calibrated:
             moments = self.moments.of(name, weight.shape[1])
             if known not in self.factors:
                 self.factors[known] = factor(moments, self.damping)
-            return rounded(weight, self.factors[known])
+            return rounded_int4(weight, self.factors[known])
 
 
 def factor(moments: Tensor, damping: float) -> Tensor:
@@ -70,7 +70,7 @@ def factor(moments: Tensor, damping: float) -> Tensor:
     return torch.linalg.cholesky(inverse, upper=True)
 
 
-def rounded(weight: Tensor, upper: Tensor) -> dict[str, Tensor]:
+def rounded_int4(weight: Tensor, upper: Tensor) -> dict[str, Tensor]:
     """The parts of the format int4 of some rows, (o, i)."""
     upper = upper.to(weight.device)
     rest = weight.to(torch.float64, copy=True)
@@ -89,4 +89,4 @@ def rounded(weight: Tensor, upper: Tensor) -> dict[str, Tensor]:
         rest[:, end:] -= errors @ upper[first:end, end:]
         scales.append(scale)
         zeros.append(zero.to(torch.uint8))
-    return {"data": packed(numbers), "scale": torch.stack(scales, 1), "zero": torch.stack(zeros, 1)}
+    return {"data": packed_nibbles(numbers), "scale": torch.stack(scales, 1), "zero": torch.stack(zeros, 1)}

@@ -67,7 +67,7 @@ _TRANSPOSED = tuple(getattr(Tensor, n).__get__ for n in ("T", "mT", "H", "mH"))
 _ACTIVE: ContextVar[Mixed | None] = ContextVar("colofunc_policy", default=None)
 
 
-def active() -> Mixed | None:
+def active_policy() -> Mixed | None:
     """The policy under which the code of this context runs, None for none."""
     return _ACTIVE.get()
 
@@ -75,7 +75,7 @@ def active() -> Mixed | None:
 @contextmanager
 def inside(module: nn.Module, held: dict[str, Tensor], weights: Sequence[str]) -> Iterator[None]:
     """`Mixed.inside` of the active policy; nothing where there is none."""
-    mixed = active()
+    mixed = active_policy()
     if mixed is None:
         yield
         return

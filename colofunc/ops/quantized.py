@@ -160,7 +160,7 @@ def unpacked(data: Tensor) -> Tensor:
     return torch.stack((data & 15, data >> 4), -1).flatten(1)
 
 
-def packed(numbers: Tensor) -> Tensor:
+def packed_nibbles(numbers: Tensor) -> Tensor:
     """Bytes (o, i/2) that hold two numbers of 0 to 15 each, of (o, i)."""
     pairs = numbers.to(torch.uint8).unflatten(1, (-1, 2))
     return pairs[..., 0] | (pairs[..., 1] << 4)

@@ -5,7 +5,7 @@ transform says, for the time of a step, what is read in place of some tensors; `
 
     with reading(packed):                         # packed: name -> tensor, to name -> tensor or Quantized
         for name, weight in as_packed(frozen).items():
-            opened(weight)                        # the tensor that a forward is given
+            opened_weight(weight)                        # the tensor that a forward is given
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def named_parts(name: str, weight: Quantized) -> dict[str, Tensor]:
     return found
 
 
-def opened(weight: Tensor | Quantized) -> Tensor:
+def opened_weight(weight: Tensor | Quantized) -> Tensor:
     """What a forward is given.
 
     Inside `cf.testing.float64()` a quantized float32 weight is widened to float64, as others are cast.

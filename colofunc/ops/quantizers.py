@@ -36,7 +36,16 @@ from torch import Tensor
 from colofunc import compat
 from colofunc.errors import InputError
 from colofunc.ops.fp8_products import FORMS as FLOAT8_FORMS
-from colofunc.ops.quantized import FORMATS, NF4_LEVELS, Format, Quantized, fp8_bits, fp8_e5m2_bits, nf4_scales, packed
+from colofunc.ops.quantized import (
+    FORMATS,
+    NF4_LEVELS,
+    Format,
+    Quantized,
+    fp8_bits,
+    fp8_e5m2_bits,
+    nf4_scales,
+    packed_nibbles,
+)
 from colofunc.ops.small_floats import E5M2, LARGEST, mxfp8_numbers, nvfp4_numbers
 
 Numbers = Callable[..., Mapping[str, Tensor]]
@@ -185,14 +194,14 @@ class Quantizer:
             return Whole()
         if matrix.is_meta or isinstance(matrix, compat.FakeTensor):
             scale = None if self.input_scale is None else matrix.new_empty(matrix.shape[1], dtype=torch.float32)
-            return Whole(scale, widened(matrix.new_empty(())) if self.by_largest else None)
+            return Whole(scale, widened_rows(matrix.new_empty(())) if self.by_largest else None)
         if type(matrix) is not Tensor:  # on ranks, which tell one another their largest
             return whole_of(self, lambda: [matrix], matrix.shape[1])
         step = rows_at_once(matrix.shape)
 
         def blocks() -> Iterator[Tensor]:
             for first in range(0, matrix.shape[0], step):
-                yield widened(matrix[first : first + step])
+                yield widened_rows(matrix[first : first + step])
 
         return whole_of(self, blocks, matrix.shape[1])
 
@@ -228,7 +237,7 @@ def whole_of(quantizer: Quantizer, blocks: Callable[[], Iterable[Tensor]], colum
 
 def _scaled(rows: Tensor, input_scale: Tensor | None) -> Tensor:
     """Rows as quantizers are given them."""
-    return widened(rows) if input_scale is None else widened(rows) * input_scale
+    return widened_rows(rows) if input_scale is None else widened_rows(rows) * input_scale
 
 
 def _scale_of_inputs(quantizer: Quantizer, blocks: Callable[[], Iterable[Tensor]], columns: int) -> Tensor:
@@ -251,7 +260,7 @@ def _scale_of_inputs(quantizer: Quantizer, blocks: Callable[[], Iterable[Tensor]
     return found
 
 
-def widened(rows: Tensor) -> Tensor:
+def widened_rows(rows: Tensor) -> Tensor:
     """Rows in the dtype in which quantizers are given them: float32, or float64 where they are."""
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
@@ -307,7 +316,7 @@ def int4(weight: Tensor) -> dict[str, Tensor]:
     groups = weight.unflatten(1, (-1, FORMATS["int4"].group))
     scale, zero = int4_grid(groups)
     numbers = int4_numbers(groups, scale, zero)
-    return {"data": packed(numbers.flatten(1)), "scale": scale, "zero": zero.to(torch.uint8)}
+    return {"data": packed_nibbles(numbers.flatten(1)), "scale": scale, "zero": zero.to(torch.uint8)}
 
 
 def int4_grid(groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -345,7 +354,7 @@ def _nearest_levels(relative: Tensor) -> Tensor:
     """Which of the levels of NF4 are nearest to numbers (o, blocks, columns), two in a byte."""
     levels = torch.tensor(NF4_LEVELS, dtype=relative.dtype)
     between = (levels[1:] + levels[:-1]) / 2
-    return packed(torch.bucketize(relative.contiguous(), between).flatten(1))
+    return packed_nibbles(torch.bucketize(relative.contiguous(), between).flatten(1))
 
 
 def mxfp8(weight: Tensor) -> dict[str, Tensor]:

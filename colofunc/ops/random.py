@@ -125,7 +125,7 @@ def _columns(index: Index) -> tuple[Tensor, Tensor | int]:
 
 def _keep(index: Index, q: float, seed: Tensor, site: int, dtype: torch.dtype = torch.bool) -> Tensor:
     """(rows, columns) with ones where a draw of probability q says yes."""
-    if kernels.able(seed, dtype):
+    if kernels.has_kernel(seed, dtype):
         return kernels.keep_table(seed, site, index, q, dtype)
     out = torch.empty((index.rows.numel(), index.count), dtype=dtype, device=seed.device)
     for r, c, keep in keep_tiles(*_columns(index), q, _key(seed, site), dtype):
@@ -152,7 +152,7 @@ def _random_bits(
     offset: Tensor | None = None,
 ) -> Tensor:
     place = (sizes, strides, offset)
-    if kernels.able(seed, torch.int64):
+    if kernels.has_kernel(seed, torch.int64):
         return kernels.numbers("bits", seed, site, shape, torch.int64, place)
 
     def write(words: Words, part: Any) -> None:
@@ -167,7 +167,7 @@ def _random_uniform(
     offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     place = (sizes, strides, offset)
-    if kernels.able(seed, dtype):
+    if kernels.has_kernel(seed, dtype):
         return kernels.numbers("uniform", seed, site, shape, dtype, place)
     count = draws.UNIFORM_BITS[dtype]
     shift = np.uint64(64 - count)
@@ -189,7 +189,7 @@ def _random_normal(
     offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     place = (sizes, strides, offset)
-    if kernels.able(seed, dtype):
+    if kernels.has_kernel(seed, dtype):
         return kernels.numbers("normal", seed, site, shape, dtype, place)
     # In float64, so that float32 results agree to an ulp between devices.
     shift = np.uint64(64 - draws.NORMAL_BITS)
@@ -212,7 +212,7 @@ def _random_bernoulli(
     strides: Sequence[int] = (),
     offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    if kernels.able(seed, dtype):
+    if kernels.has_kernel(seed, dtype):
         return kernels.bernoulli(seed, site, shape, dtype, p, (sizes, strides, offset))
     index = index_of(shape, sizes, strides, offset, seed.device)
     return _keep(index, p, seed, site, dtype).view(tuple(shape))
@@ -229,7 +229,7 @@ def _dropout(
 ) -> Tensor:
     if p >= 1.0:
         return torch.zeros_like(x)
-    if x.dtype in draws.UNIFORM_BITS and kernels.able(x, x.dtype):
+    if x.dtype in draws.UNIFORM_BITS and kernels.has_kernel(x, x.dtype):
         return kernels.dropout(x, seed, site, p, (sizes, strides, offset))
     index = index_of(x.shape, sizes, strides, offset, seed.device)
     out = torch.empty_like(x) if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -76,10 +76,10 @@ class Draw:
         return int(struct.unpack("<q", struct.pack("<d", self.scale))[0])
 
 
-def able(like: Tensor, dtype: torch.dtype) -> bool:
+def has_kernel(like: Tensor, dtype: torch.dtype) -> bool:
     """Whether a kernel makes numbers of `dtype` that come to lie beside `like`."""
     if like.device.type == "cpu":
-        return random_native.able(dtype)
+        return random_native.kernel_makes(dtype)
     return like.device.type == "cuda" and triton_use.launches_on(like.device)
 
 

@@ -31,7 +31,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int
 KINDS = ("bits", "uniform", "normal", "keep")
 
 
-def able(dtype: torch.dtype) -> bool:
+def kernel_makes(dtype: torch.dtype) -> bool:
     """Whether the kernel makes tensors of `dtype` in the memory of the host."""
     return dtype in DTYPES and native.ready("cpu")
 

@@ -3,7 +3,7 @@
 Problem: `labels.masked_select(labels != -100)` has as many elements as the mask holds, and a step that is traced has no
 values. Transformers joins the targets of a CTC loss so, and the loss needs no such number: the lengths beside it say
 where each sample ends. Idea: while a step is traced the call gives a `Selected`, which keeps the values and the mask.
-An operator that can do without the number asks for `padded()`; every other use is the error that the call itself would
+An operator that can do without the number asks for `padded_selection()`; every other use is the error that the call itself would
 have been.
 
     flat = labels.masked_select(mask)        # Selected
@@ -39,7 +39,7 @@ class Selected(Tensor):
         raise first.refusal
 
 
-def select(source: Tensor, mask: Tensor, refusal: TraceError) -> Selected:
+def masked_selection(source: Tensor, mask: Tensor, refusal: TraceError) -> Selected:
     """What `source.masked_select(mask)` is where its size is not known.
 
     `refusal` is raised by every use that needs the size.
@@ -50,7 +50,7 @@ def select(source: Tensor, mask: Tensor, refusal: TraceError) -> Selected:
     return selected
 
 
-def padded(selected: Selected) -> tuple[Tensor, Tensor]:
+def padded_selection(selected: Selected) -> tuple[Tensor, Tensor]:
     """(elements, how many count): as many elements as source and mask have when they are broadcast.
 
     Behind those that count, any.

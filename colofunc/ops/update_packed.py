@@ -164,7 +164,9 @@ def widen(codes: Tensor, scale: Tensor, signed: bool, dtype: torch.dtype) -> Ten
     return shares * scale.to(dtype).unsqueeze(1)
 
 
-def pack(numbers: Tensor, signed: bool, dtype: torch.dtype, upward: float | Tensor = 0.5) -> tuple[Tensor, Tensor]:
+def pack_blocks(
+    numbers: Tensor, signed: bool, dtype: torch.dtype, upward: float | Tensor = 0.5
+) -> tuple[Tensor, Tensor]:
     """Numbers (blocks, size) -> codes (blocks, size) and scales (blocks,) in `dtype`.
 
     upward: which part of the way to the next level a number must be beyond to be rounded up, one or (size,).
@@ -204,18 +206,18 @@ def dither(step: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return ((step.to(torch.float64) * GOLDEN + place * ROOT) % 1.0).to(dtype)
 
 
-def widened(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
+def widened_moment(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
     """A moment of the shape of its codes, in the dtype of its scales."""
     with compat.no_function_modes():
         rows = codes.reshape(max(1, scale.numel()), -1)
         return widen(rows, scale.reshape(-1), signed, scale.dtype).view(codes.shape)
 
 
-def packed(moment: Tensor, blocks: Blocks, signed: bool) -> tuple[Tensor, Tensor]:
+def packed_moment(moment: Tensor, blocks: Blocks, signed: bool) -> tuple[Tensor, Tensor]:
     """Codes and float32 scales of a wide moment."""
     with compat.no_function_modes():
         wide = moment.to(torch.promote_types(moment.dtype, torch.float32))
-        codes, scale = pack(wide.reshape(-1, blocks.size), signed, torch.float32)
+        codes, scale = pack_blocks(wide.reshape(-1, blocks.size), signed, torch.float32)
         return codes.view(moment.shape), scale.view(blocks.scales(tuple(moment.shape)))
 
 
@@ -293,7 +295,7 @@ def _in_rows(
         mean = widen(m, m_scale.view(-1), True, wide) * beta1 + g * (1 - beta1)
         square = widen(v, v_scale.view(-1), False, wide) * beta2 + g * g * (1 - beta2)
         new = new - mean * first / (root_of(square) / root + eps)
-        codes = (*pack(mean, True, m_scale.dtype), *pack(square, False, v_scale.dtype, upward))
+        codes = (*pack_blocks(mean, True, m_scale.dtype), *pack_blocks(square, False, v_scale.dtype, upward))
         if key is not None:
             words = words_by(index, begin * size, min(count, begin + at_once) * size, key, param.device)
             new = rounded(new, words.view(new.shape), PARAM_DRAW)

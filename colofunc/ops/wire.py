@@ -36,7 +36,7 @@ from torch import Tensor
 from colofunc import compat
 from colofunc.errors import CollectiveError, InputError, near
 from colofunc.ops.define import define
-from colofunc.ops.quantized import packed as two_in_a_byte
+from colofunc.ops.quantized import packed_nibbles as two_in_a_byte
 from colofunc.ops.quantized import unpacked
 from colofunc.ops.small_floats import e4m3_bits, e4m3_values
 

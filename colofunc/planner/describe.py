@@ -74,7 +74,7 @@ def describe(
     return tuple(described)
 
 
-def repeated(program: Program, mesh: Mesh, strategies: Sequence[Strategy], axis: str) -> str:
+def repeated_products(program: Program, mesh: Mesh, strategies: Sequence[Strategy], axis: str) -> str:
     """A line that names the products which every rank of an axis does whole, where these are a part worth naming; else
     "".
     """
@@ -86,7 +86,7 @@ def repeated(program: Program, mesh: Mesh, strategies: Sequence[Strategy], axis:
             continue
         weight = _weight(program, node)
         total += weight
-        if kind_of(name, strategy, axis) == "whole":
+        if axis_kind(name, strategy, axis) == "whole":
             said = f"{name} in {starred(node.path)!r}"
             whole[said] = whole.get(said, 0.0) + weight
     share = sum(whole.values()) / total if total else 0.0
@@ -227,7 +227,7 @@ def shares(
         out = strategy.outs[0] if strategy.outs else None
         if _is_heavy(node, name, strategy):
             weight = _weight(program, node)
-            work[kind_of(name, strategy, axis)] += weight
+            work[axis_kind(name, strategy, axis)] += weight
             tally = attention if name.startswith("attention") else products
             factor = dict(strategy.axes).get(axis, "whole")
             tally[factor] = tally.get(factor, 0.0) + weight
@@ -281,7 +281,7 @@ def _most(weights: Mapping[str, float]) -> str:
     return ""
 
 
-def kind_of(name: str, strategy: Strategy, axis: str) -> str:
+def axis_kind(name: str, strategy: Strategy, axis: str) -> str:
     """batch, sequence, column, row, heads or whole: where the axis lies on operand 0 and result 0."""
     operand, result = strategy.ins[0], strategy.outs[0]
     assert result is not None

@@ -20,7 +20,7 @@ from colofunc import owned, untrusted
 from colofunc.errors import PlanError, near
 from colofunc.planner.plan_cuts import why_cut, why_not_cut
 from colofunc.planner.plan_table import plan_table, size_text, time_text
-from colofunc.planner.plan_terms import TermSeconds, about, collectives_text, moved, summed, terms_text
+from colofunc.planner.plan_terms import TermSeconds, about, collectives_text, names_row, summed, terms_text
 from colofunc.planner.plan_terms import matches as matches
 from colofunc.planner.plan_why import LEGEND, more_text, where_text, why_decision, why_leaf
 from colofunc.planner.stages.report import Pipelined
@@ -217,7 +217,7 @@ class Plan:
         of_cuts = why_cut(self, glob, most)
         if of_cuts:
             return "\n".join(of_cuts)
-        sent = [row for row in self.spent if moved(row, glob)]
+        sent = [row for row in self.spent if names_row(row, glob)]
         leaves = [leaf for leaf in self.inputs if leaf.name and matches(leaf.name, glob)]  # constants have no name
         decisions = [decision for decision in self.decisions if _matches_any(_names(decision), glob)]
         if not leaves and not decisions:  # a module that only holds others

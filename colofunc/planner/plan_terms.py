@@ -82,7 +82,7 @@ def matches(name: str, glob: str) -> bool:
     return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
 
 
-def moved(row: TermSeconds, glob: str) -> bool:
+def names_row(row: TermSeconds, glob: str) -> bool:
     """Whether a row is a collective, or a copy, of that name: "all_gather", "all_gather tp", "copies to device"."""
     return row.what not in OF_DEVICE and (matches(row.what, glob) or matches(row.what.split()[0], glob))
 

@@ -19,7 +19,7 @@ TOLERANCE = {
 }
 
 
-def apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def absolute_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """|a - b| element by element; of whole numbers as float64, where nothing wraps around."""
     if b.dtype.is_floating_point or b.dtype.is_complex:
         return (a.to(b.dtype) - b).abs()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from colofunc.errors import InputError
 from colofunc.ops.quantized import Quantized
-from colofunc.ops.quantizers import BUILT_IN, Quantizer, Whole, rows_at_once, whole_of, widened
+from colofunc.ops.quantizers import BUILT_IN, Quantizer, Whole, rows_at_once, whole_of, widened_rows
 from colofunc.program.lazy import Applied, Box, LazyTensor, lazy_tensor, make
 
 Check = Callable[[Quantized], Quantized]
@@ -194,7 +194,7 @@ class _Packing:
             if block is None:
                 whole = make(self.weight)
                 block = whole[first:end]
-            yield widened(block.flatten(1))
+            yield widened_rows(block.flatten(1))
 
     def _read(self, first: int, end: int) -> Tensor | None:
         """Some rows; None where the weight can be read as a whole only."""

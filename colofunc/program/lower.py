@@ -20,7 +20,7 @@ import torch
 from colofunc.errors import ProgramError
 from colofunc.mesh import Mesh
 from colofunc.program.ir import Node, Program, Ref, Value, map_refs, rewritten
-from colofunc.program.placing import Placing, everywhere, is_sent_as_source, is_view
+from colofunc.program.placing import Placing, is_free_view, is_sent_as_source, placed_everywhere
 from colofunc.spec.conversions.conversion import conversion, conversion_s
 from colofunc.spec.layout import At, Layout, covers
 from colofunc.spec.rule import Call, Rule, Strategy, TensorType
@@ -249,11 +249,11 @@ def lower(
     where inputs, nodes and outputs are; None: everywhere.
     """
     build = Builder(program, mesh, record_local, regather)
-    places = placing or everywhere(program)
+    places = placing or placed_everywhere(program)
     for id, at in zip(program.inputs, places.inputs, strict=True):
         build.define(id, input_layouts[id].with_at(at))
     for node, choice, at in zip(program.nodes, choices, places.nodes, strict=True):
-        if placing is not None and is_view(node):
+        if placing is not None and is_free_view(node):
             build.views.update(dict.fromkeys(node.results, (node, choice)))
         build.run(node, choice, at)
     ends = zip(program.outputs, output_layouts, places.outputs, strict=True)

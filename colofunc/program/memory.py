@@ -126,7 +126,9 @@ def lies(program: Program) -> StorageMap:
     return StorageMap(tuple(storages), home, within, metas)
 
 
-def inside(body: Program, given: Mapping[int, Meta], added: Collection[int] = ()) -> tuple[StorageMap, tuple[int, ...]]:
+def memory_of_body(
+    body: Program, given: Mapping[int, Meta], added: Collection[int] = ()
+) -> tuple[StorageMap, tuple[int, ...]]:
     """Where the values of a loop's body lie, and what it holds on the device at each node beside its inputs, which are
     `given`.
 

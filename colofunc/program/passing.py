@@ -25,7 +25,7 @@ import attrs
 from colofunc.mesh.sizes import size_text
 from colofunc.program.facts import is_cast, kind_of
 from colofunc.program.ir import Node, Program
-from colofunc.program.memory import StorageMap, inside, lies
+from colofunc.program.memory import StorageMap, lies, memory_of_body
 
 PAGE_BYTES = 4096
 STEPS = (0, 8, 4, 2, 1)
@@ -78,11 +78,11 @@ def passing(program: Program) -> Passing:
     kept = {found.home[out] for out in program.outputs}
     spans = _spans(program, found, kept)
     exact = _most(spans, lambda nbytes: nbytes, weigh=True)
-    tries = [_most(spans, partial(rounded, steps=steps)) for steps in STEPS]
+    tries = [_most(spans, partial(buffer_bytes, steps=steps)) for steps in STEPS]
     return _made(spans, min(tries, key=_bytes_of), sum(exact.values()))
 
 
-def rounded(nbytes: int, steps: int) -> int:
+def buffer_bytes(nbytes: int, steps: int) -> int:
     """The size of the buffer for so many bytes, where sizes double in so many steps."""
     unit = PAGE_BYTES if not steps else max(PAGE_BYTES, (1 << (max(nbytes, 1).bit_length() - 1)) // steps)
     return -(-nbytes // unit) * unit
@@ -103,7 +103,7 @@ def _spans(program: Program, found: StorageMap, kept: set[int]) -> _Spans:
     for index, node in enumerate(program.nodes):
         if node.loop is not None:
             given = {into: found.metas[ref] for into, ref in zip(node.loop.body.inputs, node.refs, strict=True)}
-            loops[node.outs] = index, _spans(node.loop.body, inside(node.loop.body, given)[0], set())
+            loops[node.outs] = index, _spans(node.loop.body, memory_of_body(node.loop.body, given)[0], set())
         for out in node.outs:
             if (
                 out is None

@@ -130,7 +130,7 @@ class _Run:
         self.home = {id: inputs.get(position, self.everywhere) for position, id in enumerate(program.inputs)}
         self.there = dict(self.home)
         self.stays = {id for id in program.inputs if program.values[id].role in STATE}
-        self.gradient_of = gradients(program)
+        self.gradient_of = inputs_of_gradients(program)
         self.last_fed = self._last_fed() if in_order else {}
         self.first_fed = self._first_fed() if in_order else {}
         self.of_weights = self._of_weights() if in_order else set[int]()
@@ -283,7 +283,7 @@ class _Run:
             return 0.0
         sent = self.program.values[id].nbytes * float(len(lacking))
         maker = self.program.makers.get(id)
-        if maker is not None and is_view(maker):
+        if maker is not None and is_free_view(maker):
             return min(sent, sum(self._moved(ref, at) for ref in maker.refs))
         return inf if id in self.stays else sent
 
@@ -302,7 +302,7 @@ class _Run:
 
     def _is_taken_again(self, maker: Node, at: Indices) -> bool:
         """Whether a node takes a view, and of what is there by now."""
-        return is_view(maker) and not any(self._moved(ref, at) for ref in maker.refs)
+        return is_free_view(maker) and not any(self._moved(ref, at) for ref in maker.refs)
 
     def followers(self) -> dict[int, Indices]:
         """Position of state of which nobody has said anything -> where the only nodes are that read it, and what it
@@ -358,7 +358,7 @@ def last_fed(program: Program, of_gradients: Mapping[int, int]) -> dict[int, int
     return last
 
 
-def gradients(program: Program) -> dict[int, int]:
+def inputs_of_gradients(program: Program) -> dict[int, int]:
     """Gradient -> the input that it is the gradient of, for those that the trace has named so."""
     input_of = {f"grad.{program.values[id].name}": id for id in program.inputs}
     gradients = {}
@@ -368,7 +368,7 @@ def gradients(program: Program) -> dict[int, int]:
     return gradients
 
 
-def everywhere(program: Program) -> Placing:
+def placed_everywhere(program: Program) -> Placing:
     """Everything on all ranks."""
     return Placing((None,) * len(program.inputs), (None,) * len(program.nodes), (None,) * len(program.outputs))
 
@@ -376,12 +376,12 @@ def everywhere(program: Program) -> Placing:
 def is_sent_as_source(program: Program, id: int) -> bool:
     """Whether what a value looks at is sent in its place: it is no larger, and others may read it there too."""
     maker = program.makers.get(id)
-    if maker is None or not is_view(maker):
+    if maker is None or not is_free_view(maker):
         return False
     (source,) = set(maker.refs)
     return source in program.makers and program.values[source].nbytes <= program.values[id].nbytes
 
 
-def is_view(node: Node) -> bool:
+def is_free_view(node: Node) -> bool:
     """Whether a node takes a view of its one operand, which costs nothing where that is."""
     return node.target.rsplit(".", 1)[0] in FREE and len(set(node.refs)) == 1

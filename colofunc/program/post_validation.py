@@ -13,7 +13,7 @@ what it wrote to is put back from copies and the update is done again by the rig
 in every case.
 
     parts = deferred(program)        # Deferred, or the reason why this program cannot be taken apart, as a str
-    parts = in_parts(program, mesh)  # Deferred, or that reason as a PlanError
+    parts = deferred_parts(program, mesh)  # Deferred, or that reason as a PlanError
 
 Source: Zero Bubble Pipeline Parallelism (2401.10241, section 4), where a stage steps by what the stages before it say
 and later rolls back. Here the scalars of the last step are what is speculated on, so that all ranks speculate alike and
@@ -126,7 +126,7 @@ def deferred(program: Program) -> Deferred | str:
     return _parts(program, main, exchange, update)
 
 
-def in_parts(program: Program, mesh: Mesh) -> Deferred:
+def deferred_parts(program: Program, mesh: Mesh) -> Deferred:
     """The parts of a program whose timetable asks for validation in the next step. mesh: with what is known of its
     machine.
 

@@ -75,7 +75,7 @@ def check(step: Staged, state: Any, *batch: Any, steps: int = 2, tolerance: floa
             if policy is not None:
                 mesh_run = partial(_mesh_run, step, batch, FIRST_SEED + n)
                 device_run = partial(_device_run, step, batch, FIRST_SEED + n)
-                got, expected, began = comparable(
+                got, expected, began = comparable_step(
                     policy, reference, got, expected, low.mesh.size, mesh_run, device_run, f"step {n}: "
                 )  # fmt: skip
             goes_on = _continues(expected, reference)
@@ -162,7 +162,7 @@ def policy_of(step: Staged) -> Policy | None:
     return policy if policy is not None and policy.scales is not None else None
 
 
-def comparable(
+def comparable_step(
     policy: Policy, state: Any, got: Any, expected: Any, ranks: int, mesh_run: Run, device_run: Run, where: str
 ) -> Pair:
     """`got`, `expected` and `state` where both took the step or both skipped it, else as the module says.

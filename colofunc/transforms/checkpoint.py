@@ -26,7 +26,7 @@ from colofunc.compiler.transform import Build, Transform
 from colofunc.errors import PlanError, near
 from colofunc.mesh.sizes import parse_room
 from colofunc.planner.candidate import FinishedProgram, Finishing
-from colofunc.planner.recompute.fastest import by_policy, fit
+from colofunc.planner.recompute.fastest import by_policy, fit_recomputed
 from colofunc.planner.recompute.policies import NAMED, RecomputePolicy, check_modules
 from colofunc.planner.recompute.stages import NodeS
 from colofunc.program.ir import Program
@@ -101,6 +101,6 @@ def _search(
     policy: RecomputePolicy | None, program: Program, node_s: NodeS, finish: Finishing, budget_bytes: int | None
 ) -> tuple[FinishedProgram | None, FinishedProgram]:
     if policy is None:
-        return fit(program, node_s, finish, budget_bytes, finish.below_s)
+        return fit_recomputed(program, node_s, finish, budget_bytes, finish.below_s)
     done = by_policy(program, node_s, policy, finish)
     return (done if budget_bytes is None or done.fits(budget_bytes) else None), done

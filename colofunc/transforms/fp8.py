@@ -46,7 +46,7 @@ from colofunc.ops.small_floats import LARGEST
 from colofunc.planner.plan import matches
 from colofunc.program.tracing.kept import KeptRecord, state_of
 from colofunc.program.tracing.meta import phase
-from colofunc.program.tracing.roles import mark
+from colofunc.program.tracing.roles import mark_role
 from colofunc.program.tracing.tree import flatten, walk
 
 KEY = "fp8"
@@ -159,7 +159,7 @@ def _wrapped(asked: _Asked, build: Build) -> Build:
         if not asked.history or not args:
             return _run(_Layers(asked, {}), fn, args)
         known, state = _split(args[0])
-        mark("buffer", known.values())
+        mark_role("buffer", known.values())
         layers = _Layers(asked, known)
         out = _run(layers, fn, (state, *args[1:]))
         new, back = state_of(out)

@@ -75,7 +75,7 @@ def _wrapped(globs: Globs, axes: tuple[str, ...] | None, build: Build) -> Build:
     def stepped(*args: Any) -> Any:
         runs = _ranks(build.mesh, axes) * build.microbatches
         # Outside of a trace nobody follows the paths of modules: do so here.
-        with nullcontext() if trace_meta.active() is not None else trace_meta.activate(trace_meta.Whereabouts()):
+        with nullcontext() if trace_meta.active_stacks() is not None else trace_meta.activate(trace_meta.Whereabouts()):
             with LocalStats(globs, runs) as local:
                 out = fn(*args)
         local.check_globs()
@@ -125,7 +125,7 @@ class LocalStats(TorchFunctionMode):
         given = _BATCH_NORMS[func](*args, **kwargs) if func in _BATCH_NORMS else None
         if given is None:
             return func(*args, **kwargs)
-        here = trace_meta.active()
+        here = trace_meta.active_stacks()
         path = here.paths[-1] if here is not None else ""
         self._paths[path] = None
         if self.runs == 1 or not any(matches(path, glob) for glob in self.globs):

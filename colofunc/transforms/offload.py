@@ -21,7 +21,7 @@ from typing import Any
 
 import attrs
 
-from colofunc.compiler.memory_limits import bytes_of
+from colofunc.compiler.memory_limits import limit_bytes
 from colofunc.compiler.staged import Staged, in_place_of
 from colofunc.compiler.step_compiler import stage
 from colofunc.compiler.transform import Build, InputTiers, Move, Transform
@@ -170,6 +170,6 @@ def _copied(
     *,
     like: Hint | None = None,
 ) -> Offloaded:
-    room = bytes_of(host, mesh, "host", "cf.offload(host", "16GiB")
+    room = limit_bytes(host, mesh, "host", "cf.offload(host", "16GiB")
     captured = lies.captured if disk else dict.fromkeys(lies.captured, True)
-    return fastest.offload(program, mesh, node_s, budget_bytes, policy, lies.tiers, room, disk, like, captured)
+    return fastest.fastest_offload(program, mesh, node_s, budget_bytes, policy, lies.tiers, room, disk, like, captured)

@@ -33,7 +33,7 @@ from colofunc.errors import InputError, PrecisionError
 from colofunc.ops.dtypes import Policy, floating
 from colofunc.ops.policy import Mixed
 from colofunc.planner.sharding.constraints import Constraints
-from colofunc.program.passes.wide_sums import gradients, wide_sums
+from colofunc.program.passes.wide_sums import narrow_sources, wide_sums
 from colofunc.program.tracing.kept import KeptRecord, state_of
 from colofunc.program.tracing.tree import flatten, unflatten
 
@@ -77,7 +77,7 @@ def _summed(policy: Policy, build: Build) -> Build:
 
 def _priced(policy: Policy, build: Build) -> Build:
     """The planner pays for sums of gradients what `_summed` makes of them."""
-    sums = dict.fromkeys(sorted(gradients(build.program, policy.reduce)), policy.reduce.itemsize)
+    sums = dict.fromkeys(sorted(narrow_sources(build.program, policy.reduce)), policy.reduce.itemsize)
     return build.evolve(constraints=build.constraints | Constraints(sums=sums))
 
 

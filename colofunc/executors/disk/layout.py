@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 
 from colofunc.errors import DiskError
-from colofunc.executors.direct_io import PAGE_BYTES, Buffer, padded
+from colofunc.executors.direct_io import PAGE_BYTES, Buffer, padded_bytes
 
 BLOCK_BYTES = 4 << 20  # moved in one call: one thread with such blocks fills a drive
 
@@ -41,7 +41,7 @@ class DiskLayout:
             )
         if (negative := next((place for place, size in enumerate(sizes) if size < 0), None)) is not None:
             raise DiskError(f"chunk {negative} has {sizes[negative]} bytes. Try: sizes of 0 bytes and more")
-        offsets = accumulate((padded(size) for size in sizes), initial=0)
+        offsets = accumulate((padded_bytes(size) for size in sizes), initial=0)
         blocks = accumulate((-(-size // block_bytes) for size in sizes), initial=0)
         return DiskLayout(tuple(sizes), block_bytes, tuple(offsets), tuple(blocks), versions)
 
@@ -56,7 +56,7 @@ class DiskLayout:
 
 def disk_bytes(sizes: Sequence[int], versions: int = len(VERSIONS)) -> int:
     """What a store of such chunks takes on disk."""
-    return versions * sum(padded(size) for size in sizes)
+    return versions * sum(padded_bytes(size) for size in sizes)
 
 
 def checksum(data: Buffer) -> int:

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from colofunc.errors import DiskError
-from colofunc.executors.direct_io import Buffer, padded, whole_pages
+from colofunc.executors.direct_io import Buffer, padded_bytes, whole_pages
 from colofunc.executors.disk.files import Files, create, disk_error
 from colofunc.executors.disk.kept_versions import ChunkVersion, Holds, Reader
 from colofunc.executors.disk.layout import BLOCK_BYTES, VERSIONS, DiskLayout, checksum
@@ -76,7 +76,7 @@ class Records:
         part = source[at : at + self.layout.block_bytes]
         data = part
         if not whole_pages(part):
-            data = buffer[: padded(len(part))]
+            data = buffer[: padded_bytes(len(part))]
             np.copyto(data[: len(part)], part)  # releases the interpreter lock
             data[len(part) :] = 0
         self.sums[version, self.layout.blocks[chunk] + block] = checksum(data[: len(part)])
@@ -91,7 +91,7 @@ class Records:
         """Read one block and compare its checksum."""
         at = block * self.layout.block_bytes
         part = target[at : at + self.layout.block_bytes]
-        data = part if whole_pages(part) else buffer[: padded(len(part))]
+        data = part if whole_pages(part) else buffer[: padded_bytes(len(part))]
         where = self.place(chunk, block, len(part))
         try:
             self.files.read(version, data, self.layout.offsets[chunk] + at)

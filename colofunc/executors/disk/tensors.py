@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from colofunc import compat
 from colofunc.errors import DiskError
-from colofunc.executors.direct_io import padded
+from colofunc.executors.direct_io import padded_bytes
 from colofunc.executors.disk.layout import BLOCK_BYTES, VERSIONS
 from colofunc.executors.disk.queue import Before, Ticket
 from colofunc.executors.disk.store import DiskStore
@@ -238,7 +238,7 @@ def unread(shape: Sequence[int], dtype: torch.dtype, source: Callable[[], torch.
 
 
 def _store(directory: str | os.PathLike[str], sizes: Sequence[int], rank: int, versions: int) -> DiskStore:
-    block_bytes = min(BLOCK_BYTES, padded(max(sizes, default=1)) or padded(1))
+    block_bytes = min(BLOCK_BYTES, padded_bytes(max(sizes, default=1)) or padded_bytes(1))
     return DiskStore(
         directory, sizes, rank=rank, block_bytes=block_bytes, buffers_bytes=4 * block_bytes, versions=versions
     )

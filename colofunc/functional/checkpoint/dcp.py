@@ -25,7 +25,7 @@ import torch
 
 from colofunc import untrusted
 from colofunc.errors import CheckpointError, InputError
-from colofunc.functional.checkpoint.files import PieceToWrite, inside
+from colofunc.functional.checkpoint.files import PieceToWrite, file_inside
 from colofunc.functional.checkpoint.unpickled import NoPickle, PickleCall, Record, read_pickle, record
 from colofunc.spec.regions import IndexSpan, Pick, Region, common, take
 
@@ -185,7 +185,7 @@ def _chunk(name: str, info: dict[str, Any], region: Region) -> Chunk:
         raise CheckpointError(
             f"{name!r} is stored through {info['transform_descriptors']!r:.80}, which only its writer can undo"
         )
-    return Chunk(inside(_text(info["relative_path"])), _number(info["offset"]), _number(info["length"]), region)
+    return Chunk(file_inside(_text(info["relative_path"])), _number(info["offset"]), _number(info["length"]), region)
 
 
 def read_chunk(folder: Path, name: str, verify: bool, chunk: Chunk, picks: tuple[Pick, ...]) -> torch.Tensor:

@@ -6,7 +6,7 @@ write full ones past the page cache (`O_DIRECT`) while the next is filled, so th
 and the flush finds little left. A checkpoint also pushes nothing else out of the cache. Where a file system cannot do
 that, the same buffers are written the usual way.
 
-    with open(path, "xb", buffering=0) as file, stream(file.fileno()) as out:
+    with open(path, "xb", buffering=0) as file, stream_to_disk(file.fileno()) as out:
         out.write(data)                       # bytes in order, of any length; all of them are on disk when the block ends
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from colofunc.executors.direct_io import DIRECT, PAGE_BYTES, Buffer, padded, read_at, set_direct, write_at
+from colofunc.executors.direct_io import DIRECT, PAGE_BYTES, Buffer, padded_bytes, read_at, set_direct, write_at
 from colofunc.executors.pages import pages
 
 BUFFER_BYTES = 2 << 20  # a multiple of any block size of a disk
@@ -33,7 +33,7 @@ BUFFERS, WRITERS = 4, 2
 
 
 class FileStream:
-    """A file that is written from front to back. Made by `stream`."""
+    """A file that is written from front to back. Made by `stream_to_disk`."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -103,7 +103,7 @@ class FileStream:
 
 
 @contextmanager
-def stream(fd: int) -> Iterator[FileStream]:
+def stream_to_disk(fd: int) -> Iterator[FileStream]:
     """A stream to an empty file; where the block ends well, everything is on disk."""
     made = FileStream(fd)
     try:
@@ -191,7 +191,7 @@ def _read_direct(fd: int, memory: memoryview, at: int) -> int | None:
     page.
     """
     skip = at % PAGE_BYTES
-    length = padded(skip + len(memory))
+    length = padded_bytes(skip + len(memory))
     buffer = _buffer(length)
     count = 0
     while count < skip + len(memory):

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from colofunc.errors import CheckpointError
-from colofunc.functional.checkpoint.disk import FileStream, fetch, stream
+from colofunc.functional.checkpoint.disk import FileStream, fetch, stream_to_disk
 from colofunc.functional.checkpoint.pages import empty
 from colofunc.spec.regions import Pick, Region, extent, take
 
@@ -79,10 +79,10 @@ class StoredPiece:
         checksums = base64.b64decode(sums, validate=True)
         if start < 0 or nbytes < 0 or len(checksums) != 4 * -(-nbytes // BLOCK_BYTES):
             raise ValueError(f"a piece of {nbytes} bytes from byte {start} on has {len(checksums) // 4} checksums")
-        return StoredPiece(inside(file), start, nbytes, Region.from_json(region), checksums)
+        return StoredPiece(file_inside(file), start, nbytes, Region.from_json(region), checksums)
 
 
-def inside(file: Any) -> str:
+def file_inside(file: Any) -> str:
     """The name of a file as an index gives it. Raises CheckpointError where it leads out of the folder."""
     name = str(file)
     if not name or Path(name).is_absolute() or ".." in Path(name).parts:
@@ -111,10 +111,10 @@ def bytes_of(x: torch.Tensor) -> memoryview:
     plain = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     if plain.stride() != (1,):  # a single element counts as contiguous with any stride, and cannot be viewed as bytes
         plain = plain.clone(memory_format=torch.contiguous_format)
-    return memory(plain.view(torch.uint8))
+    return memory_of_bytes(plain.view(torch.uint8))
 
 
-def memory(x: torch.Tensor) -> memoryview:
+def memory_of_bytes(x: torch.Tensor) -> memoryview:
     """The memory of a tensor of bytes."""
     array: Any = x.numpy()
     return memoryview(array)
@@ -138,7 +138,7 @@ def write_file(path: Path, items: Sequence[PieceToWrite]) -> list[StoredPiece]:
     """Write and flush one file; the pieces in order. Values are asked for one at a time."""
     head = header(items)
     pieces = []
-    with open(path, "xb", buffering=0) as file, stream(file.fileno()) as out:
+    with open(path, "xb", buffering=0) as file, stream_to_disk(file.fileno()) as out:
         out.write(memoryview(head))
         start = len(head)
         for item in items:
@@ -185,7 +185,7 @@ def read_piece(
     stop = max(end, min((first + len(needed)) * BLOCK_BYTES, piece.nbytes))
     # Untouched pages of an empty tensor cost no memory, so that blocks which are not read may have their place in it.
     buffer = empty(stop - base)
-    _read_blocks(folder, name, piece, first, needed, memory(buffer[first * BLOCK_BYTES - base :]), verify)
+    _read_blocks(folder, name, piece, first, needed, memory_of_bytes(buffer[first * BLOCK_BYTES - base :]), verify)
     rows = buffer[begin - base : end - base].view(CARRIERS[dtype.itemsize])
     inner = take(rows.reshape(high - low, *shape[1:]), [shifted(picks[0], low), *picks[1:]])
     return inner.view(dtype) if piece.region.shape else inner.view(dtype).reshape(())

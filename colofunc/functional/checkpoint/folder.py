@@ -38,10 +38,10 @@ from colofunc.functional.checkpoint.index import (
     INDEX,
     MARK,
     PLAIN,
+    files_written,
     format_of,
     index_bytes,
     write_durably,
-    written,
 )
 
 TOKEN_LETTERS = 12
@@ -67,7 +67,7 @@ def _beside(path: Path) -> SavePlace:
 # ---- finding a folder ----
 
 
-def resolve(path: str | os.PathLike[str]) -> Path:
+def resolve_folder(path: str | os.PathLike[str]) -> Path:
     """The folder that `path` means: itself, or the last of those that a `*` in its name matches, by their numbers."""
     found = owned.given(path, "load", CheckpointError)
     if "*" in found.name:
@@ -101,7 +101,7 @@ def keep_newest(path: Path, count: int) -> None:
     Of each, the files that its own index lists: what somebody put beside them stays, and so does a folder of anybody
     else's.
     """
-    alike = [p for p in _alike(path, "") if not p.is_symlink() and p.is_dir() and written(p) is not None]
+    alike = [p for p in _alike(path, "") if not p.is_symlink() and p.is_dir() and files_written(p) is not None]
     alike.sort(key=_numbers)
     for old in alike[:-count]:
         if old != path:
@@ -144,7 +144,7 @@ def _left(place: SavePlace, kind: str) -> Iterator[Path]:
         named = [
             p for p in sorted(place.parent.iterdir()) if pattern.fullmatch(p.name) and p.is_dir() and not p.is_symlink()
         ]
-        yield from (p for p in named if (p / MARK).is_file() or written(p) is not None or not os.listdir(p))
+        yield from (p for p in named if (p / MARK).is_file() or files_written(p) is not None or not os.listdir(p))
 
 
 def _remove_left(place: SavePlace, path: Path) -> None:
@@ -168,7 +168,7 @@ def _discard(old: Path, new: Path) -> None:
 
     What else was in its folder goes to the new one, or stays where there is none.
     """
-    ours, listed = written(old) or {}, written(new) or {}
+    ours, listed = files_written(old) or {}, files_written(new) or {}
     others = owned.foreign(old, ours)
     kept = [name for name in ours if name in listed and name not in (INDEX, MARK)]
     for name in [*others, *kept] if new.is_dir() else ():
@@ -265,7 +265,7 @@ class Writing:
         # Only checkpoints change places with one another; other folders are written into.
         try:
             self.inside = self.path.is_dir() and (
-                _is_fixed(self.path) or (written(self.path) is None and bool(os.listdir(self.path)))
+                _is_fixed(self.path) or (files_written(self.path) is None and bool(os.listdir(self.path)))
             )
         except OSError as error:
             raise CheckpointError(
@@ -340,7 +340,7 @@ class Writing:
         """What earlier saves wrote into the folder and this one does not replace."""
         if not self.kin:
             return {}
-        ours = written(self.path) or {}
+        ours = files_written(self.path) or {}
         stay: dict[str, int | None] = {}
         for name, size in ours.items():
             if name in (INDEX, MARK) or self._is_kin(name) or os.path.lexists(self.folder / name):
@@ -370,7 +370,7 @@ class Writing:
             raise CheckpointError(
                 f"{str(self.path)!r} is {what}; nothing was touched. Save to another folder, or pass overwrite=True"
             )
-        ours = written(self.path)
+        ours = files_written(self.path)
         others = [name for name in owned.foreign(self.path, ours or {}) if not self._is_own(name)]
         in_way = [name for name in others if name in new or self._is_kin(name)]
         if not self.kin and ours is None:
@@ -394,7 +394,7 @@ class Writing:
 
         They were checked, or overwriting them was asked for.
         """
-        for name in owned.foreign(self.path, written(self.path) or {}):
+        for name in owned.foreign(self.path, files_written(self.path) or {}):
             if self._is_kin(name) and not (self.path / name).is_dir():
                 (self.path / name).unlink()
 
@@ -405,14 +405,14 @@ class Writing:
 
         Other files of its folder come along: at once, folders right behind it.
         """
-        for name in [*owned.foreign(self.path, written(self.path) or {}), *self.kept()]:
+        for name in [*owned.foreign(self.path, files_written(self.path) or {}), *self.kept()]:
             source, target = self.path / name, self.folder / name
             if not os.path.lexists(target) and not (source.is_dir() and not source.is_symlink()):
                 with contextlib.suppress(OSError):  # no hard links here: it is moved behind the swap
                     os.link(source, target, follow_symlinks=False)
         (self.path / MARK).unlink(missing_ok=True)  # left where a save was killed at its very end
         old = self._place.named(f".old-{self.token}")
-        if exchange(self.folder, self.path):
+        if swap_folders(self.folder, self.path):
             os.rename(self.folder, old)
         else:
             os.rename(self.path, old)
@@ -424,7 +424,7 @@ class Writing:
 
         Until the last of them, the index, is there, the folder says that it is incomplete.
         """
-        before = written(self.path) or {}
+        before = files_written(self.path) or {}
         between = self.folder / (INDEX + ".part")
         files = dict.fromkeys([*before, *new])
         write_durably(between, index_bytes({"format": INCOMPLETE, "files": files}))
@@ -434,7 +434,7 @@ class Writing:
         for name in sorted(new, key=lambda name: (name == INDEX, name.endswith(".json"), name)):
             sync(self.folder / name)
             os.replace(self.folder / name, self.path / name)
-        listed = written(self.path) or {}
+        listed = files_written(self.path) or {}
         owned.remove(self.path, {name: size for name, size in before.items() if name not in listed})
         owned.remove(self.folder, {MARK: None})
 
@@ -459,7 +459,7 @@ def sync(path: Path) -> None:
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
-def exchange(a: Path, b: Path) -> bool:
+def swap_folders(a: Path, b: Path) -> bool:
     """Swap two folders in one step (Linux: renameat2 with RENAME_EXCHANGE); False where the system cannot."""
     try:
         call = ctypes.CDLL(None, use_errno=True).renameat2

@@ -2,7 +2,7 @@
 
     write_index(folder, {"state": tree, "tensors": {...}})      # behind all other files of the folder
     read_index(folder)["files"]                                  # {"rank-00000-00000.safetensors": 4096}
-    written(folder)                                              # the same and the index; None where no save of ours made the folder
+    files_written(folder)                                              # the same and the index; None where no save of ours made the folder
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def written(folder: Path) -> dict[str, int | None] | None:
+def files_written(folder: Path) -> dict[str, int | None] | None:
     """The files that the save which made this folder wrote, with their sizes; None where no save of colofunc made it.
 
     An index that somebody crafted makes no file its own that has another name than saves give.

@@ -24,7 +24,7 @@ from colofunc import owned
 from colofunc.errors import CheckpointError, PluginError
 from colofunc.functional.adapters import Adapter
 from colofunc.functional.checkpoint import plainfile
-from colofunc.functional.checkpoint.index import written
+from colofunc.functional.checkpoint.index import files_written
 from colofunc.functional.checkpoint.place import Entry
 from colofunc.plugins.registry import formats_registry
 
@@ -239,7 +239,7 @@ def check_no_whole_weights(path: Path) -> None:
     globs: list[str] = []
     for stem in whole_stems():
         globs += plainfile.weight_globs(stem)
-    for name, size in (written(path) or {}).items():
+    for name, size in (files_written(path) or {}).items():
         whole = any(fnmatchcase(name, glob) for glob in globs)
         if whole and owned.is_ours(path / name, size):
             raise CheckpointError(

@@ -1,6 +1,6 @@
 """Quantized weights as other libraries save them: which tensors of a file are one weight, and in which of our formats.
 
-    entries(folder)["model.layers.0.mlp.up_proj.weight"].packed     # a weight in "nf4_g64", from six tensors of bitsandbytes
+    packed_entries(folder)["model.layers.0.mlp.up_proj.weight"].packed     # a weight in "nf4_g64", from six tensors of bitsandbytes
 
 Problem: libraries that quantize save a weight as several tensors, under names and in an order of bits of their own.
 Idea: a table. A layout says by which names its weights are known, how its tensors are read as the parts of a format,
@@ -82,7 +82,7 @@ def _no_name(name: str) -> bool:
     return False
 
 
-def entries(folder: Path, has: Callable[[str], bool] = _no_name) -> dict[str, Entry]:
+def packed_entries(folder: Path, has: Callable[[str], bool] = _no_name) -> dict[str, Entry]:
     """Name -> tensor of a folder of plain safetensors; tensors that are one quantized weight are one entry.
 
     has: whether the model that is loaded has a tensor of its own under this name. A layer whose marks it has is its

@@ -50,7 +50,7 @@ def _parts_by(weight: Quantized, change: Callable[[Tensor], Tensor]) -> Quantize
     return attrs.evolve(weight, **parts)
 
 
-def meshes(values: Iterable[Tensor | Quantized]) -> set[Mesh]:
+def meshes_of_values(values: Iterable[Tensor | Quantized]) -> set[Mesh]:
     """The meshes on which values lie."""
     found = set()
     for value in values:

@@ -116,7 +116,7 @@ def carried_out(x: torch.Tensor) -> torch.Tensor:
     return x.redistribute(min((bare, *options), key=lambda layout: prod(layout.local_shape)))
 
 
-def assign(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[StateLeaf]:
+def assign_writers(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[StateLeaf]:
     """Leaves with their writers; equal on all ranks."""
     load = [0] * ranks.size
 
@@ -127,7 +127,7 @@ def assign(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[StateLeaf]
 
     leaves = []
     for name, x in tensors.items():
-        check(name, x)
+        check_has_elements(name, x)
         if isinstance(x, DTensor):
             parts = owners(x.sharding, x.mesh)
         else:
@@ -140,7 +140,7 @@ def assign(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[StateLeaf]
     return leaves
 
 
-def check(name: str, x: torch.Tensor) -> None:
+def check_has_elements(name: str, x: torch.Tensor) -> None:
     """Raise InputError for a leaf that has no elements to write."""
     if x.layout != torch.strided or x.is_quantized:
         raise InputError(f"{name} is {x.layout}, which safetensors cannot hold; save x.to_dense()")

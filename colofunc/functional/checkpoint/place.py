@@ -19,7 +19,7 @@ from colofunc.dtensor.tensor import DTensor
 from colofunc.errors import CheckpointError, InputError, SpecError, near
 from colofunc.executors.backend import backend_for
 from colofunc.executors.disk.tensors import unread
-from colofunc.functional.checkpoint.tree import names
+from colofunc.functional.checkpoint.tree import tensor_names
 from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of, gpu_of_process
 from colofunc.planner.plan import matches
@@ -71,7 +71,7 @@ class Entry:
         return self.read(piece.source, piece.there)
 
 
-def cast(entry: Entry, dtype: torch.dtype) -> Entry:
+def cast_entry(entry: Entry, dtype: torch.dtype) -> Entry:
     """The entry with its values in another dtype."""
     if entry.dtype == dtype:
         return entry
@@ -86,13 +86,13 @@ def _own(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def plain(entry: Entry, device: torch.device | str | None = None) -> torch.Tensor:
+def whole_tensor(entry: Entry, device: torch.device | str | None = None) -> torch.Tensor:
     """The whole tensor."""
     value = entry.region(Region.whole(entry.shape))
     return value if device is None else value.to(device)
 
 
-def placed(entry: Entry, layout: Layout, mesh: Mesh, device: torch.device, asked: bool) -> DTensor:
+def placed_entry(entry: Entry, layout: Layout, mesh: Mesh, device: torch.device, asked: bool) -> DTensor:
     """The tensor in a layout: only what this process's ranks hold is read. device: where the tier of that name is.
 
     asked: whether the caller gave the layout. One that only comes from the folder gives way to the plans of a step.
@@ -172,7 +172,7 @@ def _spread(specs: Any, tree: Any, path: str, entries: Mapping[str, Entry], foun
     if specs is None:
         return
     if isinstance(specs, (str, Spec, Layout)):
-        found |= {name: specs for name in names(tree) if entries[name].shape}
+        found |= {name: specs for name in tensor_names(tree) if entries[name].shape}
         return
     sequence = tree.get("list", tree.get("tuple"))
     if isinstance(specs, (list, tuple)) and sequence is not None and len(specs) == len(sequence):
@@ -189,7 +189,7 @@ def _spread(specs: Any, tree: Any, path: str, entries: Mapping[str, Entry], foun
         for key, spec in specs.items():
             _spread(spec, children[str(key)], f"{path}.{key}", entries, found)
         return
-    below = list(names(tree))
+    below = list(tensor_names(tree))
     for glob, spec in specs.items():
         hit = [name for name in below if matches(name, str(glob))]
         if not hit:

@@ -34,7 +34,7 @@ def entries(folder: Path, stems: Sequence[str]) -> dict[str, Entry]:
     """
     found: dict[str, Entry] = {}
     for path in files(folder, stems):
-        found |= header(path)
+        found |= read_header(path)
     return found
 
 
@@ -43,27 +43,27 @@ def single(stem: str) -> str:
     return f"{stem}.safetensors"
 
 
-def index(stem: str) -> str:
+def index_name(stem: str) -> str:
     """The name of the list of the files of one that is."""
     return f"{stem}.safetensors.index.json"
 
 
 def weight_globs(stem: str) -> tuple[str, ...]:
     """What matches the names of weight files and of their list."""
-    return (index(stem), single(stem), f"{stem}-*-of-*.safetensors")
+    return (index_name(stem), single(stem), f"{stem}-*-of-*.safetensors")
 
 
 def holds_whole(folder: Path, stems: Sequence[str]) -> bool:
     """Whether the folder has the weights of a model, and not those of adapters alone."""
-    return any((folder / name).exists() for stem in stems for name in (index(stem), single(stem)))
+    return any((folder / name).exists() for stem in stems for name in (index_name(stem), single(stem)))
 
 
 def files(folder: Path, stems: Sequence[str]) -> list[Path]:
     if folder.is_file():
         return [folder]
     for stem in stems:
-        if (folder / index(stem)).exists():
-            return _listed(folder, folder / index(stem))
+        if (folder / index_name(stem)).exists():
+            return _listed(folder, folder / index_name(stem))
         if (folder / single(stem)).exists():
             return [folder / single(stem)]
     some = sorted(folder.glob("*.safetensors"))
@@ -106,7 +106,7 @@ def _nothing(folder: Path) -> str:
     return f"{folder} holds no checkpoint: no colofunc.json, no .metadata of torch.distributed.checkpoint, no *.safetensors"
 
 
-def header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, Entry]:
     """Name -> tensor of one safetensors file."""
     try:
         with untrusted.open_file(path) as file:

@@ -5,7 +5,7 @@ the speed of the link. Idea: copies go to pinned memory one behind another, on t
 that come later write behind them; one event stands behind all, and whoever writes the file waits for it.
 
     slab = Slab()
-    items = snapshot(items, slab)        # the host goes on, the next step may begin
+    items = snapshot_items(items, slab)        # the host goes on, the next step may begin
     items[0].value()                     # waits, once
 
 A save that its caller waits for stages `WINDOW_BYTES` while those before are written: pinned memory is two windows, or
@@ -111,7 +111,7 @@ def _sent(room: torch.Tensor, x: torch.Tensor, streams: dict[torch.device, Any])
     return room
 
 
-def snapshot(items: Sequence[PieceToWrite], slab: Slab) -> list[PieceToWrite]:
+def snapshot_items(items: Sequence[PieceToWrite], slab: Slab) -> list[PieceToWrite]:
     """The items with copies of their values, begun when this returns: steps may write to what they are of."""
     values = stage([item.value for item in items], [item.nbytes for item in items], slab, duplicate=True).values()
     return [attrs.evolve(item, value=value) for item, value in zip(items, values, strict=True)]

@@ -97,7 +97,7 @@ MOST_DEPTH = 200
 _KINDS = ("tensor", "array", "list", "tuple", "dict", "record", "value", "float", "complex", "dtype")
 
 
-def check(tree: Json, tensors: Collection[str], depth: int = 0) -> None:
+def check_tree(tree: Json, tensors: Collection[str], depth: int = 0) -> None:
     """Raise Wrong where this is no tree that `pack` gives, or where it names a tensor that there is not."""
     kinds = [kind for kind in _KINDS if kind in tree] if type(tree) is dict else []
     if len(kinds) != 1 or depth > MOST_DEPTH:
@@ -112,13 +112,13 @@ def check(tree: Json, tensors: Collection[str], depth: int = 0) -> None:
         raise Wrong(f"the state holds the value {said!r:.80}")
     if kind in ("list", "tuple"):
         for child in untrusted.check(tuple[Any, ...], said, kind):
-            check(child, tensors, depth + 1)
+            check_tree(child, tensors, depth + 1)
     if kind in ("dict", "record"):
         pairs = said.items() if type(said) is dict else untrusted.check(tuple[tuple[Any, Any], ...], said, kind)
         for key, child in pairs:
             if type(said) is not dict:
                 _check_simple(key)
-            check(child, tensors, depth + 1)
+            check_tree(child, tensors, depth + 1)
 
 
 def _check_simple(tree: Json) -> None:
@@ -128,13 +128,13 @@ def _check_simple(tree: Json) -> None:
         raise Wrong(f"the state holds {tree!r:.80}, which is no number, string or dtype") from error
 
 
-def names(tree: Json) -> Iterator[str]:
+def tensor_names(tree: Json) -> Iterator[str]:
     """Names of the tensors of a tree, in order."""
     for key in ("tensor", "array"):
         if key in tree:
             yield tree[key]
     for child in _children(tree):
-        yield from names(child)
+        yield from tensor_names(child)
 
 
 def _children(tree: Json) -> list[Json]:
@@ -238,7 +238,7 @@ class Matched:
         wanted = {str(key) for key in keys}
         for key, child in saved.items():
             if key not in wanted:
-                self.unexpected += [*names(child)] or [join(path, key)]
+                self.unexpected += [*tensor_names(child)] or [join(path, key)]
         return saved
 
     def _tensor(self, tree: Json | None, like: torch.Tensor, path: str) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import attrs
 
 from colofunc.errors import CheckpointError
-from colofunc.executors.presence import say
+from colofunc.executors.presence import say_presence
 from colofunc.executors.watch import Watch
 
 POLL_S = 0.02
@@ -52,5 +52,7 @@ class Patience:
                     raise CheckpointError(f"{self.what}: {text}; it {late}")
                 if condition == "stopped" and not told:
                     told = True
-                    say(self.watch.rank, f"waits in {self.what} for {text}; it gives up after {self.deadline_s:g} s")
+                    say_presence(
+                        self.watch.rank, f"waits in {self.what} for {text}; it gives up after {self.deadline_s:g} s"
+                    )
             time.sleep(POLL_S)

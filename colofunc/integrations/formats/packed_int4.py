@@ -32,7 +32,7 @@ from torch import Tensor
 from colofunc.errors import InputError
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors, boxed, part
 from colofunc.functional.checkpoint.place import Entry
-from colofunc.ops.quantized import FORMATS, Quantized, packed, unpacked
+from colofunc.ops.quantized import FORMATS, Quantized, packed_nibbles, unpacked
 from colofunc.program.lazy import Box
 
 GROUP = FORMATS["int4"].group
@@ -60,7 +60,7 @@ def _nibbles(words: Tensor) -> Tensor:
 
 def _words(numbers: Tensor) -> Tensor:
     """int32 (a, b) of numbers (a, 8 b)."""
-    return packed(numbers).view(torch.int32)
+    return packed_nibbles(numbers).view(torch.int32)
 
 
 def _placed(numbers: Tensor, places: Sequence[int]) -> Tensor:
@@ -280,7 +280,7 @@ def _read_awq(tensors: Tensors) -> Quantized:
         out = torch.empty((8 * held.shape[1], len(held) // 2), dtype=torch.uint8)
         for first in range(0, held.shape[1], WORDS):  # a few, as single numbers take the room of two
             few = held[:, first : first + WORDS]
-            out[8 * first : 8 * (first + few.shape[1])] = packed(_placed(_nibbles(few), AWQ_PLACES).T)
+            out[8 * first : 8 * (first + few.shape[1])] = packed_nibbles(_placed(_nibbles(few), AWQ_PLACES).T)
         return out[inside]
 
     def zero(box: Box) -> Tensor:

@@ -39,7 +39,7 @@ from colofunc.errors import InputError
 from colofunc.functional.checkpoint.files import dtype_name
 from colofunc.functional.checkpoint.packed_tensors import PackedLayout, Tensors, boxed, part
 from colofunc.integrations.formats.packed_int4 import GROUP, MIDDLE, SCALES, groups_of, of_groups
-from colofunc.ops.quantized import Quantized, packed, unpacked
+from colofunc.ops.quantized import Quantized, packed_nibbles, unpacked
 from colofunc.ops.small_floats import MX_BLOCK, NV_BLOCK
 from colofunc.program.lazy import Box
 
@@ -126,7 +126,7 @@ def _read_int4(tensors: Tensors) -> Quantized:
 
     def numbers(box: Box) -> Tensor:
         held = boxed(stored, (box[0], slice(2 * box[1].start, 2 * box[1].stop)))
-        return packed(shifted(DATA, held))
+        return packed_nibbles(shifted(DATA, held))
 
     def scale(box: Box) -> Tensor:
         held = of_groups(each, box[1], lambda theirs: boxed(scales, (box[0], theirs)))

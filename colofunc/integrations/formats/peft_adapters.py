@@ -158,7 +158,7 @@ def _stored(folder: Path) -> _Stored:
     matrices: dict[str, Entry] = {}
     paths: dict[str, None] = {}
     other = []
-    for name, entry in plainfile.header(folder / plainfile.single(STEM)).items():
+    for name, entry in plainfile.read_header(folder / plainfile.single(STEM)).items():
         match = MATRIX.fullmatch(name)
         if match is None:
             other.append(name)

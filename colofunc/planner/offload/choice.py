@@ -1,6 +1,6 @@
 """One search: which updates run on the host, and for each such split what is copied when.
 
-    found = search(ground, policy, placed, limit, like)     # splits of the updates -> copies for each -> the best
+    found = search_splits(ground, policy, placed, limit, like)     # splits of the updates -> copies for each -> the best
     found.rank, found.hint                                  # bytes over the limit, then seconds; what to try for a similar program
 """
 
@@ -14,7 +14,7 @@ import attrs
 from colofunc.planner.offload.host_operators import with_operators
 from colofunc.planner.offload.policies import MemoryPolicy
 from colofunc.planner.offload.residency import SKETCH, Point, Residency, ResidencySearch, Trace, least_budget
-from colofunc.planner.offload.trace import Ground, trace_of
+from colofunc.planner.offload.trace import Ground, trace_of_ground
 from colofunc.planner.offload.updates import splits
 
 CLOSER = 3
@@ -82,7 +82,7 @@ class _Try:
         return self.over, self.search.fastest_s
 
 
-def search(
+def search_splits(
     ground: Ground, policy: MemoryPolicy, placed: Mapping[int, str | None], limit: int, like: Hint | None
 ) -> OffloadCandidate:
     """The fastest of the splits of the updates."""
@@ -93,7 +93,7 @@ def search(
     near = splits(ground, policy.update, placed, share, (), seen)
     for _ in range(1 + CLOSER):
         for part, on_host in with_operators(ground, policy.where, policy.update, placed, limit, near):
-            items, trace = trace_of(ground, on_host, placed, limit, policy.activations)
+            items, trace = trace_of_ground(ground, on_host, placed, limit, policy.activations)
             least = least_budget(trace)[0]
             search = ResidencySearch(trace, max(limit, least), ground.links, policy.slack if like is None else 0.0)
             if search.small and like is None and least <= limit:  # of what does not fit nobody asks how long it takes

@@ -26,7 +26,7 @@ from colofunc.planner.offload.by_rank import OffloadChoice, by_rank
 from colofunc.planner.offload.residency import Links, Residency, Trace, least_budget, reside
 from colofunc.planner.offload.timeline import TraceLanes as Playing
 from colofunc.planner.offload.timeline import play
-from colofunc.planner.offload.trace import Ground, NodeS, links_of, trace_of, write
+from colofunc.planner.offload.trace import Ground, NodeS, links_of, trace_of_ground, write_copies
 from colofunc.planner.plan_table import time_text
 from colofunc.program.ir import Program, Value
 from colofunc.program.lanes import Lanes, played
@@ -70,13 +70,13 @@ def on_disk(
     limit = host_bytes if host_bytes is not None else max(ground.held, default=0)
 
     def choose(mine: Ground, told: Mapping[int, str | None]) -> OffloadChoice:
-        items, trace = trace_of(mine, NOTHING, told, limit)
+        items, trace = trace_of_ground(mine, NOTHING, told, limit)
         least = least_budget(trace)[0]
         return OffloadChoice(NOTHING, items, trace, reside(trace, max(limit, least), mine.links), max(0, least - limit))
 
     chosen = by_rank(ground, mesh, states, choose) or choose(ground, states)
     items, trace, found = chosen.items, chosen.trace, chosen.found
-    done = write(ground, NOTHING, items, trace, found)
+    done = write_copies(ground, NOTHING, items, trace, found)
     end_s = played(done, mesh, node_s).end_s
     longer_s = end_s - before.end_s
     return OnDiskProgram(

@@ -24,7 +24,15 @@ from typing import NamedTuple
 import attrs
 import numpy as np
 
-from colofunc.planner.offload.timeline import Links, ScheduledCopy, Trace, TraceLanes, changes, device_uses, needed
+from colofunc.planner.offload.timeline import (
+    Links,
+    ScheduledCopy,
+    Trace,
+    TraceLanes,
+    device_uses,
+    needed,
+    uses_that_change,
+)
 
 
 @attrs.frozen
@@ -68,7 +76,7 @@ class TraceFacts:
         for index, item in enumerate(trace.items):
             for position in self.uses[index]:
                 self.needs[position].append(index)
-            self._add(index, sorted(changes(item)), sorted(item.host_uses))
+            self._add(index, sorted(uses_that_change(item)), sorted(item.host_uses))
         self.base = np.asarray(trace.base, dtype=np.int64)
         self.needed = needed_bytes(zip(self.nbytes, self.stretches, strict=True), self.size)
 
@@ -132,8 +140,7 @@ def _unsaved(versions: list[Version], use: int) -> int:
 
 
 def evict(facts: TraceFacts, room_bytes: int, residents: Collection[int]) -> list[list[Stay]]:
-    """Stays of every item that moves, with at most `room_bytes` on the device wherever a position does not need more.
-    """
+    """Stays of every item that moves, with at most `room_bytes` on the device wherever a position does not need more."""
     return _Belady(facts, room_bytes, residents).run()
 
 
@@ -365,7 +372,7 @@ class _Spread:
             self.now = self.host
         for item in items:
             self.read[item] = self.host
-            if position in changes(self.facts.trace.items[item]):
+            if position in uses_that_change(self.facts.trace.items[item]):
                 self.ready[item] = self.host
 
     # ---- stores ----
@@ -438,7 +445,7 @@ class _Spread:
         if stay.after > position:
             return False
         item = self.facts.trace.items[stay.item]
-        if item.host_uses and any(position <= write < stay.first for write in item.host_uses & changes(item)):
+        if item.host_uses and any(position <= write < stay.first for write in item.host_uses & uses_that_change(item)):
             return False
         store = self.storing.get(stay.item)
         if store is not None:

@@ -25,12 +25,12 @@ from colofunc import progress
 from colofunc.mesh import Mesh
 from colofunc.mesh.sizes import size_text
 from colofunc.planner.offload.by_rank import OffloadChoice, by_rank, peak_bytes
-from colofunc.planner.offload.choice import NO_HINT, Hint, OffloadCandidate, search
+from colofunc.planner.offload.choice import NO_HINT, Hint, OffloadCandidate, search_splits
 from colofunc.planner.offload.disk import as_disk, least_disk_s, on_disk, timed
-from colofunc.planner.offload.host_operators import check_where, told
+from colofunc.planner.offload.host_operators import check_where, words_of_host
 from colofunc.planner.offload.loops import opened
-from colofunc.planner.offload.policies import AUTO, MemoryPolicy, Room, State, places
-from colofunc.planner.offload.trace import Ground, NodeS, ground_of, write
+from colofunc.planner.offload.policies import AUTO, MemoryPolicy, Room, State, policy_places
+from colofunc.planner.offload.trace import Ground, NodeS, ground_of, write_copies
 from colofunc.planner.offload.updates import updates_of
 from colofunc.planner.plan_table import time_text
 from colofunc.program.ir import Program
@@ -62,7 +62,7 @@ class Offloaded:
     hint: Hint = NO_HINT
 
 
-def offload(
+def fastest_offload(
     program: Program,
     mesh: Mesh,
     node_s: NodeS,
@@ -215,9 +215,9 @@ class _Offloading:
         self, ground: Ground, placed: Mapping[int, str | None], like: Hint | None, from_disk: float
     ) -> OffloadCandidate:
         if not from_disk:
-            return search(ground, self.policy, placed, self.limit, like)
+            return search_splits(ground, self.policy, placed, self.limit, like)
         slower = attrs.evolve(ground, links=as_disk(ground.links, self.mesh, from_disk))
-        candidate = search(slower, self.policy, placed, self.limit, like)
+        candidate = search_splits(slower, self.policy, placed, self.limit, like)
         moves = timed(candidate.trace, candidate.found, ground.links)
         return attrs.evolve(candidate, ground=ground, found=moves, below=from_disk)
 
@@ -233,7 +233,7 @@ class _Offloading:
         return attrs.evolve(min(late, at_once, key=_rank), host_bytes=late.host_bytes, plain_s=late.plain_s)
 
     def written_as(self, candidate: OffloadCandidate, late: bool) -> _Written:
-        program = write(
+        program = write_copies(
             candidate.ground, candidate.on_host, candidate.items, candidate.trace, candidate.found, late=late
         )
         program = narrow_gradients(program)
@@ -320,7 +320,7 @@ def _said(
     ground: Ground, states: Sequence[int], policy: MemoryPolicy, budget_bytes: int | None, mesh: Mesh
 ) -> Sequence[str | None]:
     room = Room(budget_bytes, _other_bytes(ground, states), mesh.node_ranks)
-    return places(policy, [_state(ground, s) for s in states], room)
+    return policy_places(policy, [_state(ground, s) for s in states], room)
 
 
 def _below(
@@ -403,7 +403,7 @@ def _words(best: OffloadCandidate, exposed_s: float) -> Iterator[str]:
     updates = updates_of(fullest.ground)
     on_host = sum(fullest.on_host.issuperset(update.nodes) for update in updates)
     yield f"{there}: {kept}; {on_host} of {len(updates)} updates run there"
-    if operators := told(ground.program, best.on_host):
+    if operators := words_of_host(ground.program, best.on_host):
         yield f"operators on the host: {operators}"
     inside = ", beside what loops copy" if ground.host_reads else ""
     hidden = f"{time_text(max(0.0, exposed_s))} of it not hidden"

@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 from colofunc.errors import PlanError, near
 from colofunc.ops.updates import IN_PLACE
 from colofunc.planner.offload.trace import GATHERS, LITTLE, Ground
-from colofunc.planner.offload.updates import CAST, able
+from colofunc.planner.offload.updates import CAST, may_run_on_host
 from colofunc.program.facts import written
 from colofunc.program.ir import Node, Program
 
@@ -60,7 +60,7 @@ def with_operators(
             yield share, on_host | found
 
 
-def told(program: Program, on_host: Iterable[int]) -> str:
+def words_of_host(program: Program, on_host: Iterable[int]) -> str:
     """`embedding of model.embed_tokens (forward, backward)`: what runs on the host beside updates and casts."""
     phases_of: dict[str, list[str]] = {}
     for position in sorted(on_host):
@@ -80,7 +80,7 @@ def _asked(
     globs = [glob for glob, place in where.items() if place == "host"]
     found: set[int] = set()
     for position, node in enumerate(ground.program.nodes):
-        if able(node, ground) and _matches(node, globs):
+        if may_run_on_host(node, ground) and _matches(node, globs):
             found.add(position)
     if not found and not (globs and _made_in_loops(ground)):
         return frozenset()
@@ -122,8 +122,7 @@ def check_where(where: Mapping[str, str], program: Program) -> None:
 
 
 def _gathers(ground: Ground, where: Mapping[str, str], placed: Mapping[int, str | None], limit: int) -> frozenset[int]:
-    """All tables that are large, and read by few rows only: their gathers, the gradients of these, and their updates.
-    """
+    """All tables that are large, and read by few rows only: their gathers, the gradients of these, and their updates."""
     nodes = ground.program.nodes
     kept_globs = [glob for glob, place in where.items() if place == "device"]
     found: set[int] = set()
@@ -203,7 +202,7 @@ def _closed(ground: Ground, found: set[int], placed: Mapping[int, str | None], u
     made = _made_in_loops(ground)
     for position, node in enumerate(ground.program.nodes):
         updates = _updates(ground, position)
-        if position not in found and able(node, ground) and (updates or _name(node) in CHEAP):
+        if position not in found and may_run_on_host(node, ground) and (updates or _name(node) in CHEAP):
             read_bytes = {home[ref]: values[ref].nbytes for ref in node.refs}
             if updates:
                 goes = update != "device" and not made.isdisjoint(read_bytes) and _free(ground, position, placed)

@@ -22,10 +22,10 @@ from colofunc.mesh import Mesh
 from colofunc.planner.offload.host_operators import with_operators
 from colofunc.planner.offload.policies import MemoryPolicy
 from colofunc.planner.offload.residency import Residency, Trace, least_budget, reside
-from colofunc.planner.offload.trace import Ground, NodeS, of_lies, trace_of, write
+from colofunc.planner.offload.trace import Ground, NodeS, of_lies, trace_of_ground, write_copies
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Loop, Node
-from colofunc.program.memory import Meta, inside, lies, memory
+from colofunc.program.memory import Meta, lies, memory, memory_of_body
 from colofunc.program.passes.reuse import added_in_place
 
 NOTHING: frozenset[int] = frozenset()
@@ -42,7 +42,7 @@ def opened(
     loops = {k: loop for k, loop in inside.items() if loop.timetable is None}
     if not loops or (max(ground.held, default=0) <= limit and not policy.where):
         return None
-    items, trace = trace_of(ground, NOTHING, states, limit)
+    items, trace = trace_of_ground(ground, NOTHING, states, limit)
     edit, device_s = Editor(ground.program), list(ground.device_s)
     host_reads: dict[int, frozenset[int]] = {}
     for k, loop in loops.items():
@@ -78,7 +78,9 @@ def _beside(ground: Ground, k: int, loop: Loop, items: list[int], trace: Trace) 
         # The state that it reads may come to the body bit by bit.
         if (k in item.uses or in_flight) and not (item.home and storage in operands):
             needed += item.nbytes
-    _, held = inside(loop.body, _metas(ground, k, loop), added_in_place(loop).values())  # as the loop was counted
+    _, held = memory_of_body(
+        loop.body, _metas(ground, k, loop), added_in_place(loop).values()
+    )  # as the loop was counted
     return trace.base[k] - max(held, default=0) + needed
 
 
@@ -103,7 +105,7 @@ def _opened(
     so are summed there.
     """
     refs, body = ground.program.nodes[k].refs, loop.body
-    found, held = inside(body, _metas(ground, k, loop))
+    found, held = memory_of_body(body, _metas(ground, k, loop))
     # storage of the body -> storage outside that it is
     outer = {found.home[into]: ground.lies.home[ref] for into, ref in zip(body.inputs, refs, strict=True)}
     body_states: dict[int, str | None] = {}
@@ -129,7 +131,7 @@ def _opened(
         return max(tried.made.seconds, mesh.host_s(3 * summed_bytes))
 
     best = min(tries, key=lambda tried: (tried.over, trip_s(tried)))
-    written = write(inner, best.on_host, best.items, best.trace, best.made, stay=True, leave=best.leave)
+    written = write_copies(inner, best.on_host, best.items, best.trace, best.made, stay=True, leave=best.leave)
     away: set[int] = set()
     for number, item in enumerate(best.trace.items):
         if item.home and number not in best.made.residents:
@@ -157,7 +159,7 @@ def _tried(
     """
     tries, limit = [], limit + saved
     for _, on_host in with_operators(inner, policy.where, policy.update, states, max(limit, 1), [(0.0, NOTHING)]):
-        items, trace = trace_of(inner, on_host, states, max(limit, 1), leave=leave)
+        items, trace = trace_of_ground(inner, on_host, states, max(limit, 1), leave=leave)
         least = least_budget(trace)[0]
         made = reside(trace, max(limit, least), inner.links)
         tries.append(_Try(max(0, least - limit), on_host, items, trace, made, leave))

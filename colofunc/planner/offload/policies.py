@@ -71,7 +71,7 @@ HOST = MemoryPolicy(
 )
 
 
-def places(policy: MemoryPolicy, states: Sequence[State], room: Room) -> Sequence[str | None]:
+def policy_places(policy: MemoryPolicy, states: Sequence[State], room: Room) -> Sequence[str | None]:
     """What the policy says, or an error that says what is wrong with it."""
     found = list(policy.place(states, room))
     wrong = [tier for tier in found if tier not in ("device", "host", "disk", None)]

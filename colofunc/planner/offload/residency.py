@@ -36,10 +36,10 @@ from colofunc.planner.offload.timeline import (
     ScheduledCopy,
     Trace,
     bytes_by_position,
-    changes,
     device_uses,
     needed,
     play,
+    uses_that_change,
 )  # fmt: skip
 
 __all__ = ["Links", "OffloadItem", "Residency", "ResidencySearch", "ScheduledCopy", "Trace", "least_budget", "reside"]
@@ -260,8 +260,10 @@ class ResidencySearch:
             for i, item in enumerate(items)
             if item.home and item.stays and not item.host_uses and uses[i] and not item.fixed
         ]
-        stored_last = sorted(able, key=lambda i: (not changes(items[i]), -uses[i][-1], i))
-        at_an_end = sorted(able, key=lambda i: (min(uses[i][0], size - 1 - uses[i][-1]), not changes(items[i]), i))
+        stored_last = sorted(able, key=lambda i: (not uses_that_change(items[i]), -uses[i][-1], i))
+        at_an_end = sorted(
+            able, key=lambda i: (min(uses[i][0], size - 1 - uses[i][-1]), not uses_that_change(items[i]), i)
+        )
         return [self._fitting(stored_last), self._fitting(at_an_end)]
 
     def _fitting(self, order: Sequence[int]) -> list[int]:

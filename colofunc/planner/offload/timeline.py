@@ -108,14 +108,13 @@ def needed(item: OffloadItem) -> list[tuple[int, int]]:
     return stretches
 
 
-def changes(item: OffloadItem) -> frozenset[int]:
+def uses_that_change(item: OffloadItem) -> frozenset[int]:
     """Uses after which the item's other copies are worthless: its writes, and what makes it."""
     return item.writes if item.home else item.writes.union(item.uses[:1])
 
 
 class TraceLanes:
-    """What a simulation reads of a trace, made once: who waits for whom, which items a host position reads or writes.
-    """
+    """What a simulation reads of a trace, made once: who waits for whom, which items a host position reads or writes."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -138,7 +137,7 @@ class TraceLanes:
         if not item.uses or not self.trace.host:
             return
         self.joins.update(p for p in item.uses if self.on_host[p] and p not in item.host_uses)
-        writes = changes(item)
+        writes = uses_that_change(item)
         for tier in (True, False):
             since: list[int] = []  # the last writer and its readers
             for p in item.uses:
@@ -245,7 +244,7 @@ class _Play:
         out.start[p], out.end[p] = begin, end
         for item in lanes.host_uses.get(p, ()):
             self.read[item] = end
-            if p in changes(lanes.trace.items[item]):
+            if p in uses_that_change(lanes.trace.items[item]):
                 self.ready[item] = end
 
 

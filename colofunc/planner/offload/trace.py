@@ -7,8 +7,8 @@ where the storage lies; what has no value that covers it, leaves the program, or
 as ground.
 
     ground = ground_of(program, mesh, node_s)
-    items, trace = trace_of(ground, on_host, states, limit_bytes)     # item k of the trace is storage items[k]
-    write(ground, on_host, items, trace, reside(trace, limit_bytes, ground.links))
+    items, trace = trace_of_ground(ground, on_host, states, limit_bytes)     # item k of the trace is storage items[k]
+    write_copies(ground, on_host, items, trace, reside(trace, limit_bytes, ground.links))
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _host_s(node: Node, program: Program, mesh: Mesh, device_s: float) -> float:
     return mesh.host_s(touched) * (work_s / moved_s if bound_by_work else 1.0)
 
 
-def trace_of(
+def trace_of_ground(
     ground: Ground,
     on_host: frozenset[int],
     states: Mapping[int, str | None],
@@ -288,7 +288,7 @@ def _merged(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(merged)
 
 
-def write(
+def write_copies(
     ground: Ground,
     on_host: frozenset[int],
     items: Sequence[int],

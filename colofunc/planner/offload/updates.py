@@ -141,7 +141,7 @@ def _belongs(node: Node, ground: Ground) -> bool:
     """
     if is_view(node, ground.lies):
         return True
-    if not able(node, ground):
+    if not may_run_on_host(node, ground):
         return False
     if node.phase == "update":
         return True
@@ -163,7 +163,7 @@ def _update(ground: Ground, positions: Sequence[int]) -> Update:
     return Update(tuple(writers), frozenset(positions), storages, sum(program.values[id].nbytes for id in ids))
 
 
-def able(node: Node, ground: Ground) -> bool:
+def may_run_on_host(node: Node, ground: Ground) -> bool:
     """Whether an operator may run on the host: one that computes, from tensors that it is given."""
     if kind_of(node) is not None or not node.refs or is_view(node, ground.lies):
         return False

@@ -29,7 +29,7 @@ from colofunc.planner.recompute.needs import measured
 from colofunc.planner.recompute.orders import AgainS, Order, Orders, fastest
 from colofunc.planner.recompute.policies import NAMED, RecomputePolicy, every
 from colofunc.planner.recompute.relaxed import relaxed
-from colofunc.planner.recompute.stages import ForwardChain, ForwardStage, NodeS, chain_of, joined
+from colofunc.planner.recompute.stages import ForwardChain, ForwardStage, NodeS, chain_of, joined_stages
 from colofunc.program.aliases import aliases
 from colofunc.program.ir import Program, kept_with
 from colofunc.program.memory import memory
@@ -108,7 +108,7 @@ def _has_loops(program: Program) -> bool:
     return any(node.loop is not None for node in program.nodes)
 
 
-def fit(
+def fit_recomputed(
     program: Program, node_s: NodeS, finish: Finish, budget_bytes: int | None, below_s: float = inf
 ) -> tuple[FinishedProgram | None, FinishedProgram]:
     """(the fastest that fits or None, the leanest that was tried). `finish` completes a program and counts its peak.
@@ -345,7 +345,7 @@ class _Proposals:
 
     @staticmethod
     def of(program: Program, node_s: NodeS) -> _Proposals:
-        chains = {id(p): measured(joined(chain_of(p, node_s))) for p in program.with_bodies()}
+        chains = {id(p): measured(joined_stages(chain_of(p, node_s))) for p in program.with_bodies()}
         sweeps = {key: _sweeps(chain) for key, chain in chains.items() if chain.parts}
         return _Proposals(program, node_s, chains, {key: some for key, some in sweeps.items() if some})
 

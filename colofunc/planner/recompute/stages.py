@@ -107,7 +107,7 @@ def chain_of(program: Program, node_s: NodeS, keeps: Keeps | None = None, every:
     return ForwardChain(program, tuple(parts))
 
 
-def joined(chain: ForwardChain) -> ForwardChain:
+def joined_stages(chain: ForwardChain) -> ForwardChain:
     """Of a long chain, parts that keep nothing and hand nothing on are one with what follows: a search has less to tell
     apart.
     """

@@ -21,16 +21,16 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.plan_table import size_text
-from colofunc.planner.sharding.budget import Fit, at_price, fit
+from colofunc.planner.sharding.budget import Fit, at_price, fit_within
 from colofunc.planner.sharding.classes import Ties, item_of, tie
 from colofunc.planner.sharding.constraints import NONE, Constraints, allowed, leaf_strategy
 from colofunc.planner.sharding.eliminate import BIG
 from colofunc.planner.sharding.enumeration import more_choices
-from colofunc.planner.sharding.flows import ConvertS, copies_of, settled
+from colofunc.planner.sharding.flows import ConvertS, copies_of, settled_layout
 from colofunc.planner.sharding.memory import Liveness, liveness
 from colofunc.planner.sharding.model import KernelS, PairwiseModel, build_model
 from colofunc.planner.sharding.option_filter import lean, reachable
-from colofunc.planner.sharding.search import NORMAL, Effort, search
+from colofunc.planner.sharding.search import NORMAL, Effort, search_neighbours
 from colofunc.program.ir import Node, Program, Value
 from colofunc.spec.layout import Layout, axes_of
 from colofunc.spec.rule import Strategy
@@ -163,7 +163,7 @@ def assign(
             dear.append(make(at_price(again, alive, found.choice, price_s, SEED, effort, known, restarts)))
             continue
         before = memo.fits.setdefault(regather, [])
-        result = memo.missed(regather, budget_bytes) or fit(
+        result = memo.missed(regather, budget_bytes) or fit_within(
             again, alive, found.choice, budget_bytes, SEED, effort, before
         )
         if result.choice is not None:
@@ -219,7 +219,7 @@ def _fastest(
         begin = [_choice_of(start, ties, options) for start in starts]
         if fresh:
             begin += _starts(program, ties, model)
-        choice = search(model, begin, SEED, effort, fresh, restarts)
+        choice = search_neighbours(model, begin, SEED, effort, fresh, restarts)
     if model.true_cost(choice) >= BIG:
         raise PlanError(
             "no assignment connects all operators: some conversion that every choice needs does not exist; drop a wish"
@@ -245,8 +245,7 @@ def in_model_of(found: Assignment, known: Assignment, program: Program) -> Assig
 
 
 def others(program: Program, memo: Memo, budget_bytes: int, small: bool, price_s: float | None) -> Iterator[Assignment]:
-    """Of a step that was assigned before all others that are worth a look (`enumeration.more_choices`), cheapest first.
-    """
+    """Of a step that was assigned before all others that are worth a look (`enumeration.more_choices`), cheapest first."""
     known = memo.fastest
     if known is None:
         return iter(())
@@ -361,7 +360,7 @@ def _assignment(
         if position in leaf_of:  # donated: it lies as its leaf does
             outputs.append(inputs[program.inputs[leaf_of[position]]])
         else:
-            outputs.append(settled(layouts[id], settle[id]))
+            outputs.append(settled_layout(layouts[id], settle[id]))
     cost_s, peak = model.true_cost(choice), live.peak(choice).nbytes
     return Assignment(strategies, inputs, tuple(outputs), cost_s, peak, regather, model, ties, tuple(map(int, choice)))
 

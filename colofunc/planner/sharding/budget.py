@@ -20,7 +20,7 @@ import numpy as np
 from colofunc.planner.sharding.eliminate import Array
 from colofunc.planner.sharding.memory import Liveness, Peak
 from colofunc.planner.sharding.model import PairwiseModel
-from colofunc.planner.sharding.search import Effort, lighter, search
+from colofunc.planner.sharding.search import Effort, lighter, search_neighbours
 
 K = TypeVar("K", bound=Hashable)
 
@@ -59,7 +59,7 @@ def _mixed(old: Mapping[K, float], new: Mapping[K, int], share: float) -> dict[K
     return {key: (1 - share) * old.get(key, 0.0) + share * new.get(key, 0) for key in keys}
 
 
-def fit(
+def fit_within(
     model: PairwiseModel,
     live: Liveness,
     start: Sequence[int],
@@ -80,7 +80,7 @@ def fit(
     low, high = 0.0, None
     price = model.true_cost(start) / max(1, peak.nbytes)
     for turn in range(16):
-        choice = search(_priced(model, charge, price), [choice, *before], seed, light, fresh=turn == 0)
+        choice = search_neighbours(_priced(model, charge, price), [choice, *before], seed, light, fresh=turn == 0)
         cost_s, peak = model.true_cost(choice), live.peak(choice)
         charge = charge.mixed(peak, 1 / (2 + turn / 2))
         if peak.nbytes < least[0]:
@@ -131,7 +131,7 @@ def at_price(
     best = (model.true_cost(start) + price_s_per_byte * peak.nbytes, choice)
     for turn in range(TURNS_FROM_LIKE if restarts else 1):
         priced = _priced(model, charge, price_s_per_byte)
-        found = search(priced, [choice, *before], seed, light, False, 0 if turn else restarts)
+        found = search_neighbours(priced, [choice, *before], seed, light, False, 0 if turn else restarts)
         peak = live.peak(found)
         best = min(best, (model.true_cost(found) + price_s_per_byte * peak.nbytes, found))
         if found == choice:

@@ -12,14 +12,14 @@ import attrs
 
 from colofunc.errors import PlanError
 from colofunc.mesh import KINDS, Mesh
-from colofunc.planner.describe import describe, repeated
+from colofunc.planner.describe import describe, repeated_products
 from colofunc.planner.plan import Alternative, AxisUse, Decision, Leaf, Plan
 from colofunc.planner.plan_table import size_text, time_text
 from colofunc.planner.sharding.assign import Assignment
 from colofunc.planner.sharding.classes import starred
 from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints
 from colofunc.planner.sharding.eliminate import BIG
-from colofunc.planner.sharding.flows import Flow, settled
+from colofunc.planner.sharding.flows import Flow, settled_layout
 from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.passes.simplify_known import ATTENTION
 from colofunc.program.text import target_text
@@ -117,7 +117,7 @@ def _repeated(program: Program, mesh: Mesh, found: Assignment, named: Mapping[st
     lines = []
     for axis in mesh.axis_names:
         if mesh.axis_size(axis) > 1 and named.get(axis, "").startswith("tensor"):
-            lines.append(repeated(program, mesh, found.strategies, axis))
+            lines.append(repeated_products(program, mesh, found.strategies, axis))
     return tuple(line for line in lines if line)
 
 
@@ -261,7 +261,7 @@ def _payers(flow: Flow, source: Layout, targets: Sequence[Layout]) -> dict[Layou
     for use, target in zip(flow.uses, targets, strict=True):
         payer.setdefault(target, use[0])
     if flow.settle is not None:
-        payer.setdefault(settled(source, flow.settle), flow.producer)
+        payer.setdefault(settled_layout(source, flow.settle), flow.producer)
     return payer
 
 

@@ -58,7 +58,7 @@ class Flow:
     values: tuple[int, ...]
 
 
-def settled(source: Layout, how: Layout | str) -> Layout:
+def settled_layout(source: Layout, how: Layout | str) -> Layout:
     """Where an output comes to rest: a given layout; replicated for scalars; else as it lies, nothing pending."""
     if isinstance(how, Layout):
         return how
@@ -146,7 +146,7 @@ class Coded:
             self.targets.append(of_use)
         self.rest: list[int] = []  # per number of a source, the layout it settles to
         if flow.settle is not None:
-            self.rest = [number(settled(source, flow.settle)) for source in list(numbers)]
+            self.rest = [number(settled_layout(source, flow.settle)) for source in list(numbers)]
         self.layouts = tuple(numbers)
         self.numel = [layout.local_numel for layout in self.layouts]
         self._known: dict[int, float] = {}
@@ -256,8 +256,7 @@ class Coded:
         return np.minimum(self.flow.count * table, BIG)[np.ix_(source_of, target_of)]
 
     def shares(self, use: int, choice: Sequence[int]) -> Array | float:
-        """What share of a conversion a use pays per option of its class: 1 / (uses that take it now, itself included).
-        """
+        """What share of a conversion a use pays per option of its class: 1 / (uses that take it now, itself included)."""
         others = list[int]()
         for other, (cls, of_use) in enumerate(zip(self.classes, self.targets, strict=True)):
             if other != use and self.groups[other] == self.groups[use]:
@@ -288,7 +287,7 @@ def flows_of(
 
     `sums`: bytes of an element of a value while it is summed, where those are not its own.
     """
-    first = alike(options)
+    first = operands_alike(options)
     uses: dict[int, dict[tuple[int, int, int], None]] = {id: {} for id in program.values}
 
     # Who makes a value (class, result), and who reads it.
@@ -357,7 +356,7 @@ def copies_of(program: Program, ids: Collection[int]) -> frozenset[int]:
     return frozenset(found)
 
 
-def alike(options: Sequence[tuple[Strategy, ...]]) -> list[list[int]]:
+def operands_alike(options: Sequence[tuple[Strategy, ...]]) -> list[list[int]]:
     """Per class and operand, the first operand that every option wants in the same layout."""
     first_of_class = []
     for strategies in options:

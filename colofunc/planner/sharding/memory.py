@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colofunc.planner.sharding.classes import Ties
-from colofunc.planner.sharding.flows import Coded, alike
+from colofunc.planner.sharding.flows import Coded, operands_alike
 from colofunc.planner.sharding.model import PairwiseModel
 from colofunc.program.ir import Node, Program
 from colofunc.spec.strategies import FREE
@@ -192,7 +192,7 @@ def _uses(program: Program, model: PairwiseModel, ties: Ties) -> dict[int, dict[
     """Value -> (class, operand) that reads it -> the first and last node index of these uses, through views."""
     uses: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
     # Operands that have the same layout in every option are one use, the first of them.
-    first = alike(model.options)
+    first = operands_alike(model.options)
     ends = _ends(program)
     for index, node in enumerate(program.nodes):
         reader = ties.of_node(index)

@@ -50,7 +50,7 @@ class Effort:
 NORMAL = Effort()
 
 
-def search(
+def search_neighbours(
     model: PairwiseModel,
     starts: Sequence[Sequence[int]] = (),
     seed: int = 0,

@@ -24,7 +24,7 @@ import numpy as np
 from colofunc.planner.stages.assignment import CutProblem
 from colofunc.program.ir import Node, Program
 from colofunc.program.pipeline_schedule import StageCosts
-from colofunc.program.placing import gradients, last_fed
+from colofunc.program.placing import inputs_of_gradients, last_fed
 
 KINDS = ("F", "I", "W")
 MANY = -1
@@ -110,7 +110,7 @@ class _Parts:
         self.of_weights, self.computed = reading.of_weights, reading.computed
         # Where pieces begin is said of the problem's program. Forward nodes are the same in both, at other positions.
         self.place = dict(zip(_forward(program), _forward(problem.program), strict=True))
-        self.gradient_of = gradients(program)
+        self.gradient_of = inputs_of_gradients(program)
         self.backward = any(node.phase == "backward" for node in program.nodes)
         # Per input that is a weight, the pieces that read it.
         self.pieces_of: dict[int, set[int]] = {}

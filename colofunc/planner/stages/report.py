@@ -19,7 +19,7 @@ from colofunc.program.actions import ActionTable
 from colofunc.program.ir import Loop, Program
 from colofunc.program.lanes import Seconds, played, rows_by_timetable
 from colofunc.program.places import distinct_ranks, on_rank
-from colofunc.program.post_validation import copied_bytes, in_parts, validates_late
+from colofunc.program.post_validation import copied_bytes, deferred_parts, validates_late
 from colofunc.program.stage_costs import stage_costs
 from colofunc.spec.layout import At
 from colofunc.spec.parts import holds
@@ -127,7 +127,7 @@ def period_s(program: Program, mesh: Mesh, seconds: Seconds) -> float:
     """
     nodes, copies_s = program.nodes, 0.0
     if validates_late(program):
-        parts = in_parts(program, mesh)
+        parts = deferred_parts(program, mesh)
         # What the exchange says comes while the next step's schedule runs.
         nodes = (*parts.main.nodes, *parts.update.nodes)
         copied = max(copied_bytes(on_rank(program, mesh, rank).program) for rank in distinct_ranks(program, mesh))

@@ -178,7 +178,7 @@ class StageCuts:
         return seconds
 
 
-def pieces_of(
+def pieces_of_problem(
     problem: CutProblem, costs: PieceCosts, microbatches: int, sharing: int, send_s: Callable[[float], float]
 ) -> tuple[Piece, ...]:
     """The pieces of a problem. sharing: ranks that share a stage. send_s: seconds to send so many bytes."""
@@ -207,8 +207,7 @@ def pieces_of(
 
 
 def begins_of(problem: CutProblem, assigned: Mapping[int, Sequence[int]], stages: int) -> tuple[int, ...] | None:
-    """The pieces that begin the stages to which inputs, by position, were given; None where one begins within a piece.
-    """
+    """The pieces that begin the stages to which inputs, by position, were given; None where one begins within a piece."""
     begins: list[int] = []
     positions = _positions(problem)
     for number in range(len(problem.begins)):

@@ -25,7 +25,7 @@ from colofunc.ops import fp8_products, int8_products, quantized
 from colofunc.ops.experts_parts import EXPERTS
 from colofunc.planner.plan import parse_axes
 from colofunc.planner.sharding.constraints import Constraint
-from colofunc.planner.wishes.layout_equality import alike, usual
+from colofunc.planner.wishes.layout_equality import is_enumerated, lies_alike
 from colofunc.planner.wishes.propagation import follow
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
 from colofunc.program.ir import Node, Program
@@ -53,7 +53,7 @@ class WishSeeds:
         return next((wish for wish, _ in self.seeds.values()), None) or next(iter(self.held.values()))[0]
 
 
-def along(
+def constraints_along(
     flow: WishSeeds, program: Program, mesh: Mesh, rule_of: RuleOf, extra_of: ExtraOf
 ) -> Iterator[tuple[int, dict[str, object], Constraint]]:
     """(item, axis -> factor that it is held to, constraint) of every operator that a flow reaches."""
@@ -97,12 +97,11 @@ def along(
 
 
 def _enumerated(strategy: Strategy, mesh: Mesh) -> bool:
-    return all(layout is None or usual(layout, mesh) for layout in (*strategy.ins, *strategy.outs))
+    return all(layout is None or is_enumerated(layout, mesh) for layout in (*strategy.ins, *strategy.outs))
 
 
 def _works(node: Node, rule: Rule | None, program: Program, strategy: Strategy) -> bool:
-    """Whether an operator does what a plan is about: it has flops of its own, reads a parameter, or sums over the axes.
-    """
+    """Whether an operator does what a plan is about: it has flops of its own, reads a parameter, or sums over the axes."""
     sums = any(layout is not None and layout.pending for layout in strategy.outs)
     reads = any(program.values[ref].role in PARAMETERS for ref in node.refs)
     return sums or reads or (rule is not None and rule.flops is not None)
@@ -114,7 +113,7 @@ def _like(strategy: Strategy, axes: tuple[str, ...]) -> Callable[[Strategy], boo
 
     def accepts(other: Strategy) -> bool:
         pairs = zip(wanted, (*other.ins, *other.outs), strict=True)
-        return all(alike(layout, other_layout, axes) for layout, other_layout in pairs)
+        return all(lies_alike(layout, other_layout, axes) for layout, other_layout in pairs)
 
     return accepts
 
@@ -138,8 +137,7 @@ def _patterns(wishes: Iterable[Wish], extra: Iterable[Strategy], mesh: Mesh) -> 
 def meeting(
     ways: Mapping[int, list[Strategy]], program: Program, mesh: Mesh, rule_of: RuleOf, extra_of: ExtraOf
 ) -> Iterator[tuple[int, Constraint]]:
-    """(item, constraint) where ways of single flows (item -> ways) that enumeration does not have are offered as one.
-    """
+    """(item, constraint) where ways of single flows (item -> ways) that enumeration does not have are offered as one."""
     for item, strategies in ways.items():
         if len(strategies) < 2:
             continue

@@ -1,8 +1,8 @@
 """Whether two layouts place the same axes alike, whatever other axes do.
 
-    alike("(tp o) i", "(tp dp o) i", tp)        yes: dp splits what tp has left
-    alike("(8 tp s) d", "(dp 4 tp s) d", tp)    yes: dp splits a part of what stands before tp
-    alike("(3 tp o) i", "(tp o) i", tp)         no: stripes of three parts are not plain blocks
+    lies_alike("(tp o) i", "(tp dp o) i", tp)        yes: dp splits what tp has left
+    lies_alike("(8 tp s) d", "(dp 4 tp s) d", tp)    yes: dp splits a part of what stands before tp
+    lies_alike("(3 tp o) i", "(tp o) i", tp)         no: stripes of three parts are not plain blocks
 
 Problem: a wish speaks for its axes alone, and a strategy lays all of them at once. Idea: of each dim compare the order
 of the wish's axes, and into how many parts stands what is before each.
@@ -25,7 +25,7 @@ def orders(layout: Layout, axes: tuple[str, ...]) -> tuple[tuple[tuple[str, ...]
     return tuple(dims), tuple(pending)
 
 
-def usual(layout: Layout, mesh: Mesh) -> bool:
+def is_enumerated(layout: Layout, mesh: Mesh) -> bool:
     """Whether enumeration has it: axes are major, and in the mesh's order."""
     if not is_major(layout):
         return False
@@ -36,7 +36,7 @@ def usual(layout: Layout, mesh: Mesh) -> bool:
     return True
 
 
-def alike(want: Layout | None, layout: Layout | None, axes: tuple[str, ...]) -> bool:
+def lies_alike(want: Layout | None, layout: Layout | None, axes: tuple[str, ...]) -> bool:
     """Whether `axes` lie in a layout as in one that has no others: per dim in that order, behind as many parts
     (stripes).
 

@@ -17,7 +17,7 @@ from colofunc.errors import PlanError, SpecError
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.constraints import Constraint, leaf_strategy
 from colofunc.planner.wishes.gradients import worked_on
-from colofunc.planner.wishes.layout_equality import alike, orders
+from colofunc.planner.wishes.layout_equality import lies_alike, orders
 from colofunc.planner.wishes.ranks import Places
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
 from colofunc.program.ir import Program, Value
@@ -66,7 +66,7 @@ def on_leaves(
         layouts = layouts_wished(wish, value, mesh)
         axes = wish.axes if wish.axes is not None else (_axes_named(wish, mesh) or mesh.axis_names)
         axes = tuple(axis for axis in mesh.atoms(axes) if mesh.axis_size(axis) > 1)
-        by_layout = [places(layout, axes) for layout in layouts]
+        by_layout = [dims_of_axes(layout, axes) for layout in layouts]
         said = by_layout[0]
         if len(by_layout) > 1:
             said = {}
@@ -144,7 +144,7 @@ def _leaf_constraint(wish: Wish, layout: Layout, axes: tuple[str, ...], mesh: Me
     key = ("leaf", layout, axes)
     if not is_major(layout):  # striped: not enumerated either, but other axes may lie on other dims
         offers = tuple(map(leaf_strategy, _with_others(layout, mesh)))
-        return Constraint(key, lambda strategy: alike(layout, strategy.outs[0], axes), str(wish), offers, axes)
+        return Constraint(key, lambda strategy: lies_alike(layout, strategy.outs[0], axes), str(wish), offers, axes)
 
     def in_order_on(some: tuple[str, ...]) -> Callable[[Strategy], bool]:
         wished = orders(layout, some)
@@ -195,7 +195,7 @@ def _last_whole(dim: Dim) -> int | None:
     return last
 
 
-def places(layout: Layout, axes: Iterable[str]) -> Places:
+def dims_of_axes(layout: Layout, axes: Iterable[str]) -> Places:
     """Axis -> the dim it lies on, "whole" where it lies on none, or its pending reduction."""
     place_of: Places = {}
     for number, dim in enumerate(layout.dims):

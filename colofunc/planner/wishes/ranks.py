@@ -53,8 +53,8 @@ def _as_set(place: object) -> frozenset[object]:
     return place if isinstance(place, frozenset) else frozenset([place])
 
 
-def place_text(place: object) -> str:
+def words_of_place(place: object) -> str:
     """A place in the words of an error."""
     if isinstance(place, frozenset):
-        return " or ".join(sorted(map(place_text, place)))
+        return " or ".join(sorted(map(words_of_place, place)))
     return f"dim {place}" if isinstance(place, int) else str(place)

@@ -83,7 +83,7 @@ def _reading(program: Program, softmax: Node) -> Iterator[Node]:
                 yield node
 
 
-def exchanged(program: Program, mesh: Mesh, axis: str, tokens: str, name: str) -> dict[int, Layout]:
+def layouts_exchanged(program: Program, mesh: Mesh, axis: str, tokens: str, name: str) -> dict[int, Layout]:
     """Value -> how it lies: by heads over `axis` what products read, by tokens (an einops group) what comes out, also
     in backward.
 
@@ -211,7 +211,7 @@ def wishes(
     wanted = {id: Spec(f"... {tokens} _").bind(mesh, shapes[id]) for id, size in rows.items() if size not in given}
     arise = origins(program, rules or Rules(program, mesh), wanted)
     if heads:
-        arise |= exchanged(program, mesh, heads, tokens, name)
+        arise |= layouts_exchanged(program, mesh, heads, tokens, name)
     return [*found, *(Wish("*", layout, axes, values=(id,), **how) for id, layout in arise.items())]
 
 

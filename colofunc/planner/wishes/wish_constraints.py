@@ -18,11 +18,11 @@ import attrs
 from colofunc.errors import PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.constraints import Constraint, Constraints
-from colofunc.planner.wishes.flow_constraints import ExtraOf, RuleOf, WishSeeds, along, meeting
+from colofunc.planner.wishes.flow_constraints import ExtraOf, RuleOf, WishSeeds, constraints_along, meeting
 from colofunc.planner.wishes.gradients import gradients
 from colofunc.planner.wishes.leaf_constraints import NamedValues, layouts_wished, on_leaves
 from colofunc.planner.wishes.operator_constraints import on_operators
-from colofunc.planner.wishes.ranks import Places, Ranks, can_meet, highest_ranks, part_heard, place_text
+from colofunc.planner.wishes.ranks import Places, Ranks, can_meet, highest_ranks, part_heard, words_of_place
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
 from colofunc.program.ir import Program
 from colofunc.spec.layout import At, Layout
@@ -63,7 +63,7 @@ def constraints_of(
     lacking: dict[int, list[Strategy]] = {}  # per operator, ways of single flows that enumeration does not have
     for source in dict.fromkeys((*said.followed, *said.held)):
         flow = WishSeeds(said.followed.get(source, {}), said.held.get(source, {}))
-        for item, places, constraint in along(flow, program, mesh, rule_of, extra_of):
+        for item, places, constraint in constraints_along(flow, program, mesh, rule_of, extra_of):
             heard = said.hear(flow.wish, item, places, constraint)
             of_item = said.items.setdefault(item, [])
             if heard is not None:
@@ -107,7 +107,7 @@ class _Said:
                 if axis in other_places and not can_meet(other_places[axis], place):
                     raise PlanError(
                         f"two wishes clash on axis {axis!r} of {self._name(item)!r}: "
-                        f"{other} puts it on {place_text(other_places[axis])}, {wish} on {place_text(place)}; "
+                        f"{other} puts it on {words_of_place(other_places[axis])}, {wish} on {words_of_place(place)}; "
                         "drop one, or give them different axes"
                     )
         earlier.append((wish, places))

@@ -40,7 +40,7 @@ from colofunc.program.editor import Editor
 from colofunc.program.facts import is_cast, kind_of, may_alias, written
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.passes.merge import merge
-from colofunc.program.passes.packing import chunk_size, pack
+from colofunc.program.passes.packing import chunk_size, pack_chunks
 
 _MOVES = frozenset({"aten._to_copy.default", "colofunc.rearrange", "colofunc.take_shard", "colofunc.fit"})
 # A searched chunk has at least so many elements, or a part of all: few collectives, and little that is gathered at
@@ -259,7 +259,7 @@ def _packed(scopes: Mapping[int, _Scope], wanted: Mapping[int, int | str]) -> tu
     for key, ids in families.items():
         size = found if key[2] == "auto" else int(key[2])
         sizes = [numel[id] for id in ids]
-        for positions in pack(sizes, size):
+        for positions in pack_chunks(sizes, size):
             members.append([ids[position] for position in positions])
     chunk_of: dict[int, int] = {}
     for chunk, ids in enumerate(members):

@@ -26,7 +26,7 @@ from colofunc.program.editor import Editor
 from colofunc.program.ir import LOOP, Loop, Node, Program, Ref, Value, map_refs
 from colofunc.program.passes.levels import Levels, is_over, kind
 from colofunc.program.passes.mixing import mixing_error
-from colofunc.program.passes.time import is_reduction
+from colofunc.program.passes.time import reduces_over_time
 
 
 def fold(program: Program, axis: str, trips: int, mixing: str = "error", lean: bool = False) -> Program:
@@ -187,7 +187,7 @@ def _averaged(program: Program, each: set[int], sources: set[int], axis: str, tr
         return means[id]
 
     for node in program.nodes:
-        if node.phase == "update" and not is_reduction(node, axis):
+        if node.phase == "update" and not reduces_over_time(node, axis):
             args, kwargs = map_refs((node.args, node.kwargs), lambda id: Ref(mean(id, node)))  # noqa: B023
             node = attrs.evolve(node, args=args, kwargs=kwargs)
             each -= set(node.results)

@@ -46,7 +46,7 @@ from colofunc.program.editor import Editor
 from colofunc.program.facts import is_pointwise, is_wire, kind_of, rearrange_steps
 from colofunc.program.ir import Node, Program, Ref
 from colofunc.program.passes.loop import within
-from colofunc.program.passes.reuse import fuse, kept_for_one_part, over, reuse
+from colofunc.program.passes.reuse import fuse, kept_for_one_part, reuse, written_over
 from colofunc.program.passes.schedule import updates_early
 from colofunc.program.places import made_at
 
@@ -242,7 +242,7 @@ class _Overwrite:
         """Over the old value itself, or over a temporary that dies here and can be made in its memory."""
         out, group = node.results[0], self.memory.group(into)
         for operand in dict.fromkeys(node.refs):
-            form = over(node, operand)
+            form = written_over(node, operand)
             shared = {group, self.memory.group(operand)}
             if form is None or any(ref != operand and self.memory.group(ref) in shared for ref in node.refs):
                 continue

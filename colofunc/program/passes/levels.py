@@ -17,7 +17,7 @@ from colofunc.ops.quantized import DEQUANTIZE
 from colofunc.program.facts import is_product, is_wire, kind_of
 from colofunc.program.ir import Node, Program
 from colofunc.program.passes.packed_reads import goes_on
-from colofunc.program.passes.time import is_reduction
+from colofunc.program.passes.time import reduces_over_time
 
 LARGE_BYTES = 1 << 12  # what is made in each trip rather than held all the time
 # Roles of inputs that a microbatch's own values may be computed from twice, whatever that costs.
@@ -64,7 +64,7 @@ class Levels:
         level = max((self.level.get(ref, 0) for ref in node.refs), default=0)
         if self._of_batch.issuperset(node.refs):
             self._of_batch.update(outs)
-        if is_reduction(node, axis):
+        if reduces_over_time(node, axis):
             self.reductions.append(index)
             self.level.update(dict.fromkeys(outs, level + 1))
             return

@@ -27,7 +27,7 @@ from colofunc.ops.targets import overload, resolve
 from colofunc.program.ir import Node, Ref, map_refs
 from colofunc.program.passes.band_views import FACTORIES, VIEWS, constant, numel, viewed
 from colofunc.program.passes.bands import BandedTensor, NoBand, as_band, runs_of_equal
-from colofunc.program.passes.repeated import compact, computed, plain
+from colofunc.program.passes.repeated import compact, computed, without_repeats
 
 # Values up to this many elements, those that repeat counted once, are computed as they are: vectors per row and column
 # of a batch, and small masks.
@@ -106,7 +106,7 @@ def _made_whole(tensors: Mapping[int, Tensor]) -> dict[int, Tensor] | None:
     """Tensors with what repeats in them written out; None where one is too large for that."""
     whole: dict[int, Tensor] = {}
     for ref, tensor in tensors.items():
-        written_out = plain(tensor, MAX_REAL)
+        written_out = without_repeats(tensor, MAX_REAL)
         if written_out is None:
             return None
         whole[ref] = written_out

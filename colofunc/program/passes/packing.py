@@ -4,7 +4,7 @@ Problem: a collective or a copy per parameter pays a latency for every bias. Ide
 in the order in which the program reads the parameters; a parameter that does not fit any more begins the next chunk,
 and what it leaves empty is waste. The size is searched for the least waste.
 
->>> pack([5, 3, 4, 20, 1], 8)                # 20 is larger than a chunk and has one of its own
+>>> pack_chunks([5, 3, 4, 20, 1], 8)                # 20 is larger than a chunk and has one of its own
 ((0, 1), (2,), (3,), (4,))
 >>> wasted([5, 3, 4, 1], 8)                  # 0 + 3
 3
@@ -26,7 +26,7 @@ REACH = 1 << 20
 STEP = 128
 
 
-def pack(sizes: Sequence[int], chunk: int) -> tuple[tuple[int, ...], ...]:
+def pack_chunks(sizes: Sequence[int], chunk: int) -> tuple[tuple[int, ...], ...]:
     """Positions of the tensors in each chunk, in order. One that is larger than a chunk has one of its own."""
     _check(chunk)
     out: list[list[int]] = []
@@ -54,7 +54,7 @@ def wasted(sizes: Sequence[int], chunk: int) -> int:
     return waste + left
 
 
-def usual(sizes: Sequence[int]) -> list[int]:
+def usual_sizes(sizes: Sequence[int]) -> list[int]:
     """The sizes without those above mean + 3 standard deviations (embeddings), in order."""
     limit = round(fmean(sizes) + 3 * pstdev(sizes)) if sizes else 0
     return [size for size in sizes if size <= limit]
@@ -76,7 +76,7 @@ def chunk_size(*groups: Sequence[int], least: int = 0, reach: int = REACH, step:
     every = [size for group in groups for size in group]
     if not every:
         return max(least, step)
-    limit = max(usual(every))
+    limit = max(usual_sizes(every))
     kept: list[list[int]] = []
     for group in groups:
         kept.append([size for size in group if size <= limit])

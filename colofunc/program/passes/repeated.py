@@ -38,7 +38,7 @@ def compact(x: Tensor) -> Tensor:
     return x
 
 
-def plain(x: Tensor, most: int) -> Tensor | None:
+def without_repeats(x: Tensor, most: int) -> Tensor | None:
     """`x` without repeated dims; None where that takes more than so many elements."""
     if compact(x).shape == x.shape:
         return x

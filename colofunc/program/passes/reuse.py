@@ -61,7 +61,7 @@ def _over_what_dies(facts: ReuseFacts, index: int, node: Node) -> Node | None:
     if not _has_forms(node.target):
         return None
     for id in dict.fromkeys(node.refs):
-        written = over(node, id) if facts.holds(id, index, node) else None
+        written = written_over(node, id) if facts.holds(id, index, node) else None
         if written is not None:
             return written
     return None
@@ -72,7 +72,7 @@ def _has_forms(target: str) -> bool:
     return (is_pointwise(target) and out_twin(target) is not None) or twin_of(target) is not None
 
 
-def over(node: Node, id: int) -> Node | None:
+def written_over(node: Node, id: int) -> Node | None:
     """A node with a single result, which it writes over its operand `id`.
 
     None where the operator has no form that does.

@@ -152,7 +152,7 @@ class _Build(Builder):
     def emit(self, node: Node) -> None:
         node = _filled(node, self.values)
         super().emit(node)
-        level = max((self.level[ref] for ref in node.refs), default=0) + is_reduction(node, self.axis)
+        level = max((self.level[ref] for ref in node.refs), default=0) + reduces_over_time(node, self.axis)
         self.level.update(dict.fromkeys(node.results, level))
 
     # ---- conversions over time ----
@@ -386,7 +386,7 @@ def _only_own(call: Call) -> bool:
     return call.target in COLLECTIVES or call.target == "colofunc.rearrange"
 
 
-def is_reduction(node: Node, axis: str) -> bool:
+def reduces_over_time(node: Node, axis: str) -> bool:
     """Whether a node reduces or gathers over time."""
     kind = kind_of(node)
     return kind is not None and kind[0] in ("all_reduce", "all_gather") and tuple(node.args[1]) == (axis,)

@@ -12,7 +12,7 @@ by a number. What is multiplied by another tensor or summed over a dim on its wa
 parallelism), which may be many times larger than the gradient, and stays narrow. Single numbers (a loss) are summed
 wide as well, which costs nothing.
 
-The pass runs after planning, so the planner is told what sums will cost: `gradients(program, dtype)` are the values of
+The pass runs after planning, so the planner is told what sums will cost: `narrow_sources(program, dtype)` are the values of
 the global program whose pending sums this pass will widen.
 """
 
@@ -88,7 +88,7 @@ def passes_sums(node: Node, program: Program) -> bool:
     return _is_move(node) or node.target in _CASTS or name in _LINEAR or kind_of(node) is not None
 
 
-def gradients(program: Program, dtype: torch.dtype) -> frozenset[int]:
+def narrow_sources(program: Program, dtype: torch.dtype) -> frozenset[int]:
     """The values of a global program that are narrower than `dtype` and become a gradient.
 
     Their sums will be widened.

@@ -32,8 +32,8 @@ from colofunc import compat
 from colofunc.errors import TraceError
 from colofunc.program.tracing.captured import REMEDY, another_way
 from colofunc.program.tracing.infer import contiguous
-from colofunc.program.tracing.meta import Attribute, activate, active
-from colofunc.program.tracing.module_tensors import ContainerBefore, keep, plain_attributes, reached
+from colofunc.program.tracing.meta import Attribute, activate, active_stacks
+from colofunc.program.tracing.module_tensors import ContainerBefore, kept_attributes, plain_attributes, reached
 from colofunc.program.tracing.ops import handler_of
 from colofunc.program.tracing.record import Recorder
 from colofunc.program.tracing.roles import is_traced
@@ -55,12 +55,12 @@ def watch_attributes(
 
     `buffers`: those that stand in the places of the module's own, whose parameters and buffers nothing may read.
     """
-    here = active()
+    here = active_stacks()
     if here is None:
         yield
         return
     if not any(kept.module is module for kept in here.kept):
-        here.kept += keep(module)
+        here.kept += kept_attributes(module)
     before = here.attributes, here.read, here.replaced
     here.attributes, here.read = {}, []
     here.replaced = {
@@ -206,7 +206,7 @@ def maker_of(
     forward; `trained`: the names of those of its parameters that are.
     """
     for empty in _ways_to_empty(holder, name, tensor):
-        with _put_back(keep(called)):
+        with _put_back(kept_attributes(called)):
             empty()
             found = _filled_in(called, call, trained, holder, name)
         if found is not None:

@@ -17,14 +17,14 @@ from torch import Tensor
 from colofunc.errors import TraceError
 from colofunc.program.editor import Editor
 from colofunc.program.ir import Program, Value
-from colofunc.program.tracing.meta import active, user_line
+from colofunc.program.tracing.meta import active_stacks, user_line
 
 REMEDY = "clear that attribute before the step (eval mode fills it: call model.train() first), or compute the tensor in the step"
 
 
 def refuse_computed(tensor: Tensor) -> None:
     """Raise TraceError where a captured tensor was computed of something that is differentiated."""
-    here = active()
+    here = active_stacks()
     name = None if here is None else here.replaced.get(id(tensor))
     if name is not None:
         raise another_way(name)

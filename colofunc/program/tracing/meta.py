@@ -86,7 +86,7 @@ class Whereabouts:
 _ACTIVE: ContextVar[Whereabouts | None] = ContextVar("colofunc_trace", default=None)
 
 
-def active() -> Whereabouts | None:
+def active_stacks() -> Whereabouts | None:
     """The stacks of the trace that runs in this context, None outside of a trace."""
     return _ACTIVE.get()
 
@@ -105,7 +105,7 @@ def phase(name: str) -> Iterator[None]:
     """Operators recorded inside belong to phase `name` ("update" for an optimizer). Does nothing outside of a trace."""
     if name not in PHASES:
         raise TraceError(f"phase {name!r} is none of {', '.join(PHASES)}")
-    here = active()
+    here = active_stacks()
     if here is None:
         yield
         return
@@ -118,7 +118,7 @@ def phase(name: str) -> Iterator[None]:
 
 def name_frozen(tensors: Mapping[str, torch.Tensor]) -> None:
     """From now on these are captured as frozen weights, `frozen.<name>`. Does nothing outside of a trace."""
-    here = active()
+    here = active_stacks()
     if here is None:
         return
     new = {name: t for name, t in tensors.items() if id(t) not in here.frozen}
@@ -134,7 +134,7 @@ def name_frozen(tensors: Mapping[str, torch.Tensor]) -> None:
 @contextmanager
 def watch_modules(module: torch.nn.Module) -> Iterator[None]:
     """While a trace is active, operators inside `module` carry the dotted name of the submodule that called them."""
-    here = active()
+    here = active_stacks()
     if here is None:
         yield
         return

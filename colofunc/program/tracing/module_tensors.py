@@ -67,7 +67,7 @@ def _inside(value: Any) -> list[Any] | None:
     return [namespace] if isinstance(namespace, dict) else None
 
 
-def keep(module: nn.Module) -> list[ContainerBefore]:
+def kept_attributes(module: nn.Module) -> list[ContainerBefore]:
     """What the plain attributes of a module and its submodules hold now."""
     kept = []
     for part in module.modules():

@@ -25,7 +25,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from colofunc import compat
-from colofunc.program.tracing.meta import Whereabouts, active
+from colofunc.program.tracing.meta import Whereabouts, active_stacks
 
 
 class HasFrozen(Protocol):
@@ -48,7 +48,7 @@ class ModuleMode:
 
     @staticmethod
     def of(module: torch.nn.Module) -> ModuleMode:
-        return ModuleMode(module, compat.training(module), compat.children(module))
+        return ModuleMode(module, compat.is_training(module), compat.children(module))
 
 
 @attrs.frozen(eq=False)
@@ -162,7 +162,7 @@ def noting(here: Whereabouts) -> Iterator[None]:
     """Inside, every module that is called is noted."""
 
     def note(module: torch.nn.Module, args: Any) -> None:
-        if active() is here:
+        if active_stacks() is here:
             here.modules[id(module)] = ref(module)
 
     handle = register_module_forward_pre_hook(note)
@@ -174,7 +174,7 @@ def noting(here: Whereabouts) -> Iterator[None]:
 
 def note_model(model: HasFrozen) -> None:
     """The step has called a model that brings frozen weights. Does nothing outside of a trace."""
-    here = active()
+    here = active_stacks()
     if here is not None:
         here.models[id(model)] = ref(model)
 
@@ -183,7 +183,7 @@ def other_names() -> dict[str, str]:
     """Of tied weights of all models that the step has called so far: a further name -> the first one, by which a step
     knows the weight.
     """
-    here = active()
+    here = active_stacks()
     models = () if here is None else noted(here)[1]
     found: dict[str, str] = {}
     for model in models:

@@ -103,7 +103,7 @@ def lift_fresh(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> A
 # ---- mutation ----
 
 
-def written(func: Any) -> list[int]:
+def written_positions(func: Any) -> list[int]:
     """Positions of the schema arguments that the operator writes to."""
     found: list[int] = []
     for position, argument in enumerate(func._schema.arguments):
@@ -127,7 +127,7 @@ def functional_form(func: Any) -> Any:
         return None
     for overload in packet.overloads():
         found = getattr(packet, overload)
-        if _typed_names(found._schema.arguments) == want and not written(found):
+        if _typed_names(found._schema.arguments) == want and not written_positions(found):
             return found
     return None
 
@@ -142,7 +142,7 @@ def mutating(func: Any) -> Handler:
     if form is None:
         return unsupported
     names = [argument.name for argument in func._schema.arguments]
-    out_names = [names[position] for position in written(func)]
+    out_names = [names[position] for position in written_positions(func)]
 
     def handle(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = {**dict(zip(names, args)), **kwargs}
@@ -157,7 +157,7 @@ def mutating(func: Any) -> Handler:
         results = flat_results(rec.call(form, *args, **kwargs))
         # What is written comes first among the results of `op_` and `op.out`, last among those of `op` with extras.
         for tensor, result in zip(targets, results[-len(targets) :], strict=True):
-            assign(rec, tensor, result)
+            assign_result(rec, tensor, result)
         # Results that are written operands are those operands; others come first from the functional form.
         rest = iter(targets)
         back: list[torch.Tensor] = []
@@ -170,7 +170,7 @@ def mutating(func: Any) -> Handler:
     return handle
 
 
-def assign(rec: Recorder, tensor: torch.Tensor, result: torch.Tensor) -> None:
+def assign_result(rec: Recorder, tensor: torch.Tensor, result: torch.Tensor) -> None:
     """Give `tensor` the value of `result`, in its own dtype and shape."""
     cell = rec.cell(tensor)
     if result.shape != tensor.shape:
@@ -268,7 +268,7 @@ def copy_(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor, source = args[:2]
     if tensor.numel() == 0 and _fits(source.shape, tensor.shape):
         return tensor  # one row may be copied to no rows
-    assign(rec, tensor, source)
+    assign_result(rec, tensor, source)
     return tensor
 
 
@@ -279,7 +279,7 @@ def fill_(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if isinstance(value, torch.Tensor):
         number = _literal(rec, value)
         if number is None or not isfinite(number):
-            assign(rec, tensor, value)
+            assign_result(rec, tensor, value)
             return tensor
         value = number
     rec.write(rec.cell(tensor), emit_full(rec, tuple(tensor.shape), tensor.dtype, value))
@@ -396,8 +396,8 @@ def batch_norm(rec: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> A
         x = rec.call(aten.clone.default, x, memory_format=order)
     if training and mean is not None:
         out = rec.call(aten._native_batch_norm_legit_functional.default, x, *args[1:])
-        assign(rec, mean, out[3])
-        assign(rec, var, out[4])
+        assign_result(rec, mean, out[3])
+        assign_result(rec, var, out[4])
         return tuple(out[:3])
     if training:
         return tuple(rec.call(aten._native_batch_norm_legit.no_stats, x, weight, bias, True, momentum, eps))

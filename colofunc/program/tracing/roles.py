@@ -6,8 +6,8 @@ and gradients say what is differentiated, all while the step runs. What they do 
 (`colofunc.dtensor.roles`), wherever they stand. Code that uses none of it is read: its weights stand where operators
 have weights.
 
-    model.apply(params, buffers, x)          mark("param", ...), mark("buffer", ...)
-    opt.update(grads, state, params)         mark("state", ...)
+    model.apply(params, buffers, x)          mark_role("param", ...), mark_role("buffer", ...)
+    opt.update(grads, state, params)         mark_role("state", ...)
     functional_call(module, params, x)       params of cf.functional(module), or of a step's state: they carry "param"
     F.linear(x, w), x @ w                    w is a parameter, where nobody has marked or differentiated anything
 
@@ -27,7 +27,7 @@ import torch
 from colofunc import compat
 from colofunc.ops.fp8 import carried
 from colofunc.program.ir import Node, Value
-from colofunc.program.tracing.meta import active
+from colofunc.program.tracing.meta import active_stacks
 from colofunc.program.tracing.tree import Tree
 
 WEIGHTS = {
@@ -47,9 +47,9 @@ PRODUCTS = {"aten.mm.default": 1, "aten.bmm.default": 1, "aten.addmm.default": 2
 told apart."""
 
 
-def mark(role: str, tensors: Iterable[torch.Tensor]) -> None:
+def mark_role(role: str, tensors: Iterable[torch.Tensor]) -> None:
     """The leaves behind these tensors have a role. Does nothing outside of a trace."""
-    here = active()
+    here = active_stacks()
     if here is None:
         return
     for tensor in tensors:
