@@ -11,7 +11,7 @@ from colofunc_plugins.pipeline.local_search import OrderSearch, improve, least_s
 import colofunc as cf
 from bench.pipelines import INTERLEAVED, PAPER, SEARCHED, interleaved_spans
 from colofunc.ext import ActionTable, StageCosts, simulate
-from colofunc.planner.stages.placements import best_placement
+from colofunc.planner.stages.placements import placed
 from colofunc.planner.stages.simulate import Player, Simulated
 from colofunc.plugins import build_registry
 from colofunc.program.actions import check_table
@@ -119,7 +119,7 @@ def test_auto_is_never_behind_a_named_one_within_its_memory(seed: int) -> None:
     pieces = costs_by_chance(2 * ranks, seed)
     theirs = {name: played(name, ranks, 2 * ranks, pieces.joined(2 // SCHEDULES[name].stages_per_rank)) for name in NAMED}
     for cap in (*(max(simulated.peak_bytes) for simulated in theirs.values()), None):
-        table, costs = best_placement(SCHEDULES["auto"], ranks, 2 * ranks, pieces, cap)
+        table, costs = placed(SCHEDULES["auto"], ranks, 2 * ranks, pieces, cap)
         ours = simulate(table, costs)
         assert cap is None or max(ours.peak_bytes) <= cap * (1 + 1e-9)
         fitting = [each.makespan_s for each in theirs.values() if cap is None or max(each.peak_bytes) <= cap]
@@ -131,7 +131,7 @@ def test_each_placement_is_taken_where_it_is_best() -> None:
     taken = set()
     for seed in range(12):
         pieces = costs_by_chance(8, seed)
-        table, _ = best_placement(SCHEDULES["auto"], 4, 8, pieces, 6.0)
+        table, _ = placed(SCHEDULES["auto"], 4, 8, pieces, 6.0)
         ranks = tuple(table.rank_of[stage] for stage in range(table.stages))
         taken.add(ranks)
     assert taken == {(0, 1, 2, 3), (0, 1, 2, 3, 3, 2, 1, 0), (0, 1, 2, 3, 0, 1, 2, 3)}
@@ -151,11 +151,11 @@ def test_costs_of_pieces_are_joined() -> None:
 def test_pieces_that_no_placement_has() -> None:
     message = "'auto' has 4 or 8 stages on 4 ranks and was given costs of 6 pieces; give a multiple of its stages"
     with pytest.raises(cf.PlanError, match=message):
-        best_placement(SCHEDULES["auto"], 4, 8, StageCosts.uniform(6))
+        placed(SCHEDULES["auto"], 4, 8, StageCosts.uniform(6))
     with pytest.raises(cf.PlanError, match=r"schedule 'auto' has 4 or 8 stages on 4 ranks and was given costs of 6$"):
         SCHEDULES["auto"].table(4, 8, StageCosts.uniform(6))
     with pytest.raises(cf.PlanError, match=r"one microbatch keeps 2 bytes on rank 0 of the pipeline, more than the 1.5 that it may"):
-        best_placement(SCHEDULES["auto"], 4, 8, StageCosts.uniform(8), 1.5)
+        placed(SCHEDULES["auto"], 4, 8, StageCosts.uniform(8), 1.5)
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))

@@ -23,8 +23,8 @@ from colofunc.planner.offload.fastest import Offloaded
 from colofunc.planner.offload.policies import MemoryPolicy, Room, State
 from colofunc.planner.sharding.constraints import Constraint, Constraints
 from colofunc.planner.stages import cuts
-from colofunc.planner.stages.placements import best_placement
-from colofunc.planner.stages.simulate import Simulated, Span, bytes_of_action, chrome_events, simulate
+from colofunc.planner.stages.placements import placed
+from colofunc.planner.stages.simulate import Simulated, Span, bytes_of, chrome_events, simulate
 from colofunc.planner.wishes import products, reading, tokens
 from colofunc.planner.wishes.attention_pattern import AttentionExchange, AttentionPattern
 from colofunc.planner.wishes.factor_strategies import ways

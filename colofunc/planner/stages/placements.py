@@ -1,6 +1,6 @@
 """Placements: how many stages a rank has, and which, decided with the order of actions by the simulated step.
 
-    table, costs = best_placement(schedule("auto"), ranks=4, microbatches=8, pieces=StageCosts.uniform(8))
+    table, costs = placed(schedule("auto"), ranks=4, microbatches=8, pieces=StageCosts.uniform(8))
     simulate(table, costs).makespan_s
 
 Problem: two stages a rank have half the bubble of one and twice the sends, and what a rank keeps is another for each
@@ -17,7 +17,7 @@ from colofunc.program.actions import ActionTable
 from colofunc.program.pipeline_schedule import Schedule, StageCosts
 
 
-def best_placement(
+def placed(
     schedule: Schedule, ranks: int, microbatches: int, pieces: StageCosts, cap_bytes: float | None = None
 ) -> tuple[ActionTable, StageCosts]:
     """The table that ends first of all placements of a schedule, and the costs of its stages.

@@ -99,7 +99,7 @@ class Simulated:
         held = 0.0
         points = []
         for span in self.rows[rank]:
-            start, end = bytes_of_action(span.action, self.costs)
+            start, end = bytes_of(span.action, self.costs)
             if start:
                 held += start
                 points.append((span.start_s, held))
@@ -109,7 +109,7 @@ class Simulated:
         return points
 
 
-def bytes_of_action(action: Action, costs: StageCosts) -> tuple[float, float]:
+def bytes_of(action: Action, costs: StageCosts) -> tuple[float, float]:
     """(bytes that are kept from the begin of an action on, those from its end on); what is given back is negative."""
     kept, weight_kept = costs.kept_bytes[action.stage], costs.weight_kept_bytes[action.stage]
     if action.kind == "F":
