@@ -243,3 +243,22 @@ def test_what_follows_a_norm_of_images_is_written_over_it():
     assert [name for name in names if "silu" in name or "relu" in name] == ["aten.silu.out", "aten.relu_.default", "aten.silu.out"]
     with torch.no_grad():
         torch.testing.assert_close(step(model.params, IMAGE).full(), layers(IMAGE), rtol=0, atol=0)
+
+
+def test_the_loss_of_an_image_whose_logits_lie_with_channels_last() -> None:
+    """Logarithms are written over what the convolution made, and torch's gradient of the loss refuses that order of memory."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Conv2d(4, 5, 3), torch.nn.Upsample(scale_factor=2, mode="bilinear")).double()
+    model = cf.functional(layers.to(memory_format=torch.channels_last))
+    image = torch.randn(2, 4, 8, 8, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(0, 5, (2, 12, 12))
+
+    def step(params, image, labels):
+        return cf.value_and_grad(lambda p: torch.nn.functional.cross_entropy(model.apply(p, model.buffers, image)[0], labels))(params)
+
+    for mesh in (cf.Mesh(), cf.Mesh(dp=2)):
+        sharded = cf.shard(step, mesh)
+        assert "log_softmax_(" in sharded.lower(model.params, image, labels).text()
+        loss, grads = sharded(model.params, image, labels)
+        want, want_grads = step(model.params, image, labels)
+        cf.testing.compare((loss, grads), (want, want_grads))

@@ -35,7 +35,8 @@ def _contiguous(fn: Callable[..., Any], first: int, last: int) -> Callable[..., 
 
 # Torch functions that are an operator of torch without its overload's own way to be called, which takes a microsecond
 # longer; and kernels that read operands without strides: the statistics of a layer norm everywhere, what a group norm
-# is of on a card.
+# is of on a card; and one that refuses them: logarithms may have been written over what a convolution made, which lies
+# as that lays it.
 _FAST: dict[str, Callable[..., Any]] = {
     "aten.add.Tensor": torch.add,
     "aten.add.out": torch.add,
@@ -54,6 +55,7 @@ _FAST: dict[str, Callable[..., Any]] = {
     "aten.native_layer_norm_backward.default": _contiguous(torch.ops.aten.native_layer_norm_backward.default, 3, 4),
     "aten.native_group_norm.default": _contiguous(torch.ops.aten.native_group_norm.default, 0, 0),
     "aten.native_group_norm_backward.default": _contiguous(torch.ops.aten.native_group_norm_backward.default, 0, 1),
+    "aten.nll_loss2d_backward.default": _contiguous(torch.ops.aten.nll_loss2d_backward.default, 1, 1),
 }
 
 
