@@ -138,7 +138,7 @@ def test_an_index_that_somebody_crafted_makes_no_file_its_own(tmp_path, kind, na
         assert texts(tmp_path / "c").items() >= mine.items() and (tmp_path / "precious").read_text() == "mine"
 
 
-@pytest.mark.parametrize("at", ["exchange", "_discard", "sync"])
+@pytest.mark.parametrize("at", ["swap_folders", "_discard", "sync"])
 def test_a_save_that_is_killed_loses_no_file_of_others(tmp_path, monkeypatch, at) -> None:
     cf.save(tmp_path / "c", tensors())
     put(tmp_path / "c", SOURCES)
