@@ -361,6 +361,10 @@ def test_what_changed_outside_is_named_where_it_was_read(monkeypatch: pytest.Mon
 def on_two_ranks() -> list[Any]:
     mesh = cf.Mesh(tp=2, topology="ideal")
     right, fault = compared(mesh=mesh), Fault(drop_reductions)
+    apart = cf.shard(lambda x: x.sin(), mesh, in_specs=("a b @tp=1",))
+    for look in (apart.compare, apart.lower(torch.ones(4, 4)).check_finite):
+        with pytest.raises(cf.PlanError, match=r'run at some ranks of .* only is not looked at .* Try: step.on\("simulated"\)'):
+            look(torch.ones(4, 4))
     return [right.equal, right.values, *attrs.astuple(compared(fault, mesh=mesh).first)]
 
 

@@ -21,6 +21,7 @@ import torch
 from colofunc.compiler.rank_agreement import from_main
 from colofunc.dtensor.placed import place
 from colofunc.dtensor.tensor import DTensor
+from colofunc.errors import PlanError
 from colofunc.executors.backend import Backend, backend_for
 from colofunc.executors.copies import COPIER
 from colofunc.executors.disk.tensors import in_memory
@@ -31,6 +32,7 @@ from colofunc.ops.seeds import draw_seed, random_state, set_random_state
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lazy import make
 from colofunc.program.lower import lower
+from colofunc.program.places import has_places
 from colofunc.program.placing import placing_of
 from colofunc.program.text import target_text
 from colofunc.program.tracing.trace import record_local
@@ -53,7 +55,15 @@ class PlainProgram:
 
 
 def plain_program(low: Lowered, backend: Backend) -> PlainProgram:
-    """What `low` was before buckets, fusion and updates in place. Collective: rank 0 lowers, all get the result."""
+    """What `low` was before buckets, fusion and updates in place. Collective: rank 0 lowers, all get the result.
+
+    Raises PlanError for a step with stages on real ranks, which do not come to the same values.
+    """
+    if backend.watch is not None and has_places(low.program):
+        raise PlanError(
+            f"on real ranks a step whose operators run at some ranks of {low.mesh} only is not looked at value by "
+            'value. Try: step.on("simulated") in one process, before compare or check_finite'
+        )
     made = from_main(backend.watch, partial(_lowered_again, low))
     if backend.watch is None:
         assert made is not None, "one process lowers for itself"
