@@ -480,7 +480,7 @@ def test_every_call_for_matrices_is_compared():
 
 
 def test_every_quick_way_is_compared():
-    by_strides = {"aten.native_layer_norm_backward.default", *OF_GROUPS}
+    by_strides = {"aten.native_layer_norm_backward.default", "aten.nll_loss2d_backward.default", *OF_GROUPS}
     assert {name for name in kernels._FAST if name.startswith("aten.")} - QUICK.keys() == by_strides
 
 
