@@ -57,7 +57,7 @@ SWEPT = {
     10: ("exposed copies", "disk"),
     12: ("speed",),
     14: ("numbers, rowwise", "numbers, rowwise_with_gw_hp", "numbers, delayed", "speed"),
-    15: ("decode, int8", "decode, nf4", "decode, int8-dynamic", "decode, fp8-g128-dynamic"),
+    15: ("decode, int8", "decode, nf4", "decode, int8-dynamic", "decode, fp8-dynamic", "decode, fp8-g128-dynamic"),
     17: ("bits, fp8", "a step, int8", "a step, fp8", "speed, int8", "speed, fp8"),
 }  # fmt: skip
 """Slice -> parts that take seconds and whose kind another part has."""
