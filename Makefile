@@ -48,10 +48,9 @@ setup: $(READY)  ## the virtual environment only
 demo: $(READY)   ## train a small GPT on a simulated 2x2 mesh
 	@$(PY) examples/train_gpt.py $(ARGS)
 
-# Of all tests the kernels are compiled first: workers would wait for the one that does. Without a compiler they run without.
+# Before all tests the kernels are compiled, once for all workers, or found in the user's cache. Without a compiler they run without.
 test: $(READY)   ## the default tests (ARGS="-k name" to choose)
-	@$(if $(ARGS),,-$(PY) -m colofunc native cpu >/dev/null)
-	@$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	@$(if $(ARGS),,export TESTS_KERNELS="$$($(PY) -m colofunc native cpu)";) $(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 oldest: $(OLDEST)/.ready  ## the same with the oldest torch that is supported, in .venv-oldest
 	@$(MAKE) --no-print-directory test PY=$(CURDIR)/$(OLDEST)/bin/python
