@@ -7,7 +7,8 @@
 Problem: a model has to be rewritten, or a table of its module names kept, to say which product is split how. Idea:
 `cf.ext.product_pairs` reads from the traced program which product feeds which; the plan wishes the weights so, and
 follows them: heads of attention, activation functions and all of backward are split along. Experts are a pair of
-products each.
+products each. Both matrices of an adapter beside a column product are split by columns; the narrow activations between
+them are gathered.
 
 Per layer and step four all-reduces of (b, s, d): two forward (behind each row product), two backward (behind each group
 of column products). Source: Megatron-LM (1909.08053), section 3; along the sequence: 2205.05198.
@@ -79,7 +80,7 @@ class Megatron:
         if mesh.axis_size(axis) == 1:
             return []
         rules = rules or cf.ext.Rules(program, mesh)
-        pairs = cf.ext.product_pairs(program, mesh, axis, rules)
+        pairs = cf.ext.product_pairs(program, mesh, axis, rules, adapters_by_columns=True)
         specs: dict[int, str | cf.Layout] = dict(self._specs(program, pairs, axis))
         layers = [] if self.sequence else list(cf.ext.reading.experts(program, mesh, axis, self.name, rules=rules))
         for _, _, leaves in layers:

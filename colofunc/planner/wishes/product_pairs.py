@@ -23,7 +23,7 @@ from colofunc.mesh import Mesh
 from colofunc.ops.experts_parts import EXPERTS
 from colofunc.ops.fp8 import MAXIMUM
 from colofunc.ops.int8_products import SIZE
-from colofunc.planner.wishes.products import Product, tables, weighted
+from colofunc.planner.wishes.products import Product, root, tables, weighted
 from colofunc.planner.wishes.propagation import Rules
 from colofunc.program.ir import Node, Program
 from colofunc.spec.layout import Layout
@@ -38,6 +38,8 @@ MAXIMA = (MAXIMUM, SIZE)
 """Maxima for a cast, which say nothing of the flow."""
 SUMS = ("aten.mm.default", "aten.bmm.default", "aten.baddbmm.default")
 """Products of activations."""
+SCALED = ("aten.mul.", "aten.div.", "aten.view.", "aten._unsafe_view.", "aten._to_copy.")
+"""What may stand between an adapter and the sum."""
 
 
 @attrs.frozen
@@ -52,20 +54,25 @@ class Pairs:
     vocabulary: tuple[Product, ...]
 
 
-def product_pairs(program: Program, mesh: Mesh, axis: str, rules: Rules | None = None) -> Pairs:
+def product_pairs(
+    program: Program, mesh: Mesh, axis: str, rules: Rules | None = None, *, adapters_by_columns: bool = False
+) -> Pairs:
     """The pairs of a program over `axis`, of what it divides: `.columns` and `.rows` (`cf.ext.products.Product` ->
     stripes), `.vocabulary`.
 
-    `rules`: those that the plan was given.
+    rules: those that the plan was given. adapters_by_columns: of an adapter beside a column product both matrices are
+    split by columns, and what passes between them is gathered, which is narrow. Else the second is the row partner of
+    the first, as it is for two products of which one feeds the other, and gives a pending sum of what is wide.
     """
     rules = rules or Rules(program, mesh)
     products = {product.index: product for product in weighted(program, rules)}
     final = _final(program, products)
     vocabularies = _table_rows(program)
+    adapters = _adapters(program, products) if adapters_by_columns else {}
     stripes = dict.fromkeys(products, 1)  # what each product is tried as; absent: whole
     tried: dict[int, set[int]] = {index: {1} for index in products}
     while True:
-        walk = _Walk(program, mesh, axis, rules, products, stripes)
+        walk = _Walk(program, mesh, axis, rules, products, stripes, adapters)
         walk.run()
         heads = set()
         for index in final:
@@ -80,8 +87,13 @@ def product_pairs(program: Program, mesh: Mesh, axis: str, rules: Rules | None =
         if not lone:
             columns = {products[index]: stripes[index] for index in walk.columns}
             rows = {products[index]: count for index, count in walk.rows.items()}
-            vocabulary = [products[index] for index in walk.columns if index in walk.lost or index in unpaired]
-            return Pairs(columns, rows, tuple(vocabulary))
+            vocabulary = [index for index in walk.columns if index in walk.lost or index in unpaired]
+            for index in walk.beside:
+                base = adapters[index].base
+                columns[products[index]] = stripes[base]
+                if base in vocabulary:
+                    vocabulary.append(index)
+            return Pairs(columns, rows, tuple(products[index] for index in vocabulary))
         # Stripes first: what they join may make others part of a pair.
         if not _take_next_stripes(lone, walk, stripes, tried):
             # Keys that no head divides stop queries that would go through: without them these start anew.
@@ -115,9 +127,11 @@ class _Walk:
     rules: Rules
     products: Mapping[int, Product]  # by index of their nodes
     stripes: Mapping[int, int]
+    adapters: Mapping[int, Adapter]  # by index of either of their products
     lies: dict[int, Layout] = attrs.field(factory=dict)
     origins: dict[int, frozenset[int]] = attrs.field(factory=dict)
     columns: list[int] = attrs.field(factory=list)
+    beside: list[int] = attrs.field(factory=list)  # second products of adapters, split as the columns beside them
     rows: dict[int, int] = attrs.field(factory=dict)  # row product -> stripes in which its operand arrives
     paired: set[int] = attrs.field(factory=set)
     summed: set[int] = attrs.field(
@@ -148,25 +162,42 @@ class _Walk:
 
     def product(self, index: int, node: Node) -> None:
         """A product whose operand arrives split is its row partner, if it sums over that; another one begins a column.
+
+        Both of an adapter's products are columns where the one beside them is, and begin none where it is not.
         """
-        summed, kept = self.products[index].weight_factors
         seeds = {ref: self.lies[ref] for ref in node.refs if ref in self.lies}
-        if seeds:
-            strategy = self.rules.take(node, seeds)
-            if strategy is not None and dict(strategy.axes).get(self.axis) == summed:
-                self.rows[index] = max(_stripes(layout, self.axis) for layout in seeds.values())
-                self.paired |= self._origins_of(seeds)
-            else:
-                self.ended |= self._origins_of(seeds)
-            return
-        stripes = self.stripes.get(index)
-        if stripes is None:
-            return
-        strategy, out = self.rules.place(node, kept, self.axis, stripes), node.outs[0]
-        if strategy is None or strategy.outs[0] is None or out is None:
-            return
-        self.columns.append(index)
-        self.lies[out], self.origins[out] = strategy.outs[0], frozenset({index})
+        adapter = self.adapters.get(index)
+        if adapter is not None and adapter.second == index:
+            self.paired |= self._origins_of(seeds)
+            if adapter.base in self.columns and self.lay_out(node, index, adapter.base):
+                self.beside.append(index)
+        elif seeds:
+            self.row(index, node, seeds)
+        elif adapter is None or adapter.base in self.columns:
+            if self.lay_out(node, index, index):
+                self.columns.append(index)
+
+    def row(self, index: int, node: Node, seeds: Mapping[int, Layout]) -> None:
+        """Split by rows where the product sums over what lies split; else the columns end here."""
+        summed, _ = self.products[index].weight_factors
+        strategy = self.rules.take(node, seeds)
+        if strategy is not None and dict(strategy.axes).get(self.axis) == summed:
+            self.rows[index] = max(_stripes(layout, self.axis) for layout in seeds.values())
+            self.paired |= self._origins_of(seeds)
+        else:
+            self.ended |= self._origins_of(seeds)
+
+    def lay_out(self, node: Node, index: int, origin: int) -> bool:
+        """Lay what a product gives out by columns, in the stripes of `origin`; whether that can be."""
+        _, kept = self.products[index].weight_factors
+        stripes, out = self.stripes.get(origin), node.outs[0]
+        if stripes is None or out is None:
+            return False
+        strategy = self.rules.place(node, kept, self.axis, stripes)
+        if strategy is None or strategy.outs[0] is None:
+            return False
+        self.lies[out], self.origins[out] = strategy.outs[0], frozenset({origin})
+        return True
 
     def closes(self, node: Node) -> bool:
         """Whether a product of activations sums over what the columns split, and gives less than it reads: it is their
@@ -215,6 +246,60 @@ class _Walk:
             stripes.update(self.rules.cuts(node, ref, layout))
         for origin in origins:
             self.cuts.setdefault(origin, set()).update(stripes)
+
+
+@attrs.frozen
+class Adapter:
+    """Two products of which the second reads just what the first gives, and what it gives is added to what a third one
+    has made: the factors of a low-rank change to the third one's matrix. Indices of their nodes.
+    """
+
+    first: int
+    second: int
+    base: int
+
+
+def _adapters(program: Program, products: Mapping[int, Product]) -> dict[int, Adapter]:
+    """Adapters, by either of their two products."""
+    makers = program.makers
+    results = {out: index for index in products for out in program.nodes[index].results}
+    found = {}
+    for second in products:
+        # What casts and views make of a result is still the result.
+        read = [results.get(root(makers, ref)) for ref in program.nodes[second].refs]
+        beside = [results.get(root(makers, ref)) for ref in _added_to(program, second)]
+        firsts = [index for index in read if index is not None]
+        bases = [index for index in beside if index is not None]
+        if len(firsts) != 1 or len(bases) != 1:
+            continue
+        first, base = firsts[0], bases[0]
+        wide, narrow = _sizes(program, products[first])
+        _, wide_again = _sizes(program, products[second])
+        if base < first and narrow < min(wide, wide_again):
+            found[first] = found[second] = Adapter(first, second, base)
+    return found
+
+
+def _added_to(program: Program, index: int) -> list[int]:
+    """The values to which a product's result is added, scaled or as it is."""
+    (value,) = program.nodes[index].results
+    while True:
+        readers = [program.nodes[at] for at in program.readers.get(value, ())]
+        forward = [reader for reader in readers if reader.phase == "forward"]
+        if len(forward) != 1:
+            return []
+        (reader,) = forward
+        if reader.target.startswith("aten.add."):
+            return [ref for ref in reader.refs if ref != value]
+        if not reader.target.startswith(SCALED) or len(reader.refs) != 1:
+            return []
+        (value,) = reader.results
+
+
+def _sizes(program: Program, product: Product) -> tuple[int, int]:
+    """(columns that a product sums over, columns that it gives)."""
+    shape = program.values[product.leaf].shape
+    return shape[product.summed], shape[product.kept]
 
 
 def _final(program: Program, products: Collection[int]) -> set[int]:
