@@ -19,6 +19,7 @@ import colofunc as cf
 from bench import jointly
 from bench._joint_cases import INF, UNIT, Case, Deciding, Layer, made
 from bench._joint_oracle import optimum
+from colofunc.compiler import budget as budget_search
 from colofunc.errors import CapacityError, PlanError
 from colofunc.planner import joint as jointly_planned
 from colofunc.planner.candidate import FinishedProgram
@@ -228,5 +229,5 @@ def test_a_traced_step_is_planned_as_well_without_a_look_at_all_its_shardings(mo
     base = cf.shard(step, cf.Mesh(dp=2, topology="8xa100-40g"))
     budget = int(base.lower(*args).memory().peak_bytes["device"] * 0.45)
     looked = planned_s(cf.offload(cf.checkpoint(base), budget=budget), args, budget)
-    monkeypatch.setattr(budget, "SMALL", 0)
+    monkeypatch.setattr(budget_search, "SMALL", 0)
     assert planned_s(cf.offload(cf.checkpoint(base), budget=budget), args, budget) <= looked * 1.05 < INF
