@@ -74,8 +74,8 @@ class PlanError(ColofuncError, ValueError):
 class ConfigError(ColofuncError, ValueError):
     """A configuration with a key, a value or a file that cannot be used.
 
-    The message begins with the file and line. A mode that is known and not installed is said so; misspelt keys get near
-    names. YAML needs PyYAML; JSON does not.
+    The message begins with the file and line. Misspelt keys get near names; a transform under `parallel` and a policy
+    without its transform are told where they stand. YAML needs PyYAML; JSON does not.
     """
 
 

@@ -285,7 +285,8 @@ def test_clip_is_done_or_refused() -> None:
 MISTAKES = [
     ("mesh: {dp: 2}\nzerro: 3", "run.yaml:2: unknown key 'zerro'; did you mean 'zero'?"),
     ("mesh: {dp: 2}\n\nxyzzy: 3", "run.yaml:3: unknown key 'xyzzy'; keys: '"),
-    ("teleport: int8", "run.yaml:1: 'teleport' is not installed"),
+    ("gemini: 1", "run.yaml:1: 'gemini' is a policy of `offload`; write offload: {policy: gemini}"),
+    ("mesh: {dp: 2}\nevery: 2", "run.yaml:2: 'every' is a policy of `checkpoint`; write checkpoint: {policy: every}"),
     ("mesh:\n  dp: two", "run.yaml:2: mesh: dp is 'two'; allowed: a whole number"),
     ("mesh:\n  dp: 2\n  topology: 8xa100-8g", "run.yaml:3: mesh: no topology '8xa100-8g'; did you mean '8xa100-80g'"),
     ("mesh: {dp: 2}\nmesh: {tp: 2}", "run.yaml:2: key 'mesh' was given before, at run.yaml:1"),
@@ -320,7 +321,13 @@ MISTAKES = [
     ("parallel:\n  rows: [tp, '']", "run.yaml:2: rows: rows: where is empty. Try: a glob"),
     ("parallel:\n  row: 3", "run.yaml:2: parallel: 'row' is no plan that is installed; did you mean 'rows'"),
     ("mesh: {dp: 2}\nparallel:\n  lines: [[dq]]", "run.yaml:3: lines: no axis 'dq'"),
-    ("parallel: [teleport]", "run.yaml:1: 'teleport' is not installed"),
+    ("parallel: [xyzzy]", "run.yaml:1: parallel: 'xyzzy' is no plan that is installed; plans: '"),
+    ("mesh: {pp: 2}\nparallel:\n  pipeline: {microbatches: 2}", "run.yaml:3: parallel: 'pipeline' is a key of its own, not a plan"),
+    ("parallel: {precision: bf16}", "run.yaml:1: parallel: 'precision' is a key of its own, not a plan; write it beside `parallel`"),
+    ("parallel: {mixed_precision: bf16}", "run.yaml:1: parallel: 'mixed_precision' is a key of its own, not a plan"),
+    ("parallel: [checkpoint]", "run.yaml:1: parallel: 'checkpoint' is a key of its own, not a plan"),
+    ("parallel: {scaled: 2}", "run.yaml:1: parallel: 'scaled' is a key of its own, not a plan"),
+    ("parallel: [gemini]", "run.yaml:1: parallel: 'gemini' is a policy of `offload`"),
     ("a: !!python/object/apply:os.system [ls]", "run.yaml:1: tag 'tag:yaml.org,2002:python/object/apply:os.system' is refused"),
     ("a: [1, 2", "run.yaml:1: is not YAML: "),
     ("a: &x [*x]", "run.yaml: "),
@@ -330,11 +337,15 @@ MISTAKES = [
 ]
 
 
+def test_a_parameter_with_the_name_of_a_transform_has_its_spec(plugin: Any) -> None:
+    chain = cf.configure({"mesh": {"dp": 2}, "parallel": {"*scaled": "(dp o)"}}, plugins=[plugin])
+    state = {"scaled": torch.ones(4)}
+    plan = chain.apply(lambda state: {"scaled": state["scaled"] * 2}).lower(state).plan
+    assert plan.leaf("state.scaled").spec.startswith("(dp")
+
+
 @pytest.mark.parametrize(("text", "says"), MISTAKES)
-def test_mistakes_have_their_line(
-    tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch, text: str, says: str
-) -> None:
-    monkeypatch.setattr("colofunc.config.chain.NAMED", ("teleport", "zero"))
+def test_mistakes_have_their_line(tmp_path: Path, plugin: Any, text: str, says: str) -> None:
     with pytest.raises(cf.ConfigError) as caught:
         cf.configure(written(tmp_path, text), plugins=[plugin])
     assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(says)

@@ -231,7 +231,7 @@ class Transform:
     `measure`: this many first steps are timed, and then what moves when is planned again.
     `wider`: what to write instead where its policy forbids what would need less memory.
 
-    What it leaves open; each may one of a chain, and two are an error:
+    What it leaves open; of each kind one transform of a chain may, and two are an error:
 
     `variants`: of a traced step, the ways to write this transform; () where nothing is open. Each is planned as if it
     had been written so, and the fastest that fits is taken; of a plan that is followed (`Build.way`) the one with its

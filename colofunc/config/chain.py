@@ -17,7 +17,7 @@ import inspect
 import os
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -56,11 +56,6 @@ PLAN_ALIASES = {
 }  # fmt: skip
 # One name for several plans: its `mode` is the plan, the first one if it has none.
 FAMILIES = {"sequence": ("ring", "ulysses", "gather_kv")}
-# Modes that have a name before they have an implementation: a better word than "unknown" where one is not installed.
-NAMED = (
-    "precision", "accumulate", "offload", "checkpoint", "quantize", "pipeline", "zero", "tensor", "sequence", "ulysses", "ring",
-    "gather_kv", "experts", "gemini",
-)  # fmt: skip
 
 
 @runtime_checkable
@@ -95,8 +90,8 @@ class PlanEntry:
         return self
 
 
-def read_plans(node: SourceNode, registry: Registry) -> Iterator[PlanEntry]:
-    """The plans under `parallel`, in order: a list, or one mapping."""
+def read_plans(node: SourceNode, registry: Registry, transforms: Collection[str]) -> Iterator[PlanEntry]:
+    """The plans under `parallel`, in order: a list, or one mapping. transforms: names that are keys beside it."""
     items = node.items if node.value is not None else []
     for item in items:
         if isinstance(item.value, str):
@@ -107,8 +102,13 @@ def read_plans(node: SourceNode, registry: Registry) -> Iterator[PlanEntry]:
                 continue
             if plan_name(key, child, registry) is not None:
                 yield read_plan(key, child, registry)
-            elif PLAN_ALIASES.get(key, key) in NAMED:
-                raise not_installed(PLAN_ALIASES.get(key, key), child)
+            elif ALIASES.get(key, key) in transforms:
+                raise child.error(
+                    f"parallel: {key!r} is a key of its own, not a plan; write it beside `parallel`, not under it "
+                    f"(parameters of that name are '*{key}')"
+                )
+            elif policy_of(key, registry):
+                raise child.error(f"parallel: {policy_of(key, registry)}")
             else:
                 globs[key] = child
         if globs:
@@ -129,10 +129,9 @@ def plan_name(key: str, node: SourceNode, registry: Registry) -> str | None:
         mode = node
     if mode is None:
         return next(plan for plan in FAMILIES[name] if plan in registry.plans)
-    if mode.value not in FAMILIES[name]:
-        raise mode.error(f"{key}: mode is {mode.text()}; allowed: {', '.join(map(repr, FAMILIES[name]))}")
-    if mode.value not in registry.plans:
-        raise not_installed(str(mode.value), mode)
+    installed = [plan for plan in FAMILIES[name] if plan in registry.plans]
+    if mode.value not in installed:
+        raise mode.error(f"{key}: mode is {mode.text()}; allowed: {', '.join(map(repr, installed))}")
     return str(mode.value)
 
 
@@ -182,12 +181,6 @@ def _sizes(name: str, plan: Any, node: SourceNode) -> dict[str, int]:
     return named
 
 
-def not_installed(name: str, node: SourceNode) -> ColofuncError:
-    return node.error(
-        f"{name!r} is not installed: neither colofunc nor a plugin brings it. Try: a plugin that does, or drop the key"
-    )
-
-
 # ---- specs ----
 
 
@@ -204,7 +197,7 @@ def _spec(glob: str, node: SourceNode, registry: Registry, mesh: Mesh) -> str:
             checked(node, what, fits_mesh, value, mesh)
         return value
     raise node.error(
-        f"parallel: {glob!r} is no plan that is installed{near(glob, (*registry.plans, *NAMED), 'plans')}; parameters "
+        f"parallel: {glob!r} is no plan that is installed{near(glob, (*registry.plans, *FAMILIES), 'plans')}; parameters "
         f"of that name take a spec such as '(tp o) i', not {value!r}"
     )
 
@@ -251,6 +244,17 @@ def check_specs(node: SourceNode, name: str, mesh: Mesh) -> None:
 # constructor, of a plugin or of ours, and its options are the ones of the constructor's signature.
 
 
+RECOMPUTE_POLICIES: Mapping[str, Any] = {"save_only": save_only, "every": every}
+
+
+def policy_of(name: str, registry: Registry) -> str:
+    """Says which transform takes a policy of this name; "" where none does."""
+    for transform, policies in (("offload", registry.memory_policies), ("checkpoint", RECOMPUTE_POLICIES)):
+        if name in policies:
+            return f"{name!r} is a policy of `{transform}`; write {transform}: {{policy: {name}}}"
+    return ""
+
+
 def with_policies(node: SourceNode, allowed: Mapping[str, inspect.Parameter], registry: Registry) -> SourceNode:
     """The options of a transform, with the policies in them made.
 
@@ -260,7 +264,7 @@ def with_policies(node: SourceNode, allowed: Mapping[str, inspect.Parameter], re
         return node
     known: dict[type, Mapping[str, Any]] = {
         MemoryPolicy: registry.memory_policies,
-        RecomputePolicy: {"save_only": save_only, "every": every},
+        RecomputePolicy: RECOMPUTE_POLICIES,
     }
     options = dict(node.value)
     for key, child in node.value.items():
@@ -359,7 +363,7 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any], plugins: Seque
     registry = build_registry(tuple(plugins))
     known = _transforms(registry)
     entries = _without_aliases(root)
-    wanted = list(read_plans(entries["parallel"], registry)) if "parallel" in entries else []
+    wanted = list(read_plans(entries["parallel"], registry, known)) if "parallel" in entries else []
     transforms: list[ConfigPart] = []
     for key, node in entries.items():
         if key in OWN_KEYS or node.value is False:
@@ -371,7 +375,7 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any], plugins: Seque
         elif plan_name(key, node, registry) is not None:
             wanted.append(read_plan(key, node, registry))
         else:
-            raise _unknown(key, node, (*OWN_KEYS, *known, *registry.plans))
+            raise _unknown(key, node, (*OWN_KEYS, *known, *registry.plans, *FAMILIES), registry)
     mesh = _mesh(entries, wanted)
     wanted = [one.check(registry, mesh) for one in wanted]
     plans, texts = tuple(one.plan for one in wanted), tuple(one.text for one in wanted)
@@ -412,10 +416,11 @@ def _without_aliases(root: SourceNode) -> dict[str, SourceNode]:
     return found
 
 
-def _unknown(key: str, node: SourceNode, names: Sequence[str]) -> ColofuncError:
-    if key in NAMED:
-        return not_installed(key, node)
-    close = near(key, (*names, *NAMED, *ALIASES))
+def _unknown(key: str, node: SourceNode, names: Sequence[str], registry: Registry) -> ColofuncError:
+    policy = policy_of(key, registry)
+    if policy:
+        return node.error(policy)
+    close = near(key, (*names, *ALIASES))
     if not close.startswith("; did"):
         close = near(key, names, "keys")
     return node.error(f"unknown key {key!r}{close}")
