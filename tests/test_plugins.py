@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from colofunc_plugins import ring, tensor
 
 import colofunc as cf
+from colofunc.integrations import formats
 from colofunc.planner.wishes import propagation
 from colofunc.planner.wishes.wish import wishes_of
 from colofunc.plugins import build_registry
@@ -249,13 +250,18 @@ def test_every_hook_is_merged() -> None:
     schedule = cf.ext.Schedule("mine", len)  # type: ignore[arg-type]
     tables["colofunc_schedules"] = {"mine": schedule}
     tables["colofunc_quantizers"] = {"mine": cf.ext.Quantizer("mine", form="int8", quantize=len)}
+    tables["colofunc_topologies"] = {"mine": cf.topology("ideal")}
+    layout, library = formats.AWQ, formats.PEFT
+    tables["colofunc_packed_layouts"] = {"mine": layout}
+    tables["colofunc_model_libraries"] = {"mine": library}
     registry = build_registry((plugin("all", **{h: (lambda t=t: t) for h, t in tables.items()}),))
     assert registry.kernels["aten.mm.default", "cuda"] == (kernel,)
     assert registry.kernels["colofunc.attention", "cuda"] == build_registry().kernels["colofunc.attention", "cuda"]
     assert registry.plans["colofunc_plans.mine"] is len
     assert registry.schedules["mine"] is schedule
-    assert registry.packed_layouts["colofunc_packed_layouts.mine"] is len
-    assert registry.model_libraries["colofunc_model_libraries.mine"] is len
+    assert registry.packed_layouts["mine"] is layout
+    assert registry.model_libraries["mine"] is library
+    assert registry.topologies["mine"] is tables["colofunc_topologies"]["mine"]
     assert registry.quantizers["mine"].form == "int8" and "nf4" in registry.quantizers
     assert registry.strategies["colofunc_strategies.mine"] == (len,)
     assert "all" in registry.plugins
@@ -311,7 +317,21 @@ def test_wrong_types() -> None:
         "colofunc_schedules of plugin 'loose': the value of 'mine' is <built-in function len>; give a cf.ext.Schedule",
         plugin("loose", colofunc_schedules=lambda: {"mine": len}),
     )
+    refuses(
+        "colofunc_transforms of plugin 'sixteen': the value of 't16' is 16, which cannot be called",
+        plugin("sixteen", colofunc_transforms=lambda: {"t16": 16}),
+    )
+    refuses(
+        "colofunc_memory_policies of plugin 'five': the value of 'mine' is 5; give a cf.ext.MemoryPolicy or a constructor of one",
+        plugin("five", colofunc_memory_policies=lambda: {"mine": 5}),
+    )
     refuses("plugin 'empty' implements no hook; give a module (or object) with functions marked @cf.hookimpl", plugin("empty"))
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_value_of_the_wrong_type_names_the_plugin_whatever_the_hook(hook: str) -> None:
+    with pytest.raises(cf.PluginError, match=f"{hook} of plugin 'five'"):
+        build_registry((plugin("five", **{hook: lambda: {"mine": 5}}),))
 
 
 def nothing() -> Any:

@@ -399,9 +399,7 @@ def _transforms(registry: Registry) -> dict[str, Callable[..., Any]]:
         if file.name != "shard":
             module = importlib.import_module(f"colofunc.transforms.{file.name}")
             transforms[file.name] = getattr(module, file.name)
-    for name, fn in registry.transforms.items():
-        if callable(fn):
-            transforms[name] = fn
+    transforms.update(registry.transforms)
     return transforms
 
 

@@ -234,7 +234,30 @@ def _kernels(manager: pluggy.PluginManager) -> list[Kernel]:
     return kernels
 
 
-_CALLABLE = frozenset({"colofunc_rules", "colofunc_strategies", "colofunc_plans", "colofunc_passes"})
+_CALLABLE = frozenset({
+    "colofunc_rules", "colofunc_strategies", "colofunc_plans", "colofunc_passes", "colofunc_transforms",
+})  # fmt: skip
+
+_RECORDS: Mapping[str, tuple[str, str]] = {
+    "colofunc_schedules": ("colofunc.program.pipeline_schedule.Schedule", "a cf.ext.Schedule"),
+    "colofunc_quantizers": ("colofunc.ops.quantizers.Quantizer", "a cf.ext.Quantizer"),
+    "colofunc_topologies": ("colofunc.mesh.topology.Topology", "a cf.Topology"),
+    "colofunc_memory_policies": (
+        "colofunc.planner.offload.policies.MemoryPolicy",
+        "a cf.ext.MemoryPolicy or a constructor of one",
+    ),
+    "colofunc_packed_layouts": (
+        "colofunc.functional.checkpoint.packed_tensors.PackedLayout",
+        "a cf.ext.packed_tensors.PackedLayout",
+    ),
+    "colofunc_model_libraries": (
+        "colofunc.functional.checkpoint.libraries.Library",
+        "a cf.ext.libraries.Library",
+    ),
+}
+"""Hook -> (class of its values, what to give). Classes are named, because some lie in layers above this one."""
+_CONSTRUCTORS_TOO = frozenset({"colofunc_memory_policies"})
+"""Hooks whose values may be functions that make such a record."""
 
 
 def _check_entry(hook: str, who: str, key: Any, value: Any) -> None:
@@ -242,7 +265,13 @@ def _check_entry(hook: str, who: str, key: Any, value: Any) -> None:
         raise PluginError(f"{hook} of plugin {who!r} has key {key!r}; see the hook's documentation for its form")
     if hook in _CALLABLE and not callable(value):
         raise PluginError(f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}, which cannot be called")
-    if hook == "colofunc_schedules" and not isinstance(value, Schedule):
-        raise PluginError(f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}; give a cf.ext.Schedule")
-    if hook == "colofunc_quantizers" and not isinstance(value, Quantizer):
-        raise PluginError(f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}; give a cf.ext.Quantizer")
+    if hook in _RECORDS:
+        record, wanted = _RECORDS[hook]
+        is_constructor = hook in _CONSTRUCTORS_TOO and callable(value)
+        if not is_constructor and not _is_a(value, record):
+            raise PluginError(f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}; give {wanted}")
+
+
+def _is_a(value: Any, record: str) -> bool:
+    """Whether a class of this name is among those of a value."""
+    return any(f"{cls.__module__}.{cls.__qualname__}" == record for cls in type(value).__mro__)
