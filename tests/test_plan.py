@@ -69,7 +69,7 @@ def decide(program: Program, constraints: Constraints = NONE, mesh: Mesh = MESH)
 
 def plan_of(program: Program, wishes: Any = (), **options: Any) -> Plan:
     constraints = (
-        constraints_of(wishes_of(wishes, program, mesh=MESH), program, MESH, rule_of(program)) if wishes else NONE
+        constraints_of(wishes_of(wishes, program, mesh=MESH), program, MESH) if wishes else NONE
     )
     return make_plan(program, MESH, decide(program, constraints), rule_of(program), constraints=constraints, **options)
 
@@ -254,7 +254,7 @@ def test_data_parallel_and_megatron_are_recognised_in_a_plan() -> None:
 
 def wish_constraints(wishes: Any, program: Program | None = None, mesh: Mesh = MESH) -> Constraints:
     program = program or mlp()
-    return constraints_of(wishes_of(wishes, program, mesh=mesh), program, mesh, rule_of(program))
+    return constraints_of(wishes_of(wishes, program, mesh=mesh), program, mesh)
 
 
 def test_a_spec_pins_the_axes_it_names_and_leaves_the_others() -> None:

@@ -187,8 +187,7 @@ def planning_of(
         placed.fixed,
         placed.rows,
         staged.plan,
-        candidates.rule_of,
-        candidates.extra_of,
+        candidates.rules,
     )
     budget_bytes = device_limit_bytes(staged, priced)
 

@@ -7,7 +7,7 @@ plan given back. Rows of batches for which nobody gave a spec are a fifth: they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -17,11 +17,11 @@ from colofunc.errors import InputError, PlanError, SpecError, near
 from colofunc.mesh import Mesh
 from colofunc.ops.quantized import Quantized
 from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, leaf_strategy
-from colofunc.planner.sharding.explain import RuleOf, constraints_from
+from colofunc.planner.sharding.explain import constraints_from
 from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.wish import Wish, wishes_of
 from colofunc.planner.wishes.wish_constraints import constraints_of
-from colofunc.program.ir import Node, Program
+from colofunc.program.ir import Program
 from colofunc.program.tracing.trace import Traced
 from colofunc.program.tracing.tree import Tree
 from colofunc.spec.layout import At, Layout, at_text
@@ -88,17 +88,16 @@ def constraints_of_user(
     given: Mapping[int, Layout],
     usual: Mapping[int, Layout],
     plan: Any,
-    rule_of: RuleOf,
-    extra_of: Callable[[Node], Iterable[Strategy]],
+    rules: Rules,
 ) -> tuple[Constraints, dict[str, str]]:
     """All constraints, and which plan speaks for which axis (axis -> name, for the plan's words).
 
-    `usual`: how rows of batches lie for which nobody gave a spec.
+    `usual`: how rows of batches lie for which nobody gave a spec. `rules`: what operators can do, by all plugins of the
+    step.
     """
     constraints = _given(program, given) | _specs(program, traced, mesh, sharding)
     wishes: list[Wish] = []
     named: dict[str, str] = {}
-    rules = Rules(program, mesh, plugins=sharding.plugins)
     for place, part in enumerate(sharding.plans):
         name = getattr(part, "name", None) or f"plan {place + 1}"
         try:
@@ -112,12 +111,12 @@ def constraints_of_user(
             for axis in wish.axes or ():
                 named.setdefault(axis, str(name))
     if wishes:
-        constraints = constraints | constraints_of(wishes, program, mesh, rule_of, extra_of)
+        constraints = constraints | constraints_of(wishes, program, mesh, rules)
     if plan is not None:
         constraints = constraints | constraints_from(plan, program, mesh)
     rows = _as_usual(program, mesh, usual, named, constraints)
     if rows:
-        constraints = constraints | constraints_of(rows, program, mesh, rule_of, extra_of)
+        constraints = constraints | constraints_of(rows, program, mesh, rules)
     return constraints, named
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
+from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
@@ -30,7 +31,8 @@ FORMATS = "colofunc.integrations.formats"
 """The plugin of this project that knows other libraries' files. It is named, as an entry point names one, because it
 lies above this layer, and only what reads and writes such files has it loaded."""
 
-StrategyFn = Callable[[Call, Mesh], Any]
+StrategyFn = Callable[..., Any]
+"""(call, mesh), and the rule of the call where it takes an argument of the name `rule`."""
 
 
 def _frozen(table: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -66,7 +68,7 @@ class Registry:
         # Built-in ones stand under the operator's name without its overload.
         keys = dict.fromkeys((base_of(call.target), call.target, f"{call.target}.default"))
         for fn in [fn for key in keys for fn in self.strategies.get(key, ())]:
-            for strategy in _given(fn, call, mesh):
+            for strategy in _given(fn, call, mesh, self.rule):
                 if not isinstance(strategy, Strategy):
                     raise PluginError(
                         f"strategies of {call.target} from {_name_of(fn)} gave {strategy!r}; yield cf.Strategy records"
@@ -80,10 +82,20 @@ def _name_of(fn: Any) -> str:
     return f"{written.__module__}.{written.__qualname__}"
 
 
-def _given(fn: StrategyFn, call: Call, mesh: Mesh) -> list[Any]:
-    """What a function of strategies yields for a call. Raises PluginError where it fails."""
+def _takes_rule(fn: StrategyFn) -> bool:
+    """Whether a function of strategies wants the rule of the call: a parameter that nobody has given yet."""
     try:
-        return list(fn(call, mesh))
+        parameter = signature(fn).parameters.get("rule")
+    except ValueError:  # written in C
+        return False
+    return parameter is not None and parameter.default is parameter.empty
+
+
+def _given(fn: StrategyFn, call: Call, mesh: Mesh, rule_of: Callable[[Call], Rule | None]) -> list[Any]:
+    """What a function of strategies yields for a call. Raises PluginError where it fails."""
+    told = {"rule": rule_of(call)} if _takes_rule(fn) else {}
+    try:
+        return list(fn(call, mesh, **told))
     except ColofuncError:
         raise
     except Exception as error:
