@@ -150,6 +150,18 @@ class NativeError(ColofuncError, RuntimeError):
     """
 
 
+class SwitchError(ColofuncError, ValueError):
+    """An environment variable with a value that it cannot have, or a switch that is not documented.
+
+    The message names the variable: one of `COLOFUNC_...` (docs/environment.md), or one that a launcher sets, such as a
+    RANK that is no rank of WORLD_SIZE. Every process of a run has to have them.
+    """
+
+
+class FaultError(ColofuncError, RuntimeError):
+    """A failure that `cf.testing.fail` asked for, in a test of what a run does when a rank fails."""
+
+
 class CheckError(ColofuncError, AssertionError):
     """A check of `colofunc.testing` that found a difference: which leaf or strategy, and by how much."""
 
