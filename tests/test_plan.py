@@ -17,7 +17,7 @@ import colofunc as cf
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.describe import Shares, words
-from colofunc.planner.plan import OtherWay, Plan, matches, parse_axes
+from colofunc.planner.plan import OtherWay, Plan, PlanOfAxis, matches, parse_axes
 from colofunc.planner.sharding.assign import Assignment, assign
 from colofunc.planner.sharding.constraints import NONE, Constraints
 from colofunc.planner.sharding.explain import constraints_from, make_plan, node_keys
@@ -114,7 +114,7 @@ def test_a_table_keeps_brackets_and_says_notes() -> None:
 
 
 def test_one_sentence_and_table() -> None:
-    plan = plan_of(mlp(), MEGATRON, named={"tp": "the user"})
+    plan = plan_of(mlp(), MEGATRON, named={"tp": PlanOfAxis("the user")})
     assert "tp: Megatron column/row (the user)" in str(plan)
     assert "on dp=2 tp=2 (8xa100-80g)" in str(plan)
     text = plan.table()

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from colofunc.mesh import Mesh
-from colofunc.planner.plan import Plan
+from colofunc.planner.plan import Plan, PlanOfAxis
 from colofunc.planner.sharding.assign import Assignment, Memo
 from colofunc.planner.sharding.by_axes import assign_by_axes
 from colofunc.planner.sharding.constraints import Constraints, agrees, leaf_strategy
@@ -330,7 +330,7 @@ def decide(
     mesh: Mesh,
     candidates: Candidates,
     constraints: Constraints,
-    named: Mapping[str, str],
+    named: Mapping[str, PlanOfAxis],
     axes: tuple[str, ...],
     budget_bytes: int | None,
     found: Assignment | None = None,
