@@ -156,6 +156,8 @@ def sized() -> Any:
         ("mesh: {dp: 2, x: 2}\nparallel: [{grid: {size: 4}}]", {"dp": 2, "x": 2, "y": 2}),
         ("mesh: {views: {all: [x, y]}}\nparallel: [{grid: {size: 4}}, {lines: {axes: [all], size: 4}}]", {"x": 2, "y": 2}),
         ("sequence: {axis: cp, size: 2}", {"cp": 2}),
+        ("mesh: {cp: 2}\nsequence: [cp]", {"cp": 2}),
+        ("sequence_parallel: {mode: ring, axis: r, heads: u, size: [2, 3]}", {"r": 2, "u": 3}),
         ("context_parallel: {mode: ulysses, axis: u, size: 3}", {"u": 3}),
         ("parallel: {sequence: {mode: ulysses, axis: u, size: 2}, ring: {axis: r, size: 2}}", {"u": 2, "r": 2}),
     ],
@@ -176,7 +178,10 @@ def test_sizes_of_plans_make_the_mesh(tmp_path: Path, sized: Any, text: str, siz
         ("lines:\n  axes: [a]\n  size: 1.5", "run.yaml:3: lines: size is 1.5; allowed: a whole number"),
         ("rows:\n  axis: tp\n  size: 2", "run.yaml:3: rows: this plan does not say its axes"),
         ("sequence:\n  mode: rings\n  axis: cp", "run.yaml:2: sequence: mode is 'rings'; allowed: 'ring', 'ulysses', 'gather_kv'"),
-        ("sequence:\n  axis: cp\n  head: 2", "run.yaml:3: ring has no option 'head'"),
+        ("sequence:\n  axis: cp\n  head: 2", "run.yaml:3: sequence has no option 'head'; did you mean 'heads'?"),
+        ("mesh: {cp: 2, u: 2}\nsequence: {mode: ulysses, axis: cp, heads: u}", "run.yaml:2: sequence: sequence(mode='ulysses') has no h"),
+        ("mesh: {cp: 2}\nsequence: {mode: ulysses, axis: cp, balance: null}", "run.yaml:2: sequence: sequence(mode='ulysses') has no b"),
+        ("mesh: {dp: 2}\nzero: 1\nzero_optimization: 3", "run.yaml:3: 'zero_optimization' says the same as what is at run.yaml:2"),
         ("mesh: {dp: 2}\nring: {axis: cp}", "run.yaml:2: ring: no axis 'cp'"),
     ],
 )
@@ -335,6 +340,15 @@ MISTAKES = [
     ("# nothing", "run.yaml: holds nothing but comments"),
     ("", "run.yaml: is empty"),
 ]
+
+
+def test_a_plan_that_a_plugin_gives_under_several_names_is_one_plan() -> None:
+    plugin = types.ModuleType("rows_by_two_names")
+    plugin.colofunc_plans = cf.hookimpl(specname="colofunc_plans")(lambda: {"rows": rows, "row_parallel": rows})
+    chain = cf.configure({"mesh": {"tp": 2}, "row_parallel": {"axis": "tp"}}, plugins=[plugin])
+    assert chain.plan_texts == ("rows(axis='tp')",)
+    with pytest.raises(cf.ConfigError, match="'row_parallel' says the same as what is at config: rows"):
+        cf.configure({"mesh": {"tp": 2}, "rows": "tp", "row_parallel": "tp"}, plugins=[plugin])
 
 
 def test_a_parameter_with_the_name_of_a_transform_has_its_spec(plugin: Any) -> None:

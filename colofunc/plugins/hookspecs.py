@@ -70,7 +70,8 @@ def colofunc_strategies() -> Mapping[str, Callable[..., Any]]:
 def colofunc_plans() -> Mapping[str, Callable[..., Any]]:
     """Plan name ("zero", "tensor", ...) -> constructor. The plan is what `cf.shard(step, mesh, plan)` takes.
 
-    `cf.configure` calls it by name, with the options that its signature says.
+    `cf.configure` calls it by name, with the options that its signature says. A constructor under several names, such
+    as what other frameworks call the same, is one plan, which goes by the name of the function.
     """
     raise NotImplementedError
 
