@@ -25,7 +25,7 @@ from typing import Any
 
 import attrs
 
-from colofunc.errors import ColofuncError, near
+from colofunc.errors import SwitchError, near
 
 SWITCHES: dict[str, str] = {
     "COLOFUNC_CACHE": "folder of cached plans (default: ~/.cache/colofunc); 'off' keeps no plans on disk",
@@ -43,10 +43,6 @@ SWITCHES: dict[str, str] = {
 
 CACHE_MIB = 512
 NATIVE_MODES = ("auto", "off", "require")
-
-
-class SwitchError(ColofuncError, KeyError):
-    """A variable that is not documented in `SWITCHES`, or has a value that it cannot have."""
 
 
 @attrs.frozen

@@ -74,8 +74,8 @@ class PlanError(ColofuncError, ValueError):
 class ConfigError(ColofuncError, ValueError):
     """A configuration with a key, a value or a file that cannot be used.
 
-    The message begins with the file and line. A mode that is known and not installed is said so; misspelt keys get near
-    names. YAML needs PyYAML; JSON does not.
+    The message begins with the file and line. Misspelt keys get near names; a transform under `parallel` and a policy
+    without its transform are told where they stand. YAML needs PyYAML; JSON does not.
     """
 
 
@@ -148,6 +148,18 @@ class NativeError(ColofuncError, RuntimeError):
     The message says why: no compiler, one that failed (and the file with what it said), a folder that cannot be
     written, a GPU that cannot run them. Otherwise the same is a warning, once, and operators run in Python.
     """
+
+
+class SwitchError(ColofuncError, ValueError):
+    """An environment variable with a value that it cannot have, or a switch that is not documented.
+
+    The message names the variable: one of `COLOFUNC_...` (docs/environment.md), or one that a launcher sets, such as a
+    RANK that is no rank of WORLD_SIZE. Every process of a run has to have them.
+    """
+
+
+class FaultError(ColofuncError, RuntimeError):
+    """A failure that `cf.testing.fail` asked for, in a test of what a run does when a rank fails."""
 
 
 class CheckError(ColofuncError, AssertionError):

@@ -14,6 +14,7 @@ from colofunc_plugins.gemini import colofunc_memory_policies, elixir, gemini
 from colofunc_plugins.moe import experts
 from colofunc_plugins.pipeline import colofunc_schedules, stages
 from colofunc_plugins.sequence import gather_kv, ring, ulysses
+from colofunc_plugins.sequence.plan import sequence as sequence_of_mode
 from colofunc_plugins.tp1d import Megatron, megatron
 from colofunc_plugins.tp2d_25d_3d import MODES, Auto, Gridded
 from colofunc_plugins.tp2d_25d_3d import tensor as grid
@@ -33,10 +34,17 @@ def colofunc_plans() -> Mapping[str, Callable[..., Any]]:
         "experts": experts,
         "gather_kv": gather_kv,
         "ring": ring,
+        "sequence": sequence_of_mode,
         "stages": stages,
         "tensor": tensor,
         "ulysses": ulysses,
         "zero": zero,
+        # what other frameworks call the same
+        "context_parallel": sequence_of_mode,
+        "expert_parallel": experts,
+        "sequence_parallel": sequence_of_mode,
+        "tensor_parallel": tensor,
+        "zero_optimization": zero,
     }
 
 

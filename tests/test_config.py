@@ -156,6 +156,8 @@ def sized() -> Any:
         ("mesh: {dp: 2, x: 2}\nparallel: [{grid: {size: 4}}]", {"dp": 2, "x": 2, "y": 2}),
         ("mesh: {views: {all: [x, y]}}\nparallel: [{grid: {size: 4}}, {lines: {axes: [all], size: 4}}]", {"x": 2, "y": 2}),
         ("sequence: {axis: cp, size: 2}", {"cp": 2}),
+        ("mesh: {cp: 2}\nsequence: [cp]", {"cp": 2}),
+        ("sequence_parallel: {mode: ring, axis: r, heads: u, size: [2, 3]}", {"r": 2, "u": 3}),
         ("context_parallel: {mode: ulysses, axis: u, size: 3}", {"u": 3}),
         ("parallel: {sequence: {mode: ulysses, axis: u, size: 2}, ring: {axis: r, size: 2}}", {"u": 2, "r": 2}),
     ],
@@ -176,7 +178,10 @@ def test_sizes_of_plans_make_the_mesh(tmp_path: Path, sized: Any, text: str, siz
         ("lines:\n  axes: [a]\n  size: 1.5", "run.yaml:3: lines: size is 1.5; allowed: a whole number"),
         ("rows:\n  axis: tp\n  size: 2", "run.yaml:3: rows: this plan does not say its axes"),
         ("sequence:\n  mode: rings\n  axis: cp", "run.yaml:2: sequence: mode is 'rings'; allowed: 'ring', 'ulysses', 'gather_kv'"),
-        ("sequence:\n  axis: cp\n  head: 2", "run.yaml:3: ring has no option 'head'"),
+        ("sequence:\n  axis: cp\n  head: 2", "run.yaml:3: sequence has no option 'head'; did you mean 'heads'?"),
+        ("mesh: {cp: 2, u: 2}\nsequence: {mode: ulysses, axis: cp, heads: u}", "run.yaml:2: sequence: sequence(mode='ulysses') has no h"),
+        ("mesh: {cp: 2}\nsequence: {mode: ulysses, axis: cp, balance: null}", "run.yaml:2: sequence: sequence(mode='ulysses') has no b"),
+        ("mesh: {dp: 2}\nzero: 1\nzero_optimization: 3", "run.yaml:3: 'zero_optimization' says the same as what is at run.yaml:2"),
         ("mesh: {dp: 2}\nring: {axis: cp}", "run.yaml:2: ring: no axis 'cp'"),
     ],
 )
@@ -285,7 +290,8 @@ def test_clip_is_done_or_refused() -> None:
 MISTAKES = [
     ("mesh: {dp: 2}\nzerro: 3", "run.yaml:2: unknown key 'zerro'; did you mean 'zero'?"),
     ("mesh: {dp: 2}\n\nxyzzy: 3", "run.yaml:3: unknown key 'xyzzy'; keys: '"),
-    ("teleport: int8", "run.yaml:1: 'teleport' is not installed"),
+    ("gemini: 1", "run.yaml:1: 'gemini' is a policy of `offload`; write offload: {policy: gemini}"),
+    ("mesh: {dp: 2}\nevery: 2", "run.yaml:2: 'every' is a policy of `checkpoint`; write checkpoint: {policy: every}"),
     ("mesh:\n  dp: two", "run.yaml:2: mesh: dp is 'two'; allowed: a whole number"),
     ("mesh:\n  dp: 2\n  topology: 8xa100-8g", "run.yaml:3: mesh: no topology '8xa100-8g'; did you mean '8xa100-80g'"),
     ("mesh: {dp: 2}\nmesh: {tp: 2}", "run.yaml:2: key 'mesh' was given before, at run.yaml:1"),
@@ -320,7 +326,13 @@ MISTAKES = [
     ("parallel:\n  rows: [tp, '']", "run.yaml:2: rows: rows: where is empty. Try: a glob"),
     ("parallel:\n  row: 3", "run.yaml:2: parallel: 'row' is no plan that is installed; did you mean 'rows'"),
     ("mesh: {dp: 2}\nparallel:\n  lines: [[dq]]", "run.yaml:3: lines: no axis 'dq'"),
-    ("parallel: [teleport]", "run.yaml:1: 'teleport' is not installed"),
+    ("parallel: [xyzzy]", "run.yaml:1: parallel: 'xyzzy' is no plan that is installed; plans: '"),
+    ("mesh: {pp: 2}\nparallel:\n  pipeline: {microbatches: 2}", "run.yaml:3: parallel: 'pipeline' is a key of its own, not a plan"),
+    ("parallel: {precision: bf16}", "run.yaml:1: parallel: 'precision' is a key of its own, not a plan; write it beside `parallel`"),
+    ("parallel: {mixed_precision: bf16}", "run.yaml:1: parallel: 'mixed_precision' is a key of its own, not a plan"),
+    ("parallel: [checkpoint]", "run.yaml:1: parallel: 'checkpoint' is a key of its own, not a plan"),
+    ("parallel: {scaled: 2}", "run.yaml:1: parallel: 'scaled' is a key of its own, not a plan"),
+    ("parallel: [gemini]", "run.yaml:1: parallel: 'gemini' is a policy of `offload`"),
     ("a: !!python/object/apply:os.system [ls]", "run.yaml:1: tag 'tag:yaml.org,2002:python/object/apply:os.system' is refused"),
     ("a: [1, 2", "run.yaml:1: is not YAML: "),
     ("a: &x [*x]", "run.yaml: "),
@@ -330,11 +342,24 @@ MISTAKES = [
 ]
 
 
+def test_a_plan_that_a_plugin_gives_under_several_names_is_one_plan() -> None:
+    plugin = types.ModuleType("rows_by_two_names")
+    plugin.colofunc_plans = cf.hookimpl(specname="colofunc_plans")(lambda: {"rows": rows, "row_parallel": rows})
+    chain = cf.configure({"mesh": {"tp": 2}, "row_parallel": {"axis": "tp"}}, plugins=[plugin])
+    assert chain.plan_texts == ("rows(axis='tp')",)
+    with pytest.raises(cf.ConfigError, match="'row_parallel' says the same as what is at config: rows"):
+        cf.configure({"mesh": {"tp": 2}, "rows": "tp", "row_parallel": "tp"}, plugins=[plugin])
+
+
+def test_a_parameter_with_the_name_of_a_transform_has_its_spec(plugin: Any) -> None:
+    chain = cf.configure({"mesh": {"dp": 2}, "parallel": {"*scaled": "(dp o)"}}, plugins=[plugin])
+    state = {"scaled": torch.ones(4)}
+    plan = chain.apply(lambda state: {"scaled": state["scaled"] * 2}).lower(state).plan
+    assert plan.leaf("state.scaled").spec.startswith("(dp")
+
+
 @pytest.mark.parametrize(("text", "says"), MISTAKES)
-def test_mistakes_have_their_line(
-    tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch, text: str, says: str
-) -> None:
-    monkeypatch.setattr("colofunc.config.chain.NAMED", ("teleport", "zero"))
+def test_mistakes_have_their_line(tmp_path: Path, plugin: Any, text: str, says: str) -> None:
     with pytest.raises(cf.ConfigError) as caught:
         cf.configure(written(tmp_path, text), plugins=[plugin])
     assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(says)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from test_executors import program
 
-from colofunc.errors import CollectiveError
+from colofunc.errors import CollectiveError, FaultError
 from colofunc.executors.backend import backend_for
 from colofunc.executors.distributed import broadcast_object
-from colofunc.executors.faults import FaultError, fail
+from colofunc.executors.faults import fail
 from colofunc.executors.launch import launch
 from colofunc.executors.simulated import SimulatedProgram
 from colofunc.mesh import Mesh

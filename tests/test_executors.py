@@ -8,11 +8,11 @@ import torch
 from einops import rearrange
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colofunc.errors import ProgramError
+from colofunc.errors import FaultError, ProgramError
 from colofunc.executors import kernels
 from colofunc.executors.compiled import compile_segments
 from colofunc.executors.distributed import overlapped
-from colofunc.executors.faults import FaultError, fail
+from colofunc.executors.faults import fail
 from colofunc.executors.kernels import callable_of, rearrange_text
 from colofunc.executors.simulated import SimulatedProgram
 from colofunc.mesh import Mesh

@@ -18,9 +18,8 @@ import torch
 from test_native import SEED, needs_compiler
 from typer.testing import CliRunner
 
-from colofunc import env
 from colofunc.cli import app
-from colofunc.errors import NativeError
+from colofunc.errors import NativeError, SwitchError
 from colofunc.ops import native, native_build
 from colofunc.ops import random as R
 
@@ -134,7 +133,7 @@ def test_without_a_cache_nothing_is_compiled(fresh: pytest.MonkeyPatch) -> None:
 
 def test_a_mode_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLOFUNC_NATIVE", "on")
-    with pytest.raises(env.SwitchError, match="COLOFUNC_NATIVE='on' is none of auto, off, require; write COLOFUNC_NATIVE=auto"):
+    with pytest.raises(SwitchError, match="COLOFUNC_NATIVE='on' is none of auto, off, require; write COLOFUNC_NATIVE=auto"):
         native.ready("cpu")
 
 

@@ -23,10 +23,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 
 import colofunc as cf
 from colofunc.compiler.observation import arguments_of
+from colofunc.errors import FaultError
 from colofunc.executors import messages
 from colofunc.executors.collective_starts import Group
 from colofunc.executors.distributed import Distributed, RankProgram
-from colofunc.executors.faults import FaultError, ask
+from colofunc.executors.faults import ask
 from colofunc.executors.groups import ProcessGroups
 from colofunc.executors.launch import launch
 from colofunc.executors.messages import Batch, Buffers, Mail, PostedActions, Receiver

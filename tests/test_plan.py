@@ -17,7 +17,7 @@ import colofunc as cf
 from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.describe import Shares, words
-from colofunc.planner.plan import OtherWay, Plan, matches, parse_axes
+from colofunc.planner.plan import OtherWay, Plan, PlanOfAxis, matches, parse_axes
 from colofunc.planner.sharding.assign import Assignment, assign
 from colofunc.planner.sharding.constraints import NONE, Constraints
 from colofunc.planner.sharding.explain import constraints_from, make_plan, node_keys
@@ -69,7 +69,7 @@ def decide(program: Program, constraints: Constraints = NONE, mesh: Mesh = MESH)
 
 def plan_of(program: Program, wishes: Any = (), **options: Any) -> Plan:
     constraints = (
-        constraints_of(wishes_of(wishes, program, mesh=MESH), program, MESH, rule_of(program)) if wishes else NONE
+        constraints_of(wishes_of(wishes, program, mesh=MESH), program, MESH) if wishes else NONE
     )
     return make_plan(program, MESH, decide(program, constraints), rule_of(program), constraints=constraints, **options)
 
@@ -114,7 +114,7 @@ def test_a_table_keeps_brackets_and_says_notes() -> None:
 
 
 def test_one_sentence_and_table() -> None:
-    plan = plan_of(mlp(), MEGATRON, named={"tp": "the user"})
+    plan = plan_of(mlp(), MEGATRON, named={"tp": PlanOfAxis("the user")})
     assert "tp: Megatron column/row (the user)" in str(plan)
     assert "on dp=2 tp=2 (8xa100-80g)" in str(plan)
     text = plan.table()
@@ -254,7 +254,7 @@ def test_data_parallel_and_megatron_are_recognised_in_a_plan() -> None:
 
 def wish_constraints(wishes: Any, program: Program | None = None, mesh: Mesh = MESH) -> Constraints:
     program = program or mlp()
-    return constraints_of(wishes_of(wishes, program, mesh=mesh), program, mesh, rule_of(program))
+    return constraints_of(wishes_of(wishes, program, mesh=mesh), program, mesh)
 
 
 def test_a_spec_pins_the_axes_it_names_and_leaves_the_others() -> None:

@@ -4,8 +4,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
+import torch.nn.functional as F
 from colofunc_plugins import zero
 
 import colofunc as cf
@@ -126,3 +128,29 @@ def test_saved_plans_answer_as_before(tmp_path: Any) -> None:
     plan.save(tmp_path / "plan.json")
     again = cf.Plan.load(tmp_path / "plan.json")
     assert again == plan and again.why("*.0") == plan.why("*.0") and again.table() == plan.table()
+
+
+# ---- products that stay whole ----
+
+
+@attrs.frozen
+class HalfSplit:
+    """A plan of anybody that splits the first of two products, and leaves the second whole."""
+
+    splits_products: bool
+    axes: tuple[str, ...] = ("tp",)
+    name: str = "anybody's"
+
+    def wishes(self, program: Any, mesh: cf.Mesh) -> list[cf.ext.Wish]:
+        first, second = (node for node in program.nodes if node.target == "colofunc.linear")
+        wants = ((first, "{tp: o}"), (second, "{tp: whole}"))
+        return [cf.ext.Wish("*", want, self.axes, targets=(node.target,), values=node.outs) for node, want in wants]
+
+
+def test_products_that_a_plan_of_anybody_leaves_whole_are_named_where_it_is_to_split_them() -> None:
+    def step(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(x, p["a"]).relu(), p["b"])
+
+    params, x = {"a": torch.randn(8, 8), "b": torch.randn(8, 8)}, torch.randn(4, 8)
+    notes = [cf.shard(step, cf.Mesh(tp=2), HalfSplit(splits)).lower(params, x).plan.notes for splits in (True, False)]
+    assert notes[0][0].startswith("tp: each of 2 ranks does 50 % of the products whole, linear in ") and notes[1] == ()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from colofunc_plugins import ring, tensor
 
 import colofunc as cf
+from colofunc.integrations import formats
 from colofunc.planner.wishes import propagation
 from colofunc.planner.wishes.wish import wishes_of
 from colofunc.plugins import build_registry
@@ -100,20 +102,29 @@ def test_the_example_is_proven(scan: Any) -> None:
     check_strategies(scan, torch.ops.aten.cumsum.default, sample(torch.randn(2, 12, 5), 1))
 
 
+@contextmanager
+def on_path(folder: Path, module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module of this folder as a plugin, on the path with an entry point as pip writes it."""
+    about = folder / f"{module}-0.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module.replace('_', '-')}\nVersion: 0.1\n")
+    (about / "entry_points.txt").write_text(f"[colofunc]\n{name} = {module}\n")
+    monkeypatch.syspath_prepend(folder)
+    build_registry.cache_clear()
+    assert name in build_registry().plugins
+    try:
+        yield sys.modules[module]
+    finally:
+        build_registry.cache_clear()
+        del sys.modules[module]
+
+
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The example's module, on the path with an entry point as pip writes it."""
+    """The example's module, installed."""
     shutil.copy(EXAMPLE / "colofunc_scan.py", tmp_path)
-    about = tmp_path / "colofunc_scan-0.1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: colofunc-scan\nVersion: 0.1\n")
-    (about / "entry_points.txt").write_text("[colofunc]\nscan = colofunc_scan\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    build_registry.cache_clear()
-    assert "scan" in build_registry().plugins
-    yield sys.modules["colofunc_scan"]
-    build_registry.cache_clear()
-    del sys.modules["colofunc_scan"]
+    with on_path(tmp_path, "colofunc_scan", "scan", monkeypatch) as module:
+        yield module
 
 
 def test_an_installed_plugin_is_proven_as_one_by_hand(installed: Any) -> None:
@@ -229,6 +240,85 @@ def test_named_plans_see_the_rules_of_plugins_by_hand() -> None:
     assert specs[()] != specs[rules,]  # what nobody knows ends a pair
 
 
+def maxima(call: Any, mesh: cf.Mesh, rule: Any) -> Any:
+    """The largest of a row whose columns lie on `tp`, by an all-reduce: a way to work that `row_max` has by hand."""
+    if "tp" not in mesh:
+        return
+
+    def local(x: torch.Tensor, *, mesh: cf.Mesh) -> torch.Tensor:
+        return cf.collectives.all_reduce(x.amax(-1), "tp", mesh, "max")
+
+    for way in cf.ext.ways(call, mesh, ins=[{"i": "tp i"}], outs=[{}], rule=rule):
+        yield way.with_pattern([("tp", "mine")], local)
+
+
+ROW_MAX_BY_HAND = plugin(
+    "rows_by_hand",
+    colofunc_rules=lambda: {"testplugin.row_max": cf.ext.pattern("b [i] -> b")},
+    colofunc_strategies=lambda: {"testplugin.row_max": maxima},
+)
+
+
+def test_strategies_are_given_the_rule_of_a_plugin_by_hand_for_ways() -> None:
+    """The rule says where the other axis may lie: rows are on `dp` beside the pattern."""
+    wish = cf.ext.Wish("*", "{tp: mine, dp: b}", targets=("testplugin.row_max",))
+    step = cf.shard(row_max, cf.Mesh(dp=2, tp=2), wish, plugins=[ROW_MAX_BY_HAND])
+    x = torch.randn(8, 8, dtype=torch.float64)
+    assert step.lower(x).plan.find("testplugin.row_max")[0].strategy == "{tp: mine, dp: b}"
+    assert torch.equal(step(x).full(), x.amax(-1))
+
+
+def test_layouts_are_followed_through_strategies_of_a_plugin_by_hand() -> None:
+    mesh = cf.Mesh(dp=2, tp=2)
+    program = trace(lambda x: row_max(x) * 2, (torch.ones(8, 8),)).program
+    seeds = {program.inputs[0]: "(dp b) (tp i)"}
+    known = cf.ext.Rules(program, mesh, build_registry((ROW_MAX_BY_HAND,)))
+    assert cf.ext.follow(program, mesh, seeds, known).strategies[0].name == "{tp: mine, dp: b}"
+    assert not cf.ext.follow(program, mesh, seeds).strategies
+
+
+@attrs.frozen
+class BringsItsRule:
+    """A named plan that is a plugin too: it has the rule of the operator that it looks at."""
+
+    axes: tuple[str, ...] = ("tp",)
+    name: str = "brings"
+
+    @cf.hookimpl
+    def colofunc_rules(self) -> Any:
+        return {"testplugin.bend": cf.ext.pattern("b d -> b d")}
+
+    def wishes(self, program: Any, mesh: cf.Mesh, rules: cf.ext.Rules) -> list[cf.ext.Wish]:
+        (node,) = (node for node in program.nodes if node.target.startswith("testplugin.bend"))
+        assert rules.rule(node) is not None, "its own"
+        return [cf.ext.Wish("*", "{tp: d}", targets=(node.target,))]
+
+
+def test_a_plan_that_brings_rules_is_told_them() -> None:
+    step = cf.shard(bend, cf.Mesh(tp=2), BringsItsRule())
+    low = step.lower(torch.ones(4, 4))
+    assert low.coverage().fallbacks == () and low.plan.find("testplugin.bend")[0].strategy == "{tp: d}"
+
+
+BENDS = """
+import colofunc as cf
+
+@cf.hookimpl
+def colofunc_rules():
+    return {"testplugin.bend": cf.ext.pattern("b d -> b d")}
+"""
+
+
+def test_eager_operators_go_by_the_rules_of_installed_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, x = cf.Mesh(dp=2, tp=2), torch.randn(10, 6)
+    whole = bend(cf.distribute(x.T.contiguous(), "(dp d) (tp b)", mesh))
+    (tmp_path / "bends.py").write_text(BENDS)
+    with on_path(tmp_path, "bends", "bends", monkeypatch):
+        split = bend(cf.distribute(x, "(dp b) (tp d)", mesh))
+    assert torch.equal(split.full(), x.relu()) and torch.equal(whole.full(), x.T.relu())
+    assert (str(split.spec), str(whole.spec)) == ("(dp a) (tp b)", "a b")
+
+
 ASKING = [tensor("1d", "tp"), tensor("2d", ("dp", "tp")), tensor("auto", "tp"), ring("tp")]
 
 
@@ -249,13 +339,18 @@ def test_every_hook_is_merged() -> None:
     schedule = cf.ext.Schedule("mine", len)  # type: ignore[arg-type]
     tables["colofunc_schedules"] = {"mine": schedule}
     tables["colofunc_quantizers"] = {"mine": cf.ext.Quantizer("mine", form="int8", quantize=len)}
+    tables["colofunc_topologies"] = {"mine": cf.topology("ideal")}
+    layout, library = formats.AWQ, formats.PEFT
+    tables["colofunc_packed_layouts"] = {"mine": layout}
+    tables["colofunc_model_libraries"] = {"mine": library}
     registry = build_registry((plugin("all", **{h: (lambda t=t: t) for h, t in tables.items()}),))
     assert registry.kernels["aten.mm.default", "cuda"] == (kernel,)
     assert registry.kernels["colofunc.attention", "cuda"] == build_registry().kernels["colofunc.attention", "cuda"]
     assert registry.plans["colofunc_plans.mine"] is len
     assert registry.schedules["mine"] is schedule
-    assert registry.packed_layouts["colofunc_packed_layouts.mine"] is len
-    assert registry.model_libraries["colofunc_model_libraries.mine"] is len
+    assert registry.packed_layouts["mine"] is layout
+    assert registry.model_libraries["mine"] is library
+    assert registry.topologies["mine"] is tables["colofunc_topologies"]["mine"]
     assert registry.quantizers["mine"].form == "int8" and "nf4" in registry.quantizers
     assert registry.strategies["colofunc_strategies.mine"] == (len,)
     assert "all" in registry.plugins
@@ -311,7 +406,21 @@ def test_wrong_types() -> None:
         "colofunc_schedules of plugin 'loose': the value of 'mine' is <built-in function len>; give a cf.ext.Schedule",
         plugin("loose", colofunc_schedules=lambda: {"mine": len}),
     )
+    refuses(
+        "colofunc_transforms of plugin 'sixteen': the value of 't16' is 16, which cannot be called",
+        plugin("sixteen", colofunc_transforms=lambda: {"t16": 16}),
+    )
+    refuses(
+        "colofunc_memory_policies of plugin 'five': the value of 'mine' is 5; give a cf.ext.MemoryPolicy or a constructor of one",
+        plugin("five", colofunc_memory_policies=lambda: {"mine": 5}),
+    )
     refuses("plugin 'empty' implements no hook; give a module (or object) with functions marked @cf.hookimpl", plugin("empty"))
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_value_of_the_wrong_type_names_the_plugin_whatever_the_hook(hook: str) -> None:
+    with pytest.raises(cf.PluginError, match=f"{hook} of plugin 'five'"):
+        build_registry((plugin("five", **{hook: lambda: {"mine": 5}}),))
 
 
 def nothing() -> Any:

@@ -1,12 +1,13 @@
 """cf.quantize: packed weights against their definition, as values of a state, and what it says to mistakes."""
 
 import gc
+import math
 import re
 import weakref
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import attrs
@@ -611,6 +612,17 @@ def test_schemes_with_the_same_numbers_read_one_anothers_weights(held: str, aske
     placed = cf.quantize(step_fn, held, where=WHERE).init(params, tokens())
     assert torch.equal(step(placed, tokens()), step(params, tokens()))
     assert step.init(placed, tokens())["up.weight"].scheme == held
+
+
+def test_schemes_of_a_plugin_by_hand_read_one_anothers_weights() -> None:
+    step_fn, params = forward()
+    mine, rounding = (cf.ext.Quantizer(name, form="int8", quantize=BUILT_IN["int8"].quantize) for name in ("mine", "mine-dynamic"))
+    rounding = attrs.evolve(rounding, outliers=math.inf)
+    plugin = ModuleType("schemes_by_hand")
+    plugin.colofunc_quantizers = cf.hookimpl(lambda: {each.name: each for each in (mine, rounding)})  # type: ignore[attr-defined]
+    placed = cf.quantize(step_fn, "mine", where=WHERE, plugins=[plugin]).init(params, tokens())
+    step = cf.quantize(step_fn, "mine-dynamic", where=WHERE, plugins=[plugin])
+    assert torch.equal(step(placed, tokens()), step(params, tokens()))
 
 
 def test_a_scheme_of_the_same_format_with_other_numbers_is_named() -> None:

@@ -8,9 +8,8 @@ from colofunc_plugins import stages, zero
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import colofunc as cf
-from colofunc.errors import CollectiveError
+from colofunc.errors import CollectiveError, FaultError
 from colofunc.executors.backend import backend_for
-from colofunc.executors.faults import FaultError
 from colofunc.executors.launch import launch
 from colofunc.executors.watch import meet
 from colofunc.testing.numerics import float64

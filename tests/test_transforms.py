@@ -14,6 +14,7 @@ from torch import nn
 
 import colofunc as cf
 from colofunc import transforms as built_in
+from colofunc.command.machine import step_on_machine
 from colofunc.compiler.transform import in_order
 from colofunc.testing import check
 
@@ -248,6 +249,48 @@ def test_constraints_of_a_hook_bind_the_planner() -> None:
 
     with pytest.raises(cf.PlanError, match="nobody may have it"):
         cf.ext.stage(cf.shard(step, MESH), cf.ext.Transform("strict", constrain=constrain)).lower(state, batch)
+
+
+# ---- what one of a chain may say ----
+
+
+def test_two_transforms_that_say_how_a_step_lies_are_an_error_in_both_orders() -> None:
+    on_four = cf.ext.Transform("on_four", sharding=cf.ext.Sharding(cf.Mesh(dp=4)))
+    says = "both say how the step lies on a mesh, and one of a chain may"
+    with pytest.raises(cf.PlanError, match=f"shard and on_four {says}"):
+        cf.ext.stage(cf.shard(torch.sin, MESH), on_four)
+    with pytest.raises(cf.PlanError, match=f"on_four and shard {says}"):
+        cf.shard(cf.ext.stage(torch.sin, on_four), MESH)
+    assert cf.ext.stage(torch.sin, on_four).mesh == cf.Mesh(dp=4)
+
+
+def test_the_command_plans_for_the_mesh_of_whichever_transform_says_it() -> None:
+    on_four = cf.ext.Transform("on_four", sharding=cf.ext.Sharding(cf.Mesh(dp=4)))
+    planned = step_on_machine(cf.ext.stage(torch.sin, on_four), {}, lambda mesh: mesh, [])
+    assert planned.mesh == cf.Mesh(dp=4) and [each.name for each in planned.transforms] == ["on_four"]
+
+
+def test_two_transforms_that_name_a_disk_are_an_error(tmp_path: Path) -> None:
+    spills = cf.ext.Transform("spills", disk=str(tmp_path / "a"))
+    with pytest.raises(cf.PlanError, match="offload and spills both name a directory for what is kept on disk"):
+        cf.ext.stage(cf.offload(torch.sin, disk=str(tmp_path / "b")), spills)
+    assert cf.ext.stage(cf.offload(torch.sin), spills).disk == str(tmp_path / "a")
+
+
+def in_two_ways(name: str, is_open: bool = True) -> cf.ext.Transform:
+    """A transform that says in one of two ways what it does, which is nothing."""
+    said = cf.ext.Transform(name)
+    ways = [cf.ext.Variant(said, f"{name} in way {number}", lambda: 0.0) for number in (1, 2)]
+    return cf.ext.Transform(name, variants=lambda build: ways if is_open else ())
+
+
+def test_two_transforms_that_leave_open_how_they_are_written_are_an_error() -> None:
+    x = torch.ones(4)
+    step = cf.ext.stage(cf.shard(torch.sin, MESH), in_two_ways("b"))
+    says = re.escape("a and b both leave open how they are written ('a in way 1' is a way of the one, 'b in way 1' of the other)")
+    with pytest.raises(cf.PlanError, match=says):
+        cf.ext.stage(step, in_two_ways("a")).lower(x)
+    assert cf.ext.stage(step, in_two_ways("a", is_open=False)).lower(x).plan.way.startswith("b in way")
 
 
 # ---- mistakes ----

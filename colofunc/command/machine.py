@@ -157,7 +157,7 @@ def in_stages(
     if isinstance(step, Staged):
         if step.transform("pipeline") is not None:
             raise InputError(f"--pp {ranks}: the step has cf.pipeline already; leave --pp out")
-        if step.transform("shard") is not None and not axes:
+        if step.sharded is not None and not axes:
             axes = _axes_without_views(step.mesh, ranks)
     if "pp" in axes:
         raise InputError(f"--pp {ranks}: the mesh has an axis 'pp' of {axes['pp']} already; leave it out of --mesh")
@@ -202,7 +202,7 @@ def step_on_machine(
     if disk and "offload" not in allowed and "offload" not in own:
         raise InputError("--disk is of use to offload only; leave --within out, or write --within offload")
 
-    sharded = step.transform("shard") if isinstance(step, Staged) else None
+    sharded = step.sharded if isinstance(step, Staged) else None
     if axes or sharded is None:
         mesh = on(Mesh(**axes))  # type: ignore[arg-type]
     else:

@@ -13,12 +13,13 @@ from typing import Any
 import attrs
 
 from colofunc.mesh import Mesh
-from colofunc.planner.plan import Plan
+from colofunc.planner.plan import Plan, PlanOfAxis
 from colofunc.planner.sharding.assign import Assignment, Memo
 from colofunc.planner.sharding.by_axes import assign_by_axes
 from colofunc.planner.sharding.constraints import Constraints, agrees, leaf_strategy
 from colofunc.planner.sharding.explain import make_plan
 from colofunc.planner.sharding.kernel_seconds import KernelSeconds
+from colofunc.planner.wishes.propagation import Rules
 from colofunc.plugins import Registry
 from colofunc.program.ir import Node, Program, Value
 from colofunc.program.lower import Choice, call_of
@@ -61,32 +62,27 @@ class Candidates:
     followed: dict[int, tuple[Strategy, ...]] = attrs.field(factory=dict)
     # Id of a node -> (axis, strategy), see `rows_along`.
     _with_rows: dict[int, tuple[tuple[str, Strategy], ...]] | None = None
-    _rules: dict[Call, Rule | None] = attrs.field(factory=dict)
-    _extra: dict[Call, tuple[Strategy, ...]] = attrs.field(factory=dict)
     _seen: dict[Any, tuple[Strategy, ...]] = attrs.field(factory=dict)
     _following: dict[tuple[Call, int, Layout], Strategy | None] = attrs.field(factory=dict)
     _wishes: Constraints | None = None  # that were followed last
     _reductions: frozenset[str] | None = None
+    rules: Rules = attrs.field(init=False)
     memo: Memo = attrs.field(factory=Memo)  # of the planner, for a second try with another budget
+
+    @rules.default
+    def _rules_of_program(self) -> Rules:
+        return Rules(self.program, self.mesh, self.registry)
 
     def rule(self, call: Call) -> Rule | None:
         """The rule of a call, checked; memoised by call."""
-        if call not in self._rules:
-            rule = self.registry.rule(call)
-            if rule is not None:
-                rule.check(call)
-            self._rules[call] = rule
-        return self._rules[call]
+        return self.rules.rule_of_call(call)
 
     def rule_of(self, node: Node) -> Rule | None:
-        return self.rule(call_of(node, self.program.values)[0])
+        return self.rules.rule(node)
 
     def extra_of(self, node: Node) -> tuple[Strategy, ...]:
         """Strategies of a node with local code of their own, from the registry; memoised by call."""
-        call = call_of(node, self.program.values)[0]
-        if call not in self._extra:
-            self._extra[call] = self.registry.extra_strategies(call, self.mesh)
-        return self._extra[call]
+        return self.rules.extra(node)
 
     def along(self, item: Node | Value, axes: tuple[str, ...], fixed: Strategy | None) -> Sequence[Strategy]:
         """Candidates that place only `axes`, the others as in `fixed`."""
@@ -334,7 +330,7 @@ def decide(
     mesh: Mesh,
     candidates: Candidates,
     constraints: Constraints,
-    named: Mapping[str, str],
+    named: Mapping[str, PlanOfAxis],
     axes: tuple[str, ...],
     budget_bytes: int | None,
     found: Assignment | None = None,

@@ -47,7 +47,7 @@ from colofunc.executors.backend import as_run, held_in_order, ordered
 from colofunc.executors.fused import as_executed
 from colofunc.mesh import Mesh
 from colofunc.planner.candidate import FinishedProgram
-from colofunc.planner.plan import Plan
+from colofunc.planner.plan import Plan, PlanOfAxis
 from colofunc.planner.sharding.assign import Memo
 from colofunc.planner.sharding.constraints import Constraints, retried
 from colofunc.planner.sharding.explain import constraints_from
@@ -74,7 +74,7 @@ class Planning:
     registry: Registry
     candidates: Candidates
     constraints: Constraints
-    named: Mapping[str, str]
+    named: Mapping[str, PlanOfAxis]
     axes: tuple[str, ...]
     budget_bytes: int | None
     parts: int
@@ -187,8 +187,7 @@ def planning_of(
         placed.fixed,
         placed.rows,
         staged.plan,
-        candidates.rule_of,
-        candidates.extra_of,
+        candidates.rules,
     )
     budget_bytes = device_limit_bytes(staged, priced)
 

@@ -1,6 +1,6 @@
 """Which weights of a step are quantized, and what they are packed to.
 
-    weights = WeightPacking(scheme, ("*.weight",))
+    weights = WeightPacking(scheme, ("*.weight",), registry.quantizers)
     weights.meant("up.weight", tensor)            # a glob matches it, and it can be a weight
     weights.packed("up.weight", tensor)           # a `Quantized`; the same one for as long as nobody writes to the tensor
 
@@ -10,7 +10,7 @@ each signature. Idea: what a tensor was packed to is remembered beside it, for a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -27,7 +27,6 @@ from colofunc.ops.quantized import Quantized
 from colofunc.ops.quantizers import Quantizer, misfit
 from colofunc.planner.plan import matches
 from colofunc.planner.schemes import SchemeChoice
-from colofunc.plugins import build_registry
 from colofunc.program.lazy import LazyTensor
 from colofunc.program.lazy_packed import packed_lazily
 
@@ -45,11 +44,13 @@ class WeightPacking:
 
     `sketches`: of a search among schemes, whose steps are counted and never run: a tensor is packed without values.
     What lies on ranks is packed all the same, as the layouts of its parts count, and kept here for the next step of the
-    search; None: it is no search.
+    search; None: it is no search. `registered`: name -> scheme of all that the plugins of the transform bring, by which
+    a weight that comes quantized may lie.
     """
 
     quantizer: Schemes
     globs: tuple[str, ...]
+    registered: Mapping[str, Quantizer]
     sketches: list[Quantized] | None = None
     known: WeakTensorKeyDictionary = attrs.field(factory=WeakTensorKeyDictionary)
 
@@ -118,7 +119,7 @@ class WeightPacking:
         """
         scheme = self.scheme(name) if self.matched(name) else None
         asked = "it to stay as it is" if scheme is None else repr(scheme.name)
-        if self.matched(name) and (scheme is None or not has_numbers_of(weight, scheme)):
+        if self.matched(name) and (scheme is None or not has_numbers_of(weight, scheme, self.registered)):
             raise InputError(
                 f"cf.quantize: {name!r} is quantized already, as {weight.scheme!r}, and the step asks for {asked}. "
                 "Try: the scheme that it has, or the weight that it was quantized from"
@@ -157,14 +158,14 @@ class WeightPacking:
         return None
 
 
-def has_numbers_of(weight: Quantized, scheme: Quantizer) -> bool:
+def has_numbers_of(weight: Quantized, scheme: Quantizer, registered: Mapping[str, Quantizer]) -> bool:
     """Whether a weight's numbers are those that the scheme would have given it, as of schemes that differ in what they
-    do to inputs.
+    do to inputs. registered: name -> scheme, of those that are known.
     """
     if weight.scheme == scheme.name:
         return True
     of_rows = scheme.by_name is None and not scheme.asks_all_rows and weight.input_scale is None
-    own = build_registry().quantizers.get(weight.scheme)
+    own = registered.get(weight.scheme)
     if own is None or own.by_name is not None:
         return False
     return of_rows and (own.form, own.quantize) == (scheme.form, scheme.quantize) and weight.form == scheme.form

@@ -22,6 +22,7 @@ from colofunc.errors import InputError, PlanError
 from colofunc.mesh.sizes import Room, parse_room
 from colofunc.ops.measured import same_weight
 from colofunc.ops.quantized import Quantized
+from colofunc.ops.quantizers import Quantizer
 from colofunc.planner.plan import matches
 from colofunc.planner.scheme_search import CountedSchemes, Picks, choice_of, search
 from colofunc.planner.schemes import AS_IT_IS, SchemeErrors, Tried, WeightOptions
@@ -30,18 +31,27 @@ from colofunc.planner.weight_seconds import weight_seconds
 
 @attrs.frozen(eq=False)
 class SchemeDecision:
-    """What "auto" is asked for."""
+    """What "auto" is asked for. `registered`: as in `WeightPacking`."""
 
     globs: tuple[str, ...]
     weights: tuple[WeightOptions, ...]
     room: Room | None
     rise: float | None
     limit_s: float | None
+    registered: Mapping[str, Quantizer]
     activations: str | None = None
     caches: tuple[str, ...] = ()
 
     @staticmethod
-    def of(globs: tuple[str, ...], errors: Any, keep: Any, budget: Any, rise: Any, limit_s: Any) -> SchemeDecision:
+    def of(
+        globs: tuple[str, ...],
+        registered: Mapping[str, Quantizer],
+        errors: Any,
+        keep: Any,
+        budget: Any,
+        rise: Any,
+        limit_s: Any,
+    ) -> SchemeDecision:
         """Raises InputError where something is missing, or is no limit."""
         if not isinstance(errors, SchemeErrors):
             raise InputError(
@@ -60,7 +70,7 @@ class SchemeDecision:
             matched = any(matches(weight.name, glob) for glob in globs)
             stays = weight.stays or f"where={globs!r} leaves it out"
             weights.append(weight if matched else attrs.evolve(weight, options=weight.options[:1], stays=stays))
-        return SchemeDecision(globs, tuple(weights), room, rise, limit_s)
+        return SchemeDecision(globs, tuple(weights), room, rise, limit_s, registered)
 
     def transform(self) -> Transform:
         asked = {"rise": self.rise, "limit_s": self.limit_s, "activations": self.activations, "caches": self.caches}
@@ -71,7 +81,7 @@ class SchemeDecision:
         weights = self.weights
         kept = {name: leaf for name, leaf in found_in(args[0] if args else ()) if isinstance(leaf, Quantized)}
         if kept:
-            weights = tuple(_as_kept(weight, kept) for weight in weights)
+            weights = tuple(_as_kept(weight, kept, self.registered) for weight in weights)
         tried: list[Tried] = []
         sketches: list[Quantized] = []
         return OpenChoices(
@@ -88,7 +98,9 @@ class SchemeDecision:
         choice = choice_of(weights, picks, tried)
         notes = (f"schemes of weights: {choice.sentence()}",)
         taken = tuple(choice.schemes.items())
-        found = transform_of(choice, self.globs, sketches, budget=self.room, decided=choice, taken=taken, notes=notes)
+        found = transform_of(
+            choice, self.globs, self.registered, sketches, budget=self.room, decided=choice, taken=taken, notes=notes
+        )
         return with_saved(with_caches(found, self.caches), self.activations)
 
     def recalled(self, weights: tuple[WeightOptions, ...], taken: Mapping[str, str]) -> Picks:
@@ -139,14 +151,17 @@ class SchemeDecision:
         return search(weights, finish, self.rise, self.limit_s)
 
 
-def _as_kept(weight: WeightOptions, kept: Mapping[str, Quantized]) -> WeightOptions:
+def _as_kept(
+    weight: WeightOptions, kept: Mapping[str, Quantized], registered: Mapping[str, Quantizer]
+) -> WeightOptions:
     """A weight of a state that is quantized: as it lies there."""
     leaf = next((leaf for name, leaf in kept.items() if same_weight(name, weight.name)), None)
     option = weight.option(AS_IT_IS if leaf is None else leaf.scheme)
     if option is None and leaf is not None:
         # In a scheme that was not measured, beside one of the same numbers that was: of int8, int8-dynamic.
-        alike = [one for one in weight.options if one.scheme is not None and has_numbers_of(leaf, one.scheme)]
-        option = alike[0] if alike else None
+        for one in weight.options:
+            if option is None and one.scheme is not None and has_numbers_of(leaf, one.scheme, registered):
+                option = one
     if option is None:
         return weight  # in a scheme that was not measured; the step says what is wrong
     return attrs.evolve(weight, options=(option,), stays="it lies so in the state")

@@ -19,6 +19,7 @@ import attrs
 from colofunc.compiler.completion import Completion
 from colofunc.compiler.decisions import Candidates, Decisions, assigned, decide
 from colofunc.planner.joint import Proposal
+from colofunc.planner.plan import PlanOfAxis
 from colofunc.planner.sharding.assign import Assignment
 from colofunc.planner.sharding.constraints import Constraints
 from colofunc.program.ir import Program
@@ -37,7 +38,7 @@ class Sharder:
     completion: Completion
     candidates: Candidates
     constraints: Constraints
-    named: Mapping[str, str]
+    named: Mapping[str, PlanOfAxis]
     axes: tuple[str, ...]
 
     def assign(self, budget_bytes: int | None, price_s: float = 0.0) -> Assignment:

@@ -137,7 +137,17 @@ class Staged:
     def sharding(self) -> Sharding:
         """How it is asked to lie on a mesh; on a mesh of one where no transform says it."""
         said = (transform.sharding for transform in self.transforms)
-        return next((one for one in said if one is not None), None) or Sharding(Mesh())
+        return next((one for one in said if one is not None), Sharding(Mesh()))
+
+    @property
+    def sharded(self) -> Transform | None:
+        """The transform that says how the step lies on a mesh; at most one of a chain does."""
+        return next((one for one in self.transforms if one.sharding is not None), None)
+
+    @property
+    def disk(self) -> str | bool | None:
+        """The directory for what is kept on disk, as the one transform says that names it."""
+        return next((one.disk for one in self.transforms if one.disk is not None), None)
 
     @property
     def build(self) -> Build:
@@ -210,8 +220,23 @@ def fresh(compiler: Compiler) -> Compiler:
     return type(compiler)()
 
 
+_ONE_OF_A_CHAIN = {
+    "sharding": ("say how the step lies on a mesh", "drop one of them, and give its plans to the other"),
+    "disk": ("name a directory for what is kept on disk", "name it in one of them"),
+    "open": (
+        "leave open what the state depends on",
+        "decide one, and give the other step.settled(...).transform({first!r}).decided",
+    ),
+}
+"""Field of a transform -> (what it says, how a chain is written where two have said it)."""
+
+
 def applied(step: Staged, transform: Transform) -> Staged:
-    """`step` with one more transform. Raises PlanError where it was applied before, or with one that clashes."""
+    """`step` with one more transform.
+
+    Raises PlanError where it was applied before, where it clashes with another, or where both say what one of a chain
+    may.
+    """
     name = getattr(step.fn, "__name__", step.fn)
     if step.transform(transform.name) is not None:
         raise PlanError(
@@ -221,11 +246,12 @@ def applied(step: Staged, transform: Transform) -> Staged:
         why = before.clashes.get(transform.name) or transform.clashes.get(before.name)
         if why:
             raise PlanError(f"{before.name} and {transform.name} cannot both be applied to one step: {why}")
-        if before.open is not None and transform.open is not None:
-            raise PlanError(
-                f"{before.name} and {transform.name} both leave open what the state depends on, and one of a chain "
-                f"may. Try: decide one, and give the other step.settled(...).transform({before.name!r}).decided"
-            )
+        for field, (what, remedy) in _ONE_OF_A_CHAIN.items():
+            if getattr(before, field) is not None and getattr(transform, field) is not None:
+                raise PlanError(
+                    f"{before.name} and {transform.name} both {what}, and one of a chain may. "
+                    f"Try: {remedy.format(first=before.name)}"
+                )
     return attrs.evolve(step, transforms=(*step.transforms, transform), compiler=fresh(step.compiler))
 
 

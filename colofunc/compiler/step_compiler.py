@@ -236,14 +236,13 @@ class StepCompiler:
             if runs:
                 backend_for(staged.mesh, staged.executor)  # a mesh that does not fit the processes: before planning
             watch = watch_of(staged.mesh, staged.executor)
-            disk = next((one.disk for one in staged.transforms if one.disk is not None), None)
             before = [other.low for alike in self._ready.values() for other in alike]
             earlier = _used_by(before)
             with fewer_collections():
                 low = prepare(staged, args, leaves, watch, before=before, says_least=says_least)
             # A step may switch modes itself: what counts is how a call finds them, where that is known.
             used = _used_by([low]).earlier(earlier).without(around.modes, around.frozen)
-            ready = PreparedStep(low, staged.executor, watch, staged.fn, disk, leaves, used)
+            ready = PreparedStep(low, staged.executor, watch, staged.fn, staged.disk, leaves, used)
             ready.measure = max((one.measure for one in staged.transforms), default=0)
             known.append(ready)
         self._last = leaves, tree, around

@@ -227,11 +227,11 @@ class Transform:
     `budget`: the device memory that it keeps to, in bytes or as a part; (None, None): all there is; None: no limit.
     `microbatches`: in how many parts it computes the batch.
     `sharding`: how it asks the step to lie on a mesh; one of a chain may.
-    `disk`: the directory for what is kept on disk (True: a temporary one).
+    `disk`: the directory for what is kept on disk (True: a temporary one); one of a chain may.
     `measure`: this many first steps are timed, and then what moves when is planned again.
     `wider`: what to write instead where its policy forbids what would need less memory.
 
-    What it leaves open; of a chain one transform may:
+    What it leaves open; of each kind one transform of a chain may, and two are an error:
 
     `variants`: of a traced step, the ways to write this transform; () where nothing is open. Each is planned as if it
     had been written so, and the fastest that fits is taken; of a plan that is followed (`Build.way`) the one with its

@@ -7,7 +7,7 @@ plan given back. Rows of batches for which nobody gave a spec are a fifth: they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -16,12 +16,13 @@ from colofunc.compiler.transform import Sharding
 from colofunc.errors import InputError, PlanError, SpecError, near
 from colofunc.mesh import Mesh
 from colofunc.ops.quantized import Quantized
+from colofunc.planner.plan import PlanOfAxis
 from colofunc.planner.sharding.constraints import NONE, Constraint, Constraints, leaf_strategy
-from colofunc.planner.sharding.explain import RuleOf, constraints_from
+from colofunc.planner.sharding.explain import constraints_from
 from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.wish import Wish, wishes_of
 from colofunc.planner.wishes.wish_constraints import constraints_of
-from colofunc.program.ir import Node, Program
+from colofunc.program.ir import Program
 from colofunc.program.tracing.trace import Traced
 from colofunc.program.tracing.tree import Tree
 from colofunc.spec.layout import At, Layout, at_text
@@ -88,40 +89,40 @@ def constraints_of_user(
     given: Mapping[int, Layout],
     usual: Mapping[int, Layout],
     plan: Any,
-    rule_of: RuleOf,
-    extra_of: Callable[[Node], Iterable[Strategy]],
-) -> tuple[Constraints, dict[str, str]]:
-    """All constraints, and which plan speaks for which axis (axis -> name, for the plan's words).
+    rules: Rules,
+) -> tuple[Constraints, dict[str, PlanOfAxis]]:
+    """All constraints, and which plan speaks for which axis.
 
-    `usual`: how rows of batches lie for which nobody gave a spec.
+    `usual`: how rows of batches lie for which nobody gave a spec. `rules`: what operators can do, by all plugins of the
+    step.
     """
     constraints = _given(program, given) | _specs(program, traced, mesh, sharding)
     wishes: list[Wish] = []
-    named: dict[str, str] = {}
-    rules = Rules(program, mesh, plugins=sharding.plugins)
+    named: dict[str, PlanOfAxis] = {}
     for place, part in enumerate(sharding.plans):
-        name = getattr(part, "name", None) or f"plan {place + 1}"
+        name = str(getattr(part, "name", None) or f"plan {place + 1}")
         try:
-            mine = wishes_of(part, program, str(name), mesh, rules)
+            mine = wishes_of(part, program, name, mesh, rules)
         except PlanError as error:
             if traced.guessed:
                 error.add_note(GUESSED)
             raise
         wishes += mine
+        speaking = PlanOfAxis(name, bool(getattr(part, "splits_products", False)))
         for wish in mine:
             for axis in wish.axes or ():
-                named.setdefault(axis, str(name))
+                named.setdefault(axis, speaking)
     if wishes:
-        constraints = constraints | constraints_of(wishes, program, mesh, rule_of, extra_of)
+        constraints = constraints | constraints_of(wishes, program, mesh, rules)
     if plan is not None:
         constraints = constraints | constraints_from(plan, program, mesh)
     rows = _as_usual(program, mesh, usual, named, constraints)
     if rows:
-        constraints = constraints | constraints_of(rows, program, mesh, rule_of, extra_of)
+        constraints = constraints | constraints_of(rows, program, mesh, rules)
     return constraints, named
 
 
-def wished_axes(mesh: Mesh, constraints: Constraints, named: Mapping[str, str]) -> tuple[str, ...]:
+def wished_axes(mesh: Mesh, constraints: Constraints, named: Mapping[str, PlanOfAxis]) -> tuple[str, ...]:
     """The axes that somebody speaks for: named plans, specs of leaves and outputs, strategies of operators."""
     axes = set(named)
     for of_item in constraints.items.values():
@@ -174,7 +175,7 @@ def _given(program: Program, given: Mapping[int, Layout]) -> Constraints:
 
 
 def _as_usual(
-    program: Program, mesh: Mesh, usual: Mapping[int, Layout], named: Mapping[str, str], constraints: Constraints
+    program: Program, mesh: Mesh, usual: Mapping[int, Layout], named: Mapping[str, PlanOfAxis], constraints: Constraints
 ) -> list[Wish]:
     """Rows of batches stay where they are on axes of which nobody speaks: no plan, and no spec of this input."""
     wishes = []

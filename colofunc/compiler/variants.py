@@ -69,17 +69,27 @@ class Ways:
     def of(staged: Staged, build: Build, plan: Plan | None) -> Ways:
         """build: with the traced program. plan: one to follow, which says its way; None: there is none.
 
-        Raises PlanError where a step has no such way, or leaves nothing open.
+        Raises PlanError where a step has no such way, leaves nothing open, or has two transforms that leave something
+        open.
         """
         way = "" if plan is None else plan.way
         build = build.evolve(way=way)
+        found: dict[str, tuple[Transform, tuple[Variant, ...]]] = {}
         for transform in staged.transforms:
             variants = () if transform.variants is None else tuple(transform.variants(build))
             if variants:
-                ways = Ways(
-                    staged, transform, variants, estimated=0.0 if len(build.program.nodes) > LARGE else ESTIMATED
-                )
-                return attrs.evolve(ways, only=ways.called(way)) if way else ways
+                found[transform.name] = transform, variants
+        if len(found) > 1:
+            first, second = sorted(found)[:2]
+            raise PlanError(
+                f"{first} and {second} both leave open how they are written ({found[first][1][0].words!r} is a way of "
+                f"the one, {found[second][1][0].words!r} of the other), and one of a chain may. Try: say all that one "
+                "of them leaves open"
+            )
+        for transform, variants in found.values():
+            estimated = 0.0 if len(build.program.nodes) > LARGE else ESTIMATED
+            ways = Ways(staged, transform, variants, estimated=estimated)
+            return attrs.evolve(ways, only=ways.called(way)) if way else ways
         if way:
             raise PlanError(
                 f"the plan to follow goes the way {way!r}, and this step leaves nothing open: its microbatches and "

@@ -67,10 +67,16 @@ IN_FLOAT8 = (fp8.PRODUCTS[0], fp8_products.PRODUCT)
 
 
 def transform_of(
-    quantizer: Schemes, globs: tuple[str, ...], sketches: list[Quantized] | None = None, **further: Any
+    quantizer: Schemes,
+    globs: tuple[str, ...],
+    registered: Mapping[str, Quantizer],
+    sketches: list[Quantized] | None = None,
+    **further: Any,
 ) -> Transform:
-    """The transform with a scheme, or with a choice of one for each weight. sketches: as in `WeightPacking`."""
-    weights = WeightPacking(quantizer, globs, sketches)
+    """The transform with a scheme, or with a choice of one for each weight. registered, sketches: as in
+    `WeightPacking`.
+    """
+    weights = WeightPacking(quantizer, globs, registered, sketches)
     return Transform(
         QUANTIZE,
         {"scheme": weights.name, "where": globs},

@@ -17,7 +17,7 @@ import inspect
 import os
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -46,21 +46,8 @@ from colofunc.transforms.shard import shard
 # Problem: which modes there are is for plugins to say, and their axes should not have to be counted twice, in `mesh`
 # and in the plan. Idea: a name is that of an installed plan, its options are the ones of its signature, and `size` is
 # how many ranks its axes have, so that `mesh` need not name them. A plan that takes `size` itself gets it, too, and may
-# say how it divides (`SizedPlan`): a grid of 4 ranks is 2 by 2.
-
-
-# What other frameworks call the same thing.
-PLAN_ALIASES = {
-    "zero_optimization": "zero", "tensor_parallel": "tensor", "expert_parallel": "experts", "sequence_parallel": "sequence",
-    "context_parallel": "sequence",
-}  # fmt: skip
-# One name for several plans: its `mode` is the plan, the first one if it has none.
-FAMILIES = {"sequence": ("ring", "ulysses", "gather_kv")}
-# Modes that have a name before they have an implementation: a better word than "unknown" where one is not installed.
-NAMED = (
-    "precision", "accumulate", "offload", "checkpoint", "quantize", "pipeline", "zero", "tensor", "sequence", "ulysses", "ring",
-    "gather_kv", "experts", "gemini",
-)  # fmt: skip
+# say how it divides (`SizedPlan`): a grid of 4 ranks is 2 by 2. A constructor that a plugin gives under several names is
+# one plan, which has the name of the function.
 
 
 @runtime_checkable
@@ -95,8 +82,8 @@ class PlanEntry:
         return self
 
 
-def read_plans(node: SourceNode, registry: Registry) -> Iterator[PlanEntry]:
-    """The plans under `parallel`, in order: a list, or one mapping."""
+def read_plans(node: SourceNode, registry: Registry, transforms: Collection[str]) -> Iterator[PlanEntry]:
+    """The plans under `parallel`, in order: a list, or one mapping. transforms: names that are keys beside it."""
     items = node.items if node.value is not None else []
     for item in items:
         if isinstance(item.value, str):
@@ -105,45 +92,34 @@ def read_plans(node: SourceNode, registry: Registry) -> Iterator[PlanEntry]:
         for key, child in item.entries.items():
             if child.value is False:
                 continue
-            if plan_name(key, child, registry) is not None:
+            if own_name(key, registry) in registry.plans:
                 yield read_plan(key, child, registry)
-            elif PLAN_ALIASES.get(key, key) in NAMED:
-                raise not_installed(PLAN_ALIASES.get(key, key), child)
+            elif own_name(key, registry) in transforms:
+                raise child.error(
+                    f"parallel: {key!r} is a key of its own, not a plan; write it beside `parallel`, not under it "
+                    f"(parameters of that name are '*{key}')"
+                )
+            elif policy_of(key, registry):
+                raise child.error(f"parallel: {policy_of(key, registry)}")
             else:
                 globs[key] = child
         if globs:
             yield PlanEntry(None, "", item, globs)
 
 
-def plan_name(key: str, node: SourceNode, registry: Registry) -> str | None:
-    """The installed plan that a key means; None where it means none."""
-    name = PLAN_ALIASES.get(key, key)
-    if name in registry.plans:
-        return name
-    if name not in FAMILIES or not set(FAMILIES[name]) & set(registry.plans):
-        return None
-    mode = None
-    if isinstance(node.value, dict):
-        mode = node.value.get("mode")
-    elif isinstance(node.value, str):
-        mode = node
-    if mode is None:
-        return next(plan for plan in FAMILIES[name] if plan in registry.plans)
-    if mode.value not in FAMILIES[name]:
-        raise mode.error(f"{key}: mode is {mode.text()}; allowed: {', '.join(map(repr, FAMILIES[name]))}")
-    if mode.value not in registry.plans:
-        raise not_installed(str(mode.value), mode)
-    return str(mode.value)
+def own_name(key: str, registry: Registry) -> str:
+    """What a key is called here, where other frameworks call it otherwise: a transform, or a plan under several names."""
+    name = ALIASES.get(key, key)
+    plan = registry.plans.get(name)
+    own = getattr(plan, "__name__", name)
+    return own if plan is not None and registry.plans.get(own) is plan else name
 
 
 def read_plan(key: str, node: SourceNode, registry: Registry) -> PlanEntry:
     """A plan from a plugin's constructor, and how many ranks it wants."""
-    name = plan_name(key, node, registry)
-    assert name is not None, "asked before"
+    name = own_name(key, registry)
     fn, given = registry.plans[name], node
     allowed = parameters(fn)
-    if name != PLAN_ALIASES.get(key, key):  # one of a family
-        given = attrs.evolve(node, value=_without("mode", node.value) if isinstance(node.value, dict) else None)
     size = given.value.get("size") if isinstance(given.value, dict) else None
     if size is not None and (isinstance(size.value, dict | list) or "size" not in allowed):
         given = attrs.evolve(given, value=_without("size", given.value))
@@ -182,12 +158,6 @@ def _sizes(name: str, plan: Any, node: SourceNode) -> dict[str, int]:
     return named
 
 
-def not_installed(name: str, node: SourceNode) -> ColofuncError:
-    return node.error(
-        f"{name!r} is not installed: neither colofunc nor a plugin brings it. Try: a plugin that does, or drop the key"
-    )
-
-
 # ---- specs ----
 
 
@@ -204,7 +174,7 @@ def _spec(glob: str, node: SourceNode, registry: Registry, mesh: Mesh) -> str:
             checked(node, what, fits_mesh, value, mesh)
         return value
     raise node.error(
-        f"parallel: {glob!r} is no plan that is installed{near(glob, (*registry.plans, *NAMED), 'plans')}; parameters "
+        f"parallel: {glob!r} is no plan that is installed{near(glob, registry.plans, 'plans')}; parameters "
         f"of that name take a spec such as '(tp o) i', not {value!r}"
     )
 
@@ -251,6 +221,17 @@ def check_specs(node: SourceNode, name: str, mesh: Mesh) -> None:
 # constructor, of a plugin or of ours, and its options are the ones of the constructor's signature.
 
 
+RECOMPUTE_POLICIES: Mapping[str, Any] = {"save_only": save_only, "every": every}
+
+
+def policy_of(name: str, registry: Registry) -> str:
+    """Says which transform takes a policy of this name; "" where none does."""
+    for transform, policies in (("offload", registry.memory_policies), ("checkpoint", RECOMPUTE_POLICIES)):
+        if name in policies:
+            return f"{name!r} is a policy of `{transform}`; write {transform}: {{policy: {name}}}"
+    return ""
+
+
 def with_policies(node: SourceNode, allowed: Mapping[str, inspect.Parameter], registry: Registry) -> SourceNode:
     """The options of a transform, with the policies in them made.
 
@@ -260,7 +241,7 @@ def with_policies(node: SourceNode, allowed: Mapping[str, inspect.Parameter], re
         return node
     known: dict[type, Mapping[str, Any]] = {
         MemoryPolicy: registry.memory_policies,
-        RecomputePolicy: {"save_only": save_only, "every": every},
+        RecomputePolicy: RECOMPUTE_POLICIES,
     }
     options = dict(node.value)
     for key, child in node.value.items():
@@ -286,7 +267,7 @@ def _made(node: SourceNode, constructors: Mapping[str, Any]) -> SourceNode:
 
 OWN_KEYS = ("mesh", "parallel", "shard", "clip", "executor")
 # What other frameworks call the same thing.
-ALIASES = PLAN_ALIASES | {
+ALIASES = {
     "gradient_clipping": "clip", "max_grad_norm": "clip", "gradient_clip_val": "clip", "gradient_accumulation_steps": "accumulate",
     "mixed_precision": "precision", "activation_checkpointing": "checkpoint", "activation_checkpoint": "checkpoint",
 }  # fmt: skip
@@ -358,8 +339,8 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any], plugins: Seque
     root = read_source(source)
     registry = build_registry(tuple(plugins))
     known = _transforms(registry)
-    entries = _without_aliases(root)
-    wanted = list(read_plans(entries["parallel"], registry)) if "parallel" in entries else []
+    entries = _without_aliases(root, registry)
+    wanted = list(read_plans(entries["parallel"], registry, known)) if "parallel" in entries else []
     transforms: list[ConfigPart] = []
     for key, node in entries.items():
         if key in OWN_KEYS or node.value is False:
@@ -368,10 +349,10 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any], plugins: Seque
             allowed = parameters(known[key], skip=1)
             args, options = bind(with_policies(node, allowed, registry), key, allowed)
             transforms.append(ConfigPart(key, known[key], args, options, node))
-        elif plan_name(key, node, registry) is not None:
+        elif key in registry.plans:
             wanted.append(read_plan(key, node, registry))
         else:
-            raise _unknown(key, node, (*OWN_KEYS, *known, *registry.plans))
+            raise _unknown(key, node, (*OWN_KEYS, *known, *registry.plans), registry)
     mesh = _mesh(entries, wanted)
     wanted = [one.check(registry, mesh) for one in wanted]
     plans, texts = tuple(one.plan for one in wanted), tuple(one.text for one in wanted)
@@ -395,27 +376,26 @@ def _transforms(registry: Registry) -> dict[str, Callable[..., Any]]:
         if file.name != "shard":
             module = importlib.import_module(f"colofunc.transforms.{file.name}")
             transforms[file.name] = getattr(module, file.name)
-    for name, fn in registry.transforms.items():
-        if callable(fn):
-            transforms[name] = fn
+    transforms.update(registry.transforms)
     return transforms
 
 
-def _without_aliases(root: SourceNode) -> dict[str, SourceNode]:
+def _without_aliases(root: SourceNode, registry: Registry) -> dict[str, SourceNode]:
     """The root's entries under our own names."""
     found: dict[str, SourceNode] = {}
     for key, node in root.entries.items():
-        name = ALIASES.get(key, key)
+        name = own_name(key, registry)
         if name in found:
             raise node.error(f"{key!r} says the same as what is at {found[name].where}; keep one of them")
         found[name] = node
     return found
 
 
-def _unknown(key: str, node: SourceNode, names: Sequence[str]) -> ColofuncError:
-    if key in NAMED:
-        return not_installed(key, node)
-    close = near(key, (*names, *NAMED, *ALIASES))
+def _unknown(key: str, node: SourceNode, names: Sequence[str], registry: Registry) -> ColofuncError:
+    policy = policy_of(key, registry)
+    if policy:
+        return node.error(policy)
+    close = near(key, (*names, *ALIASES))
     if not close.startswith("; did"):
         close = near(key, names, "keys")
     return node.error(f"unknown key {key!r}{close}")

@@ -29,6 +29,7 @@ from colofunc.mesh import Mesh
 from colofunc.mesh.device import device_of
 from colofunc.ops.define import KERNELS
 from colofunc.ops.targets import target_of
+from colofunc.plugins import Registry, build_registry
 from colofunc.program.facts import has_wires
 from colofunc.program.ir import Node, Program, Ref, Value
 from colofunc.program.lower import Choice, lower
@@ -39,7 +40,6 @@ from colofunc.spec.conversions.conversion import conversion, conversion_s
 from colofunc.spec.layout import Layout
 from colofunc.spec.parts import holds
 from colofunc.spec.rule import Call, Rule, Strategy, TensorType
-from colofunc.spec.rules import rule_for, strategies_for
 from colofunc.spec.strategies import FREE, enumerate_strategies, follow, replicated_strategy
 
 Shards = list[torch.Tensor]
@@ -293,10 +293,14 @@ def _tuples(tree: Any) -> Any:
 def _choose(call: Call, func: Any, layouts: tuple[Layout, ...], mesh: Mesh) -> Choice:
     """The cheapest strategy for operands that lie so; of equally cheap ones, one that takes some operand as it lies.
 
-    Raises RuleError of operators that draw random numbers and have no rule.
+    By the rules and strategies of colofunc and of installed plugins. Raises RuleError of operators that draw random
+    numbers and have no rule, and where a rule contradicts the operator's shapes.
     """
-    rule: Rule | None = rule_for(call)
-    if rule is None and torch.Tag.nondeterministic_seeded in func.tags:
+    registry = build_registry()
+    rule = registry.rule(call)
+    if rule is not None:
+        rule.check(call)
+    elif torch.Tag.nondeterministic_seeded in func.tags:
         raise RuleError(
             f"{call.target} draws random numbers and has no form keyed by position, so they could not be the same on "
             "every mesh; draw with torch.rand_like, torch.randn_like, torch.bernoulli or F.dropout"
@@ -309,10 +313,12 @@ def _choose(call: Call, func: Any, layouts: tuple[Layout, ...], mesh: Mesh) -> C
             moved_s += conversion_s(layout, wanted, mesh, typ.dtype.itemsize)
         return moved_s + strategy.cost.extra_s + mesh.compute_s(strategy.cost.flops, strategy.cost.nbytes, dtype)
 
-    return Choice(min(_options(call, rule, layouts, mesh), key=seconds), rule)
+    return Choice(min(_options(call, rule, layouts, mesh, registry), key=seconds), rule)
 
 
-def _options(call: Call, rule: Rule | None, layouts: tuple[Layout, ...], mesh: Mesh) -> list[Strategy]:
+def _options(
+    call: Call, rule: Rule | None, layouts: tuple[Layout, ...], mesh: Mesh, registry: Registry
+) -> list[Strategy]:
     """Strategies for operands that lie so. Those that take some operand as it lies are the first."""
     options: list[Strategy] = []
     if rule is not None:
@@ -326,7 +332,7 @@ def _options(call: Call, rule: Rule | None, layouts: tuple[Layout, ...], mesh: M
         used.update(layout.axes)
         used.update(axis for axis, _ in layout.pending)
     options += enumerate_strategies(call, rule, mesh, tuple(axis for axis in mesh.axis_names if axis in used))
-    for strategy in strategies_for(call, mesh):
+    for strategy in registry.extra_strategies(call, mesh):
         if all(used.issuperset(layout.axes) for layout in strategy.ins):
             options.append(strategy)
     options.append(replicated_strategy(call))

@@ -15,13 +15,9 @@ from contextvars import ContextVar
 
 import attrs
 
-from colofunc.errors import ColofuncError, InputError, near
+from colofunc.errors import FaultError, InputError, near
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "send")
-
-
-class FaultError(ColofuncError, RuntimeError):
-    """A failure that `colofunc.testing.fail` asked for."""
 
 
 @attrs.define

@@ -92,6 +92,14 @@ class Leaf:
 
 
 @attrs.frozen
+class PlanOfAxis:
+    """The named plan that speaks for an axis. `splits_products`: as `NamedPlan` has it."""
+
+    name: str
+    splits_products: bool = False
+
+
+@attrs.frozen
 class AxisUse:
     """What one mesh axis does, in the field's words. `by`: "found", or who wished it."""
 

@@ -57,6 +57,9 @@ def colofunc_rules() -> Mapping[str, Callable[..., Any]]:
 def colofunc_strategies() -> Mapping[str, Callable[..., Any]]:
     """Operator name -> `strategies(call, mesh) -> iterable of cf.Strategy`, added to those of the operator's rule.
 
+    `strategies(call, mesh, rule)` is given that rule (`cf.ext.Rule`, None where it has none), which `cf.ext.ways` needs
+    where the rule is of a plugin that is given by hand, and not installed.
+
     A strategy with `local=` carries its own local code, written with torch and `cf.collectives`. Several plugins may
     add strategies to the same operator: they are alternatives, and cost decides.
     """
@@ -67,7 +70,8 @@ def colofunc_strategies() -> Mapping[str, Callable[..., Any]]:
 def colofunc_plans() -> Mapping[str, Callable[..., Any]]:
     """Plan name ("zero", "tensor", ...) -> constructor. The plan is what `cf.shard(step, mesh, plan)` takes.
 
-    `cf.configure` calls it by name, with the options that its signature says.
+    `cf.configure` calls it by name, with the options that its signature says. A constructor under several names, such
+    as what other frameworks call the same, is one plan, which goes by the name of the function.
     """
     raise NotImplementedError
 

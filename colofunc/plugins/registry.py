@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
+from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
@@ -30,7 +31,8 @@ FORMATS = "colofunc.integrations.formats"
 """The plugin of this project that knows other libraries' files. It is named, as an entry point names one, because it
 lies above this layer, and only what reads and writes such files has it loaded."""
 
-StrategyFn = Callable[[Call, Mesh], Any]
+StrategyFn = Callable[..., Any]
+"""(call, mesh), and the rule of the call where it takes an argument of the name `rule`."""
 
 
 def _frozen(table: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -66,7 +68,7 @@ class Registry:
         # Built-in ones stand under the operator's name without its overload.
         keys = dict.fromkeys((base_of(call.target), call.target, f"{call.target}.default"))
         for fn in [fn for key in keys for fn in self.strategies.get(key, ())]:
-            for strategy in _given(fn, call, mesh):
+            for strategy in _given(fn, call, mesh, self.rule):
                 if not isinstance(strategy, Strategy):
                     raise PluginError(
                         f"strategies of {call.target} from {_name_of(fn)} gave {strategy!r}; yield cf.Strategy records"
@@ -80,10 +82,20 @@ def _name_of(fn: Any) -> str:
     return f"{written.__module__}.{written.__qualname__}"
 
 
-def _given(fn: StrategyFn, call: Call, mesh: Mesh) -> list[Any]:
-    """What a function of strategies yields for a call. Raises PluginError where it fails."""
+def _takes_rule(fn: StrategyFn) -> bool:
+    """Whether a function of strategies wants the rule of the call: a parameter that nobody has given yet."""
     try:
-        return list(fn(call, mesh))
+        parameter = signature(fn).parameters.get("rule")
+    except ValueError:  # written in C
+        return False
+    return parameter is not None and parameter.default is parameter.empty
+
+
+def _given(fn: StrategyFn, call: Call, mesh: Mesh, rule_of: Callable[[Call], Rule | None]) -> list[Any]:
+    """What a function of strategies yields for a call. Raises PluginError where it fails."""
+    told = {"rule": rule_of(call)} if _takes_rule(fn) else {}
+    try:
+        return list(fn(call, mesh, **told))
     except ColofuncError:
         raise
     except Exception as error:
@@ -234,7 +246,30 @@ def _kernels(manager: pluggy.PluginManager) -> list[Kernel]:
     return kernels
 
 
-_CALLABLE = frozenset({"colofunc_rules", "colofunc_strategies", "colofunc_plans", "colofunc_passes"})
+_CALLABLE = frozenset({
+    "colofunc_rules", "colofunc_strategies", "colofunc_plans", "colofunc_passes", "colofunc_transforms",
+})  # fmt: skip
+
+_RECORDS: Mapping[str, tuple[str, str]] = {
+    "colofunc_schedules": ("colofunc.program.pipeline_schedule.Schedule", "a cf.ext.Schedule"),
+    "colofunc_quantizers": ("colofunc.ops.quantizers.Quantizer", "a cf.ext.Quantizer"),
+    "colofunc_topologies": ("colofunc.mesh.topology.Topology", "a cf.Topology"),
+    "colofunc_memory_policies": (
+        "colofunc.planner.offload.policies.MemoryPolicy",
+        "a cf.ext.MemoryPolicy or a constructor of one",
+    ),
+    "colofunc_packed_layouts": (
+        "colofunc.functional.checkpoint.packed_tensors.PackedLayout",
+        "a cf.ext.packed_tensors.PackedLayout",
+    ),
+    "colofunc_model_libraries": (
+        "colofunc.functional.checkpoint.libraries.Library",
+        "a cf.ext.libraries.Library",
+    ),
+}
+"""Hook -> (class of its values, what to give). Classes are named, because some lie in layers above this one."""
+_CONSTRUCTORS_TOO = frozenset({"colofunc_memory_policies"})
+"""Hooks whose values may be functions that make such a record."""
 
 
 def _check_entry(hook: str, who: str, key: Any, value: Any) -> None:
@@ -242,7 +277,13 @@ def _check_entry(hook: str, who: str, key: Any, value: Any) -> None:
         raise PluginError(f"{hook} of plugin {who!r} has key {key!r}; see the hook's documentation for its form")
     if hook in _CALLABLE and not callable(value):
         raise PluginError(f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}, which cannot be called")
-    if hook == "colofunc_schedules" and not isinstance(value, Schedule):
-        raise PluginError(f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}; give a cf.ext.Schedule")
-    if hook == "colofunc_quantizers" and not isinstance(value, Quantizer):
-        raise PluginError(f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}; give a cf.ext.Quantizer")
+    if hook in _RECORDS:
+        record, wanted = _RECORDS[hook]
+        is_constructor = hook in _CONSTRUCTORS_TOO and callable(value)
+        if not is_constructor and not _is_a(value, record):
+            raise PluginError(f"{hook} of plugin {who!r}: the value of {key!r} is {value!r}; give {wanted}")
+
+
+def _is_a(value: Any, record: str) -> bool:
+    """Whether a class of this name is among those of a value."""
+    return any(f"{cls.__module__}.{cls.__qualname__}" == record for cls in type(value).__mro__)

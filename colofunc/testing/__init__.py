@@ -12,7 +12,8 @@
     strategies, pytest_plugin           Hypothesis strategies, fixtures (import these modules where they are needed)
 """
 
-from colofunc.executors.faults import FaultError, fail
+from colofunc.errors import FaultError
+from colofunc.executors.faults import fail
 from colofunc.testing import models, programs
 from colofunc.testing.check import Checked, check
 from colofunc.testing.conditioning import last_bit

@@ -99,10 +99,10 @@ def _transform(options: dict[str, Any]) -> Transform:
 
 
 def with_disk(step: Staged, disk: str | bool) -> Staged:
-    """A step that is offloaded, with a disk where it has named none."""
+    """A step that is offloaded, with a disk where its chain has named none."""
     offloaded = step.transform("offload")
     assert offloaded is not None, "asked for of offloaded steps only"
-    if offloaded.disk is not None:
+    if step.disk is not None:
         return step
     return in_place_of(step, offloaded, _transform({**offloaded.options, "disk": disk}))
 
@@ -111,7 +111,7 @@ def _refuse_unknown(policy: str, step_fn: Any) -> None:
     """A name of no policy is refused at once. Before a `shard`, which may bring plugins, only what looks misspelt."""
     if policy in BUILT_IN:
         return
-    sharded = isinstance(step_fn, Staged) and step_fn.transform("shard") is not None
+    sharded = isinstance(step_fn, Staged) and step_fn.sharded is not None
     brings = (*step_fn.sharding.plugins, *bringing(step_fn.sharding.plans)) if sharded else ()
     found = build_registry(brings).memory_policies
     hint = near(policy, (*BUILT_IN, *found), "policies")

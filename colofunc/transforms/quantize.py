@@ -142,13 +142,15 @@ def _stored(
         raise InputError(
             f"cf.quantize(where={where!r}): give a glob over names of weights, or several. Try: where='*.weight'"
         )
+    registered = build_registry(tuple(plugins)).quantizers
     if scheme == AUTO:
-        return attrs.evolve(SchemeDecision.of(globs, **for_auto), activations=saved, caches=cached).transform()
+        decision = SchemeDecision.of(globs, registered, **for_auto)
+        return attrs.evolve(decision, activations=saved, caches=cached).transform()
     _refuse_limits(scheme, for_auto)
     if scheme is None and (saved is not None or cached):
         transform = Transform(QUANTIZE)
     else:
-        transform = transform_of(_quantizer(scheme, plugins), globs)
+        transform = transform_of(_quantizer(scheme, registered), globs, registered)
     return with_saved(with_caches(transform, cached), saved)
 
 
@@ -174,10 +176,9 @@ def _refuse_limits(scheme: Any, auto: Mapping[str, Any]) -> None:
         )
 
 
-def _quantizer(scheme: Any, plugins: Sequence[Any]) -> Schemes:
+def _quantizer(scheme: Any, known: Mapping[str, Quantizer]) -> Schemes:
     if isinstance(scheme, SchemeChoice):
         return scheme
-    known = build_registry(tuple(plugins)).quantizers
     if isinstance(scheme, Quantizer):
         return scheme
     if not isinstance(scheme, str):

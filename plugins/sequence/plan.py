@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 from colofunc_plugins.sequence.gathered import Gathered
@@ -47,6 +47,28 @@ def ulysses(axis: str) -> SequencePlan:
     out, heads divide.
     """
     return SequencePlan("ulysses", (axis,))
+
+
+def sequence(
+    axis: str,
+    mode: Literal["ring", "ulysses", "gather_kv"] = "ring",
+    *,
+    balance: str | None = "auto",
+    heads: str | None = None,
+) -> SequencePlan:
+    """The plan of one of these names, for configurations: `sequence: {mode: ulysses, axis: cp}`.
+
+    Raises PlanError where the mode has no such option.
+    """
+    if heads is not None and mode != "ring":
+        raise cf.PlanError(f"sequence(mode={mode!r}) has no heads; it is of mode 'ring'")
+    if mode == "ring":
+        return ring(axis, balance=balance, heads=heads)
+    if mode == "gather_kv":
+        return gather_kv(axis, balance=balance)
+    if balance != "auto":
+        raise cf.PlanError(f"sequence(mode={mode!r}) has no balance; it is of modes 'ring' and 'gather_kv'")
+    return ulysses(axis)
 
 
 @attrs.frozen

@@ -17,7 +17,7 @@ of column products). Source: Megatron-LM (1909.08053), section 3; along the sequ
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 
@@ -69,6 +69,7 @@ class Megatron:
     sequence: bool = False
     vocabulary: bool = True
     apart: bool = False
+    splits_products: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

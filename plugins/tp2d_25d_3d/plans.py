@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import permutations
 from itertools import product as combine
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 from colofunc_plugins.tp2d_25d_3d.grid3d import Cube
@@ -33,6 +33,7 @@ class Gridded:
     mode: str
     axes: tuple[str, ...]
     sizes: tuple[int, ...] | None = None  # of the axes, where they were said
+    splits_products: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
@@ -154,6 +155,7 @@ class Auto:
     """
 
     axes: tuple[str, ...]
+    splits_products: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

@@ -173,10 +173,9 @@ def libraries() -> dict[str, Library]:
     """Name -> library: this project's first, then those of installed plugins."""
     found: dict[str, Library] = {}
     for name, library in formats_registry().model_libraries.items():
-        if not isinstance(library, Library) or library.name != name:
+        if library.name != name:
             raise PluginError(
-                f"colofunc_model_libraries: the value of {name!r} is {library!r}; give a cf.ext.libraries.Library of "
-                "this name"
+                f"colofunc_model_libraries: {name!r} is a library of the name {library.name!r}; give it its own name"
             )
         found[name] = library
     return found

@@ -58,11 +58,6 @@ def layouts() -> dict[str, PackedLayout]:
     """
     found: dict[str, PackedLayout] = {}
     for name, layout in formats_registry().packed_layouts.items():
-        if not isinstance(layout, PackedLayout):
-            raise PluginError(
-                f"colofunc_packed_layouts: the value of {name!r} is {layout!r}; give a "
-                "cf.ext.packed_tensors.PackedLayout"
-            )
         if layout.name != name or layout.form not in FORMATS:
             raise PluginError(
                 f"colofunc_packed_layouts: {name!r} is a layout of the name {layout.name!r} and the form "

@@ -13,7 +13,7 @@ import attrs
 from colofunc.errors import PlanError
 from colofunc.mesh import KINDS, Mesh
 from colofunc.planner.describe import describe, repeated_products
-from colofunc.planner.plan import Alternative, AxisUse, Decision, Leaf, Plan
+from colofunc.planner.plan import Alternative, AxisUse, Decision, Leaf, Plan, PlanOfAxis
 from colofunc.planner.plan_table import size_text, time_text
 from colofunc.planner.sharding.assign import Assignment
 from colofunc.planner.sharding.classes import starred
@@ -63,11 +63,11 @@ def make_plan(
     mesh: Mesh,
     found: Assignment,
     rule_of: RuleOf = lambda node: None,
-    named: Mapping[str, str] | None = None,
+    named: Mapping[str, PlanOfAxis] | None = None,
     constraints: Constraints = NONE,
     budget_bytes: int | None = None,
 ) -> Plan:
-    """The plan of an assignment. `named`: axis -> the named plan that speaks for it; other axes were found."""
+    """The plan of an assignment. `named`: axis -> the plan that speaks for it; other axes were found."""
     named = named or {}
     keys = node_keys(program)
     paid = _paid(found, mesh)
@@ -99,7 +99,7 @@ def make_plan(
 
 
 def _axis_uses(
-    program: Program, mesh: Mesh, found: Assignment, named: Mapping[str, str], constraints: Constraints
+    program: Program, mesh: Mesh, found: Assignment, named: Mapping[str, PlanOfAxis], constraints: Constraints
 ) -> tuple[AxisUse, ...]:
     """What each mesh axis is used for, in the field's words."""
     gathered_once = [program.inputs[position] for position, again in constraints.regather.items() if again is False]
@@ -108,15 +108,16 @@ def _axis_uses(
     uses = []
     for axis, text in describe(program, mesh, found.strategies, found.inputs, gathered_once, scatters):
         said = STAGES if axis in staged else text
-        uses.append(AxisUse(axis, said, named.get(axis, "found")))
+        by = named[axis].name if axis in named else "found"
+        uses.append(AxisUse(axis, said, by))
     return tuple(uses)
 
 
-def _repeated(program: Program, mesh: Mesh, found: Assignment, named: Mapping[str, str]) -> tuple[str, ...]:
-    """A line for each axis of a plan of tensor parallelism that leaves products whole."""
+def _repeated(program: Program, mesh: Mesh, found: Assignment, named: Mapping[str, PlanOfAxis]) -> tuple[str, ...]:
+    """A line for each axis of a plan that is to split products and leaves some whole."""
     lines = []
     for axis in mesh.axis_names:
-        if mesh.axis_size(axis) > 1 and named.get(axis, "").startswith("tensor"):
+        if mesh.axis_size(axis) > 1 and axis in named and named[axis].splits_products:
             lines.append(repeated_products(program, mesh, found.strategies, axis))
     return tuple(line for line in lines if line)
 

@@ -36,15 +36,19 @@ def ways(
     outs: Sequence[Own | None],
     *,
     open: Collection[str] | None = None,
+    rule: Rule | None = None,
 ) -> Iterator[Strategy]:
     """One strategy, without local code, for each way to place the other axes by the operator's rule.
 
     `ins`, `outs`: per tensor operand and per result, factor -> how your axes lie in it ("cp s"); {} where they do not.
-    `open`: the axes to place beside them; None: all of the mesh that you do not name. Where one factor has both, the
-    other axes are major. Flops are shared among all axes; communication is yours to add to the cost. Nothing is yielded
+    `open`: the axes to place beside them; None: all of the mesh that you do not name. `rule`: the operator's, which
+    strategies are given that take a third argument, `strategies(call, mesh, rule)`; None: that of colofunc or of an
+    installed plugin, so that rules of `plugins=[...]` have to be said. Where one factor has both, the other axes are
+    major. Flops are shared among all axes; communication is yours to add to the cost. Nothing is yielded
     where a size does not divide, or where the operator has no rule for this call.
     """
-    rule = build_registry(()).rule(call)
+    if rule is None:
+        rule = build_registry(()).rule(call)
     if rule is None:
         return
     if len(ins) != len(rule.ins) or len(outs) != len(rule.outs):

@@ -26,16 +26,12 @@ from colofunc.ops.experts_parts import EXPERTS
 from colofunc.planner.plan import parse_axes
 from colofunc.planner.sharding.constraints import Constraint
 from colofunc.planner.wishes.layout_equality import is_enumerated, lies_alike
-from colofunc.planner.wishes.propagation import follow
+from colofunc.planner.wishes.propagation import Rules, follow
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
 from colofunc.program.ir import Node, Program
-from colofunc.program.lower import call_of
 from colofunc.spec.layout import Atom, Dim, Layout, axes_of
 from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.strategies import build, lay_out, place, placements, usable
-
-RuleOf = Callable[[Node], Rule | None]
-ExtraOf = Callable[[Node], Iterable[Strategy]]
 
 
 @attrs.frozen
@@ -54,17 +50,17 @@ class WishSeeds:
 
 
 def constraints_along(
-    flow: WishSeeds, program: Program, mesh: Mesh, rule_of: RuleOf, extra_of: ExtraOf
+    flow: WishSeeds, program: Program, mesh: Mesh, rules: Rules
 ) -> Iterator[tuple[int, dict[str, object], Constraint]]:
     """(item, axis -> factor that it is held to, constraint) of every operator that a flow reaches."""
     wish, first_node = flow.wish, len(program.inputs)
     patterns: dict[int, tuple[Strategy, ...]] = {}
     for index, wishes in flow.held.items():
-        found = _patterns(wishes, extra_of(program.nodes[index]), mesh)
+        found = _patterns(wishes, rules.extra(program.nodes[index]), mesh)
         if found:
             patterns[index] = found
     starts = {id: layout for id, (_, layout) in flow.seeds.items()}
-    followed = follow(program, mesh, starts, rule_of, wish.rest, wish.across, patterns, wish.gathers, wish.apart)
+    followed = follow(program, mesh, starts, rules, wish.rest, wish.across, patterns, wish.gathers, wish.apart)
     own_axes: dict[str, None] = {}  # in order, each once
     for layout in starts.values():
         own_axes.update(dict.fromkeys(layout.axes))
@@ -74,11 +70,11 @@ def constraints_along(
     known: dict[Any, tuple[Strategy, ...]] = {}
     for index, strategy in followed.strategies.items():
         node = program.nodes[index]
-        rule, (call, *_), layouts = rule_of(node), call_of(node, program.values), (*strategy.ins, *strategy.outs)
+        rule, call, layouts = rules.rule(node), rules.call(node), (*strategy.ins, *strategy.outs)
         # What enumeration does not have is offered, beside every way to place the open axes.
         odd = strategy.local is not None or not _enumerated(strategy, mesh)
         if odd and (call, layouts) not in known:
-            known[call, layouts] = with_open_axes(call, rule, strategy, mesh, extra_of(node))
+            known[call, layouts] = with_open_axes(call, rule, strategy, mesh, rules.extra(node))
         offers = known[call, layouts] if odd else ()
         key = ("along", wish.source, axes, tuple(lay and lay.text() for lay in layouts))
         if wish.rest is not None or _works(node, rule, program, strategy):
@@ -91,7 +87,7 @@ def constraints_along(
     for index, strategy in followed.asked.items():
         if not _enumerated(strategy, mesh):
             node, layouts = program.nodes[index], (*strategy.ins, *strategy.outs)
-            offers = with_open_axes(call_of(node, program.values)[0], rule_of(node), strategy, mesh)
+            offers = with_open_axes(rules.call(node), rules.rule(node), strategy, mesh)
             key = ("asked", wish.source, axes, tuple(lay and lay.text() for lay in layouts))
             yield first_node + index, {}, Constraint(key, lambda strategy: True, "", offers)
 
@@ -135,15 +131,14 @@ def _patterns(wishes: Iterable[Wish], extra: Iterable[Strategy], mesh: Mesh) -> 
 
 
 def meeting(
-    ways: Mapping[int, list[Strategy]], program: Program, mesh: Mesh, rule_of: RuleOf, extra_of: ExtraOf
+    ways: Mapping[int, list[Strategy]], program: Program, mesh: Mesh, rules: Rules
 ) -> Iterator[tuple[int, Constraint]]:
     """(item, constraint) where ways of single flows (item -> ways) that enumeration does not have are offered as one."""
     for item, strategies in ways.items():
         if len(strategies) < 2:
             continue
         node = program.nodes[item - len(program.inputs)]
-        call, *_ = call_of(node, program.values)
-        offers = combined(call, rule_of(node), strategies, mesh, extra_of(node))
+        offers = combined(rules.call(node), rules.rule(node), strategies, mesh, rules.extra(node))
         if offers:
             key = ("together", *(strategy.name for strategy in strategies))
             yield item, Constraint(key, lambda strategy: True, "", offers)

@@ -11,16 +11,14 @@ from colofunc.errors import PlanError
 from colofunc.mesh import Mesh
 from colofunc.planner.plan import parse_axes
 from colofunc.planner.sharding.constraints import Constraint
-from colofunc.planner.wishes.flow_constraints import ExtraOf, RuleOf
+from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.ranks import Places
 from colofunc.planner.wishes.wish import Wish
 from colofunc.program.ir import Node, Program
 from colofunc.spec.rule import Rule, Strategy
 
 
-def on_operators(
-    wish: Wish, program: Program, mesh: Mesh, rule_of: RuleOf, extra_of: ExtraOf
-) -> Iterator[tuple[int, Places, Constraint]]:
+def on_operators(wish: Wish, program: Program, mesh: Mesh, rules: Rules) -> Iterator[tuple[int, Places, Constraint]]:
     """(item, what the wish says of each axis there, its constraint) for each operator that has such factors.
 
     Raises PlanError where it is about some, and none has.
@@ -29,11 +27,11 @@ def on_operators(
     met = list(_operators_met(wish, program))
     able = []
     for index, node in met:
-        known = _words(rule_of(node), extra_of(node))
+        known = _words(rules.rule(node), rules.extra(node))
         if any(known.issuperset(want.values()) for want in wants):
             able.append((index, node))
     if met and not able:
-        raise PlanError(_lacks_factors(wish, mesh, [node for _, node in met], rule_of))
+        raise PlanError(_lacks_factors(wish, mesh, [node for _, node in met], rules))
 
     said: Places = dict(wants[0]) if wants else {}
     if len(wants) > 1:
@@ -43,7 +41,7 @@ def on_operators(
                 said[axis] = frozenset(other.get(axis, "whole") for other in wants)
     key = ("node", *(tuple(want.items()) for want in wants))
     for index, node in able:
-        rule = rule_of(node)
+        rule = rules.rule(node)
         says = f"{wish} (rule {rule.text()})" if rule else str(wish)
         constraint = Constraint(
             key, _test_of(wants), says, (), tuple(said), len(said) > 1, lambda axes: _test_of(wants, axes)
@@ -75,15 +73,15 @@ def _operators_met(wish: Wish, program: Program) -> Iterator[tuple[int, Node]]:
             yield index, node
 
 
-def _lacks_factors(wish: Wish, mesh: Mesh, nodes: Sequence[Node], rule_of: RuleOf) -> str:
+def _lacks_factors(wish: Wish, mesh: Mesh, nodes: Sequence[Node], rules: Rules) -> str:
     """What to say where no operator that a wish is about has the factors that it names."""
-    rules = set[str]()
+    texts = set[str]()
     for node in nodes:
-        rule = rule_of(node)
-        rules.add(f"{node.target}: {'no rule' if rule is None else rule.text()}")
+        rule = rules.rule(node)
+        texts.add(f"{node.target}: {'no rule' if rule is None else rule.text()}")
     line = f" (first at {nodes[0].line})" if nodes[0].line else ""
     return (
-        f"{wish} cannot be done on {mesh}: no operator there{line} has these factors ({'; '.join(sorted(rules)[:6])}); "
+        f"{wish} cannot be done on {mesh}: no operator there{line} has these factors ({'; '.join(sorted(texts)[:6])}); "
         "name factors of a rule"
     )
 

@@ -13,7 +13,7 @@ each other the flow ends too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -21,7 +21,7 @@ import attrs
 
 from colofunc.errors import SpecError
 from colofunc.mesh import Mesh
-from colofunc.plugins import build_registry
+from colofunc.plugins import Registry, build_registry
 from colofunc.program.ir import Node, Program
 from colofunc.program.lower import call_of
 from colofunc.spec.layout import Dim, Layout
@@ -29,8 +29,6 @@ from colofunc.spec.rule import Call, Rule, Strategy
 from colofunc.spec.spec import Spec, bind
 from colofunc.spec.strategies import FREE, build, lay_out, place, usable
 from colofunc.spec.strategies import follow as take
-
-RuleOf = Callable[[Node], Rule | None]
 
 
 @attrs.frozen(eq=False)
@@ -56,7 +54,7 @@ def follow(
     program: Program,
     mesh: Mesh,
     seeds: Mapping[int, str | Spec | Layout],
-    rule_of: RuleOf | None = None,
+    rules: Rules | None = None,
     rest: Mapping[int, str] | None = None,
     across: Collection[str] = (),
     held: Mapping[int, Sequence[Strategy]] | None = None,
@@ -65,14 +63,15 @@ def follow(
 ) -> Followed:
     """Follow leaves that lie as `seeds` says (value id -> spec) through the operators up to the update.
 
-    `rest`: how results that are reduced lie then, a spec per number of dims ({3: "b (tp s) d"}; "..." is whole, and
+    `rules`: what operators can do, as a plan's `wishes` are given it; None: by the rules of installed plugins. `rest`:
+    how results that are reduced lie then, a spec per number of dims ({3: "b (tp s) d"}; "..." is whole, and
     what is not in it is whole), and they are followed further. None: the flow ends there. `across`: operators that the
     flow crosses whatever they do inside: each factor lies in their results as it does in their operands. `held`: index
     of a node -> the strategies of a pattern that it is held to: the flow goes on from what it gives, wherever it came
     from. `gathers`: operators whose last operand yields where it does not fit the others. `apart`: each pending result
     comes to rest by itself, also where the sum of several could.
     """
-    rules = Rules(program, mesh, rule_of)
+    rules = rules or Rules(program, mesh)
     lies = {id: bind(spec, mesh, program.values[id].shape) for id, spec in seeds.items()}
     if rest is None:
         lies = {id: layout for id, layout in lies.items() if not layout.is_replicated}
@@ -200,15 +199,14 @@ def _at_rest(layout: Layout, mesh: Mesh, rest: Mapping[int, str]) -> Layout:
 class Rules:
     """What the operators of a program can do on a mesh, for plans that look before they wish.
 
-    `rule_of`: None: the rules of `plugins`, as `cf.shard` takes them, of the installed ones, and the built-in ones.
+    `registry`: what plugins bring, `Build.registry` of a step; None: the installed ones.
     """
 
-    def __init__(
-        self, program: Program, mesh: Mesh, rule_of: RuleOf | None = None, plugins: Sequence[Any] = ()
-    ) -> None:
+    def __init__(self, program: Program, mesh: Mesh, registry: Registry | None = None) -> None:
         self.program, self.mesh = program, mesh
-        self._rule_of, self._registry = rule_of, build_registry(tuple(plugins))
+        self.registry = build_registry(()) if registry is None else registry
         self._known: dict[Call, Rule | None] = {}
+        self._extra: dict[Call, tuple[Strategy, ...]] = {}
         self._taken: dict[Any, Strategy | None] = {}
 
     def call(self, node: Node) -> Call:
@@ -216,13 +214,26 @@ class Rules:
         return call_of(node, self.program.values)[0]
 
     def rule(self, node: Node) -> Rule | None:
-        """The einops rule of an operator call; None: it has none."""
-        if self._rule_of is not None:
-            return self._rule_of(node)
-        call = call_of(node, self.program.values)[0]
+        """The einops rule of an operator call, checked; None: it has none."""
+        return self.rule_of_call(self.call(node))
+
+    def rule_of_call(self, call: Call) -> Rule | None:
+        """The same, of a node without its program."""
         if call not in self._known:
-            self._known[call] = self._registry.rule(call)
+            rule = self.registry.rule(call)
+            if rule is not None:
+                rule.check(call)
+            self._known[call] = rule
         return self._known[call]
+
+    def extra(self, node: Node) -> tuple[Strategy, ...]:
+        """Strategies with local code of their own, beyond the rule's."""
+        return self._extra_of_call(self.call(node))
+
+    def _extra_of_call(self, call: Call) -> tuple[Strategy, ...]:
+        if call not in self._extra:
+            self._extra[call] = self.registry.extra_strategies(call, self.mesh)
+        return self._extra[call]
 
     def take(self, node: Node, lies: Mapping[int, Layout], opened: bool = True) -> Strategy | None:
         """The strategy that takes operands as they lie (value id -> layout), the others as it likes; None: there is
@@ -241,7 +252,7 @@ class Rules:
         options = (
             [] if rule is None else [take(call, rule, k, layout) for k, layout in enumerate(have) if layout is not None]
         )
-        more = self._registry.extra_strategies(call, self.mesh) if opened else ()
+        more = self._extra_of_call(call) if opened else ()
         for strategy in (*options, *more):
             if strategy is not None and all(h is None or h is want for h, want in zip(have, strategy.ins, strict=True)):
                 return strategy

@@ -99,7 +99,8 @@ class NamedPlan(Protocol):
     """What `zero(3, "dp")` and its like return: wishes about the axes it names, for a given program and mesh.
 
     A plan that asks what operators can do takes a third argument, `rules` (`cf.ext.Rules`): it knows the rules of the
-    step's own plugins.
+    step's own plugins. One that says `splits_products = True`, as a mode of tensor parallelism does, has the products
+    that every rank of its axes does whole named in the step's plan.
     """
 
     axes: tuple[str, ...]

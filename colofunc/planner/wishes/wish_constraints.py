@@ -18,10 +18,11 @@ import attrs
 from colofunc.errors import PlanError, near
 from colofunc.mesh import Mesh
 from colofunc.planner.sharding.constraints import Constraint, Constraints
-from colofunc.planner.wishes.flow_constraints import ExtraOf, RuleOf, WishSeeds, constraints_along, meeting
+from colofunc.planner.wishes.flow_constraints import WishSeeds, constraints_along, meeting
 from colofunc.planner.wishes.gradients import gradients
 from colofunc.planner.wishes.leaf_constraints import NamedValues, layouts_wished, on_leaves
 from colofunc.planner.wishes.operator_constraints import on_operators
+from colofunc.planner.wishes.propagation import Rules
 from colofunc.planner.wishes.ranks import Places, Ranks, can_meet, highest_ranks, part_heard, words_of_place
 from colofunc.planner.wishes.wish import PARAMETERS, Wish
 from colofunc.program.ir import Program
@@ -29,21 +30,19 @@ from colofunc.spec.layout import At, Layout
 from colofunc.spec.rule import Strategy
 
 
-def constraints_of(
-    wishes: Iterable[Wish],
-    program: Program,
-    mesh: Mesh,
-    rule_of: RuleOf = lambda node: None,
-    extra_of: ExtraOf = lambda node: (),
-) -> Constraints:
-    """All wishes as constraints; raises PlanError on clashes, on wishes that match nothing or cannot be done."""
+def constraints_of(wishes: Iterable[Wish], program: Program, mesh: Mesh, rules: Rules | None = None) -> Constraints:
+    """All wishes as constraints, by what operators can do.
+
+    Raises PlanError on clashes, on wishes that match nothing or cannot be done.
+    """
+    rules = rules or Rules(program, mesh)
     leaves = NamedValues.of([program.values[id] for id in program.inputs])
     grads = NamedValues.of(gradients(program))
     by_wish = list[tuple[Wish, list[tuple[int, Places, Constraint]]]]()
     ranked = list[tuple[int, int, Places]]()
     for wish in wishes:
         if wish.on_operator:
-            of_wish = list(on_operators(wish, program, mesh, rule_of, extra_of))
+            of_wish = list(on_operators(wish, program, mesh, rules))
         else:
             of_wish = list(on_leaves(wish, program, mesh, leaves, grads))
         by_wish.append((wish, of_wish))
@@ -63,13 +62,13 @@ def constraints_of(
     lacking: dict[int, list[Strategy]] = {}  # per operator, ways of single flows that enumeration does not have
     for source in dict.fromkeys((*said.followed, *said.held)):
         flow = WishSeeds(said.followed.get(source, {}), said.held.get(source, {}))
-        for item, places, constraint in constraints_along(flow, program, mesh, rule_of, extra_of):
+        for item, places, constraint in constraints_along(flow, program, mesh, rules):
             heard = said.hear(flow.wish, item, places, constraint)
             of_item = said.items.setdefault(item, [])
             if heard is not None:
                 of_item.append(heard)
             lacking.setdefault(item, []).extend(constraint.offers[:1])
-    for item, constraint in meeting(lacking, program, mesh, rule_of, extra_of):
+    for item, constraint in meeting(lacking, program, mesh, rules):
         said.items[item].append(constraint)
     items = {item: tuple(constraints) for item, constraints in said.items.items()}
     return Constraints(items, regather=said.regather, chunks=said.chunks, scatter=said.scatter, at=said.at)
