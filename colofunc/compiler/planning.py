@@ -115,11 +115,8 @@ class Planning:
         if decided is None:
             decided = self._decided_by(plan)
         done = self._finished(completion, decided, plan)
-        last_passes = (
-            Pass("one_call", lambda _: completion.last_rewrites(done)),
-            Pass("order", completion.as_run),
-        )
-        _, last_stages = run_passes(last_passes, done.program, keep=True)
+        last_passes = (*completion.last_passes(), Pass("order", completion.as_run, optional=False))
+        _, last_stages = run_passes(last_passes, done.program, completion.left_out, keep=True)
         return (*done.stages, *last_stages)
 
     def _under(self, constraints: Constraints, says_least: bool = True) -> Outcome:
