@@ -172,6 +172,7 @@ def test_every_constant_of_planning_says_what_it_is() -> None:
 
 def test_every_public_name_is_in_the_reference_and_has_a_docstring() -> None:
     page = (ROOT / "docs" / "reference.md").read_text()
+    assert not [name for name in {*cf.__all__} & {*cf.ext.__all__} if getattr(cf.ext, name) is not getattr(cf, name)]
     users = {f"cf.{name}": getattr(cf, name) for name in cf.__all__ if name != "ext"}
     authors = {f"cf.ext.{name}": getattr(cf.ext, name) for name in cf.ext.__all__ if name not in cf.__all__}
     for name, thing in {**users, **authors}.items():
