@@ -238,7 +238,7 @@ def _stay(
 
 def _argument(traced: Traced, batch: int | str | None) -> Tree:
     """The argument that is the batch."""
-    arguments = traced.in_tree.children[0].children
+    arguments = traced.in_tree.children
     names = [argument.name for argument in arguments]
     if batch is None:
         batch = min(1, len(arguments) - 1)

@@ -110,11 +110,11 @@ PACK = define(
     for_compilers=_pack_of_parts,
     own_memory=True,
 )
-ALL_GATHER_FLAT = define(
+define(
     "all_gather_flat(Tensor[] xs, str[] axes, int n) -> Tensor",
     _gather_eager,
     _gather_fake,
     own_memory=True,
     kind="wire",
 )
-WRITE = define("write_(Tensor(a!) into, Tensor x) -> ()", _write_, _write_fake, for_compilers=_write_)
+define("write_(Tensor(a!) into, Tensor x) -> ()", _write_, _write_fake, for_compilers=_write_)
