@@ -3,8 +3,8 @@
 Problem: dynamic programming over stages knows sizes, not the peak to the byte: buffers, updates in place, what is in
 flight. Idea: it proposes, for every amount of memory it might be given, and the accountant disposes. Proposals depend
 on the program alone, and of those that fit the fastest is taken, so a larger budget never costs time, and the same plan
-comes out on every rank. Those who propose: `chain` (dynamic programming over stages), `late` (every set of values, for
-few values), `relaxed` (linear programs, where forward is no chain).
+comes out on every rank. Those who propose: `chain` (dynamic programming over stages), `exhaustive` (every set of
+values, for few values), `relaxed` (linear programs, where forward is no chain).
 
     for one in proposals(program, node_s):      # fastest first: keeps everything ... keeps least
         ...
