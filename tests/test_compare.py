@@ -92,6 +92,18 @@ def test_a_training_step_with_dropout_compares_and_consumes_nothing() -> None:
     step(state, batch)  # nothing was consumed
 
 
+def test_a_pass_that_is_left_out_is_left_out_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """COLOFUNC_PASSES shows that a pass is at fault."""
+
+    def negated(node: Node, program: Program) -> Node | None:
+        return attrs.evolve(node, target="aten.neg.default") if node.target == "aten.relu.default" else None
+
+    assert not compared(Fault(negated)).equal
+    monkeypatch.setenv("COLOFUNC_PASSES", "-fault")
+    left_out = Fault(negated)
+    assert compared(left_out).equal and left_out.hit == 0
+
+
 @pytest.mark.parametrize("change", [lambda s: cf.accumulate(s, microbatches=2), lambda s: cf.precision(s, "bf16")])
 def test_chains_compare_on_their_placed_state(change: Any) -> None:
     torch.manual_seed(0)

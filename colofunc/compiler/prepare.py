@@ -127,6 +127,7 @@ def prepare(
         donated=seen.donated,
         executor=staged.executor,
         hidden=seen.hidden,
+        left_out=without,
         stages_of=partial(_stages, build, seen, planning, plan, None if made is None else made[0]),
     )
     if validates_late(low.program):
