@@ -10,6 +10,7 @@ import sys
 import types
 from pathlib import Path
 
+import attrs
 import pytest
 
 import colofunc as cf
@@ -148,6 +149,12 @@ def test_every_hook_is_read() -> None:
     sources = [path.read_text() for path in (ROOT / "colofunc").rglob("*.py")]
     asked = {f"colofunc_{name}" for source in sources for name in re.findall(r"registry(?:\(.*\))?\.([a-z_]+)\b", source)}
     assert asked >= set(hookspecs.HOOKS)
+
+
+def test_every_field_of_a_transform_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "writing_a_transform.md").read_text()
+    fields = [field.name for field in attrs.fields(cf.ext.Transform) if field.name not in ("name", "options")]
+    assert not [name for name in fields if f"`{name}" not in page]
 
 
 def test_generated_pages_are_up_to_date() -> None:
