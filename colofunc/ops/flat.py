@@ -42,7 +42,7 @@ def flat_of(xs: Sequence[Tensor]) -> Tensor:
     return first.as_strided((sum(x.numel() for x in xs),), (1,))
 
 
-def together(xs: Sequence[Tensor]) -> list[Tensor]:
+def as_adjacent(xs: Sequence[Tensor]) -> list[Tensor]:
     """The tensors, as they are if they are adjacent, else copied to one buffer."""
     if are_adjacent(xs):
         return list(xs)

@@ -43,7 +43,7 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 ONES = 0x11111111
 """1 in each of the eight numbers of an int32."""
 WORDS = 16
-"""So many int32 of each row are unpacked at a time where they are turned."""
+"""int32 of each row that are unpacked at a time where they are turned."""
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 INPUTS = ("input_scale", "input_zero_point")
 """What static quantization of inputs has measured. Steps round inputs by their own largest numbers, and would drop

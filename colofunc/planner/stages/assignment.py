@@ -33,11 +33,11 @@ from colofunc.planner.stages.forward_pass import reading_of
 from colofunc.program.ir import Node, Program
 
 BISECTIONS = 40
-"""So often the least cap that some cut keeps to is halved."""
+"""Number of bisections for the least cap that some cut keeps to."""
 MOST_CUTS = 20_000
-"""Where there are no more cuts than these, every one is looked at."""
+"""Up to this many cuts, every one is looked at."""
 NEAR = 1e-9
-"""Bytes that differ by a smaller part are equal."""
+"""Relative difference below which two numbers of bytes count as equal."""
 
 
 @attrs.frozen
@@ -201,8 +201,7 @@ class CutProblem:
         return np.asarray(np.maximum(kept - rooms, 0.0).sum(axis=1))
 
     def _by_rank_s(self, cuts: np.ndarray) -> np.ndarray:
-        """(cuts, ranks + 1) seconds of each rank's stages together, the slowest rank first; then of the slowest stage.
-        """
+        """(cuts, ranks + 1) seconds of each rank's stages together, the slowest rank first; then of the slowest stage."""
         seconds = self._stage_seconds(cuts)
         of_ranks = -np.sort(-self._of_ranks(seconds), axis=1)
         return np.hstack([np.round(of_ranks, 15), seconds.max(axis=1, keepdims=True)])
