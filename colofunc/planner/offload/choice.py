@@ -1,7 +1,7 @@
 """One search: which updates run on the host, and for each such split what is copied when.
 
-found = search_splits(ground, policy, placed, limit, like)     # splits of the updates -> copies for each -> the best
-found.rank, found.hint                                  # bytes over the limit, then seconds; what to try for a similar program
+    found = search_splits(ground, policy, placed, limit, like)     # splits of the updates -> copies for each -> the best
+    found.rank, found.hint                                  # bytes over the limit, then seconds; what to try for a similar program
 """
 
 from __future__ import annotations

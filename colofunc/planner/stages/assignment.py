@@ -201,7 +201,8 @@ class CutProblem:
         return np.asarray(np.maximum(kept - rooms, 0.0).sum(axis=1))
 
     def _by_rank_s(self, cuts: np.ndarray) -> np.ndarray:
-        """(cuts, ranks + 1) seconds of each rank's stages together, the slowest rank first; then of the slowest stage."""
+        """(cuts, ranks + 1) seconds of each rank's stages together, the slowest rank first; then of the slowest stage.
+        """
         seconds = self._stage_seconds(cuts)
         of_ranks = -np.sort(-self._of_ranks(seconds), axis=1)
         return np.hstack([np.round(of_ranks, 15), seconds.max(axis=1, keepdims=True)])
