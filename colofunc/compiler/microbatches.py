@@ -156,7 +156,7 @@ def _places(
     ids = [id for id in program.inputs if leaves.get(program.values[id].name) == program.values[id].shape]
     for id in ids:
         _check_divides(program.values[id], microbatches)
-    lies, over = lies_over_time(program, ids, microbatches, "time", rules)
+    lies, over = lies_over_time(program, ids, microbatches, rules)
     values_of_items: list[tuple[int | None, ...]] = [(id,) for id in program.inputs]
     values_of_items += [(*node.refs, *node.outs) for node in program.nodes]
     places_of = {}

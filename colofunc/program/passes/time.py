@@ -72,10 +72,10 @@ def over_time(
 
 
 def lies_over_time(
-    program: Program, leaves: Iterable[int], microbatches: int, axis: str, rules: LoweringRules
+    program: Program, leaves: Iterable[int], microbatches: int, rules: LoweringRules
 ) -> tuple[dict[int, Layout], Program]:
     """How each value of a program, local or global, lies over time, and the program with that axis."""
-    built = _build(program, leaves, microbatches, axis, rules)
+    built = _build(program, leaves, microbatches, "time", rules)
     lies = dict(built.lies)
     return lies, _finished(built)
 
